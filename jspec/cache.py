@@ -1,0 +1,72 @@
+"""The paged KV cache on the device: made once, written by every forward, committed by counting."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jspec.models.attention import AttentionShape
+from jspec.records import KVCache, Verdict
+from jspec.tree import Tree
+from pallas_kernels.kv_pages import move_rows
+
+MAX_POOL_ELEMENTS = 2**31
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """How large the pools are; the same pages serve target and draft."""
+
+    slots: int
+    pages: int  # the null page included
+    page_size: int
+    max_len: int
+    dtype: str
+    draft_dtype: str
+
+    def width(self, tree: Tree) -> int:
+        """Columns of the page table: a slot's rows up to ``max_len`` and what a round writes beyond."""
+        return math.ceil((self.max_len + tree.scratch_rows) / self.page_size)
+
+
+def create(layers: int, shape: AttentionShape, pool: PoolShape, dtype: str) -> KVCache:
+    """Zeroed pools for a model of ``layers`` layers.
+
+    Raises:
+        ValueError: a pool would reach 2**31 elements, beyond what index arithmetic is checked for.
+    """
+    dims = (pool.pages, shape.num_kv_heads, pool.page_size, shape.head_dim)
+    if math.prod(dims) >= MAX_POOL_ELEMENTS:
+        most = MAX_POOL_ELEMENTS // math.prod(dims[1:]) - 1
+        raise ValueError(f"a pool of {pool.pages} pages reaches 2**31 elements; lower pages to at most {most}")
+    return KVCache(
+        k=[jnp.zeros(dims, dtype) for _ in range(layers)], v=[jnp.zeros(dims, dtype) for _ in range(layers)]
+    )
+
+
+def commit(
+    cache: KVCache,
+    tree: Tree,
+    page_table: Int[Array, "batch pages"],
+    lengths: Int[Array, "batch"],
+    verdict: Verdict,
+    implementation: str,
+) -> KVCache:
+    """Keep the rows of the accepted path: of the rows at ``lengths``, node ``path[d]`` goes to row ``lengths + d``.
+
+    A chain's nodes are written where they will stay, so nothing is done for it.
+    """
+    if tree.is_chain:
+        return cache
+    depth = jnp.arange(verdict.path.shape[1])
+    source = lengths[:, None] + verdict.path
+    target = lengths[:, None] + depth
+    keep = (verdict.path >= 0) & (verdict.path != depth)
+    moved = [
+        move_rows(k, v, page_table, source, target, keep, implementation=implementation)
+        for k, v in zip(cache.k, cache.v, strict=True)
+    ]
+    return KVCache(k=[k for k, _ in moved], v=[v for _, v in moved])

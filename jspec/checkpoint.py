@@ -1,0 +1,203 @@
+"""Orbax checkpoints: a folder with `jspec.json` (what it is), `weights/` (one orbax checkpoint) and tokenizer files.
+
+Every use of orbax is here. The weight tree is stored flat, as "layers.3.qkv": its names are also those that
+conversion prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from jspec.models.config import Eagle3Config, ModelConfig
+
+VERSION = 1
+MANIFEST = "jspec.json"
+WEIGHTS = "weights"
+CONFIGS: dict[str, type[ModelConfig] | type[Eagle3Config]] = {"target": ModelConfig, "eagle3": Eagle3Config}
+DTYPES = ("float32", "bfloat16", "float16")
+READ_AHEAD = 2**30  # bytes that a restore may hold on the host at once
+
+Config = ModelConfig | Eagle3Config
+Placement = Callable[[str], jax.sharding.Sharding]  # parameter name -> sharding
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model in memory: `weights` is a tree of dicts and lists of arrays, `folder` where it came from."""
+
+    kind: str
+    config: Config
+    weights: dict[str, Any]
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a folder holds, without its weights: `parameters` maps a parameter's name to its shape and dtype."""
+
+    kind: str
+    config: Config
+    parameters: dict[str, jax.ShapeDtypeStruct]
+    folder: Path
+
+
+def flatten(tree: Mapping[str, Any] | list[Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of a weight tree by name: {"layers": [{"o": x}]} -> {"layers.0.o": x}."""
+    flat = {}
+    for key, node in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        nested = isinstance(node, (Mapping, list))
+        flat.update(flatten(node, f"{prefix}{key}.") if nested else {f"{prefix}{key}": node})
+    return flat
+
+
+def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `flatten`; children named 0, 1, ... become a list."""
+    children: dict[str, dict[str, Any]] = {}
+    tree: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        head, dot, rest = name.partition(".")
+        if dot:
+            children.setdefault(head, {})[rest] = leaf
+        else:
+            tree[head] = leaf
+    tree |= {head: unflatten(nested) for head, nested in children.items()}
+    if tree and all(key.isdigit() for key in tree):
+        return [tree[str(index)] for index in range(len(tree))]  # type: ignore[return-value]
+    return tree
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether `save` wrote the folder."""
+    return (folder / MANIFEST).is_file()
+
+
+def save(
+    folder: str | Path,
+    kind: str,
+    config: Config,
+    batches: Iterable[dict[str, np.ndarray]],
+    *,
+    files: Iterable[Path] = (),
+    overwrite: bool = False,
+) -> None:
+    """Writes a checkpoint folder, all or nothing: what is not finished never stands at `folder`.
+
+    Args:
+        folder: where to; its parent is made.
+        kind: a key of `CONFIGS`.
+        config: goes to the manifest.
+        batches: flat parameters, a few at a time; one batch is held in memory.
+        files: copied into the folder (tokenizer files).
+        overwrite: replaces a checkpoint that is there.
+
+    Raises:
+        FileExistsError: if the folder exists and may not be replaced.
+    """
+    folder = Path(folder).absolute()
+    _check_vacant(folder, overwrite)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        _write_weights(work / WEIGHTS, batches)
+        for file in files:
+            shutil.copyfile(file, work / file.name)
+        manifest = {"version": VERSION, "kind": kind, "config": config.to_json()}
+        (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        work.chmod(0o755)  # mkdtemp's folder is the owner's alone
+        if folder.exists():
+            folder.rename(work / "replaced")
+        work.rename(folder)
+        shutil.rmtree(folder / "replaced", ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def _check_vacant(folder: Path, overwrite: bool) -> None:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not overwrite:
+        raise FileExistsError(f"{folder}: expected a new folder, got an existing one; pass --overwrite to replace it")
+    if not is_checkpoint(folder):
+        raise FileExistsError(f"{folder}: expected a converted checkpoint to replace, got something else; delete it")
+
+
+def _write_weights(folder: Path, batches: Iterable[dict[str, np.ndarray]]) -> None:
+    context = ocp.Context()
+    # Compressing, and copying what nobody changes, would each hold a second copy of a batch.
+    context.array.saving.use_compression = False
+    context.memory.deepcopy_host_arrays = False
+    with context:
+        for batch in batches:
+            ocp.partial.save(folder, batch)
+            del batch  # before the next one is read
+        ocp.partial.finalize(folder)
+
+
+def read_header(folder: Path) -> Header:
+    """Reads kind, config and the parameters' shapes.
+
+    Raises:
+        ValueError: if the folder is damaged or of another format version.
+    """
+    with _named_damage(folder):
+        manifest = json.loads((folder / MANIFEST).read_text())
+        version = manifest["version"]
+    if version != VERSION:
+        raise ValueError(f"{folder}: expected format version {VERSION}, got {version}; convert the model again")
+    with _named_damage(folder):
+        config = CONFIGS[manifest["kind"]].from_json(manifest["config"])
+        stored = ocp.metadata(folder / WEIGHTS).metadata
+        parameters = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in stored.items()}
+    return Header(manifest["kind"], config, parameters, folder)
+
+
+def read_arrays(
+    header: Header, *, dtype: str | None = None, placement: Placement | None = None, names: Iterable[str] | None = None
+) -> dict[str, jax.Array]:
+    """Restores parameters straight to their dtype and devices.
+
+    Args:
+        header: of the folder.
+        dtype: of the floating-point parameters; None: as stored.
+        placement: sharding by parameter name; None: the default device.
+        names: which parameters; None: all.
+
+    Returns:
+        Flat parameters.
+    """
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    names = list(header.parameters) if names is None else list(names)
+    wanted = {}
+    for name in names:
+        leaf = header.parameters[name]
+        to = dtype if dtype is not None and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating) else leaf.dtype
+        wanted[name] = jax.ShapeDtypeStruct(leaf.shape, to, sharding=placement(name) if placement else device)
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    context.memory.read_concurrent_bytes = max(READ_AHEAD, *(_nbytes(header.parameters[name]) for name in names))
+    with context, _named_damage(header.folder):
+        return ocp.load(header.folder / WEIGHTS, wanted)
+
+
+def _nbytes(leaf: jax.ShapeDtypeStruct) -> int:
+    return int(np.prod(leaf.shape)) * leaf.dtype.itemsize
+
+
+@contextlib.contextmanager
+def _named_damage(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder}: damaged checkpoint ({error}); convert the model again") from error

@@ -1,0 +1,88 @@
+"""The engine's options: frozen, checked when built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+ACCEPT_RULES = ("coupled", "rejection")
+IMPLEMENTATIONS = ("auto", "pallas", "reference")
+DTYPES = ("float32", "bfloat16", "float16")
+PREFILL_BUCKETS = (128, 512, 2048)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of an engine.
+
+    Attributes:
+        slots: live requests.
+        max_len: tokens a request may reach, prompt included.
+        page_size: cache rows a page holds.
+        buckets: rows of the compiled round programs, ascending, ending at ``slots``; None: 1, 2, 4, ... ``slots``.
+        prefill_buckets: tokens of the compiled prefill programs, ascending; longer prompts go in chunks.
+        pages: pages of the pools, the null page included; None: enough for every slot to reach ``max_len``.
+        memory_fraction: share of the device's memory that weights and pools may take.
+        implementation: of the kernels; "auto" takes Pallas on a GPU.
+        rounds_per_dispatch: rounds that run on the device before the host hears of them.
+        overlap: dispatch the next step before the last one's result is read; the tokens are the same.
+        accept: the accept rule.
+        kv_dtype, draft_kv_dtype: of the pools; None: the weights' dtype.
+        seed: from which requests without a seed draw theirs.
+    """
+
+    slots: int = 8
+    max_len: int = 2048
+    page_size: int = 16
+    buckets: tuple[int, ...] | None = None
+    prefill_buckets: tuple[int, ...] | None = None
+    pages: int | None = None
+    memory_fraction: float = 0.9
+    implementation: str = "auto"
+    rounds_per_dispatch: int = 1
+    overlap: bool = True
+    accept: str = "coupled"
+    kv_dtype: str | None = None
+    draft_kv_dtype: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "max_len", "page_size", "rounds_per_dispatch"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
+        _one_of("accept", self.accept, ACCEPT_RULES)
+        _one_of("implementation", self.implementation, IMPLEMENTATIONS)
+        for name in ("kv_dtype", "draft_kv_dtype"):
+            _one_of(name, getattr(self, name), (None, *DTYPES))
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"memory_fraction: expected in (0, 1], got {self.memory_fraction!r}")
+        if self.pages is not None and (not isinstance(self.pages, int) or self.pages < 2):
+            raise ValueError(f"pages: expected None or an int >= 2 (page 0 is never used), got {self.pages!r}")
+        self._set_buckets()
+
+    def _set_buckets(self) -> None:
+        rows = self.buckets
+        if rows is None:
+            rows = (*(1 << i for i in range((self.slots - 1).bit_length())), self.slots)
+        rows = _ascending("buckets", rows)
+        if rows[-1] != self.slots:
+            raise ValueError(f"buckets: the last must be slots={self.slots}, got {rows}")
+        tokens = self.prefill_buckets
+        if tokens is None:
+            fitting = [size for size in PREFILL_BUCKETS if size < self.max_len]
+            tokens = (*fitting, *PREFILL_BUCKETS[len(fitting) : len(fitting) + 1])
+        object.__setattr__(self, "buckets", rows)
+        object.__setattr__(self, "prefill_buckets", _ascending("prefill_buckets", tokens))
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {allowed}, got {value!r}")
+
+
+def _ascending(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    sizes = tuple(sizes)
+    if not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes)):
+        raise ValueError(f"{name}: expected ascending positive sizes, at least one, got {sizes}")
+    return sizes

@@ -1,0 +1,313 @@
+"""EAGLE-3 drafting (arXiv:2503.01840): one layer over the target's fused hidden states.
+
+Row i of the draft's cache holds the pair (feature of position i - 1, token i), with rotary position i - 1; row 0 does
+not exist and is masked. So a page's draft rows depend only on the tokens up to the page's end.
+The cache lags the target by the rows accepted in the last round: their features wait in `EagleState` and are fed,
+with the root, by the next round's first forward. Drafted nodes write their rows behind the root's; the next round
+overwrites them with rows made from the target's true features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self, final
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from jspec import pretrained, sampling
+from jspec.cache import PoolShape, create
+from jspec.draft import Drafter, chain_draft
+from jspec.models.attention import attend, project
+from jspec.models.config import Eagle3Config
+from jspec.models.decoder import Model, linear, logits_of, mlp, rms_norm
+from jspec.records import Draft, KVCache, SlotView, TokenBatch, Verdict
+from jspec.tree import Tree
+from pallas_kernels.kv_pages import append
+from pallas_kernels.paged_attention import paged_attention
+
+FIRST_ROW = 1  # row 0 of the draft's cache does not exist
+
+
+@struct.dataclass
+class EagleLayer:
+    """Weights of the draft layer; its attention reads embedding and hidden state side by side."""
+
+    input_norm: Float[Array, "hidden"]  # of the embedding half
+    hidden_norm: Float[Array, "hidden"]  # of the hidden half
+    qkv: Float[Array, "qkv hidden2"]
+    o: Float[Array, "hidden heads_width"]
+    mlp_norm: Float[Array, "hidden"]
+    gate_up: Float[Array, "gate_up hidden"]
+    down: Float[Array, "hidden intermediate"]
+
+
+@struct.dataclass
+class EagleHead:
+    """An EAGLE-3 head's weights with its config. ``embed`` is None until the target's is bound."""
+
+    embed: Float[Array, "vocab hidden"] | None
+    fc: Float[Array, "hidden features"]
+    layer: EagleLayer
+    norm: Float[Array, "hidden"]
+    head: Float[Array, "draft_vocab hidden"]
+    draft_to_target: Int[Array, "draft_vocab"]
+    config: Eagle3Config = struct.field(pytree_node=False)
+
+    @classmethod
+    def from_weights(cls, config: Eagle3Config, weights: Mapping[str, Any]) -> EagleHead:
+        """Build from the tree of arrays that `jspec.pretrained.load` returns."""
+        own = {name: weights[name] for name in ("fc", "norm", "head", "draft_to_target")}
+        return cls(embed=weights.get("embed"), layer=EagleLayer(**weights["layer"]), config=config, **own)
+
+
+@struct.dataclass
+class EagleState:
+    """The draft's cache and the pairs it has not seen yet: features (after fc) with the token that followed each.
+
+    The last of the ``count`` pairs belongs to the root.
+    """
+
+    cache: KVCache
+    features: Float[Array, "slots depth1 hidden"]
+    tokens: Int[Array, "slots depth1"]
+    count: Int[Array, "slots"]
+
+
+@final
+class Eagle3(Drafter):
+    """An EAGLE-3 head.
+
+    Args:
+        head: the head's weights.
+        tree: a chain.
+    """
+
+    def __init__(self, head: EagleHead, tree: Tree) -> None:
+        self.head = head
+        self.tree = tree
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        tree: Tree,
+        dtype: str | None = None,
+        rope_theta: float | None = None,
+        feature_layers: tuple[int, ...] | None = None,
+    ) -> Self:
+        """Load a head from a folder as released, a converted folder or a hub id.
+
+        Args:
+            rope_theta: overrides the file's rotary base (10000 where the file is silent).
+            feature_layers: overrides the target's state indices that are fused.
+        """
+        checkpoint = pretrained.load(path, dtype=dtype, kind="eagle3")
+        config = checkpoint.config
+        if rope_theta is not None:
+            config = replace(config, rope=replace(config.rope, theta=rope_theta))
+        if feature_layers is not None:
+            config = replace(config, feature_layers=tuple(feature_layers))
+        return cls(EagleHead.from_weights(config, checkpoint.weights), tree)
+
+    def feature_layers(self, target: Model) -> tuple[int, ...]:
+        named = self.head.config.feature_layers
+        layers = target.config.num_layers
+        return (2, layers // 2, layers - 3) if named is None else named
+
+    def bind(self, target: Model) -> EagleHead:
+        _check_pair(self.head, target, self.feature_layers(target))
+        return self.head if self.head.embed is not None else self.head.replace(embed=target.embed)
+
+    def init(self, params: EagleHead, pool: PoolShape) -> EagleState:
+        pairs = (pool.slots, self.tree.depth + 1)
+        return EagleState(
+            cache=create(1, params.config, pool, pool.draft_dtype),
+            features=jnp.zeros((*pairs, params.config.hidden_size), params.fc.dtype),
+            tokens=jnp.zeros(pairs, jnp.int32),
+            count=jnp.zeros(pool.slots, jnp.int32),
+        )
+
+    def prefill(
+        self, params: EagleHead, state: EagleState, view: SlotView, batch: TokenBatch, features: Array | None
+    ) -> EagleState:
+        assert features is not None
+        fused = linear(features.astype(params.fc.dtype), params.fc)
+        waiting = state.features.at[view.slots, 0].get(mode="fill", fill_value=0)
+        shifted = jnp.concatenate([waiting[:, None], fused[:, :-1]], axis=1)
+        valid = batch.valid & (batch.positions >= FIRST_ROW)
+        _, _, cache = _write_pairs(
+            params, state.cache, view, batch.tokens, shifted, batch.first_row, valid
+        )
+        last = jnp.maximum(jnp.sum(batch.valid, axis=1) - 1, 0)[:, None, None]
+        newest = jnp.take_along_axis(fused, last, axis=1)[:, 0]
+        return state.replace(
+            cache=cache,
+            features=state.features.at[view.slots, 0].set(newest, mode="drop"),
+            count=state.count.at[view.slots].set(1, mode="drop"),
+        )
+
+    def draft(self, params: EagleHead, state: EagleState, view: SlotView) -> tuple[Draft, EagleState]:
+        config = params.config
+        with jax.named_scope("draft1"):
+            hidden, cache = catch_up(params, state, view)
+        tokens, log_probs, laws = [], [], []
+        for depth in range(1, self.tree.depth + 1):
+            with jax.named_scope(f"draft{depth}"):
+                if depth > 1:
+                    hidden, cache = self_feed(params, cache, view, tokens[-1], hidden, depth)
+                logits = draft_logits(params, hidden)[:, 0]
+                draft_id, law = sampling.draft_token(logits, view, depth, params.draft_to_target, config.vocab_size)
+                log_probs.append(sampling.log_prob(logits, draft_id))
+                tokens.append(params.draft_to_target[draft_id])
+                laws.append(law)
+        drawn = None if laws[0] is None else laws
+        return chain_draft(view, tokens, log_probs, drawn, params.draft_to_target), state.replace(cache=cache)
+
+    def commit(
+        self,
+        params: EagleHead,
+        state: EagleState,
+        view: SlotView,
+        draft: Draft,
+        verdict: Verdict,
+        features: Array | None,
+    ) -> EagleState:
+        assert features is not None
+        accepted = jnp.take_along_axis(features, jnp.maximum(verdict.path, 0)[..., None], axis=1)
+        return state.replace(
+            features=state.features.at[view.slots].set(linear(accepted.astype(params.fc.dtype), params.fc), mode="drop"),
+            tokens=state.tokens.at[view.slots].set(verdict.tokens, mode="drop"),
+            count=state.count.at[view.slots].set(verdict.accept_len + 1, mode="drop"),
+        )
+
+
+def draft_logits(params: EagleHead, hidden: Float[Array, "batch tokens hidden"]) -> Float[Array, "batch tokens vocab"]:
+    """Scores over the draft vocabulary; the norm stands before the head only, never in the feedback."""
+    return logits_of(rms_norm(hidden, params.norm, params.config.norm_eps), params.head)
+
+
+def catch_up(
+    params: EagleHead, state: EagleState, view: SlotView
+) -> tuple[Float[Array, "batch 1 hidden"], KVCache]:
+    """Write the rows of the waiting pairs and run the layer on the root's.
+
+    The other rows need only their K and V: what they predict is known already.
+    """
+    features = state.features.at[view.slots].get(mode="fill", fill_value=0)
+    waiting = state.tokens.at[view.slots].get(mode="fill", fill_value=0)
+    count = state.count.at[view.slots].get(mode="fill", fill_value=0)
+    last = jnp.maximum(count - 1, 0)[:, None]
+    steps = jnp.arange(features.shape[1])
+    tokens = jnp.where(steps == last, view.root[:, None], waiting)
+    first_row = view.lengths - last[:, 0]
+    valid = (steps <= last) & view.active[:, None]
+    q, residual, cache = _write_pairs(params, state.cache, view, tokens, features, first_row, valid)
+    root_q = jnp.take_along_axis(q, last[..., None, None], axis=1)
+    attended = paged_attention(
+        root_q,
+        cache.k[0],
+        cache.v[0],
+        view.page_table,
+        view.lengths,
+        None,
+        start=FIRST_ROW,
+        implementation=view.implementation,
+    )
+    root_residual = jnp.take_along_axis(residual, last[..., None], axis=1)
+    return _finish(params, root_residual, attended.reshape(*attended.shape[:2], -1)), cache
+
+
+def self_feed(
+    params: EagleHead,
+    cache: KVCache,
+    view: SlotView,
+    tokens: Int[Array, "batch"],
+    hidden: Float[Array, "batch 1 hidden"],
+    depth: int,
+) -> tuple[Float[Array, "batch 1 hidden"], KVCache]:
+    """Run the layer on a drafted token with the layer's own last output as its feature.
+
+    Args:
+        depth: of the node to come; the token fed stands at depth - 1, the feature at depth - 2.
+    """
+    row = view.lengths + depth - 1
+    qkv = linear(_pair_input(params, tokens[:, None], hidden), params.layer.qkv)
+    q, k, v = project(qkv, row[:, None] - 1, params.config)
+    batch = TokenBatch(
+        tokens=tokens[:, None],
+        positions=row[:, None] - 1,
+        valid=view.active[:, None],
+        first_row=row,
+        page_table=view.page_table,
+        bits=None,
+        implementation=view.implementation,
+    )
+    attended, k_pool, v_pool = attend(q, k, v, cache.k[0], cache.v[0], batch, start=FIRST_ROW)
+    return _finish(params, hidden, attended), KVCache(k=[k_pool], v=[v_pool])
+
+
+def _pair_input(
+    params: EagleHead, tokens: Int[Array, "batch tokens"], features: Float[Array, "batch tokens hidden"]
+) -> Float[Array, "batch tokens hidden2"]:
+    """Normed embedding and normed feature side by side, embedding first."""
+    assert params.embed is not None
+    layer, eps = params.layer, params.config.norm_eps
+    embedded = rms_norm(params.embed[tokens].astype(features.dtype), layer.input_norm, eps)
+    return jnp.concatenate([embedded, rms_norm(features, layer.hidden_norm, eps)], axis=-1)
+
+
+def _write_pairs(
+    params: EagleHead,
+    cache: KVCache,
+    view: SlotView,
+    tokens: Int[Array, "batch tokens"],
+    features: Float[Array, "batch tokens hidden"],
+    first_row: Int[Array, "batch"],
+    valid: Array,
+) -> tuple[Array, Array, KVCache]:
+    """Write the K and V of (feature, token) pairs from a cache row on; their queries and raw features come back."""
+    positions = first_row[:, None] + jnp.arange(tokens.shape[1]) - 1
+    q, k, v = project(linear(_pair_input(params, tokens, features), params.layer.qkv), positions, params.config)
+    k_pool, v_pool = append(
+        cache.k[0], cache.v[0], k, v, view.page_table, first_row, valid, implementation=view.implementation
+    )
+    return q, features, KVCache(k=[k_pool], v=[v_pool])
+
+
+def _finish(
+    params: EagleHead, residual: Float[Array, "batch tokens hidden"], attended: Float[Array, "batch tokens width"]
+) -> Float[Array, "batch tokens hidden"]:
+    """Output projection, residual (the raw feature) and feed-forward: the un-normed state that is fed back."""
+    layer = params.layer
+    hidden = residual + linear(attended, layer.o)
+    return hidden + mlp(rms_norm(hidden, layer.mlp_norm, params.config.norm_eps), layer.gate_up, layer.down)
+
+
+def _check_pair(head: EagleHead, target: Model, feature_layers: tuple[int, ...]) -> None:
+    """Raise on every way in which a head cannot belong to a target."""
+    config, own = head.config, target.config
+    wrong = [f"state {i} of {own.num_layers} layers" for i in feature_layers if not 0 <= i <= own.num_layers]
+    if wrong or len(set(feature_layers)) != len(feature_layers):
+        raise ValueError(
+            f"Eagle3: feature layers {feature_layers} do not exist or repeat in a target of {own.num_layers} layers; "
+            "pass feature_layers= (the default 2, N//2, N-3 needs at least 7 layers)"
+        )
+    width = len(feature_layers) * own.hidden_size
+    checks = [
+        ("vocabulary", config.vocab_size, own.vocab_size),
+        ("target hidden size", config.target_hidden_size, own.hidden_size),
+        ("fc input width", head.fc.shape[1], width),
+    ]
+    if head.embed is None:
+        checks.append(("hidden size (it shares the target's embedding)", config.hidden_size, own.hidden_size))
+    for what, got, expected in checks:
+        if got != expected:
+            raise ValueError(
+                f"Eagle3: {what}: the target needs {expected}, the head has {got}; use a head made for this target"
+            )

@@ -1,0 +1,364 @@
+"""The loop: plan, dispatch, read one step behind. The one place where host and device meet."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from jspec import memory, pretrained
+from jspec.cache import PoolShape
+from jspec.config import EngineConfig
+from jspec.draft import Drafter, NoDraft
+from jspec.metrics import Metrics
+from jspec.models.decoder import Model
+from jspec.output import OutputText, completion_of, take_report
+from jspec.pages import PagePool
+from jspec.programs import Programs
+from jspec.records import MAX_STOP_IDS, PrefillInput, StepOutput
+from jspec.requests import Chunk, Completion, Request, SamplingParams
+from jspec.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
+from jspec.step import Params, Program, init_state
+from jspec.tokenizer import Tokenizer, load_tokenizer
+from jspec.tree import ROOT_ONLY
+
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """Decodes requests in rounds of one device program each.
+
+    Args:
+        target: the model whose distribution the output has.
+        drafter: who proposes; None is plain decoding through the same step.
+        tokenizer: a `Tokenizer`, "bytes", or None for ids in and ids out.
+        eos_ids: tokens that end a request.
+        options: fields of `EngineConfig`.
+
+    Raises:
+        ValueError: options or models that do not fit together or into memory.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        *,
+        drafter: Drafter | None = None,
+        tokenizer: Tokenizer | str | None = None,
+        eos_ids: Sequence[int] = (),
+        **options: Any,
+    ) -> None:
+        self.config = EngineConfig(**options)
+        self.tokenizer = load_tokenizer("bytes") if tokenizer == "bytes" else tokenizer
+        self.eos_ids = tuple(eos_ids)
+        drafter = NoDraft(ROOT_ONLY) if drafter is None else drafter
+        self._vocab_size = target.config.vocab_size
+        self._params = Params(target=target, draft=drafter.bind(target))
+        self._program = Program(
+            drafter=drafter,
+            feature_layers=drafter.feature_layers(target),
+            accept=self.config.accept,
+            implementation=self.config.implementation,
+        )
+        self._pool = self._pool_shape(target)
+        memory.check_fits(self._program, self._params, self._pool, self.config.memory_fraction)
+        self._state = init_state(self._program, self._params, self._pool)
+        self._programs = Programs(self._program, self._params, self._state, self.config)
+        assert self.config.buckets is not None and self.config.prefill_buckets is not None
+        self.scheduler = Scheduler(
+            PagePool(self._pool.pages, self.config.page_size),
+            slots=self.config.slots,
+            buckets=self.config.buckets,
+            prefill_buckets=self.config.prefill_buckets,
+            scratch_rows=drafter.tree.scratch_rows,
+            rounds=self.config.rounds_per_dispatch,
+        )
+        self._in_flight: deque[tuple[Plan, StepOutput]] = deque()
+        self._texts: dict[int, OutputText] = {}
+        self._added_at: dict[int, float] = {}
+        self._next_id = 0
+        self._closed = False
+        self.metrics = Metrics()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path | Model,
+        *,
+        drafter: Drafter | None = None,
+        dtype: str | None = None,
+        tokenizer: Tokenizer | str | None = None,
+        **options: Any,
+    ) -> Self:
+        """Load a Hugging Face folder, a folder written by ``python -m convert``, or a hub id.
+
+        Args:
+            dtype: of the weights; None: float32 on CPU, bfloat16 elsewhere.
+            tokenizer: "bytes" for byte-level models; None: the folder's, if it has one.
+        """
+        if isinstance(path, Model):
+            return cls(path, drafter=drafter, tokenizer=tokenizer, **options)
+        EngineConfig(**{name: value for name, value in options.items() if name != "eos_ids"})
+        checkpoint = pretrained.load(path, dtype=dtype, kind="target")
+        options.setdefault("eos_ids", pretrained.eos_ids(checkpoint.folder))
+        return cls(
+            Model.from_weights(checkpoint.config, checkpoint.weights),
+            drafter=drafter,
+            tokenizer=load_tokenizer(checkpoint.folder) if tokenizer is None else tokenizer,
+            **options,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        trace: bool = False,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Complete prompts; the completions come in the prompts' order.
+
+        Args:
+            prompts: one string or one list of token ids is one prompt; else a list of prompts.
+            params: one for all, or one a prompt.
+            trace: keep every round's tree in ``Completion.rounds``.
+            progress: show a bar with tokens/s and mean acceptance length.
+
+        Raises:
+            ValueError: a prompt or a parameter that cannot be served; nothing is queued then.
+        """
+        requests = self._requests(prompts, params, trace=trace)
+        for request in requests:
+            self._queue(request)
+        try:
+            with tqdm(total=sum(r.limit for r in requests), unit="tok", disable=not progress) as bar:
+                while any(request.finish_reason is None for request in requests):
+                    self.step()
+                    bar.update(sum(len(request.token_ids) for request in requests) - bar.n)
+                    bar.set_postfix(tau=f"{self.metrics.mean_acceptance_length:.2f}", refresh=False)
+        finally:
+            for request in requests:
+                self._end(request, "abort")
+        return [self._completion(request) for request in requests]
+
+    def chat(
+        self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None, **options: Any
+    ) -> list[Completion]:
+        """Complete a conversation laid out by the tokenizer's chat template.
+
+        Raises:
+            ValueError: no tokenizer, or one without a chat template.
+        """
+        if self.tokenizer is None:
+            raise ValueError("chat: this engine has no tokenizer; pass tokenizer= or call generate with token ids")
+        return self.generate(self.tokenizer.chat(list(messages)), params, **options)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Complete one prompt, chunk by chunk as rounds are read. Closing the iterator aborts the request."""
+        (request,) = self._requests(prompt, params, trace=False)
+        self._queue(request)
+        return self._stream(request)
+
+    def _stream(self, request: Request) -> Iterator[Chunk]:
+        sent, output = 0, self._texts[request.id]
+        try:
+            while request.finish_reason is None:
+                self.step()
+                if len(request.token_ids) > sent or request.finish_reason is not None:
+                    yield output.chunk(request, sent)
+                    sent = len(request.token_ids)
+        finally:
+            self._end(request, "abort")
+            self._forget(request)
+
+    def step(self) -> None:
+        """Dispatch what the scheduler plans and read what is due: with overlap, one step behind."""
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self._in_flight.append((plan, self._dispatch(plan)))
+        behind = 1 if plan is not None and self.config.overlap else 0
+        while len(self._in_flight) > behind:
+            self._read(*self._in_flight.popleft())
+
+    def abort(self, request: Request) -> None:
+        """End a request; its slot and pages are free at once."""
+        self._end(request, "abort")
+
+    @property
+    def compile_seconds(self) -> dict[str, float]:
+        """Seconds each program took to compile."""
+        return dict(self._programs.seconds)
+
+    @property
+    def pages_in_use(self) -> int:
+        return self.scheduler.pages.num_used
+
+    def close(self) -> None:
+        """Abort what is left and let the device memory go."""
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            self._end(request, "abort")
+        self._in_flight.clear()
+        self._closed = True
+        self._state = None  # type: ignore[assignment]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _dispatch(self, plan: Plan) -> StepOutput:
+        if isinstance(plan, PrefillPlan):
+            executable, packed = self._programs.prefill[plan.bucket], self._pack(plan)
+        else:
+            trace = any(request.trace for request in plan.requests)
+            executable = self._programs.rounds[plan.bucket, trace]
+            packed = np.full(plan.bucket, self.config.slots, np.int32)
+            packed[: len(plan.requests)] = [request.slot for request in plan.requests]
+        self._state, output = executable(self._params, self._state, packed)
+        jax.copy_to_host_async(output)
+        return output
+
+    def _pack(self, plan: PrefillPlan) -> np.ndarray:
+        request, params = plan.request, plan.request.params
+        tokens = np.zeros(plan.bucket, np.int32)
+        tokens[: plan.count] = request.prompt_token_ids[plan.start : plan.start + plan.count]
+        page_row = np.zeros(self._pool.width(self._program.drafter.tree), np.int32)
+        page_row[: len(plan.pages)] = plan.pages
+        stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
+        stop_ids[: len(request.stop_ids)] = request.stop_ids
+        depth = self._program.drafter.tree.depth
+        cap = depth if params.draft is True else min(int(params.draft), depth)
+        return PrefillInput(
+            slot=np.int32(request.slot),
+            start=np.int32(plan.start),
+            count=np.int32(plan.count),
+            last=np.int32(plan.is_last),
+            remaining=np.int32(request.limit),
+            top_k=np.int32(max(params.top_k, 0)),
+            draft_cap=np.int32(cap),
+            temperature=np.float32(params.temperature),
+            top_p=np.float32(params.top_p),
+            min_p=np.float32(params.min_p),
+            seed=np.array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32),
+            stop_ids=stop_ids,
+            page_row=page_row,
+            tokens=tokens,
+        ).pack()
+
+    def _read(self, plan: Plan, output: StepOutput) -> None:
+        """Take a step's result: the only place that waits for the device."""
+        report = np.asarray(output.report)
+        if isinstance(plan, PrefillPlan):
+            rows = [plan.request] if plan.is_last else []
+        else:
+            rows = plan.requests
+            for request in rows:
+                request.rounds_in_flight -= self.config.rounds_per_dispatch
+        trace = jax.tree.map(np.asarray, output.trace)
+        for row, request in enumerate(rows):
+            if request.finish_reason is not None:
+                continue  # it ended in an earlier step; this one was dispatched before that was known
+            reason = take_report(request, report[:, row], trace, row, isinstance(plan, RoundPlan), self.eos_ids)
+            self._texts[request.id].push(request)
+            self._clock(request)
+            if reason is not None:
+                self._end(request, reason)
+
+    def _clock(self, request: Request) -> None:
+        elapsed = time.perf_counter() - self._added_at[request.id]
+        if request.metrics.time_to_first_token == 0.0:
+            request.metrics.time_to_first_token = elapsed
+        request.metrics.decode_seconds = elapsed - request.metrics.time_to_first_token
+
+    def _requests(
+        self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool
+    ) -> list[Request]:
+        """Check everything before anything is queued."""
+        if self._closed:
+            raise RuntimeError("this engine is closed; make a new one")
+        several = not isinstance(prompts, str) and not (len(prompts) and isinstance(prompts[0], (int, np.integer)))
+        all_prompts: list[Any] = list(prompts) if several else [prompts]
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(all_prompts)
+        if len(params) != len(all_prompts):
+            raise ValueError(f"params: expected one or {len(all_prompts)}, one a prompt, got {len(params)}")
+        requests = [self._request(p, q, trace) for p, q in zip(all_prompts, params, strict=True)]
+        if trace:
+            self._programs.ensure_trace(self._state)
+        return requests
+
+    def _request(self, prompt: Prompt, params: SamplingParams, trace: bool) -> Request:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("a text prompt needs a tokenizer; pass tokenizer= or give token ids")
+            prompt = self.tokenizer.encode(prompt)
+        ids = tuple(int(token) for token in prompt)
+        self._check_prompt(ids)
+        stop_ids = tuple(dict.fromkeys((() if params.ignore_eos else self.eos_ids) + params.stop_token_ids))
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"stop_token_ids: at most {MAX_STOP_IDS} with the EOS ids, got {len(stop_ids)}")
+        self._next_id += 1
+        seed = params.seed
+        if seed is None:
+            words = np.random.SeedSequence([self.config.seed, self._next_id]).generate_state(1, np.uint64)
+            seed = int(words[0])
+        limit = min(params.max_tokens, self.config.max_len - len(ids))
+        request = Request(self._next_id, ids, params, seed, stop_ids, limit, trace=trace)
+        self.scheduler.check(request)
+        return request
+
+    def _check_prompt(self, ids: tuple[int, ...]) -> None:
+        if not ids:
+            raise ValueError("the prompt is empty; give at least one token (a BOS token, for instance)")
+        if len(ids) >= self.config.max_len:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens; max_len={self.config.max_len} leaves no room for an answer: "
+                "shorten it or raise max_len"
+            )
+        wrong = next((token for token in ids if not 0 <= token < self._vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"prompt token {wrong}: expected ids in [0, {self._vocab_size})")
+
+    def _queue(self, request: Request) -> None:
+        self._texts[request.id] = OutputText(self.tokenizer, request.prompt_token_ids)
+        self._added_at[request.id] = time.perf_counter()
+        self.scheduler.add(request)
+
+    def _end(self, request: Request, reason: str) -> None:
+        if request.finish_reason is not None:
+            return
+        request.finish_reason = reason
+        self.scheduler.finish(request)
+        self._texts[request.id].finish()
+        self.metrics = self.metrics + request.metrics
+
+    def _completion(self, request: Request) -> Completion:
+        completion = completion_of(request, self._texts[request.id])
+        self._forget(request)
+        return completion
+
+    def _forget(self, request: Request) -> None:
+        self._texts.pop(request.id, None)
+        self._added_at.pop(request.id, None)
+
+    def _pool_shape(self, target: Model) -> PoolShape:
+        config, dtype = self.config, str(target.embed.dtype)
+        shape = PoolShape(
+            slots=config.slots,
+            pages=config.pages or 2,
+            page_size=config.page_size,
+            max_len=config.max_len,
+            dtype=config.kv_dtype or dtype,
+            draft_dtype=config.draft_kv_dtype or dtype,
+        )
+        if config.pages is None:
+            all_slots = config.slots * shape.width(self._program.drafter.tree) + 1
+            shape = PoolShape(**{**vars(shape), "pages": all_slots})
+        return shape

@@ -1,0 +1,70 @@
+"""Counters of speculation, for one request or for an engine: records that add."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Metrics:
+    """Counts over rounds. The prefill's token belongs to no round.
+
+    Attributes:
+        num_drafts: rounds.
+        num_draft_tokens: drafted tokens that were verified.
+        num_accepted_tokens: drafted tokens that were emitted.
+        accepted_at: ``accepted_at[i]`` counts the rounds that accepted more than i draft tokens.
+        num_tokens: tokens emitted, the prefill's included.
+        time_to_first_token: seconds from `add` to the first token.
+        decode_seconds: seconds from the first to the last token.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    time_to_first_token: float = 0.0
+    decode_seconds: float = 0.0
+
+    def count_round(self, *, drafted: int, accept_len: int, emitted_drafts: int) -> None:
+        """Take one round into account."""
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += emitted_drafts
+        self.accepted_at.extend([0] * (accept_len - len(self.accepted_at)))
+        for position in range(accept_len):
+            self.accepted_at[position] += 1
+
+    def __add__(self, other: Metrics) -> Metrics:
+        longest = max(len(self.accepted_at), len(other.accepted_at))
+        pads = [m.accepted_at + [0] * (longest - len(m.accepted_at)) for m in (self, other)]
+        return Metrics(
+            num_drafts=self.num_drafts + other.num_drafts,
+            num_draft_tokens=self.num_draft_tokens + other.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens + other.num_accepted_tokens,
+            accepted_at=[a + b for a, b in zip(*pads, strict=True)],
+            num_tokens=self.num_tokens + other.num_tokens,
+            time_to_first_token=self.time_to_first_token + other.time_to_first_token,
+            decode_seconds=self.decode_seconds + other.decode_seconds,
+        )
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens a round on average, the bonus token counted (tau); 1 before the first round."""
+        return 1 + self.num_accepted_tokens / max(self.num_drafts, 1)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Emitted share of the draft tokens."""
+        return self.num_accepted_tokens / max(self.num_draft_tokens, 1)
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """``[i]``: share of rounds that accepted more than i draft tokens."""
+        return [count / max(self.num_drafts, 1) for count in self.accepted_at]
+
+    @property
+    def time_per_output_token(self) -> float:
+        """Seconds a token after the first."""
+        return self.decode_seconds / max(self.num_tokens - 1, 1)

@@ -1,0 +1,131 @@
+"""The decoder: plain functions on a plain pytree of weights, layers unrolled.
+
+Layers are a list, never a stacked array under a scan: a scan copies each layer's weights and cache on a GPU.
+Linear weights are stored ``[out, in]``, as in the checkpoints, with Q, K and V fused and gate and up fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from jspec.models.attention import attend, project
+from jspec.models.config import ModelConfig
+from jspec.records import KVCache, TargetOut, TokenBatch
+
+
+@struct.dataclass
+class Layer:
+    """Weights of one decoder layer."""
+
+    attn_norm: Float[Array, "hidden"]
+    qkv: Float[Array, "qkv hidden"]
+    o: Float[Array, "hidden heads_width"]
+    mlp_norm: Float[Array, "hidden"]
+    gate_up: Float[Array, "gate_up hidden"]
+    down: Float[Array, "hidden intermediate"]
+
+
+@struct.dataclass
+class Model:
+    """A decoder's weights with its config. ``head`` is None where the output head is the embedding (tied)."""
+
+    embed: Float[Array, "vocab hidden"]
+    layers: list[Layer]
+    norm: Float[Array, "hidden"]
+    head: Float[Array, "vocab hidden"] | None
+    config: ModelConfig = struct.field(pytree_node=False)
+
+    @classmethod
+    def from_weights(cls, config: ModelConfig, weights: Mapping[str, Any]) -> Model:
+        """Build from the tree of arrays that `jspec.pretrained.load` returns."""
+        layers = [Layer(**layer) for layer in weights["layers"]]
+        return cls(
+            embed=weights["embed"], layers=layers, norm=weights["norm"], head=weights.get("head"), config=config
+        )
+
+    @property
+    def output_head(self) -> Float[Array, "vocab hidden"]:
+        return self.embed if self.head is None else self.head
+
+
+def linear(x: Float[Array, "... inner"], weight: Float[Array, "outer inner"]) -> Float[Array, "... outer"]:
+    """``x @ weight.T``; float32 inputs are multiplied in float32 on every device."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=precision)
+
+
+def rms_norm(x: Float[Array, "... hidden"], weight: Float[Array, "hidden"], eps: float) -> Float[Array, "... hidden"]:
+    """Root-mean-square norm (arXiv:1910.07467): variance in float32, cast back, then scaled in the model's dtype."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * weight
+
+
+def mlp(x: Float[Array, "... hidden"], gate_up: Array, down: Array) -> Float[Array, "... hidden"]:
+    """SiLU-gated feed-forward (arXiv:2002.05202)."""
+    gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
+    return linear(jax.nn.silu(gate) * up, down)
+
+
+def logits_of(x: Float[Array, "... hidden"], head: Float[Array, "vocab hidden"]) -> Float[Array, "... vocab"]:
+    """Scores over a vocabulary, accumulated and returned in float32."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, head, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def forward(
+    model: Model,
+    cache: KVCache,
+    batch: TokenBatch,
+    *,
+    feature_layers: tuple[int, ...] = (),
+    logit_rows: Int[Array, "batch rows"] | None = None,
+    with_logits: bool = True,
+) -> tuple[TargetOut, KVCache]:
+    """One pass over a batch of tokens, writing their rows into the cache.
+
+    Args:
+        cache: the model's pools; rows before ``batch.first_row`` are committed.
+        feature_layers: state indices wanted: state k enters layer k, state 0 is the embedding, state L leaves the
+            last layer before the final norm.
+        logit_rows: the tokens of each row whose logits are wanted; None: all.
+        with_logits: False skips the final norm and the head.
+
+    Returns:
+        Logits and features (concatenated in the order of ``feature_layers``), and the cache.
+    """
+    config = model.config
+    x = model.embed[batch.tokens]
+    states, k_pools, v_pools = [x], [], []
+    for index, layer in enumerate(model.layers):
+        with jax.named_scope(f"layer{index}"):
+            x, k_pool, v_pool = _layer(layer, x, cache.k[index], cache.v[index], batch, config)
+        states.append(x)
+        k_pools.append(k_pool)
+        v_pools.append(v_pool)
+    features = jnp.concatenate([states[i] for i in feature_layers], axis=-1) if feature_layers else None
+    logits = None
+    if with_logits:
+        with jax.named_scope("head"):
+            if logit_rows is not None:
+                x = jnp.take_along_axis(x, logit_rows[..., None], axis=1)
+            logits = logits_of(rms_norm(x, model.norm, config.norm_eps), model.output_head)
+    return TargetOut(logits=logits, features=features), KVCache(k=k_pools, v=v_pools)
+
+
+def _layer(
+    layer: Layer, x: Array, k_pool: Array, v_pool: Array, batch: TokenBatch, config: ModelConfig
+) -> tuple[Array, Array, Array]:
+    normed = rms_norm(x, layer.attn_norm, config.norm_eps)
+    q, k, v = project(linear(normed, layer.qkv), batch.positions, config)
+    attended, k_pool, v_pool = attend(q, k, v, k_pool, v_pool, batch)
+    x = x + linear(attended, layer.o)
+    x = x + mlp(rms_norm(x, layer.mlp_norm, config.norm_eps), layer.gate_up, layer.down)
+    return x, k_pool, v_pool

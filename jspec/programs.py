@@ -1,0 +1,71 @@
+"""The compiled ladder: one program per bucket of rows and per bucket of prompt tokens, all compiled before any runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jspec.config import EngineConfig
+from jspec.records import MAX_STOP_IDS, SlotState
+from jspec.step import Params, Program, prefill_step, spec_step
+
+logger = logging.getLogger(__name__)
+
+PREFILL_HEAD = 10 + 2 + MAX_STOP_IDS  # int32 words of a packed PrefillInput besides pages and tokens
+
+
+class Programs:
+    """Holds the executables. Calling one never traces or compiles.
+
+    Args:
+        program: what all of them have in common.
+        state: of the engine, for its shapes.
+    """
+
+    def __init__(self, program: Program, params: Params, state: SlotState, config: EngineConfig) -> None:
+        self._program = program
+        self._params = params
+        self._config = config
+        self._pages = state.page_table.shape[1]
+        self.prefill: dict[int, Any] = {}
+        self.rounds: dict[tuple[int, bool], Any] = {}
+        self.seconds: dict[str, float] = {}
+        self._compile(state, trace=False)
+
+    def ensure_trace(self, state: SlotState) -> None:
+        """Compile the ladder that also returns its drafts, if it is not there yet."""
+        if (self._config.slots, True) not in self.rounds:
+            self._compile(state, trace=True)
+
+    def _compile(self, state: SlotState, *, trace: bool) -> None:
+        assert self._config.buckets is not None and self._config.prefill_buckets is not None
+        work: list[tuple[str, Callable[[Any], None], Any]] = []
+        program = replace(self._program, rounds=self._config.rounds_per_dispatch, trace=trace)
+        for rows in self._config.buckets:
+            lowered = self._lower(partial(spec_step, program), state, rows)
+            work.append((f"round[{rows}]", partial(self.rounds.__setitem__, (rows, trace)), lowered))
+        for tokens in () if trace else self._config.prefill_buckets:
+            lowered = self._lower(partial(prefill_step, self._program), state, PREFILL_HEAD + self._pages + tokens)
+            work.append((f"prefill[{tokens}]", partial(self.prefill.__setitem__, tokens), lowered))
+        with ThreadPoolExecutor(max_workers=min(len(work), os.cpu_count() or 1)) as pool:
+            list(pool.map(self._compile_one, work))
+
+    def _lower(self, step: Callable[..., Any], state: SlotState, words: int) -> Any:
+        packed = jax.ShapeDtypeStruct((words,), jnp.int32)
+        return jax.jit(step, donate_argnums=(1,)).lower(self._params, state, packed)
+
+    def _compile_one(self, work: tuple[str, Callable[[Any], None], Any]) -> None:
+        name, keep, lowered = work
+        start = time.perf_counter()
+        keep(lowered.compile())
+        self.seconds[name] = time.perf_counter() - start
+        logger.info("compiled %s in %.1f s", name, self.seconds[name])

@@ -1,0 +1,204 @@
+"""The nouns: what lives on the device between and during rounds.
+
+Shape letters: S slots, B rows of this step's bucket, T tokens per row, N draft nodes with the root,
+D tree depth, V vocabulary, F feature width, P pages per slot, R rounds per dispatch.
+
+All records are frozen pytrees; a step takes the old state and returns the new one. A padding row of a bucket
+carries slot index S: gathers fill it with zeros (so it is inactive and of length 0), scatters drop it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+MAX_STOP_IDS = 8
+
+
+@struct.dataclass
+class KVCache:
+    """One K and one V pool a layer, each ``[pages, kv_heads, page_size, head_dim]``; page 0 is the null page."""
+
+    k: list[Array]
+    v: list[Array]
+
+
+@struct.dataclass
+class Sampling:
+    """How each row samples. Rows are slots in `SlotState`, bucket rows in `SlotView`."""
+
+    temperature: Float[Array, "rows"]  # 0 is greedy
+    top_k: Int[Array, "rows"]  # 0 is off
+    top_p: Float[Array, "rows"]  # 1 is off
+    min_p: Float[Array, "rows"]  # 0 is off
+    seed: UInt32[Array, "rows 2"]  # the 64-bit seed, high word first
+    stop_ids: Int[Array, "rows 8"]  # tokens that end the row, -1 where unused
+    draft_cap: Int[Array, "rows"]  # draft tokens a round may accept at most
+
+
+@struct.dataclass
+class SlotState:
+    """Everything a slot carries from round to round. Donated to every step."""
+
+    root: Int[Array, "slots"]  # newest sampled token; its KV is not in the cache yet
+    lengths: Int[Array, "slots"]  # committed rows, which is the root's position
+    active: Bool[Array, "slots"]  # has a root and has not ended
+    remaining: Int[Array, "slots"]  # tokens it may still emit
+    page_table: Int[Array, "slots pages"]  # 0 beyond a slot's pages
+    sampling: Sampling
+    target: KVCache
+    draft: Any  # the drafter's own pytree
+
+
+@struct.dataclass
+class SlotView:
+    """The bucket's rows of `SlotState`, gathered once at the top of a round; never a pool."""
+
+    slots: Int[Array, "batch"]
+    root: Int[Array, "batch"]
+    lengths: Int[Array, "batch"]
+    active: Bool[Array, "batch"]
+    remaining: Int[Array, "batch"]
+    page_table: Int[Array, "batch pages"]
+    sampling: Sampling
+    accept: str = struct.field(pytree_node=False)  # the accept rule of this program
+    implementation: str = struct.field(pytree_node=False)  # of the kernels
+
+
+@struct.dataclass
+class TokenBatch:
+    """Tokens for one forward pass and where they go.
+
+    Row t of sequence b is written at cache row ``first_row[b] + t``. It sees all rows before ``first_row[b]`` and,
+    of the rows written here, those whose bit is set in ``bits`` (None: causal, those up to t).
+    """
+
+    tokens: Int[Array, "batch tokens"]
+    positions: Int[Array, "batch tokens"]
+    valid: Bool[Array, "batch tokens"]  # others write to the null page
+    first_row: Int[Array, "batch"]
+    page_table: Int[Array, "batch pages"]
+    bits: UInt32[Array, "batch tokens words"] | None
+    implementation: str = struct.field(pytree_node=False)
+
+
+@struct.dataclass
+class TargetOut:
+    """What a forward pass of the target yields."""
+
+    logits: Float[Array, "batch rows vocab"] | None  # float32, for the rows asked for
+    features: Float[Array, "batch tokens features"] | None  # the hidden states asked for, side by side
+
+
+@struct.dataclass
+class Draft:
+    """A drafted tree. Node 0 is the root; a padding node is nobody's parent and can never be accepted.
+
+    ``probs[b, n]`` is the law from which the CHILDREN of node n were drawn, over the draft vocabulary, after every
+    processing that the drafter applied; None means that the draft is a deterministic function of the committed
+    tokens (and, under "coupled", of the target's own noise).
+    """
+
+    tokens: Int[Array, "batch nodes"]  # target vocabulary
+    parents: Int[Array, "batch nodes"]  # -1: root and padding
+    scores: Float[Array, "batch nodes"]  # cumulative untempered draft log-probability; root 0
+    valid: Bool[Array, "batch nodes"]  # prefix-closed
+    probs: Float[Array, "batch nodes draft_vocab"] | None
+    vocab_map: Int[Array, "draft_vocab"] | None  # draft id -> target id; None: the same ids
+
+
+@struct.dataclass
+class Verdict:
+    """What the target made of a draft."""
+
+    accept_len: Int[Array, "batch"]  # draft tokens accepted, before any cut
+    path: Int[Array, "batch depth1"]  # node ids from the root; -1 beyond accept_len
+    tokens: Int[Array, "batch depth1"]  # accepted, then the bonus token, then -1
+    counts: Int[Array, "batch"]  # tokens emitted, after the cut at stop ids and at `remaining`
+    ended: Bool[Array, "batch"]
+
+
+@struct.dataclass
+class Trace:
+    """The drafts of a dispatch, for pictures and tests; compiled in only when asked for."""
+
+    tokens: Int[Array, "rounds batch nodes"]
+    parents: Int[Array, "rounds batch nodes"]
+    scores: Float[Array, "rounds batch nodes"]
+    path: Int[Array, "rounds batch depth1"]
+
+
+@struct.dataclass
+class StepOutput:
+    """The small, undonated result of a dispatch: copied to the host while the next one runs."""
+
+    report: Int[Array, "rounds batch columns"]  # see `Report`
+    trace: Trace | None
+
+
+class Report(NamedTuple):
+    """A `StepOutput.report` as the host reads it; every array is ``[rounds, batch]`` but tokens ``[.., depth + 1]``."""
+
+    tokens: np.ndarray
+    counts: np.ndarray
+    accept_len: np.ndarray
+    num_drafted: np.ndarray
+    ended: np.ndarray
+
+    @classmethod
+    def read(cls, report: np.ndarray) -> Report:
+        return cls(report[..., :-4], *np.moveaxis(report[..., -4:], -1, 0))
+
+
+def pack_report(verdict: Verdict, num_drafted: Int[Array, "batch"]) -> Int[Array, "batch columns"]:
+    """One int32 array for one copy to the host; columns as `Report.read` splits them."""
+    tail = jnp.stack([verdict.counts, verdict.accept_len, num_drafted, verdict.ended.astype(jnp.int32)], axis=-1)
+    return jnp.concatenate([verdict.tokens, tail], axis=-1)
+
+
+class PrefillInput(NamedTuple):
+    """One chunk of one prompt. Host side numpy, sent as a single int32 vector by `pack`."""
+
+    slot: Any  # scalar int32
+    start: Any  # position of the chunk's first token
+    count: Any  # tokens in the chunk
+    last: Any  # 1 for the prompt's last chunk
+    remaining: Any
+    top_k: Any
+    draft_cap: Any
+    temperature: Any  # float32
+    top_p: Any
+    min_p: Any
+    seed: Any  # uint32 [2]
+    stop_ids: Any  # int32 [8]
+    page_row: Any  # int32 [P]
+    tokens: Any  # int32 [T]
+
+    def pack(self) -> np.ndarray:
+        """A fresh int32 vector; floats and seeds travel by their bits."""
+        return np.concatenate([np.atleast_1d(field).view(np.int32) for field in self])
+
+    @classmethod
+    def unpack(cls, packed: Int[Array, "packed"], *, pages: int) -> PrefillInput:
+        """The inverse of `pack`, on the device; pages is P."""
+        scalars = dict(zip(cls._fields[:10], packed[:10], strict=True))
+        for name in ("temperature", "top_p", "min_p"):
+            scalars[name] = jax.lax.bitcast_convert_type(scalars[name], jnp.float32)
+        seed, stop_ids, page_row, tokens = jnp.split(packed[10:], [2, 2 + MAX_STOP_IDS, 2 + MAX_STOP_IDS + pages])
+        return cls(
+            **scalars,
+            seed=jax.lax.bitcast_convert_type(seed, jnp.uint32),
+            stop_ids=stop_ids,
+            page_row=page_row,
+            tokens=tokens,
+        )
+
+    def sampling(self) -> Sampling:
+        """The chunk's sampling controls as a record of one row."""
+        names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop_ids", "draft_cap")
+        return Sampling(**{name: jnp.asarray(getattr(self, name))[None] for name in names})

@@ -1,0 +1,188 @@
+"""Host records: what a user asks for and what comes back. No jax here."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from jspec.metrics import Metrics
+
+MAX_STOP_IDS = 8
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled and when it ends. Defaults are vLLM's.
+
+    Attributes:
+        max_tokens: tokens to emit at most (a request also ends when it reaches the engine's ``max_len``).
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 or -1 is off.
+        top_p: keep the smallest set of most likely tokens whose probability reaches top_p; 1 is off.
+        min_p: keep tokens at least min_p times as likely as the likeliest; 0 is off.
+        seed: 0 <= seed < 2**64; None draws one from the engine's seed.
+        stop_token_ids: end (and are kept in ``token_ids``, not in the text).
+        ignore_eos: do not end at the model's end-of-sequence tokens.
+        draft: False for no speculation in this request, an int caps the accepted draft length.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    draft: bool | int = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        limits = (
+            ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an int >= 1"),
+            ("temperature", _is_finite(self.temperature) and self.temperature >= 0, "a finite number >= 0"),
+            ("top_k", _is_int(self.top_k) and self.top_k >= -1, "an int >= -1 (0 or -1: off)"),
+            ("top_p", _is_finite(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", _is_finite(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("seed", self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**64), "None or in [0, 2**64)"),
+            ("stop_token_ids", all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "token ids >= 0"),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "a bool"),
+            ("draft", isinstance(self.draft, bool) or (_is_int(self.draft) and self.draft >= 0), "a bool or int >= 0"),
+        )
+        for name, holds, allowed in limits:
+            if not holds:
+                raise ValueError(f"SamplingParams.{name}: expected {allowed}, got {getattr(self, name)!r}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and bool(np.isfinite(value))
+
+
+@dataclass(frozen=True)
+class Round:
+    """One draft-verify round of one request, in numpy; made when a trace is asked for.
+
+    Attributes:
+        tokens, parents: [N] nodes in the target's vocabulary; node 0 is the root, parent -1 marks root and padding.
+        scores: [N] cumulative draft log-probability (natural, untempered); root 0.
+        path: accepted node ids, the root first.
+        accept_len: draft tokens accepted.
+        emitted: tokens handed out, cut where the request ended.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    scores: np.ndarray
+    path: list[int]
+    accept_len: int
+    emitted: list[int]
+
+    def to_text(self) -> str:
+        """The tree with one node a line; accepted nodes carry a star."""
+        lines: list[str] = []
+
+        def walk(node: int, indent: int) -> None:
+            star = "*" if node in self.path else " "
+            lines.append(f"{star} {'  ' * indent}{self.tokens[node]}  ({self.scores[node]:.3f})")
+            for child in np.flatnonzero(self.parents == node):
+                walk(int(child), indent + 1)
+
+        walk(0, 0)
+        return "\n".join([*lines, f"emitted {self.emitted}"])
+
+
+@dataclass(eq=False)
+class Request:
+    """A request on its way through the engine: what was asked, and what is known so far."""
+
+    id: int
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]
+    limit: int  # tokens it can emit at most: max_tokens, or what max_len leaves
+    trace: bool = False
+    slot: int | None = None
+    prefilled: int = 0  # prompt tokens whose chunks were dispatched
+    rounds_in_flight: int = 0  # dispatched and not read yet
+    token_ids: list[int] = field(default_factory=list)
+    from_draft: list[bool] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=Metrics)
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    error: BaseException | None = None
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.prefilled == len(self.prompt_token_ids)
+
+    @property
+    def rows_needed(self) -> int:
+        """Cache rows it may commit."""
+        return len(self.prompt_token_ids) + self.limit
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """New output of one request, as a stream hands it out. ``text`` is None without a tokenizer."""
+
+    text: str | None
+    token_ids: list[int]
+    from_draft: list[bool]
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a request came to.
+
+    Attributes:
+        text: None without a tokenizer; without the prompt, end tokens left out.
+        from_draft: for each token, whether a draft proposed it.
+        finish_reason: "eos", "stop", "length", "abort" or "error".
+        stop_reason: the stop token that ended it.
+        rounds: with ``trace=True``, every round; else None.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    from_draft: list[bool]
+    prompt_token_ids: list[int]
+    finish_reason: str
+    stop_reason: int | None
+    error: BaseException | None
+    metrics: Metrics
+    rounds: list[Round] | None = None
+    pieces: list[str] | None = field(default=None, repr=False)  # text token by token, for coloured display
+
+    @property
+    def samples(self) -> list[Completion]:
+        return [self]
+
+    def _repr_html_(self) -> str:
+        """Drafted tokens on a coloured ground, for notebooks."""
+        shown = self.pieces or [f"{token} " for token in self.token_ids]
+        spans = []
+        for piece, drafted in zip(shown, self.from_draft, strict=False):
+            style = ' style="background:#cfe8ff"' if drafted else ""
+            spans.append(f"<span{style}>{html.escape(piece)}</span>")
+        return f'<pre style="white-space:pre-wrap">{"".join(spans)}</pre>'
+
+
+def unknown_fields(names: set[str]) -> set[str]:
+    """Those of the names that `SamplingParams` has not."""
+    return names - {f.name for f in fields(SamplingParams)}

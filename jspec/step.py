@@ -1,0 +1,277 @@
+"""The verb: one round, draft -> verify -> accept -> commit, as one device program; and the prefill of a chunk.
+
+Invariants:
+1. ``root`` is the newest sampled token; its KV is not in the cache yet.
+2. ``lengths[s]`` rows of slot s are committed; what lies beyond is never read, so rejection costs nothing.
+3. Verify writes root and nodes at rows [lengths, lengths + N). Commit adds ``1 + accept_len`` to lengths; for a chain
+   that is all, no row moves.
+4. The draft's cache lags the target's by the rows accepted in the last round and no more; the next draft makes it good.
+5. Stop ids and length limits are decided here, not on the host, so rounds may be dispatched before earlier ones are read:
+   an ended row is inactive from the next round on. It then has length 0 and an empty page table, so it reads nothing,
+   writes to the null page and emits nothing.
+6. The tokens have the target's distribution for any drafter.
+7. A padding row has slot index S: gathers fill zeros, scatters drop it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from jspec import cache, sampling, verify
+from jspec.draft import Drafter
+from jspec.models.decoder import Model, forward
+from jspec.records import (
+    MAX_STOP_IDS,
+    Draft,
+    PrefillInput,
+    Sampling,
+    SlotState,
+    SlotView,
+    StepOutput,
+    TargetOut,
+    TokenBatch,
+    Trace,
+    Verdict,
+    pack_report,
+)
+from jspec.verify import ancestors, depths
+from pallas_kernels.paged_attention import ancestor_bits
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a compiled step depends on besides the shapes of its arguments."""
+
+    drafter: Drafter
+    feature_layers: tuple[int, ...]
+    accept: str
+    implementation: str
+    rounds: int = 1
+    trace: bool = False
+
+
+@struct.dataclass
+class Params:
+    """All weights; never donated."""
+
+    target: Model
+    draft: Any
+
+
+def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> SlotView:
+    """The rows of a bucket; rows that are padding or have ended come out inactive, empty and of length 0."""
+
+    def take(field: Array) -> Array:
+        return field.at[slots].get(mode="fill", fill_value=0)
+
+    active = take(state.active)
+    return SlotView(
+        slots=slots,
+        root=take(state.root),
+        lengths=jnp.where(active, take(state.lengths), 0),
+        active=active,
+        remaining=take(state.remaining),
+        page_table=jnp.where(active[:, None], take(state.page_table), 0),
+        sampling=jax.tree.map(take, state.sampling),
+        accept=program.accept,
+        implementation=program.implementation,
+    )
+
+
+def spec_step(
+    program: Program, params: Params, state: SlotState, slots: Int[Array, "batch"]
+) -> tuple[SlotState, StepOutput]:
+    """`program.rounds` rounds for a bucket of slots.
+
+    Args:
+        state: donated.
+        slots: slot of each row of the bucket; S for padding rows.
+    """
+    if program.rounds == 1:
+        state, report, trace = spec_round(program, params, state, slots)
+        return state, StepOutput(report=report[None], trace=jax.tree.map(lambda x: x[None], trace))
+
+    def body(index: Int[Array, ""], carry: Any) -> Any:
+        state, outputs = carry
+        state, *result = spec_round(program, params, state, slots)
+        return state, jax.tree.map(lambda all_, one: all_.at[index].set(one), outputs, tuple(result))
+
+    shapes = jax.eval_shape(lambda s: spec_round(program, params, s, slots)[1:], state)
+    empty = jax.tree.map(lambda x: jnp.zeros((program.rounds, *x.shape), x.dtype), shapes)
+    state, (report, trace) = jax.lax.fori_loop(0, program.rounds, body, (state, empty))
+    return state, StepOutput(report=report, trace=trace)
+
+
+def spec_round(
+    program: Program, params: Params, state: SlotState, slots: Int[Array, "batch"]
+) -> tuple[SlotState, Int[Array, "batch columns"], Trace | None]:
+    """One round: the five stages in order."""
+    view = view_of(state, slots, program)
+    draft, draft_state = draft_stage(program, params, state, view)
+    out, target = verify_stage(program, params, state, view, draft)
+    verdict = accept_stage(program, out, view, draft)
+    state = commit_stage(program, params, state.replace(target=target, draft=draft_state), view, draft, verdict, out)
+    num_drafted = jnp.where(view.active, jnp.sum(draft.valid[:, 1:], axis=1, dtype=jnp.int32), 0)
+    trace = None
+    if program.trace:
+        parents = jnp.where(draft.valid, draft.parents, -1)
+        trace = Trace(tokens=draft.tokens, parents=parents, scores=draft.scores, path=verdict.path)
+    return state, pack_report(verdict, num_drafted), trace
+
+
+def draft_stage(program: Program, params: Params, state: SlotState, view: SlotView) -> tuple[Draft, Any]:
+    """Propose, and leave out what lies deeper than a row's cap."""
+    with jax.named_scope("draft"):
+        draft, draft_state = program.drafter.draft(params.draft, state.draft, view)
+        within_cap = depths(ancestors(draft.parents)) <= view.sampling.draft_cap[:, None]
+        return draft.replace(valid=draft.valid & within_cap), draft_state
+
+
+def verify_stage(
+    program: Program, params: Params, state: SlotState, view: SlotView, draft: Draft
+) -> tuple[TargetOut, cache.KVCache]:
+    """The target's forward over root and nodes, each seeing the committed rows and its own ancestors."""
+    with jax.named_scope("verify"):
+        batch = TokenBatch(
+            tokens=draft.tokens,
+            positions=view.lengths[:, None] + depths(ancestors(draft.parents)),
+            valid=jnp.broadcast_to(view.active[:, None], draft.tokens.shape),
+            first_row=view.lengths,
+            page_table=view.page_table,
+            bits=None if program.drafter.tree.is_chain else ancestor_bits(draft.parents),
+            implementation=view.implementation,
+        )
+        return forward(params.target, state.target, batch, feature_layers=program.feature_layers)
+
+
+def accept_stage(program: Program, out: TargetOut, view: SlotView, draft: Draft) -> Verdict:
+    """Apply the accept rule and cut the result where the row ends."""
+    with jax.named_scope("accept"):
+        assert out.logits is not None
+        return verify.accept(out.logits, draft, ancestors(draft.parents), view, program.drafter.tree)
+
+
+def commit_stage(
+    program: Program,
+    params: Params,
+    state: SlotState,
+    view: SlotView,
+    draft: Draft,
+    verdict: Verdict,
+    out: TargetOut,
+) -> SlotState:
+    """Keep the accepted rows, hand the drafter its features, move every row's root and length on."""
+    with jax.named_scope("commit"):
+        tree = program.drafter.tree
+        target = cache.commit(state.target, tree, view.page_table, view.lengths, verdict, view.implementation)
+        draft_state = program.drafter.commit(params.draft, state.draft, view, draft, verdict, out.features)
+        newest = jnp.take_along_axis(verdict.tokens, jnp.maximum(verdict.counts - 1, 0)[:, None], axis=1)[:, 0]
+        moved = dict(
+            root=newest,
+            lengths=view.lengths + verdict.counts,
+            active=view.active & ~verdict.ended,
+            remaining=view.remaining - verdict.counts,
+        )
+        put = {name: getattr(state, name).at[view.slots].set(new, mode="drop") for name, new in moved.items()}
+        return state.replace(target=target, draft=draft_state, **put)
+
+
+def prefill_step(
+    program: Program, params: Params, state: SlotState, packed: Int[Array, "packed"]
+) -> tuple[SlotState, StepOutput]:
+    """One chunk of one prompt; the last chunk samples the first token, which becomes the root.
+
+    Args:
+        state: donated.
+        packed: a `PrefillInput`; how many tokens it carries is the program's bucket.
+    """
+    chunk = PrefillInput.unpack(packed, pages=state.page_table.shape[1])
+    state = _admit(state, chunk)
+    # The slot is not active before its last chunk, so its view is made by hand.
+    view = view_of(state.replace(active=state.active.at[chunk.slot].set(True)), chunk.slot[None], program)
+    offsets = jnp.arange(chunk.tokens.shape[0])
+    batch = TokenBatch(
+        tokens=chunk.tokens[None],
+        positions=(chunk.start + offsets)[None],
+        valid=(offsets < chunk.count)[None],
+        first_row=chunk.start[None],
+        page_table=view.page_table,
+        bits=None,
+        implementation=view.implementation,
+    )
+    with jax.named_scope("prefill"):
+        out, target = forward(
+            params.target,
+            state.target,
+            batch,
+            feature_layers=program.feature_layers,
+            logit_rows=(chunk.count - 1)[None, None],
+        )
+        draft_state = program.drafter.prefill(params.draft, state.draft, view, batch, out.features)
+    return _first_token(state.replace(target=target, draft=draft_state), chunk, view, out)
+
+
+def _admit(state: SlotState, chunk: PrefillInput) -> SlotState:
+    """Put a request's pages and controls into its slot (the same ones again with every later chunk)."""
+    row: Sampling = jax.tree.map(lambda x: x[0], chunk.sampling())
+    return state.replace(
+        lengths=state.lengths.at[chunk.slot].set(chunk.start),
+        remaining=state.remaining.at[chunk.slot].set(chunk.remaining),
+        page_table=state.page_table.at[chunk.slot].set(chunk.page_row),
+        sampling=jax.tree.map(lambda all_, one: all_.at[chunk.slot].set(one), state.sampling, row),
+    )
+
+
+def _first_token(
+    state: SlotState, chunk: PrefillInput, view: SlotView, out: TargetOut
+) -> tuple[SlotState, StepOutput]:
+    """Sample what follows the chunk; only the last chunk makes it the root."""
+    assert out.logits is not None
+    length = chunk.start + chunk.count
+    token = sampling.target_tokens(out.logits, view, length[None, None])
+    one = jnp.ones(1, jnp.int32)
+    verdict = verify.cut(
+        Verdict(accept_len=0 * one, path=0 * one[:, None], tokens=token, counts=one, ended=~view.active), view
+    )
+    is_last: Bool[Array, ""] = chunk.last == 1
+    state = state.replace(
+        root=state.root.at[chunk.slot].set(token[0, 0]),
+        lengths=state.lengths.at[chunk.slot].set(length),
+        active=state.active.at[chunk.slot].set(is_last & ~verdict.ended[0]),
+        remaining=state.remaining.at[chunk.slot].set(chunk.remaining - is_last),
+    )
+    return state, StepOutput(report=pack_report(verdict, 0 * one)[None], trace=None)
+
+
+def init_state(program: Program, params: Params, pool: cache.PoolShape) -> SlotState:
+    """Empty slots and zeroed pools."""
+
+    def fill(value: float, dtype: jnp.dtype = jnp.int32, *inner: int) -> Array:
+        return jnp.full((pool.slots, *inner), value, dtype)  # never shared: each is donated on its own
+
+    controls = Sampling(
+        temperature=fill(0, jnp.float32),
+        top_k=fill(0),
+        top_p=fill(1, jnp.float32),
+        min_p=fill(0, jnp.float32),
+        seed=fill(0, jnp.uint32, 2),
+        stop_ids=fill(-1, jnp.int32, MAX_STOP_IDS),
+        draft_cap=fill(0),
+    )
+    config = params.target.config
+    return SlotState(
+        root=fill(0),
+        lengths=fill(0),
+        active=fill(False, jnp.bool_),
+        remaining=fill(0),
+        page_table=fill(0, jnp.int32, pool.width(program.drafter.tree)),
+        sampling=controls,
+        target=cache.create(config.num_layers, config, pool, pool.dtype),
+        draft=program.drafter.init(params.draft, pool),
+    )
