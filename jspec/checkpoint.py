@@ -188,7 +188,14 @@ def read_arrays(
     context.pytree.loading.partial_load = True
     context.memory.read_concurrent_bytes = max(READ_AHEAD, *(_nbytes(header.parameters[name]) for name in names))
     with context, _named_damage(header.folder):
-        return ocp.load(header.folder / WEIGHTS, wanted)
+        arrays = ocp.load(header.folder / WEIGHTS, wanted)
+    narrowed = [name for name in names if wanted[name].dtype == "float16" != header.parameters[name].dtype]
+    if overflown := [name for name in narrowed if jax.numpy.isinf(arrays[name]).any()]:
+        raise ValueError(
+            f"{header.folder}: expected values within float16's 65504, got larger ones in {', '.join(overflown)}; "
+            "use bfloat16 or float32"
+        )
+    return arrays
 
 
 def _nbytes(leaf: jax.ShapeDtypeStruct) -> int:

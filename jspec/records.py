@@ -67,6 +67,7 @@ class SlotView:
     page_table: Int[Array, "batch pages"]
     sampling: Sampling
     accept: str = struct.field(pytree_node=False)  # the accept rule of this program
+    all_greedy: bool = struct.field(pytree_node=False)  # this branch of the program serves greedy rows only
     implementation: str = struct.field(pytree_node=False)  # of the kernels
 
 

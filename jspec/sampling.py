@@ -8,6 +8,8 @@ rounds bias the accept rules over several rounds.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,19 @@ class Purpose(enum.IntEnum):
     DRAFT = 1
     ACCEPT = 2
     RESIDUAL = 3
+
+
+def by_temperature(view: SlotView, run: Callable[[SlotView], Any]) -> Any:
+    """Run one of two branches: a batch of greedy rows alone computes no noise and nothing else over the vocabulary.
+
+    Args:
+        run: takes the view, with `SlotView.all_greedy` set for its branch.
+    """
+    return jax.lax.cond(
+        jnp.any(view.sampling.temperature > 0),
+        lambda: run(view.replace(all_greedy=False)),
+        lambda: run(view.replace(all_greedy=True)),
+    )
 
 
 def keys(seed: UInt32[Array, "... 2"], purpose: Purpose, *place: Int[Array, "..."]) -> Array:
@@ -115,13 +130,11 @@ def target_tokens(
         positions: the position the token will stand at.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    def sampled() -> Array:
-        noisy = process(logits, view.sampling) + token_noise(view, positions, logits.shape[-1])
-        drawn = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
-        return jnp.where(view.sampling.temperature[:, None] > 0, drawn, greedy)
-
-    return jax.lax.cond(jnp.any(view.sampling.temperature > 0), sampled, lambda: greedy)
+    if view.all_greedy:
+        return greedy
+    noisy = process(logits, view.sampling) + token_noise(view, positions, logits.shape[-1])
+    drawn = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+    return jnp.where(view.sampling.temperature[:, None] > 0, drawn, greedy)
 
 
 def law(logits: Float[Array, "batch nodes vocab"], sampling: Sampling) -> Float[Array, "batch nodes vocab"]:
@@ -150,29 +163,20 @@ def draft_token(
     Returns:
         Draft-vocabulary ids, and the law they were drawn from (None under "coupled").
     """
-    logits = logits[:, None]
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)[:, 0]
-    is_sampled = view.sampling.temperature > 0
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if view.accept == "coupled":
-
-        def coupled() -> Array:
-            noise = token_noise(view, (view.lengths + depth)[:, None], target_vocab)
-            noise = noise if vocab_map is None else noise[..., vocab_map]
-            drawn = jnp.argmax(process(logits, view.sampling) + noise, axis=-1).astype(jnp.int32)[:, 0]
-            return jnp.where(is_sampled, drawn, greedy)
-
-        return jax.lax.cond(jnp.any(is_sampled), coupled, lambda: greedy), None
-
-    def drawn_from_law() -> tuple[Array, Array]:
-        probs = law(logits, view.sampling)
-        key = keys(view.sampling.seed, Purpose.DRAFT, view.lengths, jnp.full_like(view.lengths, depth))
-        token = jnp.argmax(jnp.log(probs[:, 0]) + gumbel(key, logits.shape[-1]), axis=-1)
-        return token.astype(jnp.int32), probs[:, 0]
-
-    def most_likely() -> tuple[Array, Array]:
+        if view.all_greedy:
+            return greedy, None
+        noise = token_noise(view, (view.lengths + depth)[:, None], target_vocab)
+        noise = noise if vocab_map is None else noise[..., vocab_map]
+        drawn = jnp.argmax(process(logits[:, None], view.sampling) + noise, axis=-1).astype(jnp.int32)[:, 0]
+        return jnp.where(view.sampling.temperature > 0, drawn, greedy), None
+    if view.all_greedy:
         return greedy, jax.nn.one_hot(greedy, logits.shape[-1], dtype=jnp.float32)
-
-    return jax.lax.cond(jnp.any(is_sampled), drawn_from_law, most_likely)
+    probs = law(logits[:, None], view.sampling)[:, 0]
+    key = keys(view.sampling.seed, Purpose.DRAFT, view.lengths, jnp.full_like(view.lengths, depth))
+    drawn = jnp.argmax(jnp.log(probs) + gumbel(key, logits.shape[-1]), axis=-1)
+    return drawn.astype(jnp.int32), probs
 
 
 def log_prob(logits: Float[Array, "batch vocab"], token: Int[Array, "batch"]) -> Float[Array, "batch"]:

@@ -80,6 +80,7 @@ def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> S
         page_table=jnp.where(active[:, None], take(state.page_table), 0),
         sampling=jax.tree.map(take, state.sampling),
         accept=program.accept,
+        all_greedy=False,
         implementation=program.implementation,
     )
 
@@ -128,7 +129,9 @@ def spec_round(
 def draft_stage(program: Program, params: Params, state: SlotState, view: SlotView) -> tuple[Draft, Any]:
     """Propose, and leave out what lies deeper than a row's cap."""
     with jax.named_scope("draft"):
-        draft, draft_state = program.drafter.draft(params.draft, state.draft, view)
+        draft, draft_state = sampling.by_temperature(
+            view, lambda branch: program.drafter.draft(params.draft, state.draft, branch)
+        )
         within_cap = depths(ancestors(draft.parents)) <= view.sampling.draft_cap[:, None]
         return draft.replace(valid=draft.valid & within_cap), draft_state
 
@@ -154,7 +157,10 @@ def accept_stage(program: Program, out: TargetOut, view: SlotView, draft: Draft)
     """Apply the accept rule and cut the result where the row ends."""
     with jax.named_scope("accept"):
         assert out.logits is not None
-        return verify.accept(out.logits, draft, ancestors(draft.parents), view, program.drafter.tree)
+        logits, reach = out.logits, ancestors(draft.parents)
+        return sampling.by_temperature(
+            view, lambda branch: verify.accept(logits, draft, reach, branch, program.drafter.tree)
+        )
 
 
 def commit_stage(
@@ -234,7 +240,10 @@ def _first_token(
     """Sample what follows the chunk; only the last chunk makes it the root."""
     assert out.logits is not None
     length = chunk.start + chunk.count
-    token = sampling.target_tokens(out.logits, view, length[None, None])
+    logits = out.logits
+    token = sampling.by_temperature(
+        view, lambda branch: sampling.target_tokens(logits, branch, length[None, None])
+    )
     one = jnp.ones(1, jnp.int32)
     verdict = verify.cut(
         Verdict(accept_len=0 * one, path=0 * one[:, None], tokens=token, counts=one, ended=~view.active), view

@@ -89,24 +89,19 @@ def rejection(
 ) -> tuple[Bool[Array, "batch nodes"], Int[Array, "batch"], Int[Array, "batch"]]:
     """Rejection sampling along a chain. A draft without q is a point mass: accepted with probability p.
 
-    A batch without sampled rows is decided by `coupled`, which is the same thing at temperature 0.
+    Without sampled rows it is decided by `coupled`, which is the same thing at temperature 0.
 
     Returns:
         As `coupled`.
     """
-
-    def by_law() -> tuple[Array, Array, Array]:
-        target_law = sampling.law(logits, view.sampling)
-        depth = jnp.arange(1, draft.tokens.shape[1])
-        accept_keys = sampling.keys(view.sampling.seed[:, None], Purpose.ACCEPT, view.lengths[:, None], depth)
-        bonus_key = sampling.keys(view.sampling.seed, Purpose.RESIDUAL, view.lengths)
-        draws = sampling.uniform(accept_keys), sampling.gumbel(bonus_key, logits.shape[-1])
-        return rejection_chain(target_law, draft, draws)
-
-    def by_argmax() -> tuple[Array, Array, Array]:
+    if view.all_greedy:
         return coupled(logits, draft, reach, view)
-
-    return jax.lax.cond(jnp.any(view.sampling.temperature > 0), by_law, by_argmax)
+    target_law = sampling.law(logits, view.sampling)
+    depth = jnp.arange(1, draft.tokens.shape[1])
+    accept_keys = sampling.keys(view.sampling.seed[:, None], Purpose.ACCEPT, view.lengths[:, None], depth)
+    bonus_key = sampling.keys(view.sampling.seed, Purpose.RESIDUAL, view.lengths)
+    draws = sampling.uniform(accept_keys), sampling.gumbel(bonus_key, logits.shape[-1])
+    return rejection_chain(target_law, draft, draws)
 
 
 def rejection_chain(

@@ -1,0 +1,1 @@
+"""`jspec bench`: what a round costs, beside the least it could cost."""

@@ -1,0 +1,64 @@
+"""What the bench prints: a text table and, on request, JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jspec.bench.rounds import Timing
+
+
+def environment() -> dict[str, str]:
+    """What a figure depends on besides the case."""
+    device = jax.devices()[0]
+    return {"device": device.device_kind, "platform": device.platform, "jax": jax.__version__, "jspec": _own_version()}
+
+
+def _own_version() -> str:
+    try:
+        return version("jspec")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned, the first row as heading."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def timings(results: Sequence[Timing]) -> str:
+    """One line a case: median, spread, floor and their ratio."""
+    rows = [["shape", "dtype", "page", "batch", "context", "K", "ms", "p90-p10", "floor", "ratio", "tokens", "compile s"]]
+    for result in results:
+        case = result.case
+        rows.append(
+            [
+                case.shape,
+                case.dtype,
+                str(case.page_size),
+                str(case.batch),
+                str(case.context),
+                str(case.length),
+                f"{result.milliseconds:.3f}",
+                f"{result.spread:.3f}",
+                f"{result.floor:.3f}",
+                f"{result.milliseconds / result.floor:.2f}",
+                f"{result.tokens:.2f}",
+                f"{result.compile_seconds:.1f}",
+            ]
+        )
+    return table(rows)
+
+
+def write_json(path: Path, results: Sequence[Timing]) -> None:
+    """Environment and results as one JSON object."""
+    content: dict[str, Any] = {"environment": environment(), "results": [asdict(result) for result in results]}
+    path.write_text(json.dumps(content, indent=1))

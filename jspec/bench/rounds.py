@@ -1,0 +1,137 @@
+"""Time of one round: the compiled step alone, at acceptance 0, for a shape with random weights."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.bench import floors, shapes
+from jspec.cache import PoolShape
+from jspec.draft import Drafter, NoDraft
+from jspec.draft.eagle import Eagle3, EagleHead
+from jspec.models.decoder import Model
+from jspec.records import SlotState
+from jspec.step import Params, Program, init_state, spec_step
+from jspec.tree import ROOT_ONLY, Tree
+
+GROUP = 8  # rounds dispatched between two looks at the clock
+GROUPS = 40
+WARM_UP = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the table."""
+
+    shape: str
+    batch: int
+    context: int
+    length: int  # draft tokens; 0 is plain decoding
+    page_size: int = 16
+    dtype: str = "bfloat16"
+    implementation: str = "auto"
+    greedy: bool = True
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a case came to, in milliseconds; ``tokens`` is the mean emitted a round and row."""
+
+    case: Case
+    milliseconds: float
+    spread: float  # 90th less 10th percentile
+    floor: float
+    compile_seconds: float
+    tokens: float
+
+
+def build(case: Case, target: Model, head: EagleHead | None) -> tuple[Program, Params, PoolShape]:
+    """Program, weights and pool shape of a case; the models may be trees of shapes."""
+    drafter: Drafter = NoDraft(ROOT_ONLY)
+    if case.length:
+        assert head is not None
+        drafter = Eagle3(head, Tree.chain(case.length))
+    program = Program(
+        drafter=drafter,
+        feature_layers=drafter.feature_layers(target),
+        accept="coupled",
+        implementation=case.implementation,
+    )
+    width = PoolShape(case.batch, 2, case.page_size, _max_len(case), case.dtype, case.dtype).width(drafter.tree)
+    pool = PoolShape(
+        case.batch, case.batch * width + 1, case.page_size, _max_len(case), case.dtype, case.dtype
+    )
+    return program, Params(target=target, draft=drafter.bind(target)), pool
+
+
+def compile_step(program: Program, params: Params, state: Any, batch: int) -> Any:
+    """The executable of one round; params and state may be shapes."""
+    slots = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return jax.jit(partial(spec_step, program), donate_argnums=(1,)).lower(params, state, slots).compile()
+
+
+def measure(case: Case, target: Model, head: EagleHead | None) -> Timing:
+    """Compile a case and time it: groups of rounds, dispatched back to back, median over groups."""
+    program, params, pool = build(case, target, head)
+    state = _filled_state(init_state(program, params, pool), case)
+    started = time.perf_counter()
+    step = compile_step(program, params, state, case.batch)
+    compile_seconds = time.perf_counter() - started
+    slots, times, emitted = np.arange(case.batch, dtype=np.int32), [], []
+    for group in range(WARM_UP + GROUPS):
+        state = state.replace(lengths=jnp.full(case.batch, case.context, jnp.int32))
+        jax.block_until_ready(state)
+        began = time.perf_counter()
+        for _ in range(GROUP):
+            state, output = step(params, state, slots)
+        jax.block_until_ready((state, output))
+        if group >= WARM_UP:
+            times.append((time.perf_counter() - began) / GROUP * 1e3)
+            emitted.append(float(np.asarray(output.report)[..., -4].mean()))
+    deciles = statistics.quantiles(times, n=10)
+    return Timing(
+        case=case,
+        milliseconds=statistics.median(times),
+        spread=deciles[-1] - deciles[0],
+        floor=floor(case) * 1e3,
+        compile_seconds=compile_seconds,
+        tokens=statistics.fmean(emitted),
+    )
+
+
+def floor(case: Case) -> float:
+    """Seconds the case takes at least."""
+    costs = floors.verify_costs(shapes.TARGETS[case.shape], case.batch, case.length + 1, case.context)
+    if case.length:
+        costs += floors.draft_costs(shapes.head_config(case.shape), case.batch, case.length, case.context)
+    return floors.seconds(costs)
+
+
+def _max_len(case: Case) -> int:
+    return case.context + GROUP * (case.length + 1) + 1
+
+
+def _filled_state(state: SlotState, case: Case) -> SlotState:
+    """Every slot in the middle of a text: its own pages, random K and V, a random root."""
+    width = state.page_table.shape[1]
+    rng = np.random.default_rng(0)
+    pools = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape, x.dtype), state.target)
+    temperature = state.sampling.temperature if case.greedy else state.sampling.temperature + 1
+    controls = state.sampling.replace(
+        temperature=temperature, draft_cap=jnp.full(case.batch, max(case.length, 1), jnp.int32)
+    )
+    return state.replace(
+        root=jnp.asarray(rng.integers(0, shapes.TARGETS[case.shape].vocab_size, case.batch), jnp.int32),
+        active=jnp.ones(case.batch, bool),
+        remaining=jnp.full(case.batch, 2**30, jnp.int32),
+        page_table=jnp.asarray(1 + np.arange(case.batch * width).reshape(case.batch, width), jnp.int32),
+        sampling=controls,
+        target=pools,
+    )

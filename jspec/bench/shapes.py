@@ -1,0 +1,140 @@
+"""Model shapes to measure with, filled with random weights on the device: speed needs no checkpoint."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jspec.draft.eagle import EagleHead
+from jspec.models.config import Eagle3Config, ModelConfig, Rope
+from jspec.models.decoder import Model
+
+LLAMA3 = Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_position=8192)
+
+TARGETS = {
+    "llama3-8b": ModelConfig(
+        family="llama",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        norm_eps=1e-5,
+        rope=LLAMA3,
+        tie_word_embeddings=False,
+        max_position=131072,
+    ),
+    "tiny": ModelConfig(
+        family="llama",
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=192,
+        num_layers=8,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        norm_eps=1e-5,
+        rope=Rope(),
+        tie_word_embeddings=False,
+        max_position=2048,
+    ),
+}
+DRAFT_VOCAB = {"llama3-8b": 32000, "tiny": 128}
+
+
+def target_shapes(name: str, dtype: str) -> Any:
+    """The weight tree of a target, as shapes."""
+    c = TARGETS[name]
+
+    def array(*dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    layer = dict(
+        attn_norm=array(c.hidden_size),
+        qkv=array((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size),
+        o=array(c.hidden_size, c.num_heads * c.head_dim),
+        mlp_norm=array(c.hidden_size),
+        gate_up=array(2 * c.intermediate_size, c.hidden_size),
+        down=array(c.hidden_size, c.intermediate_size),
+    )
+    return dict(
+        embed=array(c.vocab_size, c.hidden_size),
+        layers=[layer] * c.num_layers,
+        norm=array(c.hidden_size),
+        head=array(c.vocab_size, c.hidden_size),
+    )
+
+
+def head_config(name: str) -> Eagle3Config:
+    """An EAGLE-3 head of the official kind for a target shape."""
+    c = TARGETS[name]
+    return Eagle3Config(
+        vocab_size=c.vocab_size,
+        draft_vocab_size=DRAFT_VOCAB[name],
+        hidden_size=c.hidden_size,
+        target_hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_heads=c.num_heads,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        norm_eps=c.norm_eps,
+        rope=Rope(),
+        feature_layers=None,
+        source_format="random",
+    )
+
+
+def head_shapes(name: str, dtype: str) -> Any:
+    """The weight tree of its EAGLE-3 head, as shapes."""
+    c = head_config(name)
+
+    def array(*dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    layer = dict(
+        input_norm=array(c.hidden_size),
+        hidden_norm=array(c.hidden_size),
+        qkv=array((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, 2 * c.hidden_size),
+        o=array(c.hidden_size, c.num_heads * c.head_dim),
+        mlp_norm=array(c.hidden_size),
+        gate_up=array(2 * c.intermediate_size, c.hidden_size),
+        down=array(c.hidden_size, c.intermediate_size),
+    )
+    return dict(
+        fc=array(c.hidden_size, 3 * c.target_hidden_size),
+        layer=layer,
+        norm=array(c.hidden_size),
+        head=array(c.draft_vocab_size, c.hidden_size),
+        draft_to_target=jax.ShapeDtypeStruct((c.draft_vocab_size,), jnp.int32),
+    )
+
+
+def random_weights(shapes: Any, seed: int) -> Any:
+    """Weights of unit gain for a tree of shapes, made on the device; integer leaves become an ascending map."""
+
+    def fill(key: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        if jnp.issubdtype(shape.dtype, jnp.integer):
+            return jnp.arange(shape.size, dtype=shape.dtype)
+        if len(shape.shape) == 1:
+            return jnp.ones(shape.shape, shape.dtype)
+        return jax.random.normal(key, shape.shape, shape.dtype) / math.sqrt(shape.shape[-1])
+
+    make = jax.jit(fill, static_argnums=1)
+    leaves, tree = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return jax.tree.unflatten(tree, [make(key, leaf) for key, leaf in zip(keys, leaves, strict=True)])
+
+
+def random_target(name: str, dtype: str, seed: int = 0) -> Model:
+    """A target with random weights."""
+    return Model.from_weights(TARGETS[name], random_weights(target_shapes(name, dtype), seed))
+
+
+def random_head(name: str, dtype: str, seed: int = 1) -> EagleHead:
+    """Its EAGLE-3 head with random weights: what it drafts is practically never accepted."""
+    return EagleHead.from_weights(head_config(name), random_weights(head_shapes(name, dtype), seed))

@@ -1,0 +1,1 @@
+"""The decoder and the configs that describe it."""

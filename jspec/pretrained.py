@@ -1,0 +1,139 @@
+"""Loads models from where they lie: a Hugging Face folder, a folder written by `python -m convert`, or the hub."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+import convert
+from convert.hf import read_json
+from jspec import checkpoint
+from jspec.checkpoint import Checkpoint, Config, Header, Placement
+from jspec.models.config import Eagle3Config
+
+HUB_FILES = ("*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.jinja")
+
+
+def load(
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    kind: str | None = None,
+    rope_theta: float | None = None,
+    feature_layers: Iterable[int] | None = None,
+    placement: Placement | None = None,
+) -> Checkpoint:
+    """Loads a target, a draft model or a draft head.
+
+    Args:
+        path: an existing folder, else a hub id ("owner/name").
+        dtype: "float32", "bfloat16" or "float16"; None: float32 on CPU, bfloat16 elsewhere.
+        kind: what the caller needs, "target" or "eagle3"; None: whatever it is.
+        rope_theta: replaces the rotary base of the file.
+        feature_layers: target state indices that replace those of a head.
+        placement: sharding by parameter name; None: the default device.
+
+    Returns:
+        The checkpoint, its weights on the devices.
+
+    Raises:
+        FileNotFoundError, ValueError, NotImplementedError: each saying what was expected, what was got, what to do.
+    """
+    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    if dtype not in checkpoint.DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(checkpoint.DTYPES)}, got {dtype!r}; pass one of them")
+    folder = find(path)
+    if checkpoint.is_checkpoint(folder):
+        header = _overridden(checkpoint.read_header(folder), rope_theta, feature_layers)
+        _check_kind(folder, header.kind, kind)
+        arrays = checkpoint.read_arrays(header, dtype=dtype, placement=placement)
+        return Checkpoint(header.kind, header.config, checkpoint.unflatten(arrays), folder)
+    plan = convert.plan(folder, rope_theta=rope_theta, feature_layers=feature_layers)
+    _check_kind(folder, plan.kind, kind)
+    arrays = {}
+    for batch in plan.batches(dtype):
+        placed = {name: jax.device_put(array, placement(name) if placement else None) for name, array in batch.items()}
+        arrays |= jax.block_until_ready(placed)  # else host copies pile up
+        del batch, placed
+    return Checkpoint(plan.kind, plan.config, checkpoint.unflatten(arrays), folder)
+
+
+def header(path: str | Path) -> Header:
+    """Reads what a folder holds, without its weights; arguments and errors as `load`."""
+    folder = find(path)
+    if checkpoint.is_checkpoint(folder):
+        return checkpoint.read_header(folder)
+    plan = convert.plan(folder)
+    parameters = {row.parameter: jax.ShapeDtypeStruct(row.shape, plan.row_dtype(row)) for row in plan.rows}
+    return Header(plan.kind, plan.config, parameters, folder)
+
+
+def draft_to_target(found: Header) -> Int[np.ndarray, "draft_vocab"]:
+    """Reads the vocabulary map of a head, and no other parameter."""
+    name = "draft_to_target"
+    if checkpoint.is_checkpoint(found.folder):
+        return np.asarray(checkpoint.read_arrays(found, names=[name])[name])
+    plan = convert.plan(found.folder)
+    row = next(row for row in plan.rows if row.parameter == name)
+    return row.fill(plan.source, row, plan.row_dtype(row))
+
+
+def find(path: str | Path) -> Path:
+    """The folder itself if there is one, else a local copy of what the hub has under that id.
+
+    Raises:
+        FileNotFoundError: if neither has it.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise FileNotFoundError(f"{folder}: expected a folder, got a file; give the folder that holds it")
+    if folder.is_absolute() or len(folder.parts) > 2 or str(path).startswith("."):
+        raise FileNotFoundError(f"{folder}: expected a folder or a hub id (owner/name), got no such folder; check the path")
+    import huggingface_hub
+
+    try:
+        copy = Path(huggingface_hub.snapshot_download(str(path), allow_patterns=HUB_FILES))
+        if not any(copy.glob("*.safetensors")):
+            huggingface_hub.snapshot_download(str(path), allow_patterns=["*.bin"])
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"{path}: no such folder here, and the hub gave no such model ({error})") from error
+    return copy
+
+
+def eos_ids(folder: str | Path) -> tuple[int, ...]:
+    """The ids that end a text: of generation_config.json, else of config.json; () if neither names one."""
+    for name in ("generation_config.json", "config.json"):
+        file = Path(folder) / name
+        ids = read_json(file).get("eos_token_id") if file.is_file() else None
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    return ()
+
+
+def _overridden(found: Header, rope_theta: float | None, feature_layers: Iterable[int] | None) -> Header:
+    config: Config = found.config
+    if rope_theta is not None:
+        config = dataclasses.replace(config, rope=dataclasses.replace(config.rope, theta=rope_theta))
+    if feature_layers is not None:
+        if not isinstance(config, Eagle3Config):
+            raise ValueError(f"feature_layers: expected a draft head, got a target in {found.folder}; leave them out")
+        config = dataclasses.replace(config, feature_layers=tuple(feature_layers))
+        width = found.parameters["fc"].shape[1]
+        if width != config.num_features * config.target_hidden_size:
+            raise ValueError(
+                f"feature_layers: expected {width // config.target_hidden_size} target states, "
+                f"got {config.feature_layers}; pass that many"
+            )
+    return dataclasses.replace(found, config=config)
+
+
+def _check_kind(folder: Path, got: str, expected: str | None) -> None:
+    if expected is not None and got != expected:
+        raise ValueError(f"{folder}: expected a checkpoint of kind {expected!r}, got {got!r}; give another folder")
