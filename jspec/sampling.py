@@ -110,14 +110,26 @@ def _largest_bound(
 
     Found four bits at a time: eight passes over the vocabulary instead of a sort.
     """
-    bound = jnp.zeros((*order.shape[:-1], 1), jnp.uint32)
-    for shift in range(28, -4, -4):
+
+    def four_bits(index: Any, bound: Array) -> Array:
+        shift = jnp.uint32(28) - jnp.uint32(4) * jnp.uint32(index)
         tries = bound + (jnp.arange(1, 16, dtype=jnp.uint32) << shift)
         above = order[..., None] >= tries[..., None, :]
         mass = jnp.sum(jnp.where(above, weight[..., None], 0.0), axis=-2)
         steps = jnp.sum(mass >= goal, axis=-1, keepdims=True).astype(jnp.uint32)
-        bound = bound + (steps << shift)
-    return bound
+        return bound + (steps << shift)
+
+    def unrolled(bound: Array) -> Array:
+        for index in range(8):
+            bound = four_bits(index, bound)
+        return bound
+
+    # A loop would break the one graph of a round on a GPU; elsewhere it compiles in an eighth of the time.
+    return jax.lax.platform_dependent(
+        jnp.zeros((*order.shape[:-1], 1), jnp.uint32),
+        cuda=unrolled,
+        default=lambda bound: jax.lax.fori_loop(0, 8, four_bits, bound),
+    )
 
 
 def target_tokens(

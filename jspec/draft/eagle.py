@@ -10,7 +10,6 @@ overwrites them with rows made from the target's true features.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -107,13 +106,10 @@ class Eagle3(Drafter):
             rope_theta: overrides the file's rotary base (10000 where the file is silent).
             feature_layers: overrides the target's state indices that are fused.
         """
-        checkpoint = pretrained.load(path, dtype=dtype, kind="eagle3")
-        config = checkpoint.config
-        if rope_theta is not None:
-            config = replace(config, rope=replace(config.rope, theta=rope_theta))
-        if feature_layers is not None:
-            config = replace(config, feature_layers=tuple(feature_layers))
-        return cls(EagleHead.from_weights(config, checkpoint.weights), tree)
+        checkpoint = pretrained.load(
+            path, dtype=dtype, kind="eagle3", rope_theta=rope_theta, feature_layers=feature_layers
+        )
+        return cls(EagleHead.from_weights(checkpoint.config, checkpoint.weights), tree)
 
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         named = self.head.config.feature_layers

@@ -1,0 +1,76 @@
+"""Set-up of every test run: the platform, runtime checks of array types, where the shared data lies."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SHARED = Path(os.environ.get("JSPEC_SHARED", REPOSITORY.parent / "shared"))
+PACKAGES = ["jspec", "pallas_kernels", "convert"]
+DEVICE_MARKS = ("gpu", "h200")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-typecheck", action="store_true", help="do not check array shapes and dtypes at run time")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before anything imports jax or our packages."""
+    chosen = (config.getoption("-m") or "").split()
+    on_device = any(mark in chosen and "not" not in chosen for mark in DEVICE_MARKS)
+    if not on_device:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if metadata.version("jaxlib") == "0.10.2":
+        # Its CPU compiler crashes on broadcasts of rank 7 and more with these fusions (jax issue 39257).
+        flag = "--xla_cpu_experimental_ynn_fusion_type="
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    if not config.getoption("--no-typecheck") and find_spec("beartype"):
+        from jaxtyping import install_import_hook
+
+        from tests import typecheck
+
+        install_import_hook(PACKAGES, f"{typecheck.__name__}.arrays")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "flax"))
+    checked = not config.getoption("--no-typecheck") and find_spec("beartype")
+    platforms = os.environ.get("JAX_PLATFORMS", "as jax finds")
+    return f"{versions}; platforms: {platforms}; array types {'checked' if checked else 'NOT checked'}"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    marks = {mark.name for mark in item.iter_markers()} & set(DEVICE_MARKS)
+    if not marks:
+        return
+    import jax
+
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        pytest.skip(f"needs a GPU, this run has {device.device_kind}: pytest -m {min(marks)} where there is one")
+    if "h200" in marks and "H200" not in device.device_kind:
+        pytest.skip(f"holds on an H200, this is {device.device_kind}")
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """Recordings of the methods' authors' own code."""
+    return _shared("golden")
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """Small real models, tokenizers, prompts, text."""
+    return _shared("data")
+
+
+def _shared(name: str) -> Path:
+    folder = SHARED / name
+    if not folder.is_dir():
+        pytest.skip(f"no {folder}: set JSPEC_SHARED to the folder that holds {name}/")
+    return folder

@@ -1,0 +1,166 @@
+"""The EAGLE-3 chain against recordings of the authors' own code, round by round."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import Completion, Eagle3, Engine, SamplingParams, Tree, step
+from jspec.cache import PoolShape
+from jspec.draft import eagle
+from jspec.records import SlotView
+from tests import tiny
+
+TOLERANCE = 1e-4  # float32 on another summation order; the recordings' own second implementation agrees to 8e-6
+
+
+@cache
+def recording(golden: Path, name: str) -> dict[str, np.ndarray]:
+    with np.load(golden / name) as arrays:
+        return dict(arrays)
+
+
+@pytest.fixture(scope="module")
+def chain(golden: Path) -> dict[str, np.ndarray]:
+    return recording(golden, "chain_d4_k1_t6.npz")
+
+
+@pytest.fixture(scope="module")
+def drafter(golden: Path) -> Eagle3:
+    pytest.importorskip("torch", reason="the recorded head is a .bin file")
+    return Eagle3(tiny.load_head(golden / "draft"), Tree.chain(5))
+
+
+@pytest.fixture(scope="module")
+def engine(golden: Path, drafter: Eagle3) -> Engine:
+    target = tiny.load_target(golden / "target")
+    return Engine(target, drafter=drafter, slots=4, max_len=512, buckets=(4,), prefill_buckets=(128,))
+
+
+@pytest.fixture(scope="module")
+def completions(golden: Path, engine: Engine, chain: dict[str, np.ndarray]) -> list[Completion]:
+    lengths = np.diff(chain["out_offset"]) + 1
+    params = [SamplingParams(max_tokens=int(n), temperature=0) for n in lengths]
+    return engine.generate(tiny.recorded_prompts(golden), params, trace=True)
+
+
+def test_the_rounds_are_the_recorded_ones(completions: list[Completion], chain: dict[str, np.ndarray]) -> None:
+    count = 0
+    for prompt, completion in enumerate(completions):
+        first, last = chain["iter_offset"][prompt : prompt + 2]
+        assert completion.rounds is not None
+        assert len(completion.rounds) == last - first
+        for index, got in zip(range(first, last), completion.rounds, strict=True):
+            np.testing.assert_array_equal(got.tokens, chain["tree_tokens"][index])
+            np.testing.assert_array_equal(got.parents, chain["parent"][index])
+            assert got.accept_len == chain["accept_len"][index]
+            assert got.path == list(range(got.accept_len + 1))
+            assert got.emitted[-1] == chain["bonus"][index]
+            np.testing.assert_allclose(got.scores[1:], chain["sel_scores"][index], atol=TOLERANCE)
+            count += 1
+    assert count == 477
+
+
+def test_the_output_and_mean_acceptance_length_are_the_recorded_ones(
+    completions: list[Completion], engine: Engine, chain: dict[str, np.ndarray]
+) -> None:
+    for prompt, completion in enumerate(completions):
+        a, b = chain["out_offset"][prompt : prompt + 2]
+        assert completion.token_ids[:-1] == chain["output"][a:b].tolist()
+    assert engine.metrics.mean_acceptance_length == pytest.approx(3.327, abs=5e-4)
+
+
+def test_the_first_draft_logits_are_the_recorded_ones(
+    golden: Path, drafter: Eagle3, chain: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Theta, feature layers, norms and concat order all show here, where acceptance hardly moves."""
+    seen: list[np.ndarray] = []
+    original = eagle.catch_up
+
+    def spy(params: eagle.EagleHead, state: eagle.EagleState, view: SlotView) -> tuple:
+        hidden, cache_ = original(params, state, view)
+        logits = eagle.draft_logits(params, hidden)[:, 0]
+        jax.debug.callback(lambda x: seen.append(np.asarray(x)), logits, ordered=True)
+        return hidden, cache_
+
+    monkeypatch.setattr(eagle, "catch_up", spy)
+    target = tiny.load_target(golden / "target")
+    spied = Engine(
+        target, drafter=drafter, slots=1, max_len=512, buckets=(1,), prefill_buckets=(128,), overlap=False
+    )
+    for prompt, ids in enumerate(tiny.recorded_prompts(golden)):
+        seen.clear()
+        tokens = int(np.diff(chain["out_offset"])[prompt]) + 1
+        spied.generate(ids, SamplingParams(max_tokens=tokens, temperature=0))
+        jax.effects_barrier()
+        first, last = chain["iter_offset"][prompt : prompt + 2]
+        np.testing.assert_allclose(np.concatenate(seen), chain["first_logits"][first:last], atol=TOLERANCE)
+
+
+MISTAKES = {
+    "rope theta of the target": dict(rope_theta=500000.0),
+    "feature layers one too low": dict(feature_layers=(1, 3, 4)),
+    "feature layers one too high": dict(feature_layers=(3, 5, 6)),
+    "feature layers in reverse": dict(feature_layers=(5, 4, 2)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_head_shows_in_the_scores(
+    golden: Path, drafter: Eagle3, chain: dict[str, np.ndarray], mistake: str
+) -> None:
+    wrong = Eagle3.from_pretrained(golden / "draft", tree=drafter.tree, **MISTAKES[mistake])
+    assert score_error(golden, chain, wrong) > 100 * TOLERANCE
+
+
+def test_normed_feedback_shows_in_the_scores(
+    golden: Path, drafter: Eagle3, chain: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = eagle.self_feed
+
+    def normed(params: eagle.EagleHead, cache_: object, view: SlotView, tokens: object, hidden: jnp.ndarray, depth: int):
+        return original(params, cache_, view, tokens, eagle.rms_norm(hidden, params.norm, 1e-5), depth)
+
+    assert score_error(golden, chain, drafter) < TOLERANCE
+    monkeypatch.setattr(eagle, "self_feed", normed)
+    assert score_error(golden, chain, drafter) > 100 * TOLERANCE
+
+
+def score_error(golden: Path, chain: dict[str, np.ndarray], drafter: Eagle3) -> float:
+    """Largest deviation from the recorded scores in the second prompt's first round, computed op by op."""
+    target, prompt = tiny.load_target(golden / "target"), 1
+    program = step.Program(drafter, drafter.feature_layers(target), "coupled", "reference")
+    params = step.Params(target=target, draft=drafter.bind(target))
+    ids = tiny.recorded_prompts(golden)[prompt]
+    state = step.init_state(program, params, PoolShape(1, 2, 128, 100, "float32", "float32"))
+    chunk = tiny.prefill_input(ids, page_row=[1])
+    state, _ = step.prefill_step(program, params, state, jnp.asarray(chunk.pack()))
+    view = step.view_of(state, jnp.zeros(1, jnp.int32), program).replace(all_greedy=True)
+    draft, _ = drafter.draft(params.draft, state.draft, view)
+    recorded = chain["sel_scores"][chain["iter_offset"][prompt]]
+    return float(np.abs(np.asarray(draft.scores)[0, 1:] - recorded).max())
+
+
+def test_plain_decoding_gives_the_recorded_greedy_tokens(golden: Path) -> None:
+    recorded = recording(golden, "greedy_ar.npz")["greedy"]
+    target = tiny.load_target(golden / "target")
+    engine = Engine(target, slots=4, max_len=512, buckets=(1, 4), prefill_buckets=(128,))
+    done = engine.generate(
+        tiny.recorded_prompts(golden), SamplingParams(max_tokens=recorded.shape[1], temperature=0)
+    )
+    for completion, expected in zip(done, recorded, strict=True):
+        assert completion.token_ids == expected.tolist()
+
+
+def test_speculation_gives_the_recorded_greedy_tokens(golden: Path, engine: Engine) -> None:
+    recorded = recording(golden, "greedy_ar.npz")["greedy"]
+    done = engine.generate(
+        tiny.recorded_prompts(golden), SamplingParams(max_tokens=recorded.shape[1], temperature=0)
+    )
+    for completion, expected in zip(done, recorded, strict=True):
+        assert completion.token_ids == expected.tolist()
