@@ -1,4 +1,4 @@
-"""Orbax checkpoints: a folder with `jspec.json` (what it is), `weights/` (one orbax checkpoint) and tokenizer files.
+"""Orbax checkpoints: a folder of `jspec.json` (what it is), `weights/` (by orbax) and tokenizer files.
 
 Every use of orbax is here. The weight tree is stored flat, as "layers.3.qkv": its names are also those that
 conversion prints.
@@ -34,17 +34,20 @@ Placement = Callable[[str], jax.sharding.Sharding]  # parameter name -> sharding
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model in memory: `weights` is a tree of dicts and lists of arrays, `folder` where it came from."""
+    """A model in memory: `weights` is a tree of dicts and lists of arrays, `folder` where it came from.
+
+    `config` is a ModelConfig for kind "target", an Eagle3Config for "eagle3".
+    """
 
     kind: str
-    config: Config
+    config: Any
     weights: dict[str, Any]
     folder: Path
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a folder holds, without its weights: `parameters` maps a parameter's name to its shape and dtype."""
+    """What a folder holds, without its weights: `parameters` gives shape and dtype by name."""
 
     kind: str
     config: Config
@@ -115,22 +118,38 @@ def save(
         manifest = {"version": VERSION, "kind": kind, "config": config.to_json()}
         (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         work.chmod(0o755)  # mkdtemp's folder is the owner's alone
-        if folder.exists():
-            folder.rename(work / "replaced")
-        work.rename(folder)
-        shutil.rmtree(folder / "replaced", ignore_errors=True)
+        _move(work, folder)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
+
+
+def _move(work: Path, folder: Path) -> None:
+    """Renames `work` to `folder`; what stood there is deleted only when the new one is in its place."""
+    if not folder.exists():
+        work.rename(folder)
+        return
+    old = work.with_name(f"{work.name}.old")
+    folder.rename(old)
+    try:
+        work.rename(folder)
+    except OSError:
+        old.rename(folder)
+        raise
+    shutil.rmtree(old)
 
 
 def _check_vacant(folder: Path, overwrite: bool) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not overwrite:
-        raise FileExistsError(f"{folder}: expected a new folder, got an existing one; pass --overwrite to replace it")
+        raise FileExistsError(
+            f"{folder}: expected a new folder, got an existing one; pass --overwrite to replace it"
+        )
     if not is_checkpoint(folder):
-        raise FileExistsError(f"{folder}: expected a converted checkpoint to replace, got something else; delete it")
+        raise FileExistsError(
+            f"{folder}: expected a converted checkpoint to replace, got something else; delete it"
+        )
 
 
 def _write_weights(folder: Path, batches: Iterable[dict[str, np.ndarray]]) -> None:
@@ -155,7 +174,9 @@ def read_header(folder: Path) -> Header:
         manifest = json.loads((folder / MANIFEST).read_text())
         version = manifest["version"]
     if version != VERSION:
-        raise ValueError(f"{folder}: expected format version {VERSION}, got {version}; convert the model again")
+        raise ValueError(
+            f"{folder}: expected format version {VERSION}, got {version}; convert the model again"
+        )
     with _named_damage(folder):
         config = CONFIGS[manifest["kind"]].from_json(manifest["config"])
         stored = ocp.metadata(folder / WEIGHTS).metadata
@@ -164,7 +185,11 @@ def read_header(folder: Path) -> Header:
 
 
 def read_arrays(
-    header: Header, *, dtype: str | None = None, placement: Placement | None = None, names: Iterable[str] | None = None
+    header: Header,
+    *,
+    dtype: str | None = None,
+    placement: Placement | None = None,
+    names: Iterable[str] | None = None,
 ) -> dict[str, jax.Array]:
     """Restores parameters straight to their dtype and devices.
 
@@ -182,24 +207,22 @@ def read_arrays(
     wanted = {}
     for name in names:
         leaf = header.parameters[name]
-        to = dtype if dtype is not None and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating) else leaf.dtype
-        wanted[name] = jax.ShapeDtypeStruct(leaf.shape, to, sharding=placement(name) if placement else device)
+        kept = dtype is None or leaf.dtype.kind in "biu"
+        sharding = placement(name) if placement else device
+        wanted[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if kept else dtype, sharding=sharding)
     context = ocp.Context()
     context.pytree.loading.partial_load = True
-    context.memory.read_concurrent_bytes = max(READ_AHEAD, *(_nbytes(header.parameters[name]) for name in names))
+    largest = max(leaf.size * leaf.dtype.itemsize for leaf in wanted.values())
+    context.memory.read_concurrent_bytes = max(READ_AHEAD, largest)
     with context, _named_damage(header.folder):
         arrays = ocp.load(header.folder / WEIGHTS, wanted)
     narrowed = [name for name in names if wanted[name].dtype == "float16" != header.parameters[name].dtype]
     if overflown := [name for name in narrowed if jax.numpy.isinf(arrays[name]).any()]:
         raise ValueError(
-            f"{header.folder}: expected values within float16's 65504, got larger ones in {', '.join(overflown)}; "
-            "use bfloat16 or float32"
+            f"{header.folder}: expected values within float16's 65504, got larger ones in "
+            f"{', '.join(overflown)}; use bfloat16"
         )
     return arrays
-
-
-def _nbytes(leaf: jax.ShapeDtypeStruct) -> int:
-    return int(np.prod(leaf.shape)) * leaf.dtype.itemsize
 
 
 @contextlib.contextmanager

@@ -19,28 +19,30 @@ def describe(path: str | Path) -> str:
         path: as for `pretrained.load`.
 
     Returns:
-        Lines of text: family, sizes, parameters, and for a head its features and vocabulary; last, what keeps the
-        folder from being loaded, if anything does.
+        Lines of text: family, sizes, parameters, and for a head its features and vocabulary; or why the
+        folder cannot be loaded.
 
     Raises:
         FileNotFoundError: if there is no such folder.
     """
     folder = pretrained.find(path)
-    converted = checkpoint.is_checkpoint(folder)
-    lines = [f"{folder}: {'converted by jspec' if converted else 'Hugging Face folder'}"]
+    origin = "converted by jspec" if checkpoint.is_checkpoint(folder) else "Hugging Face folder"
     try:
-        found = pretrained.header(folder)
+        contents = _contents(pretrained.header(folder))
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
-        return "\n".join([*lines, *_companions(folder), f"cannot be loaded: {error}"])
+        contents = [f"cannot be loaded: {error}"]
+    return "\n".join([f"{folder}: {origin}", *contents, *_companions(folder)])
+
+
+def _contents(found: Header) -> list[str]:
     config = found.config
-    lines += _head(found, config) if isinstance(config, Eagle3Config) else _model(config)
-    lines += [
-        f"attention: {config.num_heads} heads, {config.num_kv_heads} key-value heads, head_dim {config.head_dim}",
-        f"rope: theta {config.rope.theta:g}, {config.rope.kind}"
-        + (f", factor {config.rope.factor:g}" if config.rope.kind != "default" else ""),
+    heads, rope = f"{config.num_heads} heads, {config.num_kv_heads} key-value heads", config.rope
+    return [
+        *(_head(found, config) if isinstance(config, Eagle3Config) else _model(config)),
+        f"attention: {heads}, head_dim {config.head_dim}",
+        f"rope: {rope.kind}, theta {rope.theta:g}, factor {rope.factor:g}",
         _parameters(found),
     ]
-    return "\n".join(lines + _companions(folder))
 
 
 def _model(config: ModelConfig) -> list[str]:
@@ -54,13 +56,15 @@ def _model(config: ModelConfig) -> list[str]:
 def _head(found: Header, config: Eagle3Config) -> list[str]:
     ids = pretrained.draft_to_target(found)
     order = "ascending" if (np.diff(ids) > 0).all() else "not monotone"
-    layers = config.feature_layers
+    layers = "2, N//2, N-3 (the default)"
+    if config.feature_layers is not None:
+        layers = ", ".join(map(str, config.feature_layers))
     return [
         f"model: EAGLE-3 head ({config.source_format} format), hidden {config.hidden_size}, "
         f"target hidden {config.target_hidden_size}, intermediate {config.intermediate_size}",
-        f"features: target states {'2, N//2, N-3 (the default)' if layers is None else ', '.join(map(str, layers))}",
+        f"features: target states {layers}",
         f"vocabulary: {len(ids)} of the target's {config.vocab_size} ids, {order} map",
-        f"embedding: {'own' if 'embed' in found.parameters else 'the target’s'}",
+        f"embedding: {'own' if 'embed' in found.parameters else 'shared with the target'}",
     ]
 
 

@@ -1,7 +1,7 @@
-"""Pictures of what a drafter did: tokens per round, one round's tree, acceptance by position. Needs matplotlib.
+"""Pictures of what a drafter did: tokens per round, a round's tree, acceptance by position. Needs matplotlib.
 
-Two colours throughout, told apart by colour-blind eyes too: blue for what the drafter proposed, orange for the
-target's own tokens.
+Two colours throughout, told apart by colour-blind eyes too: blue for what the drafter proposed, orange for
+the target's own tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ FONT, FONT_SIZE = "DejaVu Sans Mono", 8.0  # comes with matplotlib; points
 CHARACTER = 0.61 * FONT_SIZE / 72  # inches of width in that font
 LONGEST = 10  # characters of a token's text
 ROW = 0.27  # inches between the tree's rows
+LEGEND = 6.5  # inches of width for a legend in one line
 VISIBLE = str.maketrans({" ": "·", "\n": "↵", "\t": "→", "\r": "↵"})
 
 
@@ -38,10 +39,10 @@ def rounds(completion: Completion, ax: Axes | None = None) -> Axes:
         ValueError: the completion carries no rounds.
     """
     if completion.rounds is None:
-        raise ValueError("expected a completion with its rounds, got one without: pass trace=True to generate")
+        raise ValueError("expected a completion with rounds, got one without: pass trace=True to generate")
     accepted = [min(r.accept_len, len(r.emitted)) for r in completion.rounds]
     own = [len(r.emitted) - count for r, count in zip(completion.rounds, accepted, strict=True)]
-    ax = ax or _new_axes(width=min(max(5.0, 0.12 * len(accepted)), 16.0), height=3.0)
+    ax = ax or _new_axes(width=min(max(LEGEND, 0.12 * len(accepted)), 16.0), height=3.0)
     numbers = range(1, len(accepted) + 1)
     ax.bar(numbers, accepted, color=DRAFT, label="accepted draft tokens")
     ax.bar(numbers, own, bottom=accepted, color=TARGET, label="target's own token")
@@ -60,15 +61,16 @@ def acceptance(metrics: Metrics, ax: Axes | None = None) -> Axes:
     bars = ax.bar(range(1, len(shares) + 1), shares, color=DRAFT)
     ax.bar_label(bars, labels=[f"{share:.2f}" for share in shares], fontsize=FONT_SIZE)
     mean = f"mean acceptance length {metrics.mean_acceptance_length:.2f}"
-    ax.set(
-        xlabel="draft position", ylabel="share of rounds accepting it", ylim=(0, 1.1), xticks=range(1, len(shares) + 1)
-    )
-    ax.set_title(f"{metrics.num_drafts} rounds, {mean}" if shares else "no draft token was accepted", fontsize=10)
+    ax.set(xlabel="draft position", xticks=range(1, len(shares) + 1))
+    ax.set(ylabel="share of rounds accepting it", ylim=(0, 1.1))
+    ax.set_title(f"{metrics.num_drafts} rounds, {mean}" if shares else "no draft token was accepted", size=10)
     return ax
 
 
 def tree(round: Round, tokenizer: Tokenizer | None = None, ax: Axes | None = None) -> Axes:
-    """One round's tree, a column a depth: each node's text and score, the accepted path filled, the target's token.
+    """One round's tree, a column a depth, with each node's text and score.
+
+    The accepted path is filled; the root and the token after the path, which are the target's, are orange.
 
     Args:
         round: of ``completion.rounds``.
@@ -81,10 +83,10 @@ def tree(round: Round, tokenizer: Tokenizer | None = None, ax: Axes | None = Non
     height = ROW * (1 + max(node.row for node in nodes))
     scale = 1.0
     if ax is None:
-        ax = _new_axes(max(width + 0.3, 4.5), height + 0.7)  # the legend is as wide as that
+        ax = _new_axes(max(width + 0.3, LEGEND), height + 0.7)
     else:
-        inches = ax.get_window_extent().transformed(ax.get_figure(root=True).dpi_scale_trans.inverted())
-        scale = min(1.0, inches.width / width, inches.height / height)
+        given_width, given_height = _inches(ax)
+        scale = min(1.0, given_width / width, given_height / height)
     _draw(ax, nodes, FONT_SIZE * scale)
     return ax
 
@@ -102,7 +104,7 @@ class _Node:
 
 
 def _nodes(round: Round, tokenizer: Tokenizer | None) -> list[_Node]:
-    """The root, the draft nodes without padding, and last the token that the target added, if it was emitted."""
+    """The root, the draft nodes without padding, and last the token that the target added, if emitted."""
     count = 1 + int((round.parents >= 0).sum())
     path = {int(node) for node in round.path}
     nodes = [_Node(_token_text(int(round.tokens[0]), tokenizer), -1, is_target=True)]
@@ -142,14 +144,18 @@ def _draw(ax: Axes, nodes: Sequence[_Node], font_size: float) -> None:
             if node.accepted or node.is_target:
                 style = {"color": colour, "linewidth": 2.0, "zorder": 2}
             bend = node.depth - 0.5
-            ax.plot([parent.depth, bend, bend, node.depth], [parent.row, parent.row, node.row, node.row], **style)
+            columns, rows = (
+                [parent.depth, bend, bend, node.depth],
+                [parent.row, parent.row, node.row, node.row],
+            )
+            ax.plot(columns, rows, **style)
         filled = node.accepted or node.is_target
         ax.text(
             node.depth,
             node.row,
             node.label,
             color="white" if filled else "black",
-            bbox={"boxstyle": "round,pad=0.2", "facecolor": colour if filled else "white", "edgecolor": colour},
+            bbox=dict(boxstyle="round,pad=0.2", facecolor=colour if filled else "white", edgecolor=colour),
             family=FONT,
             fontsize=font_size,
             ha="center",
@@ -170,7 +176,7 @@ def _draw(ax: Axes, nodes: Sequence[_Node], font_size: float) -> None:
 
 
 def _token_text(token: int, tokenizer: Tokenizer | None) -> str:
-    """A token for a label: blanks visible, shortened; its id where there is no text, half a character, no glyph."""
+    """A token for a label, blanks visible, shortened; its id for no text, half a character or no glyph."""
     text = "" if tokenizer is None else tokenizer.decode([token]).translate(VISIBLE)
     if len(text) > LONGEST:
         text = text[: LONGEST - 1] + "…"
@@ -186,7 +192,15 @@ def _new_axes(width: float, height: float) -> Axes:
 
 
 def _legend_above(ax: Axes) -> None:
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=3, frameon=False, fontsize=FONT_SIZE)
+    columns = 3 if _inches(ax)[0] > 0.7 * LEGEND else 1
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=columns, frameon=False, fontsize=FONT_SIZE)
+
+
+def _inches(ax: Axes) -> tuple[float, float]:
+    """Width and height of the axes as they stand."""
+    figure: Any = ax.get_figure(root=True)
+    extent = ax.get_window_extent().transformed(figure.dpi_scale_trans.inverted())
+    return extent.width, extent.height
 
 
 def _pyplot() -> Any:

@@ -1,9 +1,10 @@
-"""Loads models from where they lie: a Hugging Face folder, a folder written by `python -m convert`, or the hub."""
+"""Loads models from a Hugging Face folder, a folder written by `python -m convert`, or the hub."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -16,7 +17,8 @@ from jspec import checkpoint
 from jspec.checkpoint import Checkpoint, Config, Header, Placement
 from jspec.models.config import Eagle3Config
 
-HUB_FILES = ("*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.jinja")
+HUB_FILES = ["*.json", "model*.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
+SUBFOLDERS = ["*/*"]  # of a repository: other formats of the same weights
 
 
 def load(
@@ -42,11 +44,13 @@ def load(
         The checkpoint, its weights on the devices.
 
     Raises:
-        FileNotFoundError, ValueError, NotImplementedError: each saying what was expected, what was got, what to do.
+        FileNotFoundError, ValueError, NotImplementedError: with what was expected, what was got, what to do.
     """
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if dtype not in checkpoint.DTYPES:
-        raise ValueError(f"dtype: expected one of {', '.join(checkpoint.DTYPES)}, got {dtype!r}; pass one of them")
+        raise ValueError(
+            f"dtype: expected one of {', '.join(checkpoint.DTYPES)}, got {dtype!r}; pass one of them"
+        )
     folder = find(path)
     if checkpoint.is_checkpoint(folder):
         header = _overridden(checkpoint.read_header(folder), rope_theta, feature_layers)
@@ -57,7 +61,10 @@ def load(
     _check_kind(folder, plan.kind, kind)
     arrays = {}
     for batch in plan.batches(dtype):
-        placed = {name: jax.device_put(array, placement(name) if placement else None) for name, array in batch.items()}
+        placed = {
+            name: jax.device_put(array, placement(name) if placement else None)
+            for name, array in batch.items()
+        }
         arrays |= jax.block_until_ready(placed)  # else host copies pile up
         del batch, placed
     return Checkpoint(plan.kind, plan.config, checkpoint.unflatten(arrays), folder)
@@ -95,15 +102,20 @@ def find(path: str | Path) -> Path:
     if folder.exists():
         raise FileNotFoundError(f"{folder}: expected a folder, got a file; give the folder that holds it")
     if folder.is_absolute() or len(folder.parts) > 2 or str(path).startswith("."):
-        raise FileNotFoundError(f"{folder}: expected a folder or a hub id (owner/name), got no such folder; check the path")
+        raise FileNotFoundError(
+            f"{folder}: expected a folder or a hub id (owner/name), got no such folder; check the path"
+        )
     import huggingface_hub
 
     try:
-        copy = Path(huggingface_hub.snapshot_download(str(path), allow_patterns=HUB_FILES))
+        download = partial(huggingface_hub.snapshot_download, str(path), ignore_patterns=SUBFOLDERS)
+        copy = Path(download(allow_patterns=HUB_FILES))
         if not any(copy.glob("*.safetensors")):
-            huggingface_hub.snapshot_download(str(path), allow_patterns=["*.bin"])
+            download(allow_patterns=["pytorch_model*.bin"])
     except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"{path}: no such folder here, and the hub gave no such model ({error})") from error
+        raise FileNotFoundError(
+            f"{path}: no such folder here, and the hub gave no such model ({error})"
+        ) from error
     return copy
 
 
@@ -123,7 +135,9 @@ def _overridden(found: Header, rope_theta: float | None, feature_layers: Iterabl
         config = dataclasses.replace(config, rope=dataclasses.replace(config.rope, theta=rope_theta))
     if feature_layers is not None:
         if not isinstance(config, Eagle3Config):
-            raise ValueError(f"feature_layers: expected a draft head, got a target in {found.folder}; leave them out")
+            raise ValueError(
+                f"feature_layers: expected a draft head, got a target in {found.folder}; leave them out"
+            )
         config = dataclasses.replace(config, feature_layers=tuple(feature_layers))
         width = found.parameters["fc"].shape[1]
         if width != config.num_features * config.target_hidden_size:
@@ -136,4 +150,6 @@ def _overridden(found: Header, rope_theta: float | None, feature_layers: Iterabl
 
 def _check_kind(folder: Path, got: str, expected: str | None) -> None:
     if expected is not None and got != expected:
-        raise ValueError(f"{folder}: expected a checkpoint of kind {expected!r}, got {got!r}; give another folder")
+        raise ValueError(
+            f"{folder}: expected a checkpoint of kind {expected!r}, got {got!r}; give another folder"
+        )

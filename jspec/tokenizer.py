@@ -1,4 +1,7 @@
-"""Text to token ids and back: one interface over byte models and Hugging Face tokenizers, and text from a stream of ids."""
+"""Text to token ids and back, and text from a stream of ids.
+
+One interface over byte models and Hugging Face tokenizers.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
-CONTEXT = 8  # tokens in front of new ones: enough that a piece keeps its leading blank and a character its bytes
+CONTEXT = 8  # tokens in front of new ones, so that a piece keeps its leading blank and a character its bytes
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
@@ -18,8 +21,9 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: number of ids, added tokens included.
         hidden_ids: ids that `decode` leaves out (special tokens).
-        byte_ids: ids that stand for one byte each in a run that is decoded as a whole: the run becomes text when all
-            of it is UTF-8, and one replacement character a byte otherwise. Empty where bytes are decoded one by one.
+        byte_ids: ids that stand for one byte each in a run that is decoded as a whole: the run becomes text
+            when all of it is UTF-8, and one replacement character a byte otherwise. Empty where bytes are
+            decoded one by one.
     """
 
     vocab_size: int
@@ -44,7 +48,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """One token a byte, ids 0 to 255. What is no UTF-8, and an id above 255, shows as a replacement character."""
+    """One token a byte, ids 0 to 255. What is no UTF-8, or no byte, shows as a replacement character."""
 
     vocab_size = 256
     hidden_ids: frozenset[int] = frozenset()
@@ -72,8 +76,8 @@ class HFTokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # transformers raises many kinds, some of them bare
             raise ValueError(
-                f"{folder}: expected tokenizer files that transformers can read, got {type(error).__name__}: {error}; "
-                "mend the folder, or pass tokenizer=None for ids in and out"
+                f"{folder}: expected tokenizer files that transformers can read, got "
+                f"{type(error).__name__}: {error}; mend the folder, or pass tokenizer=None for ids in and out"
             ) from error
         self.vocab_size = len(self._tokenizer)
         self.hidden_ids = frozenset(i for i in self._tokenizer.added_tokens_decoder if self.decode([i]) == "")
@@ -89,8 +93,8 @@ class HFTokenizer:
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         if not self._tokenizer.chat_template:
             raise ValueError(
-                f"{self._folder}: the tokenizer has no chat template (expected chat_template in tokenizer_config.json "
-                "or a chat_template.jinja): write the prompt as text and use generate"
+                f"{self._folder}: the tokenizer has no chat template (expected chat_template in "
+                "tokenizer_config.json or a chat_template.jinja): write the prompt as text and use generate"
             )
         messages = [dict(message) for message in messages]
         ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -124,7 +128,9 @@ def load_tokenizer(source: str | os.PathLike[str] | None) -> Tokenizer | None:
         return ByteTokenizer()
     folder = Path(source)
     if not folder.is_dir():
-        raise ValueError(f'tokenizer: expected a folder, "bytes" or None, got {str(source)!r}, which is no folder')
+        raise ValueError(
+            f'tokenizer: expected a folder, "bytes" or None, got {str(source)!r}: no such folder'
+        )
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     return HFTokenizer(folder)
@@ -133,8 +139,8 @@ def load_tokenizer(source: str | os.PathLike[str] | None) -> Tokenizer | None:
 class IncrementalDetokenizer:
     """Text of a stream of ids, handed out as soon as no later id can change it.
 
-    All pieces together are `decode` of prompt and ids, less what `decode` of the prompt alone begins it with. The cost
-    of a push does not grow with what was pushed before: only a window of the last tokens is decoded.
+    All pieces together are `decode` of prompt and ids, less what `decode` of the prompt alone begins it with.
+    The cost of a push does not grow with what was pushed before: only a window of the last tokens is decoded.
 
     What is held back: the last character while it may be a part of one (at most three bytes), and a run of
     byte-fallback tokens until it ends, because one bad byte turns the whole run into replacement characters.
@@ -175,7 +181,7 @@ class IncrementalDetokenizer:
         piece = text[self._sent : end]
         self._sent = max(self._sent, end)
         if piece and self._echo:
-            piece, self._echo = piece[len(os.path.commonprefix([piece, self._echo])) :], ""
+            piece, self._echo = piece[_shared(piece, self._echo) :], ""
         return piece
 
     def _shorten(self, unsent: int) -> None:
@@ -184,7 +190,7 @@ class IncrementalDetokenizer:
         self._sent = len(self._tokenizer.decode(self._window)) - unsent
 
     def _tail(self, ids: list[int]) -> list[int]:
-        """The last tokens: a byte run at the end is kept whole, and some text stands in front of what follows."""
+        """The last tokens: a byte run at the end is kept whole, and some text stands before what follows."""
         start = len(ids)
         while start and ids[start - 1] in self._tokenizer.byte_ids:
             start -= 1
@@ -195,5 +201,11 @@ class IncrementalDetokenizer:
 
 
 def _settled(text: str) -> int:
-    """Characters that no later token can change; an unfinished character is decoded as one replacement character."""
+    """Characters that no later token can change: an unfinished one shows as one replacement character."""
     return len(text) - text.endswith(REPLACEMENT)
+
+
+def _shared(one: str, other: str) -> int:
+    """Characters that both begin with."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -16,7 +16,9 @@ DEVICE_MARKS = ("gpu", "h200")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--no-typecheck", action="store_true", help="do not check array shapes and dtypes at run time")
+    parser.addoption(
+        "--no-typecheck", action="store_true", help="check no array shapes and dtypes at run time"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,7 +54,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     device = jax.devices()[0]
     if device.platform != "gpu":
-        pytest.skip(f"needs a GPU, this run has {device.device_kind}: pytest -m {min(marks)} where there is one")
+        pytest.skip(f"needs a GPU, this run has {device.device_kind}: run with -m {min(marks)} where one is")
     if "h200" in marks and "H200" not in device.device_kind:
         pytest.skip(f"holds on an H200, this is {device.device_kind}")
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jspec.bench.rounds import Timing
+from jspec.report import table
 
 
 def environment() -> dict[str, str]:
@@ -25,13 +26,6 @@ def _own_version() -> str:
         return version("jspec")
     except PackageNotFoundError:
         return "not installed"
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned, the first row as heading."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
 def timings(results: Sequence[Timing]) -> str:

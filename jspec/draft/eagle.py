@@ -10,13 +10,14 @@ overwrites them with rows made from the target's true features.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, NamedTuple, Self, final
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jspec import pretrained, sampling
 from jspec.cache import PoolShape, create
@@ -26,8 +27,7 @@ from jspec.models.config import Eagle3Config
 from jspec.models.decoder import Model, linear, logits_of, mlp, rms_norm
 from jspec.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.tree import Tree
-from pallas_kernels.kv_pages import append
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.residual_norm import add_rms_norm
 
 FIRST_ROW = 1  # row 0 of the draft's cache does not exist
 
@@ -75,6 +75,13 @@ class EagleState:
     features: Float[Array, "slots depth1 hidden"]
     tokens: Int[Array, "slots depth1"]
     count: Int[Array, "slots"]
+
+
+class HeadOut(NamedTuple):
+    """What the layer makes of a token."""
+
+    hidden: Float[Array, "batch 1 hidden"]  # un-normed: the next token's feature
+    normed: Float[Array, "batch 1 hidden"]  # for the draft's own output head, and only there
 
 
 @final
@@ -137,9 +144,8 @@ class Eagle3(Drafter):
         waiting = state.features.at[view.slots, 0].get(mode="fill", fill_value=0)
         shifted = jnp.concatenate([waiting[:, None], fused[:, :-1]], axis=1)
         valid = batch.valid & (batch.positions >= FIRST_ROW)
-        _, _, cache = _write_pairs(
-            params, state.cache, view, batch.tokens, shifted, batch.first_row, valid
-        )
+        pairs = _pairs(view, batch.tokens, batch.first_row, valid)
+        _, cache = _write(params, state.cache, pairs, shifted)
         last = jnp.maximum(jnp.sum(batch.valid, axis=1) - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(fused, last, axis=1)[:, 0]
         return state.replace(
@@ -151,13 +157,13 @@ class Eagle3(Drafter):
     def draft(self, params: EagleHead, state: EagleState, view: SlotView) -> tuple[Draft, EagleState]:
         config = params.config
         with jax.named_scope("draft1"):
-            hidden, cache = catch_up(params, state, view)
+            out, cache = catch_up(params, state, view)
         tokens, log_probs, laws = [], [], []
         for depth in range(1, self.tree.depth + 1):
             with jax.named_scope(f"draft{depth}"):
                 if depth > 1:
-                    hidden, cache = self_feed(params, cache, view, tokens[-1], hidden, depth)
-                logits = draft_logits(params, hidden)[:, 0]
+                    out, cache = self_feed(params, cache, view, tokens[-1], out.hidden, depth)
+                logits = logits_of(out.normed, params.head)[:, 0]
                 draft_id, law = sampling.draft_token(logits, view, depth, params.draft_to_target, config.vocab_size)
                 log_probs.append(sampling.log_prob(logits, draft_id))
                 tokens.append(params.draft_to_target[draft_id])
@@ -183,14 +189,7 @@ class Eagle3(Drafter):
         )
 
 
-def draft_logits(params: EagleHead, hidden: Float[Array, "batch tokens hidden"]) -> Float[Array, "batch tokens vocab"]:
-    """Scores over the draft vocabulary; the norm stands before the head only, never in the feedback."""
-    return logits_of(rms_norm(hidden, params.norm, params.config.norm_eps), params.head)
-
-
-def catch_up(
-    params: EagleHead, state: EagleState, view: SlotView
-) -> tuple[Float[Array, "batch 1 hidden"], KVCache]:
+def catch_up(params: EagleHead, state: EagleState, view: SlotView) -> tuple[HeadOut, KVCache]:
     """Write the rows of the waiting pairs and run the layer on the root's.
 
     The other rows need only their K and V: what they predict is known already.
@@ -201,22 +200,13 @@ def catch_up(
     last = jnp.maximum(count - 1, 0)[:, None]
     steps = jnp.arange(features.shape[1])
     tokens = jnp.where(steps == last, view.root[:, None], waiting)
-    first_row = view.lengths - last[:, 0]
     valid = (steps <= last) & view.active[:, None]
-    q, residual, cache = _write_pairs(params, state.cache, view, tokens, features, first_row, valid)
+    pairs = _pairs(view, tokens, view.lengths - last[:, 0], valid)
+    q, cache = _write(params, state.cache, pairs, features)
     root_q = jnp.take_along_axis(q, last[..., None, None], axis=1)
-    attended = paged_attention(
-        root_q,
-        cache.k[0],
-        cache.v[0],
-        view.page_table,
-        view.lengths,
-        None,
-        start=FIRST_ROW,
-        implementation=view.implementation,
-    )
-    root_residual = jnp.take_along_axis(residual, last[..., None], axis=1)
-    return _finish(params, root_residual, attended.reshape(*attended.shape[:2], -1)), cache
+    root_feature = jnp.take_along_axis(features, last[..., None], axis=1)
+    root_pair = _pairs(view, view.root[:, None], view.lengths, view.active[:, None])
+    return _finish(params, cache, root_pair, root_q, root_feature), cache
 
 
 def self_feed(
@@ -226,63 +216,63 @@ def self_feed(
     tokens: Int[Array, "batch"],
     hidden: Float[Array, "batch 1 hidden"],
     depth: int,
-) -> tuple[Float[Array, "batch 1 hidden"], KVCache]:
+) -> tuple[HeadOut, KVCache]:
     """Run the layer on a drafted token with the layer's own last output as its feature.
 
     Args:
         depth: of the node to come; the token fed stands at depth - 1, the feature at depth - 2.
     """
-    row = view.lengths + depth - 1
-    qkv = linear(_pair_input(params, tokens[:, None], hidden), params.layer.qkv)
-    q, k, v = project(qkv, row[:, None] - 1, params.config)
-    batch = TokenBatch(
-        tokens=tokens[:, None],
-        positions=row[:, None] - 1,
-        valid=view.active[:, None],
-        first_row=row,
+    pair = _pairs(view, tokens[:, None], view.lengths + depth - 1, view.active[:, None])
+    q, cache = _write(params, cache, pair, hidden)
+    return _finish(params, cache, pair, q, hidden), cache
+
+
+def _pairs(
+    view: SlotView,
+    tokens: Int[Array, "batch tokens"],
+    first_row: Int[Array, "batch"],
+    valid: Bool[Array, "batch tokens"],
+) -> TokenBatch:
+    """Pairs for the draft's cache rows from ``first_row`` on; a pair's position is its feature's, one below its row."""
+    return TokenBatch(
+        tokens=tokens,
+        positions=first_row[:, None] + jnp.arange(tokens.shape[1]) - 1,
+        valid=valid,
+        first_row=first_row,
         page_table=view.page_table,
         bits=None,
         implementation=view.implementation,
     )
-    attended, k_pool, v_pool = attend(q, k, v, cache.k[0], cache.v[0], batch, start=FIRST_ROW)
-    return _finish(params, hidden, attended), KVCache(k=[k_pool], v=[v_pool])
 
 
-def _pair_input(
-    params: EagleHead, tokens: Int[Array, "batch tokens"], features: Float[Array, "batch tokens hidden"]
-) -> Float[Array, "batch tokens hidden2"]:
-    """Normed embedding and normed feature side by side, embedding first."""
+def _write(
+    params: EagleHead, cache: KVCache, pairs: TokenBatch, features: Float[Array, "batch tokens hidden"]
+) -> tuple[Float[Array, "batch tokens heads head_dim"], KVCache]:
+    """Write the K and V of (feature, token) pairs; their queries come back.
+
+    The layer reads normed embedding and normed feature side by side, embedding first.
+    """
     assert params.embed is not None
     layer, eps = params.layer, params.config.norm_eps
-    embedded = rms_norm(params.embed[tokens].astype(features.dtype), layer.input_norm, eps)
-    return jnp.concatenate([embedded, rms_norm(features, layer.hidden_norm, eps)], axis=-1)
-
-
-def _write_pairs(
-    params: EagleHead,
-    cache: KVCache,
-    view: SlotView,
-    tokens: Int[Array, "batch tokens"],
-    features: Float[Array, "batch tokens hidden"],
-    first_row: Int[Array, "batch"],
-    valid: Array,
-) -> tuple[Array, Array, KVCache]:
-    """Write the K and V of (feature, token) pairs from a cache row on; their queries and raw features come back."""
-    positions = first_row[:, None] + jnp.arange(tokens.shape[1]) - 1
-    q, k, v = project(linear(_pair_input(params, tokens, features), params.layer.qkv), positions, params.config)
-    k_pool, v_pool = append(
-        cache.k[0], cache.v[0], k, v, view.page_table, first_row, valid, implementation=view.implementation
-    )
-    return q, features, KVCache(k=[k_pool], v=[v_pool])
+    embedded = rms_norm(params.embed[pairs.tokens].astype(features.dtype), layer.input_norm, eps)
+    both = jnp.concatenate([embedded, rms_norm(features, layer.hidden_norm, eps)], axis=-1)
+    q, k_pool, v_pool = project(linear(both, layer.qkv), cache.k[0], cache.v[0], pairs, params.config)
+    return q, KVCache(k=[k_pool], v=[v_pool])
 
 
 def _finish(
-    params: EagleHead, residual: Float[Array, "batch tokens hidden"], attended: Float[Array, "batch tokens width"]
-) -> Float[Array, "batch tokens hidden"]:
-    """Output projection, residual (the raw feature) and feed-forward: the un-normed state that is fed back."""
+    params: EagleHead,
+    cache: KVCache,
+    pair: TokenBatch,
+    q: Float[Array, "batch 1 heads head_dim"],
+    feature: Float[Array, "batch 1 hidden"],
+) -> HeadOut:
+    """Attention, residual (the raw feature), feed-forward."""
     layer = params.layer
-    hidden = residual + linear(attended, layer.o)
-    return hidden + mlp(rms_norm(hidden, layer.mlp_norm, params.config.norm_eps), layer.gate_up, layer.down)
+    attended = attend(q, cache.k[0], cache.v[0], pair, start=FIRST_ROW)
+    add_norm = partial(add_rms_norm, eps=params.config.norm_eps, implementation=pair.implementation)
+    hidden, normed = add_norm(feature, linear(attended, layer.o), layer.mlp_norm)
+    return HeadOut(*add_norm(hidden, mlp(normed, layer.gate_up, layer.down), params.norm))
 
 
 def _check_pair(head: EagleHead, target: Model, feature_layers: tuple[int, ...]) -> None:

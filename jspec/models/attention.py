@@ -7,12 +7,12 @@ from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jspec.models.config import Rope
 from jspec.records import TokenBatch
-from pallas_kernels.kv_pages import append
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.rotary import rotate_append
 
 
 class AttentionShape(Protocol):
@@ -44,47 +44,45 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     return speeds.astype(np.float32)
 
 
-def rotate(
-    x: Float[Array, "batch tokens heads head_dim"], positions: Int[Array, "batch tokens"], rope: Rope
-) -> Float[Array, "batch tokens heads head_dim"]:
-    """Rotary embedding, halves layout (channel i pairs with i + head_dim/2); computed in float32, cast back."""
-    angles = positions[..., None].astype(jnp.float32) * inverse_frequencies(rope, x.shape[-1])
-    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
-
-
 def project(
-    qkv: Float[Array, "batch tokens width"], positions: Int[Array, "batch tokens"], shape: AttentionShape
-) -> tuple[Array, Array, Array]:
-    """Split a fused projection into rotated q, rotated k, and v, each ``[batch, tokens, heads, head_dim]``."""
-    heads = qkv.reshape(*qkv.shape[:2], -1, shape.head_dim)
-    q, k, v = jnp.split(heads, [shape.num_heads, shape.num_heads + shape.num_kv_heads], axis=2)
-    return rotate(q, positions, shape.rope), rotate(k, positions, shape.rope), v
+    qkv: Float[Array, "batch tokens width"],
+    k_pool: Array,
+    v_pool: Array,
+    batch: TokenBatch,
+    shape: AttentionShape,
+) -> tuple[Float[Array, "batch tokens heads head_dim"], Array, Array]:
+    """Split a fused projection, rotate, and write the batch's keys and values into the pools.
+
+    Returns:
+        The rotated queries, and both pools.
+    """
+    return rotate_append(
+        k_pool,
+        v_pool,
+        qkv,
+        batch.positions,
+        jnp.asarray(inverse_frequencies(shape.rope, shape.head_dim)),
+        batch.page_table,
+        batch.first_row,
+        batch.valid,
+        heads=shape.num_heads,
+        implementation=batch.implementation,
+    )
 
 
 def attend(
     q: Float[Array, "batch tokens heads head_dim"],
-    k: Float[Array, "batch tokens kv_heads head_dim"],
-    v: Float[Array, "batch tokens kv_heads head_dim"],
     k_pool: Array,
     v_pool: Array,
     batch: TokenBatch,
     *,
     start: int = 0,
-) -> tuple[Float[Array, "batch tokens width"], Array, Array]:
-    """Write the batch's rows into the pools, then let every query see what its `TokenBatch` allows.
+) -> Float[Array, "batch tokens width"]:
+    """Let every query see what its `TokenBatch` allows; heads side by side come back.
 
     Args:
         start: first cache row that exists (a draft head's row 0 does not).
-
-    Returns:
-        The heads side by side ``[batch, tokens, heads * head_dim]``, and both pools.
     """
-    k_pool, v_pool = append(
-        k_pool, v_pool, k, v, batch.page_table, batch.first_row, batch.valid, implementation=batch.implementation
-    )
     out = paged_attention(
         q,
         k_pool,
@@ -95,4 +93,4 @@ def attend(
         start=start,
         implementation=batch.implementation,
     )
-    return out.reshape(*out.shape[:2], -1), k_pool, v_pool
+    return out.reshape(*out.shape[:2], -1)

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says, as frozen records: one for target and draft models, one for EAGLE-3 heads."""
+"""What a checkpoint's config.json says, as frozen records: models (target or draft), EAGLE-3 heads."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -47,7 +47,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise unsupported("model_type", self.family, " or ".join(map(repr, FAMILIES)))
-        positive("config", self, ("vocab_size", "intermediate_size", "num_layers", "norm_eps", "max_position"))
+        positive(
+            "config", self, ("vocab_size", "intermediate_size", "num_layers", "norm_eps", "max_position")
+        )
         _check_heads(self)
 
     @classmethod
@@ -84,8 +86,8 @@ class ModelConfig:
 class Eagle3Config:
     """An EAGLE-3 head: `vocab_size` and `target_hidden_size` are the target's, sizes in elements.
 
-    `feature_layers` are target state indices: state k enters layer k, state N leaves the last layer before the final
-    norm. None stands for states 2, N//2 and N-3 of a target with N layers.
+    `feature_layers` are target state indices: state k enters layer k, state N leaves the last layer (before
+    the final norm). None stands for states 2, N//2 and N-3 of a target with N layers.
     """
 
     vocab_size: int
@@ -102,18 +104,20 @@ class Eagle3Config:
     source_format: str
 
     def __post_init__(self) -> None:
-        positive("head config", self, ("vocab_size", "draft_vocab_size", "target_hidden_size", "intermediate_size"))
+        positive(
+            "head config", self, ("vocab_size", "draft_vocab_size", "target_hidden_size", "intermediate_size")
+        )
         positive("head config", self, ("norm_eps",))
         _check_heads(self)
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
-                f"draft_vocab_size: expected at most vocab_size {self.vocab_size}, got {self.draft_vocab_size}; "
-                "vocab_size must be the target's"
+                f"draft_vocab_size: expected at most vocab_size ({self.vocab_size}, the target's), "
+                f"got {self.draft_vocab_size}; correct config.json"
             )
         layers = self.feature_layers
         if layers is not None and (not layers or len(set(layers)) < len(layers) or min(layers) < 0):
             raise ValueError(
-                f"feature_layers: expected distinct target state indices from 0, got {layers}; pass feature_layers="
+                f"feature_layers: expected distinct target state indices from 0, got {layers}; pass others"
             )
 
     @property
@@ -129,7 +133,7 @@ class Eagle3Config:
         rope_theta: float | None = None,
         feature_layers: Iterable[int] | None = None,
     ) -> Self:
-        """Reads the config.json of an EAGLE-3 head (`num_hidden_layers` is ignored: it is often the target's).
+        """Reads the config.json of an EAGLE-3 head, except `num_hidden_layers`, which is often the target's.
 
         Args:
             config: the parsed file.
@@ -139,7 +143,9 @@ class Eagle3Config:
         Raises: ValueError listing missing keys; NotImplementedError naming an option that is not supported.
         """
         if "speculators_model_type" in config:
-            raise unsupported("speculators_model_type", config["speculators_model_type"], "the EAGLE-3 authors' format")
+            raise unsupported(
+                "speculators_model_type", config["speculators_model_type"], "the EAGLE-3 authors' format"
+            )
         nested = config.get("eagle_config") or {}
         _check_flags(config, nested)
         _check_supported(config)
@@ -162,11 +168,13 @@ class Eagle3Config:
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Builds the config that `to_json` wrote."""
         layers = fields["feature_layers"]
-        return cls(**{
-            **fields,
-            "rope": Rope(**fields["rope"]),
-            "feature_layers": None if layers is None else tuple(layers),
-        })
+        return cls(
+            **{
+                **fields,
+                "rope": Rope(**fields["rope"]),
+                "feature_layers": None if layers is None else tuple(layers),
+            }
+        )
 
 
 def _shared_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,10 +213,10 @@ def _check_flags(config: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
 
 
 def _feature_layers(config: Mapping[str, Any], nested: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Target state indices from the ids of the file, which count layer outputs in one convention, states in the other.
+    """Target state indices from the ids of the file.
 
-    Ids inside `eagle_config` that start with 1 are outputs of layers (output of layer j is state j+1); all others are
-    state indices already.
+    Ids inside `eagle_config` that start with 1 count layer outputs (that of layer j is state j+1); all others
+    are state indices already.
     """
     found = set()
     for where in (nested, config):

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from jspec.models.attention import attend, project
 from jspec.models.config import ModelConfig
 from jspec.records import KVCache, TargetOut, TokenBatch
+from pallas_kernels.residual_norm import add_rms_norm
 
 
 @struct.dataclass
@@ -101,12 +102,19 @@ def forward(
     Returns:
         Logits and features (concatenated in the order of ``feature_layers``), and the cache.
     """
-    config = model.config
+    eps = model.config.norm_eps
     x = model.embed[batch.tokens]
+    normed = rms_norm(x, model.layers[0].attn_norm, eps)
     states, k_pools, v_pools = [x], [], []
-    for index, layer in enumerate(model.layers):
+    next_norms = [layer.attn_norm for layer in model.layers[1:]] + [model.norm]
+    for index, (layer, next_norm) in enumerate(zip(model.layers, next_norms, strict=True)):
         with jax.named_scope(f"layer{index}"):
-            x, k_pool, v_pool = _layer(layer, x, cache.k[index], cache.v[index], batch, config)
+            q, k_pool, v_pool = project(
+                linear(normed, layer.qkv), cache.k[index], cache.v[index], batch, model.config
+            )
+            attended = attend(q, k_pool, v_pool, batch)
+            x, normed = _add_norm(x, linear(attended, layer.o), layer.mlp_norm, batch, eps)
+            x, normed = _add_norm(x, mlp(normed, layer.gate_up, layer.down), next_norm, batch, eps)
         states.append(x)
         k_pools.append(k_pool)
         v_pools.append(v_pool)
@@ -115,17 +123,10 @@ def forward(
     if with_logits:
         with jax.named_scope("head"):
             if logit_rows is not None:
-                x = jnp.take_along_axis(x, logit_rows[..., None], axis=1)
-            logits = logits_of(rms_norm(x, model.norm, config.norm_eps), model.output_head)
+                normed = jnp.take_along_axis(normed, logit_rows[..., None], axis=1)
+            logits = logits_of(normed, model.output_head)
     return TargetOut(logits=logits, features=features), KVCache(k=k_pools, v=v_pools)
 
 
-def _layer(
-    layer: Layer, x: Array, k_pool: Array, v_pool: Array, batch: TokenBatch, config: ModelConfig
-) -> tuple[Array, Array, Array]:
-    normed = rms_norm(x, layer.attn_norm, config.norm_eps)
-    q, k, v = project(linear(normed, layer.qkv), batch.positions, config)
-    attended, k_pool, v_pool = attend(q, k, v, k_pool, v_pool, batch)
-    x = x + linear(attended, layer.o)
-    x = x + mlp(rms_norm(x, layer.mlp_norm, config.norm_eps), layer.gate_up, layer.down)
-    return x, k_pool, v_pool
+def _add_norm(x: Array, delta: Array, weight: Array, batch: TokenBatch, eps: float) -> tuple[Array, Array]:
+    return add_rms_norm(x, delta, weight, eps=eps, implementation=batch.implementation)

@@ -1,4 +1,4 @@
-"""Values of a config.json that several configs share: the rotary embedding, and the checks with their messages."""
+"""What all readers of a config.json share: the rotary embedding, and checks with their messages."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ ROPE_KINDS = ("default", "llama3")
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: base and, for kind "llama3", the frequency scaling of Llama 3.1 and later."""
+    """Rotary position embedding: base and, for kind "llama3", the frequency scaling of Llama 3.1."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -44,8 +44,8 @@ class Rope:
         named = {float(c["rope_theta"]) for c in (parameters, config) if c.get("rope_theta") is not None}
         if theta is None and len(named) > 1:
             raise ValueError(
-                f"rope_theta: expected one value, got {sorted(named)} from rope_parameters and the top level of "
-                "config.json; pass rope_theta= to choose"
+                f"rope_theta: expected one value, got {sorted(named)} from rope_parameters and beside it; "
+                "pass rope_theta= to choose"
             )
         theta = theta if theta is not None else next(iter(named), 10000.0)
         for source in (parameters, config):
@@ -79,14 +79,20 @@ class Rope:
 def positive(where: str, record: Any, names: Iterable[str]) -> None:
     for name in names:
         if not getattr(record, name) > 0:
-            raise ValueError(f"{where}: expected {name} > 0, got {getattr(record, name)!r}; correct config.json")
+            raise ValueError(
+                f"{where}: expected {name} > 0, got {getattr(record, name)!r}; correct config.json"
+            )
 
 
 def require(where: str, config: Mapping[str, Any], names: Iterable[str]) -> None:
     missing = [name for name in names if config.get(name) is None]
     if missing:
-        raise ValueError(f"{where}: missing {', '.join(missing)}; got {', '.join(sorted(config))}; add the keys")
+        raise ValueError(
+            f"{where}: missing {', '.join(missing)}; got {', '.join(sorted(config))}; add the keys"
+        )
 
 
 def unsupported(name: str, got: Any, expected: str) -> NotImplementedError:
-    return NotImplementedError(f"{name}: expected {expected}, got {got!r}; this checkpoint is not supported yet")
+    return NotImplementedError(
+        f"{name}: expected {expected}, got {got!r}; this checkpoint is not supported yet"
+    )

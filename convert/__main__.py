@@ -1,0 +1,97 @@
+"""`python -m convert SRC DST`: a Hugging Face folder to an orbax folder."""
+
+import argparse
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from convert import Plan, plan
+from convert.hf import FLOATS
+from jspec import checkpoint
+
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Converts a folder as the command line says.
+
+    Args:
+        argv: the arguments; None: those of the process.
+
+    Returns:
+        The exit status: 0, or 2 after printing what is wrong.
+    """
+    parser = argparse.ArgumentParser(prog="python -m convert", description=__doc__)
+    parser.add_argument("src", type=Path, help="folder with config.json and safetensors or .bin weights")
+    parser.add_argument("dst", type=Path, help="folder to write")
+    parser.add_argument("--dtype", choices=FLOATS, help="of the weights; default: as in the file")
+    parser.add_argument("--overwrite", action="store_true", help="replace a converted folder at DST")
+    parser.add_argument("--rope-theta", type=float, help="rotary base, instead of the config's")
+    parser.add_argument(
+        "--feature-layers", type=_ids, metavar="2,16,29", help="target state indices, for a head"
+    )
+    options = parser.parse_args(argv)
+    start = time.perf_counter()
+    try:
+        planned = plan(options.src, rope_theta=options.rope_theta, feature_layers=options.feature_layers)
+        dtype = planned.dtype(options.dtype)
+        _describe(planned, dtype)
+        checkpoint.save(
+            options.dst,
+            planned.kind,
+            planned.config,
+            planned.batches(dtype),
+            files=[options.src / name for name in COMPANIONS if (options.src / name).is_file()],
+            overwrite=options.overwrite,
+        )
+    except (ValueError, NotImplementedError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    seconds = time.perf_counter() - start
+    size = f"{len(planned.rows)} parameters, {dtype}"
+    print(f"{options.dst}: {size}, {seconds:.1f} s, peak memory {_peak_memory() / 2**20:.0f} MiB")
+    return 0
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _peak_memory() -> int:
+    """The most bytes of memory that this process has used."""
+    status = Path("/proc/self/status")
+    if status.is_file():  # the portable figure counts what the parent process used before it started this one
+        peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(peak.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _describe(planned: Plan, dtype: str) -> None:
+    config = planned.config
+    print(f"{planned.folder}: {planned.kind}, {dtype}, rope {config.rope}")
+    for row in planned.rows:
+        for name in row.sources:
+            tensor = planned.source.tensors[name]
+            print(f"{name} {list(tensor.shape)} {tensor.dtype} -> {row.parameter}")
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # weights pass through the host only
+    sys.exit(main())

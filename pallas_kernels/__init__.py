@@ -1,0 +1,16 @@
+"""Attention over a paged KV cache and the writes into it, each as a reference and a GPU kernel."""
+
+from pallas_kernels.kv_pages import append, move_rows
+from pallas_kernels.paged_attention import ancestor_bits, causal_bits, paged_attention
+from pallas_kernels.residual_norm import add_rms_norm
+from pallas_kernels.rotary import rotate_append
+
+__all__ = [
+    "add_rms_norm",
+    "ancestor_bits",
+    "append",
+    "causal_bits",
+    "move_rows",
+    "paged_attention",
+    "rotate_append",
+]

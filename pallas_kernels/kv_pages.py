@@ -1,0 +1,198 @@
+"""Rows of a paged KV cache: append new ones, move the accepted path of a tree.
+
+Layout: one pool each for K and V, [pages, kv_heads, page, head_dim]; row r of sequence b lives at
+pool[page_table[b, r // page], :, r % page]. Page 0 is the null page: what it holds is never read.
+A row is skipped if it is not valid, or if the page table has no place for it.
+
+Both pools are written by one kernel, in place: donate them and use only what is returned.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Bool, Float, Int32
+
+from pallas_kernels.implementation import Implementation, choose
+
+Pool = Float[Array, "pages KH page D"]
+
+
+def _locate(page_table: Array, rows: Array, page: int) -> tuple[Array, Array, Array]:
+    """Returns the page and the place in it of each row [B,T], and whether the table has it."""
+    known = (rows >= 0) & (rows < page_table.shape[1] * page)
+    rows = jnp.where(known, rows, 0)
+    return jnp.take_along_axis(page_table, rows // page, axis=1, mode="clip"), rows % page, known
+
+
+def _scatter(pool: Array, values: Array, pages: Array, places: Array, valid: Array) -> Array:
+    """Writes values [B,T,KH,D]; an invalid row gets a page past the end, which `drop` skips."""
+    pages = jnp.where(valid, pages, pool.shape[0])
+    return pool.at[pages, :, places].set(values.astype(pool.dtype), mode="drop")
+
+
+def _append_reference(k_pool, v_pool, k, v, page_table, first_row, valid):
+    rows = first_row[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)
+    pages, places, known = _locate(page_table, rows, k_pool.shape[2])
+    valid &= known
+    return _scatter(k_pool, k, pages, places, valid), _scatter(v_pool, v, pages, places, valid)
+
+
+def _move_reference(k_pool, v_pool, page_table, source_rows, target_rows, valid):
+    source_pages, source_places, readable = _locate(page_table, source_rows, k_pool.shape[2])
+    pages, places, known = _locate(page_table, target_rows, k_pool.shape[2])
+    valid &= readable & known
+    k, v = k_pool[source_pages, :, source_places], v_pool[source_pages, :, source_places]
+    return _scatter(k_pool, k, pages, places, valid), _scatter(v_pool, v, pages, places, valid)
+
+
+def place(table_ref, sequence, row, valid, page):
+    """In a kernel: the page and the place in it of `row`, and whether it is to be touched."""
+    valid &= (row >= 0) & (row < table_ref.shape[1] * page)
+    row = jnp.where(valid, row, 0)
+    return table_ref[sequence, row // page], row % page, valid
+
+
+def _append_kernel(k_ref, v_ref, table_ref, first_ref, valid_ref, _k_in, _v_in, k_pool_ref, v_pool_ref):
+    """One program: one row, all heads."""
+    token, sequence = pl.program_id(0), pl.program_id(1)
+    _, kv_heads, page, dim = k_pool_ref.shape
+    row, valid = first_ref[sequence] + token, valid_ref[sequence, token]
+    target_page, slot, valid = place(table_ref, sequence, row, valid, page)
+    head = jnp.arange(pl.next_power_of_2(kv_heads))[:, None]
+    dims = jnp.arange(pl.next_power_of_2(dim))[None, :]
+    inside = (head < kv_heads) & (dims < dim)
+    for new_ref, pool_ref in ((k_ref, k_pool_ref), (v_ref, v_pool_ref)):
+        values = pltriton.load(new_ref.at[sequence, token, head, dims], mask=inside, other=0)
+        at = (target_page, head, slot, dims)
+        pltriton.store(pool_ref.at[at], values.astype(pool_ref.dtype), mask=inside & valid)
+
+
+def _move_kernel(
+    table_ref, source_ref, target_ref, valid_ref, _k_in, _v_in, k_pool_ref, v_pool_ref, *, interpret
+):
+    """One program: all rows of one head of one sequence. It reads its output, which holds the old pool."""
+    head, sequence = pl.program_id(0), pl.program_id(1)
+    page, dim = k_pool_ref.shape[2:]
+    tokens = source_ref.shape[1]
+    token = jnp.arange(pl.next_power_of_2(tokens))
+    inside = token < tokens
+    rows = [pltriton.load(ref.at[sequence, token], mask=inside, other=-1) for ref in (source_ref, target_ref)]
+    valid = pltriton.load(valid_ref.at[sequence, token], mask=inside, other=False)
+    source_page, source_place, valid = place(table_ref, sequence, rows[0], valid, page)
+    target_page, target_place, valid = place(table_ref, sequence, rows[1], valid, page)
+    dims = jnp.arange(pl.next_power_of_2(dim))[None, :]
+    mask = valid[:, None] & (dims < dim)
+    source = (source_page[:, None], head, source_place[:, None], dims)
+    target = (target_page[:, None], head, target_place[:, None], dims)
+    pools = (k_pool_ref, v_pool_ref)
+    values = [pltriton.load(pool_ref.at[source], mask=mask, other=0) for pool_ref in pools]
+    if not interpret:
+        pltriton.debug_barrier()  # targets overlap sources: every thread has read before one writes
+    for pool_ref, moved in zip(pools, values, strict=True):
+        pltriton.store(pool_ref.at[target], moved, mask=mask)
+
+
+def _in_place(kernel, grid, pools, inputs, name, interpret):
+    """Calls a kernel whose outputs are the two pools, in the memory of its last two inputs."""
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
+        input_output_aliases={len(inputs): 0, len(inputs) + 1: 1},
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name=name,
+    )(*inputs, *pools)
+
+
+def _append_pallas(k_pool, v_pool, k, v, page_table, first_row, valid, *, interpret):
+    inputs = (k, v, page_table, first_row, valid)
+    kernel = functools.partial(_append_kernel)  # a function of its own for every call (jax issue 40847)
+    return _in_place(kernel, valid.shape[::-1], (k_pool, v_pool), inputs, "append_rows", interpret)
+
+
+def _move_pallas(k_pool, v_pool, page_table, source_rows, target_rows, valid, *, interpret):
+    inputs = (page_table, source_rows, target_rows, valid)
+    kernel = functools.partial(_move_kernel, interpret=interpret)
+    grid = (k_pool.shape[1], valid.shape[0])
+    return _in_place(kernel, grid, (k_pool, v_pool), inputs, "move_rows", interpret)
+
+
+def _unsupported(k_pool: Array, moved: int) -> str | None:
+    """Says which limit of the kernels a call breaks, if any."""
+    if k_pool.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"the pool's dtype must be bfloat16, float16 or float32, got {k_pool.dtype}"
+    if moved * k_pool.shape[3] > 64 * 256:
+        return f"at most {64 * 256 // k_pool.shape[3]} rows of a sequence can be moved at once, got {moved}"
+    return None
+
+
+def _check_alike(k: Array, v: Array, expected: tuple[int, ...], what: str) -> None:
+    if k.shape != expected or v.shape != expected or k.dtype != v.dtype:
+        got = f"{k.shape} {k.dtype} and {v.shape} {v.dtype}"
+        raise ValueError(f"{what} must be alike, of shape {expected}, got {got}")
+
+
+@functools.partial(jax.jit, static_argnames=("implementation",))
+def append(
+    k_pool: Pool,
+    v_pool: Pool,
+    k: Float[Array, "B T KH D"],
+    v: Float[Array, "B T KH D"],
+    page_table: Int32[Array, "B P"],
+    first_row: Int32[Array, " B"],
+    valid: Bool[Array, "B T"],
+    *,
+    implementation: Implementation = "auto",
+) -> tuple[Pool, Pool]:
+    """Writes k[b, t] and v[b, t] to row first_row[b] + t of sequence b, where valid.
+
+    Args:
+        k: any float dtype; cast to the pool's.
+        implementation: as in `paged_attention`.
+
+    Returns:
+        The pools, in the memory of the old ones if those are donated.
+
+    Raises:
+        NotImplementedError: "pallas" with a dtype the kernel does not support.
+    """
+    batch, tokens = valid.shape
+    _check_alike(k_pool, v_pool, k_pool.shape, "K and V pools")
+    _check_alike(k, v, (batch, tokens, k_pool.shape[1], k_pool.shape[3]), "k and v")
+    arguments = (k_pool, v_pool, k, v, page_table, first_row, valid)
+    return choose(implementation, _unsupported(k_pool, 0), _append_pallas, _append_reference, *arguments)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation",))
+def move_rows(
+    k_pool: Pool,
+    v_pool: Pool,
+    page_table: Int32[Array, "B P"],
+    source_rows: Int32[Array, "B T"],
+    target_rows: Int32[Array, "B T"],
+    valid: Bool[Array, "B T"],
+    *,
+    implementation: Implementation = "auto",
+) -> tuple[Pool, Pool]:
+    """Copies row source_rows[b, t] of sequence b to row target_rows[b, t], where valid.
+
+    This commits a tree's accepted path. All sources are read before a target is written, so that the two may
+    overlap; the targets of a sequence are distinct.
+
+    Args:
+        implementation: as in `paged_attention`.
+
+    Returns:
+        The pools, in the memory of the old ones if those are donated.
+
+    Raises:
+        NotImplementedError: "pallas" with more rows or another dtype than the kernel supports.
+    """
+    _check_alike(k_pool, v_pool, k_pool.shape, "K and V pools")
+    arguments = (k_pool, v_pool, page_table, source_rows, target_rows, valid)
+    unsupported = _unsupported(k_pool, source_rows.shape[1])
+    return choose(implementation, unsupported, _move_pallas, _move_reference, *arguments)

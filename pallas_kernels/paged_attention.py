@@ -1,0 +1,353 @@
+"""Attention of a few new rows (a tree of draft nodes, a prefill chunk) over a paged KV cache.
+
+    out[b,t,h] = sum_r softmax_r(scale * q[b,t,h] . K[b,r,h // G]) V[b,r,h // G],      G = H / KH
+    r in [start, lengths[b])                             the committed rows, seen by every query
+    r = lengths[b] + j, if bit j of bits[b,t] is set     the new rows; bits None means j <= t
+
+Row r of sequence b lives at pool[page_table[b, r // page], :, r % page], pools are [pages, KH, page, D].
+bits[b,t] holds ceil(T/32) words, bit j % 32 of word j // 32 says that query t sees new row j.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Int32, UInt32
+
+from pallas_kernels.implementation import Implementation, choose
+
+WORD = 32  # bits a word
+MMA_ROWS = 16  # smallest side of a matrix product on tensor cores
+MERGED = 16  # splits the merge reads at once
+MOST_PARTIAL_BYTES = 256 * 2**20
+
+
+def ancestor_bits(parents: Int32[Array | np.ndarray, "B N"]) -> UInt32[Array, "B N W"]:
+    """Which nodes of a tree each node sees: itself and its ancestors, as packed bits.
+
+    Args:
+        parents: index of each node's parent, smaller than its own; -1 for the root and for padding nodes.
+
+    Returns:
+        Bit j % 32 of word j // 32 of row n is set iff j == n or j is an ancestor of n.
+    """
+    batch, nodes = parents.shape
+    # Pointer doubling. One more node, which sees nothing and is its own parent, stands for "no parent".
+    ancestors = jnp.where(parents < 0, nodes, parents).astype(jnp.int32)
+    ancestors = jnp.pad(ancestors, ((0, 0), (0, 1)), constant_values=nodes)
+    own = np.zeros((nodes + 1, _words(nodes)), np.uint32)
+    node = np.arange(nodes)
+    own[node, node // WORD] = np.uint32(1) << (node % WORD).astype(np.uint32)
+    bits = jnp.broadcast_to(own, (batch, *own.shape))
+    for _ in range((nodes - 1).bit_length()):
+        bits = bits | jnp.take_along_axis(bits, ancestors[:, :, None], axis=1, mode="clip")
+        ancestors = jnp.take_along_axis(ancestors, ancestors, axis=1, mode="clip")
+    return bits[:, :nodes]
+
+
+def causal_bits(n: int) -> UInt32[np.ndarray, "n W"]:
+    """The bits of a chain of n nodes: row t sees 0..t."""
+    seen = np.tri(n, _words(n) * WORD, dtype=np.uint32).reshape(n, _words(n), WORD)
+    return (seen << np.arange(WORD, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+
+
+def _words(n: int) -> int:
+    return -(-n // WORD)
+
+
+def _visible(lengths: Array, bits: Array | None, queries: int, rows: int, start: int) -> Array:
+    """Returns bool [B, T, rows]: does query t of sequence b see row r."""
+    row = jnp.arange(rows, dtype=jnp.int32)
+    new = row - lengths[:, None]
+    old = (row >= start) & (new < 0)
+    if bits is None:
+        own = new[:, None] <= jnp.arange(queries, dtype=jnp.int32)[:, None]
+    else:
+        own = jnp.zeros((1, 1, 1), bool)
+        for word in range(bits.shape[-1]):
+            bit = (bits[:, :, word, None] >> (new[:, None] % WORD).astype(jnp.uint32)) & 1
+            own = own | ((new[:, None] // WORD == word) & (bit == 1))
+    return old[:, None] | ((new[:, None] >= 0) & own)
+
+
+def _gather(pool: Array, page_table: Array) -> Array:
+    """Returns the rows of every sequence in order, [B, KH, P * page, D]."""
+    batch, columns = page_table.shape
+    _, heads, page, dim = pool.shape
+    return pool[page_table].transpose(0, 2, 1, 3, 4).reshape(batch, heads, columns * page, dim)
+
+
+def _reference(q, k_pool, v_pool, page_table, lengths, bits, *, start, scale):
+    batch, queries, heads, dim = q.shape
+    kv_heads = k_pool.shape[1]
+    group = heads // kv_heads
+    keys, values = _gather(k_pool, page_table), _gather(v_pool, page_table)
+    rows = keys.shape[2]
+    visible = _visible(lengths, bits, queries, rows, start)
+    # 0 * NaN is NaN: rows that no query sees are zeroed. A new row may be seen by its own padding query alone
+    # (bits) and hold anything, so there what is not finite is zeroed as well.
+    new = jnp.arange(rows) >= lengths[:, None]
+    keep = visible.any(1)[:, None, :, None] & (~new[:, None, :, None] | jnp.isfinite(values))
+    values = jnp.where(keep, values, 0)
+    packed = q.reshape(batch, queries, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
+    packed = packed.reshape(batch, kv_heads, queries * group, dim)
+    seen = jnp.repeat(visible, group, axis=1)[:, None]
+    exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
+    scores = jnp.where(seen, jnp.einsum("bkrd,bksd->bkrs", packed, keys, **exact) * scale, -jnp.inf)
+    top = jnp.max(scores, -1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
+    total = weights.sum(-1, keepdims=True)
+    out = jnp.einsum("bkrs,bksd->bkrd", weights, values.astype(jnp.float32), **exact)
+    out = out / jnp.where(total == 0, 1.0, total)
+    out = out.reshape(batch, kv_heads, queries, group, dim).transpose(0, 2, 1, 3, 4)
+    return out.reshape(batch, queries, heads, dim).astype(q.dtype)
+
+
+class _Tiles(NamedTuple):
+    """Static sizes of one kernel call."""
+
+    group: int  # query heads per kv head
+    queries: int
+    words: int  # of bits a query; 0 is causal
+    page: int
+    capacity: int  # rows that the page table can address
+    start: int
+    packed: int  # rows (query, head of the group) a program holds
+    tile: int  # context rows a loop step reads
+    split: int  # context rows a program reads, cut at multiples of it
+    splits: int
+    warps: int
+
+
+def _choose_tiles(q, k_pool, page_table, bits, start, wide):
+    """Programs for about 132 multiprocessors at 1k rows of context, in as few splits as that takes."""
+    batch, queries, heads, dim = q.shape
+    kv_heads, page = k_pool.shape[1:3]
+    group, capacity = heads // kv_heads, page_table.shape[1] * page
+    # A float32 product is three TF32 ones: four times the registers for the same rows.
+    most = max(4096 // dim, MMA_ROWS) if wide else 64
+    packed = min(max(pl.next_power_of_2(queries * group), MMA_ROWS), most)
+    # 16 KiB each of K and V: three steps in flight fit into shared memory.
+    tile_bytes = (8 if wide else 16) * 1024
+    tile = min(max(tile_bytes // (dim * k_pool.dtype.itemsize), MMA_ROWS), 64)
+    programs = batch * kv_heads * pl.cdiv(queries * group, packed)
+    split = max(pl.next_power_of_2(4 * programs), 128)
+    splits = 1 if programs >= 256 else pl.cdiv(capacity, split)
+    while splits > 1 and batch * queries * heads * dim * 4 * splits > MOST_PARTIAL_BYTES:
+        split *= 2
+        splits = pl.cdiv(capacity, split)
+    words = 0 if bits is None else bits.shape[-1]
+    warps = 8 if wide or packed * dim >= 64 * 256 else 4
+    return _Tiles(group, queries, words, page, capacity, start, packed, tile, split, splits, warps)
+
+
+def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, scale, compute, precision):
+    """One program: `packed` rows of one kv head over one split of the context, online softmax in base 2."""
+    outputs = refs[1:] if tiles.words else refs  # refs are the bits, if any, and the outputs
+    batch, kv_head = pl.program_id(2), pl.program_id(1)
+    piece, block = pl.program_id(0) % tiles.splits, pl.program_id(0) // tiles.splits
+    packed = block * tiles.packed + jnp.arange(tiles.packed)
+    query, head = packed // tiles.group, kv_head * tiles.group + packed % tiles.group
+    inside, dims = query < tiles.queries, jnp.arange(q_ref.shape[-1])[None, :]
+    length = lengths_ref[batch]
+    queries = tiles.queries  # whose new rows this program reads; causal: none past its own last query
+    if not tiles.words:
+        queries = jnp.minimum(((block + 1) * tiles.packed - 1) // tiles.group + 1, queries)
+    first, last = jnp.minimum(tiles.start, length), jnp.minimum(length + queries, tiles.capacity)
+    if tiles.splits > 1:
+        first, last = jnp.maximum(first, piece * tiles.split), jnp.minimum(last, (piece + 1) * tiles.split)
+
+    def attend():
+        at = (batch, query[:, None], head[:, None], dims)
+        q = pltriton.load(q_ref.at[at], mask=inside[:, None], other=0).astype(compute)
+        seen = [pltriton.load(refs[0].at[batch, query, w], mask=inside, other=0) for w in range(tiles.words)]
+
+        def step(index, carry, *, masked):
+            acc, top, total = carry
+            row = index * tiles.tile + jnp.arange(tiles.tile)
+            new = row - length
+            loaded = (row < last) & ((row >= tiles.start) | (new >= 0))
+            mask = {"mask": loaded, "other": 0} if masked else {}
+            pages = pltriton.load(table_ref.at[batch, row // tiles.page], **mask)
+            at = (pages[:, None], kv_head, (row % tiles.page)[:, None], dims)
+            mask = {"mask": loaded[:, None], "other": 0} if masked else {}
+            k = pltriton.load(k_ref.at[at], **mask).astype(compute)
+            v = pltriton.load(v_ref.at[at], **mask).astype(compute)
+            scores = pltriton.dot(q, k, trans_b=True, precision=precision) * (scale * math.log2(math.e))
+            if masked:
+                visible = loaded[None, :] & ((new < 0)[None, :] | _own(new, query, seen))
+                scores = jnp.where(visible, scores, -jnp.inf)
+                # A new row that only its own padding query sees may hold anything, and 0 * NaN is NaN.
+                v = jnp.where((new < 0)[:, None] | (jnp.abs(v) < jnp.inf), v, 0)
+            new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+            base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+            weights, fade = jnp.exp2(scores - base[:, None]), jnp.exp2(top - base)
+            acc = acc * fade[:, None] + pltriton.dot(weights.astype(compute), v, precision=precision)
+            return acc, new_top, total * fade + jnp.sum(weights, axis=1)
+
+        first_tile, last_tile = first // tiles.tile, pl.cdiv(last, tiles.tile)
+        carry = (
+            jnp.zeros((tiles.packed, q_ref.shape[-1]), jnp.float32),
+            jnp.full((tiles.packed,), -jnp.inf, jnp.float32),
+            jnp.zeros((tiles.packed,), jnp.float32),
+        )
+        if tiles.start == 0:  # whole tiles of committed rows need no mask
+            border = jnp.maximum(jnp.minimum(length, last) // tiles.tile, first_tile)
+            carry = jax.lax.fori_loop(first_tile, border, functools.partial(step, masked=False), carry)
+            first_tile = border
+        carry = jax.lax.fori_loop(first_tile, last_tile, functools.partial(step, masked=True), carry)
+        acc, top, total = carry
+        acc = acc / jnp.where(total == 0, 1.0, total)[:, None]
+        if tiles.splits == 1:
+            pltriton.store(outputs[0].at[at], acc.astype(outputs[0].dtype), mask=inside[:, None])
+        else:
+            pltriton.store(outputs[0].at[(*at[:3], piece, dims)], acc, mask=inside[:, None])
+            pltriton.store(outputs[1].at[batch, query, head, piece], top + jnp.log2(total), mask=inside)
+
+    if tiles.splits == 1:
+        attend()
+    else:
+        pl.when(first < last)(attend)
+
+
+def _own(new: Array, query: Array, seen: list[Array]) -> Array:
+    """Returns bool [packed, tile]: does a query see new row `new` >= 0; `seen`: its words, none if causal."""
+    if not seen:
+        return new[None, :] <= query[:, None]
+    words = seen[0][:, None]
+    for index, word in enumerate(seen[1:], 1):
+        words = jnp.where((new // WORD == index)[None, :], word[:, None], words)
+    return ((words >> (new & (WORD - 1)).astype(jnp.uint32)[None, :]) & 1) != 0
+
+
+def _merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
+    """One program: the splits of one query head, weighted by 2**weights; only those that were written."""
+    head, query, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    length, dims = lengths_ref[batch], jnp.arange(out_ref.shape[-1])
+    queries = tiles.queries if tiles.words else query + 1
+    first = jnp.minimum(tiles.start, length) // tiles.split
+    last = pl.cdiv(jnp.minimum(length + queries, tiles.capacity), tiles.split)
+
+    def step(index, carry):
+        acc, top, total = carry
+        piece = first + index * MERGED + jnp.arange(MERGED)
+        written = piece < last
+        weight = pltriton.load(weights_ref.at[batch, query, head, piece], mask=written, other=-jnp.inf)
+        at = (batch, query, head, piece[:, None], dims[None, :])
+        part = pltriton.load(parts_ref.at[at], mask=written[:, None], other=0)
+        new_top = jnp.maximum(top, jnp.max(weight))
+        base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        weight, fade = jnp.exp2(weight - base), jnp.exp2(top - base)
+        acc = acc * fade + jnp.sum(part * weight[:, None], axis=0)
+        return acc, new_top, total * fade + jnp.sum(weight)
+
+    empty = (jnp.zeros(dims.shape, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0))
+    acc, _, total = jax.lax.fori_loop(0, pl.cdiv(last - first, MERGED), step, empty)
+    out_ref[batch, query, head, :] = (acc / jnp.where(total == 0, 1.0, total)).astype(out_ref.dtype)
+
+
+def _pallas(q, k_pool, v_pool, page_table, lengths, bits, *, start, scale, interpret):
+    """Two kernels (one where nothing is split): partial attention of every split, then their merge."""
+    batch, queries, heads, dim = q.shape
+    compute = jnp.promote_types(q.dtype, k_pool.dtype)
+    wide = compute == jnp.float32
+    tiles = _choose_tiles(q, k_pool, page_table, bits, start, wide)
+    # Three TF32 products are as exact as one of float32, and run on tensor cores; a CPU has none.
+    three_products = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    precision = three_products if wide and not interpret else jax.lax.Precision.HIGHEST
+    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    parts = jax.ShapeDtypeStruct((batch, queries, heads, tiles.splits, dim), jnp.float32)
+    weights = jax.ShapeDtypeStruct((batch, queries, heads, tiles.splits), jnp.float32)
+    attended = pl.pallas_call(
+        functools.partial(_attend_kernel, tiles=tiles, scale=scale, compute=compute, precision=precision),
+        grid=(pl.cdiv(queries * tiles.group, tiles.packed) * tiles.splits, k_pool.shape[1], batch),
+        out_shape=[out] if tiles.splits == 1 else [parts, weights],
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=3),
+        interpret=interpret,
+        name="paged_attention",
+    )(q, k_pool, v_pool, page_table, lengths, *([] if bits is None else [bits]))
+    if tiles.splits == 1:
+        return attended[0]
+    return pl.pallas_call(
+        functools.partial(_merge_kernel, tiles=tiles),
+        grid=(heads, queries, batch),
+        out_shape=out,
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="paged_attention_merge",
+    )(*attended, lengths)
+
+
+def _unsupported(q: Array, k_pool: Array, bits: Array | None) -> str | None:
+    """Says which limit of the kernel a call breaks, if any."""
+    dim, page = q.shape[-1], k_pool.shape[2]
+    if dim not in (16, 32, 64, 128, 256):
+        return f"head_dim must be a power of two from 16 to 256, got {dim}"
+    if page > 128:
+        return f"the page size must be at most 128, got {page}"
+    if bits is not None and bits.shape[-1] > 8:
+        return f"at most 256 queries can have bits, got {q.shape[1]}"
+    if unknown := {q.dtype, k_pool.dtype} - {jnp.dtype(name) for name in ("bfloat16", "float16", "float32")}:
+        return f"the dtype must be bfloat16, float16 or float32, got {unknown.pop()}"
+    return None
+
+
+def _check(q, k_pool, v_pool, page_table, lengths, bits):
+    batch, queries, heads, dim = q.shape
+    if k_pool.shape != v_pool.shape or k_pool.dtype != v_pool.dtype:
+        got = f"{k_pool.shape} {k_pool.dtype} and {v_pool.shape} {v_pool.dtype}"
+        raise ValueError(f"the pools of K and V must be alike, got {got}")
+    if k_pool.shape[3] != dim or heads % k_pool.shape[1]:
+        expected = f"[pages, kv_heads, page, {dim}] with kv_heads dividing {heads}"
+        raise ValueError(f"pools must be {expected}, got {k_pool.shape}")
+    if page_table.shape[0] != batch or lengths.shape != (batch,):
+        got = f"{page_table.shape} and {lengths.shape}"
+        raise ValueError(f"page_table must be [{batch}, P] and lengths [{batch}], got {got}")
+    if bits is not None and bits.shape != (batch, queries, _words(queries)):
+        raise ValueError(f"bits must be {(batch, queries, _words(queries))}, got {bits.shape}")
+
+
+@functools.partial(jax.jit, static_argnames=("start", "scale", "implementation"))
+def paged_attention(
+    q: Float[Array, "B T H D"],
+    k_pool: Float[Array, "pages KH page D"],
+    v_pool: Float[Array, "pages KH page D"],
+    page_table: Int32[Array, "B P"],
+    lengths: Int32[Array, " B"],
+    bits: UInt32[Array, "B T W"] | None,
+    *,
+    start: int = 0,
+    scale: float | None = None,
+    implementation: Implementation = "auto",
+) -> Float[Array, "B T H D"]:
+    """Attention of T new rows a sequence over its committed rows and over each other.
+
+    The new rows' K and V are already in the pools, at rows lengths[b] + t. What a query does not see may hold
+    anything, NaN too. A padding node sees its own row, which nobody wrote: its output alone is arbitrary.
+
+    Args:
+        page_table: page of every `page` rows; rows past its end do not exist.
+        lengths: committed rows.
+        bits: the new rows each query sees (`ancestor_bits`, `causal_bits`); None is causal (prefill chunks).
+        start: committed rows below it are hidden.
+        scale: of the scores; 1 / sqrt(D) if None.
+        implementation: "auto" is the kernel where the program is compiled for an NVIDIA GPU and the shape is
+            supported (prefill too), else the reference; "pallas" on a CPU interprets the kernel.
+
+    Returns:
+        In q's dtype, softmax and sums in float32; zeros for a query that sees nothing.
+
+    Raises:
+        NotImplementedError: "pallas" with a shape the kernel does not support.
+    """
+    _check(q, k_pool, v_pool, page_table, lengths, bits)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    arguments = (q, k_pool, v_pool, page_table, lengths, bits)
+    reference = functools.partial(_reference, start=start, scale=scale)
+    kernel = functools.partial(_pallas, start=start, scale=scale)
+    return choose(implementation, _unsupported(q, k_pool, bits), kernel, reference, *arguments)

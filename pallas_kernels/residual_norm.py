@@ -1,0 +1,78 @@
+"""Add a layer's output to the residual stream and normalise the sum, in one kernel.
+
+sum = x + delta, normed = sum / sqrt(mean(sum^2) + eps) * weight, for every row of [..., hidden]: the sum rounded to the
+model's dtype, the mean in float32, the quotient rounded before it is scaled.
+XLA makes two kernels of the norm alone, which for a few rows is all launch time.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float
+
+from pallas_kernels.implementation import Implementation, choose
+
+WIDEST = 16384  # columns a program holds in registers
+
+
+def _normed(total: Array, weight: Array, eps: float, size: int) -> Array:
+    wide = total.astype(jnp.float32)
+    mean = jnp.sum(wide * wide, axis=-1, keepdims=True) / size
+    return (wide * jax.lax.rsqrt(mean + eps)).astype(total.dtype) * weight
+
+
+def _reference(x, delta, weight, *, eps):
+    total = x + delta
+    return total, _normed(total, weight, eps, x.shape[-1])
+
+
+def _kernel(x_ref, delta_ref, weight_ref, sum_ref, normed_ref, *, eps, hidden):
+    """One program: one row; columns past the last are zero and not written."""
+    row, column = pl.program_id(0), jnp.arange(pl.next_power_of_2(hidden))
+    inside = column < hidden
+    total = pltriton.load(x_ref.at[row, column], mask=inside, other=0)
+    total = total + pltriton.load(delta_ref.at[row, column], mask=inside, other=0)
+    weight = pltriton.load(weight_ref.at[column], mask=inside, other=0)
+    pltriton.store(sum_ref.at[row, column], total, mask=inside)
+    pltriton.store(normed_ref.at[row, column], _normed(total, weight, eps, hidden), mask=inside)
+
+
+def _pallas(x, delta, weight, *, eps, interpret):
+    hidden = x.shape[-1]
+    rows = x.reshape(-1, hidden)
+    out = jax.ShapeDtypeStruct(rows.shape, x.dtype)
+    warps = min(max(pl.next_power_of_2(hidden) // 512, 1), 16)
+    total, normed = pl.pallas_call(
+        functools.partial(_kernel, eps=eps, hidden=hidden),
+        grid=(rows.shape[0],),
+        out_shape=[out, out],
+        compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=1),
+        interpret=interpret,
+        name="add_rms_norm",
+    )(rows, delta.reshape(rows.shape), weight)
+    return total.reshape(x.shape), normed.reshape(x.shape)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "implementation"))
+def add_rms_norm(
+    x: Float[Array, "*rows hidden"],
+    delta: Float[Array, "*rows hidden"],
+    weight: Float[Array, " hidden"],
+    *,
+    eps: float,
+    implementation: Implementation = "auto",
+) -> tuple[Float[Array, "*rows hidden"], Float[Array, "*rows hidden"]]:
+    """Returns x + delta, and its root-mean-square norm (arXiv:1910.07467) scaled by the weight.
+
+    Args:
+        implementation: as in `paged_attention`.
+
+    Raises:
+        NotImplementedError: "pallas" with rows wider than the kernel holds.
+    """
+    unsupported = None if x.shape[-1] <= WIDEST else f"rows of at most {WIDEST} columns, got {x.shape[-1]}"
+    kernel, reference = functools.partial(_pallas, eps=eps), functools.partial(_reference, eps=eps)
+    return choose(implementation, unsupported, kernel, reference, x, delta, weight)

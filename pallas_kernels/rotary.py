@@ -1,0 +1,132 @@
+"""Take a fused projection apart: rotate queries and keys, write keys and values to their pages, in one kernel.
+
+A row of the projection holds heads of width D: the queries, then the keys, then the values. Rotary embedding
+(arXiv:2104.09864) in the halves layout: with angle a_i = position * speeds[i], channel i and i + D/2 of a head become
+x_i cos a_i - x_{i+D/2} sin a_i and x_{i+D/2} cos a_i + x_i sin a_i; in float32, rounded to the model's dtype.
+Where a row goes in the pools, and what they look like: `kv_pages`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Bool, Float, Int32
+
+from pallas_kernels.implementation import Implementation, choose
+from pallas_kernels.kv_pages import Pool, append, place
+
+
+def rotate(
+    x: Float[Array, "B T H D"], positions: Int32[Array, "B T"], speeds: Float[Array, " half"]
+) -> Float[Array, "B T H D"]:
+    """Rotates every head of every row by its position; the reference."""
+    angles = positions[..., None].astype(jnp.float32) * speeds
+    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def _reference(k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *, heads):
+    kv_heads, dim = k_pool.shape[1], k_pool.shape[3]
+    parts = qkv.reshape(*qkv.shape[:2], -1, dim)
+    q, k, v = jnp.split(parts, [heads, heads + kv_heads], axis=2)
+    q, k = rotate(q, positions, speeds), rotate(k, positions, speeds)
+    return q, *append(k_pool, v_pool, k, v, page_table, first_row, valid, implementation="reference")
+
+
+def _kernel(
+    qkv_ref, positions_ref, speeds_ref, table_ref, first_ref, valid_ref, _k_in, _v_in, q_ref, k_ref, v_ref, *, heads
+):
+    """One program: one kv head of one row, with the query heads of its group."""
+    token, kv_head, sequence = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    _, kv_heads, page, dim = k_ref.shape
+    half, group = jnp.arange(dim // 2), heads // kv_heads
+    angles = positions_ref[sequence, token].astype(jnp.float32) * speeds_ref[half]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+
+    def turned(start, **mask):
+        """The two halves of the heads that start at these columns, rotated."""
+        columns = (start + half, start + dim // 2 + half)
+        loads = (pltriton.load(qkv_ref.at[sequence, token, at], **mask) for at in columns)
+        first, second = (x.astype(jnp.float32) for x in loads)
+        return first * cos - second * sin, second * cos + first * sin
+
+    member = jnp.arange(pl.next_power_of_2(group))[:, None]
+    inside, head = member < group, kv_head * group + member
+    parts = turned(head * dim, mask=jnp.broadcast_to(inside, (inside.shape[0], dim // 2)), other=0)
+    for part, dims in zip(parts, (half, dim // 2 + half), strict=True):
+        at = (sequence, token, head, dims[None, :])
+        pltriton.store(q_ref.at[at], part.astype(q_ref.dtype), mask=jnp.broadcast_to(inside, part.shape))
+    row, known = first_ref[sequence] + token, valid_ref[sequence, token]
+    target, slot, known = place(table_ref, sequence, row, known, page)
+    mask = jnp.broadcast_to(known, half.shape)
+    value_columns = (heads + kv_heads + kv_head) * dim + half
+    values = (qkv_ref[sequence, token, value_columns], qkv_ref[sequence, token, value_columns + dim // 2])
+    keys = (part.astype(qkv_ref.dtype) for part in turned((heads + kv_head) * dim))
+    for ref, new in ((k_ref, keys), (v_ref, values)):
+        for part, dims in zip(new, (half, dim // 2 + half), strict=True):
+            pltriton.store(ref.at[target, kv_head, slot, dims], part.astype(ref.dtype), mask=mask)
+
+
+def _pallas(k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *, heads, interpret):
+    batch, tokens = valid.shape
+    inputs = (qkv, positions, speeds, page_table, first_row, valid)
+    q = jax.ShapeDtypeStruct((batch, tokens, heads, k_pool.shape[3]), qkv.dtype)
+    pools = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (k_pool, v_pool)]
+    return pl.pallas_call(
+        functools.partial(_kernel, heads=heads),
+        grid=(tokens, k_pool.shape[1], batch),
+        out_shape=[q, *pools],
+        input_output_aliases={len(inputs): 1, len(inputs) + 1: 2},
+        compiler_params=pltriton.CompilerParams(num_warps=2, num_stages=1),
+        interpret=interpret,
+        name="rotate_append",
+    )(*inputs, k_pool, v_pool)
+
+
+def _unsupported(k_pool: Array) -> str | None:
+    """Says which limit of the kernel a call breaks, if any."""
+    if k_pool.shape[3] not in (16, 32, 64, 128, 256):
+        return f"head_dim must be a power of two from 16 to 256, got {k_pool.shape[3]}"
+    if k_pool.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"the pool's dtype must be bfloat16, float16 or float32, got {k_pool.dtype}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("heads", "implementation"))
+def rotate_append(
+    k_pool: Pool,
+    v_pool: Pool,
+    qkv: Float[Array, "B T width"],
+    positions: Int32[Array, "B T"],
+    speeds: Float[Array, " half"],
+    page_table: Int32[Array, "B P"],
+    first_row: Int32[Array, " B"],
+    valid: Bool[Array, "B T"],
+    *,
+    heads: int,
+    implementation: Implementation = "auto",
+) -> tuple[Float[Array, "B T H D"], Pool, Pool]:
+    """Rotates queries and keys, and writes keys and values of row t to row first_row[b] + t, where valid.
+
+    Args:
+        qkv: width (heads + 2 * kv_heads) * head_dim.
+        speeds: float32 radians per position, head_dim / 2 of them.
+        heads: query heads.
+        implementation: as in `paged_attention`.
+
+    Returns:
+        The rotated queries, and the pools, in the memory of the old ones if those are donated.
+
+    Raises:
+        NotImplementedError: "pallas" with a head_dim or dtype that the kernel does not support.
+    """
+    kv_heads, dim = k_pool.shape[1], k_pool.shape[3]
+    if qkv.shape[-1] != (heads + 2 * kv_heads) * dim or heads % kv_heads:
+        raise ValueError(f"qkv must be {(heads + 2 * kv_heads) * dim} wide, got {qkv.shape[-1]}")
+    kernel, reference = functools.partial(_pallas, heads=heads), functools.partial(_reference, heads=heads)
+    arguments = (k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid)
+    return choose(implementation, _unsupported(k_pool), kernel, reference, *arguments)

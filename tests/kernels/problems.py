@@ -1,0 +1,160 @@
+"""Random problems for the kernels: trees, ragged lengths, pools with NaN in every row that no query sees."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import ancestor_bits, causal_bits
+from tests.reference.attention import ancestors, attention
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "queries": (1, 5, 17, 60),
+    "tree": ("causal", "chain", "random", "padded"),
+    "page": (1, 16, 64),
+    "start": (0, 1),
+    "dtype": ("float32", "bfloat16"),
+    "group": (1, 2, 4, 8),
+    "dim": (16, 64, 128),
+    "lengths": ("ragged", "zero", "full"),
+}
+ROWS = 320  # capacity of a sequence: more than two splits of the kernel's context
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One shape of the attention problem."""
+
+    queries: int = 5
+    tree: str = "random"
+    page: int = 16
+    start: int = 0
+    dtype: str = "float32"
+    group: int = 4
+    dim: int = 16
+    lengths: str = "ragged"
+
+    def __str__(self) -> str:
+        return "-".join(str(value) for value in dataclasses.astuple(self))
+
+
+@dataclasses.dataclass
+class Problem:
+    """The arguments of `paged_attention` and what must come out."""
+
+    q: Any
+    k_pool: Any
+    v_pool: Any
+    page_table: Any
+    lengths: Any
+    bits: Any
+    start: int
+    expected: np.ndarray  # float64 [B, T, H, D]
+    real: np.ndarray  # bool [B, T]: not a padding query
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        return self.q, self.k_pool, self.v_pool, self.page_table, self.lengths, self.bits
+
+    @property
+    def tolerance(self) -> float:
+        """Largest error allowed.
+
+        bfloat16 rounds the weights (their sum is 1) and the output, each by at most 2**-9 of the largest |V|.
+        float32 adds up to 320 terms, exponentials of scores up to about 5: some 40 roundings of 2**-24.
+        """
+        largest = float(np.nanmax(np.abs(np.asarray(self.v_pool, np.float64))))
+        return largest * (2**-8 if self.q.dtype == jnp.bfloat16 else 40 * 2**-24)
+
+    def error(self, out: Any) -> float:
+        """Largest difference from what is expected; infinite if any is NaN. Padding queries do not count."""
+        difference = np.abs(np.asarray(out, np.float64) - self.expected)[self.real]
+        return float(np.nan_to_num(difference, nan=np.inf).max())
+
+
+def full_product(**wanted: Any) -> list[Case]:
+    """All cases with the values wanted."""
+    options = {name: (wanted[name],) if name in wanted else values for name, values in FACTORS.items()}
+    return [Case(*values) for values in itertools.product(*options.values())]
+
+
+def pairwise_cover(seed: int = 0) -> list[Case]:
+    """Few cases in which every two values of two factors meet at least once."""
+    generator = np.random.default_rng(seed)
+    names = list(FACTORS)
+    missing = {
+        (a, x, b, y)
+        for a, b in itertools.combinations(names, 2)
+        for x, y in itertools.product(FACTORS[a], FACTORS[b])
+    }
+
+    def pairs(values: tuple[Any, ...]) -> set[tuple[Any, ...]]:
+        return {(a, x, b, y) for (a, x), (b, y) in itertools.combinations(zip(names, values, strict=True), 2)}
+
+    cases = []
+    while missing:
+        draws = [
+            [options[generator.integers(len(options))] for options in FACTORS.values()] for _ in range(50)
+        ]
+        best = max(map(tuple, draws), key=lambda values: len(pairs(values) & missing))
+        missing -= pairs(best)
+        cases.append(Case(*best))
+    return cases
+
+
+def make_tree(kind: str, nodes: int, generator: np.random.Generator) -> np.ndarray:
+    """Parents [nodes]: a chain, a random tree, or one with padding nodes at its end and in between."""
+    parents = np.arange(-1, nodes - 1)
+    if kind in ("random", "padded"):
+        parents[1:] = [generator.integers(0, n) for n in range(1, nodes)]
+    if kind == "padded":
+        for node in range(1, nodes):
+            hidden = node >= nodes - nodes // 4 or node == nodes // 2
+            if hidden or (parents[node] > 0 and parents[parents[node]] < 0):  # a padding node has no children
+                parents[node] = -1
+    return parents.astype(np.int32)
+
+
+def make_lengths(kind: str, queries: int) -> np.ndarray:
+    full = ROWS - queries
+    return {
+        "ragged": np.array([0, 15, 129, full - 1]),
+        "zero": np.array([0, 0, 1, 2]),
+        "full": np.array([full, 128, 127, 64]),
+    }[kind].astype(np.int32)
+
+
+def make_problem(case: Case, *, scale: float | None = None, seed: int = 0) -> Problem:
+    """Random numbers in the rows that real queries see; NaN in all others, the null page's too."""
+    generator = np.random.default_rng(seed)
+    lengths = make_lengths(case.lengths, case.queries)
+    batch, kv_heads, columns = len(lengths), 2, ROWS // case.page
+    parents = np.stack([make_tree(case.tree, case.queries, generator) for _ in lengths])
+    real = (parents >= 0) | (np.arange(case.queries) == 0)
+    pages = np.random.default_rng(seed + 1).permutation(np.arange(1, batch * columns + 1))
+    page_table = pages.reshape(batch, columns).astype(np.int32)
+    shape = (batch * columns + 1, kv_heads, case.page, case.dim)
+    k_pool, v_pool = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
+    new_rows = [[ancestors(tree, node) for node in range(case.queries)] for tree in parents]
+    for b, length in enumerate(lengths):
+        rows = [*range(case.start, length), *(length + j for j in np.flatnonzero(real[b]))]
+        for pool in (k_pool, v_pool):
+            for row in rows:
+                place = (page_table[b, row // case.page], slice(None), row % case.page)
+                pool[place] = generator.standard_normal((kv_heads, case.dim))
+        # Of no consequence: a table's columns past the last row in use.
+        page_table[b, (length + case.queries - 1) // case.page + 1 :] = 0
+    q = generator.standard_normal((batch, case.queries, kv_heads * case.group, case.dim))
+    q, k_pool, v_pool = (jnp.asarray(x, case.dtype) for x in (q, k_pool, v_pool))
+    numbers = [np.asarray(x, np.float32) for x in (q, k_pool, v_pool)]
+    with np.errstate(invalid="ignore"):
+        expected = attention(*numbers, page_table, lengths, new_rows, start=case.start, scale=scale)
+    chain = jnp.asarray(np.broadcast_to(causal_bits(case.queries), (batch, *causal_bits(case.queries).shape)))
+    bits = {"causal": None, "chain": chain}.get(case.tree, ancestor_bits(jnp.asarray(parents)))
+    return Problem(
+        q, k_pool, v_pool, jnp.asarray(page_table), jnp.asarray(lengths), bits, case.start, expected, real
+    )

@@ -1,0 +1,54 @@
+"""The tree mask as packed bits, against walking up the tree."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import ancestor_bits, causal_bits
+from tests.kernels.problems import make_tree
+from tests.reference.attention import ancestors
+
+
+def unpack(bits: np.ndarray, nodes: int) -> np.ndarray:
+    """Bool [.., nodes]: little-endian bits of 32-bit words."""
+    as_bytes = np.ascontiguousarray(bits).view(np.uint8)
+    return np.unpackbits(as_bytes, axis=-1, bitorder="little")[..., :nodes] == 1
+
+
+def seen_by_walking(parents: np.ndarray) -> np.ndarray:
+    seen = np.zeros((len(parents), len(parents)), bool)
+    for node in range(len(parents)):
+        seen[node, ancestors(parents, node)] = True
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["chain", "random", "padded"])
+@pytest.mark.parametrize("nodes", [1, 2, 5, 31, 32, 33, 64, 65, 100])
+def test_a_node_sees_itself_and_its_ancestors(kind, nodes):
+    trees = np.stack([make_tree(kind, nodes, np.random.default_rng(seed)) for seed in range(3)])
+    bits = np.asarray(jax.jit(ancestor_bits)(trees))
+    assert bits.dtype == np.uint32
+    assert bits.shape == (3, nodes, -(-nodes // 32))
+    for tree, rows in zip(trees, bits, strict=True):
+        np.testing.assert_array_equal(unpack(rows, nodes), seen_by_walking(tree))
+        assert not unpack(rows, 32 * bits.shape[-1])[:, nodes:].any()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.sampled_from([3, 20, 40]))
+def test_any_parents_smaller_than_their_nodes(data, nodes):
+    parents = np.array([-1] + [data.draw(st.integers(-1, node - 1)) for node in range(1, nodes)], np.int32)
+    bits = np.asarray(ancestor_bits(jnp.asarray(parents[None])))[0]
+    np.testing.assert_array_equal(unpack(bits, nodes), seen_by_walking(parents))
+
+
+@pytest.mark.parametrize("nodes", [1, 5, 32, 33, 70])
+def test_a_chain_is_causal(nodes):
+    parents = np.arange(-1, nodes - 1, dtype=np.int32)[None]
+    np.testing.assert_array_equal(np.asarray(ancestor_bits(parents))[0], causal_bits(nodes))
+    np.testing.assert_array_equal(unpack(causal_bits(nodes), nodes), np.tri(nodes, dtype=bool))

@@ -1,0 +1,179 @@
+"""Appending and moving rows of a paged cache, against loops over numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import append, move_rows
+
+ROWS = 128
+IMPLEMENTATIONS = ["reference", "pallas"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    page: int = 16
+    tokens: int = 5
+    kv_heads: int = 2
+    dim: int = 16
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        return "-".join(str(value) for value in dataclasses.astuple(self))
+
+
+CASES = [
+    Case(),
+    Case(page=1, dtype="bfloat16"),
+    Case(page=64, tokens=1, kv_heads=8, dim=128),
+    Case(page=20, tokens=17, kv_heads=3, dim=24),
+    Case(page=16, tokens=60, kv_heads=1, dim=64, dtype="bfloat16"),
+    Case(page=1, tokens=33, kv_heads=4, dim=128, dtype="float16"),
+]
+
+
+def make_cache(case: Case, generator: np.random.Generator):
+    """Two pools full of numbers and the page table of three sequences; page 0 is in no table."""
+    columns = -(-ROWS // case.page)
+    shape = (3 * columns + 1, case.kv_heads, case.page, case.dim)
+    pools = [jnp.asarray(generator.standard_normal(shape), case.dtype) for _ in range(2)]
+    pages = generator.permutation(np.arange(1, shape[0])).reshape(3, columns).astype(np.int32)
+    return *pools, pages, columns * case.page
+
+
+def expect_rows(pool, page_table: np.ndarray, targets: np.ndarray, values: np.ndarray, valid: np.ndarray):
+    """Writes values[b, t] to row targets[b, t], one by one."""
+    pool = np.array(pool)
+    rows = page_table.shape[1] * pool.shape[2]
+    for b, t in np.ndindex(targets.shape):
+        row = targets[b, t]
+        if valid[b, t] and 0 <= row < rows:
+            pool[page_table[b, row // pool.shape[2]], :, row % pool.shape[2]] = values[b, t]
+    return pool
+
+
+def read_rows(pool, page_table: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    pool = np.asarray(pool)
+    values = np.zeros((*rows.shape, pool.shape[1], pool.shape[3]), pool.dtype)
+    for b, t in np.ndindex(rows.shape):
+        row = max(rows[b, t], 0) % (page_table.shape[1] * pool.shape[2])
+        values[b, t] = pool[page_table[b, row // pool.shape[2]], :, row % pool.shape[2]]
+    return values
+
+
+def assert_same_but_null(pool, expected: np.ndarray) -> None:
+    """Bit for bit, except in the null page."""
+    pool = np.asarray(pool)
+    np.testing.assert_array_equal(pool[1:].view(np.uint8), expected[1:].view(np.uint8))
+
+
+def check_append(case: Case, implementation: str) -> None:
+    generator = np.random.default_rng(0)
+    k_pool, v_pool, page_table, rows = make_cache(case, generator)
+    first_row = np.array([0, 31, rows - 2], np.int32)  # the last one runs over the table's end
+    valid = generator.random((3, case.tokens)) < 0.7
+    k, v = generator.standard_normal((2, 3, case.tokens, case.kv_heads, case.dim)).astype(np.float32)
+    out = append(
+        k_pool, v_pool, *map(jnp.asarray, (k, v, page_table, first_row, valid)), implementation=implementation
+    )
+    targets = first_row[:, None] + np.arange(case.tokens)
+    for pool, old, new in zip(out, (k_pool, v_pool), (k, v), strict=True):
+        expected = expect_rows(old, page_table, targets, np.asarray(jnp.asarray(new, case.dtype)), valid)
+        assert_same_but_null(pool, expected)
+        assert (np.asarray(pool) != np.asarray(old)).any()
+
+
+def check_move(case: Case, implementation: str) -> None:
+    """An accepted path: sources increasing, targets the rows from 7 on, so that the two overlap."""
+    generator = np.random.default_rng(1)
+    k_pool, v_pool, page_table, rows = make_cache(case, generator)
+    steps = generator.integers(1, 3, (3, case.tokens))
+    sources = (6 + np.cumsum(steps, axis=1)).astype(np.int32)
+    targets = np.broadcast_to(7 + np.arange(case.tokens, dtype=np.int32), sources.shape).copy()
+    sources[1], targets[1] = targets[1].copy(), sources[1].copy()  # and upwards
+    targets[2, -1], valid = rows, generator.random(sources.shape) < 0.8
+    arguments = map(jnp.asarray, (page_table, sources, targets, valid))
+    out = move_rows(k_pool, v_pool, *arguments, implementation=implementation)
+    valid = valid & (sources < rows)
+    for pool, old in zip(out, (k_pool, v_pool), strict=True):
+        moved = read_rows(old, page_table, sources)
+        assert_same_but_null(pool, expect_rows(old, page_table, targets, moved, valid))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_append_writes_the_valid_rows_and_nothing_else(case, implementation):
+    check_append(case, implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_move_rows_reads_all_before_it_writes(case, implementation):
+    check_move(case, implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_compiled_kernels_on_a_gpu(case):
+    check_append(case, "pallas")
+    check_move(case, "pallas")
+
+
+def test_control_moving_row_by_row_is_something_else():
+    """Overlapping ranges make the order matter: the test above can see a write that comes too early."""
+    case = Case()
+    k_pool, _, page_table, _ = make_cache(case, np.random.default_rng(1))
+    sources, targets = np.array([[0, 1, 2]] * 3), np.array([[1, 2, 3]] * 3)
+    valid = np.ones(sources.shape, bool)
+    together = expect_rows(k_pool, page_table, targets, read_rows(k_pool, page_table, sources), valid)
+    one_by_one = np.array(k_pool)
+    for t in range(3):
+        cut = slice(t, t + 1)
+        moved = read_rows(one_by_one, page_table, sources[:, cut])
+        one_by_one = expect_rows(one_by_one, page_table, targets[:, cut], moved, valid[:, cut])
+    assert (together != one_by_one).any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_nothing_valid_changes_nothing_outside_the_null_page(implementation):
+    k_pool, v_pool, page_table, _ = make_cache(Case(), np.random.default_rng(2))
+    rows, none = jnp.zeros((3, 4), jnp.int32), jnp.zeros((3, 4), bool)
+    new = jnp.full((3, 4, 2, 16), jnp.nan)
+    table = jnp.asarray(page_table)
+    out = append(k_pool, v_pool, new, new, table, rows[:, 0], none, implementation=implementation)
+    assert_same_but_null(out[0], np.asarray(k_pool))
+    out = move_rows(k_pool, v_pool, table, rows, rows + 1, none, implementation=implementation)
+    assert_same_but_null(out[1], np.asarray(v_pool))
+
+
+@pytest.mark.parametrize("operation", [append, move_rows], ids=lambda operation: operation.__name__)
+def test_donated_pools_are_written_in_place(operation):
+    k_pool, v_pool, page_table, _ = make_cache(Case(), np.random.default_rng(3))
+    new, rows, valid = jnp.ones((3, 4, 2, 16)), jnp.ones((3, 4), jnp.int32), jnp.ones((3, 4), bool)
+    before = [pool.unsafe_buffer_pointer() for pool in (k_pool, v_pool)]
+    arguments = (new, new, page_table, rows[:, 0]) if operation is append else (page_table, rows, rows + 1)
+    step = jax.jit(functools.partial(operation), donate_argnums=(0, 1))
+    out = step(k_pool, v_pool, *arguments, valid)
+    assert [pool.unsafe_buffer_pointer() for pool in out] == before
+
+
+def test_too_many_rows_for_the_kernel_raise():
+    k_pool, v_pool, page_table, _ = make_cache(Case(dim=128), np.random.default_rng(4))
+    rows = jnp.zeros((3, 129), jnp.int32)
+    with pytest.raises(NotImplementedError, match="at most 128 rows"):
+        move_rows(k_pool, v_pool, jnp.asarray(page_table), rows, rows, rows == 0, implementation="pallas")
+
+
+def test_pools_and_rows_that_do_not_fit_are_named():
+    k_pool, v_pool, page_table, _ = make_cache(Case(), np.random.default_rng(5))
+    new, rows, valid = jnp.ones((3, 4, 2, 16)), jnp.ones((3, 4), jnp.int32), jnp.ones((3, 4), bool)
+    with pytest.raises(ValueError, match="pools must be alike"):
+        append(k_pool, v_pool.astype(jnp.bfloat16), new, new, jnp.asarray(page_table), rows[:, 0], valid)
+    with pytest.raises(ValueError, match="k and v must be alike"):
+        append(k_pool, v_pool, new, new.astype(jnp.bfloat16), jnp.asarray(page_table), rows[:, 0], valid)

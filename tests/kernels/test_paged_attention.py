@@ -1,0 +1,215 @@
+"""paged_attention against the numpy oracle: reference, kernel interpreted on the CPU, kernel on a GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import causal_bits, paged_attention
+from tests.kernels.problems import FACTORS, Case, full_product, make_problem, pairwise_cover
+
+COVER = pairwise_cover()
+PROBLEMS = functools.lru_cache(maxsize=4)(make_problem)
+
+
+def check(case: Case, implementation: str) -> None:
+    problem = PROBLEMS(case)
+    out = paged_attention(*problem.arrays, start=case.start, implementation=implementation)
+    assert out.dtype == problem.q.dtype
+    assert problem.error(out) <= problem.tolerance
+
+
+@pytest.mark.parametrize("case", COVER, ids=str)
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_it_is_softmax_attention_over_the_rows_seen(case, implementation):
+    check(case, implementation)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("group", FACTORS["group"])
+@pytest.mark.parametrize("dtype", FACTORS["dtype"])
+@pytest.mark.parametrize("page", FACTORS["page"])
+@pytest.mark.parametrize("queries", FACTORS["queries"])
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_every_combination(implementation, queries, page, dtype, group):
+    """The whole product; with JAX_PLATFORMS=cuda it runs the compiled kernel."""
+    for case in full_product(queries=queries, page=page, dtype=dtype, group=group, dim=16, lengths="ragged"):
+        check(case, implementation)
+    jax.clear_caches()  # a process may hold 65530 memory maps, and a compiled CPU program holds dozens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", COVER, ids=str)
+def test_the_compiled_kernel_on_a_gpu(case):
+    check(case, "pallas")
+
+
+@pytest.mark.gpu
+def test_auto_is_the_kernel_on_a_gpu():
+    problem = make_problem(Case())
+    text = jax.jit(paged_attention).lower(*problem.arrays).as_text()
+    assert "triton" in text
+
+
+@pytest.mark.gpu
+def test_rows_past_two_to_the_31_elements_of_a_pool():
+    page, kv_heads, dim, pages = 16, 8, 128, 2**18 + 3
+    pool = jax.jit(lambda: jnp.full((pages, kv_heads, page, dim), jnp.nan, jnp.bfloat16))()
+    keys = jax.random.normal(jax.random.key(0), (2, page, kv_heads, dim), jnp.bfloat16)
+    pool = jax.jit(lambda pool: pool.at[-1].set(keys[0].swapaxes(0, 1)), donate_argnums=0)(pool)
+    q = jax.random.normal(jax.random.key(1), (1, 1, 32, dim), jnp.bfloat16)
+    table, lengths = jnp.full((1, 1), pages - 1, jnp.int32), jnp.full((1,), page - 1, jnp.int32)
+    near = keys[:1].swapaxes(1, 2)
+    expected = paged_attention(q, near, near, table * 0, lengths, None, implementation="reference")
+    out = paged_attention(q, pool, pool, table, lengths, None, implementation="pallas")
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=0.03)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_the_scale_can_be_given(implementation):
+    problem = make_problem(Case(), scale=0.7)
+    out = paged_attention(*problem.arrays, scale=0.7, implementation=implementation)
+    assert problem.error(out) <= problem.tolerance
+    assert problem.error(paged_attention(*problem.arrays, implementation=implementation)) > 0.05
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_a_query_that_sees_nothing_gives_zeros(implementation):
+    problem = make_problem(Case(lengths="zero", tree="chain"))
+    q, k_pool, _, page_table, lengths, bits = problem.arrays
+    nan = jnp.full_like(k_pool, jnp.nan)
+    out = paged_attention(q, nan, nan, page_table, lengths * 0, bits * 0, implementation=implementation)
+    assert not np.asarray(out).any()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_pages_of_odd_sizes(implementation):
+    """Nothing needs the page size to be a power of two."""
+    check(Case(page=20), implementation)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_no_bit_depends_on_the_page_size(implementation):
+    """Splits and tiles are cut by rows, so that tokens are the same whatever the page size."""
+    outs = []
+    for page in FACTORS["page"]:
+        problem = make_problem(Case(lengths="full", page=page))  # the same numbers, elsewhere
+        outs.append(np.asarray(paged_attention(*problem.arrays, implementation=implementation)))
+    np.testing.assert_array_equal(outs[0], outs[1])
+    np.testing.assert_array_equal(outs[0], outs[2])
+
+
+def test_no_bit_of_the_kernel_depends_on_the_tables_width_or_on_other_sequences():
+    """As long as the split is the same: it grows from four sequences of an 8B model on."""
+    problem = make_problem(Case())
+    q, k_pool, v_pool, page_table, lengths, bits = problem.arrays
+    out = paged_attention(*problem.arrays, implementation="pallas")
+    wide = jnp.pad(page_table, ((0, 0), (0, 30)))
+    one = slice(2, 3)
+    alone = paged_attention(
+        q[one], k_pool, v_pool, wide[one], lengths[one], bits[one], implementation="pallas"
+    )
+    np.testing.assert_array_equal(out[2:3], alone)
+
+
+def _causal_instead_of_tree(arrays):
+    q, *rest, bits = arrays
+    return (q, *rest, jnp.broadcast_to(causal_bits(q.shape[1]), bits.shape))
+
+
+def _table_off_by_one_page(arrays):
+    *rest, table, lengths, bits = arrays
+    return (*rest, jnp.roll(table, 1, axis=1), lengths, bits)
+
+
+def _one_row_too_few(arrays):
+    *rest, lengths, bits = arrays
+    return (*rest, lengths - 1, bits)
+
+
+def _heads_interleaved(arrays):
+    q, *rest = arrays
+    batch, queries, _, dim = q.shape
+    return (q.reshape(batch, queries, -1, 2, dim).swapaxes(2, 3).reshape(q.shape), *rest)
+
+
+def _no_values(arrays):
+    q, k_pool, v_pool, *rest = arrays
+    return (q, k_pool, jnp.zeros_like(v_pool), *rest)
+
+
+FAULTS = [_causal_instead_of_tree, _table_off_by_one_page, _one_row_too_few, _heads_interleaved, _no_values]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
+@pytest.mark.parametrize("dtype", FACTORS["dtype"])
+def test_control_a_fault_is_far_beyond_the_tolerance(fault, dtype):
+    """What a loose tolerance would miss. Finite numbers all over: NaN would be too easy."""
+    problem = make_problem(Case(dtype=dtype, lengths="full", queries=17))
+    finite = [jnp.nan_to_num(pool, nan=0.5) for pool in (problem.k_pool, problem.v_pool)]
+    arrays = (problem.q, *finite, *problem.arrays[3:])
+    assert problem.error(paged_attention(*arrays)) <= problem.tolerance
+    assert problem.error(paged_attention(*fault(arrays))) > 10 * problem.tolerance
+
+
+def test_control_hidden_first_rows_matter():
+    problem = make_problem(Case(start=1))
+    finite = [jnp.nan_to_num(pool, nan=0.5) for pool in (problem.k_pool, problem.v_pool)]
+    arrays = (problem.q, *finite, *problem.arrays[3:])
+    assert problem.error(paged_attention(*arrays, start=1)) <= problem.tolerance
+    assert problem.error(paged_attention(*arrays, start=0)) > 10 * problem.tolerance
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"dim": 24}, "head_dim must be a power of two"),
+        ({"page": 160}, "page size must be at most 128"),
+        ({"queries": 300}, "at most 256 queries can have bits"),
+        ({"dtype": "float8_e4m3fn"}, "dtype must be"),
+    ],
+)
+def test_a_shape_the_kernel_does_not_support_raises_and_auto_takes_the_reference(changed, message):
+    sizes = {"dim": 16, "page": 16, "queries": 2, "dtype": "float32"} | changed
+    q = jnp.zeros((1, sizes["queries"], 2, sizes["dim"]))
+    pool = jnp.zeros((4, 1, sizes["page"], sizes["dim"]), sizes["dtype"])
+    bits = jnp.zeros((1, sizes["queries"], -(-sizes["queries"] // 32)), jnp.uint32)
+    arrays = (q, pool, pool, jnp.array([[1, 2, 3]]), jnp.array([4]), bits)
+    with pytest.raises(NotImplementedError, match=message):
+        paged_attention(*arrays, implementation="pallas")
+    if sizes["dtype"] == "float32":
+        assert paged_attention(*arrays).shape == q.shape
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "message"),
+    [
+        ("v_pool", np.zeros((4, 2, 16, 16), np.float16), "pools of K and V must be alike"),
+        ("q", np.zeros((1, 2, 3, 16), np.float32), "kv_heads dividing 3"),
+        ("bits", np.zeros((1, 2, 2), np.uint32), r"bits must be \(1, 2, 1\)"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(name, bad, message):
+    pool = jnp.zeros((4, 2, 16, 16))
+    arrays = {"q": jnp.zeros((1, 2, 2, 16)), "k_pool": pool, "v_pool": pool}
+    arrays |= {"page_table": jnp.array([[1, 2, 3]]), "lengths": jnp.array([4])}
+    arrays["bits"] = jnp.zeros((1, 2, 1), jnp.uint32)
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**(arrays | {name: bad}))
+
+
+def test_an_unknown_implementation_raises():
+    problem = make_problem(Case(queries=1))
+    with pytest.raises(ValueError, match="implementation must be"):
+        paged_attention(*problem.arrays, implementation="triton")
+
+
+def test_disable_jit_gives_the_same():
+    problem = make_problem(Case(lengths="zero"))
+    with jax.disable_jit():
+        out = paged_attention(*problem.arrays)
+    assert problem.error(out) <= problem.tolerance

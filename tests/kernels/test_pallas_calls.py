@@ -1,0 +1,53 @@
+"""What every kernel call must state, because jax's default differs by version or is wrong."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels
+from pallas_kernels import append, move_rows, paged_attention
+
+FILES = sorted(Path(pallas_kernels.__file__).parent.glob("*.py"))
+
+
+def calls(path: Path, name: str) -> list[ast.Call]:
+    found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return [call for call in found if isinstance(call.func, ast.Attribute) and call.func.attr == name]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_kernel_calls_name_their_lowering_and_sizes(path):
+    for call in calls(path, "pallas_call"):
+        keywords = {keyword.arg for keyword in call.keywords}
+        assert "compiler_params" in keywords  # without it the lowering differs by version of jax
+        assert "backend" not in keywords  # gone from jax 0.11
+    assert not calls(path, "num_programs")  # of another call's grid in jax 0.11 (jax issue 40847)
+
+
+def test_control_the_check_finds_the_calls():
+    assert sum(len(calls(path, "pallas_call")) for path in FILES) >= 3
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11), reason="from jax 0.11 on it takes a device: test_h200.py"
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+def test_the_kernels_lower_to_triton(dtype):
+    """A step nearer to a GPU than interpretation, for the jax that the H200's plugin at hand does not fit."""
+    shape, ints = jax.ShapeDtypeStruct, jnp.int32
+    pool, new = shape((100, 2, 16, 64), dtype), shape((2, 5, 2, 64), dtype)
+    table, lengths, rows = shape((2, 20), ints), shape((2,), ints), shape((2, 5), ints)
+    valid, bits, q = shape((2, 5), bool), shape((2, 5, 1), jnp.uint32), shape((2, 5, 4, 64), dtype)
+    for function, *arrays in (
+        (paged_attention, q, pool, pool, table, lengths, bits),
+        (append, pool, pool, new, new, table, lengths, valid),
+        (move_rows, pool, pool, table, rows, rows, valid),
+    ):
+        lowered = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",))
+        assert "xla.gpu.triton" in lowered.as_text()
+        assert "xla.gpu.triton" not in jax.jit(function).lower(*arrays).as_text()

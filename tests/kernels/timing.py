@@ -1,0 +1,69 @@
+"""How long the kernels take on the device at hand, at the attention of an 8B model; no test uses it.
+
+python -c "from tests.kernels.timing import attention_us as us; print(us(batch=1, queries=5, context=1024))"
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import append, causal_bits, paged_attention
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+
+
+def attention_us(
+    batch: int = 1,
+    queries: int = 5,
+    context: int = 1024,
+    capacity: int | None = None,
+    page: int = 16,
+    layers: int = 32,
+    implementation: str = "auto",
+    write: bool = True,
+) -> dict[str, float]:
+    """Microseconds a layer of append and attention, in one program over `layers` pairs of pools, bfloat16.
+
+    The pools together should exceed the device's cache (50 MB), as in a model. Median of 5 runs of 10.
+    """
+    columns = -(-(capacity or context + 128) // page)
+    table = np.random.default_rng(0).permutation(np.arange(1, batch * columns + 1)).reshape(batch, columns)
+    shape = (batch * columns + 1, KV_HEADS, page, DIM)
+    random = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16))
+    caches = [(random(2 * layer), random(2 * layer + 1)) for layer in range(layers)]
+    q = jax.random.normal(jax.random.key(99), (batch, queries, HEADS, DIM), jnp.bfloat16)
+    bits = np.broadcast_to(causal_bits(queries), (batch, *causal_bits(queries).shape))
+    arrays = [
+        jnp.asarray(table, jnp.int32),
+        jnp.full((batch,), context - queries, jnp.int32),
+        jnp.asarray(bits),
+    ]
+
+    def step(caches, q, table, lengths, bits):
+        valid, written = jnp.ones(q.shape[:2], bool), []
+        for k_pool, v_pool in caches:
+            if write:
+                k, v = q[:, :, :KV_HEADS], q[:, :, KV_HEADS : 2 * KV_HEADS]
+                k_pool, v_pool = append(
+                    k_pool, v_pool, k, v, table, lengths, valid, implementation=implementation
+                )
+            q = paged_attention(q, k_pool, v_pool, table, lengths, bits, implementation=implementation)
+            written.append((k_pool, v_pool))
+        return written, q
+
+    step = jax.jit(step, donate_argnums=0)
+    times = []
+    for _ in range(8):
+        begin = time.perf_counter()
+        for _ in range(10):  # dispatched ahead, so that the host is not timed
+            caches, out = step(caches, q, *arrays)
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - begin) / 10 / layers * 1e6)
+    median = statistics.median(times[3:])
+    read = 2 * batch * context * KV_HEADS * DIM * 2
+    return {"us": round(median, 2), "TB/s": round(read / median / 1e6, 3)}

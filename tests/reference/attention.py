@@ -1,0 +1,49 @@
+"""Attention over a paged cache from the formula: one query at a time, in float64, without masks or jax."""
+
+import numpy as np
+
+
+def read_row(pool: np.ndarray, page_table: np.ndarray, sequence: int, row: int) -> np.ndarray:
+    """Row `row` of a sequence, [kv_heads, head_dim]."""
+    page = pool.shape[2]
+    return pool[page_table[sequence, row // page], :, row % page]
+
+
+def ancestors(parents: np.ndarray, node: int) -> list[int]:
+    """A node and all above it, by walking up."""
+    path = [node]
+    while parents[path[-1]] >= 0:
+        path.append(int(parents[path[-1]]))
+    return path
+
+
+def attention(q, k_pool, v_pool, page_table, lengths, new_rows, *, start=0, scale=None) -> np.ndarray:
+    """Softmax attention of every query over the rows it sees.
+
+    Args:
+        q: [B, T, H, D].
+        k_pool, v_pool: [pages, KH, page, D].
+        page_table: [B, P].
+        lengths: [B], committed rows.
+        new_rows: new_rows[b][t] lists the j for which query t of sequence b sees row lengths[b] + j.
+        start: first committed row seen.
+
+    Returns:
+        float64 [B, T, H, D].
+    """
+    batch, queries, heads, dim = q.shape
+    group = heads // k_pool.shape[1]
+    scale = dim**-0.5 if scale is None else scale
+    out = np.zeros(q.shape, np.float64)
+    for b in range(batch):
+        for t in range(queries):
+            rows = list(range(start, lengths[b])) + [lengths[b] + j for j in new_rows[b][t]]
+            if not rows:
+                continue
+            keys = np.stack([read_row(k_pool, page_table, b, row) for row in rows]).astype(np.float64)
+            values = np.stack([read_row(v_pool, page_table, b, row) for row in rows]).astype(np.float64)
+            for h in range(heads):
+                scores = keys[:, h // group] @ q[b, t, h].astype(np.float64) * scale
+                weights = np.exp(scores - scores.max())
+                out[b, t, h] = weights @ values[:, h // group] / weights.sum()
+    return out
