@@ -115,19 +115,23 @@ def _torch_load(file: Path) -> Mapping[str, Any]:
         raise ImportError(
             f"{file} needs torch to be read: pip install 'jspec[convert]', or save it as safetensors"
         ) from error
+    others = ValueError(f"{file}: expected tensors by name, got other objects; save the model's state_dict()")
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, ValueError, EOFError, OSError, UnpicklingError) as error:
+    except UnpicklingError:
+        raise others from None  # torch's own message advises to switch its protection off
+    except (RuntimeError, ValueError, EOFError, OSError) as error:
         raise _incomplete(file, "torch", error) from error
     if not isinstance(tensors, Mapping) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
-        raise ValueError(
-            f"{file}: expected tensors by name, got other objects; save the model's state_dict()"
-        )
+        raise others
     return tensors
 
 
 def _incomplete(file: Path, what: str, error: Exception) -> ValueError:
-    return ValueError(f"{file}: expected a complete {what} file, got an error ({error}); download it again")
+    return ValueError(
+        f"{file}: expected a complete {what} file, got an error ({str(error).partition(chr(10))[0]}); "
+        "download it again, or save it as safetensors"
+    )
 
 
 def open_source(folder: Path) -> Source:

@@ -26,7 +26,7 @@ MANIFEST = "jspec.json"
 WEIGHTS = "weights"
 CONFIGS: dict[str, type[ModelConfig] | type[Eagle3Config]] = {"target": ModelConfig, "eagle3": Eagle3Config}
 DTYPES = ("float32", "bfloat16", "float16")
-READ_AHEAD = 2**30  # bytes that a restore may hold on the host at once
+READ_AHEAD = 2**30  # bytes that a restore may hold on the host beside its largest array
 
 Config = ModelConfig | Eagle3Config
 Placement = Callable[[str], jax.sharding.Sharding]  # parameter name -> sharding
@@ -115,7 +115,8 @@ def save(
         _write_weights(work / WEIGHTS, batches)
         for file in files:
             shutil.copyfile(file, work / file.name)
-        manifest = {"version": VERSION, "kind": kind, "config": config.to_json()}
+        about = {"version": VERSION, "kind": kind, "config": config.to_json()}
+        manifest = about | {"file_sizes": _file_sizes(work / WEIGHTS)}
         (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         work.chmod(0o755)  # mkdtemp's folder is the owner's alone
         _move(work, folder)
@@ -164,6 +165,11 @@ def _write_weights(folder: Path, batches: Iterable[dict[str, np.ndarray]]) -> No
         ocp.partial.finalize(folder)
 
 
+def _file_sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each file: orbax's own error for a truncated one is neither short nor of a class to catch."""
+    return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
 def read_header(folder: Path) -> Header:
     """Reads kind, config and the parameters' shapes.
 
@@ -178,6 +184,10 @@ def read_header(folder: Path) -> Header:
             f"{folder}: expected format version {VERSION}, got {version}; convert the model again"
         )
     with _named_damage(folder):
+        sizes = _file_sizes(folder / WEIGHTS)
+        broken = [name for name, size in manifest["file_sizes"].items() if sizes.get(name) != size]
+        if broken:
+            raise ValueError(f"absent or incomplete files in {WEIGHTS}: {', '.join(broken)}")
         config = CONFIGS[manifest["kind"]].from_json(manifest["config"])
         stored = ocp.metadata(folder / WEIGHTS).metadata
         parameters = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in stored.items()}
@@ -212,9 +222,9 @@ def read_arrays(
         wanted[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if kept else dtype, sharding=sharding)
     context = ocp.Context()
     context.pytree.loading.partial_load = True
-    largest = max(leaf.size * leaf.dtype.itemsize for leaf in wanted.values())
-    context.memory.read_concurrent_bytes = max(READ_AHEAD, largest)
-    with context, _named_damage(header.folder):
+    largest = max(4 * leaf.size for leaf in wanted.values())
+    context.memory.read_concurrent_bytes = READ_AHEAD + largest  # orbax wants more than any one array has
+    with context:
         arrays = ocp.load(header.folder / WEIGHTS, wanted)
     narrowed = [name for name in names if wanted[name].dtype == "float16" != header.parameters[name].dtype]
     if overflown := [name for name in narrowed if jax.numpy.isinf(arrays[name]).any()]:

@@ -8,7 +8,8 @@ from typing import Any, final
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from flax import struct
+from jaxtyping import Array, Int, UInt32
 
 from jspec import sampling
 from jspec.cache import PoolShape
@@ -24,44 +25,108 @@ NEAR_TIE = 1e-5  # a float32 forward of another width may round the other way wh
 
 
 def always_right(target: Model, tree: Tree) -> DraftModel:
-    """The target drafts for itself: every draft token is accepted."""
+    """The target drafts for itself: every draft token is accepted, round after round."""
     return DraftModel(target, tree)
 
 
-@final
-class AlwaysWrong(Drafter):
-    """Another drafter's chain with every token moved on by one: with `always_right` inside, no draft token stands."""
+@struct.dataclass
+class Script:
+    """Known outputs, one a line; a line is found by a hash of its prompt, its seed and whether it is greedy."""
 
-    def __init__(self, inner: Drafter) -> None:
-        self.inner = inner
-        self.tree = inner.tree
+    names: UInt32[Array, "lines"]
+    tokens: Int[Array, "lines longest"]
+
+
+@struct.dataclass
+class ScriptState:
+    """What has been seen of each slot's prompt."""
+
+    names: UInt32[Array, "slots"]
+    prompt_len: Int[Array, "slots"]
+
+
+@final
+class Scripted(Drafter):
+    """Drafts what is known to come, moved on by ``shift``: always right with 0, always wrong with 1.
+
+    Args:
+        known: completions of plain decoding, with the parameters each was made with.
+    """
+
+    def __init__(
+        self, known: Sequence[Completion], params: Sequence[SamplingParams], tree: Tree, *, shift: int = 0
+    ) -> None:
+        self.tree = tree
+        self._shift = shift
+        longest = max(len(completion.token_ids) for completion in known) + tree.depth
+        self._tokens = np.zeros((len(known), longest), np.int32)
+        self._names = np.zeros(len(known), np.uint32)
+        for line, (completion, p) in enumerate(zip(known, params, strict=True)):
+            self._tokens[line, : len(completion.token_ids)] = completion.token_ids
+            ids = np.asarray(completion.prompt_token_ids)
+            self._names[line] = _prompt_name(ids, np.arange(len(ids)), xp=np).sum(dtype=np.uint32) + _run_name(
+                np.uint32(p.temperature > 0), np.uint32(p.seed or 0)
+            )
+        assert len(set(self._names.tolist())) == len(known), "two lines have one name"
         self._vocab = 0
 
     def feature_layers(self, target: Model) -> tuple[int, ...]:
-        return self.inner.feature_layers(target)
+        return ()
 
-    def bind(self, target: Model) -> Params:
+    def bind(self, target: Model) -> Script:
         self._vocab = target.config.vocab_size
-        return self.inner.bind(target)
+        return Script(names=jnp.asarray(self._names), tokens=jnp.asarray(self._tokens))
 
-    def init(self, params: Params, pool: PoolShape) -> DraftState:
-        return self.inner.init(params, pool)
+    def init(self, params: Script, pool: PoolShape) -> ScriptState:
+        return ScriptState(
+            names=jnp.zeros(pool.slots, jnp.uint32), prompt_len=jnp.zeros(pool.slots, jnp.int32)
+        )
 
     def prefill(
-        self, params: Params, state: DraftState, view: SlotView, batch: TokenBatch, features: Array | None
-    ) -> DraftState:
-        return self.inner.prefill(params, state, view, batch, features)
+        self, params: Script, state: ScriptState, view: SlotView, batch: TokenBatch, features: Array | None
+    ) -> ScriptState:
+        seen = state.names.at[view.slots].get(mode="fill", fill_value=0)
+        new = jnp.where(batch.valid, _prompt_name(batch.tokens, batch.positions, xp=jnp), 0)
+        names = jnp.where(batch.first_row == 0, 0, seen) + jnp.sum(new, axis=1, dtype=jnp.uint32)
+        ends = batch.first_row + jnp.sum(batch.valid, axis=1)
+        return ScriptState(
+            names=state.names.at[view.slots].set(names, mode="drop"),
+            prompt_len=state.prompt_len.at[view.slots].set(ends, mode="drop"),
+        )
 
-    def draft(self, params: Params, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
-        draft, state = self.inner.draft(params, state, view)
-        moved = (draft.tokens + 1) % self._vocab
-        probs = None if draft.probs is None else jnp.roll(draft.probs, 1, axis=-1)
-        return draft.replace(tokens=moved.at[:, 0].set(view.root), probs=probs), state
+    def draft(self, params: Script, state: ScriptState, view: SlotView) -> tuple[Draft, ScriptState]:
+        is_sampled = (view.sampling.temperature > 0).astype(jnp.uint32)
+        name = state.names.at[view.slots].get(mode="fill", fill_value=0)
+        name = name + _run_name(is_sampled, view.sampling.seed[:, 1])
+        line = jnp.argmax(params.names == name[:, None], axis=1)
+        done = view.lengths - state.prompt_len.at[view.slots].get(mode="fill", fill_value=0)
+        tokens = [
+            (params.tokens[line, done + depth] + self._shift) % self._vocab
+            for depth in range(1, self.tree.depth + 1)
+        ]
+        return chain_draft(view, tokens, [jnp.zeros(len(line))] * self.tree.depth, None, None), state
 
     def commit(
-        self, params: Params, state: DraftState, view: SlotView, draft: Draft, verdict: Verdict, features: Array | None
-    ) -> DraftState:
-        return self.inner.commit(params, state, view, draft, verdict, features)
+        self,
+        params: Script,
+        state: ScriptState,
+        view: SlotView,
+        draft: Draft,
+        verdict: Verdict,
+        features: Array | None,
+    ) -> ScriptState:
+        return state
+
+
+def _prompt_name(tokens: Any, positions: Any, *, xp: Any) -> Any:
+    """A hash of each token at its place; those of a prompt are added up, modulo 2**32."""
+    mixed = (tokens.astype(xp.uint32) + xp.uint32(1)) * xp.uint32(2654435761)
+    mixed = mixed ^ (positions.astype(xp.uint32) * xp.uint32(2246822519) + xp.uint32(374761393))
+    return (mixed ^ (mixed >> xp.uint32(15))) * xp.uint32(3266489917)
+
+
+def _run_name(is_sampled: Any, seed: Any) -> Any:
+    return is_sampled * (seed * 2 + 1)
 
 
 @final

@@ -99,7 +99,9 @@ def write(
     index: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
-        part = dict(list(tensors.items())[shard::shards])  # neighbours, as q and k, fall into different shards
+        part = dict(
+            list(tensors.items())[shard::shards]
+        )  # neighbours, as q and k, fall into different shards
         save_file(part, folder / file)
         index |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))

@@ -40,7 +40,11 @@ def test_an_explicit_head_dim_is_kept():
         {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
         {"rope_theta": 500000.0, "rope_scaling": {**without(LLAMA3, "rope_type"), "type": "llama3"}},
         {"rope_parameters": {**LLAMA3, "rope_theta": 500000.0}},
-        {"rope_theta": 500000.0, "rope_scaling": LLAMA3, "rope_parameters": {**LLAMA3, "rope_theta": 500000.0}},
+        {
+            "rope_theta": 500000.0,
+            "rope_scaling": LLAMA3,
+            "rope_parameters": {**LLAMA3, "rope_theta": 500000.0},
+        },
     ],
     ids=["transformers 4", "old type key", "transformers 5", "both"],
 )
@@ -146,7 +150,7 @@ def test_feature_ids_become_target_state_indices(file, states):
     ids=["descending", "two conventions"],
 )
 def test_doubtful_feature_ids_are_an_error_until_the_caller_decides(file):
-    with pytest.raises(ValueError, match="eagle_aux_hidden_state_layer_ids.*feature_layers="):
+    with pytest.raises(ValueError, match=r"eagle_aux_hidden_state_layer_ids.*feature_layers="):
         Eagle3Config.from_hf({**HEAD, **file})
     assert Eagle3Config.from_hf({**HEAD, **file}, feature_layers=[2, 16, 29]).feature_layers == (2, 16, 29)
 

@@ -178,7 +178,9 @@ def test_old_rotary_buffers_are_passed_over(tmp_path):
 
 def test_an_explicit_head_dim_and_target_width_set_the_shapes(tmp_path):
     config = {**TARGET, "head_dim": 8}
-    assert loaded(folders.write(tmp_path / "a", config, folders.target_tensors(config)))["layers.0.qkv"].shape == (
+    assert loaded(folders.write(tmp_path / "a", config, folders.target_tensors(config)))[
+        "layers.0.qkv"
+    ].shape == (
         (4 + 2 + 2) * 8,
         16,
     )
@@ -212,7 +214,7 @@ def test_values_beyond_float16_are_refused_and_not_made_infinite(tmp_path):
 def test_a_file_of_mixed_dtypes_needs_an_explicit_one(tmp_path):
     tensors = folders.target_tensors() | {"lm_head.weight": np.zeros((40, 16), np.float16)}
     folder = folders.write(tmp_path, TARGET, tensors)
-    with pytest.raises(ValueError, match="float16.*float32"):
+    with pytest.raises(ValueError, match=r"float16.*float32"):
         loaded(folder)
     assert {array.dtype for array in loaded(folder, "float32").values()} == {np.dtype(np.float32)}
 
@@ -238,6 +240,16 @@ def test_missing_unknown_and_misshapen_tensors_are_all_listed_at_once(tmp_path):
     assert f"missing: {Q_PROJ}, model.norm.weight;" in message
     assert "unknown: model.layers.0.self_attn.q_proj.bias, model.layers.9.extra.weight;" in message
     assert "lm_head.weight (expected (40, 16), got (41, 16))" in message
+
+
+def test_a_weight_map_that_uses_a_tensor_or_fills_a_parameter_twice_is_a_bug():
+    tensors = {name: convert.hf.Tensor((2,), "float32", Path()) for name in "xy"}
+    row = convert.hf.stacked
+    convert.hf.check([row("a", {"x": (2,)}), row("b", {"y": (2,)})], tensors)
+    with pytest.raises(AssertionError, match="'x'"):
+        convert.hf.check([row("a", {"x": (2,), "y": (2,)}), row("b", {"x": (2,)})], tensors)
+    with pytest.raises(AssertionError, match="'a'"):
+        convert.hf.check([row("a", {"x": (2,)}), row("a", {"y": (2,)})], tensors)
 
 
 def every_single_fault() -> list:
@@ -351,6 +363,15 @@ def test_a_truncated_torch_file_is_named(tmp_path):
         convert.plan(tmp_path)
 
 
+def test_a_torch_file_of_the_old_format_is_refused_with_what_to_do(tmp_path):
+    torch = pytest.importorskip("torch", reason="writes .bin files")
+    (tmp_path / "config.json").write_text(json.dumps(TARGET))
+    state = {"a": torch.zeros(3)}
+    torch.save(state, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin.*safetensors"):
+        convert.plan(tmp_path)
+
+
 def test_a_torch_file_cannot_run_code(tmp_path):
     torch = pytest.importorskip("torch", reason="writes .bin files")
 
@@ -360,7 +381,7 @@ def test_a_torch_file_cannot_run_code(tmp_path):
 
     (tmp_path / "config.json").write_text(json.dumps(TARGET))
     torch.save({"a": Attack()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin"):
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin: expected tensors by name"):
         convert.plan(tmp_path)
     assert not (tmp_path / "ran").exists()
 
@@ -369,7 +390,7 @@ def test_a_torch_file_of_other_things_than_tensors_is_refused(tmp_path):
     torch = pytest.importorskip("torch", reason="writes .bin files")
     (tmp_path / "config.json").write_text(json.dumps(TARGET))
     torch.save({"state_dict": {"a": torch.zeros(3)}}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="state_dict"):
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin: expected tensors by name"):
         convert.plan(tmp_path)
 
 
@@ -509,7 +530,7 @@ print(memory("VmHWM") - start)
 
 
 def test_conversion_holds_less_than_a_shard_and_a_tensor(tmp_path):
-    """Peak memory beyond that of a tiny conversion (imports, first use of jax and orbax): 0.6 GB in 70 MB shards."""
+    """0.6 GB in shards of 70 MB; beyond what a tiny conversion takes (imports, first use of orbax)."""
     if not Path("/proc/self/status").is_file():
         pytest.skip("peak memory is read from /proc")
     config = {
@@ -536,7 +557,15 @@ def test_conversion_holds_less_than_a_shard_and_a_tensor(tmp_path):
     small = folders.write(tmp_path / "small", TARGET, folders.target_tensors(dtype=BFLOAT16))
 
     def peak(batch: int) -> int:
-        command = [sys.executable, "-c", MEASURE, small, tmp_path / "large", tmp_path / f"out{batch}", str(batch)]
+        command = [
+            sys.executable,
+            "-c",
+            MEASURE,
+            small,
+            tmp_path / "large",
+            tmp_path / f"out{batch}",
+            str(batch),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return int(done.stdout.splitlines()[-1])
 
