@@ -1,0 +1,62 @@
+"""`add_rms_norm` against float64, and the kernel against the reference bit for bit."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import add_rms_norm
+
+EPS = 1e-5
+
+
+def inputs(hidden: int, dtype: str, seed: int = 0) -> tuple[jnp.ndarray, jnp.ndarray, jnp.ndarray]:
+    rng = np.random.default_rng(seed)
+    x, delta = (jnp.asarray(rng.normal(size=(3, 5, hidden)), dtype) for _ in range(2))
+    return x, delta, jnp.asarray(rng.normal(size=hidden), dtype)
+
+
+def oracle(x: jnp.ndarray, delta: jnp.ndarray, weight: jnp.ndarray, eps: float = EPS) -> np.ndarray:
+    total = np.asarray(x + delta, np.float64)  # the sum is rounded to the model's dtype
+    return total / np.sqrt((total**2).mean(-1, keepdims=True) + eps) * np.asarray(weight, np.float64)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("hidden", [64, 96, 4096])
+def test_sum_and_norm_agree_with_float64(hidden: int, dtype: str, implementation: str) -> None:
+    x, delta, weight = inputs(hidden, dtype)
+    total, normed = add_rms_norm(x, delta, weight, eps=EPS, implementation=implementation)
+    np.testing.assert_array_equal(np.asarray(total, np.float32), np.asarray(x + delta, np.float32))
+    # Two roundings after the norm: the quotient's and the product's.
+    tolerance = 2 * (2**-8 if dtype == "bfloat16" else 2**-22)
+    np.testing.assert_allclose(np.asarray(normed, np.float64), oracle(x, delta, weight), rtol=tolerance, atol=1e-6)
+
+
+def test_a_forgotten_eps_is_caught() -> None:
+    x, delta, weight = inputs(64, "float32")
+    _, normed = add_rms_norm(x * 1e-3, delta * 1e-3, weight, eps=EPS)
+    assert np.abs(np.asarray(normed) - oracle(x * 1e-3, delta * 1e-3, weight, 0.0)).max() > 0.1
+
+
+def test_rows_beyond_the_kernel_are_refused_by_name() -> None:
+    x = jnp.zeros((1, 20000))
+    with pytest.raises(NotImplementedError, match="16384 columns"):
+        add_rms_norm(x, x, jnp.zeros(20000), eps=EPS, implementation="pallas")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("hidden", [96, 4096, 8192])
+def test_on_a_gpu_the_kernel_agrees_with_the_reference(hidden: int, dtype: str) -> None:
+    arrays = inputs(hidden, dtype)
+    for got, wanted in zip(
+        add_rms_norm(*arrays, eps=EPS, implementation="pallas"),
+        add_rms_norm(*arrays, eps=EPS, implementation="reference"),
+        strict=True,
+    ):
+        tolerance = 2**-7 if dtype == "bfloat16" else 1e-5
+        np.testing.assert_allclose(
+            np.asarray(got, np.float32), np.asarray(wanted, np.float32), rtol=tolerance, atol=1e-6
+        )

@@ -1,0 +1,86 @@
+"""`rotate_append` against complex multiplication in float64 and against a loop over rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import rotate_append
+
+SHAPES = [(8, 2, 16, 4), (6, 2, 32, 1), (4, 4, 64, 16), (3, 3, 128, 64)]  # heads, kv heads, head_dim, page
+BATCH, TOKENS, COLUMNS = 3, 5, 24
+
+
+def problem(shape: tuple[int, int, int, int], dtype: str) -> dict[str, Any]:
+    heads, kv_heads, dim, page = shape
+    rng = np.random.default_rng(0)
+    pools = {
+        name: jnp.asarray(rng.normal(size=(BATCH * COLUMNS + 1, kv_heads, page, dim)), dtype)
+        for name in ("k_pool", "v_pool")
+    }
+    first = np.array([0, 1, 13])
+    return pools | dict(
+        qkv=jnp.asarray(rng.normal(size=(BATCH, TOKENS, (heads + 2 * kv_heads) * dim)), dtype),
+        positions=jnp.asarray(first[:, None] + np.arange(TOKENS) + 100, jnp.int32),
+        speeds=jnp.asarray(1e4 ** (-np.arange(dim // 2) / (dim // 2)), jnp.float32),
+        page_table=jnp.asarray(rng.permutation(np.arange(1, BATCH * COLUMNS + 1)).reshape(BATCH, COLUMNS), jnp.int32),
+        first_row=jnp.asarray(first, jnp.int32),
+        valid=jnp.asarray(rng.random((BATCH, TOKENS)) < 0.7),
+    )
+
+
+def oracle(p: dict[str, Any], heads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    k_pool, v_pool = (np.asarray(p[name], np.float64).copy() for name in ("k_pool", "v_pool"))
+    _, kv_heads, page, dim = k_pool.shape
+    parts = np.asarray(p["qkv"], np.float64).reshape(BATCH, TOKENS, -1, dim)
+    angles = np.asarray(p["positions"])[..., None] * np.asarray(p["speeds"], np.float64)
+    turned = (parts[..., : dim // 2] + 1j * parts[..., dim // 2 :]) * np.exp(1j * angles)[:, :, None]
+    turned = np.concatenate([turned.real, turned.imag], axis=-1)
+    for b in range(BATCH):
+        for t in range(TOKENS):
+            if p["valid"][b, t]:
+                row = int(p["first_row"][b]) + t
+                target = int(p["page_table"][b, row // page])
+                k_pool[target, :, row % page] = turned[b, t, heads : heads + kv_heads]
+                v_pool[target, :, row % page] = parts[b, t, heads + kv_heads :]
+    return turned[:, :, :heads], k_pool, v_pool
+
+
+def check(shape: tuple[int, int, int, int], dtype: str, implementation: str) -> None:
+    p, heads = problem(shape, dtype), shape[0]
+    got = rotate_append(**p, heads=heads, implementation=implementation)
+    # Angles reach 120 rad in float32 (2**-18 of a turn); bfloat16 rounds the result once more.
+    tolerance = 2**-7 if dtype == "bfloat16" else 1e-4
+    for one, wanted in zip(got, oracle(p, heads), strict=True):
+        np.testing.assert_allclose(np.asarray(one, np.float64), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_queries_and_pools_agree_with_float64(shape: tuple[int, int, int, int], dtype: str, implementation: str) -> None:
+    check(shape, dtype, implementation)
+
+
+@pytest.mark.parametrize("fault", ["positions", "first_row", "valid"])
+def test_a_fault_in_the_arguments_is_caught(fault: str) -> None:
+    p = problem(SHAPES[0], "float32")
+    wrong = p | {fault: ~p[fault] if fault == "valid" else p[fault] + 1}
+    got, wanted = rotate_append(**wrong, heads=8), oracle(p, 8)
+    assert max(np.abs(np.asarray(a, np.float64) - b).max() for a, b in zip(got, wanted, strict=True)) > 0.1
+
+
+def test_a_projection_of_another_width_is_refused() -> None:
+    p = problem(SHAPES[0], "float32")
+    with pytest.raises(ValueError, match="qkv must be 192 wide, got 176"):
+        rotate_append(**(p | {"qkv": p["qkv"][..., :176]}), heads=8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_on_a_gpu_the_kernel_agrees_with_float64(shape: tuple[int, int, int, int], dtype: str) -> None:
+    check(shape, dtype, "pallas")
