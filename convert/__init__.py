@@ -27,13 +27,9 @@ class Plan:
         """The wanted floating dtype, or the one that all the file's tensors share."""
         if wanted is not None:
             if wanted not in FLOATS:
-                raise ValueError(
-                    f"dtype: expected one of {', '.join(FLOATS)}, got {wanted!r}; pass one of them"
-                )
+                raise ValueError(f"dtype: expected one of {', '.join(FLOATS)}, got {wanted!r}; pass one of them")
             return wanted
-        found = {
-            self.source.tensors[name].dtype for row in self.rows if row.dtype is None for name in row.sources
-        }
+        found = {self.source.tensors[name].dtype for row in self.rows if row.dtype is None for name in row.sources}
         if len(found) > 1 or not found <= set(FLOATS):
             raise ValueError(
                 f"dtype: expected one of {', '.join(FLOATS)} in the file, got {sorted(found)}; pass a dtype"
@@ -49,9 +45,7 @@ class Plan:
         return batches(self.source, self.rows, dtype)
 
 
-def plan(
-    folder: str | Path, *, rope_theta: float | None = None, feature_layers: Iterable[int] | None = None
-) -> Plan:
+def plan(folder: str | Path, *, rope_theta: float | None = None, feature_layers: Iterable[int] | None = None) -> Plan:
     """Reads config and tensor headers of a Hugging Face folder and matches them both ways.
 
     Args:
@@ -70,9 +64,7 @@ def plan(
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         got = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "no such folder"
-        raise FileNotFoundError(
-            f"{folder}: expected a folder with config.json, got {got}; give a model's folder"
-        )
+        raise FileNotFoundError(f"{folder}: expected a folder with config.json, got {got}; give a model's folder")
     fields = read_json(folder / "config.json")
     drafts.refuse_unbuilt(fields)
     source = open_source(folder)
@@ -87,9 +79,7 @@ def plan(
         ]
     else:
         if feature_layers is not None:
-            raise ValueError(
-                f"feature_layers: expected a draft head, got a target in {folder}; leave them out"
-            )
+            raise ValueError(f"feature_layers: expected a draft head, got a target in {folder}; leave them out")
         config = ModelConfig.from_hf(fields, rope_theta=rope_theta)
         rows = targets.llama(config, source.tensors)
     try:

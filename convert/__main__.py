@@ -43,9 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=FLOATS, help="of the weights; default: as in the file")
     parser.add_argument("--overwrite", action="store_true", help="replace a converted folder at DST")
     parser.add_argument("--rope-theta", type=float, help="rotary base, instead of the config's")
-    parser.add_argument(
-        "--feature-layers", type=_ids, metavar="2,16,29", help="target state indices, for a head"
-    )
+    parser.add_argument("--feature-layers", type=_ids, metavar="2,16,29", help="target state indices, for a head")
     options = parser.parse_args(argv)
     start = time.perf_counter()
     try:

@@ -74,9 +74,7 @@ def eagle3(config: Eagle3Config, names: Collection[str]) -> list[Row]:
 def _vocabulary(vocab: int, source: Source, row: Row, dtype: str) -> np.ndarray:
     tables = {bare_name(name): np.concatenate(list(source.pieces(name))) for name in row.sources}
     if floats := [name for name, table in tables.items() if table.dtype.kind not in "biu"]:
-        raise ValueError(
-            f"{floats[0]}: expected integers, got {tables[floats[0]].dtype}; rounding has lost ids"
-        )
+        raise ValueError(f"{floats[0]}: expected integers, got {tables[floats[0]].dtype}; rounding has lost ids")
     ids = draft_to_target(tables.get("d2t", np.zeros(row.shape, np.int64)), vocab)
     if "t2d" in tables:
         check_members(ids, tables["t2d"])

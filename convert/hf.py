@@ -76,9 +76,7 @@ class Safetensors(Source):
             with safe_open(file, "numpy") as opened:
                 slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
                 return {
-                    name: Tensor(
-                        tuple(s.get_shape()), SAFETENSORS_DTYPES.get(s.get_dtype(), s.get_dtype()), file
-                    )
+                    name: Tensor(tuple(s.get_shape()), SAFETENSORS_DTYPES.get(s.get_dtype(), s.get_dtype()), file)
                     for name, s in slices.items()
                 }
         except SafetensorError as error:
@@ -170,9 +168,7 @@ def _open_sharded(index: Path, reader: type[Source]) -> Source:
         k for k, shard in shards.items() if k not in source.tensors or source.tensors[k].file != files[shard]
     )
     if wrong:
-        raise ValueError(
-            f"{index}: expected these tensors in the files it names, but they are not: {', '.join(wrong)}"
-        )
+        raise ValueError(f"{index}: expected these tensors in the files it names, but they are not: {', '.join(wrong)}")
     return source
 
 
@@ -258,21 +254,13 @@ def check(rows: Iterable[Row], tensors: Mapping[str, Tensor]) -> None:
     unused = sorted(name for name in tensors if name not in wanted and not name.endswith(IGNORED))
     missing = sorted(name for name in wanted if name not in tensors)
     both = sorted(name for name in wanted if name in tensors)
-    misshapen = [
-        f"{n} (expected {wanted[n]}, got {tensors[n].shape})" for n in both if tensors[n].shape != wanted[n]
-    ]
+    misshapen = [f"{n} (expected {wanted[n]}, got {tensors[n].shape})" for n in both if tensors[n].shape != wanted[n]]
     floats = {name for row in rows if row.dtype is None for name in row.sources}
-    odd = [
-        f"{n} ({tensors[n].dtype})"
-        for n in both
-        if n in floats and tensors[n].dtype not in (*FLOATS, "float64")
-    ]
+    odd = [f"{n} ({tensors[n].dtype})" for n in both if n in floats and tensors[n].dtype not in (*FLOATS, "float64")]
     faults = {"missing": missing, "unknown": unused, "wrong shape": misshapen, "not floating point": odd}
     if any(faults.values()):
         listed = "; ".join(f"{fault}: {', '.join(names)}" for fault, names in faults.items() if names)
-        raise ValueError(
-            f"the tensors do not match the config ({listed}); check config.json against the weights"
-        )
+        raise ValueError(f"the tensors do not match the config ({listed}); check config.json against the weights")
 
 
 def batches(source: Source, rows: Iterable[Row], dtype: str) -> Iterator[dict[str, np.ndarray]]:

@@ -42,9 +42,7 @@ def create(layers: int, shape: AttentionShape, pool: PoolShape, dtype: str) -> K
     if math.prod(dims) >= MAX_POOL_ELEMENTS:
         most = MAX_POOL_ELEMENTS // math.prod(dims[1:]) - 1
         raise ValueError(f"a pool of {pool.pages} pages reaches 2**31 elements; lower pages to at most {most}")
-    return KVCache(
-        k=[jnp.zeros(dims, dtype) for _ in range(layers)], v=[jnp.zeros(dims, dtype) for _ in range(layers)]
-    )
+    return KVCache(k=[jnp.zeros(dims, dtype) for _ in range(layers)], v=[jnp.zeros(dims, dtype) for _ in range(layers)])
 
 
 def commit(

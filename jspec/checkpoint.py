@@ -144,13 +144,9 @@ def _check_vacant(folder: Path, overwrite: bool) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not overwrite:
-        raise FileExistsError(
-            f"{folder}: expected a new folder, got an existing one; pass --overwrite to replace it"
-        )
+        raise FileExistsError(f"{folder}: expected a new folder, got an existing one; pass --overwrite to replace it")
     if not is_checkpoint(folder):
-        raise FileExistsError(
-            f"{folder}: expected a converted checkpoint to replace, got something else; delete it"
-        )
+        raise FileExistsError(f"{folder}: expected a converted checkpoint to replace, got something else; delete it")
 
 
 def _write_weights(folder: Path, batches: Iterable[dict[str, np.ndarray]]) -> None:
@@ -180,9 +176,7 @@ def read_header(folder: Path) -> Header:
         manifest = json.loads((folder / MANIFEST).read_text())
         version = manifest["version"]
     if version != VERSION:
-        raise ValueError(
-            f"{folder}: expected format version {VERSION}, got {version}; convert the model again"
-        )
+        raise ValueError(f"{folder}: expected format version {VERSION}, got {version}; convert the model again")
     with _named_damage(folder):
         sizes = _file_sizes(folder / WEIGHTS)
         broken = [name for name, size in manifest["file_sizes"].items() if sizes.get(name) != size]

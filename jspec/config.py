@@ -57,6 +57,10 @@ class EngineConfig:
             _one_of(name, getattr(self, name), (None, *DTYPES))
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction: expected in (0, 1], got {self.memory_fraction!r}")
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"overlap: expected a bool, got {self.overlap!r}")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise ValueError(f"seed: expected an int >= 0, got {self.seed!r}")
         if self.pages is not None and (not isinstance(self.pages, int) or self.pages < 2):
             raise ValueError(f"pages: expected None or an int >= 2 (page 0 is never used), got {self.pages!r}")
         self._set_buckets()
@@ -82,6 +86,8 @@ def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
 
 
 def _ascending(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if not isinstance(sizes, (tuple, list)) or not all(type(size) is int for size in sizes):
+        raise ValueError(f"{name}: expected None or a tuple of ints, got {sizes!r}")
     sizes = tuple(sizes)
     if not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes)):
         raise ValueError(f"{name}: expected ascending positive sizes, at least one, got {sizes}")

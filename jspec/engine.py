@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,7 @@ class Engine:
     Args:
         target: the model whose distribution the output has.
         drafter: who proposes; None is plain decoding through the same step.
-        tokenizer: a `Tokenizer`, "bytes", or None for ids in and ids out.
+        tokenizer: a `Tokenizer`, a folder, "bytes", or None for ids in and ids out.
         eos_ids: tokens that end a request.
         options: fields of `EngineConfig`.
 
@@ -55,9 +56,11 @@ class Engine:
         **options: Any,
     ) -> None:
         self.config = EngineConfig(**options)
-        self.tokenizer = load_tokenizer("bytes") if tokenizer == "bytes" else tokenizer
+        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self.eos_ids = tuple(eos_ids)
         drafter = NoDraft(ROOT_ONLY) if drafter is None else drafter
+        if self.config.accept == "rejection" and not drafter.tree.is_chain:
+            raise ValueError(f'accept="rejection" expects a chain, got {drafter.tree}; use accept="coupled"')
         self._vocab_size = target.config.vocab_size
         self._params = Params(target=target, draft=drafter.bind(target))
         self._program = Program(
@@ -142,10 +145,11 @@ class Engine:
                     self.step()
                     bar.update(sum(len(request.token_ids) for request in requests) - bar.n)
                     bar.set_postfix(tau=f"{self.metrics.mean_acceptance_length:.2f}", refresh=False)
+            return [completion_of(request, self._texts[request.id]) for request in requests]
         finally:
             for request in requests:
                 self._end(request, "abort")
-        return [self._completion(request) for request in requests]
+                self._forget(request)
 
     def chat(
         self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None, **options: Any
@@ -160,19 +164,27 @@ class Engine:
         return self.generate(self.tokenizer.chat(list(messages)), params, **options)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Complete one prompt, chunk by chunk as rounds are read. Closing the iterator aborts the request."""
-        (request,) = self._requests(prompt, params, trace=False)
-        self._queue(request)
+        """Complete one prompt, chunk by chunk as rounds are read.
+
+        The request is checked here and queued when the first chunk is asked for. Closing the iterator aborts it.
+
+        Raises:
+            ValueError: a prompt or a parameter that cannot be served.
+        """
+        (request,) = self._requests([prompt], params, trace=False)
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[Chunk]:
-        sent, output = 0, self._texts[request.id]
+        self._queue(request)
+        sent, output, is_last = 0, self._texts[request.id], False
         try:
-            while request.finish_reason is None:
-                self.step()
-                if len(request.token_ids) > sent or request.finish_reason is not None:
-                    yield output.chunk(request, sent)
-                    sent = len(request.token_ids)
+            while not is_last:
+                # Steps of other streams move this request on too, so there may be news without a step of our own.
+                while len(request.token_ids) == sent and request.finish_reason is None:
+                    self.step()
+                chunk = output.chunk(request, sent)
+                sent, is_last = len(request.token_ids), request.finish_reason is not None
+                yield chunk
         finally:
             self._end(request, "abort")
             self._forget(request)
@@ -226,7 +238,8 @@ class Engine:
         return output
 
     def _pack(self, plan: PrefillPlan) -> np.ndarray:
-        request, params = plan.request, plan.request.params
+        request, params, slot = plan.request, plan.request.params, plan.request.slot
+        assert slot is not None
         tokens = np.zeros(plan.bucket, np.int32)
         tokens[: plan.count] = request.prompt_token_ids[plan.start : plan.start + plan.count]
         page_row = np.zeros(self._pool.width(self._program.drafter.tree), np.int32)
@@ -236,12 +249,12 @@ class Engine:
         depth = self._program.drafter.tree.depth
         cap = depth if params.draft is True else min(int(params.draft), depth)
         return PrefillInput(
-            slot=np.int32(request.slot),
+            slot=np.int32(slot),
             start=np.int32(plan.start),
             count=np.int32(plan.count),
             last=np.int32(plan.is_last),
             remaining=np.int32(request.limit),
-            top_k=np.int32(max(params.top_k, 0)),
+            top_k=np.int32(max(min(params.top_k, self._vocab_size), 0)),
             draft_cap=np.int32(cap),
             temperature=np.float32(params.temperature),
             top_p=np.float32(params.top_p),
@@ -277,12 +290,9 @@ class Engine:
             request.metrics.time_to_first_token = elapsed
         request.metrics.decode_seconds = elapsed - request.metrics.time_to_first_token
 
-    def _requests(
-        self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool
-    ) -> list[Request]:
+    def _requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
         """Check everything before anything is queued."""
-        if self._closed:
-            raise RuntimeError("this engine is closed; make a new one")
+        self._check_open()
         several = not isinstance(prompts, str) and not (len(prompts) and isinstance(prompts[0], (int, np.integer)))
         all_prompts: list[Any] = list(prompts) if several else [prompts]
         if params is None or isinstance(params, SamplingParams):
@@ -299,18 +309,26 @@ class Engine:
             if self.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer; pass tokenizer= or give token ids")
             prompt = self.tokenizer.encode(prompt)
-        ids = tuple(int(token) for token in prompt)
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params: expected SamplingParams, one or a list of one a prompt, got {params!r}")
+        ids = _token_ids(prompt)
         self._check_prompt(ids)
         stop_ids = tuple(dict.fromkeys((() if params.ignore_eos else self.eos_ids) + params.stop_token_ids))
         if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(f"stop_token_ids: at most {MAX_STOP_IDS} with the EOS ids, got {len(stop_ids)}")
+            raise ValueError(
+                f"stop_token_ids: expected at most {MAX_STOP_IDS} with the EOS ids, got {len(stop_ids)}; "
+                "name fewer, or set ignore_eos"
+            )
+        wrong = next((token for token in params.stop_token_ids if token >= self._vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"stop_token_ids: expected ids in [0, {self._vocab_size}), got {wrong}")
         self._next_id += 1
         seed = params.seed
         if seed is None:
             words = np.random.SeedSequence([self.config.seed, self._next_id]).generate_state(1, np.uint64)
-            seed = int(words[0])
+            seed = words[0]
         limit = min(params.max_tokens, self.config.max_len - len(ids))
-        request = Request(self._next_id, ids, params, seed, stop_ids, limit, trace=trace)
+        request = Request(self._next_id, ids, params, int(seed), stop_ids, limit, trace=trace)
         self.scheduler.check(request)
         return request
 
@@ -326,7 +344,12 @@ class Engine:
         if wrong is not None:
             raise ValueError(f"prompt token {wrong}: expected ids in [0, {self._vocab_size})")
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this engine is closed; make a new one")
+
     def _queue(self, request: Request) -> None:
+        self._check_open()
         self._texts[request.id] = OutputText(self.tokenizer, request.prompt_token_ids)
         self._added_at[request.id] = time.perf_counter()
         self.scheduler.add(request)
@@ -338,11 +361,6 @@ class Engine:
         self.scheduler.finish(request)
         self._texts[request.id].finish()
         self.metrics = self.metrics + request.metrics
-
-    def _completion(self, request: Request) -> Completion:
-        completion = completion_of(request, self._texts[request.id])
-        self._forget(request)
-        return completion
 
     def _forget(self, request: Request) -> None:
         self._texts.pop(request.id, None)
@@ -362,3 +380,10 @@ class Engine:
             all_slots = config.slots * shape.width(self._program.drafter.tree) + 1
             shape = PoolShape(**{**vars(shape), "pages": all_slots})
         return shape
+
+
+def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(token) for token in prompt)
+    except TypeError:
+        raise TypeError(f"prompt: expected a text or a list of int token ids, got {prompt!r}") from None

@@ -33,7 +33,8 @@ def check_fits(program: Program, params: Params, pool: PoolShape, fraction: floa
     if weights + pools <= budget:
         return
     fitting = max(budget - weights, 0) * pool.pages // max(pools, 1)
+    weights_gib, pools_gib, device_gib = (size / 2**30 for size in (weights, pools, device_bytes()))
     raise ValueError(
-        f"out of memory: weights {weights / 2**30:.2f} GiB and pools of {pool.pages} pages {pools / 2**30:.2f} GiB exceed "
-        f"{fraction:.0%} of the device's {device_bytes() / 2**30:.2f} GiB; lower slots or max_len, or pass pages={fitting}"
+        f"out of memory: weights {weights_gib:.2f} GiB and pools of {pool.pages} pages {pools_gib:.2f} GiB exceed "
+        f"{fraction:.0%} of the device's {device_gib:.2f} GiB; lower slots or max_len, or pass pages={fitting}"
     )

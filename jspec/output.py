@@ -45,7 +45,12 @@ class OutputText:
 
 
 def take_report(
-    request: Request, report: np.ndarray, trace: Trace | None, row: int, is_round: bool, eos_ids: Sequence[int]
+    request: Request,
+    report: np.ndarray,
+    trace: Trace | None,
+    row: int,
+    is_round: bool,
+    eos_ids: Sequence[int],
 ) -> str | None:
     """Add one row of a step's result to its request.
 
@@ -82,7 +87,7 @@ def _finish_reason(request: Request, eos_ids: Sequence[int]) -> str:
     if last not in request.stop_ids:
         return "length"
     request.stop_reason = last
-    return "eos" if last in eos_ids else "stop"
+    return "eos" if last in eos_ids and not request.params.ignore_eos else "stop"
 
 
 def _round(trace: Trace, index: int, row: int, accept_len: int, emitted: list[int]) -> Round:

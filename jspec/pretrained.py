@@ -48,9 +48,7 @@ def load(
     """
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if dtype not in checkpoint.DTYPES:
-        raise ValueError(
-            f"dtype: expected one of {', '.join(checkpoint.DTYPES)}, got {dtype!r}; pass one of them"
-        )
+        raise ValueError(f"dtype: expected one of {', '.join(checkpoint.DTYPES)}, got {dtype!r}; pass one of them")
     folder = find(path)
     if checkpoint.is_checkpoint(folder):
         header = _overridden(checkpoint.read_header(folder), rope_theta, feature_layers)
@@ -61,10 +59,7 @@ def load(
     _check_kind(folder, plan.kind, kind)
     arrays = {}
     for batch in plan.batches(dtype):
-        placed = {
-            name: jax.device_put(array, placement(name) if placement else None)
-            for name, array in batch.items()
-        }
+        placed = {name: jax.device_put(array, placement(name) if placement else None) for name, array in batch.items()}
         arrays |= jax.block_until_ready(placed)  # else host copies pile up
         del batch, placed
     return Checkpoint(plan.kind, plan.config, checkpoint.unflatten(arrays), folder)
@@ -113,9 +108,7 @@ def find(path: str | Path) -> Path:
         if not any(copy.glob("*.safetensors")):
             download(allow_patterns=["pytorch_model*.bin"])
     except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"{path}: no such folder here, and the hub gave no such model ({error})"
-        ) from error
+        raise FileNotFoundError(f"{path}: no such folder here, and the hub gave no such model ({error})") from error
     return copy
 
 
@@ -135,9 +128,7 @@ def _overridden(found: Header, rope_theta: float | None, feature_layers: Iterabl
         config = dataclasses.replace(config, rope=dataclasses.replace(config.rope, theta=rope_theta))
     if feature_layers is not None:
         if not isinstance(config, Eagle3Config):
-            raise ValueError(
-                f"feature_layers: expected a draft head, got a target in {found.folder}; leave them out"
-            )
+            raise ValueError(f"feature_layers: expected a draft head, got a target in {found.folder}; leave them out")
         config = dataclasses.replace(config, feature_layers=tuple(feature_layers))
         width = found.parameters["fc"].shape[1]
         if width != config.num_features * config.target_hidden_size:
@@ -150,6 +141,4 @@ def _overridden(found: Header, rope_theta: float | None, feature_layers: Iterabl
 
 def _check_kind(folder: Path, got: str, expected: str | None) -> None:
     if expected is not None and got != expected:
-        raise ValueError(
-            f"{folder}: expected a checkpoint of kind {expected!r}, got {got!r}; give another folder"
-        )
+        raise ValueError(f"{folder}: expected a checkpoint of kind {expected!r}, got {got!r}; give another folder")

@@ -42,17 +42,26 @@ class SamplingParams:
     draft: bool | int = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if isinstance(self.stop_token_ids, (list, set, frozenset, np.ndarray)):
+            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         limits = (
             ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an int >= 1"),
             ("temperature", _is_finite(self.temperature) and self.temperature >= 0, "a finite number >= 0"),
             ("top_k", _is_int(self.top_k) and self.top_k >= -1, "an int >= -1 (0 or -1: off)"),
             ("top_p", _is_finite(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", _is_finite(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("seed", self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**64), "None or in [0, 2**64)"),
-            ("stop_token_ids", all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "token ids >= 0"),
+            (
+                "seed",
+                self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**64),
+                "None or in [0, 2**64)",
+            ),
+            ("stop_token_ids", _are_ids(self.stop_token_ids), "a tuple of token ids >= 0"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "a bool"),
-            ("draft", isinstance(self.draft, bool) or (_is_int(self.draft) and self.draft >= 0), "a bool or int >= 0"),
+            (
+                "draft",
+                isinstance(self.draft, bool) or (_is_int(self.draft) and self.draft >= 0),
+                "a bool or int >= 0",
+            ),
         )
         for name, holds, allowed in limits:
             if not holds:
@@ -65,6 +74,10 @@ class SamplingParams:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, tuple) and all(_is_int(token) and token >= 0 for token in value)
 
 
 def _is_finite(value: object) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.records import Sampling, SlotView
+from pallas_kernels.keep_bound import keep_bound
 
 
 class Purpose(enum.IntEnum):
@@ -31,12 +33,13 @@ def by_temperature(view: SlotView, run: Callable[[SlotView], Any]) -> Any:
     """Run one of two branches: a batch of greedy rows alone computes no noise and nothing else over the vocabulary.
 
     Args:
-        run: takes the view, with `SlotView.all_greedy` set for its branch.
+        run: takes the view, with `SlotView.all_greedy` set for its branch. No pool may pass through it: a conditional
+            copies what both branches return.
     """
     return jax.lax.cond(
         jnp.any(view.sampling.temperature > 0),
-        lambda: run(view.replace(all_greedy=False)),
-        lambda: run(view.replace(all_greedy=True)),
+        lambda: run(replace(view, all_greedy=False)),
+        lambda: run(replace(view, all_greedy=True)),
     )
 
 
@@ -78,58 +81,18 @@ def process(logits: Float[Array, "batch nodes vocab"], sampling: Sampling) -> Fl
     As in transformers' warpers, each control sees what the one before left, renormalised. Tokens that tie with the
     last one kept are kept too.
     """
+    rows, nodes, vocab = logits.shape
     temperature = sampling.temperature[:, None, None]
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
-    restricted = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
-    return jax.lax.cond(
-        jnp.any(restricted & (sampling.temperature > 0)), lambda x: _restrict(x, sampling), lambda x: x, scaled
+    is_sampled = sampling.temperature > 0
+    controls = (
+        jnp.where(is_sampled, sampling.top_k, 0),
+        jnp.where(is_sampled, sampling.top_p, 1.0),
+        jnp.where(is_sampled, sampling.min_p, 0.0),
     )
-
-
-def _restrict(logits: Float[Array, "batch nodes vocab"], sampling: Sampling) -> Float[Array, "batch nodes vocab"]:
-    top_k, top_p, min_p = (field[:, None, None] for field in (sampling.top_k, sampling.top_p, sampling.min_p))
-    order = _ordered_bits(logits)
-    kth = _largest_bound(order, jnp.ones_like(logits), top_k.astype(jnp.float32))
-    logits = jnp.where((top_k <= 0) | (order >= kth), logits, -jnp.inf)
-    nucleus = _largest_bound(order, jax.nn.softmax(logits, axis=-1), top_p)
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    logits = jnp.where((top_p >= 1) | (order >= nucleus) | (logits == top), logits, -jnp.inf)
-    return jnp.where((min_p <= 0) | (logits >= top + jnp.log(min_p)), logits, -jnp.inf)
-
-
-def _ordered_bits(x: Float[Array, "... vocab"]) -> UInt32[Array, "... vocab"]:
-    """Unsigned integers in the order of the floats."""
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _largest_bound(
-    order: UInt32[Array, "batch nodes vocab"], weight: Float[Array, "batch nodes vocab"], goal: Float[Array, "batch 1 1"]
-) -> UInt32[Array, "batch nodes 1"]:
-    """The largest bound such that the entries at or above it weigh at least ``goal`` (0 if all together do not).
-
-    Found four bits at a time: eight passes over the vocabulary instead of a sort.
-    """
-
-    def four_bits(index: Any, bound: Array) -> Array:
-        shift = jnp.uint32(28) - jnp.uint32(4) * jnp.uint32(index)
-        tries = bound + (jnp.arange(1, 16, dtype=jnp.uint32) << shift)
-        above = order[..., None] >= tries[..., None, :]
-        mass = jnp.sum(jnp.where(above, weight[..., None], 0.0), axis=-2)
-        steps = jnp.sum(mass >= goal, axis=-1, keepdims=True).astype(jnp.uint32)
-        return bound + (steps << shift)
-
-    def unrolled(bound: Array) -> Array:
-        for index in range(8):
-            bound = four_bits(index, bound)
-        return bound
-
-    # A loop would break the one graph of a round on a GPU; elsewhere it compiles in an eighth of the time.
-    return jax.lax.platform_dependent(
-        jnp.zeros((*order.shape[:-1], 1), jnp.uint32),
-        cuda=unrolled,
-        default=lambda bound: jax.lax.fori_loop(0, 8, four_bits, bound),
-    )
+    per_node = [jnp.repeat(control, nodes) for control in controls]
+    bound = keep_bound(scaled.reshape(-1, vocab), *per_node).reshape(rows, nodes, 1)
+    return jnp.where(scaled >= bound, scaled, -jnp.inf)
 
 
 def target_tokens(
@@ -175,15 +138,23 @@ def draft_token(
     Returns:
         Draft-vocabulary ids, and the law they were drawn from (None under "coupled").
     """
+    choose = _coupled_token if view.accept == "coupled" else _drawn_token
+    return by_temperature(view, lambda branch: choose(logits, branch, depth, vocab_map, target_vocab))
+
+
+def _coupled_token(logits: Array, view: SlotView, depth: int, vocab_map: Array | None, target_vocab: int) -> Any:
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if view.accept == "coupled":
-        if view.all_greedy:
-            return greedy, None
-        noise = token_noise(view, (view.lengths + depth)[:, None], target_vocab)
-        noise = noise if vocab_map is None else noise[..., vocab_map]
-        drawn = jnp.argmax(process(logits[:, None], view.sampling) + noise, axis=-1).astype(jnp.int32)[:, 0]
-        return jnp.where(view.sampling.temperature > 0, drawn, greedy), None
     if view.all_greedy:
+        return greedy, None
+    noise = token_noise(view, (view.lengths + depth)[:, None], target_vocab)
+    noise = noise if vocab_map is None else noise[..., vocab_map]
+    drawn = jnp.argmax(process(logits[:, None], view.sampling) + noise, axis=-1).astype(jnp.int32)[:, 0]
+    return jnp.where(view.sampling.temperature > 0, drawn, greedy), None
+
+
+def _drawn_token(logits: Array, view: SlotView, depth: int, vocab_map: Array | None, target_vocab: int) -> Any:
+    if view.all_greedy:
+        greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return greedy, jax.nn.one_hot(greedy, logits.shape[-1], dtype=jnp.float32)
     probs = law(logits[:, None], view.sampling)[:, 0]
     key = keys(view.sampling.seed, Purpose.DRAFT, view.lengths, jnp.full_like(view.lengths, depth))

@@ -76,10 +76,10 @@ class Scheduler:
             ValueError: the request needs more pages than the pool has.
         """
         rows = request.rows_needed + self._scratch_rows
-        if self.pages.needed(rows) > self.pages.pages - 1:
+        needed, total = self.pages.needed(rows), self.pages.pages - 1
+        if needed > total:
             raise ValueError(
-                f"the request needs {self.pages.needed(rows)} pages ({rows} rows), the pool has {self.pages.pages - 1}; "
-                "lower max_tokens or raise pages"
+                f"the request needs {needed} pages ({rows} rows), the pool has {total}; lower max_tokens or raise pages"
             )
 
     def add(self, request: Request) -> None:

@@ -6,16 +6,16 @@ Invariants:
 3. Verify writes root and nodes at rows [lengths, lengths + N). Commit adds ``1 + accept_len`` to lengths; for a chain
    that is all, no row moves.
 4. The draft's cache lags the target's by the rows accepted in the last round and no more; the next draft makes it good.
-5. Stop ids and length limits are decided here, not on the host, so rounds may be dispatched before earlier ones are read:
-   an ended row is inactive from the next round on. It then has length 0 and an empty page table, so it reads nothing,
-   writes to the null page and emits nothing.
+5. Stop ids and length limits are decided here, not on the host, so rounds may be dispatched before earlier ones are
+   read: an ended row is inactive from the next round on. It then has length 0 and an empty page table, so it reads
+   nothing, writes to the null page and emits nothing.
 6. The tokens have the target's distribution for any drafter.
 7. A padding row has slot index S: gathers fill zeros, scatters drop it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -117,7 +117,7 @@ def spec_round(
     draft, draft_state = draft_stage(program, params, state, view)
     out, target = verify_stage(program, params, state, view, draft)
     verdict = accept_stage(program, out, view, draft)
-    state = commit_stage(program, params, state.replace(target=target, draft=draft_state), view, draft, verdict, out)
+    state = commit_stage(program, params, replace(state, target=target, draft=draft_state), view, draft, verdict, out)
     num_drafted = jnp.where(view.active, jnp.sum(draft.valid[:, 1:], axis=1, dtype=jnp.int32), 0)
     trace = None
     if program.trace:
@@ -129,11 +129,9 @@ def spec_round(
 def draft_stage(program: Program, params: Params, state: SlotState, view: SlotView) -> tuple[Draft, Any]:
     """Propose, and leave out what lies deeper than a row's cap."""
     with jax.named_scope("draft"):
-        draft, draft_state = sampling.by_temperature(
-            view, lambda branch: program.drafter.draft(params.draft, state.draft, branch)
-        )
+        draft, draft_state = program.drafter.draft(params.draft, state.draft, view)
         within_cap = depths(ancestors(draft.parents)) <= view.sampling.draft_cap[:, None]
-        return draft.replace(valid=draft.valid & within_cap), draft_state
+        return replace(draft, valid=draft.valid & within_cap), draft_state
 
 
 def verify_stage(
@@ -157,10 +155,7 @@ def accept_stage(program: Program, out: TargetOut, view: SlotView, draft: Draft)
     """Apply the accept rule and cut the result where the row ends."""
     with jax.named_scope("accept"):
         assert out.logits is not None
-        logits, reach = out.logits, ancestors(draft.parents)
-        return sampling.by_temperature(
-            view, lambda branch: verify.accept(logits, draft, reach, branch, program.drafter.tree)
-        )
+        return verify.accept(out.logits, draft, ancestors(draft.parents), view, program.drafter.tree)
 
 
 def commit_stage(
@@ -185,7 +180,7 @@ def commit_stage(
             remaining=view.remaining - verdict.counts,
         )
         put = {name: getattr(state, name).at[view.slots].set(new, mode="drop") for name, new in moved.items()}
-        return state.replace(target=target, draft=draft_state, **put)
+        return replace(state, target=target, draft=draft_state, **put)
 
 
 def prefill_step(
@@ -200,7 +195,7 @@ def prefill_step(
     chunk = PrefillInput.unpack(packed, pages=state.page_table.shape[1])
     state = _admit(state, chunk)
     # The slot is not active before its last chunk, so its view is made by hand.
-    view = view_of(state.replace(active=state.active.at[chunk.slot].set(True)), chunk.slot[None], program)
+    view = view_of(replace(state, active=state.active.at[chunk.slot].set(True)), chunk.slot[None], program)
     offsets = jnp.arange(chunk.tokens.shape[0])
     batch = TokenBatch(
         tokens=chunk.tokens[None],
@@ -220,13 +215,14 @@ def prefill_step(
             logit_rows=(chunk.count - 1)[None, None],
         )
         draft_state = program.drafter.prefill(params.draft, state.draft, view, batch, out.features)
-    return _first_token(state.replace(target=target, draft=draft_state), chunk, view, out)
+    return _first_token(replace(state, target=target, draft=draft_state), chunk, view, out)
 
 
 def _admit(state: SlotState, chunk: PrefillInput) -> SlotState:
     """Put a request's pages and controls into its slot (the same ones again with every later chunk)."""
     row: Sampling = jax.tree.map(lambda x: x[0], chunk.sampling())
-    return state.replace(
+    return replace(
+        state,
         lengths=state.lengths.at[chunk.slot].set(chunk.start),
         remaining=state.remaining.at[chunk.slot].set(chunk.remaining),
         page_table=state.page_table.at[chunk.slot].set(chunk.page_row),
@@ -234,22 +230,19 @@ def _admit(state: SlotState, chunk: PrefillInput) -> SlotState:
     )
 
 
-def _first_token(
-    state: SlotState, chunk: PrefillInput, view: SlotView, out: TargetOut
-) -> tuple[SlotState, StepOutput]:
+def _first_token(state: SlotState, chunk: PrefillInput, view: SlotView, out: TargetOut) -> tuple[SlotState, StepOutput]:
     """Sample what follows the chunk; only the last chunk makes it the root."""
     assert out.logits is not None
     length = chunk.start + chunk.count
     logits = out.logits
-    token = sampling.by_temperature(
-        view, lambda branch: sampling.target_tokens(logits, branch, length[None, None])
-    )
+    token = sampling.by_temperature(view, lambda branch: sampling.target_tokens(logits, branch, length[None, None]))
     one = jnp.ones(1, jnp.int32)
     verdict = verify.cut(
         Verdict(accept_len=0 * one, path=0 * one[:, None], tokens=token, counts=one, ended=~view.active), view
     )
     is_last: Bool[Array, ""] = chunk.last == 1
-    state = state.replace(
+    state = replace(
+        state,
         root=state.root.at[chunk.slot].set(token[0, 0]),
         lengths=state.lengths.at[chunk.slot].set(length),
         active=state.active.at[chunk.slot].set(is_last & ~verdict.ended[0]),

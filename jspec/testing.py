@@ -12,8 +12,8 @@ from flax import struct
 from jaxtyping import Array, Int, UInt32
 
 from jspec import sampling
-from jspec.cache import PoolShape
-from jspec.draft import Drafter, DraftState, Params, chain_draft
+from jspec.cache import PoolShape, create
+from jspec.draft import Drafter, DraftState, Params, chain_draft, require_chain
 from jspec.draft.model import DraftModel
 from jspec.engine import Engine
 from jspec.models.decoder import Model, forward
@@ -56,7 +56,7 @@ class Scripted(Drafter):
     def __init__(
         self, known: Sequence[Completion], params: Sequence[SamplingParams], tree: Tree, *, shift: int = 0
     ) -> None:
-        self.tree = tree
+        self.tree = require_chain("Scripted", tree)
         self._shift = shift
         longest = max(len(completion.token_ids) for completion in known) + tree.depth
         self._tokens = np.zeros((len(known), longest), np.int32)
@@ -78,9 +78,7 @@ class Scripted(Drafter):
         return Script(names=jnp.asarray(self._names), tokens=jnp.asarray(self._tokens))
 
     def init(self, params: Script, pool: PoolShape) -> ScriptState:
-        return ScriptState(
-            names=jnp.zeros(pool.slots, jnp.uint32), prompt_len=jnp.zeros(pool.slots, jnp.int32)
-        )
+        return ScriptState(names=jnp.zeros(pool.slots, jnp.uint32), prompt_len=jnp.zeros(pool.slots, jnp.int32))
 
     def prefill(
         self, params: Script, state: ScriptState, view: SlotView, batch: TokenBatch, features: Array | None
@@ -101,10 +99,9 @@ class Scripted(Drafter):
         line = jnp.argmax(params.names == name[:, None], axis=1)
         done = view.lengths - state.prompt_len.at[view.slots].get(mode="fill", fill_value=0)
         tokens = [
-            (params.tokens[line, done + depth] + self._shift) % self._vocab
-            for depth in range(1, self.tree.depth + 1)
+            (params.tokens[line, done + depth] + self._shift) % self._vocab for depth in range(1, self.tree.depth + 1)
         ]
-        return chain_draft(view, tokens, [jnp.zeros(len(line))] * self.tree.depth, None, None), state
+        return chain_draft(view, tokens, [jnp.zeros(len(line))] * self.tree.depth, [], None), state
 
     def commit(
         self,
@@ -134,7 +131,7 @@ class Random(Drafter):
     """A chain of uniformly random tokens."""
 
     def __init__(self, tree: Tree) -> None:
-        self.tree = tree
+        self.tree = require_chain("Random", tree)
         self._vocab = 0
 
     def feature_layers(self, target: Model) -> tuple[int, ...]:
@@ -160,11 +157,17 @@ class Random(Drafter):
             key = sampling.keys(view.sampling.seed, sampling.Purpose.DRAFT, view.lengths, at_depth)
             tokens.append(jnp.argmax(sampling.gumbel(key, self._vocab), axis=-1).astype(jnp.int32))
         log_probs = [jnp.log(uniform[:, 0])] * self.tree.depth
-        drawn = [uniform] * self.tree.depth if view.accept == "rejection" else None
-        return chain_draft(view, tokens, log_probs, drawn, None), state
+        laws = [uniform] * self.tree.depth if view.accept == "rejection" else []
+        return chain_draft(view, tokens, log_probs, laws, None), state
 
     def commit(
-        self, params: Params, state: DraftState, view: SlotView, draft: Draft, verdict: Verdict, features: Array | None
+        self,
+        params: Params,
+        state: DraftState,
+        view: SlotView,
+        draft: Draft,
+        verdict: Verdict,
+        features: Array | None,
     ) -> DraftState:
         return state
 
@@ -180,7 +183,9 @@ class Difference:
     gap: float  # between the best two (perturbed) logits of the target there
 
 
-def differences(target: Model, plain: Sequence[Completion], other: Sequence[Completion], seeds: Any) -> list[Difference]:
+def differences(
+    target: Model, plain: Sequence[Completion], other: Sequence[Completion], seeds: Any
+) -> list[Difference]:
     """The first token of each output that differs, with the target's gap between its best two choices there.
 
     Args:
@@ -200,15 +205,13 @@ def differences(target: Model, plain: Sequence[Completion], other: Sequence[Comp
             key = sampling.keys(words, sampling.Purpose.TOKEN, jnp.asarray([len(context)]))
             scores = scores / temperature + np.asarray(sampling.gumbel(key, scores.shape[-1]))[0]
         best = np.sort(scores)[-2:]
-        tokens = [ids[position] if position < len(ids) else -1 for ids in (one.token_ids, two.token_ids)]
-        found.append(Difference(index, position, *tokens, gap=float(best[1] - best[0])))
+        a, b = (ids[position] if position < len(ids) else -1 for ids in (one.token_ids, two.token_ids))
+        found.append(Difference(index, position, plain=a, speculative=b, gap=float(best[1] - best[0])))
     return found
 
 
 def last_logits(target: Model, ids: Sequence[int]) -> np.ndarray:
     """The target's logits behind a text, [vocab], by one forward over all of it."""
-    from jspec.cache import create
-
     size = len(ids)
     pool = PoolShape(1, 2, size, size, str(target.embed.dtype), str(target.embed.dtype))
     cache = create(target.config.num_layers, target.config, pool, pool.dtype)
@@ -253,11 +256,17 @@ def check_lossless(
         AssertionError: naming the first token that differs.
     """
     forgiven = {}
-    with make_engine(target, **options) as plain_engine, make_engine(target, drafter=drafter, **options) as engine:
+    with (
+        make_engine(target, **options) as plain_engine,
+        make_engine(target, drafter=drafter, **options) as engine,
+    ):
         for temperature in temperatures:
             seeds = [1000 + index for index in range(len(prompts))]
             params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed) for seed in seeds]
-            plain, other = plain_engine.generate(list(prompts), params), engine.generate(list(prompts), params)
+            plain, other = (
+                plain_engine.generate(list(prompts), params),
+                engine.generate(list(prompts), params),
+            )
             found = differences(target, plain, other, (temperature, seeds) if temperature else None)
             for difference in found:
                 assert difference.gap < NEAR_TIE, f"not lossless at temperature {temperature}: {difference}"

@@ -128,9 +128,7 @@ def load_tokenizer(source: str | os.PathLike[str] | None) -> Tokenizer | None:
         return ByteTokenizer()
     folder = Path(source)
     if not folder.is_dir():
-        raise ValueError(
-            f'tokenizer: expected a folder, "bytes" or None, got {str(source)!r}: no such folder'
-        )
+        raise ValueError(f'tokenizer: expected a folder, "bytes" or None, got {str(source)!r}: no such folder')
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     return HFTokenizer(folder)

@@ -25,8 +25,10 @@ class Tree:
 
     def __post_init__(self) -> None:
         if self.depth < 0 or self.nodes <= self.depth:
+            raise ValueError(f"Tree: expected depth >= 0 and nodes > depth, got nodes={self.nodes}, depth={self.depth}")
+        if self.is_chain and self.nodes != self.depth + 1:
             raise ValueError(
-                f"Tree: expected depth >= 0 and nodes > depth, got nodes={self.nodes}, depth={self.depth}"
+                f"Tree: a chain has depth + 1 nodes, got nodes={self.nodes}, depth={self.depth}; use Tree.chain(length)"
             )
 
     @classmethod
@@ -37,9 +39,7 @@ class Tree:
             ValueError: length < 1 (for no drafting use ``drafter=None``).
         """
         if not isinstance(length, int) or length < 1:
-            raise ValueError(
-                f"Tree.chain: expected length >= 1, got {length!r}; for plain decoding pass drafter=None"
-            )
+            raise ValueError(f"Tree.chain: expected length >= 1, got {length!r}; for plain decoding pass drafter=None")
         return cls(nodes=length + 1, depth=length)
 
     @property

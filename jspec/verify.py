@@ -6,11 +6,13 @@ Every rule yields the target's processed distribution, whatever the draft (lossl
 alone, and the walk follows the child that equals it. So the tokens are those of plain decoding with that seed, for
 every drafter and tree. Greedy decoding is its temperature 0.
 
-"rejection": a draft drawn from its law q is accepted with probability min(1, p/q); the first rejected one is replaced by
-a draw from the residual max(p - q, 0), normalised (arXiv:2211.17192, theorem 1; arXiv:2302.01318, theorem 1).
+"rejection": a draft drawn from its law q is accepted with probability min(1, p/q); the first rejected one is replaced
+by a draw from the residual max(p - q, 0), normalised (arXiv:2211.17192, theorem 1; arXiv:2302.01318, theorem 1).
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -53,12 +55,15 @@ def accept(
         reach: ancestors of each node (`jspec.tree.ancestors`).
     """
     rule = coupled if view.accept == "coupled" else rejection
-    accepted, best, bonus = rule(logits, draft, reach, view)
+    accepted, best, bonus = sampling.by_temperature(view, lambda branch: rule(logits, draft, reach, branch))
     return _verdict(accepted, best, bonus, draft, reach, view, tree)
 
 
 def coupled(
-    logits: Float[Array, "batch nodes vocab"], draft: Draft, reach: Bool[Array, "batch nodes nodes"], view: SlotView
+    logits: Float[Array, "batch nodes vocab"],
+    draft: Draft,
+    reach: Bool[Array, "batch nodes nodes"],
+    view: SlotView,
 ) -> tuple[Bool[Array, "batch nodes"], Int[Array, "batch"], Int[Array, "batch"]]:
     """Sample and match: a node stands if it and all its ancestors are the tokens the target draws there.
 
@@ -85,7 +90,10 @@ def walk(
 
 
 def rejection(
-    logits: Float[Array, "batch nodes vocab"], draft: Draft, reach: Bool[Array, "batch nodes nodes"], view: SlotView
+    logits: Float[Array, "batch nodes vocab"],
+    draft: Draft,
+    reach: Bool[Array, "batch nodes nodes"],
+    view: SlotView,
 ) -> tuple[Bool[Array, "batch nodes"], Int[Array, "batch"], Int[Array, "batch"]]:
     """Rejection sampling along a chain. A draft without q is a point mass: accepted with probability p.
 
@@ -120,9 +128,7 @@ def rejection_chain(
     return accepted, best, jnp.argmax(jnp.log(final) + noise, axis=-1).astype(jnp.int32)
 
 
-def accept_probs(
-    target_law: Float[Array, "batch nodes vocab"], draft: Draft
-) -> Float[Array, "batch depth"]:
+def accept_probs(target_law: Float[Array, "batch nodes vocab"], draft: Draft) -> Float[Array, "batch depth"]:
     """``p(x) / q(x)`` of every draft token x, which may exceed 1; q is 1 where the draft had no law."""
     tokens = draft.tokens[:, 1:, None]
     p = jnp.take_along_axis(target_law[:, :-1], tokens, axis=-1)[..., 0]
@@ -185,7 +191,10 @@ def _verdict(
     drafted = jnp.take_along_axis(draft.tokens, jnp.roll(node, -1, axis=1), axis=1)
     tokens = jnp.where(steps < accept_len[:, None], drafted, -1)
     tokens = jnp.where(steps == accept_len[:, None], bonus[:, None], tokens)
-    return cut(Verdict(accept_len=accept_len, path=path, tokens=tokens, counts=accept_len + 1, ended=~view.active), view)
+    return cut(
+        Verdict(accept_len=accept_len, path=path, tokens=tokens, counts=accept_len + 1, ended=~view.active),
+        view,
+    )
 
 
 def cut(verdict: Verdict, view: SlotView) -> Verdict:
@@ -195,6 +204,6 @@ def cut(verdict: Verdict, view: SlotView) -> Verdict:
     counts = jnp.minimum(jnp.minimum(first, verdict.counts), view.remaining).astype(jnp.int32)
     emitted = jnp.arange(verdict.tokens.shape[1]) < counts[:, None]
     ended = jnp.any(stops & emitted, axis=1) | (counts >= view.remaining)
-    return verdict.replace(
-        tokens=jnp.where(emitted, verdict.tokens, -1), counts=jnp.where(view.active, counts, 0), ended=ended
+    return replace(
+        verdict, tokens=jnp.where(emitted, verdict.tokens, -1), counts=jnp.where(view.active, counts, 0), ended=ended
     )

@@ -1,5 +1,6 @@
 """Attention over a paged KV cache and the writes into it, each as a reference and a GPU kernel."""
 
+from pallas_kernels.keep_bound import keep_bound
 from pallas_kernels.kv_pages import append, move_rows
 from pallas_kernels.paged_attention import ancestor_bits, causal_bits, paged_attention
 from pallas_kernels.residual_norm import add_rms_norm
@@ -10,6 +11,7 @@ __all__ = [
     "ancestor_bits",
     "append",
     "causal_bits",
+    "keep_bound",
     "move_rows",
     "paged_attention",
     "rotate_append",

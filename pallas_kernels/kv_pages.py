@@ -70,9 +70,7 @@ def _append_kernel(k_ref, v_ref, table_ref, first_ref, valid_ref, _k_in, _v_in, 
         pltriton.store(pool_ref.at[at], values.astype(pool_ref.dtype), mask=inside & valid)
 
 
-def _move_kernel(
-    table_ref, source_ref, target_ref, valid_ref, _k_in, _v_in, k_pool_ref, v_pool_ref, *, interpret
-):
+def _move_kernel(table_ref, source_ref, target_ref, valid_ref, _k_in, _v_in, k_pool_ref, v_pool_ref, *, interpret):
     """One program: all rows of one head of one sequence. It reads its output, which holds the old pool."""
     head, sequence = pl.program_id(0), pl.program_id(1)
     page, dim = k_pool_ref.shape[2:]

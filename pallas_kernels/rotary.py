@@ -38,7 +38,19 @@ def _reference(k_pool, v_pool, qkv, positions, speeds, page_table, first_row, va
 
 
 def _kernel(
-    qkv_ref, positions_ref, speeds_ref, table_ref, first_ref, valid_ref, _k_in, _v_in, q_ref, k_ref, v_ref, *, heads
+    qkv_ref,
+    positions_ref,
+    speeds_ref,
+    table_ref,
+    first_ref,
+    valid_ref,
+    _k_in,
+    _v_in,
+    q_ref,
+    k_ref,
+    v_ref,
+    *,
+    heads,
 ):
     """One program: one kv head of one row, with the query heads of its group."""
     token, kv_head, sequence = pl.program_id(0), pl.program_id(1), pl.program_id(2)

@@ -16,9 +16,7 @@ DEVICE_MARKS = ("gpu", "h200")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--no-typecheck", action="store_true", help="check no array shapes and dtypes at run time"
-    )
+    parser.addoption("--no-typecheck", action="store_true", help="check no array shapes and dtypes at run time")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -18,15 +18,11 @@ def pairwise(factors: Mapping[str, tuple[Any, ...]], seed: int = 0) -> list[dict
         return {(a, x, b, y) for (a, x), (b, y) in itertools.combinations(zip(names, case, strict=True), 2)}
 
     missing = {
-        (a, x, b, y)
-        for a, b in itertools.combinations(names, 2)
-        for x, y in itertools.product(factors[a], factors[b])
+        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x, y in itertools.product(factors[a], factors[b])
     }
     cases = []
     while missing:
-        draws = [
-            tuple(options[generator.integers(len(options))] for options in factors.values()) for _ in range(50)
-        ]
+        draws = [tuple(options[generator.integers(len(options))] for options in factors.values()) for _ in range(50)]
         best = max(draws, key=lambda case: len(pairs(case) & missing))
         missing -= pairs(best)
         cases.append(dict(zip(names, best, strict=True)))

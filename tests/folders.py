@@ -87,9 +87,7 @@ def vocabulary(ids: np.ndarray) -> dict[str, np.ndarray]:
     return {"d2t": ids - np.arange(len(ids)), "t2d": member}
 
 
-def write(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], *, shards: int = 1
-) -> Path:
+def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], *, shards: int = 1) -> Path:
     """Writes config.json and safetensors, with an index if there are several shards."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -99,9 +97,7 @@ def write(
     index: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
-        part = dict(
-            list(tensors.items())[shard::shards]
-        )  # neighbours, as q and k, fall into different shards
+        part = dict(list(tensors.items())[shard::shards])  # neighbours, as q and k, fall into different shards
         save_file(part, folder / file)
         index |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))

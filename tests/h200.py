@@ -96,9 +96,7 @@ def require_plugin() -> None:
 def h200_mesh(devices: int = 1) -> Mesh:
     """A mesh of one axis "x" over H200s that need not exist."""
     require_plugin()
-    topology = topologies.get_topology_desc(
-        "h200", "cuda", target_config=TARGET.read_text(), topology=f"1x1x{devices}"
-    )
+    topology = topologies.get_topology_desc("h200", "cuda", target_config=TARGET.read_text(), topology=f"1x1x{devices}")
     return Mesh(np.array(topology.devices), ("x",))
 
 

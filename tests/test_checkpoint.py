@@ -212,9 +212,7 @@ def test_damaged_weights_are_named(converted, how):
     if how == "absent":
         shutil.rmtree(converted / "weights")
     else:
-        largest = max(
-            (f for f in (converted / "weights").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size
-        )
+        largest = max((f for f in (converted / "weights").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
         content = largest.read_bytes()
         largest.write_bytes(content[: len(content) // 2] if how == "truncated" else b"")
     with pytest.raises(ValueError, match=r"damaged.*convert the model again"):
@@ -222,9 +220,7 @@ def test_damaged_weights_are_named(converted, how):
 
 
 def test_values_beyond_float16_are_refused_when_restored(tmp_path):
-    checkpoint.save(
-        tmp_path / "c", "target", CONFIG, [{"big": np.full(3, 1e5, np.float32), "ok": np.ones(3)}]
-    )
+    checkpoint.save(tmp_path / "c", "target", CONFIG, [{"big": np.full(3, 1e5, np.float32), "ok": np.ones(3)}])
     header = checkpoint.read_header(tmp_path / "c")
     with pytest.raises(ValueError, match=r"65504.* big;"):
         checkpoint.read_arrays(header, dtype="float16")

@@ -178,9 +178,7 @@ def test_old_rotary_buffers_are_passed_over(tmp_path):
 
 def test_an_explicit_head_dim_and_target_width_set_the_shapes(tmp_path):
     config = {**TARGET, "head_dim": 8}
-    assert loaded(folders.write(tmp_path / "a", config, folders.target_tensors(config)))[
-        "layers.0.qkv"
-    ].shape == (
+    assert loaded(folders.write(tmp_path / "a", config, folders.target_tensors(config)))["layers.0.qkv"].shape == (
         (4 + 2 + 2) * 8,
         16,
     )
@@ -484,9 +482,7 @@ def test_the_command_lists_every_tensor_with_its_parameter(tmp_path, capsys):
     assert "MiB" in lines[-1]
 
 
-@pytest.mark.parametrize(
-    "fault", ["no source", "unknown tensor", "existing destination", "truncated", "bad values"]
-)
+@pytest.mark.parametrize("fault", ["no source", "unknown tensor", "existing destination", "truncated", "bad values"])
 def test_the_command_fails_with_one_message_and_leaves_nothing(tmp_path, capsys, fault):
     tensors = folders.head_tensors()
     if fault == "unknown tensor":

@@ -90,9 +90,7 @@ def test_the_first_draft_logits_are_the_recorded_ones(
 
     monkeypatch.setattr(eagle, "catch_up", spy)
     target = tiny.load_target(golden / "target")
-    spied = Engine(
-        target, drafter=drafter, slots=1, max_len=512, buckets=(1,), prefill_buckets=(128,), overlap=False
-    )
+    spied = Engine(target, drafter=drafter, slots=1, max_len=512, buckets=(1,), prefill_buckets=(128,), overlap=False)
     for prompt, ids in enumerate(tiny.recorded_prompts(golden)):
         seen.clear()
         tokens = int(np.diff(chain["out_offset"])[prompt]) + 1
@@ -123,7 +121,14 @@ def test_normed_feedback_shows_in_the_scores(
 ) -> None:
     original = eagle.self_feed
 
-    def normed(params: eagle.EagleHead, cache_: object, view: SlotView, tokens: object, hidden: jnp.ndarray, depth: int):
+    def normed(
+        params: eagle.EagleHead,
+        cache_: object,
+        view: SlotView,
+        tokens: object,
+        hidden: jnp.ndarray,
+        depth: int,
+    ):
         return original(params, cache_, view, tokens, eagle.rms_norm(hidden, params.norm, 1e-5), depth)
 
     assert score_error(golden, chain, drafter) < TOLERANCE
@@ -150,17 +155,13 @@ def test_plain_decoding_gives_the_recorded_greedy_tokens(golden: Path) -> None:
     recorded = recording(golden, "greedy_ar.npz")["greedy"]
     target = tiny.load_target(golden / "target")
     engine = Engine(target, slots=4, max_len=512, buckets=(1, 4), prefill_buckets=(128,))
-    done = engine.generate(
-        tiny.recorded_prompts(golden), SamplingParams(max_tokens=recorded.shape[1], temperature=0)
-    )
+    done = engine.generate(tiny.recorded_prompts(golden), SamplingParams(max_tokens=recorded.shape[1], temperature=0))
     for completion, expected in zip(done, recorded, strict=True):
         assert completion.token_ids == expected.tolist()
 
 
 def test_speculation_gives_the_recorded_greedy_tokens(golden: Path, engine: Engine) -> None:
     recorded = recording(golden, "greedy_ar.npz")["greedy"]
-    done = engine.generate(
-        tiny.recorded_prompts(golden), SamplingParams(max_tokens=recorded.shape[1], temperature=0)
-    )
+    done = engine.generate(tiny.recorded_prompts(golden), SamplingParams(max_tokens=recorded.shape[1], temperature=0))
     for completion, expected in zip(done, recorded, strict=True):
         assert completion.token_ids == expected.tolist()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jspec import Completion, DraftModel, Drafter, Eagle3, Engine, Model, SamplingParams, Tree
+from jspec import Completion, Drafter, DraftModel, Eagle3, Engine, Model, SamplingParams, Tree
 from jspec.draft.eagle import EagleHead
 from jspec.testing import NEAR_TIE, Random, Scripted, always_right, differences
 from jspec.tokenizer import load_tokenizer
@@ -87,9 +87,7 @@ def plain(name: str, golden: Path, data: Path) -> Engine:
 
 
 @cache
-def baseline(
-    name: str, golden: Path, data: Path, count: int, tokens: int, temperature: float
-) -> list[Completion]:
+def baseline(name: str, golden: Path, data: Path, count: int, tokens: int, temperature: float) -> list[Completion]:
     prompts = pair(name, golden, data).prompts[:count]
     return plain(name, golden, data).generate(prompts, parameters(count, tokens, temperature))
 
@@ -99,8 +97,7 @@ def check(case: dict[str, Any], golden: Path, data: Path, *, count: int, tokens:
     one = pair(case["pair"], golden, data)
     expected = {t: baseline(case["pair"], golden, data, count, tokens, t) for t in TEMPERATURES}
     params = {t: parameters(count, tokens, t) for t in TEMPERATURES}
-    known, made_with = sum(expected.values(), []), sum(params.values(), [])
-    known, made_with = distinct(known, made_with)
+    known, made_with = distinct(expected, params)
     engine = Engine(
         one.target,
         drafter=DRAFTERS[case["drafter"]](one, Tree.chain(case["length"]), known, made_with),
@@ -121,15 +118,16 @@ def check(case: dict[str, Any], golden: Path, data: Path, *, count: int, tokens:
 
 
 def distinct(
-    known: list[Completion], params: list[SamplingParams]
+    completions: dict[float, list[Completion]], params: dict[float, list[SamplingParams]]
 ) -> tuple[list[Completion], list[SamplingParams]]:
-    """Without the greedy rows that both runs share."""
+    """All of them, the greedy rows that both temperatures share only once."""
     kept: dict[tuple, tuple[Completion, SamplingParams]] = {}
-    for completion, p in zip(known, params, strict=True):
-        seed = None if p.temperature == 0 else p.seed
-        kept.setdefault((tuple(completion.prompt_token_ids), seed), (completion, p))
-    completions, made_with = zip(*kept.values(), strict=True)
-    return list(completions), list(made_with)
+    for temperature in TEMPERATURES:
+        for completion, p in zip(completions[temperature], params[temperature], strict=True):
+            seed = None if p.temperature == 0 else p.seed
+            kept.setdefault((tuple(completion.prompt_token_ids), seed), (completion, p))
+    known, made_with = zip(*kept.values(), strict=True)
+    return list(known), list(made_with)
 
 
 def check_acceptance(case: dict[str, Any], engine: Engine) -> None:
@@ -168,15 +166,13 @@ def test_tokens_equal_plain_decoding_at_full_length(drafter: str, golden: Path, 
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    "case", cover.product(FACTORS | {"drafter": (*FACTORS["drafter"], "self")}), ids=cover.label
-)
+@pytest.mark.parametrize("case", cover.product(FACTORS | {"drafter": (*FACTORS["drafter"], "self")}), ids=cover.label)
 def test_tokens_equal_plain_decoding_everywhere(case: dict[str, Any], golden: Path, data: Path) -> None:
     check(case, golden, data, count=100, tokens=200)
 
 
 def test_acceptance_never_decays(golden: Path, data: Path) -> None:
-    """The target drafts for itself over 200 rounds: the draft row that the bonus token lacks is made good every time."""
+    """The target drafts for itself, 200 rounds: the draft row that the bonus token lacks is made good every time."""
     one = pair("golden", golden, data)
     drafter = always_right(one.target, Tree.chain(2))
     engine = Engine(one.target, drafter=drafter, slots=1, max_len=700, prefill_buckets=(64,), page_size=64)

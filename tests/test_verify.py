@@ -247,9 +247,7 @@ def test_rows_are_cut_at_the_first_stop_id_then_at_what_remains(
     here = view(1)
     ids = np.full((1, 8), -1)
     ids[0, : len(stops)] = stops
-    here = here.replace(
-        remaining=jnp.asarray([remaining]), sampling=here.sampling.replace(stop_ids=jnp.asarray(ids))
-    )
+    here = here.replace(remaining=jnp.asarray([remaining]), sampling=here.sampling.replace(stop_ids=jnp.asarray(ids)))
     length = sum(token >= 0 for token in tokens)
     verdict = verify.Verdict(
         accept_len=jnp.asarray([length - 1]),
@@ -306,7 +304,9 @@ def test_a_mixed_batch_leaves_greedy_rows_alone() -> None:
     )
     reach, tree = verify.ancestors(draft.parents), Tree.chain(nodes - 1)
     here = view(rows, accept="rejection")
-    mixed = here.replace(sampling=here.sampling.replace(temperature=jnp.asarray(np.where(greedy, 0.0, 1.0), jnp.float32)))
+    mixed = here.replace(
+        sampling=here.sampling.replace(temperature=jnp.asarray(np.where(greedy, 0.0, 1.0), jnp.float32))
+    )
     alone = verify.accept(logits, draft, reach, here.replace(all_greedy=True), tree)
     together = verify.accept(logits, draft, reach, mixed, tree)
     np.testing.assert_array_equal(np.asarray(alone.tokens)[greedy], np.asarray(together.tokens)[greedy])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from functools import cache
@@ -56,7 +57,11 @@ def model(vocab: int, *, seed: int = 0, layers: int = 2, hidden: int = 16, sharp
         for _ in range(layers)
     ]
     return Model(
-        embed=weight(vocab, hidden, 4.0), layers=blocks, norm=norm(), head=weight(vocab, hidden, sharpness), config=c
+        embed=weight(vocab, hidden, 4.0),
+        layers=blocks,
+        norm=norm(),
+        head=weight(vocab, hidden, sharpness),
+        config=c,
     )
 
 
@@ -144,7 +149,7 @@ def recorded_prompts(golden: Path) -> list[list[int]]:
     """The sixteen prompts of the recordings."""
     with np.load(golden / "greedy_ar.npz") as arrays:
         flat, offsets = arrays["prompt"], arrays["prompt_offset"]
-    return [flat[a:b].tolist() for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    return [flat[a:b].tolist() for a, b in itertools.pairwise(offsets)]
 
 
 def text_cuts(data: Path, count: int, *, longest: int, seed: int = 0) -> list[str]:

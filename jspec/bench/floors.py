@@ -30,9 +30,7 @@ def matmul(name: str, rows: int, out: int, inner: int, weight_bytes: int = 2) ->
 
 def attention(batch: int, nodes: int, context: int, heads: int, kv_heads: int, head_dim: int) -> Cost:
     """Attention of ``nodes`` rows a sequence over a bf16 cache."""
-    return Cost(
-        "attention", batch * context * kv_heads * head_dim * 4, 4 * batch * nodes * heads * head_dim * context
-    )
+    return Cost("attention", batch * context * kv_heads * head_dim * 4, 4 * batch * nodes * heads * head_dim * context)
 
 
 def verify_costs(c: ModelConfig, batch: int, nodes: int, context: int) -> list[Cost]:

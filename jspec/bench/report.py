@@ -18,7 +18,12 @@ from jspec.report import table
 def environment() -> dict[str, str]:
     """What a figure depends on besides the case."""
     device = jax.devices()[0]
-    return {"device": device.device_kind, "platform": device.platform, "jax": jax.__version__, "jspec": _own_version()}
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "jax": jax.__version__,
+        "jspec": _own_version(),
+    }
 
 
 def _own_version() -> str:
@@ -30,7 +35,22 @@ def _own_version() -> str:
 
 def timings(results: Sequence[Timing]) -> str:
     """One line a case: median, spread, floor and their ratio."""
-    rows = [["shape", "dtype", "page", "batch", "context", "K", "ms", "p90-p10", "floor", "ratio", "tokens", "compile s"]]
+    rows = [
+        [
+            "shape",
+            "dtype",
+            "page",
+            "batch",
+            "context",
+            "K",
+            "ms",
+            "p90-p10",
+            "floor",
+            "ratio",
+            "tokens",
+            "compile s",
+        ]
+    ]
     for result in results:
         case = result.case
         rows.append(
@@ -54,5 +74,8 @@ def timings(results: Sequence[Timing]) -> str:
 
 def write_json(path: Path, results: Sequence[Timing]) -> None:
     """Environment and results as one JSON object."""
-    content: dict[str, Any] = {"environment": environment(), "results": [asdict(result) for result in results]}
+    content: dict[str, Any] = {
+        "environment": environment(),
+        "results": [asdict(result) for result in results],
+    }
     path.write_text(json.dumps(content, indent=1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -65,9 +65,7 @@ def build(case: Case, target: Model, head: EagleHead | None) -> tuple[Program, P
         implementation=case.implementation,
     )
     width = PoolShape(case.batch, 2, case.page_size, _max_len(case), case.dtype, case.dtype).width(drafter.tree)
-    pool = PoolShape(
-        case.batch, case.batch * width + 1, case.page_size, _max_len(case), case.dtype, case.dtype
-    )
+    pool = PoolShape(case.batch, case.batch * width + 1, case.page_size, _max_len(case), case.dtype, case.dtype)
     return program, Params(target=target, draft=drafter.bind(target)), pool
 
 
@@ -86,7 +84,7 @@ def measure(case: Case, target: Model, head: EagleHead | None) -> Timing:
     compile_seconds = time.perf_counter() - started
     slots, times, emitted = np.arange(case.batch, dtype=np.int32), [], []
     for group in range(WARM_UP + GROUPS):
-        state = state.replace(lengths=jnp.full(case.batch, case.context, jnp.int32))
+        state = replace(state, lengths=jnp.full(case.batch, case.context, jnp.int32))
         jax.block_until_ready(state)
         began = time.perf_counter()
         for _ in range(GROUP):
@@ -124,10 +122,11 @@ def _filled_state(state: SlotState, case: Case) -> SlotState:
     rng = np.random.default_rng(0)
     pools = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape, x.dtype), state.target)
     temperature = state.sampling.temperature if case.greedy else state.sampling.temperature + 1
-    controls = state.sampling.replace(
-        temperature=temperature, draft_cap=jnp.full(case.batch, max(case.length, 1), jnp.int32)
+    controls = replace(
+        state.sampling, temperature=temperature, draft_cap=jnp.full(case.batch, max(case.length, 1), jnp.int32)
     )
-    return state.replace(
+    return replace(
+        state,
         root=jnp.asarray(rng.integers(0, shapes.TARGETS[case.shape].vocab_size, case.batch), jnp.int32),
         active=jnp.ones(case.batch, bool),
         remaining=jnp.full(case.batch, 2**30, jnp.int32),

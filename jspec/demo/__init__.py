@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from jspec.draft.eagle import Eagle3
 from jspec.engine import Engine
@@ -21,7 +21,7 @@ TARGET, HEAD = FOLDER / "target", FOLDER / "head"
 PROMPT = "class Config:\n    def _interpolate_some(self, parser, option, accum, "
 TOKENS = 160
 LENGTH = 3  # draft tokens a round
-OPTIONS = dict(slots=1, max_len=512, prefill_buckets=(128,), tokenizer="bytes", dtype="float32")
+OPTIONS: dict[str, Any] = dict(slots=1, max_len=512, prefill_buckets=(128,), tokenizer="bytes", dtype="float32")
 COLOURS = {True: "\033[36m", False: "\033[33m"}
 RESET = "\033[0m"
 
@@ -47,7 +47,9 @@ def run(out: TextIO = sys.stdout) -> int:
         for chunk in speculative.stream(PROMPT, params):
             print(_painted(chunk.text or "", chunk.from_draft, colour), end="", file=out, flush=True)
         print("\n", file=out)
-        results = {name: _timed(one, params) for name, one in (("plain", plain), (f"EAGLE-3 chain of {LENGTH}", speculative))}
+        results = {
+            name: _timed(one, params) for name, one in (("plain", plain), (f"EAGLE-3 chain of {LENGTH}", speculative))
+        }
     print(_comparison(results), file=out)
     texts = {completion.text for completion, _ in results.values()}
     equal = len(texts) == 1

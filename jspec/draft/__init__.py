@@ -8,6 +8,7 @@ Randomness comes from `jspec.sampling`, never from a key of the drafter's own.
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -93,7 +94,7 @@ class NoDraft(Drafter):
         return state
 
     def draft(self, params: Params, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
-        return chain_draft(view, [], [], None, None), state
+        return chain_draft(view, [], [], [], None), state
 
     def commit(
         self,
@@ -107,11 +108,22 @@ class NoDraft(Drafter):
         return state
 
 
+def require_chain(method: str, tree: Tree) -> Tree:
+    """The tree, if it is a chain.
+
+    Raises:
+        NotImplementedError: it is not, and the method drafts nothing else.
+    """
+    if not tree.is_chain:
+        raise NotImplementedError(f"{method}: expected a chain, got {tree}; use Tree.chain(length)")
+    return tree
+
+
 def chain_draft(
     view: SlotView,
     tokens: list[Int[Array, "batch"]],
     log_probs: list[Float[Array, "batch"]],
-    probs: list[Float[Array, "batch vocab"]] | None,
+    laws: Sequence[Float[Array, "batch vocab"] | None],
     vocab_map: Int[Array, "vocab"] | None,
 ) -> Draft:
     """The `Draft` of a chain.
@@ -119,15 +131,16 @@ def chain_draft(
     Args:
         tokens: target-vocabulary ids, level by level.
         log_probs: untempered draft log-probability of each.
-        probs: the law each was drawn from; None if they were not drawn.
+        laws: what each was drawn from; None, or nothing at all, if they were not drawn.
     """
     rows, nodes = view.root.shape[0], len(tokens) + 1
+    drawn = [law for law in laws if law is not None]
     steps = [jnp.zeros(rows, jnp.float32), *log_probs]
     return Draft(
         tokens=jnp.stack([view.root, *tokens], axis=1),
         parents=jnp.broadcast_to(jnp.arange(-1, nodes - 1, dtype=jnp.int32), (rows, nodes)),
         scores=jnp.cumsum(jnp.stack(steps, axis=1), axis=1),
         valid=jnp.ones((rows, nodes), bool),
-        probs=None if probs is None else jnp.stack([*probs, jnp.zeros_like(probs[0])], axis=1),
+        probs=jnp.stack([*drawn, jnp.zeros_like(drawn[0])], axis=1) if drawn else None,
         vocab_map=vocab_map,
     )

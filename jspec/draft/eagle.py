@@ -10,6 +10,7 @@ overwrites them with rows made from the target's true features.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self, final
@@ -21,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec import pretrained, sampling
 from jspec.cache import PoolShape, create
-from jspec.draft import Drafter, chain_draft
+from jspec.draft import Drafter, chain_draft, require_chain
 from jspec.models.attention import attend, project
 from jspec.models.config import Eagle3Config
 from jspec.models.decoder import Model, linear, logits_of, mlp, rms_norm
@@ -95,7 +96,7 @@ class Eagle3(Drafter):
 
     def __init__(self, head: EagleHead, tree: Tree) -> None:
         self.head = head
-        self.tree = tree
+        self.tree = require_chain("Eagle3", tree)
 
     @classmethod
     def from_pretrained(
@@ -125,7 +126,7 @@ class Eagle3(Drafter):
 
     def bind(self, target: Model) -> EagleHead:
         _check_pair(self.head, target, self.feature_layers(target))
-        return self.head if self.head.embed is not None else self.head.replace(embed=target.embed)
+        return self.head if self.head.embed is not None else replace(self.head, embed=target.embed)
 
     def init(self, params: EagleHead, pool: PoolShape) -> EagleState:
         pairs = (pool.slots, self.tree.depth + 1)
@@ -148,7 +149,8 @@ class Eagle3(Drafter):
         _, cache = _write(params, state.cache, pairs, shifted)
         last = jnp.maximum(jnp.sum(batch.valid, axis=1) - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(fused, last, axis=1)[:, 0]
-        return state.replace(
+        return replace(
+            state,
             cache=cache,
             features=state.features.at[view.slots, 0].set(newest, mode="drop"),
             count=state.count.at[view.slots].set(1, mode="drop"),
@@ -158,7 +160,8 @@ class Eagle3(Drafter):
         config = params.config
         with jax.named_scope("draft1"):
             out, cache = catch_up(params, state, view)
-        tokens, log_probs, laws = [], [], []
+        tokens: list[Array] = []
+        log_probs, laws = [], []
         for depth in range(1, self.tree.depth + 1):
             with jax.named_scope(f"draft{depth}"):
                 if depth > 1:
@@ -168,8 +171,7 @@ class Eagle3(Drafter):
                 log_probs.append(sampling.log_prob(logits, draft_id))
                 tokens.append(params.draft_to_target[draft_id])
                 laws.append(law)
-        drawn = None if laws[0] is None else laws
-        return chain_draft(view, tokens, log_probs, drawn, params.draft_to_target), state.replace(cache=cache)
+        return chain_draft(view, tokens, log_probs, laws, params.draft_to_target), replace(state, cache=cache)
 
     def commit(
         self,
@@ -182,8 +184,11 @@ class Eagle3(Drafter):
     ) -> EagleState:
         assert features is not None
         accepted = jnp.take_along_axis(features, jnp.maximum(verdict.path, 0)[..., None], axis=1)
-        return state.replace(
-            features=state.features.at[view.slots].set(linear(accepted.astype(params.fc.dtype), params.fc), mode="drop"),
+        return replace(
+            state,
+            features=state.features.at[view.slots].set(
+                linear(accepted.astype(params.fc.dtype), params.fc), mode="drop"
+            ),
             tokens=state.tokens.at[view.slots].set(verdict.tokens, mode="drop"),
             count=state.count.at[view.slots].set(verdict.accept_len + 1, mode="drop"),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Self, final
 
@@ -12,7 +13,7 @@ from jaxtyping import Array, Int
 
 from jspec import pretrained, sampling
 from jspec.cache import PoolShape, create
-from jspec.draft import Drafter, chain_draft
+from jspec.draft import Drafter, chain_draft, require_chain
 from jspec.models.decoder import Model, forward
 from jspec.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.tree import Tree
@@ -41,7 +42,7 @@ class DraftModel(Drafter):
 
     def __init__(self, model: Model, tree: Tree) -> None:
         self.model = model
-        self.tree = tree
+        self.tree = require_chain("DraftModel", tree)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, tree: Tree, dtype: str | None = None) -> Self:
@@ -89,8 +90,7 @@ class DraftModel(Drafter):
                 laws.append(law)
                 log_probs.append(sampling.log_prob(logits, token))
                 feed, position = token[:, None], view.lengths + depth
-        drawn = None if laws[0] is None else laws
-        return chain_draft(view, tokens, log_probs, drawn, None), state.replace(cache=cache)
+        return chain_draft(view, tokens, log_probs, laws, None), replace(state, cache=cache)
 
     def commit(
         self,
@@ -103,11 +103,15 @@ class DraftModel(Drafter):
     ) -> DraftModelState:
         last = jnp.take_along_axis(verdict.path, verdict.accept_len[:, None], axis=1)
         previous = jnp.take_along_axis(draft.tokens, last, axis=1)[:, 0]
-        return state.replace(previous=state.previous.at[view.slots].set(previous, mode="drop"))
+        return replace(state, previous=state.previous.at[view.slots].set(previous, mode="drop"))
 
 
 def _step(
-    params: Model, cache: KVCache, view: SlotView, tokens: Int[Array, "batch tokens"], position: Int[Array, "batch"]
+    params: Model,
+    cache: KVCache,
+    view: SlotView,
+    tokens: Int[Array, "batch tokens"],
+    position: Int[Array, "batch"],
 ) -> tuple[Array, KVCache]:
     """Feed tokens from a position on; logits behind the last of them."""
     count = tokens.shape[1]

@@ -47,9 +47,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise unsupported("model_type", self.family, " or ".join(map(repr, FAMILIES)))
-        positive(
-            "config", self, ("vocab_size", "intermediate_size", "num_layers", "norm_eps", "max_position")
-        )
+        positive("config", self, ("vocab_size", "intermediate_size", "num_layers", "norm_eps", "max_position"))
         _check_heads(self)
 
     @classmethod
@@ -104,9 +102,7 @@ class Eagle3Config:
     source_format: str
 
     def __post_init__(self) -> None:
-        positive(
-            "head config", self, ("vocab_size", "draft_vocab_size", "target_hidden_size", "intermediate_size")
-        )
+        positive("head config", self, ("vocab_size", "draft_vocab_size", "target_hidden_size", "intermediate_size"))
         positive("head config", self, ("norm_eps",))
         _check_heads(self)
         if self.draft_vocab_size > self.vocab_size:
@@ -143,9 +139,7 @@ class Eagle3Config:
         Raises: ValueError listing missing keys; NotImplementedError naming an option that is not supported.
         """
         if "speculators_model_type" in config:
-            raise unsupported(
-                "speculators_model_type", config["speculators_model_type"], "the EAGLE-3 authors' format"
-            )
+            raise unsupported("speculators_model_type", config["speculators_model_type"], "the EAGLE-3 authors' format")
         nested = config.get("eagle_config") or {}
         _check_flags(config, nested)
         _check_supported(config)

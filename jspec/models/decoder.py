@@ -47,7 +47,11 @@ class Model:
         """Build from the tree of arrays that `jspec.pretrained.load` returns."""
         layers = [Layer(**layer) for layer in weights["layers"]]
         return cls(
-            embed=weights["embed"], layers=layers, norm=weights["norm"], head=weights.get("head"), config=config
+            embed=weights["embed"],
+            layers=layers,
+            norm=weights["norm"],
+            head=weights.get("head"),
+            config=config,
         )
 
     @property
@@ -109,9 +113,7 @@ def forward(
     next_norms = [layer.attn_norm for layer in model.layers[1:]] + [model.norm]
     for index, (layer, next_norm) in enumerate(zip(model.layers, next_norms, strict=True)):
         with jax.named_scope(f"layer{index}"):
-            q, k_pool, v_pool = project(
-                linear(normed, layer.qkv), cache.k[index], cache.v[index], batch, model.config
-            )
+            q, k_pool, v_pool = project(linear(normed, layer.qkv), cache.k[index], cache.v[index], batch, model.config)
             attended = attend(q, k_pool, v_pool, batch)
             x, normed = _add_norm(x, linear(attended, layer.o), layer.mlp_norm, batch, eps)
             x, normed = _add_norm(x, mlp(normed, layer.gate_up, layer.down), next_norm, batch, eps)

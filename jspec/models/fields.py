@@ -79,20 +79,14 @@ class Rope:
 def positive(where: str, record: Any, names: Iterable[str]) -> None:
     for name in names:
         if not getattr(record, name) > 0:
-            raise ValueError(
-                f"{where}: expected {name} > 0, got {getattr(record, name)!r}; correct config.json"
-            )
+            raise ValueError(f"{where}: expected {name} > 0, got {getattr(record, name)!r}; correct config.json")
 
 
 def require(where: str, config: Mapping[str, Any], names: Iterable[str]) -> None:
     missing = [name for name in names if config.get(name) is None]
     if missing:
-        raise ValueError(
-            f"{where}: missing {', '.join(missing)}; got {', '.join(sorted(config))}; add the keys"
-        )
+        raise ValueError(f"{where}: missing {', '.join(missing)}; got {', '.join(sorted(config))}; add the keys")
 
 
 def unsupported(name: str, got: Any, expected: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"{name}: expected {expected}, got {got!r}; this checkpoint is not supported yet"
-    )
+    return NotImplementedError(f"{name}: expected {expected}, got {got!r}; this checkpoint is not supported yet")

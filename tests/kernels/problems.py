@@ -87,9 +87,7 @@ def pairwise_cover(seed: int = 0) -> list[Case]:
     generator = np.random.default_rng(seed)
     names = list(FACTORS)
     missing = {
-        (a, x, b, y)
-        for a, b in itertools.combinations(names, 2)
-        for x, y in itertools.product(FACTORS[a], FACTORS[b])
+        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x, y in itertools.product(FACTORS[a], FACTORS[b])
     }
 
     def pairs(values: tuple[Any, ...]) -> set[tuple[Any, ...]]:
@@ -97,9 +95,7 @@ def pairwise_cover(seed: int = 0) -> list[Case]:
 
     cases = []
     while missing:
-        draws = [
-            [options[generator.integers(len(options))] for options in FACTORS.values()] for _ in range(50)
-        ]
+        draws = [[options[generator.integers(len(options))] for options in FACTORS.values()] for _ in range(50)]
         best = max(map(tuple, draws), key=lambda values: len(pairs(values) & missing))
         missing -= pairs(best)
         cases.append(Case(*best))
@@ -155,6 +151,4 @@ def make_problem(case: Case, *, scale: float | None = None, seed: int = 0) -> Pr
         expected = attention(*numbers, page_table, lengths, new_rows, start=case.start, scale=scale)
     chain = jnp.asarray(np.broadcast_to(causal_bits(case.queries), (batch, *causal_bits(case.queries).shape)))
     bits = {"causal": None, "chain": chain}.get(case.tree, ancestor_bits(jnp.asarray(parents)))
-    return Problem(
-        q, k_pool, v_pool, jnp.asarray(page_table), jnp.asarray(lengths), bits, case.start, expected, real
-    )
+    return Problem(q, k_pool, v_pool, jnp.asarray(page_table), jnp.asarray(lengths), bits, case.start, expected, real)

@@ -79,9 +79,7 @@ def check_append(case: Case, implementation: str) -> None:
     first_row = np.array([0, 31, rows - 2], np.int32)  # the last one runs over the table's end
     valid = generator.random((3, case.tokens)) < 0.7
     k, v = generator.standard_normal((2, 3, case.tokens, case.kv_heads, case.dim)).astype(np.float32)
-    out = append(
-        k_pool, v_pool, *map(jnp.asarray, (k, v, page_table, first_row, valid)), implementation=implementation
-    )
+    out = append(k_pool, v_pool, *map(jnp.asarray, (k, v, page_table, first_row, valid)), implementation=implementation)
     targets = first_row[:, None] + np.arange(case.tokens)
     for pool, old, new in zip(out, (k_pool, v_pool), (k, v), strict=True):
         expected = expect_rows(old, page_table, targets, np.asarray(jnp.asarray(new, case.dtype)), valid)

@@ -110,9 +110,7 @@ def test_no_bit_of_the_kernel_depends_on_the_tables_width_or_on_other_sequences(
     out = paged_attention(*problem.arrays, implementation="pallas")
     wide = jnp.pad(page_table, ((0, 0), (0, 30)))
     one = slice(2, 3)
-    alone = paged_attention(
-        q[one], k_pool, v_pool, wide[one], lengths[one], bits[one], implementation="pallas"
-    )
+    alone = paged_attention(q[one], k_pool, v_pool, wide[one], lengths[one], bits[one], implementation="pallas")
     np.testing.assert_array_equal(out[2:3], alone)
 
 

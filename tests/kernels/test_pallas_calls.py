@@ -33,9 +33,7 @@ def test_control_the_check_finds_the_calls():
     assert sum(len(calls(path, "pallas_call")) for path in FILES) >= 3
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ >= (0, 11), reason="from jax 0.11 on it takes a device: test_h200.py"
-)
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="from jax 0.11 on it takes a device: test_h200.py")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
 def test_the_kernels_lower_to_triton(dtype):
     """A step nearer to a GPU than interpretation, for the jax that the H200's plugin at hand does not fit."""

@@ -61,7 +61,9 @@ def check(shape: tuple[int, int, int, int], dtype: str, implementation: str) -> 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_queries_and_pools_agree_with_float64(shape: tuple[int, int, int, int], dtype: str, implementation: str) -> None:
+def test_queries_and_pools_agree_with_float64(
+    shape: tuple[int, int, int, int], dtype: str, implementation: str
+) -> None:
     check(shape, dtype, implementation)
 
 

@@ -49,9 +49,7 @@ def attention_us(
         for k_pool, v_pool in caches:
             if write:
                 k, v = q[:, :, :KV_HEADS], q[:, :, KV_HEADS : 2 * KV_HEADS]
-                k_pool, v_pool = append(
-                    k_pool, v_pool, k, v, table, lengths, valid, implementation=implementation
-                )
+                k_pool, v_pool = append(k_pool, v_pool, k, v, table, lengths, valid, implementation=implementation)
             q = paged_attention(q, k_pool, v_pool, table, lengths, bits, implementation=implementation)
             written.append((k_pool, v_pool))
         return written, q

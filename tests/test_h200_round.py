@@ -1,0 +1,41 @@
+"""A whole round of an 8B model compiled for an H200: one graph, nothing beside it, no pool copied."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import pytest
+
+from jspec.bench import rounds, shapes
+from jspec.draft.eagle import EagleHead
+from jspec.models.decoder import Model
+from jspec.step import init_state, spec_step
+from tests.h200 import H200Program, compile_for_h200
+
+SHAPE = "llama3-8b"
+
+
+def compile_round(length: int) -> tuple[H200Program, int]:
+    """The compiled round of a chain, and the bytes of its state."""
+    target = Model.from_weights(shapes.TARGETS[SHAPE], shapes.target_shapes(SHAPE, "bfloat16"))
+    head = EagleHead.from_weights(shapes.head_config(SHAPE), shapes.head_shapes(SHAPE, "bfloat16"))
+    case = rounds.Case(SHAPE, batch=1, context=1024, length=length)
+    program, params, pool = rounds.build(case, target, head)
+    state = jax.eval_shape(lambda p: init_state(program, p, pool), params)
+    slots = jax.ShapeDtypeStruct((1,), "int32")
+    compiled = compile_for_h200(partial(spec_step, program), params, state, slots, donate_argnums=1)
+    return compiled, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("length", "launches"), [(0, 550), (4, 750)])
+def test_the_round_is_one_graph_in_place(length: int, launches: int) -> None:
+    program, state_bytes = compile_round(length)
+    assert len(program.graphs) == 1
+    assert not program.outside_graphs
+    assert program.alias_bytes == state_bytes
+    assert not program.copies(1 << 20)
+    assert program.temp_bytes < 12 << 20  # logits and partial attention; a pool would be 70 MB
+    assert len(program.launches) < launches
+    assert program.count("paged_attention") >= 2 * 32
