@@ -52,7 +52,8 @@ class Programs:
         program = replace(self._program, rounds=self._config.rounds_per_dispatch, trace=trace)
         for rows in self._config.buckets:
             lowered = self._lower(partial(spec_step, program), state, rows)
-            work.append((f"round[{rows}]", partial(self.rounds.__setitem__, (rows, trace)), lowered))
+            name = f"round[{rows}]" + (" traced" if trace else "")
+            work.append((name, partial(self.rounds.__setitem__, (rows, trace)), lowered))
         for tokens in () if trace else self._config.prefill_buckets:
             lowered = self._lower(partial(prefill_step, self._program), state, PREFILL_HEAD + self._pages + tokens)
             work.append((f"prefill[{tokens}]", partial(self.prefill.__setitem__, tokens), lowered))

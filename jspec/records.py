@@ -182,7 +182,9 @@ class PrefillInput(NamedTuple):
 
     def pack(self) -> np.ndarray:
         """A fresh int32 vector; floats and seeds travel by their bits."""
-        return np.concatenate([np.atleast_1d(field).view(np.int32) for field in self])
+        fields = [np.atleast_1d(field) for field in self]
+        assert all(field.dtype.itemsize == 4 for field in fields), "every field is int32, uint32 or float32"
+        return np.concatenate([field.view(np.int32) for field in fields])
 
     @classmethod
     def unpack(cls, packed: Int[Array, "packed"], *, pages: int) -> PrefillInput:

@@ -9,8 +9,6 @@ import numpy as np
 
 from jspec.metrics import Metrics
 
-MAX_STOP_IDS = 8
-
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -159,7 +157,7 @@ class Chunk:
     finish_reason: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Completion:
     """What a request came to.
 
@@ -185,6 +183,10 @@ class Completion:
     @property
     def samples(self) -> list[Completion]:
         return [self]
+
+    def __repr__(self) -> str:
+        shown = self.text if self.text is not None else self.token_ids
+        return f"Completion({len(self.token_ids)} tokens, finish_reason={self.finish_reason!r}, {shown!r:.80})"
 
     def _repr_html_(self) -> str:
         """Drafted tokens on a coloured ground, for notebooks."""

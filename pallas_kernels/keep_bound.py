@@ -9,6 +9,7 @@ probability) above each of 16 candidates in one pass over the row, eight passes 
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ def _float_of(order: Array) -> Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _largest(weigh, goal: Array, steps: Array | int) -> Array:
+def _largest(weigh: Callable[[Array], Array], goal: Array, steps: Array | int) -> Array:
     """The largest bound above which there is at least `goal`; 0 after no steps.
 
     Args:

@@ -183,7 +183,7 @@ def in_flight_while_reading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
 
 def to_the_end(engine: Engine) -> list[int]:
     """A request that ends exactly at max_len."""
-    (done,) = engine.generate(PROMPT, SamplingParams(max_tokens=1000, temperature=0))
+    (done,) = engine.generate(PROMPT, SamplingParams(max_tokens=2**40, temperature=0))
     assert len(PROMPT) + len(done.token_ids) == MAX_LEN and done.finish_reason == "length"
     return done.token_ids
 
@@ -229,7 +229,7 @@ def test_the_last_row_of_the_last_page_and_no_other_slots(either: Engine) -> Non
 def test_nan_in_committed_pages_would_show(either: Engine) -> None:
     """Negative control: the same NaN, poured when the prompt's rows are in place."""
     expected = to_the_end(either)
-    stream = either.stream(PROMPT, SamplingParams(max_tokens=1000, temperature=0))
+    stream = either.stream(PROMPT, SamplingParams(max_tokens=2**40, temperature=0))
     tokens = list(next(stream).token_ids)
     either._state = poisoned(either._state, [])
     tokens += [token for chunk in stream for token in chunk.token_ids]

@@ -13,7 +13,7 @@ PACKAGES = ("jspec", "pallas_kernels", "convert")
 
 BASE = "jax records tree config sharding models.config"
 DEVICE = f"{BASE} pallas_kernels cache models sampling verify"
-LOADING = "pretrained checkpoint"  # a drafter reads its own weights
+LOADING = "pretrained checkpoint"  # models and drafters read their own weights
 STEP = f"{DEVICE} {LOADING} draft step"
 # What a part may import besides itself, numpy, jaxtyping and the standard library:
 # "jax" stands for jax, flax and orbax, "other" for any other library. A part that is not listed may import
@@ -25,8 +25,8 @@ ALLOWED = {
     "config": "records tree",
     "sharding": "jax",
     "models.config": "",
-    **dict.fromkeys(["cache", "models", "sampling", "verify"], DEVICE),
-    "draft": f"{DEVICE} {LOADING}",
+    **dict.fromkeys(["cache", "sampling", "verify"], DEVICE),
+    **dict.fromkeys(["models", "draft"], f"{DEVICE} {LOADING}"),
     **dict.fromkeys(["step", "programs", "memory"], STEP),
     "pages": "",
     "metrics": "",

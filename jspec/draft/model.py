@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from jspec import pretrained, sampling
+from jspec import sampling
 from jspec.cache import PoolShape, create
 from jspec.draft import Drafter, chain_draft, require_chain
 from jspec.models.decoder import Model, forward
@@ -47,8 +47,7 @@ class DraftModel(Drafter):
     @classmethod
     def from_pretrained(cls, path: str | Path, *, tree: Tree, dtype: str | None = None) -> Self:
         """Load a Hugging Face folder, a converted folder or a hub id."""
-        checkpoint = pretrained.load(path, dtype=dtype, kind="target")
-        return cls(Model.from_weights(checkpoint.config, checkpoint.weights), tree)
+        return cls(Model.from_pretrained(path, dtype=dtype), tree)
 
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return ()

@@ -7,6 +7,7 @@ Linear weights are stored ``[out, in]``, as in the checkpoints, with Q, K and V 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from jspec import pretrained
 from jspec.models.attention import attend, project
 from jspec.models.config import ModelConfig
 from jspec.records import KVCache, TargetOut, TokenBatch
@@ -53,6 +55,16 @@ class Model:
             head=weights.get("head"),
             config=config,
         )
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *, dtype: str | None = None) -> Model:
+        """Load a Hugging Face folder, a folder written by ``python -m convert``, or a hub id.
+
+        Args:
+            dtype: of the weights; None: float32 on CPU, bfloat16 elsewhere.
+        """
+        checkpoint = pretrained.load(path, dtype=dtype, kind="target")
+        return cls.from_weights(checkpoint.config, checkpoint.weights)
 
     @property
     def output_head(self) -> Float[Array, "vocab hidden"]:
