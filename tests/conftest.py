@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,9 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before anything imports jax or our packages."""
-    chosen = (config.getoption("-m") or "").split()
-    on_device = any(mark in chosen and "not" not in chosen for mark in DEVICE_MARKS)
-    if not on_device:
+    wanted = re.sub(r"\bnot \w+", "", config.getoption("-m") or "")
+    if not any(mark in re.findall(r"\w+", wanted) for mark in DEVICE_MARKS):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if metadata.version("jaxlib") == "0.10.2":
         # Its CPU compiler crashes on broadcasts of rank 7 and more with these fusions (jax issue 39257).

@@ -66,7 +66,7 @@ def make(target, drafter, accept: str) -> Engine:
 def test_sampled_chains_have_the_targets_joint_law(target, accept: str) -> None:
     engine = make(target, DraftModel(tiny.model(VOCAB, seed=2), Tree.chain(3)), accept)
     for controls in CONTROLS.values():
-        done = draw(engine, 8000, controls)
+        done = draw(engine, 4000, controls)
         expected = decoder.joint_law(target, PROMPT, TOKENS, **controls)
         assert np.mean([c.metrics.num_drafts for c in done]) > 1.5, "the law must span several rounds"
         assert abs(deviation(done, expected)) < 5
@@ -74,7 +74,7 @@ def test_sampled_chains_have_the_targets_joint_law(target, accept: str) -> None:
 
 @pytest.mark.slow
 def test_a_random_draft_with_its_law_leaves_the_joint_law_alone(target) -> None:
-    done = draw(make(target, Random(Tree.chain(2)), "rejection"), 8000, CONTROLS["plain"])
+    done = draw(make(target, Random(Tree.chain(2)), "rejection"), 4000, CONTROLS["plain"])
     assert abs(deviation(done, decoder.joint_law(target, PROMPT, TOKENS, temperature=1.0))) < 5
 
 
@@ -88,5 +88,5 @@ def test_noise_keyed_by_position_alone_is_caught(target, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(sampling, "keys", by_position)
     engine = make(target, DraftModel(tiny.model(VOCAB, seed=2), Tree.chain(3)), "rejection")
-    done = draw(engine, 8000, CONTROLS["plain"])
+    done = draw(engine, 4000, CONTROLS["plain"])
     assert deviation(done, decoder.joint_law(target, PROMPT, TOKENS, temperature=1.0)) > 20

@@ -83,10 +83,10 @@ def test_the_first_draft_logits_are_the_recorded_ones(
     original = eagle.catch_up
 
     def spy(params: eagle.EagleHead, state: eagle.EagleState, view: SlotView) -> tuple:
-        hidden, cache_ = original(params, state, view)
-        logits = eagle.draft_logits(params, hidden)[:, 0]
+        out, cache_ = original(params, state, view)
+        logits = eagle.logits_of(out.normed, params.head)[:, 0]
         jax.debug.callback(lambda x: seen.append(np.asarray(x)), logits, ordered=True)
-        return hidden, cache_
+        return out, cache_
 
     monkeypatch.setattr(eagle, "catch_up", spy)
     target = tiny.load_target(golden / "target")

@@ -23,7 +23,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "drafter": ("eagle3", "small", "right", "wrong", "random"),
     "length": (1, 2, 5),
     "page": (1, 16, 64),
-    "buckets": ((1,), (1, 4), (1, 2, 8)),
+    "buckets": ((1,), (4,), (1, 8)),
 }
 ROUNDS = {1: 1, 2: 3, 5: 1}  # rounds per dispatch, by draft length
 
