@@ -141,15 +141,20 @@ class Engine:
             self._queue(request)
         try:
             with tqdm(total=sum(r.limit for r in requests), unit="tok", disable=not progress) as bar:
-                while any(request.finish_reason is None for request in requests):
-                    self.step()
-                    bar.update(sum(len(request.token_ids) for request in requests) - bar.n)
-                    bar.set_postfix(tau=f"{self.metrics.mean_acceptance_length:.2f}", refresh=False)
+                for request in requests:
+                    while request.finish_reason is None:
+                        self.step()
+                        if progress:
+                            self._show(bar, requests)
             return [completion_of(request, self._texts[request.id]) for request in requests]
         finally:
             for request in requests:
                 self._end(request, "abort")
                 self._forget(request)
+
+    def _show(self, bar: tqdm, requests: Sequence[Request]) -> None:
+        bar.update(sum(len(request.token_ids) for request in requests) - bar.n)
+        bar.set_postfix(tau=f"{self.metrics.mean_acceptance_length:.2f}", refresh=False)
 
     def chat(
         self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None, **options: Any
