@@ -37,6 +37,12 @@ def pytest_configure(config: pytest.Config) -> None:
         install_import_hook(PACKAGES, f"{typecheck.__name__}.arrays")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: where two workers share the files, neither is left alone with a long one."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "flax"))
     checked = not config.getoption("--no-typecheck") and find_spec("beartype")

@@ -158,19 +158,6 @@ def test_tokens_equal_plain_decoding_on_a_pairwise_cover(case: dict[str, Any], g
     check(case, golden, data, count=20, tokens=64)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("drafter", FACTORS["drafter"])
-def test_tokens_equal_plain_decoding_at_full_length(drafter: str, golden: Path, data: Path) -> None:
-    case = dict(pair="golden", drafter=drafter, length=5, page=16, buckets=(8,))
-    check(case, golden, data, count=100, tokens=200)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("case", cover.product(FACTORS | {"drafter": (*FACTORS["drafter"], "self")}), ids=cover.label)
-def test_tokens_equal_plain_decoding_everywhere(case: dict[str, Any], golden: Path, data: Path) -> None:
-    check(case, golden, data, count=100, tokens=200)
-
-
 def test_acceptance_never_decays(golden: Path, data: Path) -> None:
     """The target drafts for itself, 200 rounds: the draft row that the bonus token lacks is made good every time."""
     one = pair("golden", golden, data)

@@ -1,4 +1,4 @@
-"""Small models with random weights, and the real small pairs, loaded once a session."""
+"""Small models with random weights, and the real small pairs, loaded once a run."""
 
 from __future__ import annotations
 

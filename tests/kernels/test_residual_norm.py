@@ -29,8 +29,8 @@ def test_sum_and_norm_agree_with_float64(hidden: int, dtype: str, implementation
     x, delta, weight = inputs(hidden, dtype)
     total, normed = add_rms_norm(x, delta, weight, eps=EPS, implementation=implementation)
     np.testing.assert_array_equal(np.asarray(total, np.float32), np.asarray(x + delta, np.float32))
-    # Two roundings after the norm: the quotient's and the product's.
-    tolerance = 2 * (2**-8 if dtype == "bfloat16" else 2**-22)
+    # Three roundings: the sum's, which a compiler may leave out, the quotient's and the product's.
+    tolerance = 3 * (2**-8 if dtype == "bfloat16" else 2**-22)
     np.testing.assert_allclose(np.asarray(normed, np.float64), oracle(x, delta, weight), rtol=tolerance, atol=1e-6)
 
 
