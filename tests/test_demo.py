@@ -1,0 +1,37 @@
+"""What a newcomer runs first."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from jspec import demo
+from jspec.__main__ import main, parse_tree
+from jspec.tree import Tree
+
+
+def test_the_demo_shows_two_equal_texts() -> None:
+    out = io.StringIO()
+    assert demo.run(out) == 0
+    lines = out.getvalue().splitlines()
+    assert lines[-1] == "the two texts are equal"
+    assert any("EAGLE-3 chain of 3" in line for line in lines)
+    assert "[" in out.getvalue()
+
+
+def test_info_names_the_head(capsys: pytest.CaptureFixture) -> None:
+    assert main(["info", str(demo.HEAD)]) == 0
+    assert "EAGLE-3" in capsys.readouterr().out
+
+
+def test_a_missing_folder_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    assert main(["info", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_trees_are_parsed() -> None:
+    assert parse_tree("chain:4") == Tree.chain(4)
+    with pytest.raises(ValueError, match="chain:LENGTH"):
+        parse_tree("star:4")
