@@ -17,6 +17,7 @@ from jspec.testing import NEAR_TIE, Random, Scripted, always_right, differences
 from jspec.tokenizer import load_tokenizer
 from tests import cover, tiny
 
+pytestmark = pytest.mark.slow  # together
 LONGEST_PROMPT = 250
 FACTORS: dict[str, tuple[Any, ...]] = {
     "pair": ("golden", "stories"),
