@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -64,10 +64,6 @@ class SamplingParams:
         for name, holds, allowed in limits:
             if not holds:
                 raise ValueError(f"SamplingParams.{name}: expected {allowed}, got {getattr(self, name)!r}")
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0
 
 
 def _is_int(value: object) -> bool:
@@ -196,8 +192,3 @@ class Completion:
             style = ' style="background:#cfe8ff"' if drafted else ""
             spans.append(f"<span{style}>{html.escape(piece)}</span>")
         return f'<pre style="white-space:pre-wrap">{"".join(spans)}</pre>'
-
-
-def unknown_fields(names: set[str]) -> set[str]:
-    """Those of the names that `SamplingParams` has not."""
-    return names - {f.name for f in fields(SamplingParams)}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import ancestor_bits, causal_bits
+from tests import cover
 from tests.reference.attention import ancestors, attention
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -84,22 +85,7 @@ def full_product(**wanted: Any) -> list[Case]:
 
 def pairwise_cover(seed: int = 0) -> list[Case]:
     """Few cases in which every two values of two factors meet at least once."""
-    generator = np.random.default_rng(seed)
-    names = list(FACTORS)
-    missing = {
-        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x, y in itertools.product(FACTORS[a], FACTORS[b])
-    }
-
-    def pairs(values: tuple[Any, ...]) -> set[tuple[Any, ...]]:
-        return {(a, x, b, y) for (a, x), (b, y) in itertools.combinations(zip(names, values, strict=True), 2)}
-
-    cases = []
-    while missing:
-        draws = [[options[generator.integers(len(options))] for options in FACTORS.values()] for _ in range(50)]
-        best = max(map(tuple, draws), key=lambda values: len(pairs(values) & missing))
-        missing -= pairs(best)
-        cases.append(Case(*best))
-    return cases
+    return [Case(**case) for case in cover.pairwise(FACTORS, seed)]
 
 
 def make_tree(kind: str, nodes: int, generator: np.random.Generator) -> np.ndarray:
