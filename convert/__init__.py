@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from convert import drafts, targets
+from convert.heads import read_head
 from convert.hf import FLOATS, Row, Source, batches, check, open_source, read_json
-from jspec.models.config import Eagle3Config, ModelConfig
+from jspec.models.config import Config, ModelConfig, Overrides
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Plan:
 
     folder: Path
     kind: str
-    config: ModelConfig | Eagle3Config
+    config: Config
     rows: tuple[Row, ...]
     source: Source
 
@@ -45,45 +47,51 @@ class Plan:
         return batches(self.source, self.rows, dtype)
 
 
-def plan(folder: str | Path, *, rope_theta: float | None = None, feature_layers: Iterable[int] | None = None) -> Plan:
+def plan(folder: str | Path, overrides: Overrides | None = None) -> Plan:
     """Reads config and tensor headers of a Hugging Face folder and matches them both ways.
 
     Args:
         folder: with config.json and weights.
-        rope_theta: replaces the rotary base of the config.
-        feature_layers: target state indices that replace those of a head's config.
+        overrides: what replaces the word of config.json.
 
     Returns:
         The plan; no weight is read yet.
 
     Raises:
         FileNotFoundError: if a file is missing.
-        ValueError: if the files are damaged, or tensors and config do not match: lists every name.
+        ValueError: if the files are damaged or contradict themselves, or tensors and config do not match: lists
+            every name.
         NotImplementedError: naming what is not supported.
     """
-    folder = Path(folder)
+    folder, overrides = Path(folder), overrides or Overrides()
     if not (folder / "config.json").is_file():
         got = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "no such folder"
         raise FileNotFoundError(f"{folder}: expected a folder with config.json, got {got}; give a model's folder")
     fields = read_json(folder / "config.json")
-    drafts.refuse_unbuilt(fields)
-    source = open_source(folder)
+    source = open_source(folder, heads_first="medusa_num_heads" in fields)
     kind = drafts.detect(fields, source.tensors)
-    config: ModelConfig | Eagle3Config
-    if kind == "eagle3":
-        config = Eagle3Config.from_hf(fields, rope_theta=rope_theta, feature_layers=feature_layers)
-        names = {drafts.bare_name(name): name for name in source.tensors}
-        rows = [
-            replace(row, sources={names.get(name, name): shape for name, shape in row.sources.items()})
-            for row in drafts.eagle3(config, names)
-        ]
-    else:
-        if feature_layers is not None:
-            raise ValueError(f"feature_layers: expected a draft head, got a target in {folder}; leave them out")
-        config = ModelConfig.from_hf(fields, rope_theta=rope_theta)
-        rows = targets.llama(config, source.tensors)
+    overrides.check(kind)
+    config, rows = _map(kind, fields, source, overrides)
     try:
         check(rows, source.tensors)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     return Plan(folder, kind, config, tuple(rows), source)
+
+
+def _map(kind: str, fields: Mapping[str, Any], source: Source, overrides: Overrides) -> tuple[Config, list[Row]]:
+    """The config of a folder, and the rows that fill its parameters from the file's own tensor names."""
+    if kind == "target":
+        model = ModelConfig.from_hf(fields, rope_theta=overrides.rope_theta)
+        return model, targets.llama(model, source.tensors)
+    names = {drafts.bare_name(name): name for name in source.tensors}
+    config: Config
+    if kind == "medusa":
+        config = drafts.medusa_config({bare: source.tensors[name] for bare, name in names.items()})
+        rows = drafts.medusa(config)
+    else:
+        config = read_head(fields, kind, overrides)
+        rows = drafts.eagle(config, names)
+    return config, [
+        replace(row, sources={names.get(name, name): shape for name, shape in row.sources.items()}) for row in rows
+    ]

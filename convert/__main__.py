@@ -12,6 +12,7 @@ import jax
 from convert import Plan, plan
 from convert.hf import FLOATS
 from jspec import checkpoint
+from jspec.models.config import Overrides
 
 COMPANIONS = (
     "config.json",
@@ -37,17 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 after printing what is wrong.
     """
-    parser = argparse.ArgumentParser(prog="python -m convert", description=__doc__)
-    parser.add_argument("src", type=Path, help="folder with config.json and safetensors or .bin weights")
-    parser.add_argument("dst", type=Path, help="folder to write")
-    parser.add_argument("--dtype", choices=FLOATS, help="of the weights; default: as in the file")
-    parser.add_argument("--overwrite", action="store_true", help="replace a converted folder at DST")
-    parser.add_argument("--rope-theta", type=float, help="rotary base, instead of the config's")
-    parser.add_argument("--feature-layers", type=_ids, metavar="2,16,29", help="target state indices, for a head")
-    options = parser.parse_args(argv)
+    options = _parser().parse_args(argv)
     start = time.perf_counter()
     try:
-        planned = plan(options.src, rope_theta=options.rope_theta, feature_layers=options.feature_layers)
+        given = (options.rope_theta, options.feature_layers, options.norm_before_residual, options.norm_output)
+        planned = plan(options.src, Overrides(*given))
         dtype = planned.dtype(options.dtype)
         _describe(planned, dtype)
         checkpoint.save(
@@ -67,6 +62,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m convert", description=__doc__)
+    parser.add_argument("src", type=Path, help="folder with config.json and safetensors or torch weights")
+    parser.add_argument("dst", type=Path, help="folder to write")
+    parser.add_argument("--dtype", choices=FLOATS, help="of the weights; default: as in the file")
+    parser.add_argument("--overwrite", action="store_true", help="replace a converted folder at DST")
+    overrides = parser.add_argument_group("instead of what the source's config.json says")
+    overrides.add_argument("--rope-theta", type=float, help="rotary base")
+    overrides.add_argument("--feature-layers", type=_ids, metavar="2,16,29", help="target state indices, for a head")
+    either = argparse.BooleanOptionalAction
+    overrides.add_argument("--norm-before-residual", action=either, help="a head's first residual is normed")
+    overrides.add_argument("--norm-output", action=either, help="a head's normed output is fed back (EAGLE-3.1)")
+    return parser
+
+
 def _ids(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
@@ -82,8 +92,7 @@ def _peak_memory() -> int:
 
 
 def _describe(planned: Plan, dtype: str) -> None:
-    config = planned.config
-    print(f"{planned.folder}: {planned.kind}, {dtype}, rope {config.rope}")
+    print(f"{planned.folder}: {planned.kind}, {dtype}, {planned.config}")
     for row in planned.rows:
         for name in row.sources:
             tensor = planned.source.tensors[name]

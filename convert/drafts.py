@@ -8,34 +8,51 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from convert.hf import Row, Source, stacked
+from convert.hf import Row, Source, Tensor, side_by_side, stacked
 from convert.targets import block
-from jspec.models.config import Eagle3Config
+from jspec.models.config import HeadConfig, MedusaConfig
 
+MEDUSA_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
 
-def refuse_unbuilt(config: Mapping[str, Any]) -> None:
-    """Raises NotImplementedError for head formats that are not read yet, as far as config.json tells."""
-    if "speculators_model_type" in config:
-        raise _unbuilt(f"speculators format ({config['speculators_model_type']})")
-    if "medusa_num_heads" in config:
-        raise _unbuilt("Medusa heads")
+# Tensor names that only other methods have, and what those are called.
+OTHER_TENSORS = {
+    r"mask_hidden": "P-EAGLE (parallel drafting)",
+    r"parallel_draft_heads\..*": "parallel draft heads",
+    r"midlayer\.\d+\..*": "an EAGLE-3 head of several midlayers",
+    r"medusa_heads?\..*": "Medusa heads within a model (Medusa-2)",
+    r"mtp(_layers)?\..*|.*\.eh_proj\..*": "multi-token prediction (MTP) layers",
+}
+OTHER_ARCHITECTURES = {
+    "PEagle": "P-EAGLE (parallel drafting)",
+    "DFlash": "DFlash",
+    "DSpark": "DSpark",
+    "Domino": "Domino",
+}
 
 
 def detect(config: Mapping[str, Any], names: Collection[str]) -> str:
-    """The kind of a folder by its tensors: "target" or "eagle3".
+    """The kind of a folder by its config and tensors: "target", "eagle3", "eagle" or "medusa".
 
     Raises:
-        NotImplementedError: naming a format that is not read yet.
+        NotImplementedError: naming a method whose heads are not read.
     """
     bare = {bare_name(name) for name in names}
     architectures = " ".join(config.get("architectures") or ())
-    if any(name.startswith("midlayer.") for name in bare) or "d2t" in bare or "Eagle3" in architectures:
+    speculators = config.get("speculators_model_type")
+    others = [f"the architecture {architectures}" for name in OTHER_ARCHITECTURES if name in architectures]
+    others += [what for pattern, what in OTHER_TENSORS.items() if any(re.fullmatch(pattern, n) for n in bare)]
+    if speculators not in (None, "eagle3"):
+        others.append(f"speculators_model_type {speculators!r}")
+    if others:
+        raise NotImplementedError(
+            f"expected a Llama model or an EAGLE or Medusa head, got {others[0]}; this method is not supported yet"
+        )
+    if any(MEDUSA_BLOCK.fullmatch(name) for name in bare):
+        return "medusa"
+    if speculators or "d2t" in bare or "Eagle3" in architectures or any(n.startswith("midlayer.") for n in bare):
         return "eagle3"
-    if any(re.fullmatch(r"\d+\.\d+\.linear\.weight", name) for name in bare):
-        raise _unbuilt("Medusa heads")
-    if "fc.weight" in bare:
-        raise _unbuilt("an EAGLE-1/2 head")
-    return "target"
+    fused = any(name.startswith("fc.") for name in bare)
+    return "eagle" if fused or config.get("model_type") == "eagle" else "target"
 
 
 def bare_name(name: str) -> str:
@@ -43,12 +60,13 @@ def bare_name(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def eagle3(config: Eagle3Config, names: Collection[str]) -> list[Row]:
-    """An EAGLE-3 head as its authors save it, and SpecForge and ModelOpt after them.
+def eagle(config: HeadConfig, names: Collection[str]) -> list[Row]:
+    """An EAGLE head of any exporter.
 
     Args:
         config: of the head.
-        names: the tensors that the file holds: `embed_tokens`, `d2t` and `t2d` may be absent.
+        names: the tensors that the file holds: `embed_tokens`, `t2d`, and `d2t` and `lm_head` of a head over the
+            whole vocabulary may be absent; the first layer is `midlayer` or `layers.0`.
 
     Returns:
         The rows of the weight map.
@@ -57,17 +75,93 @@ def eagle3(config: Eagle3Config, names: Collection[str]) -> list[Row]:
     rows = []
     if "embed_tokens.weight" in names:
         rows.append(stacked("embed", {"embed_tokens.weight": (vocab, hidden)}))
-    rows += [
-        stacked("fc", {"fc.weight": (hidden, config.num_features * config.target_hidden_size)}),
-        stacked("layer.input_norm", {"midlayer.input_layernorm.weight": (hidden,)}),
-        stacked("layer.hidden_norm", {"midlayer.hidden_norm.weight": (hidden,)}),
-        *block("layer", "midlayer", config, width=2 * hidden),
-        stacked("norm", {"norm.weight": (hidden,)}),
-        stacked("head", {"lm_head.weight": (drafted, hidden)}),
-    ]
+    rows += _fusion(config)
+    midlayer = any(name.startswith("midlayer.") for name in names)
+    for index in range(config.num_layers):
+        rows += _layer(config, index, "midlayer" if midlayer and index == 0 else f"layers.{index}")
+    if config.method == "eagle":
+        return rows
+    rows.append(stacked("norm", {"norm.weight": (hidden,)}))
+    if "lm_head.weight" in names or drafted < vocab:
+        rows.append(stacked("head", {"lm_head.weight": (drafted, hidden)}))
     maps = {"d2t": (drafted,)} if "d2t" in names or drafted < vocab else {}
     maps |= {"t2d": (vocab,)} if "t2d" in names else {}
     rows.append(Row("draft_to_target", maps, (drafted,), partial(_vocabulary, vocab), dtype="int32"))
+    return rows
+
+
+def _fusion(config: HeadConfig) -> list[Row]:
+    """What makes a feature of the target's states, or, in EAGLE-1 and 2, joins it with the embedding."""
+    hidden, width = config.hidden_size, config.num_features * config.target_hidden_size
+    rows = []
+    if config.norm_before_fc:
+        rows.append(stacked("input_norm", {"input_norm.weight": (width,)}))
+    if config.fc_norm:
+        norms = [f"fc_norm.{index}.weight" for index in range(config.num_features)]
+        rows.append(side_by_side("fc_norm", dict.fromkeys(norms, (config.target_hidden_size,))))
+    if config.fuse:
+        rows.append(stacked("fc", {"fc.weight": (hidden, 2 * hidden if config.method == "eagle" else width)}))
+        if config.fc_bias:
+            rows.append(stacked("fc_bias", {"fc.bias": (hidden,)}))
+    return rows
+
+
+def _layer(config: HeadConfig, index: int, source: str) -> list[Row]:
+    """A layer of the head. The first one reads embedding and feature side by side, or, in EAGLE-1, what fc made."""
+    to, hidden = f"layers.{index}", config.hidden_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    joined = index == 0 and config.method == "eagle3"
+    rows = block(to, source, config, width=2 * hidden if joined else hidden)
+    if joined or index > 0:
+        rows.append(stacked(f"{to}.input_norm", {f"{source}.input_layernorm.weight": (hidden,)}))
+    if joined:
+        rows.append(stacked(f"{to}.hidden_norm", {f"{source}.hidden_norm.weight": (hidden,)}))
+    if config.qkv_bias:
+        biases = {f"{source}.self_attn.{part}_proj.bias": (q if part == "q" else kv,) for part in "qkv"}
+        rows.append(stacked(f"{to}.qkv_bias", biases))
+    if config.qk_norm:
+        rows += [
+            stacked(f"{to}.{part}_norm", {f"{source}.self_attn.{part}_norm.weight": (config.head_dim,)})
+            for part in "qk"
+        ]
+    return rows
+
+
+def medusa_config(tensors: Mapping[str, Tensor]) -> MedusaConfig:
+    """Sizes of Medusa heads by their tensors, named without prefix: config.json has few, and a wrong number of heads.
+
+    Raises:
+        ValueError: if there is no vocabulary matrix to read the sizes from.
+    """
+    layers = 1 + max(int(match[2]) for match in map(MEDUSA_BLOCK.fullmatch, tensors) if match)
+    heads = 1 + max(int(name.partition(".")[0]) for name in tensors if name[:1].isdigit())
+    output = f"0.{layers}.weight"
+    if output not in tensors or len(tensors[output].shape) != 2:
+        raise ValueError(
+            f"expected {output}, the first head's matrix [vocabulary, hidden], got {', '.join(sorted(tensors))}; "
+            "the file is incomplete"
+        )
+    vocab, hidden = tensors[output].shape
+    return MedusaConfig(vocab_size=vocab, hidden_size=hidden, num_heads=heads, num_layers=layers)
+
+
+def medusa(config: MedusaConfig) -> list[Row]:
+    """Medusa heads: residual blocks, then a matrix over the vocabulary.
+
+    Args:
+        config: of the heads.
+
+    Returns:
+        The rows of the weight map.
+    """
+    hidden, rows = config.hidden_size, []
+    for head in range(config.num_heads):
+        for index in range(config.num_layers):
+            to, source = f"heads.{head}.blocks.{index}", f"{head}.{index}.linear"
+            rows.append(stacked(f"{to}.weight", {f"{source}.weight": (hidden, hidden)}))
+            rows.append(stacked(f"{to}.bias", {f"{source}.bias": (hidden,)}))
+        output = {f"{head}.{config.num_layers}.weight": (config.vocab_size, hidden)}
+        rows.append(stacked(f"heads.{head}.output", output))
     return rows
 
 
@@ -106,9 +200,3 @@ def check_members(ids: Int[np.ndarray, "draft_vocab"], member: Bool[np.ndarray, 
             f"t2d: expected to mark the {len(ids)} target ids that d2t gives, got {len(expected)}; "
             f"they differ in {wrong[:8].tolist()}; the file is inconsistent"
         )
-
-
-def _unbuilt(what: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"expected a Llama model or an EAGLE-3 head in its authors' format, got {what}; not read yet"
-    )

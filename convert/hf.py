@@ -132,30 +132,35 @@ def _incomplete(file: Path, what: str, error: Exception) -> ValueError:
     )
 
 
-def open_source(folder: Path) -> Source:
+Reader = Callable[[Iterable[Path]], Source]
+MODEL: dict[str, Reader] = {"model.safetensors": Safetensors, "pytorch_model.bin": TorchFiles}
+MEDUSA: dict[str, Reader] = {"medusa_lm_head.safetensors": Safetensors, "medusa_lm_head.pt": TorchFiles}
+
+
+def open_source(folder: Path, *, heads_first: bool = False) -> Source:
     """Opens the weights of a folder, sharded or not: safetensors if there are any, else torch files.
+
+    Args:
+        folder: that holds them.
+        heads_first: of Medusa heads and a whole model in one folder, takes the heads.
 
     Raises:
         FileNotFoundError: if there are none, or a file that the index names is absent.
         ValueError: if a file is incomplete, or index and files disagree.
     """
-    formats: tuple[tuple[str, type[Source]], ...] = (
-        ("model.safetensors", Safetensors),
-        ("pytorch_model.bin", TorchFiles),
-    )
-    for single, reader in formats:
+    for single, reader in (MEDUSA | MODEL if heads_first else MODEL | MEDUSA).items():
         index = folder / f"{single}.index.json"
         if index.is_file():
             return _open_sharded(index, reader)
         if (folder / single).is_file():
             return reader([folder / single])
     raise FileNotFoundError(
-        f"{folder}: expected model.safetensors or pytorch_model.bin, or the index of one (*.index.json), "
+        f"{folder}: expected one of {', '.join(MODEL | MEDUSA)}, or the index of one (*.index.json), "
         f"got {sorted(p.name for p in folder.iterdir())}; download the weights"
     )
 
 
-def _open_sharded(index: Path, reader: type[Source]) -> Source:
+def _open_sharded(index: Path, reader: Reader) -> Source:
     shards = read_json(index).get("weight_map")
     if not shards:
         raise ValueError(f"{index}: expected a weight_map, got none; download it again")
@@ -206,12 +211,19 @@ def stacked(parameter: str, sources: Mapping[str, Shape]) -> Row:
     return Row(parameter, sources, (sum(s[0] for s in shapes), *shapes[0][1:]), _stack)
 
 
+def side_by_side(parameter: str, sources: Mapping[str, Shape]) -> Row:
+    """A parameter made of tensors of one shape, along a new axis 0."""
+    shapes = list(sources.values())
+    return Row(parameter, sources, (len(shapes), *shapes[0]), _stack)
+
+
 def _stack(source: Source, row: Row, dtype: str) -> np.ndarray:
     filled, at = np.empty(row.shape, np.dtype(dtype)), 0
+    flat = filled.reshape(-1)  # tensors one after the other, whether or not their axis 0 is the parameter's
     for name in row.sources:
         for piece in source.pieces(name):
-            filled[at : at + len(piece)] = cast(piece, dtype, name)
-            at += len(piece)
+            flat[at : at + piece.size] = cast(piece, dtype, name).reshape(-1)
+            at += piece.size
     return filled
 
 

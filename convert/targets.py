@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from convert.hf import Row, same, stacked
-from jspec.models.config import Eagle3Config, ModelConfig
+from jspec.models.config import HeadConfig, ModelConfig
 
 
 def llama(config: ModelConfig, names: Collection[str]) -> list[Row]:
@@ -33,7 +33,7 @@ def llama(config: ModelConfig, names: Collection[str]) -> list[Row]:
     return rows
 
 
-def block(to: str, source: str, config: ModelConfig | Eagle3Config, width: int) -> list[Row]:
+def block(to: str, source: str, config: ModelConfig | HeadConfig, width: int) -> list[Row]:
     """Attention and feed-forward of one layer, whose attention reads `width` channels."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -1,8 +1,11 @@
 """Lossless speculative decoding in JAX: a whole round is one compiled program."""
 
 from jspec.draft import Drafter
-from jspec.draft.eagle import Eagle3
+from jspec.draft.eagle import Eagle, Eagle3
+from jspec.draft.medusa import Medusa
 from jspec.draft.model import DraftModel
+from jspec.draft.ngram import NGram
+from jspec.draft.suffix import Suffix
 from jspec.engine import Engine
 from jspec.metrics import Metrics
 from jspec.models.decoder import Model
@@ -14,11 +17,15 @@ __all__ = [
     "Completion",
     "DraftModel",
     "Drafter",
+    "Eagle",
     "Eagle3",
     "Engine",
+    "Medusa",
     "Metrics",
     "Model",
+    "NGram",
     "Round",
     "SamplingParams",
+    "Suffix",
     "Tree",
 ]

@@ -40,18 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def parse_tree(text: str) -> Tree:
-    """``chain:4`` as a tree.
-
-    Raises:
-        ValueError: anything else.
-    """
-    kind, _, size = text.partition(":")
-    if kind == "chain" and size.isdigit():
-        return Tree.chain(int(size))
-    raise ValueError(f"--tree: expected chain:LENGTH, got {text!r}")
-
-
 def _demo(arguments: argparse.Namespace) -> int:
     return demo.run()
 
@@ -109,7 +97,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _drafter(arguments: argparse.Namespace) -> Drafter | None:
-    tree = parse_tree(arguments.tree)
+    tree = Tree.parse(arguments.tree)
     if arguments.eagle3:
         return Eagle3.from_pretrained(arguments.eagle3, tree=tree, dtype=arguments.dtype)
     if arguments.draft_model:

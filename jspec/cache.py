@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jspec.models.attention import AttentionShape
-from jspec.records import KVCache, Verdict
+from jspec.records import KVCache, SlotView, Verdict
 from jspec.tree import Tree
 from pallas_kernels.kv_pages import move_rows
 
@@ -46,25 +46,25 @@ def create(layers: int, shape: AttentionShape, pool: PoolShape, dtype: str) -> K
 
 
 def commit(
-    cache: KVCache,
-    tree: Tree,
-    page_table: Int[Array, "batch pages"],
-    lengths: Int[Array, "batch"],
-    verdict: Verdict,
-    implementation: str,
+    cache: KVCache, tree: Tree, view: SlotView, verdict: Verdict, rows: Int[Array, "batch nodes"] | None = None
 ) -> KVCache:
-    """Keep the rows of the accepted path: of the rows at ``lengths``, node ``path[d]`` goes to row ``lengths + d``.
+    """Keep the rows of the accepted path: of those behind the committed ones, node ``path[d]``'s becomes the d-th.
 
     A chain's nodes are written where they will stay, so nothing is done for it.
+
+    Args:
+        rows: of each node, counted from the root's; -1: it has none; None: row n is node n's.
     """
     if tree.is_chain:
         return cache
     depth = jnp.arange(verdict.path.shape[1])
-    source = lengths[:, None] + verdict.path
-    target = lengths[:, None] + depth
-    keep = (verdict.path >= 0) & (verdict.path != depth)
+    source = verdict.path
+    if rows is not None:
+        source = jnp.take_along_axis(rows, jnp.maximum(verdict.path, 0), axis=1)
+    keep = (verdict.path >= 0) & (source >= 0) & (source != depth)
+    first = view.lengths[:, None]
     moved = [
-        move_rows(k, v, page_table, source, target, keep, implementation=implementation)
+        move_rows(k, v, view.page_table, first + source, first + depth, keep, implementation=view.implementation)
         for k, v in zip(cache.k, cache.v, strict=True)
     ]
     return KVCache(k=[k for k, _ in moved], v=[v for _, v in moved])

@@ -19,16 +19,20 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from jspec.models.config import Eagle3Config, ModelConfig
+from jspec.models.config import Config, HeadConfig, MedusaConfig, ModelConfig
 
-VERSION = 1
+VERSION = 2
 MANIFEST = "jspec.json"
 WEIGHTS = "weights"
-CONFIGS: dict[str, type[ModelConfig] | type[Eagle3Config]] = {"target": ModelConfig, "eagle3": Eagle3Config}
+CONFIGS: dict[str, type[ModelConfig] | type[HeadConfig] | type[MedusaConfig]] = {
+    "target": ModelConfig,
+    "eagle3": HeadConfig,
+    "eagle": HeadConfig,
+    "medusa": MedusaConfig,
+}
 DTYPES = ("float32", "bfloat16", "float16")
 READ_AHEAD = 2**30  # bytes that a restore may hold on the host beside its largest array
 
-Config = ModelConfig | Eagle3Config
 Placement = Callable[[str], jax.sharding.Sharding]  # parameter name -> sharding
 
 
@@ -36,7 +40,7 @@ Placement = Callable[[str], jax.sharding.Sharding]  # parameter name -> sharding
 class Checkpoint:
     """A model in memory: `weights` is a tree of dicts and lists of arrays, `folder` where it came from.
 
-    `config` is a ModelConfig for kind "target", an Eagle3Config for "eagle3".
+    `config` is of the class that `CONFIGS` names for the kind.
     """
 
     kind: str

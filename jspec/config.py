@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-ACCEPT_RULES = ("coupled", "rejection")
+ACCEPT_RULES = ("coupled", "rejection", "block", "multi_candidate", "typical")
 IMPLEMENTATIONS = ("auto", "pallas", "reference")
 DTYPES = ("float32", "bfloat16", "float16")
 PREFILL_BUCKETS = (128, 512, 2048)
@@ -26,7 +26,8 @@ class EngineConfig:
         implementation: of the kernels; "auto" takes Pallas on a GPU.
         rounds_per_dispatch: rounds that run on the device before the host hears of them.
         overlap: dispatch the next step before the last one's result is read; the tokens are the same.
-        accept: the accept rule.
+        accept: the accept rule; "typical" alone does not keep the target's distribution.
+        typical_threshold, typical_alpha: "typical" accepts p(x) > min(threshold, alpha * exp(-entropy)).
         kv_dtype, draft_kv_dtype: of the pools; None: the weights' dtype.
         seed: from which requests without a seed draw theirs.
     """
@@ -42,6 +43,8 @@ class EngineConfig:
     rounds_per_dispatch: int = 1
     overlap: bool = True
     accept: str = "coupled"
+    typical_threshold: float = 0.09
+    typical_alpha: float = 0.3
     kv_dtype: str | None = None
     draft_kv_dtype: str | None = None
     seed: int = 0
@@ -55,6 +58,10 @@ class EngineConfig:
         _one_of("implementation", self.implementation, IMPLEMENTATIONS)
         for name in ("kv_dtype", "draft_kv_dtype"):
             _one_of(name, getattr(self, name), (None, *DTYPES))
+        for name in ("typical_threshold", "typical_alpha"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not value > 0:
+                raise ValueError(f"{name}: expected a number > 0, got {value!r}")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction: expected in (0, 1], got {self.memory_fraction!r}")
         if not isinstance(self.overlap, bool):

@@ -1,13 +1,14 @@
 """What a checkpoint folder holds, in words, from its headers (`jspec info`)."""
 
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 
 from jspec import checkpoint, pretrained
 from jspec.checkpoint import Header
-from jspec.models.config import Eagle3Config, ModelConfig
+from jspec.models.config import HeadConfig, MedusaConfig, ModelConfig
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -35,13 +36,21 @@ def describe(path: str | Path) -> str:
 
 
 def _contents(found: Header) -> list[str]:
-    config = found.config
+    match found.config:
+        case ModelConfig() as model:
+            lines = [*_model(model), *_attention(model)]
+        case HeadConfig() as head:
+            lines = [*_eagle(found, head), *_attention(head)]
+        case MedusaConfig() as heads:
+            lines = _medusa(heads)
+    return [*lines, _parameters(found)]
+
+
+def _attention(config: ModelConfig | HeadConfig) -> list[str]:
     heads, rope = f"{config.num_heads} heads, {config.num_kv_heads} key-value heads", config.rope
     return [
-        *(_head(found, config) if isinstance(config, Eagle3Config) else _model(config)),
         f"attention: {heads}, head_dim {config.head_dim}",
         f"rope: {rope.kind}, theta {rope.theta:g}, factor {rope.factor:g}",
-        _parameters(found),
     ]
 
 
@@ -53,18 +62,54 @@ def _model(config: ModelConfig) -> list[str]:
     ]
 
 
-def _head(found: Header, config: Eagle3Config) -> list[str]:
+def _eagle(found: Header, config: HeadConfig) -> list[str]:
+    method = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1/2"}[config.method]
+    return [
+        f"model: {method} head ({config.source_format} format), hidden {config.hidden_size}, "
+        f"target hidden {config.target_hidden_size}, intermediate {config.intermediate_size}",
+        f"flags beside plain {method}: {_flags(config)}",
+        f"features: {_features(config)}",
+        f"vocabulary: {_vocabulary(found, config)}",
+        f"embedding: {_origin(found, 'embed')}",
+        f"output head: {_origin(found, 'head')}",
+    ]
+
+
+def _flags(config: HeadConfig) -> str:
+    """What sets the head's forward pass apart from its method's plain one."""
+    plain = {field.name: field.default for field in fields(config) if isinstance(field.default, bool)}
+    plain["fc_bias"] = config.method == "eagle"  # EAGLE-1 has that bias, unless the file says otherwise
+    named = [f"{'' if value else 'no '}{flag}" for flag in plain if (value := getattr(config, flag)) != plain[flag]]
+    layers = [f"{config.num_layers} layers"] if config.num_layers > 1 else []
+    return ", ".join([*named, *layers]) or "none"
+
+
+def _features(config: HeadConfig) -> str:
+    if config.feature_layers is not None:
+        return f"target states {', '.join(map(str, config.feature_layers))}"
+    if config.num_features == 1:
+        return "target state N+1, after the final norm"
+    return "target states 2, N//2, N-3 (the default)"
+
+
+def _vocabulary(found: Header, config: HeadConfig) -> str:
+    if config.method == "eagle":
+        return f"the target's {config.vocab_size} ids"
     ids = pretrained.draft_to_target(found)
     order = "ascending" if (np.diff(ids) > 0).all() else "not monotone"
-    layers = "2, N//2, N-3 (the default)"
-    if config.feature_layers is not None:
-        layers = ", ".join(map(str, config.feature_layers))
+    return f"{len(ids)} of the target's {config.vocab_size} ids, {order} map"
+
+
+def _origin(found: Header, parameter: str) -> str:
+    return "own" if parameter in found.parameters else "shared with the target"
+
+
+def _medusa(config: MedusaConfig) -> list[str]:
     return [
-        f"model: EAGLE-3 head ({config.source_format} format), hidden {config.hidden_size}, "
-        f"target hidden {config.target_hidden_size}, intermediate {config.intermediate_size}",
-        f"features: target states {layers}",
-        f"vocabulary: {len(ids)} of the target's {config.vocab_size} ids, {order} map",
-        f"embedding: {'own' if 'embed' in found.parameters else 'shared with the target'}",
+        f"model: Medusa, {config.num_heads} heads, residual blocks in each: {config.num_layers}, "
+        f"hidden {config.hidden_size}",
+        "features: target state N+1, after the final norm",
+        f"vocabulary: the target's {config.vocab_size} ids",
     ]
 
 

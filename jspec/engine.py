@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from jspec import memory, pretrained
+from jspec import memory, pretrained, verify
 from jspec.cache import PoolShape
 from jspec.config import EngineConfig
 from jspec.draft import Drafter, NoDraft
@@ -27,7 +27,6 @@ from jspec.requests import Chunk, Completion, Request, SamplingParams
 from jspec.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
 from jspec.step import Params, Program, init_state
 from jspec.tokenizer import Tokenizer, load_tokenizer
-from jspec.tree import ROOT_ONLY
 
 Prompt = str | Sequence[int]
 
@@ -58,9 +57,8 @@ class Engine:
         self.config = EngineConfig(**options)
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self.eos_ids = tuple(eos_ids)
-        drafter = NoDraft(ROOT_ONLY) if drafter is None else drafter
-        if self.config.accept == "rejection" and not drafter.tree.is_chain:
-            raise ValueError(f'accept="rejection" expects a chain, got {drafter.tree}; use accept="coupled"')
+        drafter = NoDraft() if drafter is None else drafter
+        verify.check_rule(self.config.accept, drafter.tree)
         self._vocab_size = target.config.vocab_size
         self._params = Params(target=target, draft=drafter.bind(target))
         self._program = Program(
@@ -68,6 +66,7 @@ class Engine:
             feature_layers=drafter.feature_layers(target),
             accept=self.config.accept,
             implementation=self.config.implementation,
+            typical=verify.Typical(self.config.typical_threshold, self.config.typical_alpha),
         )
         self._pool = self._pool_shape(target)
         memory.check_fits(self._program, self._params, self._pool, self.config.memory_fraction)
@@ -238,7 +237,7 @@ class Engine:
             executable = self._programs.rounds[plan.bucket, trace]
             packed = np.full(plan.bucket, self.config.slots, np.int32)
             packed[: len(plan.requests)] = [request.slot for request in plan.requests]
-        self._state, output = executable(self._params, self._state, packed)
+        self._state, output = executable(self._params, self._state, jax.device_put(packed))
         jax.copy_to_host_async(output)
         return output
 

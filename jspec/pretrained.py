@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -14,10 +13,11 @@ from jaxtyping import Int
 import convert
 from convert.hf import read_json
 from jspec import checkpoint
-from jspec.checkpoint import Checkpoint, Config, Header, Placement
-from jspec.models.config import Eagle3Config
+from jspec.checkpoint import Checkpoint, Header, Placement
+from jspec.models.config import Overrides
 
-HUB_FILES = ["*.json", "model*.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
+HUB_FILES = ["*.json", "model*.safetensors", "medusa_lm_head.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
+TORCH_FILES = ["pytorch_model*.bin", "medusa_lm_head.pt"]  # where there are no safetensors
 SUBFOLDERS = ["*/*"]  # of a repository: other formats of the same weights
 
 
@@ -28,6 +28,8 @@ def load(
     kind: str | None = None,
     rope_theta: float | None = None,
     feature_layers: Iterable[int] | None = None,
+    norm_before_residual: bool | None = None,
+    norm_output: bool | None = None,
     placement: Placement | None = None,
 ) -> Checkpoint:
     """Loads a target, a draft model or a draft head.
@@ -35,9 +37,12 @@ def load(
     Args:
         path: an existing folder, else a hub id ("owner/name").
         dtype: "float32", "bfloat16" or "float16"; None: float32 on CPU, bfloat16 elsewhere.
-        kind: what the caller needs, "target" or "eagle3"; None: whatever it is.
+        kind: what the caller needs, "target", "eagle3", "eagle" (1 and 2) or "medusa"; None: whatever it is.
         rope_theta: replaces the rotary base of the file.
         feature_layers: target state indices that replace those of a head.
+        norm_before_residual: whether the first residual of an EAGLE-3 head is the normed hidden state; None: as the
+            file says.
+        norm_output: whether an EAGLE-3 head's normed output is fed back; None: as the file says.
         placement: sharding by parameter name; None: the default device.
 
     Returns:
@@ -49,13 +54,17 @@ def load(
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if dtype not in checkpoint.DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(checkpoint.DTYPES)}, got {dtype!r}; pass one of them")
+    layers = None if feature_layers is None else tuple(feature_layers)
+    overrides = Overrides(rope_theta, layers, norm_before_residual, norm_output)
     folder = find(path)
     if checkpoint.is_checkpoint(folder):
-        header = _overridden(checkpoint.read_header(folder), rope_theta, feature_layers)
+        header = checkpoint.read_header(folder)
         _check_kind(folder, header.kind, kind)
+        overrides.check(header.kind)
+        config = overrides.apply(header.config)
         arrays = checkpoint.read_arrays(header, dtype=dtype, placement=placement)
-        return Checkpoint(header.kind, header.config, checkpoint.unflatten(arrays), folder)
-    plan = convert.plan(folder, rope_theta=rope_theta, feature_layers=feature_layers)
+        return Checkpoint(header.kind, config, checkpoint.unflatten(arrays), folder)
+    plan = convert.plan(folder, overrides)
     _check_kind(folder, plan.kind, kind)
     arrays = {}
     for batch in plan.batches(dtype):
@@ -106,7 +115,7 @@ def find(path: str | Path) -> Path:
         download = partial(huggingface_hub.snapshot_download, str(path), ignore_patterns=SUBFOLDERS)
         copy = Path(download(allow_patterns=HUB_FILES))
         if not any(copy.glob("*.safetensors")):
-            download(allow_patterns=["pytorch_model*.bin"])
+            download(allow_patterns=TORCH_FILES)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"{path}: no such folder here, and the hub gave no such model ({error})") from error
     return copy
@@ -120,23 +129,6 @@ def eos_ids(folder: str | Path) -> tuple[int, ...]:
         if ids is not None:
             return tuple(ids) if isinstance(ids, list) else (int(ids),)
     return ()
-
-
-def _overridden(found: Header, rope_theta: float | None, feature_layers: Iterable[int] | None) -> Header:
-    config: Config = found.config
-    if rope_theta is not None:
-        config = dataclasses.replace(config, rope=dataclasses.replace(config.rope, theta=rope_theta))
-    if feature_layers is not None:
-        if not isinstance(config, Eagle3Config):
-            raise ValueError(f"feature_layers: expected a draft head, got a target in {found.folder}; leave them out")
-        config = dataclasses.replace(config, feature_layers=tuple(feature_layers))
-        width = found.parameters["fc"].shape[1]
-        if width != config.num_features * config.target_hidden_size:
-            raise ValueError(
-                f"feature_layers: expected {width // config.target_hidden_size} target states, "
-                f"got {config.feature_layers}; pass that many"
-            )
-    return dataclasses.replace(found, config=config)
 
 
 def _check_kind(folder: Path, got: str, expected: str | None) -> None:

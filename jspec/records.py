@@ -77,6 +77,7 @@ class TokenBatch:
 
     Row t of sequence b is written at cache row ``first_row[b] + t``. It sees all rows before ``first_row[b]`` and,
     of the rows written here, those whose bit is set in ``bits`` (None: causal, those up to t).
+    A level of a draft tree sees more than its own rows: then ``bits`` count from row ``base[b]``.
     """
 
     tokens: Int[Array, "batch tokens"]
@@ -86,6 +87,8 @@ class TokenBatch:
     page_table: Int[Array, "batch pages"]
     bits: UInt32[Array, "batch tokens words"] | None
     implementation: str = struct.field(pytree_node=False)
+    base: Int[Array, "batch"] | None = None  # None: first_row
+    new_rows: int | None = struct.field(pytree_node=False, default=None)  # that bits name; None: those here
 
 
 @struct.dataclass

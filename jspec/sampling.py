@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.records import Sampling, SlotView
 from pallas_kernels.keep_bound import keep_bound
+from pallas_kernels.top_log_probs import top_log_probs
 
 
 class Purpose(enum.IntEnum):
@@ -119,50 +120,81 @@ def law(logits: Float[Array, "batch nodes vocab"], sampling: Sampling) -> Float[
     return jnp.where(sampling.temperature[:, None, None] > 0, probs, one_hot)
 
 
-def draft_token(
-    logits: Float[Array, "batch vocab"],
-    view: SlotView,
-    depth: int,
-    vocab_map: Int[Array, "vocab"] | None,
-    target_vocab: int,
-) -> tuple[Int[Array, "batch"], Float[Array, "batch vocab"] | None]:
-    """Choose one draft token a row, as the program's accept rule wants it.
+RULES_WITH_LAW = ("rejection", "block")  # accept rules that want drafts drawn from a law that they are told
+Chooser = Callable[[Array, int, int], tuple[Array, Array | None]]
 
-    Under "coupled" a sampled row uses the very noise that the target will use at that position, so that close
-    distributions choose the same token; otherwise it is drawn from the draft's own processed law.
+
+def child_chooser(
+    view: SlotView, depth: int, vocab_map: Int[Array, "draft_vocab"] | None, target_vocab: int
+) -> Chooser:
+    """How the program's accept rule wants the followers of drafted nodes to be chosen.
+
+    Under "coupled" a sampled row adds the very noise that the target will use at that position, so that close
+    distributions choose the same tokens. The rules that need the draft's law get followers drawn from its processed
+    law without replacement, in draw order (Gumbel top-k, arXiv:1903.06059). Else they are the likeliest ones.
 
     Args:
-        logits: over the draft vocabulary, which ``vocab_map`` carries to the target's.
-        depth: of the node to be chosen, 1 below the root.
+        depth: of the deepest nodes to be chosen.
+        vocab_map: carries draft-vocabulary ids to the target's; None: they are the same.
 
     Returns:
-        Draft-vocabulary ids, and the law they were drawn from (None under "coupled").
+        A function of logits ``[batch, fed, draft_vocab]``, the depth of the nodes to be chosen (1 below the root) and
+        how many, to their ids ``[batch, fed, count]`` over the draft vocabulary, best first, and the law
+        ``[batch, fed, draft_vocab]`` they were drawn from (None if they were not drawn).
     """
-    choose = _coupled_token if view.accept == "coupled" else _drawn_token
-    return by_temperature(view, lambda branch: choose(logits, branch, depth, vocab_map, target_vocab))
+    if view.accept in RULES_WITH_LAW:
+        return lambda logits, depth, count: by_temperature(view, lambda branch: _drawn(logits, branch, depth, count))
+    if view.accept != "coupled":
+        return lambda logits, depth, count: (_largest(logits, count, view), None)
+    noise = _draft_noise(view, depth, vocab_map, target_vocab)
+
+    def coupled(logits: Array, depth: int, count: int) -> tuple[Array, None]:
+        noisy = process(logits, view.sampling) + noise[:, depth - 1, None]
+        is_sampled = view.sampling.temperature[:, None, None] > 0
+        return _largest(jnp.where(is_sampled, noisy, logits), count, view), None
+
+    return coupled
 
 
-def _coupled_token(logits: Array, view: SlotView, depth: int, vocab_map: Array | None, target_vocab: int) -> Any:
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+def _draft_noise(
+    view: SlotView, depth: int, vocab_map: Array | None, target_vocab: int
+) -> Float[Array, "batch depth draft_vocab"]:
+    """The target's noise at the positions of all levels, in one conditional: each costs a GPU program time."""
+    positions = view.lengths[:, None] + jnp.arange(1, depth + 1)
+    size = target_vocab if vocab_map is None else vocab_map.shape[0]
+
+    def noise(branch: SlotView) -> Array:
+        if branch.all_greedy:
+            return jnp.zeros((*positions.shape, size), jnp.float32)
+        drawn = token_noise(branch, positions, target_vocab)
+        return drawn if vocab_map is None else drawn[..., vocab_map]
+
+    return by_temperature(view, noise)
+
+
+def _drawn(logits: Float[Array, "batch fed vocab"], view: SlotView, depth: int, count: int) -> tuple[Array, Array]:
     if view.all_greedy:
-        return greedy, None
-    noise = token_noise(view, (view.lengths + depth)[:, None], target_vocab)
-    noise = noise if vocab_map is None else noise[..., vocab_map]
-    drawn = jnp.argmax(process(logits[:, None], view.sampling) + noise, axis=-1).astype(jnp.int32)[:, 0]
-    return jnp.where(view.sampling.temperature > 0, drawn, greedy), None
+        certain = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+        return _largest(logits, count, view), certain
+    probs = law(logits, view.sampling)
+    place = (view.lengths[:, None], jnp.asarray([[depth]]), jnp.arange(logits.shape[1])[None])
+    noise = gumbel(keys(view.sampling.seed[:, None], Purpose.DRAFT, *place), logits.shape[-1])
+    is_sampled = view.sampling.temperature[:, None, None] > 0
+    return _largest(jnp.where(is_sampled, jnp.log(probs) + noise, logits), count, view), probs
 
 
-def _drawn_token(logits: Array, view: SlotView, depth: int, vocab_map: Array | None, target_vocab: int) -> Any:
-    if view.all_greedy:
-        greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return greedy, jax.nn.one_hot(greedy, logits.shape[-1], dtype=jnp.float32)
-    probs = law(logits[:, None], view.sampling)[:, 0]
-    key = keys(view.sampling.seed, Purpose.DRAFT, view.lengths, jnp.full_like(view.lengths, depth))
-    drawn = jnp.argmax(jnp.log(probs) + gumbel(key, logits.shape[-1]), axis=-1)
-    return drawn.astype(jnp.int32), probs
+def _largest(scores: Float[Array, "batch fed vocab"], count: int, view: SlotView) -> Int[Array, "batch fed count"]:
+    """The ids of the ``count`` largest scores, largest first, the smaller id among equals."""
+    if count == 1:
+        return jnp.argmax(scores, axis=-1, keepdims=True).astype(jnp.int32)
+    rows, fed, vocab = scores.shape
+    _, ids = top_log_probs(scores.reshape(rows * fed, vocab), count, implementation=view.implementation)
+    return ids.reshape(rows, fed, count)
 
 
-def log_prob(logits: Float[Array, "batch vocab"], token: Int[Array, "batch"]) -> Float[Array, "batch"]:
-    """Untempered log-probability (natural) of one token a row."""
-    picked = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
-    return picked - jax.nn.logsumexp(logits, axis=-1)
+def log_prob(
+    logits: Float[Array, "batch fed vocab"], ids: Int[Array, "batch fed count"]
+) -> Float[Array, "batch fed count"]:
+    """Untempered log-probabilities (natural), never above 0."""
+    picked = jnp.take_along_axis(logits, ids, axis=-1)
+    return jnp.minimum(picked - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)

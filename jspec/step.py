@@ -15,7 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -54,6 +54,7 @@ class Program:
     implementation: str
     rounds: int = 1
     trace: bool = False
+    typical: verify.Typical = field(default_factory=verify.Typical)
 
 
 @struct.dataclass
@@ -155,7 +156,7 @@ def accept_stage(program: Program, out: TargetOut, view: SlotView, draft: Draft)
     """Apply the accept rule and cut the result where the row ends."""
     with jax.named_scope("accept"):
         assert out.logits is not None
-        return verify.accept(out.logits, draft, ancestors(draft.parents), view, program.drafter.tree)
+        return verify.accept(out.logits, draft, ancestors(draft.parents), view, program.drafter.tree, program.typical)
 
 
 def commit_stage(
@@ -170,7 +171,7 @@ def commit_stage(
     """Keep the accepted rows, hand the drafter its features, move every row's root and length on."""
     with jax.named_scope("commit"):
         tree = program.drafter.tree
-        target = cache.commit(state.target, tree, view.page_table, view.lengths, verdict, view.implementation)
+        target = cache.commit(state.target, tree, view, verdict)
         draft_state = program.drafter.commit(params.draft, state.draft, view, draft, verdict, out.features)
         newest = jnp.take_along_axis(verdict.tokens, jnp.maximum(verdict.counts - 1, 0)[:, None], axis=1)[:, 0]
         moved = dict(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -13,12 +14,13 @@ from jaxtyping import Array, Int, UInt32
 
 from jspec import sampling
 from jspec.cache import PoolShape, create
-from jspec.draft import Drafter, DraftState, Params, chain_draft, require_chain
+from jspec.draft import Drafter, DraftState, StatelessDrafter, require_static, static_draft
 from jspec.draft.model import DraftModel
 from jspec.engine import Engine
 from jspec.models.decoder import Model, forward
 from jspec.records import Draft, SlotView, TokenBatch, Verdict
 from jspec.requests import Completion, SamplingParams
+from jspec.sampling import Purpose
 from jspec.tree import Tree
 
 NEAR_TIE = 1e-5  # a float32 forward of another width may round the other way where the best two logits are this close
@@ -35,6 +37,7 @@ class Script:
 
     names: UInt32[Array, "lines"]
     tokens: Int[Array, "lines longest"]
+    vocab: int = struct.field(pytree_node=False)
 
 
 @struct.dataclass
@@ -47,7 +50,9 @@ class ScriptState:
 
 @final
 class Scripted(Drafter):
-    """Drafts what is known to come, moved on by ``shift``: always right with 0, always wrong with 1.
+    """Drafts what is known to come, moved on by ``shift``: always right with 0, always wrong with ``siblings``.
+
+    Of several siblings the last is the right one and those before it are off by one each.
 
     Args:
         known: completions of plain decoding, with the parameters each was made with.
@@ -56,7 +61,7 @@ class Scripted(Drafter):
     def __init__(
         self, known: Sequence[Completion], params: Sequence[SamplingParams], tree: Tree, *, shift: int = 0
     ) -> None:
-        self.tree = require_chain("Scripted", tree)
+        self.tree = require_static("Scripted", tree)
         self._shift = shift
         longest = max(len(completion.token_ids) for completion in known) + tree.depth
         self._tokens = np.zeros((len(known), longest), np.int32)
@@ -68,14 +73,13 @@ class Scripted(Drafter):
                 np.uint32(p.temperature > 0), np.uint32(p.seed or 0)
             )
         assert len(set(self._names.tolist())) == len(known), "two lines have one name"
-        self._vocab = 0
 
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return ()
 
     def bind(self, target: Model) -> Script:
-        self._vocab = target.config.vocab_size
-        return Script(names=jnp.asarray(self._names), tokens=jnp.asarray(self._tokens))
+        vocab = target.config.vocab_size
+        return Script(names=jnp.asarray(self._names), tokens=jnp.asarray(self._tokens), vocab=vocab)
 
     def init(self, params: Script, pool: PoolShape) -> ScriptState:
         return ScriptState(names=jnp.zeros(pool.slots, jnp.uint32), prompt_len=jnp.zeros(pool.slots, jnp.int32))
@@ -98,10 +102,15 @@ class Scripted(Drafter):
         name = name + _run_name(is_sampled, view.sampling.seed[:, 1])
         line = jnp.argmax(params.names == name[:, None], axis=1)
         done = view.lengths - state.prompt_len.at[view.slots].get(mode="fill", fill_value=0)
-        tokens = [
-            (params.tokens[line, done + depth] + self._shift) % self._vocab for depth in range(1, self.tree.depth + 1)
-        ]
-        return chain_draft(view, tokens, [jnp.zeros(len(line))] * self.tree.depth, [], None), state
+        tokens = []
+        for depth, level in enumerate(self.tree.levels[1:], 1):
+            last = {
+                parent: max(r for r, p in zip(level.ranks, level.parents, strict=True) if p == parent)
+                for parent in level.parents
+            }
+            off = np.array([last[parent] - rank for rank, parent in zip(level.ranks, level.parents, strict=True)])
+            tokens.append((params.tokens[line, done + depth][:, None] + self._shift + off) % params.vocab)
+        return static_draft(self.tree, view, tokens, [jnp.zeros(level.shape) for level in tokens]), state
 
     def commit(
         self,
@@ -126,50 +135,41 @@ def _run_name(is_sampled: Any, seed: Any) -> Any:
     return is_sampled * (seed * 2 + 1)
 
 
+@struct.dataclass
+class Alphabet:
+    """The size of the vocabulary to draw from."""
+
+    size: int = struct.field(pytree_node=False)
+
+
 @final
-class Random(Drafter):
-    """A chain of uniformly random tokens."""
+class Random(StatelessDrafter):
+    """Uniformly random tokens, siblings drawn without replacement."""
 
     def __init__(self, tree: Tree) -> None:
-        self.tree = require_chain("Random", tree)
-        self._vocab = 0
+        self.tree = require_static("Random", tree)
 
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return ()
 
-    def bind(self, target: Model) -> Params:
-        self._vocab = target.config.vocab_size
-        return ()
+    def bind(self, target: Model) -> Alphabet:
+        return Alphabet(target.config.vocab_size)
 
-    def init(self, params: Params, pool: PoolShape) -> DraftState:
-        return ()
-
-    def prefill(
-        self, params: Params, state: DraftState, view: SlotView, batch: TokenBatch, features: Array | None
-    ) -> DraftState:
-        return state
-
-    def draft(self, params: Params, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
-        uniform = jnp.full((view.root.shape[0], self._vocab), 1 / self._vocab)
-        tokens = []
-        for depth in range(1, self.tree.depth + 1):
-            at_depth = jnp.full_like(view.lengths, depth)
-            key = sampling.keys(view.sampling.seed, sampling.Purpose.DRAFT, view.lengths, at_depth)
-            tokens.append(jnp.argmax(sampling.gumbel(key, self._vocab), axis=-1).astype(jnp.int32))
-        log_probs = [jnp.log(uniform[:, 0])] * self.tree.depth
-        laws = [uniform] * self.tree.depth if view.accept == "rejection" else []
-        return chain_draft(view, tokens, log_probs, laws, None), state
-
-    def commit(
-        self,
-        params: Params,
-        state: DraftState,
-        view: SlotView,
-        draft: Draft,
-        verdict: Verdict,
-        features: Array | None,
-    ) -> DraftState:
-        return state
+    def draft(self, params: Alphabet, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
+        rows, tokens, log_probs = view.root.shape[0], [], []
+        laws: dict[int, Array] = {}
+        uniform = jnp.full((rows, params.size), 1 / params.size)
+        fed = [0]
+        for depth, level in enumerate(self.tree.levels[1:], 1):
+            place = (view.lengths[:, None], jnp.asarray([[depth]]), jnp.arange(len(fed))[None])
+            noise = sampling.gumbel(sampling.keys(view.sampling.seed[:, None], Purpose.DRAFT, *place), params.size)
+            drawn = jax.lax.top_k(noise, max(level.ranks) + 1)[1]
+            tokens.append(drawn[:, np.array(level.fed_parents), np.array(level.ranks)])
+            log_probs.append(jnp.full(tokens[-1].shape, -np.log(params.size), jnp.float32))
+            laws |= dict.fromkeys(fed, uniform)
+            fed = [level.nodes[i] for i in level.with_children]
+        is_drawn = view.accept in sampling.RULES_WITH_LAW
+        return static_draft(self.tree, view, tokens, log_probs, laws if is_drawn else None), state
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def differences(
         if seeds is not None:
             temperature, all_seeds = seeds
             words = jnp.asarray([[all_seeds[index] >> 32, all_seeds[index] & 0xFFFFFFFF]], jnp.uint32)
-            key = sampling.keys(words, sampling.Purpose.TOKEN, jnp.asarray([len(context)]))
+            key = sampling.keys(words, Purpose.TOKEN, jnp.asarray([len(context)]))
             scores = scores / temperature + np.asarray(sampling.gumbel(key, scores.shape[-1]))[0]
         best = np.sort(scores)[-2:]
         a, b = (ids[position] if position < len(ids) else -1 for ids in (one.token_ids, two.token_ids))

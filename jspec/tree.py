@@ -1,34 +1,59 @@
-"""Shapes of draft trees: which node hangs under which, known when a program is traced.
+"""Shapes of draft trees: how many nodes hang how deep, known when a program is traced.
 
 A chain is the tree whose parents are ``i - 1``; no drafting at all is the tree of one node, the root.
 Node 0 is always the root, and ``parents[i] < i``.
+
+A static tree names its nodes by paths: node (2, 0) is the best child of the root's third best child. A dynamic tree
+(EAGLE-2, arXiv:2406.16858) has a fixed number of nodes; which candidates they are, the drafter's scores decide anew
+in every round.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+MAX_ROWS = 256  # rows that one round may write: the words of an ancestor mask hold so many bits
+
+TREE_FORMS = "chain:LENGTH, topk:NODES,DEPTH,K or static:0,1,0.0,0.1 (paths, ranks joined by dots)"
+
+Path = tuple[int, ...]
+
+
+class TreeLevel(NamedTuple):
+    """The nodes of one level of a static tree, in order; all lists are alike long but ``with_children``."""
+
+    nodes: list[int]
+    ranks: list[int]
+    parents: list[int]  # places of their parents in the level above
+    fed_parents: list[int]  # the same, counting only nodes with children
+    with_children: list[int]  # places in this level of the nodes that have any
 
 
 @dataclass(frozen=True)
 class Tree:
-    """The static shape of a drafter's tree.
+    """The static shape of a drafter's tree; made by `chain`, `static` or `topk`.
 
     Attributes:
         nodes: nodes including the root (N); what one verification forward is wide.
         depth: the deepest draft level (D); a round yields at most ``depth + 1`` tokens.
-        is_chain: parents are ``i - 1``; then accepted rows are already in place in the cache.
+        paths: of each node behind the root, sorted by length, then by values; None for a dynamic tree.
+        k: children of a node and nodes drafted on from a level, in a dynamic tree; 0 for a static one.
     """
 
     nodes: int
     depth: int
-    is_chain: bool = True
+    paths: tuple[Path, ...] | None
+    k: int = 0
 
     def __post_init__(self) -> None:
-        if self.depth < 0 or self.nodes <= self.depth:
-            raise ValueError(f"Tree: expected depth >= 0 and nodes > depth, got nodes={self.nodes}, depth={self.depth}")
-        if self.is_chain and self.nodes != self.depth + 1:
+        if self.nodes > MAX_ROWS or self.draft_rows > MAX_ROWS:
             raise ValueError(
-                f"Tree: a chain has depth + 1 nodes, got nodes={self.nodes}, depth={self.depth}; use Tree.chain(length)"
+                f"Tree: expected at most {MAX_ROWS} nodes, and as many rows 1 + k * (depth - 1) that drafting writes; "
+                f"got {self.nodes} and {self.draft_rows}; take a smaller tree"
             )
 
     @classmethod
@@ -40,12 +65,140 @@ class Tree:
         """
         if not isinstance(length, int) or length < 1:
             raise ValueError(f"Tree.chain: expected length >= 1, got {length!r}; for plain decoding pass drafter=None")
-        return cls(nodes=length + 1, depth=length)
+        return cls(nodes=length + 1, depth=length, paths=tuple((0,) * n for n in range(1, length + 1)))
+
+    @classmethod
+    def static(cls, paths: Iterable[Sequence[int]]) -> Tree:
+        """The tree of these paths, in any order: each is the ranks chosen on the way from the root, best child 0.
+
+        Raises:
+            ValueError: no path, one that repeats, is empty or negative, or whose beginning is not a path of its own.
+        """
+        try:
+            given = [tuple(operator.index(rank) for rank in path) for path in paths]
+        except TypeError:
+            raise ValueError(f"Tree.static: expected paths of ints such as [(0,), (0, 1)], got {paths!r}") from None
+        known = set(given)
+        if not given or len(known) < len(given) or () in known or any(rank < 0 for path in given for rank in path):
+            raise ValueError(f"Tree.static: expected different, non-empty paths of ranks >= 0, got {given}")
+        for path in given:
+            if len(path) > 1 and path[:-1] not in known:
+                raise ValueError(f"Tree.static: {path} needs its parent {path[:-1]}; add that path")
+        ordered = tuple(sorted(given, key=lambda path: (len(path), path)))
+        return cls(nodes=len(ordered) + 1, depth=len(ordered[-1]), paths=ordered)
+
+    @classmethod
+    def topk(cls, nodes: int, depth: int, k: int) -> Tree:
+        """EAGLE-2's dynamic tree: of ``k + (depth - 1) * k * k`` candidates the best ``nodes - 1`` are verified.
+
+        Args:
+            nodes: nodes with the root (the authors' total_token).
+            depth: the deepest draft level (the authors' depth + 1).
+            k: children of a node, and nodes of a level that are drafted on from.
+
+        Raises:
+            ValueError: sizes below 1, or fewer candidates than nodes.
+        """
+        if not all(isinstance(size, int) for size in (nodes, depth, k)) or min(nodes - 1, depth, k) < 1:
+            raise ValueError(f"Tree.topk: expected nodes >= 2, depth >= 1, k >= 1, got {nodes!r}, {depth!r}, {k!r}")
+        candidates = k + (depth - 1) * k * k
+        if nodes - 1 > candidates:
+            raise ValueError(
+                f"Tree.topk: {nodes} nodes need {nodes - 1} candidates; depth {depth} and k {k} give {candidates}: "
+                f"take at most {candidates + 1} nodes"
+            )
+        return cls(nodes=nodes, depth=depth, paths=None, k=k)
+
+    @classmethod
+    def parse(cls, text: str) -> Tree:
+        """A tree from the words of a command line: ``chain:4``, ``topk:60,8,10``, ``static:0,1,0.0``.
+
+        Raises:
+            ValueError: anything else.
+        """
+        kind, _, sizes = text.partition(":")
+        try:
+            paths = [tuple(int(rank) for rank in path.split(".")) for path in sizes.split(",")]
+        except ValueError:
+            paths = []
+        plain = [path[0] for path in paths if len(path) == 1]
+        if kind == "static" and paths:
+            return cls.static(paths)
+        if kind == "chain" and len(paths) == len(plain) == 1:
+            return cls.chain(*plain)
+        if kind == "topk" and len(paths) == len(plain) == 3:
+            return cls.topk(*plain)
+        raise ValueError(f"tree: expected {TREE_FORMS}, got {text!r}")
+
+    def __str__(self) -> str:
+        """What `parse` reads; "none" for the root alone."""
+        if self.paths is None:
+            return f"topk:{self.nodes},{self.depth},{self.k}"
+        if self.is_chain:
+            return f"chain:{self.depth}" if self.depth else "none"
+        return "static:" + ",".join(".".join(map(str, path)) for path in self.paths)
+
+    @property
+    def is_chain(self) -> bool:
+        """Parents are ``i - 1``; then accepted rows are already in place in the cache. The root alone is a chain."""
+        return self.paths is not None and self.nodes == self.depth + 1
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        """Parent of each node of a static tree, -1 for the root."""
+        index = {(): 0} | {path: node for node, path in enumerate(self._static_paths, 1)}
+        return (-1, *(index[path[:-1]] for path in self._static_paths))
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Rank of each node of a static tree among the children that its parent could have; 0 for the root."""
+        return (0, *(path[-1] for path in self._static_paths))
+
+    @cached_property
+    def levels(self) -> tuple[TreeLevel, ...]:
+        """A static tree by depth, from the root's level on."""
+        depths = [0, *(len(path) for path in self._static_paths)]
+        levels: list[TreeLevel] = []
+        for depth in range(self.depth + 1):
+            nodes = [node for node, own in enumerate(depths) if own == depth]
+            above = levels[-1].nodes if levels else []
+            fed = [node for node in above if node in self.fed]
+            levels.append(
+                TreeLevel(
+                    nodes,
+                    ranks=[self.ranks[node] for node in nodes],
+                    parents=[above.index(self.parents[node]) for node in nodes if depth],
+                    fed_parents=[fed.index(self.parents[node]) for node in nodes if depth],
+                    with_children=[place for place, node in enumerate(nodes) if node in self.fed],
+                )
+            )
+        return tuple(levels)
+
+    @cached_property
+    def fed(self) -> tuple[int, ...]:
+        """Nodes of a static tree from which a drafter drafts on: those with children, level by level."""
+        return tuple(sorted(set(self.parents[1:])))
+
+    @property
+    def branching(self) -> int:
+        """Candidates that a node must have at least: a larger rank exists nowhere in the tree."""
+        return self.k if self.paths is None else max(self.ranks) + 1
+
+    @property
+    def draft_rows(self) -> int:
+        """Cache rows from the root's on that a model that drafts this tree writes."""
+        return 1 + self.k * (self.depth - 1) if self.paths is None else max(len(self.fed), 1)
 
     @property
     def scratch_rows(self) -> int:
         """Cache rows beyond the committed ones that a round may write, in either pool."""
-        return self.nodes
+        return max(self.nodes, self.draft_rows)
+
+    @property
+    def _static_paths(self) -> tuple[Path, ...]:
+        if self.paths is None:
+            raise NotImplementedError(f"expected a chain or a static tree, got {self}; use Tree.chain or Tree.static")
+        return self.paths
 
 
-ROOT_ONLY = Tree(nodes=1, depth=0)
+ROOT_ONLY = Tree(nodes=1, depth=0, paths=())

@@ -1,10 +1,12 @@
-"""Attention over a paged KV cache and the writes into it, each as a reference and a GPU kernel."""
+"""What XLA does not do fast enough, each as a reference written from the formula and a GPU kernel."""
 
 from pallas_kernels.keep_bound import keep_bound
 from pallas_kernels.kv_pages import append, move_rows
 from pallas_kernels.paged_attention import ancestor_bits, causal_bits, paged_attention
 from pallas_kernels.residual_norm import add_rms_norm
 from pallas_kernels.rotary import rotate_append
+from pallas_kernels.split_matmul import split_matmul
+from pallas_kernels.top_log_probs import top_log_probs
 
 __all__ = [
     "add_rms_norm",
@@ -15,4 +17,6 @@ __all__ = [
     "move_rows",
     "paged_attention",
     "rotate_append",
+    "split_matmul",
+    "top_log_probs",
 ]

@@ -2,10 +2,10 @@
 
     out[b,t,h] = sum_r softmax_r(scale * q[b,t,h] . K[b,r,h // G]) V[b,r,h // G],      G = H / KH
     r in [start, lengths[b])                             the committed rows, seen by every query
-    r = lengths[b] + j, if bit j of bits[b,t] is set     the new rows; bits None means j <= t
+    r = lengths[b] + j, if bit j of bits[b,t] is set     the M new rows; bits None means j <= t, and M = T
 
 Row r of sequence b lives at pool[page_table[b, r // page], :, r % page], pools are [pages, KH, page, D].
-bits[b,t] holds ceil(T/32) words, bit j % 32 of word j // 32 says that query t sees new row j.
+bits[b,t] holds ceil(M/32) words, bit j % 32 of word j // 32 says that query t sees new row j.
 """
 
 import functools
@@ -113,6 +113,7 @@ class _Tiles(NamedTuple):
 
     group: int  # query heads per kv head
     queries: int
+    new: int  # rows behind the committed ones that a query may see
     words: int  # of bits a query; 0 is causal
     page: int
     capacity: int  # rows that the page table can address
@@ -124,7 +125,7 @@ class _Tiles(NamedTuple):
     warps: int
 
 
-def _choose_tiles(q, k_pool, page_table, bits, start, wide):
+def _choose_tiles(q, k_pool, page_table, bits, new_rows, start, wide):
     """Programs for about 132 multiprocessors at 1k rows of context, in as few splits as that takes."""
     batch, queries, heads, dim = q.shape
     kv_heads, page = k_pool.shape[1:3]
@@ -135,15 +136,16 @@ def _choose_tiles(q, k_pool, page_table, bits, start, wide):
     # 16 KiB each of K and V: three steps in flight fit into shared memory.
     tile_bytes = (8 if wide else 16) * 1024
     tile = min(max(tile_bytes // (dim * k_pool.dtype.itemsize), MMA_ROWS), 64)
-    programs = batch * kv_heads * pl.cdiv(queries * group, packed)
-    split = max(pl.next_power_of_2(4 * programs), 128)
+    blocks = pl.cdiv(queries * group, packed)
+    programs = batch * kv_heads * blocks
+    split = max(pl.next_power_of_2(4 * min(blocks, 2) * programs), 128)  # a large tree's partial sums are large too
     splits = 1 if programs >= 256 else pl.cdiv(capacity, split)
     while splits > 1 and batch * queries * heads * dim * 4 * splits > MOST_PARTIAL_BYTES:
         split *= 2
         splits = pl.cdiv(capacity, split)
     words = 0 if bits is None else bits.shape[-1]
     warps = 8 if wide or packed * dim >= 64 * 256 else 4
-    return _Tiles(group, queries, words, page, capacity, start, packed, tile, split, splits, warps)
+    return _Tiles(group, queries, new_rows, words, page, capacity, start, packed, tile, split, splits, warps)
 
 
 def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, scale, compute, precision):
@@ -155,10 +157,10 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
     query, head = packed // tiles.group, kv_head * tiles.group + packed % tiles.group
     inside, dims = query < tiles.queries, jnp.arange(q_ref.shape[-1])[None, :]
     length = lengths_ref[batch]
-    queries = tiles.queries  # whose new rows this program reads; causal: none past its own last query
+    new_rows = tiles.new  # that this program reads; causal: none past its own last query
     if not tiles.words:
-        queries = jnp.minimum(((block + 1) * tiles.packed - 1) // tiles.group + 1, queries)
-    first, last = jnp.minimum(tiles.start, length), jnp.minimum(length + queries, tiles.capacity)
+        new_rows = jnp.minimum(((block + 1) * tiles.packed - 1) // tiles.group + 1, new_rows)
+    first, last = jnp.minimum(tiles.start, length), jnp.minimum(length + new_rows, tiles.capacity)
     if tiles.splits > 1:
         first, last = jnp.maximum(first, piece * tiles.split), jnp.minimum(last, (piece + 1) * tiles.split)
 
@@ -229,9 +231,9 @@ def _merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
     """One program: the splits of one query head, weighted by 2**weights; only those that were written."""
     head, query, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     length, dims = lengths_ref[batch], jnp.arange(out_ref.shape[-1])
-    queries = tiles.queries if tiles.words else query + 1
+    new_rows = tiles.new if tiles.words else query + 1
     first = jnp.minimum(tiles.start, length) // tiles.split
-    last = pl.cdiv(jnp.minimum(length + queries, tiles.capacity), tiles.split)
+    last = pl.cdiv(jnp.minimum(length + new_rows, tiles.capacity), tiles.split)
 
     def step(index, carry):
         acc, top, total = carry
@@ -251,12 +253,12 @@ def _merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
     out_ref[batch, query, head, :] = (acc / jnp.where(total == 0, 1.0, total)).astype(out_ref.dtype)
 
 
-def _pallas(q, k_pool, v_pool, page_table, lengths, bits, *, start, scale, interpret):
+def _pallas(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, scale, interpret):
     """Two kernels (one where nothing is split): partial attention of every split, then their merge."""
     batch, queries, heads, dim = q.shape
     compute = jnp.promote_types(q.dtype, k_pool.dtype)
     wide = compute == jnp.float32
-    tiles = _choose_tiles(q, k_pool, page_table, bits, start, wide)
+    tiles = _choose_tiles(q, k_pool, page_table, bits, new_rows, start, wide)
     # Three TF32 products are as exact as one of float32, and run on tensor cores; a CPU has none.
     three_products = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     precision = three_products if wide and not interpret else jax.lax.Precision.HIGHEST
@@ -277,7 +279,7 @@ def _pallas(q, k_pool, v_pool, page_table, lengths, bits, *, start, scale, inter
         functools.partial(_merge_kernel, tiles=tiles),
         grid=(heads, queries, batch),
         out_shape=out,
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="paged_attention_merge",
     )(*attended, lengths)
@@ -291,13 +293,13 @@ def _unsupported(q: Array, k_pool: Array, bits: Array | None) -> str | None:
     if page > 128:
         return f"the page size must be at most 128, got {page}"
     if bits is not None and bits.shape[-1] > 8:
-        return f"at most 256 queries can have bits, got {q.shape[1]}"
+        return f"bits can name at most 256 new rows, got {bits.shape[-1]} words"
     if unknown := {q.dtype, k_pool.dtype} - {jnp.dtype(name) for name in ("bfloat16", "float16", "float32")}:
         return f"the dtype must be bfloat16, float16 or float32, got {unknown.pop()}"
     return None
 
 
-def _check(q, k_pool, v_pool, page_table, lengths, bits):
+def _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows):
     batch, queries, heads, dim = q.shape
     if k_pool.shape != v_pool.shape or k_pool.dtype != v_pool.dtype:
         got = f"{k_pool.shape} {k_pool.dtype} and {v_pool.shape} {v_pool.dtype}"
@@ -308,11 +310,13 @@ def _check(q, k_pool, v_pool, page_table, lengths, bits):
     if page_table.shape[0] != batch or lengths.shape != (batch,):
         got = f"{page_table.shape} and {lengths.shape}"
         raise ValueError(f"page_table must be [{batch}, P] and lengths [{batch}], got {got}")
-    if bits is not None and bits.shape != (batch, queries, _words(queries)):
-        raise ValueError(f"bits must be {(batch, queries, _words(queries))}, got {bits.shape}")
+    if bits is not None and bits.shape != (batch, queries, _words(new_rows)):
+        raise ValueError(f"bits must be {(batch, queries, _words(new_rows))}, got {bits.shape}")
+    if bits is None and new_rows != queries:
+        raise ValueError(f"without bits the {queries} queries are the new rows, got new_rows={new_rows}")
 
 
-@functools.partial(jax.jit, static_argnames=("start", "scale", "implementation"))
+@functools.partial(jax.jit, static_argnames=("new_rows", "start", "scale", "implementation"))
 def paged_attention(
     q: Float[Array, "B T H D"],
     k_pool: Float[Array, "pages KH page D"],
@@ -321,19 +325,21 @@ def paged_attention(
     lengths: Int32[Array, " B"],
     bits: UInt32[Array, "B T W"] | None,
     *,
+    new_rows: int | None = None,
     start: int = 0,
     scale: float | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B T H D"]:
-    """Attention of T new rows a sequence over its committed rows and over each other.
+    """Attention of T queries a sequence over its committed rows and over new ones, mostly their own.
 
-    The new rows' K and V are already in the pools, at rows lengths[b] + t. What a query does not see may hold
+    The new rows' K and V are already in the pools, from row lengths[b] on. What a query does not see may hold
     anything, NaN too. A padding node sees its own row, which nobody wrote: its output alone is arbitrary.
 
     Args:
         page_table: page of every `page` rows; rows past its end do not exist.
         lengths: committed rows.
         bits: the new rows each query sees (`ancestor_bits`, `causal_bits`); None is causal (prefill chunks).
+        new_rows: M, where bits name others than the queries' own rows (the levels of a tree, one after the other).
         start: committed rows below it are hidden.
         scale: of the scores; 1 / sqrt(D) if None.
         implementation: "auto" is the kernel where the program is compiled for an NVIDIA GPU and the shape is
@@ -345,9 +351,10 @@ def paged_attention(
     Raises:
         NotImplementedError: "pallas" with a shape the kernel does not support.
     """
-    _check(q, k_pool, v_pool, page_table, lengths, bits)
+    new_rows = q.shape[1] if new_rows is None else new_rows
+    _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     arguments = (q, k_pool, v_pool, page_table, lengths, bits)
     reference = functools.partial(_reference, start=start, scale=scale)
-    kernel = functools.partial(_pallas, start=start, scale=scale)
+    kernel = functools.partial(_pallas, new_rows=new_rows, start=start, scale=scale)
     return choose(implementation, _unsupported(q, k_pool, bits), kernel, reference, *arguments)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.kv_pages import Pool, append, place
+from pallas_kernels.split_matmul import add_up
 
 
 def rotate(
@@ -29,10 +30,10 @@ def rotate(
     return turned.astype(x.dtype)
 
 
-def _reference(k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *, heads):
+def _reference(k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *, heads, dtype):
     kv_heads, dim = k_pool.shape[1], k_pool.shape[3]
-    parts = qkv.reshape(*qkv.shape[:2], -1, dim)
-    q, k, v = jnp.split(parts, [heads, heads + kv_heads], axis=2)
+    heads_apart = add_up(qkv, dtype).reshape(*qkv.shape[1:3], -1, dim)
+    q, k, v = jnp.split(heads_apart, [heads, heads + kv_heads], axis=2)
     q, k = rotate(q, positions, speeds), rotate(k, positions, speeds)
     return q, *append(k_pool, v_pool, k, v, page_table, first_row, valid, implementation="reference")
 
@@ -59,11 +60,15 @@ def _kernel(
     angles = positions_ref[sequence, token].astype(jnp.float32) * speeds_ref[half]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
 
+    def load(columns, **mask):
+        """Columns of the projection, their parts added up and rounded to the model's dtype."""
+        at = [qkv_ref.at[part, sequence, token, columns] for part in range(qkv_ref.shape[0])]
+        total, *others = (pltriton.load(part, **mask) for part in at)
+        return sum(others, total).astype(q_ref.dtype)
+
     def turned(start, **mask):
         """The two halves of the heads that start at these columns, rotated."""
-        columns = (start + half, start + dim // 2 + half)
-        loads = (pltriton.load(qkv_ref.at[sequence, token, at], **mask) for at in columns)
-        first, second = (x.astype(jnp.float32) for x in loads)
+        first, second = (load(start + i, **mask).astype(jnp.float32) for i in (half, dim // 2 + half))
         return first * cos - second * sin, second * cos + first * sin
 
     member = jnp.arange(pl.next_power_of_2(group))[:, None]
@@ -76,17 +81,17 @@ def _kernel(
     target, slot, known = place(table_ref, sequence, row, known, page)
     mask = jnp.broadcast_to(known, half.shape)
     value_columns = (heads + kv_heads + kv_head) * dim + half
-    values = (qkv_ref[sequence, token, value_columns], qkv_ref[sequence, token, value_columns + dim // 2])
-    keys = (part.astype(qkv_ref.dtype) for part in turned((heads + kv_head) * dim))
+    values = (load(value_columns), load(value_columns + dim // 2))
+    keys = (part.astype(q_ref.dtype) for part in turned((heads + kv_head) * dim))
     for ref, new in ((k_ref, keys), (v_ref, values)):
         for part, dims in zip(new, (half, dim // 2 + half), strict=True):
             pltriton.store(ref.at[target, kv_head, slot, dims], part.astype(ref.dtype), mask=mask)
 
 
-def _pallas(k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *, heads, interpret):
+def _pallas(k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *, heads, dtype, interpret):
     batch, tokens = valid.shape
     inputs = (qkv, positions, speeds, page_table, first_row, valid)
-    q = jax.ShapeDtypeStruct((batch, tokens, heads, k_pool.shape[3]), qkv.dtype)
+    q = jax.ShapeDtypeStruct((batch, tokens, heads, k_pool.shape[3]), dtype)
     pools = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (k_pool, v_pool)]
     return pl.pallas_call(
         functools.partial(_kernel, heads=heads),
@@ -108,11 +113,11 @@ def _unsupported(k_pool: Array) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("heads", "implementation"))
+@functools.partial(jax.jit, static_argnames=("heads", "dtype", "implementation"))
 def rotate_append(
     k_pool: Pool,
     v_pool: Pool,
-    qkv: Float[Array, "B T width"],
+    qkv: Float[Array, "parts B T width"],
     positions: Int32[Array, "B T"],
     speeds: Float[Array, " half"],
     page_table: Int32[Array, "B P"],
@@ -120,14 +125,16 @@ def rotate_append(
     valid: Bool[Array, "B T"],
     *,
     heads: int,
+    dtype: jnp.dtype,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T H D"], Pool, Pool]:
     """Rotates queries and keys, and writes keys and values of row t to row first_row[b] + t, where valid.
 
     Args:
-        qkv: width (heads + 2 * kv_heads) * head_dim.
+        qkv: width (heads + 2 * kv_heads) * head_dim, in parts to be added up, as `split_matmul` leaves them.
         speeds: float32 radians per position, head_dim / 2 of them.
         heads: query heads.
+        dtype: of the model, in which the queries come back.
         implementation: as in `paged_attention`.
 
     Returns:
@@ -139,6 +146,6 @@ def rotate_append(
     kv_heads, dim = k_pool.shape[1], k_pool.shape[3]
     if qkv.shape[-1] != (heads + 2 * kv_heads) * dim or heads % kv_heads:
         raise ValueError(f"qkv must be {(heads + 2 * kv_heads) * dim} wide, got {qkv.shape[-1]}")
-    kernel, reference = functools.partial(_pallas, heads=heads), functools.partial(_reference, heads=heads)
+    kernel, reference = (functools.partial(run, heads=heads, dtype=dtype) for run in (_pallas, _reference))
     arguments = (k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid)
     return choose(implementation, _unsupported(k_pool), kernel, reference, *arguments)

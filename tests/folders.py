@@ -1,4 +1,4 @@
-"""Hugging Face folders with small random weights, written to disk."""
+"""Hugging Face folders with small random weights, written to disk; what is in one, and what should be read from it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
+from safetensors import safe_open
 from safetensors.numpy import save_file
+
+import convert
+from jspec.models.config import Overrides
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -30,6 +35,7 @@ HEAD: dict[str, Any] = {
     "num_hidden_layers": 40,  # as in an official head: the target's
     "draft_vocab_size": 10,
 }
+EAGLE: dict[str, Any] = {**TARGET, "num_hidden_layers": 1}
 DRAFT_IDS = np.array([3, 4, 5, 9, 11, 12, 20, 30, 38, 39])
 
 
@@ -68,6 +74,29 @@ def target_tensors(config: Mapping[str, Any] = TARGET, dtype: Any = np.float32) 
     return random_tensors(target_shapes(config), dtype)
 
 
+def eagle_tensors(config: Mapping[str, Any] = EAGLE) -> dict[str, np.ndarray]:
+    """An EAGLE-1 head as its authors save it, without an embedding; further layers have a norm before attention."""
+    hidden = config["hidden_size"]
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
+    if config.get("bias", True):
+        shapes["fc.bias"] = (hidden,)
+    for layer in range(config["num_hidden_layers"]):
+        shapes |= block_shapes(f"layers.{layer}", config, hidden)
+        if layer > 0:
+            shapes[f"layers.{layer}.input_layernorm.weight"] = (hidden,)
+    return random_tensors(shapes)
+
+
+def medusa_tensors(heads: int = 3, layers: int = 1) -> dict[str, np.ndarray]:
+    hidden, shapes = TARGET["hidden_size"], {}
+    for head in range(heads):
+        for layer in range(layers):
+            shapes[f"{head}.{layer}.linear.weight"] = (hidden, hidden)
+            shapes[f"{head}.{layer}.linear.bias"] = (hidden,)
+        shapes[f"{head}.{layers}.weight"] = (TARGET["vocab_size"], hidden)
+    return random_tensors(shapes)
+
+
 def head_tensors(dtype: Any = np.float32) -> dict[str, np.ndarray]:
     """An EAGLE-3 head as its authors save it, without an embedding."""
     hidden, drafted = HEAD["hidden_size"], HEAD["draft_vocab_size"]
@@ -80,6 +109,11 @@ def head_tensors(dtype: Any = np.float32) -> dict[str, np.ndarray]:
         "lm_head.weight": (drafted, hidden),
     }
     return random_tensors(shapes, dtype) | vocabulary(DRAFT_IDS)
+
+
+def without(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Tensors or config fields but those."""
+    return {name: value for name, value in values.items() if name not in names}
 
 
 def vocabulary(ids: np.ndarray) -> dict[str, np.ndarray]:
@@ -102,3 +136,73 @@ def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndar
         index |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return folder
+
+
+# ---- what is in a folder, and what should be read from it
+
+BLOCK = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+def loaded(folder: Path, dtype: str | None = None, **overrides: Any) -> dict[str, np.ndarray]:
+    """All parameters of a folder, as the project reads them."""
+    plan = convert.plan(folder, Overrides(**overrides))
+    arrays: dict[str, np.ndarray] = {}
+    for batch in plan.batches(plan.dtype(dtype)):
+        arrays |= batch
+    return arrays
+
+
+def stored(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors of a folder, straight from the library that wrote them."""
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "numpy") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    for file in (*folder.glob("*.bin"), *folder.glob("*.pt")):
+        torch = pytest.importorskip("torch", reason=f"the file is {file.name}")
+        tensors |= {name: tensor.numpy() for name, tensor in torch.load(file, weights_only=True).items()}
+    return tensors
+
+
+def block(tensors: Mapping[str, np.ndarray], to: str, source: str) -> dict[str, np.ndarray]:
+    """Attention and feed-forward of a layer by their definition: q, k, v rows in this order, gate before up rows."""
+    return {
+        f"{to}.{name}": np.concatenate([tensors[f"{source}.{part}.weight"] for part in parts])
+        for name, parts in BLOCK.items()
+    }
+
+
+def expected_target(tensors: Mapping[str, np.ndarray], layers: int) -> dict[str, np.ndarray]:
+    """The weight tree of a target, without embedding and output head."""
+    tree = {"norm": tensors["model.norm.weight"]}
+    for i in range(layers):
+        tree[f"layers.{i}.attn_norm"] = tensors[f"model.layers.{i}.input_layernorm.weight"]
+        tree |= block(tensors, f"layers.{i}", f"model.layers.{i}")
+    return tree
+
+
+def expected_head(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The weight tree of an EAGLE-3 head in its authors' names, without an embedding."""
+    return {
+        "fc": tensors["fc.weight"],
+        "layers.0.input_norm": tensors["midlayer.input_layernorm.weight"],
+        "layers.0.hidden_norm": tensors["midlayer.hidden_norm.weight"],
+        **block(tensors, "layers.0", "midlayer"),
+        "norm": tensors["norm.weight"],
+        "head": tensors["lm_head.weight"],
+        "draft_to_target": (np.arange(len(tensors["d2t"])) + tensors["d2t"]).astype(np.int32),
+    }
+
+
+def assert_same(got: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """The same names, and under each the same bits."""
+    assert got.keys() == expected.keys()
+    for name, array in expected.items():
+        assert got[name].dtype == array.dtype, name
+        assert np.asarray(got[name]).tobytes() == np.asarray(array).tobytes(), name

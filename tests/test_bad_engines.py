@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from jspec import Drafter, DraftModel, Eagle3, Engine, SamplingParams, Tree
+from jspec import DraftModel, Eagle3, Engine, SamplingParams, Tree
 from jspec.programs import Programs
 from jspec.testing import Random, Scripted
 from tests import small, tiny
 
 CHAIN = Tree.chain(2)
-STAR = Tree(nodes=4, depth=1, is_chain=False)
+DYNAMIC = Tree.topk(4, 2, 2)
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     (dict(slots=2, buckets=(1.0, 2.0)), r"buckets: expected None or a tuple of ints, got \(1\.0, 2\.0\)"),
     (dict(prefill_buckets=()), r"prefill_buckets: expected ascending positive sizes, at least one, got \(\)"),
     (dict(prefill_buckets=(64, 16)), r"prefill_buckets: expected ascending .* got \(64, 16\)"),
-    (dict(accept="greedy"), r"accept: expected one of \('coupled', 'rejection'\), got 'greedy'"),
+    (dict(accept="greedy"), r"accept: expected one of \('coupled', .*'typical'\), got 'greedy'"),
     (dict(implementation="cuda"), r"implementation: expected one of \('auto', 'pallas', 'reference'\), got 'cuda'"),
     (dict(kv_dtype="int3"), r"kv_dtype: expected one of .* got 'int3'"),
     (dict(memory_fraction=0), r"memory_fraction: expected in \(0, 1\], got 0"),
@@ -106,8 +106,8 @@ BAD_PAIRS: dict[str, tuple[Any, str]] = {
         r"Eagle3: target hidden size: the target needs 16, the head has 32; use a head made",
     ),
     "head with layers that do not exist": (
-        lambda: eagle3(layers=(0, 1, 2)),
-        r"Eagle3: feature layers \(0, 1, 2\) do not exist or repeat in a target of 1 layers; pass feature_layers=",
+        lambda: eagle3(layers=(0, 1, 3)),
+        r"Eagle3: feature layers \(0, 1, 3\) do not exist or repeat in a target of 1 layers; pass feature_layers=",
     ),
     "head with default layers for a shallow target": (with_default_layers, r"needs at least 7 layers"),
 }
@@ -120,37 +120,19 @@ def test_a_drafter_for_another_target_is_refused(pair: str) -> None:
         Engine(small.target(), drafter=make())
 
 
-@pytest.mark.parametrize("length", [0, -1, 1.5, None])
-def test_a_chain_has_a_length(length: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"Tree\.chain: expected length >= 1, got .*; for plain decoding pass drafter=None"
-    ):
-        Tree.chain(length)
-
-
-@pytest.mark.parametrize("shape", [dict(nodes=2, depth=2), dict(nodes=1, depth=-1), dict(nodes=5, depth=2)])
-def test_an_impossible_tree_is_refused(shape: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"Tree: .* got nodes="):
-        Tree(**shape)
-
-
-@pytest.mark.parametrize("method", ["DraftModel", "Eagle3", "Random", "Scripted"])
-def test_a_method_that_drafts_chains_refuses_another_tree(method: str) -> None:
-    make = {
-        "DraftModel": lambda: DraftModel(small.target(), STAR),
-        "Eagle3": lambda: Eagle3(eagle3().head, STAR),
-        "Random": lambda: Random(STAR),
-        "Scripted": lambda: Scripted([], [], STAR),
-    }
-    with pytest.raises(NotImplementedError, match=rf"{method}: expected a chain, got Tree\(.*use Tree\.chain"):
+@pytest.mark.parametrize("method", ["Random", "Scripted"])
+def test_a_method_without_scores_refuses_a_dynamic_tree(method: str) -> None:
+    make = {"Random": lambda: Random(DYNAMIC), "Scripted": lambda: Scripted([], [], DYNAMIC)}
+    with pytest.raises(NotImplementedError, match=rf"{method}: expected a chain or a static tree, got topk:4,2,2"):
         make[method]()
 
 
-def test_rejection_sampling_takes_chains_only() -> None:
-    drafter: Drafter = Random(CHAIN)
-    drafter.tree = STAR
-    with pytest.raises(ValueError, match=r'accept="rejection" expects a chain, got .*; use accept="coupled"'):
-        Engine(small.target(), drafter=drafter, accept="rejection")
+@pytest.mark.parametrize("tree", [Tree.topk(20, 1, 19), Tree.static([(18,), (0,)])])
+def test_a_tree_wider_than_the_vocabulary_is_refused(tree: Tree) -> None:
+    with pytest.raises(ValueError, match=r"DraftModel: .* needs 19 children of a node, the vocabulary has 16"):
+        DraftModel(small.target(), tree)
+    with pytest.raises(ValueError, match=r"Eagle3: .* needs 19 children of a node, the draft vocabulary has 8"):
+        Eagle3(eagle3().head, tree)
 
 
 def test_a_closed_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

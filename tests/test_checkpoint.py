@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 
 import huggingface_hub
@@ -15,9 +16,9 @@ import pytest
 from convert.__main__ import main
 from jspec import checkpoint, pretrained
 from jspec.describe import describe
-from jspec.models.config import Eagle3Config, ModelConfig
+from jspec.models.config import HeadConfig, ModelConfig
 from tests import folders
-from tests.folders import BFLOAT16, DRAFT_IDS, HEAD, TARGET
+from tests.folders import BFLOAT16, DRAFT_IDS, EAGLE, HEAD, TARGET, assert_same
 
 CONFIG = ModelConfig.from_hf(TARGET)
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -30,13 +31,6 @@ def parameters(dtype: str = "float32") -> dict[str, np.ndarray]:
     return arrays | {"draft_to_target": np.arange(5, dtype=np.int32)}
 
 
-def assert_bits(got: dict, expected: dict) -> None:
-    assert got.keys() == expected.keys()
-    for name, array in expected.items():
-        assert got[name].dtype == array.dtype, name
-        assert np.asarray(got[name]).tobytes() == np.asarray(array).tobytes(), name
-
-
 @pytest.fixture
 def target(tmp_path) -> Path:
     return folders.write(tmp_path / "target", TARGET, folders.target_tensors())
@@ -45,6 +39,17 @@ def target(tmp_path) -> Path:
 @pytest.fixture
 def head(tmp_path) -> Path:
     return folders.write(tmp_path / "head", HEAD, folders.head_tensors())
+
+
+@pytest.fixture
+def eagle(tmp_path) -> Path:
+    return folders.write(tmp_path / "eagle", EAGLE, folders.eagle_tensors())
+
+
+@pytest.fixture
+def medusa(tmp_path) -> Path:
+    folder = folders.write(tmp_path / "medusa", {"medusa_num_heads": 2}, folders.medusa_tensors())
+    return (folder / "model.safetensors").rename(folder / "medusa_lm_head.safetensors").parent
 
 
 @pytest.fixture
@@ -80,7 +85,7 @@ def test_a_saved_checkpoint_comes_back_bit_by_bit(tmp_path, dtype, batches):
     assert {n: (p.shape, p.dtype) for n, p in header.parameters.items()} == {
         n: (a.shape, a.dtype) for n, a in arrays.items()
     }
-    assert_bits(checkpoint.read_arrays(header), arrays)
+    assert_same(checkpoint.read_arrays(header), arrays)
 
 
 @pytest.mark.parametrize("stored", DTYPES)
@@ -93,17 +98,17 @@ def test_restoring_casts_floats_through_float32_and_keeps_integers(tmp_path, mon
         name: array if array.dtype == np.int32 else array.astype(np.float32).astype(jnp.dtype(wanted))
         for name, array in arrays.items()
     }
-    assert_bits(checkpoint.read_arrays(checkpoint.read_header(tmp_path / "c"), dtype=wanted), expected)
+    assert_same(checkpoint.read_arrays(checkpoint.read_header(tmp_path / "c"), dtype=wanted), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["target", "head"])
-def test_a_converted_folder_loads_to_the_arrays_of_its_source(tmp_path, target, head, dtype, kind):
-    source, out = {"target": target, "head": head}[kind], tmp_path / "out"
+@pytest.mark.parametrize("kind", ["target", "head", "eagle", "medusa"])
+def test_a_converted_folder_loads_to_the_arrays_of_its_source(tmp_path, request, dtype, kind):
+    source, out = request.getfixturevalue(kind), tmp_path / "out"
     assert main([str(source), str(out)]) == 0
     direct, converted = pretrained.load(source, dtype=dtype), pretrained.load(out, dtype=dtype)
     assert (converted.kind, converted.config) == (direct.kind, direct.config)
-    assert_bits(checkpoint.flatten(converted.weights), checkpoint.flatten(direct.weights))
+    assert_same(checkpoint.flatten(converted.weights), checkpoint.flatten(direct.weights))
     assert jax.tree.structure(converted.weights) == jax.tree.structure(direct.weights)
 
 
@@ -111,7 +116,7 @@ def test_the_golden_pair_survives_conversion(golden, tmp_path):
     for name in ("target", "draft_specforge_like"):
         assert main([str(golden / name), str(tmp_path / name)]) == 0
         direct, converted = pretrained.load(golden / name), pretrained.load(tmp_path / name)
-        assert_bits(checkpoint.flatten(converted.weights), checkpoint.flatten(direct.weights))
+        assert_same(checkpoint.flatten(converted.weights), checkpoint.flatten(direct.weights))
 
 
 def test_the_command_chooses_the_stored_dtype(tmp_path, target):
@@ -169,7 +174,7 @@ def test_an_interrupted_save_leaves_what_was_there(tmp_path, existing):
         checkpoint.save(folder, "target", CONFIG, failing(), overwrite=True)
     assert sorted(tmp_path.rglob("*")) == before
     if existing:
-        assert_bits(checkpoint.read_arrays(checkpoint.read_header(folder)), parameters())
+        assert_same(checkpoint.read_arrays(checkpoint.read_header(folder)), parameters())
 
 
 def test_overwrite_replaces_a_checkpoint_whole(tmp_path):
@@ -196,11 +201,11 @@ def test_overwrite_replaces_nothing_but_checkpoints(tmp_path):
 def test_another_format_version_is_refused(converted):
     manifest = json.loads((converted / "jspec.json").read_text())
     (converted / "jspec.json").write_text(json.dumps({**manifest, "version": 99}))
-    with pytest.raises(ValueError, match="version 1, got 99"):
+    with pytest.raises(ValueError, match="version 2, got 99"):
         pretrained.load(converted)
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"version": 1}', '{"version": 1, "kind": "x", "config": {}}'])
+@pytest.mark.parametrize("content", ["", "{}", '{"version": 2}', '{"version": 2, "kind": "x", "config": {}}'])
 def test_a_damaged_manifest_is_named(converted, content):
     (converted / "jspec.json").write_text(content)
     with pytest.raises(ValueError, match=r"damaged.*convert the model again"):
@@ -238,11 +243,31 @@ def test_a_checkpoint_of_another_kind_is_refused(head, converted_head, form):
 @pytest.mark.parametrize("form", ["source", "converted"])
 def test_overrides_hold_for_every_form(head, converted_head, form):
     folder = head if form == "source" else converted_head
-    config = pretrained.load(folder, rope_theta=5e5, feature_layers=[1, 2, 3]).config
-    assert isinstance(config, Eagle3Config)
-    assert (config.rope.theta, config.feature_layers) == (5e5, (1, 2, 3))
+    options = dict(feature_layers=[1, 2, 3], norm_before_residual=True, norm_output=True)
+    got = pretrained.load(folder, rope_theta=5e5, **options)
+    plain = pretrained.load(folder)
+    assert isinstance(got.config, HeadConfig)
+    assert (got.config.rope.theta, got.config.feature_layers) == (5e5, (1, 2, 3))
+    assert got.config.norm_before_residual and got.config.norm_output
+    assert not (plain.config.norm_before_residual or plain.config.norm_output or plain.config.feature_layers)
+    assert_same(checkpoint.flatten(got.weights), checkpoint.flatten(plain.weights))
     with pytest.raises(ValueError, match=r"feature_layers|fc"):
         pretrained.load(folder, feature_layers=[1, 2])
+
+
+def test_an_override_of_false_replaces_a_stored_true(tmp_path, head):
+    out = tmp_path / "out"
+    assert main([str(head), str(out), "--norm-output"]) == 0
+    assert pretrained.load(out).config.norm_output
+    assert not pretrained.load(out, norm_output=False).config.norm_output
+
+
+def test_overrides_that_a_converted_checkpoint_does_not_have_are_refused(tmp_path, eagle, medusa):
+    for name, source in (("eagle", eagle), ("medusa", medusa)):
+        assert main([str(source), str(tmp_path / "out" / name)]) == 0
+        with pytest.raises(ValueError, match=f"norm_output: .*'{name}'"):
+            pretrained.load(tmp_path / "out" / name, norm_output=True)
+    assert pretrained.load(tmp_path / "out" / "eagle", rope_theta=5e5).config.rope.theta == 5e5
 
 
 def test_feature_layers_for_a_converted_target_are_refused(converted):
@@ -282,6 +307,27 @@ def test_a_hub_id_is_downloaded_without_bin_files_where_safetensors_are(target, 
     assert asked[-1] == ("owner/name", ["pytorch_model*.bin"])
 
 
+@pytest.mark.parametrize(
+    ("files", "fetched"),
+    [
+        (["medusa_lm_head.safetensors", "medusa_lm_head.pt"], ["medusa_lm_head.safetensors"]),
+        (["medusa_lm_head.pt"], ["medusa_lm_head.pt"]),
+        (["pytorch_model.bin"], ["pytorch_model.bin"]),
+        (["model.safetensors", "pytorch_model.bin"], ["model.safetensors"]),
+    ],
+)
+def test_the_hubs_patterns_reach_every_kind_of_weights_once(tmp_path, monkeypatch, files, fetched):
+    def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        for file in files:
+            if any(fnmatch(file, pattern) for pattern in allow_patterns):
+                (tmp_path / file).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert pretrained.find("owner/name") == tmp_path
+    assert sorted(file.name for file in tmp_path.iterdir()) == fetched
+
+
 def test_a_hub_that_cannot_answer_is_an_error_with_the_name(monkeypatch):
     def download(*_, **__):
         raise OSError("offline")
@@ -318,15 +364,61 @@ def test_a_head_is_described_with_what_decides_about_its_use(head, converted_hea
     count = sum(t.size for t in folders.head_tensors().values()) - DRAFT_IDS.size - HEAD["vocab_size"]
     for words in (
         "EAGLE-3 head (official format), hidden 16",
+        "flags beside plain EAGLE-3: none",
         "target states 2, N//2, N-3 (the default)",
         "10 of the target's 40 ids, ascending map",
-        "shared with the target",
+        "embedding: shared with the target",
+        "output head: own",
         "theta 10000",
         f"parameters: {count:,} (float32)",
         "tokenizer: none",
         "EOS ids: 2",
     ):
         assert words in text
+
+
+def test_a_description_names_what_sets_a_head_apart(tmp_path):
+    flags = {"norm_before_residual": True, "norm_output": True, "speculators_model_type": "eagle3"}
+    config = {**flags, "draft_vocab_size": 10, "transformer_layer_config": {**TARGET, "num_hidden_layers": 1}}
+    text = describe(folders.write(tmp_path, config, folders.head_tensors()))
+    assert "EAGLE-3 head (speculators format)" in text
+    assert "flags beside plain EAGLE-3: norm_before_residual, norm_output" in text
+
+
+def test_a_head_without_fusion_is_described_with_the_state_it_reads(tmp_path):
+    tensors = folders.head_tensors()
+    del tensors["fc.weight"]
+    options = {"use_aux_hidden_state": False, "use_last_layernorm": True}
+    text = describe(folders.write(tmp_path, {**HEAD, "eagle_config": options}, tensors))
+    assert "EAGLE-3 head (modelopt format)" in text
+    assert "flags beside plain EAGLE-3: no fuse" in text
+    assert "features: target state N+1, after the final norm" in text
+
+
+@pytest.mark.parametrize("form", ["source", "converted"])
+def test_eagle_1_and_medusa_heads_are_described(tmp_path, eagle, medusa, form):
+    folder = {"eagle": eagle, "medusa": medusa}
+    if form == "converted":
+        for name, source in folder.items():
+            folder[name] = tmp_path / "out" / name
+            assert main([str(source), str(folder[name])]) == 0
+    text = {name: describe(path) for name, path in folder.items()}
+    for words in (
+        "EAGLE-1/2 head (official format)",
+        "flags beside plain EAGLE-1/2: none",
+        "target state N+1, after the final norm",
+        "vocabulary: the target's 40 ids",
+        "output head: shared with the target",
+    ):
+        assert words in text["eagle"]
+    assert "Medusa, 3 heads, residual blocks in each: 1, hidden 16" in text["medusa"]
+    assert "target state N+1, after the final norm" in text["medusa"]
+
+
+def test_a_description_says_what_to_pass_where_a_file_leaves_doubt(tmp_path):
+    text = describe(folders.write(tmp_path, {**HEAD, "norm_output": True}, folders.head_tensors()))
+    assert "cannot be loaded: norm_output" in text
+    assert "pass norm_output=True" in text
 
 
 def test_a_vocabulary_map_out_of_order_is_described_as_such(tmp_path):

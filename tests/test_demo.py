@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from jspec import demo
-from jspec.__main__ import main, parse_tree
-from jspec.tree import Tree
+from jspec.__main__ import main
 
 
 def test_the_demo_shows_two_equal_texts() -> None:
@@ -29,9 +28,3 @@ def test_info_names_the_head(capsys: pytest.CaptureFixture) -> None:
 def test_a_missing_folder_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     assert main(["info", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
-
-
-def test_trees_are_parsed() -> None:
-    assert parse_tree("chain:4") == Tree.chain(4)
-    with pytest.raises(ValueError, match="chain:LENGTH"):
-        parse_tree("star:4")

@@ -147,6 +147,65 @@ def test_a_read_during_a_dispatch_is_counted(
     assert len(counts) > 3 and all(count >= 1 for count in counts)
 
 
+# -- transfers
+
+DEVICES = ["here", pytest.param("gpu", marks=pytest.mark.gpu)]  # a CPU shares its memory: only uploads are seen there
+
+
+def guard_dispatches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """From now on a transfer that a dispatch does not ask for by name is an error; the plans dispatched."""
+    plans: list[Any] = []
+    original, start_copy = engine._dispatch, jax.copy_to_host_async
+
+    def copy(output: Any) -> None:  # named as it is, the guard takes it for an implicit transfer
+        with jax.transfer_guard_device_to_host("allow"):
+            start_copy(output)
+
+    def guarded(plan: Any) -> Any:
+        plans.append(plan)
+        with jax.transfer_guard("disallow"):
+            return original(plan)
+
+    monkeypatch.setattr(engine, "_dispatch", guarded)
+    monkeypatch.setattr(jax, "copy_to_host_async", copy)
+    return plans
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_dispatch_transfers_only_by_name(either: Engine, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = guard_dispatches(either, monkeypatch)
+    varied_work(either)
+    assert len(plans) > 20
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_implicit_upload_is_caught(engine: Engine, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the packed numbers handed to the executable as they are."""
+    request = engine._requests(PROMPT, SamplingParams(max_tokens=2), trace=False)[0]
+    guard_dispatches(engine, monkeypatch)
+    monkeypatch.setattr(jax, "device_put", lambda packed: packed)
+    engine._queue(request)
+    with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+        engine.step()
+    engine.abort(request)
+    engine._forget(request)
+
+
+@pytest.mark.gpu
+def test_an_implicit_download_is_caught(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    original = engine._dispatch
+
+    def reading(plan: Any) -> Any:
+        np.asarray(engine._state.root)
+        return original(plan)
+
+    monkeypatch.setattr(engine, "_dispatch", reading)
+    guard_dispatches(engine, monkeypatch)
+    with pytest.raises(Exception, match="Disallowed device-to-host transfer"):
+        engine.generate(PROMPT)
+
+
 def test_the_state_is_donated_and_the_weights_are_not(either: Engine) -> None:
     request = either._requests(PROMPT, SamplingParams(max_tokens=8), trace=False)[0]
     either._queue(request)

@@ -13,6 +13,8 @@ import pytest
 from jspec import Completion, Eagle3, Engine, SamplingParams, Tree, step
 from jspec.cache import PoolShape
 from jspec.draft import eagle
+from jspec.draft.grow import Level
+from jspec.models.decoder import rms_norm
 from jspec.records import SlotView
 from tests import tiny
 
@@ -121,15 +123,8 @@ def test_normed_feedback_shows_in_the_scores(
 ) -> None:
     original = eagle.self_feed
 
-    def normed(
-        params: eagle.EagleHead,
-        cache_: object,
-        view: SlotView,
-        tokens: object,
-        hidden: jnp.ndarray,
-        depth: int,
-    ):
-        return original(params, cache_, view, tokens, eagle.rms_norm(hidden, params.norm, 1e-5), depth)
+    def normed(params: eagle.EagleHead, cache_: object, view: SlotView, level: Level, hidden: jnp.ndarray):
+        return original(params, cache_, view, level, rms_norm(hidden, params.norm, 1e-5))
 
     assert score_error(golden, chain, drafter) < TOLERANCE
     monkeypatch.setattr(eagle, "self_feed", normed)

@@ -7,8 +7,9 @@ from functools import partial
 import jax
 import pytest
 
+from jspec import Tree
 from jspec.bench import rounds, shapes
-from jspec.draft.eagle import EagleHead
+from jspec.draft.heads import EagleHead
 from jspec.models.decoder import Model
 from jspec.step import init_state, spec_step
 from tests.h200 import H200Program, compile_for_h200
@@ -16,11 +17,11 @@ from tests.h200 import H200Program, compile_for_h200
 SHAPE = "llama3-8b"
 
 
-def compile_round(length: int) -> tuple[H200Program, int]:
-    """The compiled round of a chain, and the bytes of its state."""
+def compile_round(tree: Tree | None) -> tuple[H200Program, int]:
+    """The compiled round, and the bytes of its state."""
     target = Model.from_weights(shapes.TARGETS[SHAPE], shapes.target_shapes(SHAPE, "bfloat16"))
     head = EagleHead.from_weights(shapes.head_config(SHAPE), shapes.head_shapes(SHAPE, "bfloat16"))
-    case = rounds.Case(SHAPE, batch=1, context=1024, length=length)
+    case = rounds.Case(SHAPE, batch=1, context=1024, tree=tree)
     program, params, pool = rounds.build(case, target, head)
     state = jax.eval_shape(lambda p: init_state(program, p, pool), params)
     slots = jax.ShapeDtypeStruct((1,), "int32")
@@ -29,13 +30,17 @@ def compile_round(length: int) -> tuple[H200Program, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("length", "launches"), [(0, 550), (4, 750)])
-def test_the_round_is_one_graph_in_place(length: int, launches: int) -> None:
-    program, state_bytes = compile_round(length)
+@pytest.mark.parametrize(
+    ("tree", "launches", "temp_mib"),
+    [(None, 420, 12), (Tree.chain(4), 500, 12), (Tree.topk(60, 8, 10), 640, 72)],
+    ids=str,
+)
+def test_the_round_is_one_graph_in_place(tree: Tree | None, launches: int, temp_mib: int) -> None:
+    program, state_bytes = compile_round(tree)
     assert len(program.graphs) == 1
     assert not program.outside_graphs
     assert program.alias_bytes == state_bytes
     assert not program.copies(1 << 20)
-    assert program.temp_bytes < 12 << 20  # logits and partial attention; a pool would be 70 MB
+    assert program.temp_bytes < temp_mib << 20  # logits (of 60 nodes: 30 MB) and partial sums; a pool would be 70 MB
     assert len(program.launches) < launches
     assert program.count("paged_attention") >= 2 * 32

@@ -12,9 +12,8 @@ import pytest
 from jaxtyping import Array
 
 from jspec import Drafter, Engine, Model, SamplingParams, Tree, verify
-from jspec.cache import PoolShape
-from jspec.draft import DraftState, Params, chain_draft
-from jspec.records import Draft, SlotView, TokenBatch, Verdict
+from jspec.draft import DraftState, Params, StatelessDrafter, static_draft
+from jspec.records import Draft, SlotView
 from jspec.testing import Random, Scripted, check_lossless, differences
 from tests import small
 
@@ -39,7 +38,7 @@ def check(plain: Engine, drafter: Drafter, **options: Any) -> dict[float, list]:
 
 
 @final
-class Repeat(Drafter):
+class Repeat(StatelessDrafter):
     """A user's drafter: says the root again and again."""
 
     def __init__(self, tree: Tree) -> None:
@@ -51,22 +50,10 @@ class Repeat(Drafter):
     def bind(self, target: Model) -> Params:
         return ()
 
-    def init(self, params: Params, pool: PoolShape) -> DraftState:
-        return ()
-
-    def prefill(
-        self, params: Params, state: DraftState, view: SlotView, batch: TokenBatch, features: Array | None
-    ) -> DraftState:
-        return state
-
     def draft(self, params: Params, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
-        depth, certain = self.tree.depth, jnp.zeros(len(view.root))
-        return chain_draft(view, [view.root] * depth, [certain] * depth, [], None), state
-
-    def commit(
-        self, params: Params, state: DraftState, view: SlotView, draft: Draft, verdict: Verdict, features: Array | None
-    ) -> DraftState:
-        return state
+        root = view.root[:, None]
+        certain = jnp.zeros(root.shape)
+        return static_draft(self.tree, view, [root] * self.tree.depth, [certain] * self.tree.depth), state
 
 
 def scripted(plain: Engine) -> Scripted:

@@ -1,139 +1,36 @@
-"""The accept rules against exact enumeration: whatever is drafted, the joint law is the target's."""
+"""Accepting: every rule on batches of trees, the cut where a row ends, which rule fits which tree."""
 
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import verify
+from jspec import Engine, SamplingParams, sampling, verify
+from jspec.config import ACCEPT_RULES, EngineConfig
 from jspec.records import Draft, Sampling, SlotView
+from jspec.testing import Random
 from jspec.tree import Tree
+from tests import small
+from tests.reference import accept, enumeration
 
-VOCAB, LENGTH = 5, 3
-CHAINS = np.array(list(itertools.product(range(VOCAB), repeat=LENGTH)))  # every draft
-
-
-def random_law(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Laws with some exact zeros, as top-k leaves them."""
-    weights = rng.exponential(size=(*shape, VOCAB)) ** 3
-    weights[rng.random(weights.shape) < 0.2] = 0
-    weights[..., 0] += 1e-3
-    return weights / weights.sum(-1, keepdims=True)
+TYPICAL = verify.Typical()
+PAIRS = Tree.static([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)])
+CHAIN = Tree.chain(3)
+ROWS, VOCAB = 64, 5  # the same everywhere, so that a rule compiles once
 
 
-def laws_by_prefix(rng: np.random.Generator) -> list[np.ndarray]:
-    """A law for every prefix: ``[d]`` has shape [V] * d + [V]."""
-    return [random_law(rng, *([VOCAB] * d)) for d in range(LENGTH + 1)]
-
-
-def joint(laws: list[np.ndarray]) -> np.ndarray:
-    """The law of LENGTH + 1 tokens in float64, [V] * (LENGTH + 1): the oracle."""
-    out = np.ones(())
-    for law in laws:
-        out = out[..., None] * law
-    return out
-
-
-def chain(probs: np.ndarray | None, valid: int = LENGTH) -> Draft:
-    rows, nodes = len(CHAINS), LENGTH + 1
-    return Draft(
-        tokens=jnp.asarray(np.concatenate([np.zeros((rows, 1), int), CHAINS], 1), jnp.int32),
-        parents=jnp.broadcast_to(jnp.arange(-1, nodes - 1), (rows, nodes)),
-        scores=jnp.zeros((rows, nodes)),
-        valid=jnp.broadcast_to(jnp.arange(nodes) <= valid, (rows, nodes)),
-        probs=None if probs is None else jnp.asarray(probs, jnp.float32),
-        vocab_map=None,
-    )
-
-
-def along(laws: list[np.ndarray]) -> np.ndarray:
-    """The law behind each node of every draft, [drafts, LENGTH + 1, V]."""
-    return np.stack([[laws[d][tuple(c[:d])] for d in range(LENGTH + 1)] for c in CHAINS])
-
-
-def emitted_law(draft: Draft, target: list[np.ndarray], draft_weight: np.ndarray, valid: int = LENGTH) -> np.ndarray:
-    """The joint law of LENGTH + 1 tokens that the rule's parts produce, summed over all drafts and outcomes.
-
-    The parts are the production code's: acceptance probabilities, residual, and how the walk puts them together is
-    spelled out here; tokens behind the round's last one follow the target.
-    """
-    p = jnp.asarray(along(target), jnp.float32)
-    stands = np.minimum(np.asarray(verify.accept_probs(p, draft), np.float64), 1.0)
-    out = np.zeros([VOCAB] * (LENGTH + 1))
-    reached = draft_weight.copy()
-    for accepted in range(valid + 1):
-        best = jnp.full(len(CHAINS), accepted)
-        final = np.asarray(verify.final_law(p, draft, best), np.float64)
-        stop = reached * (1 - stands[:, accepted]) if accepted < valid else reached
-        for row, tokens in enumerate(CHAINS):
-            for token in range(VOCAB):
-                prefix = (*tokens[:accepted], token)
-                out[prefix] += stop[row] * final[row, token] * tail(target, prefix)
-        if accepted < valid:
-            reached = reached * stands[:, accepted]
-    return out
-
-
-def tail(target: list[np.ndarray], prefix: tuple[int, ...]) -> np.ndarray:
-    """The target's law of the tokens that are still missing behind a prefix."""
-    out = np.ones(())
-    for law in target[len(prefix) :]:
-        out = out[..., None] * law[prefix]
-    return out
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_rejection_gives_the_targets_joint_law_for_every_draft_law(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    target, drafted = laws_by_prefix(rng), laws_by_prefix(rng)
-    q = along(drafted)
-    weight = np.prod([q[np.arange(len(CHAINS)), d, CHAINS[:, d]] for d in range(LENGTH)], axis=0)
-    np.testing.assert_allclose(emitted_law(chain(q), target, weight), joint(target), atol=1e-6)
-
-
-@pytest.mark.parametrize("valid", range(LENGTH + 1))
-def test_rejection_of_an_undrawn_draft_gives_the_targets_joint_law(valid: int) -> None:
-    target = laws_by_prefix(np.random.default_rng(9))
-    for row in range(0, len(CHAINS), 7):
-        weight = np.eye(len(CHAINS))[row]
-        np.testing.assert_allclose(emitted_law(chain(None, valid), target, weight, valid), joint(target), atol=1e-6)
-
-
-def test_taking_an_undrawn_draft_for_drawn_is_caught_by_the_enumeration() -> None:
-    """The classic mistake: an argmax draft judged as if it had been drawn from its softmax."""
-    distances = []
-    for seed in range(4):
-        rng = np.random.default_rng(seed)
-        target, drafted = laws_by_prefix(rng), laws_by_prefix(rng)
-        best: tuple[int, ...] = ()
-        for law in drafted[:LENGTH]:
-            best = (*best, int(np.argmax(law[best])))
-        weight = np.all(np.array(best) == CHAINS, axis=1).astype(float)
-        distances.append(np.abs(emitted_law(chain(along(drafted)), target, weight) - joint(target)).sum() / 2)
-    assert max(distances) > 0.1
-
-
-def test_an_empty_residual_falls_back_on_the_target_and_makes_no_nan() -> None:
-    target = laws_by_prefix(np.random.default_rng(3))
-    p = jnp.asarray(along(target), jnp.float32)
-    final = verify.final_law(p, chain(along(target)), jnp.zeros(len(CHAINS), jnp.int32))
-    np.testing.assert_allclose(np.asarray(final), np.asarray(p[:, 0]), atol=1e-6)
-
-
-def test_the_walk_accepts_strictly_below_the_probability() -> None:
-    """A uniform of exactly 0 must not accept a token of probability 0."""
-    law = np.zeros((len(CHAINS), LENGTH + 1, VOCAB), np.float32)
-    law[..., 4] = 1
-    draws = jnp.zeros((len(CHAINS), LENGTH)), jnp.zeros((len(CHAINS), VOCAB))
-    accepted, best, bonus = verify.rejection_chain(jnp.asarray(law), chain(None), draws)
-    run = np.cumprod(CHAINS == 4, axis=1).sum(1)
-    np.testing.assert_array_equal(np.asarray(best), run)
-    np.testing.assert_array_equal(np.asarray(accepted).sum(1), run + 1)
-    assert (np.asarray(bonus) == 4).all()
+def decide(
+    logits: object, draft: Draft, here: SlotView, tree: Tree, options: verify.Typical = TYPICAL
+) -> verify.Verdict:
+    """`verify.accept` as a compiled step calls it, its verdict in numpy."""
+    compiled = jax.jit(verify.accept, static_argnames="tree")
+    verdict = compiled(jnp.asarray(logits), draft, verify.ancestors(draft.parents), here, tree=tree, options=options)
+    return jax.tree.map(np.asarray, verdict)
 
 
 def view(rows: int, **fields: object) -> SlotView:
@@ -198,7 +95,6 @@ def test_coupled_walks_every_tree_as_a_plain_loop_does(seed: int) -> None:
             node = match[0]
             path.append(node)
         expected.append((path, [*tokens[row, path[1:]], wanted]))
-    depth = nodes - 1
     draft = Draft(
         tokens=jnp.asarray(tokens, jnp.int32),
         parents=jnp.asarray(parents, jnp.int32),
@@ -207,8 +103,7 @@ def test_coupled_walks_every_tree_as_a_plain_loop_does(seed: int) -> None:
         probs=None,
         vocab_map=None,
     )
-    reach = verify.ancestors(draft.parents)
-    verdict = verify.accept(jnp.asarray(logits), draft, reach, view(rows), Tree(nodes, depth, is_chain=False))
+    verdict = decide(logits, draft, view(rows), Tree.topk(nodes, nodes - 1, 1))
     for row, (path, emitted) in enumerate(expected):
         assert int(verdict.accept_len[row]) == len(path) - 1
         assert verdict.path[row, : len(path)].tolist() == path
@@ -261,53 +156,165 @@ def test_rows_are_cut_at_the_first_stop_id_then_at_what_remains(
     assert cut.tokens[0].tolist() == [t if i < count else -1 for i, t in enumerate(tokens)]
 
 
-def test_a_vocabulary_map_spreads_the_draft_law() -> None:
+def sampled_view(rule: str, temperature: np.ndarray | float = 1.0, *, one_seed: int | None = None) -> SlotView:
+    """A view with a seed of its own for every row, or one for all."""
+    here = view(ROWS, accept=rule)
+    low = jnp.arange(ROWS, dtype=jnp.uint32) if one_seed is None else jnp.full(ROWS, one_seed, jnp.uint32)
+    controls = here.sampling.replace(
+        temperature=jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (ROWS,)),
+        seed=jnp.stack([jnp.zeros_like(low), low], axis=1),
+    )
+    return here.replace(sampling=controls)
+
+
+def random_tokens(rng: np.random.Generator, tree: Tree) -> np.ndarray:
+    """Tokens of ROWS drafts with distinct siblings."""
+    tokens = np.zeros((ROWS, tree.nodes), int)
+    for row in tokens:
+        for parent in tree.fed:
+            children = [n for n, p in enumerate(tree.parents) if p == parent]
+            row[children] = rng.permutation(VOCAB)[: len(children)]
+    return tokens
+
+
+def test_coupled_tokens_are_those_of_plain_decoding_whatever_is_drafted() -> None:
+    """A draft decides how many of the tokens come in this round, never which: so their law is the target's."""
     rng = np.random.default_rng(0)
-    ids = np.array([1, 3, 4])
-    own = rng.dirichlet(np.ones(3), (2, 4)).astype(np.float32)
-    wide = np.zeros((2, 4, VOCAB), np.float32)
-    wide[..., ids] = own
-    tokens = jnp.asarray([[0, 1, 3, 4], [0, 4, 4, 2]], jnp.int32)
-    narrow = Draft(
-        tokens=tokens,
-        parents=jnp.broadcast_to(jnp.arange(-1, 3), (2, 4)),
-        scores=jnp.zeros((2, 4)),
-        valid=jnp.ones((2, 4), bool),
-        probs=jnp.asarray(own),
-        vocab_map=jnp.asarray(ids),
-    )
-    full = narrow.replace(probs=jnp.asarray(wide), vocab_map=None)
-    p = jnp.asarray(random_law(rng, 2, 4), jnp.float32)
-    in_map = jnp.asarray([[True, True, True], [True, True, False]])  # a token outside could not have been drawn
-    a, b = (jnp.where(in_map, verify.accept_probs(p, d), 0) for d in (narrow, full))
-    np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6)
-    for best in range(4):
-        at = jnp.full(2, best)
-        np.testing.assert_allclose(verify.final_law(p, narrow, at), verify.final_law(p, full, at), atol=1e-6)
+    target = enumeration.random_laws(rng, VOCAB, 2, zeros=0)
+    tokens, seen = random_tokens(rng, PAIRS), set()
+    draft = enumeration.record(PAIRS, tokens, None)
+    logits = np.log(enumeration.along(PAIRS, tokens, target)).astype(np.float32)
+    drafted = [{enumeration.prefix(PAIRS, tuple(row), n) for n in range(PAIRS.nodes)} for row in tokens.tolist()]
+    for seed in range(12):
+        here = sampled_view("coupled", one_seed=seed)
+        key = sampling.keys(here.sampling.seed[:1], sampling.Purpose.TOKEN, here.lengths[0] + jnp.arange(1, 4))
+        plain: tuple[int, ...] = ()
+        for law, noise in zip(target, np.asarray(sampling.gumbel(key, VOCAB)), strict=True):
+            plain = (*plain, int(np.argmax(np.log(law[plain]) + noise)))
+        verdict = decide(logits, draft, here, PAIRS)
+        for row, known in enumerate(drafted):
+            length = max(d for d in range(3) if plain[:d] in known)
+            assert verdict.accept_len[row] == length
+            assert verdict.tokens[row].tolist() == [*plain[: length + 1], *[-1] * (2 - length)]
+        seen.add(plain)
+    assert len(seen) > 5
 
 
-def test_a_mixed_batch_leaves_greedy_rows_alone() -> None:
+@pytest.mark.parametrize(
+    ("tree", "rule"),
+    [(tree, rule) for tree in (CHAIN, PAIRS) for rule in ACCEPT_RULES if (tree, rule) != (PAIRS, "block")],
+)
+def test_greedy_rows_are_exact_under_every_rule_and_beside_sampled_ones(tree: Tree, rule: str) -> None:
+    """They may be drawn from any q: the target's law is one-hot, so nothing but the argmax can stand."""
     rng = np.random.default_rng(5)
-    rows, nodes, vocab = 64, 4, 11
-    logits = jnp.asarray(rng.normal(size=(rows, nodes, vocab)), jnp.float32)
-    q = jax.nn.softmax(jnp.asarray(rng.normal(size=(rows, nodes, vocab)), jnp.float32), -1)
-    tokens = jnp.asarray(rng.integers(0, vocab, (rows, nodes)), jnp.int32)
-    greedy = np.arange(rows) % 2 == 0
-    one_hot = jax.nn.one_hot(jnp.roll(tokens, -1, axis=1), vocab)
-    draft = Draft(
-        tokens=tokens,
-        parents=jnp.broadcast_to(jnp.arange(-1, nodes - 1), (rows, nodes)),
-        scores=jnp.zeros((rows, nodes)),
-        valid=jnp.ones((rows, nodes), bool),
-        probs=jnp.where(greedy[:, None, None], one_hot, q),
-        vocab_map=None,
-    )
-    reach, tree = verify.ancestors(draft.parents), Tree.chain(nodes - 1)
-    here = view(rows, accept="rejection")
-    mixed = here.replace(
-        sampling=here.sampling.replace(temperature=jnp.asarray(np.where(greedy, 0.0, 1.0), jnp.float32))
-    )
-    alone = verify.accept(logits, draft, reach, here.replace(all_greedy=True), tree)
-    together = verify.accept(logits, draft, reach, mixed, tree)
-    np.testing.assert_array_equal(np.asarray(alone.tokens)[greedy], np.asarray(together.tokens)[greedy])
-    assert (np.asarray(alone.tokens)[~greedy] != np.asarray(together.tokens)[~greedy]).any()
+    logits = rng.normal(size=(ROWS, tree.nodes, VOCAB)).astype(np.float32)
+    draft = enumeration.record(tree, random_tokens(rng, tree), None)
+    law = jnp.asarray(rng.dirichlet(np.ones(VOCAB), draft.tokens.shape), jnp.float32)
+    greedy = np.arange(ROWS) % 2 == 0
+    alone = decide(logits, draft, view(ROWS), tree)
+    drawn = draft.replace(probs=law) if rule in ("rejection", "block") else draft
+    options = verify.Typical(2.0, 6.0)  # no probability exceeds them
+    together = decide(logits, drawn, sampled_view(rule, np.where(greedy, 0.0, 1.0)), tree, options)
+    np.testing.assert_array_equal(alone.tokens[greedy], together.tokens[greedy])
+    assert (alone.tokens[~greedy] != together.tokens[~greedy]).any()
+    assert (alone.accept_len[greedy] > 0).any()
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_draft_without_its_law_is_judged_by_the_sibling_rule(rule: str) -> None:
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(ROWS, CHAIN.nodes, VOCAB)).astype(np.float32)
+    draft = enumeration.record(CHAIN, random_tokens(rng, CHAIN), None)
+    law = jnp.asarray(rng.dirichlet(np.ones(VOCAB), draft.tokens.shape), jnp.float32)
+    without, points = (decide(logits, draft, sampled_view(name), CHAIN) for name in (rule, "multi_candidate"))
+    np.testing.assert_array_equal(without.tokens, points.tokens)
+    own = decide(logits, draft.replace(probs=law), sampled_view(rule), CHAIN)
+    assert (own.tokens != points.tokens).any()
+
+
+def test_siblings_and_rounds_have_draws_of_their_own() -> None:
+    """One seed, roots at different positions: three equally likely tokens come equally often.
+
+    With one draw for both siblings the second would come with probability 1/2 - 1/3.
+    """
+    tokens = np.broadcast_to([0, 0, 1, 0, 1, 0, 1], (ROWS, 7))
+    draft = enumeration.record(PAIRS, tokens, None)
+    logits = np.full((ROWS, 7, VOCAB), -np.inf, np.float32)
+    logits[..., :3] = 0
+    count = np.zeros(3)
+    for turn in range(10):
+        here = sampled_view("multi_candidate", one_seed=0).replace(lengths=turn * ROWS + jnp.arange(ROWS))
+        count += np.bincount(decide(logits, draft, here, PAIRS).tokens[:, 0], minlength=3)
+    np.testing.assert_allclose(count / count.sum(), 1 / 3, atol=0.06)
+
+
+def typical_case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Logits, tokens, valid and temperatures; where the draft is capped only the first level is valid."""
+    rng = np.random.default_rng(seed)
+    logits = (rng.normal(size=(ROWS, PAIRS.nodes, VOCAB)) * 3).astype(np.float32)
+    valid = np.arange(PAIRS.nodes) <= np.where(rng.random(ROWS) < 0.2, 2, 6)[:, None]
+    return logits, random_tokens(rng, PAIRS), valid, rng.uniform(0.5, 2, ROWS)
+
+
+@pytest.mark.parametrize("options", [(0.09, 0.3), (0.3, 0.09), (0.4, 0.9)])
+def test_typical_acceptance_is_that_of_a_plain_loop(options: tuple[float, float]) -> None:
+    """Three batches; the exchanged options, as a negative control, accept otherwise."""
+    parents, found, exchanged = np.array(PAIRS.parents), set(), 0
+    for seed in range(3):
+        logits, tokens, valid, temperature = typical_case(seed)
+        draft, here = enumeration.record(PAIRS, tokens, None, valid), sampled_view("typical", temperature)
+        verdict = decide(logits, draft, here, PAIRS, verify.Typical(*options))
+        for row in range(ROWS):
+            path, last = accept.typical(logits[row], temperature[row], tokens[row], parents, valid[row], options)
+            assert verdict.path[row, : len(path)].tolist() == path
+            assert verdict.tokens[row, : len(path)].tolist() == [*tokens[row, path[1:]].tolist(), last]
+            found.add(tuple(path))
+        other = decide(logits, draft, here, PAIRS, verify.Typical(*options[::-1]))
+        exchanged += (other.accept_len != verdict.accept_len).sum()
+    assert len(found) == PAIRS.nodes, "every path must occur"
+    assert exchanged > 0
+
+
+GAP = Tree.static([(0,), (2,)])
+DEEP_GAP = Tree.static([(0,), (1,), (1, 1)])
+
+
+@pytest.mark.parametrize("rule", ACCEPT_RULES[:-1])
+@pytest.mark.parametrize("tree", [CHAIN, PAIRS, GAP, DEEP_GAP, Tree.topk(8, 3, 2)], ids=str)
+def test_a_rule_that_does_not_fit_the_tree_is_refused(rule: str, tree: Tree) -> None:
+    wanted = None
+    if rule == "block" and not tree.is_chain:
+        wanted = r'accept="block" expects a chain, got .*; use Tree\.chain\(length\) or accept="rejection"'
+    if rule == "rejection" and tree in (GAP, DEEP_GAP):
+        wanted = r'accept="rejection" expects sibling ranks without gaps, got \(.*\) without \(.*\); add that path or'
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if wanted is None:
+            verify.check_rule(rule, tree)
+        else:
+            with pytest.raises(ValueError, match=wanted):
+                verify.check_rule(rule, tree)
+
+
+def test_an_engine_checks_its_rule_first() -> None:
+    with pytest.raises(ValueError, match='accept="block" expects a chain'):
+        Engine(small.target(), drafter=Random(PAIRS), accept="block")
+
+
+def test_an_engine_says_that_typical_acceptance_is_lossy() -> None:
+    """It says so once; greedy output is exact all the same."""
+    with pytest.warns(UserWarning, match='"typical" does not keep the target\'s distribution') as caught:
+        engine = Engine(
+            small.target(), drafter=Random(PAIRS), accept="typical", slots=2, max_len=small.MAX_LEN, buckets=(2,)
+        )
+    assert len(caught) == 1
+    params = SamplingParams(max_tokens=20, temperature=0)
+    own, plain = (one.generate([3, 1, 4], params)[0].token_ids for one in (engine, small.plain()))
+    assert own == plain
+
+
+@pytest.mark.parametrize("name", ["typical_threshold", "typical_alpha"])
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), "0.1"])
+def test_an_option_of_typical_acceptance_is_a_positive_number(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected a number > 0, got {value!r}"):
+        EngineConfig(**{name: value})

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import pretrained
-from jspec.draft.eagle import EagleHead
-from jspec.models.config import Eagle3Config, ModelConfig, Rope
-from jspec.models.decoder import Layer, Model
-from jspec.records import MAX_STOP_IDS, PrefillInput
+from jspec.cache import PoolShape, create
+from jspec.draft.heads import EagleHead
+from jspec.draft.medusa import MedusaHeads
+from jspec.models.config import HeadConfig, ModelConfig, Rope
+from jspec.models.decoder import Layer, Model, forward
+from jspec.records import MAX_STOP_IDS, PrefillInput, TokenBatch
 
 
 def config(vocab: int, *, layers: int = 2, hidden: int = 16) -> ModelConfig:
@@ -69,7 +71,8 @@ def eagle_head(target: Model, *, draft_vocab: int, feature_layers: tuple[int, ..
     """A random EAGLE-3 head for a target, with a scattered, ascending vocabulary map."""
     rng, own = np.random.default_rng(seed), target.config
     hidden, heads, head_dim = own.hidden_size, own.num_heads, own.head_dim
-    c = Eagle3Config(
+    c = HeadConfig(
+        method="eagle3",
         vocab_size=own.vocab_size,
         draft_vocab_size=draft_vocab,
         hidden_size=hidden,
@@ -100,7 +103,7 @@ def eagle_head(target: Model, *, draft_vocab: int, feature_layers: tuple[int, ..
     ids = np.sort(rng.choice(own.vocab_size, draft_vocab, replace=False)).astype(np.int32)
     weights = dict(
         fc=weight(hidden, len(feature_layers) * hidden),
-        layer=layer,
+        layers=[layer],
         norm=ones,
         head=weight(draft_vocab, hidden),
         draft_to_target=jnp.asarray(ids),
@@ -116,8 +119,15 @@ def load_target(folder: Path) -> Model:
 
 @cache
 def load_head(folder: Path) -> EagleHead:
-    checkpoint = pretrained.load(folder, dtype="float32", kind="eagle3")
+    """An EAGLE head of any version."""
+    checkpoint = pretrained.load(folder, dtype="float32")
     return EagleHead.from_weights(checkpoint.config, checkpoint.weights)
+
+
+@cache
+def load_medusa(folder: Path) -> MedusaHeads:
+    checkpoint = pretrained.load(folder, dtype="float32", kind="medusa")
+    return MedusaHeads.from_weights(checkpoint.config, checkpoint.weights)
 
 
 def prefill_input(ids: list[int], *, page_row: list[int], slot: int = 0, remaining: int = 1000) -> PrefillInput:
@@ -161,6 +171,26 @@ def text_cuts(data: Path, count: int, *, longest: int, seed: int = 0) -> list[st
 
 
 TEXTS = ("tinystories_eval_excerpt.txt", "wikitext2_test.txt")
+
+
+def state(target: Model, ids: list[int], index: int) -> jnp.ndarray:
+    """A hidden state of the target at every token of a text, [1, tokens, hidden]; indices as in `forward`."""
+    size = len(ids)
+    cache = create(
+        target.config.num_layers, target.config, PoolShape(1, 2, size, size, "float32", "float32"), "float32"
+    )
+    batch = TokenBatch(
+        tokens=jnp.asarray([ids], jnp.int32),
+        positions=jnp.arange(size)[None],
+        valid=jnp.ones((1, size), bool),
+        first_row=jnp.zeros(1, jnp.int32),
+        page_table=jnp.ones((1, 1), jnp.int32),
+        bits=None,
+        implementation="reference",
+    )
+    out, _ = forward(target, cache, batch, feature_layers=(index,), with_logits=False)
+    assert out.features is not None
+    return out.features
 
 
 def greedy_cases(folder: Path) -> list[dict]:

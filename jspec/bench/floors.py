@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jspec.models.config import Eagle3Config, ModelConfig
+from jspec.models.config import HeadConfig, ModelConfig
+from jspec.tree import Tree
 
 BANDWIDTH = 4.3e12  # bytes a second; device-to-device copy measured on one H200, reads plus writes
 MATMUL_RATE = 790e12  # bf16 flops a second; 8192^3 product measured on one H200
@@ -46,18 +47,24 @@ def verify_costs(c: ModelConfig, batch: int, nodes: int, context: int) -> list[C
     return layer * c.num_layers + [matmul("head", rows, c.vocab_size, c.hidden_size)]
 
 
-def draft_costs(c: Eagle3Config, batch: int, length: int, context: int) -> list[Cost]:
-    """A chain of ``length`` drafted by an EAGLE-3 head, its fusion of features included."""
-    one_pass = [
-        matmul("draft qkv", batch, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, 2 * c.hidden_size),
-        attention(batch, 1, context, c.num_heads, c.num_kv_heads, c.head_dim),
-        matmul("draft o", batch, c.hidden_size, c.num_heads * c.head_dim),
-        matmul("draft gate_up", batch, 2 * c.intermediate_size, c.hidden_size),
-        matmul("draft down", batch, c.hidden_size, c.intermediate_size),
-        matmul("draft head", batch, c.draft_vocab_size, c.hidden_size),
-    ]
-    fuse = matmul("fc", batch * (length + 1), c.hidden_size, 3 * c.target_hidden_size)
-    return one_pass * length + [fuse]
+def draft_costs(c: HeadConfig, batch: int, tree: Tree, context: int) -> list[Cost]:
+    """A tree drafted by an EAGLE-3 head, its fusion of features included."""
+    if tree.paths is None:
+        fed = [1] + [tree.k] * (tree.depth - 1)
+    else:
+        fed = [len(level.with_children) for level in tree.levels[:-1]]
+    costs = [matmul("fc", batch * (tree.depth + 1), c.hidden_size, 3 * c.target_hidden_size)]
+    for nodes in fed:
+        rows = batch * nodes
+        costs += [
+            matmul("draft qkv", rows, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, 2 * c.hidden_size),
+            attention(batch, nodes, context, c.num_heads, c.num_kv_heads, c.head_dim),
+            matmul("draft o", rows, c.hidden_size, c.num_heads * c.head_dim),
+            matmul("draft gate_up", rows, 2 * c.intermediate_size, c.hidden_size),
+            matmul("draft down", rows, c.hidden_size, c.intermediate_size),
+            matmul("draft head", rows, c.draft_vocab_size, c.hidden_size),
+        ]
+    return costs
 
 
 def seconds(costs: list[Cost]) -> float:

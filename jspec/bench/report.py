@@ -42,7 +42,7 @@ def timings(results: Sequence[Timing]) -> str:
             "page",
             "batch",
             "context",
-            "K",
+            "tree",
             "ms",
             "p90-p10",
             "floor",
@@ -60,7 +60,7 @@ def timings(results: Sequence[Timing]) -> str:
                 str(case.page_size),
                 str(case.batch),
                 str(case.context),
-                str(case.length),
+                str(case.tree).lower(),
                 f"{result.milliseconds:.3f}",
                 f"{result.spread:.3f}",
                 f"{result.floor:.3f}",
@@ -72,10 +72,15 @@ def timings(results: Sequence[Timing]) -> str:
     return table(rows)
 
 
+def _fields(result: Timing) -> dict[str, Any]:
+    fields = asdict(result)
+    return fields | {"case": fields["case"] | {"tree": str(result.case.tree).lower()}}
+
+
 def write_json(path: Path, results: Sequence[Timing]) -> None:
     """Environment and results as one JSON object."""
     content: dict[str, Any] = {
         "environment": environment(),
-        "results": [asdict(result) for result in results],
+        "results": [_fields(result) for result in results],
     }
     path.write_text(json.dumps(content, indent=1))

@@ -15,11 +15,12 @@ import numpy as np
 from jspec.bench import floors, shapes
 from jspec.cache import PoolShape
 from jspec.draft import Drafter, NoDraft
-from jspec.draft.eagle import Eagle3, EagleHead
+from jspec.draft.eagle import Eagle3
+from jspec.draft.heads import EagleHead
 from jspec.models.decoder import Model
 from jspec.records import SlotState
 from jspec.step import Params, Program, init_state, spec_step
-from jspec.tree import ROOT_ONLY, Tree
+from jspec.tree import Tree
 
 GROUP = 8  # rounds dispatched between two looks at the clock
 GROUPS = 40
@@ -33,7 +34,7 @@ class Case:
     shape: str
     batch: int
     context: int
-    length: int  # draft tokens; 0 is plain decoding
+    tree: Tree | None  # drafted by an EAGLE-3 head; None is plain decoding
     page_size: int = 16
     dtype: str = "bfloat16"
     implementation: str = "auto"
@@ -54,10 +55,10 @@ class Timing:
 
 def build(case: Case, target: Model, head: EagleHead | None) -> tuple[Program, Params, PoolShape]:
     """Program, weights and pool shape of a case; the models may be trees of shapes."""
-    drafter: Drafter = NoDraft(ROOT_ONLY)
-    if case.length:
+    drafter: Drafter = NoDraft()
+    if case.tree is not None:
         assert head is not None
-        drafter = Eagle3(head, Tree.chain(case.length))
+        drafter = Eagle3(head, case.tree)
     program = Program(
         drafter=drafter,
         feature_layers=drafter.feature_layers(target),
@@ -106,14 +107,19 @@ def measure(case: Case, target: Model, head: EagleHead | None) -> Timing:
 
 def floor(case: Case) -> float:
     """Seconds the case takes at least."""
-    costs = floors.verify_costs(shapes.TARGETS[case.shape], case.batch, case.length + 1, case.context)
-    if case.length:
-        costs += floors.draft_costs(shapes.head_config(case.shape), case.batch, case.length, case.context)
+    nodes = 1 if case.tree is None else case.tree.nodes
+    costs = floors.verify_costs(shapes.TARGETS[case.shape], case.batch, nodes, case.context)
+    if case.tree is not None:
+        costs += floors.draft_costs(shapes.head_config(case.shape), case.batch, case.tree, case.context)
     return floors.seconds(costs)
 
 
 def _max_len(case: Case) -> int:
-    return case.context + GROUP * (case.length + 1) + 1
+    return case.context + GROUP * (_depth(case) + 1) + 1
+
+
+def _depth(case: Case) -> int:
+    return 0 if case.tree is None else case.tree.depth
 
 
 def _filled_state(state: SlotState, case: Case) -> SlotState:
@@ -123,7 +129,7 @@ def _filled_state(state: SlotState, case: Case) -> SlotState:
     pools = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape, x.dtype), state.target)
     temperature = state.sampling.temperature if case.greedy else state.sampling.temperature + 1
     controls = replace(
-        state.sampling, temperature=temperature, draft_cap=jnp.full(case.batch, max(case.length, 1), jnp.int32)
+        state.sampling, temperature=temperature, draft_cap=jnp.full(case.batch, max(_depth(case), 1), jnp.int32)
     )
     return replace(
         state,

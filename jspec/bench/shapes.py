@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jspec.draft.eagle import EagleHead
-from jspec.models.config import Eagle3Config, ModelConfig, Rope
+from jspec.draft.heads import EagleHead
+from jspec.models.config import HeadConfig, ModelConfig, Rope
 from jspec.models.decoder import Model
 
 LLAMA3 = Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_position=8192)
@@ -49,19 +50,8 @@ DRAFT_VOCAB = {"llama3-8b": 32000, "tiny": 128}
 
 def target_shapes(name: str, dtype: str) -> Any:
     """The weight tree of a target, as shapes."""
-    c = TARGETS[name]
-
-    def array(*dims: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, dtype)
-
-    layer = dict(
-        attn_norm=array(c.hidden_size),
-        qkv=array((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size),
-        o=array(c.hidden_size, c.num_heads * c.head_dim),
-        mlp_norm=array(c.hidden_size),
-        gate_up=array(2 * c.intermediate_size, c.hidden_size),
-        down=array(c.hidden_size, c.intermediate_size),
-    )
+    c, array = TARGETS[name], partial(_array, dtype)
+    layer = _block(c, c.hidden_size, dtype) | dict(attn_norm=array(c.hidden_size))
     return dict(
         embed=array(c.vocab_size, c.hidden_size),
         layers=[layer] * c.num_layers,
@@ -70,10 +60,11 @@ def target_shapes(name: str, dtype: str) -> Any:
     )
 
 
-def head_config(name: str) -> Eagle3Config:
+def head_config(name: str) -> HeadConfig:
     """An EAGLE-3 head of the official kind for a target shape."""
     c = TARGETS[name]
-    return Eagle3Config(
+    return HeadConfig(
+        method="eagle3",
         vocab_size=c.vocab_size,
         draft_vocab_size=DRAFT_VOCAB[name],
         hidden_size=c.hidden_size,
@@ -91,26 +82,30 @@ def head_config(name: str) -> Eagle3Config:
 
 def head_shapes(name: str, dtype: str) -> Any:
     """The weight tree of its EAGLE-3 head, as shapes."""
-    c = head_config(name)
+    c, array = head_config(name), partial(_array, dtype)
+    norms = dict(input_norm=array(c.hidden_size), hidden_norm=array(c.hidden_size))
+    return dict(
+        fc=array(c.hidden_size, 3 * c.target_hidden_size),
+        layers=[_block(c, 2 * c.hidden_size, dtype) | norms],
+        norm=array(c.hidden_size),
+        head=array(c.draft_vocab_size, c.hidden_size),
+        draft_to_target=jax.ShapeDtypeStruct((c.draft_vocab_size,), jnp.int32),
+    )
 
-    def array(*dims: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, dtype)
 
-    layer = dict(
-        input_norm=array(c.hidden_size),
-        hidden_norm=array(c.hidden_size),
-        qkv=array((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, 2 * c.hidden_size),
+def _array(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def _block(c: ModelConfig | HeadConfig, inputs: int, dtype: str) -> dict[str, Any]:
+    """Attention over so many inputs and feed-forward."""
+    array = partial(_array, dtype)
+    return dict(
+        qkv=array((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, inputs),
         o=array(c.hidden_size, c.num_heads * c.head_dim),
         mlp_norm=array(c.hidden_size),
         gate_up=array(2 * c.intermediate_size, c.hidden_size),
         down=array(c.hidden_size, c.intermediate_size),
-    )
-    return dict(
-        fc=array(c.hidden_size, 3 * c.target_hidden_size),
-        layer=layer,
-        norm=array(c.hidden_size),
-        head=array(c.draft_vocab_size, c.hidden_size),
-        draft_to_target=jax.ShapeDtypeStruct((c.draft_vocab_size,), jnp.int32),
     )
 
 

@@ -8,16 +8,17 @@ Randomness comes from `jspec.sampling`, never from a key of the drafter's own.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, final
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jspec.cache import PoolShape
 from jspec.models.decoder import Model
 from jspec.records import Draft, SlotView, TokenBatch, Verdict
-from jspec.tree import Tree
+from jspec.tree import ROOT_ONLY, Tree
 
 Params = Any
 DraftState = Any
@@ -73,17 +74,8 @@ class Drafter(abc.ABC):
         """Learn what was accepted. ``features`` are the target's, at every node."""
 
 
-class NoDraft(Drafter):
-    """Plain decoding: the tree of the root alone."""
-
-    def __init__(self, tree: Tree) -> None:
-        self.tree = tree
-
-    def feature_layers(self, target: Model) -> tuple[int, ...]:
-        return ()
-
-    def bind(self, target: Model) -> Params:
-        return ()
+class StatelessDrafter(Drafter):
+    """A drafter that remembers nothing: only `feature_layers`, `bind` and `draft` are its own."""
 
     def init(self, params: Params, pool: PoolShape) -> DraftState:
         return ()
@@ -93,54 +85,68 @@ class NoDraft(Drafter):
     ) -> DraftState:
         return state
 
-    def draft(self, params: Params, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
-        return chain_draft(view, [], [], [], None), state
-
     def commit(
-        self,
-        params: Params,
-        state: DraftState,
-        view: SlotView,
-        draft: Draft,
-        verdict: Verdict,
-        features: Array | None,
+        self, params: Params, state: DraftState, view: SlotView, draft: Draft, verdict: Verdict, features: Array | None
     ) -> DraftState:
         return state
 
 
-def require_chain(method: str, tree: Tree) -> Tree:
-    """The tree, if it is a chain.
+@final
+class NoDraft(StatelessDrafter):
+    """Plain decoding: the tree of the root alone."""
+
+    def __init__(self) -> None:
+        self.tree = ROOT_ONLY
+
+    def feature_layers(self, target: Model) -> tuple[int, ...]:
+        return ()
+
+    def bind(self, target: Model) -> Params:
+        return ()
+
+    def draft(self, params: Params, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
+        return static_draft(self.tree, view, [], []), state
+
+
+def require_static(method: str, tree: Tree) -> Tree:
+    """The tree, if its shape is known beforehand.
 
     Raises:
-        NotImplementedError: it is not, and the method drafts nothing else.
+        NotImplementedError: it is dynamic, and the method has no scores to choose nodes by.
     """
-    if not tree.is_chain:
-        raise NotImplementedError(f"{method}: expected a chain, got {tree}; use Tree.chain(length)")
+    if tree.paths is None:
+        raise NotImplementedError(f"{method}: expected a chain or a static tree, got {tree}; use Tree.static(paths)")
     return tree
 
 
-def chain_draft(
+def static_draft(
+    tree: Tree,
     view: SlotView,
-    tokens: list[Int[Array, "batch"]],
-    log_probs: list[Float[Array, "batch"]],
-    laws: Sequence[Float[Array, "batch vocab"] | None],
-    vocab_map: Int[Array, "vocab"] | None,
+    tokens: Sequence[Int[Array, "batch _"]],
+    log_probs: Sequence[Float[Array, "batch _"]],
+    laws: Mapping[int, Float[Array, "batch vocab"]] | None = None,
+    vocab_map: Int[Array, "vocab"] | None = None,
 ) -> Draft:
-    """The `Draft` of a chain.
+    """The `Draft` of a chain or another static tree.
 
     Args:
-        tokens: target-vocabulary ids, level by level.
-        log_probs: untempered draft log-probability of each.
-        laws: what each was drawn from; None, or nothing at all, if they were not drawn.
+        tokens: target-vocabulary ids, level by level in the order of the tree's nodes.
+        log_probs: untempered draft log-probability of each, given its parent.
+        laws: what the children of each node with children were drawn from; None if they were not drawn.
     """
-    rows, nodes = view.root.shape[0], len(tokens) + 1
-    drawn = [law for law in laws if law is not None]
-    steps = [jnp.zeros(rows, jnp.float32), *log_probs]
+    rows = view.root.shape[0]
+    scores = [jnp.zeros((rows, 1), jnp.float32)]
+    for level, own in zip(tree.levels[1:], log_probs, strict=True):
+        scores.append(scores[-1][:, np.array(level.parents)] + own)
+    probs = None
+    if laws:
+        nothing = jnp.zeros_like(laws[0])
+        probs = jnp.stack([laws.get(node, nothing) for node in range(tree.nodes)], axis=1)
     return Draft(
-        tokens=jnp.stack([view.root, *tokens], axis=1),
-        parents=jnp.broadcast_to(jnp.arange(-1, nodes - 1, dtype=jnp.int32), (rows, nodes)),
-        scores=jnp.cumsum(jnp.stack(steps, axis=1), axis=1),
-        valid=jnp.ones((rows, nodes), bool),
-        probs=jnp.stack([*drawn, jnp.zeros_like(drawn[0])], axis=1) if drawn else None,
+        tokens=jnp.concatenate([view.root[:, None], *tokens], axis=1),
+        parents=jnp.broadcast_to(jnp.array(tree.parents, jnp.int32), (rows, tree.nodes)),
+        scores=jnp.concatenate(scores, axis=1),
+        valid=jnp.ones((rows, tree.nodes), bool),
+        probs=probs,
         vocab_map=vocab_map,
     )

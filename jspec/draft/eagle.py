@@ -1,4 +1,4 @@
-"""EAGLE-3 drafting (arXiv:2503.01840): one layer over the target's fused hidden states.
+"""EAGLE drafting (EAGLE-1: arXiv:2401.15077, EAGLE-2: 2406.16858, EAGLE-3: 2503.01840).
 
 Row i of the draft's cache holds the pair (feature of position i - 1, token i), with rotary position i - 1; row 0 does
 not exist and is masked. So a page's draft rows depend only on the tokens up to the page's end.
@@ -9,65 +9,28 @@ overwrites them with rows made from the target's true features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self, final
+from typing import ClassVar, Self, final
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec import pretrained, sampling
+from jspec import pretrained
 from jspec.cache import PoolShape, create
-from jspec.draft import Drafter, chain_draft, require_chain
-from jspec.models.attention import attend, project
-from jspec.models.config import Eagle3Config
-from jspec.models.decoder import Model, linear, logits_of, mlp, rms_norm
+from jspec.draft import Drafter
+from jspec.draft.grow import Level, Vocabulary, grow
+from jspec.draft.heads import FIRST_ROW, EagleHead, HeadOut, Written, finish, fuse, write
+from jspec.models.decoder import Model, logits_of
 from jspec.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.tree import Tree
-from pallas_kernels.residual_norm import add_rms_norm
-
-FIRST_ROW = 1  # row 0 of the draft's cache does not exist
-
-
-@struct.dataclass
-class EagleLayer:
-    """Weights of the draft layer; its attention reads embedding and hidden state side by side."""
-
-    input_norm: Float[Array, "hidden"]  # of the embedding half
-    hidden_norm: Float[Array, "hidden"]  # of the hidden half
-    qkv: Float[Array, "qkv hidden2"]
-    o: Float[Array, "hidden heads_width"]
-    mlp_norm: Float[Array, "hidden"]
-    gate_up: Float[Array, "gate_up hidden"]
-    down: Float[Array, "hidden intermediate"]
-
-
-@struct.dataclass
-class EagleHead:
-    """An EAGLE-3 head's weights with its config. ``embed`` is None until the target's is bound."""
-
-    embed: Float[Array, "vocab hidden"] | None
-    fc: Float[Array, "hidden features"]
-    layer: EagleLayer
-    norm: Float[Array, "hidden"]
-    head: Float[Array, "draft_vocab hidden"]
-    draft_to_target: Int[Array, "draft_vocab"]
-    config: Eagle3Config = struct.field(pytree_node=False)
-
-    @classmethod
-    def from_weights(cls, config: Eagle3Config, weights: Mapping[str, Any]) -> EagleHead:
-        """Build from the tree of arrays that `jspec.pretrained.load` returns."""
-        own = {name: weights[name] for name in ("fc", "norm", "head", "draft_to_target")}
-        return cls(embed=weights.get("embed"), layer=EagleLayer(**weights["layer"]), config=config, **own)
 
 
 @struct.dataclass
 class EagleState:
-    """The draft's cache and the pairs it has not seen yet: features (after fc) with the token that followed each.
+    """The draft's cache and the pairs it has not seen yet: features (after `fuse`) with the token that followed each.
 
     The last of the ``count`` pairs belongs to the root.
     """
@@ -78,61 +41,47 @@ class EagleState:
     count: Int[Array, "slots"]
 
 
-class HeadOut(NamedTuple):
-    """What the layer makes of a token."""
-
-    hidden: Float[Array, "batch 1 hidden"]  # un-normed: the next token's feature
-    normed: Float[Array, "batch 1 hidden"]  # for the draft's own output head, and only there
-
-
-@final
-class Eagle3(Drafter):
-    """An EAGLE-3 head.
+class EagleDrafter(Drafter):
+    """What the EAGLE methods share; they differ in the head's forward pass (`jspec.draft.heads`).
 
     Args:
         head: the head's weights.
-        tree: a chain.
+        tree: of any kind; every rank in it must exist in the draft's vocabulary.
+
+    Raises:
+        ValueError: the head is of another method, or the tree asks for more children than there are tokens.
     """
 
+    method: ClassVar[str]
+
     def __init__(self, head: EagleHead, tree: Tree) -> None:
+        name, config = type(self).__name__, head.config
+        if config.method != self.method:
+            raise ValueError(f"{name}: expected a head of method {self.method!r}, got {config.method!r}")
+        if tree.branching > config.draft_vocab_size:
+            raise ValueError(
+                f"{name}: {tree} needs {tree.branching} children of a node, the draft vocabulary has "
+                f"{config.draft_vocab_size} tokens; take a narrower tree"
+            )
         self.head = head
-        self.tree = require_chain("Eagle3", tree)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        *,
-        tree: Tree,
-        dtype: str | None = None,
-        rope_theta: float | None = None,
-        feature_layers: tuple[int, ...] | None = None,
-    ) -> Self:
-        """Load a head from a folder as released, a converted folder or a hub id.
-
-        Args:
-            rope_theta: overrides the file's rotary base (10000 where the file is silent).
-            feature_layers: overrides the target's state indices that are fused.
-        """
-        checkpoint = pretrained.load(
-            path, dtype=dtype, kind="eagle3", rope_theta=rope_theta, feature_layers=feature_layers
-        )
-        return cls(EagleHead.from_weights(checkpoint.config, checkpoint.weights), tree)
+        self.tree = tree
 
     def feature_layers(self, target: Model) -> tuple[int, ...]:
-        named = self.head.config.feature_layers
-        layers = target.config.num_layers
-        return (2, layers // 2, layers - 3) if named is None else named
+        config, layers = self.head.config, target.config.num_layers
+        if config.feature_layers is not None:
+            return config.feature_layers
+        return (2, layers // 2, layers - 3) if config.method == "eagle3" and config.fuse else (layers + 1,)
 
     def bind(self, target: Model) -> EagleHead:
-        _check_pair(self.head, target, self.feature_layers(target))
-        return self.head if self.head.embed is not None else replace(self.head, embed=target.embed)
+        _check_pair(type(self).__name__, self.head, target, self.feature_layers(target))
+        head = self.head if self.head.embed is not None else replace(self.head, embed=target.embed)
+        return head if head.head is not None else replace(head, head=target.output_head)
 
     def init(self, params: EagleHead, pool: PoolShape) -> EagleState:
-        pairs = (pool.slots, self.tree.depth + 1)
+        pairs, width = (pool.slots, self.tree.depth + 1), params.config.hidden_size
         return EagleState(
-            cache=create(1, params.config, pool, pool.draft_dtype),
-            features=jnp.zeros((*pairs, params.config.hidden_size), params.fc.dtype),
+            cache=create(len(params.layers), params.config, pool, pool.draft_dtype),
+            features=jnp.zeros((*pairs, width), params.dtype),
             tokens=jnp.zeros(pairs, jnp.int32),
             count=jnp.zeros(pool.slots, jnp.int32),
         )
@@ -141,12 +90,11 @@ class Eagle3(Drafter):
         self, params: EagleHead, state: EagleState, view: SlotView, batch: TokenBatch, features: Array | None
     ) -> EagleState:
         assert features is not None
-        fused = linear(features.astype(params.fc.dtype), params.fc)
+        fused = fuse(params, features)
         waiting = state.features.at[view.slots, 0].get(mode="fill", fill_value=0)
         shifted = jnp.concatenate([waiting[:, None], fused[:, :-1]], axis=1)
         valid = batch.valid & (batch.positions >= FIRST_ROW)
-        pairs = _pairs(view, batch.tokens, batch.first_row, valid)
-        _, cache = _write(params, state.cache, pairs, shifted)
+        _, cache = write(params, state.cache, _pairs(view, batch.tokens, batch.first_row, valid), shifted)
         last = jnp.maximum(jnp.sum(batch.valid, axis=1) - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(fused, last, axis=1)[:, 0]
         return replace(
@@ -157,21 +105,19 @@ class Eagle3(Drafter):
         )
 
     def draft(self, params: EagleHead, state: EagleState, view: SlotView) -> tuple[Draft, EagleState]:
-        config = params.config
-        with jax.named_scope("draft1"):
+        with jax.named_scope("root"):
             out, cache = catch_up(params, state, view)
-        tokens: list[Array] = []
-        log_probs, laws = [], []
-        for depth in range(1, self.tree.depth + 1):
-            with jax.named_scope(f"draft{depth}"):
-                if depth > 1:
-                    out, cache = self_feed(params, cache, view, tokens[-1], out.hidden, depth)
-                logits = logits_of(out.normed, params.head)[:, 0]
-                draft_id, law = sampling.draft_token(logits, view, depth, params.draft_to_target, config.vocab_size)
-                log_probs.append(sampling.log_prob(logits, draft_id))
-                tokens.append(params.draft_to_target[draft_id])
-                laws.append(law)
-        return chain_draft(view, tokens, log_probs, laws, params.draft_to_target), replace(state, cache=cache)
+
+        def feed(carry: tuple[Array, KVCache], level: Level) -> tuple[Array, tuple[Array, KVCache]]:
+            hidden, cache = carry
+            own = jnp.take_along_axis(hidden, level.parents[..., None], axis=1)
+            out, cache = self_feed(params, cache, view, level, own)
+            return logits_of(out.normed, _output_head(params)), (out.hidden, cache)
+
+        vocabulary = Vocabulary(params.draft_to_target, params.config.vocab_size)
+        logits = logits_of(out.normed, _output_head(params))
+        grown, (_, cache) = grow(self.tree, view, vocabulary, logits, (out.hidden, cache), feed)
+        return grown.draft, replace(state, cache=cache)
 
     def commit(
         self,
@@ -186,18 +132,73 @@ class Eagle3(Drafter):
         accepted = jnp.take_along_axis(features, jnp.maximum(verdict.path, 0)[..., None], axis=1)
         return replace(
             state,
-            features=state.features.at[view.slots].set(
-                linear(accepted.astype(params.fc.dtype), params.fc), mode="drop"
-            ),
+            features=state.features.at[view.slots].set(fuse(params, accepted), mode="drop"),
             tokens=state.tokens.at[view.slots].set(verdict.tokens, mode="drop"),
             count=state.count.at[view.slots].set(verdict.accept_len + 1, mode="drop"),
         )
 
 
-def catch_up(params: EagleHead, state: EagleState, view: SlotView) -> tuple[HeadOut, KVCache]:
-    """Write the rows of the waiting pairs and run the layer on the root's.
+@final
+class Eagle3(EagleDrafter):
+    """An EAGLE-3 head (arXiv:2503.01840); arguments as `EagleDrafter`."""
 
-    The other rows need only their K and V: what they predict is known already.
+    method = "eagle3"
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        tree: Tree,
+        dtype: str | None = None,
+        rope_theta: float | None = None,
+        feature_layers: tuple[int, ...] | None = None,
+        norm_before_residual: bool | None = None,
+        norm_output: bool | None = None,
+    ) -> Self:
+        """Load a head from a folder as released, a converted folder or a hub id.
+
+        Args:
+            rope_theta: overrides the file's rotary base (10000 where the file is silent).
+            feature_layers: overrides the target's state indices that are fused.
+            norm_before_residual: overrides whether the residual is the normed feature.
+            norm_output: overrides whether the normed output is fed back (EAGLE-3.1).
+        """
+        checkpoint = pretrained.load(
+            path,
+            dtype=dtype,
+            kind="eagle3",
+            rope_theta=rope_theta,
+            feature_layers=feature_layers,
+            norm_before_residual=norm_before_residual,
+            norm_output=norm_output,
+        )
+        return cls(EagleHead.from_weights(checkpoint.config, checkpoint.weights), tree)
+
+
+@final
+class Eagle(EagleDrafter):
+    """An EAGLE-1 or EAGLE-2 head (one checkpoint format; EAGLE-2 is the dynamic tree); arguments as `EagleDrafter`."""
+
+    method = "eagle"
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, *, tree: Tree, dtype: str | None = None, rope_theta: float | None = None
+    ) -> Self:
+        """Load a head from a folder as released, a converted folder or a hub id.
+
+        Args:
+            rope_theta: overrides the file's rotary base (10000 where the file is silent).
+        """
+        checkpoint = pretrained.load(path, dtype=dtype, kind="eagle", rope_theta=rope_theta)
+        return cls(EagleHead.from_weights(checkpoint.config, checkpoint.weights), tree)
+
+
+def catch_up(params: EagleHead, state: EagleState, view: SlotView) -> tuple[HeadOut, KVCache]:
+    """Write the rows of the waiting pairs and run the head on the root's.
+
+    In the last layer the other rows need only their K and V: what they predict is known already.
     """
     features = state.features.at[view.slots].get(mode="fill", fill_value=0)
     waiting = state.tokens.at[view.slots].get(mode="fill", fill_value=0)
@@ -206,30 +207,30 @@ def catch_up(params: EagleHead, state: EagleState, view: SlotView) -> tuple[Head
     steps = jnp.arange(features.shape[1])
     tokens = jnp.where(steps == last, view.root[:, None], waiting)
     valid = (steps <= last) & view.active[:, None]
-    pairs = _pairs(view, tokens, view.lengths - last[:, 0], valid)
-    q, cache = _write(params, state.cache, pairs, features)
-    root_q = jnp.take_along_axis(q, last[..., None, None], axis=1)
-    root_feature = jnp.take_along_axis(features, last[..., None], axis=1)
+    written, cache = write(params, state.cache, _pairs(view, tokens, view.lengths - last[:, 0], valid), features)
+    root = Written(
+        q=jnp.take_along_axis(written.q, last[..., None, None], axis=1),
+        residual=jnp.take_along_axis(written.residual, last[..., None], axis=1),
+    )
     root_pair = _pairs(view, view.root[:, None], view.lengths, view.active[:, None])
-    return _finish(params, cache, root_pair, root_q, root_feature), cache
+    return finish(params, cache, root_pair, root), cache
 
 
 def self_feed(
-    params: EagleHead,
-    cache: KVCache,
-    view: SlotView,
-    tokens: Int[Array, "batch"],
-    hidden: Float[Array, "batch 1 hidden"],
-    depth: int,
+    params: EagleHead, cache: KVCache, view: SlotView, level: Level, features: Float[Array, "batch fed hidden"]
 ) -> tuple[HeadOut, KVCache]:
-    """Run the layer on a drafted token with the layer's own last output as its feature.
+    """Run the head on drafted tokens, each with its parent's output as its feature.
 
-    Args:
-        depth: of the node to come; the token fed stands at depth - 1, the feature at depth - 2.
+    All nodes of a level stand at one position; a feature stands one before its token.
     """
-    pair = _pairs(view, tokens[:, None], view.lengths + depth - 1, view.active[:, None])
-    q, cache = _write(params, cache, pair, hidden)
-    return _finish(params, cache, pair, q, hidden), cache
+    pairs = level.batch(view, view.lengths + level.depth - 1)
+    written, cache = write(params, cache, pairs, features)
+    return finish(params, cache, pairs, written), cache
+
+
+def _output_head(params: EagleHead) -> Array:
+    assert params.head is not None
+    return params.head
 
 
 def _pairs(
@@ -250,55 +251,30 @@ def _pairs(
     )
 
 
-def _write(
-    params: EagleHead, cache: KVCache, pairs: TokenBatch, features: Float[Array, "batch tokens hidden"]
-) -> tuple[Float[Array, "batch tokens heads head_dim"], KVCache]:
-    """Write the K and V of (feature, token) pairs; their queries come back.
-
-    The layer reads normed embedding and normed feature side by side, embedding first.
-    """
-    assert params.embed is not None
-    layer, eps = params.layer, params.config.norm_eps
-    embedded = rms_norm(params.embed[pairs.tokens].astype(features.dtype), layer.input_norm, eps)
-    both = jnp.concatenate([embedded, rms_norm(features, layer.hidden_norm, eps)], axis=-1)
-    q, k_pool, v_pool = project(linear(both, layer.qkv), cache.k[0], cache.v[0], pairs, params.config)
-    return q, KVCache(k=[k_pool], v=[v_pool])
-
-
-def _finish(
-    params: EagleHead,
-    cache: KVCache,
-    pair: TokenBatch,
-    q: Float[Array, "batch 1 heads head_dim"],
-    feature: Float[Array, "batch 1 hidden"],
-) -> HeadOut:
-    """Attention, residual (the raw feature), feed-forward."""
-    layer = params.layer
-    attended = attend(q, cache.k[0], cache.v[0], pair, start=FIRST_ROW)
-    add_norm = partial(add_rms_norm, eps=params.config.norm_eps, implementation=pair.implementation)
-    hidden, normed = add_norm(feature, linear(attended, layer.o), layer.mlp_norm)
-    return HeadOut(*add_norm(hidden, mlp(normed, layer.gate_up, layer.down), params.norm))
-
-
-def _check_pair(head: EagleHead, target: Model, feature_layers: tuple[int, ...]) -> None:
+def _check_pair(name: str, head: EagleHead, target: Model, feature_layers: tuple[int, ...]) -> None:
     """Raise on every way in which a head cannot belong to a target."""
     config, own = head.config, target.config
-    wrong = [f"state {i} of {own.num_layers} layers" for i in feature_layers if not 0 <= i <= own.num_layers]
+    wrong = [i for i in feature_layers if not 0 <= i <= own.num_layers + 1]
     if wrong or len(set(feature_layers)) != len(feature_layers):
         raise ValueError(
-            f"Eagle3: feature layers {feature_layers} do not exist or repeat in a target of {own.num_layers} layers; "
+            f"{name}: feature layers {feature_layers} do not exist or repeat in a target of {own.num_layers} layers; "
             "pass feature_layers= (the default 2, N//2, N-3 needs at least 7 layers)"
         )
     width = len(feature_layers) * own.hidden_size
     checks = [
         ("vocabulary", config.vocab_size, own.vocab_size),
         ("target hidden size", config.target_hidden_size, own.hidden_size),
-        ("fc input width", head.fc.shape[1], width),
     ]
+    if config.method == "eagle3" and head.fc is not None:
+        checks.append(("fc input width", head.fc.shape[1], width))
+    else:
+        checks.append(("hidden size (it takes the target's state as it is)", config.hidden_size, own.hidden_size))
+    if head.head is None:
+        checks.append(("hidden size (it shares the target's output head)", config.hidden_size, own.hidden_size))
     if head.embed is None:
         checks.append(("hidden size (it shares the target's embedding)", config.hidden_size, own.hidden_size))
     for what, got, expected in checks:
         if got != expected:
             raise ValueError(
-                f"Eagle3: {what}: the target needs {expected}, the head has {got}; use a head made for this target"
+                f"{name}: {what}: the target needs {expected}, the head has {got}; use a head made for this target"
             )

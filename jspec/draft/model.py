@@ -1,4 +1,4 @@
-"""Draft-target speculation: a smaller model of the same vocabulary drafts a chain (arXiv:2211.17192)."""
+"""Draft-target speculation: a smaller model of the same vocabulary drafts (arXiv:2211.17192)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Self, final
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from jspec import sampling
-from jspec.cache import PoolShape, create
-from jspec.draft import Drafter, chain_draft, require_chain
+from jspec.cache import PoolShape, commit, create
+from jspec.draft import Drafter
+from jspec.draft.grow import Level, Vocabulary, grow
 from jspec.models.decoder import Model, forward
 from jspec.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.tree import Tree
@@ -21,14 +21,15 @@ from jspec.tree import Tree
 
 @struct.dataclass
 class DraftModelState:
-    """The small model's cache, and the token before each root.
+    """The small model's cache, the token before each root, and where the round's nodes lie.
 
-    After a fully accepted chain the row of its last token is missing, so every round first feeds the last committed
-    token again, together with the root: the cache lags by at most that one row.
+    A node without children is never fed, so where one is accepted its row is missing. Every round therefore first
+    feeds the last committed token again, together with the root: the cache lags by at most that one row.
     """
 
     cache: KVCache
     previous: Int[Array, "slots"]
+    rows: Int[Array, "slots nodes"]  # of each node of the last draft, counted from its root's; -1 if not fed
 
 
 @final
@@ -37,12 +38,20 @@ class DraftModel(Drafter):
 
     Args:
         model: the small model.
-        tree: a chain.
+        tree: of any kind.
+
+    Raises:
+        ValueError: the tree asks for more children of a node than there are tokens.
     """
 
     def __init__(self, model: Model, tree: Tree) -> None:
+        if tree.branching > model.config.vocab_size:
+            raise ValueError(
+                f"DraftModel: {tree} needs {tree.branching} children of a node, the vocabulary has "
+                f"{model.config.vocab_size} tokens; take a narrower tree"
+            )
         self.model = model
-        self.tree = require_chain("DraftModel", tree)
+        self.tree = tree
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, tree: Tree, dtype: str | None = None) -> Self:
@@ -66,6 +75,7 @@ class DraftModel(Drafter):
         return DraftModelState(
             cache=create(config.num_layers, config, pool, pool.draft_dtype),
             previous=jnp.zeros(pool.slots, jnp.int32),
+            rows=jnp.zeros((pool.slots, self.tree.nodes), jnp.int32),
         )
 
     def prefill(
@@ -74,22 +84,20 @@ class DraftModel(Drafter):
         _, cache = forward(params, state.cache, batch, with_logits=False)
         last = jnp.maximum(jnp.sum(batch.valid, axis=1) - 1, 0)[:, None]
         previous = jnp.take_along_axis(batch.tokens, last, axis=1)[:, 0]
-        return DraftModelState(cache=cache, previous=state.previous.at[view.slots].set(previous, mode="drop"))
+        return replace(state, cache=cache, previous=state.previous.at[view.slots].set(previous, mode="drop"))
 
     def draft(self, params: Model, state: DraftModelState, view: SlotView) -> tuple[Draft, DraftModelState]:
-        vocab = params.config.vocab_size
         previous = state.previous.at[view.slots].get(mode="fill", fill_value=0)
-        tokens, log_probs, laws, cache = [], [], [], state.cache
-        feed, position = jnp.stack([previous, view.root], axis=1), view.lengths - 1
-        for depth in range(1, self.tree.depth + 1):
-            with jax.named_scope(f"draft{depth}"):
-                logits, cache = _step(params, cache, view, feed, position)
-                token, law = sampling.draft_token(logits, view, depth, None, vocab)
-                tokens.append(token)
-                laws.append(law)
-                log_probs.append(sampling.log_prob(logits, token))
-                feed, position = token[:, None], view.lengths + depth
-        return chain_draft(view, tokens, log_probs, laws, None), replace(state, cache=cache)
+        with jax.named_scope("root"):
+            logits, cache = _feed_root(params, state.cache, view, previous)
+
+        def feed(cache: KVCache, level: Level) -> tuple[Array, KVCache]:
+            return _feed_level(params, cache, view, level)
+
+        vocabulary = Vocabulary(None, params.config.vocab_size)
+        grown, cache = grow(self.tree, view, vocabulary, logits, cache, feed)
+        rows = state.rows.at[view.slots].set(grown.rows, mode="drop")
+        return grown.draft, replace(state, cache=cache, rows=rows)
 
     def commit(
         self,
@@ -102,29 +110,35 @@ class DraftModel(Drafter):
     ) -> DraftModelState:
         last = jnp.take_along_axis(verdict.path, verdict.accept_len[:, None], axis=1)
         previous = jnp.take_along_axis(draft.tokens, last, axis=1)[:, 0]
-        return replace(state, previous=state.previous.at[view.slots].set(previous, mode="drop"))
+        rows = state.rows.at[view.slots].get(mode="fill", fill_value=-1)
+        cache = commit(state.cache, self.tree, view, verdict, rows=rows)
+        return replace(state, cache=cache, previous=state.previous.at[view.slots].set(previous, mode="drop"))
 
 
-def _step(
-    params: Model,
-    cache: KVCache,
-    view: SlotView,
-    tokens: Int[Array, "batch tokens"],
-    position: Int[Array, "batch"],
-) -> tuple[Array, KVCache]:
-    """Feed tokens from a position on; logits behind the last of them."""
-    count = tokens.shape[1]
-    positions = jnp.maximum(position, 0)[:, None] + jnp.arange(count)
+def _feed_root(
+    params: Model, cache: KVCache, view: SlotView, previous: Int[Array, "batch"]
+) -> tuple[Float[Array, "batch 1 vocab"], KVCache]:
+    """Feed the last committed token, once more, and the root; logits behind the root."""
+    first_row = jnp.maximum(view.lengths - 1, 0)
+    tokens = jnp.stack([previous, view.root], axis=1)
     batch = TokenBatch(
         tokens=tokens,
-        positions=positions,
+        positions=first_row[:, None] + jnp.arange(2),
         valid=jnp.broadcast_to(view.active[:, None], tokens.shape),
-        first_row=jnp.maximum(position, 0),
+        first_row=first_row,
         page_table=view.page_table,
         bits=None,
         implementation=view.implementation,
     )
-    last = jnp.full((tokens.shape[0], 1), count - 1)
-    out, cache = forward(params, cache, batch, logit_rows=last)
+    out, cache = forward(params, cache, batch, logit_rows=jnp.ones((tokens.shape[0], 1), jnp.int32))
     assert out.logits is not None
-    return out.logits[:, 0], cache
+    return out.logits, cache
+
+
+def _feed_level(
+    params: Model, cache: KVCache, view: SlotView, level: Level
+) -> tuple[Float[Array, "batch fed vocab"], KVCache]:
+    """Feed the nodes of a level, all at one position; logits behind each."""
+    out, cache = forward(params, cache, level.batch(view, view.lengths + level.depth))
+    assert out.logits is not None
+    return out.logits, cache

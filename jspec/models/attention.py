@@ -45,13 +45,18 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def project(
-    qkv: Float[Array, "batch tokens width"],
+    qkv: Float[Array, "parts batch tokens width"],
     k_pool: Array,
     v_pool: Array,
     batch: TokenBatch,
     shape: AttentionShape,
+    dtype: jnp.dtype,
 ) -> tuple[Float[Array, "batch tokens heads head_dim"], Array, Array]:
-    """Split a fused projection, rotate, and write the batch's keys and values into the pools.
+    """Take a fused projection apart, rotate, and write the batch's keys and values into the pools.
+
+    Args:
+        qkv: in parts, as `split_matmul` leaves it.
+        dtype: of the model.
 
     Returns:
         The rotated queries, and both pools.
@@ -66,6 +71,7 @@ def project(
         batch.first_row,
         batch.valid,
         heads=shape.num_heads,
+        dtype=dtype,
         implementation=batch.implementation,
     )
 
@@ -88,8 +94,9 @@ def attend(
         k_pool,
         v_pool,
         batch.page_table,
-        batch.first_row,
+        batch.first_row if batch.base is None else batch.base,
         batch.bits,
+        new_rows=batch.new_rows,
         start=start,
         implementation=batch.implementation,
     )

@@ -1,29 +1,22 @@
-"""What a checkpoint's config.json says, as frozen records: models (target or draft), EAGLE-3 heads."""
+"""What a checkpoint is, as frozen records: models (target or draft), EAGLE heads, Medusa heads."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from jspec.models.fields import Rope, positive, require, unsupported
+from jspec.models.fields import Rope, check_layer, layer_sizes, positive, unsupported
 
-__all__ = ["Eagle3Config", "ModelConfig", "Rope"]
+__all__ = ["Config", "HeadConfig", "MedusaConfig", "ModelConfig", "Overrides", "Rope"]
 
 FAMILIES = ("llama",)
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps")
-
-# Options that change an EAGLE-3 head's forward pass, each with the only value that is supported.
-HEAD_FLAGS: dict[str, bool] = {
-    "norm_output": False,
-    "fc_norm": False,
-    "norm_before_fc": False,
-    "norm_before_residual": False,
-    "return_hidden_post_norm": False,
-    "eh_proj_before_attn": False,
-    "use_mtp_layernorm": False,
-    "use_aux_hidden_state": True,
-    "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True,
+METHODS = ("eagle3", "eagle")
+# The fields of `Overrides` that a checkpoint of each kind has.
+OVERRIDABLE = {
+    "target": {"rope_theta"},
+    "eagle3": {"rope_theta", "feature_layers", "norm_before_residual", "norm_output"},
+    "eagle": {"rope_theta", "feature_layers"},
+    "medusa": set(),
 }
 
 
@@ -47,8 +40,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise unsupported("model_type", self.family, " or ".join(map(repr, FAMILIES)))
-        positive("config", self, ("vocab_size", "intermediate_size", "num_layers", "norm_eps", "max_position"))
-        _check_heads(self)
+        check_layer(self)
+        positive("config", self, ("max_position",))
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, rope_theta: float | None = None) -> Self:
@@ -60,9 +53,8 @@ class ModelConfig:
         Returns: the config.
         Raises: ValueError listing missing keys; NotImplementedError naming an option that is not supported.
         """
-        _check_supported(config, "num_hidden_layers")
         return cls(
-            **_shared_fields(config),
+            **layer_sizes(config, FAMILIES, "num_hidden_layers"),
             family=config["model_type"],
             num_layers=int(config["num_hidden_layers"]),
             rope=Rope.from_hf(config, theta=rope_theta),
@@ -81,11 +73,21 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class Eagle3Config:
-    """An EAGLE-3 head: `vocab_size` and `target_hidden_size` are the target's, sizes in elements.
+class HeadConfig:
+    """An EAGLE head: sizes in elements, `vocab_size` and `target_hidden_size` are the target's.
 
-    `feature_layers` are target state indices: state k enters layer k, state N leaves the last layer (before
-    the final norm). None stands for states 2, N//2 and N-3 of a target with N layers.
+    Attributes:
+        feature_layers: target state indices, joined in this order. State k enters layer k, state N leaves the last
+            of N layers, state N+1 is that after the final norm. None: states 2, N//2 and N-3, or, for method "eagle"
+            and without `fuse`, state N+1.
+        source_format: the exporter's, for people to read.
+        method: "eagle3", or "eagle" for EAGLE-1 and 2, which share their checkpoints.
+        norm_before_residual: the first residual is the normed feature, not the feature itself.
+        norm_before_fc: one norm over all joined states before fc.
+        fc_norm: a norm of each state before fc.
+        norm_output: the normed output is fed back as the next feature (EAGLE-3.1).
+        qk_norm: every query and key head is normed before the rotary embedding.
+        fuse: False: the one feature enters the layer without fc.
     """
 
     vocab_size: int
@@ -100,11 +102,22 @@ class Eagle3Config:
     rope: Rope
     feature_layers: tuple[int, ...] | None
     source_format: str
+    method: str = "eagle3"
+    num_layers: int = 1
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    fc_bias: bool = False
+    fuse: bool = True
 
     def __post_init__(self) -> None:
-        positive("head config", self, ("vocab_size", "draft_vocab_size", "target_hidden_size", "intermediate_size"))
-        positive("head config", self, ("norm_eps",))
-        _check_heads(self)
+        if self.method not in METHODS:
+            raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}; pass one of them")
+        check_layer(self)
+        positive("head config", self, ("draft_vocab_size", "target_hidden_size"))
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size: expected at most vocab_size ({self.vocab_size}, the target's), "
@@ -115,44 +128,43 @@ class Eagle3Config:
             raise ValueError(
                 f"feature_layers: expected distinct target state indices from 0, got {layers}; pass others"
             )
+        self._check_features()
+        if self.method == "eagle":
+            self._refuse("method 'eagle'", "norm_before_residual", "norm_output")
+            if self.draft_vocab_size != self.vocab_size:
+                raise unsupported("draft_vocab_size", self.draft_vocab_size, f"the target's {self.vocab_size}")
+
+    def _check_features(self) -> None:
+        """One feature of the head's own width where nothing fuses several."""
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError(
+                "norm_before_fc, fc_norm: expected at most one of them, got both; correct config.json, "
+                "the head's file holds input_norm.weight for the former, fc_norm.0.weight for the latter"
+            )
+        if self.method == "eagle3" and self.fuse:
+            return
+        self._refuse("a head that fuses no states", "norm_before_fc", "fc_norm")
+        if self.num_features != 1:
+            raise ValueError(
+                f"feature_layers: expected one target state for a head that fuses none, got {self.feature_layers}; "
+                "pass feature_layers= with one state, or leave it out for the state after the final norm"
+            )
+        if self.target_hidden_size != self.hidden_size:
+            raise ValueError(
+                f"target_hidden_size: expected hidden_size ({self.hidden_size}) for a head that fuses no states, "
+                f"got {self.target_hidden_size}; correct config.json"
+            )
+
+    def _refuse(self, what: str, *flags: str) -> None:
+        if given := [flag for flag in flags if getattr(self, flag)]:
+            raise unsupported(", ".join(given), True, f"False for {what}")
 
     @property
     def num_features(self) -> int:
         """Number of target states that are joined into one feature."""
-        return 3 if self.feature_layers is None else len(self.feature_layers)
-
-    @classmethod
-    def from_hf(
-        cls,
-        config: Mapping[str, Any],
-        *,
-        rope_theta: float | None = None,
-        feature_layers: Iterable[int] | None = None,
-    ) -> Self:
-        """Reads the config.json of an EAGLE-3 head, except `num_hidden_layers`, which is often the target's.
-
-        Args:
-            config: the parsed file.
-            rope_theta: replaces the rotary base; without both, it is 10000, never the target's.
-            feature_layers: target state indices, which replace those of the file.
-        Returns: the config.
-        Raises: ValueError listing missing keys; NotImplementedError naming an option that is not supported.
-        """
-        if "speculators_model_type" in config:
-            raise unsupported("speculators_model_type", config["speculators_model_type"], "the EAGLE-3 authors' format")
-        nested = config.get("eagle_config") or {}
-        _check_flags(config, nested)
-        _check_supported(config)
-        fields = _shared_fields(config)
-        layers = tuple(feature_layers) if feature_layers is not None else _feature_layers(config, nested)
-        return cls(
-            **fields,
-            draft_vocab_size=int(config.get("draft_vocab_size") or fields["vocab_size"]),
-            target_hidden_size=int(config.get("target_hidden_size") or fields["hidden_size"]),
-            rope=Rope.from_hf(config, theta=rope_theta),
-            feature_layers=layers,
-            source_format="specforge" if nested else "official",
-        )
+        if self.feature_layers is not None:
+            return len(self.feature_layers)
+        return 3 if self.method == "eagle3" and self.fuse else 1
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as JSON values, for `from_json`."""
@@ -171,67 +183,66 @@ class Eagle3Config:
         )
 
 
-def _shared_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    heads = int(config["num_attention_heads"])
-    hidden = int(config["hidden_size"])
-    return {
-        "vocab_size": int(config["vocab_size"]),
-        "hidden_size": hidden,
-        "intermediate_size": int(config["intermediate_size"]),
-        "num_heads": heads,
-        "num_kv_heads": int(config.get("num_key_value_heads") or heads),
-        "head_dim": int(config.get("head_dim") or hidden // heads),
-        "norm_eps": float(config["rms_norm_eps"]),
-    }
+@dataclass(frozen=True)
+class MedusaConfig:
+    """Medusa heads: `num_heads` of them, each with `num_layers` residual blocks; sizes are the target's."""
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_layers: int
+    source_format: str = "official"
+
+    def __post_init__(self) -> None:
+        positive("heads", self, ("vocab_size", "hidden_size", "num_heads", "num_layers"))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields as JSON values, for `from_json`."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Builds the config that `to_json` wrote."""
+        return cls(**fields)
 
 
-def _check_supported(config: Mapping[str, Any], *sizes: str) -> None:
-    """Refuses what the decoder does not compute, before a weight is read, and lists every missing key."""
-    if config.get("model_type") not in (None, *FAMILIES):
-        raise unsupported("model_type", config["model_type"], " or ".join(map(repr, FAMILIES)))
-    if config.get("hidden_act", "silu") != "silu":
-        raise unsupported("hidden_act", config["hidden_act"], "'silu'")
-    for flag in ("attention_bias", "mlp_bias"):
-        if config.get(flag):
-            raise unsupported(flag, config[flag], "False")
-    if config.get("quantization_config"):
-        raise unsupported("quantization_config", config["quantization_config"], "unquantised float weights")
-    require("config.json", config, ("model_type", *SIZES, *sizes))
+Config = ModelConfig | HeadConfig | MedusaConfig
 
 
-def _check_flags(config: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
-    for where in (config, nested):
-        for flag, supported in HEAD_FLAGS.items():
-            if where.get(flag) is not None and bool(where[flag]) != supported:
-                raise unsupported(flag, where[flag], str(supported))
+@dataclass(frozen=True)
+class Overrides:
+    """What a caller knows better than a checkpoint's file; None: as the file says."""
 
+    rope_theta: float | None = None
+    feature_layers: tuple[int, ...] | None = None
+    norm_before_residual: bool | None = None
+    norm_output: bool | None = None
 
-def _feature_layers(config: Mapping[str, Any], nested: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Target state indices from the ids of the file.
+    def given(self) -> dict[str, Any]:
+        """The values that are not None, by name."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
-    Ids inside `eagle_config` that start with 1 count layer outputs (that of layer j is state j+1); all others
-    are state indices already.
-    """
-    found = set()
-    for where in (nested, config):
-        ids = where.get("eagle_aux_hidden_state_layer_ids")
-        if ids:
-            shift = 1 if where is nested and ids[0] == 1 else 0
-            found.add(tuple(int(i) + shift for i in ids))
-    if len(found) > 1 or any(list(layers) != sorted(layers) for layers in found):
-        raise ValueError(
-            f"eagle_aux_hidden_state_layer_ids: expected one ascending list, got the states {sorted(found)}; "
-            "pass feature_layers= with the target state indices"
-        )
-    return next(iter(found), None)
+    def check(self, kind: str) -> None:
+        """Raises ValueError for what a checkpoint of this kind does not have."""
+        if extra := self.given().keys() - OVERRIDABLE[kind]:
+            raise ValueError(
+                f"{', '.join(sorted(extra))}: expected a draft head that has this, got a checkpoint of kind {kind!r}; "
+                "leave it out"
+            )
 
+    def apply(self, config: Config) -> Config:
+        """Puts these values in place of those of a converted checkpoint.
 
-def _check_heads(config: "ModelConfig | Eagle3Config") -> None:
-    positive("config", config, ("hidden_size", "num_heads", "num_kv_heads", "head_dim"))
-    if config.num_heads % config.num_kv_heads:
-        raise ValueError(
-            f"num_key_value_heads: expected a divisor of num_attention_heads {config.num_heads}, "
-            f"got {config.num_kv_heads}; correct config.json"
-        )
-    if config.head_dim % 2:
-        raise ValueError(f"head_dim: expected an even number, got {config.head_dim}; correct config.json")
+        Raises: ValueError if a weight would need another shape.
+        """
+        changes = self.given()
+        if isinstance(config, MedusaConfig):
+            return config
+        layers = self.feature_layers
+        if isinstance(config, HeadConfig) and layers is not None and len(layers) != config.num_features:
+            raise ValueError(
+                f"feature_layers: expected {config.num_features} target states, got {layers}; pass that many"
+            )
+        if "rope_theta" in changes:
+            changes["rope"] = dataclasses.replace(config.rope, theta=changes.pop("rope_theta"))
+        return dataclasses.replace(config, **changes)

@@ -7,6 +7,7 @@ Linear weights are stored ``[out, in]``, as in the checkpoints, with Q, K and V 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jspec.models.attention import attend, project
 from jspec.models.config import ModelConfig
 from jspec.records import KVCache, TargetOut, TokenBatch
 from pallas_kernels.residual_norm import add_rms_norm
+from pallas_kernels.split_matmul import split_matmul
 
 
 @struct.dataclass
@@ -84,10 +86,12 @@ def rms_norm(x: Float[Array, "... hidden"], weight: Float[Array, "hidden"], eps:
     return wide.astype(x.dtype) * weight
 
 
-def mlp(x: Float[Array, "... hidden"], gate_up: Array, down: Array) -> Float[Array, "... hidden"]:
-    """SiLU-gated feed-forward (arXiv:2002.05202)."""
+def mlp(
+    x: Float[Array, "*rows hidden"], gate_up: Array, down: Array, implementation: str
+) -> Float[Array, "parts *rows hidden"]:
+    """SiLU-gated feed-forward (arXiv:2002.05202), in parts as `split_matmul` leaves them."""
     gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
-    return linear(jax.nn.silu(gate) * up, down)
+    return split_matmul(jax.nn.silu(gate) * up, down, implementation=implementation)
 
 
 def logits_of(x: Float[Array, "... hidden"], head: Float[Array, "vocab hidden"]) -> Float[Array, "... vocab"]:
@@ -111,7 +115,7 @@ def forward(
     Args:
         cache: the model's pools; rows before ``batch.first_row`` are committed.
         feature_layers: state indices wanted: state k enters layer k, state 0 is the embedding, state L leaves the
-            last layer before the final norm.
+            last layer before the final norm, state L + 1 is behind it.
         logit_rows: the tokens of each row whose logits are wanted; None: all.
         with_logits: False skips the final norm and the head.
 
@@ -119,19 +123,23 @@ def forward(
         Logits and features (concatenated in the order of ``feature_layers``), and the cache.
     """
     eps = model.config.norm_eps
+    split = partial(split_matmul, implementation=batch.implementation)
+    add_norm = partial(add_rms_norm, eps=eps, implementation=batch.implementation)
     x = model.embed[batch.tokens]
     normed = rms_norm(x, model.layers[0].attn_norm, eps)
     states, k_pools, v_pools = [x], [], []
     next_norms = [layer.attn_norm for layer in model.layers[1:]] + [model.norm]
     for index, (layer, next_norm) in enumerate(zip(model.layers, next_norms, strict=True)):
         with jax.named_scope(f"layer{index}"):
-            q, k_pool, v_pool = project(linear(normed, layer.qkv), cache.k[index], cache.v[index], batch, model.config)
+            qkv = split(normed, layer.qkv)
+            q, k_pool, v_pool = project(qkv, cache.k[index], cache.v[index], batch, model.config, x.dtype)
             attended = attend(q, k_pool, v_pool, batch)
-            x, normed = _add_norm(x, linear(attended, layer.o), layer.mlp_norm, batch, eps)
-            x, normed = _add_norm(x, mlp(normed, layer.gate_up, layer.down), next_norm, batch, eps)
+            x, normed = add_norm(x, split(attended, layer.o), layer.mlp_norm)
+            x, normed = add_norm(x, mlp(normed, layer.gate_up, layer.down, batch.implementation), next_norm)
         states.append(x)
         k_pools.append(k_pool)
         v_pools.append(v_pool)
+    states.append(normed)
     features = jnp.concatenate([states[i] for i in feature_layers], axis=-1) if feature_layers else None
     logits = None
     if with_logits:
@@ -140,7 +148,3 @@ def forward(
                 normed = jnp.take_along_axis(normed, logit_rows[..., None], axis=1)
             logits = logits_of(normed, model.output_head)
     return TargetOut(logits=logits, features=features), KVCache(k=k_pools, v=v_pools)
-
-
-def _add_norm(x: Array, delta: Array, weight: Array, batch: TokenBatch, eps: float) -> tuple[Array, Array]:
-    return add_rms_norm(x, delta, weight, eps=eps, implementation=batch.implementation)

@@ -1,10 +1,11 @@
-"""What all readers of a config.json share: the rotary embedding, and checks with their messages."""
+"""What all readers of a config.json share: the rotary embedding, the sizes of a layer, checks with their messages."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 ROPE_KINDS = ("default", "llama3")
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Rope:
         Raises: ValueError if the two ways of writing it disagree; NotImplementedError for another rope type.
         """
         parameters, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+        if by_layer := [kind for kind, value in parameters.items() if isinstance(value, Mapping)]:
+            raise unsupported("rope_parameters", by_layer, "one rotary embedding for all layers")
         named = {float(c["rope_theta"]) for c in (parameters, config) if c.get("rope_theta") is not None}
         if theta is None and len(named) > 1:
             raise ValueError(
@@ -74,6 +77,54 @@ class Rope:
             high_freq_factor=float(form["high_freq_factor"]),
             original_max_position=int(form["original_max_position_embeddings"]),
         )
+
+
+def layer_sizes(config: Mapping[str, Any], families: Collection[str], *required: str) -> dict[str, Any]:
+    """The sizes of a decoder layer as the fields of a config record.
+
+    Args:
+        config: the parsed config.json, or the part of it that describes the layers.
+        families: values of `model_type` whose layers are computed.
+        required: keys that must be there beside the sizes.
+    Returns: the fields, with the defaults of the Llama format.
+    Raises: ValueError listing missing keys; NotImplementedError naming what the layers would compute differently.
+    """
+    allowed = " or ".join(map(repr, families))
+    if config.get("model_type") not in (None, *families):
+        raise unsupported("model_type", config["model_type"], allowed)
+    if config.get("hidden_act", "silu") != "silu":
+        raise unsupported("hidden_act", config["hidden_act"], "'silu'")
+    for flag in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if config.get(flag):
+            raise unsupported(flag, config[flag], "False")
+    if config.get("quantization_config"):
+        raise unsupported("quantization_config", config["quantization_config"], "unquantised float weights")
+    if other := set(config.get("layer_types") or ()) - {"full_attention"}:
+        raise unsupported("layer_types", sorted(other), "'full_attention' alone")
+    require("config.json", config, ("model_type", *SIZES, *required))
+    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+    return {
+        "vocab_size": int(config["vocab_size"]),
+        "hidden_size": hidden,
+        "intermediate_size": int(config["intermediate_size"]),
+        "num_heads": heads,
+        "num_kv_heads": int(config.get("num_key_value_heads") or heads),
+        "head_dim": int(config.get("head_dim") or hidden // heads),
+        "norm_eps": float(config["rms_norm_eps"]),
+    }
+
+
+def check_layer(record: Any) -> None:
+    """Raises ValueError for sizes of a layer that cannot be."""
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    positive("config", record, (*names, "norm_eps"))
+    if record.num_heads % record.num_kv_heads:
+        raise ValueError(
+            f"num_key_value_heads: expected a divisor of num_attention_heads {record.num_heads}, "
+            f"got {record.num_kv_heads}; correct config.json"
+        )
+    if record.head_dim % 2:
+        raise ValueError(f"head_dim: expected an even number, got {record.head_dim}; correct config.json")
 
 
 def positive(where: str, record: Any, names: Iterable[str]) -> None:

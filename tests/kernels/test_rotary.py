@@ -14,7 +14,7 @@ SHAPES = [(8, 2, 16, 4), (6, 2, 32, 1), (4, 4, 64, 16), (3, 3, 128, 64)]  # head
 BATCH, TOKENS, COLUMNS = 3, 5, 24
 
 
-def problem(shape: tuple[int, int, int, int], dtype: str) -> dict[str, Any]:
+def problem(shape: tuple[int, int, int, int], dtype: str, parts: int = 1) -> dict[str, Any]:
     heads, kv_heads, dim, page = shape
     rng = np.random.default_rng(0)
     pools = {
@@ -23,7 +23,10 @@ def problem(shape: tuple[int, int, int, int], dtype: str) -> dict[str, Any]:
     }
     first = np.array([0, 1, 13])
     return pools | dict(
-        qkv=jnp.asarray(rng.normal(size=(BATCH, TOKENS, (heads + 2 * kv_heads) * dim)), dtype),
+        qkv=jnp.asarray(
+            rng.normal(size=(parts, BATCH, TOKENS, (heads + 2 * kv_heads) * dim)), dtype if parts == 1 else "float32"
+        ),
+        dtype=jnp.dtype(dtype),
         positions=jnp.asarray(first[:, None] + np.arange(TOKENS) + 100, jnp.int32),
         speeds=jnp.asarray(1e4 ** (-np.arange(dim // 2) / (dim // 2)), jnp.float32),
         page_table=jnp.asarray(rng.permutation(np.arange(1, BATCH * COLUMNS + 1)).reshape(BATCH, COLUMNS), jnp.int32),
@@ -35,7 +38,8 @@ def problem(shape: tuple[int, int, int, int], dtype: str) -> dict[str, Any]:
 def oracle(p: dict[str, Any], heads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     k_pool, v_pool = (np.asarray(p[name], np.float64).copy() for name in ("k_pool", "v_pool"))
     _, kv_heads, page, dim = k_pool.shape
-    parts = np.asarray(p["qkv"], np.float64).reshape(BATCH, TOKENS, -1, dim)
+    rounded = jnp.asarray(np.asarray(p["qkv"], np.float64).sum(0), p["dtype"])
+    parts = np.asarray(rounded, np.float64).reshape(BATCH, TOKENS, -1, dim)
     angles = np.asarray(p["positions"])[..., None] * np.asarray(p["speeds"], np.float64)
     turned = (parts[..., : dim // 2] + 1j * parts[..., dim // 2 :]) * np.exp(1j * angles)[:, :, None]
     turned = np.concatenate([turned.real, turned.imag], axis=-1)
@@ -49,8 +53,8 @@ def oracle(p: dict[str, Any], heads: int) -> tuple[np.ndarray, np.ndarray, np.nd
     return turned[:, :, :heads], k_pool, v_pool
 
 
-def check(shape: tuple[int, int, int, int], dtype: str, implementation: str) -> None:
-    p, heads = problem(shape, dtype), shape[0]
+def check(shape: tuple[int, int, int, int], dtype: str, implementation: str, parts: int = 1) -> None:
+    p, heads = problem(shape, dtype, parts), shape[0]
     got = rotate_append(**p, heads=heads, implementation=implementation)
     # Angles reach 120 rad in float32 (2**-18 of a turn); bfloat16 rounds the result once more.
     tolerance = 2**-7 if dtype == "bfloat16" else 1e-4
@@ -65,6 +69,12 @@ def test_queries_and_pools_agree_with_float64(
     shape: tuple[int, int, int, int], dtype: str, implementation: str
 ) -> None:
     check(shape, dtype, implementation)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_projection_in_parts_is_added_up(dtype: str, implementation: str) -> None:
+    check(SHAPES[1], dtype, implementation, parts=4)
 
 
 @pytest.mark.parametrize("fault", ["positions", "first_row", "valid"])

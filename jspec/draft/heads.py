@@ -1,0 +1,170 @@
+"""The forward pass of EAGLE heads: one or a few decoder layers over (feature, token) pairs.
+
+EAGLE-3 (arXiv:2503.01840): a pair's feature is the target's fused hidden states, or, for a drafted token, the head's
+own output before it. Layer 0 reads the normed embedding and the normed feature side by side, embedding first.
+EAGLE-1 and 2 (arXiv:2401.15077, 2406.16858): the feature is the target's state after its final norm; ``fc`` joins
+embedding and feature at every step, layer 0 has no norm before its attention, and the output goes to the target's
+own output head without a norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from jspec.models.attention import attend, project
+from jspec.models.config import HeadConfig
+from jspec.models.decoder import linear, mlp, rms_norm
+from jspec.records import KVCache, TokenBatch
+from pallas_kernels.residual_norm import add_rms_norm
+from pallas_kernels.split_matmul import add_up, split_matmul
+
+FIRST_ROW = 1  # row 0 of the draft's cache does not exist
+
+
+@struct.dataclass
+class EagleLayer:
+    """Weights of one draft layer; ``inputs`` is twice the hidden size in layer 0 of EAGLE-3, else the hidden size."""
+
+    qkv: Float[Array, "qkv inputs"]
+    o: Float[Array, "hidden heads_width"]
+    mlp_norm: Float[Array, "hidden"]
+    gate_up: Float[Array, "gate_up hidden"]
+    down: Float[Array, "hidden intermediate"]
+    input_norm: Float[Array, "hidden"] | None = None  # layer 0: of the embedding; further layers: of their input
+    hidden_norm: Float[Array, "hidden"] | None = None  # layer 0 of EAGLE-3: of the feature
+    qkv_bias: Float[Array, "qkv"] | None = None
+    q_norm: Float[Array, "head_dim"] | None = None
+    k_norm: Float[Array, "head_dim"] | None = None
+
+
+@struct.dataclass
+class EagleHead:
+    """A head's weights with its config. ``embed`` and ``head`` are None until the target's are bound."""
+
+    embed: Float[Array, "vocab hidden"] | None
+    layers: list[EagleLayer]
+    fc: Float[Array, "hidden features"] | None = None
+    fc_bias: Float[Array, "hidden"] | None = None
+    fc_norm: Float[Array, "states target_hidden"] | None = None  # of each state before fc
+    input_norm: Float[Array, "features"] | None = None  # of all states together before fc
+    norm: Float[Array, "hidden"] | None = None  # before the output head
+    head: Float[Array, "draft_vocab hidden"] | None = None
+    draft_to_target: Int[Array, "draft_vocab"] | None = None  # None: the same ids
+    config: HeadConfig = struct.field(pytree_node=False, kw_only=True)
+
+    @classmethod
+    def from_weights(cls, config: HeadConfig, weights: Mapping[str, Any]) -> EagleHead:
+        """Build from the tree of arrays that `jspec.pretrained.load` returns."""
+        own = {name: array for name, array in weights.items() if name not in ("embed", "layers")}
+        layers = [EagleLayer(**layer) for layer in weights["layers"]]
+        return cls(embed=weights.get("embed"), layers=layers, config=config, **own)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.layers[0].qkv.dtype
+
+
+class Written(NamedTuple):
+    """What is left to do for tokens whose keys and values are written in every layer."""
+
+    q: Float[Array, "batch tokens heads head_dim"]  # of the last layer
+    residual: Float[Array, "batch tokens hidden"]
+
+
+class HeadOut(NamedTuple):
+    """What the head makes of a token."""
+
+    hidden: Float[Array, "batch tokens hidden"]  # the next token's feature
+    normed: Float[Array, "batch tokens hidden"]  # for the output head
+
+
+def fuse(head: EagleHead, features: Float[Array, "... features"]) -> Float[Array, "... hidden"]:
+    """The target's states as one feature of a pair."""
+    features, eps = features.astype(head.dtype), head.config.norm_eps
+    if head.config.method == "eagle" or head.fc is None:
+        return features
+    if head.fc_norm is not None:
+        states = features.reshape(*features.shape[:-1], *head.fc_norm.shape)
+        features = rms_norm(states, head.fc_norm, eps).reshape(features.shape)
+    if head.input_norm is not None:
+        features = rms_norm(features, head.input_norm, eps)
+    return linear(features, head.fc)
+
+
+def write(
+    head: EagleHead, cache: KVCache, pairs: TokenBatch, features: Float[Array, "batch tokens hidden"]
+) -> tuple[Written, KVCache]:
+    """Write the keys and values of (feature, token) pairs: every layer but the last runs, the last one projects."""
+    residual, x = _enter(head, pairs.tokens, features)
+    k_pools, v_pools = [], []
+    for index, layer in enumerate(head.layers):
+        qkv = _norm_heads(split_matmul(x, layer.qkv, implementation=pairs.implementation), layer, head)
+        k_pool, v_pool = cache.k[index], cache.v[index]
+        q, k_pool, v_pool = project(qkv, k_pool, v_pool, pairs, head.config, head.dtype)
+        k_pools.append(k_pool)
+        v_pools.append(v_pool)
+        if index + 1 < len(head.layers):
+            residual, x = _after_projection(head, index, pairs, q, residual, k_pool, v_pool)
+    return Written(q, residual), KVCache(k=k_pools, v=v_pools)
+
+
+def finish(head: EagleHead, cache: KVCache, pairs: TokenBatch, written: Written) -> HeadOut:
+    """Run what is left of the last layer, and the output norm."""
+    k_pool, v_pool = cache.k[-1], cache.v[-1]
+    last = len(head.layers) - 1
+    hidden, normed = _after_projection(head, last, pairs, written.q, written.residual, k_pool, v_pool)
+    return HeadOut(hidden=normed if head.config.norm_output else hidden, normed=normed)
+
+
+def _enter(head: EagleHead, tokens: Array, features: Array) -> tuple[Array, Array]:
+    """Residual stream and attention input of layer 0."""
+    assert head.embed is not None
+    layer, eps = head.layers[0], head.config.norm_eps
+    embedded = head.embed[tokens].astype(features.dtype)
+    if head.config.method == "eagle":
+        assert head.fc is not None
+        joined = linear(jnp.concatenate([embedded, features], axis=-1), head.fc)
+        joined = joined if head.fc_bias is None else joined + head.fc_bias
+        return joined, joined
+    assert layer.input_norm is not None
+    assert layer.hidden_norm is not None
+    normed = rms_norm(features, layer.hidden_norm, eps)
+    x = jnp.concatenate([rms_norm(embedded, layer.input_norm, eps), normed], axis=-1)
+    return normed if head.config.norm_before_residual else features, x
+
+
+def _norm_heads(parts: Array, layer: EagleLayer, head: EagleHead) -> Array:
+    """Add the bias of the fused projection and norm every query and key head, where the layer does that (Qwen)."""
+    if layer.qkv_bias is None and layer.q_norm is None:
+        return parts
+    config, qkv = head.config, add_up(parts, head.dtype)
+    qkv = qkv if layer.qkv_bias is None else qkv + layer.qkv_bias
+    if layer.q_norm is not None and layer.k_norm is not None:
+        heads = qkv.reshape(*qkv.shape[:-1], -1, config.head_dim)
+        q, k, v = jnp.split(heads, [config.num_heads, config.num_heads + config.num_kv_heads], axis=-2)
+        q, k = rms_norm(q, layer.q_norm, config.norm_eps), rms_norm(k, layer.k_norm, config.norm_eps)
+        qkv = jnp.concatenate([q, k, v], axis=-2).reshape(qkv.shape)
+    return qkv[None]
+
+
+def _after_projection(
+    head: EagleHead, index: int, pairs: TokenBatch, q: Array, residual: Array, k_pool: Array, v_pool: Array
+) -> tuple[Array, Array]:
+    """Attention and feed-forward of a layer: its output, and that output normed for whatever comes next."""
+    layer = head.layers[index]
+    following = head.layers[index + 1].input_norm if index + 1 < len(head.layers) else head.norm
+    add_norm = partial(add_rms_norm, eps=head.config.norm_eps, implementation=pairs.implementation)
+    attended = attend(q, k_pool, v_pool, pairs, start=FIRST_ROW)
+    delta = split_matmul(attended, layer.o, implementation=pairs.implementation)
+    hidden, normed = add_norm(residual, delta, layer.mlp_norm)
+    delta = mlp(normed, layer.gate_up, layer.down, pairs.implementation)
+    if following is None:
+        hidden = hidden + add_up(delta, hidden.dtype)
+        return hidden, hidden
+    return add_norm(hidden, delta, following)

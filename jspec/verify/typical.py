@@ -1,0 +1,55 @@
+"""Typical acceptance (Medusa, arXiv:2401.10774): lossy, and the only rule that is.
+
+A child stands if the target finds it plausible, the less certain the target the less is asked: p(x) must exceed
+min(threshold, alpha * exp(-H)) with H the entropy of p. Nothing is drawn.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jspec import sampling
+from jspec.records import Draft, SlotView
+from jspec.verify.paths import at_node, candidates, child_probs, depths, walk
+
+INSIDE_LOG = 1e-5  # the authors' guard against log(0); part of the rule, as it moves the threshold
+
+
+class Typical(NamedTuple):
+    """The rule's options."""
+
+    threshold: float = 0.09
+    alpha: float = 0.3
+
+
+def typical_acceptance(
+    logits: Float[Array, "batch nodes vocab"],
+    draft: Draft,
+    reach: Bool[Array, "batch nodes nodes"],
+    view: SlotView,
+    options: Typical,
+) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
+    """The longest path that stands; among equally long ones the likeliest. Greedy rows follow the argmax exactly.
+
+    Args:
+        logits: the target's raw logits; p is their law after temperature and the row's other controls.
+
+    Returns:
+        The last accepted node, and the argmax behind it.
+    """
+    law = sampling.law(logits, view.sampling)
+    entropy = -jnp.sum(law * jnp.log(law + INSIDE_LOG), axis=-1)
+    bound = jnp.minimum(options.threshold, options.alpha * jnp.exp(-entropy))
+    bound = jnp.where(view.sampling.temperature[:, None] > 0, bound, 0.5)  # greedy laws are one-hot
+    own = child_probs(law, draft)
+    stands = own > jnp.take_along_axis(bound, jnp.maximum(draft.parents, 0), axis=1)
+    accepted, deepest = walk(stands & candidates(draft), draft, reach)
+    depth = depths(reach)
+    is_longest = accepted & (depth == at_node(depth, deepest)[:, None])
+    steps = jnp.where(accepted & candidates(draft), jnp.log(own), 0.0)
+    path_log_prob = jnp.sum(jnp.where(reach, steps[:, None], 0.0), axis=-1)
+    best = jnp.argmax(jnp.where(is_longest, path_log_prob, -jnp.inf), axis=-1).astype(jnp.int32)
+    return best, jnp.argmax(at_node(logits, best), axis=-1).astype(jnp.int32)

@@ -1,0 +1,128 @@
+"""The k likeliest tokens of a row with their log-probabilities, in two kernels and without a sort.
+
+    log p[i] = logits[i] - log sum_j exp(logits[j]);   the k largest, the smaller index first among equals
+
+The first kernel cuts a row into blocks and leaves of each its k largest logits and its log-sum-exp; the second does the
+same to what the blocks left. A maximum is taken out k times, so the time grows with k.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.implementation import Implementation, choose
+
+BLOCK = 1024  # logits a program of the first kernel holds
+MOST_KEPT = 4096  # candidates the second kernel can hold
+OUT = jnp.iinfo(jnp.int32).max  # index of what is not there: behind all others
+
+
+def _reference(logits, k):
+    best, ids = jax.lax.top_k(logits, k)
+    return best - jax.nn.logsumexp(logits, axis=-1, keepdims=True), ids
+
+
+def _take_largest(values, ids, k, keep):
+    """Takes the largest value out k times, the smallest id among equals, and hands each to `keep`."""
+
+    def step(rank, values):
+        top = jnp.max(values)
+        chosen = jnp.min(jnp.where(values == top, ids, OUT))
+        keep(rank, top, chosen)
+        return jnp.where(ids == chosen, -jnp.inf, values)
+
+    jax.lax.fori_loop(0, k, step, values)
+
+
+def _log_sum_exp(values):
+    top = jnp.max(values)
+    base = jnp.where(top == -jnp.inf, 0.0, top)
+    return base + jnp.log(jnp.sum(jnp.exp(values - base)))
+
+
+def _block_kernel(logits_ref, best_ref, ids_ref, sums_ref, *, vocab, k):
+    """One program: one block of one row."""
+    block, row = pl.program_id(0), pl.program_id(1)
+    column = block * BLOCK + jnp.arange(BLOCK)
+    values = pltriton.load(logits_ref.at[row, column], mask=column < vocab, other=-jnp.inf)
+    sums_ref[row, block] = _log_sum_exp(values)
+
+    def keep(rank, top, chosen):
+        best_ref[row, block, rank] = top
+        ids_ref[row, block, rank] = chosen
+
+    _take_largest(values, column, k, keep)
+
+
+def _merge_kernel(best_ref, ids_ref, sums_ref, log_probs_ref, chosen_ref, *, blocks, k):
+    """One program: all blocks of one row."""
+    row = pl.program_id(0)
+    place = jnp.arange(pl.next_power_of_2(blocks * k))
+    inside, at = place < blocks * k, (row, place // k, place % k)
+    values = pltriton.load(best_ref.at[at], mask=inside, other=-jnp.inf)
+    ids = pltriton.load(ids_ref.at[at], mask=inside, other=OUT)
+    block = jnp.arange(pl.next_power_of_2(blocks))
+    total = _log_sum_exp(pltriton.load(sums_ref.at[row, block], mask=block < blocks, other=-jnp.inf))
+
+    def keep(rank, top, chosen):
+        log_probs_ref[row, rank] = top - total
+        chosen_ref[row, rank] = chosen
+
+    _take_largest(values, ids, k, keep)
+
+
+def _pallas(logits, *, k, interpret):
+    rows, vocab = logits.shape
+    blocks = pl.cdiv(vocab, BLOCK)
+    params = pltriton.CompilerParams(num_warps=4, num_stages=1)
+    kept = pl.pallas_call(
+        functools.partial(_block_kernel, vocab=vocab, k=k),
+        grid=(blocks, rows),
+        out_shape=[
+            jax.ShapeDtypeStruct((rows, blocks, k), jnp.float32),
+            jax.ShapeDtypeStruct((rows, blocks, k), jnp.int32),
+            jax.ShapeDtypeStruct((rows, blocks), jnp.float32),
+        ],
+        compiler_params=params,
+        interpret=interpret,
+        name="top_log_probs",
+    )(logits)
+    return pl.pallas_call(
+        functools.partial(_merge_kernel, blocks=blocks, k=k),
+        grid=(rows,),
+        out_shape=[jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((rows, k), jnp.int32)],
+        compiler_params=params,
+        interpret=interpret,
+        name="top_log_probs_merge",
+    )(*kept)
+
+
+def _unsupported(logits: Array, k: int) -> str | None:
+    """Says which limit of the kernels a call breaks, if any."""
+    if logits.dtype != jnp.float32:
+        return f"logits must be float32, got {logits.dtype}"
+    if pl.cdiv(logits.shape[1], BLOCK) * k > MOST_KEPT:
+        return f"at most {MOST_KEPT} candidates fit: a vocabulary of {logits.shape[1]} allows no k of {k}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("k", "implementation"))
+def top_log_probs(
+    logits: Float[Array, "rows vocab"], k: int, *, implementation: Implementation = "auto"
+) -> tuple[Float[Array, "rows k"], Int32[Array, "rows k"]]:
+    """The k largest log-probabilities (natural) of each row, largest first, and their ids.
+
+    Args:
+        logits: float32; -inf is allowed, such tokens come last.
+        k: at most the vocabulary.
+        implementation: as in `paged_attention`.
+
+    Raises:
+        NotImplementedError: "pallas" with more candidates, or another dtype, than the kernels support.
+    """
+    kernel, reference = functools.partial(_pallas, k=k), functools.partial(_reference, k=k)
+    return choose(implementation, _unsupported(logits, k), kernel, reference, logits)

@@ -1,0 +1,73 @@
+"""`top_log_probs` against sorting in float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import top_log_probs
+from tests.h200 import compile_for_h200
+
+
+def expected(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    wide = logits.astype(np.float64)
+    total = np.log(np.exp(wide - wide.max(1, keepdims=True)).sum(1, keepdims=True)) + wide.max(1, keepdims=True)
+    ids = np.argsort(-wide, axis=1, kind="stable")[:, :k]
+    return np.take_along_axis(wide, ids, 1) - total, ids
+
+
+def problem(vocab: int, ties: bool) -> np.ndarray:
+    logits = np.random.default_rng(vocab).normal(0, 4, (3, vocab)).astype(np.float32)
+    return logits.round(0) if ties else logits
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("vocab", "k"), [(7, 7), (1024, 1), (1025, 4), (3000, 10), (5000, 24)])
+def test_the_likeliest_are_those_that_sorting_finds(vocab: int, k: int, ties: bool, implementation: str) -> None:
+    logits = problem(vocab, ties)
+    log_probs, ids = top_log_probs(jnp.asarray(logits), k, implementation=implementation)
+    wanted, wanted_ids = expected(logits, k)
+    np.testing.assert_array_equal(ids, wanted_ids)
+    np.testing.assert_allclose(log_probs, wanted, atol=2e-6, rtol=2e-6)
+
+
+def test_another_order_among_equals_is_caught() -> None:
+    """Negative control: the larger id first."""
+    logits = problem(3000, ties=True)
+    flipped = 2999 - np.asarray(top_log_probs(jnp.asarray(logits[:, ::-1]), 10)[1])
+    assert (flipped != expected(logits, 10)[1]).any()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_tokens_that_cannot_be_come_last(implementation: str) -> None:
+    logits = np.full((1, 1030), -np.inf, np.float32)
+    logits[0, [1028, 5]] = [1.0, 0.0]
+    log_probs, ids = top_log_probs(jnp.asarray(logits), 3, implementation=implementation)
+    assert ids[0, :2].tolist() == [1028, 5]
+    assert float(log_probs[0, 2]) == -np.inf
+    np.testing.assert_allclose(np.exp(log_probs[0, :2]), [1 / (1 + np.exp(-1)), 1 / (1 + np.exp(1))], rtol=1e-5)
+
+
+def test_too_many_candidates_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="at most 4096 candidates fit: a vocabulary of 200000"):
+        top_log_probs(jnp.zeros((1, 200000)), 24, implementation="pallas")
+
+
+@pytest.mark.parametrize(("rows", "vocab", "k"), [(10, 32000, 10), (640, 32000, 10), (1, 128256, 16)])
+def test_it_is_two_launches_without_spills(rows: int, vocab: int, k: int) -> None:
+    logits = jax.ShapeDtypeStruct((rows, vocab), jnp.float32)
+    program = compile_for_h200(lambda x: top_log_probs(x, k, implementation="pallas"), logits, fail_on_spills=True)
+    assert [launch.name for launch in program.launches] == ["top_log_probs", "top_log_probs_merge"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_likeliest_on_a_gpu(ties: bool) -> None:
+    logits = problem(32000, ties)
+    log_probs, ids = top_log_probs(jnp.asarray(logits), 10, implementation="pallas")
+    wanted, wanted_ids = expected(logits, 10)
+    np.testing.assert_array_equal(ids, wanted_ids)
+    np.testing.assert_allclose(log_probs, wanted, atol=1e-5, rtol=1e-5)

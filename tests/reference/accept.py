@@ -1,0 +1,96 @@
+"""The accept rules for one tree in numpy float64, as loops written from the papers: the oracle for rulings.
+
+All take the tree's tokens and parents, the candidates' ``valid`` and one uniform a node, and return the path from the
+root and the law of the token behind it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+Ruling = tuple[list[int], np.ndarray]
+
+
+def children(parents: np.ndarray, valid: np.ndarray, node: int) -> list[int]:
+    return [n for n in range(1, len(parents)) if parents[n] == node and valid[n]]
+
+
+def point_masses(p: np.ndarray, tokens: np.ndarray, parents: np.ndarray, valid: np.ndarray, u: np.ndarray) -> Ruling:
+    """EAGLE's rule: a rejected child's token loses its mass, the rest is renormalised."""
+    path, law = [0], p[0].astype(np.float64)
+    while True:
+        for child in children(parents, valid, path[-1]):
+            if u[child] < law[tokens[child]]:
+                path, law = [*path, child], p[child].astype(np.float64)
+                break
+            law = law.copy()
+            law[tokens[child]] = 0
+            law /= law.sum()
+        else:
+            return path, law
+
+
+def without_replacement(
+    p: np.ndarray, q: np.ndarray, tokens: np.ndarray, parents: np.ndarray, valid: np.ndarray, u: np.ndarray
+) -> Ruling:
+    """Recursive rejection sampling without replacement (arXiv:2402.14160)."""
+    path = [0]
+    while True:
+        law, drawn_from = p[path[-1]].astype(np.float64), q[path[-1]].astype(np.float64)
+        for child in children(parents, valid, path[-1]):
+            x = tokens[child]
+            if u[child] < min(1, law[x] / drawn_from[x]):
+                path = [*path, child]
+                break
+            law = np.maximum(law - drawn_from, 0)
+            law /= law.sum()
+            drawn_from = drawn_from.copy()
+            drawn_from[x] = 0
+            drawn_from /= drawn_from.sum()
+        else:
+            return path, law
+
+
+def block(p: np.ndarray, q: np.ndarray, tokens: np.ndarray, length: int, u: np.ndarray) -> Ruling:
+    """Algorithm 2 of arXiv:2403.10444 for a chain of ``length`` tokens."""
+    accepted, weights = 0, [1.0]
+    for i in range(1, length + 1):
+        weights.append(min(weights[-1] * p[i - 1, tokens[i]] / q[i - 1, tokens[i]], 1.0))
+        if i < length:
+            mass = np.maximum(weights[i] * p[i] - q[i], 0).sum()
+            h = mass / (mass + 1 - weights[i])
+        else:
+            h = weights[i]
+        if u[i] < h:
+            accepted = i
+    last = p[length] if accepted == length else np.maximum(weights[accepted] * p[accepted] - q[accepted], 0)
+    return list(range(accepted + 1)), last / last.sum()
+
+
+def typical(
+    logits: np.ndarray,
+    temperature: float,
+    tokens: np.ndarray,
+    parents: np.ndarray,
+    valid: np.ndarray,
+    options: tuple[float, float],
+) -> tuple[list[int], int]:
+    """Medusa's typical acceptance (arXiv:2401.10774): the longest, then likeliest path, and the argmax behind it."""
+    scaled = logits.astype(np.float64) / temperature
+    p = np.exp(scaled - scaled.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    found = []
+
+    def extend(path: list[int], log_prob: float) -> None:
+        law = p[path[-1]]
+        entropy = -(law * np.log(law + 1e-5)).sum()
+        threshold, alpha = options
+        found.append((len(path), log_prob, path))
+        for child in children(parents, valid, path[-1]):
+            own = law[tokens[child]]
+            if own > min(threshold, alpha * np.exp(-entropy)):
+                extend([*path, child], log_prob + np.log(own))
+
+    extend([0], 0.0)
+    path = max(found)[2]
+    return path, int(logits[path[-1]].argmax())

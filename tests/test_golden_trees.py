@@ -1,0 +1,143 @@
+"""Trees of EAGLE-3, EAGLE-1 and Medusa against recordings of their authors' own code, round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import Drafter, Eagle, Eagle3, Medusa, Tree, step
+from jspec.cache import PoolShape
+from jspec.draft import eagle, medusa
+from jspec.draft import grow as growing
+from jspec.draft.eagle import EagleDrafter
+from jspec.draft.grow import Level
+from tests import tiny
+from tests.recordings import TOLERANCE, recording, replay, same_rounds
+
+STATIC20 = "medusa/greedy_static20.npz"
+
+
+@pytest.fixture(autouse=True)
+def _torch() -> None:
+    pytest.importorskip("torch", reason="the recorded heads are .bin files")
+
+
+def choices(golden: Path) -> list[tuple[int, ...]]:
+    """The recorded Medusa tree."""
+    return [tuple(rank for rank in path if rank >= 0) for path in recording(golden / STATIC20)["choices"].tolist()]
+
+
+CASES: dict[str, tuple[Callable[[Path], Drafter], int, float]] = {
+    "tree_d3_k4_t16.npz": (lambda g: Eagle3(tiny.load_head(g / "draft"), Tree.topk(16, 4, 4)), 423, 3.742),
+    "tree_d7_k10_t60.npz": (lambda g: Eagle3(tiny.load_head(g / "draft"), Tree.topk(60, 8, 10)), 278, 5.681),
+    "eagle1/tree_d3_k4_t16.npz": (lambda g: Eagle(tiny.load_head(g / "eagle1/draft"), Tree.topk(16, 4, 4)), 377, 4.196),
+    STATIC20: (lambda g: Medusa(tiny.load_medusa(g / "medusa/heads"), Tree.static(choices(g))), 539, 2.928),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_rounds_are_the_recorded_ones(golden: Path, name: str) -> None:
+    make, compared, mean_acceptance_length = CASES[name]
+    recorded = recording(golden / name)
+    completions, engine = replay(golden, make(golden), recorded)
+    assert same_rounds(completions, recorded) == compared
+    assert engine.metrics.mean_acceptance_length == pytest.approx(mean_acceptance_length, abs=5e-4)
+
+
+# -- one round in detail: features, hidden states of every level, all candidates
+
+
+class Detail:
+    """The first round behind the first prompt, run op by op, with what happens inside it."""
+
+    def __init__(self, golden: Path, drafter: EagleDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.levels: list[tuple[Level, np.ndarray]] = []
+        self.candidates: list[tuple[np.ndarray, np.ndarray]] = []
+        children = growing._children
+        monkeypatch.setattr(growing, "_children", lambda *args: self._kept(children(*args)))
+        target = tiny.load_target(golden / "target")
+        self.program = step.Program(drafter, drafter.feature_layers(target), "coupled", "reference")
+        self.params = step.Params(target=target, draft=drafter.bind(target))
+        ids = tiny.recorded_prompts(golden)[0]
+        state = step.init_state(self.program, self.params, PoolShape(1, 2, 256, 150, "float32", "float32"))
+        chunk = tiny.prefill_input(ids, page_row=[1])
+        self.state, _ = step.prefill_step(self.program, self.params, state, jnp.asarray(chunk.pack()))
+        view = step.view_of(self.state, jnp.zeros(1, jnp.int32), self.program).replace(all_greedy=True)
+        self._watch_levels(monkeypatch)
+        self.draft, _ = drafter.draft(self.params.draft, self.state.draft, view)
+
+    def _kept(self, found: growing._Candidates) -> growing._Candidates:
+        self.candidates.append((np.asarray(found.scores[0]), np.asarray(found.tokens[0])))
+        return found
+
+    def _watch_levels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        original = eagle.self_feed
+
+        def watched(params, cache, view, level, features):  # type: ignore[no-untyped-def]
+            out, cache = original(params, cache, view, level, features)
+            self.levels.append((level, np.asarray(out.hidden[0])))
+            return out, cache
+
+        monkeypatch.setattr(eagle, "self_feed", watched)
+
+
+def detail_drafter(golden: Path, folder: str) -> EagleDrafter:
+    if folder == "eagle1":
+        return Eagle(tiny.load_head(golden / "eagle1/draft"), Tree.topk(60, 6, 10))
+    return Eagle3(tiny.load_head(golden / "draft"), Tree.topk(60, 8, 10))
+
+
+@pytest.mark.parametrize("folder", ["", "eagle1"])
+def test_one_round_is_the_recorded_one_in_every_detail(
+    golden: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = recording(golden / folder / "prompt0_detail.npz")
+    got = Detail(golden, detail_drafter(golden, folder), monkeypatch)
+    prompt = recorded["prompt"]
+    assert got.state.lengths.tolist() == [len(prompt)]
+    assert got.state.root.tolist() == [recorded["first_token"]]
+    # Row i of the draft's cache is the pair of feature i - 1, rotated by i - 1.
+    keys = np.asarray(got.state.draft.cache.k[0][1])[:, 1 : len(prompt)]
+    np.testing.assert_allclose(keys, recorded["draft_k"][:, : len(prompt) - 1], atol=TOLERANCE)
+    pending = np.asarray(got.state.draft.features[0, 0])
+    feature = recorded["fc_out"] if not folder else recorded["target_final_hidden"]
+    np.testing.assert_allclose(pending, feature[-1], atol=TOLERANCE)
+    assert len(got.levels) == len(recorded["tree_level_hidden"])
+    for index, (level, hidden) in enumerate(got.levels[: len(recorded["tree_level_hidden"])]):
+        np.testing.assert_array_equal(level.tokens[0], recorded["tree_level_in_tokens"][index])
+        np.testing.assert_allclose(hidden, recorded["tree_level_hidden"][index], atol=TOLERANCE)
+    scores, tokens = (np.concatenate(parts) for parts in zip(*got.candidates, strict=True))
+    np.testing.assert_allclose(scores, recorded["all_scores"], atol=TOLERANCE)
+    np.testing.assert_array_equal(tokens, recorded["all_tokens"])
+    np.testing.assert_allclose(got.draft.scores[0, 1:], recorded["sel_scores"], atol=TOLERANCE)
+    np.testing.assert_array_equal(got.draft.parents[0, 1:], recorded["parent_node"])
+
+
+# -- mistakes that acceptance hardly shows
+
+
+@cache
+def medusa_rounds(golden: Path) -> dict[str, np.ndarray]:
+    return recording(golden / STATIC20)
+
+
+def test_medusa_heads_have_the_recorded_logits(golden: Path) -> None:
+    """The heads' logits behind the texts of the first recorded rounds."""
+    recorded, heads = medusa_rounds(golden), tiny.load_medusa(golden / "medusa/heads")
+    target, prompts = tiny.load_target(golden / "target"), tiny.recorded_prompts(golden)
+    for place, index in enumerate(recorded["logits_iter"][:8]):
+        prompt = int(np.searchsorted(recorded["iter_offset"], index, side="right") - 1)
+        done = int(recorded["prefix_len"][index]) - len(prompts[prompt])
+        start = recorded["out_offset"][prompt]
+        text = prompts[prompt] + recorded["output"][start : start + done].tolist()
+        hidden = tiny.state(target, text, target.config.num_layers + 1)[:, -1:]
+        got = [medusa.head_logits(head, hidden)[0, 0] for head in heads.heads]
+        np.testing.assert_allclose(np.stack(got), recorded["medusa_logits"][place], atol=TOLERANCE)
+        wrong = tiny.state(target, text, target.config.num_layers)[:, -1:]
+        off = np.abs(medusa.head_logits(heads.heads[0], wrong)[0, 0] - recorded["medusa_logits"][place, 0]).max()
+        assert off > 100 * TOLERANCE, "a state before the final norm must show"
