@@ -4,30 +4,50 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
 
 import convert.__main__
-from jspec import demo
+from jspec import demo, diagnose
 from jspec.bench import cli as bench
+from jspec.config import ACCEPT_RULES
 from jspec.describe import describe
 from jspec.draft import Drafter
-from jspec.draft.eagle import Eagle3
+from jspec.draft.eagle import Eagle, Eagle3
+from jspec.draft.medusa import Medusa
 from jspec.draft.model import DraftModel
+from jspec.draft.ngram import NGram
+from jspec.draft.suffix import Suffix
 from jspec.engine import Engine
 from jspec.requests import SamplingParams
-from jspec.tree import Tree
+from jspec.tree import TREE_FORMS, Tree
+
+PRETRAINED: dict[str, Callable[..., Drafter]] = {
+    "eagle3": Eagle3.from_pretrained,
+    "eagle": Eagle.from_pretrained,
+    "medusa": Medusa.from_pretrained,
+    "draft_model": DraftModel.from_pretrained,
+}
+TREE = "chain:4"
+TEXT_OPTIONS = ("text", "tokenizer", "max_tokens")  # of `info --check`
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the usage is in --help."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; an error that a user can mend is one line and exit code 2."""
-    parser = argparse.ArgumentParser(prog="jspec", description="Lossless speculative decoding in JAX.")
+    parser = Parser(prog="jspec", description="Lossless speculative decoding in JAX.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="the embedded pair, plain against speculative").set_defaults(run=_demo)
     _generate_arguments(commands.add_parser("generate", help="complete a prompt"))
     bench.add_arguments(commands.add_parser("bench", help="measure"))
-    info = commands.add_parser("info", help="what a checkpoint folder holds")
-    info.add_argument("path", help="folder or hub id")
-    info.set_defaults(run=_info)
+    _info_arguments(commands.add_parser("info", help="what a checkpoint folder holds; how well a head fits"))
     commands.add_parser("convert", help="Hugging Face folder to orbax folder; see jspec convert --help", add_help=False)
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["convert"]:
@@ -35,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     try:
         return arguments.run(arguments)
-    except (ValueError, FileNotFoundError, NotImplementedError) as error:
+    except (ValueError, OSError, NotImplementedError, ImportError) as error:
         print(f"jspec: {error}", file=sys.stderr)
         return 2
 
@@ -44,8 +64,38 @@ def _demo(arguments: argparse.Namespace) -> int:
     return demo.run()
 
 
+def _info_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", nargs="?", help="folder or hub id; what it holds")
+    parser.add_argument(
+        "--check",
+        nargs=2,
+        metavar=("HEAD", "TARGET"),
+        help="measure a head on its target, as its file says and with other rope thetas, feature layers and norms",
+    )
+    parser.add_argument(
+        "--text", metavar="FILE", type=Path, help="for --check: as the model is used, chat template too"
+    )
+    parser.add_argument("--tokenizer", help='for --check: "bytes" for byte-level models; else the target folder\'s own')
+    parser.add_argument(
+        "--max-tokens", type=int, help=f"for --check: decoded behind each of {diagnose.PROMPTS} prompts"
+    )
+    parser.set_defaults(run=_info)
+
+
 def _info(arguments: argparse.Namespace) -> int:
-    print(describe(arguments.path))
+    given = {name: value for name in TEXT_OPTIONS if (value := getattr(arguments, name)) is not None}
+    if (arguments.path is None) == (arguments.check is None):
+        raise ValueError("info: expected a folder or --check HEAD TARGET, one of the two")
+    if arguments.check is None:
+        if given:
+            raise ValueError(
+                f"info: expected {', '.join(given)} with --check HEAD TARGET alone; leave it out or add that"
+            )
+        print(describe(arguments.path))
+        return 0
+    if arguments.text is not None:
+        given["text"] = arguments.text.read_text(encoding="utf-8")
+    print(diagnose.check(*arguments.check, **given))
     return 0
 
 
@@ -54,8 +104,13 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, metavar="PATH", help="folder or hub id")
     drafters = parser.add_mutually_exclusive_group()
     drafters.add_argument("--eagle3", metavar="PATH", help="an EAGLE-3 head drafts")
+    drafters.add_argument("--eagle", metavar="PATH", help="an EAGLE-1 or EAGLE-2 head drafts")
+    drafters.add_argument("--medusa", metavar="PATH", help="Medusa heads draft")
     drafters.add_argument("--draft-model", metavar="PATH", help="a smaller model drafts")
-    parser.add_argument("--tree", default="chain:4", help="chain:LENGTH")
+    drafters.add_argument("--ngram", action="store_true", help="what followed in the text before is drafted")
+    drafters.add_argument("--suffix", action="store_true", help="what most often followed in the text is drafted")
+    parser.add_argument("--tree", help=f"what is drafted: {TREE_FORMS}; {TREE} if left out")
+    parser.add_argument("--accept", default=ACCEPT_RULES[0], metavar="RULE", help=", ".join(ACCEPT_RULES))
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-k", type=int, default=0)
@@ -81,6 +136,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         slots=1,
         max_len=arguments.max_len,
+        accept=arguments.accept,
         tokenizer=arguments.tokenizer,
     )
     with engine:
@@ -97,11 +153,16 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _drafter(arguments: argparse.Namespace) -> Drafter | None:
-    tree = Tree.parse(arguments.tree)
-    if arguments.eagle3:
-        return Eagle3.from_pretrained(arguments.eagle3, tree=tree, dtype=arguments.dtype)
-    if arguments.draft_model:
-        return DraftModel.from_pretrained(arguments.draft_model, tree=tree, dtype=arguments.dtype)
+    tree = Tree.parse(TREE if arguments.tree is None else arguments.tree)
+    for name, load in PRETRAINED.items():
+        if path := getattr(arguments, name):
+            return load(path, tree=tree, dtype=arguments.dtype)
+    if arguments.ngram:
+        return NGram(tree)
+    if arguments.suffix:
+        return Suffix(tree)
+    if arguments.tree is not None:
+        raise ValueError("--tree: expected a drafter that drafts it, got none; name one, --ngram for instance")
     return None
 
 

@@ -63,8 +63,7 @@ def commit(
         source = jnp.take_along_axis(rows, jnp.maximum(verdict.path, 0), axis=1)
     keep = (verdict.path >= 0) & (source >= 0) & (source != depth)
     first = view.lengths[:, None]
-    moved = [
-        move_rows(k, v, view.page_table, first + source, first + depth, keep, implementation=view.implementation)
-        for k, v in zip(cache.k, cache.v, strict=True)
-    ]
-    return KVCache(k=[k for k, _ in moved], v=[v for _, v in moved])
+    k, v = move_rows(
+        cache.k, cache.v, view.page_table, first + source, first + depth, keep, implementation=view.implementation
+    )
+    return KVCache(k=k, v=v)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,13 +21,13 @@ from jspec.models.decoder import Model
 from jspec.output import OutputText, completion_of, take_report
 from jspec.pages import PagePool
 from jspec.programs import Programs
+from jspec.prompts import Prompt, token_ids
 from jspec.records import MAX_STOP_IDS, PrefillInput, StepOutput
 from jspec.requests import Chunk, Completion, Request, SamplingParams
 from jspec.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
 from jspec.step import Params, Program, init_state
 from jspec.tokenizer import Tokenizer, load_tokenizer
-
-Prompt = str | Sequence[int]
+from jspec.watch import AcceptanceWatch
 
 
 class Engine:
@@ -86,6 +85,7 @@ class Engine:
         self._added_at: dict[int, float] = {}
         self._next_id = 0
         self._closed = False
+        self._watch = AcceptanceWatch(drafter)
         self.metrics = Metrics()
 
     @classmethod
@@ -279,14 +279,19 @@ class Engine:
             for request in rows:
                 request.rounds_in_flight -= self.config.rounds_per_dispatch
         trace = jax.tree.map(np.asarray, output.trace)
+        is_round, drafted = isinstance(plan, RoundPlan), []
         for row, request in enumerate(rows):
             if request.finish_reason is not None:
                 continue  # it ended in an earlier step; this one was dispatched before that was known
-            reason = take_report(request, report[:, row], trace, row, isinstance(plan, RoundPlan), self.eos_ids)
+            if is_round and request.params.draft:
+                drafted.append(row)
+            reason = take_report(request, report[:, row], trace, row, is_round, self.eos_ids)
             self._texts[request.id].push(request)
             self._clock(request)
             if reason is not None:
                 self._end(request, reason)
+        if drafted:
+            self._watch.count(report[:, drafted])
 
     def _clock(self, request: Request) -> None:
         elapsed = time.perf_counter() - self._added_at[request.id]
@@ -309,14 +314,9 @@ class Engine:
         return requests
 
     def _request(self, prompt: Prompt, params: SamplingParams, trace: bool) -> Request:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("a text prompt needs a tokenizer; pass tokenizer= or give token ids")
-            prompt = self.tokenizer.encode(prompt)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params: expected SamplingParams, one or a list of one a prompt, got {params!r}")
-        ids = _token_ids(prompt)
-        self._check_prompt(ids)
+        ids = token_ids(prompt, self.tokenizer, vocab_size=self._vocab_size, max_len=self.config.max_len)
         stop_ids = tuple(dict.fromkeys((() if params.ignore_eos else self.eos_ids) + params.stop_token_ids))
         if len(stop_ids) > MAX_STOP_IDS:
             raise ValueError(
@@ -335,18 +335,6 @@ class Engine:
         request = Request(self._next_id, ids, params, int(seed), stop_ids, limit, trace=trace)
         self.scheduler.check(request)
         return request
-
-    def _check_prompt(self, ids: tuple[int, ...]) -> None:
-        if not ids:
-            raise ValueError("the prompt is empty; give at least one token (a BOS token, for instance)")
-        if len(ids) >= self.config.max_len:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens; max_len={self.config.max_len} leaves no room for an answer: "
-                "shorten it or raise max_len"
-            )
-        wrong = next((token for token in ids if not 0 <= token < self._vocab_size), None)
-        if wrong is not None:
-            raise ValueError(f"prompt token {wrong}: expected ids in [0, {self._vocab_size})")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -384,10 +372,3 @@ class Engine:
             all_slots = config.slots * shape.width(self._program.drafter.tree) + 1
             shape = PoolShape(**{**vars(shape), "pages": all_slots})
         return shape
-
-
-def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
-    try:
-        return tuple(operator.index(token) for token in prompt)
-    except TypeError:
-        raise TypeError(f"prompt: expected a text or a list of int token ids, got {prompt!r}") from None

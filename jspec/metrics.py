@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
+class LowAcceptanceWarning(UserWarning):
+    """A drafter's tokens are hardly ever accepted: something about it does not fit the target or the prompts."""
+
+
 @dataclass
 class Metrics:
     """Counts over rounds. The prefill's token belongs to no round.

@@ -1,4 +1,4 @@
-"""Pictures of what a drafter did: tokens per round, a round's tree, acceptance by position. Needs matplotlib.
+"""Pictures of what drafters did: tokens a round, a round's tree, acceptance by position and by score. Needs matplotlib.
 
 Two colours throughout, told apart by colour-blind eyes too: blue for what the drafter proposed, orange for
 the target's own tokens.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,6 +69,71 @@ def acceptance(metrics: Metrics, ax: Axes | None = None) -> Axes:
     return ax
 
 
+def methods(metrics: Mapping[str, Metrics], ax: Axes | None = None) -> Axes:
+    """Mean acceptance length of several methods, by name: accepted draft tokens and the target's own."""
+    ax = ax or _new_axes(width=LEGEND, height=0.7 + 0.4 * len(metrics))
+    accepted = [one.mean_acceptance_length - 1 for one in metrics.values()]
+    ax.barh(list(metrics), 1, color=TARGET, label="the target's own token")
+    bars = ax.barh(list(metrics), accepted, left=1, color=DRAFT, label="accepted draft tokens")
+    ax.bar_label(bars, labels=[f"{1 + mean:.2f}" for mean in accepted], padding=3, fontsize=FONT_SIZE)
+    ax.set(xlabel="mean acceptance length (tokens a round)", xlim=(0, 1.1 * (1 + max(accepted))))
+    ax.invert_yaxis()
+    _legend_above(ax)
+    return ax
+
+
+def calibration(rounds: Sequence[Round], ax: Axes | None = None, *, bins: int = 10) -> Axes:
+    """Probability that the drafter gave a token against the share of such tokens that was accepted.
+
+    On the diagonal a drafter knows how far it can be trusted. Each point says how many tokens it stands for.
+
+    Args:
+        rounds: of completions made with ``trace=True``.
+        bins: of equal width.
+    """
+    points = _calibration(rounds, bins)
+    ax = ax or _new_axes(width=5.0, height=4.0)
+    ax.plot([0, 1], [0, 1], color=FAINT, linewidth=1, label="accepted as often as predicted")
+    ax.plot([p.predicted for p in points], [p.accepted for p in points], color=DRAFT, marker="o", label="measured")
+    for point in points:
+        below = point.accepted > 0.5  # so that no label leaves the axes
+        ax.annotate(
+            str(point.tokens),
+            (point.predicted, point.accepted),
+            xytext=(0, -6 if below else 6),
+            textcoords="offset points",
+            fontsize=FONT_SIZE,
+            ha="center",
+            va="top" if below else "bottom",
+            bbox=dict(facecolor="white", edgecolor="none", pad=0.5),
+        )
+    ax.set(xlabel="probability in the draft", xlim=(-0.03, 1.03), ylabel="share accepted", ylim=(-0.05, 1.05))
+    _legend_above(ax)
+    return ax
+
+
+class _Bin(NamedTuple):
+    """Drafted tokens of similar probability."""
+
+    predicted: float  # mean probability
+    accepted: float  # share
+    tokens: int
+
+
+def _calibration(rounds: Sequence[Round], bins: int) -> list[_Bin]:
+    """The bins that hold anything, of tokens behind an accepted node: only those had their turn."""
+    pairs = [
+        (float(np.exp(r.scores[node] - r.scores[r.parents[node]])), node in r.path)
+        for r in rounds
+        for node in np.flatnonzero(np.isin(r.parents, r.path))
+    ]
+    held: list[list[tuple[float, bool]]] = [[] for _ in range(bins)]
+    for predicted, accepted in pairs:
+        held[min(int(predicted * bins), bins - 1)].append((predicted, accepted))
+    means = [(np.mean(own, axis=0), len(own)) for own in held if own]
+    return [_Bin(float(predicted), float(accepted), tokens) for (predicted, accepted), tokens in means]
+
+
 def tree(round: Round, tokenizer: Tokenizer | None = None, ax: Axes | None = None) -> Axes:
     """One round's tree, a column a depth, with each node's text and score.
 
@@ -83,7 +150,7 @@ def tree(round: Round, tokenizer: Tokenizer | None = None, ax: Axes | None = Non
     height = ROW * (1 + max(node.row for node in nodes))
     scale = 1.0
     if ax is None:
-        ax = _new_axes(max(width + 0.3, LEGEND), height + 0.7)
+        ax = _new_axes(max(width + 0.3, LEGEND), height + 1.1)
     else:
         given_width, given_height = _inches(ax)
         scale = min(1.0, given_width / width, given_height / height)
@@ -171,7 +238,9 @@ def _draw(ax: Axes, nodes: Sequence[_Node], font_size: float) -> None:
         ax.scatter([], [], marker="s", color=face, edgecolor=edge, label=label)
     ax.set_xlim(-0.5, max(node.depth for node in nodes) + 0.5)
     ax.set_ylim(max(node.row for node in nodes) + 0.6, -0.6)
-    ax.axis("off")
+    ax.set(yticks=[], xticks=range(1 + max(node.depth for node in nodes)), xlabel="depth (tokens behind the root)")
+    ax.tick_params(length=0)
+    ax.set_frame_on(False)
     _legend_above(ax)
 
 

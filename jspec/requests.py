@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -97,18 +98,30 @@ class Round:
     accept_len: int
     emitted: list[int]
 
-    def to_text(self) -> str:
-        """The tree with one node a line; accepted nodes carry a star."""
+    def to_text(self, decode: Callable[[Sequence[int]], str] | None = None) -> str:
+        """The tree with one node a line; accepted nodes carry a star.
+
+        Args:
+            decode: a tokenizer's, which turns ids into text; None shows ids. A token that has no text of its own
+                (a special one, a part of a character) shows as ``#id``.
+        """
         lines: list[str] = []
+
+        def show(token: int) -> str:
+            if decode is None:
+                return str(token)
+            text = decode([token])
+            return repr(text) if text and "\ufffd" not in text else f"#{token}"
 
         def walk(node: int, indent: int) -> None:
             star = "*" if node in self.path else " "
-            lines.append(f"{star} {'  ' * indent}{self.tokens[node]}  ({self.scores[node]:.3f})")
+            lines.append(f"{star} {'  ' * indent}{show(int(self.tokens[node]))}  ({self.scores[node]:.3f})")
             for child in np.flatnonzero(self.parents == node):
                 walk(int(child), indent + 1)
 
         walk(0, 0)
-        return "\n".join([*lines, f"emitted {self.emitted}"])
+        emitted = self.emitted if decode is None else repr(decode(self.emitted))
+        return "\n".join([*lines, f"emitted {emitted}"])
 
 
 @dataclass(eq=False)

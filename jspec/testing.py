@@ -50,7 +50,7 @@ class ScriptState:
 
 @final
 class Scripted(Drafter):
-    """Drafts what is known to come, moved on by ``shift``: always right with 0, always wrong with ``siblings``.
+    """Drafts what is known to come, moved on by ``shift``: always right with 0, always wrong with 1 or more.
 
     Of several siblings the last is the right one and those before it are off by one each.
 

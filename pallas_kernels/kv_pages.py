@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.implementation import Implementation, choose
 
+LAYERS = 8  # whose rows one kernel moves: what it does for each is code of its own
 Pool = Float[Array, "pages KH page D"]
 
 
@@ -40,7 +41,12 @@ def _append_reference(k_pool, v_pool, k, v, page_table, first_row, valid):
     return _scatter(k_pool, k, pages, places, valid), _scatter(v_pool, v, pages, places, valid)
 
 
-def _move_reference(k_pool, v_pool, page_table, source_rows, target_rows, valid):
+def _move_reference(k_pools, v_pools, *where):
+    moved = [_move_layer(k, v, *where) for k, v in zip(k_pools, v_pools, strict=True)]
+    return [k for k, _ in moved], [v for _, v in moved]
+
+
+def _move_layer(k_pool, v_pool, page_table, source_rows, target_rows, valid):
     source_pages, source_places, readable = _locate(page_table, source_rows, k_pool.shape[2])
     pages, places, known = _locate(page_table, target_rows, k_pool.shape[2])
     valid &= readable & known
@@ -70,10 +76,12 @@ def _append_kernel(k_ref, v_ref, table_ref, first_ref, valid_ref, _k_in, _v_in, 
         pltriton.store(pool_ref.at[at], values.astype(pool_ref.dtype), mask=inside & valid)
 
 
-def _move_kernel(table_ref, source_ref, target_ref, valid_ref, _k_in, _v_in, k_pool_ref, v_pool_ref, *, interpret):
-    """One program: all rows of one head of one sequence. It reads its output, which holds the old pool."""
-    head, sequence = pl.program_id(0), pl.program_id(1)
-    page, dim = k_pool_ref.shape[2:]
+def _move_kernel(table_ref, source_ref, target_ref, valid_ref, *pool_refs, interpret):
+    """One program: all rows of one head of one sequence in one layer. It reads its output, which holds the old pool."""
+    head, sequence, own_layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    layers = len(pool_refs) // 4  # K and V, in and out
+    pools = list(zip(pool_refs[2 * layers : 3 * layers], pool_refs[3 * layers :], strict=True))
+    page, dim = pools[0][0].shape[2:]
     tokens = source_ref.shape[1]
     token = jnp.arange(pl.next_power_of_2(tokens))
     inside = token < tokens
@@ -85,21 +93,25 @@ def _move_kernel(table_ref, source_ref, target_ref, valid_ref, _k_in, _v_in, k_p
     mask = valid[:, None] & (dims < dim)
     source = (source_page[:, None], head, source_place[:, None], dims)
     target = (target_page[:, None], head, target_place[:, None], dims)
-    pools = (k_pool_ref, v_pool_ref)
-    values = [pltriton.load(pool_ref.at[source], mask=mask, other=0) for pool_ref in pools]
-    if not interpret:
-        pltriton.debug_barrier()  # targets overlap sources: every thread has read before one writes
-    for pool_ref, moved in zip(pools, values, strict=True):
-        pltriton.store(pool_ref.at[target], moved, mask=mask)
+
+    def move(pair):
+        values = [pltriton.load(pool_ref.at[source], mask=mask, other=0) for pool_ref in pair]
+        if not interpret:
+            pltriton.debug_barrier()  # targets overlap sources: every thread has read before one writes
+        for pool_ref, moved in zip(pair, values, strict=True):
+            pltriton.store(pool_ref.at[target], moved, mask=mask)
+
+    for layer, pair in enumerate(pools):
+        pl.when(own_layer == layer)(functools.partial(move, pair))
 
 
 def _in_place(kernel, grid, pools, inputs, name, interpret):
-    """Calls a kernel whose outputs are the two pools, in the memory of its last two inputs."""
+    """Calls a kernel whose outputs are the pools, in the memory of its last inputs."""
     return pl.pallas_call(
         kernel,
         grid=grid,
         out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
-        input_output_aliases={len(inputs): 0, len(inputs) + 1: 1},
+        input_output_aliases={len(inputs) + index: index for index in range(len(pools))},
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name=name,
@@ -112,11 +124,12 @@ def _append_pallas(k_pool, v_pool, k, v, page_table, first_row, valid, *, interp
     return _in_place(kernel, valid.shape[::-1], (k_pool, v_pool), inputs, "append_rows", interpret)
 
 
-def _move_pallas(k_pool, v_pool, page_table, source_rows, target_rows, valid, *, interpret):
+def _move_pallas(k_pools, v_pools, page_table, source_rows, target_rows, valid, *, interpret):
     inputs = (page_table, source_rows, target_rows, valid)
     kernel = functools.partial(_move_kernel, interpret=interpret)
-    grid = (k_pool.shape[1], valid.shape[0])
-    return _in_place(kernel, grid, (k_pool, v_pool), inputs, "move_rows", interpret)
+    grid = (k_pools[0].shape[1], valid.shape[0], len(k_pools))
+    moved = _in_place(kernel, grid, (*k_pools, *v_pools), inputs, "move_rows", interpret)
+    return list(moved[: len(k_pools)]), list(moved[len(k_pools) :])
 
 
 def _unsupported(k_pool: Array, moved: int) -> str | None:
@@ -167,21 +180,22 @@ def append(
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
 def move_rows(
-    k_pool: Pool,
-    v_pool: Pool,
+    k_pools: list[Pool],
+    v_pools: list[Pool],
     page_table: Int32[Array, "B P"],
     source_rows: Int32[Array, "B T"],
     target_rows: Int32[Array, "B T"],
     valid: Bool[Array, "B T"],
     *,
     implementation: Implementation = "auto",
-) -> tuple[Pool, Pool]:
-    """Copies row source_rows[b, t] of sequence b to row target_rows[b, t], where valid.
+) -> tuple[list[Pool], list[Pool]]:
+    """Copies row source_rows[b, t] of sequence b to row target_rows[b, t], where valid, in every layer.
 
     This commits a tree's accepted path. All sources are read before a target is written, so that the two may
     overlap; the targets of a sequence are distinct.
 
     Args:
+        k_pools: of all layers, alike; one kernel serves up to eight of them.
         implementation: as in `paged_attention`.
 
     Returns:
@@ -190,7 +204,14 @@ def move_rows(
     Raises:
         NotImplementedError: "pallas" with more rows or another dtype than the kernel supports.
     """
-    _check_alike(k_pool, v_pool, k_pool.shape, "K and V pools")
-    arguments = (k_pool, v_pool, page_table, source_rows, target_rows, valid)
-    unsupported = _unsupported(k_pool, source_rows.shape[1])
-    return choose(implementation, unsupported, _move_pallas, _move_reference, *arguments)
+    for k, v in zip(k_pools, v_pools, strict=True):
+        _check_alike(k, v, k_pools[0].shape, "K and V pools")
+    unsupported = _unsupported(k_pools[0], source_rows.shape[1])
+    moved_k, moved_v = [], []
+    for first in range(0, len(k_pools), LAYERS):
+        some = slice(first, first + LAYERS)
+        arguments = (k_pools[some], v_pools[some], page_table, source_rows, target_rows, valid)
+        k, v = choose(implementation, unsupported, _move_pallas, _move_reference, *arguments)
+        moved_k += k
+        moved_v += v
+    return moved_k, moved_v

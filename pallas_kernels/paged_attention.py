@@ -123,6 +123,7 @@ class _Tiles(NamedTuple):
     split: int  # context rows a program reads, cut at multiples of it
     splits: int
     warps: int
+    stages: int
 
 
 def _choose_tiles(q, k_pool, page_table, bits, new_rows, start, wide):
@@ -138,14 +139,29 @@ def _choose_tiles(q, k_pool, page_table, bits, new_rows, start, wide):
     tile = min(max(tile_bytes // (dim * k_pool.dtype.itemsize), MMA_ROWS), 64)
     blocks = pl.cdiv(queries * group, packed)
     programs = batch * kv_heads * blocks
-    split = max(pl.next_power_of_2(4 * min(blocks, 2) * programs), 128)  # a large tree's partial sums are large too
+    # So many splits of about 1,150 rows that two programs for each of 132 multiprocessors run at once.
+    split = max(pl.cdiv(9 * programs, 128) * 64, 128)
     splits = 1 if programs >= 256 else pl.cdiv(capacity, split)
     while splits > 1 and batch * queries * heads * dim * 4 * splits > MOST_PARTIAL_BYTES:
         split *= 2
         splits = pl.cdiv(capacity, split)
     words = 0 if bits is None else bits.shape[-1]
     warps = 8 if wide or packed * dim >= 64 * 256 else 4
-    return _Tiles(group, queries, new_rows, words, page, capacity, start, packed, tile, split, splits, warps)
+    return _Tiles(
+        group,
+        queries,
+        new_rows,
+        words,
+        page,
+        capacity,
+        start,
+        packed,
+        tile,
+        split,
+        splits,
+        warps,
+        3 if blocks == 1 else 2,
+    )
 
 
 def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, scale, compute, precision):
@@ -198,11 +214,14 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
             jnp.full((tiles.packed,), -jnp.inf, jnp.float32),
             jnp.zeros((tiles.packed,), jnp.float32),
         )
-        if tiles.start == 0:  # whole tiles of committed rows need no mask
-            border = jnp.maximum(jnp.minimum(length, last) // tiles.tile, first_tile)
-            carry = jax.lax.fori_loop(first_tile, border, functools.partial(step, masked=False), carry)
-            first_tile = border
-        carry = jax.lax.fori_loop(first_tile, last_tile, functools.partial(step, masked=True), carry)
+        masked, whole = functools.partial(step, masked=True), functools.partial(step, masked=False)
+        if tiles.start:
+            hidden = jnp.minimum(jnp.maximum(pl.cdiv(tiles.start, tiles.tile), first_tile), last_tile)
+            carry = jax.lax.fori_loop(first_tile, hidden, masked, carry)
+            first_tile = hidden
+        border = jnp.maximum(jnp.minimum(length, last) // tiles.tile, first_tile)
+        carry = jax.lax.fori_loop(first_tile, border, whole, carry)  # committed rows alone
+        carry = jax.lax.fori_loop(border, last_tile, masked, carry)
         acc, top, total = carry
         acc = acc / jnp.where(total == 0, 1.0, total)[:, None]
         if tiles.splits == 1:
@@ -269,7 +288,7 @@ def _pallas(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, sc
         functools.partial(_attend_kernel, tiles=tiles, scale=scale, compute=compute, precision=precision),
         grid=(pl.cdiv(queries * tiles.group, tiles.packed) * tiles.splits, k_pool.shape[1], batch),
         out_shape=[out] if tiles.splits == 1 else [parts, weights],
-        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=3),
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="paged_attention",
     )(q, k_pool, v_pool, page_table, lengths, *([] if bits is None else [bits]))

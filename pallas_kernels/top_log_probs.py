@@ -21,9 +21,9 @@ MOST_KEPT = 4096  # candidates the second kernel can hold
 OUT = jnp.iinfo(jnp.int32).max  # index of what is not there: behind all others
 
 
-def _reference(logits, k):
+def _reference(logits, base, k):
     best, ids = jax.lax.top_k(logits, k)
-    return best - jax.nn.logsumexp(logits, axis=-1, keepdims=True), ids
+    return base[:, None] + jnp.minimum(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0), ids
 
 
 def _take_largest(values, ids, k, keep):
@@ -58,7 +58,7 @@ def _block_kernel(logits_ref, best_ref, ids_ref, sums_ref, *, vocab, k):
     _take_largest(values, column, k, keep)
 
 
-def _merge_kernel(best_ref, ids_ref, sums_ref, log_probs_ref, chosen_ref, *, blocks, k):
+def _merge_kernel(best_ref, ids_ref, sums_ref, base_ref, log_probs_ref, chosen_ref, *, blocks, k):
     """One program: all blocks of one row."""
     row = pl.program_id(0)
     place = jnp.arange(pl.next_power_of_2(blocks * k))
@@ -69,13 +69,13 @@ def _merge_kernel(best_ref, ids_ref, sums_ref, log_probs_ref, chosen_ref, *, blo
     total = _log_sum_exp(pltriton.load(sums_ref.at[row, block], mask=block < blocks, other=-jnp.inf))
 
     def keep(rank, top, chosen):
-        log_probs_ref[row, rank] = top - total
+        log_probs_ref[row, rank] = base_ref[row] + jnp.minimum(top - total, 0.0)
         chosen_ref[row, rank] = chosen
 
     _take_largest(values, ids, k, keep)
 
 
-def _pallas(logits, *, k, interpret):
+def _pallas(logits, base, *, k, interpret):
     rows, vocab = logits.shape
     blocks = pl.cdiv(vocab, BLOCK)
     params = pltriton.CompilerParams(num_warps=4, num_stages=1)
@@ -98,7 +98,7 @@ def _pallas(logits, *, k, interpret):
         compiler_params=params,
         interpret=interpret,
         name="top_log_probs_merge",
-    )(*kept)
+    )(*kept, base)
 
 
 def _unsupported(logits: Array, k: int) -> str | None:
@@ -112,17 +112,64 @@ def _unsupported(logits: Array, k: int) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("k", "implementation"))
 def top_log_probs(
-    logits: Float[Array, "rows vocab"], k: int, *, implementation: Implementation = "auto"
+    logits: Float[Array, "rows vocab"],
+    k: int,
+    *,
+    base: Float[Array, " rows"] | None = None,
+    implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "rows k"], Int32[Array, "rows k"]]:
     """The k largest log-probabilities (natural) of each row, largest first, and their ids.
 
     Args:
         logits: float32; -inf is allowed, such tokens come last.
         k: at most the vocabulary.
+        base: is added to a row's log-probabilities, of which rounding leaves none above 0.
         implementation: as in `paged_attention`.
 
     Raises:
         NotImplementedError: "pallas" with more candidates, or another dtype, than the kernels support.
     """
+    base = jnp.zeros(logits.shape[:1], jnp.float32) if base is None else base
     kernel, reference = functools.partial(_pallas, k=k), functools.partial(_reference, k=k)
-    return choose(implementation, _unsupported(logits, k), kernel, reference, logits)
+    return choose(implementation, _unsupported(logits, k), kernel, reference, logits, base)
+
+
+def _top_kernel(values_ref, best_ref, places_ref, *, size, k):
+    """One program: one row."""
+    row, place = pl.program_id(0), jnp.arange(pl.next_power_of_2(size))
+    values = pltriton.load(values_ref.at[row, place], mask=place < size, other=-jnp.inf)
+
+    def keep(rank, top, chosen):
+        best_ref[row, rank] = top
+        places_ref[row, rank] = chosen
+
+    _take_largest(values, jnp.where(place < size, place, OUT), k, keep)
+
+
+def _top_pallas(values, *, k, interpret):
+    rows, size = values.shape
+    return pl.pallas_call(
+        functools.partial(_top_kernel, size=size, k=k),
+        grid=(rows,),
+        out_shape=[jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((rows, k), jnp.int32)],
+        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="top",
+    )(values)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "implementation"))
+def top(
+    values: Float[Array, "rows size"], k: int, *, implementation: Implementation = "auto"
+) -> tuple[Float[Array, "rows k"], Int32[Array, "rows k"]]:
+    """As `jax.lax.top_k`, for a few values of a short row: one kernel instead of a copy, a sort and two slices.
+
+    Args:
+        implementation: as in `paged_attention`.
+
+    Raises:
+        NotImplementedError: "pallas" with rows longer than the kernel holds.
+    """
+    unsupported = None if values.shape[1] <= MOST_KEPT else f"rows of at most {MOST_KEPT}, got {values.shape[1]}"
+    kernel, reference = functools.partial(_top_pallas, k=k), functools.partial(jax.lax.top_k, k=k)
+    return choose(implementation, unsupported, kernel, lambda x: tuple(reference(x)), values)

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+Factors = Mapping[str, tuple[Any, ...]]
+Allowed = Callable[[dict[str, Any]], bool]
 
-def pairwise(factors: Mapping[str, tuple[Any, ...]], seed: int = 0) -> list[dict[str, Any]]:
-    """Cases in which every two values of two factors meet at least once, chosen greedily among random draws."""
-    generator = np.random.default_rng(seed)
-    names = list(factors)
 
-    def pairs(case: tuple[Any, ...]) -> set[tuple[Any, ...]]:
-        return {(a, x, b, y) for (a, x), (b, y) in itertools.combinations(zip(names, case, strict=True), 2)}
-
-    missing = {
-        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x, y in itertools.product(factors[a], factors[b])
-    }
-    cases = []
+def pairwise(factors: Factors, allowed: Allowed = lambda case: True, seed: int = 0) -> list[dict[str, Any]]:
+    """Allowed cases in which every two values of two factors that can meet do so at least once, chosen greedily."""
+    cases = [case for case in product(factors) if allowed(case)]
+    np.random.default_rng(seed).shuffle(cases)
+    missing = set().union(*(_pairs(case) for case in cases))
+    chosen = []
     while missing:
-        draws = [tuple(options[generator.integers(len(options))] for options in factors.values()) for _ in range(50)]
-        best = max(draws, key=lambda case: len(pairs(case) & missing))
-        missing -= pairs(best)
-        cases.append(dict(zip(names, best, strict=True)))
-    return cases
+        best = max(cases, key=lambda case: len(_pairs(case) & missing))
+        missing -= _pairs(best)
+        chosen.append(best)
+    return chosen
 
 
-def product(factors: Mapping[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+def _pairs(case: dict[str, Any]) -> set[Any]:
+    return set(itertools.combinations(case.items(), 2))
+
+
+def product(factors: Factors) -> list[dict[str, Any]]:
     """All cases."""
     return [dict(zip(factors, case, strict=True)) for case in itertools.product(*factors.values())]
 

@@ -102,6 +102,52 @@ def test_acceptance_of_nothing_says_so() -> None:
     assert "no draft token" in plot.acceptance(Metrics()).get_title()
 
 
+def test_methods_stack_the_targets_own_token_and_accepted_ones() -> None:
+    metrics = {"none": Metrics(num_drafts=9), "some": Metrics(num_drafts=10, num_accepted_tokens=24)}
+    ax = plot.methods(metrics)
+    assert [[bar.get_width() for bar in bars] for bars in ax.containers] == [[1, 1], [0, pytest.approx(2.4)]]
+    assert [bar.get_x() for bar in ax.containers[1]] == [1, 1]
+    assert labels_of(ax) == ["1.00", "3.40"]
+    ax.get_figure().canvas.draw()
+    check_inside(ax.get_figure(), [ax.get_legend().get_window_extent(), *(t.get_window_extent() for t in ax.texts)])
+
+
+def scored_round(parents: list[int], probs: list[float], path: list[int]) -> Round:
+    """A round whose nodes have these probabilities, each given its parent."""
+    scores = np.zeros(len(parents))
+    for node in range(1, len(parents)):
+        scores[node] = scores[max(parents[node], 0)] + np.log(probs[node])
+    return Round(np.arange(len(parents)), np.array(parents), scores, path, len(path) - 1, [])
+
+
+def test_calibration_counts_the_children_of_accepted_nodes_alone() -> None:
+    """Behind a rejected node nothing had its turn: nodes 4 and 6 do not count, nor does padding."""
+    first = scored_round([-1, 0, 0, 1, 2, -1], [1, 0.9, 0.06, 0.84, 0.5, 0.5], [0, 1])
+    second = scored_round([-1, 0, 0, 1, 1, 3, 4], [1, 0.86, 0.08, 0.3, 0.1, 1.0, 0.7], [0, 1, 3, 5])
+    ax = plot.calibration([first, second], bins=5)
+    (line,) = [line for line in ax.lines if line.get_label() == "measured"]
+    expected = [((0.06 + 0.08 + 0.1) / 3, 0.0), (0.3, 1.0), ((0.9 + 0.84 + 0.86 + 1.0) / 4, 3 / 4)]
+    np.testing.assert_allclose(line.get_xydata(), expected, atol=1e-12)
+    assert labels_of(ax) == ["3", "1", "4"]
+
+
+def test_calibration_of_nothing_is_empty() -> None:
+    assert labels_of(plot.calibration([make_round([-1], [0])])) == []
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_a_drafter_that_knows_its_odds_lies_on_the_diagonal(temperature: float) -> None:
+    """Chains accepted with the very probability they claim; a claim that is too sharp leaves the diagonal."""
+    rng = np.random.default_rng(0)
+    rounds = []
+    for _ in range(4000):
+        probs = rng.uniform(0.05, 1.0, 3)
+        stands = np.cumprod(rng.uniform(size=3) < probs).sum()
+        rounds.append(scored_round([-1, 0, 1, 2], [1, *probs**temperature], list(range(stands + 1))))
+    predicted, accepted = plot.calibration(rounds).lines[1].get_xydata().T
+    assert (np.abs(predicted - accepted).max() < 0.06) == (temperature == 1.0)
+
+
 def test_tree_labels_every_node_and_leaves_padding_out() -> None:
     ax = plot.tree(make_round([-1, 0, 0, 1, -1, -1], [0, 1, 3], bonus=120), load_tokenizer("bytes"))
     assert labels_of(ax) == ["a", "b -0.25", "c -0.50", "d -0.75", "x"]
@@ -114,6 +160,16 @@ def test_tree_puts_depth_across_and_siblings_in_order_down() -> None:
     assert [x for x, _ in places] == [0, 1, 1, 2, 2, 2]
     assert [y for _, y in places] == [1.25, 0.5, 2.0, 0.0, 1.0, 2.0]
     assert ax.yaxis_inverted()
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["0", "1", "2"]
+
+
+def test_a_round_as_text_shows_what_the_picture_shows() -> None:
+    r, tokenizer = make_round([-1, 0, 0, 1], [0, 1, 3], bonus=255), load_tokenizer("bytes")
+    assert tokenizer is not None
+    r.tokens[1:] = [10, 255, 120]
+    lines = r.to_text(tokenizer.decode).splitlines()
+    assert [line.split()[:-1] for line in lines[:-1]] == [["*", "'a'"], ["*", repr("\n")], ["*", "'x'"], ["#255"]]
+    assert r.to_text().splitlines()[1].split()[:2] == ["*", "10"]
 
 
 def test_tree_fills_the_accepted_path() -> None:

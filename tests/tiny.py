@@ -15,7 +15,7 @@ from jspec import pretrained
 from jspec.cache import PoolShape, create
 from jspec.draft.heads import EagleHead
 from jspec.draft.medusa import MedusaHeads
-from jspec.models.config import HeadConfig, ModelConfig, Rope
+from jspec.models.config import HeadConfig, MedusaConfig, ModelConfig, Rope
 from jspec.models.decoder import Layer, Model, forward
 from jspec.records import MAX_STOP_IDS, PrefillInput, TokenBatch
 
@@ -69,46 +69,76 @@ def model(vocab: int, *, seed: int = 0, layers: int = 2, hidden: int = 16, sharp
 
 def eagle_head(target: Model, *, draft_vocab: int, feature_layers: tuple[int, ...], seed: int = 1) -> EagleHead:
     """A random EAGLE-3 head for a target, with a scattered, ascending vocabulary map."""
+    rng = np.random.default_rng(seed)
+    c = head_config(target, draft_vocab=draft_vocab, feature_layers=feature_layers)
+    ones = jnp.ones(c.hidden_size)
+    layer = _head_layer(rng, c, 2 * c.hidden_size) | dict(input_norm=ones, hidden_norm=ones)
+    ids = np.sort(rng.choice(c.vocab_size, draft_vocab, replace=False)).astype(np.int32)
+    weights = dict(
+        fc=_weight(rng, c.hidden_size, len(feature_layers) * c.hidden_size),
+        layers=[layer],
+        norm=ones,
+        head=_weight(rng, draft_vocab, c.hidden_size),
+        draft_to_target=jnp.asarray(ids),
+    )
+    return EagleHead.from_weights(c, weights)
+
+
+def eagle1_head(target: Model, *, seed: int = 1) -> EagleHead:
+    """A random EAGLE-1 head: the feature behind the final norm, the target's vocabulary and output head."""
+    rng = np.random.default_rng(seed)
+    c = head_config(target, draft_vocab=target.config.vocab_size, feature_layers=None, method="eagle")
+    fc = _weight(rng, c.hidden_size, 2 * c.hidden_size)
+    bias = jnp.asarray(rng.normal(0, 0.1, c.hidden_size), jnp.float32)
+    return EagleHead.from_weights(c, dict(fc=fc, fc_bias=bias, layers=[_head_layer(rng, c, c.hidden_size)]))
+
+
+def medusa_heads(target: Model, heads: int, *, seed: int = 1) -> MedusaHeads:
+    """Random Medusa heads of one residual block each."""
     rng, own = np.random.default_rng(seed), target.config
-    hidden, heads, head_dim = own.hidden_size, own.num_heads, own.head_dim
-    c = HeadConfig(
-        method="eagle3",
+    hidden = own.hidden_size
+    config = MedusaConfig(
+        vocab_size=own.vocab_size, hidden_size=hidden, num_heads=heads, num_layers=1, source_format="random"
+    )
+    block = dict(weight=_weight(rng, hidden, hidden), bias=jnp.zeros(hidden))
+    own_heads = [dict(blocks=[block], output=_weight(rng, own.vocab_size, hidden)) for _ in range(heads)]
+    return MedusaHeads.from_weights(config, dict(heads=own_heads))
+
+
+def head_config(
+    target: Model, *, draft_vocab: int, feature_layers: tuple[int, ...] | None, method: str = "eagle3"
+) -> HeadConfig:
+    own = target.config
+    return HeadConfig(
+        method=method,
         vocab_size=own.vocab_size,
         draft_vocab_size=draft_vocab,
-        hidden_size=hidden,
-        target_hidden_size=hidden,
+        hidden_size=own.hidden_size,
+        target_hidden_size=own.hidden_size,
         intermediate_size=own.intermediate_size,
-        num_heads=heads,
+        num_heads=own.num_heads,
         num_kv_heads=own.num_kv_heads,
-        head_dim=head_dim,
+        head_dim=own.head_dim,
         norm_eps=1e-5,
         rope=Rope(),
         feature_layers=feature_layers,
         source_format="random",
+        fc_bias=method == "eagle",
     )
 
-    def weight(out: int, inner: int) -> np.ndarray:
-        return jnp.asarray(rng.normal(0, 1 / np.sqrt(inner), (out, inner)), jnp.float32)
 
-    ones = jnp.ones(hidden)
-    layer = dict(
-        input_norm=ones,
-        hidden_norm=ones,
-        qkv=weight((heads + 2 * own.num_kv_heads) * head_dim, 2 * hidden),
-        o=weight(hidden, heads * head_dim),
-        mlp_norm=ones,
-        gate_up=weight(2 * own.intermediate_size, hidden),
-        down=weight(hidden, own.intermediate_size),
+def _weight(rng: np.random.Generator, out: int, inner: int) -> jnp.ndarray:
+    return jnp.asarray(rng.normal(0, 1 / np.sqrt(inner), (out, inner)), jnp.float32)
+
+
+def _head_layer(rng: np.random.Generator, c: HeadConfig, inputs: int) -> dict[str, jnp.ndarray]:
+    return dict(
+        qkv=_weight(rng, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, inputs),
+        o=_weight(rng, c.hidden_size, c.num_heads * c.head_dim),
+        mlp_norm=jnp.ones(c.hidden_size),
+        gate_up=_weight(rng, 2 * c.intermediate_size, c.hidden_size),
+        down=_weight(rng, c.hidden_size, c.intermediate_size),
     )
-    ids = np.sort(rng.choice(own.vocab_size, draft_vocab, replace=False)).astype(np.int32)
-    weights = dict(
-        fc=weight(hidden, len(feature_layers) * hidden),
-        layers=[layer],
-        norm=ones,
-        head=weight(draft_vocab, hidden),
-        draft_to_target=jnp.asarray(ids),
-    )
-    return EagleHead.from_weights(c, weights)
 
 
 @cache

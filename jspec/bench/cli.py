@@ -6,7 +6,8 @@ import argparse
 from itertools import product
 from pathlib import Path
 
-from jspec.bench import report, rounds, shapes
+from jspec.bench import acceptance, report, rounds, shapes
+from jspec.config import ACCEPT_RULES
 from jspec.tree import TREE_FORMS, Tree
 
 
@@ -34,6 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--sampled", action="store_true", help="temperature 1 instead of greedy")
     step.add_argument("--json", type=Path, help="also write the results there")
     step.set_defaults(run=_step)
+    _acceptance_arguments(
+        commands.add_parser("acceptance", help="acceptance of the embedded pair by accept rule, temperature and tree")
+    )
+
+
+def _acceptance_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--accept", nargs="+", choices=ACCEPT_RULES, default=ACCEPT_RULES, metavar="RULE")
+    parser.add_argument("--tree", type=Tree.parse, nargs="+", default=acceptance.TREES, metavar="TREE", help=TREE_FORMS)
+    parser.add_argument("--temperature", type=float, nargs="+", default=acceptance.TEMPERATURES)
+    parser.add_argument("--tokens", type=int, default=acceptance.TOKENS, help="tokens of each completion")
+    parser.add_argument("--samples", type=int, default=acceptance.SAMPLES, help="completions a prompt, if sampled")
+    parser.add_argument("--json", type=Path, help="also write the results there")
+    parser.set_defaults(run=_acceptance)
 
 
 def _step(arguments: argparse.Namespace) -> int:
@@ -56,4 +70,15 @@ def _step(arguments: argparse.Namespace) -> int:
     print(report.timings(results))
     if arguments.json:
         report.write_json(arguments.json, results)
+    return 0
+
+
+def _acceptance(arguments: argparse.Namespace) -> int:
+    results = []
+    for case in acceptance.cases(arguments.accept, arguments.tree):
+        results += acceptance.measure(case, arguments.temperature, tokens=arguments.tokens, samples=arguments.samples)
+    print(f"tokens a round ± standard error, share of drafted tokens emitted; {report.environment()}")
+    print(acceptance.text(results))
+    if arguments.json:
+        acceptance.write_json(arguments.json, results)
     return 0

@@ -20,7 +20,7 @@ from jspec import sampling
 from jspec.draft import static_draft
 from jspec.records import Draft, SlotView, TokenBatch
 from jspec.tree import Tree
-from pallas_kernels.top_log_probs import top_log_probs
+from pallas_kernels.top_log_probs import top, top_log_probs
 
 WORD = 32
 
@@ -148,7 +148,7 @@ def _grow_dynamic(
             level = _children(beam, logits, k, vocabulary, view.implementation)
             if depth < tree.depth:
                 first = 1 + (depth - 1) * k
-                best, slots = jax.lax.top_k(level.scores, k)
+                best, slots = top(level.scores, k, implementation=view.implementation)
                 row_of = first + jnp.arange(k, dtype=jnp.int32)
                 level = replace(level, rows=_put(level.rows, slots, jnp.broadcast_to(row_of, slots.shape)))
                 tokens = jnp.take_along_axis(level.tokens, slots, axis=1)
@@ -165,9 +165,8 @@ def _grow_dynamic(
 def _children(beam: _Candidates, logits: Array, k: int, vocabulary: Vocabulary, implementation: str) -> _Candidates:
     """The k best followers of every fed node, side by side."""
     rows, fed, size = logits.shape
-    log_probs, ids = top_log_probs(logits.reshape(rows * fed, size), k, implementation=implementation)
-    log_probs = jnp.minimum(log_probs, 0.0).reshape(rows, fed, k)  # rounding must not lift a child over its parent
-    scores = beam.scores[:, :, None] + log_probs
+    parents = beam.scores.reshape(rows * fed)
+    scores, ids = top_log_probs(logits.reshape(rows * fed, size), k, base=parents, implementation=implementation)
     return _Candidates(
         tokens=vocabulary.lift(ids).reshape(rows, fed * k),
         scores=scores.reshape(rows, fed * k),

@@ -85,7 +85,7 @@ def full_product(**wanted: Any) -> list[Case]:
 
 def pairwise_cover(seed: int = 0) -> list[Case]:
     """Few cases in which every two values of two factors meet at least once."""
-    return [Case(**case) for case in cover.pairwise(FACTORS, seed)]
+    return [Case(**case) for case in cover.pairwise(FACTORS, seed=seed)]
 
 
 def make_tree(kind: str, nodes: int, generator: np.random.Generator) -> np.ndarray:

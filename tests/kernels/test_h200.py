@@ -122,7 +122,7 @@ def test_move_rows_is_one_kernel_in_place(rows):
     k_pool, v_pool, pool_bytes = pools()
     arrays = (shape((2, 512), jnp.int32), *[shape((2, rows), jnp.int32)] * 2, shape((2, rows), jnp.bool))
     program = compile_for_h200(
-        lambda *args: move_rows(*args), k_pool, v_pool, *arrays, donate_argnums=(0, 1), fail_on_spills=True
+        lambda *args: move_rows(*args), [k_pool], [v_pool], *arrays, donate_argnums=(0, 1), fail_on_spills=True
     )
     assert_in_place(program, pool_bytes, "move_rows")
 
@@ -139,7 +139,7 @@ def test_several_layers_are_one_graph_with_few_kernels():
             k_pool, v_pool = append(k_pool, v_pool, k, v, table, lengths, valid)
             q = q + paged_attention(q, k_pool, v_pool, table, lengths, bits)
             rows = lengths[:, None] + jnp.arange(8)
-            out.append(move_rows(k_pool, v_pool, table, 2 * rows, rows, valid[:, :8]))
+            out.append(move_rows([k_pool], [v_pool], table, 2 * rows, rows, valid[:, :8]))
         return q, out
 
     program = compile_for_h200(

@@ -97,9 +97,10 @@ def check_move(case: Case, implementation: str) -> None:
     sources[1], targets[1] = targets[1].copy(), sources[1].copy()  # and upwards
     targets[2, -1], valid = rows, generator.random(sources.shape) < 0.8
     arguments = map(jnp.asarray, (page_table, sources, targets, valid))
-    out = move_rows(k_pool, v_pool, *arguments, implementation=implementation)
+    layers = [k_pool, v_pool] * 5, [v_pool, k_pool] * 5  # more than one kernel serves
+    out = move_rows(*layers, *arguments, implementation=implementation)
     valid = valid & (sources < rows)
-    for pool, old in zip(out, (k_pool, v_pool), strict=True):
+    for pool, old in zip(out[0] + out[1], layers[0] + layers[1], strict=True):
         moved = read_rows(old, page_table, sources)
         assert_same_but_null(pool, expect_rows(old, page_table, targets, moved, valid))
 
@@ -146,8 +147,8 @@ def test_nothing_valid_changes_nothing_outside_the_null_page(implementation):
     table = jnp.asarray(page_table)
     out = append(k_pool, v_pool, new, new, table, rows[:, 0], none, implementation=implementation)
     assert_same_but_null(out[0], np.asarray(k_pool))
-    out = move_rows(k_pool, v_pool, table, rows, rows + 1, none, implementation=implementation)
-    assert_same_but_null(out[1], np.asarray(v_pool))
+    out = move_rows([k_pool], [v_pool], table, rows, rows + 1, none, implementation=implementation)
+    assert_same_but_null(out[1][0], np.asarray(v_pool))
 
 
 @pytest.mark.parametrize("operation", [append, move_rows], ids=lambda operation: operation.__name__)
@@ -157,7 +158,8 @@ def test_donated_pools_are_written_in_place(operation):
     before = [pool.unsafe_buffer_pointer() for pool in (k_pool, v_pool)]
     arguments = (new, new, page_table, rows[:, 0]) if operation is append else (page_table, rows, rows + 1)
     step = jax.jit(functools.partial(operation), donate_argnums=(0, 1))
-    out = step(k_pool, v_pool, *arguments, valid)
+    pools = (k_pool, v_pool) if operation is append else ([k_pool], [v_pool])
+    out = jax.tree.leaves(step(*pools, *arguments, valid))
     assert [pool.unsafe_buffer_pointer() for pool in out] == before
 
 
@@ -165,7 +167,7 @@ def test_too_many_rows_for_the_kernel_raise():
     k_pool, v_pool, page_table, _ = make_cache(Case(dim=128), np.random.default_rng(4))
     rows = jnp.zeros((3, 129), jnp.int32)
     with pytest.raises(NotImplementedError, match="at most 128 rows"):
-        move_rows(k_pool, v_pool, jnp.asarray(page_table), rows, rows, rows == 0, implementation="pallas")
+        move_rows([k_pool], [v_pool], jnp.asarray(page_table), rows, rows, rows == 0, implementation="pallas")
 
 
 def test_pools_and_rows_that_do_not_fit_are_named():

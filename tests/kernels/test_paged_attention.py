@@ -167,7 +167,7 @@ def test_control_hidden_first_rows_matter():
     [
         ({"dim": 24}, "head_dim must be a power of two"),
         ({"page": 160}, "page size must be at most 128"),
-        ({"queries": 300}, "at most 256 queries can have bits"),
+        ({"queries": 300}, "bits can name at most 256 new rows"),
         ({"dtype": "float8_e4m3fn"}, "dtype must be"),
     ],
 )

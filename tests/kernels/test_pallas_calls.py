@@ -41,10 +41,10 @@ def test_the_kernels_lower_to_triton(dtype):
     pool, new = shape((100, 2, 16, 64), dtype), shape((2, 5, 2, 64), dtype)
     table, lengths, rows = shape((2, 20), ints), shape((2,), ints), shape((2, 5), ints)
     valid, bits, q = shape((2, 5), bool), shape((2, 5, 1), jnp.uint32), shape((2, 5, 4, 64), dtype)
-    for function, *arrays in (
+    for function, *arrays in (  # arrays, or lists of them
         (paged_attention, q, pool, pool, table, lengths, bits),
         (append, pool, pool, new, new, table, lengths, valid),
-        (move_rows, pool, pool, table, rows, rows, valid),
+        (move_rows, [pool], [pool], table, rows, rows, valid),
     ):
         lowered = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",))
         assert "xla.gpu.triton" in lowered.as_text()

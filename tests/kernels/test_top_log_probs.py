@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import top_log_probs
+from pallas_kernels.top_log_probs import top
 from tests.h200 import compile_for_h200
 
 
@@ -32,6 +33,23 @@ def test_the_likeliest_are_those_that_sorting_finds(vocab: int, k: int, ties: bo
     wanted, wanted_ids = expected(logits, k)
     np.testing.assert_array_equal(ids, wanted_ids)
     np.testing.assert_allclose(log_probs, wanted, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_a_base_is_added(implementation: str) -> None:
+    logits, base = jnp.asarray(problem(50, ties=False)), jnp.asarray([-1.0, -2.0, 0.0])
+    log_probs, _ = top_log_probs(logits, 4, base=base, implementation=implementation)
+    np.testing.assert_allclose(log_probs, expected(logits, 4)[0] + np.asarray(base)[:, None], atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_largest_of_a_short_row_are_those_that_sorting_finds(ties: bool, implementation: str) -> None:
+    values = problem(100, ties)
+    best, places = top(jnp.asarray(values), 10, implementation=implementation)
+    wanted = np.argsort(-values, axis=1, kind="stable")[:, :10]
+    np.testing.assert_array_equal(places, wanted)
+    np.testing.assert_array_equal(best, np.take_along_axis(values, wanted, 1))
 
 
 def test_another_order_among_equals_is_caught() -> None:
