@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jspec import DraftModel, Eagle3, Engine, SamplingParams, Tree
+from jspec import DraftModel, Eagle, Eagle3, Engine, Medusa, SamplingParams, Tree
 from jspec.programs import Programs
 from jspec.testing import Random, Scripted
 from tests import small, tiny
@@ -109,6 +109,22 @@ BAD_PAIRS: dict[str, tuple[Any, str]] = {
         lambda: eagle3(layers=(0, 1, 3)),
         r"Eagle3: feature layers \(0, 1, 3\) do not exist or repeat in a target of 1 layers; pass feature_layers=",
     ),
+    "Medusa heads of another hidden size": (
+        lambda: Medusa(tiny.medusa_heads(tiny.model(16, layers=1, hidden=32), heads=2), CHAIN),
+        r"Medusa: hidden size: the target has 16, the heads have 32; use heads made for this target",
+    ),
+    "Medusa heads of another vocabulary": (
+        lambda: Medusa(tiny.medusa_heads(tiny.model(20, layers=1), heads=2), CHAIN),
+        r"Medusa: vocabulary: the target has 16, the heads have 20; use heads made for this target",
+    ),
+    "EAGLE-1 head of another hidden size": (
+        lambda: Eagle(tiny.eagle1_head(tiny.model(16, layers=1, hidden=32)), CHAIN),
+        r"Eagle: target hidden size: the target needs 16, the head has 32; use a head made",
+    ),
+    "EAGLE-1 head as EAGLE-3": (
+        lambda: Eagle3(tiny.eagle1_head(small.target()), CHAIN),
+        r"Eagle3: expected a head of method 'eagle3', got 'eagle'",
+    ),
     "head with default layers for a shallow target": (with_default_layers, r"needs at least 7 layers"),
 }
 
@@ -120,11 +136,21 @@ def test_a_drafter_for_another_target_is_refused(pair: str) -> None:
         Engine(small.target(), drafter=make())
 
 
-@pytest.mark.parametrize("method", ["Random", "Scripted"])
+@pytest.mark.parametrize("method", ["Medusa", "Random", "Scripted"])
 def test_a_method_without_scores_refuses_a_dynamic_tree(method: str) -> None:
-    make = {"Random": lambda: Random(DYNAMIC), "Scripted": lambda: Scripted([], [], DYNAMIC)}
+    heads = tiny.medusa_heads(small.target(), heads=2)
+    make = {
+        "Medusa": lambda: Medusa(heads, DYNAMIC),
+        "Random": lambda: Random(DYNAMIC),
+        "Scripted": lambda: Scripted([], [], DYNAMIC),
+    }
     with pytest.raises(NotImplementedError, match=rf"{method}: expected a chain or a static tree, got topk:4,2,2"):
         make[method]()
+
+
+def test_a_tree_deeper_than_there_are_medusa_heads_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Medusa: chain:3 is 3 deep, there are 2 heads; cut the tree"):
+        Medusa(tiny.medusa_heads(small.target(), heads=2), Tree.chain(3))
 
 
 @pytest.mark.parametrize("tree", [Tree.topk(20, 1, 19), Tree.static([(18,), (0,)])])

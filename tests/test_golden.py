@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from jspec import Completion, Eagle3, Engine, SamplingParams, Tree, step
 from jspec.cache import PoolShape
 from jspec.draft import eagle
 from jspec.draft.grow import Level
-from jspec.models.decoder import rms_norm
+from jspec.draft.heads import EagleHead
+from jspec.models.config import Rope
 from jspec.records import SlotView
 from tests import tiny
 
@@ -102,11 +105,31 @@ def test_the_first_draft_logits_are_the_recorded_ones(
         np.testing.assert_allclose(np.concatenate(seen), chain["first_logits"][first:last], atol=TOLERANCE)
 
 
-MISTAKES = {
-    "rope theta of the target": dict(rope_theta=500000.0),
-    "feature layers one too low": dict(feature_layers=(1, 3, 4)),
-    "feature layers one too high": dict(feature_layers=(3, 5, 6)),
-    "feature layers in reverse": dict(feature_layers=(5, 4, 2)),
+def concatenated_the_other_way_round(head: EagleHead) -> EagleHead:
+    """The feature where the embedding belongs, and the other way round."""
+    (layer,), hidden = head.layers, head.config.hidden_size
+    return head.replace(layers=[layer.replace(qkv=jnp.roll(layer.qkv, hidden, axis=1))])
+
+
+def with_absolute_d2t(head: EagleHead) -> EagleHead:
+    """The file's offsets taken for the target's ids."""
+    assert head.draft_to_target is not None
+    return head.replace(draft_to_target=head.draft_to_target - jnp.arange(len(head.draft_to_target)))
+
+
+def with_config(**changes: object) -> Callable[[EagleHead], EagleHead]:
+    return lambda head: head.replace(config=replace(head.config, **changes))
+
+
+MISTAKES: dict[str, Callable[[EagleHead], EagleHead]] = {
+    "rope theta of the target": with_config(rope=Rope(500000.0)),
+    "feature layers one too low": with_config(feature_layers=(1, 3, 4)),
+    "feature layers one too high": with_config(feature_layers=(3, 5, 6)),
+    "feature layers in reverse": with_config(feature_layers=(5, 4, 2)),
+    "normed feature as residual": with_config(norm_before_residual=True),
+    "normed output fed back": with_config(norm_output=True),
+    "concat order": concatenated_the_other_way_round,
+    "d2t as absolute ids": with_absolute_d2t,
 }
 
 
@@ -114,20 +137,17 @@ MISTAKES = {
 def test_a_mistake_in_the_head_shows_in_the_scores(
     golden: Path, drafter: Eagle3, chain: dict[str, np.ndarray], mistake: str
 ) -> None:
-    wrong = Eagle3.from_pretrained(golden / "draft", tree=drafter.tree, **MISTAKES[mistake])
+    wrong = Eagle3(MISTAKES[mistake](drafter.head), drafter.tree)
     assert score_error(golden, chain, wrong) > 100 * TOLERANCE
 
 
-def test_normed_feedback_shows_in_the_scores(
+def test_a_gap_in_the_positions_shows_in_the_scores(
     golden: Path, drafter: Eagle3, chain: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = eagle.self_feed
-
-    def normed(params: eagle.EagleHead, cache_: object, view: SlotView, level: Level, hidden: jnp.ndarray):
-        return original(params, cache_, view, level, rms_norm(hidden, params.norm, 1e-5))
-
+    """The first drafted token one position too far, as an engine in the field had it."""
+    original = Level.batch
     assert score_error(golden, chain, drafter) < TOLERANCE
-    monkeypatch.setattr(eagle, "self_feed", normed)
+    monkeypatch.setattr(Level, "batch", lambda level, view, position: original(level, view, position + 1))
     assert score_error(golden, chain, drafter) > 100 * TOLERANCE
 
 

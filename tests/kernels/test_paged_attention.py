@@ -87,6 +87,23 @@ def test_a_query_that_sees_nothing_gives_zeros(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("queries", [17, 60])
+def test_the_last_level_of_a_tree_sees_rows_of_the_levels_before(queries, implementation):
+    """Fewer queries than new rows: the bits name rows that other calls have written."""
+    problem = make_problem(Case(queries=queries, tree="random"))
+    q, k_pool, v_pool, page_table, lengths, bits = problem.arrays
+    last = slice(queries - 5, None)
+    out = paged_attention(
+        q[:, last], k_pool, v_pool, page_table, lengths, bits[:, last], new_rows=queries, implementation=implementation
+    )
+    np.testing.assert_allclose(np.asarray(out, np.float64), problem.expected[:, last], atol=problem.tolerance)
+    with pytest.raises(ValueError, match="bits must be"):
+        paged_attention(q[:, last], k_pool, v_pool, page_table, lengths, bits[:, last], new_rows=queries + 32)
+    with pytest.raises(ValueError, match="without bits the 5 queries are the new rows"):
+        paged_attention(q[:, last], k_pool, v_pool, page_table, lengths, None, new_rows=queries)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_pages_of_odd_sizes(implementation):
     """Nothing needs the page size to be a power of two."""
     check(Case(page=20), implementation)
