@@ -42,8 +42,7 @@ class AcceptanceWatch:
             return
         said, self._advice = self._advice, None
         warnings.warn(
-            f"mean acceptance length {mean:.2f} after {self._rounds} rounds: the drafts hardly help (the output is "
-            f"right all the same); {said}",
+            f"mean acceptance length {mean:.2f} after {self._rounds} rounds: the drafts hardly help; {said}",
             LowAcceptanceWarning,
             stacklevel=5,  # the caller of Engine.generate: above it are _read, step and generate
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,26 @@ Factors = Mapping[str, tuple[Any, ...]]
 Allowed = Callable[[dict[str, Any]], bool]
 
 
-def pairwise(factors: Factors, allowed: Allowed = lambda case: True, seed: int = 0) -> list[dict[str, Any]]:
-    """Allowed cases in which every two values of two factors that can meet do so at least once, chosen greedily."""
+def pairwise(
+    factors: Factors,
+    allowed: Allowed = lambda case: True,
+    *,
+    apart: Collection[tuple[str, str]] = (),
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Allowed cases in which every two values of two factors that can meet do so at least once, chosen greedily.
+
+    Args:
+        apart: pairs of factors whose values need not all meet.
+    """
     cases = [case for case in product(factors) if allowed(case)]
     np.random.default_rng(seed).shuffle(cases)
-    missing = set().union(*(_pairs(case) for case in cases))
+    pairs = [{(a, b) for a, b in _pairs(case) if (a[0], b[0]) not in apart} for case in cases]
+    missing = set().union(*pairs)
     chosen = []
     while missing:
-        best = max(cases, key=lambda case: len(_pairs(case) & missing))
-        missing -= _pairs(best)
+        best, met = max(zip(cases, pairs, strict=True), key=lambda candidate: len(candidate[1] & missing))
+        missing -= met
         chosen.append(best)
     return chosen
 

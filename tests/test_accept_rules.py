@@ -17,6 +17,8 @@ from jspec.verify.point import multi_candidate, point_masses
 from tests.reference import accept, enumeration
 from tests.reference.enumeration import distance, emitted, joint, likeliest, random_laws
 
+pytestmark = pytest.mark.once
+
 drawn, block, point = jax.jit(rejection.without_replacement), jax.jit(block_verification), jax.jit(point_masses)
 
 CHAIN = Tree.chain(3)

@@ -14,6 +14,8 @@ from jspec.config import ACCEPT_RULES
 from jspec.metrics import Metrics
 from jspec.tree import Tree
 
+pytestmark = pytest.mark.once
+
 TOKENS, SAMPLES = 12, 2
 
 

@@ -20,6 +20,8 @@ from jspec.models.config import HeadConfig, ModelConfig
 from tests import folders
 from tests.folders import BFLOAT16, DRAFT_IDS, EAGLE, HEAD, TARGET, assert_same
 
+pytestmark = pytest.mark.once
+
 CONFIG = ModelConfig.from_hf(TARGET)
 DTYPES = ["float32", "bfloat16", "float16"]
 

@@ -12,6 +12,8 @@ from convert.heads import read_head
 from jspec.models.config import MedusaConfig, ModelConfig, Rope
 from tests.folders import EAGLE, HEAD, TARGET, without
 
+pytestmark = pytest.mark.once
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,

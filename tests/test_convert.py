@@ -12,6 +12,8 @@ import convert
 from tests import folders
 from tests.folders import BFLOAT16, EAGLE, HEAD, TARGET, assert_same, expected_target, loaded, stored
 
+pytestmark = pytest.mark.once
+
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 # ---- what is read

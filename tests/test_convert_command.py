@@ -17,6 +17,8 @@ from jspec.models.config import HeadConfig
 from tests import folders
 from tests.folders import BFLOAT16, DRAFT_IDS, HEAD, TARGET
 
+pytestmark = pytest.mark.once
+
 
 def test_the_command_lists_every_tensor_with_its_parameter(tmp_path, capsys):
     tensors = folders.head_tensors()

@@ -13,6 +13,8 @@ import convert
 from tests import folders
 from tests.folders import TARGET, stored
 
+pytestmark = pytest.mark.once
+
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 

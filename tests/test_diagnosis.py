@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -32,6 +33,8 @@ from jspec.replay import Replay, Rounds, Texts, continue_greedily, observe
 from jspec.tokenizer import ByteTokenizer
 from jspec.watch import ROUNDS, AcceptanceWatch, advice
 from tests import folders, recordings, tiny
+
+pytestmark = pytest.mark.once
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 ROUNDED = 6e-4  # the recorded means have three digits
@@ -83,7 +86,8 @@ class Recorded:
         return Measurement(setting.name, cuts.hits[cuts.is_round], chains.accept_len[chains.is_round] + 1)
 
     def _rounds(self, setting: Setting, texts: Texts, start: np.ndarray, last: np.ndarray | int, step: bool) -> Rounds:
-        config = setting.drafter.head.config
+        # What a file says of layers and of its writer is in no program: `Setting.layers` is what counts.
+        config = replace(setting.drafter.head.config, feature_layers=None, source_format="")
         key = (config, setting.layers, texts is self.cuts, step)
         if config not in self._replays:
             self._replays[config] = Replay(setting.drafter, self.target)

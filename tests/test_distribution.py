@@ -16,6 +16,8 @@ from jspec.records import Draft, SlotView
 from tests import tiny
 from tests.reference import decoder
 
+pytestmark = pytest.mark.once
+
 VOCAB, TOKENS, PROMPT, SAMPLES = 5, 5, [1, 3], 1200
 CONTROLS = {
     "plain": dict(temperature=1.0),

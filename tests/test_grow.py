@@ -83,8 +83,11 @@ def static(tree: Tree, logits: np.ndarray, root: int) -> list[tuple[tuple[int, .
     return [known[path] for path in tree.paths or ()]
 
 
-@pytest.mark.parametrize("kind", ["random", "coarse", "equal", "one-hot"])
-@pytest.mark.parametrize("tree", TREES, ids=str)
+# Ties matter where nodes are chosen by score.
+KINDS = [(tree, kind) for tree in TREES for kind in ("random", "coarse", "equal", "one-hot")[: 1 if tree.paths else 4]]
+
+
+@pytest.mark.parametrize(("tree", "kind"), KINDS, ids=str)
 def test_a_tree_is_the_one_of_the_definition(tree: Tree, kind: str) -> None:
     logits, roots = table(kind), [3, 5, 11]
     grown = run(tree, logits, roots)

@@ -10,6 +10,8 @@ from convert.heads import read_head
 from jspec.models.config import HeadConfig, Overrides, Rope
 from tests.folders import EAGLE, HEAD, TARGET, without
 
+pytestmark = pytest.mark.once
+
 IDS = "eagle_aux_hidden_state_layer_ids"
 MODELOPT = {
     "use_aux_hidden_state": True,

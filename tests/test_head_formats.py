@@ -24,6 +24,8 @@ from tests.folders import (
     without,
 )
 
+pytestmark = pytest.mark.once
+
 IDS = "eagle_aux_hidden_state_layer_ids"
 Tensors = dict[str, np.ndarray]
 

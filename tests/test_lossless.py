@@ -125,38 +125,60 @@ def parameters(count: int, tokens: int, temperature: float) -> list[SamplingPara
     ]
 
 
-@cache
-def plain(name: str, golden: Path, data: Path) -> Engine:
-    return Engine(pair(name, golden, data).target, slots=8, max_len=512, buckets=(8,), prefill_buckets=(256,))
+@dataclass(frozen=True)
+class Size:
+    """How much is decoded."""
+
+    prompts: int
+    longest: int  # prompt tokens
+    tokens: int
+
+    @property
+    def max_len(self) -> int:
+        return self.longest + self.tokens + 1
+
+
+FULL = Size(prompts=100, longest=250, tokens=200)
+SHORT = Size(prompts=20, longest=120, tokens=64)
 
 
 @cache
-def baseline(name: str, golden: Path, data: Path, count: int, tokens: int, temperature: float) -> list[Completion]:
-    prompts = pair(name, golden, data).prompts[:count]
-    return plain(name, golden, data).generate(prompts, parameters(count, tokens, temperature))
+def plain(name: str, golden: Path, data: Path, size: Size) -> Engine:
+    target = pair(name, golden, data).target
+    return Engine(target, slots=8, max_len=size.max_len, buckets=(8,), prefill_buckets=(size.longest,))
 
 
-def check(case: dict[str, Any], golden: Path, data: Path, *, count: int, tokens: int) -> None:
+@cache
+def baseline(name: str, golden: Path, data: Path, size: Size, temperature: float) -> list[Completion]:
+    prompts = [prompt[: size.longest] for prompt in pair(name, golden, data).prompts[: size.prompts]]
+    params = parameters(size.prompts, size.tokens, temperature)
+    return plain(name, golden, data, size).generate(prompts, params)
+
+
+def check(
+    case: dict[str, Any], golden: Path, data: Path, size: Size, temperatures: tuple[float, ...] = TEMPERATURES
+) -> None:
     """Every bucket, greedy and sampled: the largest bucket serves all prompts, a smaller one a batch of its size."""
-    one = pair(case["pair"], golden, data)
-    expected = {t: baseline(case["pair"], golden, data, count, tokens, t) for t in TEMPERATURES}
-    params = {t: parameters(count, tokens, t) for t in TEMPERATURES}
+    one, count = pair(case["pair"], golden, data), size.prompts
+    prompts = [prompt[: size.longest] for prompt in one.prompts[:count]]
+    expected = {t: baseline(case["pair"], golden, data, size, t) for t in temperatures}
+    params = {t: parameters(count, size.tokens, t) for t in temperatures}
     known, made_with = distinct(expected, params)
     drafter, tree = case["drafter"], case["tree"]
     engine = Engine(
         one.target,
         drafter=make_drafter(drafter, Tree.parse(tree), one, known, made_with),
         slots=case["buckets"][-1],
-        max_len=512,
+        max_len=size.max_len,
         page_size=case["page"],
         buckets=case["buckets"],
-        prefill_buckets=(256,),
+        prefill_buckets=(size.longest,),
         rounds_per_dispatch=ROUNDS.get(tree, 1),
     )
-    for temperature, rows in itertools.product(TEMPERATURES, case["buckets"]):
-        size = count if rows == case["buckets"][-1] else rows
-        done = engine.generate(one.prompts[:size], params[temperature][:size])
-        same_tokens(one.target, expected[temperature][:size], done, params[temperature][:size])
+    for temperature, rows in itertools.product(temperatures, case["buckets"]):
+        used = count if rows == case["buckets"][-1] else rows
+        done = engine.generate(prompts[:used], params[temperature][:used])
+        same_tokens(one.target, expected[temperature][:used], done, params[temperature][:used])
     assert engine.pages_in_use == 0
     engine.scheduler.pages.check()
     check_acceptance(case, engine)
@@ -167,7 +189,7 @@ def distinct(
 ) -> tuple[list[Completion], list[SamplingParams]]:
     """All of them, the greedy rows that both temperatures share only once."""
     kept: dict[tuple, tuple[Completion, SamplingParams]] = {}
-    for temperature in TEMPERATURES:
+    for temperature in completions:
         for completion, p in zip(completions[temperature], params[temperature], strict=True):
             seed = None if p.temperature == 0 else p.seed
             kept.setdefault((tuple(completion.prompt_token_ids), seed), (completion, p))
@@ -199,9 +221,13 @@ def same_tokens(
         assert found.gap < NEAR_TIE, found
 
 
-@pytest.mark.parametrize("case", cover.pairwise(FACTORS, is_few), ids=cover.label)
+# Every drafter on its trees, and every tree, page size and bucket with each other; the whole product: -m matrix.
+COVER = cover.pairwise(FACTORS, is_few, apart=[("drafter", "page"), ("drafter", "buckets")])
+
+
+@pytest.mark.parametrize("case", COVER, ids=cover.label)
 def test_tokens_equal_plain_decoding_on_a_pairwise_cover(case: dict[str, Any], golden: Path, data: Path) -> None:
-    check(case, golden, data, count=20, tokens=64)
+    check(case, golden, data, SHORT)
 
 
 def test_acceptance_never_decays(golden: Path, data: Path) -> None:
@@ -218,8 +244,8 @@ def test_a_wrong_token_of_the_target_is_caught(golden: Path, data: Path) -> None
     """The negative control: a target that differs by one weight fails the comparison."""
     one = pair("golden", golden, data)
     other = one.target.replace(norm=one.target.norm.at[0].mul(1.5))
-    engine = Engine(other, slots=8, max_len=512, buckets=(8,), prefill_buckets=(256,))
-    expected = baseline("golden", golden, data, 20, 64, 0.0)
-    done = engine.generate(one.prompts[:20], parameters(20, 64, 0.0))
+    engine = Engine(other, slots=8, max_len=SHORT.max_len, buckets=(8,), prefill_buckets=(SHORT.longest,))
+    expected = baseline("golden", golden, data, SHORT, 0.0)
+    done = engine.generate([c.prompt_token_ids for c in expected], parameters(20, 64, 0.0))
     with pytest.raises(AssertionError):
         same_tokens(one.target, expected, done, parameters(20, 64, 0.0))

@@ -13,6 +13,8 @@ from jspec.models.config import MedusaConfig
 from tests import folders
 from tests.folders import TARGET, assert_same, loaded, stored, without
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.parametrize(("heads", "layers"), [(1, 1), (3, 1), (2, 3)])
 @pytest.mark.parametrize("form", ["safetensors", "pt"])

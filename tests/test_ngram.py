@@ -23,6 +23,8 @@ from jspec.testing import check_lossless
 from tests import small
 from tests.h200 import compile_for_h200
 
+pytestmark = pytest.mark.once
+
 SLOTS, MAX_LEN, BUCKET, CHUNK = 3, 40, 5, 6
 POOL = PoolShape(slots=SLOTS, pages=9, page_size=16, max_len=MAX_LEN, dtype="float32", draft_dtype="float32")
 CORPUS = 30

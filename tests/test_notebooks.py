@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.once
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 TIMEOUT = 300  # seconds for a cell
@@ -22,7 +24,14 @@ def test_there_are_notebooks() -> None:
     assert NOTEBOOKS
 
 
-@each_notebook
+# The later ones take a minute each.
+LONG = ("3_draft_methods", "4_trees_and_acceptance")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.matrix] * (path.stem in LONG), id=path.stem) for path in NOTEBOOKS],
+)
 def test_runs_top_to_bottom_and_draws(path: Path) -> None:
     nbclient = pytest.importorskip("nbclient", reason='needs nbclient: pip install "jspec[notebooks]"')
     pytest.importorskip("ipykernel", reason='needs ipykernel: pip install "jspec[notebooks]"')

@@ -19,6 +19,8 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt  # noqa: E402
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(autouse=True)
 def close_figures() -> Any:

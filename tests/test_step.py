@@ -118,7 +118,7 @@ def test_stages_jitted_one_by_one_make_the_same_rounds(drafter: str, temperature
     same(fused(drafter, temperature), run(case(drafter).staged, drafter, temperature))
 
 
-@pytest.mark.parametrize(("drafter", "temperature"), [("draft model", 1.0), ("eagle3", 0.0), ("eagle3", 1.0)])
+@pytest.mark.parametrize(("drafter", "temperature"), [("draft model", 0.0), ("eagle3", 1.0)])
 def test_rounds_without_jit_are_the_same(drafter: str, temperature: float) -> None:
     expected = fused(drafter, temperature)
     with jax.disable_jit():

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from jspec.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
 
+pytestmark = pytest.mark.once
+
 FOLDERS = {
     "bytes": "bytes",
     "stories260k": "stories260k",
