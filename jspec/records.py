@@ -82,7 +82,7 @@ class TokenBatch:
 
     tokens: Int[Array, "batch tokens"]
     positions: Int[Array, "batch tokens"]
-    valid: Bool[Array, "batch tokens"]  # others write to the null page
+    valid: Bool[Array, "batch tokens"]  # the others are not written
     first_row: Int[Array, "batch"]
     page_table: Int[Array, "batch pages"]
     bits: UInt32[Array, "batch tokens words"] | None

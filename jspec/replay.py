@@ -165,7 +165,7 @@ def _verdict(taken: Int[Array, "rows"], ahead: Int[Array, "rows depth1"]) -> Ver
 
 
 def _view(tokens: Array, roots: Array, active: Array, table: Array) -> SlotView:
-    """Greedy rows, each with its own slot; ended ones read nothing and write to the null page."""
+    """Greedy rows, each with its own slot; ended ones read and write nothing."""
     rows = tokens.shape[0]
 
     def fill(value: float, dtype: Any = jnp.int32, *inner: int) -> Array:

@@ -31,7 +31,7 @@ class Purpose(enum.IntEnum):
 
 
 def by_temperature(view: SlotView, run: Callable[[SlotView], Any]) -> Any:
-    """Run one of two branches: a batch of greedy rows alone computes no noise and nothing else over the vocabulary.
+    """Run one of two branches: a batch of greedy rows alone computes no noise and no law.
 
     Args:
         run: takes the view, with `SlotView.all_greedy` set for its branch. No pool may pass through it: a conditional

@@ -8,7 +8,7 @@ Invariants:
 4. The draft's cache lags the target's by the rows accepted in the last round and no more; the next draft makes it good.
 5. Stop ids and length limits are decided here, not on the host, so rounds may be dispatched before earlier ones are
    read: an ended row is inactive from the next round on. It then has length 0 and an empty page table, so it reads
-   nothing, writes to the null page and emits nothing.
+   nothing, writes nothing and emits nothing.
 6. The tokens have the target's distribution for any drafter.
 7. A padding row has slot index S: gathers fill zeros, scatters drop it.
 """

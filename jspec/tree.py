@@ -134,7 +134,7 @@ class Tree:
         """What `parse` reads; "none" for the root alone."""
         if self.paths is None:
             return f"topk:{self.nodes},{self.depth},{self.k}"
-        if self.is_chain:
+        if self.is_chain and not any(self.ranks):
             return f"chain:{self.depth}" if self.depth else "none"
         return "static:" + ",".join(".".join(map(str, path)) for path in self.paths)
 

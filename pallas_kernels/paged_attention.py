@@ -1,8 +1,9 @@
 """Attention of a few new rows (a tree of draft nodes, a prefill chunk) over a paged KV cache.
 
     out[b,t,h] = sum_r softmax_r(scale * q[b,t,h] . K[b,r,h // G]) V[b,r,h // G],      G = H / KH
-    r in [start, lengths[b])                             the committed rows, seen by every query
+    r < lengths[b]                                       the committed rows, seen by every query
     r = lengths[b] + j, if bit j of bits[b,t] is set     the M new rows; bits None means j <= t, and M = T
+    r >= start                                           in either case
 
 Row r of sequence b lives at pool[page_table[b, r // page], :, r % page], pools are [pages, KH, page, D].
 bits[b,t] holds ceil(M/32) words, bit j % 32 of word j // 32 says that query t sees new row j.
@@ -64,7 +65,6 @@ def _visible(lengths: Array, bits: Array | None, queries: int, rows: int, start:
     """Returns bool [B, T, rows]: does query t of sequence b see row r."""
     row = jnp.arange(rows, dtype=jnp.int32)
     new = row - lengths[:, None]
-    old = (row >= start) & (new < 0)
     if bits is None:
         own = new[:, None] <= jnp.arange(queries, dtype=jnp.int32)[:, None]
     else:
@@ -72,7 +72,7 @@ def _visible(lengths: Array, bits: Array | None, queries: int, rows: int, start:
         for word in range(bits.shape[-1]):
             bit = (bits[:, :, word, None] >> (new[:, None] % WORD).astype(jnp.uint32)) & 1
             own = own | ((new[:, None] // WORD == word) & (bit == 1))
-    return old[:, None] | ((new[:, None] >= 0) & own)
+    return (row >= start) & ((new < 0)[:, None] | ((new[:, None] >= 0) & own))
 
 
 def _gather(pool: Array, page_table: Array) -> Array:
@@ -189,7 +189,7 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
             acc, top, total = carry
             row = index * tiles.tile + jnp.arange(tiles.tile)
             new = row - length
-            loaded = (row < last) & ((row >= tiles.start) | (new >= 0))
+            loaded = (row < last) & (row >= tiles.start)
             mask = {"mask": loaded, "other": 0} if masked else {}
             pages = pltriton.load(table_ref.at[batch, row // tiles.page], **mask)
             at = (pages[:, None], kv_head, (row % tiles.page)[:, None], dims)
@@ -359,7 +359,7 @@ def paged_attention(
         lengths: committed rows.
         bits: the new rows each query sees (`ancestor_bits`, `causal_bits`); None is causal (prefill chunks).
         new_rows: M, where bits name others than the queries' own rows (the levels of a tree, one after the other).
-        start: committed rows below it are hidden.
+        start: rows below it are hidden.
         scale: of the scores; 1 / sqrt(D) if None.
         implementation: "auto" is the kernel where the program is compiled for an NVIDIA GPU and the shape is
             supported (prefill too), else the reference; "pallas" on a CPU interprets the kernel.

@@ -29,13 +29,15 @@ def _reference(logits, base, k):
 def _take_largest(values, ids, k, keep):
     """Takes the largest value out k times, the smallest id among equals, and hands each to `keep`."""
 
-    def step(rank, values):
+    def step(rank, left):
+        values, ids = left
         top = jnp.max(values)
         chosen = jnp.min(jnp.where(values == top, ids, OUT))
         keep(rank, top, chosen)
-        return jnp.where(ids == chosen, -jnp.inf, values)
+        taken = ids == chosen  # no longer there, lest it be found again among others of minus infinity
+        return jnp.where(taken, -jnp.inf, values), jnp.where(taken, OUT, ids)
 
-    jax.lax.fori_loop(0, k, step, values)
+    jax.lax.fori_loop(0, k, step, (values, ids))
 
 
 def _log_sum_exp(values):
@@ -55,7 +57,7 @@ def _block_kernel(logits_ref, best_ref, ids_ref, sums_ref, *, vocab, k):
         best_ref[row, block, rank] = top
         ids_ref[row, block, rank] = chosen
 
-    _take_largest(values, column, k, keep)
+    _take_largest(values, jnp.where(column < vocab, column, OUT), k, keep)
 
 
 def _merge_kernel(best_ref, ids_ref, sums_ref, base_ref, log_probs_ref, chosen_ref, *, blocks, k):

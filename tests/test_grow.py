@@ -14,6 +14,8 @@ from jspec import Tree, sampling
 from jspec.draft.grow import Grown, Level, Vocabulary, grow
 from tests.views import view_of_rows
 
+pytestmark = pytest.mark.once
+
 VOCAB, ROWS = 13, 3
 PATHS = [(0,), (1,), (3,), (0, 0), (0, 2), (3, 1), (0, 2, 0), (0, 2, 1), (3, 1, 2)]
 TREES = [Tree.chain(1), Tree.chain(4), Tree.static(PATHS), Tree.topk(16, 4, 4), Tree.topk(9, 8, 2), Tree.topk(5, 1, 6)]

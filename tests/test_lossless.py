@@ -44,14 +44,16 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "page": (1, 16, 64),
     "buckets": ((1,), (4,), (1, 8)),
 }
-FEW_TREES = {  # of the default run: the drafters that learn are tried on all
-    "eagle": ("chain:2", DYNAMIC),
+FEW_TREES = {  # of the default run
+    "eagle3": ("chain:1", "chain:5", DYNAMIC),
+    "small": ("chain:2", STATIC),
+    "eagle": (DYNAMIC,),
     "medusa": (STATIC,),
     "ngram": (STATIC,),
     "suffix": (DYNAMIC,),
     "right": ("chain:5", STATIC),
     "wrong": ("chain:1",),
-    "random": ("chain:2", STATIC),
+    "random": ("chain:2",),
 }
 ROUNDS = {"chain:2": 3, STATIC: 2}  # rounds per dispatch, by tree
 
@@ -86,7 +88,7 @@ def possible(case: dict[str, Any]) -> bool:
 
 
 def is_few(case: dict[str, Any]) -> bool:
-    return possible(case) and case["tree"] in FEW_TREES.get(case["drafter"], TREES)
+    return possible(case) and case["tree"] in FEW_TREES[case["drafter"]]
 
 
 def make_drafter(name: str, tree: Tree, pair: Pair, known: list[Completion], params: list[SamplingParams]) -> Drafter:

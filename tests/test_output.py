@@ -15,6 +15,8 @@ from jspec.testing import Scripted
 from jspec.tokenizer import ByteTokenizer
 from tests import tiny
 
+pytestmark = pytest.mark.once
+
 VOCAB, LENGTH, LONGEST = 256, 4, 30
 EOS = 255  # so unlikely that plain decoding does not meet it
 PROMPTS = ["abc", "Zürich ", "\u20ac"]

@@ -17,6 +17,8 @@ from jspec.records import Draft, SlotView
 from jspec.testing import Random, Scripted, check_lossless, differences
 from tests import small
 
+pytestmark = pytest.mark.once
+
 PROMPTS = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3]]
 OPTIONS: dict[str, Any] = dict(slots=4, max_len=small.MAX_LEN, buckets=(4,), prefill_buckets=(8,))
 TOKENS, LENGTH = 20, 2

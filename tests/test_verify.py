@@ -18,6 +18,8 @@ from jspec.tree import Tree
 from tests import small
 from tests.reference import accept, enumeration
 
+pytestmark = pytest.mark.once
+
 TYPICAL = verify.Typical()
 PAIRS = Tree.static([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)])
 CHAIN = Tree.chain(3)

@@ -203,7 +203,7 @@ def catch_up(params: EagleHead, state: EagleState, view: SlotView) -> tuple[Head
     features = state.features.at[view.slots].get(mode="fill", fill_value=0)
     waiting = state.tokens.at[view.slots].get(mode="fill", fill_value=0)
     count = state.count.at[view.slots].get(mode="fill", fill_value=0)
-    last = jnp.maximum(count - 1, 0)[:, None]
+    last = jnp.where(view.active, jnp.maximum(count - 1, 0), 0)[:, None]
     steps = jnp.arange(features.shape[1])
     tokens = jnp.where(steps == last, view.root[:, None], waiting)
     valid = (steps <= last) & view.active[:, None]

@@ -94,7 +94,8 @@ def fuse(head: EagleHead, features: Float[Array, "... features"]) -> Float[Array
         features = rms_norm(states, head.fc_norm, eps).reshape(features.shape)
     if head.input_norm is not None:
         features = rms_norm(features, head.input_norm, eps)
-    return linear(features, head.fc)
+    fused = linear(features, head.fc)
+    return fused if head.fc_bias is None else fused + head.fc_bias
 
 
 def write(

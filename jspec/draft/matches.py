@@ -50,7 +50,8 @@ def check_size(method: str, max_n: int, positions: int, remedy: str) -> None:
 def match_count(tree: Tree) -> int:
     """How many matches a tree is made of (M): enough to fill it, and, for a chain, to repeat a text of period 1."""
     branches = tree.k if tree.paths is None else tree.nodes - len(tree.fed)
-    return max(MATCHES_PER_BRANCH * branches, tree.depth, -(-(tree.nodes - 1) // tree.depth))
+    wanted = max(MATCHES_PER_BRANCH * branches, tree.depth, -(-(tree.nodes - 1) // tree.depth))
+    return min(wanted, GROUPS)  # `find` gives no more; a tree has at most 256 nodes
 
 
 # ---- the history: every slot's tokens by position

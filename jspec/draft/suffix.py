@@ -56,8 +56,8 @@ class Suffix(Drafter):
     have finished included, and the last ``corpus_tokens`` tokens (with one gap a text) of requests before them; a
     text moves there when its slot is reused. **Tokens of one user's request may then be drafted for another's.** The
     output stays what the target alone would say, but how fast it comes may tell that a text was seen before: take
-    "request" where users must not learn that of each other. Where the accept rule lets the draft decide which tokens a
-    seed gives (every rule but "coupled"), these then depend on the other requests; their distribution does not.
+    "request" where users must not learn that of each other. It goes with accept="coupled" alone: under the other
+    rules a draft that repeats what an earlier request drew with the same seed would not be independent of the draws.
 
     A round compares ``max_n`` tokens a position and row. With "request" it reads 4 bytes a position of ``max_len``
     and row. With "engine" the text has ``corpus_tokens + slots * max_len`` positions and a little more: a round
@@ -72,7 +72,8 @@ class Suffix(Drafter):
         scope: "request" or "engine".
 
     Raises:
-        ValueError: not ``1 <= min_n <= max_n``, an unknown scope, corpus_tokens < 1.
+        ValueError: not ``1 <= min_n <= max_n``, an unknown scope, corpus_tokens < 1; when an engine is made,
+            scope="engine" with an accept rule other than "coupled".
 
     Source: SuffixDecoding, arXiv:2411.04975, which walks suffix trees on the host and counts all occurrences; ours
         compares all positions on the device and counts the best matches only.
@@ -122,6 +123,10 @@ class Suffix(Drafter):
         return replace(state, history=take_chunk(state.history, view, batch))
 
     def draft(self, params: Params, state: SuffixState, view: SlotView) -> tuple[Draft, SuffixState]:
+        if self.scope == "engine" and view.accept != "coupled":
+            raise ValueError(
+                f'Suffix: scope="engine" expects accept="coupled", got {view.accept!r}; use scope="request"'
+            )
         history = take_roots(state.history, view)
         query = newest(history, view, self.max_n)
         text, own = searched(history, state.corpus, view)

@@ -45,16 +45,16 @@ def check_rule(rule: str, tree: Tree) -> None:
     """Refuse an accept rule that does not fit a drafter's tree, and warn of the lossy one.
 
     Raises:
-        ValueError: "block" without a chain, or "rejection" with a static tree that leaves out a rank: the siblings
-            behind the gap would not be a sample without replacement.
+        ValueError: "block" without a chain, or a rule that needs the draft's law with a static tree that leaves out a
+            rank: what stands behind the gap would not be a sample without replacement.
     """
     if rule == "block" and not tree.is_chain:
         raise ValueError(f'accept="block" expects a chain, got {tree}; use Tree.chain(length) or accept="rejection"')
-    if rule == "rejection" and tree.paths is not None:
+    if rule in sampling.RULES_WITH_LAW and tree.paths is not None:
         for path in tree.paths:
             if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in tree.paths:
                 raise ValueError(
-                    f'accept="rejection" expects sibling ranks without gaps, got {path} without '
+                    f'accept="{rule}" expects sibling ranks without gaps, got {path} without '
                     f'{(*path[:-1], path[-1] - 1)}; add that path or use accept="coupled"'
                 )
     if rule == "typical":

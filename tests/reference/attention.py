@@ -26,7 +26,7 @@ def attention(q, k_pool, v_pool, page_table, lengths, new_rows, *, start=0, scal
         page_table: [B, P].
         lengths: [B], committed rows.
         new_rows: new_rows[b][t] lists the j for which query t of sequence b sees row lengths[b] + j.
-        start: first committed row seen.
+        start: first row seen.
 
     Returns:
         float64 [B, T, H, D].
@@ -37,7 +37,8 @@ def attention(q, k_pool, v_pool, page_table, lengths, new_rows, *, start=0, scal
     out = np.zeros(q.shape, np.float64)
     for b in range(batch):
         for t in range(queries):
-            rows = list(range(start, lengths[b])) + [lengths[b] + j for j in new_rows[b][t]]
+            seen = [*range(lengths[b]), *(lengths[b] + j for j in new_rows[b][t])]
+            rows = [row for row in seen if row >= start]
             if not rows:
                 continue
             keys = np.stack([read_row(k_pool, page_table, b, row) for row in rows]).astype(np.float64)
