@@ -14,7 +14,7 @@ pytestmark = pytest.mark.once
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name not in ("right", "wrong", "random")])
 def test_tokens_equal_plain_decoding_at_full_length(drafter: str, golden: Path, data: Path) -> None:
     """Greedy; sampled rows are in the cover and in the matrix."""
     case = dict(pair="golden", drafter=drafter, tree="chain:2", page=16, buckets=(25,))
