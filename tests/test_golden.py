@@ -21,6 +21,8 @@ from jspec.models.config import Rope
 from jspec.records import SlotView
 from tests import tiny
 
+pytestmark = pytest.mark.once
+
 TOLERANCE = 1e-4  # float32 on another summation order; the recordings' own second implementation agrees to 8e-6
 
 

@@ -19,6 +19,8 @@ from jspec.draft.grow import Level
 from tests import tiny
 from tests.recordings import TOLERANCE, recording, replay, same_rounds
 
+pytestmark = pytest.mark.once
+
 STATIC20 = "medusa/greedy_static20.npz"
 
 

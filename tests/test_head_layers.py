@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jspec import Eagle3, Engine, SamplingParams, Tree
 from jspec.draft.heads import EagleHead
 from jspec.records import KVCache
 from tests import tiny
+
+pytestmark = pytest.mark.once
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7, 1, 8], [1]]
 TARGET = tiny.model(16, layers=2)
