@@ -18,6 +18,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 MAX_STOP_IDS = 8
+UNLIMITED = 2**30  # more tokens than any row has
 
 
 @struct.dataclass
@@ -39,6 +40,19 @@ class Sampling:
     seed: UInt32[Array, "rows 2"]  # the 64-bit seed, high word first
     stop_ids: Int[Array, "rows 8"]  # tokens that end the row, -1 where unused
     draft_cap: Int[Array, "rows"]  # draft tokens a round may accept at most
+
+    @classmethod
+    def greedy(cls, rows: int) -> Sampling:
+        """Controls that choose the likeliest token, end nowhere and cap nothing; every array is its own."""
+        return cls(
+            temperature=jnp.zeros(rows, jnp.float32),
+            top_k=jnp.zeros(rows, jnp.int32),
+            top_p=jnp.ones(rows, jnp.float32),
+            min_p=jnp.zeros(rows, jnp.float32),
+            seed=jnp.zeros((rows, 2), jnp.uint32),
+            stop_ids=jnp.full((rows, MAX_STOP_IDS), -1, jnp.int32),
+            draft_cap=jnp.full(rows, UNLIMITED, jnp.int32),
+        )
 
 
 @struct.dataclass

@@ -20,10 +20,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.cache import PoolShape, create
 from jspec.draft import Drafter
 from jspec.models.decoder import Model, forward
-from jspec.records import MAX_STOP_IDS, Sampling, SlotView, TokenBatch, Verdict
+from jspec.records import UNLIMITED, Sampling, SlotView, TargetOut, TokenBatch, Verdict
 
 PAGE_SIZE = 16
-UNLIMITED = 2**30
 
 
 @struct.dataclass
@@ -105,12 +104,17 @@ class Replay:
         return Rounds(*map(np.asarray, seen))
 
 
-def _look(layers: tuple[int, ...], target: Model, tokens: Int[Array, "rows size"]) -> Texts:
+def run_texts(target: Model, tokens: Int[Array, "rows size"], layers: Sequence[int] = ()) -> TargetOut:
+    """The target's logits and hidden states at every token of texts, by one forward over all of them."""
     rows, size = tokens.shape
     pool = _pool(rows, size, size, str(target.embed.dtype))
     cache = create(target.config.num_layers, target.config, pool, pool.dtype)
     every = jnp.full(rows, size, jnp.int32)
-    out, _ = forward(target, cache, _prompts(tokens, every, _page_table(pool)), feature_layers=layers)
+    return forward(target, cache, _prompts(tokens, every, _page_table(pool)), feature_layers=tuple(layers))[0]
+
+
+def _look(layers: tuple[int, ...], target: Model, tokens: Int[Array, "rows size"]) -> Texts:
+    out = run_texts(target, tokens, layers)
     assert out.logits is not None
     states = [] if out.features is None else jnp.split(out.features, len(layers), axis=-1)
     choices = jnp.argmax(out.logits, axis=-1).astype(jnp.int32)
@@ -167,27 +171,14 @@ def _verdict(taken: Int[Array, "rows"], ahead: Int[Array, "rows depth1"]) -> Ver
 def _view(tokens: Array, roots: Array, active: Array, table: Array) -> SlotView:
     """Greedy rows, each with its own slot; ended ones read and write nothing."""
     rows = tokens.shape[0]
-
-    def fill(value: float, dtype: Any = jnp.int32, *inner: int) -> Array:
-        return jnp.full((rows, *inner), value, dtype)
-
-    controls = Sampling(
-        temperature=fill(0, jnp.float32),
-        top_k=fill(0),
-        top_p=fill(1, jnp.float32),
-        min_p=fill(0, jnp.float32),
-        seed=fill(0, jnp.uint32, 2),
-        stop_ids=fill(-1, jnp.int32, MAX_STOP_IDS),
-        draft_cap=fill(UNLIMITED),
-    )
     return SlotView(
         slots=jnp.arange(rows),
         root=jnp.take_along_axis(tokens, roots[:, None], axis=1)[:, 0],
         lengths=jnp.where(active, roots, 0),
         active=active,
-        remaining=fill(UNLIMITED),
+        remaining=jnp.full(rows, UNLIMITED, jnp.int32),
         page_table=jnp.where(active[:, None], table, 0),
-        sampling=controls,
+        sampling=Sampling.greedy(rows),
         accept="multi_candidate",  # for greedy rows all rules are one; this one makes no noise
         all_greedy=True,
         implementation="auto",

@@ -27,7 +27,6 @@ from jspec import cache, sampling, verify
 from jspec.draft import Drafter
 from jspec.models.decoder import Model, forward
 from jspec.records import (
-    MAX_STOP_IDS,
     Draft,
     PrefillInput,
     Sampling,
@@ -258,15 +257,6 @@ def init_state(program: Program, params: Params, pool: cache.PoolShape) -> SlotS
     def fill(value: float, dtype: jnp.dtype = jnp.int32, *inner: int) -> Array:
         return jnp.full((pool.slots, *inner), value, dtype)  # never shared: each is donated on its own
 
-    controls = Sampling(
-        temperature=fill(0, jnp.float32),
-        top_k=fill(0),
-        top_p=fill(1, jnp.float32),
-        min_p=fill(0, jnp.float32),
-        seed=fill(0, jnp.uint32, 2),
-        stop_ids=fill(-1, jnp.int32, MAX_STOP_IDS),
-        draft_cap=fill(0),
-    )
     config = params.target.config
     return SlotState(
         root=fill(0),
@@ -274,7 +264,7 @@ def init_state(program: Program, params: Params, pool: cache.PoolShape) -> SlotS
         active=fill(False, jnp.bool_),
         remaining=fill(0),
         page_table=fill(0, jnp.int32, pool.width(program.drafter.tree)),
-        sampling=controls,
+        sampling=Sampling.greedy(pool.slots),
         target=cache.create(config.num_layers, config, pool, pool.dtype),
         draft=program.drafter.init(params.draft, pool),
     )

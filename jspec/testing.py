@@ -13,12 +13,13 @@ from flax import struct
 from jaxtyping import Array, Int, UInt32
 
 from jspec import sampling
-from jspec.cache import PoolShape, create
+from jspec.cache import PoolShape
 from jspec.draft import Drafter, DraftState, StatelessDrafter, require_static, static_draft
 from jspec.draft.model import DraftModel
 from jspec.engine import Engine
-from jspec.models.decoder import Model, forward
+from jspec.models.decoder import Model
 from jspec.records import Draft, SlotView, TokenBatch, Verdict
+from jspec.replay import run_texts
 from jspec.requests import Completion, SamplingParams
 from jspec.sampling import Purpose
 from jspec.tree import Tree
@@ -212,21 +213,9 @@ def differences(
 
 def last_logits(target: Model, ids: Sequence[int]) -> np.ndarray:
     """The target's logits behind a text, [vocab], by one forward over all of it."""
-    size = len(ids)
-    pool = PoolShape(1, 2, size, size, str(target.embed.dtype), str(target.embed.dtype))
-    cache = create(target.config.num_layers, target.config, pool, pool.dtype)
-    batch = TokenBatch(
-        tokens=jnp.asarray([ids], jnp.int32),
-        positions=jnp.arange(size)[None],
-        valid=jnp.ones((1, size), bool),
-        first_row=jnp.zeros(1, jnp.int32),
-        page_table=jnp.ones((1, 1), jnp.int32),
-        bits=None,
-        implementation="reference",
-    )
-    out, _ = forward(target, cache, batch, logit_rows=jnp.asarray([[size - 1]]))
-    assert out.logits is not None
-    return np.asarray(out.logits[0, 0])
+    logits = run_texts(target, jnp.asarray([ids], jnp.int32)).logits
+    assert logits is not None
+    return np.asarray(logits[0, -1])
 
 
 def check_lossless(

@@ -95,5 +95,6 @@ def split_matmul(
 
 
 def add_up(parts: Float[Array, "parts *rows out"], dtype: jnp.dtype) -> Float[Array, "*rows out"]:
-    """The sum of the parts, rounded once."""
-    return parts[0].astype(dtype) if parts.shape[0] == 1 else jnp.sum(parts, axis=0).astype(dtype)
+    """The sum of the parts, in their order, rounded once. (A reduction may be rounded at every step on a CPU.)"""
+    first, *others = parts
+    return sum(others, first).astype(dtype)

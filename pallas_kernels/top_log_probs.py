@@ -21,9 +21,10 @@ MOST_KEPT = 4096  # candidates the second kernel can hold
 OUT = jnp.iinfo(jnp.int32).max  # index of what is not there: behind all others
 
 
-def _reference(logits, base, k):
+def _reference(logits, *base, k):
     best, ids = jax.lax.top_k(logits, k)
-    return base[:, None] + jnp.minimum(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0), ids
+    log_probs = jnp.minimum(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)
+    return (base[0][:, None] + log_probs if base else log_probs), ids
 
 
 def _take_largest(values, ids, k, keep):
@@ -60,8 +61,9 @@ def _block_kernel(logits_ref, best_ref, ids_ref, sums_ref, *, vocab, k):
     _take_largest(values, jnp.where(column < vocab, column, OUT), k, keep)
 
 
-def _merge_kernel(best_ref, ids_ref, sums_ref, base_ref, log_probs_ref, chosen_ref, *, blocks, k):
-    """One program: all blocks of one row."""
+def _merge_kernel(best_ref, ids_ref, sums_ref, *refs, blocks, k):
+    """One program: all blocks of one row. The base comes before the two outputs, if there is one."""
+    *base_ref, log_probs_ref, chosen_ref = refs
     row = pl.program_id(0)
     place = jnp.arange(pl.next_power_of_2(blocks * k))
     inside, at = place < blocks * k, (row, place // k, place % k)
@@ -71,13 +73,14 @@ def _merge_kernel(best_ref, ids_ref, sums_ref, base_ref, log_probs_ref, chosen_r
     total = _log_sum_exp(pltriton.load(sums_ref.at[row, block], mask=block < blocks, other=-jnp.inf))
 
     def keep(rank, top, chosen):
-        log_probs_ref[row, rank] = base_ref[row] + jnp.minimum(top - total, 0.0)
+        log_prob = jnp.minimum(top - total, 0.0)
+        log_probs_ref[row, rank] = base_ref[0][row] + log_prob if base_ref else log_prob
         chosen_ref[row, rank] = chosen
 
     _take_largest(values, ids, k, keep)
 
 
-def _pallas(logits, base, *, k, interpret):
+def _pallas(logits, *base, k, interpret):
     rows, vocab = logits.shape
     blocks = pl.cdiv(vocab, BLOCK)
     params = pltriton.CompilerParams(num_warps=4, num_stages=1)
@@ -100,7 +103,7 @@ def _pallas(logits, base, *, k, interpret):
         compiler_params=params,
         interpret=interpret,
         name="top_log_probs_merge",
-    )(*kept, base)
+    )(*kept, *base)
 
 
 def _unsupported(logits: Array, k: int) -> str | None:
@@ -131,9 +134,9 @@ def top_log_probs(
     Raises:
         NotImplementedError: "pallas" with more candidates, or another dtype, than the kernels support.
     """
-    base = jnp.zeros(logits.shape[:1], jnp.float32) if base is None else base
+    arrays = (logits,) if base is None else (logits, base)
     kernel, reference = functools.partial(_pallas, k=k), functools.partial(_reference, k=k)
-    return choose(implementation, _unsupported(logits, k), kernel, reference, logits, base)
+    return choose(implementation, _unsupported(logits, k), kernel, reference, *arrays)
 
 
 def _top_kernel(values_ref, best_ref, places_ref, *, size, k):

@@ -21,15 +21,17 @@ def recording(file: Path) -> dict[str, np.ndarray]:
         return dict(arrays)
 
 
-def replay(
-    golden: Path, drafter: Drafter, recorded: dict[str, np.ndarray], **options: object
-) -> tuple[list[Completion], Engine]:
-    """Every recorded prompt, as many tokens as were recorded for it."""
+def engine_of(golden: Path, drafter: Drafter) -> Engine:
+    """The recordings' target with a drafter."""
     target = tiny.load_target(golden / "target")
-    engine = Engine(target, drafter=drafter, slots=4, max_len=512, buckets=(4,), prefill_buckets=(128,))
+    return Engine(target, drafter=drafter, slots=4, max_len=512, buckets=(4,), prefill_buckets=(128,))
+
+
+def replay(engine: Engine, golden: Path, recorded: dict[str, np.ndarray]) -> list[Completion]:
+    """Every recorded prompt, as many tokens as were recorded for it."""
     lengths = np.diff(recorded["out_offset"]) + 1
     params = [SamplingParams(max_tokens=int(n), temperature=0) for n in lengths]
-    return engine.generate(tiny.recorded_prompts(golden), params, trace=True), engine
+    return engine.generate(tiny.recorded_prompts(golden), params, trace=True)
 
 
 def same_rounds(completions: list[Completion], recorded: dict[str, np.ndarray]) -> int:

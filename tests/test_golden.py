@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import Completion, Eagle3, Engine, SamplingParams, Tree, step
+from jspec import Eagle3, Engine, SamplingParams, Tree, step
 from jspec.cache import PoolShape
 from jspec.draft import eagle
 from jspec.draft.grow import Level
@@ -20,21 +19,14 @@ from jspec.draft.heads import EagleHead
 from jspec.models.config import Rope
 from jspec.records import SlotView
 from tests import tiny
+from tests.recordings import TOLERANCE, engine_of, recording, replay, same_rounds
 
 pytestmark = pytest.mark.once
-
-TOLERANCE = 1e-4  # float32 on another summation order; the recordings' own second implementation agrees to 8e-6
-
-
-@cache
-def recording(golden: Path, name: str) -> dict[str, np.ndarray]:
-    with np.load(golden / name) as arrays:
-        return dict(arrays)
 
 
 @pytest.fixture(scope="module")
 def chain(golden: Path) -> dict[str, np.ndarray]:
-    return recording(golden, "chain_d4_k1_t6.npz")
+    return recording(golden / "chain_d4_k1_t6.npz")
 
 
 @pytest.fixture(scope="module")
@@ -45,40 +37,13 @@ def drafter(golden: Path) -> Eagle3:
 
 @pytest.fixture(scope="module")
 def engine(golden: Path, drafter: Eagle3) -> Engine:
-    target = tiny.load_target(golden / "target")
-    return Engine(target, drafter=drafter, slots=4, max_len=512, buckets=(4,), prefill_buckets=(128,))
+    return engine_of(golden, drafter)
 
 
-@pytest.fixture(scope="module")
-def completions(golden: Path, engine: Engine, chain: dict[str, np.ndarray]) -> list[Completion]:
-    lengths = np.diff(chain["out_offset"]) + 1
-    params = [SamplingParams(max_tokens=int(n), temperature=0) for n in lengths]
-    return engine.generate(tiny.recorded_prompts(golden), params, trace=True)
-
-
-def test_the_rounds_are_the_recorded_ones(completions: list[Completion], chain: dict[str, np.ndarray]) -> None:
-    count = 0
-    for prompt, completion in enumerate(completions):
-        first, last = chain["iter_offset"][prompt : prompt + 2]
-        assert completion.rounds is not None
-        assert len(completion.rounds) == last - first
-        for index, got in zip(range(first, last), completion.rounds, strict=True):
-            np.testing.assert_array_equal(got.tokens, chain["tree_tokens"][index])
-            np.testing.assert_array_equal(got.parents, chain["parent"][index])
-            assert got.accept_len == chain["accept_len"][index]
-            assert got.path == list(range(got.accept_len + 1))
-            assert got.emitted[-1] == chain["bonus"][index]
-            np.testing.assert_allclose(got.scores[1:], chain["sel_scores"][index], atol=TOLERANCE)
-            count += 1
-    assert count == 477
-
-
-def test_the_output_and_mean_acceptance_length_are_the_recorded_ones(
-    completions: list[Completion], engine: Engine, chain: dict[str, np.ndarray]
+def test_the_rounds_and_the_mean_acceptance_length_are_the_recorded_ones(
+    golden: Path, engine: Engine, chain: dict[str, np.ndarray]
 ) -> None:
-    for prompt, completion in enumerate(completions):
-        a, b = chain["out_offset"][prompt : prompt + 2]
-        assert completion.token_ids[:-1] == chain["output"][a:b].tolist()
+    assert same_rounds(replay(engine, golden, chain), chain) == 477
     assert engine.metrics.mean_acceptance_length == pytest.approx(3.327, abs=5e-4)
 
 
@@ -169,7 +134,7 @@ def score_error(golden: Path, chain: dict[str, np.ndarray], drafter: Eagle3) -> 
 
 
 def test_plain_decoding_gives_the_recorded_greedy_tokens(golden: Path) -> None:
-    recorded = recording(golden, "greedy_ar.npz")["greedy"]
+    recorded = recording(golden / "greedy_ar.npz")["greedy"]
     target = tiny.load_target(golden / "target")
     engine = Engine(target, slots=4, max_len=512, buckets=(1, 4), prefill_buckets=(128,))
     done = engine.generate(tiny.recorded_prompts(golden), SamplingParams(max_tokens=recorded.shape[1], temperature=0))
@@ -178,7 +143,7 @@ def test_plain_decoding_gives_the_recorded_greedy_tokens(golden: Path) -> None:
 
 
 def test_speculation_gives_the_recorded_greedy_tokens(golden: Path, engine: Engine) -> None:
-    recorded = recording(golden, "greedy_ar.npz")["greedy"]
+    recorded = recording(golden / "greedy_ar.npz")["greedy"]
     done = engine.generate(tiny.recorded_prompts(golden), SamplingParams(max_tokens=recorded.shape[1], temperature=0))
     for completion, expected in zip(done, recorded, strict=True):
         assert completion.token_ids == expected.tolist()

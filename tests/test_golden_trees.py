@@ -17,7 +17,7 @@ from jspec.draft import grow as growing
 from jspec.draft.eagle import EagleDrafter
 from jspec.draft.grow import Level
 from tests import tiny
-from tests.recordings import TOLERANCE, recording, replay, same_rounds
+from tests.recordings import TOLERANCE, engine_of, recording, replay, same_rounds
 
 pytestmark = pytest.mark.once
 
@@ -46,8 +46,8 @@ CASES: dict[str, tuple[Callable[[Path], Drafter], int, float]] = {
 def test_the_rounds_are_the_recorded_ones(golden: Path, name: str) -> None:
     make, compared, mean_acceptance_length = CASES[name]
     recorded = recording(golden / name)
-    completions, engine = replay(golden, make(golden), recorded)
-    assert same_rounds(completions, recorded) == compared
+    engine = engine_of(golden, make(golden))
+    assert same_rounds(replay(engine, golden, recorded), recorded) == compared
     assert engine.metrics.mean_acceptance_length == pytest.approx(mean_acceptance_length, abs=5e-4)
 
 

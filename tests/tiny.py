@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import pretrained
-from jspec.cache import PoolShape, create
 from jspec.draft.heads import EagleHead
 from jspec.draft.medusa import MedusaHeads
 from jspec.models.config import HeadConfig, MedusaConfig, ModelConfig, Rope
-from jspec.models.decoder import Layer, Model, forward
-from jspec.records import MAX_STOP_IDS, PrefillInput, TokenBatch
+from jspec.models.decoder import Layer, Model
+from jspec.records import MAX_STOP_IDS, PrefillInput
+from jspec.replay import run_texts
 
 
 def config(vocab: int, *, layers: int = 2, hidden: int = 16) -> ModelConfig:
@@ -205,22 +205,9 @@ TEXTS = ("tinystories_eval_excerpt.txt", "wikitext2_test.txt")
 
 def state(target: Model, ids: list[int], index: int) -> jnp.ndarray:
     """A hidden state of the target at every token of a text, [1, tokens, hidden]; indices as in `forward`."""
-    size = len(ids)
-    cache = create(
-        target.config.num_layers, target.config, PoolShape(1, 2, size, size, "float32", "float32"), "float32"
-    )
-    batch = TokenBatch(
-        tokens=jnp.asarray([ids], jnp.int32),
-        positions=jnp.arange(size)[None],
-        valid=jnp.ones((1, size), bool),
-        first_row=jnp.zeros(1, jnp.int32),
-        page_table=jnp.ones((1, 1), jnp.int32),
-        bits=None,
-        implementation="reference",
-    )
-    out, _ = forward(target, cache, batch, feature_layers=(index,), with_logits=False)
-    assert out.features is not None
-    return out.features
+    features = run_texts(target, jnp.asarray([ids], jnp.int32), (index,)).features
+    assert features is not None
+    return features
 
 
 def greedy_cases(folder: Path) -> list[dict]:

@@ -13,14 +13,9 @@ def view_of_rows(
 ) -> SlotView:
     """Active rows of one length, one page each, a seed a row."""
     rows = len(roots)
-    controls = Sampling(
+    controls = Sampling.greedy(rows).replace(
         temperature=jnp.full(rows, temperature, jnp.float32),
-        top_k=jnp.zeros(rows, jnp.int32),
-        top_p=jnp.ones(rows, jnp.float32),
-        min_p=jnp.zeros(rows, jnp.float32),
         seed=jnp.asarray(np.stack([np.zeros(rows), np.arange(rows)], axis=1), jnp.uint32),
-        stop_ids=jnp.full((rows, 8), -1, jnp.int32),
-        draft_cap=jnp.full(rows, 1000, jnp.int32),
     )
     return SlotView(
         slots=jnp.arange(rows, dtype=jnp.int32),

@@ -136,24 +136,20 @@ def _grow_dynamic(
     takes the earlier candidate. So the parent of a chosen candidate is chosen too, ties or not.
     """
     rows, k = view.root.shape[0], tree.k
-    beam = _Candidates(  # the fed nodes of the level before; at first the root
-        tokens=view.root[:, None],
-        scores=jnp.zeros((rows, 1)),
-        parents=jnp.full((rows, 1), -1, jnp.int32),  # here: their own indices among the candidates
-        rows=jnp.zeros((rows, 1), jnp.int32),
-    )
+    # The fed nodes of the level before, at first the root: their scores and their own indices among the candidates.
+    scores, own = jnp.zeros((rows, 1)), jnp.full((rows, 1), -1, jnp.int32)
     bits, levels, count = _root_bits(tree, rows), [], 0
     for depth in range(1, tree.depth + 1):
         with jax.named_scope(f"draft{depth}"):
-            level = _children(beam, logits, k, vocabulary, view.implementation)
+            level = _children(scores, own, logits, k, vocabulary, view.implementation)
             if depth < tree.depth:
                 first = 1 + (depth - 1) * k
-                best, slots = top(level.scores, k, implementation=view.implementation)
+                scores, slots = top(level.scores, k, implementation=view.implementation)
                 row_of = first + jnp.arange(k, dtype=jnp.int32)
                 level = replace(level, rows=_put(level.rows, slots, jnp.broadcast_to(row_of, slots.shape)))
                 tokens = jnp.take_along_axis(level.tokens, slots, axis=1)
                 parents = slots // k
-                beam = _Candidates(tokens=tokens, scores=best, parents=count + slots, rows=row_of[None])
+                own = count + slots
                 bits = _own_bits(bits, parents, first)
                 logits, state = feed(state, Level(tokens, parents, bits, depth, first, tree.draft_rows))
             levels.append(level)
@@ -162,15 +158,17 @@ def _grow_dynamic(
     return _select(tree, view, vocabulary, candidates), state
 
 
-def _children(beam: _Candidates, logits: Array, k: int, vocabulary: Vocabulary, implementation: str) -> _Candidates:
+def _children(
+    scores: Array, own: Array, logits: Array, k: int, vocabulary: Vocabulary, implementation: str
+) -> _Candidates:
     """The k best followers of every fed node, side by side."""
     rows, fed, size = logits.shape
-    parents = beam.scores.reshape(rows * fed)
-    scores, ids = top_log_probs(logits.reshape(rows * fed, size), k, base=parents, implementation=implementation)
+    base = scores.reshape(rows * fed)
+    scores, ids = top_log_probs(logits.reshape(rows * fed, size), k, base=base, implementation=implementation)
     return _Candidates(
         tokens=vocabulary.lift(ids).reshape(rows, fed * k),
         scores=scores.reshape(rows, fed * k),
-        parents=jnp.repeat(beam.parents, k, axis=1),
+        parents=jnp.repeat(own, k, axis=1),
         rows=jnp.full((rows, fed * k), -1, jnp.int32),
     )
 
