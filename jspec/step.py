@@ -40,7 +40,7 @@ from jspec.records import (
     pack_report,
 )
 from jspec.verify import ancestors, depths
-from pallas_kernels.paged_attention import ancestor_bits
+from pallas_kernels.ancestor_bits import ancestor_bits
 
 
 @dataclass(frozen=True)

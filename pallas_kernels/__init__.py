@@ -1,8 +1,9 @@
 """What XLA does not do fast enough, each as a reference written from the formula and a GPU kernel."""
 
+from pallas_kernels.ancestor_bits import ancestor_bits, causal_bits
 from pallas_kernels.keep_bound import keep_bound
 from pallas_kernels.kv_pages import append, move_rows
-from pallas_kernels.paged_attention import ancestor_bits, causal_bits, paged_attention
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.residual_norm import add_rms_norm
 from pallas_kernels.rotary import rotate_append
 from pallas_kernels.split_matmul import split_matmul

@@ -15,50 +15,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32, UInt32
 
+from pallas_kernels.ancestor_bits import WORD, num_words
 from pallas_kernels.implementation import Implementation, choose
 
-WORD = 32  # bits a word
 MMA_ROWS = 16  # smallest side of a matrix product on tensor cores
 MERGED = 16  # splits the merge reads at once
 MOST_PARTIAL_BYTES = 256 * 2**20
-
-
-def ancestor_bits(parents: Int32[Array | np.ndarray, "B N"]) -> UInt32[Array, "B N W"]:
-    """Which nodes of a tree each node sees: itself and its ancestors, as packed bits.
-
-    Args:
-        parents: index of each node's parent, smaller than its own; -1 for the root and for padding nodes.
-
-    Returns:
-        Bit j % 32 of word j // 32 of row n is set iff j == n or j is an ancestor of n.
-    """
-    batch, nodes = parents.shape
-    # Pointer doubling. One more node, which sees nothing and is its own parent, stands for "no parent".
-    ancestors = jnp.where(parents < 0, nodes, parents).astype(jnp.int32)
-    ancestors = jnp.pad(ancestors, ((0, 0), (0, 1)), constant_values=nodes)
-    own = np.zeros((nodes + 1, _words(nodes)), np.uint32)
-    node = np.arange(nodes)
-    own[node, node // WORD] = np.uint32(1) << (node % WORD).astype(np.uint32)
-    bits = jnp.broadcast_to(own, (batch, *own.shape))
-    for _ in range((nodes - 1).bit_length()):
-        bits = bits | jnp.take_along_axis(bits, ancestors[:, :, None], axis=1, mode="clip")
-        ancestors = jnp.take_along_axis(ancestors, ancestors, axis=1, mode="clip")
-    return bits[:, :nodes]
-
-
-def causal_bits(n: int) -> UInt32[np.ndarray, "n W"]:
-    """The bits of a chain of n nodes: row t sees 0..t."""
-    seen = np.tri(n, _words(n) * WORD, dtype=np.uint32).reshape(n, _words(n), WORD)
-    return (seen << np.arange(WORD, dtype=np.uint32)).sum(-1, dtype=np.uint32)
-
-
-def _words(n: int) -> int:
-    return -(-n // WORD)
 
 
 def _visible(lengths: Array, bits: Array | None, queries: int, rows: int, start: int) -> Array:
@@ -329,8 +295,8 @@ def _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows):
     if page_table.shape[0] != batch or lengths.shape != (batch,):
         got = f"{page_table.shape} and {lengths.shape}"
         raise ValueError(f"page_table must be [{batch}, P] and lengths [{batch}], got {got}")
-    if bits is not None and bits.shape != (batch, queries, _words(new_rows)):
-        raise ValueError(f"bits must be {(batch, queries, _words(new_rows))}, got {bits.shape}")
+    if bits is not None and bits.shape != (batch, queries, num_words(new_rows)):
+        raise ValueError(f"bits must be {(batch, queries, num_words(new_rows))}, got {bits.shape}")
     if bits is None and new_rows != queries:
         raise ValueError(f"without bits the {queries} queries are the new rows, got new_rows={new_rows}")
 

@@ -14,6 +14,11 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("JSPEC_SHARED", REPOSITORY.parent / "shared"))
 PACKAGES = ["jspec", "pallas_kernels", "convert"]
 DEVICE_MARKS = ("gpu", "h200")
+QUICK_TO_COMPILE = (  # nearly all the time of a run is compilation for the CPU; these leave out a fifth of it
+    "--xla_backend_optimization_level=1",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_enable_concurrency_optimized_scheduler=false",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,10 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted = re.sub(r"\bnot \w+", "", config.getoption("-m") or "")
     if not any(mark in re.findall(r"\w+", wanted) for mark in DEVICE_MARKS):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    flags = list(QUICK_TO_COMPILE)
     if metadata.version("jaxlib") == "0.10.2":
         # Its CPU compiler crashes on broadcasts of rank 7 and more with these fusions (jax issue 39257).
-        flag = "--xla_cpu_experimental_ynn_fusion_type="
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+        flags.append("--xla_cpu_experimental_ynn_fusion_type=")
+    os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
     if not config.getoption("--no-typecheck") and find_spec("beartype"):
         from jaxtyping import install_import_hook
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jspec.draft import eagle, medusa
 from jspec.draft import grow as growing
 from jspec.draft.eagle import EagleDrafter
 from jspec.draft.grow import Level
+from jspec.replay import observe
 from tests import tiny
 from tests.recordings import TOLERANCE, engine_of, recording, replay, same_rounds
 
@@ -123,23 +124,22 @@ def test_one_round_is_the_recorded_one_in_every_detail(
 # -- mistakes that acceptance hardly shows
 
 
-@cache
-def medusa_rounds(golden: Path) -> dict[str, np.ndarray]:
-    return recording(golden / STATIC20)
-
-
 def test_medusa_heads_have_the_recorded_logits(golden: Path) -> None:
     """The heads' logits behind the texts of the first recorded rounds."""
-    recorded, heads = medusa_rounds(golden), tiny.load_medusa(golden / "medusa/heads")
+    recorded, heads = recording(golden / STATIC20), tiny.load_medusa(golden / "medusa/heads").heads
     target, prompts = tiny.load_target(golden / "target"), tiny.recorded_prompts(golden)
-    for place, index in enumerate(recorded["logits_iter"][:8]):
+    texts = []
+    for index in recorded["logits_iter"][:8]:
         prompt = int(np.searchsorted(recorded["iter_offset"], index, side="right") - 1)
         done = int(recorded["prefix_len"][index]) - len(prompts[prompt])
         start = recorded["out_offset"][prompt]
-        text = prompts[prompt] + recorded["output"][start : start + done].tolist()
-        hidden = tiny.state(target, text, target.config.num_layers + 1)[:, -1:]
-        got = [medusa.head_logits(head, hidden)[0, 0] for head in heads.heads]
-        np.testing.assert_allclose(np.stack(got), recorded["medusa_logits"][place], atol=TOLERANCE)
-        wrong = tiny.state(target, text, target.config.num_layers)[:, -1:]
-        off = np.abs(medusa.head_logits(heads.heads[0], wrong)[0, 0] - recorded["medusa_logits"][place, 0]).max()
-        assert off > 100 * TOLERANCE, "a state before the final norm must show"
+        texts.append(prompts[prompt] + recorded["output"][start : start + done].tolist())
+    padded = np.array(list(itertools.zip_longest(*texts, fillvalue=0))).T  # no token sees those behind it
+    last = target.config.num_layers
+    seen = observe(target, padded, (last, last + 1)).states
+    ends = (np.arange(len(texts)), np.array([len(text) - 1 for text in texts]))
+    got = np.stack([medusa.head_logits(head, seen[last + 1][ends]) for head in heads], axis=1)
+    np.testing.assert_allclose(got, recorded["medusa_logits"][:8], atol=TOLERANCE)
+    wrong = np.asarray(medusa.head_logits(heads[0], seen[last][ends]))
+    off = np.abs(wrong - recorded["medusa_logits"][:8, 0]).max(axis=1)
+    assert (off > 100 * TOLERANCE).all(), "a state before the final norm must show"

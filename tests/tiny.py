@@ -17,7 +17,6 @@ from jspec.draft.medusa import MedusaHeads
 from jspec.models.config import HeadConfig, MedusaConfig, ModelConfig, Rope
 from jspec.models.decoder import Layer, Model
 from jspec.records import MAX_STOP_IDS, PrefillInput
-from jspec.replay import run_texts
 
 
 def config(vocab: int, *, layers: int = 2, hidden: int = 16) -> ModelConfig:
@@ -201,13 +200,6 @@ def text_cuts(data: Path, count: int, *, longest: int, seed: int = 0) -> list[st
 
 
 TEXTS = ("tinystories_eval_excerpt.txt", "wikitext2_test.txt")
-
-
-def state(target: Model, ids: list[int], index: int) -> jnp.ndarray:
-    """A hidden state of the target at every token of a text, [1, tokens, hidden]; indices as in `forward`."""
-    features = run_texts(target, jnp.asarray([ids], jnp.int32), (index,)).features
-    assert features is not None
-    return features
 
 
 def greedy_cases(folder: Path) -> list[dict]:

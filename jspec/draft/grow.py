@@ -20,9 +20,8 @@ from jspec import sampling
 from jspec.draft import static_draft
 from jspec.records import Draft, SlotView, TokenBatch
 from jspec.tree import Tree
+from pallas_kernels.ancestor_bits import WORD, num_words, own_bits
 from pallas_kernels.top_log_probs import top, top_log_probs
-
-WORD = 32
 
 
 @struct.dataclass
@@ -205,15 +204,12 @@ def _root_bits(tree: Tree, rows: int) -> UInt32[Array, "batch 1 words"] | None:
     """The root sees itself; the rows of a chain see all before them and need no bits."""
     if tree.is_chain:
         return None
-    words = -(-tree.draft_rows // WORD)
-    return jnp.zeros((rows, 1, words), jnp.uint32).at[:, :, 0].set(1)
+    return jnp.broadcast_to(own_bits(np.arange(1), tree.draft_rows), (rows, 1, num_words(tree.draft_rows)))
 
 
 def _own_bits(bits: Array | None, parents: Array, first: int) -> Array | None:
     """What the nodes at rows ``first`` on see: what their parents see, and themselves."""
     if bits is None:
         return None
-    row = first + np.arange(parents.shape[1])
-    own = np.zeros((len(row), bits.shape[-1]), np.uint32)
-    own[np.arange(len(row)), row // WORD] = np.uint32(1) << (row % WORD).astype(np.uint32)
+    own = own_bits(first + np.arange(parents.shape[1]), bits.shape[-1] * WORD)
     return jnp.take_along_axis(bits, parents[:, :, None], axis=1) | own

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.records import Draft
-from pallas_kernels.paged_attention import ancestor_bits
+from pallas_kernels.ancestor_bits import ancestor_bits
 
 
 class Ruling(NamedTuple):
