@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 
 Factors = Mapping[str, tuple[Any, ...]]
 Allowed = Callable[[dict[str, Any]], bool]
@@ -43,6 +44,12 @@ def _pairs(case: dict[str, Any]) -> set[Any]:
 def product(factors: Factors) -> list[dict[str, Any]]:
     """All cases."""
     return [dict(zip(factors, case, strict=True)) for case in itertools.product(*factors.values())]
+
+
+def thinned(cases: Iterable[Any], *, every: int, name: Callable[[Any], str]) -> list[Any]:
+    """Cases as parameters of a test; all but every so-manieth are marked to run in one environment only."""
+    marks = [pytest.mark.once]
+    return [pytest.param(case, marks=marks * (index % every > 0), id=name(case)) for index, case in enumerate(cases)]
 
 
 def label(case: Mapping[str, Any]) -> str:
