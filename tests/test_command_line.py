@@ -54,10 +54,8 @@ def plain(small: dict[str, str]) -> str:
     "words",
     [
         ("--eagle3", "topk:6,2,2", "--accept", "rejection"),
-        ("--eagle", "static:0,1,0.0"),
-        ("--medusa", "chain:3", "--accept", "multi_candidate"),
+        ("--medusa", "static:0,1,0.0", "--accept", "multi_candidate"),
         ("--draft-model", None),
-        ("--ngram", "chain:2"),
     ],
     ids=lambda words: words[0],
 )

@@ -63,7 +63,7 @@ def make(target, drafter, accept: str) -> Engine:
         slots=64,
         max_len=32,
         page_size=8,
-        buckets=(1, 64),
+        buckets=(64,),
         prefill_buckets=(4,),
     )
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array
 
 from jspec import Drafter, Eagle, Eagle3, Medusa, Tree, step
 from jspec.cache import PoolShape
-from jspec.draft import eagle, medusa
+from jspec.draft import DraftState, eagle, medusa
 from jspec.draft import grow as growing
 from jspec.draft.eagle import EagleDrafter
 from jspec.draft.grow import Level
@@ -56,11 +60,11 @@ def test_the_rounds_are_the_recorded_ones(golden: Path, name: str) -> None:
 
 
 class Detail:
-    """The first round behind the first prompt, run op by op, with what happens inside it."""
+    """The first round behind the first prompt, with what happens inside it."""
 
     def __init__(self, golden: Path, drafter: EagleDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.levels: list[tuple[Level, np.ndarray]] = []
-        self.candidates: list[tuple[np.ndarray, np.ndarray]] = []
+        self.levels: list[tuple[Level, Array]] = []
+        self.candidates: list[tuple[Array, Array]] = []
         children = growing._children
         monkeypatch.setattr(growing, "_children", lambda *args: self._kept(children(*args)))
         target = tiny.load_target(golden / "target")
@@ -69,13 +73,18 @@ class Detail:
         ids = tiny.recorded_prompts(golden)[0]
         state = step.init_state(self.program, self.params, PoolShape(1, 2, 256, 150, "float32", "float32"))
         chunk = tiny.prefill_input(ids, page_row=[1])
-        self.state, _ = step.prefill_step(self.program, self.params, state, jnp.asarray(chunk.pack()))
+        prefill = jax.jit(partial(step.prefill_step, self.program))
+        self.state, _ = prefill(self.params, state, jnp.asarray(chunk.pack()))
         view = step.view_of(self.state, jnp.zeros(1, jnp.int32), self.program).replace(all_greedy=True)
         self._watch_levels(monkeypatch)
-        self.draft, _ = drafter.draft(self.params.draft, self.state.draft, view)
+
+        def draft(state: DraftState) -> tuple[Any, ...]:
+            return drafter.draft(self.params.draft, state, view)[0], self.levels, self.candidates
+
+        self.draft, self.levels, self.candidates = jax.jit(draft)(self.state.draft)
 
     def _kept(self, found: growing._Candidates) -> growing._Candidates:
-        self.candidates.append((np.asarray(found.scores[0]), np.asarray(found.tokens[0])))
+        self.candidates.append((found.scores[0], found.tokens[0]))
         return found
 
     def _watch_levels(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +92,7 @@ class Detail:
 
         def watched(params, cache, view, level, features):  # type: ignore[no-untyped-def]
             out, cache = original(params, cache, view, level, features)
-            self.levels.append((level, np.asarray(out.hidden[0])))
+            self.levels.append((level, out.hidden[0]))
             return out, cache
 
         monkeypatch.setattr(eagle, "self_feed", watched)

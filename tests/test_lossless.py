@@ -235,7 +235,7 @@ TREE_APART = [("pair", "tree"), ("tree", "page"), ("tree", "buckets")]
 COVER = cover.pairwise(FACTORS, is_few, apart=TREE_APART)
 
 
-@pytest.mark.parametrize("case", cover.thinned(COVER, every=4, name=cover.label))
+@pytest.mark.parametrize("case", cover.thinned(COVER, every=8, name=cover.label))
 def test_tokens_equal_plain_decoding_on_a_pairwise_cover(case: dict[str, Any], golden: Path, data: Path) -> None:
     check(case, golden, data, {0.0: FULL if is_long(case) else SHORT, 1.0: SHORT})
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import append, move_rows
+from tests import cover
 
 ROWS = 128
 IMPLEMENTATIONS = ["reference", "pallas"]
@@ -106,13 +107,13 @@ def check_move(case: Case, implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", cover.thinned(CASES, every=3, name=str))
 def test_append_writes_the_valid_rows_and_nothing_else(case, implementation):
     check_append(case, implementation)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", cover.thinned(CASES, every=3, name=str))
 def test_move_rows_reads_all_before_it_writes(case, implementation):
     check_move(case, implementation)
 
