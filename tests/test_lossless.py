@@ -153,16 +153,16 @@ Sizes = dict[float, Size]  # by temperature
 
 
 @cache
-def plain(name: str, golden: Path, data: Path, size: Size) -> Engine:
+def plain(name: str, golden: Path, data: Path) -> Engine:
     target = pair(name, golden, data).target
-    return Engine(target, slots=25, max_len=size.max_len, buckets=(25,), prefill_buckets=(size.longest,))
+    return Engine(target, slots=25, max_len=FULL.max_len, buckets=(25,), prefill_buckets=(FULL.longest,))
 
 
 @cache
 def baseline(name: str, golden: Path, data: Path, size: Size, temperature: float) -> list[Completion]:
     prompts = [prompt[: size.longest] for prompt in pair(name, golden, data).prompts[: size.prompts]]
     params = parameters(size.prompts, size.tokens, temperature)
-    return plain(name, golden, data, size).generate(prompts, params)
+    return plain(name, golden, data).generate(prompts, params)
 
 
 def check(case: dict[str, Any], golden: Path, data: Path, sizes: Sizes) -> None:
