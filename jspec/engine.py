@@ -13,6 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jspec import memory, pretrained, verify
+from jspec.admission import Admission, Prompt, pack_chunk
 from jspec.cache import PoolShape
 from jspec.config import EngineConfig
 from jspec.draft import Drafter, NoDraft
@@ -21,8 +22,7 @@ from jspec.models.decoder import Model
 from jspec.output import OutputText, completion_of, take_report
 from jspec.pages import PagePool
 from jspec.programs import Programs
-from jspec.prompts import Prompt, token_ids
-from jspec.records import MAX_STOP_IDS, PrefillInput, StepOutput
+from jspec.records import StepOutput
 from jspec.requests import Chunk, Completion, Request, SamplingParams
 from jspec.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
 from jspec.step import Params, Program, init_state
@@ -54,11 +54,10 @@ class Engine:
         **options: Any,
     ) -> None:
         self.config = EngineConfig(**options)
-        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-        self.eos_ids = tuple(eos_ids)
+        tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         drafter = NoDraft() if drafter is None else drafter
         verify.check_rule(self.config.accept, drafter.tree)
-        self._vocab_size = target.config.vocab_size
+        self._admission = Admission(tokenizer, target.config.vocab_size, tuple(eos_ids), self.config)
         self._params = Params(target=target, draft=drafter.bind(target))
         self._program = Program(
             drafter=drafter,
@@ -83,7 +82,6 @@ class Engine:
         self._in_flight: deque[tuple[Plan, StepOutput]] = deque()
         self._texts: dict[int, OutputText] = {}
         self._added_at: dict[int, float] = {}
-        self._next_id = 0
         self._closed = False
         self._watch = AcceptanceWatch(drafter)
         self.metrics = Metrics()
@@ -207,6 +205,15 @@ class Engine:
         self._end(request, "abort")
 
     @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._admission.tokenizer
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a request."""
+        return self._admission.eos_ids
+
+    @property
     def compile_seconds(self) -> dict[str, float]:
         """Seconds each program took to compile."""
         return dict(self._programs.seconds)
@@ -242,32 +249,8 @@ class Engine:
         return output
 
     def _pack(self, plan: PrefillPlan) -> np.ndarray:
-        request, params, slot = plan.request, plan.request.params, plan.request.slot
-        assert slot is not None
-        tokens = np.zeros(plan.bucket, np.int32)
-        tokens[: plan.count] = request.prompt_token_ids[plan.start : plan.start + plan.count]
-        page_row = np.zeros(self._pool.width(self._program.drafter.tree), np.int32)
-        page_row[: len(plan.pages)] = plan.pages
-        stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
-        stop_ids[: len(request.stop_ids)] = request.stop_ids
-        depth = self._program.drafter.tree.depth
-        cap = depth if params.draft is True else min(int(params.draft), depth)
-        return PrefillInput(
-            slot=np.int32(slot),
-            start=np.int32(plan.start),
-            count=np.int32(plan.count),
-            last=np.int32(plan.is_last),
-            remaining=np.int32(request.limit),
-            top_k=np.int32(max(min(params.top_k, self._vocab_size), 0)),
-            draft_cap=np.int32(cap),
-            temperature=np.float32(params.temperature),
-            top_p=np.float32(params.top_p),
-            min_p=np.float32(params.min_p),
-            seed=np.array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32),
-            stop_ids=stop_ids,
-            page_row=page_row,
-            tokens=tokens,
-        ).pack()
+        tree = self._program.drafter.tree
+        return pack_chunk(plan, width=self._pool.width(tree), depth=tree.depth, vocab_size=self._admission.vocab_size)
 
     def _read(self, plan: Plan, output: StepOutput) -> None:
         """Take a step's result: the only place that waits for the device."""
@@ -302,39 +285,12 @@ class Engine:
     def _requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
         """Check everything before anything is queued."""
         self._check_open()
-        several = not isinstance(prompts, str) and not (len(prompts) and isinstance(prompts[0], (int, np.integer)))
-        all_prompts: list[Any] = list(prompts) if several else [prompts]
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(all_prompts)
-        if len(params) != len(all_prompts):
-            raise ValueError(f"params: expected one or {len(all_prompts)}, one a prompt, got {len(params)}")
-        requests = [self._request(p, q, trace) for p, q in zip(all_prompts, params, strict=True)]
+        requests = self._admission.requests(prompts, params, trace=trace)
+        for request in requests:
+            self.scheduler.check(request)
         if trace:
             self._programs.ensure_trace(self._state)
         return requests
-
-    def _request(self, prompt: Prompt, params: SamplingParams, trace: bool) -> Request:
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params: expected SamplingParams, one or a list of one a prompt, got {params!r}")
-        ids = token_ids(prompt, self.tokenizer, vocab_size=self._vocab_size, max_len=self.config.max_len)
-        stop_ids = tuple(dict.fromkeys((() if params.ignore_eos else self.eos_ids) + params.stop_token_ids))
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(
-                f"stop_token_ids: expected at most {MAX_STOP_IDS} with the EOS ids, got {len(stop_ids)}; "
-                "name fewer, or set ignore_eos"
-            )
-        wrong = next((token for token in params.stop_token_ids if token >= self._vocab_size), None)
-        if wrong is not None:
-            raise ValueError(f"stop_token_ids: expected ids in [0, {self._vocab_size}), got {wrong}")
-        self._next_id += 1
-        seed = params.seed
-        if seed is None:
-            words = np.random.SeedSequence([self.config.seed, self._next_id]).generate_state(1, np.uint64)
-            seed = words[0]
-        limit = min(params.max_tokens, self.config.max_len - len(ids))
-        request = Request(self._next_id, ids, params, int(seed), stop_ids, limit, trace=trace)
-        self.scheduler.check(request)
-        return request
 
     def _check_open(self) -> None:
         if self._closed:

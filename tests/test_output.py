@@ -171,7 +171,7 @@ def test_eos_inside_a_round(engine: Engine, plain: list[Completion], monkeypatch
     """The end token is kept in the ids and left out of the text; ignoring it goes on, text and all."""
     ids = plain[0].token_ids
     end = first_at(ids, 7, inside=lambda i: i % 5 in (2, 3))
-    monkeypatch.setattr(engine, "eos_ids", (EOS, ids[end]))
+    monkeypatch.setattr(engine._admission, "eos_ids", (EOS, ids[end]))
     (done,) = engine.generate(PROMPTS[0], with_())
     assert done.token_ids == ids[: end + 1]
     assert (done.finish_reason, done.stop_reason) == ("eos", ids[end])

@@ -116,7 +116,7 @@ def test_chat_without_tokenizer_or_template(engine: Engine, monkeypatch: pytest.
 
     with pytest.raises(ValueError, match="no tokenizer; pass tokenizer="):
         engine.chat([{"role": "user", "content": "hi"}])
-    monkeypatch.setattr(engine, "tokenizer", ByteTokenizer())
+    monkeypatch.setattr(engine._admission, "tokenizer", ByteTokenizer())
     with pytest.raises(ValueError, match="no chat template: write the prompt as text"):
         engine.chat([{"role": "user", "content": "hi"}])
 

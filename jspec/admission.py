@@ -1,0 +1,131 @@
+"""What a caller asks for, checked and made a request; and a request's chunks, packed for the device."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jspec.config import EngineConfig
+from jspec.records import MAX_STOP_IDS, PrefillInput
+from jspec.requests import Request, SamplingParams
+from jspec.scheduler import PrefillPlan
+from jspec.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class Admission:
+    """Makes requests of prompts and parameters; whatever is wrong with them is said here, before anything is queued."""
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    config: EngineConfig
+    next_id: int = 0
+
+    def requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
+        """One request a prompt, in order.
+
+        Raises:
+            TypeError, ValueError: naming the prompt or parameter, what was expected and what was got.
+        """
+        several = not isinstance(prompts, str) and not (len(prompts) and isinstance(prompts[0], (int, np.integer)))
+        all_prompts: list[Any] = list(prompts) if several else [prompts]
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(all_prompts)
+        if len(params) != len(all_prompts):
+            raise ValueError(f"params: expected one or {len(all_prompts)}, one a prompt, got {len(params)}")
+        return [self._request(p, q, trace) for p, q in zip(all_prompts, params, strict=True)]
+
+    def _request(self, prompt: Prompt, params: SamplingParams, trace: bool) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params: expected SamplingParams, one or a list of one a prompt, got {params!r}")
+        ids = token_ids(prompt, self.tokenizer, vocab_size=self.vocab_size, max_len=self.config.max_len)
+        stop_ids = self._stop_ids(params)
+        self.next_id += 1
+        limit = min(params.max_tokens, self.config.max_len - len(ids))
+        return Request(self.next_id, ids, params, self._seed(params), stop_ids, limit, trace=trace)
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        stop_ids = tuple(dict.fromkeys((() if params.ignore_eos else self.eos_ids) + params.stop_token_ids))
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(
+                f"stop_token_ids: expected at most {MAX_STOP_IDS} with the EOS ids, got {len(stop_ids)}; "
+                "name fewer, or set ignore_eos"
+            )
+        wrong = next((token for token in params.stop_token_ids if token >= self.vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"stop_token_ids: expected ids in [0, {self.vocab_size}), got {wrong}")
+        return stop_ids
+
+    def _seed(self, params: SamplingParams) -> int:
+        """The request's own, or one drawn from the engine's and the request's number."""
+        if params.seed is not None:
+            return int(params.seed)
+        return int(np.random.SeedSequence([self.config.seed, self.next_id]).generate_state(1, np.uint64)[0])
+
+
+def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int, max_len: int) -> tuple[int, ...]:
+    """The ids of a prompt.
+
+    Raises:
+        TypeError: neither a text nor ints.
+        ValueError: a text without a tokenizer, no token, too many, or one that is not in the vocabulary.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer; pass tokenizer= or give token ids")
+        prompt = tokenizer.encode(prompt)
+    try:
+        ids = tuple(operator.index(token) for token in prompt)
+    except TypeError:
+        raise TypeError(f"prompt: expected a text or a list of int token ids, got {prompt!r}") from None
+    if not ids:
+        raise ValueError("the prompt is empty; give at least one token (a BOS token, for instance)")
+    if len(ids) >= max_len:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens; max_len={max_len} leaves no room for an answer: "
+            "shorten it or raise max_len"
+        )
+    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise ValueError(f"prompt token {wrong}: expected ids in [0, {vocab_size})")
+    return ids
+
+
+def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) -> np.ndarray:
+    """A chunk as the prefill program reads it.
+
+    Args:
+        width: pages a slot may have.
+        depth: of the drafter's tree.
+    """
+    request, params = plan.request, plan.request.params
+    assert request.slot is not None
+    tokens = np.zeros(plan.bucket, np.int32)
+    tokens[: plan.count] = request.prompt_token_ids[plan.start : plan.start + plan.count]
+    page_row = np.zeros(width, np.int32)
+    page_row[: len(plan.pages)] = plan.pages
+    stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
+    stop_ids[: len(request.stop_ids)] = request.stop_ids
+    return PrefillInput(
+        slot=np.int32(request.slot),
+        start=np.int32(plan.start),
+        count=np.int32(plan.count),
+        last=np.int32(plan.is_last),
+        remaining=np.int32(request.limit),
+        top_k=np.int32(max(min(params.top_k, vocab_size), 0)),
+        draft_cap=np.int32(depth if params.draft is True else min(int(params.draft), depth)),
+        temperature=np.float32(params.temperature),
+        top_p=np.float32(params.top_p),
+        min_p=np.float32(params.min_p),
+        seed=np.array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32),
+        stop_ids=stop_ids,
+        page_row=page_row,
+        tokens=tokens,
+    ).pack()
