@@ -39,7 +39,7 @@ def test_the_likeliest_are_those_that_sorting_finds(vocab: int, k: int, ties: bo
 def test_a_base_is_added(implementation: str) -> None:
     logits, base = jnp.asarray(problem(50, ties=False)), jnp.asarray([-1.0, -2.0, 0.0])
     log_probs, _ = top_log_probs(logits, 4, base=base, implementation=implementation)
-    np.testing.assert_allclose(log_probs, expected(logits, 4)[0] + np.asarray(base)[:, None], atol=1e-5)
+    np.testing.assert_allclose(log_probs, expected(np.asarray(logits), 4)[0] + np.asarray(base)[:, None], atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
