@@ -95,6 +95,6 @@ def split_matmul(
 
 
 def add_up(parts: Float[Array, "parts *rows out"], dtype: jnp.dtype) -> Float[Array, "*rows out"]:
-    """The sum of the parts, in their order, rounded once. (A reduction may be rounded at every step on a CPU.)"""
+    """The sum of the parts, in their order, rounded once. (With jax 0.11.2 on a CPU a reduction is less exact.)"""
     first, *others = parts
     return sum(others, first).astype(dtype)
