@@ -47,7 +47,7 @@ def product(factors: Factors) -> list[dict[str, Any]]:
 
 
 def thinned(cases: Iterable[Any], *, every: int, name: Callable[[Any], str]) -> list[Any]:
-    """Cases as parameters of a test; all but every so-manieth are marked to run in one environment only."""
+    """Cases as parameters of a test; those between every ``every``-th run in one environment only."""
     marks = [pytest.mark.once]
     return [pytest.param(case, marks=marks * (index % every > 0), id=name(case)) for index, case in enumerate(cases)]
 

@@ -35,6 +35,8 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 TARGET = Path(__file__).parent / "data" / "h200_target_config.txtpb"
 PLUGIN = "jax_cuda13_plugin"
 GRAPH = "kCommandBuffer"
+# XLA's defaults, which tests/conftest.py changes for the CPU's programs: what is judged is what users get.
+OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +139,7 @@ def compile_for_h200(
                 "xla_dump_to": dump,
                 "xla_dump_hlo_as_text": True,
                 "xla_gpu_fail_ptx_compilation_on_register_spilling": fail_on_spills,
+                **OPTIMISED,
                 **(options or {}),
             }
         )

@@ -59,7 +59,7 @@ def plain(small: dict[str, str]) -> str:
     ],
     ids=lambda words: words[0],
 )
-def test_every_drafter_says_what_the_target_says(
+def test_drafters_say_what_the_target_says(
     small: dict[str, str], plain: str, words: tuple[str | None, ...], capsys: pytest.CaptureFixture
 ) -> None:
     method, tree, *more = words

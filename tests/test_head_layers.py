@@ -33,7 +33,7 @@ def scores(chunk: int, fill: float) -> list[np.ndarray]:
     """The draft scores of every round, with prompts in chunks and whatever was in the cache before."""
     engine = Engine(
         TARGET,
-        drafter=Eagle3(two_layers(), Tree.chain(2)),
+        drafter=Eagle3(two_layers(), Tree.topk(6, 3, 2)),
         slots=2,
         max_len=40,
         page_size=4,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.records import Draft
-from pallas_kernels.ancestor_bits import ancestor_bits
+from pallas_kernels.ancestor_bits import WORD, ancestor_bits
 
 
 class Ruling(NamedTuple):
@@ -26,8 +26,8 @@ def ancestors(parents: Int[Array, "batch nodes"]) -> Bool[Array, "batch nodes no
         parents: -1 for the root and for padding nodes (which have themselves alone), else ``parents[i] < i``.
     """
     node = jnp.arange(parents.shape[1], dtype=jnp.uint32)
-    words = jnp.take(ancestor_bits(parents), node // 32, axis=-1)
-    return (words >> (node % 32)) & 1 == 1
+    words = jnp.take(ancestor_bits(parents), node // WORD, axis=-1)
+    return (words >> (node % WORD)) & 1 == 1
 
 
 def depths(reach: Bool[Array, "batch nodes nodes"]) -> Int[Array, "batch nodes"]:
