@@ -98,21 +98,21 @@ def _choose_tiles(q, k_pool, page_table, bits, new_rows, start, wide):
     kv_heads, page = k_pool.shape[1:3]
     group, capacity = heads // kv_heads, page_table.shape[1] * page
     # A float32 product is three TF32 ones: four times the registers for the same rows.
-    most = max(4096 // dim, MMA_ROWS) if wide else 64
+    most = max(4096 // dim, MMA_ROWS) if wide else (128 if dim <= 128 else 64)
     packed = min(max(pl.next_power_of_2(queries * group), MMA_ROWS), most)
     # 16 KiB each of K and V: three steps in flight fit into shared memory.
     tile_bytes = (8 if wide else 16) * 1024
     tile = min(max(tile_bytes // (dim * k_pool.dtype.itemsize), MMA_ROWS), 64)
     blocks = pl.cdiv(queries * group, packed)
     programs = batch * kv_heads * blocks
-    # So many splits of about 1,150 rows that two programs for each of 132 multiprocessors run at once.
-    split = max(pl.cdiv(9 * programs, 128) * 64, 128)
+    # So many splits of about 1,150 rows that two programs (one, if large) for each of 132 multiprocessors run at once.
+    warps = 8 if wide or packed * dim >= 64 * 256 else 4
+    split = max(pl.cdiv(9 * programs * warps // 4, 128) * 64, 128)
     splits = 1 if programs >= 256 else pl.cdiv(capacity, split)
     while splits > 1 and batch * queries * heads * dim * 4 * splits > MOST_PARTIAL_BYTES:
         split *= 2
         splits = pl.cdiv(capacity, split)
     words = 0 if bits is None else bits.shape[-1]
-    warps = 8 if wide or packed * dim >= 64 * 256 else 4
     return _Tiles(
         group,
         queries,
@@ -126,7 +126,7 @@ def _choose_tiles(q, k_pool, page_table, bits, new_rows, start, wide):
         split,
         splits,
         warps,
-        3 if blocks == 1 else 2,
+        3 if blocks == 1 and split > 128 else 2,
     )
 
 

@@ -83,7 +83,7 @@ def measure(case: Case, target: Model, head: EagleHead | None) -> Timing:
     started = time.perf_counter()
     step = compile_step(program, params, state, case.batch)
     compile_seconds = time.perf_counter() - started
-    slots, times, emitted = np.arange(case.batch, dtype=np.int32), [], []
+    slots, times, emitted = jnp.arange(case.batch, dtype=jnp.int32), [], []
     for group in range(WARM_UP + GROUPS):
         state = replace(state, lengths=jnp.full(case.batch, case.context, jnp.int32))
         jax.block_until_ready(state)
