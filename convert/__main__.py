@@ -4,16 +4,19 @@ import argparse
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from convert import Plan, plan
 from convert.hf import FLOATS
 from jspec import checkpoint
 from jspec.models.config import Overrides
+from jspec.quantize import check_scope, quantize_weights
 
+STORED = ("int8", "fp8")  # "fp8_dynamic" is a matter of how the latter is used
 COMPANIONS = (
     "config.json",
     "generation_config.json",
@@ -49,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.dst,
             planned.kind,
             planned.config,
-            planned.batches(dtype),
+            _quantized(planned, dtype, options.quantize),
             files=[options.src / name for name in COMPANIONS if (options.src / name).is_file()],
             overwrite=options.overwrite,
         )
@@ -57,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     seconds = time.perf_counter() - start
-    size = f"{len(planned.rows)} parameters, {dtype}"
+    size = f"{len(planned.rows)} parameters, {dtype}" + (f", {options.quantize}" if options.quantize else "")
     print(f"{options.dst}: {size}, {seconds:.1f} s, peak memory {_peak_memory() / 2**20:.0f} MiB")
     return 0
 
@@ -67,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("src", type=Path, help="folder with config.json and safetensors or torch weights")
     parser.add_argument("dst", type=Path, help="folder to write")
     parser.add_argument("--dtype", choices=FLOATS, help="of the weights; default: as in the file")
+    parser.add_argument("--quantize", choices=STORED, help="round the products' weights to one byte a number")
     parser.add_argument("--overwrite", action="store_true", help="replace a converted folder at DST")
     overrides = parser.add_argument_group("instead of what the source's config.json says")
     overrides.add_argument("--rope-theta", type=float, help="rotary base")
@@ -75,6 +79,14 @@ def _parser() -> argparse.ArgumentParser:
     overrides.add_argument("--norm-before-residual", action=either, help="a head's first residual is normed")
     overrides.add_argument("--norm-output", action=either, help="a head's normed output is fed back (EAGLE-3.1)")
     return parser
+
+
+def _quantized(planned: Plan, dtype: str, kind: str | None) -> Iterator[dict[str, np.ndarray]]:
+    check_scope(kind, planned.kind)
+    for batch in planned.batches(dtype):
+        leaves = batch if kind is None else checkpoint.flatten(quantize_weights(batch, kind))
+        yield {name: np.asarray(leaf) for name, leaf in leaves.items()}
+        del batch, leaves
 
 
 def _ids(text: str) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from jspec.models.config import Config, HeadConfig, MedusaConfig, ModelConfig
+from pallas_kernels.quantized import Quantized
 
 VERSION = 2
 MANIFEST = "jspec.json"
@@ -31,6 +32,7 @@ CONFIGS: dict[str, type[ModelConfig] | type[HeadConfig] | type[MedusaConfig]] = 
     "medusa": MedusaConfig,
 }
 DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZED = {"values", "scale"}  # in place of a weight
 READ_AHEAD = 2**30  # bytes that a restore may hold on the host beside its largest array
 
 Placement = Callable[[str], jax.sharding.Sharding]  # parameter name -> sharding
@@ -61,15 +63,16 @@ class Header:
 
 def flatten(tree: Mapping[str, Any] | list[Any], prefix: str = "") -> dict[str, Any]:
     """The leaves of a weight tree by name: {"layers": [{"o": x}]} -> {"layers.0.o": x}."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, node in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        node = {"values": node.values, "scale": node.scale} if isinstance(node, Quantized) else node
         nested = isinstance(node, (Mapping, list))
         flat.update(flatten(node, f"{prefix}{key}.") if nested else {f"{prefix}{key}": node})
     return flat
 
 
 def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `flatten`; children named 0, 1, ... become a list."""
+    """The inverse of `flatten`; children named 0, 1, ... become a list, values with a scale a quantised weight."""
     children: dict[str, dict[str, Any]] = {}
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
@@ -81,7 +84,7 @@ def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
     tree |= {head: unflatten(nested) for head, nested in children.items()}
     if tree and all(key.isdigit() for key in tree):
         return [tree[str(index)] for index in range(len(tree))]  # type: ignore[return-value]
-    return tree
+    return Quantized(**tree) if set(tree) == QUANTIZED else tree  # type: ignore[return-value]
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -215,7 +218,7 @@ def read_arrays(
     wanted = {}
     for name in names:
         leaf = header.parameters[name]
-        kept = dtype is None or leaf.dtype.kind in "biu"
+        kept = dtype is None or leaf.dtype.kind in "biu" or name.rpartition(".")[2] in QUANTIZED
         sharding = placement(name) if placement else device
         wanted[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if kept else dtype, sharding=sharding)
     context = ocp.Context()

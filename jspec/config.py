@@ -29,6 +29,8 @@ class EngineConfig:
         accept: the accept rule; "typical" alone does not keep the target's distribution.
         typical_threshold, typical_alpha: "typical" accepts p(x) > min(threshold, alpha * exp(-entropy)).
         kv_dtype, draft_kv_dtype: of the pools; None: the weights' dtype.
+        quantize: the target's products, "int8", "fp8" or "fp8_dynamic" (`jspec.quantize`); None: as the target is. The
+            drafter has an option of its own.
         seed: from which requests without a seed draw theirs.
     """
 
@@ -47,6 +49,7 @@ class EngineConfig:
     typical_alpha: float = 0.3
     kv_dtype: str | None = None
     draft_kv_dtype: str | None = None
+    quantize: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -120,12 +120,7 @@ def check(
     """
     if max_tokens < 2 * LENGTH:
         raise ValueError(f"max_tokens: expected at least {2 * LENGTH}, two full rounds, got {max_tokens}; raise it")
-    found = pretrained.load(target, kind="target")
-    model = Model.from_weights(found.config, found.weights)
-    words = load_tokenizer(found.folder) if tokenizer is None else tokenizer
-    words = load_tokenizer(words) if isinstance(words, str) else words
-    if words is None:
-        raise ValueError(f'{found.folder}: expected a tokenizer in the folder, got none; pass --tokenizer "bytes"')
+    model, words = load_target(target, tokenizer)
     settings = settings_of(load_drafter(head), model)
     runs = {setting.drafter: Replay(setting.drafter, model) for setting in settings}  # what does not fit raises here
     cuts = windows(TEXT if text is None else text, words, PROMPT + max_tokens)
@@ -135,6 +130,19 @@ def check(
         )
     material = prepare(model, cuts, settings)
     return report([measure(setting, runs[setting.drafter], material) for setting in settings])
+
+
+def load_target(
+    path: str | Path, tokenizer: Tokenizer | str | None, *, dtype: str | None = None
+) -> tuple[Model, Tokenizer]:
+    """A target with its tokenizer, or the one that is named."""
+    found = pretrained.load(path, kind="target", dtype=dtype)
+    model = Model.from_weights(found.config, found.weights)
+    words = load_tokenizer(found.folder) if tokenizer is None else tokenizer
+    words = load_tokenizer(words) if isinstance(words, str) else words
+    if words is None:
+        raise ValueError(f'{found.folder}: expected a tokenizer in the folder, got none; pass --tokenizer "bytes"')
+    return model, words
 
 
 def load_drafter(path: str | Path) -> Drafter:

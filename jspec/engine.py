@@ -22,6 +22,7 @@ from jspec.models.decoder import Model
 from jspec.output import OutputText, completion_of, take_report
 from jspec.pages import PagePool
 from jspec.programs import Programs
+from jspec.quantize import quantize_weights
 from jspec.records import StepOutput
 from jspec.requests import Chunk, Completion, Request, SamplingParams
 from jspec.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
@@ -56,6 +57,8 @@ class Engine:
         self.config = EngineConfig(**options)
         tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         drafter = NoDraft() if drafter is None else drafter
+        if self.config.quantize is not None:
+            target = quantize_weights(target, self.config.quantize)
         verify.check_rule(self.config.accept, drafter.tree)
         self._admission = Admission(tokenizer, target.config.vocab_size, tuple(eos_ids), self.config)
         self._params = Params(target=target, draft=drafter.bind(target))
@@ -107,7 +110,7 @@ class Engine:
         if isinstance(path, Model):
             return cls(path, drafter=drafter, tokenizer=tokenizer, **options)
         EngineConfig(**{name: value for name, value in options.items() if name != "eos_ids"})
-        checkpoint = pretrained.load(path, dtype=dtype, kind="target")
+        checkpoint = pretrained.load(path, dtype=dtype, kind="target", quantize=options.get("quantize"))
         options.setdefault("eos_ids", pretrained.eos_ids(checkpoint.folder))
         return cls(
             Model.from_weights(checkpoint.config, checkpoint.weights),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from convert.hf import read_json
 from jspec import checkpoint
 from jspec.checkpoint import Checkpoint, Header, Placement
 from jspec.models.config import Overrides
+from jspec.quantize import check_scope, quantize_weights
 
 HUB_FILES = ["*.json", "model*.safetensors", "medusa_lm_head.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
 TORCH_FILES = ["pytorch_model*.bin", "medusa_lm_head.pt"]  # where there are no safetensors
@@ -30,6 +32,7 @@ def load(
     feature_layers: Iterable[int] | None = None,
     norm_before_residual: bool | None = None,
     norm_output: bool | None = None,
+    quantize: str | None = None,
     placement: Placement | None = None,
 ) -> Checkpoint:
     """Loads a target, a draft model or a draft head.
@@ -43,6 +46,7 @@ def load(
         norm_before_residual: whether the first residual of an EAGLE-3 head is the normed hidden state; None: as the
             file says.
         norm_output: whether an EAGLE-3 head's normed output is fed back; None: as the file says.
+        quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.quantize`); None: as they are stored.
         placement: sharding by parameter name; None: the default device.
 
     Returns:
@@ -54,6 +58,7 @@ def load(
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if dtype not in checkpoint.DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(checkpoint.DTYPES)}, got {dtype!r}; pass one of them")
+    check_scope(quantize, kind)
     layers = None if feature_layers is None else tuple(feature_layers)
     overrides = Overrides(rope_theta, layers, norm_before_residual, norm_output)
     folder = find(path)
@@ -63,15 +68,20 @@ def load(
         overrides.check(header.kind)
         config = overrides.apply(header.config)
         arrays = checkpoint.read_arrays(header, dtype=dtype, placement=placement)
-        return Checkpoint(header.kind, config, checkpoint.unflatten(arrays), folder)
+        return Checkpoint(header.kind, config, _quantized(checkpoint.unflatten(arrays), header.kind, quantize), folder)
     plan = convert.plan(folder, overrides)
     _check_kind(folder, plan.kind, kind)
     arrays = {}
     for batch in plan.batches(dtype):
         placed = {name: jax.device_put(array, placement(name) if placement else None) for name, array in batch.items()}
-        arrays |= jax.block_until_ready(placed)  # else host copies pile up
+        arrays |= jax.block_until_ready(_quantized(placed, plan.kind, quantize))  # else host copies pile up
         del batch, placed
     return Checkpoint(plan.kind, plan.config, checkpoint.unflatten(arrays), folder)
+
+
+def _quantized(weights: dict[str, Any], kind: str, quantize: str | None) -> dict[str, Any]:
+    check_scope(quantize, kind)
+    return weights if quantize is None else quantize_weights(weights, quantize)
 
 
 def header(path: str | Path) -> Header:

@@ -34,9 +34,10 @@ ALLOWED = {
     "scheduler": "pages requests metrics",
     "tokenizer": "other",
     "plot": "other requests metrics tokenizer",
-    "checkpoint": "jax other models.config sharding",
-    "pretrained": "jax other models.config checkpoint convert",
-    "convert": "jax other models.config checkpoint",
+    "quantize": "jax pallas_kernels",
+    "checkpoint": "jax other models.config sharding pallas_kernels",
+    "pretrained": "jax other models.config checkpoint convert quantize",
+    "convert": "jax other models.config checkpoint quantize",
 }
 FRONTS = {"serve", "bench", "train"}
 COMMAND_LINE = {"__main__", "bench"}  # may start the fronts; __main__ also convert

@@ -6,9 +6,11 @@ import argparse
 from itertools import product
 from pathlib import Path
 
-from jspec.bench import acceptance, report, rounds, shapes
+from jspec import demo, diagnose
+from jspec.bench import acceptance, accuracy, report, rounds, shapes
 from jspec.config import ACCEPT_RULES
 from jspec.tree import TREE_FORMS, Tree
+from pallas_kernels.quantized import KINDS
 
 
 def _ints(text: str) -> list[int]:
@@ -35,9 +37,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--sampled", action="store_true", help="temperature 1 instead of greedy")
     step.add_argument("--json", type=Path, help="also write the results there")
     step.set_defaults(run=_step)
+    _accuracy_arguments(commands.add_parser("accuracy", help="next-token laws of a quantised target beside its own"))
     _acceptance_arguments(
         commands.add_parser("acceptance", help="acceptance of the embedded pair by accept rule, temperature and tree")
     )
+
+
+def _accuracy_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", default=demo.TARGET, metavar="PATH", help="folder or hub id; the embedded one")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="an English and Python text if left out")
+    parser.add_argument("--tokenizer", help='"bytes" for byte-level models; else the folder\'s own')
+    parser.add_argument("--dtype", help="of the weights that are not quantised; float32 on CPU, bfloat16 elsewhere")
+    parser.add_argument("--quantize", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--size", type=int, default=128, help="tokens of a cut of the text")
+    parser.set_defaults(run=_accuracy)
 
 
 def _acceptance_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +83,16 @@ def _step(arguments: argparse.Namespace) -> int:
     print(report.timings(results))
     if arguments.json:
         report.write_json(arguments.json, results)
+    return 0
+
+
+def _accuracy(arguments: argparse.Namespace) -> int:
+    tokenizer = "bytes" if arguments.target == demo.TARGET else arguments.tokenizer
+    target, words = diagnose.load_target(arguments.target, tokenizer, dtype=arguments.dtype)
+    source = diagnose.TEXT if arguments.text is None else arguments.text.read_text(encoding="utf-8")
+    cuts = diagnose.windows(source, words, arguments.size)
+    print(f"next-token laws over {len(cuts)} cuts of a text; {report.environment()}")
+    print(accuracy.text(accuracy.measure(target, cuts, arguments.quantize)))
     return 0
 
 

@@ -26,6 +26,7 @@ from jspec.draft.heads import FIRST_ROW, EagleHead, HeadOut, Written, finish, fu
 from jspec.models.decoder import Model, logits_of
 from jspec.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.tree import Tree
+from pallas_kernels.quantized import Weight
 
 
 @struct.dataclass
@@ -155,6 +156,7 @@ class Eagle3(EagleDrafter):
         feature_layers: tuple[int, ...] | None = None,
         norm_before_residual: bool | None = None,
         norm_output: bool | None = None,
+        quantize: str | None = None,
     ) -> Self:
         """Load a head from a folder as released, a converted folder or a hub id.
 
@@ -163,6 +165,7 @@ class Eagle3(EagleDrafter):
             feature_layers: overrides the target's state indices that are fused.
             norm_before_residual: overrides whether the residual is the normed feature.
             norm_output: overrides whether the normed output is fed back (EAGLE-3.1).
+            quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.quantize`).
         """
         checkpoint = pretrained.load(
             path,
@@ -172,6 +175,7 @@ class Eagle3(EagleDrafter):
             feature_layers=feature_layers,
             norm_before_residual=norm_before_residual,
             norm_output=norm_output,
+            quantize=quantize,
         )
         return cls(EagleHead.from_weights(checkpoint.config, checkpoint.weights), tree)
 
@@ -184,14 +188,21 @@ class Eagle(EagleDrafter):
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, *, tree: Tree, dtype: str | None = None, rope_theta: float | None = None
+        cls,
+        path: str | Path,
+        *,
+        tree: Tree,
+        dtype: str | None = None,
+        rope_theta: float | None = None,
+        quantize: str | None = None,
     ) -> Self:
         """Load a head from a folder as released, a converted folder or a hub id.
 
         Args:
             rope_theta: overrides the file's rotary base (10000 where the file is silent).
+            quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.quantize`).
         """
-        checkpoint = pretrained.load(path, dtype=dtype, kind="eagle", rope_theta=rope_theta)
+        checkpoint = pretrained.load(path, dtype=dtype, kind="eagle", rope_theta=rope_theta, quantize=quantize)
         return cls(EagleHead.from_weights(checkpoint.config, checkpoint.weights), tree)
 
 
@@ -228,7 +239,7 @@ def self_feed(
     return finish(params, cache, pairs, written), cache
 
 
-def _output_head(params: EagleHead) -> Array:
+def _output_head(params: EagleHead) -> Weight:
     assert params.head is not None
     return params.head
 

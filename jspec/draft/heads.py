@@ -19,8 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from jspec.models.attention import attend, project
 from jspec.models.config import HeadConfig
-from jspec.models.decoder import linear, mlp, rms_norm
+from jspec.models.decoder import mlp, rms_norm
 from jspec.records import KVCache, TokenBatch
+from pallas_kernels.quantized import Weight, matmul
 from pallas_kernels.residual_norm import add_rms_norm
 from pallas_kernels.split_matmul import add_up, split_matmul
 
@@ -31,11 +32,11 @@ FIRST_ROW = 1  # row 0 of the draft's cache does not exist
 class EagleLayer:
     """Weights of one draft layer; ``inputs`` is twice the hidden size in layer 0 of EAGLE-3, else the hidden size."""
 
-    qkv: Float[Array, "qkv inputs"]
-    o: Float[Array, "hidden heads_width"]
+    qkv: Weight  # [(heads + 2 kv_heads) * head_dim, inputs]
+    o: Weight  # [hidden, heads * head_dim]
     mlp_norm: Float[Array, "hidden"]
-    gate_up: Float[Array, "gate_up hidden"]
-    down: Float[Array, "hidden intermediate"]
+    gate_up: Weight  # [2 * intermediate, hidden]
+    down: Weight  # [hidden, intermediate]
     input_norm: Float[Array, "hidden"] | None = None  # layer 0: of the embedding; further layers: of their input
     hidden_norm: Float[Array, "hidden"] | None = None  # layer 0 of EAGLE-3: of the feature
     qkv_bias: Float[Array, "qkv"] | None = None
@@ -49,12 +50,12 @@ class EagleHead:
 
     embed: Float[Array, "vocab hidden"] | None
     layers: list[EagleLayer]
-    fc: Float[Array, "hidden features"] | None = None
+    fc: Weight | None = None  # [hidden, features]
     fc_bias: Float[Array, "hidden"] | None = None
     fc_norm: Float[Array, "states target_hidden"] | None = None  # of each state before fc
     input_norm: Float[Array, "features"] | None = None  # of all states together before fc
     norm: Float[Array, "hidden"] | None = None  # before the output head
-    head: Float[Array, "draft_vocab hidden"] | None = None
+    head: Weight | None = None  # [draft_vocab, hidden]
     draft_to_target: Int[Array, "draft_vocab"] | None = None  # None: the same ids
     config: HeadConfig = struct.field(pytree_node=False, kw_only=True)
 
@@ -67,7 +68,7 @@ class EagleHead:
 
     @property
     def dtype(self) -> jnp.dtype:
-        return self.layers[0].qkv.dtype
+        return self.layers[0].mlp_norm.dtype
 
 
 class Written(NamedTuple):
@@ -94,7 +95,7 @@ def fuse(head: EagleHead, features: Float[Array, "... features"]) -> Float[Array
         features = rms_norm(states, head.fc_norm, eps).reshape(features.shape)
     if head.input_norm is not None:
         features = rms_norm(features, head.input_norm, eps)
-    fused = linear(features, head.fc)
+    fused = matmul(features, head.fc)
     return fused if head.fc_bias is None else fused + head.fc_bias
 
 
@@ -130,7 +131,7 @@ def _enter(head: EagleHead, tokens: Array, features: Array) -> tuple[Array, Arra
     embedded = head.embed[tokens].astype(features.dtype)
     if head.config.method == "eagle":
         assert head.fc is not None
-        joined = linear(jnp.concatenate([embedded, features], axis=-1), head.fc)
+        joined = matmul(jnp.concatenate([embedded, features], axis=-1), head.fc)
         joined = joined if head.fc_bias is None else joined + head.fc_bias
         return joined, joined
     assert layer.input_norm is not None

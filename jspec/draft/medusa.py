@@ -21,9 +21,10 @@ from jspec import pretrained, sampling
 from jspec.cache import PoolShape
 from jspec.draft import Drafter, require_static, static_draft
 from jspec.models.config import MedusaConfig
-from jspec.models.decoder import Model, linear, logits_of
+from jspec.models.decoder import Model, logits_of
 from jspec.records import Draft, SlotView, TokenBatch, Verdict
 from jspec.tree import Tree
+from pallas_kernels.quantized import matmul
 
 
 @struct.dataclass
@@ -155,7 +156,7 @@ class Medusa(Drafter):
 def head_logits(head: MedusaHead, hidden: Float[Array, "batch rows hidden"]) -> Float[Array, "batch rows vocab"]:
     """A head's scores over the vocabulary, float32."""
     for block in head.blocks:
-        hidden = hidden + jax.nn.silu(linear(hidden, block.weight) + block.bias)
+        hidden = hidden + jax.nn.silu(matmul(hidden, block.weight) + block.bias)
     return logits_of(hidden, head.output)
 
 

@@ -54,9 +54,11 @@ class DraftModel(Drafter):
         self.tree = tree
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, tree: Tree, dtype: str | None = None) -> Self:
-        """Load a Hugging Face folder, a converted folder or a hub id."""
-        return cls(Model.from_pretrained(path, dtype=dtype), tree)
+    def from_pretrained(
+        cls, path: str | Path, *, tree: Tree, dtype: str | None = None, quantize: str | None = None
+    ) -> Self:
+        """Load a Hugging Face folder, a converted folder or a hub id; arguments as `Model.from_pretrained`."""
+        return cls(Model.from_pretrained(path, dtype=dtype, quantize=quantize), tree)
 
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return ()

@@ -20,6 +20,7 @@ from jspec import pretrained
 from jspec.models.attention import attend, project
 from jspec.models.config import ModelConfig
 from jspec.records import KVCache, TargetOut, TokenBatch
+from pallas_kernels.quantized import Weight, matmul
 from pallas_kernels.residual_norm import add_rms_norm
 from pallas_kernels.split_matmul import split_matmul
 
@@ -29,11 +30,11 @@ class Layer:
     """Weights of one decoder layer."""
 
     attn_norm: Float[Array, "hidden"]
-    qkv: Float[Array, "qkv hidden"]
-    o: Float[Array, "hidden heads_width"]
+    qkv: Weight  # [(heads + 2 kv_heads) * head_dim, hidden]
+    o: Weight  # [hidden, heads * head_dim]
     mlp_norm: Float[Array, "hidden"]
-    gate_up: Float[Array, "gate_up hidden"]
-    down: Float[Array, "hidden intermediate"]
+    gate_up: Weight  # [2 * intermediate, hidden]
+    down: Weight  # [hidden, intermediate]
 
 
 @struct.dataclass
@@ -43,7 +44,7 @@ class Model:
     embed: Float[Array, "vocab hidden"]
     layers: list[Layer]
     norm: Float[Array, "hidden"]
-    head: Float[Array, "vocab hidden"] | None
+    head: Weight | None  # [vocab, hidden]
     config: ModelConfig = struct.field(pytree_node=False)
 
     @classmethod
@@ -59,24 +60,19 @@ class Model:
         )
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, dtype: str | None = None) -> Model:
+    def from_pretrained(cls, path: str | Path, *, dtype: str | None = None, quantize: str | None = None) -> Model:
         """Load a Hugging Face folder, a folder written by ``python -m convert``, or a hub id.
 
         Args:
             dtype: of the weights; None: float32 on CPU, bfloat16 elsewhere.
+            quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.quantize`).
         """
-        checkpoint = pretrained.load(path, dtype=dtype, kind="target")
+        checkpoint = pretrained.load(path, dtype=dtype, kind="target", quantize=quantize)
         return cls.from_weights(checkpoint.config, checkpoint.weights)
 
     @property
-    def output_head(self) -> Float[Array, "vocab hidden"]:
+    def output_head(self) -> Weight:
         return self.embed if self.head is None else self.head
-
-
-def linear(x: Float[Array, "... inner"], weight: Float[Array, "outer inner"]) -> Float[Array, "... outer"]:
-    """``x @ weight.T``; float32 inputs are multiplied in float32 on every device."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=precision)
 
 
 def rms_norm(x: Float[Array, "... hidden"], weight: Float[Array, "hidden"], eps: float) -> Float[Array, "... hidden"]:
@@ -87,18 +83,16 @@ def rms_norm(x: Float[Array, "... hidden"], weight: Float[Array, "hidden"], eps:
 
 
 def mlp(
-    x: Float[Array, "*rows hidden"], gate_up: Array, down: Array, implementation: str
+    x: Float[Array, "*rows hidden"], gate_up: Weight, down: Weight, implementation: str
 ) -> Float[Array, "parts *rows hidden"]:
     """SiLU-gated feed-forward (arXiv:2002.05202), in parts as `split_matmul` leaves them."""
-    gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
+    gate, up = jnp.split(matmul(x, gate_up), 2, axis=-1)
     return split_matmul(jax.nn.silu(gate) * up, down, implementation=implementation)
 
 
-def logits_of(x: Float[Array, "... hidden"], head: Float[Array, "vocab hidden"]) -> Float[Array, "... vocab"]:
+def logits_of(x: Float[Array, "... hidden"], head: Weight) -> Float[Array, "... vocab"]:
     """Scores over a vocabulary, accumulated and returned in float32."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    dims = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, head, dims, precision=precision, preferred_element_type=jnp.float32)
+    return matmul(x, head, jnp.float32)
 
 
 def forward(

@@ -1,0 +1,213 @@
+"""Weights of one byte: the product's numbers, what is quantised, loading and converting, and that nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from convert.__main__ import STORED
+from convert.__main__ import main as convert_main
+from jspec import DraftModel, Eagle3, Engine, SamplingParams, Tree, demo, diagnose
+from jspec.bench import accuracy
+from jspec.models.decoder import Model
+from jspec.quantize import NAMES, quantize_weights, quantized_as
+from jspec.tokenizer import load_tokenizer
+from pallas_kernels import split_matmul
+from pallas_kernels.quantized import KINDS, Quantized, matmul, quantize
+from pallas_kernels.split_matmul import add_up
+from tests import folders, tiny
+from tests.h200 import compile_for_h200
+
+# An input halfway between two numbers may go to either: a step of 1/16 of one product among many.
+TOLERANCE = {"int8": 1e-6, "fp8": 1e-6, "fp8_dynamic": 1e-3}
+PROMPT = "class Config:\n    def _interpolate"
+
+
+def problem(rows: int, out: int, inner: int, dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
+    """Rows of x and of the weight differ in size by up to a thousand, so that a scale at the wrong place shows."""
+    rng = np.random.default_rng(rows + out)
+    x = rng.normal(size=(rows, inner)) * 10.0 ** rng.uniform(-1, 2, (rows, 1))
+    weight = rng.normal(size=(out, inner)) * 10.0 ** rng.uniform(-2, 1, (out, 1))
+    return jnp.asarray(x, dtype), jnp.asarray(weight, jnp.float32)
+
+
+def dequantized(weight: Quantized) -> np.ndarray:
+    return np.asarray(weight.values, np.float64) * np.asarray(weight.scale, np.float64)[:, None]
+
+
+def expected(x: jax.Array, weight: Quantized) -> np.ndarray:
+    """The product of the rounded numbers in float64; inputs are rounded by ml_dtypes."""
+    left = np.asarray(x, np.float64)
+    if weight.kind == "fp8_dynamic":
+        scale = np.abs(left).max(-1, keepdims=True) / 448
+        left = scale * (left / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    return left @ dequantized(weight).T
+
+
+def error(got: jax.Array, wanted: np.ndarray, x: jax.Array, weight: jax.Array) -> float:
+    """Largest error beside the norms of the rows that were multiplied."""
+    lengths = [np.linalg.norm(np.asarray(side, np.float64), axis=1) for side in (x, weight)]
+    return float((np.abs(np.asarray(got, np.float64) - wanted) / np.outer(*lengths)).max())
+
+
+# ---- the product
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_number_goes_to_the_nearest(kind: str) -> None:
+    _, weight = problem(7, 40, 96)
+    got, wide = quantize(weight, kind), np.asarray(weight, np.float64)
+    scale = np.abs(wide).max(-1, keepdims=True) / (127 if kind == "int8" else 448)
+    np.testing.assert_allclose(got.scale, scale[:, 0], rtol=1e-6)
+    # float8_e4m3fn has three bits of mantissa, and steps of 1/512 below 1/64.
+    half_step = scale / 2 if kind == "int8" else np.maximum(np.abs(wide) / 16, scale / 1024)
+    error = np.abs(dequantized(got) - wide) / half_step
+    assert 0.5 < error.max() < 1 + 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_product_is_that_of_the_rounded_numbers(kind: str) -> None:
+    x, weight = problem(7, 40, 96)
+    own = quantize(weight, kind)
+    got, wanted = matmul(x, own), expected(x, own)
+    assert error(got, wanted, x, weight) < TOLERANCE[kind]
+    assert error(got, np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T, x, weight) > 1e-3, "no rounding"
+    other = own.replace(scale=jnp.roll(own.scale, 1))
+    assert error(matmul(x, other), wanted, x, weight) > 0.1, "another row's scale must show"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_does_not_depend_on_those_beside_it(kind: str) -> None:
+    x, weight = problem(7, 40, 96)
+    weight = quantize(weight, kind)
+    together = matmul(x, weight)
+    for row in range(7):
+        np.testing.assert_allclose(matmul(x[row : row + 1], weight)[0], together[row], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_and_the_largest_number_survive(kind: str) -> None:
+    weight = jnp.asarray([[0.0, 0.0], [3.0, -3.0], [1e-20, 0.0]])
+    got = matmul(jnp.eye(2), quantize(weight, kind))
+    np.testing.assert_allclose(got, weight.T, rtol=1e-6)
+    assert not matmul(jnp.zeros((1, 2)), quantize(weight, kind)).any()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_split_product_is_the_same(kind: str, rows: int, implementation: str) -> None:
+    x, weight = problem(rows, 1024, 2048, "bfloat16")
+    own = quantize(weight, kind)
+    parts = split_matmul(x, own, implementation=implementation)
+    assert (parts.shape[0], parts.dtype) == (4, jnp.float32)
+    wanted = expected(x, own)
+    assert error(add_up(parts, jnp.dtype("float32")), wanted, x, weight) < TOLERANCE[kind]
+    assert error(add_up(parts[1:], jnp.dtype("float32")), wanted, x, weight) > 0.01, "a part that is left out must show"
+
+
+@pytest.mark.parametrize("rows", [1, 5, 60])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_split_product_is_one_kernel_without_spills(kind: str, rows: int) -> None:
+    x = jax.ShapeDtypeStruct((1, rows, 4096), "bfloat16")
+    weight = jax.eval_shape(lambda: quantize(jnp.zeros((6144, 4096)), kind))
+    program = compile_for_h200(
+        lambda *arrays: split_matmul(*arrays, implementation="pallas"), x, weight, fail_on_spills=True
+    )
+    assert program.count("split_matmul") == 1
+    assert program.temp_bytes < 1 << 20, "the weight must not be written out in another type"
+
+
+# ---- what is quantised
+
+
+def test_products_are_quantised_and_nothing_else() -> None:
+    model = tiny.model(40)
+    got = quantize_weights(model, "int8")
+    assert quantized_as(model) is None
+    assert quantized_as(got) == "int8"
+    for layer, own in zip(got.layers, model.layers, strict=True):
+        assert all(isinstance(getattr(layer, name), Quantized) for name in ("qkv", "o", "gate_up", "down"))
+        assert layer.attn_norm is own.attn_norm
+        assert layer.mlp_norm is own.mlp_norm
+    assert got.embed is model.embed
+    assert quantized_as(quantize_weights(got, "int8")) == "int8"
+    dynamic = quantize_weights(quantize_weights(model, "fp8"), "fp8_dynamic")
+    assert quantized_as(dynamic) == "fp8_dynamic"
+    assert quantized_as(quantize_weights(dynamic, "fp8")) == "fp8"
+
+
+def test_bad_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny.model(40)
+    with pytest.raises(ValueError, match="quantize: expected None or one of int8, fp8, fp8_dynamic, got 'int4'"):
+        Engine(model, quantize="int4", slots=1, max_len=32)
+    with pytest.raises(ValueError, match="got 'int4'"):
+        Model.from_pretrained(demo.TARGET, quantize="int4")
+    with pytest.raises(ValueError, match="expected unquantised weights, got int8"):
+        quantize_weights(quantize_weights(model, "int8"), "fp8")
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 3, "medusa_num_layers": 1}')
+    save_file(folders.medusa_tensors(), tmp_path / "medusa_lm_head.safetensors")
+    assert convert_main([str(tmp_path), str(tmp_path / "out"), "--quantize", "int8"]) == 2
+    assert "expected a model or an EAGLE head, got Medusa heads" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_a_converted_folder_holds_what_loading_makes(tmp_path: Path, kind: str) -> None:
+    source = folders.write(tmp_path / "source", folders.TARGET, folders.target_tensors())
+    assert convert_main([str(source), str(tmp_path / "out"), "--quantize", kind]) == 0
+    loaded = Model.from_pretrained(source, quantize=kind)
+    for dtype in (None, "bfloat16"):
+        stored = Model.from_pretrained(tmp_path / "out", dtype=dtype)
+        assert quantized_as(stored) == kind
+        for got, own in zip(stored.layers, loaded.layers, strict=True):
+            for name in set(NAMES) - {"fc", "head"}:
+                pairs = zip(jax.tree.leaves(getattr(got, name)), jax.tree.leaves(getattr(own, name)), strict=True)
+                assert all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs), name
+    assert quantized_as(Model.from_pretrained(tmp_path / "out", quantize=kind)) == kind
+    with pytest.raises(ValueError, match=f"expected unquantised weights, got {kind}"):
+        Model.from_pretrained(tmp_path / "out", quantize="fp8" if kind == "int8" else "int8")
+
+
+# ---- what it costs, and what it does not
+
+
+def test_accuracy_of_the_embedded_target(capsys: pytest.CaptureFixture[str]) -> None:
+    target = Model.from_pretrained(demo.TARGET)
+    cuts = diagnose.windows(diagnose.TEXT, load_tokenizer("bytes"), 64)
+    own, int8, fp8, dynamic = accuracy.measure(target, cuts, KINDS)
+    assert (own.divergence, own.agreement) == (0.0, 1.0)
+    assert 0 < int8.divergence < 2e-3
+    assert int8.divergence < fp8.divergence < dynamic.divergence < 0.05
+    assert int8.agreement > 0.97
+    assert min(fp8.agreement, dynamic.agreement) > 0.9
+    assert int8.bytes == fp8.bytes == dynamic.bytes < own.bytes / 3
+    spoiled = jax.tree.map(lambda x: x * 1.2 if x.ndim == 1 else x, quantize_weights(target, "int8"))
+    assert accuracy.compare("spoiled", target, spoiled, cuts[:2]).divergence > 3 * dynamic.divergence
+    assert "int8" in accuracy.text([own, int8])
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_drafting_changes_no_token_of_a_quantised_target(kind: str) -> None:
+    options = dict(slots=2, max_len=160, prefill_buckets=(64,), buckets=(2,), tokenizer="bytes", dtype="float32")
+    params = [SamplingParams(max_tokens=64, temperature=t, seed=3) for t in (0.0, 1.0)]
+    drafters = (
+        None,
+        Eagle3.from_pretrained(demo.HEAD, tree=Tree.topk(12, 4, 3), quantize=kind),
+        DraftModel.from_pretrained(demo.TARGET, tree=Tree.chain(3), quantize=kind),
+    )
+    runs = []
+    for drafter in drafters:
+        with Engine.from_pretrained(demo.TARGET, drafter=drafter, quantize=kind, **options) as engine:
+            assert quantized_as(engine._params) == kind
+            runs.append(engine.generate([PROMPT, PROMPT], params))
+    plain, eagle, model = runs
+    for run in (eagle, model):
+        assert [done.token_ids for done in run] == [done.token_ids for done in plain]
+    assert eagle[0].metrics.mean_acceptance_length > 1.5
+    assert model[0].metrics.mean_acceptance_length > 3.7, "the same weights, rounded alike, draft the same tokens"
