@@ -7,7 +7,7 @@ from itertools import pairwise
 
 ACCEPT_RULES = ("coupled", "rejection", "block", "multi_candidate", "typical")
 IMPLEMENTATIONS = ("auto", "pallas", "reference")
-DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 PREFILL_BUCKETS = (128, 512, 2048)
 
 
@@ -60,7 +60,7 @@ class EngineConfig:
         _one_of("accept", self.accept, ACCEPT_RULES)
         _one_of("implementation", self.implementation, IMPLEMENTATIONS)
         for name in ("kv_dtype", "draft_kv_dtype"):
-            _one_of(name, getattr(self, name), (None, *DTYPES))
+            _one_of(name, getattr(self, name), (None, *KV_DTYPES))
         for name in ("typical_threshold", "typical_alpha"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not value > 0:

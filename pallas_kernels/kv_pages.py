@@ -4,6 +4,8 @@ Layout: one pool each for K and V, [pages, kv_heads, page, head_dim]; row r of s
 pool[page_table[b, r // page], :, r % page]. Page 0 is the null page: what it holds is never read.
 A row is skipped if it is not valid, or if the page table has no place for it.
 
+A pool of float8_e4m3fn holds numbers up to 448; larger ones become that. It has no scale.
+
 Both pools are written by one kernel, in place: donate them and use only what is returned.
 """
 
@@ -16,8 +18,10 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.implementation import Implementation, choose
+from pallas_kernels.quantized import FP8, LARGEST
 
 LAYERS = 8  # whose rows one kernel moves: what it does for each is code of its own
+POOL_DTYPES = (*(jnp.dtype(name) for name in ("bfloat16", "float16", "float32")), FP8)
 Pool = Float[Array, "pages KH page D"]
 
 
@@ -28,10 +32,17 @@ def _locate(page_table: Array, rows: Array, page: int) -> tuple[Array, Array, Ar
     return jnp.take_along_axis(page_table, rows // page, axis=1, mode="clip"), rows % page, known
 
 
+def rounded(values: Array, dtype: jnp.dtype) -> Array:
+    """Values as a pool of that dtype holds them, in a kernel or outside."""
+    if dtype == FP8:
+        values = jnp.clip(values.astype(jnp.float32), -LARGEST[FP8], LARGEST[FP8])
+    return values.astype(dtype)
+
+
 def _scatter(pool: Array, values: Array, pages: Array, places: Array, valid: Array) -> Array:
     """Writes values [B,T,KH,D]; an invalid row gets a page past the end, which `drop` skips."""
     pages = jnp.where(valid, pages, pool.shape[0])
-    return pool.at[pages, :, places].set(values.astype(pool.dtype), mode="drop")
+    return pool.at[pages, :, places].set(rounded(values, pool.dtype), mode="drop")
 
 
 def _append_reference(k_pool, v_pool, k, v, page_table, first_row, valid):
@@ -73,7 +84,7 @@ def _append_kernel(k_ref, v_ref, table_ref, first_ref, valid_ref, _k_in, _v_in, 
     for new_ref, pool_ref in ((k_ref, k_pool_ref), (v_ref, v_pool_ref)):
         values = pltriton.load(new_ref.at[sequence, token, head, dims], mask=inside, other=0)
         at = (target_page, head, slot, dims)
-        pltriton.store(pool_ref.at[at], values.astype(pool_ref.dtype), mask=inside & valid)
+        pltriton.store(pool_ref.at[at], rounded(values, pool_ref.dtype), mask=inside & valid)
 
 
 def _move_kernel(table_ref, source_ref, target_ref, valid_ref, *pool_refs, interpret):
@@ -95,7 +106,7 @@ def _move_kernel(table_ref, source_ref, target_ref, valid_ref, *pool_refs, inter
     target = (target_page[:, None], head, target_place[:, None], dims)
 
     def move(pair):
-        values = [pltriton.load(pool_ref.at[source], mask=mask, other=0) for pool_ref in pair]
+        values = [pltriton.load(pool_ref.at[source], mask=mask) for pool_ref in pair]
         if not interpret:
             pltriton.debug_barrier()  # targets overlap sources: every thread has read before one writes
         for pool_ref, moved in zip(pair, values, strict=True):
@@ -134,8 +145,8 @@ def _move_pallas(k_pools, v_pools, page_table, source_rows, target_rows, valid, 
 
 def _unsupported(k_pool: Array, moved: int) -> str | None:
     """Says which limit of the kernels a call breaks, if any."""
-    if k_pool.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"the pool's dtype must be bfloat16, float16 or float32, got {k_pool.dtype}"
+    if k_pool.dtype not in POOL_DTYPES:
+        return f"the pool's dtype must be one of {', '.join(map(str, POOL_DTYPES))}, got {k_pool.dtype}"
     if moved * k_pool.shape[3] > 64 * 256:
         return f"at most {64 * 256 // k_pool.shape[3]} rows of a sequence can be moved at once, got {moved}"
     return None

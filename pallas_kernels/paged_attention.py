@@ -21,6 +21,8 @@ from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels.ancestor_bits import WORD, num_words
 from pallas_kernels.implementation import Implementation, choose
+from pallas_kernels.kv_pages import POOL_DTYPES
+from pallas_kernels.quantized import FP8
 
 MMA_ROWS = 16  # smallest side of a matrix product on tensor cores
 MERGED = 16  # splits the merge reads at once
@@ -52,7 +54,7 @@ def _reference(q, k_pool, v_pool, page_table, lengths, bits, *, start, scale):
     batch, queries, heads, dim = q.shape
     kv_heads = k_pool.shape[1]
     group = heads // kv_heads
-    keys, values = _gather(k_pool, page_table), _gather(v_pool, page_table)
+    keys, values = _gather(k_pool, page_table), _gather(v_pool, page_table).astype(jnp.float32)
     rows = keys.shape[2]
     visible = _visible(lengths, bits, queries, rows, start)
     # 0 * NaN is NaN: rows that no query sees are zeroed. A new row may be seen by its own padding query alone
@@ -61,6 +63,7 @@ def _reference(q, k_pool, v_pool, page_table, lengths, bits, *, start, scale):
     keep = visible.any(1)[:, None, :, None] & (~new[:, None, :, None] | jnp.isfinite(values))
     values = jnp.where(keep, values, 0)
     packed = q.reshape(batch, queries, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
+    keys = keys.astype(_compute_dtype(q, keys))
     packed = packed.reshape(batch, kv_heads, queries * group, dim)
     seen = jnp.repeat(visible, group, axis=1)[:, None]
     exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
@@ -68,10 +71,15 @@ def _reference(q, k_pool, v_pool, page_table, lengths, bits, *, start, scale):
     top = jnp.max(scores, -1, keepdims=True)
     weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
     total = weights.sum(-1, keepdims=True)
-    out = jnp.einsum("bkrs,bksd->bkrd", weights, values.astype(jnp.float32), **exact)
+    out = jnp.einsum("bkrs,bksd->bkrd", weights, values, **exact)
     out = out / jnp.where(total == 0, 1.0, total)
     out = out.reshape(batch, kv_heads, queries, group, dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(batch, queries, heads, dim).astype(q.dtype)
+
+
+def _compute_dtype(q: Array, pool: Array) -> jnp.dtype:
+    """In which scores and sums of values are multiplied."""
+    return q.dtype if pool.dtype == FP8 else jnp.promote_types(q.dtype, pool.dtype)
 
 
 class _Tiles(NamedTuple):
@@ -159,15 +167,15 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
             mask = {"mask": loaded, "other": 0} if masked else {}
             pages = pltriton.load(table_ref.at[batch, row // tiles.page], **mask)
             at = (pages[:, None], kv_head, (row % tiles.page)[:, None], dims)
-            mask = {"mask": loaded[:, None], "other": 0} if masked else {}
+            mask = {"mask": loaded[:, None]} if masked else {}
             k = pltriton.load(k_ref.at[at], **mask).astype(compute)
             v = pltriton.load(v_ref.at[at], **mask).astype(compute)
             scores = pltriton.dot(q, k, trans_b=True, precision=precision) * (scale * math.log2(math.e))
             if masked:
                 visible = loaded[None, :] & ((new < 0)[None, :] | _own(new, query, seen))
                 scores = jnp.where(visible, scores, -jnp.inf)
-                # A new row that only its own padding query sees may hold anything, and 0 * NaN is NaN.
-                v = jnp.where((new < 0)[:, None] | (jnp.abs(v) < jnp.inf), v, 0)
+                # A row that was not loaded, or that only its own padding query sees, may be NaN, and so is 0 * NaN.
+                v = jnp.where((loaded & (new < 0))[:, None] | (jnp.abs(v) < jnp.inf), v, 0)
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
             base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
             weights, fade = jnp.exp2(scores - base[:, None]), jnp.exp2(top - base)
@@ -241,7 +249,7 @@ def _merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
 def _pallas(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, scale, interpret):
     """Two kernels (one where nothing is split): partial attention of every split, then their merge."""
     batch, queries, heads, dim = q.shape
-    compute = jnp.promote_types(q.dtype, k_pool.dtype)
+    compute = _compute_dtype(q, k_pool)
     wide = compute == jnp.float32
     tiles = _choose_tiles(q, k_pool, page_table, bits, new_rows, start, wide)
     # Three TF32 products are as exact as one of float32, and run on tensor cores; a CPU has none.
@@ -279,8 +287,8 @@ def _unsupported(q: Array, k_pool: Array, bits: Array | None) -> str | None:
         return f"the page size must be at most 128, got {page}"
     if bits is not None and bits.shape[-1] > 8:
         return f"bits can name at most 256 new rows, got {bits.shape[-1]} words"
-    if unknown := {q.dtype, k_pool.dtype} - {jnp.dtype(name) for name in ("bfloat16", "float16", "float32")}:
-        return f"the dtype must be bfloat16, float16 or float32, got {unknown.pop()}"
+    if unknown := {q.dtype, k_pool.dtype} - {*POOL_DTYPES} | {q.dtype} & {FP8}:
+        return f"the dtype must be one of {', '.join(map(str, POOL_DTYPES))} (pools alone), got {unknown.pop()}"
     return None
 
 

@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.implementation import Implementation, choose
-from pallas_kernels.kv_pages import Pool, append, place
+from pallas_kernels.kv_pages import POOL_DTYPES, Pool, append, place, rounded
 from pallas_kernels.split_matmul import add_up
 
 
@@ -85,7 +85,7 @@ def _kernel(
     keys = (part.astype(q_ref.dtype) for part in turned((heads + kv_head) * dim))
     for ref, new in ((k_ref, keys), (v_ref, values)):
         for part, dims in zip(new, (half, dim // 2 + half), strict=True):
-            pltriton.store(ref.at[target, kv_head, slot, dims], part.astype(ref.dtype), mask=mask)
+            pltriton.store(ref.at[target, kv_head, slot, dims], rounded(part, ref.dtype), mask=mask)
 
 
 def _pallas(k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *, heads, dtype, interpret):
@@ -108,8 +108,8 @@ def _unsupported(k_pool: Array) -> str | None:
     """Says which limit of the kernel a call breaks, if any."""
     if k_pool.shape[3] not in (16, 32, 64, 128, 256):
         return f"head_dim must be a power of two from 16 to 256, got {k_pool.shape[3]}"
-    if k_pool.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"the pool's dtype must be bfloat16, float16 or float32, got {k_pool.dtype}"
+    if k_pool.dtype not in POOL_DTYPES:
+        return f"the pool's dtype must be one of {', '.join(map(str, POOL_DTYPES))}, got {k_pool.dtype}"
     return None
 
 

@@ -38,6 +38,7 @@ class Case:
     group: int = 4
     dim: int = 16
     lengths: str = "ragged"
+    pool: str | None = None  # dtype of the pools; None: as the rest
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in dataclasses.astuple(self))
@@ -131,7 +132,8 @@ def make_problem(case: Case, *, scale: float | None = None, seed: int = 0) -> Pr
         # Of no consequence: a table's columns past the last row in use.
         page_table[b, (length + case.queries - 1) // case.page + 1 :] = 0
     q = generator.standard_normal((batch, case.queries, kv_heads * case.group, case.dim))
-    q, k_pool, v_pool = (jnp.asarray(x, case.dtype) for x in (q, k_pool, v_pool))
+    q = jnp.asarray(q, case.dtype)
+    k_pool, v_pool = (jnp.asarray(x, case.pool or case.dtype) for x in (k_pool, v_pool))
     numbers = [np.asarray(x, np.float32) for x in (q, k_pool, v_pool)]
     with np.errstate(invalid="ignore"):
         expected = attention(*numbers, page_table, lengths, new_rows, start=case.start, scale=scale)

@@ -19,9 +19,9 @@ def shape(dims, dtype=jnp.bfloat16):
 
 
 def compile_attention(
-    batch=1, queries=5, dim=128, context=2048, page=PAGE, causal=False, start=0, dtype=jnp.bfloat16
+    batch=1, queries=5, dim=128, context=2048, page=PAGE, causal=False, start=0, dtype=jnp.bfloat16, pool_dtype=None
 ) -> H200Program:
-    pool = shape((PAGES, KV_HEADS, page, dim), dtype)
+    pool = shape((PAGES, KV_HEADS, page, dim), pool_dtype or dtype)
     q, table = shape((batch, queries, HEADS, dim), dtype), shape((batch, context // page), jnp.int32)
     arrays = [q, pool, pool, table, shape((batch,), jnp.int32)]
 
@@ -41,6 +41,13 @@ def test_attention_is_two_kernels_without_spills(queries, dim, dtype):
     assert not program.copies()
     partial_bytes = queries * HEADS * (2048 // 128) * (dim + 1) * 4
     assert program.temp_bytes <= 1.01 * partial_bytes + 1024
+
+
+@pytest.mark.parametrize("queries", [1, 5, 60])
+def test_pools_of_one_byte_compile_alike(queries):
+    program = compile_attention(queries=queries, pool_dtype=jnp.float8_e4m3fn)
+    assert len(program.launches) == 2
+    assert not program.copies()
 
 
 @pytest.mark.parametrize("page", [1, 16, 64, 128])

@@ -36,6 +36,7 @@ CASES = [
     Case(page=20, tokens=17, kv_heads=3, dim=24),
     Case(page=16, tokens=60, kv_heads=1, dim=64, dtype="bfloat16"),
     Case(page=1, tokens=33, kv_heads=4, dim=128, dtype="float16"),
+    Case(page=16, tokens=5, dtype="float8_e4m3fn"),
 ]
 
 
@@ -150,6 +151,17 @@ def test_nothing_valid_changes_nothing_outside_the_null_page(implementation):
     assert_same_but_null(out[0], np.asarray(k_pool))
     out = move_rows([k_pool], [v_pool], table, rows, rows + 1, none, implementation=implementation)
     assert_same_but_null(out[1][0], np.asarray(v_pool))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_pool_of_float8_saturates(implementation):
+    pool = jnp.zeros((2, 1, 4, 16), "float8_e4m3fn")
+    values = jnp.tile(jnp.asarray([1e6, -1e6, 449.0, 1.0]), 4)[None, None, None]
+    k_pool, _ = append(
+        pool, pool, values, values, *map(jnp.asarray, ([[1]], [2], [[True]])), implementation=implementation
+    )
+    assert np.asarray(k_pool[1, 0, 2, :4], np.float32).tolist() == [448.0, -448.0, 448.0, 1.0]
+    assert np.isnan(np.asarray(values.astype("float8_e4m3fn"), np.float32)).any(), "a plain conversion gives NaN"
 
 
 @pytest.mark.parametrize("operation", [append, move_rows], ids=lambda operation: operation.__name__)

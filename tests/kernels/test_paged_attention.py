@@ -14,6 +14,11 @@ from tests import cover
 from tests.kernels.problems import FACTORS, Case, full_product, make_problem, pairwise_cover
 
 COVER = pairwise_cover()
+FP8 = [
+    Case(dtype="bfloat16", pool="float8_e4m3fn"),
+    Case(dtype="float32", pool="float8_e4m3fn", tree="causal", page=1, start=1, queries=17, dim=64),
+    Case(dtype="bfloat16", pool="float8_e4m3fn", tree="padded", queries=60, dim=128, group=2, lengths="full"),
+]
 PROBLEMS = functools.lru_cache(maxsize=4)(make_problem)
 
 
@@ -27,6 +32,12 @@ def check(case: Case, implementation: str) -> None:
 @pytest.mark.parametrize("case", cover.thinned(COVER, every=3, name=str))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_it_is_softmax_attention_over_the_rows_seen(case, implementation):
+    check(case, implementation)
+
+
+@pytest.mark.parametrize("case", FP8, ids=str)
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_pools_of_one_byte(case, implementation):
     check(case, implementation)
 
 
@@ -44,7 +55,7 @@ def test_every_combination(implementation, queries, page, dtype, group):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", COVER, ids=str)
+@pytest.mark.parametrize("case", [*COVER, *FP8], ids=str)
 def test_the_compiled_kernel_on_a_gpu(case):
     check(case, "pallas")
 
@@ -186,7 +197,7 @@ def test_control_hidden_first_rows_matter():
         ({"dim": 24}, "head_dim must be a power of two"),
         ({"page": 160}, "page size must be at most 128"),
         ({"queries": 300}, "bits can name at most 256 new rows"),
-        ({"dtype": "float8_e4m3fn"}, "dtype must be"),
+        ({"dtype": "float8_e5m2"}, "dtype must be"),
     ],
 )
 def test_a_shape_the_kernel_does_not_support_raises_and_auto_takes_the_reference(changed, message):

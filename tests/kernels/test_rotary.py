@@ -14,11 +14,11 @@ SHAPES = [(8, 2, 16, 4), (6, 2, 32, 1), (4, 4, 64, 16), (3, 3, 128, 64)]  # head
 BATCH, TOKENS, COLUMNS = 3, 5, 24
 
 
-def problem(shape: tuple[int, int, int, int], dtype: str, parts: int = 1) -> dict[str, Any]:
+def problem(shape: tuple[int, int, int, int], dtype: str, parts: int = 1, pool: str | None = None) -> dict[str, Any]:
     heads, kv_heads, dim, page = shape
     rng = np.random.default_rng(0)
     pools = {
-        name: jnp.asarray(rng.normal(size=(BATCH * COLUMNS + 1, kv_heads, page, dim)), dtype)
+        name: jnp.asarray(rng.normal(size=(BATCH * COLUMNS + 1, kv_heads, page, dim)), pool or dtype)
         for name in ("k_pool", "v_pool")
     }
     first = np.array([0, 1, 13])
@@ -53,12 +53,16 @@ def oracle(p: dict[str, Any], heads: int) -> tuple[np.ndarray, np.ndarray, np.nd
     return turned[:, :, :heads], k_pool, v_pool
 
 
-def check(shape: tuple[int, int, int, int], dtype: str, implementation: str, parts: int = 1) -> None:
-    p, heads = problem(shape, dtype, parts), shape[0]
+def check(
+    shape: tuple[int, int, int, int], dtype: str, implementation: str, parts: int = 1, pool: str | None = None
+) -> None:
+    p, heads = problem(shape, dtype, parts, pool), shape[0]
     got = rotate_append(**p, heads=heads, implementation=implementation)
     # Angles reach 120 rad in float32 (2**-18 of a turn); bfloat16 rounds the result once more.
     tolerance = 2**-7 if dtype == "bfloat16" else 1e-4
     for one, wanted in zip(got, oracle(p, heads), strict=True):
+        if one.dtype == "float8_e4m3fn":  # three bits of mantissa, steps of 2**-9 below 2**-6
+            tolerance = 2**-4
         np.testing.assert_allclose(np.asarray(one, np.float64), wanted, rtol=tolerance, atol=tolerance)
 
 
@@ -75,6 +79,12 @@ def test_queries_and_pools_agree_with_float64(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_projection_in_parts_is_added_up(dtype: str, implementation: str) -> None:
     check(SHAPES[1], dtype, implementation, parts=4)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pools_may_be_of_one_byte(dtype: str, implementation: str) -> None:
+    check(SHAPES[2], dtype, implementation, pool="float8_e4m3fn")
 
 
 @pytest.mark.parametrize("fault", ["positions", "first_row", "valid"])
