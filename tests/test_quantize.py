@@ -211,3 +211,19 @@ def test_drafting_changes_no_token_of_a_quantised_target(kind: str) -> None:
         assert [done.token_ids for done in run] == [done.token_ids for done in plain]
     assert eagle[0].metrics.mean_acceptance_length > 1.5
     assert model[0].metrics.mean_acceptance_length > 3.7, "the same weights, rounded alike, draft the same tokens"
+
+
+def test_a_cache_of_one_byte_a_number() -> None:
+    """Its numbers are checked in tests/kernels; here that the engine takes it for both pools and still drafts well."""
+    options = dict(slots=1, max_len=160, prefill_buckets=(64,), tokenizer="bytes", dtype="float32")
+    head = Eagle3.from_pretrained(demo.HEAD, tree=Tree.chain(3))
+    dtypes = dict(kv_dtype="float8_e4m3fn", draft_kv_dtype="float8_e4m3fn")
+    with Engine.from_pretrained(demo.TARGET, drafter=head, **options, **dtypes) as engine:
+        pools = [*engine._state.target.k, *engine._state.draft.cache.v]
+        assert {str(pool.dtype) for pool in pools} == {"float8_e4m3fn"}
+        (done,) = engine.generate(PROMPT, SamplingParams(max_tokens=64, temperature=0.0))
+    assert done.text is not None
+    assert done.text.startswith("_some(self, "), done.text
+    assert done.metrics.mean_acceptance_length > 1.8
+    with pytest.raises(ValueError, match="kv_dtype: expected one of .*float8_e4m3fn.*got 'float8_e5m2'"):
+        Engine(tiny.model(40), slots=1, max_len=32, kv_dtype="float8_e5m2")
