@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,24 +48,26 @@ class Programs:
 
     def _compile(self, state: SlotState, *, trace: bool) -> None:
         assert self._config.buckets is not None and self._config.prefill_buckets is not None
-        work: list[tuple[str, Callable[[Any], None], Any]] = []
         program = replace(self._program, rounds=self._config.rounds_per_dispatch, trace=trace)
-        for rows in self._config.buckets:
-            lowered = self._lower(partial(spec_step, program), state, rows)
-            name = f"round[{rows}]" + (" traced" if trace else "")
-            work.append((name, partial(self.rounds.__setitem__, (rows, trace)), lowered))
-        for tokens in () if trace else self._config.prefill_buckets:
-            lowered = self._lower(partial(prefill_step, self._program), state, PREFILL_HEAD + self._pages + tokens)
-            work.append((f"prefill[{tokens}]", partial(self.prefill.__setitem__, tokens), lowered))
-        with ThreadPoolExecutor(max_workers=min(len(work), os.cpu_count() or 1)) as pool:
-            list(pool.map(self._compile_one, work))
+        compiled: list[Future[None]] = []
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # one is lowered while others compile
+            for rows in self._config.buckets:
+                lowered = self._lower(partial(spec_step, program), state, rows)
+                name = f"round[{rows}]" + (" traced" if trace else "")
+                keep: Callable[[Any], None] = partial(self.rounds.__setitem__, (rows, trace))
+                compiled.append(pool.submit(self._compile_one, name, keep, lowered))
+            for tokens in () if trace else self._config.prefill_buckets:
+                lowered = self._lower(partial(prefill_step, self._program), state, PREFILL_HEAD + self._pages + tokens)
+                keep = partial(self.prefill.__setitem__, tokens)
+                compiled.append(pool.submit(self._compile_one, f"prefill[{tokens}]", keep, lowered))
+        for one in compiled:
+            one.result()
 
     def _lower(self, step: Callable[..., Any], state: SlotState, words: int) -> Any:
         packed = jax.ShapeDtypeStruct((words,), jnp.int32)
         return jax.jit(step, donate_argnums=(1,)).lower(self._params, state, packed)
 
-    def _compile_one(self, work: tuple[str, Callable[[Any], None], Any]) -> None:
-        name, keep, lowered = work
+    def _compile_one(self, name: str, keep: Callable[[Any], None], lowered: Any) -> None:
         start = time.perf_counter()
         keep(lowered.compile())
         self.seconds[name] = time.perf_counter() - start

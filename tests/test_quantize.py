@@ -225,5 +225,5 @@ def test_a_cache_of_one_byte_a_number() -> None:
     assert done.text is not None
     assert done.text.startswith("_some(self, "), done.text
     assert done.metrics.mean_acceptance_length > 1.8
-    with pytest.raises(ValueError, match="kv_dtype: expected one of .*float8_e4m3fn.*got 'float8_e5m2'"):
+    with pytest.raises(ValueError, match=r"kv_dtype: expected one of .*float8_e4m3fn.*got 'float8_e5m2'"):
         Engine(tiny.model(40), slots=1, max_len=32, kv_dtype="float8_e5m2")
