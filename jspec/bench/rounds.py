@@ -6,6 +6,7 @@ import statistics
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,6 +41,14 @@ class Case:
     implementation: str = "auto"
     greedy: bool = True
 
+    @property
+    def name(self) -> str:
+        """Its options in one word that can name a folder; those of its defaults alone are left out."""
+        tree = str(self.tree).lower().replace(":", "-").replace(",", "-")
+        words = [self.shape, self.dtype, tree, f"batch{self.batch}", f"context{self.context}", f"page{self.page_size}"]
+        words += [] if self.implementation == "auto" else [self.implementation]
+        return "_".join(words if self.greedy else [*words, "sampled"])
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -53,8 +62,14 @@ class Timing:
     tokens: float
 
 
-def build(case: Case, target: Model, head: EagleHead | None) -> tuple[Program, Params, PoolShape]:
-    """Program, weights and pool shape of a case; the models may be trees of shapes."""
+def build(
+    case: Case, target: Model, head: EagleHead | None, *, growth: int | None = None
+) -> tuple[Program, Params, PoolShape]:
+    """Program, weights and pool shape of a case; the models may be trees of shapes.
+
+    Args:
+        growth: tokens that a row may gain beyond the context; None: those of `GROUP` rounds.
+    """
     drafter: Drafter = NoDraft()
     if case.tree is not None:
         assert head is not None
@@ -65,8 +80,9 @@ def build(case: Case, target: Model, head: EagleHead | None) -> tuple[Program, P
         accept="coupled",
         implementation=case.implementation,
     )
-    width = PoolShape(case.batch, 2, case.page_size, _max_len(case), case.dtype, case.dtype).width(drafter.tree)
-    pool = PoolShape(case.batch, case.batch * width + 1, case.page_size, _max_len(case), case.dtype, case.dtype)
+    max_len = case.context + (GROUP * (_depth(case) + 1) + 1 if growth is None else growth)
+    width = PoolShape(case.batch, 2, case.page_size, max_len, case.dtype, case.dtype).width(drafter.tree)
+    pool = PoolShape(case.batch, case.batch * width + 1, case.page_size, max_len, case.dtype, case.dtype)
     return program, Params(target=target, draft=drafter.bind(target)), pool
 
 
@@ -76,24 +92,26 @@ def compile_step(program: Program, params: Params, state: Any, batch: int) -> An
     return jax.jit(partial(spec_step, program), donate_argnums=(1,)).lower(params, state, slots).compile()
 
 
-def measure(case: Case, target: Model, head: EagleHead | None) -> Timing:
-    """Compile a case and time it: groups of rounds, dispatched back to back, median over groups."""
+def measure(case: Case, target: Model, head: EagleHead | None, *, profile: Path | None = None) -> Timing:
+    """Compile a case and time it: groups of rounds, dispatched back to back, median over groups.
+
+    Args:
+        profile: folder for a trace of one more group, which is not timed; None: no trace.
+    """
     program, params, pool = build(case, target, head)
-    state = _filled_state(init_state(program, params, pool), case)
+    state = filled_state(init_state(program, params, pool), case)
     started = time.perf_counter()
     step = compile_step(program, params, state, case.batch)
     compile_seconds = time.perf_counter() - started
-    slots, times, emitted = jnp.arange(case.batch, dtype=jnp.int32), [], []
+    times, emitted = [], []
     for group in range(WARM_UP + GROUPS):
-        state = replace(state, lengths=jnp.full(case.batch, case.context, jnp.int32))
-        jax.block_until_ready(state)
-        began = time.perf_counter()
-        for _ in range(GROUP):
-            state, output = step(params, state, slots)
-        jax.block_until_ready((state, output))
+        state, milliseconds, tokens = _group(step, params, state, case)
         if group >= WARM_UP:
-            times.append((time.perf_counter() - began) / GROUP * 1e3)
-            emitted.append(float(np.asarray(output.report)[..., -4].mean()))
+            times.append(milliseconds)
+            emitted.append(tokens)
+    if profile is not None:
+        with jax.profiler.trace(str(profile)):
+            _group(step, params, state, case)
     deciles = statistics.quantiles(times, n=10)
     return Timing(
         case=case,
@@ -105,6 +123,19 @@ def measure(case: Case, target: Model, head: EagleHead | None) -> Timing:
     )
 
 
+def _group(step: Any, params: Params, state: SlotState, case: Case) -> tuple[SlotState, float, float]:
+    """Rounds from the case's context on: the state behind them, milliseconds a round, and tokens of the last one."""
+    slots = jnp.arange(case.batch, dtype=jnp.int32)
+    state = replace(state, lengths=jnp.full(case.batch, case.context, jnp.int32))
+    jax.block_until_ready((state, slots))
+    began = time.perf_counter()
+    for _ in range(GROUP):
+        state, output = step(params, state, slots)
+    jax.block_until_ready((state, output))
+    milliseconds = (time.perf_counter() - began) / GROUP * 1e3
+    return state, milliseconds, float(np.asarray(output.report)[..., -4].mean())
+
+
 def floor(case: Case) -> float:
     """Seconds the case takes at least."""
     nodes = 1 if case.tree is None else case.tree.nodes
@@ -114,15 +145,11 @@ def floor(case: Case) -> float:
     return floors.seconds(costs)
 
 
-def _max_len(case: Case) -> int:
-    return case.context + GROUP * (_depth(case) + 1) + 1
-
-
 def _depth(case: Case) -> int:
     return 0 if case.tree is None else case.tree.depth
 
 
-def _filled_state(state: SlotState, case: Case) -> SlotState:
+def filled_state(state: SlotState, case: Case) -> SlotState:
     """Every slot in the middle of a text: its own pages, random K and V, a random root."""
     width = state.page_table.shape[1]
     rng = np.random.default_rng(0)
