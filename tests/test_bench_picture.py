@@ -148,7 +148,8 @@ def test_step_writes_picture_and_trace(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_cases_have_folders_of_their_own() -> None:
-    cases = [rounds.Case("tiny", 1, 8, tree, greedy=greedy) for tree in TREES for greedy in (True, False)]
+    wide = [Tree.static((rank,) for rank in range(count)) for count in (200, 201)]
+    cases = [rounds.Case("tiny", 1, 8, tree, greedy=greedy) for tree in (*TREES, *wide) for greedy in (True, False)]
     names = {case.name for case in cases}
-    assert len(names) == len(cases)
+    assert len(names) == len(cases) and max(map(len, names)) < 100
     assert not any(character in name for name in names for character in "/:, ")

@@ -178,7 +178,7 @@ def tree_name(tree: Tree | None) -> str:
 
 
 def _models(cases: Iterable[Any]) -> str:
-    return ", ".join(dict.fromkeys(f"{case.shape} {case.dtype}" for case in cases))
+    return ", ".join(dict.fromkeys(f"{case.shape} {case.dtype}{'' if case.greedy else ' sampled'}" for case in cases))
 
 
 def _grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
@@ -189,7 +189,7 @@ def _grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
 
 
 def _panels(rows: int, columns: int, widths: Sequence[float] | None = None) -> tuple[Figure, Any]:
-    """A figure and its axes, a list of rows; widths of the columns count in panels, the values of a row are one scale.
+    """A figure and its axes, a list of rows.
 
     Args:
         widths: of the columns, in panels; then each has a scale of its own. None: one panel each, on one scale.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import zlib
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from jspec.tree import Tree
 GROUP = 8  # rounds dispatched between two looks at the clock
 GROUPS = 40
 WARM_UP = 5
+LONGEST = 40  # characters of a tree in a case's name
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Its options in one word that can name a folder; those of its defaults alone are left out."""
+        """One word that can name a folder; a long tree is told from others by a checksum."""
         tree = str(self.tree).lower().replace(":", "-").replace(",", "-")
+        if self.tree is not None and len(tree) > LONGEST:
+            tree = f"tree-{self.tree.nodes}-{zlib.crc32(tree.encode()):08x}"
         words = [self.shape, self.dtype, tree, f"batch{self.batch}", f"context{self.context}", f"page{self.page_size}"]
         words += [] if self.implementation == "auto" else [self.implementation]
         return "_".join(words if self.greedy else [*words, "sampled"])
@@ -103,12 +107,11 @@ def measure(case: Case, target: Model, head: EagleHead | None, *, profile: Path 
     started = time.perf_counter()
     step = compile_step(program, params, state, case.batch)
     compile_seconds = time.perf_counter() - started
-    times, emitted = [], []
-    for group in range(WARM_UP + GROUPS):
-        state, milliseconds, tokens = _group(step, params, state, case)
-        if group >= WARM_UP:
-            times.append(milliseconds)
-            emitted.append(tokens)
+    groups = []
+    for _ in range(WARM_UP + GROUPS):
+        state, *seen = _group(step, params, state, case)
+        groups.append(seen)
+    times, emitted = zip(*groups[WARM_UP:], strict=True)
     if profile is not None:
         with jax.profiler.trace(str(profile)):
             _group(step, params, state, case)
