@@ -273,15 +273,19 @@ def _inches(ax: Axes) -> tuple[float, float]:
 
 
 def _pyplot() -> Any:
-    return _matplotlib("pyplot")
+    return matplotlib_module("pyplot")
 
 
 def _font_manager() -> Any:
-    return _matplotlib("font_manager")
+    return matplotlib_module("font_manager")
 
 
-def _matplotlib(module: str) -> Any:
-    """A module of matplotlib, which is no dependency of jspec."""
+def matplotlib_module(module: str) -> Any:
+    """A module of matplotlib, which is no dependency of jspec.
+
+    Raises:
+        ImportError: it is not installed; the message names the extra that brings it.
+    """
     try:
         return importlib.import_module(f"matplotlib.{module}")
     except ImportError as error:

@@ -70,19 +70,20 @@ def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> S
     def take(field: Array) -> Array:
         return field.at[slots].get(mode="fill", fill_value=0)
 
-    active = take(state.active)
-    return SlotView(
-        slots=slots,
-        root=take(state.root),
-        lengths=jnp.where(active, take(state.lengths), 0),
-        active=active,
-        remaining=take(state.remaining),
-        page_table=jnp.where(active[:, None], take(state.page_table), 0),
-        sampling=jax.tree.map(take, state.sampling),
-        accept=program.accept,
-        all_greedy=False,
-        implementation=program.implementation,
-    )
+    with jax.named_scope("view"):
+        active = take(state.active)
+        return SlotView(
+            slots=slots,
+            root=take(state.root),
+            lengths=jnp.where(active, take(state.lengths), 0),
+            active=active,
+            remaining=take(state.remaining),
+            page_table=jnp.where(active[:, None], take(state.page_table), 0),
+            sampling=jax.tree.map(take, state.sampling),
+            accept=program.accept,
+            all_greedy=False,
+            implementation=program.implementation,
+        )
 
 
 def spec_step(
@@ -118,12 +119,11 @@ def spec_round(
     out, target = verify_stage(program, params, state, view, draft)
     verdict = accept_stage(program, out, view, draft)
     state = commit_stage(program, params, replace(state, target=target, draft=draft_state), view, draft, verdict, out)
-    num_drafted = jnp.where(view.active, jnp.sum(draft.valid[:, 1:], axis=1, dtype=jnp.int32), 0)
     trace = None
     if program.trace:
         parents = jnp.where(draft.valid, draft.parents, -1)
         trace = Trace(tokens=draft.tokens, parents=parents, scores=draft.scores, path=verdict.path)
-    return state, pack_report(verdict, num_drafted), trace
+    return state, report_stage(view, draft, verdict), trace
 
 
 def draft_stage(program: Program, params: Params, state: SlotState, view: SlotView) -> tuple[Draft, Any]:
@@ -181,6 +181,13 @@ def commit_stage(
         )
         put = {name: getattr(state, name).at[view.slots].set(new, mode="drop") for name, new in moved.items()}
         return replace(state, target=target, draft=draft_state, **put)
+
+
+def report_stage(view: SlotView, draft: Draft, verdict: Verdict) -> Int[Array, "batch columns"]:
+    """What the host reads of the round."""
+    with jax.named_scope("report"):
+        num_drafted = jnp.where(view.active, jnp.sum(draft.valid[:, 1:], axis=1, dtype=jnp.int32), 0)
+        return pack_report(verdict, num_drafted)
 
 
 def prefill_step(

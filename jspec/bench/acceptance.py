@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import warnings
 from collections.abc import Iterable, Sequence
@@ -11,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 from jspec import demo
-from jspec.bench.report import environment
+from jspec.bench.report import write
 from jspec.draft.eagle import Eagle3
 from jspec.engine import Engine
 from jspec.metrics import Metrics
@@ -224,4 +223,4 @@ def _tree_name(tree: Tree) -> str:
 def write_json(path: Path, results: Sequence[Acceptance]) -> None:
     """Environment and results as one JSON object."""
     rows = [asdict(r) | {"case": {"accept": r.case.accept, "tree": str(r.case.tree)}} for r in results]
-    path.write_text(json.dumps({"environment": environment(), "results": rows}, indent=1))
+    write(path, rows)

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from jspec import demo, diagnose
-from jspec.bench import acceptance, accuracy, report, rounds, shapes
+from jspec.bench import acceptance, accuracy, compare, picture, report, rounds, shapes, synthetic, throughput
 from jspec.config import ACCEPT_RULES
 from jspec.tree import TREE_FORMS, Tree
 from pallas_kernels.quantized import KINDS
 
+SHAPE, DTYPE = "llama3-8b", "bfloat16"
+
 
 def _ints(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
+
+
+def _floats(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
 
 
 def _tree(text: str) -> Tree | None:
@@ -24,23 +32,50 @@ def _tree(text: str) -> Tree | None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommands."""
     commands = parser.add_subparsers(dest="bench", required=True)
-    step = commands.add_parser("step", help="time of one round over batch, draft length and context, beside its floor")
-    step.add_argument("--shape", choices=sorted(shapes.TARGETS), default="llama3-8b")
-    step.add_argument("--batch", type=_ints, default=[1], metavar="1,8,32")
-    step.add_argument(
-        "--tree", type=_tree, nargs="+", default=[None, Tree.chain(4)], metavar="TREE", help=f"none, {TREE_FORMS}"
+    _step_arguments(
+        commands.add_parser("step", help="time of one round over batch, draft length and context, beside its floor")
     )
-    step.add_argument("--context", type=_ints, default=[1024])
-    step.add_argument("--page-size", type=_ints, default=[16])
-    step.add_argument("--dtype", default="bfloat16")
-    step.add_argument("--implementation", default="auto")
-    step.add_argument("--sampled", action="store_true", help="temperature 1 instead of greedy")
-    step.add_argument("--json", type=Path, help="also write the results there")
-    step.set_defaults(run=_step)
+    _throughput_arguments(
+        commands.add_parser("throughput", help="tokens/s of random weights at a stated, synthetic acceptance")
+    )
+    _compare_arguments(commands.add_parser("compare", help="a rival's rounds beside ours, and the best draft of each"))
     _accuracy_arguments(commands.add_parser("accuracy", help="next-token laws of a quantised target beside its own"))
     _acceptance_arguments(
         commands.add_parser("acceptance", help="acceptance of the embedded pair by accept rule, temperature and tree")
     )
+
+
+def _step_arguments(parser: argparse.ArgumentParser) -> None:
+    _model_arguments(parser)
+    parser.add_argument("--context", type=_ints, default=[1024], metavar="1024")
+    parser.add_argument("--page-size", type=_ints, default=[16], metavar="16")
+    parser.add_argument("--sampled", action="store_true", help="temperature 1 instead of greedy")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="trace a few rounds of each case into DIR/CASE")
+    _output_arguments(parser)
+    parser.set_defaults(run=_step)
+
+
+def _throughput_arguments(parser: argparse.ArgumentParser) -> None:
+    _model_arguments(parser)
+    parser.add_argument("--context", type=int, default=1024, help="where the rows start")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=throughput.TOKENS, help="that each row emits")
+    stated = parser.add_mutually_exclusive_group()
+    stated.add_argument("--length", type=float, help="mean acceptance length, for every tree but none")
+    _positions_argument(stated)
+    parser.add_argument("--seed", type=int, default=0, help="of the lots that accept")
+    _output_arguments(parser)
+    parser.set_defaults(run=_throughput)
+
+
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("rival", type=Path, help=f"lines of JSON with {', '.join(compare.RIVAL_FIELDS)}")
+    parser.add_argument("--ours", type=Path, help="of `bench step --json`; left out: the rival's points are measured")
+    parser.add_argument("--shape", choices=sorted(shapes.TARGETS), help=f"to measure; {SHAPE} if left out")
+    parser.add_argument("--dtype", help=f"to measure; {DTYPE} if left out")
+    _positions_argument(parser)
+    _output_arguments(parser)
+    parser.set_defaults(run=_compare)
 
 
 def _accuracy_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,27 +98,132 @@ def _acceptance_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_acceptance)
 
 
+def _model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a round of random weights is compiled for."""
+    parser.add_argument("--shape", choices=sorted(shapes.TARGETS), default=SHAPE)
+    parser.add_argument("--batch", type=_ints, default=[1], metavar="1,8,32")
+    trees = [None, Tree.chain(4)]
+    parser.add_argument("--tree", type=_tree, nargs="+", default=trees, metavar="TREE", help=f"none, {TREE_FORMS}")
+    parser.add_argument("--dtype", default=DTYPE)
+    parser.add_argument("--implementation", default="auto")
+
+
+def _positions_argument(parser: Any) -> None:
+    parser.add_argument(
+        "--positions",
+        type=_floats,
+        default=synthetic.RATES,
+        metavar=",".join(f"{rate:g}" for rate in synthetic.RATES),
+        help="stated share of rounds that accept each position; what EAGLE-3 is known for, if left out",
+    )
+
+
+def _output_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw them there; needs matplotlib")
+
+
+def _case(arguments: argparse.Namespace, batch: int, tree: Tree | None, **more: Any) -> rounds.Case:
+    names = ("shape", "dtype", "implementation")
+    return rounds.Case(batch=batch, tree=tree, **{name: getattr(arguments, name) for name in names}, **more)
+
+
 def _step(arguments: argparse.Namespace) -> int:
-    target = shapes.random_target(arguments.shape, arguments.dtype)
-    head = shapes.random_head(arguments.shape, arguments.dtype) if any(arguments.tree) else None
-    results = []
-    for page, context, batch, tree in product(arguments.page_size, arguments.context, arguments.batch, arguments.tree):
-        case = rounds.Case(
-            shape=arguments.shape,
-            batch=batch,
-            context=context,
-            tree=tree,
-            page_size=page,
-            dtype=arguments.dtype,
-            implementation=arguments.implementation,
-            greedy=not arguments.sampled,
-        )
-        results.append(rounds.measure(case, target, head))
+    grid = product(arguments.page_size, arguments.context, arguments.batch, arguments.tree)
+    cases = [
+        _case(arguments, batch, tree, context=context, page_size=page, greedy=not arguments.sampled)
+        for page, context, batch, tree in grid
+    ]
+    _check_picture(arguments)
+    results = _measure(cases, arguments.profile)
     print(f"one round, drafted by an EAGLE-3 head, random weights, acceptance about 0; {report.environment()}")
     print(report.timings(results))
+    if arguments.profile:
+        print("\n".join(f"trace: {arguments.profile / case.name}" for case in cases))
     if arguments.json:
         report.write_json(arguments.json, results)
+    if arguments.picture:
+        picture.save(picture.step(results), arguments.picture)
     return 0
+
+
+def _measure(cases: list[rounds.Case], profile: Path | None = None) -> list[rounds.Timing]:
+    """Cases of one shape and dtype, one after the other."""
+    target, head = _models(cases)
+    return [rounds.measure(case, target, head, profile=profile and profile / case.name) for case in cases]
+
+
+def _models(cases: Iterable[rounds.Case]) -> Any:
+    """Target and, where a case drafts, head of the cases' one shape and dtype."""
+    (shape, dtype), *others = {(case.shape, case.dtype) for case in cases}
+    assert not others, "one shape and dtype a run"
+    head = shapes.random_head(shape, dtype) if any(case.tree for case in cases) else None
+    return shapes.random_target(shape, dtype), head
+
+
+def _throughput(arguments: argparse.Namespace) -> int:
+    cases = [
+        throughput.Case(
+            _case(arguments, batch, tree, context=arguments.context, page_size=arguments.page_size),
+            _rates(arguments, tree),
+            arguments.tokens,
+            arguments.seed,
+        )
+        for batch, tree in product(arguments.batch, arguments.tree)
+    ]
+    _check_picture(arguments)
+    target, head = _models([case.point for case in cases])
+    results = [throughput.measure(case, target, head) for case in cases]
+    print(f"rounds drafted by an EAGLE-3 head, random weights; {report.environment()}")
+    print(throughput.text(results))
+    if arguments.json:
+        throughput.write_json(arguments.json, results)
+    if arguments.picture:
+        picture.save(picture.tokens(results), arguments.picture)
+    return 0
+
+
+def _rates(arguments: argparse.Namespace, tree: Tree | None) -> synthetic.Rates:
+    if tree is not None and arguments.length is not None:
+        return synthetic.rates_of_length(arguments.length, tree)
+    return synthetic.rates_of_tree(synthetic.check_rates(arguments.positions), tree)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    rates, rival = synthetic.check_rates(arguments.positions), compare.read_rival(arguments.rival)
+    _check_picture(arguments)
+    environment, results = _own(arguments, rival)
+    ours = compare.own_points(results, str(arguments.ours or "measured"))
+    found = compare.rows(rival, ours, rates)
+    settings = {name: results[0]["case"].get(name) for name in compare.SETTINGS}
+    own = {**environment, **settings}
+    print(f"rival: {arguments.rival}; ours: {own}")
+    print(compare.text(found, rates))
+    if arguments.json:
+        compare.write_json(arguments.json, found, rates, {"rival": str(arguments.rival), "ours": own})
+    if arguments.picture:
+        words = [str(own[name]) for name in ("shape", "dtype", "device") if name in own]
+        title = f"rival: {arguments.rival.name}; ours: {', '.join(words)}"
+        picture.save(picture.compare(found, title), arguments.picture)
+    return 0
+
+
+def _own(arguments: argparse.Namespace, rival: Iterable[compare.Point]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Environment and results of our side, read or measured."""
+    if arguments.ours is not None:
+        if arguments.shape or arguments.dtype:
+            raise ValueError("compare: expected --shape and --dtype only without --ours, whose file says its own")
+        return compare.read_own(arguments.ours)
+    shape, dtype = arguments.shape or SHAPE, arguments.dtype or DTYPE
+    cases = [rounds.Case(shape, p.batch, p.context, _tree(p.draft), dtype=dtype) for p in rival if p.measurable]
+    if not cases:
+        raise ValueError(f"{arguments.rival}: expected a point that can be measured: no quantization, none or eagle3")
+    return report.environment(), [report.fields(timing) for timing in _measure(cases)]
+
+
+def _check_picture(arguments: argparse.Namespace) -> None:
+    if arguments.picture is not None:
+        picture.check_path(arguments.picture)
 
 
 def _accuracy(arguments: argparse.Namespace) -> int:

@@ -72,15 +72,17 @@ def timings(results: Sequence[Timing]) -> str:
     return table(rows)
 
 
-def _fields(result: Timing) -> dict[str, Any]:
-    fields = asdict(result)
-    return fields | {"case": fields["case"] | {"tree": str(result.case.tree).lower()}}
+def fields(result: Timing) -> dict[str, Any]:
+    """A result as it is written; the tree as `Tree.parse` reads it."""
+    own = asdict(result)
+    return own | {"case": own["case"] | {"tree": str(result.case.tree).lower()}}
 
 
 def write_json(path: Path, results: Sequence[Timing]) -> None:
     """Environment and results as one JSON object."""
-    content: dict[str, Any] = {
-        "environment": environment(),
-        "results": [_fields(result) for result in results],
-    }
-    path.write_text(json.dumps(content, indent=1))
+    write(path, [fields(result) for result in results])
+
+
+def write(path: Path, results: Sequence[dict[str, Any]], **about: Any) -> None:
+    """Environment, what else is to be said, and results as one JSON object."""
+    path.write_text(json.dumps({"environment": environment(), **about, "results": results}, indent=1))

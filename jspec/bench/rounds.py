@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
+import zlib
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,6 +27,7 @@ from jspec.tree import Tree
 GROUP = 8  # rounds dispatched between two looks at the clock
 GROUPS = 40
 WARM_UP = 5
+LONGEST = 40  # characters of a tree in a case's name
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,16 @@ class Case:
     implementation: str = "auto"
     greedy: bool = True
 
+    @property
+    def name(self) -> str:
+        """One word that can name a folder; a long tree is told from others by a checksum."""
+        tree = str(self.tree).lower().replace(":", "-").replace(",", "-")
+        if self.tree is not None and len(tree) > LONGEST:
+            tree = f"tree-{self.tree.nodes}-{zlib.crc32(tree.encode()):08x}"
+        words = [self.shape, self.dtype, tree, f"batch{self.batch}", f"context{self.context}", f"page{self.page_size}"]
+        words += [] if self.implementation == "auto" else [self.implementation]
+        return "_".join(words if self.greedy else [*words, "sampled"])
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -53,8 +66,14 @@ class Timing:
     tokens: float
 
 
-def build(case: Case, target: Model, head: EagleHead | None) -> tuple[Program, Params, PoolShape]:
-    """Program, weights and pool shape of a case; the models may be trees of shapes."""
+def build(
+    case: Case, target: Model, head: EagleHead | None, *, growth: int | None = None
+) -> tuple[Program, Params, PoolShape]:
+    """Program, weights and pool shape of a case; the models may be trees of shapes.
+
+    Args:
+        growth: tokens that a row may gain beyond the context; None: those of `GROUP` rounds.
+    """
     drafter: Drafter = NoDraft()
     if case.tree is not None:
         assert head is not None
@@ -65,8 +84,9 @@ def build(case: Case, target: Model, head: EagleHead | None) -> tuple[Program, P
         accept="coupled",
         implementation=case.implementation,
     )
-    width = PoolShape(case.batch, 2, case.page_size, _max_len(case), case.dtype, case.dtype).width(drafter.tree)
-    pool = PoolShape(case.batch, case.batch * width + 1, case.page_size, _max_len(case), case.dtype, case.dtype)
+    max_len = case.context + (GROUP * (_depth(case) + 1) + 1 if growth is None else growth)
+    width = PoolShape(case.batch, 2, case.page_size, max_len, case.dtype, case.dtype).width(drafter.tree)
+    pool = PoolShape(case.batch, case.batch * width + 1, case.page_size, max_len, case.dtype, case.dtype)
     return program, Params(target=target, draft=drafter.bind(target)), pool
 
 
@@ -76,24 +96,25 @@ def compile_step(program: Program, params: Params, state: Any, batch: int) -> An
     return jax.jit(partial(spec_step, program), donate_argnums=(1,)).lower(params, state, slots).compile()
 
 
-def measure(case: Case, target: Model, head: EagleHead | None) -> Timing:
-    """Compile a case and time it: groups of rounds, dispatched back to back, median over groups."""
+def measure(case: Case, target: Model, head: EagleHead | None, *, profile: Path | None = None) -> Timing:
+    """Compile a case and time it: groups of rounds, dispatched back to back, median over groups.
+
+    Args:
+        profile: folder for a trace of one more group, which is not timed; None: no trace.
+    """
     program, params, pool = build(case, target, head)
-    state = _filled_state(init_state(program, params, pool), case)
+    state = filled_state(init_state(program, params, pool), case)
     started = time.perf_counter()
     step = compile_step(program, params, state, case.batch)
     compile_seconds = time.perf_counter() - started
-    slots, times, emitted = jnp.arange(case.batch, dtype=jnp.int32), [], []
-    for group in range(WARM_UP + GROUPS):
-        state = replace(state, lengths=jnp.full(case.batch, case.context, jnp.int32))
-        jax.block_until_ready(state)
-        began = time.perf_counter()
-        for _ in range(GROUP):
-            state, output = step(params, state, slots)
-        jax.block_until_ready((state, output))
-        if group >= WARM_UP:
-            times.append((time.perf_counter() - began) / GROUP * 1e3)
-            emitted.append(float(np.asarray(output.report)[..., -4].mean()))
+    groups = []
+    for _ in range(WARM_UP + GROUPS):
+        state, *seen = _group(step, params, state, case)
+        groups.append(seen)
+    times, emitted = zip(*groups[WARM_UP:], strict=True)
+    if profile is not None:
+        with jax.profiler.trace(str(profile)):
+            _group(step, params, state, case)
     deciles = statistics.quantiles(times, n=10)
     return Timing(
         case=case,
@@ -105,6 +126,19 @@ def measure(case: Case, target: Model, head: EagleHead | None) -> Timing:
     )
 
 
+def _group(step: Any, params: Params, state: SlotState, case: Case) -> tuple[SlotState, float, float]:
+    """Rounds from the case's context on: the state behind them, milliseconds a round, and tokens of the last one."""
+    slots = jnp.arange(case.batch, dtype=jnp.int32)
+    state = replace(state, lengths=jnp.full(case.batch, case.context, jnp.int32))
+    jax.block_until_ready((state, slots))
+    began = time.perf_counter()
+    for _ in range(GROUP):
+        state, output = step(params, state, slots)
+    jax.block_until_ready((state, output))
+    milliseconds = (time.perf_counter() - began) / GROUP * 1e3
+    return state, milliseconds, float(np.asarray(output.report)[..., -4].mean())
+
+
 def floor(case: Case) -> float:
     """Seconds the case takes at least."""
     nodes = 1 if case.tree is None else case.tree.nodes
@@ -114,15 +148,11 @@ def floor(case: Case) -> float:
     return floors.seconds(costs)
 
 
-def _max_len(case: Case) -> int:
-    return case.context + GROUP * (_depth(case) + 1) + 1
-
-
 def _depth(case: Case) -> int:
     return 0 if case.tree is None else case.tree.depth
 
 
-def _filled_state(state: SlotState, case: Case) -> SlotState:
+def filled_state(state: SlotState, case: Case) -> SlotState:
     """Every slot in the middle of a text: its own pages, random K and V, a random root."""
     width = state.page_table.shape[1]
     rng = np.random.default_rng(0)

@@ -26,7 +26,6 @@ from jspec.draft.heads import FIRST_ROW, EagleHead, HeadOut, Written, finish, fu
 from jspec.models.decoder import Model, logits_of
 from jspec.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.tree import Tree
-from pallas_kernels.quantized import Weight
 
 
 @struct.dataclass
@@ -108,15 +107,15 @@ class EagleDrafter(Drafter):
     def draft(self, params: EagleHead, state: EagleState, view: SlotView) -> tuple[Draft, EagleState]:
         with jax.named_scope("root"):
             out, cache = catch_up(params, state, view)
+            logits = _logits(params, out)
 
         def feed(carry: tuple[Array, KVCache], level: Level) -> tuple[Array, tuple[Array, KVCache]]:
             hidden, cache = carry
             own = jnp.take_along_axis(hidden, level.parents[..., None], axis=1)
             out, cache = self_feed(params, cache, view, level, own)
-            return logits_of(out.normed, _output_head(params)), (out.hidden, cache)
+            return _logits(params, out), (out.hidden, cache)
 
         vocabulary = Vocabulary(params.draft_to_target, params.config.vocab_size)
-        logits = logits_of(out.normed, _output_head(params))
         grown, (_, cache) = grow(self.tree, view, vocabulary, logits, (out.hidden, cache), feed)
         return grown.draft, replace(state, cache=cache)
 
@@ -239,9 +238,10 @@ def self_feed(
     return finish(params, cache, pairs, written), cache
 
 
-def _output_head(params: EagleHead) -> Weight:
+def _logits(params: EagleHead, out: HeadOut) -> Float[Array, "batch tokens vocab"]:
     assert params.head is not None
-    return params.head
+    with jax.named_scope("head"):
+        return logits_of(out.normed, params.head)
 
 
 def _pairs(

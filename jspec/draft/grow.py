@@ -154,7 +154,8 @@ def _grow_dynamic(
             levels.append(level)
             count += level.tokens.shape[1]
     candidates = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *levels)
-    return _select(tree, view, vocabulary, candidates), state
+    with jax.named_scope("select"):
+        return _select(tree, view, vocabulary, candidates), state
 
 
 def _children(

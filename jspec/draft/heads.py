@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
@@ -90,13 +91,14 @@ def fuse(head: EagleHead, features: Float[Array, "... features"]) -> Float[Array
     features, eps = features.astype(head.dtype), head.config.norm_eps
     if head.config.method == "eagle" or head.fc is None:
         return features
-    if head.fc_norm is not None:
-        states = features.reshape(*features.shape[:-1], *head.fc_norm.shape)
-        features = rms_norm(states, head.fc_norm, eps).reshape(features.shape)
-    if head.input_norm is not None:
-        features = rms_norm(features, head.input_norm, eps)
-    fused = matmul(features, head.fc)
-    return fused if head.fc_bias is None else fused + head.fc_bias
+    with jax.named_scope("fuse"):
+        if head.fc_norm is not None:
+            states = features.reshape(*features.shape[:-1], *head.fc_norm.shape)
+            features = rms_norm(states, head.fc_norm, eps).reshape(features.shape)
+        if head.input_norm is not None:
+            features = rms_norm(features, head.input_norm, eps)
+        fused = matmul(features, head.fc)
+        return fused if head.fc_bias is None else fused + head.fc_bias
 
 
 def write(

@@ -38,7 +38,17 @@ from jspec.verify.point import Candidate, multi_candidate, point_masses
 from jspec.verify.rejection import without_replacement
 from jspec.verify.typical import Typical, typical_acceptance
 
-__all__ = ["Candidate", "Typical", "accept", "ancestors", "check_rule", "cut", "depths", "multi_candidate"]
+__all__ = [
+    "Candidate",
+    "Typical",
+    "accept",
+    "ancestors",
+    "check_rule",
+    "cut",
+    "depths",
+    "multi_candidate",
+    "verdict_of",
+]
 
 
 def check_rule(rule: str, tree: Tree) -> None:
@@ -89,7 +99,7 @@ def accept(
         return sampled(logits, draft, reach, branch)
 
     best, bonus = sampling.by_temperature(view, decide)
-    return _verdict(best, bonus, draft, reach, view, tree)
+    return verdict_of(best, bonus, draft, reach, view, tree)
 
 
 def coupled(
@@ -134,7 +144,7 @@ def _rule(name: str, draft: Draft) -> Callable[[Array, Draft, Array, Array], Rul
     return block_verification if name == "block" else without_replacement
 
 
-def _verdict(
+def verdict_of(
     best: Int[Array, "batch"],
     bonus: Int[Array, "batch"],
     draft: Draft,
@@ -142,7 +152,12 @@ def _verdict(
     view: SlotView,
     tree: Tree,
 ) -> Verdict:
-    """Lay the path to the last accepted node out by depth and cut the tokens where the row ends."""
+    """Lay the path to the last accepted node out by depth and cut the tokens where the row ends.
+
+    Args:
+        best: the last accepted node.
+        bonus: the target's token behind it.
+    """
     on_path = at_node(reach, best)
     accept_len = jnp.sum(on_path, axis=-1, dtype=jnp.int32) - 1
     steps = jnp.arange(tree.depth + 1)
