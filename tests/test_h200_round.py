@@ -11,17 +11,22 @@ from jspec import Tree
 from jspec.bench import rounds, shapes
 from jspec.draft.heads import EagleHead
 from jspec.models.decoder import Model
+from jspec.quantize import quantize_weights
 from jspec.step import init_state, spec_step
 from tests.h200 import H200Program, compile_for_h200
 
 SHAPE = "llama3-8b"
 
 
-def compile_round(tree: Tree | None) -> tuple[H200Program, int]:
+def compile_round(
+    tree: Tree | None, quantize: str | None = None, kv_dtype: str | None = None
+) -> tuple[H200Program, int]:
     """The compiled round, and the bytes of its state."""
     target = Model.from_weights(shapes.TARGETS[SHAPE], shapes.target_shapes(SHAPE, "bfloat16"))
     head = EagleHead.from_weights(shapes.head_config(SHAPE), shapes.head_shapes(SHAPE, "bfloat16"))
-    case = rounds.Case(SHAPE, batch=1, context=1024, tree=tree)
+    if quantize is not None:
+        target, head = (jax.eval_shape(partial(quantize_weights, kind=quantize), model) for model in (target, head))
+    case = rounds.Case(SHAPE, batch=1, context=1024, tree=tree, quantize=quantize, kv_dtype=kv_dtype)
     program, params, pool = rounds.build(case, target, head)
     state = jax.eval_shape(lambda p: init_state(program, p, pool), params)
     slots = jax.ShapeDtypeStruct((1,), "int32")
@@ -44,3 +49,15 @@ def test_the_round_is_one_graph_in_place(tree: Tree | None, launches: int, temp_
     assert program.temp_bytes < temp_mib << 20  # logits (of 60 nodes: 30 MB) and partial sums; a pool would be 70 MB
     assert len(program.launches) < launches
     assert program.count("paged_attention") >= 2 * 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", ["fp8", "fp8_dynamic"])
+def test_weights_and_cache_of_one_byte_are_read_where_they_lie(quantize: str) -> None:
+    program, state_bytes = compile_round(Tree.chain(4), quantize, "float8_e4m3fn")
+    assert len(program.graphs) == 1
+    assert not program.outside_graphs
+    assert program.alias_bytes == state_bytes
+    assert not program.copies(1 << 20)
+    assert program.temp_bytes < 12 << 20, "no weight is written out in another type: the smallest would be 34 MB"
+    print(quantize, len(program.launches), "launches")

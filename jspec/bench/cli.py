@@ -10,7 +10,7 @@ from typing import Any
 
 from jspec import demo, diagnose
 from jspec.bench import acceptance, accuracy, compare, picture, report, rounds, shapes, synthetic, throughput
-from jspec.config import ACCEPT_RULES
+from jspec.config import ACCEPT_RULES, KV_DTYPES
 from jspec.tree import TREE_FORMS, Tree
 from pallas_kernels.quantized import KINDS
 
@@ -105,6 +105,8 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     trees = [None, Tree.chain(4)]
     parser.add_argument("--tree", type=_tree, nargs="+", default=trees, metavar="TREE", help=f"none, {TREE_FORMS}")
     parser.add_argument("--dtype", default=DTYPE)
+    parser.add_argument("--quantize", choices=KINDS, help="the weights of target and head")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="of both caches; the weights' dtype if left out")
     parser.add_argument("--implementation", default="auto")
 
 
@@ -124,7 +126,7 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _case(arguments: argparse.Namespace, batch: int, tree: Tree | None, **more: Any) -> rounds.Case:
-    names = ("shape", "dtype", "implementation")
+    names = ("shape", "dtype", "implementation", "quantize", "kv_dtype")
     return rounds.Case(batch=batch, tree=tree, **{name: getattr(arguments, name) for name in names}, **more)
 
 
@@ -148,17 +150,17 @@ def _step(arguments: argparse.Namespace) -> int:
 
 
 def _measure(cases: list[rounds.Case], profile: Path | None = None) -> list[rounds.Timing]:
-    """Cases of one shape and dtype, one after the other."""
+    """Cases of one shape, dtype and quantisation, one after the other."""
     target, head = _models(cases)
     return [rounds.measure(case, target, head, profile=profile and profile / case.name) for case in cases]
 
 
 def _models(cases: Iterable[rounds.Case]) -> Any:
-    """Target and, where a case drafts, head of the cases' one shape and dtype."""
-    (shape, dtype), *others = {(case.shape, case.dtype) for case in cases}
-    assert not others, "one shape and dtype a run"
-    head = shapes.random_head(shape, dtype) if any(case.tree for case in cases) else None
-    return shapes.random_target(shape, dtype), head
+    """Target and, where a case drafts, head of the cases' one shape, dtype and quantisation."""
+    (shape, dtype, quantize), *others = {(case.shape, case.dtype, case.quantize) for case in cases}
+    assert not others, "one shape, dtype and quantisation a run"
+    head = shapes.random_head(shape, dtype, quantize) if any(case.tree for case in cases) else None
+    return shapes.random_target(shape, dtype, quantize), head
 
 
 def _throughput(arguments: argparse.Namespace) -> int:

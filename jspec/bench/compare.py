@@ -22,7 +22,15 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     TIME: lambda value: type(value) in (int, float) and 0 < value < math.inf,
 }
 RIVAL_FIELDS = {"mode": TEXT, "quant": TEXT, "k": COUNT, "batch": SIZE, "inlen": SIZE, "step_ms": TIME}
-SETTINGS = ("shape", "dtype", "page_size", "implementation", "greedy")  # one of each in what is compared
+SETTINGS = (
+    "shape",
+    "dtype",
+    "page_size",
+    "implementation",
+    "greedy",
+    "quantize",
+    "kv_dtype",
+)  # one of each in what is compared
 NOTHING = "-"
 
 
@@ -169,7 +177,7 @@ def own_points(results: Sequence[Any], source: str) -> dict[Point, Own]:
             case = _case(result)
             settings.add(tuple(case.get(name) for name in SETTINGS))
             mode = "none" if case["tree"] == "none" else "eagle3"
-            point = Point("", case["context"], case["batch"], mode, case["tree"])
+            point = Point(_quant(case), case["context"], case["batch"], mode, case["tree"])
             _put(found, point, Own(_field(result, "milliseconds", TIME), _field(result, "floor", TIME)))
         except ValueError as error:
             raise ValueError(f"{source}, result {number}: {error}") from None
@@ -177,6 +185,12 @@ def own_points(results: Sequence[Any], source: str) -> dict[Point, Own]:
         got = ", ".join(sorted(map(str, settings))) or "no result"
         raise ValueError(f"{source}: expected results of one {', '.join(SETTINGS)}, got {got}")
     return found
+
+
+def _quant(case: Mapping[str, Any]) -> str:
+    """As rivals say it: "fp8" rounds weights and inputs."""
+    kind = case.get("quantize") or ""
+    return {"fp8_dynamic": "fp8", "fp8": "fp8 weights"}.get(kind, kind)
 
 
 def _case(result: Any) -> dict[str, Any]:

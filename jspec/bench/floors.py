@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from jspec.models.config import HeadConfig, ModelConfig
 from jspec.tree import Tree
 
 BANDWIDTH = 4.3e12  # bytes a second; device-to-device copy measured on one H200, reads plus writes
 MATMUL_RATE = 790e12  # bf16 flops a second; 8192^3 product measured on one H200
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes of a number of the weights and of the cache, and how much faster products are than in bf16."""
+
+    weight: int = 2
+    cache: int = 2
+    speed: int = 1
+
+
+BF16 = Widths()
 
 
 @dataclass(frozen=True)
@@ -24,46 +38,45 @@ class Cost:
         return max(self.bytes / BANDWIDTH, self.flops / MATMUL_RATE)
 
 
-def matmul(name: str, rows: int, out: int, inner: int, weight_bytes: int = 2) -> Cost:
+def matmul(name: str, rows: int, out: int, inner: int, widths: Widths) -> Cost:
     """A product with a weight [out, inner]; activations are left out of the bytes, they stay in the L2."""
-    return Cost(name, out * inner * weight_bytes, 2 * rows * out * inner)
+    return Cost(name, out * inner * widths.weight, 2 * rows * out * inner / widths.speed)
 
 
-def attention(batch: int, nodes: int, context: int, heads: int, kv_heads: int, head_dim: int) -> Cost:
-    """Attention of ``nodes`` rows a sequence over a bf16 cache."""
-    return Cost("attention", batch * context * kv_heads * head_dim * 4, 4 * batch * nodes * heads * head_dim * context)
+def attention(c: ModelConfig | HeadConfig, batch: int, nodes: int, context: int, widths: Widths) -> Cost:
+    """Attention of ``nodes`` rows a sequence, keys and values read once."""
+    numbers = 2 * batch * context * c.num_kv_heads * c.head_dim
+    return Cost("attention", numbers * widths.cache, 4 * batch * nodes * c.num_heads * c.head_dim * context)
 
 
-def verify_costs(c: ModelConfig, batch: int, nodes: int, context: int) -> list[Cost]:
+def verify_costs(c: ModelConfig, batch: int, nodes: int, context: int, widths: Widths = BF16) -> list[Cost]:
     """One forward of the target over root and nodes."""
-    rows = batch * nodes
-    layer = [
-        matmul("qkv", rows, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size),
-        attention(batch, nodes, context, c.num_heads, c.num_kv_heads, c.head_dim),
-        matmul("o", rows, c.hidden_size, c.num_heads * c.head_dim),
-        matmul("gate_up", rows, 2 * c.intermediate_size, c.hidden_size),
-        matmul("down", rows, c.hidden_size, c.intermediate_size),
+    product = partial(matmul, rows=batch * nodes, widths=widths)
+    layer = [*_block(c, product, c.hidden_size), attention(c, batch, nodes, context, widths)]
+    return layer * c.num_layers + [product("head", out=c.vocab_size, inner=c.hidden_size)]
+
+
+def _block(c: ModelConfig | HeadConfig, product: Callable[..., Cost], inputs: int) -> list[Cost]:
+    """The products of a layer whose attention reads so many inputs."""
+    return [
+        product("qkv", out=(c.num_heads + 2 * c.num_kv_heads) * c.head_dim, inner=inputs),
+        product("o", out=c.hidden_size, inner=c.num_heads * c.head_dim),
+        product("gate_up", out=2 * c.intermediate_size, inner=c.hidden_size),
+        product("down", out=c.hidden_size, inner=c.intermediate_size),
     ]
-    return layer * c.num_layers + [matmul("head", rows, c.vocab_size, c.hidden_size)]
 
 
-def draft_costs(c: HeadConfig, batch: int, tree: Tree, context: int) -> list[Cost]:
+def draft_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Widths = BF16) -> list[Cost]:
     """A tree drafted by an EAGLE-3 head, its fusion of features included."""
     if tree.paths is None:
         fed = [1] + [tree.k] * (tree.depth - 1)
     else:
         fed = [len(level.with_children) for level in tree.levels[:-1]]
-    costs = [matmul("fc", batch * (tree.depth + 1), c.hidden_size, 3 * c.target_hidden_size)]
+    costs = [matmul("fc", batch * (tree.depth + 1), c.hidden_size, 3 * c.target_hidden_size, widths)]
     for nodes in fed:
-        rows = batch * nodes
-        costs += [
-            matmul("draft qkv", rows, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, 2 * c.hidden_size),
-            attention(batch, nodes, context, c.num_heads, c.num_kv_heads, c.head_dim),
-            matmul("draft o", rows, c.hidden_size, c.num_heads * c.head_dim),
-            matmul("draft gate_up", rows, 2 * c.intermediate_size, c.hidden_size),
-            matmul("draft down", rows, c.hidden_size, c.intermediate_size),
-            matmul("draft head", rows, c.draft_vocab_size, c.hidden_size),
-        ]
+        product = partial(matmul, rows=batch * nodes, widths=widths)
+        costs += [*_block(c, product, 2 * c.hidden_size), attention(c, batch, nodes, context, widths)]
+        costs.append(product("head", out=c.draft_vocab_size, inner=c.hidden_size))
     return costs
 
 

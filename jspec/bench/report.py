@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,41 +35,23 @@ def _own_version() -> str:
 
 def timings(results: Sequence[Timing]) -> str:
     """One line a case: median, spread, floor and their ratio."""
-    rows = [
-        [
-            "shape",
-            "dtype",
-            "page",
-            "batch",
-            "context",
-            "tree",
-            "ms",
-            "p90-p10",
-            "floor",
-            "ratio",
-            "tokens",
-            "compile s",
-        ]
-    ]
-    for result in results:
-        case = result.case
-        rows.append(
-            [
-                case.shape,
-                case.dtype,
-                str(case.page_size),
-                str(case.batch),
-                str(case.context),
-                str(case.tree).lower(),
-                f"{result.milliseconds:.3f}",
-                f"{result.spread:.3f}",
-                f"{result.floor:.3f}",
-                f"{result.milliseconds / result.floor:.2f}",
-                f"{result.tokens:.2f}",
-                f"{result.compile_seconds:.1f}",
-            ]
-        )
-    return table(rows)
+    columns: dict[str, Callable[[Timing], str]] = {
+        "shape": lambda r: r.case.shape,
+        "dtype": lambda r: r.case.dtype,
+        "weights": lambda r: r.case.quantize or r.case.dtype,
+        "cache": lambda r: r.case.kv_dtype or r.case.dtype,
+        "page": lambda r: str(r.case.page_size),
+        "batch": lambda r: str(r.case.batch),
+        "context": lambda r: str(r.case.context),
+        "tree": lambda r: str(r.case.tree).lower(),
+        "ms": lambda r: f"{r.milliseconds:.3f}",
+        "p90-p10": lambda r: f"{r.spread:.3f}",
+        "floor": lambda r: f"{r.floor:.3f}",
+        "ratio": lambda r: f"{r.milliseconds / r.floor:.2f}",
+        "tokens": lambda r: f"{r.tokens:.2f}",
+        "compile s": lambda r: f"{r.compile_seconds:.1f}",
+    }
+    return table([list(columns), *([cell(result) for cell in columns.values()] for result in results)])
 
 
 def fields(result: Timing) -> dict[str, Any]:

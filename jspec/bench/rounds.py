@@ -42,6 +42,8 @@ class Case:
     dtype: str = "bfloat16"
     implementation: str = "auto"
     greedy: bool = True
+    quantize: str | None = None  # target and head
+    kv_dtype: str | None = None  # of both caches; None: dtype
 
     @property
     def name(self) -> str:
@@ -50,6 +52,7 @@ class Case:
         if self.tree is not None and len(tree) > LONGEST:
             tree = f"tree-{self.tree.nodes}-{zlib.crc32(tree.encode()):08x}"
         words = [self.shape, self.dtype, tree, f"batch{self.batch}", f"context{self.context}", f"page{self.page_size}"]
+        words += [word for word in (self.quantize, self.kv_dtype) if word]
         words += [] if self.implementation == "auto" else [self.implementation]
         return "_".join(words if self.greedy else [*words, "sampled"])
 
@@ -85,8 +88,9 @@ def build(
         implementation=case.implementation,
     )
     max_len = case.context + (GROUP * (_depth(case) + 1) + 1 if growth is None else growth)
-    width = PoolShape(case.batch, 2, case.page_size, max_len, case.dtype, case.dtype).width(drafter.tree)
-    pool = PoolShape(case.batch, case.batch * width + 1, case.page_size, max_len, case.dtype, case.dtype)
+    dtypes = (case.kv_dtype or case.dtype,) * 2
+    width = PoolShape(case.batch, 2, case.page_size, max_len, *dtypes).width(drafter.tree)
+    pool = PoolShape(case.batch, case.batch * width + 1, case.page_size, max_len, *dtypes)
     return program, Params(target=target, draft=drafter.bind(target)), pool
 
 
@@ -142,9 +146,14 @@ def _group(step: Any, params: Params, state: SlotState, case: Case) -> tuple[Slo
 def floor(case: Case) -> float:
     """Seconds the case takes at least."""
     nodes = 1 if case.tree is None else case.tree.nodes
-    costs = floors.verify_costs(shapes.TARGETS[case.shape], case.batch, nodes, case.context)
+    widths = floors.Widths(
+        weight=1 if case.quantize else 2,
+        cache=jnp.dtype(case.kv_dtype or "bfloat16").itemsize,
+        speed=2 if case.quantize == "fp8_dynamic" else 1,
+    )
+    costs = floors.verify_costs(shapes.TARGETS[case.shape], case.batch, nodes, case.context, widths)
     if case.tree is not None:
-        costs += floors.draft_costs(shapes.head_config(case.shape), case.batch, case.tree, case.context)
+        costs += floors.draft_costs(shapes.head_config(case.shape), case.batch, case.tree, case.context, widths)
     return floors.seconds(costs)
 
 

@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jspec.checkpoint import flatten, unflatten
 from jspec.draft.heads import EagleHead
 from jspec.models.config import HeadConfig, ModelConfig, Rope
 from jspec.models.decoder import Model
+from jspec.quantize import quantize_weights
 
 LLAMA3 = Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_position=8192)
 
@@ -109,8 +111,12 @@ def _block(c: ModelConfig | HeadConfig, inputs: int, dtype: str) -> dict[str, An
     )
 
 
-def random_weights(shapes: Any, seed: int) -> Any:
-    """Weights of unit gain for a tree of shapes, made on the device; integer leaves become an ascending map."""
+def random_weights(shapes: Any, seed: int, quantize: str | None = None) -> Any:
+    """Weights of unit gain for a tree of shapes, made on the device; integer leaves become an ascending map.
+
+    Args:
+        quantize: as for `jspec.quantize`, weight by weight: what is not quantised never lies there as a whole.
+    """
 
     def fill(key: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
         if jnp.issubdtype(shape.dtype, jnp.integer):
@@ -120,16 +126,19 @@ def random_weights(shapes: Any, seed: int) -> Any:
         return jax.random.normal(key, shape.shape, shape.dtype) / math.sqrt(shape.shape[-1])
 
     make = jax.jit(fill, static_argnums=1)
-    leaves, tree = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return jax.tree.unflatten(tree, [make(key, leaf) for key, leaf in zip(keys, leaves, strict=True)])
+    flat = flatten(shapes)
+    weights: dict[str, Any] = {}
+    for key, (name, shape) in zip(jax.random.split(jax.random.key(seed), len(flat)), flat.items(), strict=True):
+        own = {name: make(key, shape)}
+        weights |= own if quantize is None else quantize_weights(own, quantize)
+    return unflatten(weights)
 
 
-def random_target(name: str, dtype: str, seed: int = 0) -> Model:
+def random_target(name: str, dtype: str, quantize: str | None = None, *, seed: int = 0) -> Model:
     """A target with random weights."""
-    return Model.from_weights(TARGETS[name], random_weights(target_shapes(name, dtype), seed))
+    return Model.from_weights(TARGETS[name], random_weights(target_shapes(name, dtype), seed, quantize))
 
 
-def random_head(name: str, dtype: str, seed: int = 1) -> EagleHead:
+def random_head(name: str, dtype: str, quantize: str | None = None, *, seed: int = 1) -> EagleHead:
     """Its EAGLE-3 head with random weights: what it drafts is practically never accepted."""
-    return EagleHead.from_weights(head_config(name), random_weights(head_shapes(name, dtype), seed))
+    return EagleHead.from_weights(head_config(name), random_weights(head_shapes(name, dtype), seed, quantize))

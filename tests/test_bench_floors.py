@@ -1,0 +1,48 @@
+"""The least time of a round, against figures worked out by hand for Llama-3.1-8B."""
+
+from __future__ import annotations
+
+import pytest
+
+from jspec import Tree
+from jspec.bench import rounds
+
+CHAIN = Tree.chain(4)
+
+
+@pytest.mark.parametrize(
+    ("tree", "batch", "quantize", "kv_dtype", "milliseconds"),
+    [
+        # 7.505e9 weights and 1024 * 131072 bytes of keys and values a sequence, at 4.3 TB/s
+        (None, 1, None, None, (2 * 7.505e9 + 1024 * 131072) / 4.3e9),
+        (None, 64, None, None, (2 * 7.505e9 + 64 * 1024 * 131072) / 4.3e9),
+        (None, 1, "int8", None, (7.505e9 + 1024 * 131072) / 4.3e9),
+        (None, 64, "fp8", "float8_e4m3fn", (7.505e9 + 32 * 1024 * 131072) / 4.3e9),
+        # and four passes of 373e6 weights with 4096 bytes a row of cache, once the features' 50e6
+        (CHAIN, 1, None, None, (2 * (7.505e9 + 4 * 373e6 + 50e6) + 1024 * (131072 + 4 * 4096)) / 4.3e9),
+        (CHAIN, 1, "fp8", None, (7.505e9 + 4 * 373e6 + 50e6 + 1024 * (131072 + 4 * 4096)) / 4.3e9),
+    ],
+)
+def test_bytes_bound_few_rows(
+    tree: Tree | None, batch: int, quantize: str | None, kv_dtype: str | None, milliseconds: float
+) -> None:
+    case = rounds.Case("llama3-8b", batch, 1024, tree, quantize=quantize, kv_dtype=kv_dtype)
+    assert rounds.floor(case) * 1e3 == pytest.approx(milliseconds, rel=0.005)
+
+
+def test_arithmetic_bounds_many_rows() -> None:
+    """Of 320 verified rows: 2 * 320 * 7.505e9 operations at 790 TFLOP/s, twice as fast in fp8, beside attention."""
+    attention = 64 * 1024 * 131072 / 4.3e12
+    verify = 2 * 320 * 7.505e9 / 790e12
+
+    def floor(quantize: str | None) -> float:
+        draft = rounds.floor(rounds.Case("llama3-8b", 64, 1024, Tree.chain(1), quantize=quantize))
+        whole = rounds.floor(rounds.Case("llama3-8b", 64, 1024, CHAIN, quantize=quantize))
+        return whole - draft
+
+    two_rows = 2 * 7.505e9 / 4.3e12  # 128 rows are bound by bytes still
+    three_passes = 3 * (2 * 373e6 + 64 * 1024 * 4096) / 4.3e12
+    assert floor(None) == pytest.approx(verify - two_rows + three_passes, rel=0.03)
+    assert rounds.floor(rounds.Case("llama3-8b", 64, 1024, CHAIN, quantize="fp8_dynamic")) == pytest.approx(
+        verify / 2 + attention + 4 * (373e6 + 64 * 1024 * 4096) / 4.3e12, rel=0.03
+    )
