@@ -14,20 +14,6 @@ from convert.hf import FLOATS
 from jspec import checkpoint
 from jspec.models.config import Overrides
 
-COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Converts a folder as the command line says.
@@ -50,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             planned.kind,
             planned.config,
             planned.batches(dtype),
-            files=[options.src / name for name in COMPANIONS if (options.src / name).is_file()],
+            files=checkpoint.companions(options.src),
             overwrite=options.overwrite,
         )
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
