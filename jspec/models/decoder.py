@@ -79,7 +79,9 @@ def linear(x: Float[Array, "... inner"], weight: Float[Array, "outer inner"]) ->
     return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=precision)
 
 
-def rms_norm(x: Float[Array, "... hidden"], weight: Float[Array, "hidden"], eps: float) -> Float[Array, "... hidden"]:
+def rms_norm(
+    x: Float[Array, "... hidden"], weight: Float[Array, "*states hidden"], eps: float
+) -> Float[Array, "... hidden"]:
     """Root-mean-square norm (arXiv:1910.07467): variance in float32, cast back, then scaled in the model's dtype."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
