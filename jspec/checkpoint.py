@@ -132,7 +132,7 @@ def save(
         FileExistsError: if the folder exists and may not be replaced.
     """
     folder = Path(folder).absolute()
-    _check_vacant(folder, overwrite)
+    check_vacant(folder, overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -164,7 +164,8 @@ def _move(work: Path, folder: Path) -> None:
     shutil.rmtree(old)
 
 
-def _check_vacant(folder: Path, overwrite: bool) -> None:
+def check_vacant(folder: Path, overwrite: bool) -> None:
+    """Raises FileExistsError if something stands at a folder that `save` may not replace."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not overwrite:

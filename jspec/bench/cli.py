@@ -6,7 +6,7 @@ import argparse
 from itertools import product
 from pathlib import Path
 
-from jspec.bench import acceptance, report, rounds, shapes
+from jspec.bench import acceptance, inflate, report, rounds, shapes
 from jspec.config import ACCEPT_RULES
 from jspec.tree import TREE_FORMS, Tree
 
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _acceptance_arguments(
         commands.add_parser("acceptance", help="acceptance of the embedded pair by accept rule, temperature and tree")
     )
+    inflate.add_arguments(commands.add_parser("inflate", help="a small model in a larger shape that computes the same"))
 
 
 def _acceptance_arguments(parser: argparse.ArgumentParser) -> None:
