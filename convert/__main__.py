@@ -17,19 +17,6 @@ from jspec.models.config import Overrides
 from jspec.quantize import check_scope, quantize_weights
 
 STORED = ("int8", "fp8")  # "fp8_dynamic" is a matter of how the latter is used
-COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             planned.kind,
             planned.config,
             _quantized(planned, dtype, options.quantize),
-            files=[options.src / name for name in COMPANIONS if (options.src / name).is_file()],
+            files=checkpoint.companions(options.src),
             overwrite=options.overwrite,
         )
     except (ValueError, NotImplementedError, OSError, ImportError) as error:

@@ -31,6 +31,19 @@ CONFIGS: dict[str, type[ModelConfig] | type[HeadConfig] | type[MedusaConfig]] = 
     "eagle": HeadConfig,
     "medusa": MedusaConfig,
 }
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZED = {"values", "scale"}  # in place of a weight
 READ_AHEAD = 2**30  # bytes that a restore may hold on the host beside its largest array
@@ -92,6 +105,11 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
+def companions(folder: Path) -> list[Path]:
+    """The files of a model's folder that go along with its weights: tokenizer and configs."""
+    return [folder / name for name in COMPANIONS if (folder / name).is_file()]
+
+
 def save(
     folder: str | Path,
     kind: str,
@@ -100,6 +118,7 @@ def save(
     *,
     files: Iterable[Path] = (),
     overwrite: bool = False,
+    compress: bool = False,
 ) -> None:
     """Writes a checkpoint folder, all or nothing: what is not finished never stands at `folder`.
 
@@ -110,16 +129,17 @@ def save(
         batches: flat parameters, a few at a time; one batch is held in memory.
         files: copied into the folder (tokenizer files).
         overwrite: replaces a checkpoint that is there.
+        compress: for weights that are mostly zeros; others only take longer and a second copy of a batch.
 
     Raises:
         FileExistsError: if the folder exists and may not be replaced.
     """
     folder = Path(folder).absolute()
-    _check_vacant(folder, overwrite)
+    check_vacant(folder, overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        _write_weights(work / WEIGHTS, batches)
+        _write_weights(work / WEIGHTS, batches, compress)
         for file in files:
             shutil.copyfile(file, work / file.name)
         about = {"version": VERSION, "kind": kind, "config": config.to_json()}
@@ -147,7 +167,8 @@ def _move(work: Path, folder: Path) -> None:
     shutil.rmtree(old)
 
 
-def _check_vacant(folder: Path, overwrite: bool) -> None:
+def check_vacant(folder: Path, overwrite: bool) -> None:
+    """Raises FileExistsError if something stands at a folder that `save` may not replace."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not overwrite:
@@ -156,10 +177,10 @@ def _check_vacant(folder: Path, overwrite: bool) -> None:
         raise FileExistsError(f"{folder}: expected a converted checkpoint to replace, got something else; delete it")
 
 
-def _write_weights(folder: Path, batches: Iterable[dict[str, np.ndarray]]) -> None:
+def _write_weights(folder: Path, batches: Iterable[dict[str, np.ndarray]], compress: bool) -> None:
     context = ocp.Context()
     # Compressing, and copying what nobody changes, would each hold a second copy of a batch.
-    context.array.saving.use_compression = False
+    context.array.saving.use_compression = compress
     context.memory.deepcopy_host_arrays = False
     with context:
         for batch in batches:

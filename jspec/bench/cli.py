@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jspec import demo, diagnose
-from jspec.bench import acceptance, accuracy, compare, picture, report, rounds, shapes, synthetic, throughput
+from jspec.bench import acceptance, accuracy, compare, inflate, picture, report, rounds, shapes, synthetic, throughput
 from jspec.config import ACCEPT_RULES, KV_DTYPES
 from jspec.tree import TREE_FORMS, Tree
 from pallas_kernels.quantized import KINDS
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _acceptance_arguments(
         commands.add_parser("acceptance", help="acceptance of the embedded pair by accept rule, temperature and tree")
     )
+    inflate.add_arguments(commands.add_parser("inflate", help="a small model in a larger shape that computes the same"))
 
 
 def _step_arguments(parser: argparse.ArgumentParser) -> None:

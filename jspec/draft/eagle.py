@@ -67,10 +67,7 @@ class EagleDrafter(Drafter):
         self.tree = tree
 
     def feature_layers(self, target: Model) -> tuple[int, ...]:
-        config, layers = self.head.config, target.config.num_layers
-        if config.feature_layers is not None:
-            return config.feature_layers
-        return (2, layers // 2, layers - 3) if config.method == "eagle3" and config.fuse else (layers + 1,)
+        return self.head.config.states_of(target.config.num_layers)
 
     def bind(self, target: Model) -> EagleHead:
         _check_pair(type(self).__name__, self.head, target, self.feature_layers(target))

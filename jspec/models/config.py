@@ -72,14 +72,18 @@ class ModelConfig:
         return cls(**{**fields, "rope": Rope(**fields["rope"])})
 
 
+def default_states(num_layers: int) -> tuple[int, int, int]:
+    """The target states that an EAGLE-3 head reads if its file names none; they differ from 7 layers on."""
+    return 2, num_layers // 2, num_layers - 3
+
+
 @dataclass(frozen=True)
 class HeadConfig:
     """An EAGLE head: sizes in elements, `vocab_size` and `target_hidden_size` are the target's.
 
     Attributes:
         feature_layers: target state indices, joined in this order. State k enters layer k, state N leaves the last
-            of N layers, state N+1 is that after the final norm. None: states 2, N//2 and N-3, or, for method "eagle"
-            and without `fuse`, state N+1.
+            of N layers, state N+1 is that after the final norm. None: as `states_of` says.
         source_format: the exporter's, for people to read.
         method: "eagle3", or "eagle" for EAGLE-1 and 2, which share their checkpoints.
         norm_before_residual: the first residual is the normed feature, not the feature itself.
@@ -165,6 +169,15 @@ class HeadConfig:
         if self.feature_layers is not None:
             return len(self.feature_layers)
         return 3 if self.method == "eagle3" and self.fuse else 1
+
+    def states_of(self, num_layers: int) -> tuple[int, ...]:
+        """The states that are joined, of a target of so many layers.
+
+        Where `feature_layers` is None: the `default_states`, or, for method "eagle" and without `fuse`, state N+1.
+        """
+        if self.feature_layers is not None:
+            return self.feature_layers
+        return default_states(num_layers) if self.method == "eagle3" and self.fuse else (num_layers + 1,)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as JSON values, for `from_json`."""

@@ -75,7 +75,9 @@ class Model:
         return self.embed if self.head is None else self.head
 
 
-def rms_norm(x: Float[Array, "... hidden"], weight: Float[Array, "hidden"], eps: float) -> Float[Array, "... hidden"]:
+def rms_norm(
+    x: Float[Array, "... hidden"], weight: Float[Array, "*states hidden"], eps: float
+) -> Float[Array, "... hidden"]:
     """Root-mean-square norm (arXiv:1910.07467): variance in float32, cast back, then scaled in the model's dtype."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
