@@ -11,6 +11,7 @@ from jspec import demo
 from jspec.__main__ import main
 
 
+@pytest.mark.once
 def test_the_demo_shows_two_equal_texts() -> None:
     out = io.StringIO()
     assert demo.run(out) == 0

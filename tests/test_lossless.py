@@ -236,11 +236,12 @@ TREE_APART = [("pair", "tree"), ("tree", "page"), ("tree", "buckets")]
 COVER = cover.pairwise(FACTORS, is_few, apart=TREE_APART)
 
 
-@pytest.mark.parametrize("case", cover.thinned(COVER, every=8, name=cover.label))
+@pytest.mark.parametrize("case", cover.thinned(COVER, every=10, name=cover.label))
 def test_tokens_equal_plain_decoding_on_a_pairwise_cover(case: dict[str, Any], golden: Path, data: Path) -> None:
     check(case, golden, data, {0.0: LONG if is_long(case) else SHORT, 1.0: SHORT})
 
 
+@pytest.mark.once
 def test_acceptance_never_decays(golden: Path, data: Path) -> None:
     """The target drafts for itself, 200 rounds: the draft row that the bonus token lacks is made good every time."""
     one = pair("golden", golden, data)

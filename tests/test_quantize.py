@@ -143,6 +143,7 @@ def test_products_are_quantised_and_nothing_else() -> None:
     assert quantized_as(quantize_weights(dynamic, "fp8")) == "fp8"
 
 
+@pytest.mark.once
 def test_bad_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.model(40)
     with pytest.raises(ValueError, match="quantize: expected None or one of int8, fp8, fp8_dynamic, got 'int4'"):
@@ -157,6 +158,7 @@ def test_bad_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "expected a model or an EAGLE head, got Medusa heads" in capsys.readouterr().err
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("kind", STORED)
 def test_a_converted_folder_holds_what_loading_makes(tmp_path: Path, kind: str) -> None:
     source = folders.write(tmp_path / "source", folders.TARGET, folders.target_tensors())
@@ -177,6 +179,7 @@ def test_a_converted_folder_holds_what_loading_makes(tmp_path: Path, kind: str) 
 # ---- what it costs, and what it does not
 
 
+@pytest.mark.once
 def test_accuracy_of_the_embedded_target(capsys: pytest.CaptureFixture[str]) -> None:
     target = Model.from_pretrained(demo.TARGET)
     cuts = diagnose.windows(diagnose.TEXT, load_tokenizer("bytes"), 64)
@@ -192,6 +195,7 @@ def test_accuracy_of_the_embedded_target(capsys: pytest.CaptureFixture[str]) -> 
     assert "int8" in accuracy.text([own, int8])
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("kind", STORED)
 def test_drafting_changes_no_token_of_a_quantised_target(kind: str) -> None:
     options = dict(slots=2, max_len=160, prefill_buckets=(64,), buckets=(2,), tokenizer="bytes", dtype="float32")
@@ -213,6 +217,7 @@ def test_drafting_changes_no_token_of_a_quantised_target(kind: str) -> None:
     assert model[0].metrics.mean_acceptance_length > 3.7, "the same weights, rounded alike, draft the same tokens"
 
 
+@pytest.mark.once
 def test_a_cache_of_one_byte_a_number() -> None:
     """Its numbers are checked in tests/kernels; here that the engine takes it for both pools and still drafts well."""
     options = dict(slots=1, max_len=160, prefill_buckets=(64,), tokenizer="bytes", dtype="float32")

@@ -120,6 +120,7 @@ def test_stages_jitted_one_by_one_make_the_same_rounds(drafter: str, temperature
     same(fused(drafter, temperature), run(case(drafter).staged, drafter, temperature))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("drafter", "temperature"), [("draft model", 0.0), ("eagle3", 1.0)])
 def test_rounds_without_jit_are_the_same(drafter: str, temperature: float) -> None:
     expected = fused(drafter, temperature, rounds=2)
@@ -127,6 +128,7 @@ def test_rounds_without_jit_are_the_same(drafter: str, temperature: float) -> No
         same(expected, run(partial(step.spec_round, case(drafter).program), drafter, temperature, rounds=2))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_the_rounds_compared_are_not_trivial(drafter: str) -> None:
     """Some drafts were accepted, some not; one row ended on the way; the padding row did nothing."""
@@ -140,6 +142,7 @@ def test_the_rounds_compared_are_not_trivial(drafter: str) -> None:
     assert not np.array_equal(reports[0].tokens, reports[1].tokens), "greedy and sampled are the same"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_lost_draft_state_shows(drafter: str) -> None:
     """Negative control: a round that forgets what the drafter wrote differs."""

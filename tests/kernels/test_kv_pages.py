@@ -108,13 +108,13 @@ def check_move(case: Case, implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", cover.thinned(CASES, every=3, name=str))
+@pytest.mark.parametrize("case", cover.thinned(CASES, every=6, name=str))
 def test_append_writes_the_valid_rows_and_nothing_else(case, implementation):
     check_append(case, implementation)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", cover.thinned(CASES, every=3, name=str))
+@pytest.mark.parametrize("case", cover.thinned(CASES, every=6, name=str))
 def test_move_rows_reads_all_before_it_writes(case, implementation):
     check_move(case, implementation)
 
