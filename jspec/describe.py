@@ -101,7 +101,7 @@ def _vocabulary(found: Header, config: HeadConfig) -> str:
 
 
 def _origin(found: Header, parameter: str) -> str:
-    return "own" if parameter in found.parameters else "shared with the target"
+    return "own" if {parameter, f"{parameter}.values"} & set(found.parameters) else "shared with the target"
 
 
 def _medusa(config: MedusaConfig) -> list[str]:
@@ -115,8 +115,8 @@ def _medusa(config: MedusaConfig) -> list[str]:
 
 def _parameters(found: Header) -> str:
     counts: Counter[str] = Counter()
-    for leaf in found.parameters.values():
-        if np.dtype(leaf.dtype).kind != "i":
+    for name, leaf in found.parameters.items():
+        if not name.endswith((".scale", "draft_to_target")):
             counts[str(np.dtype(leaf.dtype))] += int(np.prod(leaf.shape))
     return f"parameters: {counts.total():,} ({', '.join(sorted(counts))})"
 

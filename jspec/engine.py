@@ -22,7 +22,7 @@ from jspec.models.decoder import Model
 from jspec.output import OutputText, completion_of, take_report
 from jspec.pages import PagePool
 from jspec.programs import Programs
-from jspec.quantize import quantize_weights
+from jspec.quantize import check_device, quantize_weights
 from jspec.records import StepOutput
 from jspec.requests import Chunk, Completion, Request, SamplingParams
 from jspec.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
@@ -70,6 +70,7 @@ class Engine:
             typical=verify.Typical(self.config.typical_threshold, self.config.typical_alpha),
         )
         self._pool = self._pool_shape(target)
+        check_device(self._params, self._pool.dtype, self._pool.draft_dtype)
         memory.check_fits(self._program, self._params, self._pool, self.config.memory_fraction)
         self._state = init_state(self._program, self._params, self._pool)
         self._programs = Programs(self._program, self._params, self._state, self.config)

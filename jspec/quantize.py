@@ -12,6 +12,7 @@ import jax
 
 from pallas_kernels.quantized import KINDS, Quantized, quantize
 
+FLOAT8_CAPABILITY = (8, 9)
 NAMES = ("qkv", "o", "gate_up", "down", "fc", "head")
 
 Tree = TypeVar("Tree")
@@ -36,7 +37,22 @@ def quantize_weights(tree: Tree, kind: str) -> Tree:
         ValueError: unknown kind, or weights that are quantised otherwise.
     """
     check_scope(kind, None)
-    return jax.tree_util.tree_map_with_path(partial(_leaf, kind), tree, is_leaf=_is_quantized)
+    rounded = jax.tree_util.tree_map_with_path(partial(_leaf, kind), tree, is_leaf=_is_quantized)
+    if quantized_as(rounded) is None:
+        raise ValueError(f"quantize: expected weights named {', '.join(NAMES)}, got none; leave it out")
+    return rounded
+
+
+def check_device(tree: Any, *cache_dtypes: str) -> None:
+    """Raises ValueError where float8 is asked of a GPU that has none."""
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    if capability is None or tuple(map(int, str(capability).split("."))) >= FLOAT8_CAPABILITY:
+        return
+    if (quantized_as(tree) or "").startswith("fp8") or any(dtype.startswith("float8") for dtype in cache_dtypes):
+        raise ValueError(
+            f"float8: expected a GPU of compute capability 8.9 or later, got {capability}; use int8 weights and a "
+            "bfloat16 cache"
+        )
 
 
 def quantized_as(tree: Any) -> str | None:

@@ -110,13 +110,14 @@ def _choose_tiles(q, k_pool, page_table, bits, new_rows, start, wide):
     packed = min(max(pl.next_power_of_2(queries * group), MMA_ROWS), most)
     # 16 KiB each of K and V: three steps in flight fit into shared memory.
     tile_bytes = (8 if wide else 16) * 1024
-    tile = min(max(tile_bytes // (dim * k_pool.dtype.itemsize), MMA_ROWS), 64)
+    width = max(k_pool.dtype.itemsize, 2)  # numbers of one byte are widened
+    tile = min(max(tile_bytes // (dim * width), MMA_ROWS), 64)
     blocks = pl.cdiv(queries * group, packed)
     programs = batch * kv_heads * blocks
     # So many splits of about 1,150 rows that two programs (one, if large) for each of 132 multiprocessors run at once.
     warps = 8 if wide or packed * dim >= 64 * 256 else 4
     split = max(pl.cdiv(9 * programs * warps // 4, 128) * 64, 128)
-    splits = 1 if programs >= 256 else pl.cdiv(capacity, split)
+    splits = 1 if programs * warps // 4 >= 256 else pl.cdiv(capacity, split)
     while splits > 1 and batch * queries * heads * dim * 4 * splits > MOST_PARTIAL_BYTES:
         split *= 2
         splits = pl.cdiv(capacity, split)

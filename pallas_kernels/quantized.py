@@ -49,10 +49,10 @@ def quantize(weight: Float[Array, "out inner"], kind: Kind) -> Quantized:
 
 
 def _round_rows(x: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """Returns values of one byte and the float32 scale of each row; a row of zeros has scale 1."""
+    """Returns values of one byte and the float32 scale of each row."""
     wide = x.astype(jnp.float32)
     top = jnp.max(jnp.abs(wide), axis=-1)
-    scale = jnp.where(top == 0, 1.0, top / LARGEST[dtype])
+    scale = jnp.maximum(top / LARGEST[dtype], jnp.finfo(jnp.float32).tiny)
     values = wide / scale[..., None]
     return (jnp.round(values) if dtype == INT8 else values).astype(dtype), scale
 
@@ -61,7 +61,7 @@ class Factors(NamedTuple):
     """What is multiplied, and what the float32 product is to be multiplied by (None: nothing)."""
 
     x: Array  # [*rows, inner]
-    weight: Array  # [out, inner]; its numbers are exact in x's dtype
+    weight: Array  # [out, inner]; one byte's numbers are exact in x's dtype
     row_scale: Array | None  # [*rows]
     scale: Array | None  # [out]
 
@@ -91,8 +91,7 @@ def matmul(x: Float[Array, "*rows inner"], weight: Weight, dtype: jnp.dtype | No
     f = factors(x, weight)
     precision = jax.lax.Precision.HIGHEST if f.x.dtype == jnp.float32 else None
     wide = dtype if f.scale is None else jnp.float32
+    right = f.weight if f.scale is None else f.weight.astype(f.x.dtype)
     dims = (((x.ndim - 1,), (1,)), ((), ()))
-    product = jax.lax.dot_general(
-        f.x, f.weight.astype(f.x.dtype), dims, precision=precision, preferred_element_type=wide
-    )
+    product = jax.lax.dot_general(f.x, right, dims, precision=precision, preferred_element_type=wide)
     return f.scaled(product).astype(dtype or x.dtype)

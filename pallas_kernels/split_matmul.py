@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels.implementation import Implementation, choose
-from pallas_kernels.quantized import Factors, Weight, factors, matmul
+from pallas_kernels.quantized import Factors, Quantized, Weight, factors, matmul
 
 MOST_ROWS = 64  # beyond, the output has tiles enough
 FEW_ROWS = 16  # smallest side of a product on tensor cores
@@ -25,12 +25,12 @@ INNER_BYTES = 128  # of a weight's row in a tile
 PROGRAMS = 256  # two for each of 132 multiprocessors
 
 
-def parts_of(rows: int, out: int, inner: int, dtype: jnp.dtype) -> int:
+def parts_of(rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes: int = 2) -> int:
     """How many parts a product comes in: a matter of its shape alone, on every platform. 1: it is not split."""
     if dtype not in (jnp.bfloat16, jnp.float16) or rows > MOST_ROWS or out > WIDEST_OUT:
         return 1
     tile = _out_tile(rows)
-    if out < LEAST_OUT or inner < LEAST_INNER or out % tile or inner % (4 * INNER_BYTES):
+    if out < LEAST_OUT or inner < LEAST_INNER or out % tile or inner % (4 * (INNER_BYTES // weight_bytes)):
         return 1
     return 4 if 4 * (out // tile) <= PROGRAMS else 2
 
@@ -94,12 +94,13 @@ def split_matmul(
         implementation: as in `paged_attention`; a product that is not split is XLA's.
     """
     flat = x.reshape(-1, x.shape[-1])
-    parts = parts_of(flat.shape[0], weight.shape[0], weight.shape[1], x.dtype)
+    out, inner = weight.shape
+    parts = parts_of(flat.shape[0], out, inner, x.dtype, 1 if isinstance(weight, Quantized) else 2)
     if parts == 1:
         return matmul(x, weight)[None]
     kernel, reference = functools.partial(_pallas, parts=parts), functools.partial(_reference, parts=parts)
-    out = choose(implementation, None, kernel, reference, *factors(flat, weight))
-    return out.reshape(parts, *x.shape[:-1], weight.shape[0])
+    product = choose(implementation, None, kernel, reference, *factors(flat, weight))
+    return product.reshape(parts, *x.shape[:-1], out)
 
 
 def add_up(parts: Float[Array, "parts *rows out"], dtype: jnp.dtype) -> Float[Array, "*rows out"]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,9 @@ from convert.__main__ import STORED
 from convert.__main__ import main as convert_main
 from jspec import DraftModel, Eagle3, Engine, SamplingParams, Tree, demo, diagnose
 from jspec.bench import accuracy
+from jspec.describe import describe
 from jspec.models.decoder import Model
-from jspec.quantize import NAMES, quantize_weights, quantized_as
+from jspec.quantize import NAMES, check_device, quantize_weights, quantized_as
 from jspec.tokenizer import load_tokenizer
 from pallas_kernels import split_matmul
 from pallas_kernels.quantized import KINDS, Quantized, matmul, quantize
@@ -97,6 +100,8 @@ def test_zeros_and_the_largest_number_survive(kind: str) -> None:
     got = matmul(jnp.eye(2), quantize(weight, kind))
     np.testing.assert_allclose(got, weight.T, rtol=1e-6)
     assert not matmul(jnp.zeros((1, 2)), quantize(weight, kind)).any()
+    least = jnp.asarray([[1e-36, -3e-37], [1e-38, 0.0]])  # its scale would be below the smallest normal number
+    assert jnp.isfinite(matmul(jnp.concatenate([jnp.eye(2), least]), quantize(least, kind))).all()
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
@@ -132,6 +137,10 @@ def test_products_are_quantised_and_nothing_else() -> None:
     got = quantize_weights(model, "int8")
     assert quantized_as(model) is None
     assert quantized_as(got) == "int8"
+    assert isinstance(got.head, Quantized)
+    head = quantize_weights(tiny.eagle_head(tiny.model(40, layers=6), draft_vocab=12, feature_layers=(1, 2, 4)), "fp8")
+    assert isinstance(head.fc, Quantized)
+    assert isinstance(head.head, Quantized)
     for layer, own in zip(got.layers, model.layers, strict=True):
         assert all(isinstance(getattr(layer, name), Quantized) for name in ("qkv", "o", "gate_up", "down"))
         assert layer.attn_norm is own.attn_norm
@@ -152,10 +161,19 @@ def test_bad_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         Model.from_pretrained(demo.TARGET, quantize="int4")
     with pytest.raises(ValueError, match="expected unquantised weights, got int8"):
         quantize_weights(quantize_weights(model, "int8"), "fp8")
+    with pytest.raises(ValueError, match=r"expected weights named qkv, .*got none"):
+        quantize_weights(tiny.medusa_heads(model, 2), "int8")
+    with pytest.raises(ValueError, match="expected a target as it was trained, got int8"):
+        accuracy.measure(quantize_weights(model, "int8"), np.zeros((1, 8), np.int32), KINDS)
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 3, "medusa_num_layers": 1}')
     save_file(folders.medusa_tensors(), tmp_path / "medusa_lm_head.safetensors")
     assert convert_main([str(tmp_path), str(tmp_path / "out"), "--quantize", "int8"]) == 2
     assert "expected a model or an EAGLE head, got Medusa heads" in capsys.readouterr().err
+
+
+def _quantized_leaves(model: Model) -> list[jax.Array]:
+    weights = [getattr(layer, name) for layer in model.layers for name in NAMES if hasattr(layer, name)]
+    return jax.tree.leaves([*weights, model.head])
 
 
 @pytest.mark.once
@@ -167,11 +185,12 @@ def test_a_converted_folder_holds_what_loading_makes(tmp_path: Path, kind: str) 
     for dtype in (None, "bfloat16"):
         stored = Model.from_pretrained(tmp_path / "out", dtype=dtype)
         assert quantized_as(stored) == kind
-        for got, own in zip(stored.layers, loaded.layers, strict=True):
-            for name in set(NAMES) - {"fc", "head"}:
-                pairs = zip(jax.tree.leaves(getattr(got, name)), jax.tree.leaves(getattr(own, name)), strict=True)
-                assert all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs), name
+        pairs = zip(_quantized_leaves(stored), _quantized_leaves(loaded), strict=True)
+        assert all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
     assert quantized_as(Model.from_pretrained(tmp_path / "out", quantize=kind)) == kind
+    whole, rounded = (describe(folder).splitlines() for folder in (source, tmp_path / "out"))
+    (count,) = (line.split(" (")[0] for line in whole if line.startswith("parameters: "))
+    assert any(line.startswith(count) and kind[:3] in line.replace("float8", "fp8") for line in rounded), rounded
     with pytest.raises(ValueError, match=f"expected unquantised weights, got {kind}"):
         Model.from_pretrained(tmp_path / "out", quantize="fp8" if kind == "int8" else "int8")
 
@@ -208,7 +227,8 @@ def test_drafting_changes_no_token_of_a_quantised_target(kind: str) -> None:
     runs = []
     for drafter in drafters:
         with Engine.from_pretrained(demo.TARGET, drafter=drafter, quantize=kind, **options) as engine:
-            assert quantized_as(engine._params) == kind
+            assert quantized_as(engine._params.target) == kind
+            assert drafter is None or quantized_as(engine._params.draft) == kind
             runs.append(engine.generate([PROMPT, PROMPT], params))
     plain, eagle, model = runs
     for run in (eagle, model):
@@ -232,3 +252,15 @@ def test_a_cache_of_one_byte_a_number() -> None:
     assert done.metrics.mean_acceptance_length > 1.8
     with pytest.raises(ValueError, match=r"kv_dtype: expected one of .*float8_e4m3fn.*got 'float8_e5m2'"):
         Engine(tiny.model(40), slots=1, max_len=32, kv_dtype="float8_e5m2")
+
+
+def test_float8_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantize_weights(tiny.model(40), "fp8")
+    check_device(model, "float8_e4m3fn")  # a CPU has no such number
+    for capability, refused in (("8.0", True), ("8.9", False), ("12.0", False)):
+        device = SimpleNamespace(compute_capability=capability)
+        monkeypatch.setattr(jax, "devices", lambda device=device: [device])
+        for tree, dtype in ((model, "bfloat16"), (tiny.model(40), "float8_e4m3fn")):
+            with pytest.raises(ValueError, match=r"8\.9 or later, got 8\.0") if refused else nullcontext():
+                check_device(tree, dtype)
+    check_device(quantize_weights(tiny.model(40), "int8"), "bfloat16")

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jspec.memory import tree_bytes
 from jspec.models.decoder import Model
-from jspec.quantize import quantize_weights
+from jspec.quantize import quantize_weights, quantized_as
 from jspec.replay import run_texts
 from jspec.report import table
 
@@ -43,6 +44,8 @@ def measure(target: Model, texts: Int[np.ndarray, "rows size"], kinds: Iterable[
         texts: token ids; every one is a place.
         kinds: of `jspec.quantize`.
     """
+    if stored := quantized_as(target):
+        raise ValueError(f"accuracy: expected a target as it was trained, got {stored} weights; give the original")
     results = [compare(str(target.embed.dtype), target, target, texts)]
     return results + [compare(kind, target, quantize_weights(target, kind), texts) for kind in kinds]
 
@@ -56,8 +59,7 @@ def compare(kind: str, target: Model, other: Model, texts: Int[np.ndarray, "rows
         divergence.append((np.exp(p) * (p - q)).sum(-1).ravel())
         agree.append((p.argmax(-1) == q.argmax(-1)).ravel())
     gaps, same = np.concatenate(divergence), np.concatenate(agree)
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(other))
-    return Accuracy(kind, size, float(gaps.mean()), float(gaps.max()), float(same.mean()), same.size)
+    return Accuracy(kind, tree_bytes(other), float(gaps.mean()), float(gaps.max()), float(same.mean()), same.size)
 
 
 @jax.jit

@@ -230,7 +230,7 @@ def _check_picture(arguments: argparse.Namespace) -> None:
 
 
 def _accuracy(arguments: argparse.Namespace) -> int:
-    tokenizer = "bytes" if arguments.target == demo.TARGET else arguments.tokenizer
+    tokenizer = arguments.tokenizer or ("bytes" if arguments.target == demo.TARGET else None)
     target, words = diagnose.load_target(arguments.target, tokenizer, dtype=arguments.dtype)
     source = diagnose.TEXT if arguments.text is None else arguments.text.read_text(encoding="utf-8")
     cuts = diagnose.windows(source, words, arguments.size)

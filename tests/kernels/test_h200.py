@@ -43,9 +43,9 @@ def test_attention_is_two_kernels_without_spills(queries, dim, dtype):
     assert program.temp_bytes <= 1.01 * partial_bytes + 1024
 
 
-@pytest.mark.parametrize("queries", [1, 5, 60])
-def test_pools_of_one_byte_compile_alike(queries):
-    program = compile_attention(queries=queries, pool_dtype=jnp.float8_e4m3fn)
+@pytest.mark.parametrize(("queries", "dim"), [(1, 128), (5, 256), (60, 128), (60, 256)])
+def test_pools_of_one_byte_compile_alike(queries, dim):
+    program = compile_attention(queries=queries, dim=dim, pool_dtype=jnp.float8_e4m3fn)
     assert len(program.launches) == 2
     assert not program.copies()
 
@@ -62,10 +62,12 @@ def test_every_page_size_compiles_alike(page, start):
     [
         {"batch": 64},
         {"batch": 32, "queries": 60},
+        {"batch": 8, "queries": 60, "context": 32768},
+        {"queries": 512, "causal": True, "context": 32768},
         {"queries": 2048, "causal": True, "context": 32768},
         {"batch": 8, "queries": 2048, "causal": True},
     ],
-    ids=["batch", "trees", "prefill", "prefills"],
+    ids=["batch", "trees", "long trees", "chunk", "prefill", "prefills"],
 )
 def test_a_full_machine_splits_nothing(sizes):
     program = compile_attention(**sizes)
