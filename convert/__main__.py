@@ -14,7 +14,7 @@ from convert import Plan, plan
 from convert.hf import FLOATS
 from jspec import checkpoint
 from jspec.models.config import Overrides
-from jspec.quantize import check_scope, quantize_weights
+from jspec.quantize import check_scope, quantize_parameters
 
 STORED = ("int8", "fp8")  # "fp8_dynamic" is a matter of how the latter is used
 
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 def _quantized(planned: Plan, dtype: str, kind: str | None) -> Iterator[dict[str, np.ndarray]]:
     check_scope(kind, planned.kind)
     for batch in planned.batches(dtype):
-        leaves = batch if kind is None else checkpoint.flatten(quantize_weights(batch, kind))
+        leaves = batch if kind is None else checkpoint.flatten(quantize_parameters(batch, kind))
         yield {name: np.asarray(leaf) for name, leaf in leaves.items()}
         del batch, leaves
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ from convert.hf import read_json
 from jspec import checkpoint
 from jspec.checkpoint import Checkpoint, Header, Placement
 from jspec.models.config import Overrides
-from jspec.quantize import check_scope, quantize_weights
+from jspec.quantize import check_scope, quantize_parameters
 
 HUB_FILES = ["*.json", "model*.safetensors", "medusa_lm_head.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
 TORCH_FILES = ["pytorch_model*.bin", "medusa_lm_head.pt"]  # where there are no safetensors
@@ -58,30 +57,29 @@ def load(
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if dtype not in checkpoint.DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(checkpoint.DTYPES)}, got {dtype!r}; pass one of them")
-    check_scope(quantize, kind)
     layers = None if feature_layers is None else tuple(feature_layers)
     overrides = Overrides(rope_theta, layers, norm_before_residual, norm_output)
     folder = find(path)
     if checkpoint.is_checkpoint(folder):
         header = checkpoint.read_header(folder)
         _check_kind(folder, header.kind, kind)
+        check_scope(quantize, header.kind)
         overrides.check(header.kind)
         config = overrides.apply(header.config)
         arrays = checkpoint.read_arrays(header, dtype=dtype, placement=placement)
-        return Checkpoint(header.kind, config, _quantized(checkpoint.unflatten(arrays), header.kind, quantize), folder)
+        weights = checkpoint.unflatten(arrays)
+        weights = weights if quantize is None else quantize_parameters(weights, quantize)
+        return Checkpoint(header.kind, config, weights, folder)
     plan = convert.plan(folder, overrides)
     _check_kind(folder, plan.kind, kind)
+    check_scope(quantize, plan.kind)
     arrays = {}
     for batch in plan.batches(dtype):
         placed = {name: jax.device_put(array, placement(name) if placement else None) for name, array in batch.items()}
-        arrays |= jax.block_until_ready(_quantized(placed, plan.kind, quantize))  # else host copies pile up
+        placed = placed if quantize is None else quantize_parameters(placed, quantize)
+        arrays |= jax.block_until_ready(placed)  # else host copies pile up
         del batch, placed
     return Checkpoint(plan.kind, plan.config, checkpoint.unflatten(arrays), folder)
-
-
-def _quantized(weights: dict[str, Any], kind: str, quantize: str | None) -> dict[str, Any]:
-    check_scope(quantize, kind)
-    return weights if quantize is None else quantize_weights(weights, quantize)
 
 
 def header(path: str | Path) -> Header:

@@ -27,20 +27,25 @@ def check_scope(kind: object, model: str | None) -> None:
         raise ValueError("quantize: expected a model or an EAGLE head, got Medusa heads; leave it out")
 
 
-def quantize_weights(tree: Tree, kind: str) -> Tree:
-    """Quantises the products' weights of a `Model`, an `EagleHead` or of parameters by name.
+def quantize_weights(model: Tree, kind: str) -> Tree:
+    """Quantises the products' weights of a `Model` or an `EagleHead`.
 
     Args:
-        kind: "int8", "fp8" or "fp8_dynamic"; between the last two a quantised tree may change.
+        kind: "int8", "fp8" or "fp8_dynamic"; between the last two a quantised model may change.
 
     Raises:
-        ValueError: unknown kind, or weights that are quantised otherwise.
+        ValueError: unknown kind, weights that are quantised otherwise, or a model that has none of `NAMES`.
     """
     check_scope(kind, None)
-    rounded = jax.tree_util.tree_map_with_path(partial(_leaf, kind), tree, is_leaf=_is_quantized)
+    rounded = quantize_parameters(model, kind)
     if quantized_as(rounded) is None:
         raise ValueError(f"quantize: expected weights named {', '.join(NAMES)}, got none; leave it out")
     return rounded
+
+
+def quantize_parameters(tree: Tree, kind: str) -> Tree:
+    """Likewise of any part of a model, parameters by name for instance, in which there may be nothing to quantise."""
+    return jax.tree_util.tree_map_with_path(partial(_leaf, kind), tree, is_leaf=_is_quantized)
 
 
 def check_device(tree: Any, *cache_dtypes: str) -> None:

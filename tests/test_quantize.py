@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import convert.hf
 from convert.__main__ import STORED
 from convert.__main__ import main as convert_main
 from jspec import DraftModel, Eagle3, Engine, SamplingParams, Tree, demo, diagnose
-from jspec.bench import accuracy
+from jspec.bench import accuracy, shapes
 from jspec.describe import describe
 from jspec.models.decoder import Model
 from jspec.quantize import NAMES, check_device, quantize_weights, quantized_as
@@ -177,8 +178,13 @@ def _quantized_leaves(model: Model) -> list[jax.Array]:
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("batch_bytes", [1, 2**25], ids=["many batches", "one batch"])
 @pytest.mark.parametrize("kind", STORED)
-def test_a_converted_folder_holds_what_loading_makes(tmp_path: Path, kind: str) -> None:
+def test_a_converted_folder_holds_what_loading_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, batch_bytes: int
+) -> None:
+    """In a batch of its own, an embedding has nothing to quantise."""
+    monkeypatch.setattr(convert.hf, "BATCH_BYTES", batch_bytes)
     source = folders.write(tmp_path / "source", folders.TARGET, folders.target_tensors())
     assert convert_main([str(source), str(tmp_path / "out"), "--quantize", kind]) == 0
     loaded = Model.from_pretrained(source, quantize=kind)
@@ -193,6 +199,14 @@ def test_a_converted_folder_holds_what_loading_makes(tmp_path: Path, kind: str) 
     assert any(line.startswith(count) and kind[:3] in line.replace("float8", "fp8") for line in rounded), rounded
     with pytest.raises(ValueError, match=f"expected unquantised weights, got {kind}"):
         Model.from_pretrained(tmp_path / "out", quantize="fp8" if kind == "int8" else "int8")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bench_makes_quantised_weights(kind: str) -> None:
+    target, head = shapes.random_target("tiny", "float32", kind), shapes.random_head("tiny", "float32", kind)
+    assert quantized_as(target) == quantized_as(head) == kind
+    assert isinstance(target.head, Quantized)
+    assert target.embed.dtype == jnp.float32
 
 
 # ---- what it costs, and what it does not

@@ -13,7 +13,7 @@ from jspec.checkpoint import flatten, unflatten
 from jspec.draft.heads import EagleHead
 from jspec.models.config import HeadConfig, ModelConfig, Rope
 from jspec.models.decoder import Model
-from jspec.quantize import quantize_weights
+from jspec.quantize import quantize_parameters
 
 LLAMA3 = Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_position=8192)
 
@@ -130,7 +130,7 @@ def random_weights(shapes: Any, seed: int, quantize: str | None = None) -> Any:
     weights: dict[str, Any] = {}
     for key, (name, shape) in zip(jax.random.split(jax.random.key(seed), len(flat)), flat.items(), strict=True):
         own = {name: make(key, shape)}
-        weights |= own if quantize is None else quantize_weights(own, quantize)
+        weights |= own if quantize is None else quantize_parameters(own, quantize)
     return unflatten(weights)
 
 
