@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import get_args
+
+from pallas_kernels.implementation import Implementation
 
 ACCEPT_RULES = ("coupled", "rejection", "block", "multi_candidate", "typical")
-IMPLEMENTATIONS = ("auto", "pallas", "reference")
+IMPLEMENTATIONS = get_args(Implementation)
 KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 PREFILL_BUCKETS = (128, 512, 2048)
 
@@ -41,7 +44,7 @@ class EngineConfig:
     prefill_buckets: tuple[int, ...] | None = None
     pages: int | None = None
     memory_fraction: float = 0.9
-    implementation: str = "auto"
+    implementation: Implementation = "auto"
     rounds_per_dispatch: int = 1
     overlap: bool = True
     accept: str = "coupled"

@@ -41,6 +41,7 @@ from jspec.records import (
 )
 from jspec.verify import ancestors, depths
 from pallas_kernels.ancestor_bits import ancestor_bits
+from pallas_kernels.implementation import Implementation
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Program:
     drafter: Drafter
     feature_layers: tuple[int, ...]
     accept: str
-    implementation: str
+    implementation: Implementation
     rounds: int = 1
     trace: bool = False
     typical: verify.Typical = field(default_factory=verify.Typical)

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Num
 
+from pallas_kernels.implementation import Implementation
+from pallas_kernels.round_rows import FP8, INT8, gated, round_rows, scaled_rows
+
 Kind = Literal["int8", "fp8", "fp8_dynamic"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-INT8, FP8 = jnp.dtype("int8"), jnp.dtype("float8_e4m3fn")
-LARGEST = {INT8: 127.0, FP8: 448.0}
 
 
 @struct.dataclass
@@ -45,16 +46,7 @@ Weight = Float[Array, "_ _"] | Quantized  # [out, inner]
 
 def quantize(weight: Float[Array, "out inner"], kind: Kind) -> Quantized:
     """Rounds a weight to one byte a number, each row to its own scale."""
-    return Quantized(*_round_rows(weight, INT8 if kind == "int8" else FP8), dynamic=kind == "fp8_dynamic")
-
-
-def _round_rows(x: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """Returns values of one byte and the float32 scale of each row."""
-    wide = x.astype(jnp.float32)
-    top = jnp.max(jnp.abs(wide), axis=-1)
-    scale = jnp.maximum(top / LARGEST[dtype], jnp.finfo(jnp.float32).tiny)
-    values = wide / scale[..., None]
-    return (jnp.round(values) if dtype == INT8 else values).astype(dtype), scale
+    return Quantized(*scaled_rows(weight, INT8 if kind == "int8" else FP8), dynamic=kind == "fp8_dynamic")
 
 
 class Factors(NamedTuple):
@@ -72,23 +64,39 @@ class Factors(NamedTuple):
         return product * self.scale
 
 
-def factors(x: Float[Array, "*rows inner"], weight: Weight) -> Factors:
-    """Takes a product apart; "fp8_dynamic" rounds x here."""
-    if not isinstance(weight, Quantized):
-        return Factors(x, weight, None, None)
-    if not weight.dynamic:
+def factors(
+    x: Float[Array, "*rows inner"], weight: Weight, *, is_gated: bool = False, implementation: Implementation = "auto"
+) -> Factors:
+    """Takes a product apart; "fp8_dynamic" rounds x here.
+
+    Args:
+        is_gated: x is gate and up side by side, and silu(gate) * up is multiplied.
+        implementation: of the rounding, as in `paged_attention`.
+    """
+    if isinstance(weight, Quantized) and weight.dynamic:
+        values, row_scale = round_rows(x, is_gated=is_gated, implementation=implementation)
+        return Factors(values, weight.values, row_scale, weight.scale)
+    x = gated(x) if is_gated else x
+    if isinstance(weight, Quantized):
         return Factors(x, weight.values, None, weight.scale)
-    values, row_scale = _round_rows(x, FP8)
-    return Factors(values, weight.values, row_scale, weight.scale)
+    return Factors(x, weight, None, None)
 
 
-def matmul(x: Float[Array, "*rows inner"], weight: Weight, dtype: jnp.dtype | None = None) -> Float[Array, "*rows out"]:
+def matmul(
+    x: Float[Array, "*rows inner"],
+    weight: Weight,
+    dtype: jnp.dtype | None = None,
+    *,
+    is_gated: bool = False,
+    implementation: Implementation = "auto",
+) -> Float[Array, "*rows out"]:
     """x @ weight.T, summed in float32 and rounded once; float32 inputs are multiplied in float32 on every device.
 
     Args:
         dtype: of the result; None: x's.
+        is_gated, implementation: as in `factors`.
     """
-    f = factors(x, weight)
+    f = factors(x, weight, is_gated=is_gated, implementation=implementation)
     precision = jax.lax.Precision.HIGHEST if f.x.dtype == jnp.float32 else None
     wide = dtype if f.scale is None else jnp.float32
     right = f.weight if f.scale is None else f.weight.astype(f.x.dtype)

@@ -7,6 +7,7 @@ the sum over k is split. Adding up the parts is left to whoever reads them (`res
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ from jaxtyping import Array, Float
 from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.quantized import Factors, Quantized, Weight, factors, matmul
 
-MOST_ROWS = 64  # beyond, the output has tiles enough
+MOST_ROWS = 64  # of the kernel; beyond, XLA takes the parts one by one
+MANY_ROWS = 256  # beyond, the output has tiles enough
 FEW_ROWS = 16  # smallest side of a product on tensor cores
 LEAST_OUT, LEAST_INNER = 1024, 2048  # a smaller weight is read before a second kernel has started
 WIDEST_OUT = 16384  # beyond, the output has tiles enough
@@ -27,12 +29,13 @@ PROGRAMS = 256  # two for each of 132 multiprocessors
 
 def parts_of(rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes: int = 2) -> int:
     """How many parts a product comes in: a matter of its shape alone, on every platform. 1: it is not split."""
-    if dtype not in (jnp.bfloat16, jnp.float16) or rows > MOST_ROWS or out > WIDEST_OUT:
+    most = MANY_ROWS if weight_bytes == 2 else MOST_ROWS
+    if dtype not in (jnp.bfloat16, jnp.float16) or rows > most or out > WIDEST_OUT:
         return 1
     tile = _out_tile(rows)
     if out < LEAST_OUT or inner < LEAST_INNER or out % tile or inner % (4 * (INNER_BYTES // weight_bytes)):
         return 1
-    return 4 if 4 * (out // tile) <= PROGRAMS else 2
+    return 4 if rows <= MOST_ROWS and 4 * (out // tile) <= PROGRAMS else 2
 
 
 def _out_tile(rows: int) -> int:
@@ -83,24 +86,28 @@ def _pallas(x, weight, row_scale, scale, *, parts, interpret):
     )(x, weight, *scales)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation",))
+@functools.partial(jax.jit, static_argnames=("is_gated", "implementation"))
 def split_matmul(
-    x: Float[Array, "*rows inner"], weight: Weight, *, implementation: Implementation = "auto"
+    x: Float[Array, "*rows inner"], weight: Weight, *, is_gated: bool = False, implementation: Implementation = "auto"
 ) -> Float[Array, "parts *rows out"]:
     """x @ weight.T as parts to be added up: float32 if there are several, else one of x's dtype.
 
     Args:
         weight: [out, inner].
-        implementation: as in `paged_attention`; a product that is not split is XLA's.
+        is_gated: x is gate and up side by side, and silu(gate) * up is multiplied.
+        implementation: as in `paged_attention`; a product that is not split, or of many rows, is XLA's.
     """
-    flat = x.reshape(-1, x.shape[-1])
-    out, inner = weight.shape
-    parts = parts_of(flat.shape[0], out, inner, x.dtype, 1 if isinstance(weight, Quantized) else 2)
+    (out, inner), (*rows, width) = weight.shape, x.shape
+    parts = parts_of(math.prod(rows), out, inner, x.dtype, 1 if isinstance(weight, Quantized) else 2)
     if parts == 1:
-        return matmul(x, weight)[None]
+        return matmul(x, weight, is_gated=is_gated, implementation=implementation)[None]
+    taken = factors(x.reshape(-1, width), weight, is_gated=is_gated, implementation=implementation)
     kernel, reference = functools.partial(_pallas, parts=parts), functools.partial(_reference, parts=parts)
-    product = choose(implementation, None, kernel, reference, *factors(flat, weight))
-    return product.reshape(parts, *x.shape[:-1], out)
+    if math.prod(rows) > MOST_ROWS:
+        product = reference(*taken)
+    else:
+        product = choose(implementation, None, kernel, reference, *taken)
+    return product.reshape(parts, *rows, out)
 
 
 def add_up(parts: Float[Array, "parts *rows out"], dtype: jnp.dtype) -> Float[Array, "*rows out"]:

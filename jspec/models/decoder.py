@@ -20,6 +20,7 @@ from jspec import pretrained
 from jspec.models.attention import attend, project
 from jspec.models.config import ModelConfig
 from jspec.records import KVCache, TargetOut, TokenBatch
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.quantized import Weight, matmul
 from pallas_kernels.residual_norm import add_rms_norm
 from pallas_kernels.split_matmul import split_matmul
@@ -85,11 +86,11 @@ def rms_norm(
 
 
 def mlp(
-    x: Float[Array, "*rows hidden"], gate_up: Weight, down: Weight, implementation: str
+    x: Float[Array, "*rows hidden"], gate_up: Weight, down: Weight, implementation: Implementation
 ) -> Float[Array, "parts *rows hidden"]:
     """SiLU-gated feed-forward (arXiv:2002.05202), in parts as `split_matmul` leaves them."""
-    gate, up = jnp.split(matmul(x, gate_up), 2, axis=-1)
-    return split_matmul(jax.nn.silu(gate) * up, down, implementation=implementation)
+    gate_and_up = matmul(x, gate_up, implementation=implementation)
+    return split_matmul(gate_and_up, down, is_gated=True, implementation=implementation)
 
 
 def logits_of(x: Float[Array, "... hidden"], head: Weight) -> Float[Array, "... vocab"]:
