@@ -8,6 +8,7 @@ A row of x is rounded by itself, so that what comes out for it does not depend o
 turns the last bit of a float32 sum into a step of 1/16: "fp8_dynamic" is exact in law, not bit for bit.
 """
 
+import math
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -47,6 +48,9 @@ Weight = Float[Array, "_ _"] | Quantized  # [out, inner]
 def quantize(weight: Float[Array, "out inner"], kind: Kind) -> Quantized:
     """Rounds a weight to one byte a number, each row to its own scale."""
     return Quantized(*scaled_rows(weight, INT8 if kind == "int8" else FP8), dynamic=kind == "fp8_dynamic")
+
+
+FEW_ROWS = 64  # beyond, rounding inputs of one byte and their product costs less than writing the latter in float32
 
 
 class Factors(NamedTuple):
@@ -92,6 +96,8 @@ def matmul(
 ) -> Float[Array, "*rows out"]:
     """x @ weight.T, summed in float32 and rounded once; float32 inputs are multiplied in float32 on every device.
 
+    The product of more than 64 rows of "fp8_dynamic" is rounded to x's dtype before it is scaled, too.
+
     Args:
         dtype: of the result; None: x's.
         is_gated, implementation: as in `factors`.
@@ -99,6 +105,8 @@ def matmul(
     f = factors(x, weight, is_gated=is_gated, implementation=implementation)
     precision = jax.lax.Precision.HIGHEST if f.x.dtype == jnp.float32 else None
     wide = dtype if f.scale is None else jnp.float32
+    if f.row_scale is not None and math.prod(x.shape[:-1]) > FEW_ROWS:
+        wide = dtype or x.dtype
     right = f.weight if f.scale is None else f.weight.astype(f.x.dtype)
     dims = (((x.ndim - 1,), (1,)), ((), ()))
     product = jax.lax.dot_general(f.x, right, dims, precision=precision, preferred_element_type=wide)

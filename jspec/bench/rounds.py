@@ -25,9 +25,9 @@ from jspec.step import Params, Program, init_state, spec_step
 from jspec.tree import Tree
 from pallas_kernels.implementation import Implementation
 
-GROUP = 8  # rounds dispatched between two looks at the clock
-GROUPS = 40
-WARM_UP = 5
+GROUP = 32  # rounds dispatched between two looks at the clock: the first finds an idle device, as none does that serves
+GROUPS = 12
+WARM_UP = 3
 LONGEST = 40  # characters of a tree in a case's name
 
 
