@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import jax
+
 import convert.__main__
 from jspec import demo, diagnose
 from jspec.bench import cli as bench
@@ -22,6 +24,7 @@ from jspec.draft.suffix import Suffix
 from jspec.engine import Engine
 from jspec.requests import SamplingParams
 from jspec.tree import TREE_FORMS, Tree
+from pallas_kernels.implementation import explain
 
 PRETRAINED: dict[str, Callable[..., Drafter]] = {
     "eagle3": Eagle3.from_pretrained,
@@ -92,6 +95,7 @@ def _info(arguments: argparse.Namespace) -> int:
                 f"info: expected {', '.join(given)} with --check HEAD TARGET alone; leave it out or add that"
             )
         print(describe(arguments.path))
+        print(f"kernels: {explain('auto', jax.devices()[0])}")
         return 0
     if arguments.text is not None:
         given["text"] = arguments.text.read_text(encoding="utf-8")

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jspec.config import EngineConfig
 from jspec.records import MAX_STOP_IDS, SlotState
 from jspec.step import Params, Program, prefill_step, spec_step
+from pallas_kernels.implementation import explain
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ class Programs:
         self.prefill: dict[int, Any] = {}
         self.rounds: dict[tuple[int, bool], Any] = {}
         self.seconds: dict[str, float] = {}
+        (device, *_) = state.root.devices()
+        logger.info("%s", explain(program.implementation, device))
         self._compile(state, trace=False)
 
     def ensure_trace(self, state: SlotState) -> None:

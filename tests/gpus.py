@@ -5,8 +5,7 @@ A description is the one dumped on an H200 with the figures that differ put in i
 
 Sources: shared memory and threads of a multiprocessor from the CUDA C++ Programming Guide, "Technical Specifications
 per Compute Capability"; the other figures from XLA's xla/backends/gpu/target_config/specs (a100_sxm_80, h100_sxm,
-b200) and, for the L40S, which has none there, from NVIDIA's data sheet (an RTX 4090 is alike, with 128
-multiprocessors).
+b200) and, for the L40, which has none there, from NVIDIA's data sheet (the L40S and the RTX 4090 are of its kind).
 """
 
 from __future__ import annotations

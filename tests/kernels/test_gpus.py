@@ -23,7 +23,7 @@ from pallas_kernels import (
     split_matmul,
     top_log_probs,
 )
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.quantized import Quantized, matmul
 from pallas_kernels.top_log_probs import top
 from tests.gpus import GPUS, compile_for
 
@@ -78,6 +78,12 @@ def product(rows: int, kind: str | None = None) -> Case:
     return partial(split_matmul, implementation="pallas"), (shape(rows, HIDDEN), weight)
 
 
+def whole_product(kind: str) -> Case:
+    """Of so many columns that XLA takes it."""
+    weight = Quantized(shape(VOCAB, HIDDEN, dtype=FP8), shape(VOCAB, dtype=F32), dynamic=kind == "fp8_dynamic")
+    return matmul, (shape(5, HIDDEN), weight)
+
+
 def norm(rows: int, parts: int) -> Case:
     delta = shape(parts, rows, HIDDEN, dtype=BF16 if parts == 1 else F32)
     return partial(add_rms_norm, eps=1e-5, implementation="pallas"), (shape(rows, HIDDEN), delta, shape(HIDDEN))
@@ -108,6 +114,7 @@ FLOAT8: dict[str, Case] = {
     "append fp8": rows_of_pages(FP8, move=False),
     "move fp8": rows_of_pages(FP8, move=True),
     **{f"product {rows} {kind}": product(rows, kind) for rows, kind in ((5, "fp8_dynamic"), (61, "fp8"))},
+    **{f"whole product {kind}": whole_product(kind) for kind in ("fp8", "fp8_dynamic")},
 }
 # What ptxas (CUDA 13.0) spills: bytes of registers a thread stores in local memory.
 SPILLS = {
