@@ -13,7 +13,7 @@ import jax
 import convert.__main__
 from jspec import demo, diagnose
 from jspec.bench import cli as bench
-from jspec.config import ACCEPT_RULES
+from jspec.config import ACCEPT_RULES, KV_DTYPES, QUANTIZE
 from jspec.describe import describe
 from jspec.draft import Drafter
 from jspec.draft.eagle import Eagle, Eagle3
@@ -32,6 +32,7 @@ PRETRAINED: dict[str, Callable[..., Drafter]] = {
     "medusa": Medusa.from_pretrained,
     "draft_model": DraftModel.from_pretrained,
 }
+QUANTIZABLE = ("eagle3", "eagle", "draft_model")
 TREE = "chain:4"
 TEXT_OPTIONS = ("text", "tokenizer", "max_tokens")  # of `info --check`
 
@@ -121,6 +122,13 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--dtype", help="of the weights; float32 on CPU, bfloat16 elsewhere")
+    kinds, dtypes = ", ".join(QUANTIZE), ", ".join(KV_DTYPES)
+    parser.add_argument("--quantize", metavar="KIND", help=f"the target's products: {kinds}")
+    parser.add_argument("--draft-quantize", metavar="KIND", help="likewise of an EAGLE head or a draft model")
+    parser.add_argument(
+        "--kv-dtype", metavar="DTYPE", help=f"of the target's cache: {dtypes}; the weights' if left out"
+    )
+    parser.add_argument("--draft-kv-dtype", metavar="DTYPE", help="likewise of the drafter's cache")
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--tokenizer", help='"bytes" for byte-level models; else the folder\'s own')
     parser.set_defaults(run=_generate)
@@ -141,6 +149,9 @@ def _generate(arguments: argparse.Namespace) -> int:
         slots=1,
         max_len=arguments.max_len,
         accept=arguments.accept,
+        quantize=arguments.quantize,
+        kv_dtype=arguments.kv_dtype,
+        draft_kv_dtype=arguments.draft_kv_dtype,
         tokenizer=arguments.tokenizer,
     )
     with engine:
@@ -158,9 +169,13 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _drafter(arguments: argparse.Namespace) -> Drafter | None:
     tree = Tree.parse(TREE if arguments.tree is None else arguments.tree)
+    quantize = {} if arguments.draft_quantize is None else {"quantize": arguments.draft_quantize}
+    if quantize and not any(getattr(arguments, name) for name in QUANTIZABLE):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in QUANTIZABLE)
+        raise ValueError(f"--draft-quantize: expected one of {names}, got none of them; leave it out")
     for name, load in PRETRAINED.items():
         if path := getattr(arguments, name):
-            return load(path, tree=tree, dtype=arguments.dtype)
+            return load(path, tree=tree, dtype=arguments.dtype, **quantize)
     if arguments.ngram:
         return NGram(tree)
     if arguments.suffix:

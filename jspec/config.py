@@ -8,6 +8,7 @@ from itertools import pairwise
 ACCEPT_RULES = ("coupled", "rejection", "block", "multi_candidate", "typical")
 IMPLEMENTATIONS = ("auto", "pallas", "reference")
 KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
+QUANTIZE = ("int8", "fp8", "fp8_dynamic")
 PREFILL_BUCKETS = (128, 512, 2048)
 
 
@@ -61,6 +62,7 @@ class EngineConfig:
         _one_of("implementation", self.implementation, IMPLEMENTATIONS)
         for name in ("kv_dtype", "draft_kv_dtype"):
             _one_of(name, getattr(self, name), (None, *KV_DTYPES))
+        _one_of("quantize", self.quantize, (None, *QUANTIZE))
         for name in ("typical_threshold", "typical_alpha"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not value > 0:

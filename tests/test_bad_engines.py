@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from jspec import DraftModel, Eagle, Eagle3, Engine, Medusa, SamplingParams, Tree
+from jspec.config import QUANTIZE
 from jspec.programs import Programs
 from jspec.testing import Random, Scripted
+from pallas_kernels.quantized import KINDS
 from tests import small, tiny
 
 CHAIN = Tree.chain(2)
@@ -49,6 +51,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     (dict(accept="greedy"), r"accept: expected one of \('coupled', .*'typical'\), got 'greedy'"),
     (dict(implementation="cuda"), r"implementation: expected one of \('auto', 'pallas', 'reference'\), got 'cuda'"),
     (dict(kv_dtype="int3"), r"kv_dtype: expected one of .* got 'int3'"),
+    (dict(quantize="int4"), r"quantize: expected one of \(None, 'int8', 'fp8', 'fp8_dynamic'\), got 'int4'"),
+    (dict(quantize=True), r"quantize: expected one of .* got True"),
     (dict(memory_fraction=0), r"memory_fraction: expected in \(0, 1\], got 0"),
     (dict(memory_fraction=1.5), r"memory_fraction: expected in \(0, 1\], got 1\.5"),
     (dict(pages=1), r"pages: expected None or an int >= 2 \(page 0 is never used\), got 1"),
@@ -64,6 +68,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 def test_an_impossible_option_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(small.target(), **options)
+
+
+def test_every_kind_of_quantisation_is_an_option() -> None:
+    assert QUANTIZE == KINDS
 
 
 def test_an_unknown_option_is_named() -> None:
