@@ -131,6 +131,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-kv-dtype", metavar="DTYPE", help="likewise of the drafter's cache")
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--tokenizer", help='"bytes" for byte-level models; else the folder\'s own')
+    parser.add_argument("--compile-cache", metavar="DIR", help="keeps compiled programs for the next start")
     parser.set_defaults(run=_generate)
 
 
@@ -152,6 +153,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         quantize=arguments.quantize,
         kv_dtype=arguments.kv_dtype,
         draft_kv_dtype=arguments.draft_kv_dtype,
+        compile_cache=arguments.compile_cache,
         tokenizer=arguments.tokenizer,
     )
     with engine:

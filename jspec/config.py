@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 ACCEPT_RULES = ("coupled", "rejection", "block", "multi_candidate", "typical")
 IMPLEMENTATIONS = ("auto", "pallas", "reference")
@@ -32,6 +33,8 @@ class EngineConfig:
         kv_dtype, draft_kv_dtype: of the pools; None: the weights' dtype.
         quantize: the target's products, "int8", "fp8" or "fp8_dynamic" (`jspec.quantize`); None: as the target is. The
             drafter has an option of its own.
+        compile_cache: folder that keeps compiled programs for later processes, from now on those of the whole process;
+            None: where JAX_COMPILATION_CACHE_DIR says, if anywhere.
         seed: from which requests without a seed draw theirs.
     """
 
@@ -51,6 +54,7 @@ class EngineConfig:
     kv_dtype: str | None = None
     draft_kv_dtype: str | None = None
     quantize: str | None = None
+    compile_cache: str | Path | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -69,6 +73,8 @@ class EngineConfig:
                 raise ValueError(f"{name}: expected a number > 0, got {value!r}")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction: expected in (0, 1], got {self.memory_fraction!r}")
+        if self.compile_cache is not None and not isinstance(self.compile_cache, (str, Path)):
+            raise ValueError(f"compile_cache: expected None or a folder's path, got {self.compile_cache!r}")
         if not isinstance(self.overlap, bool):
             raise ValueError(f"overlap: expected a bool, got {self.overlap!r}")
         if not isinstance(self.seed, int) or self.seed < 0:
