@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import get_args
 
 from pallas_kernels.implementation import Implementation
+from pallas_kernels.quantized import KINDS
 
 ACCEPT_RULES = ("coupled", "rejection", "block", "multi_candidate", "typical")
 IMPLEMENTATIONS = get_args(Implementation)
@@ -34,6 +36,8 @@ class EngineConfig:
         kv_dtype, draft_kv_dtype: of the pools; None: the weights' dtype.
         quantize: the target's products, "int8", "fp8" or "fp8_dynamic" (`jspec.quantize`); None: as the target is. The
             drafter has an option of its own.
+        compile_cache: folder that keeps compiled programs for later processes, from now on those of the whole process;
+            None: where JAX_COMPILATION_CACHE_DIR says, if anywhere.
         seed: from which requests without a seed draw theirs.
     """
 
@@ -53,6 +57,7 @@ class EngineConfig:
     kv_dtype: str | None = None
     draft_kv_dtype: str | None = None
     quantize: str | None = None
+    compile_cache: str | Path | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -64,12 +69,15 @@ class EngineConfig:
         _one_of("implementation", self.implementation, IMPLEMENTATIONS)
         for name in ("kv_dtype", "draft_kv_dtype"):
             _one_of(name, getattr(self, name), (None, *KV_DTYPES))
+        _one_of("quantize", self.quantize, (None, *KINDS))
         for name in ("typical_threshold", "typical_alpha"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not value > 0:
                 raise ValueError(f"{name}: expected a number > 0, got {value!r}")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction: expected in (0, 1], got {self.memory_fraction!r}")
+        if self.compile_cache is not None and not isinstance(self.compile_cache, (str, Path)):
+            raise ValueError(f"compile_cache: expected None or a folder's path, got {self.compile_cache!r}")
         if not isinstance(self.overlap, bool):
             raise ValueError(f"overlap: expected a bool, got {self.overlap!r}")
         if not isinstance(self.seed, int) or self.seed < 0:

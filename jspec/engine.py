@@ -21,7 +21,7 @@ from jspec.metrics import Metrics
 from jspec.models.decoder import Model
 from jspec.output import OutputText, completion_of, take_report
 from jspec.pages import PagePool
-from jspec.programs import Programs
+from jspec.programs import Programs, keep_compiled
 from jspec.quantize import check_device, quantize_weights
 from jspec.records import StepOutput
 from jspec.requests import Chunk, Completion, Request, SamplingParams
@@ -55,6 +55,7 @@ class Engine:
         **options: Any,
     ) -> None:
         self.config = EngineConfig(**options)
+        keep_compiled(self.config.compile_cache)
         tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         drafter = NoDraft() if drafter is None else drafter
         if self.config.quantize is not None:
@@ -110,7 +111,8 @@ class Engine:
         """
         if isinstance(path, Model):
             return cls(path, drafter=drafter, tokenizer=tokenizer, **options)
-        EngineConfig(**{name: value for name, value in options.items() if name != "eos_ids"})
+        config = EngineConfig(**{name: value for name, value in options.items() if name != "eos_ids"})
+        keep_compiled(config.compile_cache)
         checkpoint = pretrained.load(path, dtype=dtype, kind="target", quantize=options.get("quantize"))
         options.setdefault("eos_ids", pretrained.eos_ids(checkpoint.folder))
         return cls(
@@ -223,6 +225,11 @@ class Engine:
     def compile_seconds(self) -> dict[str, float]:
         """Seconds each program took to compile."""
         return dict(self._programs.seconds)
+
+    @property
+    def lower_seconds(self) -> dict[str, float]:
+        """Seconds each program took to be traced and lowered, before it was compiled."""
+        return dict(self._programs.lower_seconds)
 
     @property
     def pages_in_use(self) -> int:

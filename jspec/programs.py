@@ -9,18 +9,38 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 
 from jspec.config import EngineConfig
 from jspec.records import MAX_STOP_IDS, SlotState
 from jspec.step import Params, Program, prefill_step, spec_step
+from pallas_kernels.implementation import explain
 
 logger = logging.getLogger(__name__)
 
 PREFILL_HEAD = 10 + 2 + MAX_STOP_IDS  # int32 words of a packed PrefillInput besides pages and tokens
+
+
+def keep_compiled(folder: str | Path | None) -> None:
+    """From now on this process takes compiled programs from a folder, and keeps there what it compiles.
+
+    Beside them XLA keeps what it measured on a GPU to choose its kernels. None leaves everything as it is.
+
+    Raises:
+        OSError: no folder can be made there.
+    """
+    if folder is None:
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # small programs too
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    compilation_cache.reset_cache()  # else the folder of the first compilation stays in use
 
 
 class Programs:
@@ -39,6 +59,9 @@ class Programs:
         self.prefill: dict[int, Any] = {}
         self.rounds: dict[tuple[int, bool], Any] = {}
         self.seconds: dict[str, float] = {}
+        self.lower_seconds: dict[str, float] = {}
+        (device, *_) = state.root.devices()
+        logger.info("%s", explain(program.implementation, device))
         self._compile(state, trace=False)
 
     def ensure_trace(self, state: SlotState) -> None:
@@ -52,20 +75,24 @@ class Programs:
         compiled: list[Future[None]] = []
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # one is lowered while others compile
             for rows in self._config.buckets:
-                lowered = self._lower(partial(spec_step, program), state, rows)
                 name = f"round[{rows}]" + (" traced" if trace else "")
+                lowered = self._lower(name, partial(spec_step, program), state, rows)
                 keep: Callable[[Any], None] = partial(self.rounds.__setitem__, (rows, trace))
                 compiled.append(pool.submit(self._compile_one, name, keep, lowered))
             for tokens in () if trace else self._config.prefill_buckets:
-                lowered = self._lower(partial(prefill_step, self._program), state, PREFILL_HEAD + self._pages + tokens)
+                name, words = f"prefill[{tokens}]", PREFILL_HEAD + self._pages + tokens
+                lowered = self._lower(name, partial(prefill_step, self._program), state, words)
                 keep = partial(self.prefill.__setitem__, tokens)
-                compiled.append(pool.submit(self._compile_one, f"prefill[{tokens}]", keep, lowered))
+                compiled.append(pool.submit(self._compile_one, name, keep, lowered))
         for one in compiled:
             one.result()
 
-    def _lower(self, step: Callable[..., Any], state: SlotState, words: int) -> Any:
+    def _lower(self, name: str, step: Callable[..., Any], state: SlotState, words: int) -> Any:
+        start = time.perf_counter()
         packed = jax.ShapeDtypeStruct((words,), jnp.int32)
-        return jax.jit(step, donate_argnums=(1,)).lower(self._params, state, packed)
+        lowered = jax.jit(step, donate_argnums=(1,)).lower(self._params, state, packed)
+        self.lower_seconds[name] = time.perf_counter() - start
+        return lowered
 
     def _compile_one(self, name: str, keep: Callable[[Any], None], lowered: Any) -> None:
         start = time.perf_counter()
