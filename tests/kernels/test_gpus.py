@@ -156,7 +156,9 @@ def test_it_compiles_and_spills_only_what_is_listed(gpu: str, name: str) -> None
 
 @pytest.mark.parametrize("case", [attention(5, 128, FP8), rotation(128, FP8)], ids=["attention", "rotate"])
 def test_float8_is_refused_where_there_is_none(case: Case) -> None:
-    with pytest.raises((NotImplementedError, jax.errors.JaxRuntimeError), match="float8_e4m3fn|requires .target sm_89"):
+    with pytest.raises(
+        (NotImplementedError, jax.errors.JaxRuntimeError), match=r"float8_e4m3fn|requires .target sm_89"
+    ):
         compile_for(GPUS["A100"], case[0], *case[1])
 
 
