@@ -42,7 +42,26 @@ class Quantized:
         return "fp8_dynamic" if self.dynamic else "fp8"
 
 
+@struct.dataclass
+class Rounded:
+    """Rows that were rounded for "fp8_dynamic" already, values * scale[..., None]."""
+
+    values: Float[Array, "*rows inner"]  # float8_e4m3fn
+    scale: Float[Array, "*rows"]  # float32
+    dtype: jnp.dtype = struct.field(pytree_node=False)  # of what was rounded
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
 Weight = Float[Array, "_ _"] | Quantized  # [out, inner]
+Inputs = Float[Array, "*rows inner"] | Rounded
+
+
+def rounds_inputs(weight: Weight) -> bool:
+    """Whether what this weight is multiplied by is rounded."""
+    return isinstance(weight, Quantized) and weight.dynamic
 
 
 def quantize(weight: Float[Array, "out inner"], kind: Kind) -> Quantized:
@@ -68,18 +87,20 @@ class Factors(NamedTuple):
         return product * self.scale
 
 
-def factors(
-    x: Float[Array, "*rows inner"], weight: Weight, *, is_gated: bool = False, implementation: Implementation = "auto"
-) -> Factors:
-    """Takes a product apart; "fp8_dynamic" rounds x here.
+def factors(x: Inputs, weight: Weight, *, is_gated: bool = False, implementation: Implementation = "auto") -> Factors:
+    """Takes a product apart; "fp8_dynamic" rounds x here, unless it is already.
 
     Args:
         is_gated: x is gate and up side by side, and silu(gate) * up is multiplied.
         implementation: of the rounding, as in `paged_attention`.
     """
     if isinstance(weight, Quantized) and weight.dynamic:
-        values, row_scale = round_rows(x, is_gated=is_gated, implementation=implementation)
-        return Factors(values, weight.values, row_scale, weight.scale)
+        if not isinstance(x, Rounded):
+            values, scale = round_rows(x, is_gated=is_gated, implementation=implementation)
+            x = Rounded(values, scale, x.dtype)
+        return Factors(x.values, weight.values, x.scale, weight.scale)
+    if isinstance(x, Rounded):
+        raise TypeError("rounded inputs are for weights of fp8_dynamic; pass them as they were")
     x = gated(x) if is_gated else x
     if isinstance(weight, Quantized):
         return Factors(x, weight.values, None, weight.scale)
@@ -87,7 +108,7 @@ def factors(
 
 
 def matmul(
-    x: Float[Array, "*rows inner"],
+    x: Inputs,
     weight: Weight,
     dtype: jnp.dtype | None = None,
     *,
@@ -108,6 +129,6 @@ def matmul(
     if f.row_scale is not None and math.prod(x.shape[:-1]) > FEW_ROWS:
         wide = dtype or x.dtype
     right = f.weight if f.scale is None else f.weight.astype(f.x.dtype)
-    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    dims = (((f.x.ndim - 1,), (1,)), ((), ()))
     product = jax.lax.dot_general(f.x, right, dims, precision=precision, preferred_element_type=wide)
     return f.scaled(product).astype(dtype or x.dtype)

@@ -25,14 +25,10 @@ def gated(x: Float[Array, "*rows twice"]) -> Float[Array, "*rows inner"]:
     return jax.nn.silu(gate) * up
 
 
-def _scale(top: Array, dtype: jnp.dtype) -> Array:
-    return jnp.maximum(top / LARGEST[dtype], jnp.finfo(jnp.float32).tiny)
-
-
 def scaled_rows(x: Float[Array, "*rows inner"], dtype: jnp.dtype) -> tuple[Num[Array, "*rows inner"], Array]:
     """Values of int8 or float8_e4m3fn and the float32 scale of each row."""
     wide = x.astype(jnp.float32)
-    scale = _scale(jnp.max(jnp.abs(wide), axis=-1), dtype)
+    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=-1) / LARGEST[dtype], jnp.finfo(jnp.float32).tiny)
     values = wide / scale[..., None]
     return (jnp.round(values) if dtype == INT8 else values).astype(dtype), scale
 
@@ -53,9 +49,8 @@ def _kernel(x_ref, values_ref, scale_ref, *, is_gated):
     wide = load(0)
     if is_gated:
         wide = (wide * jax.lax.logistic(wide) * load(inner)).astype(x_ref.dtype).astype(jnp.float32)
-    scale = _scale(jnp.max(jnp.abs(wide)), FP8)
-    pltriton.store(values_ref.at[row, column], (wide / scale).astype(FP8), mask=inside)
-    scale_ref[row] = scale
+    values, scale_ref[row] = scaled_rows(wide, FP8)
+    pltriton.store(values_ref.at[row, column], values, mask=inside)
 
 
 def _pallas(x, *, is_gated, interpret):

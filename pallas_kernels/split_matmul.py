@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels.implementation import Implementation, choose
-from pallas_kernels.quantized import Factors, Quantized, Weight, factors, matmul
+from pallas_kernels.quantized import Factors, Inputs, Quantized, Weight, factors, matmul
 
 MOST_ROWS = 64  # of the kernel; beyond, XLA takes the parts one by one
 MANY_ROWS = 256  # beyond, the output has tiles enough
@@ -24,7 +24,7 @@ FEW_ROWS = 16  # smallest side of a product on tensor cores
 LEAST_OUT, LEAST_INNER = 1024, 2048  # a smaller weight is read before a second kernel has started
 WIDEST_OUT = 16384  # beyond, the output has tiles enough
 INNER_BYTES = 128  # of a weight's row in a tile
-PROGRAMS = 256  # two for each of 132 multiprocessors
+NARROW_OUT = 4096  # up to which four parts make up for the few tiles; of a wider output two are faster
 
 
 def parts_of(rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes: int = 2) -> int:
@@ -35,7 +35,7 @@ def parts_of(rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes: in
     tile = _out_tile(rows)
     if out < LEAST_OUT or inner < LEAST_INNER or out % tile or inner % (4 * (INNER_BYTES // weight_bytes)):
         return 1
-    return 4 if rows <= MOST_ROWS and 4 * (out // tile) <= PROGRAMS else 2
+    return 4 if rows <= MOST_ROWS and out <= NARROW_OUT else 2
 
 
 def _out_tile(rows: int) -> int:
@@ -80,7 +80,7 @@ def _pallas(x, weight, row_scale, scale, *, parts, interpret):
         functools.partial(_kernel, rows=rows, steps=inner // columns // parts, tile=tile, inner=columns),
         grid=(out // tile, parts),
         out_shape=jax.ShapeDtypeStruct((parts, rows, out), jnp.float32),
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=5),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=6),
         interpret=interpret,
         name="split_matmul",
     )(x, weight, *scales)
@@ -88,8 +88,8 @@ def _pallas(x, weight, row_scale, scale, *, parts, interpret):
 
 @functools.partial(jax.jit, static_argnames=("is_gated", "implementation"))
 def split_matmul(
-    x: Float[Array, "*rows inner"], weight: Weight, *, is_gated: bool = False, implementation: Implementation = "auto"
-) -> Float[Array, "parts *rows out"]:
+    x: Inputs, weight: Weight, *, is_gated: bool = False, implementation: Implementation = "auto"
+) -> Float[Array, "parts *batch out"]:
     """x @ weight.T as parts to be added up: float32 if there are several, else one of x's dtype.
 
     Args:
@@ -97,11 +97,13 @@ def split_matmul(
         is_gated: x is gate and up side by side, and silu(gate) * up is multiplied.
         implementation: as in `paged_attention`; a product that is not split, or of many rows, is XLA's.
     """
-    (out, inner), (*rows, width) = weight.shape, x.shape
+    (out, inner), rows = weight.shape, x.shape[:-1]
     parts = parts_of(math.prod(rows), out, inner, x.dtype, 1 if isinstance(weight, Quantized) else 2)
     if parts == 1:
         return matmul(x, weight, is_gated=is_gated, implementation=implementation)[None]
-    taken = factors(x.reshape(-1, width), weight, is_gated=is_gated, implementation=implementation)
+    taken = factors(x, weight, is_gated=is_gated, implementation=implementation)
+    row_scale = None if taken.row_scale is None else taken.row_scale.reshape(-1)
+    taken = taken._replace(x=taken.x.reshape(-1, inner), row_scale=row_scale)
     kernel, reference = functools.partial(_pallas, parts=parts), functools.partial(_reference, parts=parts)
     if math.prod(rows) > MOST_ROWS:
         product = reference(*taken)
