@@ -139,12 +139,20 @@ def heights_of(ax: Any, name: str) -> list[float]:
 
 def test_step_writes_picture_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["--shape", "tiny", "--dtype", "float32", "--tree", "none", "--batch", "2", "--context", "16"]
+    words += ["--idle", "1"]
     files = ["--picture", str(tmp_path / "step.png"), "--profile", str(tmp_path / "traces")]
     assert main(["bench", "step", *words, *files]) == 0
-    trace = tmp_path / "traces" / "tiny_float32_none_batch2_context16_page16"
-    assert capsys.readouterr().out.splitlines()[-1] == f"trace: {trace}"
+    trace = tmp_path / "traces" / "tiny_float32_none_batch2_context16_page16_idle1"
+    *_, row, last = capsys.readouterr().out.splitlines()
+    assert last == f"trace: {trace}" and row.split()[5:7] == ["2", "1"] and row.split()[-2] == "1.00"  # a token a row
     assert [path.suffix for path in trace.rglob("*.pb")] == [".pb"]
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_round_needs_a_row_that_is_not_idle(capsys: pytest.CaptureFixture) -> None:
+    words = ["--shape", "tiny", "--dtype", "float32", "--tree", "none", "--batch", "2", "--context", "16"]
+    assert main(["bench", "step", *words, "--idle", "2"]) == 2
+    assert "idle: expected 0 to 1 of a batch of 2 rows, got 2" in capsys.readouterr().err
 
 
 def test_cases_have_folders_of_their_own() -> None:

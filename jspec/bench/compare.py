@@ -30,6 +30,7 @@ SETTINGS = (
     "greedy",
     "quantize",
     "kv_dtype",
+    "idle",
 )  # one of each in what is compared
 NOTHING = "-"
 

@@ -79,9 +79,9 @@ def _sorted(points: Mapping[int, float]) -> tuple[list[int], list[float]]:
 def step(results: Sequence[Timing]) -> Figure:
     """Time of a round by tree with floors, a panel for each context and page size."""
     trees = list(dict.fromkeys(result.case.tree for result in results))
-    panels = _grouped(results, lambda result: (result.case.context, result.case.page_size))
+    panels = _grouped(results, lambda result: (result.case.context, result.case.page_size, result.case.idle))
     figure, axes = _panels(1, len(panels))
-    for ax, ((context, page), own) in zip(axes[0], panels.items(), strict=True):
+    for ax, ((context, page, idle), own) in zip(axes[0], panels.items(), strict=True):
         by_tree = _grouped(own, lambda result: result.case.tree)
         lines = [
             Line(
@@ -92,7 +92,7 @@ def step(results: Sequence[Timing]) -> Figure:
             for tree in trees
         ]
         over_batch(ax, lines, MILLISECONDS)
-        ax.set_title(f"context {context}, page size {page}", size=10)
+        ax.set_title(f"context {context}, page size {page}" + (f", {idle} rows idle" if idle else ""), size=10)
     figure.suptitle(f"{_models(result.case for result in results)}, nothing accepted", size=11)
     return _with_legend(figure, axes)
 

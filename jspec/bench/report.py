@@ -42,6 +42,7 @@ def timings(results: Sequence[Timing]) -> str:
         "cache": lambda r: r.case.kv_dtype or r.case.dtype,
         "page": lambda r: str(r.case.page_size),
         "batch": lambda r: str(r.case.batch),
+        "idle": lambda r: str(r.case.idle),
         "context": lambda r: str(r.case.context),
         "tree": lambda r: str(r.case.tree).lower(),
         "ms": lambda r: f"{r.milliseconds:.3f}",

@@ -44,6 +44,7 @@ class Case:
     greedy: bool = True
     quantize: str | None = None  # target and head
     kv_dtype: str | None = None  # of both caches; None: dtype
+    idle: int = 0  # rows of the batch that hold no request
 
     @property
     def name(self) -> str:
@@ -54,6 +55,7 @@ class Case:
         words = [self.shape, self.dtype, tree, f"batch{self.batch}", f"context{self.context}", f"page{self.page_size}"]
         words += [word for word in (self.quantize, self.kv_dtype) if word]
         words += [] if self.implementation == "auto" else [self.implementation]
+        words += [f"idle{self.idle}"] if self.idle else []
         return "_".join(words if self.greedy else [*words, "sampled"])
 
 
@@ -76,7 +78,12 @@ def build(
 
     Args:
         growth: tokens that a row may gain beyond the context; None: those of `GROUP` rounds.
+
+    Raises:
+        ValueError: no row that is not idle.
     """
+    if not 0 <= case.idle < case.batch:
+        raise ValueError(f"idle: expected 0 to {case.batch - 1} of a batch of {case.batch} rows, got {case.idle}")
     drafter: Drafter = NoDraft()
     if case.tree is not None:
         assert head is not None
@@ -140,7 +147,7 @@ def _group(step: Any, params: Params, state: SlotState, case: Case) -> tuple[Slo
         state, output = step(params, state, slots)
     jax.block_until_ready((state, output))
     milliseconds = (time.perf_counter() - began) / GROUP * 1e3
-    return state, milliseconds, float(np.asarray(output.report)[..., -4].mean())
+    return state, milliseconds, float(np.asarray(output.report)[..., -4].sum()) / (case.batch - case.idle)
 
 
 def floor(case: Case) -> float:
@@ -151,9 +158,10 @@ def floor(case: Case) -> float:
         cache=jnp.dtype(case.kv_dtype or "bfloat16").itemsize,
         speed=2 if case.quantize == "fp8_dynamic" else 1,
     )
-    costs = floors.verify_costs(shapes.TARGETS[case.shape], case.batch, nodes, case.context, widths)
+    rows = case.batch - case.idle
+    costs = floors.verify_costs(shapes.TARGETS[case.shape], rows, nodes, case.context, widths)
     if case.tree is not None:
-        costs += floors.draft_costs(shapes.head_config(case.shape), case.batch, case.tree, case.context, widths)
+        costs += floors.draft_costs(shapes.head_config(case.shape), rows, case.tree, case.context, widths)
     return floors.seconds(costs)
 
 
@@ -162,7 +170,7 @@ def _depth(case: Case) -> int:
 
 
 def filled_state(state: SlotState, case: Case) -> SlotState:
-    """Every slot in the middle of a text: its own pages, random K and V, a random root."""
+    """Every slot that is not idle in the middle of a text: its own pages, random K and V, a random root."""
     width = state.page_table.shape[1]
     rng = np.random.default_rng(0)
     pools = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape, x.dtype), state.target)
@@ -173,7 +181,7 @@ def filled_state(state: SlotState, case: Case) -> SlotState:
     return replace(
         state,
         root=jnp.asarray(rng.integers(0, shapes.TARGETS[case.shape].vocab_size, case.batch), jnp.int32),
-        active=jnp.ones(case.batch, bool),
+        active=jnp.arange(case.batch) < case.batch - case.idle,
         remaining=jnp.full(case.batch, 2**30, jnp.int32),
         page_table=jnp.asarray(1 + np.arange(case.batch * width).reshape(case.batch, width), jnp.int32),
         sampling=controls,
