@@ -27,7 +27,7 @@ from pallas_kernels.quantized import FP8
 
 MMA_ROWS = 16  # smallest side of a matrix product on tensor cores
 MERGED = 16  # splits the merge reads at once
-MOST_PARTIAL_BYTES = 256 * 2**20
+LEAST_SPLIT = 128  # rows of context: fewer are read before another program has started
 
 
 def _visible(
@@ -115,14 +115,13 @@ class _Tiles(NamedTuple):
     window: int  # rows back that a query sees, itself included; 0 is all
     packed: int  # rows (query, head of the group) a program holds
     tile: int  # context rows a loop step reads
-    split: int  # context rows a program reads, cut at multiples of it
-    splits: int
+    splits: int  # programs that share a context
     warps: int
     stages: int
 
 
 def _choose_tiles(q, k_pool, page_table, bits, new_rows, start, window, wide):
-    """Programs for about 132 multiprocessors at 1k rows of context, in as few splits as that takes."""
+    """Two programs (one, if large) for each of about 132 multiprocessors, in as few splits as that takes."""
     batch, queries, heads, dim = q.shape
     kv_heads, page = k_pool.shape[1:3]
     group, capacity = heads // kv_heads, page_table.shape[1] * page
@@ -136,13 +135,8 @@ def _choose_tiles(q, k_pool, page_table, bits, new_rows, start, window, wide):
     few = small or packed == MMA_ROWS  # rows of a tile: 8 KiB each of K and V, or 16
     width = max(k_pool.dtype.itemsize, 2)  # numbers of one byte are widened
     tile = min(max((8 if wide or few else 16) * 1024 // (dim * width), MMA_ROWS), 64)
-    # So many splits of about 1,150 rows that two programs (one, if large) for each multiprocessor run at once.
     load = programs if warps < 8 else 2 * programs
-    split = max(pl.cdiv(9 * load, 128) * 64, 128)
-    splits = 1 if load >= 256 else pl.cdiv(capacity, split)
-    while splits > 1 and batch * queries * heads * dim * 4 * splits > MOST_PARTIAL_BYTES:
-        split *= 2
-        splits = pl.cdiv(capacity, split)
+    splits = 1 if load >= 256 else min(max(264 // load, 2), pl.cdiv(capacity, LEAST_SPLIT))
     words = 0 if bits is None else bits.shape[-1]
     return _Tiles(
         group,
@@ -155,7 +149,6 @@ def _choose_tiles(q, k_pool, page_table, bits, new_rows, start, window, wide):
         window or 0,
         packed,
         tile,
-        split,
         splits,
         warps,
         3 if few or k_pool.dtype == FP8 else 2,
@@ -163,7 +156,7 @@ def _choose_tiles(q, k_pool, page_table, bits, new_rows, start, window, wide):
 
 
 def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, scale, compute, precision, interpret):
-    """One program: `packed` rows of one kv head over one split of the context, online softmax in base 2.
+    """One program: `packed` rows of one kv head over its share of the context, online softmax in base 2.
 
     Pools of one byte are read as pairs of numbers, even and odd channels apart.
     """
@@ -188,8 +181,7 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
         lowest = highest = jnp.maximum(first, tiles.start)
         if not tiles.words:
             highest = jnp.maximum(lowest, oldest + ((block + 1) * tiles.packed - 1) // tiles.group)
-    if tiles.splits > 1:
-        first, last = jnp.maximum(first, piece * tiles.split), jnp.minimum(last, (piece + 1) * tiles.split)
+    begin, end = (_own_tiles(tile, piece, tiles.splits) for tile in (first // tiles.tile, pl.cdiv(last, tiles.tile)))
 
     def attend():
         own_row, factor = (batch, query[:, None], head[:, None]), scale * math.log2(math.e)
@@ -200,7 +192,7 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
         seen = [pltriton.load(refs[0].at[batch, query, w], mask=inside, other=0) for w in range(tiles.words)]
 
         def rows_of(index):
-            return index * tiles.tile + jnp.arange(tiles.tile)
+            return (index * tiles.splits + piece) * tiles.tile + jnp.arange(tiles.tile)
 
         def pages_of(index):
             """Loaded a step ahead: K and V are prefetched only if their addresses wait for nothing of the same step."""
@@ -231,21 +223,20 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
             acc = [a * fade[:, None] + pltriton.dot(left, b, precision=precision) for a, b in zip(acc, v, strict=True)]
             return acc, new_top, total * fade[:, None] + weights, pages_of(index + 1)
 
-        first_tile, last_tile = first // tiles.tile, pl.cdiv(last, tiles.tile)
         carry = (
             [jnp.zeros((tiles.packed, width), jnp.float32)] * apart,
             jnp.full((tiles.packed,), -jnp.inf, jnp.float32),
             jnp.zeros((tiles.packed, tiles.tile), jnp.float32),  # added up at the end: a reduction is a barrier
-            pages_of(first_tile),
+            pages_of(begin),
         )
         masked, whole = functools.partial(step, masked=True), functools.partial(step, masked=False)
+        whole_from = begin
         if tiles.start or tiles.window:
-            hidden = jnp.minimum(jnp.maximum(pl.cdiv(highest, tiles.tile), first_tile), last_tile)
-            carry = jax.lax.fori_loop(first_tile, hidden, masked, carry)
-            first_tile = hidden
-        border = jnp.maximum(jnp.minimum(length, last) // tiles.tile, first_tile)
-        carry = jax.lax.fori_loop(first_tile, border, whole, carry)  # committed rows alone
-        carry = jax.lax.fori_loop(border, last_tile, masked, carry)
+            whole_from = jnp.clip(_own_tiles(pl.cdiv(highest, tiles.tile), piece, tiles.splits), begin, end)
+            carry = jax.lax.fori_loop(begin, whole_from, masked, carry)
+        border = jnp.maximum(_own_tiles(jnp.minimum(length, last) // tiles.tile, piece, tiles.splits), whole_from)
+        carry = jax.lax.fori_loop(whole_from, border, whole, carry)  # committed rows alone
+        carry = jax.lax.fori_loop(border, end, masked, carry)
         acc, top, total, _ = carry
         total = jnp.sum(total, axis=1)
         place = (*own_row, piece) if tiles.splits > 1 else own_row
@@ -258,7 +249,15 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
     if tiles.splits == 1:
         attend()
     else:
-        pl.when(first < last)(attend)
+        pl.when(begin < end)(attend)
+
+
+def _own_tiles(tile: Array, piece: Array | int, splits: int) -> Array:
+    """How many of the tiles before `tile` are a piece's, which has every so-many-th one.
+
+    So all pieces have the same to do at any length, and whose a row is depends on where it stands alone.
+    """
+    return pl.cdiv(jnp.maximum(tile - piece, 0), splits)
 
 
 def _numbers(loaded: Array, compute: jnp.dtype, interpret: bool) -> list[Array]:
@@ -302,13 +301,13 @@ def _merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
     first = jnp.minimum(tiles.start, length)
     if tiles.window:
         first = jnp.maximum(first, length - tiles.window + 1 + (0 if tiles.words else query))
-    first = first // tiles.split
-    last = pl.cdiv(jnp.minimum(length + new_rows, tiles.capacity), tiles.split)
+    last = jnp.minimum(length + new_rows, tiles.capacity)
 
     def step(index, carry):
         acc, top, total = carry
-        piece = first + index * MERGED + jnp.arange(MERGED)
-        written = piece < last
+        piece = index * MERGED + jnp.arange(MERGED)
+        begin, end = (_own_tiles(tile, piece, tiles.splits) for tile in (first // tiles.tile, pl.cdiv(last, tiles.tile)))
+        written = (piece < tiles.splits) & (begin < end)
         weight = pltriton.load(weights_ref.at[batch, query, head, piece], mask=written, other=-jnp.inf)
         at = (batch, query, head, piece[:, None], dims[None, :])
         part = pltriton.load(parts_ref.at[at], mask=written[:, None], other=0)
@@ -319,7 +318,7 @@ def _merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
         return acc, new_top, total * fade + jnp.sum(weight)
 
     empty = (jnp.zeros(dims.shape, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0))
-    acc, _, total = jax.lax.fori_loop(0, pl.cdiv(last - first, MERGED), step, empty)
+    acc, _, total = jax.lax.fori_loop(0, pl.cdiv(tiles.splits, MERGED), step, empty)
     out_ref[batch, query, head, :] = (acc / jnp.where(total == 0, 1.0, total)).astype(out_ref.dtype)
 
 

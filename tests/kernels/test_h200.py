@@ -78,7 +78,7 @@ def test_a_full_machine_splits_nothing(sizes):
 def test_the_partial_results_of_a_long_context_are_bounded():
     """60 nodes at 128k rows: 1 GB of partial results if every 128 rows had theirs."""
     program = compile_attention(queries=60, context=131072)
-    assert 1 << 27 < program.temp_bytes <= 1.01 * (1 << 28)
+    assert 1 << 22 < program.temp_bytes <= 1 << 24
 
 
 def pools():
