@@ -118,6 +118,8 @@ def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) ->
         start=np.int32(plan.start),
         count=np.int32(plan.count),
         last=np.int32(plan.is_last),
+        write=np.int32(plan.is_written),
+        root=np.int32(-1),
         remaining=np.int32(request.limit),
         top_k=np.int32(max(min(params.top_k, vocab_size), 0)),
         draft_cap=np.int32(depth if params.draft is True else min(int(params.draft), depth)),
@@ -129,3 +131,9 @@ def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) ->
         page_row=page_row,
         tokens=tokens,
     ).pack()
+
+
+def pack_catch_up(request: Request, pages: Sequence[int], *, width: int) -> np.ndarray:
+    """A request that has ended, as `jspec.step.catch_up_step` reads it."""
+    padding = [0] * (width - len(pages))
+    return np.array([request.slot, request.token_ids[-1], request.rows_committed, *pages, *padding], np.int32)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jspec.models.attention import AttentionShape
 from jspec.records import KVCache, SlotView, Verdict
@@ -26,6 +26,7 @@ class PoolShape:
     max_len: int
     dtype: str
     draft_dtype: str
+    prefix_cache: bool = False  # drafters keep, by page, what a request that begins with the page needs
 
     def width(self, tree: Tree) -> int:
         """Columns of the page table: a slot's rows up to ``max_len`` and what a round writes beyond."""
@@ -43,6 +44,19 @@ def create(layers: int, shape: AttentionShape, pool: PoolShape, dtype: str) -> K
         most = MAX_POOL_ELEMENTS // math.prod(dims[1:]) - 1
         raise ValueError(f"a pool of {pool.pages} pages reaches 2**31 elements; lower pages to at most {most}")
     return KVCache(k=[jnp.zeros(dims, dtype) for _ in range(layers)], v=[jnp.zeros(dims, dtype) for _ in range(layers)])
+
+
+def places(
+    page_table: Int[Array, "batch columns"],
+    rows: Int[Array, "batch rows"],
+    valid: Bool[Array, "batch rows"],
+    shape: tuple[int, ...],
+) -> tuple[Int[Array, "batch rows"], Int[Array, "batch rows"]]:
+    """Page and place in it of each slot's rows, for arrays ``[pages, page_size, ...]``; beyond them where not valid."""
+    pages, page_size = shape[:2]
+    columns = jnp.minimum(rows // page_size, page_table.shape[1] - 1)
+    page = jnp.take_along_axis(page_table, columns, axis=1)
+    return jnp.where(valid, page, pages), rows % page_size
 
 
 def commit(

@@ -31,6 +31,7 @@ class EngineConfig:
         kv_dtype, draft_kv_dtype: of the pools; None: the weights' dtype.
         quantize: the target's products, "int8", "fp8" or "fp8_dynamic" (`jspec.quantize`); None: as the target is. The
             drafter has an option of its own.
+        prefix_cache: requests that begin alike share pages, also with those that have ended; the tokens are the same.
         seed: from which requests without a seed draw theirs.
     """
 
@@ -50,6 +51,7 @@ class EngineConfig:
     kv_dtype: str | None = None
     draft_kv_dtype: str | None = None
     quantize: str | None = None
+    prefix_cache: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -67,8 +69,9 @@ class EngineConfig:
                 raise ValueError(f"{name}: expected a number > 0, got {value!r}")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction: expected in (0, 1], got {self.memory_fraction!r}")
-        if not isinstance(self.overlap, bool):
-            raise ValueError(f"overlap: expected a bool, got {self.overlap!r}")
+        for name in ("overlap", "prefix_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: expected a bool, got {getattr(self, name)!r}")
         if not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"seed: expected an int >= 0, got {self.seed!r}")
         if self.pages is not None and (not isinstance(self.pages, int) or self.pages < 2):

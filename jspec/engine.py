@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jspec import memory, pretrained, verify
-from jspec.admission import Admission, Prompt, pack_chunk
+from jspec.admission import Admission, Prompt, pack_catch_up, pack_chunk
 from jspec.cache import PoolShape
 from jspec.config import EngineConfig
 from jspec.draft import Drafter, NoDraft
@@ -82,6 +82,7 @@ class Engine:
             prefill_buckets=self.config.prefill_buckets,
             scratch_rows=drafter.tree.scratch_rows,
             rounds=self.config.rounds_per_dispatch,
+            prefix_cache=self.config.prefix_cache,
         )
         self._in_flight: deque[tuple[Plan, StepOutput]] = deque()
         self._rows: tuple[int | None, ...] = ()
@@ -284,9 +285,26 @@ class Engine:
             self._texts[request.id].push(request)
             self._clock(request)
             if reason is not None:
+                self._catch_up(request)
                 self._end(request, reason)
+            else:
+                self._keep(request)
         if drafted:
             self._watch.count(report[:, drafted])
+
+    def _keep(self, request: Request) -> None:
+        """Let other requests find the pages that are whole by now."""
+        lags = self._program.drafter.lags
+        self.scheduler.keep(request, request.whole_rows if lags else request.rows_committed)
+
+    def _catch_up(self, request: Request) -> None:
+        """Make the pages of a request that ended whole: no round will write what the draft's cache lags by."""
+        lengths, page_size = (request.whole_rows, request.rows_committed), self.config.page_size
+        if self._programs.catch_up is not None and lengths[0] // page_size < lengths[1] // page_size:
+            width = self._state.page_table.shape[1]
+            packed = pack_catch_up(request, self.scheduler.pages.pages_of(request.id), width=width)
+            self._state = self._programs.catch_up(self._params, self._state, jax.device_put(packed))
+        self.scheduler.keep(request, request.rows_committed)
 
     def _clock(self, request: Request) -> None:
         elapsed = time.perf_counter() - self._added_at[request.id]
@@ -335,6 +353,7 @@ class Engine:
             max_len=config.max_len,
             dtype=config.kv_dtype or dtype,
             draft_dtype=config.draft_kv_dtype or dtype,
+            prefix_cache=config.prefix_cache,
         )
         if config.pages is None:
             all_slots = config.slots * shape.width(self._program.drafter.tree) + 1

@@ -69,6 +69,7 @@ def take_report(
         if count == 0:
             continue  # ended in an earlier round of this dispatch
         emitted = [int(token) for token in fields.tokens[index, :count]]
+        request.whole_rows = len(request.prompt_token_ids) + len(request.token_ids)  # a round writes up to its root
         request.token_ids += emitted
         request.from_draft += [position < accept_len for position in range(count)]
         request.metrics.num_tokens += count

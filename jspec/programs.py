@@ -15,12 +15,16 @@ import jax
 import jax.numpy as jnp
 
 from jspec.config import EngineConfig
-from jspec.records import MAX_STOP_IDS, SlotState
-from jspec.step import Params, Program, prefill_step, spec_step
+from jspec.records import MAX_STOP_IDS, PrefillInput, SlotState
+from jspec.step import Params, Program, catch_up_step, prefill_step, spec_step
 
 logger = logging.getLogger(__name__)
 
-PREFILL_HEAD = 10 + 2 + MAX_STOP_IDS  # int32 words of a packed PrefillInput besides pages and tokens
+PREFILL_HEAD = (
+    PrefillInput._fields.index("seed") + 2 + MAX_STOP_IDS
+)  # int32 words of a packed PrefillInput besides pages and tokens
+
+CATCH_UP_HEAD = 3  # slot, root and committed rows
 
 
 class Programs:
@@ -38,6 +42,7 @@ class Programs:
         self._pages = state.page_table.shape[1]
         self.prefill: dict[int, Any] = {}
         self.rounds: dict[tuple[int, bool], Any] = {}
+        self.catch_up: Any = None  # where the drafter lags and pages are kept
         self.seconds: dict[str, float] = {}
         self._compile(state, trace=False)
 
@@ -60,6 +65,10 @@ class Programs:
                 lowered = self._lower(partial(prefill_step, self._program), state, PREFILL_HEAD + self._pages + tokens)
                 keep = partial(self.prefill.__setitem__, tokens)
                 compiled.append(pool.submit(self._compile_one, f"prefill[{tokens}]", keep, lowered))
+            if self._program.drafter.lags and self._config.prefix_cache and not trace:
+                lowered = self._lower(partial(catch_up_step, self._program), state, CATCH_UP_HEAD + self._pages)
+                keep = partial(setattr, self, "catch_up")
+                compiled.append(pool.submit(self._compile_one, "catch_up", keep, lowered))
         for one in compiled:
             one.result()
 

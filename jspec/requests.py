@@ -136,7 +136,11 @@ class Request:
     limit: int  # tokens it can emit at most: max_tokens, or what max_len leaves
     trace: bool = False
     slot: int | None = None
-    prefilled: int = 0  # prompt tokens whose chunks were dispatched
+    prefilled: int = 0  # prompt tokens whose chunks were dispatched, or that were found in kept pages
+    cached_rows: int = 0  # those found in kept pages, at the beginning
+    whole_rows: int = 0  # committed for good in both pools, as far as is known
+    digests: list[bytes] = field(default_factory=list)  # of its text's full pages
+    kept_pages: int = 0  # of these, those that others can find
     rounds_in_flight: int = 0  # dispatched and not read yet
     token_ids: list[int] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)
@@ -154,6 +158,16 @@ class Request:
     def rows_needed(self) -> int:
         """Cache rows it may commit."""
         return len(self.prompt_token_ids) + self.limit
+
+    @property
+    def rows_committed(self) -> int:
+        """Rows of its text in the target's cache, as far as is known: the newest token is not among them."""
+        return len(self.prompt_token_ids) + max(len(self.token_ids) - 1, 0)
+
+    def text(self, start: int, stop: int) -> tuple[int, ...]:
+        """Tokens of the prompt and the output, by position."""
+        size = len(self.prompt_token_ids)
+        return (*self.prompt_token_ids[start:stop], *self.token_ids[max(start - size, 0) : max(stop - size, 0)])
 
 
 @dataclass(frozen=True)

@@ -275,6 +275,7 @@ def pages_of(state: SlotState, pages: list[int]) -> list[np.ndarray]:
 def test_the_last_row_of_the_last_page_and_no_other_slots(either: Engine) -> None:
     """The draft reaches beyond max_len at the end, and the rounds dispatched ahead of the news run behind it."""
     expected = to_the_end(either)
+    either.scheduler.pages.forget()
     others = either.scheduler.pages.reserve(-1, 30)
     either._state = poisoned(either._state, others)
     before = pages_of(either._state, others)
@@ -288,9 +289,11 @@ def test_the_last_row_of_the_last_page_and_no_other_slots(either: Engine) -> Non
 def test_nan_in_committed_pages_would_show(either: Engine) -> None:
     """Negative control: the same NaN, poured when the prompt's rows are in place."""
     expected = to_the_end(either)
+    either.scheduler.pages.forget()
     stream = either.stream(PROMPT, SamplingParams(max_tokens=2**40, temperature=0))
     tokens = list(next(stream).token_ids)
     either._state = poisoned(either._state, [])
     tokens += [token for chunk in stream for token in chunk.token_ids]
+    either.scheduler.pages.forget()
     assert tokens != expected
     assert to_the_end(either) == expected, "the poison outlived its request"

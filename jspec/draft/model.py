@@ -12,7 +12,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jspec.cache import PoolShape, commit, create
-from jspec.draft import Drafter
+from jspec.draft import Drafter, active_slots
 from jspec.draft.grow import Level, Vocabulary, grow
 from jspec.models.decoder import Model, forward
 from jspec.records import Draft, KVCache, SlotView, TokenBatch, Verdict
@@ -43,6 +43,8 @@ class DraftModel(Drafter):
     Raises:
         ValueError: the tree asks for more children of a node than there are tokens.
     """
+
+    lags = True
 
     def __init__(self, model: Model, tree: Tree) -> None:
         if tree.branching > model.config.vocab_size:
@@ -96,6 +98,7 @@ class DraftModel(Drafter):
         def feed(cache: KVCache, level: Level) -> tuple[Array, KVCache]:
             return _feed_level(params, cache, view, level)
 
+        assert logits is not None
         vocabulary = Vocabulary(None, params.config.vocab_size)
         grown, cache = grow(self.tree, view, vocabulary, logits, cache, feed)
         rows = state.rows.at[view.slots].set(grown.rows, mode="drop")
@@ -110,16 +113,21 @@ class DraftModel(Drafter):
         verdict: Verdict,
         features: Array | None,
     ) -> DraftModelState:
-        last = jnp.take_along_axis(verdict.path, verdict.accept_len[:, None], axis=1)
+        last = jnp.take_along_axis(verdict.path, jnp.maximum(verdict.counts - 1, 0)[:, None], axis=1)
         previous = jnp.take_along_axis(draft.tokens, last, axis=1)[:, 0]
         rows = state.rows.at[view.slots].get(mode="fill", fill_value=-1)
         cache = commit(state.cache, self.tree, view, verdict, rows=rows)
-        return replace(state, cache=cache, previous=state.previous.at[view.slots].set(previous, mode="drop"))
+        slots = active_slots(view, state.previous.shape[0])
+        return replace(state, cache=cache, previous=state.previous.at[slots].set(previous, mode="drop"))
+
+    def catch_up(self, params: Model, state: DraftModelState, view: SlotView) -> DraftModelState:
+        previous = state.previous.at[view.slots].get(mode="fill", fill_value=0)
+        return replace(state, cache=_feed_root(params, state.cache, view, previous, with_logits=False)[1])
 
 
 def _feed_root(
-    params: Model, cache: KVCache, view: SlotView, previous: Int[Array, "batch"]
-) -> tuple[Float[Array, "batch 1 vocab"], KVCache]:
+    params: Model, cache: KVCache, view: SlotView, previous: Int[Array, "batch"], *, with_logits: bool = True
+) -> tuple[Float[Array, "batch 1 vocab"] | None, KVCache]:
     """Feed the last committed token, once more, and the root; logits behind the root."""
     first_row = jnp.maximum(view.lengths - 1, 0)
     tokens = jnp.stack([previous, view.root], axis=1)
@@ -132,8 +140,8 @@ def _feed_root(
         bits=None,
         implementation=view.implementation,
     )
-    out, cache = forward(params, cache, batch, logit_rows=jnp.ones((tokens.shape[0], 1), jnp.int32))
-    assert out.logits is not None
+    newest = jnp.ones((tokens.shape[0], 1), jnp.int32)
+    out, cache = forward(params, cache, batch, logit_rows=newest, with_logits=with_logits)
     return out.logits, cache
 
 
