@@ -108,7 +108,7 @@ def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) ->
     request, params = plan.request, plan.request.params
     assert request.slot is not None
     tokens = np.zeros(plan.bucket, np.int32)
-    tokens[: plan.count] = request.prompt_token_ids[plan.start : plan.start + plan.count]
+    tokens[: plan.count] = request.text(plan.start, plan.start + plan.count)
     page_row = np.zeros(width, np.int32)
     page_row[: len(plan.pages)] = plan.pages
     stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
@@ -119,8 +119,8 @@ def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) ->
         count=np.int32(plan.count),
         last=np.int32(plan.is_last),
         write=np.int32(plan.is_written),
-        root=np.int32(-1),
-        remaining=np.int32(request.limit),
+        root=np.int32(-1 if plan.root is None else plan.root),
+        remaining=np.int32(request.limit - max(len(request.token_ids) - 1, 0)),
         top_k=np.int32(max(min(params.top_k, vocab_size), 0)),
         draft_cap=np.int32(depth if params.draft is True else min(int(params.draft), depth)),
         temperature=np.float32(params.temperature),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -82,6 +83,7 @@ class Engine:
             prefill_buckets=self.config.prefill_buckets,
             scratch_rows=drafter.tree.scratch_rows,
             rounds=self.config.rounds_per_dispatch,
+            round_tokens=drafter.tree.depth + 1,
             prefix_cache=self.config.prefix_cache,
         )
         self._in_flight: deque[tuple[Plan, StepOutput]] = deque()
@@ -91,7 +93,7 @@ class Engine:
         self._added_at: dict[int, float] = {}
         self._closed = False
         self._watch = AcceptanceWatch(drafter)
-        self.metrics = Metrics()
+        self._metrics = Metrics()
 
     @classmethod
     def from_pretrained(
@@ -226,6 +228,11 @@ class Engine:
         return dict(self._programs.seconds)
 
     @property
+    def metrics(self) -> Metrics:
+        """The sum over all requests that have ended, and what is held now."""
+        return replace(self._metrics, pages_in_use=self.pages_in_use)
+
+    @property
     def pages_in_use(self) -> int:
         return self.scheduler.pages.num_used
 
@@ -249,10 +256,22 @@ class Engine:
         else:
             trace = any(request.trace for request in plan.requests)
             executable = self._programs.rounds[plan.bucket, trace]
+            self._show_pages(plan.grown)
             packed = self._slots_of(plan)
         self._state, output = executable(self._params, self._state, packed)
         jax.copy_to_host_async(output)
         return output
+
+    def _show_pages(self, requests: Sequence[Request]) -> None:
+        """Tell the device which pages running requests have by now; the scheduler's table is the truth."""
+        if not requests:
+            return
+        table = np.zeros(self._state.page_table.shape, np.int32)
+        for request in self.scheduler.running:
+            pages = self.scheduler.pages.pages_of(request.id)
+            table[request.slot, : len(pages)] = pages
+        self._state.page_table.delete()  # as the other arrays of a state that a step took
+        self._state = replace(self._state, page_table=jax.device_put(table))
 
     def _slots_of(self, plan: RoundPlan) -> jax.Array:
         """The slot of each row, on the device; kept while the rows stay, for a copy costs a round 20 us."""
@@ -268,12 +287,11 @@ class Engine:
     def _read(self, plan: Plan, output: StepOutput) -> None:
         """Take a step's result: the only place that waits for the device."""
         report = np.asarray(output.report)
+        self.scheduler.settle(plan)
         if isinstance(plan, PrefillPlan):
-            rows = [plan.request] if plan.is_last else []
+            rows = [plan.request] if plan.emits else []
         else:
             rows = plan.requests
-            for request in rows:
-                request.rounds_in_flight -= self.config.rounds_per_dispatch
         trace = jax.tree.map(np.asarray, output.trace)
         is_round, drafted = isinstance(plan, RoundPlan), []
         for row, request in enumerate(rows):
@@ -300,6 +318,8 @@ class Engine:
     def _catch_up(self, request: Request) -> None:
         """Make the pages of a request that ended whole: no round will write what the draft's cache lags by."""
         lengths, page_size = (request.whole_rows, request.rows_committed), self.config.page_size
+        if request.slot is None:
+            return  # it was preempted meanwhile
         if self._programs.catch_up is not None and lengths[0] // page_size < lengths[1] // page_size:
             width = self._state.page_table.shape[1]
             packed = pack_catch_up(request, self.scheduler.pages.pages_of(request.id), width=width)
@@ -338,7 +358,7 @@ class Engine:
         request.finish_reason = reason
         self.scheduler.finish(request)
         self._texts[request.id].finish()
-        self.metrics = self.metrics + request.metrics
+        self._metrics = self._metrics + request.metrics
 
     def _forget(self, request: Request) -> None:
         self._texts.pop(request.id, None)

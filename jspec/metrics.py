@@ -23,6 +23,8 @@ class Metrics:
         decode_seconds: seconds from the first to the last token.
         num_prompt_tokens: tokens of the prompts that were begun.
         num_cached_tokens: those of them whose rows were found in kept pages.
+        num_preemptions: times that a request had to give its pages to another.
+        pages_in_use: of an engine, now.
     """
 
     num_drafts: int = 0
@@ -34,6 +36,8 @@ class Metrics:
     decode_seconds: float = 0.0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    pages_in_use: int = 0
 
     def count_round(self, *, drafted: int, accept_len: int, emitted_drafts: int) -> None:
         """Take one round into account."""
@@ -57,6 +61,8 @@ class Metrics:
             decode_seconds=self.decode_seconds + other.decode_seconds,
             num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens + other.num_cached_tokens,
+            num_preemptions=self.num_preemptions + other.num_preemptions,
+            pages_in_use=self.pages_in_use + other.pages_in_use,
         )
 
     @property

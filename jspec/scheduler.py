@@ -1,8 +1,8 @@
-"""What runs next: first come, first served, into fixed slots. Host only, no jax."""
+"""What runs next: by priority, then first come, first served, into fixed slots. Host only, no jax."""
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass
 
 from jspec.pages import PagePool, page_digests
@@ -20,6 +20,12 @@ class PrefillPlan:
     pages: list[int]
     is_last: bool
     is_written: bool  # False: its rows are in shared pages already
+    root: int | None  # the token behind it, where that was sampled before a preemption
+
+    @property
+    def emits(self) -> bool:
+        """Whether its result is the request's first token."""
+        return self.is_last and self.root is None
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,7 @@ class RoundPlan:
 
     requests: list[Request]
     bucket: int  # rows the program takes
+    grown: list[Request]  # those that got new pages
 
 
 Plan = PrefillPlan | RoundPlan
@@ -36,7 +43,10 @@ Plan = PrefillPlan | RoundPlan
 class Scheduler:
     """Admits waiting requests into slots and decides between a prefill chunk and a round.
 
-    A request reserves all pages it may ever need when it is admitted, so that no running request can run out.
+    A running request has pages for what it has, for the rounds in flight and for the next ones. When a round needs more
+    than are left, the request that is to be served last gives back its slot and its pages: it waits, and what it had
+    is computed once more when its turn comes. One that nobody can make room for waits in its slot. As whatever passed
+    `check` fits into the pool alone, the first in order always moves on, and so everybody's turn comes.
 
     Args:
         pages: the pool.
@@ -45,6 +55,7 @@ class Scheduler:
         prefill_buckets: tokens a chunk may have, ascending.
         scratch_rows: rows a round writes beyond the committed ones.
         rounds: rounds per dispatch.
+        round_tokens: tokens a round may commit.
         prefix_cache: let requests share the pages of what they have in common.
     """
 
@@ -57,16 +68,18 @@ class Scheduler:
         prefill_buckets: tuple[int, ...],
         scratch_rows: int,
         rounds: int,
+        round_tokens: int,
         prefix_cache: bool = False,
     ) -> None:
         self.pages = pages
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []  # both in the order in which they are served
         self.running: list[Request] = []
         self._free_slots = list(range(slots - 1, -1, -1))
         self._buckets = buckets
         self._prefill_buckets = prefill_buckets
         self._scratch_rows = scratch_rows
         self._rounds = rounds
+        self._round_tokens = round_tokens
         self._prefix_cache = prefix_cache
 
     def check(self, request: Request) -> None:
@@ -84,7 +97,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that passed `check`."""
-        self.waiting.append(request)
+        insort(self.waiting, request, key=_order)
 
     def plan(self) -> Plan | None:
         """The next dispatch: prompts first, so that rounds run with as many rows as can be had.
@@ -97,12 +110,14 @@ class Scheduler:
         admitted = self._admit()
         if admitted is not None:
             return self._prefill(admitted)
-        ready = [request for request in self.running if self._may_emit(request)]
-        if not ready:
-            return None
-        for request in ready:
-            request.rounds_in_flight += self._rounds
-        return RoundPlan(ready, next(size for size in self._buckets if size >= len(ready)))
+        return self._round()
+
+    def settle(self, plan: Plan) -> None:
+        """Take note that a plan's result was read."""
+        for request in [plan.request] if isinstance(plan, PrefillPlan) else plan.requests:
+            request.steps_in_flight -= 1
+            if isinstance(plan, RoundPlan):
+                request.rounds_in_flight -= self._rounds
 
     def finish(self, request: Request) -> None:
         """Take a request out, running or waiting; its slot and pages are free at once.
@@ -111,10 +126,7 @@ class Scheduler:
         inactive, and whoever gets the pages writes them in a later step.
         """
         if request in self.running:
-            self.running.remove(request)
-            assert request.slot is not None
-            self._free_slots.append(request.slot)
-            self.pages.release(request.id)
+            self._leave(request)
         elif request in self.waiting:
             self.waiting.remove(request)
 
@@ -124,7 +136,7 @@ class Scheduler:
         What follows in the device's order may read them, even before that is known to be done.
         """
         count = rows // self.pages.page_size
-        if not self._prefix_cache or count <= request.kept_pages:
+        if not self._prefix_cache or request.slot is None or count <= request.kept_pages:
             return
         self._digest(request, count)
         self.pages.keep(request.id, request.digests[request.kept_pages : count], first=request.kept_pages)
@@ -138,8 +150,11 @@ class Scheduler:
         """Give the first of those that wait a slot and pages, as far as possible such as hold its beginning."""
         if not self.waiting or not self._free_slots:
             return None
-        request, rows = self.waiting[0], self.waiting[0].rows_needed + self._scratch_rows
-        shared = self._shared(request)
+        request = self.waiting[0]
+        if request.steps_in_flight:
+            return None  # it was preempted: what was under way then may still add to it
+        request.prefill_len = request.rows_committed
+        rows, shared = self._rows(request), self._shared(request)
         if not self.pages.can_reserve(rows, shared):
             return None
         self.pages.reserve(request.id, rows, shared)
@@ -147,17 +162,18 @@ class Scheduler:
         request.kept_pages = len(shared)
         request.cached_rows = len(shared) * self.pages.page_size
         # Somebody must give the logits behind the prompt, so its last token runs in any case.
-        request.prefilled = min(request.cached_rows, len(request.prompt_token_ids) - 1)
-        request.metrics.num_prompt_tokens = len(request.prompt_token_ids)
-        request.metrics.num_cached_tokens = request.prefilled
-        self.running.append(self.waiting.popleft())
+        request.prefilled = min(request.cached_rows, request.prefill_len - 1)
+        if request.metrics.num_prompt_tokens == 0:  # else it comes back
+            request.metrics.num_prompt_tokens = len(request.prompt_token_ids)
+            request.metrics.num_cached_tokens = request.prefilled
+        insort(self.running, self.waiting.pop(0), key=_order)
         return request
 
     def _shared(self, request: Request) -> list[int]:
         if not self._prefix_cache:
             return []
-        self._digest(request, len(request.prompt_token_ids) // self.pages.page_size)
-        return self.pages.match(request.digests)
+        self._digest(request, request.prefill_len // self.pages.page_size)
+        return self.pages.match(request.digests[: request.prefill_len // self.pages.page_size])
 
     def _digest(self, request: Request, count: int) -> None:
         """Know the digests of a request's first ``count`` pages."""
@@ -166,10 +182,11 @@ class Scheduler:
         known += page_digests(text, size, known[-1] if known else b"")
 
     def _prefill(self, request: Request) -> PrefillPlan:
-        start, left = request.prefilled, len(request.prompt_token_ids) - request.prefilled
+        start, left = request.prefilled, request.prefill_len - request.prefilled
         bucket = next((size for size in self._prefill_buckets if size >= left), self._prefill_buckets[-1])
         count = min(left, bucket)
         request.prefilled += count
+        request.steps_in_flight += 1
         self.keep(request, request.prefilled)
         return PrefillPlan(
             request,
@@ -179,9 +196,55 @@ class Scheduler:
             self.pages.pages_of(request.id),
             is_last=request.is_prefilled,
             is_written=start >= request.cached_rows,
+            root=request.token_ids[-1] if request.is_prefilled and request.token_ids else None,
         )
+
+    def _round(self) -> RoundPlan | None:
+        ready, grown = [], []
+        for request in list(self.running):
+            if request.slot is None or not self._may_emit(request):
+                continue
+            before = len(self.pages.pages_of(request.id))
+            if not self._make_room(request):
+                continue
+            if len(self.pages.pages_of(request.id)) > before:
+                grown.append(request)
+            request.steps_in_flight += 1
+            request.rounds_in_flight += self._rounds
+            ready.append(request)
+        if not ready:
+            return None
+        return RoundPlan(ready, next(size for size in self._buckets if size >= len(ready)), grown)
+
+    def _make_room(self, request: Request) -> bool:
+        """Get a request the pages for its next rounds, if need be from those that come after it."""
+        while not self.pages.grow(request.id, self._rows(request)):
+            last = self.running[-1]
+            if last is request:
+                return False
+            self._leave(last)
+            last.metrics.num_preemptions += 1
+            insort(self.waiting, last, key=_order)
+        return True
+
+    def _rows(self, request: Request) -> int:
+        """Rows that may be written until the next rounds are done."""
+        ahead = (request.rounds_in_flight + self._rounds) * self._round_tokens
+        return min(request.rows_committed + ahead, request.rows_needed) + self._scratch_rows
+
+    def _leave(self, request: Request) -> None:
+        """Give a running request's slot and pages back."""
+        assert request.slot is not None
+        self.running.remove(request)
+        self._free_slots.append(request.slot)
+        self.pages.release(request.id)
+        request.slot = None
 
     def _may_emit(self, request: Request) -> bool:
         """Whether rounds in flight, each of at least one token, can leave it anything to do."""
         known = max(len(request.token_ids), 1)  # the prefill's token may not have been read yet
         return known + request.rounds_in_flight < request.limit
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order

@@ -115,7 +115,11 @@ def test_pages_are_right_after_every_step(either: Engine) -> None:
         either.step()
         pages, running = either.scheduler.pages, either.scheduler.running
         pages.check()
-        assert either.pages_in_use == sum(pages.needed(r.rows_needed + small.LENGTH + 1) for r in running)
+        held = {page for r in running for page in pages.pages_of(r.id)}
+        assert either.pages_in_use == len(held)
+        for r in running:
+            least, enough = r.rows_committed, r.rows_needed + small.LENGTH + 1
+            assert pages.needed(least) <= len(pages.pages_of(r.id)) <= pages.needed(enough)
         most = max(most, len(running))
     assert most == 2
     forget(either, requests)

@@ -235,3 +235,57 @@ def test_the_engine_tells_its_hit_rate() -> None:
     hits, asked = (getattr(now, name) - getattr(before, name) for name in ("num_cached_tokens", "num_prompt_tokens"))
     assert (hits, asked) == (15, 32)
     assert now.prefix_hit_rate == now.num_cached_tokens / now.num_prompt_tokens
+
+
+# -- preemption
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_preemption_changes_neither_tokens_nor_drafts(name: str, cached: bool) -> None:
+    """Two rows in a pool that holds little more than one of them: the later one gives way, again and again."""
+    one = engine(name, cached=cached)
+    prompts = [prompt(9, seed=seed) for seed in range(4)]
+    params = [
+        SamplingParams(max_tokens=size, seed=seed, temperature=seed % 2)
+        for seed, size in enumerate((25, 30, 17, 22), start=3)
+    ]
+    expected = one.generate(prompts, params)
+    pages = one.scheduler.pages
+    pages.forget()
+    pages.reserve(-1, (pages.num_free - 12) * PAGE)
+    done = one.generate(prompts, params)
+    pages.release(-1)
+    assert [turn.metrics.num_preemptions for turn in expected] == [0] * 4
+    assert sum(turn.metrics.num_preemptions for turn in done) >= 2 and done[0].metrics.num_preemptions == 0
+    assert tokens(done) == tokens(expected)
+    if name != "suffix":  # which drafts from what it saw of others, the first run among it
+        assert [turn.from_draft for turn in done] == [turn.from_draft for turn in expected]
+        assert [turn.metrics.accepted_at for turn in done] == [turn.metrics.accepted_at for turn in expected]
+
+
+def test_a_root_that_is_drawn_anew_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a preempted request that samples its newest token once more, by the prefill's noise."""
+    original = Engine._pack
+
+    def forgets_root(self: Engine, plan: Any) -> np.ndarray:
+        return original(self, replace(plan, root=None))
+
+    monkeypatch.setattr(Engine, "_pack", forgets_root)
+    with pytest.raises(AssertionError):
+        test_preemption_changes_neither_tokens_nor_drafts("draft model", False)
+
+
+def test_the_more_urgent_are_served_first() -> None:
+    one = engine("plain", cached=False)
+    params = [SamplingParams(max_tokens=4, priority=priority, **GREEDY) for priority in (1, 1, 0, 2, 0)]
+    requests = one._requests([prompt(5)] * 5, params, trace=False)
+    for request in requests:
+        one._queue(request)
+    served: list[int] = []
+    while one.scheduler.has_work:
+        one.step()
+        served += [index for index, r in enumerate(requests) if r.token_ids and index not in served]
+    assert served == [2, 4, 0, 1, 3]
+    for request in requests:
+        one._forget(request)
