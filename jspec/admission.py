@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ class Admission:
     vocab_size: int
     eos_ids: tuple[int, ...]
     config: EngineConfig
-    next_id: int = 0
+    ids: Iterator[int] = field(default_factory=lambda: count(1))
 
     def requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
         """One request a prompt, in order.
@@ -47,9 +48,9 @@ class Admission:
             raise TypeError(f"params: expected SamplingParams, one or a list of one a prompt, got {params!r}")
         ids = token_ids(prompt, self.tokenizer, vocab_size=self.vocab_size, max_len=self.config.max_len)
         stop_ids = self._stop_ids(params)
-        self.next_id += 1
+        number = next(self.ids)
         limit = min(params.max_tokens, self.config.max_len - len(ids))
-        return Request(self.next_id, ids, params, self._seed(params), stop_ids, limit, trace=trace)
+        return Request(number, ids, params, self._seed(params, number), stop_ids, limit, trace=trace)
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         stop_ids = tuple(dict.fromkeys((() if params.ignore_eos else self.eos_ids) + params.stop_token_ids))
@@ -63,11 +64,11 @@ class Admission:
             raise ValueError(f"stop_token_ids: expected ids in [0, {self.vocab_size}), got {wrong}")
         return stop_ids
 
-    def _seed(self, params: SamplingParams) -> int:
+    def _seed(self, params: SamplingParams, number: int) -> int:
         """The request's own, or one drawn from the engine's and the request's number."""
         if params.seed is not None:
             return int(params.seed)
-        return int(np.random.SeedSequence([self.config.seed, self.next_id]).generate_state(1, np.uint64)[0])
+        return int(np.random.SeedSequence([self.config.seed, number]).generate_state(1, np.uint64)[0])
 
 
 def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int, max_len: int) -> tuple[int, ...]:

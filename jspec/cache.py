@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jspec.config import EngineConfig
 from jspec.models.attention import AttentionShape
 from jspec.records import KVCache, SlotView, Verdict
 from jspec.tree import Tree
@@ -27,6 +28,26 @@ class PoolShape:
     dtype: str
     draft_dtype: str
     prefix_cache: bool = False  # drafters keep, by page, what a request that begins with the page needs
+
+    @classmethod
+    def of(cls, config: EngineConfig, tree: Tree, dtype: str) -> PoolShape:
+        """The pools of an engine, with pages for every slot to reach ``max_len`` unless the config says how many.
+
+        Args:
+            dtype: of the weights.
+        """
+        shape = cls(
+            slots=config.slots,
+            pages=config.pages or 2,
+            page_size=config.page_size,
+            max_len=config.max_len,
+            dtype=config.kv_dtype or dtype,
+            draft_dtype=config.draft_kv_dtype or dtype,
+            prefix_cache=config.prefix_cache,
+        )
+        if config.pages is None:
+            shape = replace(shape, pages=config.slots * shape.width(tree) + 1)
+        return shape
 
     def width(self, tree: Tree) -> int:
         """Columns of the page table: a slot's rows up to ``max_len`` and what a round writes beyond."""

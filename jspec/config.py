@@ -32,6 +32,7 @@ class EngineConfig:
         quantize: the target's products, "int8", "fp8" or "fp8_dynamic" (`jspec.quantize`); None: as the target is. The
             drafter has an option of its own.
         prefix_cache: requests that begin alike share pages, also with those that have ended; the tokens are the same.
+        log_interval: seconds between the lines that `logging` gets while requests run; None: none.
         seed: from which requests without a seed draw theirs.
     """
 
@@ -52,6 +53,7 @@ class EngineConfig:
     draft_kv_dtype: str | None = None
     quantize: str | None = None
     prefix_cache: bool = True
+    log_interval: float | None = 10.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -67,6 +69,8 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not value > 0:
                 raise ValueError(f"{name}: expected a number > 0, got {value!r}")
+        if self.log_interval is not None and not (_is_number(self.log_interval) and self.log_interval >= 0):
+            raise ValueError(f"log_interval: expected None or seconds >= 0, got {self.log_interval!r}")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction: expected in (0, 1], got {self.memory_fraction!r}")
         for name in ("overlap", "prefix_cache"):
@@ -91,6 +95,10 @@ class EngineConfig:
             tokens = (*fitting, *PREFILL_BUCKETS[len(fitting) : len(fitting) + 1])
         object.__setattr__(self, "buckets", rows)
         object.__setattr__(self, "prefill_buckets", _ascending("prefill_buckets", tokens))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
-import time
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, final
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from jspec import memory, pretrained, verify
 from jspec.admission import Admission, Prompt, pack_catch_up, pack_chunk
 from jspec.cache import PoolShape
 from jspec.config import EngineConfig
 from jspec.draft import Drafter, NoDraft
+from jspec.interface import Interface
 from jspec.metrics import Metrics
 from jspec.models.decoder import Model
-from jspec.output import OutputText, completion_of, take_report
+from jspec.output import take_report
 from jspec.pages import PagePool
 from jspec.programs import Programs
+from jspec.prometheus import Gauges, Latencies, exposition
 from jspec.quantize import check_device, quantize_weights
 from jspec.records import StepOutput
-from jspec.requests import Chunk, Completion, Request, SamplingParams
+from jspec.requests import Request
 from jspec.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
 from jspec.step import Params, Program, init_state
 from jspec.tokenizer import Tokenizer, load_tokenizer
-from jspec.watch import AcceptanceWatch
+from jspec.turns import Turns
+from jspec.watch import AcceptanceWatch, IntervalLog
+
+logger = logging.getLogger(__name__)
 
 
-class Engine:
+@final
+class Engine(Interface):
     """Decodes requests in rounds of one device program each.
 
     Args:
@@ -55,6 +61,7 @@ class Engine:
         eos_ids: Sequence[int] = (),
         **options: Any,
     ) -> None:
+        super().__init__()
         self.config = EngineConfig(**options)
         tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         drafter = NoDraft() if drafter is None else drafter
@@ -70,7 +77,7 @@ class Engine:
             implementation=self.config.implementation,
             typical=verify.Typical(self.config.typical_threshold, self.config.typical_alpha),
         )
-        self._pool = self._pool_shape(target)
+        self._pool = PoolShape.of(self.config, drafter.tree, str(target.embed.dtype))
         check_device(self._params, self._pool.dtype, self._pool.draft_dtype)
         memory.check_fits(self._program, self._params, self._pool, self.config.memory_fraction)
         self._state = init_state(self._program, self._params, self._pool)
@@ -87,13 +94,17 @@ class Engine:
             prefix_cache=self.config.prefix_cache,
         )
         self._in_flight: deque[tuple[Plan, StepOutput]] = deque()
+        self._next: Plan | None = None  # planned and not in flight yet
         self._rows: tuple[int | None, ...] = ()
         self._slots = jax.device_put(np.zeros(0, np.int32))
-        self._texts: dict[int, OutputText] = {}
-        self._added_at: dict[int, float] = {}
+        self._turns = Turns()
+        self._orphans: list[Request] = []
         self._closed = False
+        self.healthy = True
         self._watch = AcceptanceWatch(drafter)
+        self._log = IntervalLog(self.config.log_interval)
         self._metrics = Metrics()
+        self._latencies = Latencies()
 
     @classmethod
     def from_pretrained(
@@ -123,95 +134,32 @@ class Engine:
             **options,
         )
 
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        trace: bool = False,
-        progress: bool = False,
-    ) -> list[Completion]:
-        """Complete prompts; the completions come in the prompts' order.
-
-        Args:
-            prompts: one string or one list of token ids is one prompt; else a list of prompts.
-            params: one for all, or one a prompt.
-            trace: keep every round's tree in ``Completion.rounds``.
-            progress: show a bar with tokens/s and mean acceptance length.
-
-        Raises:
-            ValueError: a prompt or a parameter that cannot be served; nothing is queued then.
-        """
-        requests = self._requests(prompts, params, trace=trace)
-        for request in requests:
-            self._queue(request)
-        try:
-            with tqdm(total=sum(r.limit for r in requests), unit="tok", disable=not progress) as bar:
-                for request in requests:
-                    while request.finish_reason is None:
-                        self.step()
-                        if progress:
-                            self._show(bar, requests)
-            return [completion_of(request, self._texts[request.id]) for request in requests]
-        finally:
-            for request in requests:
-                self._end(request, "abort")
-                self._forget(request)
-
-    def _show(self, bar: tqdm, requests: Sequence[Request]) -> None:
-        bar.update(sum(len(request.token_ids) for request in requests) - bar.n)
-        bar.set_postfix(tau=f"{self.metrics.mean_acceptance_length:.2f}", refresh=False)
-
-    def chat(
-        self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None, **options: Any
-    ) -> list[Completion]:
-        """Complete a conversation laid out by the tokenizer's chat template.
-
-        Raises:
-            ValueError: no tokenizer, or one without a chat template.
-        """
-        if self.tokenizer is None:
-            raise ValueError("chat: this engine has no tokenizer; pass tokenizer= or call generate with token ids")
-        return self.generate(self.tokenizer.chat(list(messages)), params, **options)
-
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Complete one prompt, chunk by chunk as rounds are read.
-
-        The request is checked here and queued when the first chunk is asked for. Closing the iterator aborts it.
-
-        Raises:
-            ValueError: a prompt or a parameter that cannot be served.
-        """
-        (request,) = self._requests([prompt], params, trace=False)
-        return self._stream(request)
-
-    def _stream(self, request: Request) -> Iterator[Chunk]:
-        self._queue(request)
-        sent, output, is_last = 0, self._texts[request.id], False
-        try:
-            while not is_last:
-                # Steps of other streams move this request on too, so there may be news without a step of our own.
-                while len(request.token_ids) == sent and request.finish_reason is None:
-                    self.step()
-                chunk = output.chunk(request, sent)
-                sent, is_last = len(request.token_ids), request.finish_reason is not None
-                yield chunk
-        finally:
-            self._end(request, "abort")
-            self._forget(request)
-
     def step(self) -> None:
-        """Dispatch what the scheduler plans and read what is due: with overlap, one step behind."""
-        plan = self.scheduler.plan()
-        if plan is not None:
-            self._in_flight.append((plan, self._dispatch(plan)))
-        behind = 1 if plan is not None and self.config.overlap else 0
-        while len(self._in_flight) > behind:
-            self._read(*self._in_flight.popleft())
+        with self._turns:
+            with self._recovery():
+                while self._orphans:
+                    self._end(self._orphans.pop(), "abort")
+                self._next = self.scheduler.plan()
+                if self._next is not None:
+                    self._in_flight.append((self._next, self._dispatch(self._next)))
+            behind, self._next = 1 if self._next is not None and self.config.overlap else 0, None
+            while len(self._in_flight) > behind:
+                try:
+                    self._in_flight[0][1].report.block_until_ready()  # an interrupt here loses nothing
+                except Exception as error:
+                    self._recover(error)
+                    break
+                with self._recovery():
+                    self._read(*self._in_flight.popleft())
+            if self._log.is_due():
+                self._log.write(self.metrics, self._gauges())
 
     def abort(self, request: Request) -> None:
-        """End a request; its slot and pages are free at once."""
-        self._end(request, "abort")
+        if self._turns.is_mine:
+            self._orphans.append(request)  # a stream that is thrown away in the middle of a step
+            return
+        with self._turns:
+            self._end(request, "abort")
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -229,26 +177,26 @@ class Engine:
 
     @property
     def metrics(self) -> Metrics:
-        """The sum over all requests that have ended, and what is held now."""
-        return replace(self._metrics, pages_in_use=self.pages_in_use)
+        with self._turns:
+            live = (request.metrics for request in [*self.scheduler.running, *self.scheduler.waiting])
+            return replace(sum(live, self._metrics), pages_in_use=self.pages_in_use)
 
     @property
     def pages_in_use(self) -> int:
         return self.scheduler.pages.num_used
 
+    def prometheus(self, model_name: str = "jspec") -> str:
+        """Counters, gauges and latencies as text for Prometheus, under vLLM's names."""
+        with self._turns:
+            return exposition(self.metrics, self._latencies, self._gauges(), model_name)
+
     def close(self) -> None:
-        """Abort what is left and let the device memory go."""
-        for request in [*self.scheduler.running, *self.scheduler.waiting]:
-            self._end(request, "abort")
-        self._in_flight.clear()
-        self._closed = True
-        self._state = None  # type: ignore[assignment]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        with self._turns:
+            for request in [*self.scheduler.running, *self.scheduler.waiting]:
+                self._end(request, "abort")
+            self._in_flight.clear()
+            self._closed = True
+            self._state = None  # type: ignore[assignment]
 
     def _dispatch(self, plan: Plan) -> StepOutput:
         if isinstance(plan, PrefillPlan):
@@ -285,7 +233,7 @@ class Engine:
         return pack_chunk(plan, width=self._pool.width(tree), depth=tree.depth, vocab_size=self._admission.vocab_size)
 
     def _read(self, plan: Plan, output: StepOutput) -> None:
-        """Take a step's result: the only place that waits for the device."""
+        """Take a step's result."""
         report = np.asarray(output.report)
         self.scheduler.settle(plan)
         if isinstance(plan, PrefillPlan):
@@ -299,14 +247,18 @@ class Engine:
                 continue  # it ended in an earlier step; this one was dispatched before that was known
             if is_round and request.params.draft:
                 drafted.append(row)
-            reason = take_report(request, report[:, row], trace, row, is_round, self.eos_ids)
-            self._texts[request.id].push(request)
+            try:
+                reason = take_report(request, report[:, row], trace, row, is_round, self.eos_ids)
+                self._texts[request.id].push(request)
+            except Exception as error:  # of a tokenizer, for instance: nobody else's affair
+                request.error, reason = error, "error"
             self._clock(request)
-            if reason is not None:
-                self._catch_up(request)
-                self._end(request, reason)
-            else:
+            if reason is None:
                 self._keep(request)
+                continue
+            if request.error is None:
+                self._catch_up(request)
+            self._end(request, reason)
         if drafted:
             self._watch.count(report[:, drafted])
 
@@ -326,56 +278,75 @@ class Engine:
             self._state = self._programs.catch_up(self._params, self._state, jax.device_put(packed))
         self.scheduler.keep(request, request.rows_committed)
 
-    def _clock(self, request: Request) -> None:
-        elapsed = time.perf_counter() - self._added_at[request.id]
-        if request.metrics.time_to_first_token == 0.0:
-            request.metrics.time_to_first_token = elapsed
-        request.metrics.decode_seconds = elapsed - request.metrics.time_to_first_token
-
     def _requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
-        """Check everything before anything is queued."""
         self._check_open()
         requests = self._admission.requests(prompts, params, trace=trace)
         for request in requests:
             self.scheduler.check(request)
         if trace:
-            self._programs.ensure_trace(self._state)
+            with self._turns:
+                self._programs.ensure_trace(self._state)
         return requests
 
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this engine is closed; make a new one")
+        if not self.healthy:
+            raise RuntimeError("the device failed and its state could not be made anew; restart the process")
 
-    def _queue(self, request: Request) -> None:
-        self._check_open()
-        self._texts[request.id] = OutputText(self.tokenizer, request.prompt_token_ids)
-        self._added_at[request.id] = time.perf_counter()
-        self.scheduler.add(request)
+    def _add(self, request: Request) -> None:
+        with self._turns:
+            self._check_open()
+            self.scheduler.add(request)
 
     def _end(self, request: Request, reason: str) -> None:
         if request.finish_reason is not None:
             return
-        request.finish_reason = reason
         self.scheduler.finish(request)
-        self._texts[request.id].finish()
+        try:
+            self._texts[request.id].finish()
+        except Exception as error:
+            request.error, reason = request.error or error, "error"
+        request.metrics.finished = {reason: 1}
         self._metrics = self._metrics + request.metrics
+        if reason in ("eos", "stop", "length"):
+            self._latencies.observe(request.metrics)
+        request.finish_reason = reason  # last: other threads take it that all is there
 
-    def _forget(self, request: Request) -> None:
-        self._texts.pop(request.id, None)
-        self._added_at.pop(request.id, None)
+    @contextmanager
+    def _recovery(self) -> Iterator[None]:
+        """What fails in here has lost a step; an interrupt goes on to the caller."""
+        try:
+            yield
+        except BaseException as error:
+            self._recover(error)
+            if not isinstance(error, Exception):
+                raise
 
-    def _pool_shape(self, target: Model) -> PoolShape:
-        config, dtype = self.config, str(target.embed.dtype)
-        shape = PoolShape(
-            slots=config.slots,
-            pages=config.pages or 2,
-            page_size=config.page_size,
-            max_len=config.max_len,
-            dtype=config.kv_dtype or dtype,
-            draft_dtype=config.draft_kv_dtype or dtype,
-            prefix_cache=config.prefix_cache,
-        )
-        if config.pages is None:
-            all_slots = config.slots * shape.width(self._program.drafter.tree) + 1
-            shape = PoolShape(**{**vars(shape), "pages": all_slots})
-        return shape
+    def _recover(self, error: BaseException) -> None:
+        """End those that run with the error, make the state anew and go on with those that wait."""
+        logger.error("a step failed; the requests under way end with its error", exc_info=error)
+        under_way = [plan for plan, _ in self._in_flight]
+        if self._next is not None and self._next not in under_way:
+            under_way.append(self._next)
+        for plan in under_way:
+            self.scheduler.settle(plan)
+        self._next = None
+        self._in_flight.clear()
+        ended = list(self.scheduler.running)
+        try:
+            self._state = None  # type: ignore[assignment]
+            self._state = init_state(self._program, self._params, self._pool)
+            jax.block_until_ready(self._state)
+        except Exception:
+            self.healthy = False
+            ended += self.scheduler.waiting
+            logger.exception("the state could not be made anew: restart the process")
+        for request in ended:
+            request.error = error
+            self._end(request, "error")
+        self.scheduler.pages.forget()
+
+    def _gauges(self) -> Gauges:
+        pages = self.scheduler.pages
+        return Gauges(len(self.scheduler.running), len(self.scheduler.waiting), pages.num_used / (pages.pages - 1))

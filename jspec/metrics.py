@@ -24,6 +24,7 @@ class Metrics:
         num_prompt_tokens: tokens of the prompts that were begun.
         num_cached_tokens: those of them whose rows were found in kept pages.
         num_preemptions: times that a request had to give its pages to another.
+        finished: requests that ended, by the reason.
         pages_in_use: of an engine, now.
     """
 
@@ -37,6 +38,7 @@ class Metrics:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
     pages_in_use: int = 0
 
     def count_round(self, *, drafted: int, accept_len: int, emitted_drafts: int) -> None:
@@ -62,6 +64,10 @@ class Metrics:
             num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens + other.num_cached_tokens,
             num_preemptions=self.num_preemptions + other.num_preemptions,
+            finished={
+                reason: self.finished.get(reason, 0) + other.finished.get(reason, 0)
+                for reason in self.finished | other.finished
+            },
             pages_in_use=self.pages_in_use + other.pages_in_use,
         )
 

@@ -37,11 +37,13 @@ class OutputText:
         return None if self._detokenizer is None else "".join(self.pieces) + self.tail
 
     def chunk(self, request: Request, start: int) -> Chunk:
-        """What is new from token ``start`` on."""
+        """What is new from token ``start`` on; also while another thread steps, which adds a token's piece last."""
+        reason = request.finish_reason  # behind it nothing comes
+        end = len(self.pieces) if reason is None else len(request.token_ids)
         text = None
         if self._detokenizer is not None:
-            text = "".join(self.pieces[start:]) + (self.tail if request.finish_reason else "")
-        return Chunk(text, request.token_ids[start:], request.from_draft[start:], request.finish_reason)
+            text = "".join(self.pieces[start:end]) + (self.tail if reason else "")
+        return Chunk(text, request.token_ids[start:end], request.from_draft[start:end], reason)
 
 
 def take_report(
