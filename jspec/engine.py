@@ -137,8 +137,6 @@ class Engine(Interface):
     def step(self) -> None:
         with self._turns:
             with self._recovery():
-                while self._orphans:
-                    self._end(self._orphans.pop(), "abort")
                 self._next = self.scheduler.plan()
                 if self._next is not None:
                     self._in_flight.append((self._next, self._dispatch(self._next)))
@@ -151,6 +149,8 @@ class Engine(Interface):
                     break
                 with self._recovery():
                     self._read(*self._in_flight.popleft())
+            while self._orphans:
+                self._end(self._orphans.pop(), "abort")
             if self._log.is_due():
                 self._log.write(self.metrics, self._gauges())
 

@@ -108,7 +108,7 @@ class Interface(abc.ABC):
         return self.generate(self.tokenizer.chat(list(messages)), params, **options)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
-        """Queue one prompt; `result` waits for it, `abort` ends it.
+        """Queue one prompt; `abort` ends it, and `result` waits for it and must be called in any case.
 
         Raises:
             ValueError: a prompt or a parameter that cannot be served.

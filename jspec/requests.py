@@ -202,6 +202,7 @@ class Completion:
         from_draft: for each token, whether a draft proposed it.
         finish_reason: "eos", "stop", "length", "abort" or "error".
         stop_reason: the stop token that ended it.
+        error: what ended it, if that was an error; of several requests the others are complete.
         rounds: with ``trace=True``, every round; else None.
     """
 
@@ -215,6 +216,12 @@ class Completion:
     metrics: Metrics
     rounds: list[Round] | None = None
     pieces: list[str] | None = field(default=None, repr=False)  # text token by token, for coloured display
+
+    def raise_for_error(self) -> Completion:
+        """The completion itself, unless an error ended it: then that is raised."""
+        if self.error is not None:
+            raise self.error
+        return self
 
     @property
     def samples(self) -> list[Completion]:

@@ -260,8 +260,8 @@ def check_lossless(
             seeds = [1000 + index for index in range(len(prompts))]
             params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed) for seed in seeds]
             plain, other = (
-                plain_engine.generate(list(prompts), params),
-                engine.generate(list(prompts), params),
+                [completion.raise_for_error() for completion in one.generate(list(prompts), params)]
+                for one in (plain_engine, engine)
             )
             found = differences(target, plain, other, (temperature, seeds) if temperature else None)
             for difference in found:

@@ -32,6 +32,8 @@ ALLOWED = {
     "metrics": "",
     "requests": "metrics",
     "scheduler": "pages requests metrics",
+    "turns": "",
+    "prometheus": "metrics",
     "tokenizer": "other",
     "plot": "other requests metrics tokenizer",
     "quantize": "jax pallas_kernels",
