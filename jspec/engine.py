@@ -204,22 +204,20 @@ class Engine(Interface):
         else:
             trace = any(request.trace for request in plan.requests)
             executable = self._programs.rounds[plan.bucket, trace]
-            self._show_pages(plan.grown)
+            self._show_pages(plan.new_pages)
             packed = self._slots_of(plan)
         self._state, output = executable(self._params, self._state, packed)
         jax.copy_to_host_async(output)
         return output
 
-    def _show_pages(self, requests: Sequence[Request]) -> None:
-        """Tell the device which pages running requests have by now; the scheduler's table is the truth."""
-        if not requests:
-            return
-        table = np.zeros(self._state.page_table.shape, np.int32)
-        for request in self.scheduler.running:
-            pages = self.scheduler.pages.pages_of(request.id)
-            table[request.slot, : len(pages)] = pages
-        self._state.page_table.delete()  # as the other arrays of a state that a step took
-        self._state = replace(self._state, page_table=jax.device_put(table))
+    def _show_pages(self, new: Sequence[tuple[int, int, int]]) -> None:
+        """Tell the device which pages slots got; the scheduler's table is the truth."""
+        size = self._programs.page_updates
+        for start in range(0, len(new), size):
+            packed = np.full((size, 3), self.config.slots, np.int32)  # no slot: dropped
+            packed[: len(new) - start] = new[start : start + size]
+            table = self._programs.show_pages(self._state.page_table, jax.device_put(packed))
+            self._state = replace(self._state, page_table=table)
 
     def _slots_of(self, plan: RoundPlan) -> jax.Array:
         """The slot of each row, on the device; kept while the rows stay, for a copy costs a round 20 us."""

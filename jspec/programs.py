@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jspec.config import EngineConfig
 from jspec.records import MAX_STOP_IDS, PrefillInput, SlotState
-from jspec.step import Params, Program, catch_up_step, prefill_step, spec_step
+from jspec.step import Params, Program, catch_up_step, prefill_step, show_pages, spec_step
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ class Programs:
         self._pages = state.page_table.shape[1]
         self.prefill: dict[int, Any] = {}
         self.rounds: dict[tuple[int, bool], Any] = {}
+        self.page_updates = config.slots * 2  # that `show_pages` takes
+        self.show_pages: Any = None
         self.catch_up: Any = None  # where the drafter lags and pages are kept
         self.seconds: dict[str, float] = {}
         self._compile(state, trace=False)
@@ -52,25 +54,33 @@ class Programs:
             self._compile(state, trace=True)
 
     def _compile(self, state: SlotState, *, trace: bool) -> None:
-        assert self._config.buckets is not None and self._config.prefill_buckets is not None
-        program = replace(self._program, rounds=self._config.rounds_per_dispatch, trace=trace)
-        compiled: list[Future[None]] = []
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # one is lowered while others compile
-            for rows in self._config.buckets:
-                lowered = self._lower(partial(spec_step, program), state, rows)
-                name = f"round[{rows}]" + (" traced" if trace else "")
-                keep: Callable[[Any], None] = partial(self.rounds.__setitem__, (rows, trace))
-                compiled.append(pool.submit(self._compile_one, name, keep, lowered))
-            for tokens in () if trace else self._config.prefill_buckets:
-                lowered = self._lower(partial(prefill_step, self._program), state, PREFILL_HEAD + self._pages + tokens)
-                keep = partial(self.prefill.__setitem__, tokens)
-                compiled.append(pool.submit(self._compile_one, f"prefill[{tokens}]", keep, lowered))
-            if self._program.drafter.lags and self._config.prefix_cache and not trace:
-                lowered = self._lower(partial(catch_up_step, self._program), state, CATCH_UP_HEAD + self._pages)
-                keep = partial(setattr, self, "catch_up")
-                compiled.append(pool.submit(self._compile_one, "catch_up", keep, lowered))
+            compiled = [pool.submit(self._compile_one, *one) for one in self._lowered(state, trace)]
         for one in compiled:
             one.result()
+
+    def _lowered(self, state: SlotState, trace: bool) -> Iterator[tuple[str, Callable[[Any], None], Any]]:
+        """Name, where to keep it, and what is to be compiled."""
+        config = self._config
+        assert config.buckets is not None and config.prefill_buckets is not None
+        program = replace(self._program, rounds=config.rounds_per_dispatch, trace=trace)
+        for rows in config.buckets:
+            keep: Callable[[Any], None] = partial(self.rounds.__setitem__, (rows, trace))
+            name = f"round[{rows}]" + (" traced" if trace else "")
+            yield name, keep, self._lower(partial(spec_step, program), state, rows)
+        if trace:
+            return
+        for tokens in config.prefill_buckets:
+            words = PREFILL_HEAD + self._pages + tokens
+            keep = partial(self.prefill.__setitem__, tokens)
+            yield f"prefill[{tokens}]", keep, self._lower(partial(prefill_step, self._program), state, words)
+        updates = jax.ShapeDtypeStruct((self.page_updates, 3), jnp.int32)
+        keep = partial(setattr, self, "show_pages")
+        yield "show_pages", keep, jax.jit(show_pages, donate_argnums=0).lower(state.page_table, updates)
+        if self._program.drafter.lags and config.prefix_cache:
+            words = CATCH_UP_HEAD + self._pages
+            keep = partial(setattr, self, "catch_up")
+            yield "catch_up", keep, self._lower(partial(catch_up_step, self._program), state, words)
 
     def _lower(self, step: Callable[..., Any], state: SlotState, words: int) -> Any:
         packed = jax.ShapeDtypeStruct((words,), jnp.int32)

@@ -34,7 +34,7 @@ class RoundPlan:
 
     requests: list[Request]
     bucket: int  # rows the program takes
-    grown: list[Request]  # those that got new pages
+    new_pages: list[tuple[int, int, int]]  # slot, column of its page table, page
 
 
 Plan = PrefillPlan | RoundPlan
@@ -200,21 +200,22 @@ class Scheduler:
         )
 
     def _round(self) -> RoundPlan | None:
-        ready, grown = [], []
+        ready: list[Request] = []
+        new_pages: list[tuple[int, int, int]] = []
         for request in list(self.running):
             if request.slot is None or not self._may_emit(request):
                 continue
             before = len(self.pages.pages_of(request.id))
             if not self._make_room(request):
                 continue
-            if len(self.pages.pages_of(request.id)) > before:
-                grown.append(request)
+            now = self.pages.pages_of(request.id)
+            new_pages += [(request.slot, column, now[column]) for column in range(before, len(now))]
             request.steps_in_flight += 1
             request.rounds_in_flight += self._rounds
             ready.append(request)
         if not ready:
             return None
-        return RoundPlan(ready, next(size for size in self._buckets if size >= len(ready)), grown)
+        return RoundPlan(ready, next(size for size in self._buckets if size >= len(ready)), new_pages)
 
     def _make_room(self, request: Request) -> bool:
         """Get a request the pages for its next rounds, if need be from those that come after it."""

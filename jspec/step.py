@@ -293,6 +293,12 @@ def catch_up_step(program: Program, params: Params, state: SlotState, packed: In
     return replace(state, draft=draft)
 
 
+def show_pages(page_table: Int[Array, "slots pages"], updates: Int[Array, "updates 3"]) -> Int[Array, "slots pages"]:
+    """The page table (donated) with (slot, column, page) entered; those of no slot are dropped."""
+    slot, column, page = updates.T
+    return page_table.at[slot, column].set(page, mode="drop")
+
+
 def init_state(program: Program, params: Params, pool: cache.PoolShape) -> SlotState:
     """Empty slots and zeroed pools."""
 
