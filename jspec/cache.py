@@ -80,6 +80,25 @@ def places(
     return jnp.where(valid, page, pages), rows % page_size
 
 
+def show_pages(page_table: Int[Array, "slots pages"], updates: Int[Array, "updates 3"]) -> Int[Array, "slots pages"]:
+    """The page table (donated) with (slot, column, page) entered; those of no slot are dropped."""
+    slot, column, page = updates.T
+    return page_table.at[slot, column].set(page, mode="drop")
+
+
+def write_text(
+    text: Int[Array, "pages page_size"],
+    page_table: Int[Array, "batch columns"],
+    first_row: Int[Array, "batch"],
+    tokens: Int[Array, "batch rows"],
+    count: Int[Array, "batch"],
+) -> Int[Array, "pages page_size"]:
+    """The tokens by page, with the first ``count`` of each slot's entered from ``first_row`` on."""
+    steps = jnp.arange(tokens.shape[1])
+    where = places(page_table, first_row[:, None] + steps, steps < count[:, None], text.shape)
+    return text.at[where].set(tokens, mode="drop")
+
+
 def commit(
     cache: KVCache, tree: Tree, view: SlotView, verdict: Verdict, rows: Int[Array, "batch nodes"] | None = None
 ) -> KVCache:

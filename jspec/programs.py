@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jspec.cache import show_pages
 from jspec.config import EngineConfig
 from jspec.records import MAX_STOP_IDS, PrefillInput, SlotState
-from jspec.step import Params, Program, catch_up_step, prefill_step, show_pages, spec_step
+from jspec.step import Params, Program, catch_up_step, prefill_step, spec_step
 
 logger = logging.getLogger(__name__)
 

@@ -181,11 +181,9 @@ def commit_stage(
         )
         put = {name: getattr(state, name).at[view.slots].set(new, mode="drop") for name, new in moved.items()}
         if state.text is not None:
-            committed = jnp.concatenate([view.root[:, None], verdict.tokens[:, :-1]], axis=1)
-            steps = jnp.arange(committed.shape[1])
-            is_row = steps < jnp.where(view.active, verdict.counts, 0)[:, None]
-            places = cache.places(view.page_table, view.lengths[:, None] + steps, is_row, state.text.shape)
-            put["text"] = state.text.at[places].set(committed, mode="drop")
+            rows = jnp.concatenate([view.root[:, None], verdict.tokens[:, :-1]], axis=1)
+            count = jnp.where(view.active, verdict.counts, 0)
+            put["text"] = cache.write_text(state.text, view.page_table, view.lengths, rows, count)
         return replace(state, target=target, draft=draft_state, **put)
 
 
@@ -212,8 +210,8 @@ def prefill_step(
     offsets = jnp.arange(chunk.tokens.shape[0])
     is_written = (offsets < chunk.count) & (chunk.write == 1)
     if state.text is not None:
-        places = cache.places(view.page_table, (chunk.start + offsets)[None], is_written[None], state.text.shape)
-        text = state.text.at[places].set(chunk.tokens[None], mode="drop")
+        count = jnp.where(chunk.write == 1, chunk.count, 0)[None]
+        text = cache.write_text(state.text, view.page_table, chunk.start[None], chunk.tokens[None], count)
         state = replace(state, text=text)
         view = replace(view, text=text[view.page_table].reshape(1, -1))
     batch = TokenBatch(
@@ -291,12 +289,6 @@ def catch_up_step(program: Program, params: Params, state: SlotState, packed: In
     with jax.named_scope("catch_up"):
         draft = program.drafter.catch_up(params.draft, state.draft, view_of(running, slot[None], program))
     return replace(state, draft=draft)
-
-
-def show_pages(page_table: Int[Array, "slots pages"], updates: Int[Array, "updates 3"]) -> Int[Array, "slots pages"]:
-    """The page table (donated) with (slot, column, page) entered; those of no slot are dropped."""
-    slot, column, page = updates.T
-    return page_table.at[slot, column].set(page, mode="drop")
 
 
 def init_state(program: Program, params: Params, pool: cache.PoolShape) -> SlotState:
