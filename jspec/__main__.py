@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import jax
+
 import convert.__main__
 from jspec import demo, diagnose
 from jspec.bench import cli as bench
-from jspec.config import ACCEPT_RULES
+from jspec.config import ACCEPT_RULES, KV_DTYPES
 from jspec.describe import describe
 from jspec.draft import Drafter
 from jspec.draft.eagle import Eagle, Eagle3
@@ -22,6 +24,8 @@ from jspec.draft.suffix import Suffix
 from jspec.engine import Engine
 from jspec.requests import SamplingParams
 from jspec.tree import TREE_FORMS, Tree
+from pallas_kernels.implementation import explain
+from pallas_kernels.quantized import KINDS
 
 PRETRAINED: dict[str, Callable[..., Drafter]] = {
     "eagle3": Eagle3.from_pretrained,
@@ -29,6 +33,7 @@ PRETRAINED: dict[str, Callable[..., Drafter]] = {
     "medusa": Medusa.from_pretrained,
     "draft_model": DraftModel.from_pretrained,
 }
+QUANTIZABLE = ("eagle3", "eagle", "draft_model")
 TREE = "chain:4"
 TEXT_OPTIONS = ("text", "tokenizer", "max_tokens")  # of `info --check`
 
@@ -92,6 +97,7 @@ def _info(arguments: argparse.Namespace) -> int:
                 f"info: expected {', '.join(given)} with --check HEAD TARGET alone; leave it out or add that"
             )
         print(describe(arguments.path))
+        print(f"kernels: {explain('auto', jax.devices()[0])}")
         return 0
     if arguments.text is not None:
         given["text"] = arguments.text.read_text(encoding="utf-8")
@@ -117,8 +123,16 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--dtype", help="of the weights; float32 on CPU, bfloat16 elsewhere")
+    kinds, dtypes = ", ".join(KINDS), ", ".join(KV_DTYPES)
+    parser.add_argument("--quantize", metavar="KIND", help=f"the target's products: {kinds}")
+    parser.add_argument("--draft-quantize", metavar="KIND", help="likewise of an EAGLE head or a draft model")
+    parser.add_argument(
+        "--kv-dtype", metavar="DTYPE", help=f"of the target's cache: {dtypes}; the weights' if left out"
+    )
+    parser.add_argument("--draft-kv-dtype", metavar="DTYPE", help="likewise of the drafter's cache")
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--tokenizer", help='"bytes" for byte-level models; else the folder\'s own')
+    parser.add_argument("--compile-cache", metavar="DIR", help="keeps compiled programs for the next start")
     parser.set_defaults(run=_generate)
 
 
@@ -137,6 +151,10 @@ def _generate(arguments: argparse.Namespace) -> int:
         slots=1,
         max_len=arguments.max_len,
         accept=arguments.accept,
+        quantize=arguments.quantize,
+        kv_dtype=arguments.kv_dtype,
+        draft_kv_dtype=arguments.draft_kv_dtype,
+        compile_cache=arguments.compile_cache,
         tokenizer=arguments.tokenizer,
     )
     with engine:
@@ -154,9 +172,13 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _drafter(arguments: argparse.Namespace) -> Drafter | None:
     tree = Tree.parse(TREE if arguments.tree is None else arguments.tree)
+    quantize = {} if arguments.draft_quantize is None else {"quantize": arguments.draft_quantize}
+    if quantize and not any(getattr(arguments, name) for name in QUANTIZABLE):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in QUANTIZABLE)
+        raise ValueError(f"--draft-quantize: expected one of {names}, got none of them; leave it out")
     for name, load in PRETRAINED.items():
         if path := getattr(arguments, name):
-            return load(path, tree=tree, dtype=arguments.dtype)
+            return load(path, tree=tree, dtype=arguments.dtype, **quantize)
     if arguments.ngram:
         return NGram(tree)
     if arguments.suffix:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import get_args
+
+from pallas_kernels.implementation import Implementation
+from pallas_kernels.quantized import KINDS
 
 ACCEPT_RULES = ("coupled", "rejection", "block", "multi_candidate", "typical")
-IMPLEMENTATIONS = ("auto", "pallas", "reference")
+IMPLEMENTATIONS = get_args(Implementation)
 KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 PREFILL_BUCKETS = (128, 512, 2048)
 
@@ -33,6 +38,8 @@ class EngineConfig:
             drafter has an option of its own.
         prefix_cache: requests that begin alike share pages, also with those that have ended; the tokens are the same.
         log_interval: seconds between the lines that `logging` gets while requests run; None: none.
+        compile_cache: folder that keeps compiled programs for later processes, from now on those of the whole process;
+            None: where JAX_COMPILATION_CACHE_DIR says, if anywhere.
         seed: from which requests without a seed draw theirs.
     """
 
@@ -43,7 +50,7 @@ class EngineConfig:
     prefill_buckets: tuple[int, ...] | None = None
     pages: int | None = None
     memory_fraction: float = 0.9
-    implementation: str = "auto"
+    implementation: Implementation = "auto"
     rounds_per_dispatch: int = 1
     overlap: bool = True
     accept: str = "coupled"
@@ -54,6 +61,7 @@ class EngineConfig:
     quantize: str | None = None
     prefix_cache: bool = True
     log_interval: float | None = 10.0
+    compile_cache: str | Path | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -65,6 +73,7 @@ class EngineConfig:
         _one_of("implementation", self.implementation, IMPLEMENTATIONS)
         for name in ("kv_dtype", "draft_kv_dtype"):
             _one_of(name, getattr(self, name), (None, *KV_DTYPES))
+        _one_of("quantize", self.quantize, (None, *KINDS))
         for name in ("typical_threshold", "typical_alpha"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not value > 0:
@@ -76,6 +85,8 @@ class EngineConfig:
         for name in ("overlap", "prefix_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: expected a bool, got {getattr(self, name)!r}")
+        if self.compile_cache is not None and not isinstance(self.compile_cache, (str, Path)):
+            raise ValueError(f"compile_cache: expected None or a folder's path, got {self.compile_cache!r}")
         if not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"seed: expected an int >= 0, got {self.seed!r}")
         if self.pages is not None and (not isinstance(self.pages, int) or self.pages < 2):

@@ -23,7 +23,7 @@ from jspec.metrics import Metrics
 from jspec.models.decoder import Model
 from jspec.output import take_report
 from jspec.pages import PagePool
-from jspec.programs import Programs
+from jspec.programs import Programs, keep_compiled
 from jspec.prometheus import Gauges, Latencies, exposition
 from jspec.quantize import check_device, quantize_weights
 from jspec.records import StepOutput
@@ -63,6 +63,7 @@ class Engine(Interface):
     ) -> None:
         super().__init__()
         self.config = EngineConfig(**options)
+        keep_compiled(self.config.compile_cache)
         tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         drafter = NoDraft() if drafter is None else drafter
         if self.config.quantize is not None:
@@ -124,7 +125,8 @@ class Engine(Interface):
         """
         if isinstance(path, Model):
             return cls(path, drafter=drafter, tokenizer=tokenizer, **options)
-        EngineConfig(**{name: value for name, value in options.items() if name != "eos_ids"})
+        config = EngineConfig(**{name: value for name, value in options.items() if name != "eos_ids"})
+        keep_compiled(config.compile_cache)
         checkpoint = pretrained.load(path, dtype=dtype, kind="target", quantize=options.get("quantize"))
         options.setdefault("eos_ids", pretrained.eos_ids(checkpoint.folder))
         return cls(
@@ -174,6 +176,11 @@ class Engine(Interface):
     def compile_seconds(self) -> dict[str, float]:
         """Seconds each program took to compile."""
         return dict(self._programs.seconds)
+
+    @property
+    def lower_seconds(self) -> dict[str, float]:
+        """Seconds each program took to be traced and lowered, before it was compiled."""
+        return dict(self._programs.lower_seconds)
 
     @property
     def metrics(self) -> Metrics:

@@ -9,15 +9,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 
 from jspec.cache import show_pages
 from jspec.config import EngineConfig
 from jspec.records import MAX_STOP_IDS, PrefillInput, SlotState
 from jspec.step import Params, Program, catch_up_step, prefill_step, spec_step
+from pallas_kernels.implementation import explain
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +29,23 @@ PREFILL_HEAD = (
 )  # int32 words of a packed PrefillInput besides pages and tokens
 
 CATCH_UP_HEAD = 3  # slot, root and committed rows
+
+
+def keep_compiled(folder: str | Path | None) -> None:
+    """From now on this process takes compiled programs from a folder, and keeps there what it compiles.
+
+    Beside them XLA keeps what it measured on a GPU to choose its kernels. None leaves everything as it is.
+
+    Raises:
+        OSError: no folder can be made there.
+    """
+    if folder is None:
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # small programs too
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    compilation_cache.reset_cache()  # else the folder of the first compilation stays in use
 
 
 class Programs:
@@ -47,6 +67,9 @@ class Programs:
         self.show_pages: Any = None
         self.catch_up: Any = None  # where the drafter lags and pages are kept
         self.seconds: dict[str, float] = {}
+        self.lower_seconds: dict[str, float] = {}
+        (device, *_) = state.root.devices()
+        logger.info("%s", explain(program.implementation, device))
         self._compile(state, trace=False)
 
     def ensure_trace(self, state: SlotState) -> None:
@@ -68,24 +91,30 @@ class Programs:
         for rows in config.buckets:
             keep: Callable[[Any], None] = partial(self.rounds.__setitem__, (rows, trace))
             name = f"round[{rows}]" + (" traced" if trace else "")
-            yield name, keep, self._lower(partial(spec_step, program), state, rows)
+            yield name, keep, self._lower(name, partial(spec_step, program), state, rows)
         if trace:
             return
         for tokens in config.prefill_buckets:
-            words = PREFILL_HEAD + self._pages + tokens
+            name, words = f"prefill[{tokens}]", PREFILL_HEAD + self._pages + tokens
             keep = partial(self.prefill.__setitem__, tokens)
-            yield f"prefill[{tokens}]", keep, self._lower(partial(prefill_step, self._program), state, words)
+            yield name, keep, self._lower(name, partial(prefill_step, self._program), state, words)
         updates = jax.ShapeDtypeStruct((self.page_updates, 3), jnp.int32)
         keep = partial(setattr, self, "show_pages")
-        yield "show_pages", keep, jax.jit(show_pages, donate_argnums=0).lower(state.page_table, updates)
+        start = time.perf_counter()
+        lowered = jax.jit(show_pages, donate_argnums=0).lower(state.page_table, updates)
+        self.lower_seconds["show_pages"] = time.perf_counter() - start
+        yield "show_pages", keep, lowered
         if self._program.drafter.lags and config.prefix_cache:
             words = CATCH_UP_HEAD + self._pages
             keep = partial(setattr, self, "catch_up")
-            yield "catch_up", keep, self._lower(partial(catch_up_step, self._program), state, words)
+            yield "catch_up", keep, self._lower("catch_up", partial(catch_up_step, self._program), state, words)
 
-    def _lower(self, step: Callable[..., Any], state: SlotState, words: int) -> Any:
+    def _lower(self, name: str, step: Callable[..., Any], state: SlotState, words: int) -> Any:
+        start = time.perf_counter()
         packed = jax.ShapeDtypeStruct((words,), jnp.int32)
-        return jax.jit(step, donate_argnums=(1,)).lower(self._params, state, packed)
+        lowered = jax.jit(step, donate_argnums=(1,)).lower(self._params, state, packed)
+        self.lower_seconds[name] = time.perf_counter() - start
+        return lowered
 
     def _compile_one(self, name: str, keep: Callable[[Any], None], lowered: Any) -> None:
         start = time.perf_counter()

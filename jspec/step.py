@@ -41,6 +41,7 @@ from jspec.records import (
 )
 from jspec.verify import ancestors, depths
 from pallas_kernels.ancestor_bits import ancestor_bits
+from pallas_kernels.implementation import Implementation
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Program:
     drafter: Drafter
     feature_layers: tuple[int, ...]
     accept: str
-    implementation: str
+    implementation: Implementation
     rounds: int = 1
     trace: bool = False
     typical: verify.Typical = field(default_factory=verify.Typical)
@@ -121,8 +122,9 @@ def spec_round(
     state = commit_stage(program, params, replace(state, target=target, draft=draft_state), view, draft, verdict, out)
     trace = None
     if program.trace:
-        parents = jnp.where(draft.valid, draft.parents, -1)
-        trace = Trace(tokens=draft.tokens, parents=parents, scores=draft.scores, path=verdict.path)
+        with jax.named_scope("trace"):
+            parents = jnp.where(draft.valid, draft.parents, -1)
+            trace = Trace(tokens=draft.tokens, parents=parents, scores=draft.scores, path=verdict.path)
     return state, report_stage(view, draft, verdict), trace
 
 
@@ -194,6 +196,7 @@ def report_stage(view: SlotView, draft: Draft, verdict: Verdict) -> Int[Array, "
         return pack_report(verdict, num_drafted)
 
 
+@jax.named_scope("prefill")
 def prefill_step(
     program: Program, params: Params, state: SlotState, packed: Int[Array, "packed"]
 ) -> tuple[SlotState, StepOutput]:
@@ -223,7 +226,7 @@ def prefill_step(
         bits=None,
         implementation=view.implementation,
     )
-    with jax.named_scope("prefill"):
+    with jax.named_scope("target"):
         out, target = forward(
             params.target,
             state.target,
@@ -231,10 +234,12 @@ def prefill_step(
             feature_layers=program.feature_layers,
             logit_rows=(chunk.count - 1)[None, None],
         )
+    with jax.named_scope("draft"):
         draft_state = program.drafter.prefill(params.draft, state.draft, view, batch, out.features)
     return _first_token(replace(state, target=target, draft=draft_state), chunk, view, out)
 
 
+@jax.named_scope("admit")
 def _admit(state: SlotState, chunk: PrefillInput) -> SlotState:
     """Put a request's pages and controls into its slot (the same ones again with every later chunk)."""
     row: Sampling = jax.tree.map(lambda x: x[0], chunk.sampling())
@@ -247,6 +252,7 @@ def _admit(state: SlotState, chunk: PrefillInput) -> SlotState:
     )
 
 
+@jax.named_scope("first_token")
 def _first_token(state: SlotState, chunk: PrefillInput, view: SlotView, out: TargetOut) -> tuple[SlotState, StepOutput]:
     """Sample what follows the chunk, unless it is known; only the last chunk makes it the root."""
     assert out.logits is not None

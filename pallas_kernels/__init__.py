@@ -6,6 +6,7 @@ from pallas_kernels.kv_pages import append, move_rows
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.residual_norm import add_rms_norm
 from pallas_kernels.rotary import rotate_append
+from pallas_kernels.round_rows import round_rows
 from pallas_kernels.split_matmul import split_matmul
 from pallas_kernels.top_log_probs import top_log_probs
 
@@ -18,6 +19,7 @@ __all__ = [
     "move_rows",
     "paged_attention",
     "rotate_append",
+    "round_rows",
     "split_matmul",
     "top_log_probs",
 ]

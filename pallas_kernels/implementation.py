@@ -41,3 +41,18 @@ def choose(
         interpreted = functools.partial(kernel, interpret=True)
         return jax.lax.platform_dependent(*arguments, cuda=compiled, cpu=interpreted)
     return jax.lax.platform_dependent(*arguments, cuda=compiled, default=reference)
+
+
+def explain(implementation: str, device: jax.Device) -> str:
+    """Says what `choose` takes on a device, and why; a call that a kernel does not support takes its reference."""
+    capability = str(getattr(device, "compute_capability", ""))
+    is_nvidia = capability.replace(".", "").isdecimal()  # AMD's is a name
+    where = device.device_kind + (f", compute capability {capability}" if is_nvidia else "")
+    if implementation == "reference":
+        return f'references on {where}: asked for by implementation="reference"'
+    if implementation == "pallas":
+        how = "interpreted " if device.platform == "cpu" else ""
+        return f'Pallas kernels {how}on {where}: asked for by implementation="pallas"'
+    if is_nvidia:
+        return f"Pallas kernels on {where}: an NVIDIA GPU"
+    return f"references on {where}: not an NVIDIA GPU"

@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.implementation import Implementation, choose
-from pallas_kernels.quantized import FP8, LARGEST
+from pallas_kernels.round_rows import FP8, LARGEST
 
 LAYERS = 8  # whose rows one kernel moves: what it does for each is code of its own
 POOL_DTYPES = (*(jnp.dtype(name) for name in ("bfloat16", "float16", "float32")), FP8)

@@ -79,7 +79,9 @@ def _reference(q, k_pool, v_pool, page_table, lengths, bits, *, start, scale):
 
 def _compute_dtype(q: Array, pool: Array) -> jnp.dtype:
     """In which scores and sums of values are multiplied."""
-    return q.dtype if pool.dtype == FP8 else jnp.promote_types(q.dtype, pool.dtype)
+    if pool.dtype == FP8:
+        return q.dtype if q.dtype == jnp.float32 else jnp.dtype(jnp.float16)
+    return jnp.promote_types(q.dtype, pool.dtype)
 
 
 class _Tiles(NamedTuple):
@@ -108,16 +110,17 @@ def _choose_tiles(q, k_pool, page_table, bits, new_rows, start, wide):
     # A float32 product is three TF32 ones: four times the registers for the same rows.
     most = max(4096 // dim, MMA_ROWS) if wide else (128 if dim <= 128 else 64)
     packed = min(max(pl.next_power_of_2(queries * group), MMA_ROWS), most)
-    # 16 KiB each of K and V: three steps in flight fit into shared memory.
-    tile_bytes = (8 if wide else 16) * 1024
+    programs = batch * kv_heads * pl.cdiv(queries * group, packed)
+    # With three programs for each of 132 multiprocessors, small ones that need no barrier between warps are fastest.
+    small = MMA_ROWS < packed <= 32 and dim <= 128 and programs >= 396 and not wide
+    warps = 2 if small else (8 if wide or packed * max(dim, 128) >= 64 * 256 else 4)
+    few = small or packed == MMA_ROWS  # rows of a tile: 8 KiB each of K and V, or 16
     width = max(k_pool.dtype.itemsize, 2)  # numbers of one byte are widened
-    tile = min(max(tile_bytes // (dim * width), MMA_ROWS), 64)
-    blocks = pl.cdiv(queries * group, packed)
-    programs = batch * kv_heads * blocks
-    # So many splits of about 1,150 rows that two programs (one, if large) for each of 132 multiprocessors run at once.
-    warps = 8 if wide or packed * dim >= 64 * 256 else 4
-    split = max(pl.cdiv(9 * programs * warps // 4, 128) * 64, 128)
-    splits = 1 if programs * warps // 4 >= 256 else pl.cdiv(capacity, split)
+    tile = min(max((8 if wide or few else 16) * 1024 // (dim * width), MMA_ROWS), 64)
+    # So many splits of about 1,150 rows that two programs (one, if large) for each multiprocessor run at once.
+    load = programs if warps < 8 else 2 * programs
+    split = max(pl.cdiv(9 * load, 128) * 64, 128)
+    splits = 1 if load >= 256 else pl.cdiv(capacity, split)
     while splits > 1 and batch * queries * heads * dim * 4 * splits > MOST_PARTIAL_BYTES:
         split *= 2
         splits = pl.cdiv(capacity, split)
@@ -135,18 +138,24 @@ def _choose_tiles(q, k_pool, page_table, bits, new_rows, start, wide):
         split,
         splits,
         warps,
-        3 if blocks == 1 and split > 128 else 2,
+        3 if few or k_pool.dtype == FP8 else 2,
     )
 
 
-def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, scale, compute, precision):
-    """One program: `packed` rows of one kv head over one split of the context, online softmax in base 2."""
+def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, scale, compute, precision, interpret):
+    """One program: `packed` rows of one kv head over one split of the context, online softmax in base 2.
+
+    Pools of one byte are read as pairs of numbers, even and odd channels apart.
+    """
     outputs = refs[1:] if tiles.words else refs  # refs are the bits, if any, and the outputs
     batch, kv_head = pl.program_id(2), pl.program_id(1)
     piece, block = pl.program_id(0) % tiles.splits, pl.program_id(0) // tiles.splits
     packed = block * tiles.packed + jnp.arange(tiles.packed)
     query, head = packed // tiles.group, kv_head * tiles.group + packed % tiles.group
-    inside, dims = query < tiles.queries, jnp.arange(q_ref.shape[-1])[None, :]
+    inside, width = query < tiles.queries, k_ref.shape[-1]
+    apart = q_ref.shape[-1] // width
+    columns = jnp.arange(width)[None, :]
+    channels = [columns * apart + half for half in range(apart)]
     length = lengths_ref[batch]
     new_rows = tiles.new  # that this program reads; causal: none past its own last query
     if not tiles.words:
@@ -156,38 +165,49 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
         first, last = jnp.maximum(first, piece * tiles.split), jnp.minimum(last, (piece + 1) * tiles.split)
 
     def attend():
-        at = (batch, query[:, None], head[:, None], dims)
-        q = pltriton.load(q_ref.at[at], mask=inside[:, None], other=0).astype(compute)
+        own_row, factor = (batch, query[:, None], head[:, None]), scale * math.log2(math.e)
+        q = [pltriton.load(q_ref.at[(*own_row, dims)], mask=inside[:, None], other=0) for dims in channels]
+        if q[0].dtype != compute:  # of less range, perhaps
+            q, factor = [half.astype(jnp.float32) * factor for half in q], 1.0
+        q = [half.astype(compute) for half in q]
         seen = [pltriton.load(refs[0].at[batch, query, w], mask=inside, other=0) for w in range(tiles.words)]
 
+        def rows_of(index):
+            return index * tiles.tile + jnp.arange(tiles.tile)
+
+        def pages_of(index):
+            """Loaded a step ahead: K and V are prefetched only if their addresses wait for nothing of the same step."""
+            return pltriton.load(table_ref.at[batch, jnp.minimum(rows_of(index), tiles.capacity - 1) // tiles.page])
+
         def step(index, carry, *, masked):
-            acc, top, total = carry
-            row = index * tiles.tile + jnp.arange(tiles.tile)
+            acc, top, total, pages = carry
+            row = rows_of(index)
             new = row - length
             loaded = (row < last) & (row >= tiles.start)
-            mask = {"mask": loaded, "other": 0} if masked else {}
-            pages = pltriton.load(table_ref.at[batch, row // tiles.page], **mask)
-            at = (pages[:, None], kv_head, (row % tiles.page)[:, None], dims)
+            at = (pages[:, None], kv_head, (row % tiles.page)[:, None], columns)
             mask = {"mask": loaded[:, None]} if masked else {}
-            k = pltriton.load(k_ref.at[at], **mask).astype(compute)
-            v = pltriton.load(v_ref.at[at], **mask).astype(compute)
-            scores = pltriton.dot(q, k, trans_b=True, precision=precision) * (scale * math.log2(math.e))
+            k, v = (_numbers(pltriton.load(ref.at[at], **mask), compute, interpret) for ref in (k_ref, v_ref))
+            scores = sum(pltriton.dot(*pair, trans_b=True, precision=precision) for pair in zip(q, k, strict=True))
+            scores = scores * factor
             if masked:
                 visible = loaded[None, :] & ((new < 0)[None, :] | _own(new, query, seen))
                 scores = jnp.where(visible, scores, -jnp.inf)
                 # A row that was not loaded, or that only its own padding query sees, may be NaN, and so is 0 * NaN.
-                v = jnp.where((loaded & (new < 0))[:, None] | (jnp.abs(v) < jnp.inf), v, 0)
+                sure = (loaded & (new < 0))[:, None]
+                v = [jnp.where(sure | (jnp.abs(half) < jnp.inf), half, 0) for half in v]
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
             base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
             weights, fade = jnp.exp2(scores - base[:, None]), jnp.exp2(top - base)
-            acc = acc * fade[:, None] + pltriton.dot(weights.astype(compute), v, precision=precision)
-            return acc, new_top, total * fade + jnp.sum(weights, axis=1)
+            left = weights.astype(compute)
+            acc = [a * fade[:, None] + pltriton.dot(left, b, precision=precision) for a, b in zip(acc, v, strict=True)]
+            return acc, new_top, total * fade[:, None] + weights, pages_of(index + 1)
 
         first_tile, last_tile = first // tiles.tile, pl.cdiv(last, tiles.tile)
         carry = (
-            jnp.zeros((tiles.packed, q_ref.shape[-1]), jnp.float32),
+            [jnp.zeros((tiles.packed, width), jnp.float32)] * apart,
             jnp.full((tiles.packed,), -jnp.inf, jnp.float32),
-            jnp.zeros((tiles.packed,), jnp.float32),
+            jnp.zeros((tiles.packed, tiles.tile), jnp.float32),  # added up at the end: a reduction is a barrier
+            pages_of(first_tile),
         )
         masked, whole = functools.partial(step, masked=True), functools.partial(step, masked=False)
         if tiles.start:
@@ -197,18 +217,42 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
         border = jnp.maximum(jnp.minimum(length, last) // tiles.tile, first_tile)
         carry = jax.lax.fori_loop(first_tile, border, whole, carry)  # committed rows alone
         carry = jax.lax.fori_loop(border, last_tile, masked, carry)
-        acc, top, total = carry
-        acc = acc / jnp.where(total == 0, 1.0, total)[:, None]
-        if tiles.splits == 1:
-            pltriton.store(outputs[0].at[at], acc.astype(outputs[0].dtype), mask=inside[:, None])
-        else:
-            pltriton.store(outputs[0].at[(*at[:3], piece, dims)], acc, mask=inside[:, None])
+        acc, top, total, _ = carry
+        total = jnp.sum(total, axis=1)
+        place = (*own_row, piece) if tiles.splits > 1 else own_row
+        for half, dims in zip(acc, channels, strict=True):
+            out = (half / jnp.where(total == 0, 1.0, total)[:, None]).astype(outputs[0].dtype)
+            pltriton.store(outputs[0].at[(*place, dims)], out, mask=inside[:, None])
+        if tiles.splits > 1:
             pltriton.store(outputs[1].at[batch, query, head, piece], top + jnp.log2(total), mask=inside)
 
     if tiles.splits == 1:
         attend()
     else:
         pl.when(first < last)(attend)
+
+
+def _numbers(loaded: Array, compute: jnp.dtype, interpret: bool) -> list[Array]:
+    """Returns what was loaded in the dtype to compute in; of a pair of float8 first the even channels, then the odd.
+
+    Pairs are what a tensor core's operand can be read by: a transposed one of single bytes would be read byte by byte.
+    """
+    if loaded.dtype != jnp.uint16:
+        return [loaded.astype(compute)]
+    if interpret:
+        halves = [(loaded >> shift).astype(jnp.uint8) for shift in (0, 8)]
+        return [jax.lax.bitcast_convert_type(half, FP8).astype(compute) for half in halves]
+    halves = []
+    for bytes_taken in ("0x20", "0x31"):  # of two pairs, one above the other
+        halves += pltriton.elementwise_inline_asm(
+            f"{{ .reg .b32 own; .reg .b16 pair; prmt.b32 own, $1, 0, {bytes_taken}; cvt.u16.u32 pair, own; "
+            "cvt.rn.f16x2.e4m3x2 $0, pair; }",
+            args=[loaded],
+            constraints="=r,r",
+            pack=2,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(loaded.shape, jnp.float16)],
+        )
+    return [half.astype(compute) for half in halves]
 
 
 def _own(new: Array, query: Array, seen: list[Array]) -> Array:
@@ -259,14 +303,15 @@ def _pallas(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, sc
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
     parts = jax.ShapeDtypeStruct((batch, queries, heads, tiles.splits, dim), jnp.float32)
     weights = jax.ShapeDtypeStruct((batch, queries, heads, tiles.splits), jnp.float32)
+    options = {"tiles": tiles, "scale": scale, "compute": compute, "precision": precision, "interpret": interpret}
     attended = pl.pallas_call(
-        functools.partial(_attend_kernel, tiles=tiles, scale=scale, compute=compute, precision=precision),
+        functools.partial(_attend_kernel, **options),
         grid=(pl.cdiv(queries * tiles.group, tiles.packed) * tiles.splits, k_pool.shape[1], batch),
         out_shape=[out] if tiles.splits == 1 else [parts, weights],
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="paged_attention",
-    )(q, k_pool, v_pool, page_table, lengths, *([] if bits is None else [bits]))
+    )(q, _pairs(k_pool), _pairs(v_pool), page_table, lengths, *([] if bits is None else [bits]))
     if tiles.splits == 1:
         return attended[0]
     return pl.pallas_call(
@@ -277,6 +322,13 @@ def _pallas(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, sc
         interpret=interpret,
         name="paged_attention_merge",
     )(*attended, lengths)
+
+
+def _pairs(pool: Array) -> Array:
+    """A pool of one byte a number as pairs of them, [pages, KH, page, D / 2] uint16; XLA copies nothing for it."""
+    if pool.dtype != FP8 or pool.shape[-1] < 2 * MMA_ROWS:
+        return pool
+    return jax.lax.bitcast_convert_type(pool.reshape(*pool.shape[:3], -1, 2), jnp.uint16)
 
 
 def _unsupported(q: Array, k_pool: Array, bits: Array | None) -> str | None:

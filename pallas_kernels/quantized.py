@@ -8,6 +8,7 @@ A row of x is rounded by itself, so that what comes out for it does not depend o
 turns the last bit of a float32 sum into a step of 1/16: "fp8_dynamic" is exact in law, not bit for bit.
 """
 
+import math
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -15,10 +16,11 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Num
 
+from pallas_kernels.implementation import Implementation
+from pallas_kernels.round_rows import FP8, INT8, gated, round_rows, scaled_rows
+
 Kind = Literal["int8", "fp8", "fp8_dynamic"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-INT8, FP8 = jnp.dtype("int8"), jnp.dtype("float8_e4m3fn")
-LARGEST = {INT8: 127.0, FP8: 448.0}
 
 
 @struct.dataclass
@@ -40,21 +42,34 @@ class Quantized:
         return "fp8_dynamic" if self.dynamic else "fp8"
 
 
+@struct.dataclass
+class Rounded:
+    """Rows that were rounded for "fp8_dynamic" already, values * scale[..., None]."""
+
+    values: Float[Array, "*rows inner"]  # float8_e4m3fn
+    scale: Float[Array, "*rows"]  # float32
+    dtype: jnp.dtype = struct.field(pytree_node=False)  # of what was rounded
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
 Weight = Float[Array, "_ _"] | Quantized  # [out, inner]
+Inputs = Float[Array, "*rows inner"] | Rounded
+
+
+def rounds_inputs(weight: Weight) -> bool:
+    """Whether what this weight is multiplied by is rounded."""
+    return isinstance(weight, Quantized) and weight.dynamic
 
 
 def quantize(weight: Float[Array, "out inner"], kind: Kind) -> Quantized:
     """Rounds a weight to one byte a number, each row to its own scale."""
-    return Quantized(*_round_rows(weight, INT8 if kind == "int8" else FP8), dynamic=kind == "fp8_dynamic")
+    return Quantized(*scaled_rows(weight, INT8 if kind == "int8" else FP8), dynamic=kind == "fp8_dynamic")
 
 
-def _round_rows(x: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """Returns values of one byte and the float32 scale of each row."""
-    wide = x.astype(jnp.float32)
-    top = jnp.max(jnp.abs(wide), axis=-1)
-    scale = jnp.maximum(top / LARGEST[dtype], jnp.finfo(jnp.float32).tiny)
-    values = wide / scale[..., None]
-    return (jnp.round(values) if dtype == INT8 else values).astype(dtype), scale
+FEW_ROWS = 64  # beyond, rounding inputs of one byte and their product costs less than writing the latter in float32
 
 
 class Factors(NamedTuple):
@@ -72,26 +87,48 @@ class Factors(NamedTuple):
         return product * self.scale
 
 
-def factors(x: Float[Array, "*rows inner"], weight: Weight) -> Factors:
-    """Takes a product apart; "fp8_dynamic" rounds x here."""
-    if not isinstance(weight, Quantized):
-        return Factors(x, weight, None, None)
-    if not weight.dynamic:
+def factors(x: Inputs, weight: Weight, *, is_gated: bool = False, implementation: Implementation = "auto") -> Factors:
+    """Takes a product apart; "fp8_dynamic" rounds x here, unless it is already.
+
+    Args:
+        is_gated: x is gate and up side by side, and silu(gate) * up is multiplied.
+        implementation: of the rounding, as in `paged_attention`.
+    """
+    if isinstance(weight, Quantized) and weight.dynamic:
+        if not isinstance(x, Rounded):
+            values, scale = round_rows(x, is_gated=is_gated, implementation=implementation)
+            x = Rounded(values, scale, x.dtype)
+        return Factors(x.values, weight.values, x.scale, weight.scale)
+    if isinstance(x, Rounded):
+        raise TypeError("rounded inputs are for weights of fp8_dynamic; pass them as they were")
+    x = gated(x) if is_gated else x
+    if isinstance(weight, Quantized):
         return Factors(x, weight.values, None, weight.scale)
-    values, row_scale = _round_rows(x, FP8)
-    return Factors(values, weight.values, row_scale, weight.scale)
+    return Factors(x, weight, None, None)
 
 
-def matmul(x: Float[Array, "*rows inner"], weight: Weight, dtype: jnp.dtype | None = None) -> Float[Array, "*rows out"]:
+def matmul(
+    x: Inputs,
+    weight: Weight,
+    dtype: jnp.dtype | None = None,
+    *,
+    is_gated: bool = False,
+    implementation: Implementation = "auto",
+) -> Float[Array, "*rows out"]:
     """x @ weight.T, summed in float32 and rounded once; float32 inputs are multiplied in float32 on every device.
+
+    The product of more than 64 rows of "fp8_dynamic" is rounded to x's dtype before it is scaled, too.
 
     Args:
         dtype: of the result; None: x's.
+        is_gated, implementation: as in `factors`.
     """
-    f = factors(x, weight)
+    f = factors(x, weight, is_gated=is_gated, implementation=implementation)
     precision = jax.lax.Precision.HIGHEST if f.x.dtype == jnp.float32 else None
     wide = dtype if f.scale is None else jnp.float32
+    if f.row_scale is not None and math.prod(x.shape[:-1]) > FEW_ROWS:
+        wide = dtype or x.dtype
     right = f.weight if f.scale is None else f.weight.astype(f.x.dtype)
-    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    dims = (((f.x.ndim - 1,), (1,)), ((), ()))
     product = jax.lax.dot_general(f.x, right, dims, precision=precision, preferred_element_type=wide)
     return f.scaled(product).astype(dtype or x.dtype)

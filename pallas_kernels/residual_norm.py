@@ -1,7 +1,8 @@
 """Add a layer's output to the residual stream and normalise the sum, in one kernel.
 
 sum = x + delta, normed = sum / sqrt(mean(sum^2) + eps) * weight, for every row of [..., hidden]: delta, the sum of its
-parts, and the sum rounded to the model's dtype, the mean in float32, the quotient rounded before it is scaled.
+parts, and the sum rounded to the model's dtype, the mean in float32, the quotient rounded before it is scaled. What
+is normed may be rounded to float8 here too, for a product that would do that first (`round_rows`).
 XLA makes two kernels of the norm alone, which for a few rows is all launch time.
 """
 
@@ -14,6 +15,8 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels.implementation import Implementation, choose
+from pallas_kernels.quantized import Inputs, Rounded
+from pallas_kernels.round_rows import FP8, scaled_rows
 from pallas_kernels.split_matmul import add_up
 
 WIDEST = 16384  # columns a program holds in registers
@@ -25,12 +28,13 @@ def _normed(total: Array, weight: Array, eps: float, size: int) -> Array:
     return (wide * jax.lax.rsqrt(mean + eps)).astype(total.dtype) * weight
 
 
-def _reference(x, parts, weight, *, eps):
+def _reference(x, parts, weight, *, eps, is_rounded):
     total = x + add_up(parts, x.dtype)
-    return total, _normed(total, weight, eps, x.shape[-1])
+    normed = _normed(total, weight, eps, x.shape[-1])
+    return (total, *scaled_rows(normed, FP8)) if is_rounded else (total, normed)
 
 
-def _kernel(x_ref, parts_ref, weight_ref, sum_ref, normed_ref, *, eps, hidden):
+def _kernel(x_ref, parts_ref, weight_ref, sum_ref, normed_ref, *scale_ref, eps, hidden):
     """One program: one row; columns past the last are zero and not written."""
     row, column = pl.program_id(0), jnp.arange(pl.next_power_of_2(hidden))
     inside = column < hidden
@@ -39,45 +43,52 @@ def _kernel(x_ref, parts_ref, weight_ref, sum_ref, normed_ref, *, eps, hidden):
     total = total + sum(parts[1:], parts[0]).astype(total.dtype)
     weight = pltriton.load(weight_ref.at[column], mask=inside, other=0)
     pltriton.store(sum_ref.at[row, column], total, mask=inside)
-    pltriton.store(normed_ref.at[row, column], _normed(total, weight, eps, hidden), mask=inside)
+    normed = _normed(total, weight, eps, hidden)
+    if scale_ref:
+        normed, scale_ref[0][row] = scaled_rows(normed, FP8)
+    pltriton.store(normed_ref.at[row, column], normed, mask=inside)
 
 
-def _pallas(x, parts, weight, *, eps, interpret):
+def _pallas(x, parts, weight, *, eps, is_rounded, interpret):
     hidden = x.shape[-1]
     rows = x.reshape(-1, hidden)
     parts = parts.reshape(-1, *rows.shape)
-    out = jax.ShapeDtypeStruct(rows.shape, x.dtype)
+    out = [jax.ShapeDtypeStruct(rows.shape, dtype) for dtype in (x.dtype, FP8 if is_rounded else x.dtype)]
+    scale = [jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32)] * is_rounded
     columns = 512 if parts.shape[0] == 1 else 128  # of a warp: several parts take several loads a column
     warps = min(max(pl.next_power_of_2(hidden) // columns, 1), 32)
-    total, normed = pl.pallas_call(
+    left = pl.pallas_call(
         functools.partial(_kernel, eps=eps, hidden=hidden),
         grid=(rows.shape[0],),
-        out_shape=[out, out],
+        out_shape=[*out, *scale],
         compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name="add_rms_norm",
     )(rows, parts, weight)
-    return total.reshape(x.shape), normed.reshape(x.shape)
+    return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in left)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "implementation"))
+@functools.partial(jax.jit, static_argnames=("eps", "is_rounded", "implementation"))
 def add_rms_norm(
     x: Float[Array, "*rows hidden"],
     delta: Float[Array, "parts *rows hidden"],
     weight: Float[Array, " hidden"],
     *,
     eps: float,
+    is_rounded: bool = False,
     implementation: Implementation = "auto",
-) -> tuple[Float[Array, "*rows hidden"], Float[Array, "*rows hidden"]]:
+) -> tuple[Float[Array, "*rows hidden"], Inputs]:
     """Returns x + delta, and its root-mean-square norm (arXiv:1910.07467) scaled by the weight.
 
     Args:
         delta: in parts to be added up, as `split_matmul` leaves them.
+        is_rounded: the norm comes back as `Rounded`.
         implementation: as in `paged_attention`.
 
     Raises:
         NotImplementedError: "pallas" with rows wider than the kernel holds.
     """
     unsupported = None if x.shape[-1] <= WIDEST else f"rows of at most {WIDEST} columns, got {x.shape[-1]}"
-    kernel, reference = functools.partial(_pallas, eps=eps), functools.partial(_reference, eps=eps)
-    return choose(implementation, unsupported, kernel, reference, x, delta, weight)
+    kernel, reference = (functools.partial(run, eps=eps, is_rounded=is_rounded) for run in (_pallas, _reference))
+    total, *normed = choose(implementation, unsupported, kernel, reference, x, delta, weight)
+    return total, Rounded(normed[0], normed[1], x.dtype) if is_rounded else normed[0]

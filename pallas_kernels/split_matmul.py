@@ -7,6 +7,7 @@ the sum over k is split. Adding up the parts is left to whoever reads them (`res
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -15,24 +16,26 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels.implementation import Implementation, choose
-from pallas_kernels.quantized import Factors, Quantized, Weight, factors, matmul
+from pallas_kernels.quantized import Factors, Inputs, Quantized, Weight, factors, matmul
 
-MOST_ROWS = 64  # beyond, the output has tiles enough
+MOST_ROWS = 64  # of the kernel; beyond, XLA takes the parts one by one
+MANY_ROWS = 256  # beyond, the output has tiles enough
 FEW_ROWS = 16  # smallest side of a product on tensor cores
 LEAST_OUT, LEAST_INNER = 1024, 2048  # a smaller weight is read before a second kernel has started
 WIDEST_OUT = 16384  # beyond, the output has tiles enough
 INNER_BYTES = 128  # of a weight's row in a tile
-PROGRAMS = 256  # two for each of 132 multiprocessors
+NARROW_OUT = 4096  # up to which four parts make up for the few tiles; of a wider output two are faster
 
 
 def parts_of(rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes: int = 2) -> int:
     """How many parts a product comes in: a matter of its shape alone, on every platform. 1: it is not split."""
-    if dtype not in (jnp.bfloat16, jnp.float16) or rows > MOST_ROWS or out > WIDEST_OUT:
+    most = MANY_ROWS if weight_bytes == 2 else MOST_ROWS
+    if dtype not in (jnp.bfloat16, jnp.float16) or rows > most or out > WIDEST_OUT:
         return 1
     tile = _out_tile(rows)
     if out < LEAST_OUT or inner < LEAST_INNER or out % tile or inner % (4 * (INNER_BYTES // weight_bytes)):
         return 1
-    return 4 if 4 * (out // tile) <= PROGRAMS else 2
+    return 4 if rows <= MOST_ROWS and out <= NARROW_OUT else 2
 
 
 def _out_tile(rows: int) -> int:
@@ -77,30 +80,36 @@ def _pallas(x, weight, row_scale, scale, *, parts, interpret):
         functools.partial(_kernel, rows=rows, steps=inner // columns // parts, tile=tile, inner=columns),
         grid=(out // tile, parts),
         out_shape=jax.ShapeDtypeStruct((parts, rows, out), jnp.float32),
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=5),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=6),
         interpret=interpret,
         name="split_matmul",
     )(x, weight, *scales)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation",))
+@functools.partial(jax.jit, static_argnames=("is_gated", "implementation"))
 def split_matmul(
-    x: Float[Array, "*rows inner"], weight: Weight, *, implementation: Implementation = "auto"
-) -> Float[Array, "parts *rows out"]:
+    x: Inputs, weight: Weight, *, is_gated: bool = False, implementation: Implementation = "auto"
+) -> Float[Array, "parts *batch out"]:
     """x @ weight.T as parts to be added up: float32 if there are several, else one of x's dtype.
 
     Args:
         weight: [out, inner].
-        implementation: as in `paged_attention`; a product that is not split is XLA's.
+        is_gated: x is gate and up side by side, and silu(gate) * up is multiplied.
+        implementation: as in `paged_attention`; a product that is not split, or of many rows, is XLA's.
     """
-    flat = x.reshape(-1, x.shape[-1])
-    out, inner = weight.shape
-    parts = parts_of(flat.shape[0], out, inner, x.dtype, 1 if isinstance(weight, Quantized) else 2)
+    (out, inner), rows = weight.shape, x.shape[:-1]
+    parts = parts_of(math.prod(rows), out, inner, x.dtype, 1 if isinstance(weight, Quantized) else 2)
     if parts == 1:
-        return matmul(x, weight)[None]
+        return matmul(x, weight, is_gated=is_gated, implementation=implementation)[None]
+    taken = factors(x, weight, is_gated=is_gated, implementation=implementation)
+    row_scale = None if taken.row_scale is None else taken.row_scale.reshape(-1)
+    taken = taken._replace(x=taken.x.reshape(-1, inner), row_scale=row_scale)
     kernel, reference = functools.partial(_pallas, parts=parts), functools.partial(_reference, parts=parts)
-    product = choose(implementation, None, kernel, reference, *factors(flat, weight))
-    return product.reshape(parts, *x.shape[:-1], out)
+    if math.prod(rows) > MOST_ROWS:
+        product = reference(*taken)
+    else:
+        product = choose(implementation, None, kernel, reference, *taken)
+    return product.reshape(parts, *rows, out)
 
 
 def add_up(parts: Float[Array, "parts *rows out"], dtype: jnp.dtype) -> Float[Array, "*rows out"]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jspec import Model, NGram, Suffix, Tree
 from jspec import __main__ as command_line
 from jspec.__main__ import main
-from jspec.config import ACCEPT_RULES
+from jspec.config import ACCEPT_RULES, EngineConfig
+from jspec.programs import Programs
+from jspec.quantize import quantized_as
 from jspec.replay import continue_greedily
 from jspec.tokenizer import ByteTokenizer
 from jspec.tree import TREE_FORMS
@@ -73,7 +77,7 @@ def test_drafters_say_what_the_target_says(
 
 
 def options(**given: object) -> Namespace:
-    names = ("eagle3", "eagle", "medusa", "draft_model", "ngram", "suffix", "tree", "dtype")
+    names = ("eagle3", "eagle", "medusa", "draft_model", "ngram", "suffix", "tree", "dtype", "draft_quantize")
     return Namespace(**{**dict.fromkeys(names), **given})
 
 
@@ -92,6 +96,31 @@ def test_the_tree_reaches_the_drafter(small: dict[str, str]) -> None:
     assert command_line._drafter(options()) is None
 
 
+def cache_dtypes(cache: Any) -> set[str]:
+    return {str(leaf.dtype) for leaf in jax.tree.leaves(cache) if leaf.ndim == 4}
+
+
+def test_weights_and_caches_are_as_asked(small: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reaches the engine: the rounded weights themselves, and the caches' dtypes."""
+    built: list[Any] = []
+
+    def compiled(self: Any, program: Any, params: Any, state: Any, config: EngineConfig) -> None:
+        built.append((params, state, config))
+        raise ValueError("that will do")
+
+    monkeypatch.setattr(Programs, "__init__", compiled)
+    draft = ("--draft-model", small["draft-model"])
+    words = ("--quantize", "int8", "--kv-dtype", "bfloat16", "--draft-kv-dtype", "float16", "--draft-quantize", "fp8")
+    assert generate(small, *draft, *words) == 2
+    assert generate(small, *draft) == 2
+    (params, state, config), (plain_params, plain_state, _) = built
+    assert (quantized_as(params.target), quantized_as(params.draft)) == ("int8", "fp8")
+    assert (cache_dtypes(state.target), cache_dtypes(state.draft)) == ({"bfloat16"}, {"float16"})
+    assert (config.quantize, config.kv_dtype, config.draft_kv_dtype) == ("int8", "bfloat16", "float16")
+    assert quantized_as(plain_params) is None, "negative control"
+    assert (cache_dtypes(plain_state.target), cache_dtypes(plain_state.draft)) == ({"float32"}, {"float32"})
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -103,6 +132,13 @@ def test_the_tree_reaches_the_drafter(small: dict[str, str]) -> None:
         (("--ngram", "--accept", "sometimes"), "accept: expected one of"),
         (("--suffix", "--tree", "topk:6,2,2", "--accept", "block"), "block"),
         (("--max-tokens", "0"), "max_tokens"),
+        (("--quantize", "int4"), "quantize: expected one of (None, 'int8', 'fp8', 'fp8_dynamic'), got 'int4'"),
+        (("--kv-dtype", "int8"), "kv_dtype: expected one of"),
+        (("--draft-kv-dtype", "int8"), "draft_kv_dtype: expected one of"),
+        (("--eagle", "eagle", "--draft-quantize", "int4"), "quantize: expected None or one of int8"),
+        (("--ngram", "--draft-quantize", "int8"), "--draft-quantize: expected one of --eagle3, --eagle, --draft-model"),
+        (("--medusa", "medusa", "--tree", "chain:3", "--draft-quantize", "int8"), "--draft-quantize: expected one of"),
+        (("--draft-quantize", "int8"), "--draft-quantize: expected one of"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -23,7 +23,9 @@ def test_the_demo_shows_two_equal_texts() -> None:
 
 def test_info_names_the_head(capsys: pytest.CaptureFixture) -> None:
     assert main(["info", str(demo.HEAD)]) == 0
-    assert "EAGLE-3" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "EAGLE-3" in out
+    assert out.splitlines()[-1].startswith("kernels: references on cpu")
 
 
 def test_a_missing_folder_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

@@ -9,7 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from jspec import demo, diagnose
-from jspec.bench import acceptance, accuracy, compare, inflate, picture, report, rounds, shapes, synthetic, throughput
+from jspec.bench import (
+    acceptance,
+    accuracy,
+    cold_start,
+    compare,
+    inflate,
+    picture,
+    report,
+    rounds,
+    shapes,
+    synthetic,
+    throughput,
+)
 from jspec.config import ACCEPT_RULES, KV_DTYPES
 from jspec.tree import TREE_FORMS, Tree
 from pallas_kernels.quantized import KINDS
@@ -42,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _accuracy_arguments(commands.add_parser("accuracy", help="next-token laws of a quantised target beside its own"))
     _acceptance_arguments(
         commands.add_parser("acceptance", help="acceptance of the embedded pair by accept rule, temperature and tree")
+    )
+    _cold_start_arguments(
+        commands.add_parser("cold-start", help="seconds from a process to engines that serve, without and with a cache")
     )
     inflate.add_arguments(commands.add_parser("inflate", help="a small model in a larger shape that computes the same"))
 
@@ -97,6 +112,19 @@ def _acceptance_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=acceptance.SAMPLES, help="completions a prompt, if sampled")
     parser.add_argument("--json", type=Path, help="also write the results there")
     parser.set_defaults(run=_acceptance)
+
+
+def _cold_start_arguments(parser: argparse.ArgumentParser) -> None:
+    _model_arguments(parser)
+    rows, prefill = (",".join(map(str, sizes)) for sizes in (cold_start.ROWS, cold_start.PREFILL))
+    parser.set_defaults(batch=list(cold_start.ROWS))
+    parser.add_argument("--prefill", type=_ints, default=list(cold_start.PREFILL), metavar=prefill, help="tokens")
+    parser.add_argument("--max-len", type=int, default=2048)
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="new or empty; keeps what was compiled")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    parser.epilog = f"--batch, {rows} here, are the rows of the compiled rounds; each tree is an engine of its own"
+    parser.set_defaults(run=_cold_start)
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -222,6 +250,24 @@ def _own(arguments: argparse.Namespace, rival: Iterable[compare.Point]) -> tuple
     if not cases:
         raise ValueError(f"{arguments.rival}: expected a point that can be measured: no quantization, none or eagle3")
     return report.environment(), [report.fields(timing) for timing in _measure(cases)]
+
+
+def _cold_start(arguments: argparse.Namespace) -> int:
+    names = ("shape", "dtype", "implementation", "quantize", "kv_dtype", "max_len", "page_size")
+    case = cold_start.Case(
+        trees=tuple(str(tree).lower() for tree in arguments.tree),
+        rows=tuple(arguments.batch),
+        prefill=tuple(arguments.prefill),
+        **{name: getattr(arguments, name) for name in names},
+    )
+    starts = cold_start.measure(case, arguments.cache)
+    print(
+        f"random weights of {case.shape}, made on the device; {report.environment()}"
+    )  # only now: it takes the device
+    print(cold_start.text(*starts))
+    if arguments.json:
+        cold_start.write_json(arguments.json, case, starts)
+    return 0
 
 
 def _check_picture(arguments: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ from jspec.models.attention import attend, project
 from jspec.models.config import HeadConfig
 from jspec.models.decoder import mlp, rms_norm
 from jspec.records import KVCache, TokenBatch
-from pallas_kernels.quantized import Weight, matmul
+from pallas_kernels.quantized import Weight, matmul, rounds_inputs
 from pallas_kernels.residual_norm import add_rms_norm
 from pallas_kernels.split_matmul import add_up, split_matmul
 
@@ -166,7 +166,7 @@ def _after_projection(
     add_norm = partial(add_rms_norm, eps=head.config.norm_eps, implementation=pairs.implementation)
     attended = attend(q, k_pool, v_pool, pairs, start=FIRST_ROW)
     delta = split_matmul(attended, layer.o, implementation=pairs.implementation)
-    hidden, normed = add_norm(residual, delta, layer.mlp_norm)
+    hidden, normed = add_norm(residual, delta, layer.mlp_norm, is_rounded=rounds_inputs(layer.gate_up))
     delta = mlp(normed, layer.gate_up, layer.down, pairs.implementation)
     if following is None:
         hidden = hidden + add_up(delta, hidden.dtype)

@@ -20,7 +20,8 @@ from jspec import pretrained
 from jspec.models.attention import attend, project
 from jspec.models.config import ModelConfig
 from jspec.records import KVCache, TargetOut, TokenBatch
-from pallas_kernels.quantized import Weight, matmul
+from pallas_kernels.implementation import Implementation
+from pallas_kernels.quantized import Inputs, Weight, matmul, rounds_inputs
 from pallas_kernels.residual_norm import add_rms_norm
 from pallas_kernels.split_matmul import split_matmul
 
@@ -84,12 +85,10 @@ def rms_norm(
     return wide.astype(x.dtype) * weight
 
 
-def mlp(
-    x: Float[Array, "*rows hidden"], gate_up: Weight, down: Weight, implementation: str
-) -> Float[Array, "parts *rows hidden"]:
+def mlp(x: Inputs, gate_up: Weight, down: Weight, implementation: Implementation) -> Float[Array, "parts *rows hidden"]:
     """SiLU-gated feed-forward (arXiv:2002.05202), in parts as `split_matmul` leaves them."""
-    gate, up = jnp.split(matmul(x, gate_up), 2, axis=-1)
-    return split_matmul(jax.nn.silu(gate) * up, down, implementation=implementation)
+    gate_and_up = matmul(x, gate_up, implementation=implementation)
+    return split_matmul(gate_and_up, down, is_gated=True, implementation=implementation)
 
 
 def logits_of(x: Float[Array, "... hidden"], head: Weight) -> Float[Array, "... vocab"]:
@@ -124,14 +123,15 @@ def forward(
     x = model.embed[batch.tokens]
     normed = rms_norm(x, model.layers[0].attn_norm, eps)
     states, k_pools, v_pools = [x], [], []
-    next_norms = [layer.attn_norm for layer in model.layers[1:]] + [model.norm]
-    for index, (layer, next_norm) in enumerate(zip(model.layers, next_norms, strict=True)):
+    following = [(layer.attn_norm, rounds_inputs(layer.qkv)) for layer in model.layers[1:]] + [(model.norm, False)]
+    for index, (layer, (next_norm, is_rounded)) in enumerate(zip(model.layers, following, strict=True)):
         with jax.named_scope(f"layer{index}"):
             qkv = split(normed, layer.qkv)
             q, k_pool, v_pool = project(qkv, cache.k[index], cache.v[index], batch, model.config, x.dtype)
             attended = attend(q, k_pool, v_pool, batch)
-            x, normed = add_norm(x, split(attended, layer.o), layer.mlp_norm)
-            x, normed = add_norm(x, mlp(normed, layer.gate_up, layer.down, batch.implementation), next_norm)
+            x, normed = add_norm(x, split(attended, layer.o), layer.mlp_norm, is_rounded=rounds_inputs(layer.gate_up))
+            delta = mlp(normed, layer.gate_up, layer.down, batch.implementation)
+            x, normed = add_norm(x, delta, next_norm, is_rounded=is_rounded)
         states.append(x)
         k_pools.append(k_pool)
         v_pools.append(v_pool)

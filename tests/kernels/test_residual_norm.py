@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import add_rms_norm
+from tests.kernels.test_round_rows import off
 
 EPS = 1e-5
 
@@ -42,6 +43,18 @@ def test_sum_and_norm_agree_with_float64(hidden: int, parts: int, dtype: str, im
     np.testing.assert_allclose(
         np.asarray(normed, np.float64), oracle(x, delta, weight), rtol=tolerance, atol=tolerance * (parts > 1) + 1e-6
     )
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize(("hidden", "parts"), [(96, 1), (4096, 4)])
+def test_the_norm_is_rounded_as_it_would_be_afterwards(hidden: int, parts: int, implementation: str) -> None:
+    x, delta, weight = inputs(hidden, "bfloat16", parts)
+    total, rounded = add_rms_norm(x, delta, weight, eps=EPS, is_rounded=True, implementation=implementation)
+    wanted, normed = add_rms_norm(x, delta, weight, eps=EPS, implementation=implementation)
+    np.testing.assert_array_equal(np.asarray(total, np.float32), np.asarray(wanted, np.float32))
+    # A compiler may leave out the rounding to bfloat16 in between: a little more than half a step of float8.
+    assert off(rounded.values, rounded.scale, np.asarray(normed, np.float64)) < 1.3
+    assert off(rounded.values, rounded.scale, np.asarray(normed, np.float64) + 0.25) > 2, "another norm must show"
 
 
 def test_a_forgotten_eps_is_caught() -> None:

@@ -1,0 +1,194 @@
+"""Every kernel compiled for each generation of GPU: it fits, and where it spills registers that is listed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels import (
+    add_rms_norm,
+    ancestor_bits,
+    append,
+    keep_bound,
+    move_rows,
+    paged_attention,
+    rotate_append,
+    round_rows,
+    split_matmul,
+    top_log_probs,
+)
+from pallas_kernels.quantized import Quantized, matmul
+from pallas_kernels.top_log_probs import top
+from tests.gpus import GPUS, compile_for
+
+HEADS, KV_HEADS, PAGE, PAGES, HIDDEN, VOCAB = 32, 8, 16, 2049, 4096, 128256  # Llama-3.1-8B
+BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
+F32, I32 = jnp.float32, jnp.int32
+
+Case = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def shape(*dims: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def pools(dim: int, dtype: Any) -> list[jax.ShapeDtypeStruct]:
+    return [shape(PAGES, KV_HEADS, PAGE, dim, dtype=dtype)] * 2
+
+
+def attention(rows: int, dim: int, dtype: Any = BF16) -> Case:
+    """A plain step, a chain, or a tree of 60 nodes and its root."""
+    q, table = shape(1, rows, HEADS, dim), shape(1, 128, dtype=I32)
+    bits = () if rows < 32 else (shape(1, rows, 2, dtype=jnp.uint32),)
+
+    def attend(*arrays: Any) -> Any:
+        return paged_attention(*arrays, *(() if bits else (None,)), implementation="pallas")
+
+    return attend, (q, *pools(dim, dtype), table, shape(1, dtype=I32), *bits)
+
+
+def prefill(dim: int) -> Case:
+    def attend(*arrays: Any) -> Any:
+        return paged_attention(*arrays, None, implementation="pallas")
+
+    q, table = shape(1, 2048, HEADS, dim), shape(1, 256, dtype=I32)
+    return attend, (q, *pools(dim, BF16), table, shape(1, dtype=I32))
+
+
+def rotation(dim: int, dtype: Any = BF16) -> Case:
+    qkv, speeds = shape(4, 1, 5, (HEADS + 2 * KV_HEADS) * dim, dtype=F32), shape(dim // 2, dtype=F32)
+    rows = (shape(1, 128, dtype=I32), shape(1, dtype=I32), shape(1, 5, dtype=jnp.bool))
+    rotate = partial(rotate_append, heads=HEADS, dtype=BF16, implementation="pallas")
+    return rotate, (*pools(dim, dtype), qkv, shape(1, 5, dtype=I32), speeds, *rows)
+
+
+def rows_of_pages(dtype: Any, *, move: bool) -> Case:
+    table, valid = shape(2, 512, dtype=I32), shape(2, 9, dtype=jnp.bool)
+    if not move:
+        new = shape(2, 9, KV_HEADS, 128)
+        arrays = (*pools(128, dtype), new, new, table, shape(2, dtype=I32), valid)
+        return partial(append, implementation="pallas"), arrays
+    k, v = pools(128, dtype)
+    where = [shape(2, 9, dtype=I32)] * 2
+    return partial(move_rows, implementation="pallas"), ([k] * 2, [v] * 2, table, *where, valid)
+
+
+def product(rows: int, kind: str | None = None) -> Case:
+    weight: Any = shape(6144, HIDDEN, dtype=BF16 if kind is None else jnp.int8 if kind == "int8" else FP8)
+    if kind is not None:
+        weight = Quantized(weight, shape(6144, dtype=F32), dynamic=kind == "fp8_dynamic")
+    return partial(split_matmul, implementation="pallas"), (shape(rows, HIDDEN), weight)
+
+
+def whole_product(kind: str) -> Case:
+    """Of so many columns that XLA takes it."""
+    weight = Quantized(shape(VOCAB, HIDDEN, dtype=FP8), shape(VOCAB, dtype=F32), dynamic=kind == "fp8_dynamic")
+    return matmul, (shape(5, HIDDEN), weight)
+
+
+def norm(rows: int, parts: int) -> Case:
+    delta = shape(parts, rows, HIDDEN, dtype=BF16 if parts == 1 else F32)
+    return partial(add_rms_norm, eps=1e-5, implementation="pallas"), (shape(rows, HIDDEN), delta, shape(HIDDEN))
+
+
+def bound(rows: int) -> Case:
+    controls = [shape(rows, dtype=dtype) for dtype in (I32, F32, F32)]
+    return partial(keep_bound, implementation="pallas"), (shape(rows, VOCAB, dtype=F32), *controls)
+
+
+CASES: dict[str, Case] = {
+    **{f"attention {rows} x {dim}": attention(rows, dim) for rows in (1, 5, 61) for dim in (64, 128, 256)},
+    **{f"prefill {dim}": prefill(dim) for dim in (64, 128)},
+    **{f"rotate {dim}": rotation(dim) for dim in (64, 128, 256)},
+    "append": rows_of_pages(BF16, move=False),
+    "move": rows_of_pages(BF16, move=True),
+    **{f"product {rows}": product(rows) for rows in (5, 61)},
+    **{f"product {rows} int8": product(rows, "int8") for rows in (5, 61)},
+    "norm": norm(5, 1),
+    "norm of parts": norm(61, 4),
+    "bound": bound(5),
+    "top 10 of a vocabulary": (partial(top_log_probs, k=10, implementation="pallas"), (shape(10, 32000, dtype=F32),)),
+    "top 60 of a tree": (partial(top, k=60, implementation="pallas"), (shape(8, 710, dtype=F32),)),
+    "ancestors": (ancestor_bits, (shape(8, 61, dtype=I32),)),
+}
+FLOAT8: dict[str, Case] = {
+    **{f"attention {rows} x {dim} fp8": attention(rows, dim, FP8) for rows, dim in ((1, 256), (5, 128), (61, 128))},
+    "rotate fp8": rotation(128, FP8),
+    "append fp8": rows_of_pages(FP8, move=False),
+    "move fp8": rows_of_pages(FP8, move=True),
+    "round rows": (partial(round_rows, implementation="pallas"), (shape(5, HIDDEN),)),
+    "gate and round": (partial(round_rows, is_gated=True, implementation="pallas"), (shape(5, 28672),)),
+    **{f"product {rows} {kind}": product(rows, kind) for rows, kind in ((5, "fp8_dynamic"), (61, "fp8"))},
+    **{f"whole product {kind}": whole_product(kind) for kind in ("fp8", "fp8_dynamic")},
+}
+SPILLS = {  # under ptxas of CUDA 13.0
+    ("L40", "prefill 128"),
+    ("L40", "attention 5 x 128 fp8"),
+    ("L40", "bound"),
+    ("B200", "attention 61 x 128"),
+}
+
+
+def combinations() -> list[Any]:
+    """Every case on every GPU that has its types; attention and products of capability 9.0 are compiled for an H200."""
+    found = [(gpu, name) for gpu in GPUS for name in (*CASES, *(FLOAT8 if GPUS[gpu].has_float8 else ()))]
+    elsewhere = ("attention", "prefill", "product")
+    kept = [(gpu, name) for gpu, name in found if gpu != "H100" or not name.startswith(elsewhere)]
+    return [pytest.param(gpu, name, id=f"{gpu}, {name}") for gpu, name in kept]
+
+
+@pytest.mark.parametrize(("gpu", "name"), combinations())
+def test_it_compiles_and_spills_only_what_is_listed(gpu: str, name: str) -> None:
+    """One that spills fits all the same: its program is thrown away only then, and because we ask for that."""
+    function, arrays = {**CASES, **FLOAT8}[name]
+    spills = pytest.raises(jax.errors.JaxRuntimeError, match="discarded due to register spilling")
+    with spills if (gpu, name) in SPILLS else nullcontext():
+        assert compile_for(GPUS[gpu], function, *arrays, fail_on_spills=True).launches
+
+
+@pytest.mark.parametrize("case", [attention(5, 128, FP8), rotation(128, FP8)], ids=["attention", "rotate"])
+def test_float8_is_refused_where_there_is_none(case: Case) -> None:
+    with pytest.raises(
+        (NotImplementedError, jax.errors.JaxRuntimeError), match=r"float8_e4m3fn|requires .target sm_89"
+    ):
+        compile_for(GPUS["A100"], case[0], *case[1])
+
+
+@pytest.mark.parametrize(("gpu", "fits"), [("A100", True), ("L40", False), ("H100", True)])
+def test_control_a_kernel_may_have_the_shared_memory_of_its_gpu(gpu: str, fits: bool) -> None:
+    """Three tiles of 48 KiB in flight: within 163 KiB and 227 KiB, beyond the 99 KiB of capability 8.9."""
+    rows, inner = 128, 64
+
+    def kernel(x_ref: Any, y_ref: Any, out_ref: Any) -> None:
+        def step(index: Any, total: Any) -> Any:
+            columns = index * inner + jnp.arange(inner)[None, :]
+            x = pltriton.load(x_ref.at[jnp.arange(rows)[:, None], columns])
+            y = pltriton.load(y_ref.at[jnp.arange(2 * rows)[:, None], columns])
+            return total + pltriton.dot(x, y, trans_b=True)
+
+        out_ref[...] = jax.lax.fori_loop(0, 64, step, jnp.zeros((rows, 2 * rows), F32))
+
+    params = pltriton.CompilerParams(num_warps=8, num_stages=4)
+    call = pl.pallas_call(kernel, out_shape=shape(rows, 2 * rows, dtype=F32), compiler_params=params)
+    arrays = shape(rows, 64 * inner), shape(2 * rows, 64 * inner)
+    if fits:
+        assert compile_for(GPUS[gpu], call, *arrays).launches
+    else:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"[Ss]hared memory"):
+            compile_for(GPUS[gpu], call, *arrays)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_description_says_what_sets_the_gpu_apart(gpu: str) -> None:
+    device, text = GPUS[gpu], GPUS[gpu].description()
+    assert f"shared_memory_per_block_optin: {device.block_shared_kib * 1024}\n" in text
+    assert f"  core_count: {device.multiprocessors}\n" in text
+    assert "H200" not in text and "rate_infos" not in text

@@ -1,0 +1,64 @@
+"""What is said about the choice between kernels and references is what is chosen."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jspec.config import EngineConfig
+from jspec.programs import Programs
+from pallas_kernels.implementation import choose, explain
+
+pytestmark = pytest.mark.once
+
+DEVICES = {
+    "cuda": SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0"),
+    "rocm": SimpleNamespace(platform="gpu", device_kind="AMD Instinct", compute_capability="gfx942"),
+    "tpu": SimpleNamespace(platform="tpu", device_kind="TPU v5e"),
+    "cpu": SimpleNamespace(platform="cpu", device_kind="cpu"),
+}
+
+
+def chosen(implementation: str, platform: str) -> str:
+    """Which branch a program for that platform holds."""
+
+    def kernel(x: jax.Array, *, interpret: bool) -> jax.Array:
+        return jnp.sin(x) if interpret else jnp.cos(x)
+
+    jitted = jax.jit(lambda x: choose(implementation, None, kernel, jnp.tanh, x))
+    text = jitted.trace(jnp.ones(3)).lower(lowering_platforms=(platform,)).as_text()
+    names = {"cosine": "Pallas kernels on", "sine": "Pallas kernels interpreted on", "tanh": "references on"}
+    (found,) = [said for operation, said in names.items() if f"stablehlo.{operation} " in text]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("implementation", "platform"),
+    [
+        *[("auto", platform) for platform in DEVICES],
+        *[("reference", platform) for platform in DEVICES],
+        ("pallas", "cuda"),
+        ("pallas", "cpu"),
+    ],
+)
+def test_it_says_what_is_chosen(implementation: str, platform: str) -> None:
+    said = explain(implementation, DEVICES[platform])
+    assert said.startswith(f"{chosen(implementation, platform)} {DEVICES[platform].device_kind}")
+    assert ("compute capability 9.0" in said) == (platform == "cuda")
+    assert ("asked for" in said) == (implementation != "auto")
+
+
+def test_an_engine_says_it_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(Programs, "_compile", lambda *args, **options: None)
+    state: Any = SimpleNamespace(root=jnp.zeros(2), page_table=jnp.zeros((2, 3)))
+    for implementation in ("auto", "reference"):
+        program: Any = SimpleNamespace(implementation=implementation)
+        with caplog.at_level(logging.INFO, "jspec"):
+            caplog.clear()
+            Programs(program, None, state, EngineConfig())  # type: ignore[arg-type]
+        assert [record.getMessage() for record in caplog.records] == [explain(implementation, jax.devices()[0])]
