@@ -27,6 +27,7 @@ from jspec.programs import Programs, keep_compiled
 from jspec.prometheus import Gauges, Latencies, exposition
 from jspec.quantize import check_device, quantize_weights
 from jspec.records import StepOutput
+from jspec.recovery import RESTART, caused_by, error_of_requests, let_go
 from jspec.requests import Request
 from jspec.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
 from jspec.step import Params, Program, init_state
@@ -95,12 +96,12 @@ class Engine(Interface):
             prefix_cache=self.config.prefix_cache,
         )
         self._in_flight: deque[tuple[Plan, StepOutput]] = deque()
-        self._next: Plan | None = None  # planned and not in flight yet
         self._rows: tuple[int | None, ...] = ()
         self._slots = jax.device_put(np.zeros(0, np.int32))
         self._turns = Turns()
         self._orphans: list[Request] = []
         self._closed = False
+        self._lost: BaseException | None = None  # the error of a step after which the state is still to be made anew
         self.healthy = True
         self._watch = AcceptanceWatch(drafter)
         self._log = IntervalLog(self.config.log_interval)
@@ -138,11 +139,13 @@ class Engine(Interface):
 
     def step(self) -> None:
         with self._turns:
+            self._go_on_recovering()
+            plan: Plan | None = None
             with self._recovery():
-                self._next = self.scheduler.plan()
-                if self._next is not None:
-                    self._in_flight.append((self._next, self._dispatch(self._next)))
-            behind, self._next = 1 if self._next is not None and self.config.overlap else 0, None
+                plan = self.scheduler.plan()
+                if plan is not None:
+                    self._in_flight.append((plan, self._dispatch(plan)))
+            behind = 1 if plan is not None and self.config.overlap else 0
             while len(self._in_flight) > behind:
                 try:
                     self._in_flight[0][1].report.block_until_ready()  # an interrupt here loses nothing
@@ -290,6 +293,7 @@ class Engine(Interface):
             self.scheduler.check(request)
         if trace:
             with self._turns:
+                self._go_on_recovering()
                 self._programs.ensure_trace(self._state)
         return requests
 
@@ -297,7 +301,7 @@ class Engine(Interface):
         if self._closed:
             raise RuntimeError("this engine is closed; make a new one")
         if not self.healthy:
-            raise RuntimeError("the device failed and its state could not be made anew; restart the process")
+            raise RuntimeError(RESTART)
 
     def _add(self, request: Request) -> None:
         with self._turns:
@@ -329,28 +333,37 @@ class Engine(Interface):
                 raise
 
     def _recover(self, error: BaseException) -> None:
-        """End those that run with the error, make the state anew and go on with those that wait."""
+        """End those that run with the error, make the state anew and go on with those that wait.
+
+        The books are put in order before the device is asked for anything: an interrupt finds them right.
+        """
+        self._lost = error
         logger.error("a step failed; the requests under way end with its error", exc_info=error)
-        under_way = [plan for plan, _ in self._in_flight]
-        if self._next is not None and self._next not in under_way:
-            under_way.append(self._next)
-        for plan in under_way:
-            self.scheduler.settle(plan)
-        self._next = None
         self._in_flight.clear()
-        ended = list(self.scheduler.running)
+        self.scheduler.lose_steps()
+        theirs = error_of_requests(error)
+        self._fail(self.scheduler.running, theirs)
         try:
+            let_go(self._state, error)
             self._state = None  # type: ignore[assignment]
             self._state = init_state(self._program, self._params, self._pool)
             jax.block_until_ready(self._state)
         except Exception:
             self.healthy = False
-            ended += self.scheduler.waiting
+            theirs.add_note(RESTART)
+            self._fail(self.scheduler.waiting, caused_by(error, RESTART))
             logger.exception("the state could not be made anew: restart the process")
-        for request in ended:
+        self._lost = None
+
+    def _go_on_recovering(self) -> None:
+        """Make the state anew where an interrupt came before that was done."""
+        if self._lost is not None:
+            self._recover(self._lost)
+
+    def _fail(self, requests: Sequence[Request], error: Exception) -> None:
+        for request in list(requests):
             request.error = error
             self._end(request, "error")
-        self.scheduler.pages.forget()
 
     def _gauges(self) -> Gauges:
         pages = self.scheduler.pages

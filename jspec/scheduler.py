@@ -119,6 +119,12 @@ class Scheduler:
             if isinstance(plan, RoundPlan):
                 request.rounds_in_flight -= self._rounds
 
+    def lose_steps(self) -> None:
+        """Take note that nothing will be read of what is in flight, and that no page holds anything."""
+        for request in [*self.running, *self.waiting]:
+            request.steps_in_flight = request.rounds_in_flight = 0
+        self.pages.forget()
+
     def finish(self, request: Request) -> None:
         """Take a request out, running or waiting; its slot and pages are free at once.
 

@@ -7,15 +7,19 @@ import logging
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jspec import Engine, Metrics, SamplingParams
 from jspec.prometheus import Gauges, Histogram, Latencies, exposition
+from jspec.recovery import RESTART
+from jspec.step import init_state
 from jspec.tokenizer import ByteTokenizer
 from jspec.turns import Turns
 from jspec.watch import IntervalLog
@@ -400,8 +404,81 @@ def test_an_interrupt_while_a_step_is_dispatched_goes_to_the_caller(
         patch.setattr(engine, "_dispatch", Fault(engine._dispatch, 3, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPTS, PARAMS)
-    with pytest.raises(KeyboardInterrupt):  # its step was lost too: rather an error than a gap
+    with pytest.raises(RuntimeError, match="interrupted") as caught:  # its step was lost too: an error, and no gap
         list(stream)
+    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+
+
+def test_a_second_interrupt_while_the_state_is_made_anew(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is ended and forgotten by then; whoever steps next makes the state, and no zeroed page is found."""
+    prompt, params = PROMPTS[2] + PROMPTS[3], SamplingParams(max_tokens=12, temperature=0.0)
+    expected = engine.generate(prompt, params)[0].token_ids
+    running = engine.submit(PROMPTS[3], PARAMS[3])
+    for _ in range(3):
+        engine.step()
+    for where in ("init_state", "jax.block_until_ready"):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_dispatch", Fault(engine._dispatch, 1, KeyboardInterrupt()))
+            patch.setattr(f"jspec.engine.{where}", Fault(np.zeros, 1, KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate(PROMPTS[3], PARAMS[3])
+        assert engine._lost is not None and engine.scheduler.pages.num_kept == 0
+        assert engine.result(running).finish_reason == "error"
+        (again,) = engine.generate(prompt, params)
+        assert (again.token_ids, again.metrics.num_cached_tokens) == (expected, 0) and engine.healthy
+        running = engine.submit(PROMPTS[3], PARAMS[3])
+        engine.step()
+    engine.result(running)
+
+
+def test_a_step_whose_result_cannot_be_read_holds_nobody_back(
+    engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also not one that was preempted while it was under way, which waits and comes back."""
+    pages = engine.scheduler.pages
+    pages.forget()
+    pages.reserve(-1, (pages.num_free - 11) * pages.page_size)
+    params = SamplingParams(max_tokens=30, seed=1)
+    prompts = [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
+    requests = [engine.submit(prompt, params) for prompt in prompts]
+    read, failed = engine._read, []
+
+    def fails(plan: Any, output: Any) -> Any:
+        if not failed and requests[1].slot is None and requests[1].steps_in_flight:
+            failed.append(plan)
+            raise RuntimeError("lost on its way")
+        return read(plan, output)
+
+    monkeypatch.setattr(engine, "_read", fails)
+    for _ in range(300):
+        engine.step()
+    pages.release(-1)
+    assert failed and [r.finish_reason for r in requests] == ["error", "length"]
+    done = [engine.result(request) for request in requests]
+    assert done[1].metrics.num_preemptions == 1
+    assert done[1].token_ids == engine.generate(prompts[1], params)[0].token_ids
+
+
+def test_the_old_pools_are_gone_before_the_new_ones_are_made(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the program that failed did not consume them, and its error's frames refer to them."""
+    old, programs, is_gone = jax.tree.leaves(engine._state), engine._programs, []
+
+    def refuses(params: Any, state: Any, packed: Any) -> Any:
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    def init(*args: Any) -> Any:
+        is_gone.extend(leaf.is_deleted() for leaf in old)
+        return init_state(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jspec.engine.init_state", init)
+        patch.setitem(programs.prefill, 16, refuses)
+        (done,) = engine.generate(PROMPTS[0], PARAMS[0])
+    assert done.finish_reason == "error" and is_gone and all(is_gone)
+    frames = [frame for frame, _ in traceback.walk_tb(done.error.__traceback__) if frame.f_code.co_name == "refuses"]
+    assert frames and "state" not in frames[0].f_locals
 
 
 def test_an_interrupt_while_it_waits_loses_nothing(
@@ -430,7 +507,10 @@ def test_a_device_that_cannot_be_used_any_more(expected: list[list[int]], monkey
     monkeypatch.setattr(one, "_read", Fault(one._read, 2, gone))
     done = one.generate(PROMPTS, PARAMS)
     assert [turn.finish_reason for turn in done] == ["error"] * len(PROMPTS)
-    assert all(turn.error is gone for turn in done) and not one.healthy
+    assert not one.healthy
+    assert done[0].error is gone and done[0].error.__notes__ == [RESTART]
+    for turn in done[1:]:
+        assert str(turn.error) == RESTART and turn.error.__cause__ is gone
     for use in (lambda: one.generate([1]), lambda: one.submit([1])):
         with pytest.raises(RuntimeError, match="restart the process"):
             use()
