@@ -21,7 +21,7 @@ from jspec.draft import Drafter, NoDraft
 from jspec.interface import Interface
 from jspec.metrics import Metrics
 from jspec.models.decoder import Model
-from jspec.output import take_report
+from jspec.output import OutputText, take_report
 from jspec.pages import PagePool
 from jspec.programs import Programs, keep_compiled
 from jspec.prometheus import Gauges, Latencies, exposition
@@ -99,7 +99,7 @@ class Engine(Interface):
         self._rows: tuple[int | None, ...] = ()
         self._slots = jax.device_put(np.zeros(0, np.int32))
         self._turns = Turns()
-        self._orphans: list[Request] = []
+        self._orphans: list[tuple[Request, bool]] = []  # to be ended when the step is over; whether to be forgotten too
         self._closed = False
         self._lost: BaseException | None = None  # the error of a step after which the state is still to be made anew
         self.healthy = True
@@ -146,6 +146,7 @@ class Engine(Interface):
                 if plan is not None:
                     self._in_flight.append((plan, self._dispatch(plan)))
             behind = 1 if plan is not None and self.config.overlap else 0
+            drafted: list[np.ndarray] = []
             while len(self._in_flight) > behind:
                 try:
                     self._in_flight[0][1].report.block_until_ready()  # an interrupt here loses nothing
@@ -153,18 +154,16 @@ class Engine(Interface):
                     self._recover(error)
                     break
                 with self._recovery():
-                    self._read(*self._in_flight.popleft())
+                    drafted.append(self._read(*self._in_flight.popleft()))
             while self._orphans:
-                self._end(self._orphans.pop(), "abort")
+                request, forget = self._orphans.pop()
+                self._end(request, "abort")
+                if forget:
+                    self._forget(request)
             if self._log.is_due():
                 self._log.write(self.metrics, self._gauges())
-
-    def abort(self, request: Request) -> None:
-        if self._turns.is_mine:
-            self._orphans.append(request)  # a stream that is thrown away in the middle of a step
-            return
-        with self._turns:
-            self._end(request, "abort")
+            for report in drafted:
+                self._watch.count(report)  # last: its warning may be turned into an error, which is the caller's
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -240,8 +239,8 @@ class Engine(Interface):
         tree = self._program.drafter.tree
         return pack_chunk(plan, width=self._pool.width(tree), depth=tree.depth, vocab_size=self._admission.vocab_size)
 
-    def _read(self, plan: Plan, output: StepOutput) -> None:
-        """Take a step's result."""
+    def _read(self, plan: Plan, output: StepOutput) -> np.ndarray:
+        """Take a step's result; gives back the rows of it that were drafted for."""
         report = np.asarray(output.report)
         self.scheduler.settle(plan)
         if isinstance(plan, PrefillPlan):
@@ -267,8 +266,7 @@ class Engine(Interface):
             if request.error is None:
                 self._catch_up(request)
             self._end(request, reason)
-        if drafted:
-            self._watch.count(report[:, drafted])
+        return report[:, drafted]
 
     def _keep(self, request: Request) -> None:
         """Let other requests find the pages that are whole by now."""
@@ -303,17 +301,37 @@ class Engine(Interface):
         if not self.healthy:
             raise RuntimeError(RESTART)
 
-    def _add(self, request: Request) -> None:
+    def _add(self, texts: dict[Request, OutputText], asked_at: float) -> None:
         with self._turns:
             self._check_open()
-            self.scheduler.add(request)
+            for request, text in texts.items():
+                if request.finish_reason is None:  # else its task was cancelled meanwhile
+                    self._texts[request.id], self._added_at[request.id] = text, asked_at
+                    self.scheduler.add(request)
+
+    def _take_back(self, requests: Sequence[Request], *, forget: bool) -> None:
+        live = [request for request in requests if request.finish_reason is None]
+        if self._turns.is_mine:
+            self._orphans += [(request, forget) for request in live]  # a stream thrown away in the middle of a step
+        elif live:
+            with self._turns:
+                for request in live:
+                    self._end(request, "abort")
+        if forget:
+            for request in requests:
+                if request.finish_reason is not None:
+                    self._forget(request)
 
     def _end(self, request: Request, reason: str) -> None:
         if request.finish_reason is not None:
             return
         self.scheduler.finish(request)
+        text = self._texts.get(request.id)
+        if text is None:  # it was never queued, and will not be
+            request.finish_reason = reason
+            return
         try:
-            self._texts[request.id].finish()
+            text.finish()
         except Exception as error:
             request.error, reason = request.error or error, "error"
         request.metrics.finished = {reason: 1}

@@ -44,10 +44,6 @@ class Interface(abc.ABC):
         """Dispatch what the scheduler plans and read what is due: with overlap, one step behind."""
 
     @abc.abstractmethod
-    def abort(self, request: Request) -> None:
-        """End a request; its slot and pages are free at once. One that has ended stays as it is."""
-
-    @abc.abstractmethod
     def close(self) -> None:
         """Abort what is left and let the device memory go."""
 
@@ -56,8 +52,20 @@ class Interface(abc.ABC):
         """Check everything before anything is queued."""
 
     @abc.abstractmethod
-    def _add(self, request: Request) -> None:
-        """Let the scheduler have a request."""
+    def _add(self, texts: dict[Request, OutputText], asked_at: float) -> None:
+        """Let the scheduler have requests, all in one turn; one that was dropped meanwhile is left out."""
+
+    @abc.abstractmethod
+    def _take_back(self, requests: Sequence[Request], *, forget: bool) -> None:
+        """End requests, all in one turn; in the middle of a step that is left to the step's end.
+
+        Args:
+            forget: keep nothing of them.
+        """
+
+    def abort(self, request: Request) -> None:
+        """End a request; its slot and pages are free at once. One that has ended stays as it is."""
+        self._take_back([request], forget=False)
 
     def generate(
         self,
@@ -82,8 +90,7 @@ class Interface(abc.ABC):
         """
         requests = self._requests(prompts, params, trace=trace)
         try:
-            for request in requests:
-                self._queue(request)
+            self._queue(*requests)
             with tqdm(total=sum(r.limit for r in requests), unit="tok", disable=not progress) as bar:
                 for request in requests:
                     while request.finish_reason is None:
@@ -92,8 +99,7 @@ class Interface(abc.ABC):
                             self._show(bar, requests)
             return [completion_of(request, self._texts[request.id]) for request in requests]
         finally:
-            for request in requests:
-                self._drop(request)
+            self._drop(*requests)
 
     def chat(
         self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None, **options: Any
@@ -171,7 +177,9 @@ class Interface(abc.ABC):
             if request.error is not None:
                 raise request.error
         finally:
-            self._drop(request)
+            if request.finish_reason is None:  # to end it takes a turn, for which the loop must not wait
+                await asyncio.shield(asyncio.to_thread(self._drop, request))
+            self._forget(request)
 
     async def _astep(self) -> None:
         """Wait for a step in a thread: the one that another task of this loop waits for, or a new one."""
@@ -188,10 +196,9 @@ class Interface(abc.ABC):
         bar.update(sum(len(request.token_ids) for request in requests) - bar.n)
         bar.set_postfix(tau=f"{self.metrics.mean_acceptance_length:.2f}", refresh=False)
 
-    def _queue(self, request: Request) -> None:
-        self._texts[request.id] = OutputText(self.tokenizer, request.prompt_token_ids)
-        self._added_at[request.id] = time.perf_counter()
-        self._add(request)
+    def _queue(self, *requests: Request) -> None:
+        asked_at = time.perf_counter()
+        self._add({request: OutputText(self.tokenizer, request.prompt_token_ids) for request in requests}, asked_at)
 
     def _clock(self, request: Request) -> None:
         elapsed = time.perf_counter() - self._added_at[request.id]
@@ -199,10 +206,9 @@ class Interface(abc.ABC):
             request.metrics.time_to_first_token = elapsed
         request.metrics.decode_seconds = elapsed - request.metrics.time_to_first_token
 
-    def _drop(self, request: Request) -> None:
-        """End a request that nobody waits for any more, and keep nothing of it."""
-        self.abort(request)
-        self._forget(request)
+    def _drop(self, *requests: Request) -> None:
+        """End requests that nobody waits for any more, and keep nothing of them."""
+        self._take_back(requests, forget=True)
 
     def _forget(self, request: Request) -> None:
         self._texts.pop(request.id, None)

@@ -34,23 +34,29 @@ class Turns:
                     turn.acquire()
                 self._line.append(turn)
             turn.acquire()
+            self._owner = threading.get_ident()
         except BaseException:  # an interrupt while it waits
+            self._owner = None if self.is_mine else self._owner
             self._leave(turn)
             raise
-        self._owner = threading.get_ident()
 
     def __exit__(self, *exc: object) -> None:
         if self._depth:
             self._depth -= 1
             return
-        self._owner = None
-        self._leave(self._line[0])
+        turn = self._line[0]
+        try:
+            self._owner = None
+            self._leave(turn)
+        except BaseException:  # an interrupt: whoever waits must be woken all the same
+            self._owner = None
+            self._leave(turn)
+            raise
 
     def _leave(self, turn: threading.Lock) -> None:
+        """Give up a place in the line; twice is fine, and so is to open the lock of who had its turn already."""
         with self._guard:
-            if turn not in self._line:
-                return
-            was_first = self._line[0] is turn
-            self._line.remove(turn)
-            if was_first and self._line:
+            if turn in self._line:
+                self._line.remove(turn)
+            if self._line and self._line[0].locked():
                 self._line[0].release()

@@ -49,7 +49,7 @@ class AcceptanceWatch:
         warnings.warn(
             f"mean acceptance length {mean:.2f} after {self._rounds} rounds: the drafts hardly help; {said}",
             LowAcceptanceWarning,
-            stacklevel=5,  # the caller of Engine.generate: above it are _read, step and generate
+            stacklevel=4,  # the caller of Engine.generate: above it are step and generate
         )
 
 

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 from jspec import Engine, Metrics, SamplingParams
+from jspec.metrics import LowAcceptanceWarning
+from jspec.output import OutputText
 from jspec.prometheus import Gauges, Histogram, Latencies, exposition
 from jspec.recovery import RESTART
 from jspec.step import init_state
@@ -75,6 +77,13 @@ def _all_comes_back(engine: Engine, expected: list[list[int]]) -> Iterator[None]
     assert [done.token_ids for done in engine.generate(PROMPTS[:2], PARAMS[:2])] == expected[:2]
 
 
+PATIENCE = 60.0  # seconds after which something hangs
+
+
+def _events(count: int) -> list[threading.Event]:
+    return [threading.Event() for _ in range(count)]
+
+
 def together(works: Sequence[Callable[[], None]]) -> None:
     """Run all at once, each in a thread; the first error comes here."""
     errors: list[BaseException] = []
@@ -89,7 +98,7 @@ def together(works: Sequence[Callable[[], None]]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(PATIENCE)
         assert not thread.is_alive(), "a thread hangs"
     if errors:
         raise errors[0]
@@ -117,17 +126,111 @@ def test_threads_share_an_engine(engine: Engine, expected: list[list[int]]) -> N
     together([lambda i=i, use=use: use(i) for i in range(len(PROMPTS)) for use in (generates, streams, submits)])
 
 
-def test_a_thread_may_abort_what_another_waits_for(engine: Engine) -> None:
-    request = engine.submit([1, 2], SamplingParams(max_tokens=50))
+def test_a_thread_may_abort_what_another_waits_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever step; here every one waits for the abort once there are tokens."""
+    request, has_tokens, is_aborted = engine.submit([1, 2], SamplingParams(max_tokens=50)), *_events(2)
     done: list[Any] = []
+    step = engine.step
+
+    def steps() -> None:
+        step()
+        if request.token_ids:
+            has_tokens.set()
+            assert is_aborted.wait(PATIENCE)
 
     def abort() -> None:
-        while not request.token_ids:
-            time.sleep(0.001)
+        assert has_tokens.wait(PATIENCE)
         engine.abort(request)
+        is_aborted.set()
 
+    monkeypatch.setattr(engine, "step", steps)
     together([abort, lambda: done.append(engine.result(request))])
     assert done[0].finish_reason == "abort" and 0 < len(done[0].token_ids) < 50
+
+
+def test_many_requests_take_one_turn(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To queue them; to drop those that ended takes none, and to drop the others one."""
+    taken: list[str] = []
+    enter, step = Turns.__enter__, Engine.step
+
+    def counted(self: Turns) -> None:
+        taken.append("turn")
+        enter(self)
+
+    def steps(self: Engine) -> None:
+        step(self)
+        taken.pop()
+
+    monkeypatch.setattr(Turns, "__enter__", counted)
+    monkeypatch.setattr(Engine, "step", steps)
+    engine.generate(PROMPTS, PARAMS)
+    assert len(taken) == 1
+    requests = [engine.submit(prompt) for prompt in PROMPTS]
+    engine._drop(*requests)
+    assert len(taken) == 1 + len(PROMPTS) + 1
+    engine.abort(requests[0])
+    assert len(taken) == 1 + len(PROMPTS) + 1 and engine.metrics.finished["abort"] >= len(PROMPTS)
+
+
+def test_a_loop_does_not_wait_for_a_turn(engine: Engine) -> None:
+    """Someone has the turn until the loop has gone on, beside a stream that is closed meanwhile."""
+    is_held, gone_on = _events(2)
+
+    def holds() -> None:
+        with engine._turns:
+            is_held.set()
+            assert gone_on.wait(PATIENCE), "the loop waits"
+
+    async def main() -> None:
+        stream = engine.astream(PROMPTS[0], SamplingParams(max_tokens=40))
+        await anext(stream)
+        holder = asyncio.ensure_future(asyncio.to_thread(holds))
+        await asyncio.to_thread(is_held.wait, PATIENCE)
+        closing = asyncio.ensure_future(stream.aclose())  # type: ignore[attr-defined]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        gone_on.set()
+        await holder
+        await closing
+
+    asyncio.run(main())
+
+
+def test_a_task_cancelled_while_it_is_queued_leaves_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that queues its request goes on, and comes too late."""
+    is_queueing, go_on = _events(2)
+
+    class Slow(OutputText):
+        def __init__(self, *args: Any) -> None:
+            is_queueing.set()
+            assert go_on.wait(PATIENCE)
+            super().__init__(*args)
+
+    async def reads() -> None:
+        async for _ in engine.astream([1, 2, 3], SamplingParams(max_tokens=5)):
+            pass
+
+    async def main() -> None:
+        task = asyncio.create_task(reads())
+        await asyncio.to_thread(is_queueing.wait, PATIENCE)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jspec.interface.OutputText", Slow)
+        asyncio.run(main())  # waits for its threads
+    assert not engine.scheduler.has_work
+
+
+def test_what_was_never_queued_is_not_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = engine.metrics.finished
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_check_open", Fault(engine._check_open, 2, RuntimeError("closed meanwhile")))
+        with pytest.raises(RuntimeError, match="closed meanwhile"):
+            engine.generate(PROMPTS, PARAMS)
+    assert engine.metrics.finished == before
 
 
 def test_many_tasks_stream_at_once(engine: Engine, expected: list[list[int]]) -> None:
@@ -177,44 +280,119 @@ def test_a_bad_prompt_is_refused_before_anything_is_awaited(engine: Engine) -> N
         engine.astream([])
 
 
-def test_a_stream_thrown_away_in_the_middle_of_a_step_is_aborted(engine: Engine) -> None:
-    """A garbage collector may run anywhere, also where the engine holds its own lock."""
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_stream_thrown_away_in_the_middle_of_a_step_is_aborted(
+    engine: Engine, expected: list[list[int]], is_later: bool
+) -> None:
+    """A garbage collector may run anywhere, also where the engine holds its own lock and before the stream's row."""
+    first = engine.submit(PROMPTS[1], PARAMS[1]) if is_later else None
     stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=40))
     next(stream)
+    other = engine.submit(PROMPTS[2], PARAMS[2])
 
     def closes(ids: Sequence[int]) -> bool:
         stream.close()
         return False
 
     engine.tokenizer.fails = closes  # type: ignore[union-attr]
-    (done,) = engine.generate(PROMPTS[1], PARAMS[1])
-    assert done.error is None
+    for request, number in ((first, 1), (other, 2)):
+        if request is not None:
+            done = engine.result(request)
+            assert (done.error, done.token_ids) == (None, expected[number])
+
+
+def test_an_abort_in_the_middle_of_a_step_leaves_the_result(engine: Engine) -> None:
+    request = engine.submit(PROMPTS[0], SamplingParams(max_tokens=40))
+
+    def aborts(ids: Sequence[int]) -> bool:
+        engine.abort(request)
+        return False
+
+    engine.tokenizer.fails = aborts  # type: ignore[union-attr]
+    assert engine.result(request).finish_reason == "abort"
 
 
 # -- turns
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.001)
+
+
 def test_a_lock_is_handed_on_in_order() -> None:
-    """A thread that takes it in a loop does not keep another one out."""
-    turns, taken, stop = Turns(), 0, threading.Event()
-    served: list[int] = []
+    """Whoever had it comes behind those that asked meanwhile."""
+    turns, order = Turns(), []
 
-    def greedy() -> None:
-        nonlocal taken
-        while not stop.is_set():
-            with turns, turns:  # also from within
-                taken += 1
-                time.sleep(0.0005)
+    def asks(number: int) -> None:
+        with turns, turns:  # also from within
+            order.append(number)
 
-    def modest() -> None:
-        for _ in range(20):
-            before = taken
-            with turns:
-                served.append(taken - before)
-        stop.set()
+    def first() -> None:
+        with turns:
+            for number in range(1, 4):
+                threads.append(threading.Thread(target=asks, args=(number,), daemon=True))
+                threads[-1].start()
+                wait_until(lambda count=number + 1: len(turns._line) == count)
+            order.append(0)
+        asks(4)
 
-    together([greedy, modest])
-    assert max(served) <= 3
+    threads: list[threading.Thread] = []
+    together([first])
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert order == [0, 1, 2, 3, 4] and not turns._line
+
+
+class Interrupts:
+    """A lock that an interrupt comes into once, in the thread that made it."""
+
+    def __init__(self, original: Any, *, behind: bool) -> None:
+        self.original, self.behind, self.thread = original, behind, threading.get_ident()
+
+    def __enter__(self) -> None:
+        if not self.behind:
+            self.interrupt()
+        self.original.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        self.original.__exit__(*exc)
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        if self.thread == threading.get_ident():
+            self.thread = 0
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_an_interrupt_while_it_is_given_back_wakes_the_next(behind: bool) -> None:
+    turns, served = Turns(), []
+
+    def waits() -> None:
+        with turns:
+            served.append(1)
+
+    thread = threading.Thread(target=waits, daemon=True)
+    turns.__enter__()
+    thread.start()
+    wait_until(lambda: len(turns._line) == 2)
+    turns._guard = Interrupts(turns._guard, behind=behind)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        turns.__exit__()
+    thread.join(PATIENCE)
+    assert served and not turns._line and not turns.is_mine
+
+
+def test_an_interrupt_as_it_is_taken_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Turns()
+    with monkeypatch.context() as patch:
+        patch.setattr("jspec.turns.threading.get_ident", Fault(threading.get_ident, 2, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            turns.__enter__()
+    assert not turns._line and not turns.is_mine
 
 
 def test_an_interrupted_wait_leaves_no_place_in_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,6 +573,17 @@ def test_a_lost_step_ends_who_was_in_it_and_the_engine_goes_on(
     assert [one.token_ids for one in engine.generate(PROMPTS, PARAMS)] == expected
 
 
+def test_a_warning_turned_into_an_error_is_the_callers(
+    engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, warning = engine.submit(PROMPTS[0], PARAMS[0]), LowAcceptanceWarning("the drafts hardly help")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._watch, "count", Fault(engine._watch.count, 2, warning))
+        with pytest.raises(LowAcceptanceWarning):
+            engine.generate(PROMPTS[1], PARAMS[1])
+    assert engine.result(request).token_ids == expected[0]
+
+
 def test_an_interrupt_while_a_step_is_dispatched_goes_to_the_caller(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,9 +648,7 @@ def test_a_step_whose_result_cannot_be_read_holds_nobody_back(
     assert done[1].token_ids == engine.generate(prompts[1], params)[0].token_ids
 
 
-def test_the_old_pools_are_gone_before_the_new_ones_are_made(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_old_pools_are_gone_before_the_new_ones_are_made(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the program that failed did not consume them, and its error's frames refer to them."""
     old, programs, is_gone = jax.tree.leaves(engine._state), engine._programs, []
 
