@@ -186,11 +186,17 @@ def test_live_requests_share_pages() -> None:
         one._forget(request)
 
 
-def test_a_shared_page_is_never_written() -> None:
-    """The rows of a prompt that is a multiple of the page are the same bits after it came again, whole."""
-    one, params = engine("eagle3", cached=True), SamplingParams(max_tokens=1, **GREEDY)
+@pytest.mark.parametrize("name", ["eagle3", "draft model"])
+def test_a_shared_page_is_never_written(name: str) -> None:
+    """The rows of a prompt that is a multiple of the page are the same bits after it came again, whole.
+
+    Also where they are not what it would write: the draft's hold a mark in their last rows.
+    """
+    one, params = engine(name, cached=True), SamplingParams(max_tokens=1, **GREEDY)
     one.generate(prompt(16), params)
     pages = one.scheduler.pages.match(list(one.scheduler.pages._page_of))
+    marked = jax.tree.map(lambda pool: pool.at[pages[-1], :, PAGE - 1].add(1), one._state.draft.cache)
+    one._state = replace(one._state, draft=replace(one._state.draft, cache=marked))
 
     def rows() -> list[np.ndarray]:
         pools = [one._state.target, one._state.draft.cache]
