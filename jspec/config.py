@@ -36,6 +36,8 @@ class EngineConfig:
         kv_dtype, draft_kv_dtype: of the pools; None: the weights' dtype.
         quantize: the target's products, "int8", "fp8" or "fp8_dynamic" (`jspec.quantize`); None: as the target is. The
             drafter has an option of its own.
+        prefill_budget: tokens of prompts, in whole programs, that may come between two rounds while any running request
+            may emit: so long do those that decode wait at most; None: the largest of ``prefill_buckets``.
         prefix_cache: requests that begin alike share pages, also with those that have ended; the tokens are the same.
         log_interval: seconds between the lines that `logging` gets while requests run; None: none.
         compile_cache: folder that keeps compiled programs for later processes, from now on those of the whole process;
@@ -59,6 +61,7 @@ class EngineConfig:
     kv_dtype: str | None = None
     draft_kv_dtype: str | None = None
     quantize: str | None = None
+    prefill_budget: int | None = None
     prefix_cache: bool = True
     log_interval: float | None = 10.0
     compile_cache: str | Path | None = None
@@ -89,6 +92,9 @@ class EngineConfig:
             raise ValueError(f"compile_cache: expected None or a folder's path, got {self.compile_cache!r}")
         if not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"seed: expected an int >= 0, got {self.seed!r}")
+        budget = self.prefill_budget
+        if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
+            raise ValueError(f"prefill_budget: expected None or an int >= 1, got {budget!r}")
         if self.pages is not None and (not isinstance(self.pages, int) or self.pages < 2):
             raise ValueError(f"pages: expected None or an int >= 2 (page 0 is never used), got {self.pages!r}")
         self._set_buckets()

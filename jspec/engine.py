@@ -94,6 +94,7 @@ class Engine(Interface):
             rounds=self.config.rounds_per_dispatch,
             round_tokens=drafter.tree.depth + 1,
             prefix_cache=self.config.prefix_cache,
+            prefill_budget=self.config.prefill_budget,
         )
         self._in_flight: deque[tuple[Plan, StepOutput]] = deque()
         self._rows: tuple[int | None, ...] = ()
@@ -213,20 +214,11 @@ class Engine(Interface):
         else:
             trace = any(request.trace for request in plan.requests)
             executable = self._programs.rounds[plan.bucket, trace]
-            self._show_pages(plan.new_pages)
+            self._state = self._programs.with_pages(self._state, plan.new_pages)
             packed = self._slots_of(plan)
         self._state, output = executable(self._params, self._state, packed)
         jax.copy_to_host_async(output)
         return output
-
-    def _show_pages(self, new: Sequence[tuple[int, int, int]]) -> None:
-        """Tell the device which pages slots got; the scheduler's table is the truth."""
-        size = self._programs.page_updates
-        for start in range(0, len(new), size):
-            packed = np.full((size, 3), self.config.slots, np.int32)  # no slot: dropped
-            packed[: len(new) - start] = new[start : start + size]
-            table = self._programs.show_pages(self._state.page_table, jax.device_put(packed))
-            self._state = replace(self._state, page_table=table)
 
     def _slots_of(self, plan: RoundPlan) -> jax.Array:
         """The slot of each row, on the device; kept while the rows stay, for a copy costs a round 20 us."""
@@ -243,10 +235,7 @@ class Engine(Interface):
         """Take a step's result; gives back the rows of it that were drafted for."""
         report = np.asarray(output.report)
         self.scheduler.settle(plan)
-        if isinstance(plan, PrefillPlan):
-            rows = [plan.request] if plan.emits else []
-        else:
-            rows = plan.requests
+        rows = plan.requests if isinstance(plan, RoundPlan) else [plan.request] if plan.emits else []
         trace = jax.tree.map(np.asarray, output.trace)
         is_round, drafted = isinstance(plan, RoundPlan), []
         for row, request in enumerate(rows):

@@ -46,6 +46,7 @@ class PagePool:
         self._digest_of: dict[int, Digest] = {}
         self._page_of: dict[Digest, int] = {}
         self._idle: dict[int, None] = {}  # kept pages that nobody holds, the first to go first
+        self.given_back = 0  # pages, over its life
 
     @property
     def num_free(self) -> int:
@@ -74,6 +75,9 @@ class PagePool:
                 break
             found.append(page)
         return found
+
+    def is_kept(self, digest: Digest) -> bool:
+        return digest in self._page_of
 
     def can_reserve(self, rows: int, shared: Sequence[int] = ()) -> bool:
         """Whether `reserve` would succeed for an owner that has no pages."""
@@ -107,6 +111,12 @@ class PagePool:
         self._extend(owner, rows)
         return True
 
+    def shrink(self, owner: int, rows: int) -> None:
+        """Take back the pages, at the end and nobody else's, that ``rows`` rows do not need."""
+        owned = self._owned[owner]
+        while len(owned) > self.needed(rows):
+            self._give_back(owned.pop())
+
     def pages_of(self, owner: int) -> list[int]:
         return self._owned[owner]
 
@@ -126,13 +136,7 @@ class PagePool:
         Of the pages kept, those at the end of its text will go before those at the beginning, which are of more use.
         """
         for page in reversed(self._owned.pop(owner, [])):
-            self._holders[page] -= 1
-            if self._holders[page]:
-                continue
-            if page in self._digest_of:
-                self._idle[page] = None
-            else:
-                self._free.append(page)
+            self._give_back(page)
 
     def forget(self) -> None:
         """Keep nothing: what the pages hold is lost, or of no use any more."""
@@ -151,6 +155,16 @@ class PagePool:
         assert all(self._digest_of[page] == digest for digest, page in self._page_of.items()), "the index is wrong"
         assert len(self._page_of) == len(self._digest_of) and self._idle.keys() <= self._digest_of.keys()
         assert all(page in self._digest_of for page, count in held.items() if count > 1), "a page has two owners"
+
+    def _give_back(self, page: int) -> None:
+        self.given_back += 1
+        self._holders[page] -= 1
+        if self._holders[page]:
+            return
+        if page in self._digest_of:
+            self._idle[page] = None
+        else:
+            self._free.append(page)
 
     def _extend(self, owner: int, rows: int) -> None:
         owned = self._owned[owner]

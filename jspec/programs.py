@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from jspec.cache import show_pages
@@ -76,6 +77,19 @@ class Programs:
         """Compile the ladder that also returns its drafts, if it is not there yet."""
         if (self._config.slots, True) not in self.rounds:
             self._compile(state, trace=True)
+
+    def with_pages(self, state: SlotState, new: Sequence[tuple[int, int, int]]) -> SlotState:
+        """The state with pages that slots got in its table, a copy of what the scheduler knows.
+
+        Args:
+            state: its table is donated.
+            new: slot, column, page.
+        """
+        for start in range(0, len(new), self.page_updates):
+            packed = np.full((self.page_updates, 3), self._config.slots, np.int32)  # no slot: dropped
+            packed[: len(new) - start] = new[start : start + self.page_updates]
+            state = replace(state, page_table=self.show_pages(state.page_table, jax.device_put(packed)))
+        return state
 
     def _compile(self, state: SlotState, *, trace: bool) -> None:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # one is lowered while others compile

@@ -145,6 +145,7 @@ class Request:
     whole_rows: int = 0  # committed for good in both pools, as far as is known
     digests: list[bytes] = field(default_factory=list)  # of its text's full pages
     kept_pages: int = 0  # of these, those that others can find
+    shown_pages: int = 0  # of its pages, those that the device's table tells
     steps_in_flight: int = 0  # chunks and dispatches of rounds that were not read yet
     rounds_in_flight: int = 0
     token_ids: list[int] = field(default_factory=list)

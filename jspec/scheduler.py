@@ -57,6 +57,9 @@ class Scheduler:
         rounds: rounds per dispatch.
         round_tokens: tokens a round may commit.
         prefix_cache: let requests share the pages of what they have in common.
+        pages_ahead: pages more than it needs that a request gets where there are plenty: the device need not be told
+            of new pages in every round then. Where they become few the surplus is taken back.
+        prefill_budget: tokens of prompts between two rounds while any request may emit.
     """
 
     def __init__(
@@ -70,6 +73,8 @@ class Scheduler:
         rounds: int,
         round_tokens: int,
         prefix_cache: bool = False,
+        pages_ahead: int = 8,
+        prefill_budget: int | None = None,
     ) -> None:
         self.pages = pages
         self.waiting: list[Request] = []  # both in the order in which they are served
@@ -81,6 +86,10 @@ class Scheduler:
         self._rounds = rounds
         self._round_tokens = round_tokens
         self._prefix_cache = prefix_cache
+        self._pages_ahead = pages_ahead
+        self._prefill_budget = prefill_buckets[-1] if prefill_budget is None else prefill_budget
+        self._since_round = 0  # tokens that the chunks since the last round took
+        self._refused: _Refusal | None = None
 
     def check(self, request: Request) -> None:
         """Refuse what could never be admitted.
@@ -100,17 +109,19 @@ class Scheduler:
         insort(self.waiting, request, key=_order)
 
     def plan(self) -> Plan | None:
-        """The next dispatch: prompts first, so that rounds run with as many rows as can be had.
+        """The next dispatch: prompts first, up to the budget, so that rounds run with as many rows as can be had.
 
         A request is admitted when those before it are prefilled: only then is it known which pages it can share.
         """
-        for request in self.running:
-            if not request.is_prefilled:
-                return self._prefill(request)
-        admitted = self._admit()
-        if admitted is not None:
-            return self._prefill(admitted)
-        return self._round()
+        request = next((request for request in self.running if not request.is_prefilled), None) or self._admit()
+        if request is None or not self._is_in_budget(request):
+            plan = self._round()
+            if plan is not None:
+                self._since_round = 0
+                return plan
+        if request is None or request.slot is None:
+            return None
+        return self._prefill(request)
 
     def settle(self, plan: Plan) -> None:
         """Take note that a plan's result was read."""
@@ -159,10 +170,17 @@ class Scheduler:
         request = self.waiting[0]
         if request.steps_in_flight:
             return None  # it was preempted: what was under way then may still add to it
+        if self._refused is not None and self._refused.stands(request, self.pages):
+            return None
         request.prefill_len = request.rows_committed
         rows, shared = self._rows(request), self._shared(request)
         if not self.pages.can_reserve(rows, shared):
+            self._take_surplus()
+        if not self.pages.can_reserve(rows, shared):
+            wanted = request.digests[len(shared)] if len(shared) < len(request.digests) else None
+            self._refused = _Refusal(request, self.pages.given_back, wanted)
             return None
+        self._refused = None
         self.pages.reserve(request.id, rows, shared)
         request.slot = self._free_slots.pop()
         request.kept_pages = len(shared)
@@ -187,13 +205,26 @@ class Scheduler:
         text = request.text(len(known) * size, count * size)
         known += page_digests(text, size, known[-1] if known else b"")
 
+    def _is_in_budget(self, request: Request) -> bool:
+        """Whether a chunk of it may come before the next round; there is always one between two rounds."""
+        return self._since_round == 0 or self._since_round + self._bucket(request) <= self._prefill_budget
+
+    def _bucket(self, request: Request) -> int:
+        """The tokens its next chunk takes of a program: within the budget, if any program is and others would wait."""
+        sizes = self._prefill_buckets
+        if any(other.is_prefilled and self._may_emit(other) for other in self.running):
+            sizes = tuple(size for size in sizes if size <= self._prefill_budget) or sizes[:1]
+        left = request.prefill_len - request.prefilled
+        return next((size for size in sizes if size >= left), sizes[-1])
+
     def _prefill(self, request: Request) -> PrefillPlan:
-        start, left = request.prefilled, request.prefill_len - request.prefilled
-        bucket = next((size for size in self._prefill_buckets if size >= left), self._prefill_buckets[-1])
+        start, left, bucket = request.prefilled, request.prefill_len - request.prefilled, self._bucket(request)
         count = min(left, bucket)
+        self._since_round += bucket
         request.prefilled += count
         request.steps_in_flight += 1
         self.keep(request, request.prefilled)
+        request.shown_pages = len(self.pages.pages_of(request.id))
         return PrefillPlan(
             request,
             start,
@@ -207,24 +238,32 @@ class Scheduler:
 
     def _round(self) -> RoundPlan | None:
         ready: list[Request] = []
-        new_pages: list[tuple[int, int, int]] = []
         for request in list(self.running):
-            if request.slot is None or not self._may_emit(request):
+            if request.slot is None or not request.is_prefilled or not self._may_emit(request):
                 continue
-            before = len(self.pages.pages_of(request.id))
-            if not self._make_room(request):
-                continue
-            now = self.pages.pages_of(request.id)
-            new_pages += [(request.slot, column, now[column]) for column in range(before, len(now))]
-            request.steps_in_flight += 1
-            request.rounds_in_flight += self._rounds
-            ready.append(request)
+            if self._make_room(request):
+                request.steps_in_flight += 1
+                request.rounds_in_flight += self._rounds
+                ready.append(request)
         if not ready:
             return None
+        if any(len(self.pages.pages_of(request.id)) > request.shown_pages for request in ready):
+            self._get_ahead(ready)
+        new_pages = [page for request in ready for page in self._show(request)]
         return RoundPlan(ready, next(size for size in self._buckets if size >= len(ready)), new_pages)
+
+    def _show(self, request: Request) -> list[tuple[int, int, int]]:
+        """What the device's table lacks of a request's pages."""
+        assert request.slot is not None
+        pages, first = self.pages.pages_of(request.id), request.shown_pages
+        request.shown_pages = len(pages)
+        return [(request.slot, column, pages[column]) for column in range(first, len(pages))]
 
     def _make_room(self, request: Request) -> bool:
         """Get a request the pages for its next rounds, if need be from those that come after it."""
+        if self.pages.grow(request.id, self._rows(request)):
+            return True
+        self._take_surplus()
         while not self.pages.grow(request.id, self._rows(request)):
             last = self.running[-1]
             if last is request:
@@ -233,6 +272,24 @@ class Scheduler:
             last.metrics.num_preemptions += 1
             insort(self.waiting, last, key=_order)
         return True
+
+    def _get_ahead(self, ready: list[Request]) -> None:
+        """All at once, so that the next rounds need no new pages; not while somebody waits for pages."""
+        waits = self.waiting and self._free_slots
+        if waits or self.pages.num_free < 2 * self._pages_ahead * len(ready):
+            return
+        for request in ready:
+            most = request.rows_needed + self._scratch_rows
+            ahead = len(self.pages.pages_of(request.id)) + self._pages_ahead
+            self.pages.grow(request.id, min(most, ahead * self.pages.page_size))
+
+    def _take_surplus(self) -> None:
+        """Take back the pages that no round in flight can come to."""
+        for request in self.running:
+            ahead = request.rounds_in_flight * self._round_tokens
+            rows = min(request.rows_committed + ahead, request.rows_needed) + self._scratch_rows
+            self.pages.shrink(request.id, rows)
+            request.shown_pages = min(request.shown_pages, len(self.pages.pages_of(request.id)))
 
     def _rows(self, request: Request) -> int:
         """Rows that may be written until the next rounds are done."""
@@ -251,6 +308,20 @@ class Scheduler:
         """Whether rounds in flight, each of at least one token, can leave it anything to do."""
         known = max(len(request.token_ids), 1)  # the prefill's token may not have been read yet
         return known + request.rounds_in_flight < request.limit
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """That a request found too few pages: to look for them again takes time in proportion to its text."""
+
+    request: Request
+    given_back: int  # pages the pool had got back by then
+    wanted: bytes | None  # the digest of the first page that it could not share
+
+    def stands(self, request: Request, pages: PagePool) -> bool:
+        """Whether it would be refused again."""
+        is_same = self.request is request and self.given_back == pages.given_back
+        return is_same and (self.wanted is None or not pages.is_kept(self.wanted))
 
 
 def _order(request: Request) -> tuple[int, int]:

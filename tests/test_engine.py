@@ -84,6 +84,17 @@ def test_rounds_per_dispatch_overlap_and_page_size_do_not_show(
     assert all(completion.finish_reason == "length" for completion in done)
 
 
+@pytest.mark.parametrize("budget", [1, 16, 64])
+def test_the_prefill_budget_does_not_show(
+    either: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    """A long answer goes on beside prompts in chunks of 6 or 16, and with all at once before it goes on."""
+    monkeypatch.setattr(either.scheduler, "_prefill_budget", budget)
+    order = [4, 2, 1, 0, 3]
+    got = tokens(either, [PROMPTS[i] for i in order], [PARAMS[i] for i in order])
+    assert got == [expected[i] for i in order]
+
+
 def test_acceptance_does_not_depend_on_rounds_per_dispatch(engine: Engine, engine_of_three: Engine) -> None:
     one, three = (e.generate(PROMPTS, PARAMS) for e in (engine, engine_of_three))
     for a, b in zip(one, three, strict=True):

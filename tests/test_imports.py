@@ -33,6 +33,7 @@ ALLOWED = {
     "requests": "metrics",
     "scheduler": "pages requests metrics",
     "turns": "",
+    "recovery": "jax",
     "prometheus": "metrics",
     "tokenizer": "other",
     "plot": "other requests metrics tokenizer",

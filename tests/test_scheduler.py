@@ -47,10 +47,24 @@ class Play(RuleBasedStateMachine):
         page=st.integers(1, 5),
         rounds=st.integers(1, 3),
         prefix_cache=st.booleans(),
+        ahead=st.integers(0, 2),
+        budget=st.sampled_from([1, 4, 7, 8, 20]),
     )
-    def start(self, slots: int, pages: int, page: int, rounds: int, prefix_cache: bool) -> None:
-        self.slots, self.rounds = slots, rounds
-        self.scheduler = scheduler(slots=slots, pages=pages, page_size=page, rounds=rounds, prefix_cache=prefix_cache)
+    def start(
+        self, slots: int, pages: int, page: int, rounds: int, prefix_cache: bool, ahead: int, budget: int
+    ) -> None:
+        self.slots, self.rounds, self.budget = slots, rounds, budget
+        self.scheduler = scheduler(
+            slots=slots,
+            pages=pages,
+            page_size=page,
+            rounds=rounds,
+            prefix_cache=prefix_cache,
+            pages_ahead=ahead,
+            prefill_budget=budget,
+        )
+        self.table: dict[int, dict[int, int]] = {}  # the device's: page by slot and column
+        self.since_round = 0  # tokens of chunks
         self.live: list[Request] = []
         self.in_flight: deque[tuple[Plan, dict[Request, list[int]]]] = deque()
         self.count = 0
@@ -88,9 +102,15 @@ class Play(RuleBasedStateMachine):
     def prefill(self, plan: PrefillPlan, tokens: int) -> dict[Request, list[int]]:
         r = plan.request
         text = [*r.prompt_token_ids, *r.token_ids[:-1]]
+        assert r.slot is not None
+        self.table[r.slot] = dict(enumerate(plan.pages))
         left = len(text) - plan.start
-        assert plan.count == min(left, 8)
-        assert plan.bucket == (4 if left <= 4 else 8)
+        others = [o for o in self.scheduler.running if o is not r and o.is_prefilled and self.may_emit(o)]
+        assert plan.bucket == (4 if left <= 4 or (others and self.budget < 8) else 8)
+        assert plan.count == min(left, plan.bucket)
+        is_stuck = others == self.scheduler.running[-1:]  # who gives way to the others, if all need pages
+        assert not others or is_stuck or not self.since_round or self.since_round + plan.bucket <= self.budget
+        self.since_round += plan.bucket
         assert plan.is_last == (plan.count == left)
         self.check_rows(r, text[: plan.start] if plan.is_written else text)
         if plan.is_written:
@@ -105,12 +125,18 @@ class Play(RuleBasedStateMachine):
     def round(self, plan: RoundPlan, tokens: int) -> dict[Request, list[int]]:
         assert all(r.is_prefilled and r in self.scheduler.running for r in plan.requests)
         assert plan.bucket == (1 if len(plan.requests) == 1 else self.slots)
-        assert all(r.is_prefilled for r in self.scheduler.running), "a prompt waits while others decode"
-        left_out = [r for r in self.scheduler.running if r not in plan.requests]
+        is_prompts_turn = self.since_round == 0 and not all(r.is_prefilled for r in self.scheduler.running)
+        assert not is_prompts_turn, "a prompt waits while others decode"
+        self.since_round = 0
+        for slot, column, page in plan.new_pages:
+            self.table[slot][column] = page
+        left_out = [r for r in self.scheduler.running if r not in plan.requests and r.is_prefilled]
         for r in left_out:
-            all_under_way = max(len(r.token_ids), 1) + r.rounds_in_flight >= r.limit
-            assert all_under_way or not self.scheduler.pages.num_free or r is not self.scheduler.running[0]
+            assert not self.may_emit(r) or not self.scheduler.pages.num_free or r is not self.scheduler.running[0]
         return {r: [token for _ in range(self.rounds) for token in self.one_round(r, tokens)] for r in plan.requests}
+
+    def may_emit(self, r: Request) -> bool:
+        return max(len(r.token_ids), 1) + r.rounds_in_flight < r.limit
 
     def one_round(self, r: Request, tokens: int) -> list[int]:
         """The root and the draft are written, some of it is committed; an ended row does nothing."""
@@ -125,17 +151,23 @@ class Play(RuleBasedStateMachine):
         self.written[r] = out + new
         return new
 
+    def place(self, r: Request, row: int) -> tuple[int, int]:
+        """Where the device has a row."""
+        assert r.slot is not None
+        size = self.scheduler.pages.page_size
+        page = self.table[r.slot][row // size]
+        assert page in self.scheduler.pages.pages_of(r.id), "a page that was taken back is used"
+        return page, row % size
+
     def write(self, r: Request, first: int, tokens: list[int]) -> None:
-        pages, size = self.scheduler.pages.pages_of(r.id), self.scheduler.pages.page_size
         for row, token in enumerate(tokens, first):
-            place = pages[row // size], row % size
+            place = self.place(r, row)
             held = self.scheduler.pages._holders[place[0]]
             assert held == 1, "a page that others hold is written"
             self.rows[place] = token
 
     def check_rows(self, r: Request, text: list[int]) -> None:
-        pages, size = self.scheduler.pages.pages_of(r.id), self.scheduler.pages.page_size
-        assert [self.rows[pages[row // size], row % size] for row in range(len(text))] == text
+        assert [self.rows[self.place(r, row)] for row in range(len(text))] == text
 
     @precondition(lambda self: self.in_flight)
     @rule()
@@ -215,11 +247,34 @@ def too_few(self: Scheduler, request: Request) -> int:
     return request.rows_committed + SCRATCH
 
 
-KEEP = Scheduler.keep
+def takes_too_much(self: Scheduler) -> None:
+    """Pages are taken back that rounds in flight write."""
+    for request in self.running:
+        self.pages.shrink(request.id, request.rows_committed)
+
+
+def shows_once(self: Scheduler, request: Request) -> list[tuple[int, int, int]]:
+    """A page that comes where one was taken back is not shown."""
+    known = getattr(request, "known", request.shown_pages)
+    request.shown_pages = max(known, request.shown_pages)
+    new = SHOW(self, request)
+    request.known = request.shown_pages  # type: ignore[attr-defined]
+    return new
+
+
+KEEP, SHOW = Scheduler.keep, Scheduler._show
 
 
 @pytest.mark.parametrize(
-    ("name", "broken"), [("keep", keeps_too_much), ("_make_room", oldest_gives_way), ("_rows", too_few)]
+    ("name", "broken"),
+    [
+        ("keep", keeps_too_much),
+        ("_make_room", oldest_gives_way),
+        ("_rows", too_few),
+        ("_take_surplus", takes_too_much),
+        ("_show", shows_once),
+        ("_is_in_budget", lambda *_: True),
+    ],
 )
 def test_the_machine_finds_a_broken_scheduler(monkeypatch: pytest.MonkeyPatch, name: str, broken: object) -> None:
     """Negative controls."""
@@ -285,7 +340,7 @@ def test_a_large_request_at_the_head_is_not_overtaken() -> None:
 
 @pytest.mark.parametrize(("ready", "bucket"), [(1, 1), (2, 2), (3, 5), (5, 5)])
 def test_rounds_take_the_smallest_bucket_that_holds_them(ready: int, bucket: int) -> None:
-    one = scheduler(slots=5, buckets=(1, 2, 5))
+    one = scheduler(slots=5, buckets=(1, 2, 5), prefill_budget=100)
     for number in range(ready):
         one.add(request(number, 2, 9))
     plans = [one.plan() for _ in range(ready + 1)]
@@ -309,3 +364,93 @@ def test_finishing_twice_or_unknown_is_harmless() -> None:
         one.finish(r)
     one.finish(request(2, 1, 1))
     assert one._free_slots == [0] and one.pages.num_used == 0
+
+
+def decode(one: Scheduler, plan: Plan | None, tokens: int = 1) -> None:
+    """Read a plan at once; every round commits as many tokens."""
+    assert plan is not None
+    one.settle(plan)
+    for r in [plan.request] if isinstance(plan, PrefillPlan) else plan.requests:
+        if isinstance(plan, RoundPlan) or plan.emits:
+            r.token_ids += [7] * min(tokens, r.limit - len(r.token_ids))
+        if len(r.token_ids) == r.limit:
+            one.finish(r)
+
+
+@pytest.mark.parametrize(("ahead", "most"), [(8, 4), (0, 63)])
+def test_most_rounds_bring_no_new_pages(ahead: int, most: int) -> None:
+    """Four requests that fill a page at different times; with no page ahead, nearly as often as there are rounds."""
+    one = scheduler(slots=4, pages=400, pages_ahead=ahead, prefill_budget=100)
+    for number in range(4):
+        one.add(request(number, 4 + number, 64))
+    rounds = with_pages = 0
+    while one.has_work:
+        plan = one.plan()
+        if isinstance(plan, RoundPlan):
+            rounds, with_pages = rounds + 1, with_pages + bool(plan.new_pages)
+        decode(one, plan)
+    assert rounds == 63 and most // 2 <= with_pages <= most
+    assert one.pages.num_used == 0
+
+
+def test_pages_ahead_are_taken_back_before_anybody_gives_way() -> None:
+    """The first gets eight pages more than it needs; the second cannot do without them."""
+    one = scheduler(slots=3, pages=30, pages_ahead=8)
+    first = request(1, 4, 60)
+    one.add(first)
+    while not one.pages.num_used > 8:
+        decode(one, one.plan())
+    second = request(2, (one.pages.num_free + 4) * 4 - SCRATCH - ROUND_TOKENS, 2)
+    one.add(second)
+    decode(one, one.plan())
+    assert len(one.running) == 2
+    while one.has_work:
+        decode(one, one.plan())
+        one.pages.check()
+    assert second.metrics.num_preemptions == 0
+
+
+def test_a_head_that_waits_for_pages_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until pages are given back, or the next one that it could share is kept."""
+    one, looked = scheduler(slots=2, pages=12, prefix_cache=True), []
+    shared = Scheduler._shared
+    monkeypatch.setattr(Scheduler, "_shared", lambda self, r: [looked.append(r), shared(self, r)][1])
+    first, head = request(1, 8, 24), request(2, 40, 1)
+    for r in (first, head):
+        one.add(r)
+    while not one.waiting or first.slot is None or len(first.token_ids) < 3:
+        decode(one, one.plan())
+    looked.clear()
+    for _ in range(8):
+        decode(one, one.plan())
+    assert looked == [] and one.waiting == [head]
+    while first in one.running:
+        decode(one, one.plan())
+    decode(one, one.plan())
+    assert head in one.running and looked == [head]
+
+
+@pytest.mark.parametrize("budget", [4, 8, 20])
+def test_running_requests_never_starve(budget: int) -> None:
+    """However many prompts come: between two rounds there are no more tokens of them than the budget says."""
+    one = scheduler(slots=6, pages=400, prefill_budget=budget)
+    first = request(0, 3, 40)
+    one.add(first)
+    decode(one, one.plan())
+    since, most, number = 0, 0, 1
+    while first in one.running:
+        for _ in range(3):
+            one.add(request(number, 1 + 5 * number % 17, 1 + number % 3))
+            number += 1
+        plan = one.plan()
+        since = since + plan.bucket if isinstance(plan, PrefillPlan) else 0
+        most = max(most, since)
+        decode(one, plan)
+    assert budget // 2 < most <= budget
+
+
+def test_without_others_that_wait_a_prompt_takes_the_largest_chunks() -> None:
+    one = scheduler(slots=2, prefill_budget=4)
+    one.add(request(1, 16, 1))
+    plans = [one.plan(), one.plan()]
+    assert [plan.count for plan in plans if isinstance(plan, PrefillPlan)] == [8, 8]
