@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from jspec import Eagle3, Engine, SamplingParams, Tree
+from jspec import Drafter, DraftModel, Eagle3, Engine, SamplingParams, Suffix, Tree
 from jspec.requests import Request
 from tests import small, tiny
 
 pytestmark = pytest.mark.once
 
 MAX_LEN, PAGE, LENGTH = 48, 4, 3
-FULL = pytest.param(2000, marks=pytest.mark.matrix)
 
 
 class Letters:
@@ -71,13 +72,24 @@ def wishes(count: int, rng: np.random.Generator) -> Iterator[Wish]:
         yield Wish(prompt, params, step, step + int(rng.integers(0, 30)) if rng.random() < 0.15 else None)
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
+def head() -> Any:
+    return tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1))
+
+
+DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
+    "eagle3": lambda: Eagle3(head(), Tree.chain(LENGTH)),
+    "tree": lambda: Eagle3(head(), Tree.topk(6, 2, 3)),
+    "draft model": lambda: DraftModel(tiny.model(small.VOCAB, layers=1, seed=1), Tree.chain(LENGTH)),
+    "suffix": lambda: Suffix(Tree.chain(LENGTH), max_n=3),
+}
+
+
+@cache
+def engine_with(name: str, rounds: int) -> Engine:
     """Pages for little more than two long requests, and slots for four."""
-    head = tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1))
     return Engine(
         small.target(),
-        drafter=Eagle3(head, Tree.chain(LENGTH)),
+        drafter=DRAFTERS[name](),
         tokenizer=Letters(),
         slots=4,
         max_len=MAX_LEN,
@@ -85,54 +97,95 @@ def engine() -> Engine:
         pages=31,
         buckets=(2, 4),
         prefill_buckets=(8, 32),
+        prefill_budget=16,
+        rounds_per_dispatch=rounds,
         log_interval=None,
     )
 
 
 def alone(all_wishes: list[Wish]) -> list[list[int]]:
-    """Plain decoding without a cache of prefixes, every request on its own."""
-    expected: dict[int, list[int]] = {}
+    """Plain decoding, one request after the other: nobody runs beside it and nothing is kept of others."""
     plain = Engine(
-        small.target(), slots=8, max_len=MAX_LEN, buckets=(8,), prefill_buckets=(MAX_LEN,), prefix_cache=False
+        small.target(), slots=1, max_len=MAX_LEN, buckets=(1,), prefill_buckets=(MAX_LEN,), prefix_cache=False
     )
-    done = plain.generate([wish.prompt for wish in all_wishes], [wish.params for wish in all_wishes])
-    for index, completion in enumerate(done):
-        expected[index] = completion.token_ids
-    return [expected[index] for index in range(len(all_wishes))]
+    return [plain.generate(wish.prompt, wish.params)[0].token_ids for wish in all_wishes]
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Names of the events while the test runs."""
+    seen: list[str] = []
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+class Lost:
+    """A result that never comes."""
+
+    def block_until_ready(self) -> None:
+        raise RuntimeError("device lost")
 
 
 class Faults:
-    """Makes some steps fail on the device, and the tokenizer now and then."""
+    """Makes some steps fail, stage after stage, and the tokenizer now and then."""
+
+    STAGES = ("dispatch", "block", "read", "interrupt")
 
     def __init__(self, engine: Engine, rng: np.random.Generator, patch: pytest.MonkeyPatch) -> None:
-        self.engine, self.rng, self.left = engine, rng, 0
-        dispatch = engine._dispatch
+        self.engine, self.rng, self.due, self.count = engine, rng, "", 0
+        dispatch, read = engine._dispatch, engine._read
 
-        def failing(plan: Any) -> Any:
-            if self.left == 1:
-                self.left = 0
+        def dispatches(plan: Any) -> Any:
+            if self.is_due("dispatch"):
                 raise RuntimeError("RESOURCE_EXHAUSTED")
-            return dispatch(plan)
+            if self.is_due("interrupt"):
+                raise KeyboardInterrupt
+            output = dispatch(plan)
+            return replace(output, report=Lost()) if self.is_due("block") else output
 
-        patch.setattr(engine, "_dispatch", failing)
+        def reads(plan: Any, output: Any) -> Any:
+            if self.is_due("read"):
+                raise RuntimeError("lost on its way")
+            return read(plan, output)
+
+        patch.setattr(engine, "_dispatch", dispatches)
+        patch.setattr(engine, "_read", reads)
+
+    def is_due(self, stage: str) -> bool:
+        if self.due != stage:
+            return False
+        self.due, self.count = "", self.count + 1
+        return True
 
     def maybe(self) -> None:
-        if self.rng.random() < 0.004:
-            self.left = 1
+        if not self.due and self.rng.random() < 0.015:
+            self.due = self.STAGES[self.count % len(self.STAGES)]
         if self.rng.random() < 0.012:
             self.engine.tokenizer.fails = True  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("count", [120, FULL])
+def full(name: str, rounds: int) -> Any:
+    return pytest.param(name, rounds, 2000, marks=pytest.mark.matrix)
+
+
+@pytest.mark.parametrize(
+    ("name", "rounds", "count"),
+    [("eagle3", 1, 120), *(full(name, 1) for name in DRAFTERS), full("eagle3", 3)],
+)
 def test_every_request_is_answered_or_ends_with_its_own_error(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, count: int
+    monkeypatch: pytest.MonkeyPatch, compiled: list[str], name: str, rounds: int, count: int
 ) -> None:
+    engine = engine_with(name, rounds)
     rng = np.random.default_rng(count)
     all_wishes = list(wishes(count, rng))
     expected = alone(all_wishes)
     faults = Faults(engine, rng, monkeypatch)
-    compiled: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    compiled.clear()
     requests: dict[int, Request] = {}
     step, waits = 0, list(range(count))
     while waits or engine.scheduler.has_work:
@@ -143,7 +196,8 @@ def test_every_request_is_answered_or_ends_with_its_own_error(
             if all_wishes[index].aborted_at == step:
                 engine.abort(request)
         faults.maybe()
-        engine.step()
+        with suppress(KeyboardInterrupt):
+            engine.step()
         engine.tokenizer.fails = False  # type: ignore[union-attr]
         step += 1
         engine.scheduler.pages.check()
@@ -158,6 +212,7 @@ def test_every_request_is_answered_or_ends_with_its_own_error(
         assert (done.error is not None) == (done.finish_reason == "error")
         is_whole = done.finish_reason not in ("abort", "error")
         assert done.token_ids == (expected[index] if is_whole else expected[index][: len(done.token_ids)]), index
+    assert faults.count >= len(Faults.STAGES)
     assert set(reasons) >= {"length", "stop", "abort", "error"}, reasons
     metrics = engine.metrics
     assert metrics.num_preemptions > 0 and metrics.num_cached_tokens > 0 and metrics.num_accepted_tokens > 0
