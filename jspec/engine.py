@@ -314,7 +314,6 @@ class Engine(Interface):
     def _end(self, request: Request, reason: str) -> None:
         if request.finish_reason is not None:
             return
-        self.scheduler.finish(request)
         text = self._texts.get(request.id)
         if text is None:  # it was never queued, and will not be
             request.finish_reason = reason
@@ -327,6 +326,7 @@ class Engine(Interface):
         self._metrics = self._metrics + request.metrics
         if reason in ("eos", "stop", "length"):
             self._latencies.observe(request.metrics)
+        self.scheduler.finish(request)  # not before: an interrupt up to here finds it running, and it ends after all
         request.finish_reason = reason  # last: other threads take it that all is there
 
     @contextmanager

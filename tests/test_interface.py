@@ -598,6 +598,17 @@ def test_an_interrupt_while_a_step_is_dispatched_goes_to_the_caller(
     assert isinstance(caught.value.__cause__, KeyboardInterrupt)
 
 
+def test_an_interrupt_while_a_request_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends all the same; the next answer is right."""
+    request = engine.submit(PROMPTS[0], PARAMS[0])
+    with monkeypatch.context() as patch:
+        patch.setattr("jspec.output.OutputText.finish", Fault(lambda *_: None, 1, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            engine.result(request)
+        assert request.finish_reason == "error"
+    assert isinstance(engine.result(request).error, RuntimeError)
+
+
 def test_a_second_interrupt_while_the_state_is_made_anew(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is ended and forgotten by then; whoever steps next makes the state, and no zeroed page is found."""
     prompt, params = PROMPTS[2] + PROMPTS[3], SamplingParams(max_tokens=12, temperature=0.0)
