@@ -274,13 +274,13 @@ class Scheduler:
         return True
 
     def _get_ahead(self, ready: list[Request]) -> None:
-        """All at once, so that the next rounds need no new pages; not while somebody waits for pages."""
-        waits = self.waiting and self._free_slots
-        if waits or self.pages.num_free < 2 * self._pages_ahead * len(ready):
+        """All at once, up to half of what is free; not while somebody waits for pages."""
+        if self.waiting and self._free_slots:
             return
+        extra = min(self._pages_ahead, self.pages.num_free // (2 * len(ready)))
         for request in ready:
             most = request.rows_needed + self._scratch_rows
-            ahead = len(self.pages.pages_of(request.id)) + self._pages_ahead
+            ahead = len(self.pages.pages_of(request.id)) + extra
             self.pages.grow(request.id, min(most, ahead * self.pages.page_size))
 
     def _take_surplus(self) -> None:
