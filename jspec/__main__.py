@@ -13,7 +13,7 @@ import jax
 import convert.__main__
 from jspec import demo, diagnose
 from jspec.bench import cli as bench
-from jspec.config import ACCEPT_RULES, KV_DTYPES
+from jspec.config import ACCEPT_RULES, KV_DTYPES, QUANTIZE
 from jspec.describe import describe
 from jspec.draft import Drafter
 from jspec.draft.eagle import Eagle, Eagle3
@@ -25,7 +25,6 @@ from jspec.engine import Engine
 from jspec.requests import SamplingParams
 from jspec.tree import TREE_FORMS, Tree
 from pallas_kernels.implementation import explain
-from pallas_kernels.quantized import KINDS
 
 PRETRAINED: dict[str, Callable[..., Drafter]] = {
     "eagle3": Eagle3.from_pretrained,
@@ -123,7 +122,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--dtype", help="of the weights; float32 on CPU, bfloat16 elsewhere")
-    kinds, dtypes = ", ".join(KINDS), ", ".join(KV_DTYPES)
+    kinds, dtypes = ", ".join(QUANTIZE), ", ".join(KV_DTYPES)
     parser.add_argument("--quantize", metavar="KIND", help=f"the target's products: {kinds}")
     parser.add_argument("--draft-quantize", metavar="KIND", help="likewise of an EAGLE head or a draft model")
     parser.add_argument(

@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import get_args
-
-from pallas_kernels.implementation import Implementation
-from pallas_kernels.quantized import KINDS
 
 ACCEPT_RULES = ("coupled", "rejection", "block", "multi_candidate", "typical")
-IMPLEMENTATIONS = get_args(Implementation)
+IMPLEMENTATIONS = ("auto", "pallas", "reference")
 KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
+QUANTIZE = ("int8", "fp8", "fp8_dynamic")
 PREFILL_BUCKETS = (128, 512, 2048)
 
 
@@ -52,7 +49,7 @@ class EngineConfig:
     prefill_buckets: tuple[int, ...] | None = None
     pages: int | None = None
     memory_fraction: float = 0.9
-    implementation: Implementation = "auto"
+    implementation: str = "auto"
     rounds_per_dispatch: int = 1
     overlap: bool = True
     accept: str = "coupled"
@@ -76,7 +73,7 @@ class EngineConfig:
         _one_of("implementation", self.implementation, IMPLEMENTATIONS)
         for name in ("kv_dtype", "draft_kv_dtype"):
             _one_of(name, getattr(self, name), (None, *KV_DTYPES))
-        _one_of("quantize", self.quantize, (None, *KINDS))
+        _one_of("quantize", self.quantize, (None, *QUANTIZE))
         for name in ("typical_threshold", "typical_alpha"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not value > 0:

@@ -17,8 +17,6 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels.implementation import Implementation
-
 MAX_STOP_IDS = 8
 UNLIMITED = 2**30  # more tokens than any row has
 
@@ -85,7 +83,7 @@ class SlotView:
     sampling: Sampling
     accept: str = struct.field(pytree_node=False)  # the accept rule of this program
     all_greedy: bool = struct.field(pytree_node=False)  # this branch of the program serves greedy rows only
-    implementation: Implementation = struct.field(pytree_node=False)  # of the kernels
+    implementation: str = struct.field(pytree_node=False)  # of the kernels
     text: Int[Array, "batch positions"] | None = None  # in a prefill, where drafters read it: all tokens so far
 
 
@@ -104,7 +102,7 @@ class TokenBatch:
     first_row: Int[Array, "batch"]
     page_table: Int[Array, "batch pages"]
     bits: UInt32[Array, "batch tokens words"] | None
-    implementation: Implementation = struct.field(pytree_node=False)
+    implementation: str = struct.field(pytree_node=False)
     base: Int[Array, "batch"] | None = None  # None: first_row
     new_rows: int | None = struct.field(pytree_node=False, default=None)  # that bits name; None: those here
 

@@ -41,7 +41,6 @@ from jspec.records import (
 )
 from jspec.verify import ancestors, depths
 from pallas_kernels.ancestor_bits import ancestor_bits
-from pallas_kernels.implementation import Implementation
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Program:
     drafter: Drafter
     feature_layers: tuple[int, ...]
     accept: str
-    implementation: Implementation
+    implementation: str
     rounds: int = 1
     trace: bool = False
     typical: verify.Typical = field(default_factory=verify.Typical)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Num
 
-from pallas_kernels.implementation import Implementation
 from pallas_kernels.round_rows import FP8, INT8, gated, round_rows, scaled_rows
 
 Kind = Literal["int8", "fp8", "fp8_dynamic"]
@@ -87,7 +86,7 @@ class Factors(NamedTuple):
         return product * self.scale
 
 
-def factors(x: Inputs, weight: Weight, *, is_gated: bool = False, implementation: Implementation = "auto") -> Factors:
+def factors(x: Inputs, weight: Weight, *, is_gated: bool = False, implementation: str = "auto") -> Factors:
     """Takes a product apart; "fp8_dynamic" rounds x here, unless it is already.
 
     Args:
@@ -113,7 +112,7 @@ def matmul(
     dtype: jnp.dtype | None = None,
     *,
     is_gated: bool = False,
-    implementation: Implementation = "auto",
+    implementation: str = "auto",
 ) -> Float[Array, "*rows out"]:
     """x @ weight.T, summed in float32 and rounded once; float32 inputs are multiplied in float32 on every device.
 

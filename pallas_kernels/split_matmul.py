@@ -80,7 +80,8 @@ def _pallas(x, weight, row_scale, scale, *, parts, interpret):
         functools.partial(_kernel, rows=rows, steps=inner // columns // parts, tile=tile, inner=columns),
         grid=(out // tile, parts),
         out_shape=jax.ShapeDtypeStruct((parts, rows, out), jnp.float32),
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=6),
+        # Beside numbers of one byte x takes more of a tile: six stages would not fit into 99 KiB of shared memory.
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=6 if weight.dtype.itemsize > 1 else 5),
         interpret=interpret,
         name="split_matmul",
     )(x, weight, *scales)

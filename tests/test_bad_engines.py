@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from jspec import DraftModel, Eagle, Eagle3, Engine, Medusa, SamplingParams, Tree
+from jspec.config import QUANTIZE
 from jspec.programs import Programs
 from jspec.testing import Random, Scripted
+from pallas_kernels.quantized import KINDS
 from tests import small, tiny
 
 CHAIN = Tree.chain(2)
@@ -67,6 +69,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 def test_an_impossible_option_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(small.target(), **options)
+
+
+def test_every_kind_of_quantisation_is_an_option() -> None:
+    assert QUANTIZE == KINDS
 
 
 def test_an_unknown_option_is_named() -> None:

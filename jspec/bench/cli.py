@@ -15,6 +15,7 @@ from jspec.bench import (
     cold_start,
     compare,
     inflate,
+    kernels,
     picture,
     report,
     rounds,
@@ -58,6 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _cold_start_arguments(
         commands.add_parser("cold-start", help="seconds from a process to engines that serve, without and with a cache")
     )
+    kernels.add_attention_arguments(
+        commands.add_parser("attention", help="attention by itself, beside what memory and arithmetic allow")
+    )
+    kernels.add_gemm_arguments(commands.add_parser("gemm", help="a decoder's products by themselves, likewise"))
     inflate.add_arguments(commands.add_parser("inflate", help="a small model in a larger shape that computes the same"))
 
 

@@ -23,7 +23,6 @@ from jspec.models.decoder import Model
 from jspec.records import SlotState
 from jspec.step import Params, Program, init_state, spec_step
 from jspec.tree import Tree
-from pallas_kernels.implementation import Implementation
 
 GROUP = 32  # rounds dispatched between two looks at the clock: the first finds an idle device, as none does that serves
 GROUPS = 12
@@ -41,7 +40,7 @@ class Case:
     tree: Tree | None  # drafted by an EAGLE-3 head; None is plain decoding
     page_size: int = 16
     dtype: str = "bfloat16"
-    implementation: Implementation = "auto"
+    implementation: str = "auto"
     greedy: bool = True
     quantize: str | None = None  # target and head
     kv_dtype: str | None = None  # of both caches; None: dtype

@@ -21,7 +21,6 @@ from jspec.draft import static_draft
 from jspec.records import Draft, SlotView, TokenBatch
 from jspec.tree import Tree
 from pallas_kernels.ancestor_bits import WORD, num_words, own_bits
-from pallas_kernels.implementation import Implementation
 from pallas_kernels.top_log_probs import top, top_log_probs
 
 
@@ -160,7 +159,7 @@ def _grow_dynamic(
 
 
 def _children(
-    scores: Array, own: Array, logits: Array, k: int, vocabulary: Vocabulary, implementation: Implementation
+    scores: Array, own: Array, logits: Array, k: int, vocabulary: Vocabulary, implementation: str
 ) -> _Candidates:
     """The k best followers of every fed node, side by side."""
     rows, fed, size = logits.shape

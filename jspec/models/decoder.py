@@ -20,7 +20,6 @@ from jspec import pretrained
 from jspec.models.attention import attend, project
 from jspec.models.config import ModelConfig
 from jspec.records import KVCache, TargetOut, TokenBatch
-from pallas_kernels.implementation import Implementation
 from pallas_kernels.quantized import Inputs, Weight, matmul, rounds_inputs
 from pallas_kernels.residual_norm import add_rms_norm
 from pallas_kernels.split_matmul import split_matmul
@@ -85,7 +84,7 @@ def rms_norm(
     return wide.astype(x.dtype) * weight
 
 
-def mlp(x: Inputs, gate_up: Weight, down: Weight, implementation: Implementation) -> Float[Array, "parts *rows hidden"]:
+def mlp(x: Inputs, gate_up: Weight, down: Weight, implementation: str) -> Float[Array, "parts *rows hidden"]:
     """SiLU-gated feed-forward (arXiv:2002.05202), in parts as `split_matmul` leaves them."""
     gate_and_up = matmul(x, gate_up, implementation=implementation)
     return split_matmul(gate_and_up, down, is_gated=True, implementation=implementation)

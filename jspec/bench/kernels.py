@@ -1,0 +1,235 @@
+"""`jspec bench attention` and `jspec bench gemm`: a kernel by itself, beside what memory and arithmetic allow.
+
+One program holds many calls, each on data of its own, so that none finds its data in a cache and none waits for
+another's result. On a GPU the time is what the device's own trace says it computed, launches left out; elsewhere, where
+there is no such trace, it is the clock's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.profiler import ProfileData
+
+from jspec.bench import floors, report, shapes
+from jspec.config import KV_DTYPES
+from jspec.report import table
+from pallas_kernels import paged_attention, split_matmul
+from pallas_kernels.quantized import KINDS, matmul, quantize
+
+BEYOND_CACHES = 256 * 2**20  # bytes that all calls read together at least; an H200's L2 holds 60 MB
+MOST_CALLS = 64
+REPEATS = 10
+SPLIT = ("qkv", "o", "down")  # products that the decoder leaves in parts
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the table."""
+
+    name: str
+    settings: dict[str, Any]
+    bytes: float
+    flops: float
+    seconds: float  # of a call
+    clock: str  # "device" or "host"
+
+    @property
+    def floor(self) -> float:
+        return floors.Cost(self.name, self.bytes, self.flops).seconds
+
+
+def calls_for(bytes_read: float) -> int:
+    """Calls of one program that together read more than caches hold."""
+    return min(max(math.ceil(BEYOND_CACHES / bytes_read), 2), MOST_CALLS)
+
+
+def attention(
+    *,
+    batch: int,
+    rows: int,
+    context: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: str,
+    kv: str,
+) -> Result:
+    """``rows`` new tokens a sequence over ``context`` committed ones, pages in any order.
+
+    Args:
+        kv: dtype of the pools.
+    """
+    settings = dict(locals())
+    numbers = 2 * batch * context * kv_heads * head_dim
+    calls = calls_for(numbers * jnp.dtype(kv).itemsize)
+    columns = math.ceil((context + rows) / page_size)
+    shape = (batch * columns + 1, kv_heads, page_size, head_dim)
+    pools = [jax.random.normal(jax.random.key(i), shape, dtype).astype(kv) for i in range(2 * calls)]
+    queries = jax.random.normal(jax.random.key(2 * calls), (batch, rows, heads, head_dim), dtype)
+    order = 1 + np.random.default_rng(0).permutation(batch * columns)
+    page_table = jnp.asarray(order.reshape(batch, columns), jnp.int32)
+    lengths = jnp.full(batch, context, jnp.int32)
+
+    def run(queries: Any, pools: Any, page_table: Any, lengths: Any) -> list[Any]:
+        pairs = zip(pools[::2], pools[1::2], strict=True)
+        return [paged_attention(queries, k, v, page_table, lengths, None) for k, v in pairs]
+
+    seconds, clock = time_calls(run, (queries, pools, page_table, lengths), calls)
+    flops = 4 * batch * rows * heads * head_dim * context
+    return Result("attention", settings, numbers * jnp.dtype(kv).itemsize, flops, seconds, clock)
+
+
+def gemm(name: str, *, rows: int, out: int, inner: int, dtype: str, kind: str | None) -> Result:
+    """``rows`` rows times a weight [out, inner], as the decoder multiplies them.
+
+    Args:
+        kind: of quantisation; None: none.
+    """
+    settings = {"rows": rows, "out": out, "inner": inner, "dtype": dtype, "quantize": kind}
+    width = jnp.dtype(dtype).itemsize if kind is None else 1
+    calls = calls_for(out * inner * width)
+    keys = jax.random.split(jax.random.key(0), 2 * calls)
+    weights = [jax.random.normal(key, (out, inner), dtype) / math.sqrt(inner) for key in keys[:calls]]
+    if kind is not None:
+        weights = [quantize(weight, kind) for weight in weights]  # type: ignore[arg-type, misc]
+    inputs = [jax.random.normal(key, (rows, inner), dtype) for key in keys[calls:]]  # else XLA would join the products
+    multiply = split_matmul if name in SPLIT else partial(matmul, dtype=jnp.float32 if name == "head" else None)
+
+    def run(inputs: Any, weights: Any) -> list[Any]:
+        return [multiply(x, weight) for x, weight in zip(inputs, weights, strict=True)]
+
+    seconds, clock = time_calls(run, (inputs, weights), calls)
+    cost = floors.matmul(name, rows, out, inner, floors.Widths(weight=width, speed=2 if kind == "fp8_dynamic" else 1))
+    return Result(name, settings, cost.bytes, cost.flops, seconds, clock)
+
+
+def time_calls(run: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> tuple[float, str]:
+    """Seconds of one of the calls that ``run`` makes, and by whose clock."""
+    program = jax.jit(run).lower(*arguments).compile()
+    for _ in range(3):
+        jax.block_until_ready(program(*arguments))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            times = [_seconds(program, arguments) for _ in range(REPEATS)]
+        (trace,) = Path(folder).rglob("*.xplane.pb")
+        device = computed(ProfileData.from_file(str(trace)).planes)
+    if device:
+        return device / REPEATS / calls, "device"
+    return statistics.median(times) / calls, "host"
+
+
+def _seconds(program: Any, arguments: tuple[Any, ...]) -> float:
+    began = time.perf_counter()
+    jax.block_until_ready(program(*arguments))
+    return time.perf_counter() - began
+
+
+def computed(planes: Iterable[Any]) -> float:
+    """Seconds that the kernels of a trace add up to on its GPU; 0 where there is none."""
+    lines = [line for plane in planes if "GPU" in plane.name for line in plane.lines if "stream" in line.name.lower()]
+    return sum(event.duration_ns for line in lines for event in line.events) / 1e9
+
+
+def text(results: Sequence[Result]) -> str:
+    """A table; the share is of the least time."""
+    names = list(dict.fromkeys(name for result in results for name in result.settings))
+    rows = [["kernel", *names, "MB", "least us", "us", "TB/s", "TFLOP/s", "share"]]
+    for result in results:
+        figures = [
+            f"{result.bytes / 1e6:.1f}",
+            f"{result.floor * 1e6:.1f}",
+            f"{result.seconds * 1e6:.1f}",
+            f"{result.bytes / result.seconds / 1e12:.2f}",
+            f"{result.flops / result.seconds / 1e12:.1f}",
+            f"{result.floor / result.seconds:.0%}",
+        ]
+        rows.append([result.name, *(str(result.settings.get(name, "")) for name in names), *figures])
+    return f"{table(rows)}\ntimed by the clock of the {', '.join(sorted({result.clock for result in results}))}"
+
+
+def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `jspec bench attention` takes."""
+    for name, default in (("batch", "1,8,32,64"), ("rows", "1,5"), ("context", "1024")):
+        parser.add_argument(f"--{name}", type=_ints, default=_ints(default), metavar=default)
+    for name, default in (("page-size", "16"), ("head-dim", "128")):
+        parser.add_argument(f"--{name}", type=_ints, default=_ints(default), metavar=default)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--dtype", default="bfloat16", help="of the queries")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="of the pools; the queries' if left out")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    parser.set_defaults(run=_run_attention)
+
+
+def add_gemm_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `jspec bench gemm` takes."""
+    parser.add_argument("--shape", choices=sorted(shapes.TARGETS), default="llama3-8b", help="whose products")
+    parser.add_argument("--rows", type=_ints, default=_ints("1,5,40"), metavar="1,5,40")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantize", choices=KINDS, help="the weights")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    parser.set_defaults(run=_run_gemm)
+
+
+def _ints(words: str) -> list[int]:
+    return [int(word) for word in words.split(",")]
+
+
+def _run_attention(arguments: argparse.Namespace) -> int:
+    a = arguments
+    return _finish(
+        a,
+        [
+            attention(
+                batch=batch,
+                rows=rows,
+                context=context,
+                heads=a.heads,
+                kv_heads=a.kv_heads,
+                head_dim=dim,
+                page_size=page,
+                dtype=a.dtype,
+                kv=a.kv_dtype or a.dtype,
+            )
+            for page, dim, context, batch, rows in product(a.page_size, a.head_dim, a.context, a.batch, a.rows)
+        ],
+    )
+
+
+def _run_gemm(arguments: argparse.Namespace) -> int:
+    c = shapes.TARGETS[arguments.shape]
+    sizes = {
+        "qkv": ((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size),
+        "o": (c.hidden_size, c.num_heads * c.head_dim),
+        "gate_up": (2 * c.intermediate_size, c.hidden_size),
+        "down": (c.hidden_size, c.intermediate_size),
+        "head": (c.vocab_size, c.hidden_size),
+    }
+    results = [
+        gemm(name, rows=rows, out=out, inner=inner, dtype=arguments.dtype, kind=arguments.quantize)
+        for rows, (name, (out, inner)) in product(arguments.rows, sizes.items())
+    ]
+    return _finish(arguments, results)
+
+
+def _finish(arguments: argparse.Namespace, results: Sequence[Result]) -> int:
+    print(f"one call, random data; {report.environment()}")
+    print(text(results))
+    if arguments.json:
+        report.write(arguments.json, [{**asdict(result), "floor_seconds": result.floor} for result in results])
+    return 0
