@@ -20,6 +20,7 @@ from pallas_kernels.round_rows import FP8, INT8, gated, round_rows, scaled_rows
 
 Kind = Literal["int8", "fp8", "fp8_dynamic"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+FEW_ROWS = 64  # beyond, rounding inputs of one byte and their product costs less than writing the latter in float32
 
 
 @struct.dataclass
@@ -66,9 +67,6 @@ def rounds_inputs(weight: Weight) -> bool:
 def quantize(weight: Float[Array, "out inner"], kind: Kind) -> Quantized:
     """Rounds a weight to one byte a number, each row to its own scale."""
     return Quantized(*scaled_rows(weight, INT8 if kind == "int8" else FP8), dynamic=kind == "fp8_dynamic")
-
-
-FEW_ROWS = 64  # beyond, rounding inputs of one byte and their product costs less than writing the latter in float32
 
 
 class Factors(NamedTuple):

@@ -266,9 +266,8 @@ def _cold_start(arguments: argparse.Namespace) -> int:
         **{name: getattr(arguments, name) for name in names},
     )
     starts = cold_start.measure(case, arguments.cache)
-    print(
-        f"random weights of {case.shape}, made on the device; {report.environment()}"
-    )  # only now: it takes the device
+    # Only now: it takes the device.
+    print(f"random weights of {case.shape}, made on the device; {report.environment()}")
     print(cold_start.text(*starts))
     if arguments.json:
         cold_start.write_json(arguments.json, case, starts)

@@ -56,14 +56,18 @@ def verify_costs(c: ModelConfig, batch: int, nodes: int, context: int, widths: W
     return layer * c.num_layers + [product("head", out=c.vocab_size, inner=c.hidden_size)]
 
 
+def block_products(c: ModelConfig | HeadConfig, inputs: int) -> dict[str, tuple[int, int]]:
+    """Rows and columns (out, inner) of the products of a layer whose attention reads so many inputs."""
+    return {
+        "qkv": ((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, inputs),
+        "o": (c.hidden_size, c.num_heads * c.head_dim),
+        "gate_up": (2 * c.intermediate_size, c.hidden_size),
+        "down": (c.hidden_size, c.intermediate_size),
+    }
+
+
 def _block(c: ModelConfig | HeadConfig, product: Callable[..., Cost], inputs: int) -> list[Cost]:
-    """The products of a layer whose attention reads so many inputs."""
-    return [
-        product("qkv", out=(c.num_heads + 2 * c.num_kv_heads) * c.head_dim, inner=inputs),
-        product("o", out=c.hidden_size, inner=c.num_heads * c.head_dim),
-        product("gate_up", out=2 * c.intermediate_size, inner=c.hidden_size),
-        product("down", out=c.hidden_size, inner=c.intermediate_size),
-    ]
+    return [product(name, out=out, inner=inner) for name, (out, inner) in block_products(c, inputs).items()]
 
 
 def draft_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Widths = BF16) -> list[Cost]:

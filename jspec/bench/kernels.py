@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -75,8 +75,9 @@ def attention(
         kv: dtype of the pools.
     """
     settings = dict(locals())
-    numbers = 2 * batch * context * kv_heads * head_dim
-    calls = calls_for(numbers * jnp.dtype(kv).itemsize)
+    own = replace(shapes.TARGETS["llama3-8b"], num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+    cost = floors.attention(own, batch, rows, context, floors.Widths(cache=jnp.dtype(kv).itemsize))
+    calls = calls_for(cost.bytes)
     columns = math.ceil((context + rows) / page_size)
     shape = (batch * columns + 1, kv_heads, page_size, head_dim)
     pools = [jax.random.normal(jax.random.key(i), shape, dtype).astype(kv) for i in range(2 * calls)]
@@ -89,9 +90,9 @@ def attention(
         pairs = zip(pools[::2], pools[1::2], strict=True)
         return [paged_attention(queries, k, v, page_table, lengths, None) for k, v in pairs]
 
-    seconds, clock = time_calls(run, (queries, pools, page_table, lengths), calls)
-    flops = 4 * batch * rows * heads * head_dim * context
-    return Result("attention", settings, numbers * jnp.dtype(kv).itemsize, flops, seconds, clock)
+    return Result(
+        cost.name, settings, cost.bytes, cost.flops, *time_calls(run, (queries, pools, page_table, lengths), calls)
+    )
 
 
 def gemm(name: str, *, rows: int, out: int, inner: int, dtype: str, kind: str | None) -> Result:
@@ -102,7 +103,8 @@ def gemm(name: str, *, rows: int, out: int, inner: int, dtype: str, kind: str | 
     """
     settings = {"rows": rows, "out": out, "inner": inner, "dtype": dtype, "quantize": kind}
     width = jnp.dtype(dtype).itemsize if kind is None else 1
-    calls = calls_for(out * inner * width)
+    cost = floors.matmul(name, rows, out, inner, floors.Widths(weight=width, speed=2 if kind == "fp8_dynamic" else 1))
+    calls = calls_for(cost.bytes)
     keys = jax.random.split(jax.random.key(0), 2 * calls)
     weights = [jax.random.normal(key, (out, inner), dtype) / math.sqrt(inner) for key in keys[:calls]]
     if kind is not None:
@@ -113,9 +115,7 @@ def gemm(name: str, *, rows: int, out: int, inner: int, dtype: str, kind: str | 
     def run(inputs: Any, weights: Any) -> list[Any]:
         return [multiply(x, weight) for x, weight in zip(inputs, weights, strict=True)]
 
-    seconds, clock = time_calls(run, (inputs, weights), calls)
-    cost = floors.matmul(name, rows, out, inner, floors.Widths(weight=width, speed=2 if kind == "fp8_dynamic" else 1))
-    return Result(name, settings, cost.bytes, cost.flops, seconds, clock)
+    return Result(name, settings, cost.bytes, cost.flops, *time_calls(run, (inputs, weights), calls))
 
 
 def time_calls(run: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> tuple[float, str]:
@@ -213,13 +213,7 @@ def _run_attention(arguments: argparse.Namespace) -> int:
 
 def _run_gemm(arguments: argparse.Namespace) -> int:
     c = shapes.TARGETS[arguments.shape]
-    sizes = {
-        "qkv": ((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size),
-        "o": (c.hidden_size, c.num_heads * c.head_dim),
-        "gate_up": (2 * c.intermediate_size, c.hidden_size),
-        "down": (c.hidden_size, c.intermediate_size),
-        "head": (c.vocab_size, c.hidden_size),
-    }
+    sizes = floors.block_products(c, c.hidden_size) | {"head": (c.vocab_size, c.hidden_size)}
     results = [
         gemm(name, rows=rows, out=out, inner=inner, dtype=arguments.dtype, kind=arguments.quantize)
         for rows, (name, (out, inner)) in product(arguments.rows, sizes.items())
