@@ -230,9 +230,9 @@ def in_flight_while_reading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     depths: set[int] = set()
     original = engine._read
 
-    def reading(*args: Any) -> None:
+    def reading(*args: Any) -> np.ndarray:
         depths.add(len(engine._in_flight) + 1)
-        original(*args)
+        return original(*args)
 
     monkeypatch.setattr(engine, "_read", reading)
     to_the_end(engine)
