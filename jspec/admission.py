@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ class Admission:
     vocab_size: int
     eos_ids: tuple[int, ...]
     config: EngineConfig
-    next_id: int = 0
+    ids: Iterator[int] = field(default_factory=lambda: count(1))
 
     def requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
         """One request a prompt, in order.
@@ -47,9 +48,9 @@ class Admission:
             raise TypeError(f"params: expected SamplingParams, one or a list of one a prompt, got {params!r}")
         ids = token_ids(prompt, self.tokenizer, vocab_size=self.vocab_size, max_len=self.config.max_len)
         stop_ids = self._stop_ids(params)
-        self.next_id += 1
+        number = next(self.ids)
         limit = min(params.max_tokens, self.config.max_len - len(ids))
-        return Request(self.next_id, ids, params, self._seed(params), stop_ids, limit, trace=trace)
+        return Request(number, ids, params, self._seed(params, number), stop_ids, limit, trace=trace)
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         stop_ids = tuple(dict.fromkeys((() if params.ignore_eos else self.eos_ids) + params.stop_token_ids))
@@ -63,11 +64,11 @@ class Admission:
             raise ValueError(f"stop_token_ids: expected ids in [0, {self.vocab_size}), got {wrong}")
         return stop_ids
 
-    def _seed(self, params: SamplingParams) -> int:
+    def _seed(self, params: SamplingParams, number: int) -> int:
         """The request's own, or one drawn from the engine's and the request's number."""
         if params.seed is not None:
             return int(params.seed)
-        return int(np.random.SeedSequence([self.config.seed, self.next_id]).generate_state(1, np.uint64)[0])
+        return int(np.random.SeedSequence([self.config.seed, number]).generate_state(1, np.uint64)[0])
 
 
 def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int, max_len: int) -> tuple[int, ...]:
@@ -108,7 +109,7 @@ def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) ->
     request, params = plan.request, plan.request.params
     assert request.slot is not None
     tokens = np.zeros(plan.bucket, np.int32)
-    tokens[: plan.count] = request.prompt_token_ids[plan.start : plan.start + plan.count]
+    tokens[: plan.count] = request.text(plan.start, plan.start + plan.count)
     page_row = np.zeros(width, np.int32)
     page_row[: len(plan.pages)] = plan.pages
     stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
@@ -118,7 +119,9 @@ def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) ->
         start=np.int32(plan.start),
         count=np.int32(plan.count),
         last=np.int32(plan.is_last),
-        remaining=np.int32(request.limit),
+        write=np.int32(plan.is_written),
+        root=np.int32(-1 if plan.root is None else plan.root),
+        remaining=np.int32(request.limit - max(len(request.token_ids) - 1, 0)),
         top_k=np.int32(max(min(params.top_k, vocab_size), 0)),
         draft_cap=np.int32(depth if params.draft is True else min(int(params.draft), depth)),
         temperature=np.float32(params.temperature),
@@ -129,3 +132,9 @@ def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) ->
         page_row=page_row,
         tokens=tokens,
     ).pack()
+
+
+def pack_catch_up(request: Request, pages: Sequence[int], *, width: int) -> np.ndarray:
+    """A request that has ended, as `jspec.step.catch_up_step` reads it."""
+    padding = [0] * (width - len(pages))
+    return np.array([request.slot, request.token_ids[-1], request.rows_committed, *pages, *padding], np.int32)

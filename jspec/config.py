@@ -33,6 +33,10 @@ class EngineConfig:
         kv_dtype, draft_kv_dtype: of the pools; None: the weights' dtype.
         quantize: the target's products, "int8", "fp8" or "fp8_dynamic" (`jspec.quantize`); None: as the target is. The
             drafter has an option of its own.
+        prefill_budget: tokens of prompts, in whole programs, that may come between two rounds while any running request
+            may emit: so long do those that decode wait at most; None: the largest of ``prefill_buckets``.
+        prefix_cache: requests that begin alike share pages, also with those that have ended; the tokens are the same.
+        log_interval: seconds between the lines that `logging` gets while requests run; None: none.
         compile_cache: folder that keeps compiled programs for later processes, from now on those of the whole process;
             None: where JAX_COMPILATION_CACHE_DIR says, if anywhere.
         seed: from which requests without a seed draw theirs.
@@ -54,6 +58,9 @@ class EngineConfig:
     kv_dtype: str | None = None
     draft_kv_dtype: str | None = None
     quantize: str | None = None
+    prefill_budget: int | None = None
+    prefix_cache: bool = True
+    log_interval: float | None = 10.0
     compile_cache: str | Path | None = None
     seed: int = 0
 
@@ -71,14 +78,20 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not value > 0:
                 raise ValueError(f"{name}: expected a number > 0, got {value!r}")
+        if self.log_interval is not None and not (_is_number(self.log_interval) and self.log_interval >= 0):
+            raise ValueError(f"log_interval: expected None or seconds >= 0, got {self.log_interval!r}")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction: expected in (0, 1], got {self.memory_fraction!r}")
+        for name in ("overlap", "prefix_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: expected a bool, got {getattr(self, name)!r}")
         if self.compile_cache is not None and not isinstance(self.compile_cache, (str, Path)):
             raise ValueError(f"compile_cache: expected None or a folder's path, got {self.compile_cache!r}")
-        if not isinstance(self.overlap, bool):
-            raise ValueError(f"overlap: expected a bool, got {self.overlap!r}")
         if not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"seed: expected an int >= 0, got {self.seed!r}")
+        budget = self.prefill_budget
+        if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
+            raise ValueError(f"prefill_budget: expected None or an int >= 1, got {budget!r}")
         if self.pages is not None and (not isinstance(self.pages, int) or self.pages < 2):
             raise ValueError(f"pages: expected None or an int >= 2 (page 0 is never used), got {self.pages!r}")
         self._set_buckets()
@@ -96,6 +109,10 @@ class EngineConfig:
             tokens = (*fitting, *PREFILL_BUCKETS[len(fitting) : len(fitting) + 1])
         object.__setattr__(self, "buckets", rows)
         object.__setattr__(self, "prefill_buckets", _ascending("prefill_buckets", tokens))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

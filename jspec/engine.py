@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-import time
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, final
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from jspec import memory, pretrained, verify
-from jspec.admission import Admission, Prompt, pack_chunk
+from jspec.admission import Admission, Prompt, pack_catch_up, pack_chunk
 from jspec.cache import PoolShape
 from jspec.config import EngineConfig
 from jspec.draft import Drafter, NoDraft
+from jspec.interface import Interface
 from jspec.metrics import Metrics
 from jspec.models.decoder import Model
-from jspec.output import OutputText, completion_of, take_report
+from jspec.output import OutputText, take_report
 from jspec.pages import PagePool
 from jspec.programs import Programs, keep_compiled
+from jspec.prometheus import Gauges, Latencies, exposition
 from jspec.quantize import check_device, quantize_weights
 from jspec.records import StepOutput
-from jspec.requests import Chunk, Completion, Request, SamplingParams
+from jspec.recovery import RESTART, caused_by, error_of_requests, let_go
+from jspec.requests import Request
 from jspec.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
 from jspec.step import Params, Program, init_state
 from jspec.tokenizer import Tokenizer, load_tokenizer
-from jspec.watch import AcceptanceWatch
+from jspec.turns import Turns
+from jspec.watch import AcceptanceWatch, IntervalLog
+
+logger = logging.getLogger(__name__)
 
 
-class Engine:
+@final
+class Engine(Interface):
     """Decodes requests in rounds of one device program each.
 
     Args:
@@ -54,6 +62,7 @@ class Engine:
         eos_ids: Sequence[int] = (),
         **options: Any,
     ) -> None:
+        super().__init__()
         self.config = EngineConfig(**options)
         keep_compiled(self.config.compile_cache)
         tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
@@ -70,7 +79,7 @@ class Engine:
             implementation=self.config.implementation,
             typical=verify.Typical(self.config.typical_threshold, self.config.typical_alpha),
         )
-        self._pool = self._pool_shape(target)
+        self._pool = PoolShape.of(self.config, drafter.tree, str(target.embed.dtype))
         check_device(self._params, self._pool.dtype, self._pool.draft_dtype)
         memory.check_fits(self._program, self._params, self._pool, self.config.memory_fraction)
         self._state = init_state(self._program, self._params, self._pool)
@@ -83,15 +92,22 @@ class Engine:
             prefill_buckets=self.config.prefill_buckets,
             scratch_rows=drafter.tree.scratch_rows,
             rounds=self.config.rounds_per_dispatch,
+            round_tokens=drafter.tree.depth + 1,
+            prefix_cache=self.config.prefix_cache,
+            prefill_budget=self.config.prefill_budget,
         )
         self._in_flight: deque[tuple[Plan, StepOutput]] = deque()
         self._rows: tuple[int | None, ...] = ()
         self._slots = jax.device_put(np.zeros(0, np.int32))
-        self._texts: dict[int, OutputText] = {}
-        self._added_at: dict[int, float] = {}
+        self._turns = Turns()
+        self._orphans: list[tuple[Request, bool]] = []  # to be ended when the step is over; whether to be forgotten too
         self._closed = False
+        self._lost: BaseException | None = None  # the error of a step after which the state is still to be made anew
+        self.healthy = True
         self._watch = AcceptanceWatch(drafter)
-        self.metrics = Metrics()
+        self._log = IntervalLog(self.config.log_interval)
+        self._metrics = Metrics()
+        self._latencies = Latencies()
 
     @classmethod
     def from_pretrained(
@@ -122,95 +138,33 @@ class Engine:
             **options,
         )
 
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        trace: bool = False,
-        progress: bool = False,
-    ) -> list[Completion]:
-        """Complete prompts; the completions come in the prompts' order.
-
-        Args:
-            prompts: one string or one list of token ids is one prompt; else a list of prompts.
-            params: one for all, or one a prompt.
-            trace: keep every round's tree in ``Completion.rounds``.
-            progress: show a bar with tokens/s and mean acceptance length.
-
-        Raises:
-            ValueError: a prompt or a parameter that cannot be served; nothing is queued then.
-        """
-        requests = self._requests(prompts, params, trace=trace)
-        for request in requests:
-            self._queue(request)
-        try:
-            with tqdm(total=sum(r.limit for r in requests), unit="tok", disable=not progress) as bar:
-                for request in requests:
-                    while request.finish_reason is None:
-                        self.step()
-                        if progress:
-                            self._show(bar, requests)
-            return [completion_of(request, self._texts[request.id]) for request in requests]
-        finally:
-            for request in requests:
-                self._end(request, "abort")
-                self._forget(request)
-
-    def _show(self, bar: tqdm, requests: Sequence[Request]) -> None:
-        bar.update(sum(len(request.token_ids) for request in requests) - bar.n)
-        bar.set_postfix(tau=f"{self.metrics.mean_acceptance_length:.2f}", refresh=False)
-
-    def chat(
-        self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None, **options: Any
-    ) -> list[Completion]:
-        """Complete a conversation laid out by the tokenizer's chat template.
-
-        Raises:
-            ValueError: no tokenizer, or one without a chat template.
-        """
-        if self.tokenizer is None:
-            raise ValueError("chat: this engine has no tokenizer; pass tokenizer= or call generate with token ids")
-        return self.generate(self.tokenizer.chat(list(messages)), params, **options)
-
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Complete one prompt, chunk by chunk as rounds are read.
-
-        The request is checked here and queued when the first chunk is asked for. Closing the iterator aborts it.
-
-        Raises:
-            ValueError: a prompt or a parameter that cannot be served.
-        """
-        (request,) = self._requests([prompt], params, trace=False)
-        return self._stream(request)
-
-    def _stream(self, request: Request) -> Iterator[Chunk]:
-        self._queue(request)
-        sent, output, is_last = 0, self._texts[request.id], False
-        try:
-            while not is_last:
-                # Steps of other streams move this request on too, so there may be news without a step of our own.
-                while len(request.token_ids) == sent and request.finish_reason is None:
-                    self.step()
-                chunk = output.chunk(request, sent)
-                sent, is_last = len(request.token_ids), request.finish_reason is not None
-                yield chunk
-        finally:
-            self._end(request, "abort")
-            self._forget(request)
-
     def step(self) -> None:
-        """Dispatch what the scheduler plans and read what is due: with overlap, one step behind."""
-        plan = self.scheduler.plan()
-        if plan is not None:
-            self._in_flight.append((plan, self._dispatch(plan)))
-        behind = 1 if plan is not None and self.config.overlap else 0
-        while len(self._in_flight) > behind:
-            self._read(*self._in_flight.popleft())
-
-    def abort(self, request: Request) -> None:
-        """End a request; its slot and pages are free at once."""
-        self._end(request, "abort")
+        with self._turns:
+            self._go_on_recovering()
+            plan: Plan | None = None
+            with self._recovery():
+                plan = self.scheduler.plan()
+                if plan is not None:
+                    self._in_flight.append((plan, self._dispatch(plan)))
+            behind = 1 if plan is not None and self.config.overlap else 0
+            drafted: list[np.ndarray] = []
+            while len(self._in_flight) > behind:
+                try:
+                    self._in_flight[0][1].report.block_until_ready()  # an interrupt here loses nothing
+                except Exception as error:
+                    self._recover(error)
+                    break
+                with self._recovery():
+                    drafted.append(self._read(*self._in_flight.popleft()))
+            while self._orphans:
+                request, forget = self._orphans.pop()
+                self._end(request, "abort")
+                if forget:
+                    self._forget(request)
+            if self._log.is_due():
+                self._log.write(self.metrics, self._gauges())
+            for report in drafted:
+                self._watch.count(report)  # last: its warning may be turned into an error, which is the caller's
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -232,22 +186,27 @@ class Engine:
         return dict(self._programs.lower_seconds)
 
     @property
+    def metrics(self) -> Metrics:
+        with self._turns:
+            live = (request.metrics for request in [*self.scheduler.running, *self.scheduler.waiting])
+            return replace(sum(live, self._metrics), pages_in_use=self.pages_in_use)
+
+    @property
     def pages_in_use(self) -> int:
         return self.scheduler.pages.num_used
 
+    def prometheus(self, model_name: str = "jspec") -> str:
+        """Counters, gauges and latencies as text for Prometheus, under vLLM's names."""
+        with self._turns:
+            return exposition(self.metrics, self._latencies, self._gauges(), model_name)
+
     def close(self) -> None:
-        """Abort what is left and let the device memory go."""
-        for request in [*self.scheduler.running, *self.scheduler.waiting]:
-            self._end(request, "abort")
-        self._in_flight.clear()
-        self._closed = True
-        self._state = None  # type: ignore[assignment]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        with self._turns:
+            for request in [*self.scheduler.running, *self.scheduler.waiting]:
+                self._end(request, "abort")
+            self._in_flight.clear()
+            self._closed = True
+            self._state = None  # type: ignore[assignment]
 
     def _dispatch(self, plan: Plan) -> StepOutput:
         if isinstance(plan, PrefillPlan):
@@ -255,6 +214,7 @@ class Engine:
         else:
             trace = any(request.trace for request in plan.requests)
             executable = self._programs.rounds[plan.bucket, trace]
+            self._state = self._programs.with_pages(self._state, plan.new_pages)
             packed = self._slots_of(plan)
         self._state, output = executable(self._params, self._state, packed)
         jax.copy_to_host_async(output)
@@ -271,15 +231,11 @@ class Engine:
         tree = self._program.drafter.tree
         return pack_chunk(plan, width=self._pool.width(tree), depth=tree.depth, vocab_size=self._admission.vocab_size)
 
-    def _read(self, plan: Plan, output: StepOutput) -> None:
-        """Take a step's result: the only place that waits for the device."""
+    def _read(self, plan: Plan, output: StepOutput) -> np.ndarray:
+        """Take a step's result; gives back the rows of it that were drafted for."""
         report = np.asarray(output.report)
-        if isinstance(plan, PrefillPlan):
-            rows = [plan.request] if plan.is_last else []
-        else:
-            rows = plan.requests
-            for request in rows:
-                request.rounds_in_flight -= self.config.rounds_per_dispatch
+        self.scheduler.settle(plan)
+        rows = plan.requests if isinstance(plan, RoundPlan) else [plan.request] if plan.emits else []
         trace = jax.tree.map(np.asarray, output.trace)
         is_round, drafted = isinstance(plan, RoundPlan), []
         for row, request in enumerate(rows):
@@ -287,63 +243,135 @@ class Engine:
                 continue  # it ended in an earlier step; this one was dispatched before that was known
             if is_round and request.params.draft:
                 drafted.append(row)
-            reason = take_report(request, report[:, row], trace, row, is_round, self.eos_ids)
-            self._texts[request.id].push(request)
+            try:
+                reason = take_report(request, report[:, row], trace, row, is_round, self.eos_ids)
+                self._texts[request.id].push(request)
+            except Exception as error:  # of a tokenizer, for instance: nobody else's affair
+                request.error, reason = error, "error"
             self._clock(request)
-            if reason is not None:
-                self._end(request, reason)
-        if drafted:
-            self._watch.count(report[:, drafted])
+            if reason is None:
+                self._keep(request)
+                continue
+            if request.error is None:
+                self._catch_up(request)
+            self._end(request, reason)
+        return report[:, drafted]
 
-    def _clock(self, request: Request) -> None:
-        elapsed = time.perf_counter() - self._added_at[request.id]
-        if request.metrics.time_to_first_token == 0.0:
-            request.metrics.time_to_first_token = elapsed
-        request.metrics.decode_seconds = elapsed - request.metrics.time_to_first_token
+    def _keep(self, request: Request) -> None:
+        """Let other requests find the pages that are whole by now."""
+        lags = self._program.drafter.lags
+        self.scheduler.keep(request, request.whole_rows if lags else request.rows_committed)
+
+    def _catch_up(self, request: Request) -> None:
+        """Make the pages of a request that ended whole: no round will write what the draft's cache lags by."""
+        lengths, page_size = (request.whole_rows, request.rows_committed), self.config.page_size
+        if request.slot is None:
+            return  # it was preempted meanwhile
+        if self._programs.catch_up is not None and lengths[0] // page_size < lengths[1] // page_size:
+            width = self._state.page_table.shape[1]
+            packed = pack_catch_up(request, self.scheduler.pages.pages_of(request.id), width=width)
+            self._state = self._programs.catch_up(self._params, self._state, jax.device_put(packed))
+        self.scheduler.keep(request, request.rows_committed)
 
     def _requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
-        """Check everything before anything is queued."""
         self._check_open()
         requests = self._admission.requests(prompts, params, trace=trace)
         for request in requests:
             self.scheduler.check(request)
         if trace:
-            self._programs.ensure_trace(self._state)
+            with self._turns:
+                self._go_on_recovering()
+                self._programs.ensure_trace(self._state)
         return requests
 
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this engine is closed; make a new one")
+        if not self.healthy:
+            raise RuntimeError(RESTART)
 
-    def _queue(self, request: Request) -> None:
-        self._check_open()
-        self._texts[request.id] = OutputText(self.tokenizer, request.prompt_token_ids)
-        self._added_at[request.id] = time.perf_counter()
-        self.scheduler.add(request)
+    def _add(self, texts: dict[Request, OutputText], asked_at: float) -> None:
+        with self._turns:
+            self._check_open()
+            for request, text in texts.items():
+                if request.finish_reason is None:  # else its task was cancelled meanwhile
+                    self._texts[request.id], self._added_at[request.id] = text, asked_at
+                    self.scheduler.add(request)
+
+    def _take_back(self, requests: Sequence[Request], *, forget: bool) -> None:
+        live = [request for request in requests if request.finish_reason is None]
+        if self._turns.is_mine:
+            self._orphans += [(request, forget) for request in live]  # a stream thrown away in the middle of a step
+        elif live:
+            with self._turns:
+                for request in live:
+                    self._end(request, "abort")
+        if forget:
+            for request in requests:
+                if request.finish_reason is not None:
+                    self._forget(request)
 
     def _end(self, request: Request, reason: str) -> None:
         if request.finish_reason is not None:
             return
-        request.finish_reason = reason
-        self.scheduler.finish(request)
-        self._texts[request.id].finish()
-        self.metrics = self.metrics + request.metrics
+        text = self._texts.get(request.id)
+        if text is None:  # it was never queued, and will not be
+            request.finish_reason = reason
+            return
+        try:
+            text.finish()
+        except Exception as error:
+            request.error, reason = request.error or error, "error"
+        request.metrics.finished = {reason: 1}
+        self._metrics = self._metrics + request.metrics
+        if reason in ("eos", "stop", "length"):
+            self._latencies.observe(request.metrics)
+        self.scheduler.finish(request)  # not before: an interrupt up to here finds it running, and it ends after all
+        request.finish_reason = reason  # last: other threads take it that all is there
 
-    def _forget(self, request: Request) -> None:
-        self._texts.pop(request.id, None)
-        self._added_at.pop(request.id, None)
+    @contextmanager
+    def _recovery(self) -> Iterator[None]:
+        """What fails in here has lost a step; an interrupt goes on to the caller."""
+        try:
+            yield
+        except BaseException as error:
+            self._recover(error)
+            if not isinstance(error, Exception):
+                raise
 
-    def _pool_shape(self, target: Model) -> PoolShape:
-        config, dtype = self.config, str(target.embed.dtype)
-        shape = PoolShape(
-            slots=config.slots,
-            pages=config.pages or 2,
-            page_size=config.page_size,
-            max_len=config.max_len,
-            dtype=config.kv_dtype or dtype,
-            draft_dtype=config.draft_kv_dtype or dtype,
-        )
-        if config.pages is None:
-            all_slots = config.slots * shape.width(self._program.drafter.tree) + 1
-            shape = PoolShape(**{**vars(shape), "pages": all_slots})
-        return shape
+    def _recover(self, error: BaseException) -> None:
+        """End those that run with the error, make the state anew and go on with those that wait.
+
+        The books are put in order before the device is asked for anything: an interrupt finds them right.
+        """
+        self._lost = error
+        logger.error("a step failed; the requests under way end with its error", exc_info=error)
+        self._in_flight.clear()
+        self.scheduler.lose_steps()
+        theirs = error_of_requests(error)
+        self._fail(self.scheduler.running, theirs)
+        try:
+            let_go(self._state, error)
+            self._state = None  # type: ignore[assignment]
+            self._state = init_state(self._program, self._params, self._pool)
+            jax.block_until_ready(self._state)
+        except Exception:
+            self.healthy = False
+            theirs.add_note(RESTART)
+            self._fail(self.scheduler.waiting, caused_by(error, RESTART))
+            logger.exception("the state could not be made anew: restart the process")
+        self._lost = None
+
+    def _go_on_recovering(self) -> None:
+        """Make the state anew where an interrupt came before that was done."""
+        if self._lost is not None:
+            self._recover(self._lost)
+
+    def _fail(self, requests: Sequence[Request], error: Exception) -> None:
+        for request in list(requests):
+            request.error = error
+            self._end(request, "error")
+
+    def _gauges(self) -> Gauges:
+        pages = self.scheduler.pages
+        return Gauges(len(self.scheduler.running), len(self.scheduler.waiting), pages.num_used / (pages.pages - 1))

@@ -21,6 +21,11 @@ class Metrics:
         num_tokens: tokens emitted, the prefill's included.
         time_to_first_token: seconds from `add` to the first token.
         decode_seconds: seconds from the first to the last token.
+        num_prompt_tokens: tokens of the prompts that were begun.
+        num_cached_tokens: those of them whose rows were found in kept pages.
+        num_preemptions: times that a request had to give its pages to another.
+        finished: requests that ended, by the reason.
+        pages_in_use: of an engine, now.
     """
 
     num_drafts: int = 0
@@ -30,6 +35,11 @@ class Metrics:
     num_tokens: int = 0
     time_to_first_token: float = 0.0
     decode_seconds: float = 0.0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    pages_in_use: int = 0
 
     def count_round(self, *, drafted: int, accept_len: int, emitted_drafts: int) -> None:
         """Take one round into account."""
@@ -51,6 +61,14 @@ class Metrics:
             num_tokens=self.num_tokens + other.num_tokens,
             time_to_first_token=self.time_to_first_token + other.time_to_first_token,
             decode_seconds=self.decode_seconds + other.decode_seconds,
+            num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens + other.num_cached_tokens,
+            num_preemptions=self.num_preemptions + other.num_preemptions,
+            finished={
+                reason: self.finished.get(reason, 0) + other.finished.get(reason, 0)
+                for reason in self.finished | other.finished
+            },
+            pages_in_use=self.pages_in_use + other.pages_in_use,
         )
 
     @property
@@ -67,6 +85,11 @@ class Metrics:
     def acceptance_per_position(self) -> list[float]:
         """``[i]``: share of rounds that accepted more than i draft tokens."""
         return [count / max(self.num_drafts, 1) for count in self.accepted_at]
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the prompts' tokens whose rows were found in kept pages."""
+        return self.num_cached_tokens / max(self.num_prompt_tokens, 1)
 
     @property
     def time_per_output_token(self) -> float:

@@ -37,11 +37,13 @@ class OutputText:
         return None if self._detokenizer is None else "".join(self.pieces) + self.tail
 
     def chunk(self, request: Request, start: int) -> Chunk:
-        """What is new from token ``start`` on."""
+        """What is new from token ``start`` on; also while another thread steps, which adds a token's piece last."""
+        reason = request.finish_reason  # behind it nothing comes
+        end = len(self.pieces) if reason is None else len(request.token_ids)
         text = None
         if self._detokenizer is not None:
-            text = "".join(self.pieces[start:]) + (self.tail if request.finish_reason else "")
-        return Chunk(text, request.token_ids[start:], request.from_draft[start:], request.finish_reason)
+            text = "".join(self.pieces[start:end]) + (self.tail if reason else "")
+        return Chunk(text, request.token_ids[start:end], request.from_draft[start:end], reason)
 
 
 def take_report(
@@ -69,6 +71,7 @@ def take_report(
         if count == 0:
             continue  # ended in an earlier round of this dispatch
         emitted = [int(token) for token in fields.tokens[index, :count]]
+        request.whole_rows = len(request.prompt_token_ids) + len(request.token_ids)  # a round writes up to its root
         request.token_ids += emitted
         request.from_draft += [position < accept_len for position in range(count)]
         request.metrics.num_tokens += count

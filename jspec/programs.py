@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,16 +14,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
+from jspec.cache import show_pages
 from jspec.config import EngineConfig
-from jspec.records import MAX_STOP_IDS, SlotState
-from jspec.step import Params, Program, prefill_step, spec_step
+from jspec.records import MAX_STOP_IDS, PrefillInput, SlotState
+from jspec.step import Params, Program, catch_up_step, prefill_step, spec_step
 from pallas_kernels.implementation import explain
 
 logger = logging.getLogger(__name__)
 
-PREFILL_HEAD = 10 + 2 + MAX_STOP_IDS  # int32 words of a packed PrefillInput besides pages and tokens
+PREFILL_HEAD = (
+    PrefillInput._fields.index("seed") + 2 + MAX_STOP_IDS
+)  # int32 words of a packed PrefillInput besides pages and tokens
+
+CATCH_UP_HEAD = 3  # slot, root and committed rows
 
 
 def keep_compiled(folder: str | Path | None) -> None:
@@ -58,6 +64,9 @@ class Programs:
         self._pages = state.page_table.shape[1]
         self.prefill: dict[int, Any] = {}
         self.rounds: dict[tuple[int, bool], Any] = {}
+        self.page_updates = config.slots * 2  # that `show_pages` takes
+        self.show_pages: Any = None
+        self.catch_up: Any = None  # where the drafter lags and pages are kept
         self.seconds: dict[str, float] = {}
         self.lower_seconds: dict[str, float] = {}
         (device, *_) = state.root.devices()
@@ -69,23 +78,50 @@ class Programs:
         if (self._config.slots, True) not in self.rounds:
             self._compile(state, trace=True)
 
+    def with_pages(self, state: SlotState, new: Sequence[tuple[int, int, int]]) -> SlotState:
+        """The state with pages that slots got in its table, a copy of what the scheduler knows.
+
+        Args:
+            state: its table is donated.
+            new: slot, column, page.
+        """
+        for start in range(0, len(new), self.page_updates):
+            packed = np.full((self.page_updates, 3), self._config.slots, np.int32)  # no slot: dropped
+            packed[: len(new) - start] = new[start : start + self.page_updates]
+            state = replace(state, page_table=self.show_pages(state.page_table, jax.device_put(packed)))
+        return state
+
     def _compile(self, state: SlotState, *, trace: bool) -> None:
-        assert self._config.buckets is not None and self._config.prefill_buckets is not None
-        program = replace(self._program, rounds=self._config.rounds_per_dispatch, trace=trace)
-        compiled: list[Future[None]] = []
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # one is lowered while others compile
-            for rows in self._config.buckets:
-                name = f"round[{rows}]" + (" traced" if trace else "")
-                lowered = self._lower(name, partial(spec_step, program), state, rows)
-                keep: Callable[[Any], None] = partial(self.rounds.__setitem__, (rows, trace))
-                compiled.append(pool.submit(self._compile_one, name, keep, lowered))
-            for tokens in () if trace else self._config.prefill_buckets:
-                name, words = f"prefill[{tokens}]", PREFILL_HEAD + self._pages + tokens
-                lowered = self._lower(name, partial(prefill_step, self._program), state, words)
-                keep = partial(self.prefill.__setitem__, tokens)
-                compiled.append(pool.submit(self._compile_one, name, keep, lowered))
+            compiled = [pool.submit(self._compile_one, *one) for one in self._lowered(state, trace)]
         for one in compiled:
             one.result()
+
+    def _lowered(self, state: SlotState, trace: bool) -> Iterator[tuple[str, Callable[[Any], None], Any]]:
+        """Name, where to keep it, and what is to be compiled."""
+        config = self._config
+        assert config.buckets is not None and config.prefill_buckets is not None
+        program = replace(self._program, rounds=config.rounds_per_dispatch, trace=trace)
+        for rows in config.buckets:
+            keep: Callable[[Any], None] = partial(self.rounds.__setitem__, (rows, trace))
+            name = f"round[{rows}]" + (" traced" if trace else "")
+            yield name, keep, self._lower(name, partial(spec_step, program), state, rows)
+        if trace:
+            return
+        for tokens in config.prefill_buckets:
+            name, words = f"prefill[{tokens}]", PREFILL_HEAD + self._pages + tokens
+            keep = partial(self.prefill.__setitem__, tokens)
+            yield name, keep, self._lower(name, partial(prefill_step, self._program), state, words)
+        updates = jax.ShapeDtypeStruct((self.page_updates, 3), jnp.int32)
+        keep = partial(setattr, self, "show_pages")
+        start = time.perf_counter()
+        lowered = jax.jit(show_pages, donate_argnums=0).lower(state.page_table, updates)
+        self.lower_seconds["show_pages"] = time.perf_counter() - start
+        yield "show_pages", keep, lowered
+        if self._program.drafter.lags and config.prefix_cache:
+            words = CATCH_UP_HEAD + self._pages
+            keep = partial(setattr, self, "catch_up")
+            yield "catch_up", keep, self._lower("catch_up", partial(catch_up_step, self._program), state, words)
 
     def _lower(self, name: str, step: Callable[..., Any], state: SlotState, words: int) -> Any:
         start = time.perf_counter()

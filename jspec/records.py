@@ -67,6 +67,7 @@ class SlotState:
     sampling: Sampling
     target: KVCache
     draft: Any  # the drafter's own pytree
+    text: Int[Array, "pages page_size"] | None = None  # the tokens of all rows, for drafters that read them
 
 
 @struct.dataclass
@@ -83,6 +84,7 @@ class SlotView:
     accept: str = struct.field(pytree_node=False)  # the accept rule of this program
     all_greedy: bool = struct.field(pytree_node=False)  # this branch of the program serves greedy rows only
     implementation: str = struct.field(pytree_node=False)  # of the kernels
+    text: Int[Array, "batch positions"] | None = None  # in a prefill, where drafters read it: all tokens so far
 
 
 @struct.dataclass
@@ -186,7 +188,9 @@ class PrefillInput(NamedTuple):
     start: Any  # position of the chunk's first token
     count: Any  # tokens in the chunk
     last: Any  # 1 for the prompt's last chunk
-    remaining: Any
+    write: Any  # 0: the rows are in the cache already, and others may be reading them
+    root: Any  # the token behind the last chunk, where it is known; -1: it is sampled
+    remaining: Any  # tokens it may still emit, that root included
     top_k: Any
     draft_cap: Any
     temperature: Any  # float32
@@ -206,10 +210,11 @@ class PrefillInput(NamedTuple):
     @classmethod
     def unpack(cls, packed: Int[Array, "packed"], *, pages: int) -> PrefillInput:
         """The inverse of `pack`, on the device; pages is P."""
-        scalars = dict(zip(cls._fields[:10], packed[:10], strict=True))
+        count = cls._fields.index("seed")
+        scalars = dict(zip(cls._fields[:count], packed[:count], strict=True))
         for name in ("temperature", "top_p", "min_p"):
             scalars[name] = jax.lax.bitcast_convert_type(scalars[name], jnp.float32)
-        seed, stop_ids, page_row, tokens = jnp.split(packed[10:], [2, 2 + MAX_STOP_IDS, 2 + MAX_STOP_IDS + pages])
+        seed, stop_ids, page_row, tokens = jnp.split(packed[count:], [2, 2 + MAX_STOP_IDS, 2 + MAX_STOP_IDS + pages])
         return cls(
             **scalars,
             seed=jax.lax.bitcast_convert_type(seed, jnp.uint32),

@@ -25,6 +25,7 @@ class SamplingParams:
         stop_token_ids: end (and are kept in ``token_ids``, not in the text).
         ignore_eos: do not end at the model's end-of-sequence tokens.
         draft: False for no speculation in this request, an int caps the accepted draft length.
+        priority: requests with lower numbers are served first, those with the same in the order they came.
 
     Raises:
         ValueError: naming the field, its value and what is allowed.
@@ -39,6 +40,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     draft: bool | int = True
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.stop_token_ids, (list, set, frozenset, np.ndarray)):
@@ -61,6 +63,7 @@ class SamplingParams:
                 isinstance(self.draft, bool) or (_is_int(self.draft) and self.draft >= 0),
                 "a bool or int >= 0",
             ),
+            ("priority", _is_int(self.priority), "an int"),
         )
         for name, holds, allowed in limits:
             if not holds:
@@ -136,8 +139,15 @@ class Request:
     limit: int  # tokens it can emit at most: max_tokens, or what max_len leaves
     trace: bool = False
     slot: int | None = None
-    prefilled: int = 0  # prompt tokens whose chunks were dispatched
-    rounds_in_flight: int = 0  # dispatched and not read yet
+    prefill_len: int = field(init=False)  # tokens to prefill: the prompt, and of the output what a preemption lost
+    prefilled: int = 0  # of these, those whose chunks were dispatched or that were found in kept pages
+    cached_rows: int = 0  # those found in kept pages, at the beginning
+    whole_rows: int = 0  # committed for good in both pools, as far as is known
+    digests: list[bytes] = field(default_factory=list)  # of its text's full pages
+    kept_pages: int = 0  # of these, those that others can find
+    shown_pages: int = 0  # of its pages, those that the device's table tells
+    steps_in_flight: int = 0  # chunks and dispatches of rounds that were not read yet
+    rounds_in_flight: int = 0
     token_ids: list[int] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
@@ -146,14 +156,32 @@ class Request:
     stop_reason: int | None = None
     error: BaseException | None = None
 
+    def __post_init__(self) -> None:
+        self.prefill_len = len(self.prompt_token_ids)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The smaller, the sooner it is served."""
+        return self.params.priority, self.id
+
     @property
     def is_prefilled(self) -> bool:
-        return self.prefilled == len(self.prompt_token_ids)
+        return self.prefilled == self.prefill_len
 
     @property
     def rows_needed(self) -> int:
         """Cache rows it may commit."""
         return len(self.prompt_token_ids) + self.limit
+
+    @property
+    def rows_committed(self) -> int:
+        """Rows of its text in the target's cache, as far as is known: the newest token is not among them."""
+        return len(self.prompt_token_ids) + max(len(self.token_ids) - 1, 0)
+
+    def text(self, start: int, stop: int) -> tuple[int, ...]:
+        """Tokens of the prompt and the output, by position."""
+        size = len(self.prompt_token_ids)
+        return (*self.prompt_token_ids[start:stop], *self.token_ids[max(start - size, 0) : max(stop - size, 0)])
 
 
 @dataclass(frozen=True)
@@ -175,6 +203,7 @@ class Completion:
         from_draft: for each token, whether a draft proposed it.
         finish_reason: "eos", "stop", "length", "abort" or "error".
         stop_reason: the stop token that ended it.
+        error: what ended it, if that was an error; of several requests the others are complete.
         rounds: with ``trace=True``, every round; else None.
     """
 
@@ -188,6 +217,12 @@ class Completion:
     metrics: Metrics
     rounds: list[Round] | None = None
     pieces: list[str] | None = field(default=None, repr=False)  # text token by token, for coloured display
+
+    def raise_for_error(self) -> Completion:
+        """The completion itself, unless an error ended it: then that is raised."""
+        if self.error is not None:
+            raise self.error
+        return self
 
     @property
     def samples(self) -> list[Completion]:

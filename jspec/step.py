@@ -181,6 +181,10 @@ def commit_stage(
             remaining=view.remaining - verdict.counts,
         )
         put = {name: getattr(state, name).at[view.slots].set(new, mode="drop") for name, new in moved.items()}
+        if state.text is not None:
+            rows = jnp.concatenate([view.root[:, None], verdict.tokens[:, :-1]], axis=1)
+            count = jnp.where(view.active, verdict.counts, 0)
+            put["text"] = cache.write_text(state.text, view.page_table, view.lengths, rows, count)
         return replace(state, target=target, draft=draft_state, **put)
 
 
@@ -206,10 +210,16 @@ def prefill_step(
     # The slot is not active before its last chunk, so its view is made by hand.
     view = view_of(replace(state, active=state.active.at[chunk.slot].set(True)), chunk.slot[None], program)
     offsets = jnp.arange(chunk.tokens.shape[0])
+    is_written = (offsets < chunk.count) & (chunk.write == 1)
+    if state.text is not None:
+        count = jnp.where(chunk.write == 1, chunk.count, 0)[None]
+        text = cache.write_text(state.text, view.page_table, chunk.start[None], chunk.tokens[None], count)
+        state = replace(state, text=text)
+        view = replace(view, text=text[view.page_table].reshape(1, -1))
     batch = TokenBatch(
         tokens=chunk.tokens[None],
         positions=(chunk.start + offsets)[None],
-        valid=(offsets < chunk.count)[None],
+        valid=is_written[None],
         first_row=chunk.start[None],
         page_table=view.page_table,
         bits=None,
@@ -243,11 +253,12 @@ def _admit(state: SlotState, chunk: PrefillInput) -> SlotState:
 
 @jax.named_scope("first_token")
 def _first_token(state: SlotState, chunk: PrefillInput, view: SlotView, out: TargetOut) -> tuple[SlotState, StepOutput]:
-    """Sample what follows the chunk; only the last chunk makes it the root."""
+    """Sample what follows the chunk, unless it is known; only the last chunk makes it the root."""
     assert out.logits is not None
     length = chunk.start + chunk.count
     logits = out.logits
     token = sampling.by_temperature(view, lambda branch: sampling.target_tokens(logits, branch, length[None, None]))
+    token = jnp.where(chunk.root >= 0, chunk.root, token)
     one = jnp.ones(1, jnp.int32)
     verdict = verify.cut(
         Verdict(accept_len=0 * one, path=0 * one[:, None], tokens=token, counts=one, ended=~view.active), view
@@ -261,6 +272,28 @@ def _first_token(state: SlotState, chunk: PrefillInput, view: SlotView, out: Tar
         remaining=state.remaining.at[chunk.slot].set(chunk.remaining - is_last),
     )
     return state, StepOutput(report=pack_report(verdict, 0 * one)[None], trace=None)
+
+
+def catch_up_step(program: Program, params: Params, state: SlotState, packed: Int[Array, "packed"]) -> SlotState:
+    """Write the rows by which the draft's cache lags behind the target's, for a request that has just ended.
+
+    No round will do it, and without them its last page could not serve others.
+
+    Args:
+        state: donated.
+        packed: slot, root, committed rows, and the row of the page table.
+    """
+    slot, root, length = packed[:3]
+    running = replace(
+        state,
+        root=state.root.at[slot].set(root),
+        lengths=state.lengths.at[slot].set(length),
+        active=state.active.at[slot].set(True),
+        page_table=state.page_table.at[slot].set(packed[3:]),
+    )
+    with jax.named_scope("catch_up"):
+        draft = program.drafter.catch_up(params.draft, state.draft, view_of(running, slot[None], program))
+    return replace(state, draft=draft)
 
 
 def init_state(program: Program, params: Params, pool: cache.PoolShape) -> SlotState:
@@ -279,4 +312,10 @@ def init_state(program: Program, params: Params, pool: cache.PoolShape) -> SlotS
         sampling=Sampling.greedy(pool.slots),
         target=cache.create(config.num_layers, config, pool, pool.dtype),
         draft=program.drafter.init(params.draft, pool),
+        text=jnp.zeros((pool.pages, pool.page_size), jnp.int32) if _keeps_text(program, pool) else None,
     )
+
+
+def _keeps_text(program: Program, pool: cache.PoolShape) -> bool:
+    """Whether a drafter must be shown the tokens of pages that another request filled."""
+    return pool.prefix_cache and program.drafter.reads_text

@@ -59,6 +59,8 @@ class Scripted(Drafter):
         known: completions of plain decoding, with the parameters each was made with.
     """
 
+    reads_text = True
+
     def __init__(
         self, known: Sequence[Completion], params: Sequence[SamplingParams], tree: Tree, *, shift: int = 0
     ) -> None:
@@ -88,10 +90,15 @@ class Scripted(Drafter):
     def prefill(
         self, params: Script, state: ScriptState, view: SlotView, batch: TokenBatch, features: Array | None
     ) -> ScriptState:
-        seen = state.names.at[view.slots].get(mode="fill", fill_value=0)
-        new = jnp.where(batch.valid, _prompt_name(batch.tokens, batch.positions, xp=jnp), 0)
-        names = jnp.where(batch.first_row == 0, 0, seen) + jnp.sum(new, axis=1, dtype=jnp.uint32)
-        ends = batch.first_row + jnp.sum(batch.valid, axis=1)
+        ends = batch.first_row + jnp.maximum(jnp.sum(batch.valid, axis=1), 1)
+        if view.text is not None:
+            positions = jnp.arange(view.text.shape[1])
+            named = jnp.where(positions < ends[:, None], _prompt_name(view.text, positions, xp=jnp), 0)
+            names = jnp.sum(named, axis=1, dtype=jnp.uint32)
+        else:
+            seen = state.names.at[view.slots].get(mode="fill", fill_value=0)
+            new = jnp.where(batch.valid, _prompt_name(batch.tokens, batch.positions, xp=jnp), 0)
+            names = jnp.where(batch.first_row == 0, 0, seen) + jnp.sum(new, axis=1, dtype=jnp.uint32)
         return ScriptState(
             names=state.names.at[view.slots].set(names, mode="drop"),
             prompt_len=state.prompt_len.at[view.slots].set(ends, mode="drop"),
@@ -253,8 +260,8 @@ def check_lossless(
             seeds = [1000 + index for index in range(len(prompts))]
             params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed) for seed in seeds]
             plain, other = (
-                plain_engine.generate(list(prompts), params),
-                engine.generate(list(prompts), params),
+                [completion.raise_for_error() for completion in one.generate(list(prompts), params)]
+                for one in (plain_engine, engine)
             )
             found = differences(target, plain, other, (temperature, seeds) if temperature else None)
             for difference in found:

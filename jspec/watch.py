@@ -1,7 +1,9 @@
-"""A drafter of whose tokens hardly any is accepted: noticed while the engine runs, and said once."""
+"""What an engine says of itself while it runs: now and then what it does, and once that its drafts hardly help."""
 
 from __future__ import annotations
 
+import logging
+import time
 import warnings
 
 import numpy as np
@@ -11,8 +13,11 @@ from jspec.draft import Drafter
 from jspec.draft.eagle import EagleDrafter
 from jspec.draft.medusa import Medusa
 from jspec.draft.model import DraftModel
-from jspec.metrics import LowAcceptanceWarning
+from jspec.metrics import LowAcceptanceWarning, Metrics
+from jspec.prometheus import Gauges
 from jspec.records import Report
+
+logger = logging.getLogger(__name__)
 
 ROUNDS = 64  # before which nothing is said
 LOW = 1.2  # mean acceptance length below which something is
@@ -44,7 +49,7 @@ class AcceptanceWatch:
         warnings.warn(
             f"mean acceptance length {mean:.2f} after {self._rounds} rounds: the drafts hardly help; {said}",
             LowAcceptanceWarning,
-            stacklevel=5,  # the caller of Engine.generate: above it are _read, step and generate
+            stacklevel=4,  # the caller of Engine.generate: above it are step and generate
         )
 
 
@@ -62,3 +67,38 @@ def advice(drafter: Drafter) -> str | None:
             return f"check {PROMPT} and that the draft model has the target's tokenizer, and {CHECK}"
         case _:
             return None
+
+
+class IntervalLog:
+    """One line an interval, through `logging`, while steps are made.
+
+    Args:
+        interval: seconds; None: nothing is said.
+    """
+
+    def __init__(self, interval: float | None) -> None:
+        self._interval = interval
+        self._last = time.perf_counter()
+        self._before = Metrics()
+
+    def is_due(self) -> bool:
+        return self._interval is not None and time.perf_counter() - self._last >= self._interval
+
+    def write(self, metrics: Metrics, gauges: Gauges) -> None:
+        """Say what was done since the last line."""
+        now, was = time.perf_counter(), self._before
+        rounds = metrics.num_drafts - was.num_drafts
+        accepted = metrics.num_accepted_tokens - was.num_accepted_tokens
+        asked = metrics.num_prompt_tokens - was.num_prompt_tokens
+        logger.info(
+            "%d running, %d waiting, %.0f %% of the pages held, %.1f tokens/s, mean acceptance length %.2f, "
+            "%.0f %% of the prompts' tokens cached, %d preempted",
+            gauges.running,
+            gauges.waiting,
+            100 * gauges.pages_used,
+            (metrics.num_tokens - was.num_tokens) / (now - self._last),
+            1 + accepted / max(rounds, 1),
+            100 * (metrics.num_cached_tokens - was.num_cached_tokens) / max(asked, 1),
+            metrics.num_preemptions - was.num_preemptions,
+        )
+        self._last, self._before = now, metrics

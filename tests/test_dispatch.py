@@ -127,7 +127,7 @@ def test_a_dispatch_reads_nothing_from_the_device(
 ) -> None:
     counts = dispatches(either, conversions, monkeypatch)
     varied_work(either)
-    assert len(counts) > 20
+    assert len(counts) > 15
     assert sum(counts) == 0
 
 
@@ -175,7 +175,7 @@ def guard_dispatches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[An
 def test_a_dispatch_transfers_only_by_name(either: Engine, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = guard_dispatches(either, monkeypatch)
     varied_work(either)
-    assert len(plans) > 20
+    assert len(plans) > 15
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -185,9 +185,8 @@ def test_an_implicit_upload_is_caught(engine: Engine, device: str, monkeypatch: 
     guard_dispatches(engine, monkeypatch)
     monkeypatch.setattr(jax, "device_put", lambda packed: packed)
     engine._queue(request)
-    with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
-        engine.step()
-    engine.abort(request)
+    engine.step()
+    assert request.finish_reason == "error" and "Disallowed host-to-device transfer" in str(request.error)
     engine._forget(request)
 
 
@@ -202,8 +201,8 @@ def test_an_implicit_download_is_caught(engine: Engine, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(engine, "_dispatch", reading)
     guard_dispatches(engine, monkeypatch)
-    with pytest.raises(Exception, match="Disallowed device-to-host transfer"):
-        engine.generate(PROMPT)
+    (done,) = engine.generate(PROMPT)
+    assert "Disallowed device-to-host transfer" in str(done.error)
 
 
 def test_the_state_is_donated_and_the_weights_are_not(either: Engine) -> None:
@@ -231,9 +230,9 @@ def in_flight_while_reading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     depths: set[int] = set()
     original = engine._read
 
-    def reading(*args: Any) -> None:
+    def reading(*args: Any) -> np.ndarray:
         depths.add(len(engine._in_flight) + 1)
-        original(*args)
+        return original(*args)
 
     monkeypatch.setattr(engine, "_read", reading)
     to_the_end(engine)
@@ -275,6 +274,7 @@ def pages_of(state: SlotState, pages: list[int]) -> list[np.ndarray]:
 def test_the_last_row_of_the_last_page_and_no_other_slots(either: Engine) -> None:
     """The draft reaches beyond max_len at the end, and the rounds dispatched ahead of the news run behind it."""
     expected = to_the_end(either)
+    either.scheduler.pages.forget()
     others = either.scheduler.pages.reserve(-1, 30)
     either._state = poisoned(either._state, others)
     before = pages_of(either._state, others)
@@ -288,9 +288,11 @@ def test_the_last_row_of_the_last_page_and_no_other_slots(either: Engine) -> Non
 def test_nan_in_committed_pages_would_show(either: Engine) -> None:
     """Negative control: the same NaN, poured when the prompt's rows are in place."""
     expected = to_the_end(either)
+    either.scheduler.pages.forget()
     stream = either.stream(PROMPT, SamplingParams(max_tokens=2**40, temperature=0))
     tokens = list(next(stream).token_ids)
     either._state = poisoned(either._state, [])
     tokens += [token for chunk in stream for token in chunk.token_ids]
+    either.scheduler.pages.forget()
     assert tokens != expected
     assert to_the_end(either) == expected, "the poison outlived its request"

@@ -84,6 +84,17 @@ def test_rounds_per_dispatch_overlap_and_page_size_do_not_show(
     assert all(completion.finish_reason == "length" for completion in done)
 
 
+@pytest.mark.parametrize("budget", [1, 16, 64])
+def test_the_prefill_budget_does_not_show(
+    either: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    """A long answer goes on beside prompts in chunks of 6 or 16, and with all at once before it goes on."""
+    monkeypatch.setattr(either.scheduler, "_prefill_budget", budget)
+    order = [4, 2, 1, 0, 3]
+    got = tokens(either, [PROMPTS[i] for i in order], [PARAMS[i] for i in order])
+    assert got == [expected[i] for i in order]
+
+
 def test_acceptance_does_not_depend_on_rounds_per_dispatch(engine: Engine, engine_of_three: Engine) -> None:
     one, three = (e.generate(PROMPTS, PARAMS) for e in (engine, engine_of_three))
     for a, b in zip(one, three, strict=True):
@@ -115,7 +126,11 @@ def test_pages_are_right_after_every_step(either: Engine) -> None:
         either.step()
         pages, running = either.scheduler.pages, either.scheduler.running
         pages.check()
-        assert either.pages_in_use == sum(pages.needed(r.rows_needed + small.LENGTH + 1) for r in running)
+        held = {page for r in running for page in pages.pages_of(r.id)}
+        assert either.pages_in_use == len(held)
+        for r in running:
+            least, enough = r.rows_committed, r.rows_needed + small.LENGTH + 1
+            assert pages.needed(least) <= len(pages.pages_of(r.id)) <= pages.needed(enough)
         most = max(most, len(running))
     assert most == 2
     forget(either, requests)

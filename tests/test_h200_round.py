@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -19,7 +20,7 @@ SHAPE = "llama3-8b"
 
 
 def compile_round(
-    tree: Tree | None, quantize: str | None = None, kv_dtype: str | None = None
+    tree: Tree | None, quantize: str | None = None, kv_dtype: str | None = None, *, prefix_cache: bool = False
 ) -> tuple[H200Program, int]:
     """The compiled round, and the bytes of its state."""
     target = Model.from_weights(shapes.TARGETS[SHAPE], shapes.target_shapes(SHAPE, "bfloat16"))
@@ -28,6 +29,7 @@ def compile_round(
         target, head = (jax.eval_shape(partial(quantize_weights, kind=quantize), model) for model in (target, head))
     case = rounds.Case(SHAPE, batch=1, context=1024, tree=tree, quantize=quantize, kv_dtype=kv_dtype)
     program, params, pool = rounds.build(case, target, head)
+    pool = replace(pool, prefix_cache=prefix_cache)
     state = jax.eval_shape(lambda p: init_state(program, p, pool), params)
     slots = jax.ShapeDtypeStruct((1,), "int32")
     compiled = compile_for_h200(partial(spec_step, program), params, state, slots, donate_argnums=1)
@@ -49,6 +51,16 @@ def test_the_round_is_one_graph_in_place(tree: Tree | None, launches: int, temp_
     assert program.temp_bytes < temp_mib << 20  # logits (of 60 nodes: 30 MB) and partial sums; a pool would be 70 MB
     assert len(program.launches) < launches
     assert program.count("paged_attention") >= 2 * 32
+
+
+@pytest.mark.slow
+def test_keeping_pages_for_others_costs_a_round_a_scatter() -> None:
+    """The feature behind a page's end goes to its place in the round's own graph."""
+    plain, kept = (compile_round(Tree.chain(4), prefix_cache=kept)[0] for kept in (False, True))
+    assert len(kept.graphs) == 1
+    assert not kept.outside_graphs
+    assert not kept.copies(1 << 20)
+    assert len(kept.launches) <= len(plain.launches) + 4
 
 
 @pytest.mark.slow

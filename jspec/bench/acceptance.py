@@ -174,7 +174,7 @@ def _at(engine: Engine, case: Case, temperature: float, tokens: int, samples: in
     """One temperature: prompt by prompt, then over all."""
     texts = [prompt for prompt in prompts() for _ in range(samples)]
     params = [SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed) for seed in range(len(texts))]
-    done = [completion.metrics for completion in engine.generate(texts, params)]
+    done = [completion.raise_for_error().metrics for completion in engine.generate(texts, params)]
     parts = [sum(done[start : start + samples], Metrics()) for start in range(0, len(done), samples)]
     whole = sum(parts, Metrics())
     return Acceptance(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +33,8 @@ class Drafter(abc.ABC):
     """
 
     tree: Tree
+    reads_text: ClassVar[bool] = False  # `prefill` wants ``view.text``, for a prompt may begin with cached pages
+    lags: ClassVar[bool] = False  # the draft's cache lags behind the target's, and `catch_up` makes it good
 
     @abc.abstractmethod
     def feature_layers(self, target: Model) -> tuple[int, ...]:
@@ -55,7 +57,11 @@ class Drafter(abc.ABC):
         batch: TokenBatch,
         features: Float[Array, "batch tokens features"] | None,
     ) -> DraftState:
-        """Take in one chunk of a prompt: ``batch.valid`` of its tokens, from position ``batch.first_row`` on."""
+        """Take in one chunk of a prompt: ``batch.valid`` of its tokens, from position ``batch.first_row`` on.
+
+        A first chunk begins behind the rows that the cache holds already. If those are all of the prompt's, its last
+        token comes alone and is not ``valid``: nothing may be written for it.
+        """
 
     @abc.abstractmethod
     def draft(self, params: Params, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
@@ -71,7 +77,14 @@ class Drafter(abc.ABC):
         verdict: Verdict,
         features: Float[Array, "batch nodes features"] | None,
     ) -> DraftState:
-        """Learn what was accepted. ``features`` are the target's, at every node."""
+        """Learn what was accepted. ``features`` are the target's, at every node.
+
+        Of a row that is not active anymore nothing may be changed.
+        """
+
+    def catch_up(self, params: Params, state: DraftState, view: SlotView) -> DraftState:
+        """Write the rows that `draft` would write for committed tokens, the root's included, and draft nothing."""
+        return state
 
 
 class StatelessDrafter(Drafter):
@@ -106,6 +119,11 @@ class NoDraft(StatelessDrafter):
 
     def draft(self, params: Params, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
         return static_draft(self.tree, view, [], []), state
+
+
+def active_slots(view: SlotView, slots: int) -> Int[Array, "batch"]:
+    """Slots to write to, `slots` in all: a row that has ended still names its own, which must stay as it is."""
+    return jnp.where(view.active, view.slots, slots)
 
 
 def require_static(method: str, tree: Tree) -> Tree:

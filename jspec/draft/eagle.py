@@ -19,8 +19,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec import pretrained
-from jspec.cache import PoolShape, create
-from jspec.draft import Drafter
+from jspec.cache import PoolShape, create, places
+from jspec.draft import Drafter, active_slots
 from jspec.draft.grow import Level, Vocabulary, grow
 from jspec.draft.heads import FIRST_ROW, EagleHead, HeadOut, Written, finish, fuse, write
 from jspec.models.decoder import Model, logits_of
@@ -39,6 +39,7 @@ class EagleState:
     features: Float[Array, "slots depth1 hidden"]
     tokens: Int[Array, "slots depth1"]
     count: Int[Array, "slots"]
+    edges: Float[Array, "pages hidden"] | None  # the feature of each page's last row, for whoever goes on behind it
 
 
 class EagleDrafter(Drafter):
@@ -53,6 +54,7 @@ class EagleDrafter(Drafter):
     """
 
     method: ClassVar[str]
+    lags = True
 
     def __init__(self, head: EagleHead, tree: Tree) -> None:
         name, config = type(self).__name__, head.config
@@ -81,6 +83,7 @@ class EagleDrafter(Drafter):
             features=jnp.zeros((*pairs, width), params.dtype),
             tokens=jnp.zeros(pairs, jnp.int32),
             count=jnp.zeros(pool.slots, jnp.int32),
+            edges=jnp.zeros((pool.pages, width), params.dtype) if pool.prefix_cache else None,
         )
 
     def prefill(
@@ -88,7 +91,7 @@ class EagleDrafter(Drafter):
     ) -> EagleState:
         assert features is not None
         fused = fuse(params, features)
-        waiting = state.features.at[view.slots, 0].get(mode="fill", fill_value=0)
+        waiting = _feature_before(state, view, batch.first_row)
         shifted = jnp.concatenate([waiting[:, None], fused[:, :-1]], axis=1)
         valid = batch.valid & (batch.positions >= FIRST_ROW)
         _, cache = write(params, state.cache, _pairs(view, batch.tokens, batch.first_row, valid), shifted)
@@ -99,6 +102,7 @@ class EagleDrafter(Drafter):
             cache=cache,
             features=state.features.at[view.slots, 0].set(newest, mode="drop"),
             count=state.count.at[view.slots].set(1, mode="drop"),
+            edges=_keep_edges(state, view, batch.positions, batch.valid, fused),
         )
 
     def draft(self, params: EagleHead, state: EagleState, view: SlotView) -> tuple[Draft, EagleState]:
@@ -126,13 +130,20 @@ class EagleDrafter(Drafter):
         features: Array | None,
     ) -> EagleState:
         assert features is not None
-        accepted = jnp.take_along_axis(features, jnp.maximum(verdict.path, 0)[..., None], axis=1)
+        accepted = fuse(params, jnp.take_along_axis(features, jnp.maximum(verdict.path, 0)[..., None], axis=1))
+        steps = jnp.arange(accepted.shape[1])
+        is_row = view.active[:, None] & (steps < verdict.counts[:, None])
+        slots = active_slots(view, state.count.shape[0])
         return replace(
             state,
-            features=state.features.at[view.slots].set(fuse(params, accepted), mode="drop"),
-            tokens=state.tokens.at[view.slots].set(verdict.tokens, mode="drop"),
-            count=state.count.at[view.slots].set(verdict.accept_len + 1, mode="drop"),
+            features=state.features.at[slots].set(accepted, mode="drop"),
+            tokens=state.tokens.at[slots].set(verdict.tokens, mode="drop"),
+            count=state.count.at[slots].set(verdict.counts, mode="drop"),
+            edges=_keep_edges(state, view, view.lengths[:, None] + steps, is_row, accepted),
         )
+
+    def catch_up(self, params: EagleHead, state: EagleState, view: SlotView) -> EagleState:
+        return replace(state, cache=_write_waiting(params, state, view)[2])
 
 
 @final
@@ -207,6 +218,19 @@ def catch_up(params: EagleHead, state: EagleState, view: SlotView) -> tuple[Head
 
     In the last layer the other rows need only their K and V: what they predict is known already.
     """
+    last, written, cache = _write_waiting(params, state, view)
+    root = Written(
+        q=jnp.take_along_axis(written.q, last[..., None, None], axis=1),
+        residual=jnp.take_along_axis(written.residual, last[..., None], axis=1),
+    )
+    root_pair = _pairs(view, view.root[:, None], view.lengths, view.active[:, None])
+    return finish(params, cache, root_pair, root), cache
+
+
+def _write_waiting(
+    params: EagleHead, state: EagleState, view: SlotView
+) -> tuple[Int[Array, "batch 1"], Written, KVCache]:
+    """Write the rows of the waiting pairs; the root's is the ``last`` of them."""
     features = state.features.at[view.slots].get(mode="fill", fill_value=0)
     waiting = state.tokens.at[view.slots].get(mode="fill", fill_value=0)
     count = state.count.at[view.slots].get(mode="fill", fill_value=0)
@@ -215,12 +239,34 @@ def catch_up(params: EagleHead, state: EagleState, view: SlotView) -> tuple[Head
     tokens = jnp.where(steps == last, view.root[:, None], waiting)
     valid = (steps <= last) & view.active[:, None]
     written, cache = write(params, state.cache, _pairs(view, tokens, view.lengths - last[:, 0], valid), features)
-    root = Written(
-        q=jnp.take_along_axis(written.q, last[..., None, None], axis=1),
-        residual=jnp.take_along_axis(written.residual, last[..., None], axis=1),
-    )
-    root_pair = _pairs(view, view.root[:, None], view.lengths, view.active[:, None])
-    return finish(params, cache, root_pair, root), cache
+    return last, written, cache
+
+
+def _feature_before(state: EagleState, view: SlotView, first_row: Int[Array, "batch"]) -> Float[Array, "batch hidden"]:
+    """The feature of the row before a chunk: what waits in the slot, or, behind a page's end, the page's own."""
+    waiting = state.features.at[view.slots, 0].get(mode="fill", fill_value=0)
+    if state.edges is None:
+        return waiting
+    page_size = state.cache.k[0].shape[2]
+    column = jnp.maximum(first_row // page_size - 1, 0)[:, None]
+    edge = state.edges[jnp.take_along_axis(view.page_table, column, axis=1)[:, 0]]
+    return jnp.where((first_row % page_size == 0)[:, None], edge, waiting)
+
+
+def _keep_edges(
+    state: EagleState,
+    view: SlotView,
+    rows: Int[Array, "batch rows"],
+    valid: Bool[Array, "batch rows"],
+    features: Float[Array, "batch rows hidden"],
+) -> Float[Array, "pages hidden"] | None:
+    """Of the rows just committed, keep the features of those that end a page."""
+    if state.edges is None:
+        return None
+    shape = (state.edges.shape[0], state.cache.k[0].shape[2])
+    pages, place = places(view.page_table, rows, valid, shape)
+    pages = jnp.where(place == shape[1] - 1, pages, shape[0])
+    return state.edges.at[pages].set(features, mode="drop")
 
 
 def self_feed(

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jspec.cache import PoolShape
+from jspec.draft import active_slots
 from jspec.records import Draft, SlotView, TokenBatch, Verdict
 from jspec.tree import Tree
 
@@ -68,8 +69,12 @@ def rows_of(history: History, slots: Int[Array, "batch"]) -> Int[Array, "batch p
 
 
 def take_chunk(history: History, view: SlotView, batch: TokenBatch) -> History:
-    """Write a prompt's chunk, and gaps behind it: what the slot's last request left there is gone."""
+    """Write a prompt's text up to a chunk's end, and gaps behind it: what the slot's last request left is gone."""
     width = history.shape[1]
+    if view.text is not None:
+        ends = batch.first_row + jnp.maximum(jnp.sum(batch.valid, axis=1), 1)
+        rows = jnp.where(jnp.arange(width) < ends[:, None], view.text[:, :width], GAP)
+        return history.at[view.slots].set(rows, mode="drop")
     rows = jnp.where(jnp.arange(width) < batch.first_row[:, None], rows_of(history, view.slots), GAP)
     places = jnp.where(batch.valid, batch.positions, width)
     rows = rows.at[jnp.arange(rows.shape[0])[:, None], places].set(batch.tokens, mode="drop")
@@ -78,14 +83,14 @@ def take_chunk(history: History, view: SlotView, batch: TokenBatch) -> History:
 
 def take_roots(history: History, view: SlotView) -> History:
     """Write each row's root; only the first one of a request is news."""
-    return history.at[_active_slots(history, view), view.lengths].set(view.root, mode="drop")
+    return history.at[active_slots(view, history.shape[0]), view.lengths].set(view.root, mode="drop")
 
 
 def take_verdict(history: History, view: SlotView, verdict: Verdict) -> History:
     """Write the tokens that a round emitted."""
     steps = jnp.arange(1, verdict.tokens.shape[1] + 1)
     places = jnp.where(verdict.tokens >= 0, view.lengths[:, None] + steps, history.shape[1])
-    return history.at[_active_slots(history, view)[:, None], places].set(verdict.tokens, mode="drop")
+    return history.at[active_slots(view, history.shape[0])[:, None], places].set(verdict.tokens, mode="drop")
 
 
 def newest(history: History, view: SlotView, count: int) -> Int[Array, "batch count"]:
@@ -94,11 +99,6 @@ def newest(history: History, view: SlotView, count: int) -> Int[Array, "batch co
     places = jnp.where(view.active[:, None] & (places >= 0), places, history.shape[1])
     tokens = history.at[view.slots[:, None], places].get(mode="fill", fill_value=GAP)
     return jnp.where(tokens >= 0, tokens, UNKNOWN)
-
-
-def _active_slots(history: History, view: SlotView) -> Int[Array, "batch"]:
-    """Slots to write to: a row that has ended still names its slot, whose text must stay as it is."""
-    return jnp.where(view.active, view.slots, history.shape[0])
 
 
 # ---- matches

@@ -12,7 +12,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jspec.cache import PoolShape, commit, create
-from jspec.draft import Drafter
+from jspec.draft import Drafter, active_slots
 from jspec.draft.grow import Level, Vocabulary, grow
 from jspec.models.decoder import Model, forward
 from jspec.records import Draft, KVCache, SlotView, TokenBatch, Verdict
@@ -24,11 +24,12 @@ class DraftModelState:
     """The small model's cache, the token before each root, and where the round's nodes lie.
 
     A node without children is never fed, so where one is accepted its row is missing. Every round therefore first
-    feeds the last committed token again, together with the root: the cache lags by at most that one row.
+    feeds the last committed token, together with the root: the cache lags by at most that one row. Where it does not
+    lag, the row stays as it is, for its page may be shared.
     """
 
     cache: KVCache
-    previous: Int[Array, "slots"]
+    previous: Int[Array, "slots"]  # -1 where its row is written
     rows: Int[Array, "slots nodes"]  # of each node of the last draft, counted from its root's; -1 if not fed
 
 
@@ -43,6 +44,8 @@ class DraftModel(Drafter):
     Raises:
         ValueError: the tree asks for more children of a node than there are tokens.
     """
+
+    lags = True
 
     def __init__(self, model: Model, tree: Tree) -> None:
         if tree.branching > model.config.vocab_size:
@@ -76,7 +79,7 @@ class DraftModel(Drafter):
         config = params.config
         return DraftModelState(
             cache=create(config.num_layers, config, pool, pool.draft_dtype),
-            previous=jnp.zeros(pool.slots, jnp.int32),
+            previous=jnp.full(pool.slots, -1, jnp.int32),
             rows=jnp.zeros((pool.slots, self.tree.nodes), jnp.int32),
         )
 
@@ -84,9 +87,7 @@ class DraftModel(Drafter):
         self, params: Model, state: DraftModelState, view: SlotView, batch: TokenBatch, features: Array | None
     ) -> DraftModelState:
         _, cache = forward(params, state.cache, batch, with_logits=False)
-        last = jnp.maximum(jnp.sum(batch.valid, axis=1) - 1, 0)[:, None]
-        previous = jnp.take_along_axis(batch.tokens, last, axis=1)[:, 0]
-        return replace(state, cache=cache, previous=state.previous.at[view.slots].set(previous, mode="drop"))
+        return replace(state, cache=cache, previous=state.previous.at[view.slots].set(-1, mode="drop"))
 
     def draft(self, params: Model, state: DraftModelState, view: SlotView) -> tuple[Draft, DraftModelState]:
         previous = state.previous.at[view.slots].get(mode="fill", fill_value=0)
@@ -96,6 +97,7 @@ class DraftModel(Drafter):
         def feed(cache: KVCache, level: Level) -> tuple[Array, KVCache]:
             return _feed_level(params, cache, view, level)
 
+        assert logits is not None
         vocabulary = Vocabulary(None, params.config.vocab_size)
         grown, cache = grow(self.tree, view, vocabulary, logits, cache, feed)
         rows = state.rows.at[view.slots].set(grown.rows, mode="drop")
@@ -110,30 +112,37 @@ class DraftModel(Drafter):
         verdict: Verdict,
         features: Array | None,
     ) -> DraftModelState:
-        last = jnp.take_along_axis(verdict.path, verdict.accept_len[:, None], axis=1)
-        previous = jnp.take_along_axis(draft.tokens, last, axis=1)[:, 0]
+        last = jnp.take_along_axis(verdict.path, jnp.maximum(verdict.counts - 1, 0)[:, None], axis=1)
         rows = state.rows.at[view.slots].get(mode="fill", fill_value=-1)
+        is_fed = jnp.take_along_axis(rows, last, axis=1) >= 0
+        previous = jnp.where(is_fed, -1, jnp.take_along_axis(draft.tokens, last, axis=1))[:, 0]
         cache = commit(state.cache, self.tree, view, verdict, rows=rows)
-        return replace(state, cache=cache, previous=state.previous.at[view.slots].set(previous, mode="drop"))
+        slots = active_slots(view, state.previous.shape[0])
+        return replace(state, cache=cache, previous=state.previous.at[slots].set(previous, mode="drop"))
+
+    def catch_up(self, params: Model, state: DraftModelState, view: SlotView) -> DraftModelState:
+        previous = state.previous.at[view.slots].get(mode="fill", fill_value=0)
+        return replace(state, cache=_feed_root(params, state.cache, view, previous, with_logits=False)[1])
 
 
 def _feed_root(
-    params: Model, cache: KVCache, view: SlotView, previous: Int[Array, "batch"]
-) -> tuple[Float[Array, "batch 1 vocab"], KVCache]:
-    """Feed the last committed token, once more, and the root; logits behind the root."""
+    params: Model, cache: KVCache, view: SlotView, previous: Int[Array, "batch"], *, with_logits: bool = True
+) -> tuple[Float[Array, "batch 1 vocab"] | None, KVCache]:
+    """Feed the last committed token, where its row is missing, and the root; logits behind the root."""
     first_row = jnp.maximum(view.lengths - 1, 0)
-    tokens = jnp.stack([previous, view.root], axis=1)
+    is_missing = previous >= 0
+    tokens = jnp.stack([jnp.where(is_missing, previous, 0), view.root], axis=1)
     batch = TokenBatch(
         tokens=tokens,
         positions=first_row[:, None] + jnp.arange(2),
-        valid=jnp.broadcast_to(view.active[:, None], tokens.shape),
+        valid=view.active[:, None] & jnp.stack([is_missing, jnp.ones_like(is_missing)], axis=1),
         first_row=first_row,
         page_table=view.page_table,
         bits=None,
         implementation=view.implementation,
     )
-    out, cache = forward(params, cache, batch, logit_rows=jnp.ones((tokens.shape[0], 1), jnp.int32))
-    assert out.logits is not None
+    newest = jnp.ones((tokens.shape[0], 1), jnp.int32)
+    out, cache = forward(params, cache, batch, logit_rows=newest, with_logits=with_logits)
     return out.logits, cache
 
 

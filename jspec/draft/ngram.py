@@ -54,6 +54,8 @@ class NGram(Drafter):
         several matches into a tree and takes the most recent match where those take the first.
     """
 
+    reads_text = True
+
     def __init__(self, tree: Tree = DEFAULT_TREE, *, max_n: int = 4, min_n: int = 1) -> None:
         check_lengths("NGram", max_n, min_n)
         self.tree = tree

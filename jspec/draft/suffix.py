@@ -79,6 +79,8 @@ class Suffix(Drafter):
         compares all positions on the device and counts the best matches only.
     """
 
+    reads_text = True
+
     def __init__(
         self,
         tree: Tree = DEFAULT_TREE,
@@ -159,12 +161,19 @@ def searched(
 def keep_old(corpus: Int[Array, "corpus"], history: History, view: SlotView, batch: TokenBatch) -> Int[Array, "corpus"]:
     """Where a request's first chunk comes in, put the text that its slot still holds at the end of the corpus.
 
+    A chunk is not the first one if its slot holds what comes before it. A text with which the new one begins, because
+    it is cached, is not kept twice.
+
     As many of the oldest tokens leave as that text and the gap behind it take; of one longer than the corpus the last
     tokens stay.
     """
     old = rows_of(history, view.slots)
     sizes = jnp.sum(old >= 0, axis=1, dtype=jnp.int32)
-    moves = jnp.where((batch.first_row == 0) & (sizes > 0), sizes + 1, 0)
+    is_first = batch.first_row == 0
+    if view.text is not None:
+        begins = jnp.all((old < 0) | (old == view.text[:, : old.shape[1]]), axis=1) & (sizes <= batch.first_row)
+        is_first = ~begins
+    moves = jnp.where(is_first & (sizes > 0), sizes + 1, 0)
     for row in range(old.shape[0]):  # a prefill has one
         both = jnp.concatenate([corpus, old[row]])
         corpus = jax.lax.dynamic_slice_in_dim(both, moves[row], corpus.size)
