@@ -12,7 +12,6 @@ bits[b,t] holds ceil(M/32) words, bit j % 32 of word j // 32 says that query t s
 
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +20,12 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels.ancestor_bits import WORD, num_words
+from pallas_kernels.attention_tiles import MMA_ROWS, choose_tiles
 from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.kv_pages import POOL_DTYPES
 from pallas_kernels.quantized import FP8
 
-MMA_ROWS = 16  # smallest side of a matrix product on tensor cores
 MERGED = 16  # splits the merge reads at once
-LEAST_SPLIT = 128  # rows of context: fewer are read before another program has started
 
 
 def _visible(
@@ -100,59 +98,6 @@ def _compute_dtype(q: Array, pool: Array) -> jnp.dtype:
     if pool.dtype == FP8:
         return q.dtype if q.dtype == jnp.float32 else jnp.dtype(jnp.float16)
     return jnp.promote_types(q.dtype, pool.dtype)
-
-
-class _Tiles(NamedTuple):
-    """Static sizes of one kernel call."""
-
-    group: int  # query heads per kv head
-    queries: int
-    new: int  # rows behind the committed ones that a query may see
-    words: int  # of bits a query; 0 is causal
-    page: int
-    capacity: int  # rows that the page table can address
-    start: int
-    window: int  # rows back that a query sees, itself included; 0 is all
-    packed: int  # rows (query, head of the group) a program holds
-    tile: int  # context rows a loop step reads
-    splits: int  # programs that share a context
-    warps: int
-    stages: int
-
-
-def _choose_tiles(q, k_pool, page_table, bits, new_rows, start, window, wide):
-    """Two programs (one, if large) for each of about 132 multiprocessors, in as few splits as that takes."""
-    batch, queries, heads, dim = q.shape
-    kv_heads, page = k_pool.shape[1:3]
-    group, capacity = heads // kv_heads, page_table.shape[1] * page
-    # A float32 product is three TF32 ones: four times the registers for the same rows.
-    most = max(4096 // dim, MMA_ROWS) if wide else (128 if dim <= 128 else 64)
-    packed = min(max(pl.next_power_of_2(queries * group), MMA_ROWS), most)
-    programs = batch * kv_heads * pl.cdiv(queries * group, packed)
-    # With three programs for each of 132 multiprocessors, small ones that need no barrier between warps are fastest.
-    small = MMA_ROWS < packed <= 32 and dim <= 128 and programs >= 396 and not wide
-    warps = 2 if small else (8 if wide or packed * max(dim, 128) >= 64 * 256 else 4)
-    few = small or packed == MMA_ROWS  # rows of a tile: 8 KiB each of K and V, or 16
-    width = max(k_pool.dtype.itemsize, 2)  # numbers of one byte are widened
-    tile = min(max((8 if wide or few else 16) * 1024 // (dim * width), MMA_ROWS), 64)
-    load = programs if warps < 8 else 2 * programs
-    splits = 1 if load >= 256 else min(max(264 // load, 2), pl.cdiv(capacity, LEAST_SPLIT))
-    words = 0 if bits is None else bits.shape[-1]
-    return _Tiles(
-        group,
-        queries,
-        new_rows,
-        words,
-        page,
-        capacity,
-        start,
-        window or 0,
-        packed,
-        tile,
-        splits,
-        warps,
-        3 if few or k_pool.dtype == FP8 else 2,
-    )
 
 
 def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, scale, compute, precision, interpret):
@@ -302,11 +247,12 @@ def _merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
     if tiles.window:
         first = jnp.maximum(first, length - tiles.window + 1 + (0 if tiles.words else query))
     last = jnp.minimum(length + new_rows, tiles.capacity)
+    first_tile, last_tile = first // tiles.tile, pl.cdiv(last, tiles.tile)
 
     def step(index, carry):
         acc, top, total = carry
         piece = index * MERGED + jnp.arange(MERGED)
-        begin, end = (_own_tiles(tile, piece, tiles.splits) for tile in (first // tiles.tile, pl.cdiv(last, tiles.tile)))
+        begin, end = (_own_tiles(tile, piece, tiles.splits) for tile in (first_tile, last_tile))
         written = (piece < tiles.splits) & (begin < end)
         weight = pltriton.load(weights_ref.at[batch, query, head, piece], mask=written, other=-jnp.inf)
         at = (batch, query, head, piece[:, None], dims[None, :])
@@ -327,7 +273,7 @@ def _pallas(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, wi
     batch, queries, heads, dim = q.shape
     compute = _compute_dtype(q, k_pool)
     wide = compute == jnp.float32
-    tiles = _choose_tiles(q, k_pool, page_table, bits, new_rows, start, window, wide)
+    tiles = choose_tiles(q, k_pool, page_table, bits, new_rows=new_rows, start=start, window=window, wide=wide)
     # Three TF32 products are as exact as one of float32, and run on tensor cores; a CPU has none.
     three_products = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     precision = three_products if wide and not interpret else jax.lax.Precision.HIGHEST

@@ -131,9 +131,10 @@ FLOAT8: dict[str, Case] = {
 }
 SPILLS = {  # under ptxas of CUDA 13.0
     ("L40", "prefill 128"),
-    ("L40", "attention 5 x 128 fp8"),
+    ("L40", "attention 61 x 128"),
     ("L40", "bound"),
     ("B200", "attention 61 x 128"),
+    ("B200", "attention 61 x 128 fp8"),
 }
 
 

@@ -1,0 +1,84 @@
+"""How `paged_attention` divides its work: what one program holds, reads in a step, and shares with others.
+
+What was measured on an H200 stands in NOTES.md. Nothing here depends on how long a context is at the moment.
+"""
+
+from typing import NamedTuple
+
+from jax import Array
+from jax.experimental import pallas as pl
+
+from pallas_kernels.quantized import FP8
+
+MMA_ROWS = 16  # smallest side of a matrix product on tensor cores
+LEAST_SPLIT = 128  # rows of context: fewer are read before another program has started
+FULL = 264  # programs: two for each of about 132 multiprocessors
+LONG = 4096  # rows of context
+
+
+class Tiles(NamedTuple):
+    """Static sizes of one kernel call."""
+
+    group: int  # query heads per kv head
+    queries: int
+    new: int  # rows behind the committed ones that a query may see
+    words: int  # of bits a query; 0 is causal
+    page: int
+    capacity: int  # rows that the page table can address
+    start: int
+    window: int  # rows back that a query sees, itself included; 0 is all
+    packed: int  # rows (query, head of the group) a program holds
+    tile: int  # context rows a loop step reads
+    splits: int  # programs that share a context
+    warps: int
+    stages: int
+
+
+def choose_tiles(
+    q: Array,
+    k_pool: Array,
+    page_table: Array,
+    bits: Array | None,
+    *,
+    new_rows: int,
+    start: int,
+    window: int | None,
+    wide: bool,
+) -> Tiles:
+    """So many splits that every multiprocessor has two programs (one, if large; four, if of few rows).
+
+    Args:
+        wide: products are taken in float32.
+    """
+    batch, queries, heads, dim = q.shape
+    kv_heads, page = k_pool.shape[1:3]
+    group, capacity = heads // kv_heads, page_table.shape[1] * page
+    # A float32 product is three TF32 ones: four times the registers for the same rows.
+    most = max(4096 // dim, MMA_ROWS) if wide else (128 if dim <= 128 else 64)
+    packed = min(max(pl.next_power_of_2(queries * group), MMA_ROWS), most)
+    programs = batch * kv_heads * pl.cdiv(queries * group, packed)
+    # Where there are many programs or long contexts, small ones that need no barrier between warps are fastest.
+    small = MMA_ROWS < packed <= 32 and dim <= 128 and not wide and (2 * programs >= 3 * FULL or capacity > LONG)
+    warps = 2 if small else (8 if wide or packed * max(dim, 128) >= 64 * 256 else 4)
+    few = small or packed == MMA_ROWS  # rows of a tile: 8 KiB each of K and V, or 16
+    width = max(k_pool.dtype.itemsize, 2)  # numbers of one byte are widened
+    tile = min(max((8 if wide or few else 16) * 1024 // (dim * width), MMA_ROWS), 64)
+    load = programs if warps < 8 else 2 * programs
+    wanted = 2 * FULL if few else FULL
+    splits = 1 if load >= FULL - 8 else min(max(wanted // load, 2), pl.cdiv(capacity, LEAST_SPLIT))
+    is_alone = splits == 1 and packed <= 32  # a program then has time for a third tile in flight
+    return Tiles(
+        group=group,
+        queries=queries,
+        new=new_rows,
+        words=0 if bits is None else bits.shape[-1],
+        page=page,
+        capacity=capacity,
+        start=start,
+        window=window or 0,
+        packed=packed,
+        tile=tile,
+        splits=splits,
+        warps=warps,
+        stages=3 if few or is_alone or k_pool.dtype == FP8 else 2,
+    )
