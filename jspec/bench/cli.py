@@ -16,6 +16,7 @@ from jspec.bench import (
     compare,
     inflate,
     kernels,
+    overlap,
     picture,
     report,
     rounds,
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _cold_start_arguments(
         commands.add_parser("cold-start", help="seconds from a process to engines that serve, without and with a cache")
     )
+    _overlap_arguments(commands.add_parser("overlap", help="share of time for which the device waits for the host"))
     kernels.add_attention_arguments(
         commands.add_parser("attention", help="attention by itself, beside what memory and arithmetic allow")
     )
@@ -88,6 +90,15 @@ def _throughput_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the lots that accept")
     _output_arguments(parser)
     parser.set_defaults(run=_throughput)
+
+
+def _overlap_arguments(parser: argparse.ArgumentParser) -> None:
+    _model_arguments(parser)
+    parser.add_argument("--context", type=int, default=1024, help="tokens of the prompts")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--no-overlap", action="store_true", help="read every result before the next dispatch")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    parser.set_defaults(run=_overlap)
 
 
 def _compare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -217,6 +228,20 @@ def _throughput(arguments: argparse.Namespace) -> int:
         throughput.write_json(arguments.json, results)
     if arguments.picture:
         picture.save(picture.tokens(results), arguments.picture)
+    return 0
+
+
+def _overlap(arguments: argparse.Namespace) -> int:
+    cases = [
+        _case(arguments, batch, tree, context=arguments.context, page_size=arguments.page_size)
+        for batch, tree in product(arguments.batch, arguments.tree)
+    ]
+    target, head = _models(cases)
+    results = [overlap.measure(case, target, head, overlap=not arguments.no_overlap) for case in cases]
+    print(f"rounds drafted by an EAGLE-3 head, random weights, acceptance about 0; {report.environment()}")
+    print(overlap.text(results))
+    if arguments.json:
+        overlap.write_json(arguments.json, results)
     return 0
 
 
