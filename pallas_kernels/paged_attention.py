@@ -4,6 +4,7 @@
     r < lengths[b]                                       the committed rows, seen by every query
     r = lengths[b] + j, if bit j of bits[b,t] is set     the M new rows; bits None means j <= t, and M = T
     r >= start                                           in either case
+    r > lengths[b] - window, without bits + t            in either case, where a window is given
 
 Row r of sequence b lives at pool[page_table[b, r // page], :, r % page], pools are [pages, KH, page, D].
 bits[b,t] holds ceil(M/32) words, bit j % 32 of word j // 32 says that query t sees new row j.
@@ -29,8 +30,10 @@ MERGED = 16  # splits the merge reads at once
 MOST_PARTIAL_BYTES = 256 * 2**20
 
 
-def _visible(lengths: Array, bits: Array | None, queries: int, rows: int, start: int) -> Array:
-    """Returns bool [B, T, rows]: does query t of sequence b see row r."""
+def _visible(
+    lengths: Array, bits: Array | None, queries: int, rows: int, start: int | Array, window: int | None
+) -> Array:
+    """Returns bool [B, T, rows]: does query t of sequence b see row r; `start` may be one for each sequence."""
     row = jnp.arange(rows, dtype=jnp.int32)
     new = row - lengths[:, None]
     if bits is None:
@@ -40,7 +43,11 @@ def _visible(lengths: Array, bits: Array | None, queries: int, rows: int, start:
         for word in range(bits.shape[-1]):
             bit = (bits[:, :, word, None] >> (new[:, None] % WORD).astype(jnp.uint32)) & 1
             own = own | ((new[:, None] // WORD == word) & (bit == 1))
-    return (row >= start) & ((new < 0)[:, None] | ((new[:, None] >= 0) & own))
+    seen = (row >= jnp.reshape(start, (-1, 1, 1))) & ((new < 0)[:, None] | ((new[:, None] >= 0) & own))
+    if window is None:
+        return seen
+    own_step = jnp.arange(queries, dtype=jnp.int32)[:, None] if bits is None else 0
+    return seen & (new[:, None] > own_step - window)
 
 
 def _gather(pool: Array, page_table: Array) -> Array:
@@ -50,13 +57,24 @@ def _gather(pool: Array, page_table: Array) -> Array:
     return pool[page_table].transpose(0, 2, 1, 3, 4).reshape(batch, heads, columns * page, dim)
 
 
-def _reference(q, k_pool, v_pool, page_table, lengths, bits, *, start, scale):
+def _recent(page_table: Array, lengths: Array, page: int, new_rows: int, window: int) -> tuple[Array, Array]:
+    """Returns the columns of the table that hold the window and the new rows, and which row comes first in them."""
+    columns = min(pl.cdiv(window + new_rows - 2, page) + 1, page_table.shape[1])
+    first = jnp.clip((lengths - window + 1) // page, 0, page_table.shape[1] - columns)
+    recent = jnp.take_along_axis(page_table, first[:, None] + jnp.arange(columns, dtype=jnp.int32), axis=1)
+    return recent, first * page
+
+
+def _reference(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, window, scale):
     batch, queries, heads, dim = q.shape
     kv_heads = k_pool.shape[1]
+    if window is not None:
+        page_table, skipped = _recent(page_table, lengths, k_pool.shape[2], new_rows, window)
+        lengths, start = lengths - skipped, start - skipped
     group = heads // kv_heads
     keys, values = _gather(k_pool, page_table), _gather(v_pool, page_table).astype(jnp.float32)
     rows = keys.shape[2]
-    visible = _visible(lengths, bits, queries, rows, start)
+    visible = _visible(lengths, bits, queries, rows, start, window)
     # 0 * NaN is NaN: rows that no query sees are zeroed. A new row may be seen by its own padding query alone
     # (bits) and hold anything, so there what is not finite is zeroed as well.
     new = jnp.arange(rows) >= lengths[:, None]
@@ -94,6 +112,7 @@ class _Tiles(NamedTuple):
     page: int
     capacity: int  # rows that the page table can address
     start: int
+    window: int  # rows back that a query sees, itself included; 0 is all
     packed: int  # rows (query, head of the group) a program holds
     tile: int  # context rows a loop step reads
     split: int  # context rows a program reads, cut at multiples of it
@@ -102,7 +121,7 @@ class _Tiles(NamedTuple):
     stages: int
 
 
-def _choose_tiles(q, k_pool, page_table, bits, new_rows, start, wide):
+def _choose_tiles(q, k_pool, page_table, bits, new_rows, start, window, wide):
     """Programs for about 132 multiprocessors at 1k rows of context, in as few splits as that takes."""
     batch, queries, heads, dim = q.shape
     kv_heads, page = k_pool.shape[1:3]
@@ -133,6 +152,7 @@ def _choose_tiles(q, k_pool, page_table, bits, new_rows, start, wide):
         page,
         capacity,
         start,
+        window or 0,
         packed,
         tile,
         split,
@@ -161,6 +181,13 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
     if not tiles.words:
         new_rows = jnp.minimum(((block + 1) * tiles.packed - 1) // tiles.group + 1, new_rows)
     first, last = jnp.minimum(tiles.start, length), jnp.minimum(length + new_rows, tiles.capacity)
+    lowest = highest = tiles.start  # the first rows that any query here sees, and that all see
+    if tiles.window:
+        oldest = length - tiles.window + 1  # that the first query sees; causal: the next one sees from the next row on
+        first = jnp.maximum(first, oldest + (0 if tiles.words else block * tiles.packed // tiles.group))
+        lowest = highest = jnp.maximum(first, tiles.start)
+        if not tiles.words:
+            highest = jnp.maximum(lowest, oldest + ((block + 1) * tiles.packed - 1) // tiles.group)
     if tiles.splits > 1:
         first, last = jnp.maximum(first, piece * tiles.split), jnp.minimum(last, (piece + 1) * tiles.split)
 
@@ -183,7 +210,7 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
             acc, top, total, pages = carry
             row = rows_of(index)
             new = row - length
-            loaded = (row < last) & (row >= tiles.start)
+            loaded = (row < last) & (row >= lowest)
             at = (pages[:, None], kv_head, (row % tiles.page)[:, None], columns)
             mask = {"mask": loaded[:, None]} if masked else {}
             k, v = (_numbers(pltriton.load(ref.at[at], **mask), compute, interpret) for ref in (k_ref, v_ref))
@@ -191,6 +218,8 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
             scores = scores * factor
             if masked:
                 visible = loaded[None, :] & ((new < 0)[None, :] | _own(new, query, seen))
+                if tiles.window and not tiles.words:
+                    visible &= row[None, :] >= (oldest + query)[:, None]
                 scores = jnp.where(visible, scores, -jnp.inf)
                 # A row that was not loaded, or that only its own padding query sees, may be NaN, and so is 0 * NaN.
                 sure = (loaded & (new < 0))[:, None]
@@ -210,8 +239,8 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
             pages_of(first_tile),
         )
         masked, whole = functools.partial(step, masked=True), functools.partial(step, masked=False)
-        if tiles.start:
-            hidden = jnp.minimum(jnp.maximum(pl.cdiv(tiles.start, tiles.tile), first_tile), last_tile)
+        if tiles.start or tiles.window:
+            hidden = jnp.minimum(jnp.maximum(pl.cdiv(highest, tiles.tile), first_tile), last_tile)
             carry = jax.lax.fori_loop(first_tile, hidden, masked, carry)
             first_tile = hidden
         border = jnp.maximum(jnp.minimum(length, last) // tiles.tile, first_tile)
@@ -270,7 +299,10 @@ def _merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
     head, query, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     length, dims = lengths_ref[batch], jnp.arange(out_ref.shape[-1])
     new_rows = tiles.new if tiles.words else query + 1
-    first = jnp.minimum(tiles.start, length) // tiles.split
+    first = jnp.minimum(tiles.start, length)
+    if tiles.window:
+        first = jnp.maximum(first, length - tiles.window + 1 + (0 if tiles.words else query))
+    first = first // tiles.split
     last = pl.cdiv(jnp.minimum(length + new_rows, tiles.capacity), tiles.split)
 
     def step(index, carry):
@@ -291,12 +323,12 @@ def _merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
     out_ref[batch, query, head, :] = (acc / jnp.where(total == 0, 1.0, total)).astype(out_ref.dtype)
 
 
-def _pallas(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, scale, interpret):
+def _pallas(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, window, scale, interpret):
     """Two kernels (one where nothing is split): partial attention of every split, then their merge."""
     batch, queries, heads, dim = q.shape
     compute = _compute_dtype(q, k_pool)
     wide = compute == jnp.float32
-    tiles = _choose_tiles(q, k_pool, page_table, bits, new_rows, start, wide)
+    tiles = _choose_tiles(q, k_pool, page_table, bits, new_rows, start, window, wide)
     # Three TF32 products are as exact as one of float32, and run on tensor cores; a CPU has none.
     three_products = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     precision = three_products if wide and not interpret else jax.lax.Precision.HIGHEST
@@ -345,7 +377,7 @@ def _unsupported(q: Array, k_pool: Array, bits: Array | None) -> str | None:
     return None
 
 
-def _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows):
+def _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows, window):
     batch, queries, heads, dim = q.shape
     if k_pool.shape != v_pool.shape or k_pool.dtype != v_pool.dtype:
         got = f"{k_pool.shape} {k_pool.dtype} and {v_pool.shape} {v_pool.dtype}"
@@ -360,9 +392,11 @@ def _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows):
         raise ValueError(f"bits must be {(batch, queries, num_words(new_rows))}, got {bits.shape}")
     if bits is None and new_rows != queries:
         raise ValueError(f"without bits the {queries} queries are the new rows, got new_rows={new_rows}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be None or at least 1, got {window}")
 
 
-@functools.partial(jax.jit, static_argnames=("new_rows", "start", "scale", "implementation"))
+@functools.partial(jax.jit, static_argnames=("new_rows", "start", "window", "scale", "implementation"))
 def paged_attention(
     q: Float[Array, "B T H D"],
     k_pool: Float[Array, "pages KH page D"],
@@ -373,6 +407,7 @@ def paged_attention(
     *,
     new_rows: int | None = None,
     start: int = 0,
+    window: int | None = None,
     scale: float | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B T H D"]:
@@ -387,6 +422,8 @@ def paged_attention(
         bits: the new rows each query sees (`ancestor_bits`, `causal_bits`); None is causal (prefill chunks).
         new_rows: M, where bits name others than the queries' own rows (the levels of a tree, one after the other).
         start: rows below it are hidden.
+        window: rows from lengths[b] - window down are hidden, and without bits for each query after the first one row
+            more; pages that hold only such are not read. None hides none.
         scale: of the scores; 1 / sqrt(D) if None.
         implementation: "auto" is the kernel where the program is compiled for an NVIDIA GPU and the shape is
             supported (prefill too), else the reference; "pallas" on a CPU interprets the kernel.
@@ -398,9 +435,9 @@ def paged_attention(
         NotImplementedError: "pallas" with a shape the kernel does not support.
     """
     new_rows = q.shape[1] if new_rows is None else new_rows
-    _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows)
+    _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows, window)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     arguments = (q, k_pool, v_pool, page_table, lengths, bits)
-    reference = functools.partial(_reference, start=start, scale=scale)
-    kernel = functools.partial(_pallas, new_rows=new_rows, start=start, scale=scale)
+    options = {"new_rows": new_rows, "start": start, "window": window, "scale": scale}
+    reference, kernel = (functools.partial(run, **options) for run in (_reference, _pallas))
     return choose(implementation, _unsupported(q, k_pool, bits), kernel, reference, *arguments)

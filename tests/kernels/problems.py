@@ -39,6 +39,7 @@ class Case:
     dim: int = 16
     lengths: str = "ragged"
     pool: str | None = None  # dtype of the pools; None: as the rest
+    window: int | None = None
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in dataclasses.astuple(self))
@@ -123,8 +124,10 @@ def make_problem(case: Case, *, scale: float | None = None, seed: int = 0) -> Pr
     shape = (batch * columns + 1, kv_heads, case.page, case.dim)
     k_pool, v_pool = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
     new_rows = [[ancestors(tree, node) for node in range(case.queries)] for tree in parents]
+    moves = np.arange(case.queries) * (case.tree == "causal")
+    oldest = lengths[:, None] - (case.window or ROWS) + 1 + moves
     for b, length in enumerate(lengths):
-        rows = [*range(case.start, length), *(length + j for j in np.flatnonzero(real[b]))]
+        rows = [*range(max(case.start, oldest[b, 0]), length), *(length + j for j in np.flatnonzero(real[b]))]
         for pool in (k_pool, v_pool):
             for row in rows:
                 place = (page_table[b, row // case.page], slice(None), row % case.page)
@@ -136,7 +139,7 @@ def make_problem(case: Case, *, scale: float | None = None, seed: int = 0) -> Pr
     k_pool, v_pool = (jnp.asarray(x, case.pool or case.dtype) for x in (k_pool, v_pool))
     numbers = [np.asarray(x, np.float32) for x in (q, k_pool, v_pool)]
     with np.errstate(invalid="ignore"):
-        expected = attention(*numbers, page_table, lengths, new_rows, start=case.start, scale=scale)
+        expected = attention(*numbers, page_table, lengths, new_rows, start=case.start, oldest=oldest, scale=scale)
     chain = jnp.asarray(np.broadcast_to(causal_bits(case.queries), (batch, *causal_bits(case.queries).shape)))
     bits = {"causal": None, "chain": chain}.get(case.tree, ancestor_bits(jnp.asarray(parents)))
     return Problem(q, k_pool, v_pool, jnp.asarray(page_table), jnp.asarray(lengths), bits, case.start, expected, real)

@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import causal_bits, paged_attention
 from tests import cover
-from tests.kernels.problems import FACTORS, Case, full_product, make_problem, pairwise_cover
+from tests.kernels.problems import FACTORS, ROWS, Case, full_product, make_problem, pairwise_cover
 
 COVER = pairwise_cover()
 FP8 = [
@@ -19,12 +19,24 @@ FP8 = [
     Case(dtype="float32", pool="float8_e4m3fn", tree="causal", page=1, start=1, queries=17, dim=64),
     Case(dtype="bfloat16", pool="float8_e4m3fn", tree="padded", queries=60, dim=128, group=2, lengths="full"),
 ]
+WINDOWS = [
+    Case(window=1, queries=1, tree="causal", page=1, start=1),
+    Case(window=16, queries=1, tree="causal", group=2),
+    Case(window=100, queries=60, tree="causal", start=1),
+    Case(window=7, queries=17, tree="causal", lengths="full"),
+    Case(window=2, tree="random", page=64, lengths="full"),
+    Case(window=129, queries=17, tree="padded", start=1, dtype="bfloat16"),
+    Case(window=40, queries=17, tree="random", lengths="zero"),
+    Case(window=90, queries=60, tree="chain", dim=64, lengths="full"),
+    Case(window=33, tree="random", dtype="bfloat16", pool="float8_e4m3fn"),
+    Case(window=ROWS, tree="random"),
+]
 PROBLEMS = functools.lru_cache(maxsize=4)(make_problem)
 
 
 def check(case: Case, implementation: str) -> None:
     problem = PROBLEMS(case)
-    out = paged_attention(*problem.arrays, start=case.start, implementation=implementation)
+    out = paged_attention(*problem.arrays, start=case.start, window=case.window, implementation=implementation)
     assert out.dtype == problem.q.dtype
     assert problem.error(out) <= problem.tolerance
 
@@ -38,6 +50,13 @@ def test_it_is_softmax_attention_over_the_rows_seen(case, implementation):
 @pytest.mark.parametrize("case", FP8, ids=str)
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_pools_of_one_byte(case, implementation):
+    check(case, implementation)
+
+
+@pytest.mark.parametrize("case", WINDOWS, ids=str)
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_a_window_hides_what_lies_further_back(case, implementation):
+    """Where it is NaN, as is every page that holds nothing else."""
     check(case, implementation)
 
 
@@ -55,7 +74,7 @@ def test_every_combination(implementation, queries, page, dtype, group):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*COVER, *FP8], ids=str)
+@pytest.mark.parametrize("case", [*COVER, *FP8, *WINDOWS], ids=str)
 def test_the_compiled_kernel_on_a_gpu(case):
     check(case, "pallas")
 
@@ -189,6 +208,30 @@ def test_control_hidden_first_rows_matter():
     arrays = (problem.q, *finite, *problem.arrays[3:])
     assert problem.error(paged_attention(*arrays, start=1)) <= problem.tolerance
     assert problem.error(paged_attention(*arrays, start=0)) > 10 * problem.tolerance
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("tree", ["causal", "random"])
+def test_control_a_window_off_by_one_matters(tree, implementation):
+    problem = make_problem(Case(tree=tree, queries=5, window=12, lengths="full"))
+    finite = [jnp.nan_to_num(pool, nan=0.5) for pool in (problem.k_pool, problem.v_pool)]
+    arrays = (problem.q, *finite, *problem.arrays[3:])
+    errors = [problem.error(paged_attention(*arrays, window=w, implementation=implementation)) for w in (12, 11, 13)]
+    assert errors[0] <= problem.tolerance and min(errors[1:]) > 10 * problem.tolerance
+
+
+@pytest.mark.parametrize("tree", ["causal", "random"])
+def test_the_reference_gathers_the_windows_pages_alone(tree):
+    """So that its cost does not grow with the context: no array has as many rows as the table can address."""
+    problem = make_problem(Case(tree=tree, page=16))
+    run = functools.partial(paged_attention, implementation="reference")
+    sizes = {w: str(jax.make_jaxpr(functools.partial(run, window=w))(*problem.arrays)) for w in (20, None)}
+    assert f",{ROWS}" in sizes[None] and f",{ROWS}" not in sizes[20] and ",48" in sizes[20]
+
+
+def test_a_window_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="window must be None or at least 1, got 0"):
+        paged_attention(*make_problem(Case()).arrays, window=0)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def ancestors(parents: np.ndarray, node: int) -> list[int]:
     return path
 
 
-def attention(q, k_pool, v_pool, page_table, lengths, new_rows, *, start=0, scale=None) -> np.ndarray:
+def attention(q, k_pool, v_pool, page_table, lengths, new_rows, *, start=0, oldest=None, scale=None) -> np.ndarray:
     """Softmax attention of every query over the rows it sees.
 
     Args:
@@ -27,6 +27,7 @@ def attention(q, k_pool, v_pool, page_table, lengths, new_rows, *, start=0, scal
         lengths: [B], committed rows.
         new_rows: new_rows[b][t] lists the j for which query t of sequence b sees row lengths[b] + j.
         start: first row seen.
+        oldest: oldest[b][t] is the first row that query t of sequence b sees.
 
     Returns:
         float64 [B, T, H, D].
@@ -38,7 +39,7 @@ def attention(q, k_pool, v_pool, page_table, lengths, new_rows, *, start=0, scal
     for b in range(batch):
         for t in range(queries):
             seen = [*range(lengths[b]), *(lengths[b] + j for j in new_rows[b][t])]
-            rows = [row for row in seen if row >= start]
+            rows = [row for row in seen if row >= max(start, 0 if oldest is None else oldest[b][t])]
             if not rows:
                 continue
             keys = np.stack([read_row(k_pool, page_table, b, row) for row in rows]).astype(np.float64)
