@@ -31,6 +31,8 @@ class EngineConfig:
         accept: the accept rule; "typical" alone does not keep the target's distribution.
         typical_threshold, typical_alpha: "typical" accepts p(x) > min(threshold, alpha * exp(-entropy)).
         kv_dtype, draft_kv_dtype: of the pools; None: the weights' dtype.
+        draft_window: tokens back that the drafter attends to, the newest included, whatever it says itself; None: as the
+            drafter says, all if it says nothing.
         quantize: the target's products, "int8", "fp8" or "fp8_dynamic" (`jspec.quantize`); None: as the target is. The
             drafter has an option of its own.
         prefill_budget: tokens of prompts, in whole programs, that may come between two rounds while any running request
@@ -57,6 +59,7 @@ class EngineConfig:
     typical_alpha: float = 0.3
     kv_dtype: str | None = None
     draft_kv_dtype: str | None = None
+    draft_window: int | None = None
     quantize: str | None = None
     prefill_budget: int | None = None
     prefix_cache: bool = True

@@ -67,6 +67,8 @@ class Engine(Interface):
         keep_compiled(self.config.compile_cache)
         tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         drafter = NoDraft() if drafter is None else drafter
+        if self.config.draft_window is not None:
+            drafter = drafter.with_window(self.config.draft_window)
         if self.config.quantize is not None:
             target = quantize_weights(target, self.config.quantize)
         verify.check_rule(self.config.accept, drafter.tree)
