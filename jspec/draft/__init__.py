@@ -90,7 +90,9 @@ class Drafter(abc.ABC):
             ValueError: the drafter does not attend to a cache.
         """
         name = type(self).__name__
-        raise ValueError(f"draft_window: expected a drafter with a window (EAGLE, DraftModel), got {name}; leave it out")
+        raise ValueError(
+            f"draft_window: expected a drafter with a window (EAGLE, DraftModel), got {name}; leave it out"
+        )
 
     def catch_up(self, params: Params, state: DraftState, view: SlotView) -> DraftState:
         """Write the rows that `draft` would write for committed tokens, the root's included, and draft nothing."""
