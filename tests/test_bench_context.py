@@ -70,8 +70,8 @@ def test_the_command_prints_a_table_and_writes_json(
         ]
 
     monkeypatch.setattr(context, "measure", measure)
-    words = "--context 512 256 --draft-window none 64 --tree chain:2 --prompts 3 --tokens 9 --json".split()
-    assert main(["bench", "context", *words, str(tmp_path / "out.json")]) == 0
+    sizes = ["--context", "512", "256", "--draft-window", "none", "64", "--prompts", "3", "--tokens", "9"]
+    assert main(["bench", "context", *sizes, "--tree", "chain:2", "--json", str(tmp_path / "out.json")]) == 0
     assert asked["trees"] == [TREE] and asked["ids"] > 2048 and (asked["places"], asked["tokens"]) == (3, 9)
     _, heading, _, none, window = capsys.readouterr().out.splitlines()
     assert heading.split() == ["tree", "draft", "window", "256", "tokens", "512", "tokens"]

@@ -161,7 +161,7 @@ def test_a_window_too_small_for_the_tree_is_refused(window: Any) -> None:
 
 @pytest.mark.parametrize("drafter", [None, NGram(CHAIN), Medusa(tiny.medusa_heads(TARGET, heads=3), CHAIN)])
 def test_a_drafter_without_a_cache_has_no_window(drafter: Drafter | None) -> None:
-    with pytest.raises(ValueError, match="draft_window: expected a drafter with a window .* leave it out"):
+    with pytest.raises(ValueError, match=r"draft_window: expected a drafter with a window .* leave it out"):
         Engine(TARGET, drafter=drafter, draft_window=8)
 
 

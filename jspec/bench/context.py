@@ -170,13 +170,13 @@ def _at(engine: Engine, drafter: Drafter, context: int, cut: list[list[int]], to
 def text(results: Sequence[ContextAcceptance]) -> str:
     """One line a tree and window, one column a context length: tokens a round and their standard error."""
     contexts = sorted({result.context for result in results})
-    rows: dict[tuple[str, int | None], dict[int, str]] = {}
+    found: dict[tuple[str, int | None], dict[int, str]] = {}
     for one in results:
-        rows.setdefault((one.tree, one.draft_window), {})[one.context] = f"{one.length:.2f} ± {one.error:.2f}"
-    heading = ["tree", "draft window", *(f"{context} tokens" for context in contexts)]
-    return table(
-        [heading, *([tree, str(window or "none"), *map(cells.get, contexts)] for (tree, window), cells in rows.items())]
-    )
+        found.setdefault((one.tree, one.draft_window), {})[one.context] = f"{one.length:.2f} ± {one.error:.2f}"
+    rows = [["tree", "draft window", *(f"{context} tokens" for context in contexts)]]
+    for (tree, window), cells in found.items():
+        rows.append([tree, str(window or "none"), *(cells[context] for context in contexts)])
+    return table(rows)
 
 
 def write_json(path: Path, results: Sequence[ContextAcceptance]) -> None:
