@@ -27,7 +27,7 @@ from jspec.tree import TREE_FORMS, Tree
 from jspec.watch import LowAcceptanceWarning
 
 CONTEXTS = (256, 512, 1024, 2048)
-WINDOWS = (None, 256)
+WINDOWS = (None, 128)
 PLACES, TOKENS = 8, 32  # where the text is continued, and tokens of each completion
 PREFILL = 512
 
