@@ -129,6 +129,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-dtype", metavar="DTYPE", help=f"of the target's cache: {dtypes}; the weights' if left out"
     )
     parser.add_argument("--draft-kv-dtype", metavar="DTYPE", help="likewise of the drafter's cache")
+    parser.add_argument("--draft-window", type=int, metavar="W", help="tokens back that the drafter attends to")
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--tokenizer", help='"bytes" for byte-level models; else the folder\'s own')
     parser.add_argument("--compile-cache", metavar="DIR", help="keeps compiled programs for the next start")
@@ -153,6 +154,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         quantize=arguments.quantize,
         kv_dtype=arguments.kv_dtype,
         draft_kv_dtype=arguments.draft_kv_dtype,
+        draft_window=arguments.draft_window,
         compile_cache=arguments.compile_cache,
         tokenizer=arguments.tokenizer,
     )

@@ -23,14 +23,18 @@ class EngineConfig:
         page_size: cache rows a page holds.
         buckets: rows of the compiled round programs, ascending, ending at ``slots``; None: 1, 2, 4, ... ``slots``.
         prefill_buckets: tokens of the compiled prefill programs, ascending; longer prompts go in chunks.
-        pages: pages of the pools, the null page included; None: enough for every slot to reach ``max_len``.
-        memory_fraction: share of the device's memory that weights and pools may take.
+        pages: pages of the pools, the null page included; None: enough for every slot to reach ``max_len``; where the
+            device reports its memory as many as fit, for one request of ``max_len`` at least, and with ``prefix_cache``
+            up to four times as many.
+        memory_fraction: share of the device's memory that weights, pools and programs may take, with all else that this
+            process has there.
         implementation: of the kernels; "auto" takes Pallas on a GPU.
         rounds_per_dispatch: rounds that run on the device before the host hears of them.
         overlap: dispatch the next step before the last one's result is read; the tokens are the same.
         accept: the accept rule; "typical" alone does not keep the target's distribution.
         typical_threshold, typical_alpha: "typical" accepts p(x) > min(threshold, alpha * exp(-entropy)).
         kv_dtype, draft_kv_dtype: of the pools; None: the weights' dtype.
+        draft_window: tokens back that the drafter attends to, the newest included; None: as the drafter says.
         quantize: the target's products, "int8", "fp8" or "fp8_dynamic" (`jspec.quantize`); None: as the target is. The
             drafter has an option of its own.
         prefill_budget: tokens of prompts, in whole programs, that may come between two rounds while any running request
@@ -57,6 +61,7 @@ class EngineConfig:
     typical_alpha: float = 0.3
     kv_dtype: str | None = None
     draft_kv_dtype: str | None = None
+    draft_window: int | None = None
     quantize: str | None = None
     prefill_budget: int | None = None
     prefix_cache: bool = True

@@ -49,6 +49,10 @@ class Engine(Interface):
         eos_ids: tokens that end a request.
         options: fields of `EngineConfig`.
 
+    Attributes:
+        memory_plan: what weights, pools and programs take of the device's memory; `str` says it in words.
+        healthy: whether it can serve.
+
     Raises:
         ValueError: options or models that do not fit together or into memory.
     """
@@ -67,6 +71,8 @@ class Engine(Interface):
         keep_compiled(self.config.compile_cache)
         tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         drafter = NoDraft() if drafter is None else drafter
+        if self.config.draft_window is not None:
+            drafter = drafter.with_window(self.config.draft_window)
         if self.config.quantize is not None:
             target = quantize_weights(target, self.config.quantize)
         verify.check_rule(self.config.accept, drafter.tree)
@@ -79,11 +85,16 @@ class Engine(Interface):
             implementation=self.config.implementation,
             typical=verify.Typical(self.config.typical_threshold, self.config.typical_alpha),
         )
-        self._pool = PoolShape.of(self.config, drafter.tree, str(target.embed.dtype))
-        check_device(self._params, self._pool.dtype, self._pool.draft_dtype)
-        memory.check_fits(self._program, self._params, self._pool, self.config.memory_fraction)
-        self._state = init_state(self._program, self._params, self._pool)
-        self._programs = Programs(self._program, self._params, self._state, self.config)
+        pool = PoolShape.of(self.config, drafter.tree, str(target.embed.dtype))
+        check_device(self._params, pool.dtype, pool.draft_dtype)
+        room = memory.Room(self._program, self._params, self.config, memory.device_memory())
+        self._pool, _ = memory.fit(room, pool)
+        with memory.explained(room, self._pool):
+            self._state = init_state(self._program, self._params, self._pool)
+            jax.block_until_ready(self._state)
+            self._programs = Programs(self._program, self._params, self._state, self.config)
+        self.memory_plan = memory.measured(room, self._pool, self._programs.executables)
+        logger.info("%s", self.memory_plan)
         assert self.config.buckets is not None and self.config.prefill_buckets is not None
         self.scheduler = Scheduler(
             PagePool(self._pool.pages, self.config.page_size),

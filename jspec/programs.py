@@ -73,6 +73,12 @@ class Programs:
         logger.info("%s", explain(program.implementation, device))
         self._compile(state, trace=False)
 
+    @property
+    def executables(self) -> list[Any]:
+        """All that is compiled."""
+        others = [one for one in (self.show_pages, self.catch_up) if one is not None]
+        return [*self.prefill.values(), *self.rounds.values(), *others]
+
     def ensure_trace(self, state: SlotState) -> None:
         """Compile the ladder that also returns its drafts, if it is not there yet."""
         if (self._config.slots, True) not in self.rounds:

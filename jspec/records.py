@@ -94,6 +94,7 @@ class TokenBatch:
     Row t of sequence b is written at cache row ``first_row[b] + t``. It sees all rows before ``first_row[b]`` and,
     of the rows written here, those whose bit is set in ``bits`` (None: causal, those up to t).
     A level of a draft tree sees more than its own rows: then ``bits`` count from row ``base[b]``.
+    With a ``window`` the rows up to ``base[b] - window`` are hidden; where causal, row t's query misses t rows more.
     """
 
     tokens: Int[Array, "batch tokens"]
@@ -105,6 +106,7 @@ class TokenBatch:
     implementation: str = struct.field(pytree_node=False)
     base: Int[Array, "batch"] | None = None  # None: first_row
     new_rows: int | None = struct.field(pytree_node=False, default=None)  # that bits name; None: those here
+    window: int | None = struct.field(pytree_node=False, default=None)  # None: rows of any age are seen
 
 
 @struct.dataclass

@@ -53,19 +53,20 @@ def choose_tiles(
     batch, queries, heads, dim = q.shape
     kv_heads, page = k_pool.shape[1:3]
     group, capacity = heads // kv_heads, page_table.shape[1] * page
+    read = capacity if window is None else min(capacity, window + new_rows)  # rows of context, at most
     # A float32 product is three TF32 ones: four times the registers for the same rows.
     most = max(4096 // dim, MMA_ROWS) if wide else (128 if dim <= 128 else 64)
     packed = min(max(pl.next_power_of_2(queries * group), MMA_ROWS), most)
     programs = batch * kv_heads * pl.cdiv(queries * group, packed)
     # Where there are many programs or long contexts, small ones that need no barrier between warps are fastest.
-    small = MMA_ROWS < packed <= 32 and dim <= 128 and not wide and (2 * programs >= 3 * FULL or capacity > LONG)
+    small = MMA_ROWS < packed <= 32 and dim <= 128 and not wide and (2 * programs >= 3 * FULL or read > LONG)
     warps = 2 if small else (8 if wide or packed * max(dim, 128) >= 64 * 256 else 4)
     few = small or packed == MMA_ROWS  # rows of a tile: 8 KiB each of K and V, or 16
     width = max(k_pool.dtype.itemsize, 2)  # numbers of one byte are widened
     tile = min(max((8 if wide or few else 16) * 1024 // (dim * width), MMA_ROWS), 64)
     load = programs if warps < 8 else 2 * programs
     wanted = 2 * FULL if few else FULL
-    splits = 1 if load >= FULL - 8 else min(max(wanted // load, 2), pl.cdiv(capacity, LEAST_SPLIT))
+    splits = 1 if load >= FULL - 8 else min(max(wanted // load, 2), pl.cdiv(read, LEAST_SPLIT))
     is_alone = splits == 1 and packed <= 32  # a program then has time for a third tile in flight
     return Tiles(
         group=group,

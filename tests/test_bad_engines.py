@@ -61,7 +61,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     (dict(seed=-1), r"seed: expected an int >= 0, got -1"),
     (dict(tokenizer="no-such-folder"), r"tokenizer: expected a folder, \"bytes\" or None, got 'no-such-folder'"),
     (dict(slots=10**6, max_len=10**5), r"reaches 2\*\*31 elements; lower pages to at most \d+"),
-    (dict(pages=10**7, memory_fraction=0.01), r"out of memory: .* lower slots or max_len, or pass pages=\d+"),
+    (dict(pages=10**7, memory_fraction=0.01), r"out of memory: .* To fit, .*pass pages=\d+"),
 ]
 
 

@@ -14,6 +14,7 @@ from jspec.bench import (
     accuracy,
     cold_start,
     compare,
+    context,
     inflate,
     kernels,
     overlap,
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _acceptance_arguments(
         commands.add_parser("acceptance", help="acceptance of the embedded pair by accept rule, temperature and tree")
     )
+    context.add_arguments(commands.add_parser("context", help="acceptance by context length and draft window"))
     _cold_start_arguments(
         commands.add_parser("cold-start", help="seconds from a process to engines that serve, without and with a cache")
     )

@@ -35,6 +35,7 @@ class Drafter(abc.ABC):
     tree: Tree
     reads_text: ClassVar[bool] = False  # `prefill` wants ``view.text``, for a prompt may begin with cached pages
     lags: ClassVar[bool] = False  # the draft's cache lags behind the target's, and `catch_up` makes it good
+    draft_window: int | None = None  # tokens back that the draft attends to, the newest included; None: all
 
     @abc.abstractmethod
     def feature_layers(self, target: Model) -> tuple[int, ...]:
@@ -82,6 +83,17 @@ class Drafter(abc.ABC):
         Of a row that is not active anymore nothing may be changed.
         """
 
+    def with_window(self, draft_window: int) -> Drafter:
+        """The same with a window.
+
+        Raises:
+            ValueError: the drafter does not attend to a cache.
+        """
+        name = type(self).__name__
+        raise ValueError(
+            f"draft_window: expected a drafter with a window (EAGLE, DraftModel), got {name}; leave it out"
+        )
+
     def catch_up(self, params: Params, state: DraftState, view: SlotView) -> DraftState:
         """Write the rows that `draft` would write for committed tokens, the root's included, and draft nothing."""
         return state
@@ -124,6 +136,21 @@ class NoDraft(StatelessDrafter):
 def active_slots(view: SlotView, slots: int) -> Int[Array, "batch"]:
     """Slots to write to, `slots` in all: a row that has ended still names its own, which must stay as it is."""
     return jnp.where(view.active, view.slots, slots)
+
+
+def check_window(method: str, draft_window: int | None, tree: Tree) -> int | None:
+    """The window, if a tree's nodes can all see their ancestors.
+
+    Raises:
+        ValueError: it is no int, or smaller than that.
+    """
+    is_int = isinstance(draft_window, int) and not isinstance(draft_window, bool)
+    if draft_window is not None and not (is_int and draft_window > tree.depth):
+        raise ValueError(
+            f"{method}: draft_window: expected None or an int >= {tree.depth + 1}, the depth of {tree} + 1, "
+            f"got {draft_window!r}"
+        )
+    return draft_window
 
 
 def require_static(method: str, tree: Tree) -> Tree:

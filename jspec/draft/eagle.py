@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec import pretrained
 from jspec.cache import PoolShape, create, places
-from jspec.draft import Drafter, active_slots
+from jspec.draft import Drafter, active_slots, check_window
 from jspec.draft.grow import Level, Vocabulary, grow
 from jspec.draft.heads import FIRST_ROW, EagleHead, HeadOut, Written, finish, fuse, write
 from jspec.models.decoder import Model, logits_of
@@ -48,15 +48,17 @@ class EagleDrafter(Drafter):
     Args:
         head: the head's weights.
         tree: of any kind; every rank in it must exist in the draft's vocabulary.
+        draft_window: tokens back that the head attends to, the newest included; None: all.
 
     Raises:
-        ValueError: the head is of another method, or the tree asks for more children than there are tokens.
+        ValueError: the head is of another method, the tree asks for more children than there are tokens, or the window
+            is smaller than the tree is deep.
     """
 
     method: ClassVar[str]
     lags = True
 
-    def __init__(self, head: EagleHead, tree: Tree) -> None:
+    def __init__(self, head: EagleHead, tree: Tree, *, draft_window: int | None = None) -> None:
         name, config = type(self).__name__, head.config
         if config.method != self.method:
             raise ValueError(f"{name}: expected a head of method {self.method!r}, got {config.method!r}")
@@ -67,6 +69,10 @@ class EagleDrafter(Drafter):
             )
         self.head = head
         self.tree = tree
+        self.draft_window = check_window(name, draft_window, tree)
+
+    def with_window(self, draft_window: int) -> Self:
+        return type(self)(self.head, self.tree, draft_window=draft_window)
 
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return self.head.config.states_of(target.config.num_layers)
@@ -94,7 +100,8 @@ class EagleDrafter(Drafter):
         waiting = _feature_before(state, view, batch.first_row)
         shifted = jnp.concatenate([waiting[:, None], fused[:, :-1]], axis=1)
         valid = batch.valid & (batch.positions >= FIRST_ROW)
-        _, cache = write(params, state.cache, _pairs(view, batch.tokens, batch.first_row, valid), shifted)
+        pairs = _pairs(view, batch.tokens, batch.first_row, valid, self.draft_window)
+        _, cache = write(params, state.cache, pairs, shifted)
         last = jnp.maximum(jnp.sum(batch.valid, axis=1) - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(fused, last, axis=1)[:, 0]
         return replace(
@@ -107,13 +114,13 @@ class EagleDrafter(Drafter):
 
     def draft(self, params: EagleHead, state: EagleState, view: SlotView) -> tuple[Draft, EagleState]:
         with jax.named_scope("root"):
-            out, cache = catch_up(params, state, view)
+            out, cache = catch_up(params, state, view, self.draft_window)
             logits = _logits(params, out)
 
         def feed(carry: tuple[Array, KVCache], level: Level) -> tuple[Array, tuple[Array, KVCache]]:
             hidden, cache = carry
             own = jnp.take_along_axis(hidden, level.parents[..., None], axis=1)
-            out, cache = self_feed(params, cache, view, level, own)
+            out, cache = self_feed(params, cache, view, level, own, self.draft_window)
             return _logits(params, out), (out.hidden, cache)
 
         vocabulary = Vocabulary(params.draft_to_target, params.config.vocab_size)
@@ -143,7 +150,7 @@ class EagleDrafter(Drafter):
         )
 
     def catch_up(self, params: EagleHead, state: EagleState, view: SlotView) -> EagleState:
-        return replace(state, cache=_write_waiting(params, state, view)[2])
+        return replace(state, cache=_write_waiting(params, state, view, self.draft_window)[2])
 
 
 @final
@@ -164,6 +171,7 @@ class Eagle3(EagleDrafter):
         norm_before_residual: bool | None = None,
         norm_output: bool | None = None,
         quantize: str | None = None,
+        draft_window: int | None = None,
     ) -> Self:
         """Load a head from a folder as released, a converted folder or a hub id.
 
@@ -173,6 +181,7 @@ class Eagle3(EagleDrafter):
             norm_before_residual: overrides whether the residual is the normed feature.
             norm_output: overrides whether the normed output is fed back (EAGLE-3.1).
             quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.quantize`).
+            draft_window: tokens back that the head attends to; None: all.
         """
         checkpoint = pretrained.load(
             path,
@@ -184,7 +193,7 @@ class Eagle3(EagleDrafter):
             norm_output=norm_output,
             quantize=quantize,
         )
-        return cls(EagleHead.from_weights(checkpoint.config, checkpoint.weights), tree)
+        return cls(EagleHead.from_weights(checkpoint.config, checkpoint.weights), tree, draft_window=draft_window)
 
 
 @final
@@ -202,33 +211,37 @@ class Eagle(EagleDrafter):
         dtype: str | None = None,
         rope_theta: float | None = None,
         quantize: str | None = None,
+        draft_window: int | None = None,
     ) -> Self:
         """Load a head from a folder as released, a converted folder or a hub id.
 
         Args:
             rope_theta: overrides the file's rotary base (10000 where the file is silent).
             quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.quantize`).
+            draft_window: tokens back that the head attends to; None: all.
         """
         checkpoint = pretrained.load(path, dtype=dtype, kind="eagle", rope_theta=rope_theta, quantize=quantize)
-        return cls(EagleHead.from_weights(checkpoint.config, checkpoint.weights), tree)
+        return cls(EagleHead.from_weights(checkpoint.config, checkpoint.weights), tree, draft_window=draft_window)
 
 
-def catch_up(params: EagleHead, state: EagleState, view: SlotView) -> tuple[HeadOut, KVCache]:
+def catch_up(
+    params: EagleHead, state: EagleState, view: SlotView, window: int | None = None
+) -> tuple[HeadOut, KVCache]:
     """Write the rows of the waiting pairs and run the head on the root's.
 
     In the last layer the other rows need only their K and V: what they predict is known already.
     """
-    last, written, cache = _write_waiting(params, state, view)
+    last, written, cache = _write_waiting(params, state, view, window)
     root = Written(
         q=jnp.take_along_axis(written.q, last[..., None, None], axis=1),
         residual=jnp.take_along_axis(written.residual, last[..., None], axis=1),
     )
-    root_pair = _pairs(view, view.root[:, None], view.lengths, view.active[:, None])
+    root_pair = _pairs(view, view.root[:, None], view.lengths, view.active[:, None], window)
     return finish(params, cache, root_pair, root), cache
 
 
 def _write_waiting(
-    params: EagleHead, state: EagleState, view: SlotView
+    params: EagleHead, state: EagleState, view: SlotView, window: int | None
 ) -> tuple[Int[Array, "batch 1"], Written, KVCache]:
     """Write the rows of the waiting pairs; the root's is the ``last`` of them."""
     features = state.features.at[view.slots].get(mode="fill", fill_value=0)
@@ -238,7 +251,8 @@ def _write_waiting(
     steps = jnp.arange(features.shape[1])
     tokens = jnp.where(steps == last, view.root[:, None], waiting)
     valid = (steps <= last) & view.active[:, None]
-    written, cache = write(params, state.cache, _pairs(view, tokens, view.lengths - last[:, 0], valid), features)
+    pairs = _pairs(view, tokens, view.lengths - last[:, 0], valid, window)
+    written, cache = write(params, state.cache, pairs, features)
     return last, written, cache
 
 
@@ -270,13 +284,18 @@ def _keep_edges(
 
 
 def self_feed(
-    params: EagleHead, cache: KVCache, view: SlotView, level: Level, features: Float[Array, "batch fed hidden"]
+    params: EagleHead,
+    cache: KVCache,
+    view: SlotView,
+    level: Level,
+    features: Float[Array, "batch fed hidden"],
+    window: int | None = None,
 ) -> tuple[HeadOut, KVCache]:
     """Run the head on drafted tokens, each with its parent's output as its feature.
 
     All nodes of a level stand at one position; a feature stands one before its token.
     """
-    pairs = level.batch(view, view.lengths + level.depth - 1)
+    pairs = level.batch(view, view.lengths + level.depth - 1, window)
     written, cache = write(params, cache, pairs, features)
     return finish(params, cache, pairs, written), cache
 
@@ -292,6 +311,7 @@ def _pairs(
     tokens: Int[Array, "batch tokens"],
     first_row: Int[Array, "batch"],
     valid: Bool[Array, "batch tokens"],
+    window: int | None,
 ) -> TokenBatch:
     """Pairs for the draft's cache rows from ``first_row`` on; a pair's position is its feature's, one below its row."""
     return TokenBatch(
@@ -302,6 +322,7 @@ def _pairs(
         page_table=view.page_table,
         bits=None,
         implementation=view.implementation,
+        window=window,
     )
 
 

@@ -35,8 +35,12 @@ class Level:
     first: int = struct.field(pytree_node=False)  # row of the first one, counted from the root's
     draft_rows: int = struct.field(pytree_node=False)  # rows that bits may name: those of the whole tree
 
-    def batch(self, view: SlotView, position: Int[Array, "batch"]) -> TokenBatch:
-        """The level as a batch for the forward pass; its nodes all stand at one position."""
+    def batch(self, view: SlotView, position: Int[Array, "batch"], window: int | None = None) -> TokenBatch:
+        """The level as a batch for the forward pass; its nodes all stand at one position.
+
+        Args:
+            window: the drafter's; a node's ancestors count towards it, though in a tree they lie in other rows.
+        """
         shape = self.tokens.shape
         return TokenBatch(
             tokens=self.tokens,
@@ -48,6 +52,7 @@ class Level:
             implementation=view.implementation,
             base=None if self.bits is None else view.lengths,
             new_rows=None if self.bits is None else self.draft_rows,
+            window=window if window is None or self.bits is None else window - self.depth,
         )
 
 

@@ -12,7 +12,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jspec.cache import PoolShape, commit, create
-from jspec.draft import Drafter, active_slots
+from jspec.draft import Drafter, active_slots, check_window
 from jspec.draft.grow import Level, Vocabulary, grow
 from jspec.models.decoder import Model, forward
 from jspec.records import Draft, KVCache, SlotView, TokenBatch, Verdict
@@ -40,14 +40,16 @@ class DraftModel(Drafter):
     Args:
         model: the small model.
         tree: of any kind.
+        draft_window: tokens back that the model attends to, the newest included; None: all.
 
     Raises:
-        ValueError: the tree asks for more children of a node than there are tokens.
+        ValueError: the tree asks for more children of a node than there are tokens, or the window is smaller than it is
+            deep.
     """
 
     lags = True
 
-    def __init__(self, model: Model, tree: Tree) -> None:
+    def __init__(self, model: Model, tree: Tree, *, draft_window: int | None = None) -> None:
         if tree.branching > model.config.vocab_size:
             raise ValueError(
                 f"DraftModel: {tree} needs {tree.branching} children of a node, the vocabulary has "
@@ -55,13 +57,23 @@ class DraftModel(Drafter):
             )
         self.model = model
         self.tree = tree
+        self.draft_window = check_window("DraftModel", draft_window, tree)
+
+    def with_window(self, draft_window: int) -> DraftModel:
+        return DraftModel(self.model, self.tree, draft_window=draft_window)
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, *, tree: Tree, dtype: str | None = None, quantize: str | None = None
+        cls,
+        path: str | Path,
+        *,
+        tree: Tree,
+        dtype: str | None = None,
+        quantize: str | None = None,
+        draft_window: int | None = None,
     ) -> Self:
-        """Load a Hugging Face folder, a converted folder or a hub id; arguments as `Model.from_pretrained`."""
-        return cls(Model.from_pretrained(path, dtype=dtype, quantize=quantize), tree)
+        """Load a Hugging Face folder, a converted folder or a hub id; other arguments as `Model.from_pretrained`."""
+        return cls(Model.from_pretrained(path, dtype=dtype, quantize=quantize), tree, draft_window=draft_window)
 
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return ()
@@ -86,16 +98,17 @@ class DraftModel(Drafter):
     def prefill(
         self, params: Model, state: DraftModelState, view: SlotView, batch: TokenBatch, features: Array | None
     ) -> DraftModelState:
+        batch = replace(batch, window=self.draft_window)
         _, cache = forward(params, state.cache, batch, with_logits=False)
         return replace(state, cache=cache, previous=state.previous.at[view.slots].set(-1, mode="drop"))
 
     def draft(self, params: Model, state: DraftModelState, view: SlotView) -> tuple[Draft, DraftModelState]:
         previous = state.previous.at[view.slots].get(mode="fill", fill_value=0)
         with jax.named_scope("root"):
-            logits, cache = _feed_root(params, state.cache, view, previous)
+            logits, cache = _feed_root(params, state.cache, view, previous, window=self.draft_window)
 
         def feed(cache: KVCache, level: Level) -> tuple[Array, KVCache]:
-            return _feed_level(params, cache, view, level)
+            return _feed_level(params, cache, view, level, self.draft_window)
 
         assert logits is not None
         vocabulary = Vocabulary(None, params.config.vocab_size)
@@ -122,11 +135,19 @@ class DraftModel(Drafter):
 
     def catch_up(self, params: Model, state: DraftModelState, view: SlotView) -> DraftModelState:
         previous = state.previous.at[view.slots].get(mode="fill", fill_value=0)
-        return replace(state, cache=_feed_root(params, state.cache, view, previous, with_logits=False)[1])
+        window = self.draft_window
+        _, cache = _feed_root(params, state.cache, view, previous, window=window, with_logits=False)
+        return replace(state, cache=cache)
 
 
 def _feed_root(
-    params: Model, cache: KVCache, view: SlotView, previous: Int[Array, "batch"], *, with_logits: bool = True
+    params: Model,
+    cache: KVCache,
+    view: SlotView,
+    previous: Int[Array, "batch"],
+    *,
+    window: int | None,
+    with_logits: bool = True,
 ) -> tuple[Float[Array, "batch 1 vocab"] | None, KVCache]:
     """Feed the last committed token, where its row is missing, and the root; logits behind the root."""
     first_row = jnp.maximum(view.lengths - 1, 0)
@@ -140,6 +161,7 @@ def _feed_root(
         page_table=view.page_table,
         bits=None,
         implementation=view.implementation,
+        window=window,
     )
     newest = jnp.ones((tokens.shape[0], 1), jnp.int32)
     out, cache = forward(params, cache, batch, logit_rows=newest, with_logits=with_logits)
@@ -147,9 +169,9 @@ def _feed_root(
 
 
 def _feed_level(
-    params: Model, cache: KVCache, view: SlotView, level: Level
+    params: Model, cache: KVCache, view: SlotView, level: Level, window: int | None
 ) -> tuple[Float[Array, "batch fed vocab"], KVCache]:
     """Feed the nodes of a level, all at one position; logits behind each."""
-    out, cache = forward(params, cache, level.batch(view, view.lengths + level.depth))
+    out, cache = forward(params, cache, level.batch(view, view.lengths + level.depth, window))
     assert out.logits is not None
     return out.logits, cache

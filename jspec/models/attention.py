@@ -98,6 +98,7 @@ def attend(
         batch.bits,
         new_rows=batch.new_rows,
         start=start,
+        window=batch.window,
         implementation=batch.implementation,
     )
     return out.reshape(*out.shape[:2], -1)

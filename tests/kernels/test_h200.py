@@ -19,14 +19,24 @@ def shape(dims, dtype=jnp.bfloat16):
 
 
 def compile_attention(
-    batch=1, queries=5, dim=128, context=2048, page=PAGE, causal=False, start=0, dtype=jnp.bfloat16, pool_dtype=None
+    batch=1,
+    queries=5,
+    dim=128,
+    context=2048,
+    page=PAGE,
+    causal=False,
+    start=0,
+    dtype=jnp.bfloat16,
+    pool_dtype=None,
+    window=None,
 ) -> H200Program:
     pool = shape((PAGES, KV_HEADS, page, dim), pool_dtype or dtype)
     q, table = shape((batch, queries, HEADS, dim), dtype), shape((batch, context // page), jnp.int32)
     arrays = [q, pool, pool, table, shape((batch,), jnp.int32)]
 
     def attend(*arrays):
-        return paged_attention(*arrays, *((None,) if causal else ()), start=start, implementation="pallas")
+        own = (None,) if causal else ()
+        return paged_attention(*arrays, *own, start=start, window=window, implementation="pallas")
 
     bits = [] if causal else [shape((batch, queries, -(-queries // 32)), jnp.uint32)]
     return compile_for_h200(attend, *arrays, *bits, fail_on_spills=True)
@@ -47,6 +57,14 @@ def test_attention_is_two_kernels_without_spills(queries, dim, dtype):
 def test_pools_of_one_byte_compile_alike(queries, dim):
     program = compile_attention(queries=queries, dim=dim, pool_dtype=jnp.float8_e4m3fn)
     assert len(program.launches) == 2
+    assert not program.copies()
+
+
+@pytest.mark.parametrize(("queries", "causal"), [(1, True), (5, True), (2048, True), (10, False), (60, False)])
+def test_a_window_compiles_alike(queries, causal):
+    """A draft's root, its rows that wait, a prompt's chunk, the levels of a tree."""
+    program = compile_attention(queries=queries, causal=causal, context=16384, start=1, window=2048)
+    assert len(program.launches) == (1 if queries == 2048 else 2)
     assert not program.copies()
 
 

@@ -7,13 +7,17 @@ import numpy as np
 from jspec.models.decoder import Model
 
 
-def logits(model: Model, tokens: np.ndarray) -> np.ndarray:
-    """Logits behind every token of whole sequences, [batch, tokens, vocab]; no cache, no batching tricks."""
+def logits(model: Model, tokens: np.ndarray, window: int | None = None) -> np.ndarray:
+    """Logits behind every token of whole sequences, [batch, tokens, vocab]; no cache, no batching tricks.
+
+    Args:
+        window: tokens that each one attends to, its own included; None: all before it.
+    """
     c = model.config
     x = np.asarray(model.embed, np.float64)[tokens]
     for layer in model.layers:
         w = {name: np.asarray(getattr(layer, name), np.float64) for name in layer.__dataclass_fields__}
-        x = x + _attention(_norm(x, w["attn_norm"], c.norm_eps) @ w["qkv"].T, c) @ w["o"].T
+        x = x + attention(_norm(x, w["attn_norm"], c.norm_eps) @ w["qkv"].T, c, window) @ w["o"].T
         gate, up = np.split(_norm(x, w["mlp_norm"], c.norm_eps) @ w["gate_up"].T, 2, axis=-1)
         x = x + (gate / (1 + np.exp(-gate)) * up) @ w["down"].T
     return _norm(x, np.asarray(model.norm, np.float64), c.norm_eps) @ np.asarray(model.output_head, np.float64).T
@@ -23,8 +27,10 @@ def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
-def _attention(qkv: np.ndarray, c) -> np.ndarray:
+def attention(qkv: np.ndarray, c, window: int | None = None) -> np.ndarray:
+    """Causal attention over whole sequences, from fused projections; c: of a decoder or a head."""
     batch, size, _ = qkv.shape
+    seen = np.tril(np.ones((size, size), bool)) & ~np.tril(np.ones((size, size), bool), -(window or size))
     heads = qkv.reshape(batch, size, -1, c.head_dim).transpose(0, 2, 1, 3)
     q, k, v = np.split(heads, [c.num_heads, c.num_heads + c.num_kv_heads], axis=1)
     q, k = _rotated(q, c.rope.theta), _rotated(k, c.rope.theta)
@@ -32,7 +38,7 @@ def _attention(qkv: np.ndarray, c) -> np.ndarray:
     for head in range(c.num_heads):
         shared = head // (c.num_heads // c.num_kv_heads)
         scores = q[:, head] @ k[:, shared].transpose(0, 2, 1) / np.sqrt(c.head_dim)
-        scores = np.where(np.tril(np.ones((size, size), bool)), scores, -np.inf)
+        scores = np.where(seen, scores, -np.inf)
         out[:, head] = _softmax(scores) @ v[:, shared]
     return out.transpose(0, 2, 1, 3).reshape(batch, size, -1)
 
