@@ -1,7 +1,7 @@
 """How deep to draft: chosen before every dispatch, by what was accepted at each depth and by how long each one took.
 
 Host only, no jax. The more rows a batch has, the dearer are the tokens that a draft adds to it, and how many of them
-are accepted depends on the text. So the engine compiles its round for several depths, 0 among them, and asks a `Policy`.
+are accepted depends on the text. So an engine compiles its round for several depths, 0 too, and asks a `Policy`.
 """
 
 from __future__ import annotations

@@ -71,6 +71,7 @@ class Engine(Interface):
         if self.config.quantize is not None:
             target = quantize_weights(target, self.config.quantize)
         verify.check_rule(self.config.accept, drafter.tree)
+        depths = _depths(self.config, drafter)
         self._admission = Admission(tokenizer, target.config.vocab_size, tuple(eos_ids), self.config)
         self._params = Params(target=target, draft=drafter.bind(target))
         self._program = Program(
@@ -84,10 +85,9 @@ class Engine(Interface):
         check_device(self._params, self._pool.dtype, self._pool.draft_dtype)
         memory.check_fits(self._program, self._params, self._pool, self.config.memory_fraction)
         self._state = init_state(self._program, self._params, self._pool)
-        depths = _depths(self.config, drafter)
         self._programs = Programs(self._program, self._params, self._state, self.config, depths)
         is_static = drafter.tree.paths is not None
-        self._policy: Policy = Adaptive(depths, shares=is_static) if self.config.adaptive else Fixed(depths[-1])
+        self.policy: Policy = Adaptive(depths, shares=is_static) if self.config.adaptive else Fixed(depths[-1])
         self._stopwatch = Stopwatch()
         assert self.config.buckets is not None and self.config.prefill_buckets is not None
         self.scheduler = Scheduler(
@@ -220,7 +220,7 @@ class Engine(Interface):
             executable, packed = self._programs.prefill[plan.bucket], jax.device_put(self._pack(plan))
         else:
             trace = any(request.trace for request in plan.requests)
-            depth = self._policy.choose(plan.bucket, self._caps(plan))
+            depth = self.policy.choose(plan.bucket, self._caps(plan))
             executable = self._programs.rounds[plan.bucket, depth, trace]
             self._state = self._programs.with_pages(self._state, plan.new_pages)
             packed = self._slots_of(plan)
@@ -277,7 +277,7 @@ class Engine(Interface):
         """Tell the policy what its choice came to."""
         fields = Report.read(report[:, : len(plan.requests)])
         accepted, depth = np.where(fields.counts > 0, fields.accept_len, -1), fields.tokens.shape[-1] - 1
-        self._policy.learn(Reading(plan.bucket, depth, self._caps(plan), accepted, seconds))
+        self.policy.learn(Reading(plan.bucket, depth, self._caps(plan), accepted, seconds))
 
     def _keep(self, request: Request) -> None:
         """Let other requests find the pages that are whole by now."""

@@ -12,6 +12,7 @@ from jspec import demo, diagnose
 from jspec.bench import (
     acceptance,
     accuracy,
+    adaptive,
     cold_start,
     compare,
     inflate,
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _cold_start_arguments(
         commands.add_parser("cold-start", help="seconds from a process to engines that serve, without and with a cache")
     )
+    adaptive.add_arguments(commands.add_parser("adaptive", help="tokens/s of plain, fixed and adaptive drafting"))
     kernels.add_attention_arguments(
         commands.add_parser("attention", help="attention by itself, beside what memory and arithmetic allow")
     )
