@@ -87,6 +87,7 @@ class Engine(Interface):
         self._state = init_state(self._program, self._params, self._pool)
         self._programs = Programs(self._program, self._params, self._state, self.config, depths)
         is_static = drafter.tree.paths is not None
+        # Another one may be put in its place while nothing is under way.
         self.policy: Policy = Adaptive(depths, shares=is_static) if self.config.adaptive else Fixed(depths[-1])
         self._stopwatch = Stopwatch()
         assert self.config.buckets is not None and self.config.prefill_buckets is not None
