@@ -126,7 +126,7 @@ class Adaptive(Policy):
         best = max(depths, key=lambda depth: self.rate(bucket, depth, caps))
         others = [depth for depth in depths if depth != best]
         if others:
-            stalest = min(others, key=lambda depth: self._ran[bucket, depth])
+            stalest = min(others, key=lambda depth: self._ran.get((bucket, depth), 0))
             if self._credit >= median(self._seconds[bucket, stalest]):
                 self._credit = 0.0
                 return stalest

@@ -346,6 +346,21 @@ def test_drafting_resumes_as_if_it_had_never_stopped(name: str) -> None:
     assert sum(always) > 2
 
 
+@pytest.mark.parametrize("name", ["eagle3", "draft model"])
+def test_pages_that_plain_rounds_filled_serve_those_who_draft(name: str) -> None:
+    one = engine(name)
+    wipe(one)
+    (first,) = generate(one, Fixed(0), 1.0, PROMPTS[:1])
+    said, accepted = PROMPTS[0] + first.token_ids[:22], []
+    for cached in (True, False):
+        policy = Forced([], 3)
+        (done,) = generate(one, policy, 1.0, [said])
+        assert (done.metrics.num_cached_tokens >= 28) == cached
+        accepted.append(policy.accepted(0))
+        wipe(one)
+    assert accepted[0] == accepted[1] and sum(accepted[0]) > 0
+
+
 @pytest.mark.parametrize("name", ["n-gram", pytest.param("suffix", marks=pytest.mark.matrix)])
 def test_a_text_is_kept_while_nothing_is_drafted(name: str) -> None:
     (done,) = generate(engine(name), Fixed(0), 1.0, PROMPTS[:1])
