@@ -99,6 +99,11 @@ def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int, m
     return ids
 
 
+def draft_cap(params: SamplingParams, depth: int) -> int:
+    """Draft tokens that a request allows in a round, of those that the drafter's tree is deep."""
+    return depth if params.draft is True else min(int(params.draft), depth)
+
+
 def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) -> np.ndarray:
     """A chunk as the prefill program reads it.
 
@@ -123,7 +128,7 @@ def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) ->
         root=np.int32(-1 if plan.root is None else plan.root),
         remaining=np.int32(request.limit - max(len(request.token_ids) - 1, 0)),
         top_k=np.int32(max(min(params.top_k, vocab_size), 0)),
-        draft_cap=np.int32(depth if params.draft is True else min(int(params.draft), depth)),
+        draft_cap=np.int32(draft_cap(params, depth)),
         temperature=np.float32(params.temperature),
         top_p=np.float32(params.top_p),
         min_p=np.float32(params.min_p),

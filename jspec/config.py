@@ -30,6 +30,10 @@ class EngineConfig:
             process has there.
         implementation: of the kernels; "auto" takes Pallas on a GPU.
         rounds_per_dispatch: rounds that run on the device before the host hears of them.
+        adaptive: choose before every dispatch how deep to draft, 0 included, by what was accepted and what it cost;
+            with accept="coupled" alone, for there the tokens of a seed do not depend on the choice.
+        draft_depths: to choose from, ascending from 0 to the depth of the drafter's tree; each is compiled for every
+            bucket; None: that depth halved down to 1, and 0.
         overlap: dispatch the next step before the last one's result is read; the tokens are the same.
         accept: the accept rule; "typical" alone does not keep the target's distribution.
         typical_threshold, typical_alpha: "typical" accepts p(x) > min(threshold, alpha * exp(-entropy)).
@@ -55,6 +59,8 @@ class EngineConfig:
     memory_fraction: float = 0.9
     implementation: str = "auto"
     rounds_per_dispatch: int = 1
+    adaptive: bool = False
+    draft_depths: tuple[int, ...] | None = None
     overlap: bool = True
     accept: str = "coupled"
     typical_threshold: float = 0.09
@@ -87,7 +93,7 @@ class EngineConfig:
             raise ValueError(f"log_interval: expected None or seconds >= 0, got {self.log_interval!r}")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction: expected in (0, 1], got {self.memory_fraction!r}")
-        for name in ("overlap", "prefix_cache"):
+        for name in ("adaptive", "overlap", "prefix_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: expected a bool, got {getattr(self, name)!r}")
         if self.compile_cache is not None and not isinstance(self.compile_cache, (str, Path)):
@@ -99,7 +105,23 @@ class EngineConfig:
             raise ValueError(f"prefill_budget: expected None or an int >= 1, got {budget!r}")
         if self.pages is not None and (not isinstance(self.pages, int) or self.pages < 2):
             raise ValueError(f"pages: expected None or an int >= 2 (page 0 is never used), got {self.pages!r}")
+        self._check_adaptive()
         self._set_buckets()
+
+    def _check_adaptive(self) -> None:
+        if self.adaptive and self.accept != "coupled":
+            raise ValueError(
+                f'adaptive: expected accept="coupled", got {self.accept!r}, under which the tokens of a seed depend on '
+                "the draft's depth; set adaptive=False"
+            )
+        if self.draft_depths is None:
+            return
+        if not self.adaptive:
+            raise ValueError(f"draft_depths: expected None without adaptive=True, got {self.draft_depths!r}")
+        depths = _ascending("draft_depths", self.draft_depths, least=0)
+        if depths[0] != 0:
+            raise ValueError(f"draft_depths: the first must be 0, which is no draft, got {depths}")
+        object.__setattr__(self, "draft_depths", depths)
 
     def _set_buckets(self) -> None:
         rows = self.buckets
@@ -125,10 +147,11 @@ def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
         raise ValueError(f"{name}: expected one of {allowed}, got {value!r}")
 
 
-def _ascending(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _ascending(name: str, sizes: tuple[int, ...], *, least: int = 1) -> tuple[int, ...]:
     if not isinstance(sizes, (tuple, list)) or not all(type(size) is int for size in sizes):
         raise ValueError(f"{name}: expected None or a tuple of ints, got {sizes!r}")
     sizes = tuple(sizes)
-    if not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes)):
-        raise ValueError(f"{name}: expected ascending positive sizes, at least one, got {sizes}")
+    if not sizes or sizes[0] < least or any(a >= b for a, b in pairwise(sizes)):
+        kind = "positive sizes" if least else "sizes from 0"
+        raise ValueError(f"{name}: expected ascending {kind}, at least one, got {sizes}")
     return sizes

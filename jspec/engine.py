@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from jspec import memory, pretrained, verify
-from jspec.admission import Admission, Prompt, pack_catch_up, pack_chunk
+from jspec.adaptive import Adaptive, Fixed, Policy, Reading, Stopwatch, halvings
+from jspec.admission import Admission, Prompt, draft_cap, pack_catch_up, pack_chunk
 from jspec.cache import PoolShape
 from jspec.config import EngineConfig
 from jspec.draft import Drafter, NoDraft
@@ -26,7 +27,7 @@ from jspec.pages import PagePool
 from jspec.programs import Programs, keep_compiled
 from jspec.prometheus import Gauges, Latencies, exposition
 from jspec.quantize import check_device, quantize_weights
-from jspec.records import StepOutput
+from jspec.records import Report, StepOutput
 from jspec.recovery import RESTART, caused_by, error_of_requests, let_go
 from jspec.requests import Request
 from jspec.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
@@ -76,6 +77,7 @@ class Engine(Interface):
         if self.config.quantize is not None:
             target = quantize_weights(target, self.config.quantize)
         verify.check_rule(self.config.accept, drafter.tree)
+        depths = _depths(self.config, drafter)
         self._admission = Admission(tokenizer, target.config.vocab_size, tuple(eos_ids), self.config)
         self._params = Params(target=target, draft=drafter.bind(target))
         self._program = Program(
@@ -92,9 +94,13 @@ class Engine(Interface):
         with memory.explained(room, self._pool):
             self._state = init_state(self._program, self._params, self._pool)
             jax.block_until_ready(self._state)
-            self._programs = Programs(self._program, self._params, self._state, self.config)
+            self._programs = Programs(self._program, self._params, self._state, self.config, depths)
         self.memory_plan = memory.measured(room, self._pool, self._programs.executables)
         logger.info("%s", self.memory_plan)
+        is_static = drafter.tree.paths is not None
+        # Another one may be put in its place while nothing is under way.
+        self.policy: Policy = Adaptive(depths, shares=is_static) if self.config.adaptive else Fixed(depths[-1])
+        self._stopwatch = Stopwatch()
         assert self.config.buckets is not None and self.config.prefill_buckets is not None
         self.scheduler = Scheduler(
             PagePool(self._pool.pages, self.config.page_size),
@@ -156,6 +162,7 @@ class Engine(Interface):
             with self._recovery():
                 plan = self.scheduler.plan()
                 if plan is not None:
+                    self._stopwatch.start()
                     self._in_flight.append((plan, self._dispatch(plan)))
             behind = 1 if plan is not None and self.config.overlap else 0
             drafted: list[np.ndarray] = []
@@ -216,6 +223,7 @@ class Engine(Interface):
             for request in [*self.scheduler.running, *self.scheduler.waiting]:
                 self._end(request, "abort")
             self._in_flight.clear()
+            self._stopwatch.reset()
             self._closed = True
             self._state = None  # type: ignore[assignment]
 
@@ -224,12 +232,18 @@ class Engine(Interface):
             executable, packed = self._programs.prefill[plan.bucket], jax.device_put(self._pack(plan))
         else:
             trace = any(request.trace for request in plan.requests)
-            executable = self._programs.rounds[plan.bucket, trace]
+            depth = self.policy.choose(plan.bucket, self._caps(plan))
+            executable = self._programs.rounds[plan.bucket, depth, trace]
             self._state = self._programs.with_pages(self._state, plan.new_pages)
             packed = self._slots_of(plan)
         self._state, output = executable(self._params, self._state, packed)
         jax.copy_to_host_async(output)
         return output
+
+    def _caps(self, plan: RoundPlan) -> list[int]:
+        """Draft tokens that each request allows."""
+        depth = self._program.drafter.tree.depth
+        return [draft_cap(request.params, depth) for request in plan.requests]
 
     def _slots_of(self, plan: RoundPlan) -> jax.Array:
         """The slot of each row, on the device; kept while the rows stay, for a copy costs a round 20 us."""
@@ -244,15 +258,18 @@ class Engine(Interface):
 
     def _read(self, plan: Plan, output: StepOutput) -> np.ndarray:
         """Take a step's result; gives back the rows of it that were drafted for."""
-        report = np.asarray(output.report)
+        report, seconds = np.asarray(output.report), self._stopwatch.stop()
         self.scheduler.settle(plan)
+        if isinstance(plan, RoundPlan):
+            self._learn(plan, report, seconds)
         rows = plan.requests if isinstance(plan, RoundPlan) else [plan.request] if plan.emits else []
         trace = jax.tree.map(np.asarray, output.trace)
         is_round, drafted = isinstance(plan, RoundPlan), []
+        is_drafted = is_round and Report.read(report).tokens.shape[-1] > 1
         for row, request in enumerate(rows):
             if request.finish_reason is not None:
                 continue  # it ended in an earlier step; this one was dispatched before that was known
-            if is_round and request.params.draft:
+            if is_drafted and request.params.draft:
                 drafted.append(row)
             try:
                 reason = take_report(request, report[:, row], trace, row, is_round, self.eos_ids)
@@ -267,6 +284,12 @@ class Engine(Interface):
                 self._catch_up(request)
             self._end(request, reason)
         return report[:, drafted]
+
+    def _learn(self, plan: RoundPlan, report: np.ndarray, seconds: float) -> None:
+        """Tell the policy what its choice came to."""
+        fields = Report.read(report[:, : len(plan.requests)])
+        accepted, depth = np.where(fields.counts > 0, fields.accept_len, -1), fields.tokens.shape[-1] - 1
+        self.policy.learn(Reading(plan.bucket, depth, self._caps(plan), accepted, seconds))
 
     def _keep(self, request: Request) -> None:
         """Let other requests find the pages that are whole by now."""
@@ -358,6 +381,7 @@ class Engine(Interface):
         self._lost = error
         logger.error("a step failed; the requests under way end with its error", exc_info=error)
         self._in_flight.clear()
+        self._stopwatch.reset()
         self.scheduler.lose_steps()
         theirs = error_of_requests(error)
         self._fail(self.scheduler.running, theirs)
@@ -386,3 +410,20 @@ class Engine(Interface):
     def _gauges(self) -> Gauges:
         pages = self.scheduler.pages
         return Gauges(len(self.scheduler.running), len(self.scheduler.waiting), pages.num_used / (pages.pages - 1))
+
+
+def _depths(config: EngineConfig, drafter: Drafter) -> tuple[int, ...]:
+    """The depths that rounds are compiled for, ascending; the last is that of the drafter's tree.
+
+    Raises:
+        ValueError: nothing to choose from, or depths that do not end there.
+    """
+    depth = drafter.tree.depth
+    if not config.adaptive:
+        return (depth,)
+    if depth == 0:
+        raise ValueError("adaptive: expected a drafter, got none; name one or set adaptive=False")
+    depths = halvings(depth) if config.draft_depths is None else config.draft_depths
+    if depths[-1] != depth:
+        raise ValueError(f"draft_depths: the last must be that of {drafter.tree}, {depth}, got {depths}")
+    return depths

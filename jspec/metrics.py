@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class LowAcceptanceWarning(UserWarning):
@@ -18,6 +19,7 @@ class Metrics:
         num_draft_tokens: drafted tokens that were verified.
         num_accepted_tokens: drafted tokens that were emitted.
         accepted_at: ``accepted_at[i]`` counts the rounds that accepted more than i draft tokens.
+        rounds_at: rounds by the depth that they drafted, which differs where it is adapted; 0: plain decoding.
         num_tokens: tokens emitted, the prefill's included.
         time_to_first_token: seconds from `add` to the first token.
         decode_seconds: seconds from the first to the last token.
@@ -32,6 +34,7 @@ class Metrics:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_at: list[int] = field(default_factory=list)
+    rounds_at: dict[int, int] = field(default_factory=dict)
     num_tokens: int = 0
     time_to_first_token: float = 0.0
     decode_seconds: float = 0.0
@@ -41,9 +44,10 @@ class Metrics:
     finished: dict[str, int] = field(default_factory=dict)
     pages_in_use: int = 0
 
-    def count_round(self, *, drafted: int, accept_len: int, emitted_drafts: int) -> None:
-        """Take one round into account."""
+    def count_round(self, *, depth: int, drafted: int, accept_len: int, emitted_drafts: int) -> None:
+        """Take one round into account; depth is its program's, whatever the request's cap."""
         self.num_drafts += 1
+        self.rounds_at[depth] = self.rounds_at.get(depth, 0) + 1
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += emitted_drafts
         self.accepted_at.extend([0] * (accept_len - len(self.accepted_at)))
@@ -58,16 +62,14 @@ class Metrics:
             num_draft_tokens=self.num_draft_tokens + other.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens + other.num_accepted_tokens,
             accepted_at=[a + b for a, b in zip(*pads, strict=True)],
+            rounds_at=_sums(self.rounds_at, other.rounds_at),
             num_tokens=self.num_tokens + other.num_tokens,
             time_to_first_token=self.time_to_first_token + other.time_to_first_token,
             decode_seconds=self.decode_seconds + other.decode_seconds,
             num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens + other.num_cached_tokens,
             num_preemptions=self.num_preemptions + other.num_preemptions,
-            finished={
-                reason: self.finished.get(reason, 0) + other.finished.get(reason, 0)
-                for reason in self.finished | other.finished
-            },
+            finished=_sums(self.finished, other.finished),
             pages_in_use=self.pages_in_use + other.pages_in_use,
         )
 
@@ -95,3 +97,7 @@ class Metrics:
     def time_per_output_token(self) -> float:
         """Seconds a token after the first."""
         return self.decode_seconds / max(self.num_tokens - 1, 1)
+
+
+def _sums(one: dict[Any, int], other: dict[Any, int]) -> dict[Any, int]:
+    return {key: one.get(key, 0) + other.get(key, 0) for key in one | other}

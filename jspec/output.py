@@ -77,7 +77,10 @@ def take_report(
         request.metrics.num_tokens += count
         if is_round:
             drafted, emitted_drafts = int(fields.num_drafted[index]), min(count, accept_len)
-            request.metrics.count_round(drafted=drafted, accept_len=accept_len, emitted_drafts=emitted_drafts)
+            depth = fields.tokens.shape[-1] - 1
+            request.metrics.count_round(
+                depth=depth, drafted=drafted, accept_len=accept_len, emitted_drafts=emitted_drafts
+            )
             if trace is not None and request.trace:
                 request.rounds.append(_round(trace, index, row, accept_len, emitted))
         if fields.ended[index]:

@@ -1,4 +1,7 @@
-"""The compiled ladder: one program per bucket of rows and per bucket of prompt tokens, all compiled before any runs."""
+"""The compiled ladder: a program for each bucket of rows and depth of drafts, and for each bucket of prompt tokens.
+
+All are compiled before any runs.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +59,19 @@ class Programs:
     Args:
         program: what all of them have in common.
         state: of the engine, for its shapes.
+        depths: at which rounds cut the drafter's tree.
     """
 
-    def __init__(self, program: Program, params: Params, state: SlotState, config: EngineConfig) -> None:
+    def __init__(
+        self, program: Program, params: Params, state: SlotState, config: EngineConfig, depths: Sequence[int]
+    ) -> None:
         self._program = program
+        self._depths = depths
         self._params = params
         self._config = config
         self._pages = state.page_table.shape[1]
         self.prefill: dict[int, Any] = {}
-        self.rounds: dict[tuple[int, bool], Any] = {}
+        self.rounds: dict[tuple[int, int, bool], Any] = {}  # by rows, depth and whether it is traced
         self.page_updates = config.slots * 2  # that `show_pages` takes
         self.show_pages: Any = None
         self.catch_up: Any = None  # where the drafter lags and pages are kept
@@ -81,7 +89,7 @@ class Programs:
 
     def ensure_trace(self, state: SlotState) -> None:
         """Compile the ladder that also returns its drafts, if it is not there yet."""
-        if (self._config.slots, True) not in self.rounds:
+        if (self._config.slots, self._depths[-1], True) not in self.rounds:
             self._compile(state, trace=True)
 
     def with_pages(self, state: SlotState, new: Sequence[tuple[int, int, int]]) -> SlotState:
@@ -108,10 +116,12 @@ class Programs:
         config = self._config
         assert config.buckets is not None and config.prefill_buckets is not None
         program = replace(self._program, rounds=config.rounds_per_dispatch, trace=trace)
-        for rows in config.buckets:
-            keep: Callable[[Any], None] = partial(self.rounds.__setitem__, (rows, trace))
-            name = f"round[{rows}]" + (" traced" if trace else "")
-            yield name, keep, self._lower(name, partial(spec_step, program), state, rows)
+        for rows, depth in product(config.buckets, reversed(self._depths)):
+            keep: Callable[[Any], None] = partial(self.rounds.__setitem__, (rows, depth, trace))
+            name = f"round[{rows}]" if depth == self._depths[-1] else f"round[{rows}, depth {depth}]"
+            name += " traced" if trace else ""
+            cut = replace(program, drafter=program.drafter.cut(depth))
+            yield name, keep, self._lower(name, partial(spec_step, cut), state, rows)
         if trace:
             return
         for tokens in config.prefill_buckets:

@@ -99,6 +99,12 @@ def exposition(metrics: Metrics, latencies: Latencies, gauges: Gauges, model_nam
         "Rounds that accepted the position.",
         [("", f'position="{position}"', count) for position, count in enumerate(metrics.accepted_at)],
     )
+    text.add(
+        "spec_decode_num_drafts_per_depth_total",
+        "counter",
+        "Rounds by the depth that they drafted.",
+        [("", f'depth="{depth}"', count) for depth, count in sorted(metrics.rounds_at.items())],
+    )
     ended: Counter[str] = Counter()
     for reason, count in metrics.finished.items():
         ended[REASONS.get(reason, reason)] += count

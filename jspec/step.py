@@ -5,7 +5,8 @@ Invariants:
 2. ``lengths[s]`` rows of slot s are committed; what lies beyond is never read, so rejection costs nothing.
 3. Verify writes root and nodes at rows [lengths, lengths + N). Commit adds ``1 + accept_len`` to lengths; for a chain
    that is all, no row moves.
-4. The draft's cache lags the target's by the rows accepted in the last round and no more; the next draft makes it good.
+4. The draft's cache lags the target's by the rows accepted in the last round and no more; the next round makes it good,
+   whether it drafts or not. The draft's state has the shapes of the drafter's whole tree; a round may cut it.
 5. Stop ids and length limits are decided here, not on the host, so rounds may be dispatched before earlier ones are
    read: an ended row is inactive from the next round on. It then has length 0 and an empty page table, so it reads
    nothing, writes nothing and emits nothing.
@@ -24,7 +25,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from jspec import cache, sampling, verify
-from jspec.draft import Drafter
+from jspec.draft import Drafter, static_draft
 from jspec.models.decoder import Model, forward
 from jspec.records import (
     Draft,
@@ -128,8 +129,11 @@ def spec_round(
 
 
 def draft_stage(program: Program, params: Params, state: SlotState, view: SlotView) -> tuple[Draft, Any]:
-    """Propose, and leave out what lies deeper than a row's cap."""
+    """Propose, and leave out what lies deeper than a row's cap; with nothing to draft, keep the draft's state true."""
     with jax.named_scope("draft"):
+        if program.drafter.tree.depth == 0:
+            draft_state = program.drafter.catch_up(params.draft, state.draft, view)
+            return static_draft(program.drafter.tree, view, [], []), draft_state
         draft, draft_state = program.drafter.draft(params.draft, state.draft, view)
         within_cap = depths(ancestors(draft.parents)) <= view.sampling.draft_cap[:, None]
         return replace(draft, valid=draft.valid & within_cap), draft_state

@@ -130,6 +130,24 @@ class Tree:
             return cls.topk(*plain)
         raise ValueError(f"tree: expected {TREE_FORMS}, got {text!r}")
 
+    def cut(self, depth: int) -> Tree:
+        """This tree down to a depth, with as large a part of a dynamic one's nodes; 0 leaves the root alone.
+
+        Raises:
+            ValueError: not ``0 <= depth <= self.depth``.
+        """
+        if not 0 <= depth <= self.depth:
+            raise ValueError(f"Tree.cut: expected a depth from 0 to {self.depth}, that of {self}, got {depth}")
+        if depth == self.depth:
+            return self
+        if depth == 0:
+            return ROOT_ONLY
+        if self.paths is None:
+            nodes = 1 + -(-(self.nodes - 1) * depth // self.depth)
+            return Tree.topk(min(nodes, 1 + self.k + (depth - 1) * self.k**2), depth, self.k)
+        paths = tuple(path for path in self.paths if len(path) <= depth)
+        return Tree(nodes=len(paths) + 1, depth=depth, paths=paths)
+
     def __str__(self) -> str:
         """What `parse` reads; "none" for the root alone."""
         if self.paths is None:

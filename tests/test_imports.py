@@ -29,6 +29,7 @@ ALLOWED = {
     **dict.fromkeys(["models", "draft"], f"{DEVICE} {LOADING}"),
     **dict.fromkeys(["step", "programs", "memory"], STEP),
     "pages": "",
+    "adaptive": "",
     "metrics": "",
     "requests": "metrics",
     "scheduler": "pages requests metrics",

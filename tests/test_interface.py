@@ -561,7 +561,8 @@ def test_a_lost_step_ends_who_was_in_it_and_the_engine_goes_on(
         if where == "read":
             patch.setattr(engine, "_read", Fault(engine._read, at, error))
         elif where == "round":
-            patch.setitem(programs.rounds, (3, False), Fault(programs.rounds[3, False], at, error))
+            key = (3, 0, False)
+            patch.setitem(programs.rounds, key, Fault(programs.rounds[key], at, error))
         else:
             patch.setitem(programs.prefill, 16, Fault(programs.prefill[16], at, error))
         done = engine.generate(PROMPTS, PARAMS)

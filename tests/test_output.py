@@ -238,7 +238,7 @@ def test_metrics_by_hand() -> None:
     """Rounds of 4 drafts that accept 4, 2 and 0, the last one cut after its first token of 3 accepted ones."""
     metrics = Metrics(num_tokens=1)
     for accept_len, emitted in ((4, 4), (2, 2), (0, 0), (3, 1)):
-        metrics.count_round(drafted=4, accept_len=accept_len, emitted_drafts=emitted)
+        metrics.count_round(depth=4, drafted=4, accept_len=accept_len, emitted_drafts=emitted)
     assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (4, 16, 7)
     assert metrics.mean_acceptance_length == 1 + 7 / 4
     assert metrics.acceptance_rate == 7 / 16

@@ -38,7 +38,8 @@ def make_round(parents: list[int], path: list[int], bonus: int | None = 7) -> Ro
 def make_completion(rounds: list[Round] | None) -> Completion:
     metrics = Metrics()
     for r in rounds or []:
-        metrics.count_round(drafted=len(r.parents) - 1, accept_len=r.accept_len, emitted_drafts=r.accept_len)
+        nodes = len(r.parents) - 1
+        metrics.count_round(depth=nodes, drafted=nodes, accept_len=r.accept_len, emitted_drafts=r.accept_len)
     return Completion("", [], [], [], "length", None, None, metrics, rounds)
 
 

@@ -12,6 +12,7 @@ from jspec import demo, diagnose
 from jspec.bench import (
     acceptance,
     accuracy,
+    adaptive,
     cold_start,
     compare,
     context,
@@ -63,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         commands.add_parser("cold-start", help="seconds from a process to engines that serve, without and with a cache")
     )
     _overlap_arguments(commands.add_parser("overlap", help="share of time for which the device waits for the host"))
+    adaptive.add_arguments(commands.add_parser("adaptive", help="tokens/s of plain, fixed and adaptive drafting"))
     kernels.add_attention_arguments(
         commands.add_parser("attention", help="attention by itself, beside what memory and arithmetic allow")
     )

@@ -8,8 +8,9 @@ Randomness comes from `jspec.sampling`, never from a key of the drafter's own.
 from __future__ import annotations
 
 import abc
+import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Self, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -95,8 +96,18 @@ class Drafter(abc.ABC):
         )
 
     def catch_up(self, params: Params, state: DraftState, view: SlotView) -> DraftState:
-        """Write the rows that `draft` would write for committed tokens, the root's included, and draft nothing."""
+        """Write what `draft` would write for committed tokens, the root's included, and draft nothing.
+
+        A round that does not draft calls it instead of `draft`, so that any later round may.
+        """
         return state
+
+    @final
+    def cut(self, depth: int) -> Self:
+        """The same drafter with its tree cut at a depth; it works on the states of the whole one."""
+        other = copy.copy(self)
+        object.__setattr__(other, "tree", self.tree.cut(depth))  # a user's may be frozen
+        return other
 
 
 class StatelessDrafter(Drafter):

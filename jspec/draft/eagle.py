@@ -143,8 +143,8 @@ class EagleDrafter(Drafter):
         slots = active_slots(view, state.count.shape[0])
         return replace(
             state,
-            features=state.features.at[slots].set(accepted, mode="drop"),
-            tokens=state.tokens.at[slots].set(verdict.tokens, mode="drop"),
+            features=state.features.at[slots, : steps.size].set(accepted, mode="drop"),  # all, unless the tree is cut
+            tokens=state.tokens.at[slots, : steps.size].set(verdict.tokens, mode="drop"),
             count=state.count.at[slots].set(verdict.counts, mode="drop"),
             edges=_keep_edges(state, view, view.lengths[:, None] + steps, is_row, accepted),
         )

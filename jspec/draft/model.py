@@ -113,7 +113,7 @@ class DraftModel(Drafter):
         assert logits is not None
         vocabulary = Vocabulary(None, params.config.vocab_size)
         grown, cache = grow(self.tree, view, vocabulary, logits, cache, feed)
-        rows = state.rows.at[view.slots].set(grown.rows, mode="drop")
+        rows = state.rows.at[view.slots, : self.tree.nodes].set(grown.rows, mode="drop")
         return grown.draft, replace(state, cache=cache, rows=rows)
 
     def commit(
@@ -126,7 +126,7 @@ class DraftModel(Drafter):
         features: Array | None,
     ) -> DraftModelState:
         last = jnp.take_along_axis(verdict.path, jnp.maximum(verdict.counts - 1, 0)[:, None], axis=1)
-        rows = state.rows.at[view.slots].get(mode="fill", fill_value=-1)
+        rows = state.rows.at[view.slots, : self.tree.nodes].get(mode="fill", fill_value=-1)
         is_fed = jnp.take_along_axis(rows, last, axis=1) >= 0
         previous = jnp.where(is_fed, -1, jnp.take_along_axis(draft.tokens, last, axis=1))[:, 0]
         cache = commit(state.cache, self.tree, view, verdict, rows=rows)

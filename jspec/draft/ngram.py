@@ -91,3 +91,6 @@ class NGram(Drafter):
         self, params: Params, state: History, view: SlotView, draft: Draft, verdict: Verdict, features: Array | None
     ) -> History:
         return take_verdict(state, view, verdict)
+
+    def catch_up(self, params: Params, state: History, view: SlotView) -> History:
+        return take_roots(state, view)

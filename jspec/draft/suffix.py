@@ -147,6 +147,9 @@ class Suffix(Drafter):
     ) -> SuffixState:
         return replace(state, history=take_verdict(state.history, view, verdict))
 
+    def catch_up(self, params: Params, state: SuffixState, view: SlotView) -> SuffixState:
+        return replace(state, history=take_roots(state.history, view))
+
 
 def searched(
     history: History, corpus: Int[Array, "corpus"] | None, view: SlotView

@@ -1,0 +1,202 @@
+"""How deep to draft: chosen before every dispatch, by what was accepted at each depth and by how long each one took.
+
+Host only, no jax. The more rows a batch has, the dearer are the tokens that a draft adds to it, and how many of them
+are accepted depends on the text. So an engine compiles its round for several depths, 0 too, and asks a `Policy`.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import final
+
+import numpy as np
+from jaxtyping import Int
+
+SAMPLES = 3  # dispatches of a depth that are timed before it is compared with others
+WINDOW = 5  # of the newest of them the median counts: a pause of the host spoils one, and makes the next too short
+PROBE_SHARE = 0.01  # of the time may go into dispatches of a depth that does not look best, to look again
+PRIOR = 0.5  # share of the drafts that a depth never tried is taken to accept
+MEMORY = 128.0  # drafted rows that an estimate of acceptance remembers
+STALE_MEMORY = 8.0  # and those that it remembers when nothing new was heard for long
+HALF_LIFE = 256.0  # dispatches in which the difference between the two halves
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a dispatch came to.
+
+    Attributes:
+        bucket: rows of its program.
+        depth: that it drafted.
+        caps: draft tokens that each request allows.
+        accepted: draft tokens that each round accepted; -1 where a request had ended before.
+        seconds: that it took.
+    """
+
+    bucket: int
+    depth: int
+    caps: Sequence[int]
+    accepted: Int[np.ndarray, "rounds rows"]
+    seconds: float
+
+
+class Policy(abc.ABC):
+    """Chooses the depth of the next dispatch.
+
+    It knows nothing but results that were read before: a choice by a round's own draws would not be lossless.
+    """
+
+    @abc.abstractmethod
+    def choose(self, bucket: int, caps: Sequence[int]) -> int:
+        """The depth for a bucket of rows with these requests' caps."""
+
+    @abc.abstractmethod
+    def learn(self, reading: Reading) -> None:
+        """Take a result into account; they come in the order of the dispatches, with overlap one behind."""
+
+
+@final
+class Fixed(Policy):
+    """Always the same depth."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+
+    def choose(self, bucket: int, caps: Sequence[int]) -> int:
+        return self._depth
+
+    def learn(self, reading: Reading) -> None:
+        pass
+
+
+@final
+class Adaptive(Policy):
+    """The depth at which most tokens a second are to be expected.
+
+    Every depth is run a few times in every bucket before any are compared. Later those that do not look best are run
+    now and then, the one first that was not for longest: costs change with the context, acceptance with the text.
+
+    Args:
+        depths: to choose from, ascending.
+        shares: a tree cut at a depth accepts as much at each level as the whole one, so what is learnt of one depth
+            holds for all. That is so if the tree's shape is fixed.
+    """
+
+    def __init__(self, depths: Sequence[int], *, shares: bool = True) -> None:
+        whole = Acceptance(depths[-1])
+        self._depths = tuple(depths)
+        self._acceptance = {depth: whole if shares else Acceptance(depth) for depth in depths}
+        self._seconds: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        self._ran: dict[tuple[int, int], int] = {}  # when a depth was last chosen for a bucket
+        self._dispatches = 0
+        self._credit = 0.0  # seconds saved up for the next look at another depth
+
+    def choose(self, bucket: int, caps: Sequence[int]) -> int:
+        useful = self._useful(max(caps, default=0))
+        untimed = [depth for depth in useful if len(self._seconds[bucket, depth]) < SAMPLES]
+        depth = untimed[-1] if untimed else self._best_or_stalest(bucket, useful, caps)
+        self._dispatches += 1
+        self._ran[bucket, depth] = self._dispatches
+        return depth
+
+    def learn(self, reading: Reading) -> None:
+        self._seconds[reading.bucket, reading.depth].append(reading.seconds)
+        self._credit += PROBE_SHARE * reading.seconds
+        offered = np.minimum(np.array(reading.caps), reading.depth)
+        self._acceptance[reading.depth].learn(reading.accepted, offered, now=self._dispatches)
+
+    def rate(self, bucket: int, depth: int, caps: Sequence[int]) -> float:
+        """Tokens a second to be expected of rounds of a depth that was timed."""
+        acceptance = self._acceptance[depth]
+        rows = Counter(min(cap, depth) for cap in caps)
+        tokens = sum(count * (1 + acceptance.expected(cap)) for cap, count in rows.items())
+        return tokens / median(self._seconds[bucket, depth])
+
+    def _useful(self, cap: int) -> tuple[int, ...]:
+        """The depths up to the first that drafts all that any request allows."""
+        return self._depths[: bisect_left(self._depths, cap) + 1]
+
+    def _best_or_stalest(self, bucket: int, depths: Sequence[int], caps: Sequence[int]) -> int:
+        best = max(depths, key=lambda depth: self.rate(bucket, depth, caps))
+        others = [depth for depth in depths if depth != best]
+        if others:
+            stalest = min(others, key=lambda depth: self._ran.get((bucket, depth), 0))
+            if self._credit >= median(self._seconds[bucket, stalest]):
+                self._credit = 0.0
+                return stalest
+        return best
+
+
+class Acceptance:
+    """Of the drafts whose first i tokens were accepted, the share whose next one was too, for each i.
+
+    So a round tells of a position only if it drafted that far and came that far: what is known of deep positions stays
+    while rounds are shallow. An estimate of which nothing was heard for long keeps its value and loses weight.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.shares = [PRIOR] * depth
+        self._weights = [1.0] * depth
+        self._heard = [0] * depth
+
+    def learn(self, accepted: Int[np.ndarray, "rounds rows"], offered: Int[np.ndarray, "rows"], *, now: int) -> None:
+        """Take rounds into account.
+
+        Args:
+            accepted: draft tokens accepted; -1: none of this round counts.
+            offered: draft tokens that could have been.
+            now: the number of dispatches so far.
+        """
+        for position in range(int(offered.max(initial=0))):
+            tried = (accepted >= position) & (offered > position)
+            count = int(tried.sum())
+            if count == 0:
+                return
+            share = int((tried & (accepted > position)).sum()) / count
+            stale = 0.5 ** ((now - self._heard[position]) / HALF_LIFE)
+            weight = self._weights[position]
+            weight = min(weight, STALE_MEMORY + (weight - STALE_MEMORY) * stale)
+            self.shares[position] += count / (weight + count) * (share - self.shares[position])
+            self._weights[position] = min(weight + count, MEMORY)
+            self._heard[position] = now
+
+    def expected(self, depth: int) -> float:
+        """Draft tokens that a round of this depth accepts on average."""
+        return float(sum(np.cumprod(self.shares[:depth])))
+
+
+class Stopwatch:
+    """Tells how long each dispatch took the device, which works in order: from its start, or from the end of the last.
+
+    Where the host is what others wait for, it is the host's time.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._started: deque[float] = deque()
+        self._ended = 0.0
+
+    def start(self) -> None:
+        """Something is about to be dispatched."""
+        self._started.append(self._clock())
+
+    def stop(self) -> float:
+        """The oldest that was started is done; the seconds it took."""
+        began = max(self._started.popleft(), self._ended)
+        self._ended = self._clock()
+        return self._ended - began
+
+    def reset(self) -> None:
+        """Nothing is under way any more."""
+        self._started.clear()
+
+
+def halvings(depth: int) -> tuple[int, ...]:
+    """A depth, its half, and so on down to 1 and 0; ascending."""
+    return tuple(sorted({depth >> shift for shift in range(depth.bit_length() + 1)}))
