@@ -46,3 +46,12 @@ def test_arithmetic_bounds_many_rows() -> None:
     assert rounds.floor(rounds.Case("llama3-8b", 64, 1024, CHAIN, quantize="fp8_dynamic")) == pytest.approx(
         verify / 2 + attention + 4 * (373e6 + 64 * 1024 * 4096) / 4.3e12, rel=0.03
     )
+
+
+def test_a_round_that_drafts_nothing_has_the_floor_of_plain_decoding() -> None:
+    plain, chain, nothing = (
+        rounds.Case("llama3-8b", 8, 1024, tree, depth=depth) for tree, depth in ((None, None), (CHAIN, 4), (CHAIN, 0))
+    )
+    assert rounds.floor(nothing) == rounds.floor(plain) < rounds.floor(chain)
+    assert rounds.floor(chain) == rounds.floor(rounds.Case("llama3-8b", 8, 1024, CHAIN))
+    assert len({case.name for case in (plain, chain, nothing)}) == 3

@@ -31,6 +31,7 @@ SETTINGS = (
     "quantize",
     "kv_dtype",
     "idle",
+    "depth",
 )  # one of each in what is compared
 NOTHING = "-"
 

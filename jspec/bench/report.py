@@ -45,6 +45,7 @@ def timings(results: Sequence[Timing]) -> str:
         "idle": lambda r: str(r.case.idle),
         "context": lambda r: str(r.case.context),
         "tree": lambda r: str(r.case.tree).lower(),
+        "depth": lambda r: str(r.case.drafted.depth if r.case.drafted else 0),
         "ms": lambda r: f"{r.milliseconds:.3f}",
         "p90-p10": lambda r: f"{r.spread:.3f}",
         "floor": lambda r: f"{r.floor:.3f}",

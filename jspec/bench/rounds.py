@@ -45,6 +45,7 @@ class Case:
     quantize: str | None = None  # target and head
     kv_dtype: str | None = None  # of both caches; None: dtype
     idle: int = 0  # rows of the batch that hold no request
+    depth: int | None = None  # at which a round cuts the tree, 0: it drafts nothing; None: the tree's own
 
     @property
     def name(self) -> str:
@@ -56,7 +57,14 @@ class Case:
         words += [word for word in (self.quantize, self.kv_dtype) if word]
         words += [] if self.implementation == "auto" else [self.implementation]
         words += [f"idle{self.idle}"] if self.idle else []
+        words += [] if self.depth is None else [f"depth{self.depth}"]
         return "_".join(words if self.greedy else [*words, "sampled"])
+
+    @property
+    def drafted(self) -> Tree | None:
+        """What of the tree a round drafts; None: nothing."""
+        tree = self.tree if self.tree is None or self.depth is None else self.tree.cut(self.depth)
+        return tree if tree is not None and tree.depth else None
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,8 @@ def measure(case: Case, target: Model, head: EagleHead | None, *, profile: Path 
     program, params, pool = build(case, target, head)
     state = filled_state(init_state(program, params, pool), case)
     started = time.perf_counter()
+    if case.depth is not None:
+        program = replace(program, drafter=program.drafter.cut(case.depth))
     step = compile_step(program, params, state, case.batch)
     compile_seconds = time.perf_counter() - started
     groups = []
@@ -152,7 +162,7 @@ def _group(step: Any, params: Params, state: SlotState, case: Case) -> tuple[Slo
 
 def floor(case: Case) -> float:
     """Seconds the case takes at least."""
-    nodes = 1 if case.tree is None else case.tree.nodes
+    nodes = 1 if case.drafted is None else case.drafted.nodes
     widths = floors.Widths(
         weight=1 if case.quantize else 2,
         cache=jnp.dtype(case.kv_dtype or "bfloat16").itemsize,
@@ -160,8 +170,8 @@ def floor(case: Case) -> float:
     )
     rows = case.batch - case.idle
     costs = floors.verify_costs(shapes.TARGETS[case.shape], rows, nodes, case.context, widths)
-    if case.tree is not None:
-        costs += floors.draft_costs(shapes.head_config(case.shape), rows, case.tree, case.context, widths)
+    if case.drafted is not None:
+        costs += floors.draft_costs(shapes.head_config(case.shape), rows, case.drafted, case.context, widths)
     return floors.seconds(costs)
 
 
