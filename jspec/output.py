@@ -43,7 +43,7 @@ class OutputText:
         text = None
         if self._detokenizer is not None:
             text = "".join(self.pieces[start:end]) + (self.tail if reason else "")
-        return Chunk(text, request.token_ids[start:end], request.from_draft[start:end], reason)
+        return Chunk(text, request.token_ids[start:end], request.from_draft[start:end], reason, request.index)
 
 
 def take_report(
