@@ -145,9 +145,9 @@ def load_target(
     return model, words
 
 
-def load_drafter(path: str | Path) -> Drafter:
-    """Whatever drafts from a folder, with a chain."""
-    found, chain = pretrained.load(path), Tree.chain(LENGTH)
+def load_drafter(path: str | Path, *, tree: Tree | None = None, dtype: str | None = None) -> Drafter:
+    """Whatever drafts from a folder; without a tree, a chain."""
+    found, chain = pretrained.load(path, dtype=dtype), tree or Tree.chain(LENGTH)
     match found.kind:
         case "eagle3":
             return Eagle3(EagleHead.from_weights(found.config, found.weights), chain)
@@ -155,7 +155,7 @@ def load_drafter(path: str | Path) -> Drafter:
             return Eagle(EagleHead.from_weights(found.config, found.weights), chain)
         case "medusa":
             heads = MedusaHeads.from_weights(found.config, found.weights)
-            return Medusa(heads, Tree.chain(min(LENGTH, len(heads.heads))))
+            return Medusa(heads, tree or Tree.chain(min(LENGTH, len(heads.heads))))
         case _:
             return DraftModel(Model.from_weights(found.config, found.weights), chain)
 

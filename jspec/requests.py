@@ -26,7 +26,8 @@ class SamplingParams:
         ignore_eos: do not end at the model's end-of-sequence tokens.
         draft: False for no speculation in this request, an int caps the accepted draft length.
         priority: requests with lower numbers are served first, those with the same in the order they came.
-        n: completions of the prompt, which share its pages; completion i has the seed ``sample_seed(seed, i)``.
+        n: completions of the prompt, which share its pages (by the engine's ``prefix_cache``); completion i has the
+            seed ``sample_seed(seed, i)``.
 
     Raises:
         ValueError: naming the field, its value and what is allowed.
