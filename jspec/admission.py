@@ -12,7 +12,7 @@ import numpy as np
 
 from jspec.config import EngineConfig
 from jspec.records import MAX_STOP_IDS, PrefillInput
-from jspec.requests import Request, SamplingParams
+from jspec.requests import Request, SamplingParams, sample_seed
 from jspec.scheduler import PrefillPlan
 from jspec.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ class Admission:
     ids: Iterator[int] = field(default_factory=lambda: count(1))
 
     def requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
-        """One request a prompt, in order.
+        """One request a prompt, in order; where ``n`` is more than one, with its siblings.
 
         Raises:
             TypeError, ValueError: naming the prompt or parameter, what was expected and what was got.
@@ -48,9 +48,15 @@ class Admission:
             raise TypeError(f"params: expected SamplingParams, one or a list of one a prompt, got {params!r}")
         ids = token_ids(prompt, self.tokenizer, vocab_size=self.vocab_size, max_len=self.config.max_len)
         stop_ids = self._stop_ids(params)
-        number = next(self.ids)
         limit = min(params.max_tokens, self.config.max_len - len(ids))
-        return Request(number, ids, params, self._seed(params, number), stop_ids, limit, trace=trace)
+        numbers = [next(self.ids) for _ in range(params.n)]
+        seeds = [sample_seed(self._seed(params, numbers[0]), index) for index in range(params.n)]
+        first, *others = (
+            Request(number, ids, params, seed, stop_ids, limit, trace=trace, index=index)
+            for index, (number, seed) in enumerate(zip(numbers, seeds, strict=True))
+        )
+        first.siblings = tuple(others)
+        return first
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         stop_ids = tuple(dict.fromkeys((() if params.ignore_eos else self.eos_ids) + params.stop_token_ids))

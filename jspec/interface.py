@@ -6,6 +6,7 @@ import abc
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -64,8 +65,8 @@ class Interface(abc.ABC):
         """
 
     def abort(self, request: Request) -> None:
-        """End a request; its slot and pages are free at once. One that has ended stays as it is."""
-        self._take_back([request], forget=False)
+        """End a request, all its completions; slots and pages are free at once. What has ended stays as it is."""
+        self._take_back(request.samples, forget=False)
 
     def generate(
         self,
@@ -88,7 +89,8 @@ class Interface(abc.ABC):
         Raises:
             ValueError: a prompt or a parameter that cannot be served; nothing is queued then.
         """
-        requests = self._requests(prompts, params, trace=trace)
+        asked = self._requests(prompts, params, trace=trace)
+        requests = [sample for request in asked for sample in request.samples]
         try:
             self._queue(*requests)
             with tqdm(total=sum(r.limit for r in requests), unit="tok", disable=not progress) as bar:
@@ -97,7 +99,7 @@ class Interface(abc.ABC):
                         self.step()
                         if progress:
                             self._show(bar, requests)
-            return [completion_of(request, self._texts[request.id]) for request in requests]
+            return [self._completion(request) for request in asked]
         finally:
             self._drop(*requests)
 
@@ -120,22 +122,23 @@ class Interface(abc.ABC):
             ValueError: a prompt or a parameter that cannot be served.
         """
         (request,) = self._requests([prompt], params, trace=False)
-        self._queue(request)
+        self._queue(*request.samples)
         return request
 
     def result(self, request: Request) -> Completion:
         """Step until a request from `submit` has ended; it is forgotten then."""
-        while request.finish_reason is None:
+        while any(sample.finish_reason is None for sample in request.samples):
             self.step()
-        completion = completion_of(request, self._texts[request.id])
-        self._drop(request)
+        completion = self._completion(request)
+        self._drop(*request.samples)
         return completion
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Complete one prompt, chunk by chunk as rounds are read.
 
         The request is checked here and queued when the first chunk is asked for. Closing the iterator aborts it. A
-        request that fails raises its error behind the last chunk.
+        request that fails raises its error behind the last chunk. Of ``n`` completions the chunks come as they are
+        ready, each with its completion's index.
 
         Raises:
             ValueError: a prompt or a parameter that cannot be served.
@@ -144,20 +147,18 @@ class Interface(abc.ABC):
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[Chunk]:
-        sent, is_last = 0, False
+        sent = dict.fromkeys(request.samples, 0)
         try:
-            self._queue(request)
-            while not is_last:
+            self._queue(*request.samples)
+            while sent:
                 # Steps of others move this request on too, so there may be news without a step of our own.
-                while not self._has_news(request, sent):
+                while not (news := self._news(sent)):
                     self.step()
-                chunk = self._texts[request.id].chunk(request, sent)
-                sent, is_last = sent + len(chunk.token_ids), chunk.finish_reason is not None
-                yield chunk
-            if request.error is not None:
-                raise request.error
+                for sample in news:
+                    yield self._chunk(sample, sent)
+            _raise_error(request)
         finally:
-            self._drop(request)
+            self._drop(*request.samples)
 
     def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
         """As `stream`, for any number of asyncio tasks at once; cancelling the task aborts the request."""
@@ -165,21 +166,21 @@ class Interface(abc.ABC):
         return self._astream(request)
 
     async def _astream(self, request: Request) -> AsyncIterator[Chunk]:
-        sent, is_last = 0, False
+        sent = dict.fromkeys(request.samples, 0)
         try:
-            await asyncio.to_thread(self._queue, request)
-            while not is_last:
-                while not self._has_news(request, sent):
+            await asyncio.to_thread(self._queue, *request.samples)
+            while sent:
+                while not (news := self._news(sent)):
                     await self._astep()
-                chunk = self._texts[request.id].chunk(request, sent)
-                sent, is_last = sent + len(chunk.token_ids), chunk.finish_reason is not None
-                yield chunk
-            if request.error is not None:
-                raise request.error
+                for sample in news:
+                    yield self._chunk(sample, sent)
+            _raise_error(request)
         finally:
-            if request.finish_reason is None:  # to end it takes a turn, for which the loop must not wait
-                await asyncio.shield(asyncio.to_thread(self._drop, request))
-            self._forget(request)
+            if any(sample.finish_reason is None for sample in request.samples):
+                # To end them takes a turn, for which the loop must not wait.
+                await asyncio.shield(asyncio.to_thread(self._drop, *request.samples))
+            for sample in request.samples:
+                self._forget(sample)
 
     async def _astep(self) -> None:
         """Wait for a step in a thread: the one that another task of this loop waits for, or a new one."""
@@ -189,8 +190,25 @@ class Interface(abc.ABC):
             step = self._steps[loop] = loop.run_in_executor(None, self.step)
         await asyncio.shield(step)
 
-    def _has_news(self, request: Request, sent: int) -> bool:
-        return len(self._texts[request.id].pieces) > sent or request.finish_reason is not None
+    def _news(self, sent: dict[Request, int]) -> list[Request]:
+        """Those of a stream's completions of which there is more than was sent."""
+        return [
+            sample
+            for sample, count in sent.items()
+            if len(self._texts[sample.id].pieces) > count or sample.finish_reason is not None
+        ]
+
+    def _chunk(self, sample: Request, sent: dict[Request, int]) -> Chunk:
+        """What is new of a completion; one of which all is sent is taken out."""
+        chunk = self._texts[sample.id].chunk(sample, sent[sample])
+        sent[sample] += len(chunk.token_ids)
+        if chunk.finish_reason is not None:
+            del sent[sample]
+        return chunk
+
+    def _completion(self, request: Request) -> Completion:
+        first, *others = (completion_of(sample, self._texts[sample.id]) for sample in request.samples)
+        return replace(first, others=tuple(others))
 
     def _show(self, bar: tqdm, requests: Sequence[Request]) -> None:
         bar.update(sum(len(request.token_ids) for request in requests) - bar.n)
@@ -219,3 +237,10 @@ class Interface(abc.ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _raise_error(request: Request) -> None:
+    """Raise what ended a request, the first of its completions that failed."""
+    for sample in request.samples:
+        if sample.error is not None:
+            raise sample.error

@@ -43,7 +43,7 @@ class OutputText:
         text = None
         if self._detokenizer is not None:
             text = "".join(self.pieces[start:end]) + (self.tail if reason else "")
-        return Chunk(text, request.token_ids[start:end], request.from_draft[start:end], reason)
+        return Chunk(text, request.token_ids[start:end], request.from_draft[start:end], reason, request.index)
 
 
 def take_report(
@@ -65,25 +65,23 @@ def take_report(
     Returns:
         Why the request ended, or None.
     """
-    fields = Report.read(report)
-    for index in range(report.shape[0]):
-        count, accept_len = int(fields.counts[index]), int(fields.accept_len[index])
+    for index, fields in enumerate(Report.rounds(report)):
+        count, accept_len = fields.counts, fields.accept_len
         if count == 0:
             continue  # ended in an earlier round of this dispatch
-        emitted = [int(token) for token in fields.tokens[index, :count]]
+        emitted = fields.tokens[:count]
         request.whole_rows = len(request.prompt_token_ids) + len(request.token_ids)  # a round writes up to its root
         request.token_ids += emitted
         request.from_draft += [position < accept_len for position in range(count)]
         request.metrics.num_tokens += count
         if is_round:
-            drafted, emitted_drafts = int(fields.num_drafted[index]), min(count, accept_len)
-            depth = fields.tokens.shape[-1] - 1
+            emitted_drafts, depth = min(count, accept_len), len(fields.tokens) - 1
             request.metrics.count_round(
-                depth=depth, drafted=drafted, accept_len=accept_len, emitted_drafts=emitted_drafts
+                depth=depth, drafted=fields.num_drafted, accept_len=accept_len, emitted_drafts=emitted_drafts
             )
             if trace is not None and request.trace:
                 request.rounds.append(_round(trace, index, row, accept_len, emitted))
-        if fields.ended[index]:
+        if fields.ended:
             return _finish_reason(request, eos_ids)
     return None
 

@@ -164,17 +164,30 @@ class StepOutput:
 
 
 class Report(NamedTuple):
-    """A `StepOutput.report` as the host reads it; every array is ``[rounds, batch]`` but tokens ``[.., depth + 1]``."""
+    """A `StepOutput.report` as the host reads it; every array is ``[rounds, batch]`` but tokens ``[.., depth + 1]``.
 
-    tokens: np.ndarray
-    counts: np.ndarray
-    accept_len: np.ndarray
-    num_drafted: np.ndarray
-    ended: np.ndarray
+    Of one row's round, from `rounds`, the fields are ints, and tokens a list of them.
+    """
+
+    tokens: Any
+    counts: Any
+    accept_len: Any
+    num_drafted: Any
+    ended: Any
 
     @classmethod
     def read(cls, report: np.ndarray) -> Report:
-        return cls(report[..., :-4], *np.moveaxis(report[..., -4:], -1, 0))
+        """All rounds and rows at once."""
+        return cls(report[..., :-4], *(report[..., column] for column in range(-4, 0)))
+
+    @classmethod
+    def rounds(cls, report: np.ndarray) -> list[Report]:
+        """One row's, round by round: with plain ints the host takes a third less time for 64 rows.
+
+        Args:
+            report: [rounds, columns].
+        """
+        return [cls(columns[:-4], *columns[-4:]) for columns in report.tolist()]
 
 
 def pack_report(verdict: Verdict, num_drafted: Int[Array, "batch"]) -> Int[Array, "batch columns"]:

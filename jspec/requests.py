@@ -26,6 +26,8 @@ class SamplingParams:
         ignore_eos: do not end at the model's end-of-sequence tokens.
         draft: False for no speculation in this request, an int caps the accepted draft length.
         priority: requests with lower numbers are served first, those with the same in the order they came.
+        n: completions of the prompt, which share its pages (by the engine's ``prefix_cache``); completion i has the
+            seed ``sample_seed(seed, i)``.
 
     Raises:
         ValueError: naming the field, its value and what is allowed.
@@ -41,6 +43,7 @@ class SamplingParams:
     ignore_eos: bool = False
     draft: bool | int = True
     priority: int = 0
+    n: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.stop_token_ids, (list, set, frozenset, np.ndarray)):
@@ -64,10 +67,18 @@ class SamplingParams:
                 "a bool or int >= 0",
             ),
             ("priority", _is_int(self.priority), "an int"),
+            ("n", _is_int(self.n) and self.n >= 1, "an int >= 1"),
         )
         for name, holds, allowed in limits:
             if not holds:
                 raise ValueError(f"SamplingParams.{name}: expected {allowed}, got {getattr(self, name)!r}")
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of one of the ``n`` completions of a request: the first has the request's own."""
+    if index == 0:
+        return seed
+    return int(np.random.SeedSequence(seed, spawn_key=(index,)).generate_state(1, np.uint64)[0])
 
 
 def _is_int(value: object) -> bool:
@@ -129,7 +140,10 @@ class Round:
 
 @dataclass(eq=False)
 class Request:
-    """A request on its way through the engine: what was asked, and what is known so far."""
+    """A completion on its way through the engine: what was asked, and what is known so far.
+
+    Of the ``n`` completions of a prompt the first stands for all: it has the others as its siblings.
+    """
 
     id: int
     prompt_token_ids: tuple[int, ...]
@@ -155,9 +169,16 @@ class Request:
     finish_reason: str | None = None
     stop_reason: int | None = None
     error: BaseException | None = None
+    index: int = 0  # of the completion among those of its prompt
+    siblings: tuple[Request, ...] = ()
 
     def __post_init__(self) -> None:
         self.prefill_len = len(self.prompt_token_ids)
+
+    @property
+    def samples(self) -> tuple[Request, ...]:
+        """All completions of its prompt, if it is the first."""
+        return (self, *self.siblings)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -186,12 +207,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Chunk:
-    """New output of one request, as a stream hands it out. ``text`` is None without a tokenizer."""
+    """New output of one completion, as a stream hands it out. ``text`` is None without a tokenizer.
+
+    ``index`` tells which of the ``n`` completions goes on.
+    """
 
     text: str | None
     token_ids: list[int]
     from_draft: list[bool]
     finish_reason: str | None = None
+    index: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -205,6 +230,7 @@ class Completion:
         stop_reason: the stop token that ended it.
         error: what ended it, if that was an error; of several requests the others are complete.
         rounds: with ``trace=True``, every round; else None.
+        others: where ``n`` is more than one, all completions but this, the first.
     """
 
     text: str | None
@@ -217,6 +243,7 @@ class Completion:
     metrics: Metrics
     rounds: list[Round] | None = None
     pieces: list[str] | None = field(default=None, repr=False)  # text token by token, for coloured display
+    others: tuple[Completion, ...] = field(default=(), repr=False)
 
     def raise_for_error(self) -> Completion:
         """The completion itself, unless an error ended it: then that is raised."""
@@ -226,7 +253,8 @@ class Completion:
 
     @property
     def samples(self) -> list[Completion]:
-        return [self]
+        """The ``n`` completions of the prompt; the first is this one."""
+        return [self, *self.others]
 
     def __repr__(self) -> str:
         shown = self.text if self.text is not None else self.token_ids

@@ -22,6 +22,7 @@ from jspec.bench import (
     picture,
     report,
     rounds,
+    serving,
     shapes,
     synthetic,
     throughput,
@@ -70,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     kernels.add_gemm_arguments(commands.add_parser("gemm", help="a decoder's products by themselves, likewise"))
     inflate.add_arguments(commands.add_parser("inflate", help="a small model in a larger shape that computes the same"))
+    serving.add_arguments(commands)
 
 
 def _step_arguments(parser: argparse.ArgumentParser) -> None:

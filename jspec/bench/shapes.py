@@ -46,8 +46,22 @@ TARGETS = {
         tie_word_embeddings=False,
         max_position=2048,
     ),
+    "least": ModelConfig(  # where the model does not matter
+        family="llama",
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        norm_eps=1e-5,
+        rope=Rope(),
+        tie_word_embeddings=False,
+        max_position=65536,
+    ),
 }
-DRAFT_VOCAB = {"llama3-8b": 32000, "tiny": 128}
+DRAFT_VOCAB = {"llama3-8b": 32000, "tiny": 128, "least": 16}
 
 
 def target_shapes(name: str, dtype: str) -> Any:
