@@ -86,6 +86,7 @@ class Engine(Interface):
             accept=self.config.accept,
             implementation=self.config.implementation,
             typical=verify.Typical(self.config.typical_threshold, self.config.typical_alpha),
+            controls=self.config.controls,
         )
         pool = PoolShape.of(self.config, drafter.tree, str(target.embed.dtype))
         check_device(self._params, pool.dtype, pool.draft_dtype)
@@ -229,6 +230,8 @@ class Engine(Interface):
 
     def _dispatch(self, plan: Plan) -> StepOutput:
         if isinstance(plan, PrefillPlan):
+            if plan.is_last and plan.request.params.controls_used:  # all of its text is known here
+                self._state = self._programs.with_controls(self._state, plan.request)
             executable, packed = self._programs.prefill[plan.bucket], jax.device_put(self._pack(plan))
         else:
             trace = any(request.trace for request in plan.requests)

@@ -21,9 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
+from jspec import controls
 from jspec.cache import show_pages
 from jspec.config import EngineConfig
+from jspec.control_input import pack_controls
 from jspec.records import MAX_STOP_IDS, PrefillInput, SlotState
+from jspec.requests import Request
 from jspec.step import Params, Program, catch_up_step, prefill_step, spec_step
 from pallas_kernels.implementation import explain
 
@@ -75,6 +78,7 @@ class Programs:
         self.page_updates = config.slots * 2  # that `show_pages` takes
         self.show_pages: Any = None
         self.catch_up: Any = None  # where the drafter lags and pages are kept
+        self.admit_controls: Any = None  # where the engine serves them
         self.seconds: dict[str, float] = {}
         self.lower_seconds: dict[str, float] = {}
         (device, *_) = state.root.devices()
@@ -105,6 +109,16 @@ class Programs:
             state = replace(state, page_table=self.show_pages(state.page_table, jax.device_put(packed)))
         return state
 
+    def with_controls(self, state: SlotState, request: Request) -> SlotState:
+        """The state with a request's controls and the counts of its text in its slot.
+
+        Args:
+            state: its controls are donated.
+        """
+        assert state.controls is not None
+        packed = jax.device_put(pack_controls(request, state.controls.bias.shape[1]))
+        return replace(state, controls=self.admit_controls(state.controls, packed))
+
     def _compile(self, state: SlotState, *, trace: bool) -> None:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # one is lowered while others compile
             compiled = [pool.submit(self._compile_one, *one) for one in self._lowered(state, trace)]
@@ -134,6 +148,12 @@ class Programs:
         lowered = jax.jit(show_pages, donate_argnums=0).lower(state.page_table, updates)
         self.lower_seconds["show_pages"] = time.perf_counter() - start
         yield "show_pages", keep, lowered
+        if state.controls is not None:
+            packed = jax.ShapeDtypeStruct((controls.packed_size(state.controls),), jnp.int32)
+            start = time.perf_counter()
+            lowered = jax.jit(controls.admit, donate_argnums=0).lower(state.controls, packed)
+            self.lower_seconds["controls"] = time.perf_counter() - start
+            yield "controls", partial(setattr, self, "admit_controls"), lowered
         if self._program.drafter.lags and config.prefix_cache:
             words = CATCH_UP_HEAD + self._pages
             keep = partial(setattr, self, "catch_up")
