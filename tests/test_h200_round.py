@@ -76,7 +76,8 @@ def test_controls_stay_in_the_rounds_graph() -> None:
     assert not program.outside_graphs
     assert program.alias_bytes == state_bytes
     assert not program.copies(1 << 20)
-    print(len(program.launches), "launches", program.temp_bytes >> 20, "MiB")
+    assert program.temp_bytes < 12 << 20
+    assert len(program.launches) < 500
 
 
 @pytest.mark.slow

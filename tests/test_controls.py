@@ -1,0 +1,336 @@
+"""Every control at every node of a draft, against transformers' processors run token by token on the same logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jspec import DraftModel, Engine, SamplingParams, Tree, controls, sampling, verify
+from jspec.control_input import bad_words, check, pack_controls
+from jspec.records import Draft, SlotView
+from jspec.requests import Request
+from jspec.tokenizer import ByteTokenizer
+from tests import small, tiny
+from tests.reference import decoder, processors
+from tests.views import view_of_rows
+
+ROWS, VOCAB, NODES, DEPTH = 4, 24, 7, 6  # the same everywhere, so that everything compiles once
+STOPS = (3, 8)
+TOLERANCE = 1e-5
+ALONE: dict[str, dict[str, Any]] = {
+    "repetition": dict(repetition_penalty=1.7),
+    "repetition below 1": dict(repetition_penalty=0.6),
+    "presence": dict(presence_penalty=0.9),
+    "frequency": dict(frequency_penalty=0.7),
+    "negative penalties": dict(frequency_penalty=-0.7, presence_penalty=-0.3),
+    "logit_bias": dict(logit_bias={0: 100, 5: -3.5, 7: -100.0}),
+    "bad words": dict(bad_words=[[4], [1, 2], [2, 2, 3], [0], [5, 6, 7, 1]]),
+    "allowed": dict(allowed_token_ids=[1, 2, 3, 9, 20]),
+    "min_tokens": dict(min_tokens=9, max_tokens=50),
+    "temperature": dict(temperature=0.6),
+    "top_k": dict(top_k=5),
+    "top_p": dict(top_p=0.7),
+    "min_p": dict(min_p=0.2),
+}
+
+
+def random_case(seed: int, *, chain: bool) -> tuple[np.ndarray, Draft, list[Request]]:
+    """Logits, trees (or chains) of few distinct tokens so that many repeat, and texts of several lengths."""
+    rng = np.random.default_rng(seed)
+    parents = np.array([[-1, *(node if chain else rng.integers(0, node + 1) for node in range(NODES - 1))]] * ROWS)
+    tokens = rng.integers(0, 10, (ROWS, NODES))
+    requests = []
+    for row in range(ROWS):
+        prompt = rng.integers(0, 10, rng.integers(1, 30))
+        output = rng.integers(0, 10, rng.integers(1, 12))
+        tokens[row, 0] = output[-1]
+        request = Request(row, tuple(prompt.tolist()), SamplingParams(), 0, STOPS, 100, token_ids=output.tolist())
+        request.slot = ROWS - 1 - row  # rows and slots are not the same
+        requests.append(request)
+    draft = Draft(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        parents=jnp.asarray(parents, jnp.int32),
+        scores=jnp.zeros((ROWS, NODES)),
+        valid=jnp.ones((ROWS, NODES), bool),
+        probs=None,
+        vocab_map=None,
+    )
+    return rng.normal(0, 3, (ROWS, NODES, VOCAB)).astype(np.float32), draft, requests
+
+
+def with_params(request: Request, params: SamplingParams) -> Request:
+    words = bad_words(params, None)
+    check(params, words, STOPS, vocab_size=VOCAB, limit=100)
+    return replace(request, params=params, bad_words=words)
+
+
+@cache
+def admit() -> Any:
+    return jax.jit(controls.admit)
+
+
+def view_of(requests: list[Request], params: list[SamplingParams]) -> SlotView:
+    """The view of a bucket whose slots got their controls as an engine gives them."""
+    state = controls.unused(ROWS, VOCAB)
+    for request, own in zip(requests, params, strict=True):
+        if own.controls_used:
+            state = admit()(state, jnp.asarray(pack_controls(with_params(request, own), VOCAB)))
+    view = view_of_rows([request.token_ids[-1] for request in requests])
+    rows = view.sampling.replace(
+        temperature=jnp.asarray([p.temperature for p in params], jnp.float32),
+        top_k=jnp.asarray([p.top_k for p in params], jnp.int32),
+        top_p=jnp.asarray([p.top_p for p in params], jnp.float32),
+        min_p=jnp.asarray([p.min_p for p in params], jnp.float32),
+        stop_ids=jnp.asarray([[*STOPS, *[-1] * 6]] * ROWS, jnp.int32),
+    )
+    lengths = [len(request.prompt_token_ids) + len(request.token_ids) - 1 for request in requests]
+    slots = jnp.asarray([request.slot for request in requests], jnp.int32)
+    return view.replace(slots=slots, lengths=jnp.asarray(lengths, jnp.int32), sampling=rows, controls=state)
+
+
+def edited_and_processed(logits: jax.Array, draft: Draft, view: SlotView) -> tuple[jax.Array, jax.Array]:
+    path = controls.paths(draft, verify.ancestors(draft.parents), DEPTH)
+    edited = controls.edit(logits, view, path)
+    return edited, sampling.process(edited, view.sampling)
+
+
+@cache
+def compiled() -> Any:
+    return jax.jit(edited_and_processed)
+
+
+def context(draft: Draft, row: int, node: int) -> list[int]:
+    """The tokens of a node's ancestors below the root, and its own."""
+    found, parents = [], np.asarray(draft.parents[row])
+    while node > 0:
+        found.append(int(draft.tokens[row, node]))
+        node = parents[node]
+    return found[::-1]
+
+
+def compare(seed: int, params: list[SamplingParams], *, chain: bool, run: Any = None) -> None:
+    logits, draft, requests = random_case(seed, chain=chain)
+    view = view_of(requests, params)
+    edited, processed = (np.asarray(x) for x in (run or compiled())(jnp.asarray(logits), draft, view))
+    for row, (request, own) in enumerate(zip(requests, params, strict=True)):
+        for node in range(NODES):
+            output = [*request.token_ids, *context(draft, row, node)]
+            expected = processors.edited(logits[row, node], request.prompt_token_ids, output, own, STOPS)
+            np.testing.assert_allclose(edited[row, node], expected, atol=TOLERANCE, rtol=1e-6)
+            if own.temperature:
+                expected = processors.processed(expected, own)
+                np.testing.assert_allclose(processed[row, node], expected, atol=TOLERANCE, rtol=1e-6)
+
+
+@pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", ALONE)
+def test_a_control_alone_is_transformers_at_every_node(name: str, chain: bool) -> None:
+    """Beside it in the batch a greedy row, one without controls, and one with all that are not ranks."""
+    others = [SamplingParams(**ALONE[name] | {"temperature": 0}), SamplingParams()]
+    every = ALONE["repetition"] | ALONE["frequency"] | ALONE["bad words"] | ALONE["min_tokens"]
+    for seed in range(3):
+        compare(seed, [SamplingParams(**ALONE[name]), *others, SamplingParams(**every)], chain=chain)
+
+
+IDS = st.integers(0, VOCAB - 1)
+SOMETIMES = {
+    "repetition_penalty": st.floats(0.3, 3),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "logit_bias": st.dictionaries(IDS, st.floats(-100, 100), max_size=6),
+    "bad_words": st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), max_size=12),
+    "allowed_token_ids": st.lists(IDS, min_size=14, max_size=20, unique=True),
+    "min_tokens": st.integers(0, 16),
+    "temperature": st.floats(0.2, 2),
+    "top_k": st.integers(-1, VOCAB + 2),
+    "top_p": st.floats(0.05, 1),
+    "min_p": st.floats(0, 0.5),
+}
+PARAMS = st.fixed_dictionaries({}, optional=SOMETIMES).map(lambda given: SamplingParams(max_tokens=50, **given))
+
+
+def has_choice(params: SamplingParams) -> bool:
+    try:
+        check(params, bad_words(params, None), STOPS, vocab_size=VOCAB, limit=100)
+    except ValueError:
+        return False
+    return True
+
+
+@settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=list(HealthCheck), database=None)
+@given(st.integers(0, 10**6), st.booleans(), st.lists(PARAMS.filter(has_choice), min_size=ROWS, max_size=ROWS))
+def test_random_combinations_are_transformers_at_every_node(
+    seed: int, chain: bool, params: list[SamplingParams]
+) -> None:
+    compare(seed, params, chain=chain)
+
+
+NO_ANCESTORS = "ancestors are not in the counts"
+WRONG: dict[str, Any] = {
+    NO_ANCESTORS: ("paths", lambda right: lambda *a: only_last(right(*a), keep=True)),
+    "the node itself is not in the counts": ("paths", lambda right: lambda *a: only_last(right(*a), keep=False)),
+    "penalties in the other order": ("_penalised", lambda _: other_order),
+    "the prompt is not in the counts": ("_penalised", lambda right: lambda x, row, path: right(x, no_prompt(row), path)),
+}
+
+
+def only_last(path: jax.Array, *, keep: bool) -> jax.Array:
+    """Paths in which either each node's own token or all before it are tokens that nothing asks for."""
+    depth = jnp.sum(path != controls.NO_TOKEN, axis=-1, keepdims=True)
+    is_own = jnp.arange(DEPTH) == depth - 1
+    return jnp.where((path != controls.NO_TOKEN) & (is_own != keep), VOCAB + 1, path)
+
+
+def other_order(logits: jax.Array, row: Any, path: jax.Array) -> jax.Array:
+    """Presence and frequency first, then repetition, each by the right code with the other one off."""
+    off = row.replace(repetition=jnp.ones(ROWS))
+    penalised = RIGHT_PENALTIES(logits, off, path)
+    return RIGHT_PENALTIES(penalised, row.replace(presence=jnp.zeros(ROWS), frequency=jnp.zeros(ROWS)), path)
+
+
+def no_prompt(row: Any) -> Any:
+    return row.replace(counts=row.counts // controls.GENERATED * controls.GENERATED)
+
+
+RIGHT_PENALTIES = controls._penalised
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_context_or_order_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls."""
+    name, change = WRONG[fault]
+    monkeypatch.setattr(controls, name, change(getattr(controls, name)))
+    every = SamplingParams(repetition_penalty=1.7, frequency_penalty=0.4, presence_penalty=0.3)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        compare(0, [every] * ROWS, chain=True, run=jax.jit(lambda *a: edited_and_processed(*a)))
+
+
+PROMPTS = [[1, 2, 3], [4] * 6, list(range(1, 12)), [5, 1, 5, 1, 5], [7], [9, 9, 2, 1], [3, 1, 2, 3, 1, 2, 3], [6, 2]]
+LENGTH = 24
+BOTH = dict(repetition_penalty=1.4, frequency_penalty=0.3)
+ENGINE_PARAMS = [
+    SamplingParams(temperature=0, max_tokens=LENGTH, **BOTH, presence_penalty=0.2),
+    SamplingParams(temperature=0, max_tokens=LENGTH, bad_words=[[4], [6, 1], [15, 6, 1], [1, 14]]),
+    SamplingParams(seed=3, max_tokens=LENGTH, allowed_token_ids=[1, 5, 6, 7, 11], frequency_penalty=-0.5, draft=2),
+    SamplingParams(seed=4, max_tokens=LENGTH, stop_token_ids=(1, 2, 3, 6), min_tokens=11, **BOTH, top_k=6, top_p=0.9),
+    SamplingParams(temperature=0, max_tokens=LENGTH),
+    SamplingParams(seed=5, max_tokens=2, logit_bias={2: 4.0, 3: -100}, draft=False),
+    SamplingParams(temperature=0, max_tokens=3, stop_token_ids=tuple(range(8)), min_tokens=3, presence_penalty=1.5),
+    SamplingParams(seed=7, max_tokens=1, logit_bias={11: 100}, min_p=0.1),
+]
+
+
+@cache
+def plain_tokens() -> list[list[int]]:
+    done = small.plain().generate(PROMPTS, ENGINE_PARAMS)
+    return [completion.raise_for_error().token_ids for completion in done]
+
+
+def by_processors(prompt: list[int], params: SamplingParams) -> list[int]:
+    """Decode token by token: a forward over the whole text, transformers' processors, the project's noise."""
+    output: list[int] = []
+    while len(output) < params.max_tokens and not set(output[-1:]) & set(params.stop_token_ids):
+        text = np.array([[*prompt, *output]])
+        logits = decoder.logits(small.target(), text)[0, -1].astype(np.float32)
+        logits = processors.edited(logits, prompt, output, params, params.stop_token_ids)
+        if params.temperature:
+            key = sampling.keys(jnp.asarray([[0, params.seed]], jnp.uint32), 0, jnp.asarray([text.shape[1]]))
+            logits = processors.processed(logits, params) + np.asarray(sampling.gumbel(key, small.VOCAB))[0]
+        output.append(int(logits.argmax()))
+    return output
+
+
+def test_plain_decoding_is_a_loop_over_transformers_processors() -> None:
+    """A second time the prompts' pages are found, and no slot remembers whom it served."""
+    assert plain_tokens() == [by_processors(*each) for each in zip(PROMPTS, ENGINE_PARAMS, strict=True)]
+    for order in (range(8), range(7, -1, -1)):
+        done = small.plain().generate([PROMPTS[i] for i in order], [ENGINE_PARAMS[i] for i in order])
+        assert [completion.token_ids for completion in done] == [plain_tokens()[i] for i in order]
+
+
+def test_controls_are_what_makes_the_difference() -> None:
+    """Negative control: without its controls every row but the one that has none decodes otherwise."""
+    off = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None, bad_words=())
+    off |= dict(allowed_token_ids=None, min_tokens=0)
+    done = small.plain().generate(PROMPTS, [replace(params, **off) for params in ENGINE_PARAMS])
+    same = [completion.token_ids == expected for completion, expected in zip(done, plain_tokens(), strict=True)]
+    assert same == [not params.controls_used for params in ENGINE_PARAMS]
+
+
+def test_a_chain_decodes_as_without_a_drafter() -> None:
+    engine = small.eagle3(rounds=3, page_size=1)
+    check_engine(engine)
+
+
+def test_a_dynamic_tree_decodes_as_without_a_drafter_while_requests_are_preempted() -> None:
+    """What was lost is counted once more when a request comes back, its output as output."""
+    drafter = DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3))
+    engine = Engine(
+        small.target(),
+        drafter=drafter,
+        slots=4,
+        max_len=small.MAX_LEN,
+        page_size=4,
+        pages=26,
+        buckets=(4,),
+        prefill_buckets=(small.MAX_LEN,),
+    )
+    check_engine(engine)
+    assert engine.metrics.num_preemptions > 0
+
+
+def check_engine(engine: Engine) -> None:
+    done = engine.generate(PROMPTS, ENGINE_PARAMS)
+    assert [completion.token_ids for completion in done] == plain_tokens()
+    assert engine.metrics.num_accepted_tokens > 0
+    assert not any(done[5].from_draft)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    (dict(logit_bias={16: 1.0}), r"logit_bias: expected ids in \[0, 16\), got 16"),
+    (dict(allowed_token_ids=[3, 99]), r"allowed_token_ids: expected ids in \[0, 16\), got 99"),
+    (dict(bad_words=[[1, 20]]), r"bad_words: expected ids in \[0, 16\), got 20"),
+    (dict(bad_words=["no"]), r"bad_words: 'no' needs a tokenizer; pass tokenizer= or give token ids"),
+    (dict(bad_words=[[1] * 17]), r"words of at most 16 tokens, got one of 17"),
+    (
+        dict(bad_words=[[1, i % 16, i // 16] for i in range(129)]),
+        r"bad_words: expected at most 128 of more than one token, got 129",
+    ),
+    (dict(min_tokens=50, max_tokens=60), r"min_tokens: expected at most 47, what max_len leaves, got 50"),
+    (
+        dict(min_tokens=1, allowed_token_ids=[1, 2], stop_token_ids=(2, 1)),
+        r"expected a token that neither bad_words=\(\) nor min_tokens=1 takes out, got \(1, 2\); allow more or ban",
+    ),
+    (
+        dict(allowed_token_ids=[1, 2], bad_words=[[1], [3, 3, 2]]),
+        r"neither bad_words=\(\(1,\), \(3, 3, 2\)\) nor min_tokens=0 takes out behind \(3, 3\), got \(1, 2\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), BAD, ids=[next(iter(given)) for given, _ in BAD])
+def test_controls_that_cannot_be_held_are_refused_before_anything_is_queued(given: dict, message: str) -> None:
+    engine = small.plain()
+    with pytest.raises(ValueError, match=message):
+        engine.generate([[1], [2]], [SamplingParams(), SamplingParams(**given)])
+    assert not engine.scheduler.has_work
+
+
+def test_words_that_cannot_come_together_leave_a_choice() -> None:
+    """After 5 comes 6 and after 6 comes 5: each takes out another token."""
+    params = SamplingParams(temperature=0, max_tokens=8, allowed_token_ids=[5, 6], bad_words=[[5, 5], [6, 6]])
+    (done,) = small.plain().generate([1, 5], params)
+    assert done.token_ids == [6, 5] * 4
+
+
+def test_texts_are_banned_with_and_without_a_blank_in_front() -> None:
+    params = SamplingParams(bad_words=["ab", " ab", [1]])
+    assert bad_words(params, ByteTokenizer()) == (tuple(b"ab"), tuple(b" ab"), (1,))
