@@ -44,8 +44,8 @@ class EngineConfig:
         prefill_budget: tokens of prompts, in whole programs, that may come between two rounds while any running request
             may emit: so long do those that decode wait at most; None: the largest of ``prefill_buckets``.
         prefix_cache: requests that begin alike share pages, also with those that have ended; the tokens are the same.
-        controls: serve requests with penalties, logit_bias, bad_words, allowed_token_ids and min_tokens; costs 8 bytes a
-            slot and token of the vocabulary, and no time in rounds without such requests.
+        controls: serve requests with penalties, logit_bias, bad_words, allowed_token_ids or min_tokens; that takes 8
+            bytes a slot and token of the vocabulary, and time only in rounds with such a request.
         log_interval: seconds between the lines that `logging` gets while requests run; None: none.
         compile_cache: folder that keeps compiled programs for later processes, from now on those of the whole process;
             None: where JAX_COMPILATION_CACHE_DIR says, if anywhere.

@@ -1,4 +1,4 @@
-"""The host's side of `jspec.controls`: what a request asks for, checked against its model, and packed for the device."""
+"""The host's side of `jspec.controls`: what a request asks for, checked against its model and packed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from jspec.controls import (
     NO_TOKEN,
     pack,
 )
-from jspec.records import Controls
 from jspec.requests import Request, SamplingParams
 from jspec.tokenizer import Tokenizer
 
@@ -110,14 +109,14 @@ def pack_controls(request: Request, vocab_size: int) -> np.ndarray:
         ends[index] = word[-1]
     counts = GENERATED * np.bincount(np.asarray(output, np.int64), minlength=vocab_size)
     counts[list(set(prompt))] += IN_PROMPT
-    recent = [NO_TOKEN] * LOOK_BACK + list((*prompt[-LOOK_BACK:], *output[-LOOK_BACK:]))
-    row = Controls(
+    recent = [*[NO_TOKEN] * LOOK_BACK, *prompt[-LOOK_BACK:], *output[-LOOK_BACK:]][-LOOK_BACK:]
+    row = dict(
         used=np.ones(1, np.int32),
-        repetition=np.float32(params.repetition_penalty),
-        presence=np.float32(params.presence_penalty),
-        frequency=np.float32(params.frequency_penalty),
-        may_end_at=np.int32(len(prompt) + params.min_tokens),
-        recent=np.asarray(recent[-LOOK_BACK:], np.int32),
+        repetition=np.array(params.repetition_penalty, np.float32),
+        presence=np.array(params.presence_penalty, np.float32),
+        frequency=np.array(params.frequency_penalty, np.float32),
+        may_end_at=np.array(len(prompt) + params.min_tokens, np.int32),
+        recent=np.asarray(recent, np.int32),
         bad_beginnings=beginnings,
         bad_ends=ends,
         bias=bias,

@@ -15,15 +15,15 @@ is read, in a round of rows that use none of this.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec import sampling
@@ -52,10 +52,14 @@ def unused(slots: int, vocab: int) -> Controls:
     )
 
 
-def pack(slot: int, row: Controls) -> np.ndarray:
-    """One slot's controls (numpy, 4 bytes a number) as the vector that `admit` reads; floats travel by their bits."""
-    fields = [np.ravel(field) for field in jax.tree.leaves(row)]
-    assert all(field.dtype.itemsize == 4 for field in fields)
+def pack(slot: int, row: Mapping[str, np.ndarray]) -> np.ndarray:
+    """One slot's controls as the vector that `admit` reads.
+
+    Args:
+        row: by the names of `Controls`, 4 bytes a number; floats travel by their bits.
+    """
+    fields = [np.ravel(row[field.name]) for field in dataclasses.fields(Controls)]
+    assert len(fields) == len(row) and all(field.dtype.itemsize == 4 for field in fields)
     return np.concatenate([np.array([slot], np.int32), *[field.view(np.int32) for field in fields]])
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jspec.limits import are_ids, are_words, is_bias, is_finite, is_in, is_int
 from jspec.metrics import Metrics
 
 
@@ -71,40 +72,40 @@ class SamplingParams:
         if isinstance(self.logit_bias, Mapping):
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # its owner may change it later
         limits = (
-            ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an int >= 1"),
-            ("temperature", _is_finite(self.temperature) and self.temperature >= 0, "a finite number >= 0"),
-            ("top_k", _is_int(self.top_k) and self.top_k >= -1, "an int >= -1 (0 or -1: off)"),
-            ("top_p", _is_finite(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", _is_finite(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("max_tokens", is_int(self.max_tokens) and self.max_tokens >= 1, "an int >= 1"),
+            ("temperature", is_finite(self.temperature) and self.temperature >= 0, "a finite number >= 0"),
+            ("top_k", is_int(self.top_k) and self.top_k >= -1, "an int >= -1 (0 or -1: off)"),
+            ("top_p", is_finite(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", is_finite(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]"),
             (
                 "seed",
-                self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**64),
+                self.seed is None or (is_int(self.seed) and 0 <= self.seed < 2**64),
                 "None or in [0, 2**64)",
             ),
-            ("stop_token_ids", _are_ids(self.stop_token_ids), "a tuple of token ids >= 0"),
+            ("stop_token_ids", are_ids(self.stop_token_ids), "a tuple of token ids >= 0"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "a bool"),
-            ("repetition_penalty", _is_in(self.repetition_penalty, 1e-3, 1e3), "in [0.001, 1000] (1: off)"),
-            ("presence_penalty", _is_in(self.presence_penalty, -2, 2), "in [-2, 2] (0: off)"),
-            ("frequency_penalty", _is_in(self.frequency_penalty, -2, 2), "in [-2, 2] (0: off)"),
-            ("logit_bias", _is_bias(self.logit_bias), "None or {token id >= 0: a number in [-100, 100]}"),
-            ("bad_words", _are_words(self.bad_words), "a list of texts or of lists of token ids >= 0, none empty"),
+            ("repetition_penalty", is_in(self.repetition_penalty, 1e-3, 1e3), "in [0.001, 1000] (1: off)"),
+            ("presence_penalty", is_in(self.presence_penalty, -2, 2), "in [-2, 2] (0: off)"),
+            ("frequency_penalty", is_in(self.frequency_penalty, -2, 2), "in [-2, 2] (0: off)"),
+            ("logit_bias", is_bias(self.logit_bias), "None or {token id >= 0: a number in [-100, 100]}"),
+            ("bad_words", are_words(self.bad_words), "a list of texts or of lists of token ids >= 0, none empty"),
             (
                 "allowed_token_ids",
-                self.allowed_token_ids is None or (_are_ids(self.allowed_token_ids) and len(self.allowed_token_ids) > 0),
+                self.allowed_token_ids is None or (are_ids(self.allowed_token_ids) and self.allowed_token_ids != ()),
                 "None or a tuple of token ids >= 0, at least one",
             ),
             (
                 "min_tokens",
-                _is_int(self.min_tokens) and 0 <= self.min_tokens and not _is_beyond(self.min_tokens, self.max_tokens),
+                is_int(self.min_tokens) and is_in(self.min_tokens, 0, self.max_tokens),
                 f"an int from 0 to max_tokens={self.max_tokens}",
             ),
             (
                 "draft",
-                isinstance(self.draft, bool) or (_is_int(self.draft) and self.draft >= 0),
+                isinstance(self.draft, bool) or (is_int(self.draft) and self.draft >= 0),
                 "a bool or int >= 0",
             ),
-            ("priority", _is_int(self.priority), "an int"),
-            ("n", _is_int(self.n) and self.n >= 1, "an int >= 1"),
+            ("priority", is_int(self.priority), "an int"),
+            ("n", is_int(self.n) and self.n >= 1, "an int >= 1"),
         )
         for name, holds, allowed in limits:
             if not holds:
@@ -112,32 +113,17 @@ class SamplingParams:
 
     @property
     def controls_used(self) -> tuple[str, ...]:
-        """The fields that edit logits before they are sampled from (`jspec.controls`)."""
-        off = dict(repetition_penalty=1, presence_penalty=0, frequency_penalty=0, allowed_token_ids=None, min_tokens=0)
-        used = [name for name, value in off.items() if getattr(self, name) != value]
-        return (*used, *(name for name in ("logit_bias", "bad_words") if getattr(self, name)))
-
-
-def _is_in(value: object, low: float, high: float) -> bool:
-    return _is_finite(value) and low <= value <= high  # type: ignore[operator]
-
-
-def _is_beyond(value: int, most: object) -> bool:
-    return _is_int(most) and value > most  # type: ignore[operator]
-
-
-def _is_bias(value: object) -> bool:
-    if value is None:
-        return True
-    return isinstance(value, Mapping) and all(
-        _is_int(token) and token >= 0 and _is_in(bias, -100, 100) for token, bias in value.items()
-    )
-
-
-def _are_words(value: object) -> bool:
-    return isinstance(value, tuple) and all(
-        bool(word.strip()) if isinstance(word, str) else _are_ids(word) and len(word) > 0 for word in value
-    )
+        """The fields in use that edit logits before they are sampled from (`jspec.controls`)."""
+        on = dict(
+            repetition_penalty=self.repetition_penalty != 1,
+            presence_penalty=self.presence_penalty != 0,
+            frequency_penalty=self.frequency_penalty != 0,
+            logit_bias=bool(self.logit_bias),
+            bad_words=bool(self.bad_words),
+            allowed_token_ids=self.allowed_token_ids is not None,
+            min_tokens=self.min_tokens > 0,
+        )
+        return tuple(name for name in on if on[name])
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -145,18 +131,6 @@ def sample_seed(seed: int, index: int) -> int:
     if index == 0:
         return seed
     return int(np.random.SeedSequence(seed, spawn_key=(index,)).generate_state(1, np.uint64)[0])
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _are_ids(value: object) -> bool:
-    return isinstance(value, tuple) and all(_is_int(token) and token >= 0 for token in value)
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and bool(np.isfinite(value))
 
 
 @dataclass(frozen=True)

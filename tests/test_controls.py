@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jspec import DraftModel, Engine, SamplingParams, Tree, controls, sampling, verify
+from jspec.admission import Admission
+from jspec.config import EngineConfig
 from jspec.control_input import bad_words, check, pack_controls
 from jspec.records import Draft, SlotView
 from jspec.requests import Request
@@ -173,12 +175,11 @@ def test_random_combinations_are_transformers_at_every_node(
     compare(seed, params, chain=chain)
 
 
-NO_ANCESTORS = "ancestors are not in the counts"
 WRONG: dict[str, Any] = {
-    NO_ANCESTORS: ("paths", lambda right: lambda *a: only_last(right(*a), keep=True)),
+    "ancestors are not in the counts": ("paths", lambda right: lambda *a: only_last(right(*a), keep=True)),
     "the node itself is not in the counts": ("paths", lambda right: lambda *a: only_last(right(*a), keep=False)),
     "penalties in the other order": ("_penalised", lambda _: other_order),
-    "the prompt is not in the counts": ("_penalised", lambda right: lambda x, row, path: right(x, no_prompt(row), path)),
+    "the prompt is not in the counts": ("_penalised", lambda right: lambda x, row, p: right(x, no_prompt(row), p)),
 }
 
 
@@ -218,7 +219,7 @@ LENGTH = 24
 BOTH = dict(repetition_penalty=1.4, frequency_penalty=0.3)
 ENGINE_PARAMS = [
     SamplingParams(temperature=0, max_tokens=LENGTH, **BOTH, presence_penalty=0.2),
-    SamplingParams(temperature=0, max_tokens=LENGTH, bad_words=[[4], [6, 1], [15, 6, 1], [1, 14]]),
+    SamplingParams(temperature=0, max_tokens=LENGTH, bad_words=[[14], [15, 6, 15], [6, 15, 3], [1, 6]]),
     SamplingParams(seed=3, max_tokens=LENGTH, allowed_token_ids=[1, 5, 6, 7, 11], frequency_penalty=-0.5, draft=2),
     SamplingParams(seed=4, max_tokens=LENGTH, stop_token_ids=(1, 2, 3, 6), min_tokens=11, **BOTH, top_k=6, top_p=0.9),
     SamplingParams(temperature=0, max_tokens=LENGTH),
@@ -322,6 +323,13 @@ def test_controls_that_cannot_be_held_are_refused_before_anything_is_queued(give
     with pytest.raises(ValueError, match=message):
         engine.generate([[1], [2]], [SamplingParams(), SamplingParams(**given)])
     assert not engine.scheduler.has_work
+
+
+def test_an_engine_built_without_controls_says_so() -> None:
+    admission = Admission(None, small.VOCAB, (), EngineConfig(controls=False))
+    admission.requests([1], SamplingParams(top_k=3), trace=False)
+    with pytest.raises(ValueError, match="presence_penalty, min_tokens: this engine was built with controls=False"):
+        admission.requests([1], SamplingParams(presence_penalty=1, min_tokens=1), trace=False)
 
 
 def test_words_that_cannot_come_together_leave_a_choice() -> None:
