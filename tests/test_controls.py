@@ -24,6 +24,8 @@ from tests import small, tiny
 from tests.reference import decoder, processors
 from tests.views import view_of_rows
 
+pytestmark = pytest.mark.once
+
 ROWS, VOCAB, NODES, DEPTH = 4, 24, 7, 6  # the same everywhere, so that everything compiles once
 STOPS = (3, 8)
 TOLERANCE = 1e-5
