@@ -79,6 +79,8 @@ def check(params: SamplingParams, words: Words, stop_ids: Sequence[int], *, voca
 
 def _check_choice(params: SamplingParams, words: Words, stop_ids: Sequence[int], vocab_size: int) -> None:
     """Whatever the text, one token must be left: the words that can end at once are those that begin alike."""
+    if params.allowed_token_ids is None and vocab_size > len(words) + len(stop_ids):
+        return
     allowed = set(range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids)
     if params.min_tokens:
         allowed -= set(stop_ids)
@@ -100,7 +102,9 @@ def pack_controls(request: Request, vocab_size: int) -> np.ndarray:
     for token, value in (params.logit_bias or {}).items():
         bias[token] = value
     if params.allowed_token_ids is not None:
-        bias[np.setdiff1d(np.arange(vocab_size), params.allowed_token_ids)] = -np.inf
+        forbidden = np.ones(vocab_size, bool)
+        forbidden[list(params.allowed_token_ids)] = False
+        bias[forbidden] = -np.inf
     bias[[word[0] for word in request.bad_words if len(word) == 1]] = -np.inf
     beginnings = np.full((MAX_BAD_WORDS, LOOK_BACK), NO_TOKEN, np.int32)
     ends = np.full(MAX_BAD_WORDS, vocab_size, np.int32)

@@ -18,6 +18,7 @@ from jspec.adaptive import Adaptive, Fixed, Policy, Reading, Stopwatch, halvings
 from jspec.admission import Admission, Prompt, draft_cap, pack_catch_up, pack_chunk
 from jspec.cache import PoolShape
 from jspec.config import EngineConfig
+from jspec.control_input import pack_controls
 from jspec.draft import Drafter, NoDraft
 from jspec.interface import Interface
 from jspec.metrics import Metrics
@@ -231,7 +232,8 @@ class Engine(Interface):
     def _dispatch(self, plan: Plan) -> StepOutput:
         if isinstance(plan, PrefillPlan):
             if plan.is_last and plan.request.params.controls_used:  # all of its text is known here
-                self._state = self._programs.with_controls(self._state, plan.request)
+                controls = pack_controls(plan.request, self._admission.vocab_size)
+                self._state = self._programs.with_controls(self._state, controls)
             executable, packed = self._programs.prefill[plan.bucket], jax.device_put(self._pack(plan))
         else:
             trace = any(request.trace for request in plan.requests)

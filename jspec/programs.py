@@ -24,9 +24,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jspec import controls
 from jspec.cache import show_pages
 from jspec.config import EngineConfig
-from jspec.control_input import pack_controls
 from jspec.records import MAX_STOP_IDS, PrefillInput, SlotState
-from jspec.requests import Request
 from jspec.step import Params, Program, catch_up_step, prefill_step, spec_step
 from pallas_kernels.implementation import explain
 
@@ -109,15 +107,14 @@ class Programs:
             state = replace(state, page_table=self.show_pages(state.page_table, jax.device_put(packed)))
         return state
 
-    def with_controls(self, state: SlotState, request: Request) -> SlotState:
-        """The state with a request's controls and the counts of its text in its slot.
+    def with_controls(self, state: SlotState, packed: np.ndarray) -> SlotState:
+        """The state with one slot's controls in it.
 
         Args:
             state: its controls are donated.
+            packed: as `jspec.controls.pack` gives them.
         """
-        assert state.controls is not None
-        packed = jax.device_put(pack_controls(request, state.controls.bias.shape[1]))
-        return replace(state, controls=self.admit_controls(state.controls, packed))
+        return replace(state, controls=self.admit_controls(state.controls, jax.device_put(packed)))
 
     def _compile(self, state: SlotState, *, trace: bool) -> None:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # one is lowered while others compile
