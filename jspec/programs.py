@@ -86,7 +86,7 @@ class Programs:
     @property
     def executables(self) -> list[Any]:
         """All that is compiled."""
-        others = [one for one in (self.show_pages, self.catch_up) if one is not None]
+        others = [one for one in (self.show_pages, self.admit_controls, self.catch_up) if one is not None]
         return [*self.prefill.values(), *self.rounds.values(), *others]
 
     def ensure_trace(self, state: SlotState) -> None:
