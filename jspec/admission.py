@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jspec import control_input
 from jspec.config import EngineConfig
 from jspec.records import MAX_STOP_IDS, PrefillInput
 from jspec.requests import Request, SamplingParams, sample_seed
@@ -49,14 +50,27 @@ class Admission:
         ids = token_ids(prompt, self.tokenizer, vocab_size=self.vocab_size, max_len=self.config.max_len)
         stop_ids = self._stop_ids(params)
         limit = min(params.max_tokens, self.config.max_len - len(ids))
+        words = self._bad_words(params, stop_ids, limit)
         numbers = [next(self.ids) for _ in range(params.n)]
         seeds = [sample_seed(self._seed(params, numbers[0]), index) for index in range(params.n)]
         first, *others = (
-            Request(number, ids, params, seed, stop_ids, limit, trace=trace, index=index)
+            Request(number, ids, params, seed, stop_ids, limit, trace=trace, index=index, bad_words=words)
             for index, (number, seed) in enumerate(zip(numbers, seeds, strict=True))
         )
         first.siblings = tuple(others)
         return first
+
+    def _bad_words(self, params: SamplingParams, stop_ids: tuple[int, ...], limit: int) -> control_input.Words:
+        """The bad words as token ids; all that edits logits is checked here."""
+        if not params.controls_used:
+            return ()
+        if not self.config.controls:
+            raise ValueError(
+                f"{', '.join(params.controls_used)}: this engine was built with controls=False; build it without that"
+            )
+        words = control_input.bad_words(params, self.tokenizer)
+        control_input.check(params, words, stop_ids, vocab_size=self.vocab_size, limit=limit)
+        return words
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         stop_ids = tuple(dict.fromkeys((() if params.ignore_eos else self.eos_ids) + params.stop_token_ids))
@@ -135,6 +149,7 @@ def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) ->
         remaining=np.int32(request.limit - max(len(request.token_ids) - 1, 0)),
         top_k=np.int32(max(min(params.top_k, vocab_size), 0)),
         draft_cap=np.int32(draft_cap(params, depth)),
+        controlled=np.int32(bool(params.controls_used)),
         temperature=np.float32(params.temperature),
         top_p=np.float32(params.top_p),
         min_p=np.float32(params.min_p),

@@ -44,6 +44,8 @@ class EngineConfig:
         prefill_budget: tokens of prompts, in whole programs, that may come between two rounds while any running request
             may emit: so long do those that decode wait at most; None: the largest of ``prefill_buckets``.
         prefix_cache: requests that begin alike share pages, also with those that have ended; the tokens are the same.
+        controls: serve requests with penalties, logit_bias, bad_words, allowed_token_ids or min_tokens; that takes 8
+            bytes a slot and token of the vocabulary, and time only in rounds with such a request.
         log_interval: seconds between the lines that `logging` gets while requests run; None: none.
         compile_cache: folder that keeps compiled programs for later processes, from now on those of the whole process;
             None: where JAX_COMPILATION_CACHE_DIR says, if anywhere.
@@ -71,6 +73,7 @@ class EngineConfig:
     quantize: str | None = None
     prefill_budget: int | None = None
     prefix_cache: bool = True
+    controls: bool = True
     log_interval: float | None = 10.0
     compile_cache: str | Path | None = None
     seed: int = 0
@@ -93,7 +96,7 @@ class EngineConfig:
             raise ValueError(f"log_interval: expected None or seconds >= 0, got {self.log_interval!r}")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction: expected in (0, 1], got {self.memory_fraction!r}")
-        for name in ("adaptive", "overlap", "prefix_cache"):
+        for name in ("adaptive", "overlap", "prefix_cache", "controls"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: expected a bool, got {getattr(self, name)!r}")
         if self.compile_cache is not None and not isinstance(self.compile_cache, (str, Path)):

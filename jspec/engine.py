@@ -18,6 +18,7 @@ from jspec.adaptive import Adaptive, Fixed, Policy, Reading, Stopwatch, halvings
 from jspec.admission import Admission, Prompt, draft_cap, pack_catch_up, pack_chunk
 from jspec.cache import PoolShape
 from jspec.config import EngineConfig
+from jspec.control_input import pack_controls
 from jspec.draft import Drafter, NoDraft
 from jspec.interface import Interface
 from jspec.metrics import Metrics
@@ -86,6 +87,7 @@ class Engine(Interface):
             accept=self.config.accept,
             implementation=self.config.implementation,
             typical=verify.Typical(self.config.typical_threshold, self.config.typical_alpha),
+            controls=self.config.controls,
         )
         pool = PoolShape.of(self.config, drafter.tree, str(target.embed.dtype))
         check_device(self._params, pool.dtype, pool.draft_dtype)
@@ -229,6 +231,9 @@ class Engine(Interface):
 
     def _dispatch(self, plan: Plan) -> StepOutput:
         if isinstance(plan, PrefillPlan):
+            if plan.is_last and plan.request.params.controls_used:  # all of its text is known here
+                controls = pack_controls(plan.request, self._admission.vocab_size)
+                self._state = self._programs.with_controls(self._state, controls)
             executable, packed = self._programs.prefill[plan.bucket], jax.device_put(self._pack(plan))
         else:
             trace = any(request.trace for request in plan.requests)

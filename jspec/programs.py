@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
+from jspec import controls
 from jspec.cache import show_pages
 from jspec.config import EngineConfig
 from jspec.records import MAX_STOP_IDS, PrefillInput, SlotState
@@ -75,6 +76,7 @@ class Programs:
         self.page_updates = config.slots * 2  # that `show_pages` takes
         self.show_pages: Any = None
         self.catch_up: Any = None  # where the drafter lags and pages are kept
+        self.admit_controls: Any = None  # where the engine serves them
         self.seconds: dict[str, float] = {}
         self.lower_seconds: dict[str, float] = {}
         (device, *_) = state.root.devices()
@@ -84,7 +86,7 @@ class Programs:
     @property
     def executables(self) -> list[Any]:
         """All that is compiled."""
-        others = [one for one in (self.show_pages, self.catch_up) if one is not None]
+        others = [one for one in (self.show_pages, self.admit_controls, self.catch_up) if one is not None]
         return [*self.prefill.values(), *self.rounds.values(), *others]
 
     def ensure_trace(self, state: SlotState) -> None:
@@ -104,6 +106,15 @@ class Programs:
             packed[: len(new) - start] = new[start : start + self.page_updates]
             state = replace(state, page_table=self.show_pages(state.page_table, jax.device_put(packed)))
         return state
+
+    def with_controls(self, state: SlotState, packed: np.ndarray) -> SlotState:
+        """The state with one slot's controls in it.
+
+        Args:
+            state: its controls are donated.
+            packed: as `jspec.controls.pack` gives them.
+        """
+        return replace(state, controls=self.admit_controls(state.controls, jax.device_put(packed)))
 
     def _compile(self, state: SlotState, *, trace: bool) -> None:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # one is lowered while others compile
@@ -134,6 +145,12 @@ class Programs:
         lowered = jax.jit(show_pages, donate_argnums=0).lower(state.page_table, updates)
         self.lower_seconds["show_pages"] = time.perf_counter() - start
         yield "show_pages", keep, lowered
+        if state.controls is not None:
+            packed = jax.ShapeDtypeStruct((controls.packed_size(state.controls),), jnp.int32)
+            start = time.perf_counter()
+            lowered = jax.jit(controls.admit, donate_argnums=0).lower(state.controls, packed)
+            self.lower_seconds["controls"] = time.perf_counter() - start
+            yield "controls", partial(setattr, self, "admit_controls"), lowered
         if self._program.drafter.lags and config.prefix_cache:
             words = CATCH_UP_HEAD + self._pages
             keep = partial(setattr, self, "catch_up")

@@ -56,6 +56,25 @@ class Sampling:
 
 
 @struct.dataclass
+class Controls:
+    """What `jspec.controls` knows of each slot's text and of what may follow it.
+
+    All but ``used`` has meaning only where that is set.
+    """
+
+    used: Bool[Array, "slots"]
+    repetition: Float[Array, "slots"]  # 1 is off
+    presence: Float[Array, "slots"]  # 0 is off
+    frequency: Float[Array, "slots"]  # 0 is off
+    may_end_at: Int[Array, "slots"]  # the first position at which a stop id may stand
+    recent: Int[Array, "slots look_back"]  # the newest tokens, the root last; -1 before the text's beginning
+    bad_beginnings: Int[Array, "slots words look_back"]  # of bad words, flush right; -1: any token
+    bad_ends: Int[Array, "slots words"]  # the token that must not follow; V where unused
+    bias: Float[Array, "slots vocab"]  # -inf: never
+    counts: Int[Array, "slots vocab"]  # twice the times a token was generated, the root included; 1 more: in the prompt
+
+
+@struct.dataclass
 class SlotState:
     """Everything a slot carries from round to round. Donated to every step."""
 
@@ -68,6 +87,7 @@ class SlotState:
     target: KVCache
     draft: Any  # the drafter's own pytree
     text: Int[Array, "pages page_size"] | None = None  # the tokens of all rows, for drafters that read them
+    controls: Controls | None = None  # None: the engine serves no request that needs them
 
 
 @struct.dataclass
@@ -85,6 +105,7 @@ class SlotView:
     all_greedy: bool = struct.field(pytree_node=False)  # this branch of the program serves greedy rows only
     implementation: str = struct.field(pytree_node=False)  # of the kernels
     text: Int[Array, "batch positions"] | None = None  # in a prefill, where drafters read it: all tokens so far
+    controls: Controls | None = None  # of all slots: rows are taken where they are used, a vocabulary each
 
 
 @struct.dataclass
@@ -208,6 +229,7 @@ class PrefillInput(NamedTuple):
     remaining: Any  # tokens it may still emit, that root included
     top_k: Any
     draft_cap: Any
+    controlled: Any  # 1: the slot's `Controls` are the request's
     temperature: Any  # float32
     top_p: Any
     min_p: Any

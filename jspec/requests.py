@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from jspec.limits import are_ids, are_words, is_bias, is_finite, is_in, is_int
 from jspec.metrics import Metrics
 
 
@@ -24,6 +25,15 @@ class SamplingParams:
         seed: 0 <= seed < 2**64; None draws one from the engine's seed.
         stop_token_ids: end (and are kept in ``token_ids``, not in the text).
         ignore_eos: do not end at the model's end-of-sequence tokens.
+        repetition_penalty: logits of tokens in prompt or output are divided by it where positive, else multiplied; 1 is
+            off.
+        presence_penalty, frequency_penalty: taken from the logits of tokens in the output, once and as often as they
+            occur; 0 is off.
+        logit_bias: added to tokens' logits.
+        bad_words: never completed, in prompt and output together; texts or token ids. A text stands for the tokenizer's
+            own spellings with and without a blank in front.
+        allowed_token_ids: the only tokens that may come; None is off.
+        min_tokens: until so many are emitted, no token that would end the request may come.
         draft: False for no speculation in this request, an int caps the accepted draft length.
         priority: requests with lower numbers are served first, those with the same in the order they came.
         n: completions of the prompt, which share its pages (by the engine's ``prefix_cache``); completion i has the
@@ -41,37 +51,79 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    min_tokens: int = 0
     draft: bool | int = True
     priority: int = 0
     n: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop_token_ids, (list, set, frozenset, np.ndarray)):
-            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if isinstance(getattr(self, name), (list, set, frozenset, np.ndarray)):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.bad_words, (list, tuple)):
+            words = (tuple(word) if isinstance(word, (list, np.ndarray)) else word for word in self.bad_words)
+            object.__setattr__(self, "bad_words", tuple(words))
+        if isinstance(self.logit_bias, Mapping):
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # its owner may change it later
         limits = (
-            ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an int >= 1"),
-            ("temperature", _is_finite(self.temperature) and self.temperature >= 0, "a finite number >= 0"),
-            ("top_k", _is_int(self.top_k) and self.top_k >= -1, "an int >= -1 (0 or -1: off)"),
-            ("top_p", _is_finite(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", _is_finite(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("max_tokens", is_int(self.max_tokens) and self.max_tokens >= 1, "an int >= 1"),
+            ("temperature", is_finite(self.temperature) and self.temperature >= 0, "a finite number >= 0"),
+            ("top_k", is_int(self.top_k) and self.top_k >= -1, "an int >= -1 (0 or -1: off)"),
+            ("top_p", is_finite(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", is_finite(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]"),
             (
                 "seed",
-                self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**64),
+                self.seed is None or (is_int(self.seed) and 0 <= self.seed < 2**64),
                 "None or in [0, 2**64)",
             ),
-            ("stop_token_ids", _are_ids(self.stop_token_ids), "a tuple of token ids >= 0"),
+            ("stop_token_ids", are_ids(self.stop_token_ids), "a tuple of token ids >= 0"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "a bool"),
+            ("repetition_penalty", is_in(self.repetition_penalty, 1e-3, 1e3), "in [0.001, 1000] (1: off)"),
+            ("presence_penalty", is_in(self.presence_penalty, -2, 2), "in [-2, 2] (0: off)"),
+            ("frequency_penalty", is_in(self.frequency_penalty, -2, 2), "in [-2, 2] (0: off)"),
+            ("logit_bias", is_bias(self.logit_bias), "None or {token id >= 0: a number in [-100, 100]}"),
+            ("bad_words", are_words(self.bad_words), "a list of texts or of lists of token ids >= 0, none empty"),
+            (
+                "allowed_token_ids",
+                self.allowed_token_ids is None or (are_ids(self.allowed_token_ids) and self.allowed_token_ids != ()),
+                "None or a tuple of token ids >= 0, at least one",
+            ),
+            (
+                "min_tokens",
+                is_int(self.min_tokens) and is_in(self.min_tokens, 0, self.max_tokens),
+                f"an int from 0 to max_tokens={self.max_tokens}",
+            ),
             (
                 "draft",
-                isinstance(self.draft, bool) or (_is_int(self.draft) and self.draft >= 0),
+                isinstance(self.draft, bool) or (is_int(self.draft) and self.draft >= 0),
                 "a bool or int >= 0",
             ),
-            ("priority", _is_int(self.priority), "an int"),
-            ("n", _is_int(self.n) and self.n >= 1, "an int >= 1"),
+            ("priority", is_int(self.priority), "an int"),
+            ("n", is_int(self.n) and self.n >= 1, "an int >= 1"),
         )
         for name, holds, allowed in limits:
             if not holds:
                 raise ValueError(f"SamplingParams.{name}: expected {allowed}, got {getattr(self, name)!r}")
+
+    @property
+    def controls_used(self) -> tuple[str, ...]:
+        """The fields in use that edit logits before they are sampled from (`jspec.controls`)."""
+        on = dict(
+            repetition_penalty=self.repetition_penalty != 1,
+            presence_penalty=self.presence_penalty != 0,
+            frequency_penalty=self.frequency_penalty != 0,
+            logit_bias=bool(self.logit_bias),
+            bad_words=bool(self.bad_words),
+            allowed_token_ids=self.allowed_token_ids is not None,
+            min_tokens=self.min_tokens > 0,
+        )
+        return tuple(name for name in on if on[name])
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -79,18 +131,6 @@ def sample_seed(seed: int, index: int) -> int:
     if index == 0:
         return seed
     return int(np.random.SeedSequence(seed, spawn_key=(index,)).generate_state(1, np.uint64)[0])
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _are_ids(value: object) -> bool:
-    return isinstance(value, tuple) and all(_is_int(token) and token >= 0 for token in value)
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and bool(np.isfinite(value))
 
 
 @dataclass(frozen=True)
@@ -152,6 +192,7 @@ class Request:
     stop_ids: tuple[int, ...]
     limit: int  # tokens it can emit at most: max_tokens, or what max_len leaves
     trace: bool = False
+    bad_words: tuple[tuple[int, ...], ...] = ()  # as token ids
     slot: int | None = None
     prefill_len: int = field(init=False)  # tokens to prefill: the prompt, and of the output what a preemption lost
     prefilled: int = 0  # of these, those whose chunks were dispatched or that were found in kept pages

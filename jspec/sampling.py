@@ -102,7 +102,7 @@ def target_tokens(
     """The token plain decoding would emit at each position: argmax for greedy rows, else by `token_noise`.
 
     Args:
-        logits: raw logits of the node before each position.
+        logits: of the node before each position, as `jspec.controls` leaves them.
         positions: the position the token will stand at.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)

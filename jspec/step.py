@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from jspec import cache, sampling, verify
+from jspec import cache, controls, sampling, verify
 from jspec.draft import Drafter, static_draft
 from jspec.models.decoder import Model, forward
 from jspec.records import (
@@ -55,6 +55,7 @@ class Program:
     rounds: int = 1
     trace: bool = False
     typical: verify.Typical = field(default_factory=verify.Typical)
+    controls: bool = False  # serves requests that use `jspec.controls`
 
 
 @struct.dataclass
@@ -84,6 +85,7 @@ def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> S
             accept=program.accept,
             all_greedy=False,
             implementation=program.implementation,
+            controls=state.controls,
         )
 
 
@@ -189,6 +191,8 @@ def commit_stage(
             rows = jnp.concatenate([view.root[:, None], verdict.tokens[:, :-1]], axis=1)
             count = jnp.where(view.active, verdict.counts, 0)
             put["text"] = cache.write_text(state.text, view.page_table, view.lengths, rows, count)
+        if state.controls is not None:
+            put["controls"] = controls.advance(state.controls, view.slots, verdict.tokens, verdict.counts)
         return replace(state, target=target, draft=draft_state, **put)
 
 
@@ -246,12 +250,14 @@ def prefill_step(
 def _admit(state: SlotState, chunk: PrefillInput) -> SlotState:
     """Put a request's pages and controls into its slot (the same ones again with every later chunk)."""
     row: Sampling = jax.tree.map(lambda x: x[0], chunk.sampling())
+    used = state.controls
     return replace(
         state,
         lengths=state.lengths.at[chunk.slot].set(chunk.start),
         remaining=state.remaining.at[chunk.slot].set(chunk.remaining),
         page_table=state.page_table.at[chunk.slot].set(chunk.page_row),
         sampling=jax.tree.map(lambda all_, one: all_.at[chunk.slot].set(one), state.sampling, row),
+        controls=None if used is None else replace(used, used=used.used.at[chunk.slot].set(chunk.controlled == 1)),
     )
 
 
@@ -260,7 +266,7 @@ def _first_token(state: SlotState, chunk: PrefillInput, view: SlotView, out: Tar
     """Sample what follows the chunk, unless it is known; only the last chunk makes it the root."""
     assert out.logits is not None
     length = chunk.start + chunk.count
-    logits = out.logits
+    logits = controls.edit_one(out.logits, replace(view, lengths=length[None] - 1))
     token = sampling.by_temperature(view, lambda branch: sampling.target_tokens(logits, branch, length[None, None]))
     token = jnp.where(chunk.root >= 0, chunk.root, token)
     one = jnp.ones(1, jnp.int32)
@@ -275,6 +281,11 @@ def _first_token(state: SlotState, chunk: PrefillInput, view: SlotView, out: Tar
         active=state.active.at[chunk.slot].set(is_last & ~verdict.ended[0]),
         remaining=state.remaining.at[chunk.slot].set(chunk.remaining - is_last),
     )
+    if state.controls is not None:
+        is_new = is_last & (chunk.root < 0)
+        state = replace(
+            state, controls=controls.advance(state.controls, view.slots, token, is_new.astype(jnp.int32)[None])
+        )
     return state, StepOutput(report=pack_report(verdict, 0 * one)[None], trace=None)
 
 
@@ -317,6 +328,7 @@ def init_state(program: Program, params: Params, pool: cache.PoolShape) -> SlotS
         target=cache.create(config.num_layers, config, pool, pool.dtype),
         draft=program.drafter.init(params.draft, pool),
         text=jnp.zeros((pool.pages, pool.page_size), jnp.int32) if _keeps_text(program, pool) else None,
+        controls=controls.unused(pool.slots, config.vocab_size) if program.controls else None,
     )
 
 

@@ -58,6 +58,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     (dict(pages=1), r"pages: expected None or an int >= 2 \(page 0 is never used\), got 1"),
     (dict(prefill_budget=0), r"prefill_budget: expected None or an int >= 1, got 0"),
     (dict(overlap=1), r"overlap: expected a bool, got 1"),
+    (dict(controls=None), r"controls: expected a bool, got None"),
     (dict(seed=-1), r"seed: expected an int >= 0, got -1"),
     (dict(tokenizer="no-such-folder"), r"tokenizer: expected a folder, \"bytes\" or None, got 'no-such-folder'"),
     (dict(slots=10**6, max_len=10**5), r"reaches 2\*\*31 elements; lower pages to at most \d+"),

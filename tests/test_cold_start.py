@@ -48,7 +48,7 @@ def test_the_second_process_finds_every_program(tmp_path: Path, capfd: pytest.Ca
     compiled = len(list(cache.glob("*-cache")))
     assert cold["asked"] - cold["hits"] == compiled > 2, "negative control: the first one had to compile"
     assert warm["hits"] == warm["asked"] == cold["asked"]
-    programs = [f"chain:1: {name}" for name in ("round[1]", "prefill[8]", "show_pages", "catch_up")]
+    programs = [f"chain:1: {name}" for name in ("round[1]", "prefill[8]", "show_pages", "controls", "catch_up")]
     assert sorted(cold["compile"]) == sorted(warm["lower"]) == sorted(programs)
     assert sum(warm["compile"].values()) < sum(cold["compile"].values()) / 2
     assert warm["ready"] < cold["ready"]

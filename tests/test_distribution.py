@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import final
+from functools import cache
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jspec import DraftModel, Engine, Model, SamplingParams, Tree, sampling
 from jspec.draft import DraftState, Params, StatelessDrafter
 from jspec.records import Draft, SlotView
 from tests import tiny
-from tests.reference import decoder
+from tests.reference import decoder, processors
 
 pytestmark = pytest.mark.once
 
@@ -22,12 +23,19 @@ VOCAB, TOKENS, PROMPT, SAMPLES = 5, 5, [1, 3], 1200
 CONTROLS = {
     "plain": dict(temperature=1.0),
     "restricted": dict(temperature=0.8, top_k=4, top_p=0.9, min_p=0.02),
+    "penalised": dict(temperature=1.0, repetition_penalty=1.5, presence_penalty=0.4, frequency_penalty=0.7),
+    "banned": dict(temperature=1.2, bad_words=[[2, 2], [3, 1, 2]], logit_bias={3: 1.0}, top_p=0.95),
 }
 
 
-@pytest.fixture(scope="module")
-def target():
+@cache
+def model() -> Model:
     return tiny.model(VOCAB, seed=1, sharpness=1.5)
+
+
+@pytest.fixture(scope="module")
+def target() -> Model:
+    return model()
 
 
 def deviation(completions: list, expected: np.ndarray) -> float:
@@ -45,14 +53,32 @@ def deviation(completions: list, expected: np.ndarray) -> float:
     return float((((counts - wanted) ** 2 / wanted).sum() - df) / np.sqrt(2 * df))
 
 
-def draw(engine: Engine, count: int, controls: dict[str, float]) -> list:
-    """Samples of the joint law, greedy rows mixed into the same batches."""
-    params = [SamplingParams(max_tokens=TOKENS, seed=seed, **controls) for seed in range(count)]
+def draw(engine: Engine, count: int, *controls: dict[str, Any]) -> list[list]:
+    """Samples of the joint law under each of several controls, all mixed in one batch, with greedy rows too."""
+    params = [SamplingParams(max_tokens=TOKENS, seed=seed, **own) for seed in range(count) for own in controls]
     greedy = [SamplingParams(max_tokens=TOKENS, temperature=0)] * (count // 20)
     done = engine.generate([PROMPT] * (len(params) + len(greedy)), [*params, *greedy])
     alone = engine.generate([PROMPT], greedy[0])[0].token_ids
-    assert all(c.token_ids == alone for c in done[count:]), "greedy rows are touched by sampled ones"
-    return done[:count]
+    assert all(c.token_ids == alone for c in done[len(params) :]), "greedy rows are touched by sampled ones"
+    return [done[index : len(params) : len(controls)] for index in range(len(controls))]
+
+
+@cache
+def expected_law(name: str, counted: int = TOKENS) -> np.ndarray:
+    """By enumeration of all texts, the logits edited by transformers' processors.
+
+    Args:
+        counted: tokens of the output that they are shown.
+    """
+    params = SamplingParams(**CONTROLS[name])
+
+    def edit(row: np.ndarray, output: np.ndarray) -> np.ndarray:
+        return processors.edited(row, PROMPT, output[:counted].tolist(), params, ())
+
+    if params.controls_used:
+        cuts = dict(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+        return decoder.joint_law(model(), PROMPT, TOKENS, edit, **cuts)
+    return decoder.joint_law(model(), PROMPT, TOKENS, **CONTROLS[name])
 
 
 def make(target, drafter, accept: str) -> Engine:
@@ -125,11 +151,11 @@ def test_every_lossless_rule_gives_the_targets_joint_law(target, name: str) -> N
     accept, tree = CASES[name]
     drafter = DraftModel(tiny.model(VOCAB, seed=2), tree) if tree.is_chain else Table(tree)
     engine = make(target, drafter, accept)
-    for controls in CONTROLS.values():
-        done = draw(engine, SAMPLES, controls)
-        expected = decoder.joint_law(target, PROMPT, TOKENS, **controls)
+    for control, done in zip(CONTROLS, draw(engine, SAMPLES, *CONTROLS.values()), strict=True):
         assert np.mean([c.metrics.num_drafts for c in done]) > 1.5, "the law must span several rounds"
-        assert abs(deviation(done, expected)) < 5
+        assert abs(deviation(done, expected_law(control))) < 5
+        if control in ("penalised", "banned"):
+            assert deviation(done, expected_law(control, counted=1)) > 20, "negative control: later tokens ignored"
 
 
 @pytest.mark.slow
@@ -142,5 +168,5 @@ def test_noise_keyed_by_position_alone_is_caught(target, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(sampling, "keys", by_position)
     engine = make(target, DraftModel(tiny.model(VOCAB, seed=2), Tree.chain(3)), "rejection")
-    done = draw(engine, SAMPLES, CONTROLS["plain"])
+    (done,) = draw(engine, SAMPLES, CONTROLS["plain"])
     assert deviation(done, decoder.joint_law(target, PROMPT, TOKENS, temperature=1.0)) > 20

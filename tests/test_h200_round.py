@@ -20,7 +20,12 @@ SHAPE = "llama3-8b"
 
 
 def compile_round(
-    tree: Tree | None, quantize: str | None = None, kv_dtype: str | None = None, *, prefix_cache: bool = False
+    tree: Tree | None,
+    quantize: str | None = None,
+    kv_dtype: str | None = None,
+    *,
+    prefix_cache: bool = False,
+    controls: bool = False,
 ) -> tuple[H200Program, int]:
     """The compiled round, and the bytes of its state."""
     target = Model.from_weights(shapes.TARGETS[SHAPE], shapes.target_shapes(SHAPE, "bfloat16"))
@@ -29,7 +34,7 @@ def compile_round(
         target, head = (jax.eval_shape(partial(quantize_weights, kind=quantize), model) for model in (target, head))
     case = rounds.Case(SHAPE, batch=1, context=1024, tree=tree, quantize=quantize, kv_dtype=kv_dtype)
     program, params, pool = rounds.build(case, target, head)
-    pool = replace(pool, prefix_cache=prefix_cache)
+    pool, program = replace(pool, prefix_cache=prefix_cache), replace(program, controls=controls)
     state = jax.eval_shape(lambda p: init_state(program, p, pool), params)
     slots = jax.ShapeDtypeStruct((1,), "int32")
     compiled = compile_for_h200(partial(spec_step, program), params, state, slots, donate_argnums=1)
@@ -61,6 +66,21 @@ def test_keeping_pages_for_others_costs_a_round_a_scatter() -> None:
     assert not kept.outside_graphs
     assert not kept.copies(1 << 20)
     assert len(kept.launches) <= len(plain.launches) + 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tree", "launches", "temp_mib"), [(Tree.chain(4), 530, 12), (Tree.topk(60, 8, 10), 700, 96)], ids=str
+)
+def test_controls_stay_in_the_rounds_graph(tree: Tree, launches: int, temp_mib: int) -> None:
+    """Counts are read, and added to where they lie; beside the logits there are the edited ones, and those scaled."""
+    program, state_bytes = compile_round(tree, controls=True)
+    assert len(program.graphs) == 1
+    assert not program.outside_graphs
+    assert program.alias_bytes == state_bytes
+    assert not program.copies(1 << 20)
+    assert program.temp_bytes < temp_mib << 20
+    assert len(program.launches) < launches
 
 
 @pytest.mark.slow

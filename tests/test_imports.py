@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = ("jspec", "pallas_kernels", "convert")
 
 BASE = "jax records tree config sharding models.config"
-DEVICE = f"{BASE} pallas_kernels cache models sampling verify"
+DEVICE = f"{BASE} pallas_kernels cache models sampling controls verify"
 LOADING = "pretrained checkpoint"  # models and drafters read their own weights
 STEP = f"{DEVICE} {LOADING} draft step"
 # What a part may import besides itself, numpy, jaxtyping and the standard library:
@@ -25,13 +25,14 @@ ALLOWED = {
     "config": "records tree",
     "sharding": "jax",
     "models.config": "",
-    **dict.fromkeys(["cache", "sampling", "verify"], DEVICE),
+    **dict.fromkeys(["cache", "sampling", "controls", "verify"], DEVICE),
     **dict.fromkeys(["models", "draft"], f"{DEVICE} {LOADING}"),
     **dict.fromkeys(["step", "programs", "memory"], STEP),
     "pages": "",
     "adaptive": "",
     "metrics": "",
-    "requests": "metrics",
+    "limits": "",
+    "requests": "limits metrics",
     "scheduler": "pages requests metrics",
     "turns": "",
     "recovery": "jax",

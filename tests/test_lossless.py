@@ -116,17 +116,30 @@ def make_drafter(name: str, tree: Tree, pair: Pair, known: list[Completion], par
     return makers[name]()
 
 
+CONTROLS: dict[str, Any] = dict(  # ids that both vocabularies have
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=0.2,
+    logit_bias={101: 2.0, 116: -1.0},
+    bad_words=[[115], [101, 32], [32, 116, 104]],
+    stop_token_ids=(97, 105),
+    min_tokens=40,
+)
+
+
 def parameters(count: int, tokens: int, temperature: float) -> list[SamplingParams]:
-    """Greedy, or sampled with a seed a prompt and every fourth row greedy; every fifth with the other controls on."""
-    if temperature == 0:
-        return [SamplingParams(max_tokens=tokens, temperature=0)] * count
+    """Greedy, or sampled with a seed a prompt and every fourth row greedy.
+
+    Every fifth is cut by rank and probability, every fifth has penalties, bias, bad words and a least length.
+    """
     return [
         SamplingParams(
             max_tokens=tokens,
-            temperature=0 if index % 4 == 3 else temperature,
+            temperature=0 if temperature == 0 or index % 4 == 3 else temperature,
             seed=index,
-            top_k=7 if index % 5 == 0 else 0,
-            top_p=0.9 if index % 5 == 0 else 1.0,
+            top_k=7 if temperature and index % 5 == 0 else 0,
+            top_p=0.9 if temperature and index % 5 == 0 else 1.0,
+            **CONTROLS if index % 5 == 1 else {},
         )
         for index in range(count)
     ]
@@ -225,7 +238,7 @@ def same_tokens(
     for a, b, p in zip(expected, done, params, strict=True):
         if a.token_ids == b.token_ids and a.finish_reason == b.finish_reason:
             continue
-        assert p.top_k == 0, "a restricted row differs"
+        assert p.top_k == 0 and not p.controls_used, "a row with controls differs"
         seeds = None if p.temperature == 0 else (p.temperature, [p.seed])
         (found,) = differences(target, [a], [b], seeds)
         assert found.gap < NEAR_TIE, found

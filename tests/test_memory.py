@@ -34,7 +34,8 @@ def room_of(device: DeviceMemory, drafter: Drafter | None = None, **options: Any
     """What an engine puts together before it allocates."""
     target, config = small.target(), EngineConfig(**OPTIONS | options)
     drafter = NoDraft() if drafter is None else drafter
-    program = Program(drafter, drafter.feature_layers(target), config.accept, "reference")
+    layers = drafter.feature_layers(target)
+    program = Program(drafter, layers, config.accept, "reference", controls=config.controls)
     room = Room(program, Params(target=target, draft=drafter.bind(target)), config, device)
     return room, PoolShape.of(config, drafter.tree, "float32")
 
@@ -145,7 +146,7 @@ def test_the_engine_asks_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     room, pool = room_of(device(PLENTY))
     made: list[int] = []
 
-    def compiled(self: Any, program: Any, params: Any, state: Any, config: Any) -> None:
+    def compiled(self: Any, program: Any, params: Any, state: Any, config: Any, depths: Any) -> None:
         made.append(state.target.k[0].shape[0])
         raise RuntimeError("enough")
 

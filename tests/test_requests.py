@@ -129,6 +129,12 @@ BAD_PARAMS: list[tuple[str, Any]] = [
     *(("seed", value) for value in (-1, 2**64, 1.0, True)),
     *(("stop_token_ids", value) for value in ((-1,), (1.5,), 5, None, "ab")),
     *(("ignore_eos", value) for value in (1, None)),
+    *(("repetition_penalty", value) for value in (0, -1.0, 1e4, float("nan"), None)),
+    *((name, value) for name in ("presence_penalty", "frequency_penalty") for value in (2.1, -2.1, float("inf"), "1")),
+    *(("logit_bias", value) for value in ({-1: 1.0}, {1.5: 1.0}, {"1": 1.0}, {1: 101}, {1: float("-inf")}, [1], 5)),
+    *(("bad_words", value) for value in ("word", 5, (5,), ((),), ("",), ((-1,),), (" ",), None, {"a": 1})),
+    *(("allowed_token_ids", value) for value in ((), (-1,), (1.5,), 5, "ab")),
+    *(("min_tokens", value) for value in (-1, 17, 1.5, True, None)),
     *(("draft", value) for value in (-1, 1.5, None)),
 ]
 
@@ -156,6 +162,9 @@ def test_an_unknown_parameter_is_named() -> None:
         dict(max_tokens=np.int64(3)),
         dict(stop_token_ids=[np.int64(5)]),
         dict(draft=2**40),
+        dict(repetition_penalty=np.float32(1.5), presence_penalty=-2, frequency_penalty=np.int64(2)),
+        dict(logit_bias={np.int64(5): 100, 0: -100.0}, bad_words=[], allowed_token_ids={1, 5}),
+        dict(logit_bias={}, bad_words=[[np.int64(3), 5], (2,)], min_tokens=np.int32(3)),
     ],
     ids=str,
 )

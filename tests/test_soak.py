@@ -56,7 +56,7 @@ def wishes(count: int, rng: np.random.Generator) -> Iterator[Wish]:
     """Prompts that begin alike, in groups; everything else by lot."""
     bases = rng.integers(0, small.VOCAB, (5, 24)).tolist()
     step = 0
-    for _ in range(count):
+    for index in range(count):
         base = bases[rng.integers(0, len(bases))][: rng.integers(1, 25)]
         prompt = [*base, *rng.integers(0, small.VOCAB, rng.integers(0, 6)).tolist()]
         params = SamplingParams(
@@ -68,8 +68,26 @@ def wishes(count: int, rng: np.random.Generator) -> Iterator[Wish]:
             draft=[True, False, 1, 2][rng.integers(0, 4)],
             priority=int(rng.integers(-1, 2)),
         )
+        params = replace(params, **some_controls(np.random.default_rng(index), params.max_tokens))
         step += int(rng.integers(0, 5))
         yield Wish(prompt, params, step, step + int(rng.integers(0, 30)) if rng.random() < 0.15 else None)
+
+
+def some_controls(rng: np.random.Generator, max_tokens: int) -> dict[str, Any]:
+    """Of two requests in five, what edits their logits."""
+    if rng.random() < 0.6:
+        return {}
+    words = [rng.integers(0, small.VOCAB, size).tolist() for size in (1, 2, 2, 3)]
+    every = dict(
+        repetition_penalty=1.5,
+        presence_penalty=0.7,
+        frequency_penalty=0.4,
+        logit_bias={int(rng.integers(0, small.VOCAB)): 2.5},
+        bad_words=words,
+        allowed_token_ids=rng.choice(small.VOCAB, 10, replace=False).tolist(),
+        min_tokens=max_tokens,
+    )
+    return {name: value for name, value in every.items() if rng.random() < 0.4}
 
 
 def head() -> Any:

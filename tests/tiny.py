@@ -171,6 +171,7 @@ def prefill_input(ids: list[int], *, page_row: list[int], slot: int = 0, remaini
         remaining=np.int32(remaining),
         top_k=np.int32(0),
         draft_cap=np.int32(1000),
+        controlled=np.int32(0),
         temperature=np.float32(0),
         top_p=np.float32(1),
         min_p=np.float32(0),

@@ -28,7 +28,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec import sampling
+from jspec import controls, sampling
 from jspec.records import Draft, SlotView, Verdict
 from jspec.sampling import Purpose
 from jspec.tree import Tree
@@ -91,14 +91,14 @@ def accept(
         options: of the rule "typical".
     """
 
-    def decide(branch: SlotView) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
+    def decide(logits: Array, branch: SlotView) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
         if branch.all_greedy or branch.accept == "coupled":  # at temperature 0 all rules are one
             return coupled(logits, draft, reach, branch)
         if branch.accept == "typical":
             return typical_acceptance(logits, draft, reach, branch, options)
         return sampled(logits, draft, reach, branch)
 
-    best, bonus = sampling.by_temperature(view, decide)
+    best, bonus = controls.by_use(view, logits, lambda: controls.paths(draft, reach, tree.depth), decide)
     return verdict_of(best, bonus, draft, reach, view, tree)
 
 

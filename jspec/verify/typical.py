@@ -35,7 +35,7 @@ def typical_acceptance(
     """The longest path that stands; among equally long ones the likeliest. Greedy rows follow the argmax exactly.
 
     Args:
-        logits: the target's raw logits; p is their law after temperature and the row's other controls.
+        logits: the target's, as `jspec.controls` leaves them; p is their law after temperature and the cuts.
 
     Returns:
         The last accepted node, and the argmax behind it.

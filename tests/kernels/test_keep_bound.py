@@ -56,6 +56,16 @@ def test_ties_stay_together_and_the_likeliest_always_stays(implementation: str) 
     assert bound.tolist() == [5.0, 0.0]
 
 
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_tokens_taken_out_before_weigh_nothing(implementation: str) -> None:
+    """Two thirds are -inf, so that some top-k ask for more than are left: the bounds are those of the others alone."""
+    logits, controls = problem()
+    left = logits[:, ::3]
+    logits[:, 1::3] = logits[:, 2::3] = -np.inf
+    bounds = np.asarray(keep_bound(logits, *controls, implementation=implementation))
+    assert not mismatches(bounds, left)
+
+
 def test_a_row_without_controls_keeps_everything() -> None:
     bound = keep_bound(jnp.zeros((2, 9)), jnp.zeros(2, jnp.int32), jnp.ones(2), jnp.zeros(2))
     assert bound.tolist() == [-jnp.inf] * 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from jspec.models.decoder import Model
@@ -73,14 +75,29 @@ def law(row: np.ndarray, *, temperature: float, top_k: int = 0, top_p: float = 1
     return probs / probs.sum()
 
 
-def joint_law(model: Model, prompt: list[int], length: int, **controls: float) -> np.ndarray:
-    """The law of the next ``length`` tokens behind a prompt, [vocab] * length."""
+def joint_law(
+    model: Model,
+    prompt: list[int],
+    length: int,
+    edit: Callable[[np.ndarray, np.ndarray], np.ndarray] = lambda row, _: row,
+    **controls: float,
+) -> np.ndarray:
+    """The law of the next ``length`` tokens behind a prompt, [vocab] * length.
+
+    Args:
+        edit: of logits [vocab] and the tokens generated before them, what is sampled from.
+    """
     vocab = model.config.vocab_size
     contexts = np.stack(np.meshgrid(*[np.arange(vocab)] * (length - 1), indexing="ij"), -1).reshape(-1, length - 1)
     tokens = np.concatenate([np.broadcast_to(prompt, (len(contexts), len(prompt))), contexts], axis=1)
     behind = logits(model, tokens)[:, len(prompt) - 1 :]
     out = np.ones(len(contexts))
-    laws = np.array([[law(row, **controls) for row in rows] for rows in behind])
+    laws = np.array(
+        [
+            [law(edit(row, context[:depth]), **controls) for depth, row in enumerate(rows)]
+            for rows, context in zip(behind, contexts, strict=True)
+        ]
+    )
     for depth in range(length - 1):
         out = out * laws[np.arange(len(contexts)), depth, contexts[:, depth]]
     return (out[:, None] * laws[:, -1]).reshape([vocab] * length)

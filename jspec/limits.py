@@ -1,0 +1,39 @@
+"""What a parameter may be. No jax here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+def is_int(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def is_finite(value: object) -> bool:
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and bool(np.isfinite(value))
+
+
+def is_in(value: Any, least: Any, most: Any) -> bool:
+    """Whether all are finite numbers and the value is from least to most."""
+    return all(map(is_finite, (value, least, most))) and bool(least <= value <= most)
+
+
+def are_ids(value: object) -> bool:
+    return isinstance(value, tuple) and all(is_int(token) and token >= 0 for token in value)
+
+
+def is_bias(value: object) -> bool:
+    """Whether it is None or gives token ids numbers of OpenAI's range."""
+    if not isinstance(value, Mapping):
+        return value is None
+    return are_ids(tuple(value)) and all(is_in(bias, -100, 100) for bias in value.values())
+
+
+def are_words(value: object) -> bool:
+    """Whether it is a tuple of texts and of token ids, none empty."""
+    if not isinstance(value, tuple):
+        return False
+    return all(word.strip() != "" if isinstance(word, str) else are_ids(word) and word != () for word in value)
