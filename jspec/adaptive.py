@@ -19,6 +19,8 @@ import numpy as np
 from jaxtyping import Int
 
 SAMPLES = 3  # dispatches of a depth that are timed before it is compared with others
+TRIES = 12  # dispatches of a depth after which it is given up if nothing was heard of any: it may have failed each time
+AWAY = 0.25  # share of a dispatch's time that the host may be away without making it worthless
 WINDOW = 5  # of the newest of them the median counts: a pause of the host spoils one, and makes the next too short
 PROBE_SHARE = 0.01  # of the time may go into dispatches of a depth that does not look best, to look again
 PRIOR = 0.5  # share of the drafts that a depth never tried is taken to accept
@@ -36,14 +38,14 @@ class Reading:
         depth: that it drafted.
         caps: draft tokens that each request allows.
         accepted: draft tokens that each round accepted; -1 where a request had ended before.
-        seconds: that it took.
+        seconds: that it took; None: not known, for the host was away while it ran.
     """
 
     bucket: int
     depth: int
     caps: Sequence[int]
     accepted: Int[np.ndarray, "rounds rows"]
-    seconds: float
+    seconds: float | None
 
 
 class Policy(abc.ABC):
@@ -94,25 +96,30 @@ class Adaptive(Policy):
         self._acceptance = {depth: whole if shares else Acceptance(depth) for depth in depths}
         self._seconds: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._ran: dict[tuple[int, int], int] = {}  # when a depth was last chosen for a bucket
+        self._tries: Counter[tuple[int, int]] = Counter()
         self._dispatches = 0
         self._credit = 0.0  # seconds saved up for the next look at another depth
 
     def choose(self, bucket: int, caps: Sequence[int]) -> int:
         useful = self._useful(max(caps, default=0))
-        untimed = [depth for depth in useful if len(self._seconds[bucket, depth]) < SAMPLES]
+        untimed = [depth for depth in useful if self._is_untimed(bucket, depth)]
         depth = untimed[-1] if untimed else self._best_or_stalest(bucket, useful, caps)
         self._dispatches += 1
         self._ran[bucket, depth] = self._dispatches
+        self._tries[bucket, depth] += 1
         return depth
 
     def learn(self, reading: Reading) -> None:
-        self._seconds[reading.bucket, reading.depth].append(reading.seconds)
-        self._credit += PROBE_SHARE * reading.seconds
+        if reading.seconds is not None:
+            self._seconds[reading.bucket, reading.depth].append(reading.seconds)
+            self._credit += PROBE_SHARE * reading.seconds
         offered = np.minimum(np.array(reading.caps), reading.depth)
         self._acceptance[reading.depth].learn(reading.accepted, offered, now=self._dispatches)
 
     def rate(self, bucket: int, depth: int, caps: Sequence[int]) -> float:
-        """Tokens a second to be expected of rounds of a depth that was timed."""
+        """Tokens a second to be expected of rounds of a depth; 0 if nothing was heard of it."""
+        if not self._seconds[bucket, depth]:
+            return 0.0
         acceptance = self._acceptance[depth]
         rows = Counter(min(cap, depth) for cap in caps)
         tokens = sum(count * (1 + acceptance.expected(cap)) for cap, count in rows.items())
@@ -122,12 +129,15 @@ class Adaptive(Policy):
         """The depths up to the first that drafts all that any request allows."""
         return self._depths[: bisect_left(self._depths, cap) + 1]
 
+    def _is_untimed(self, bucket: int, depth: int) -> bool:
+        return len(self._seconds[bucket, depth]) < SAMPLES and self._tries[bucket, depth] < TRIES
+
     def _best_or_stalest(self, bucket: int, depths: Sequence[int], caps: Sequence[int]) -> int:
-        best = max(depths, key=lambda depth: self.rate(bucket, depth, caps))
-        others = [depth for depth in depths if depth != best]
+        best = max(reversed(depths), key=lambda depth: self.rate(bucket, depth, caps))
+        others = [depth for depth in depths if depth != best and self._seconds[bucket, depth]]
         if others:
             stalest = min(others, key=lambda depth: self._ran.get((bucket, depth), 0))
-            if self._credit >= median(self._seconds[bucket, stalest]):
+            if self._credit >= min(self._seconds[bucket, stalest]):
                 self._credit = 0.0
                 return stalest
         return best
@@ -174,27 +184,41 @@ class Acceptance:
 class Stopwatch:
     """Tells how long each dispatch took the device, which works in order: from its start, or from the end of the last.
 
-    Where the host is what others wait for, it is the host's time.
+    Where the host is what others wait for, it is the host's time; not so where the host was away between two steps, as
+    between two requests or while the reader of a stream was busy: nobody knows when the device was done then.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._started: deque[float] = deque()
         self._ended = 0.0
+        self._left = 0.0
+        self._away = 0.0  # seconds of the oldest dispatch under way
 
     def start(self) -> None:
         """Something is about to be dispatched."""
         self._started.append(self._clock())
 
-    def stop(self) -> float:
-        """The oldest that was started is done; the seconds it took."""
+    def stop(self) -> float | None:
+        """The oldest that was started is done; the seconds it took, if that can be told."""
         began = max(self._started.popleft(), self._ended)
-        self._ended = self._clock()
-        return self._ended - began
+        self._ended, away = self._clock(), self._away
+        seconds, self._away = self._ended - began, 0.0
+        return seconds if away <= AWAY * seconds else None
+
+    def leave(self) -> None:
+        """A step ends: nobody watches."""
+        self._left = self._clock()
+
+    def come_back(self) -> None:
+        """A step begins."""
+        if self._started:
+            self._away += self._clock() - max(self._left, self._started[0])
 
     def reset(self) -> None:
         """Nothing is under way any more."""
         self._started.clear()
+        self._away = 0.0
 
 
 def halvings(depth: int) -> tuple[int, ...]:

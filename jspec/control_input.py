@@ -22,7 +22,8 @@ Words = tuple[tuple[int, ...], ...]
 
 
 def bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Words:
-    """The bad words as token ids; a text in the tokenizer's two spellings, with and without a blank in front.
+    """The bad words as token ids; a text in the tokenizer's spellings: with and without a blank in front, and behind a
+    line's end, where some tokenizers write a word without the blank that they put in front of a text.
 
     Raises:
         ValueError: a text without a tokenizer, or one that has no token.
@@ -39,6 +40,9 @@ def bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Words:
             if not ids:
                 raise ValueError(f"bad_words: {word!r} has no token but special ones; give token ids")
             words[ids] = None
+        before, whole = tokenizer.encode("\n"), tokenizer.encode("\n" + word)
+        if whole[: len(before)] == before and len(whole) > len(before):
+            words[tuple(whole[len(before) :])] = None
     return tuple(words)
 
 

@@ -9,8 +9,8 @@ tokens. The last only take tokens out, which no later step can undo, so what hol
 not allowed, bad words of one token) is -inf in the bias.
 
 A slot's counts are made once, when its request is admitted, and kept with every token that is committed; a node's
-ancestors are at most ``depth`` tokens more, compared where the logits are read. Nothing here runs, and nothing large
-is read, in a round of rows that use none of this.
+ancestors are at most ``depth`` tokens more, compared where the logits are read. In a round of rows that use none of
+this nothing runs but the counting of what is committed, and nothing large is read.
 """
 
 from __future__ import annotations

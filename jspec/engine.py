@@ -159,6 +159,7 @@ class Engine(Interface):
 
     def step(self) -> None:
         with self._turns:
+            self._stopwatch.come_back()
             self._go_on_recovering()
             plan: Plan | None = None
             with self._recovery():
@@ -183,6 +184,7 @@ class Engine(Interface):
                     self._forget(request)
             if self._log.is_due():
                 self._log.write(self.metrics, self._gauges())
+            self._stopwatch.leave()
             for report in drafted:
                 self._watch.count(report)  # last: its warning may be turned into an error, which is the caller's
 
@@ -274,7 +276,9 @@ class Engine(Interface):
         for row, request in enumerate(rows):
             if request.finish_reason is not None:
                 continue  # it ended in an earlier step; this one was dispatched before that was known
-            if is_drafted and request.params.draft:
+            if (
+                is_drafted and request.params.draft and not request.params.controls_used
+            ):  # the draft knows nothing of those
                 drafted.append(row)
             try:
                 reason = take_report(request, report[:, row], trace, row, is_round, self.eos_ids)
@@ -290,8 +294,10 @@ class Engine(Interface):
             self._end(request, reason)
         return report[:, drafted]
 
-    def _learn(self, plan: RoundPlan, report: np.ndarray, seconds: float) -> None:
-        """Tell the policy what its choice came to."""
+    def _learn(self, plan: RoundPlan, report: np.ndarray, seconds: float | None) -> None:
+        """Tell the policy what its choice came to, if any of the requests was still there."""
+        if all(request.finish_reason is not None for request in plan.requests):
+            return
         fields = Report.read(report[:, : len(plan.requests)])
         accepted, depth = np.where(fields.counts > 0, fields.accept_len, -1), fields.tokens.shape[-1] - 1
         self.policy.learn(Reading(plan.bucket, depth, self._caps(plan), accepted, seconds))

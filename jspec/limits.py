@@ -13,7 +13,9 @@ def is_int(value: object) -> bool:
 
 
 def is_finite(value: object) -> bool:
-    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and bool(np.isfinite(value))
+    if is_int(value):
+        return True  # of any size
+    return isinstance(value, (float, np.number)) and bool(np.isfinite(value))
 
 
 def is_in(value: Any, least: Any, most: Any) -> bool:

@@ -35,8 +35,8 @@ class DeviceMemory:
 def device_memory() -> DeviceMemory:
     """What the default device says of itself now."""
     stats = jax.devices()[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        return DeviceMemory(stats["bytes_limit"], stats.get("bytes_in_use", 0), is_reported=True)
+    if limit := stats.get("bytes_limit"):  # 0 or None: an allocator without a limit
+        return DeviceMemory(limit, stats.get("bytes_in_use") or 0, is_reported=True)
     return DeviceMemory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0, is_reported=False)
 
 
@@ -170,17 +170,28 @@ class Room:
         requests = 1 if self.device.is_reported else pool.slots
         return requests * pool.width(self.program.drafter.tree) + 1
 
-    def remedies(self, pool: PoolShape, limit: int) -> str:
-        """What to lower, each by itself, and how far, for all to be within the limit."""
+    @property
+    def fills(self) -> bool:
+        """Whether there are as many pages as fit."""
+        return self.config.pages is None and self.device.is_reported
+
+    def remedies(self, pool: PoolShape, limit: int, *, is_started: bool = True) -> str:
+        """What to lower, each by itself, and how far, for all to be within the limit.
+
+        Args:
+            is_started: the pools were planned already, and something else took too much.
+        """
 
         def fits(other: PoolShape) -> bool:
             return self.fewest_pages(other) <= self.pages_that_fit(other, limit)
 
-        largest = {
-            "max_len": _largest(pool.max_len - 1, lambda value: fits(replace(pool, max_len=value))),
-            "slots": _largest(pool.slots - 1, lambda value: fits(replace(pool, slots=value))),
-        }
-        found = [f"lower {name} to at most {most}" for name, most in largest.items() if most]
+        found = []
+        if not (is_started and self.fills):  # else the next start would fill what that frees with pages
+            largest = {
+                "max_len": _largest(pool.max_len - 1, lambda value: fits(replace(pool, max_len=value))),
+                "slots": _largest(pool.slots - 1, lambda value: fits(replace(pool, slots=value))),
+            }
+            found = [f"lower {name} to at most {most}" for name, most in largest.items() if most]
         if (pages := self.pages_that_fit(pool, limit)) >= 2:
             found.append(f"pass pages={pages}")
         if not found:
@@ -192,7 +203,7 @@ class Room:
         raise ValueError(
             f"out of memory: max_len={pool.max_len}, slots={pool.slots} and {pool.pages} pages need "
             f"{size(plan.total)}, available are {size(plan.limit)}, {self.config.memory_fraction:.0%} of the device's "
-            f"{size(plan.device)}. {plan}. To fit, {self.remedies(pool, plan.limit)}"
+            f"{size(plan.device)}. {plan}. To fit, {self.remedies(pool, plan.limit, is_started=False)}"
         )
 
 
@@ -208,7 +219,7 @@ def fit(room: Room, pool: PoolShape) -> tuple[PoolShape, MemoryPlan]:
     Raises:
         ValueError: they do not fit, or a request of ``max_len`` does not.
     """
-    if room.config.pages is None and room.device.is_reported:
+    if room.fills:
         plan = room.plan(replace(pool, pages=2))
         wanted = (pool.pages - 1) * (KEPT if pool.prefix_cache else 1) + 1
         fewest = room.fewest_pages(pool)
@@ -256,7 +267,7 @@ def explained(room: Room, pool: PoolShape) -> Iterator[None]:
         missing = plan.state // 10 if asked is None else asked
         named = size(missing) + (" or more" if asked is not None else ", for instance, as the device does not say")
         share, most = "", 1000 * (plan.total - missing) // plan.device  # thousandths
-        if room.config.pages is None and room.device.is_reported and most > 0:
+        if room.fills and most > 0:
             share = f", or lower memory_fraction={room.config.memory_fraction:g} to at most {most / 1000}"
         raise ValueError(
             f"out of memory at start: missing are {named}. {plan}. To free that, "

@@ -21,7 +21,8 @@ class Metrics:
         accepted_at: ``accepted_at[i]`` counts the rounds that accepted more than i draft tokens.
         rounds_at: rounds by the depth that they drafted, which differs where it is adapted; 0: plain decoding.
         num_tokens: tokens emitted, the prefill's included.
-        time_to_first_token: seconds from `add` to the first token.
+        num_first_tokens: those of them that were the first of a request.
+        time_to_first_token: seconds from `add` to the first token, added up over requests.
         decode_seconds: seconds from the first to the last token.
         num_prompt_tokens: tokens of the prompts that were begun.
         num_cached_tokens: those of them whose rows were found in kept pages.
@@ -36,6 +37,7 @@ class Metrics:
     accepted_at: list[int] = field(default_factory=list)
     rounds_at: dict[int, int] = field(default_factory=dict)
     num_tokens: int = 0
+    num_first_tokens: int = 0
     time_to_first_token: float = 0.0
     decode_seconds: float = 0.0
     num_prompt_tokens: int = 0
@@ -64,6 +66,7 @@ class Metrics:
             accepted_at=[a + b for a, b in zip(*pads, strict=True)],
             rounds_at=_sums(self.rounds_at, other.rounds_at),
             num_tokens=self.num_tokens + other.num_tokens,
+            num_first_tokens=self.num_first_tokens + other.num_first_tokens,
             time_to_first_token=self.time_to_first_token + other.time_to_first_token,
             decode_seconds=self.decode_seconds + other.decode_seconds,
             num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
@@ -96,7 +99,7 @@ class Metrics:
     @property
     def time_per_output_token(self) -> float:
         """Seconds a token after the first."""
-        return self.decode_seconds / max(self.num_tokens - 1, 1)
+        return self.decode_seconds / max(self.num_tokens - self.num_first_tokens, 1)
 
 
 def _sums(one: dict[Any, int], other: dict[Any, int]) -> dict[Any, int]:

@@ -74,6 +74,7 @@ def take_report(
         request.token_ids += emitted
         request.from_draft += [position < accept_len for position in range(count)]
         request.metrics.num_tokens += count
+        request.metrics.num_first_tokens += not is_round
         if is_round:
             emitted_drafts, depth = min(count, accept_len), len(fields.tokens) - 1
             request.metrics.count_round(

@@ -287,9 +287,10 @@ class Completion:
     others: tuple[Completion, ...] = field(default=(), repr=False)
 
     def raise_for_error(self) -> Completion:
-        """The completion itself, unless an error ended it: then that is raised."""
-        if self.error is not None:
-            raise self.error
+        """The completion itself, unless an error ended it or one of the others: then that is raised."""
+        for sample in self.samples:
+            if sample.error is not None:
+                raise sample.error
         return self
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +15,18 @@ import numpy as np
 import pytest
 
 from jspec import Drafter, DraftModel, Eagle3, Engine, Medusa, Model, NGram, SamplingParams, Suffix, Tree, demo
-from jspec.adaptive import PROBE_SHARE, SAMPLES, Acceptance, Adaptive, Fixed, Policy, Reading, Stopwatch, halvings
+from jspec.adaptive import (
+    PROBE_SHARE,
+    SAMPLES,
+    TRIES,
+    Acceptance,
+    Adaptive,
+    Fixed,
+    Policy,
+    Reading,
+    Stopwatch,
+    halvings,
+)
 from jspec.prometheus import Gauges, Latencies, exposition
 from jspec.step import spec_step
 from tests import small, tiny
@@ -22,6 +34,7 @@ from tests import small, tiny
 # -- the policy, by a simulated clock and simulated acceptance
 
 DEPTHS = (0, 1, 2, 4)
+PAUSE = 2.0  # seconds between requests, many times a round
 BUCKETS = (1, 32, 64)
 MILLISECONDS = {1: (4.45, 5.24), 8: (4.72, 5.89), 32: (5.54, 7.80), 64: (6.74, 12.49)}  # plain and chain of 4, an H200
 ROUNDS = 2000
@@ -192,6 +205,56 @@ def test_a_dispatch_takes_from_its_start_or_from_the_end_of_the_one_before() -> 
     watch.reset()
     watch.start()  # 20: the pause is nobody's
     assert watch.stop() == 3.0
+
+
+@pytest.mark.parametrize(("away", "seconds"), [(2.0, 12.0), (6.0, None)])
+def test_nobody_knows_when_a_dispatch_was_done_while_the_host_was_away(away: float, seconds: float | None) -> None:
+    now = iter([0.0, 1.0, 1.0 + away, 12.0, 12.0, 20.0, 21.0, 22.0])
+    watch = Stopwatch(lambda: next(now))
+    watch.start()
+    watch.leave()  # 1
+    watch.come_back()
+    assert watch.stop() == seconds
+    watch.leave()  # 12; nothing is under way
+    watch.come_back()
+    watch.start()  # 20
+    assert watch.stop() == 1.0
+
+
+def test_a_depth_of_which_nothing_is_heard_is_given_up() -> None:
+    """As where its program fails every time."""
+    policy, chosen = Adaptive(DEPTHS), []
+    for _ in range(200):
+        chosen.append(policy.choose(1, [4]))
+        if chosen[-1] != 4:
+            policy.learn(Reading(1, chosen[-1], [4], np.array([[chosen[-1]]]), 1.0))
+    assert chosen[:TRIES] == [4] * TRIES and 4 not in chosen[TRIES:]
+    assert chosen[-50:].count(2) >= 45  # the best of those that answer
+
+
+def test_a_pause_between_requests_is_no_cost_of_a_depth() -> None:
+    """What is under way when an answer is complete is read with the next request."""
+    policy = Listening()
+    with Engine(small.target(), drafter=DraftModel(small.target(), Tree.chain(2)), slots=1, max_len=64) as engine:
+        engine.policy = policy
+        for _ in range(4):
+            engine.generate([1, 2, 3], SamplingParams(max_tokens=5, temperature=0.0))
+            time.sleep(PAUSE)
+    assert len(policy.heard) >= 4
+    assert all(seconds < PAUSE for seconds in policy.heard if seconds is not None)
+
+
+class Listening(Policy):
+    """Always the whole tree; remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.heard: list[float | None] = []
+
+    def choose(self, bucket: int, caps: Sequence[int]) -> int:
+        return 2
+
+    def learn(self, reading: Reading) -> None:
+        self.heard.append(reading.seconds)
 
 
 # -- trees

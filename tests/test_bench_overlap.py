@@ -32,9 +32,9 @@ def test_a_host_that_waits_before_every_dispatch(
     monkeypatch.setattr(overlap, "STEPS", 9)
     monkeypatch.setattr(Engine, "_dispatch", slow)
     path = tmp_path / "idle.json"
-    assert main([*WORDS, "--batch", "2", "--json", str(path)]) == 0
+    assert main([*WORDS, "--batch", "12", "--json", str(path)]) == 0
     (result,) = json.loads(path.read_text())["results"]
-    assert result["case"]["batch"] == 2 and result["case"]["tree"] == "none"
+    assert result["case"]["batch"] == 12 and result["case"]["tree"] == "none"
     assert result["engine"] >= WAIT * 1e3
     assert result["loop"] >= WAIT * 1e3 / 4  # once in four rounds
     assert result["idle"] == pytest.approx(3 / 4, abs=0.2)

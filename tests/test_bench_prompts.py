@@ -180,8 +180,8 @@ def test_texts_that_differ_are_counted(
     capsys: pytest.CaptureFixture,
 ) -> None:
     """Negative control: a drafter that changes two of three answers. In float32 the command fails then."""
-    answers = {None: [[1, 2], [3], [4]], Tree.chain(2): [[1, 2], [3, 3], [5]]}
-    monkeypatch.setattr(gsm8k, "_answer", lambda pair, tree, *_: (Score(0.5, 1.0, 1.0), answers[tree]))
+    answers = {True: [[1, 2], [3], [4]], False: [[1, 2], [3, 3], [5]]}  # by whether nobody drafts
+    monkeypatch.setattr(gsm8k, "_answer", lambda pair, drafter, *_: (Score(0.5, 1.0, 1.0), answers[drafter is None]))
     assert evaluate(pair, lines, "--dtype", dtype) == code
     assert "2 of 3 texts differ" in capsys.readouterr().out
 

@@ -104,7 +104,7 @@ def test_weights_and_caches_are_as_asked(small: dict[str, str], monkeypatch: pyt
     """What reaches the engine: the rounded weights themselves, and the caches' dtypes."""
     built: list[Any] = []
 
-    def compiled(self: Any, program: Any, params: Any, state: Any, config: EngineConfig) -> None:
+    def compiled(self: Any, program: Any, params: Any, state: Any, config: EngineConfig, depths: Any) -> None:
         built.append((params, state, config))
         raise ValueError("that will do")
 

@@ -54,8 +54,8 @@ def test_the_first_draft_logits_are_the_recorded_ones(
     seen: list[np.ndarray] = []
     original = eagle.catch_up
 
-    def spy(params: eagle.EagleHead, state: eagle.EagleState, view: SlotView) -> tuple:
-        out, cache_ = original(params, state, view)
+    def spy(params: eagle.EagleHead, state: eagle.EagleState, view: SlotView, window: int | None) -> tuple:
+        out, cache_ = original(params, state, view, window)
         logits = eagle.logits_of(out.normed, params.head)[:, 0]
         jax.debug.callback(lambda x: seen.append(np.asarray(x)), logits, ordered=True)
         return out, cache_
@@ -114,7 +114,7 @@ def test_a_gap_in_the_positions_shows_in_the_scores(
     """The first drafted token one position too far, as an engine in the field had it."""
     original = Level.batch
     assert score_error(golden, chain, drafter) < TOLERANCE
-    monkeypatch.setattr(Level, "batch", lambda level, view, position: original(level, view, position + 1))
+    monkeypatch.setattr(Level, "batch", lambda level, view, at, *more: original(level, view, at + 1, *more))
     assert score_error(golden, chain, drafter) > 100 * TOLERANCE
 
 

@@ -90,8 +90,8 @@ class Detail:
     def _watch_levels(self, monkeypatch: pytest.MonkeyPatch) -> None:
         original = eagle.self_feed
 
-        def watched(params, cache, view, level, features):  # type: ignore[no-untyped-def]
-            out, cache = original(params, cache, view, level, features)
+        def watched(params, cache, view, level, *more):  # type: ignore[no-untyped-def]
+            out, cache = original(params, cache, view, level, *more)
             self.levels.append((level, out.hidden[0]))
             return out, cache
 

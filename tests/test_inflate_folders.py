@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: inflate.pair(quantize_weights(target(), "int8"), SIZES),
         "expected unquantised weights, got int8",
     ),
-    "shape": (lambda: Sizes.of("llama9"), "shape: expected one of llama3-8b, tiny, got 'llama9'"),
+    "shape": (lambda: Sizes.of("llama9"), "shape: expected one of llama3-8b, tiny, least, got 'llama9'"),
     "method": (lambda: inflate.pair(target(), SIZES, head=tiny.eagle1_head(target())), "expected a head of method"),
     "another target's head": (
         lambda: inflate.pair(target(), SIZES, head=head_of(tiny.model(41, layers=LAYERS))),

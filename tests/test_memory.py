@@ -184,6 +184,7 @@ def test_memory_that_runs_out_at_start_is_explained(monkeypatch: pytest.MonkeyPa
     ) as found:
         Engine(small.target(), drafter=eagle3(), **OPTIONS)
     assert found.value.__cause__ is error
+    assert set(named(str(found.value))) == {"pages"}  # what a lower max_len frees the next start fills with pages
     pages, share = (
         named(str(found.value))["pages"],
         re.search(r"memory_fraction=0.9 to at most ([\d.]+)", str(found.value)),
@@ -207,6 +208,13 @@ def test_the_devices_own_message_is_read() -> None:
     for other in ("RESOURCE_EXHAUSTED: Shared memory size limit exceeded", "INTERNAL: something else"):
         with pytest.raises(RuntimeError, match=other), memory.explained(room, pool):
             raise RuntimeError(other)
+
+
+@pytest.mark.parametrize("stats", [None, {}, {"bytes_limit": 0}, {"bytes_limit": None}, {"bytes_limit": 7}])
+def test_a_device_without_a_limit_reports_none(monkeypatch: pytest.MonkeyPatch, stats: dict[str, Any] | None) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
+    found = memory.device_memory()
+    assert (found.limit == 7, found.is_reported) == ((True, True) if stats == {"bytes_limit": 7} else (False, False))
 
 
 def program(**sizes: int) -> Any:

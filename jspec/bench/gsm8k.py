@@ -13,6 +13,7 @@ from typing import Any
 from jspec.bench import report
 from jspec.bench.pair import Pair
 from jspec.bench.prompts import records
+from jspec.draft import Drafter
 from jspec.report import table
 from jspec.requests import SamplingParams
 from jspec.tree import Tree
@@ -100,14 +101,15 @@ def run(pair: Pair, sums: Sequence[Sum], tree: Tree, *, shots: int, max_tokens: 
         raise ValueError(f"gsm8k: expected more than {shots} questions, which are the examples, got {len(sums)}")
     prompts = [pair.tokenizer.encode(prompt) for prompt in prompts_of(sums, shots)]
     options["max_len"] = max(map(len, prompts)) + max_tokens
-    (plain, own), (drafted, other) = (_answer(pair, one, asked, prompts, max_tokens, options) for one in (None, tree))
+    drafters = pair.drafters((None, tree)).values()
+    (plain, own), (drafted, other) = (_answer(pair, one, asked, prompts, max_tokens, options) for one in drafters)
     differing = sum(a != b for a, b in zip(own, other, strict=True))
     return Evaluation(str(tree), len(asked), shots, plain, drafted, differing)
 
 
 def _answer(
     pair: Pair,
-    tree: Tree | None,
+    drafter: Drafter | None,
     sums: Sequence[Sum],
     prompts: Sequence[list[int]],
     max_tokens: int,
@@ -115,7 +117,7 @@ def _answer(
 ) -> tuple[Score, list[list[int]]]:
     """The score, and the tokens of every answer."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    with pair.engine(tree, **options) as engine:
+    with pair.engine(drafter, **options) as engine:
         began = time.perf_counter()
         done = [one.raise_for_error() for one in engine.generate(prompts, params)]
         seconds, metrics = time.perf_counter() - began, engine.metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,14 @@ class Pair:
         model, words = diagnose.load_target(target, tokenizer, dtype=dtype)
         return cls(model, words, pretrained.eos_ids(pretrained.find(target)), draft, dtype)
 
-    def engine(self, tree: Tree | None, **options: Any) -> Engine:
+    def engine(self, draft: Tree | Drafter | None, **options: Any) -> Engine:
         """An engine that drafts so; None is plain decoding."""
-        drafter = None if tree is None else self.drafter(tree)
+        drafter = self.drafter(draft) if isinstance(draft, Tree) else draft
         return Engine(self.target, drafter=drafter, tokenizer=self.tokenizer, eos_ids=self.eos_ids, **options)
+
+    def drafters(self, trees: Iterable[Tree | None]) -> dict[Tree | None, Drafter | None]:
+        """Who drafts each tree; what does not fit raises here, before anything was run."""
+        return {tree: None if tree is None else self.drafter(tree) for tree in trees}
 
     def drafter(self, tree: Tree) -> Drafter:
         """Who drafts such a tree.

@@ -7,6 +7,7 @@ what one round emits, so with drafting it may be several tokens, and the time pe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -61,7 +62,7 @@ class Serving:
 
     @property
     def request_throughput(self) -> float:
-        return self.completed / self.seconds
+        return self.completed / self.seconds if self.completed else math.nan
 
     @property
     def output_throughput(self) -> float:
@@ -89,8 +90,8 @@ def run(
     """
     arrivals = load.arrivals(pair.target.config.vocab_size, text)
     results = []
-    for tree in trees:
-        with pair.engine(tree, **options) as engine:
+    for tree, drafter in pair.drafters(trees).items():
+        with pair.engine(drafter, **options) as engine:
             _warm_up(engine)
             log = serve(engine, arrivals, max_concurrency=load.max_concurrency, temperature=temperature)
             results.append(summary(str(tree).lower(), log))

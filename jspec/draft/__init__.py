@@ -105,6 +105,8 @@ class Drafter(abc.ABC):
     @final
     def cut(self, depth: int) -> Self:
         """The same drafter with its tree cut at a depth; it works on the states of the whole one."""
+        if depth == self.tree.depth:
+            return self
         other = copy.copy(self)
         object.__setattr__(other, "tree", self.tree.cut(depth))  # a user's may be frozen
         return other

@@ -60,5 +60,5 @@ def test_an_engine_says_it_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
         program: Any = SimpleNamespace(implementation=implementation)
         with caplog.at_level(logging.INFO, "jspec"):
             caplog.clear()
-            Programs(program, None, state, EngineConfig())  # type: ignore[arg-type]
+            Programs(program, None, state, EngineConfig(), (0,))  # type: ignore[arg-type]
         assert [record.getMessage() for record in caplog.records] == [explain(implementation, jax.devices()[0])]
