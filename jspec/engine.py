@@ -276,9 +276,8 @@ class Engine(Interface):
         for row, request in enumerate(rows):
             if request.finish_reason is not None:
                 continue  # it ended in an earlier step; this one was dispatched before that was known
-            if (
-                is_drafted and request.params.draft and not request.params.controls_used
-            ):  # the draft knows nothing of those
+            params = request.params
+            if is_drafted and params.draft and not params.controls_used:  # of controls the draft knows nothing
                 drafted.append(row)
             try:
                 reason = take_report(request, report[:, row], trace, row, is_round, self.eos_ids)

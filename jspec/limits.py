@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,9 +14,12 @@ def is_int(value: object) -> bool:
 
 
 def is_finite(value: object) -> bool:
-    if is_int(value):
-        return True  # of any size
-    return isinstance(value, (float, np.number)) and bool(np.isfinite(value))
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float holds
+        return False
 
 
 def is_in(value: Any, least: Any, most: Any) -> bool:

@@ -141,7 +141,7 @@ class Room:
         """Estimate what the largest program takes while it runs.
 
         A token of a forward takes its row of every product of a layer, twice over; a node its logits three times:
-        as they come, with noise, and what is left of them by top-k and the like.
+        as they come, with noise, and what is left of them by top-k and the like; and edited by controls.
         """
         assert self.config.prefill_buckets is not None
         own, tree = self.params.target.config, self.program.drafter.tree
@@ -149,7 +149,7 @@ class Room:
         features = len(self.program.feature_layers) * own.hidden_size
         token = 2 * (3 * own.intermediate_size + 2 * heads + 4 * own.hidden_size + features)
         token *= self.params.target.embed.dtype.itemsize
-        node = token + 3 * 4 * own.vocab_size
+        node = token + (3 + self.program.controls) * 4 * own.vocab_size
         return max(pool.slots * max(tree.nodes, tree.k) * node, self.config.prefill_buckets[-1] * token + node)
 
     def pages_that_fit(self, pool: PoolShape, limit: int) -> int:

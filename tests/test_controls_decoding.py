@@ -152,3 +152,24 @@ def test_words_that_cannot_come_together_leave_a_choice() -> None:
 def test_texts_are_banned_with_and_without_a_blank_in_front() -> None:
     params = SamplingParams(bad_words=["ab", " ab", [1]])
     assert bad_words(params, ByteTokenizer()) == (tuple(b"ab"), tuple(b" ab"), (1,))
+
+
+class Blanks:
+    """Puts a blank in front of a text, as SentencePiece does, and makes a token of every character."""
+
+    hidden_ids = frozenset({0})
+
+    def encode(self, text: str) -> list[int]:
+        return [0, *map(ord, " " + text)]
+
+
+def test_a_bad_word_is_banned_behind_a_lines_end_too() -> None:
+    words = bad_words(SamplingParams(bad_words=["ab"]), Blanks())  # type: ignore[arg-type]
+    assert words == ((32, 97, 98), (32, 32, 97, 98), (97, 98))
+
+
+def test_numbers_too_large_for_a_float() -> None:
+    assert SamplingParams(max_tokens=2**64).max_tokens == 2**64
+    for field in ("temperature", "presence_penalty", "min_tokens"):
+        with pytest.raises(ValueError, match=field):
+            SamplingParams(**{field: 10**400})
