@@ -99,10 +99,15 @@ def run(
 
 
 def _warm_up(engine: Engine) -> None:
-    """Answer short prompts, one and then as many as there are slots, of which nothing is kept for those to come."""
-    params = SamplingParams(max_tokens=WARM_UP, temperature=0.0, ignore_eos=True)
-    for count in (1, engine.config.slots):
-        for completion in engine.generate([[0]] * count, params):
+    """Run every program once: the rounds of each bucket of rows, and a prompt for each of tokens.
+
+    Prompts are the same token over and over: no page that is kept of them holds a beginning of those to come.
+    """
+    params, config = SamplingParams(max_tokens=WARM_UP, temperature=0.0, ignore_eos=True), engine.config
+    assert config.buckets is not None and config.prefill_buckets is not None
+    rows = [[[0]] * count for count in config.buckets]
+    for prompts in [*rows, *([[0] * max(min(size, config.max_len - WARM_UP), 1)] for size in config.prefill_buckets)]:
+        for completion in engine.generate(prompts, params):
             completion.raise_for_error()
 
 
