@@ -31,6 +31,8 @@ from jspec.prometheus import Gauges, Latencies, exposition
 from jspec.step import spec_step
 from tests import small, tiny
 
+pytestmark = pytest.mark.once
+
 # -- the policy, by a simulated clock and simulated acceptance
 
 DEPTHS = (0, 1, 2, 4)

@@ -14,6 +14,8 @@ from jspec.testing import Random, Scripted
 from pallas_kernels.quantized import KINDS
 from tests import small, tiny
 
+pytestmark = pytest.mark.once
+
 CHAIN = Tree.chain(2)
 DYNAMIC = Tree.topk(4, 2, 2)
 

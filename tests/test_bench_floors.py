@@ -7,6 +7,8 @@ import pytest
 from jspec import Tree
 from jspec.bench import rounds
 
+pytestmark = pytest.mark.once
+
 CHAIN = Tree.chain(4)
 
 

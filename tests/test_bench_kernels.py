@@ -11,6 +11,8 @@ import pytest
 from jspec.__main__ import main
 from jspec.bench import kernels
 
+pytestmark = pytest.mark.once
+
 
 @dataclass
 class Event:

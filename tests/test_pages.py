@@ -18,6 +18,8 @@ from hypothesis.stateful import (
 
 from jspec.pages import Digest, PagePool, page_digests
 
+pytestmark = pytest.mark.once
+
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=24)  # of two tokens, so that beginnings are met again
 
 

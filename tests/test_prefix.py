@@ -15,6 +15,8 @@ import pytest
 from jspec import Completion, Drafter, DraftModel, Eagle3, Engine, SamplingParams, Suffix, Tree
 from tests import small, tiny
 
+pytestmark = pytest.mark.once
+
 PAGE, MAX_LEN, LENGTH = 4, 64, 3
 TOLERANCE = 1e-4  # float32 scores of other chunks
 DRAFTERS: dict[str, Callable[[], Drafter | None]] = {

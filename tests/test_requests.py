@@ -11,6 +11,8 @@ import pytest
 from jspec import Engine, Model, SamplingParams
 from tests import small
 
+pytestmark = pytest.mark.once
+
 MAX_LEN = 32
 
 

@@ -21,6 +21,8 @@ from jspec.pages import PagePool
 from jspec.requests import Request, SamplingParams
 from jspec.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
 
+pytestmark = pytest.mark.once
+
 SCRATCH, ROUND_TOKENS = 3, 2
 
 
