@@ -35,7 +35,8 @@ def test_every_way_decodes_the_same_tokens(folder: Path) -> None:
     for result in by_way.values():
         assert result["tokens_per_second"] > 0 and result["spread"] >= 0
         tokens = result["length"] * sum(result["rounds_at"].values())
-        assert tokens == pytest.approx(2 * (TOKENS - 1))  # a row's first token belongs to no round
+        # A row's first token belongs to no round; a last round that is cut behind a drafted token counts a bonus too.
+        assert 2 * (TOKENS - 1) - 0.01 < tokens < 2 * (TOKENS - 1) + 2.01
     assert by_way["plain"]["length"] == by_way["depth 0"]["length"] == 1 < by_way["depth 1"]["length"]
     assert set(by_way["depth 1"]["rounds_at"]) == {"1"} and set(by_way["adaptive"]["rounds_at"]) <= {"0", "1"}
 
