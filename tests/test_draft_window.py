@@ -168,7 +168,7 @@ def test_a_drafter_without_a_cache_has_no_window(drafter: Drafter | None) -> Non
 LONG, ROOM = 16_400, 12
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_far_beyond_any_length_a_head_was_trained_at() -> None:
     """Rotary positions have no end and no table; greedy tokens are plain decoding's, with a window and without."""
     target = tiny.model(16, layers=1, seed=3)
