@@ -267,12 +267,13 @@ class Engine(Interface):
         """Take a step's result; gives back the rows of it that were drafted for."""
         report, seconds = np.asarray(output.report), self._stopwatch.stop()
         self.scheduler.settle(plan)
+        fields = Report.read(report)
         if isinstance(plan, RoundPlan):
-            self._learn(plan, report, seconds)
+            self._learn(plan, fields, seconds)
         rows = plan.requests if isinstance(plan, RoundPlan) else [plan.request] if plan.emits else []
         trace = jax.tree.map(np.asarray, output.trace)
         is_round, drafted = isinstance(plan, RoundPlan), []
-        is_drafted = is_round and Report.read(report).tokens.shape[-1] > 1
+        is_drafted = is_round and fields.depth > 0
         for row, request in enumerate(rows):
             if request.finish_reason is not None:
                 continue  # it ended in an earlier step; this one was dispatched before that was known
@@ -293,13 +294,12 @@ class Engine(Interface):
             self._end(request, reason)
         return report[:, drafted]
 
-    def _learn(self, plan: RoundPlan, report: np.ndarray, seconds: float | None) -> None:
+    def _learn(self, plan: RoundPlan, report: Report, seconds: float | None) -> None:
         """Tell the policy what its choice came to, if any of the requests was still there."""
         if all(request.finish_reason is not None for request in plan.requests):
             return
-        fields = Report.read(report[:, : len(plan.requests)])
-        accepted, depth = np.where(fields.counts > 0, fields.accept_len, -1), fields.tokens.shape[-1] - 1
-        self.policy.learn(Reading(plan.bucket, depth, self._caps(plan), accepted, seconds))
+        accepted = np.where(report.counts > 0, report.accept_len, -1)[:, : len(plan.requests)]
+        self.policy.learn(Reading(plan.bucket, report.depth, self._caps(plan), accepted, seconds))
 
     def _keep(self, request: Request) -> None:
         """Let other requests find the pages that are whole by now."""

@@ -76,9 +76,9 @@ def take_report(
         request.metrics.num_tokens += count
         request.metrics.num_first_tokens += not is_round
         if is_round:
-            emitted_drafts, depth = min(count, accept_len), len(fields.tokens) - 1
+            emitted_drafts = min(count, accept_len)
             request.metrics.count_round(
-                depth=depth, drafted=fields.num_drafted, accept_len=accept_len, emitted_drafts=emitted_drafts
+                depth=fields.depth, drafted=fields.num_drafted, accept_len=accept_len, emitted_drafts=emitted_drafts
             )
             if trace is not None and request.trace:
                 request.rounds.append(_round(trace, index, row, accept_len, emitted))

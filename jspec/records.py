@@ -196,6 +196,11 @@ class Report(NamedTuple):
     num_drafted: Any
     ended: Any
 
+    @property
+    def depth(self) -> int:
+        """Of the tree that was drafted."""
+        return (len(self.tokens) if isinstance(self.tokens, list) else self.tokens.shape[-1]) - 1
+
     @classmethod
     def read(cls, report: np.ndarray) -> Report:
         """All rounds and rows at once."""

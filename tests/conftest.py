@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,6 +70,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"needs a GPU, this run has {device.device_kind}: run with -m {min(marks)} where one is")
     if "h200" in marks and "H200" not in device.device_kind:
         pytest.skip(f"holds on an H200, this is {device.device_kind}")
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """Names of the compile events while the test runs: traces, lowerings and backend compilations."""
+    import jax
+
+    seen: list[str] = []
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        if "/compile/" in event:
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.fixture(scope="session")

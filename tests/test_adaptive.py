@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -350,20 +350,6 @@ def generate(one: Engine, policy: Policy, temperature: float, prompts: Sequence[
     one.policy = policy
     params = [SamplingParams(max_tokens=40, temperature=temperature, seed=seed) for seed in range(len(prompts))]
     return [done.raise_for_error() for done in one.generate(list(prompts), params)]
-
-
-@pytest.fixture
-def compilations() -> Iterator[list[str]]:
-    """Names of the compile events while the test runs."""
-    seen: list[str] = []
-
-    def listen(event: str, seconds: float, **_: Any) -> None:
-        if "/compile/" in event:
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,20 +36,6 @@ def either(request: pytest.FixtureRequest) -> Engine:
 
 
 # -- compilation
-
-
-@pytest.fixture
-def compilations() -> Iterator[list[str]]:
-    """Names of the compile events while the test runs: traces, lowerings and backend compilations."""
-    seen: list[str] = []
-
-    def listen(event: str, seconds: float, **_: Any) -> None:
-        if "/compile/" in event:
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def varied_work(engine: Engine) -> None:

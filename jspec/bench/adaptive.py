@@ -16,6 +16,7 @@ from pathlib import Path
 from jspec import demo, diagnose
 from jspec.adaptive import Adaptive, Fixed, Policy, halvings
 from jspec.bench.acceptance import prompts
+from jspec.bench.numbers import ints
 from jspec.bench.report import environment, write
 from jspec.draft import Drafter
 from jspec.draft.eagle import Eagle3
@@ -185,7 +186,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eagle3", default=demo.HEAD, metavar="PATH", help="likewise its EAGLE-3 head")
     parser.add_argument("--tokenizer", help='"bytes" for byte-level models; else the folder\'s own')
     parser.add_argument("--dtype", help="of the weights; float32 on CPU, bfloat16 elsewhere")
-    parser.add_argument("--batch", type=_ints, default=BATCHES, metavar=",".join(map(str, BATCHES)))
+    parser.add_argument("--batch", type=ints, default=BATCHES, metavar=",".join(map(str, BATCHES)))
     parser.add_argument("--tree", type=Tree.parse, default=TREE, help=f"the largest that is drafted: {TREE_FORMS}")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="that a row emits at most")
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -194,13 +195,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_run)
 
 
-def _ints(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
 def _run(arguments: argparse.Namespace) -> int:
     case = Case(
-        batches=arguments.batch,
+        batches=tuple(arguments.batch),
         target=str(arguments.target),
         head=str(arguments.eagle3),
         tokenizer=arguments.tokenizer or ("bytes" if arguments.target == demo.TARGET else None),

@@ -27,19 +27,12 @@ from jspec.bench import (
     synthetic,
     throughput,
 )
+from jspec.bench.numbers import floats, ints
 from jspec.config import ACCEPT_RULES, KV_DTYPES
 from jspec.tree import TREE_FORMS, Tree
 from pallas_kernels.quantized import KINDS
 
 SHAPE, DTYPE = "llama3-8b", "bfloat16"
-
-
-def _ints(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def _floats(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
 
 
 def _tree(text: str) -> Tree | None:
@@ -76,9 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _step_arguments(parser: argparse.ArgumentParser) -> None:
     _model_arguments(parser)
-    parser.add_argument("--context", type=_ints, default=[1024], metavar="1024")
-    parser.add_argument("--page-size", type=_ints, default=[16], metavar="16")
-    parser.add_argument("--idle", type=_ints, default=[0], metavar="0,7", help="rows of the batch without a request")
+    parser.add_argument("--context", type=ints, default=[1024], metavar="1024")
+    parser.add_argument("--page-size", type=ints, default=[16], metavar="16")
+    parser.add_argument("--idle", type=ints, default=[0], metavar="0,7", help="rows of the batch without a request")
     parser.add_argument("--depth", type=int, help="at which rounds cut their trees; 0 drafts nothing")
     parser.add_argument("--sampled", action="store_true", help="temperature 1 instead of greedy")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="trace a few rounds of each case into DIR/CASE")
@@ -142,7 +135,7 @@ def _cold_start_arguments(parser: argparse.ArgumentParser) -> None:
     _model_arguments(parser)
     rows, prefill = (",".join(map(str, sizes)) for sizes in (cold_start.ROWS, cold_start.PREFILL))
     parser.set_defaults(batch=list(cold_start.ROWS))
-    parser.add_argument("--prefill", type=_ints, default=list(cold_start.PREFILL), metavar=prefill, help="tokens")
+    parser.add_argument("--prefill", type=ints, default=list(cold_start.PREFILL), metavar=prefill, help="tokens")
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--cache", type=Path, metavar="DIR", help="new or empty; keeps what was compiled")
@@ -154,7 +147,7 @@ def _cold_start_arguments(parser: argparse.ArgumentParser) -> None:
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
     """What a round of random weights is compiled for."""
     parser.add_argument("--shape", choices=sorted(shapes.TARGETS), default=SHAPE)
-    parser.add_argument("--batch", type=_ints, default=[1], metavar="1,8,32")
+    parser.add_argument("--batch", type=ints, default=[1], metavar="1,8,32")
     trees = [None, Tree.chain(4)]
     parser.add_argument("--tree", type=_tree, nargs="+", default=trees, metavar="TREE", help=f"none, {TREE_FORMS}")
     parser.add_argument("--dtype", default=DTYPE)
@@ -166,7 +159,7 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
 def _positions_argument(parser: Any) -> None:
     parser.add_argument(
         "--positions",
-        type=_floats,
+        type=floats,
         default=synthetic.RATES,
         metavar=",".join(f"{rate:g}" for rate in synthetic.RATES),
         help="stated share of rounds that accept each position; what EAGLE-3 is known for, if left out",

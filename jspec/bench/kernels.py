@@ -25,6 +25,7 @@ import numpy as np
 from jax.profiler import ProfileData
 
 from jspec.bench import floors, report, shapes
+from jspec.bench.numbers import ints
 from jspec.config import KV_DTYPES
 from jspec.report import table
 from pallas_kernels import paged_attention, split_matmul
@@ -165,9 +166,9 @@ def text(results: Sequence[Result]) -> str:
 def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `jspec bench attention` takes."""
     for name, default in (("batch", "1,8,32,64"), ("rows", "1,5"), ("context", "1024")):
-        parser.add_argument(f"--{name}", type=_ints, default=_ints(default), metavar=default)
+        parser.add_argument(f"--{name}", type=ints, default=ints(default), metavar=default)
     for name, default in (("page-size", "16"), ("head-dim", "128")):
-        parser.add_argument(f"--{name}", type=_ints, default=_ints(default), metavar=default)
+        parser.add_argument(f"--{name}", type=ints, default=ints(default), metavar=default)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dtype", default="bfloat16", help="of the queries")
@@ -179,15 +180,11 @@ def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
 def add_gemm_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `jspec bench gemm` takes."""
     parser.add_argument("--shape", choices=sorted(shapes.TARGETS), default="llama3-8b", help="whose products")
-    parser.add_argument("--rows", type=_ints, default=_ints("1,5,40"), metavar="1,5,40")
+    parser.add_argument("--rows", type=ints, default=ints("1,5,40"), metavar="1,5,40")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantize", choices=KINDS, help="the weights")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     parser.set_defaults(run=_run_gemm)
-
-
-def _ints(words: str) -> list[int]:
-    return [int(word) for word in words.split(",")]
 
 
 def _run_attention(arguments: argparse.Namespace) -> int:

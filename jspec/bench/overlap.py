@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from jspec.bench import report, rounds
-from jspec.config import EngineConfig
 from jspec.draft.eagle import Eagle3
 from jspec.draft.heads import EagleHead
 from jspec.engine import Engine
@@ -75,7 +74,12 @@ def _dispatches(
         count: dispatches timed.
     """
     total, depth = (behind + count + 2) * size, 0 if case.tree is None else case.tree.depth  # one is under way
-    config = EngineConfig(
+    drafter = None if case.tree is None or head is None else Eagle3(head, case.tree)
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, target.config.vocab_size, (case.batch, case.context)).tolist()
+    with Engine(
+        target,
+        drafter=drafter,
         slots=case.batch,
         buckets=(case.batch,),
         prefill_buckets=(case.context,),
@@ -89,11 +93,7 @@ def _dispatches(
         draft_kv_dtype=case.kv_dtype,
         prefix_cache=False,
         log_interval=None,
-    )
-    drafter = None if case.tree is None or head is None else Eagle3(head, case.tree)
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(0, target.config.vocab_size, (case.batch, case.context)).tolist()
-    with Engine(target, drafter=drafter, **vars(config)) as engine:
+    ) as engine:
         params = SamplingParams(max_tokens=(depth + 1) * total, temperature=0.0)
         requests = [engine.submit(prompt, params) for prompt in prompts]
         while not all(request.token_ids for request in requests):
