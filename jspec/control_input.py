@@ -22,8 +22,10 @@ Words = tuple[tuple[int, ...], ...]
 
 
 def bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Words:
-    """The bad words as token ids; a text in the tokenizer's spellings: with and without a blank in front, and behind a
-    line's end, where some tokenizers write a word without the blank that they put in front of a text.
+    """The bad words as token ids; a text in each of the tokenizer's spellings.
+
+    These are with and without a blank in front, and behind a line's end, where some tokenizers write a word without the
+    blank that they put in front of a text.
 
     Raises:
         ValueError: a text without a tokenizer, or one that has no token.
@@ -35,15 +37,18 @@ def bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Words:
             continue
         if tokenizer is None:
             raise ValueError(f"bad_words: {word!r} needs a tokenizer; pass tokenizer= or give token ids")
-        for text in (word, " " + word.lstrip(" ")):
-            ids = tuple(token for token in tokenizer.encode(text) if token not in tokenizer.hidden_ids)
-            if not ids:
-                raise ValueError(f"bad_words: {word!r} has no token but special ones; give token ids")
-            words[ids] = None
-        before, whole = tokenizer.encode("\n"), tokenizer.encode("\n" + word)
-        if whole[: len(before)] == before and len(whole) > len(before):
-            words[tuple(whole[len(before) :])] = None
+        plain, blank, line, behind = (
+            _ids(text, tokenizer) for text in (word, " " + word.lstrip(" "), "\n", "\n" + word)
+        )
+        spellings = [plain, blank] + [behind[len(line) :]] * (behind[: len(line)] == line)
+        if not all(spellings):
+            raise ValueError(f"bad_words: {word!r} has no token but special ones; give token ids")
+        words |= dict.fromkeys(spellings)
     return tuple(words)
+
+
+def _ids(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    return tuple(token for token in tokenizer.encode(text) if token not in tokenizer.hidden_ids)
 
 
 def check(params: SamplingParams, words: Words, stop_ids: Sequence[int], *, vocab_size: int, limit: int) -> None:
