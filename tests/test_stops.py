@@ -150,16 +150,17 @@ PARAMS = [SamplingParams(max_tokens=LENGTH, seed=seed, temperature=t) for seed, 
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
+def three_rounds() -> Engine:
     """Three rounds a dispatch, and pages of one row."""
     return small.eagle3(rounds=3, page_size=1)
 
 
-@pytest.fixture(autouse=True)
-def _with_text(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """After every test: no page, slot or text is kept."""
+@pytest.fixture
+def engine(three_rounds: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """With text; after every test: no page, slot or text is kept."""
+    engine = three_rounds
     monkeypatch.setattr(engine._admission, "tokenizer", ByteTokenizer())
-    yield
+    yield engine
     engine.scheduler.pages.check()
     assert engine.pages_in_use == 0 and not engine.scheduler.has_work and not engine._texts
 
