@@ -10,6 +10,7 @@ from jspec.engine import Engine
 from jspec.metrics import Metrics
 from jspec.models.decoder import Model
 from jspec.requests import Chunk, Completion, Round, SamplingParams
+from jspec.token_logprobs import TokenLogprob
 from jspec.tree import Tree
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "Round",
     "SamplingParams",
     "Suffix",
+    "TokenLogprob",
     "Tree",
 ]

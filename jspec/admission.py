@@ -51,6 +51,7 @@ class Admission:
         stop_ids = self._stop_ids(params)
         limit = min(params.max_tokens, self.config.max_len - len(ids))
         words = self._bad_words(params, stop_ids, limit)
+        self._check_output(params)
         numbers = [next(self.ids) for _ in range(params.n)]
         seeds = [sample_seed(self._seed(params, numbers[0]), index) for index in range(params.n)]
         first, *others = (
@@ -58,6 +59,8 @@ class Admission:
             for index, (number, seed) in enumerate(zip(numbers, seeds, strict=True))
         )
         first.siblings = tuple(others)
+        for other in others:
+            other.prompt_logprobs = first.prompt_logprobs  # one list, which the first one fills
         return first
 
     def _bad_words(self, params: SamplingParams, stop_ids: tuple[int, ...], limit: int) -> control_input.Words:
@@ -71,6 +74,15 @@ class Admission:
         words = control_input.bad_words(params, self.tokenizer)
         control_input.check(params, words, stop_ids, vocab_size=self.vocab_size, limit=limit)
         return words
+
+    def _check_output(self, params: SamplingParams) -> None:
+        """Refuse what the engine cannot look for or tell."""
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop: {params.stop!r} needs a tokenizer; pass tokenizer= or use stop_token_ids")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > self.vocab_size:
+                raise ValueError(f"{name}: expected at most {self.vocab_size}, the vocabulary, got {count}")
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         stop_ids = tuple(dict.fromkeys((() if params.ignore_eos else self.eos_ids) + params.stop_token_ids))
@@ -133,8 +145,8 @@ def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) ->
     """
     request, params = plan.request, plan.request.params
     assert request.slot is not None
-    tokens = np.zeros(plan.bucket, np.int32)
-    tokens[: plan.count] = request.text(plan.start, plan.start + plan.count)
+    tokens, end = np.zeros(plan.bucket, np.int32), plan.start + plan.count
+    tokens[: plan.count] = request.text(plan.start, end)
     page_row = np.zeros(width, np.int32)
     page_row[: len(plan.pages)] = plan.pages
     stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
@@ -145,7 +157,7 @@ def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) ->
         count=np.int32(plan.count),
         last=np.int32(plan.is_last),
         write=np.int32(plan.is_written),
-        root=np.int32(-1 if plan.root is None else plan.root),
+        root=np.int32(next(iter(request.text(end, end + 1)), -1)),
         remaining=np.int32(request.limit - max(len(request.token_ids) - 1, 0)),
         top_k=np.int32(max(min(params.top_k, vocab_size), 0)),
         draft_cap=np.int32(draft_cap(params, depth)),

@@ -10,6 +10,7 @@ ACCEPT_RULES = ("coupled", "rejection", "block", "multi_candidate", "typical")
 IMPLEMENTATIONS = ("auto", "pallas", "reference")
 KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 QUANTIZE = ("int8", "fp8", "fp8_dynamic")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 PREFILL_BUCKETS = (128, 512, 2048)
 
 
@@ -46,6 +47,9 @@ class EngineConfig:
         prefix_cache: requests that begin alike share pages, also with those that have ended; the tokens are the same.
         controls: serve requests with penalties, logit_bias, bad_words, allowed_token_ids or min_tokens; that takes 8
             bytes a slot and token of the vocabulary, and time only in rounds with such a request.
+        logprobs_mode: of the tokens emitted: "raw_logprobs", the model's own, or "processed_logprobs", of the law that
+            they are drawn from, behind controls, temperature, top-k, top-p and min-p (of a greedy request, behind the
+            controls); those of prompts are raw.
         log_interval: seconds between the lines that `logging` gets while requests run; None: none.
         compile_cache: folder that keeps compiled programs for later processes, from now on those of the whole process;
             None: where JAX_COMPILATION_CACHE_DIR says, if anywhere.
@@ -74,6 +78,7 @@ class EngineConfig:
     prefill_budget: int | None = None
     prefix_cache: bool = True
     controls: bool = True
+    logprobs_mode: str = "raw_logprobs"
     log_interval: float | None = 10.0
     compile_cache: str | Path | None = None
     seed: int = 0
@@ -85,6 +90,7 @@ class EngineConfig:
                 raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
         _one_of("accept", self.accept, ACCEPT_RULES)
         _one_of("implementation", self.implementation, IMPLEMENTATIONS)
+        _one_of("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         for name in ("kv_dtype", "draft_kv_dtype"):
             _one_of(name, getattr(self, name), (None, *KV_DTYPES))
         _one_of("quantize", self.quantize, (None, *QUANTIZE))

@@ -23,7 +23,7 @@ from jspec.draft import Drafter, NoDraft
 from jspec.interface import Interface
 from jspec.metrics import Metrics
 from jspec.models.decoder import Model
-from jspec.output import OutputText, take_report
+from jspec.output import OutputText, take_prompt, take_report
 from jspec.pages import PagePool
 from jspec.programs import Programs, keep_compiled
 from jspec.prometheus import Gauges, Latencies, exposition
@@ -236,16 +236,25 @@ class Engine(Interface):
             if plan.is_last and plan.request.params.controls_used:  # all of its text is known here
                 controls = pack_controls(plan.request, self._admission.vocab_size)
                 self._state = self._programs.with_controls(self._state, controls)
-            executable, packed = self._programs.prefill[plan.bucket], jax.device_put(self._pack(plan))
+            executable, packed = self._prefill_program(plan), jax.device_put(self._pack(plan))
         else:
-            trace = any(request.trace for request in plan.requests)
-            depth = self.policy.choose(plan.bucket, self._caps(plan))
-            executable = self._programs.rounds[plan.bucket, depth, trace]
+            executable = self._round_program(plan)
             self._state = self._programs.with_pages(self._state, plan.new_pages)
             packed = self._slots_of(plan)
         self._state, output = executable(self._params, self._state, packed)
         jax.copy_to_host_async(output)
         return output
+
+    def _prefill_program(self, plan: PrefillPlan) -> Any:
+        if plan.request.scores_prompt or plan.request.params.logprobs is not None:
+            return self._programs.scored_prefill[plan.bucket, plan.request.scores_prompt]
+        return self._programs.prefill[plan.bucket]
+
+    def _round_program(self, plan: RoundPlan) -> Any:
+        depth = self.policy.choose(plan.bucket, self._caps(plan))
+        if any(request.params.logprobs is not None for request in plan.requests):
+            return self._programs.scored_rounds[plan.bucket, depth]
+        return self._programs.rounds[plan.bucket, depth, any(request.trace for request in plan.requests)]
 
     def _caps(self, plan: RoundPlan) -> list[int]:
         """Draft tokens that each request allows."""
@@ -265,13 +274,16 @@ class Engine(Interface):
 
     def _read(self, plan: Plan, output: StepOutput) -> np.ndarray:
         """Take a step's result; gives back the rows of it that were drafted for."""
+        output = jax.tree.map(np.asarray, output)
         report, seconds = np.asarray(output.report), self._stopwatch.stop()
         self.scheduler.settle(plan)
         fields = Report.read(report)
         if isinstance(plan, RoundPlan):
             self._learn(plan, fields, seconds)
         rows = plan.requests if isinstance(plan, RoundPlan) else [plan.request] if plan.emits else []
-        trace = jax.tree.map(np.asarray, output.trace)
+        if isinstance(plan, PrefillPlan) and plan.request.scores_prompt and plan.request.finish_reason is None:
+            assert output.prompt is not None
+            take_prompt(plan.request, output.prompt, plan.start, plan.count)
         is_round, drafted = isinstance(plan, RoundPlan), []
         is_drafted = is_round and fields.depth > 0
         for row, request in enumerate(rows):
@@ -280,16 +292,18 @@ class Engine(Interface):
             params = request.params
             if is_drafted and params.draft and not params.controls_used:  # of controls the draft knows nothing
                 drafted.append(row)
+            text = self._texts[request.id]
             try:
-                reason = take_report(request, report[:, row], trace, row, is_round, self.eos_ids)
-                self._texts[request.id].push(request)
+                reason = take_report(request, text, output, row, is_round, self.eos_ids)
             except Exception as error:  # of a tokenizer, for instance: nobody else's affair
                 request.error, reason = error, "error"
             self._clock(request)
             if reason is None:
                 self._keep(request)
                 continue
-            if request.error is None:
+            if text.stop is not None:
+                self._keep(request)  # the device is beyond the cut, and what the drafter lags by with it
+            elif request.error is None:
                 self._catch_up(request)
             self._end(request, reason)
         return report[:, drafted]
@@ -322,11 +336,20 @@ class Engine(Interface):
         requests = self._admission.requests(prompts, params, trace=trace)
         for request in requests:
             self.scheduler.check(request)
-        if trace:
+        self._ensure_programs(requests)
+        return requests
+
+    def _ensure_programs(self, requests: Sequence[Request]) -> None:
+        """Compile what nobody asked for before."""
+        is_traced = any(request.trace for request in requests)
+        is_scored = any(request.params.logprobs is not None for request in requests)
+        scores_prompt = any(request.scores_prompt for request in requests)
+        if is_traced or is_scored or scores_prompt:
             with self._turns:
                 self._go_on_recovering()
-                self._programs.ensure_trace(self._state)
-        return requests
+                if is_traced:
+                    self._programs.ensure_trace(self._state)
+                self._programs.ensure_logprobs(self._state, tokens=is_scored, prompts=scores_prompt)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -366,6 +389,8 @@ class Engine(Interface):
             text.finish()
         except Exception as error:
             request.error, reason = request.error or error, "error"
+        if text.stop is not None and reason in ("eos", "stop", "length"):
+            reason, request.stop_reason = "stop", text.stop  # what comes behind a stop string does not count
         request.metrics.finished = {reason: 1}
         self._metrics = self._metrics + request.metrics
         if reason in ("eos", "stop", "length"):

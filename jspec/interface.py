@@ -216,7 +216,7 @@ class Interface(abc.ABC):
 
     def _queue(self, *requests: Request) -> None:
         asked_at = time.perf_counter()
-        self._add({request: OutputText(self.tokenizer, request.prompt_token_ids) for request in requests}, asked_at)
+        self._add({request: OutputText(self.tokenizer, request) for request in requests}, asked_at)
 
     def _clock(self, request: Request) -> None:
         elapsed = time.perf_counter() - self._added_at[request.id]

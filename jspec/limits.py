@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+MAX_LOGPROBS = 20  # likeliest tokens a place; vLLM's default limit
+
 
 def is_int(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
@@ -29,6 +31,11 @@ def is_in(value: Any, least: Any, most: Any) -> bool:
 
 def are_ids(value: object) -> bool:
     return isinstance(value, tuple) and all(is_int(token) and token >= 0 for token in value)
+
+
+def are_texts(value: object) -> bool:
+    """Whether it is a tuple of texts, none empty."""
+    return isinstance(value, tuple) and all(isinstance(text, str) and text != "" for text in value)
 
 
 def is_bias(value: object) -> bool:

@@ -6,31 +6,48 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jspec.records import Report, Trace
+from jspec.records import LogProbs, Report, StepOutput, Trace
 from jspec.requests import Chunk, Completion, Request, Round
+from jspec.stops import StopStrings
+from jspec.token_logprobs import TokenLogprob, token_logprobs
 from jspec.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class OutputText:
     """The text of one request, token by token; nothing without a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int]) -> None:
-        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, list(prompt_ids))
-        self._taken = 0
+    def __init__(self, tokenizer: Tokenizer | None, request: Request) -> None:
+        prompt = list(request.prompt_token_ids)
+        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, prompt)
+        self._stops = StopStrings(request.params.stop)
+        self._stop_ids, self._min_tokens = request.stop_ids, request.params.min_tokens
         self.pieces: list[str] = []  # one a token; what is held back comes with a later one
         self.tail = ""
 
-    def push(self, request: Request) -> None:
-        """Take the request's new tokens; a token that ends it has no text."""
-        for token in request.token_ids[self._taken :]:
-            is_end = token in request.stop_ids
-            self.pieces.append("" if is_end or self._detokenizer is None else self._detokenizer.push([token]))
-        self._taken = len(request.token_ids)
+    @property
+    def stop(self) -> str | None:
+        """The stop string that the text was cut before."""
+        return self._stops.found
+
+    def read(self, tokens: Sequence[int]) -> list[str]:
+        """The pieces of new tokens, to be added to ``pieces``; a token that ends the request has no text.
+
+        With the token that completes a stop string they end.
+        """
+        pieces: list[str] = []
+        for count, token in enumerate(tokens, len(self.pieces) + 1):
+            is_end = token in self._stop_ids
+            text = "" if is_end or self._detokenizer is None else self._detokenizer.push([token])
+            pieces.append(self._stops.push(text, may_end=count > self._min_tokens))
+            if self.stop is not None:
+                break
+        return pieces
 
     def finish(self) -> None:
-        """Let go of what was held back."""
+        """Let go of what was held back, unless there is a stop string in it."""
         if self._detokenizer is not None:
-            self.tail = self._detokenizer.finish()
+            text = self._stops.push(self._detokenizer.finish(), may_end=len(self.pieces) > self._min_tokens)
+            self.tail = text + self._stops.finish()
 
     @property
     def text(self) -> str | None:
@@ -43,34 +60,46 @@ class OutputText:
         text = None
         if self._detokenizer is not None:
             text = "".join(self.pieces[start:end]) + (self.tail if reason else "")
-        return Chunk(text, request.token_ids[start:end], request.from_draft[start:end], reason, request.index)
+        return Chunk(
+            text,
+            request.token_ids[start:end],
+            request.from_draft[start:end],
+            reason,
+            request.index,
+            request.logprobs[start:end] if request.params.logprobs is not None else None,
+            _prompt_logprobs(request) if start == 0 and request.index == 0 else None,
+        )
 
 
 def take_report(
     request: Request,
-    report: np.ndarray,
-    trace: Trace | None,
+    text: OutputText,
+    output: StepOutput,
     row: int,
     is_round: bool,
     eos_ids: Sequence[int],
 ) -> str | None:
-    """Add one row of a step's result to its request.
+    """Add one row of a step's result to its request, up to the token that completes a stop string.
 
     Args:
-        report: [rounds, columns] of this row.
-        trace: arrays of the whole step, in numpy.
-        row: the row, for the trace.
+        text: of the request.
+        output: of the whole step, in numpy.
         is_round: False for the first token, which belongs to no round.
 
     Returns:
         Why the request ended, or None.
     """
-    for index, fields in enumerate(Report.rounds(report)):
-        count, accept_len = fields.counts, fields.accept_len
-        if count == 0:
+    trace = output.trace
+    for index, fields in enumerate(Report.rounds(np.asarray(output.report)[:, row])):
+        accept_len = fields.accept_len
+        if fields.counts == 0:
             continue  # ended in an earlier round of this dispatch
+        pieces = text.read(fields.tokens[: fields.counts])
+        count = len(pieces)
         emitted = fields.tokens[:count]
         request.whole_rows = len(request.prompt_token_ids) + len(request.token_ids)  # a round writes up to its root
+        if request.params.logprobs is not None:
+            request.logprobs += token_logprobs(output.logprobs, (index, row), emitted, request.params.logprobs)
         request.token_ids += emitted
         request.from_draft += [position < accept_len for position in range(count)]
         request.metrics.num_tokens += count
@@ -82,9 +111,30 @@ def take_report(
             )
             if trace is not None and request.trace:
                 request.rounds.append(_round(trace, index, row, accept_len, emitted))
+        text.pieces += pieces  # last: from now on a stream in another thread hands the tokens out
+        if text.stop is not None:
+            return "stop"
         if fields.ended:
             return _finish_reason(request, eos_ids)
     return None
+
+
+def take_prompt(request: Request, scores: LogProbs, start: int, count: int) -> None:
+    """Add what a chunk's result says of the prompt's tokens to its request.
+
+    Args:
+        scores: of the token behind each of the chunk's, in numpy.
+        start: position of the chunk's first token.
+        count: tokens in the chunk.
+    """
+    known, top = request.prompt_logprobs, request.params.prompt_logprobs
+    assert known is not None and top is not None
+    tokens = request.prompt_token_ids[start + 1 : start + 1 + count]  # without what comes behind the prompt
+    known[start + 1 : start + 1 + len(tokens)] = token_logprobs(scores, ..., tokens, top)
+
+
+def _prompt_logprobs(request: Request) -> list[TokenLogprob | None] | None:
+    return None if request.prompt_logprobs is None else list(request.prompt_logprobs)
 
 
 def _finish_reason(request: Request, eos_ids: Sequence[int]) -> str:
@@ -119,5 +169,7 @@ def completion_of(request: Request, output: OutputText) -> Completion:
         error=request.error,
         metrics=request.metrics,
         rounds=list(request.rounds) if request.trace else None,
+        logprobs=list(request.logprobs) if request.params.logprobs is not None else None,
+        prompt_logprobs=_prompt_logprobs(request),
         pieces=list(output.pieces) if output.text is not None else None,
     )

@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ PREFILL_HEAD = (
 )  # int32 words of a packed PrefillInput besides pages and tokens
 
 CATCH_UP_HEAD = 3  # slot, root and committed rows
+
+Lowered = tuple[str, Callable[[Any], None], Any]  # name, where to keep it, and what is to be compiled
 
 
 def keep_compiled(folder: str | Path | None) -> None:
@@ -73,6 +75,8 @@ class Programs:
         self._pages = state.page_table.shape[1]
         self.prefill: dict[int, Any] = {}
         self.rounds: dict[tuple[int, int, bool], Any] = {}  # by rows, depth and whether it is traced
+        self.scored_prefill: dict[tuple[int, bool], Any] = {}  # with log-probabilities, also of prompts or not
+        self.scored_rounds: dict[tuple[int, int], Any] = {}  # with log-probabilities, and traced
         self.page_updates = config.slots * 2  # that `show_pages` takes
         self.show_pages: Any = None
         self.catch_up: Any = None  # where the drafter lags and pages are kept
@@ -81,18 +85,33 @@ class Programs:
         self.lower_seconds: dict[str, float] = {}
         (device, *_) = state.root.devices()
         logger.info("%s", explain(program.implementation, device))
-        self._compile(state, trace=False)
+        self._compile(self._lowered(state))
 
     @property
     def executables(self) -> list[Any]:
         """All that is compiled."""
         others = [one for one in (self.show_pages, self.admit_controls, self.catch_up) if one is not None]
-        return [*self.prefill.values(), *self.rounds.values(), *others]
+        scored = [*self.scored_prefill.values(), *self.scored_rounds.values()]
+        return [*self.prefill.values(), *self.rounds.values(), *scored, *others]
 
     def ensure_trace(self, state: SlotState) -> None:
         """Compile the ladder that also returns its drafts, if it is not there yet."""
         if (self._config.slots, self._depths[-1], True) not in self.rounds:
-            self._compile(state, trace=True)
+            self._compile(self._lowered_rounds(state, replace(self._program, trace=True)))
+
+    def ensure_logprobs(self, state: SlotState, *, tokens: bool, prompts: bool) -> None:
+        """Compile the ladders that also score the tokens they emit, or prompts, those that are not there yet.
+
+        The rounds are traced, as those of a batch may have to be; where less is asked for, the rest is left unread.
+        """
+        scored = replace(self._program, logprobs=self._config.logprobs_mode)
+        assert self._config.prefill_buckets is not None
+        wanted = [prompt for prompt, is_wanted in ((False, tokens), (True, prompts)) if is_wanted]
+        missing = [prompt for prompt in wanted if (self._config.prefill_buckets[-1], prompt) not in self.scored_prefill]
+        programs = [self._lowered_prefill(state, replace(scored, prompt_logprobs=prompt)) for prompt in missing]
+        if tokens and not self.scored_rounds:
+            programs.append(self._lowered_rounds(state, replace(scored, trace=True)))
+        self._compile(chain.from_iterable(programs))
 
     def with_pages(self, state: SlotState, new: Sequence[tuple[int, int, int]]) -> SlotState:
         """The state with pages that slots got in its table, a copy of what the scheduler knows.
@@ -116,31 +135,44 @@ class Programs:
         """
         return replace(state, controls=self.admit_controls(state.controls, jax.device_put(packed)))
 
-    def _compile(self, state: SlotState, *, trace: bool) -> None:
+    def _compile(self, programs: Iterable[Lowered]) -> None:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # one is lowered while others compile
-            compiled = [pool.submit(self._compile_one, *one) for one in self._lowered(state, trace)]
+            compiled = [pool.submit(self._compile_one, *one) for one in programs]
         for one in compiled:
             one.result()
 
-    def _lowered(self, state: SlotState, trace: bool) -> Iterator[tuple[str, Callable[[Any], None], Any]]:
-        """Name, where to keep it, and what is to be compiled."""
-        config = self._config
-        assert config.buckets is not None and config.prefill_buckets is not None
-        program = replace(self._program, rounds=config.rounds_per_dispatch, trace=trace)
+    def _lowered(self, state: SlotState) -> Iterator[Lowered]:
+        """What every engine has."""
+        yield from self._lowered_rounds(state, self._program)
+        yield from self._lowered_prefill(state, self._program)
+        yield from self._lowered_others(state)
+
+    def _lowered_rounds(self, state: SlotState, program: Program) -> Iterator[Lowered]:
+        config, trace, is_scored = self._config, program.trace, program.logprobs is not None
+        assert config.buckets is not None
+        program = replace(program, rounds=config.rounds_per_dispatch)
         for rows, depth in product(config.buckets, reversed(self._depths)):
             keep: Callable[[Any], None] = partial(self.rounds.__setitem__, (rows, depth, trace))
+            if is_scored:
+                keep = partial(self.scored_rounds.__setitem__, (rows, depth))
             name = f"round[{rows}]" if depth == self._depths[-1] else f"round[{rows}, depth {depth}]"
-            name += " traced" if trace else ""
+            name += " with logprobs" if is_scored else " traced" if trace else ""
             cut = replace(program, drafter=program.drafter.cut(depth))
             yield name, keep, self._lower(name, partial(spec_step, cut), state, rows)
-        if trace:
-            return
-        for tokens in config.prefill_buckets:
+
+    def _lowered_prefill(self, state: SlotState, program: Program) -> Iterator[Lowered]:
+        assert self._config.prefill_buckets is not None
+        for tokens in self._config.prefill_buckets:
             name, words = f"prefill[{tokens}]", PREFILL_HEAD + self._pages + tokens
-            keep = partial(self.prefill.__setitem__, tokens)
-            yield name, keep, self._lower(name, partial(prefill_step, self._program), state, words)
+            keep: Callable[[Any], None] = partial(self.prefill.__setitem__, tokens)
+            if program.logprobs is not None:
+                keep = partial(self.scored_prefill.__setitem__, (tokens, program.prompt_logprobs))
+                name += " with prompt logprobs" if program.prompt_logprobs else " with logprobs"
+            yield name, keep, self._lower(name, partial(prefill_step, program), state, words)
+
+    def _lowered_others(self, state: SlotState) -> Iterator[Lowered]:
         updates = jax.ShapeDtypeStruct((self.page_updates, 3), jnp.int32)
-        keep = partial(setattr, self, "show_pages")
+        keep: Callable[[Any], None] = partial(setattr, self, "show_pages")
         start = time.perf_counter()
         lowered = jax.jit(show_pages, donate_argnums=0).lower(state.page_table, updates)
         self.lower_seconds["show_pages"] = time.perf_counter() - start
@@ -151,7 +183,7 @@ class Programs:
             lowered = jax.jit(controls.admit, donate_argnums=0).lower(state.controls, packed)
             self.lower_seconds["controls"] = time.perf_counter() - start
             yield "controls", partial(setattr, self, "admit_controls"), lowered
-        if self._program.drafter.lags and config.prefix_cache:
+        if self._program.drafter.lags and self._config.prefix_cache:
             words = CATCH_UP_HEAD + self._pages
             keep = partial(setattr, self, "catch_up")
             yield "catch_up", keep, self._lower("catch_up", partial(catch_up_step, self._program), state, words)

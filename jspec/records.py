@@ -177,11 +177,23 @@ class Trace:
 
 
 @struct.dataclass
+class LogProbs:
+    """What the target makes of tokens, each in its place; compiled in only when asked for."""
+
+    chosen: Float[Array, "*places"]  # natural, of the token
+    ranks: Int[Array, "*places"]  # tokens that are likelier, and 1
+    top: Float[Array, "*places top"]  # of the likeliest tokens, best first
+    top_ids: Int[Array, "*places top"]
+
+
+@struct.dataclass
 class StepOutput:
     """The small, undonated result of a dispatch: copied to the host while the next one runs."""
 
     report: Int[Array, "rounds batch columns"]  # see `Report`
     trace: Trace | None
+    logprobs: LogProbs | None = None  # of the report's tokens, [rounds, batch, depth + 1]
+    prompt: LogProbs | None = None  # of the token behind each of a chunk's, [tokens]
 
 
 class Report(NamedTuple):
@@ -230,7 +242,7 @@ class PrefillInput(NamedTuple):
     count: Any  # tokens in the chunk
     last: Any  # 1 for the prompt's last chunk
     write: Any  # 0: the rows are in the cache already, and others may be reading them
-    root: Any  # the token behind the last chunk, where it is known; -1: it is sampled
+    root: Any  # the token behind the chunk, where it is known; -1: it is sampled
     remaining: Any  # tokens it may still emit, that root included
     top_k: Any
     draft_cap: Any

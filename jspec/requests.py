@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jspec.limits import are_ids, are_words, is_bias, is_finite, is_in, is_int
+from jspec.limits import MAX_LOGPROBS, are_ids, are_texts, are_words, is_bias, is_finite, is_in, is_int
 from jspec.metrics import Metrics
+from jspec.token_logprobs import TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens whose probability reaches top_p; 1 is off.
         min_p: keep tokens at least min_p times as likely as the likeliest; 0 is off.
         seed: 0 <= seed < 2**64; None draws one from the engine's seed.
+        stop: a text or several that end the request; what is met first is cut off with all behind it. The token with
+            which it is complete is the last of ``token_ids``.
         stop_token_ids: end (and are kept in ``token_ids``, not in the text).
         ignore_eos: do not end at the model's end-of-sequence tokens.
         repetition_penalty: logits of tokens in prompt or output are divided by it where positive, else multiplied; 1 is
@@ -33,8 +36,12 @@ class SamplingParams:
         bad_words: never completed, in prompt and output together; texts or token ids. A text stands for the tokenizer's
             own spellings with and without a blank in front.
         allowed_token_ids: the only tokens that may come; None is off.
-        min_tokens: until so many are emitted, no token that would end the request may come.
+        min_tokens: until so many are emitted, no token that would end the request may come, and no stop string counts.
         draft: False for no speculation in this request, an int caps the accepted draft length.
+        logprobs: so many of the likeliest tokens in each token's place, with their log-probabilities; 0: of the token
+            alone; None: off. Raw or processed, as the engine's ``logprobs_mode`` says.
+        prompt_logprobs: likewise for each of the prompt's tokens, always raw; the prompt is computed anew for it,
+            whatever is cached.
         priority: requests with lower numbers are served first, those with the same in the order they came.
         n: completions of the prompt, which share its pages (by the engine's ``prefix_cache``); completion i has the
             seed ``sample_seed(seed, i)``.
@@ -49,6 +56,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    stop: str | tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     repetition_penalty: float = 1.0
@@ -59,6 +67,8 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     min_tokens: int = 0
     draft: bool | int = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     priority: int = 0
     n: int = 1
 
@@ -66,6 +76,8 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids"):
             if isinstance(getattr(self, name), (list, set, frozenset, np.ndarray)):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.stop, (str, list)) or self.stop is None:
+            object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         if isinstance(self.bad_words, (list, tuple)):
             words = (tuple(word) if isinstance(word, (list, np.ndarray)) else word for word in self.bad_words)
             object.__setattr__(self, "bad_words", tuple(words))
@@ -82,6 +94,7 @@ class SamplingParams:
                 self.seed is None or (is_int(self.seed) and 0 <= self.seed < 2**64),
                 "None or in [0, 2**64)",
             ),
+            ("stop", are_texts(self.stop), "a text or a list of texts, none empty"),
             ("stop_token_ids", are_ids(self.stop_token_ids), "a tuple of token ids >= 0"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "a bool"),
             ("repetition_penalty", is_in(self.repetition_penalty, 1e-3, 1e3), "in [0.001, 1000] (1: off)"),
@@ -103,6 +116,14 @@ class SamplingParams:
                 "draft",
                 isinstance(self.draft, bool) or (is_int(self.draft) and self.draft >= 0),
                 "a bool or int >= 0",
+            ),
+            *(
+                (
+                    name,
+                    value is None or (is_int(value) and is_in(value, 0, MAX_LOGPROBS)),
+                    f"None or 0 to {MAX_LOGPROBS}",
+                )
+                for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))
             ),
             ("priority", is_int(self.priority), "an int"),
             ("n", is_int(self.n) and self.n >= 1, "an int >= 1"),
@@ -205,16 +226,20 @@ class Request:
     rounds_in_flight: int = 0
     token_ids: list[int] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # where asked for, as `prompt_logprobs`
+    prompt_logprobs: list[TokenLogprob | None] | None = None
     rounds: list[Round] = field(default_factory=list)
     metrics: Metrics = field(default_factory=Metrics)
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     error: BaseException | None = None
     index: int = 0  # of the completion among those of its prompt
     siblings: tuple[Request, ...] = ()
 
     def __post_init__(self) -> None:
         self.prefill_len = len(self.prompt_token_ids)
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * self.prefill_len
 
     @property
     def samples(self) -> tuple[Request, ...]:
@@ -229,6 +254,11 @@ class Request:
     @property
     def is_prefilled(self) -> bool:
         return self.prefilled == self.prefill_len
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether its chunks are to say what the target makes of the prompt: of ``n`` the first one's do."""
+        return self.params.prompt_logprobs is not None and self.index == 0
 
     @property
     def rows_needed(self) -> int:
@@ -250,7 +280,8 @@ class Request:
 class Chunk:
     """New output of one completion, as a stream hands it out. ``text`` is None without a tokenizer.
 
-    ``index`` tells which of the ``n`` completions goes on.
+    ``index`` tells which of the ``n`` completions goes on. The log-probabilities that were asked for are those of
+    ``token_ids``; those of the prompt come with the first chunk.
     """
 
     text: str | None
@@ -258,6 +289,8 @@ class Chunk:
     from_draft: list[bool]
     finish_reason: str | None = None
     index: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -265,12 +298,15 @@ class Completion:
     """What a request came to.
 
     Attributes:
-        text: None without a tokenizer; without the prompt, end tokens left out.
+        text: None without a tokenizer; without the prompt, end tokens and stop string left out.
         from_draft: for each token, whether a draft proposed it.
         finish_reason: "eos", "stop", "length", "abort" or "error".
-        stop_reason: the stop token that ended it.
+        stop_reason: the stop token or the stop string that ended it.
         error: what ended it, if that was an error; of several requests the others are complete.
         rounds: with ``trace=True``, every round; else None.
+        logprobs: one a token; None where not asked for.
+        prompt_logprobs: one a token of the prompt, None for the first, before which there is nothing; None where
+            not asked for.
         others: where ``n`` is more than one, all completions but this, the first.
     """
 
@@ -279,10 +315,12 @@ class Completion:
     from_draft: list[bool]
     prompt_token_ids: list[int]
     finish_reason: str
-    stop_reason: int | None
+    stop_reason: int | str | None
     error: BaseException | None
     metrics: Metrics
     rounds: list[Round] | None = None
+    logprobs: list[TokenLogprob] | None = field(default=None, repr=False)
+    prompt_logprobs: list[TokenLogprob | None] | None = field(default=None, repr=False)
     pieces: list[str] | None = field(default=None, repr=False)  # text token by token, for coloured display
     others: tuple[Completion, ...] = field(default=(), repr=False)
 

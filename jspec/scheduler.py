@@ -194,7 +194,7 @@ class Scheduler:
         return request
 
     def _shared(self, request: Request) -> list[int]:
-        if not self._prefix_cache:
+        if not self._prefix_cache or request.scores_prompt:  # kept pages have no logits
             return []
         self._digest(request, request.prefill_len // self.pages.page_size)
         return self.pages.match(request.digests[: request.prefill_len // self.pages.page_size])

@@ -16,6 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,11 +25,12 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from jspec import cache, controls, sampling, verify
+from jspec import cache, controls, logprobs, sampling, verify
 from jspec.draft import Drafter, static_draft
 from jspec.models.decoder import Model, forward
 from jspec.records import (
     Draft,
+    LogProbs,
     PrefillInput,
     Sampling,
     SlotState,
@@ -56,6 +58,8 @@ class Program:
     trace: bool = False
     typical: verify.Typical = field(default_factory=verify.Typical)
     controls: bool = False  # serves requests that use `jspec.controls`
+    logprobs: str | None = None  # of emitted tokens, by a mode of `jspec.logprobs`; None: none
+    prompt_logprobs: bool = False  # of a prompt's tokens
 
 
 @struct.dataclass
@@ -99,8 +103,8 @@ def spec_step(
         slots: slot of each row of the bucket; S for padding rows.
     """
     if program.rounds == 1:
-        state, report, trace = spec_round(program, params, state, slots)
-        return state, StepOutput(report=report[None], trace=jax.tree.map(lambda x: x[None], trace))
+        state, *results = spec_round(program, params, state, slots)
+        return state, _output([jax.tree.map(lambda x: x[None], result) for result in results])
 
     def body(index: Int[Array, ""], carry: Any) -> Any:
         state, outputs = carry
@@ -109,25 +113,31 @@ def spec_step(
 
     shapes = jax.eval_shape(lambda s: spec_round(program, params, s, slots)[1:], state)
     empty = jax.tree.map(lambda x: jnp.zeros((program.rounds, *x.shape), x.dtype), shapes)
-    state, (report, trace) = jax.lax.fori_loop(0, program.rounds, body, (state, empty))
-    return state, StepOutput(report=report, trace=trace)
+    state, results = jax.lax.fori_loop(0, program.rounds, body, (state, empty))
+    return state, _output(results)
+
+
+def _output(results: Sequence[Any]) -> StepOutput:
+    report, trace, scores = results
+    return StepOutput(report=report, trace=trace, logprobs=scores)
 
 
 def spec_round(
     program: Program, params: Params, state: SlotState, slots: Int[Array, "batch"]
-) -> tuple[SlotState, Int[Array, "batch columns"], Trace | None]:
-    """One round: the five stages in order."""
+) -> tuple[SlotState, Int[Array, "batch columns"], Trace | None, LogProbs | None]:
+    """One round: the five stages in order, and what else of it is asked for."""
     view = view_of(state, slots, program)
     draft, draft_state = draft_stage(program, params, state, view)
     out, target = verify_stage(program, params, state, view, draft)
     verdict = accept_stage(program, out, view, draft)
+    scores = logprobs_stage(program, out, view, draft, verdict)
     state = commit_stage(program, params, replace(state, target=target, draft=draft_state), view, draft, verdict, out)
     trace = None
     if program.trace:
         with jax.named_scope("trace"):
             parents = jnp.where(draft.valid, draft.parents, -1)
             trace = Trace(tokens=draft.tokens, parents=parents, scores=draft.scores, path=verdict.path)
-    return state, report_stage(view, draft, verdict), trace
+    return state, report_stage(view, draft, verdict), trace, scores
 
 
 def draft_stage(program: Program, params: Params, state: SlotState, view: SlotView) -> tuple[Draft, Any]:
@@ -163,6 +173,15 @@ def accept_stage(program: Program, out: TargetOut, view: SlotView, draft: Draft)
     with jax.named_scope("accept"):
         assert out.logits is not None
         return verify.accept(out.logits, draft, ancestors(draft.parents), view, program.drafter.tree, program.typical)
+
+
+def logprobs_stage(program: Program, out: TargetOut, view: SlotView, draft: Draft, verdict: Verdict) -> LogProbs | None:
+    """Score the tokens that the round emits, in a program that is to."""
+    if program.logprobs is None:
+        return None
+    with jax.named_scope("logprobs"):
+        assert out.logits is not None
+        return logprobs.of_round(program.logprobs, out.logits, draft, verdict, view, program.drafter.tree)
 
 
 def commit_stage(
@@ -234,16 +253,25 @@ def prefill_step(
         implementation=view.implementation,
     )
     with jax.named_scope("target"):
+        normed = (params.target.config.num_layers + 1,) if program.prompt_logprobs else ()
         out, target = forward(
             params.target,
             state.target,
             batch,
-            feature_layers=program.feature_layers,
+            feature_layers=program.feature_layers + normed,
             logit_rows=(chunk.count - 1)[None, None],
         )
+    prompt = None
+    if program.prompt_logprobs:
+        with jax.named_scope("logprobs"):
+            assert out.features is not None
+            features, states = logprobs.without_normed(out.features, params.target.config.hidden_size)
+            prompt = logprobs.of_chunk(states, chunk, params.target.output_head, view.implementation)
+            out = replace(out, features=features)
     with jax.named_scope("draft"):
         draft_state = program.drafter.prefill(params.draft, state.draft, view, batch, out.features)
-    return _first_token(replace(state, target=target, draft=draft_state), chunk, view, out)
+    state, output = _first_token(program, replace(state, target=target, draft=draft_state), chunk, view, out)
+    return state, replace(output, prompt=prompt)
 
 
 @jax.named_scope("admit")
@@ -262,13 +290,18 @@ def _admit(state: SlotState, chunk: PrefillInput) -> SlotState:
 
 
 @jax.named_scope("first_token")
-def _first_token(state: SlotState, chunk: PrefillInput, view: SlotView, out: TargetOut) -> tuple[SlotState, StepOutput]:
+def _first_token(
+    program: Program, state: SlotState, chunk: PrefillInput, view: SlotView, out: TargetOut
+) -> tuple[SlotState, StepOutput]:
     """Sample what follows the chunk, unless it is known; only the last chunk makes it the root."""
     assert out.logits is not None
     length = chunk.start + chunk.count
     logits = controls.edit_one(out.logits, replace(view, lengths=length[None] - 1))
     token = sampling.by_temperature(view, lambda branch: sampling.target_tokens(logits, branch, length[None, None]))
     token = jnp.where(chunk.root >= 0, chunk.root, token)
+    scores = None
+    if program.logprobs is not None:
+        scores = logprobs.of_first(program.logprobs, out.logits, logits, token, view)
     one = jnp.ones(1, jnp.int32)
     verdict = verify.cut(
         Verdict(accept_len=0 * one, path=0 * one[:, None], tokens=token, counts=one, ended=~view.active), view
@@ -286,7 +319,8 @@ def _first_token(state: SlotState, chunk: PrefillInput, view: SlotView, out: Tar
         state = replace(
             state, controls=controls.advance(state.controls, view.slots, token, is_new.astype(jnp.int32)[None])
         )
-    return state, StepOutput(report=pack_report(verdict, 0 * one)[None], trace=None)
+    scores = jax.tree.map(lambda x: x[None], scores)
+    return state, StepOutput(report=pack_report(verdict, 0 * one)[None], trace=None, logprobs=scores)
 
 
 def catch_up_step(program: Program, params: Params, state: SlotState, packed: Int[Array, "packed"]) -> SlotState:

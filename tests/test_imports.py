@@ -14,7 +14,7 @@ PACKAGES = ("jspec", "pallas_kernels", "convert")
 BASE = "jax records tree config sharding models.config"
 DEVICE = f"{BASE} pallas_kernels cache models sampling controls verify"
 LOADING = "pretrained checkpoint"  # models and drafters read their own weights
-STEP = f"{DEVICE} {LOADING} draft step"
+STEP = f"{DEVICE} {LOADING} draft logprobs step"
 # What a part may import besides itself, numpy, jaxtyping and the standard library:
 # "jax" stands for jax, flax and orbax, "other" for any other library. A part that is not listed may import
 # anything but FRONTS and convert.
@@ -27,12 +27,15 @@ ALLOWED = {
     "models.config": "",
     **dict.fromkeys(["cache", "sampling", "controls", "verify"], DEVICE),
     **dict.fromkeys(["models", "draft"], f"{DEVICE} {LOADING}"),
+    "logprobs": f"{DEVICE} limits",
     **dict.fromkeys(["step", "programs", "memory"], STEP),
     "pages": "",
     "adaptive": "",
     "metrics": "",
     "limits": "",
-    "requests": "limits metrics",
+    "stops": "",
+    "token_logprobs": "",
+    "requests": "limits metrics token_logprobs",
     "scheduler": "pages requests metrics",
     "turns": "",
     "recovery": "jax",

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from jspec import Completion, Engine, Metrics, Model, SamplingParams, Tree
-from jspec.output import take_report
+from jspec.output import OutputText, take_report
+from jspec.records import StepOutput
 from jspec.requests import Request
 from jspec.testing import Scripted
 from jspec.tokenizer import ByteTokenizer
@@ -244,8 +246,9 @@ def test_metrics_by_hand() -> None:
 def test_a_report_of_several_rounds_stops_where_the_row_ended() -> None:
     """Columns: three tokens, then count, accept_len, drafted, ended. The third round is of an ended row."""
     request = Request(1, (5,), SamplingParams(), 0, (9,), 10, token_ids=[3], from_draft=[False])
-    report = jax.numpy.asarray([[4, 6, 7, 3, 2, 2, 0], [8, 9, -1, 2, 2, 2, 1], [-1, -1, -1, 0, 0, 0, 0]])
-    assert take_report(request, report, None, 0, True, eos_ids=[]) == "stop"
+    report = np.asarray([[[4, 6, 7, 3, 2, 2, 0]], [[8, 9, -1, 2, 2, 2, 1]], [[-1, -1, -1, 0, 0, 0, 0]]])
+    output = StepOutput(report=report, trace=None)  # type: ignore[arg-type]
+    assert take_report(request, OutputText(None, request), output, 0, True, eos_ids=[]) == "stop"
     assert request.token_ids == [3, 4, 6, 7, 8, 9] and request.stop_reason == 9
     assert request.from_draft == [False, True, True, False, True, True]
     assert (request.metrics.num_drafts, request.metrics.num_accepted_tokens) == (2, 4)

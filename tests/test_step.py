@@ -94,7 +94,7 @@ def run(
     """Several rounds: reports, draft scores of the active rows, the state behind them."""
     state, reports, scores = prefilled(drafter, temperature), [], []
     for _ in range(rounds):
-        state, report, extra = one_round(case(drafter).params, state, jnp.asarray(SLOTS))
+        state, report, extra, *_ = one_round(case(drafter).params, state, jnp.asarray(SLOTS))
         reports.append(np.asarray(report))
         row_scores = np.asarray(getattr(extra, "scores", extra))
         scores.append(np.where(reports[-1][:, -4:-3] > 0, row_scores, 0))
@@ -149,7 +149,7 @@ def test_a_lost_draft_state_shows(drafter: str) -> None:
     one = case(drafter)
 
     def forgetful(params: step.Params, state: SlotState, slots: Any) -> tuple[SlotState, Any, Any]:
-        new, report, trace = one.fused(params, state, slots)
+        new, report, trace, _ = one.fused(params, state, slots)
         return new.replace(draft=state.draft), report, trace
 
     with pytest.raises(AssertionError):

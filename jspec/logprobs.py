@@ -1,0 +1,104 @@
+"""Log-probabilities of emitted tokens and of prompts, for the programs of batches that ask for them.
+
+Raw ones are those of the model itself, its logits' softmax. Processed ones are of the law that a token is drawn from,
+behind `jspec.controls`, temperature and the cuts by rank and probability; a greedy row's, behind the controls alone.
+A prompt was not drawn, so its tokens' are raw.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jspec import controls, sampling
+from jspec.limits import MAX_LOGPROBS
+from jspec.models.decoder import logits_of
+from jspec.records import Draft, LogProbs, PrefillInput, SlotView, Verdict
+from jspec.tree import Tree
+from jspec.verify import ancestors
+from pallas_kernels.quantized import Weight
+from pallas_kernels.top_log_probs import top_log_probs
+
+PROCESSED = "processed_logprobs"
+BLOCK = 64  # rows of a chunk whose logits exist at one time
+
+
+def score(logits: Float[Array, "*places vocab"], tokens: Int[Array, "*places"], implementation: str) -> LogProbs:
+    """The log-probability of each place's token, its rank, and the likeliest tokens there.
+
+    Args:
+        tokens: negative ones have results without meaning.
+    """
+    vocab = logits.shape[-1]
+    flat, ids = logits.reshape(-1, vocab), jnp.maximum(tokens, 0).reshape(-1, 1)
+    top, top_ids = top_log_probs(flat, min(MAX_LOGPROBS, vocab), implementation=implementation)
+    picked = jnp.take_along_axis(flat, ids, axis=-1)
+    chosen = jnp.minimum(picked - jax.nn.logsumexp(flat, axis=-1, keepdims=True), 0.0)
+    is_chosen = top_ids == ids  # one number for one token, to the last bit
+    chosen = jnp.where(jnp.any(is_chosen, axis=-1), jnp.sum(jnp.where(is_chosen, top, 0.0), axis=-1), chosen[:, 0])
+    scores = LogProbs(
+        chosen=chosen, ranks=1 + jnp.sum(flat > picked, axis=-1, dtype=jnp.int32), top=top, top_ids=top_ids
+    )
+    return jax.tree.map(lambda field: field.reshape(*tokens.shape, *field.shape[1:]), scores)
+
+
+def of_round(
+    mode: str, logits: Float[Array, "batch nodes vocab"], draft: Draft, verdict: Verdict, view: SlotView, tree: Tree
+) -> LogProbs:
+    """Of the tokens that a round emits, ``[batch, depth + 1]``: each was drawn behind the accepted node before it.
+
+    Args:
+        logits: raw.
+    """
+    node = jnp.maximum(verdict.path, 0)[..., None]
+    rows = jnp.take_along_axis(logits, node, axis=1)
+    if mode == PROCESSED:
+        if view.controls is not None:
+            path = controls.paths(draft, ancestors(draft.parents), tree.depth)
+            rows = controls.edit(rows, view, jnp.take_along_axis(path, node, axis=1))
+        rows = sampling.process(rows, view.sampling)
+    return score(rows, verdict.tokens, view.implementation)
+
+
+def of_first(
+    mode: str,
+    raw: Float[Array, "1 1 vocab"],
+    edited: Float[Array, "1 1 vocab"],
+    token: Int[Array, "1 1"],
+    view: SlotView,
+) -> LogProbs:
+    """Of the token behind a prompt.
+
+    Args:
+        edited: as `jspec.controls` leaves them.
+    """
+    rows = sampling.process(edited, view.sampling) if mode == PROCESSED else raw
+    return score(rows, token, view.implementation)
+
+
+def of_chunk(
+    normed: Float[Array, "1 tokens hidden"], chunk: PrefillInput, head: Weight, implementation: str
+) -> LogProbs:
+    """Raw ones, ``[tokens]``: of the token behind each of a chunk's; behind its last one the chunk says what comes.
+
+    Args:
+        normed: hidden states behind the target's final norm.
+        head: the target's output head.
+    """
+    size = normed.shape[1]
+    behind = jnp.roll(chunk.tokens, -1).at[chunk.count - 1].set(chunk.root)
+    block = min(BLOCK, size)
+    padding = -size % block
+    rows = jnp.pad(normed[0], ((0, padding), (0, 0))).reshape(-1, block, normed.shape[-1])
+    ids = jnp.pad(behind, (0, padding)).reshape(-1, block)
+    scores = jax.lax.map(lambda one: score(logits_of(one[0], head), one[1], implementation), (rows, ids))
+    return jax.tree.map(lambda field: field.reshape(-1, *field.shape[2:])[:size], scores)
+
+
+def without_normed(
+    features: Float[Array, "1 tokens features"], hidden: int
+) -> tuple[Float[Array, "1 tokens others"] | None, Float[Array, "1 tokens hidden"]]:
+    """Take the last of the hidden states off again; None where there are no others."""
+    others = features[..., :-hidden]
+    return (others if others.shape[-1] else None), features[..., -hidden:]
