@@ -5,9 +5,12 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from jspec.generation_config import recommended
 from jspec.limits import MAX_LOGPROBS, are_ids, are_texts, are_words, is_bias, is_finite, is_in, is_int
 from jspec.metrics import Metrics
 from jspec.token_logprobs import TokenLogprob
@@ -131,6 +134,17 @@ class SamplingParams:
         for name, holds, allowed in limits:
             if not holds:
                 raise ValueError(f"SamplingParams.{name}: expected {allowed}, got {getattr(self, name)!r}")
+
+    @classmethod
+    def from_generation_config(cls, path: str | Path, **fields: Any) -> SamplingParams:
+        """As a checkpoint's generation_config.json recommends.
+
+        Args:
+            path: the file or its folder; what is read of it, and what is refused, says
+                `jspec.generation_config.recommended`. Ids that end a text are the engine's to know.
+            fields: what is to be otherwise, by our names.
+        """
+        return cls(**{**recommended(path), **fields})
 
     @property
     def controls_used(self) -> tuple[str, ...]:

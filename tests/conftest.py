@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -37,6 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if metadata.version("jaxlib") == "0.10.2":
         # Its CPU compiler crashes on broadcasts of rank 7 and more with these fusions (jax issue 39257).
         flags.append("--xla_cpu_experimental_ynn_fusion_type=")
+    # The same examples in every run; --hypothesis-profile=default draws others.
+    hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+    hypothesis.settings.load_profile("repeatable")
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
     if not config.getoption("--no-typecheck") and find_spec("beartype"):
         from jaxtyping import install_import_hook

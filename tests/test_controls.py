@@ -165,7 +165,7 @@ def has_choice(params: SamplingParams) -> bool:
     return True
 
 
-@settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 10**6), st.booleans(), st.lists(PARAMS.filter(has_choice), min_size=ROWS, max_size=ROWS))
 def test_random_combinations_are_transformers_at_every_node(
     seed: int, chain: bool, params: list[SamplingParams]

@@ -136,7 +136,7 @@ class Pages(RuleBasedStateMachine):
 
 
 TestPages = Pages.TestCase
-TestPages.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestPages.settings = settings(max_examples=60, stateful_step_count=20)
 
 
 def forgets_holders(self: PagePool, owner: int) -> None:
@@ -157,7 +157,7 @@ def newest_first(self: PagePool) -> int:
 def test_the_machine_finds_a_broken_pool(monkeypatch: pytest.MonkeyPatch, name: str, broken: object) -> None:
     """Negative controls."""
     monkeypatch.setattr(PagePool, name, broken)
-    quick = settings(TestPages.settings, max_examples=300, database=None, phases=[Phase.generate])
+    quick = settings(TestPages.settings, max_examples=2000, phases=[Phase.generate])
     with pytest.raises(AssertionError):
         run_state_machine_as_test(Pages, settings=quick)
 

@@ -226,7 +226,7 @@ class Play(RuleBasedStateMachine):
 
 
 TestPlay = Play.TestCase
-TestPlay.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPlay.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def keeps_too_much(self: Scheduler, request: Request, rows: int) -> None:
@@ -281,7 +281,7 @@ KEEP, SHOW = Scheduler.keep, Scheduler._show
 def test_the_machine_finds_a_broken_scheduler(monkeypatch: pytest.MonkeyPatch, name: str, broken: object) -> None:
     """Negative controls."""
     monkeypatch.setattr(Scheduler, name, broken)
-    quick = settings(TestPlay.settings, max_examples=1000, database=None, phases=[Phase.generate])
+    quick = settings(TestPlay.settings, max_examples=1000, phases=[Phase.generate])
     with pytest.raises((AssertionError, IndexError, KeyError)):
         run_state_machine_as_test(Play, settings=quick)
 

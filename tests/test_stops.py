@@ -36,7 +36,7 @@ def first_stop(text: str, stops: Sequence[str], behind: int = 0) -> tuple[int, i
 STOPS = st.lists(st.text("ab€", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400)
 @given(pieces=st.lists(st.text("ab€", max_size=5), max_size=9), stops=STOPS, exempt=st.integers(0, 3))
 def test_pieces_are_cut_as_the_whole_text_is(pieces: list[str], stops: list[str], exempt: int) -> None:
     """Nothing is held back that no stop string could take, and nothing is handed out that one does."""
@@ -103,7 +103,7 @@ def decoded(draw: Any) -> tuple[list[int], list[int], tuple[str, ...], int]:
     return tokens, rounds, tuple(stops), draw(st.integers(0, min(3, len(tokens))))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(case=decoded())
 def test_rounds_are_cut_at_the_token_that_completes_a_stop_string(
     case: tuple[list[int], list[int], tuple[str, ...], int],

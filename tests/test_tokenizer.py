@@ -145,7 +145,7 @@ def test_ids_without_text_hide_no_prompt(request: pytest.FixtureRequest) -> None
 
 
 @pytest.mark.parametrize("name", list(FOLDERS))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_ids_in_any_pieces_give_the_whole_text(
     name: str, request: pytest.FixtureRequest, data: st.DataObject

@@ -39,7 +39,7 @@ def test_a_node_sees_itself_and_its_ancestors(kind, nodes):
         assert not unpack(rows, 32 * bits.shape[-1])[:, nodes:].any()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data(), st.sampled_from([3, 20, 40]))
 def test_any_parents_smaller_than_their_nodes(data, nodes):
     parents = np.array([-1] + [data.draw(st.integers(-1, node - 1)) for node in range(1, nodes)], np.int32)
