@@ -1,0 +1,79 @@
+"""The sampling that a checkpoint's authors recommend, out of its generation_config.json. No jax here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+FIELDS = {  # transformers' name: ours
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_strings": "stop",
+    "bad_words_ids": "bad_words",
+    "num_return_sequences": "n",
+}
+WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # what changes tokens and is not ours to do, and its values that do not
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "penalty_alpha": (0,),
+    "typical_p": (1,),
+    "top_h": (),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "diversity_penalty": (0,),
+    "guidance_scale": (1,),
+    "exponential_decay_length_penalty": (),
+    "sequence_bias": ({}, []),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "force_words_ids": ([],),
+    "constraints": ([],),
+    "watermarking_config": (),
+    "dola_layers": (),
+}
+
+
+def recommended(path: str | Path) -> dict[str, Any]:
+    """Fields of `SamplingParams` that a folder's generation_config.json, or the file itself, sets.
+
+    As in transformers the temperature counts with ``do_sample`` alone: without it decoding is greedy. A field that the
+    file does not name keeps our default (transformers cuts at top_k 50 where the file is silent).
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is no JSON object, or asks for what changes the tokens and cannot be done.
+    """
+    file = Path(path)
+    file = file / "generation_config.json" if file.is_dir() else file
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{file}: expected a generation_config.json, found none; write out the fields"
+        ) from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: expected JSON, got {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file}: expected a JSON object, got {type(config).__name__}")
+    for name, neutral in WITHOUT_EFFECT.items():
+        value = config.get(name)
+        if value is not None and value not in neutral:
+            raise ValueError(
+                f"{file}: {name}={value!r} has no counterpart here; remove it from a copy of the file, or write out "
+                "the other fields"
+            )
+    fields = {ours: config[theirs] for theirs, ours in FIELDS.items() if config.get(theirs) is not None}
+    if not config.get("do_sample"):
+        fields["temperature"] = 0.0
+    return fields

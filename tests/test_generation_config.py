@@ -1,0 +1,95 @@
+"""A checkpoint's generation_config.json, as transformers writes it, becomes sampling parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jspec import SamplingParams
+
+pytestmark = pytest.mark.once
+
+
+def written(folder: Path, **fields: Any) -> Path:
+    """A folder with the file that transformers makes of these fields."""
+    from transformers import GenerationConfig
+
+    GenerationConfig(**fields).save_pretrained(folder)
+    return folder
+
+
+def test_what_transformers_saves_is_read(tmp_path: Path) -> None:
+    folder = written(
+        tmp_path,
+        do_sample=True,
+        temperature=0.6,
+        top_k=20,
+        top_p=0.95,
+        min_p=0.02,
+        repetition_penalty=1.1,
+        max_new_tokens=90,
+        min_new_tokens=3,
+        stop_strings=["\n\n"],
+        bad_words_ids=[[5], [6, 7]],
+        eos_token_id=[2, 3],
+    )
+    params = SamplingParams(
+        temperature=0.6,
+        top_k=20,
+        top_p=0.95,
+        min_p=0.02,
+        repetition_penalty=1.1,
+        max_tokens=90,
+        min_tokens=3,
+        stop="\n\n",
+        bad_words=((5,), (6, 7)),
+    )
+    assert SamplingParams.from_generation_config(folder) == params
+    assert SamplingParams.from_generation_config(folder / "generation_config.json") == params
+
+
+def test_without_do_sample_it_is_greedy_and_arguments_win(tmp_path: Path) -> None:
+    folder = written(tmp_path, eos_token_id=2)
+    assert SamplingParams.from_generation_config(folder) == SamplingParams(temperature=0)
+    sampled = SamplingParams.from_generation_config(folder, temperature=0.5, max_tokens=7, seed=1)
+    assert sampled == SamplingParams(temperature=0.5, max_tokens=7, seed=1)
+
+
+def test_the_files_of_the_real_models_are_read(data: Path) -> None:
+    for name in ("tinystories656k", "stories260k"):
+        assert SamplingParams.from_generation_config(data / name) == SamplingParams(temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        (dict(num_beams=4), "num_beams=4"),
+        (dict(no_repeat_ngram_size=3), "no_repeat_ngram_size=3"),
+        (dict(suppress_tokens=[7]), r"suppress_tokens=\[7\]"),
+        (dict(do_sample=True, typical_p=0.5), "typical_p=0.5"),
+        (dict(do_sample=True, temperature=-1.0), "SamplingParams.temperature: expected a finite number >= 0"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], named: str) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=named):
+        SamplingParams.from_generation_config(tmp_path)
+
+
+@pytest.mark.parametrize("value", [1, 1.0, 0, None])
+def test_fields_that_change_nothing_are_no_reason_to_refuse(tmp_path: Path, value: object) -> None:
+    name = "num_beams" if value == 1 else "no_repeat_ngram_size"
+    (tmp_path / "generation_config.json").write_text(json.dumps({name: value}))
+    assert SamplingParams.from_generation_config(tmp_path) == SamplingParams(temperature=0)
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"expected a generation_config\.json, found none"):
+        SamplingParams.from_generation_config(tmp_path)
+    for text, got in (("{", "expected JSON"), ("[]", "expected a JSON object, got list")):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(ValueError, match=got):
+            SamplingParams.from_generation_config(tmp_path)
