@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("JSPEC_SHARED", REPOSITORY.parent / "shared"))
 PACKAGES = ["jspec", "pallas_kernels", "convert"]
 DEVICE_MARKS = ("gpu", "h200")
-QUICK_TO_COMPILE = (  # nearly all the time of a run is compilation for the CPU; these leave out a fifth of it
+QUICK_TO_COMPILE = (  # nearly all the time of a run is compilation for the CPU; these leave out a good part of it
     "--xla_backend_optimization_level=1",
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_enable_concurrency_optimized_scheduler=false",
@@ -34,10 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     flags: list[str] = []
     if not any(mark in wanted for mark in DEVICE_MARKS):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        flags += QUICK_TO_COMPILE if "timing" not in wanted else ()  # not where what was compiled is timed
-    if metadata.version("jaxlib") == "0.10.2":
-        # Its CPU compiler crashes on broadcasts of rank 7 and more with these fusions (jax issue 39257).
-        flags.append("--xla_cpu_experimental_ynn_fusion_type=")
+        flags += cpu_flags(is_timed="timing" in wanted)
     # The same examples in every run; --hypothesis-profile=default draws others.
     hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
     hypothesis.settings.load_profile("repeatable")
@@ -48,6 +45,17 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests import typecheck
 
         install_import_hook(PACKAGES, f"{typecheck.__name__}.arrays")
+
+
+def cpu_flags(*, is_timed: bool) -> list[str]:
+    """What the CPU's compiler is to leave out; where what was compiled is timed, only what it crashes by."""
+    flags = [] if is_timed else list(QUICK_TO_COMPILE)
+    if metadata.version("jaxlib") == "0.10.2":
+        # Broadcasts of rank 7 and more crash it with these fusions (jax issue 39257).
+        flags.append("--xla_cpu_experimental_ynn_fusion_type=")
+        # A third of the compiler's time; later versions know no other way than its fusion emitters.
+        flags += [] if is_timed else ["--xla_cpu_use_fusion_emitters=false"]
+    return flags
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
