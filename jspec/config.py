@@ -50,9 +50,10 @@ class EngineConfig:
         logprobs_mode: of the tokens emitted: "raw_logprobs", the model's own, or "processed_logprobs", of the law that
             they are drawn from, behind controls, temperature, top-k, top-p and min-p (of a greedy request, behind the
             controls); those of prompts are raw.
-        deterministic: what a request emits at temperature 0, or with a seed under accept="coupled", is the same to the bit
-            whatever the drafter, its tree, the bucket, the rest of the batch, slot, page size and chunks of the prompt:
-            a token's logits are computed alike in every program, which takes longer. Weights must not be quantised.
+        deterministic: what a request emits at temperature 0, or with a seed under accept="coupled", is bit for bit the
+            same whatever the drafter, its tree, the bucket, the rest of the batch, slot, page size and chunks of the
+            prompt: a token's logits are computed alike in every program, which takes longer. The target's weights must
+            not be quantised.
         log_interval: seconds between the lines that `logging` gets while requests run; None: none.
         compile_cache: folder that keeps compiled programs for later processes, from now on those of the whole process;
             None: where JAX_COMPILATION_CACHE_DIR says, if anywhere.

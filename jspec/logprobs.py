@@ -46,9 +46,7 @@ def _score(flat: Float[Array, "rows vocab"], ids: Int[Array, "rows 1"], *, imple
     chosen = jnp.minimum(picked - jax.nn.logsumexp(flat, axis=-1, keepdims=True), 0.0)
     is_chosen = top_ids == ids  # one number for one token, to the last bit
     chosen = jnp.where(jnp.any(is_chosen, axis=-1), jnp.sum(jnp.where(is_chosen, top, 0.0), axis=-1), chosen[:, 0])
-    return LogProbs(
-        chosen=chosen, ranks=1 + jnp.sum(flat > picked, axis=-1, dtype=jnp.int32), top=top, top_ids=top_ids
-    )
+    return LogProbs(chosen=chosen, ranks=1 + jnp.sum(flat > picked, axis=-1, dtype=jnp.int32), top=top, top_ids=top_ids)
 
 
 def of_round(
@@ -85,9 +83,7 @@ def of_first(
     return score(rows, token, view)
 
 
-def of_chunk(
-    normed: Float[Array, "1 tokens hidden"], chunk: PrefillInput, head: Weight, view: SlotView
-) -> LogProbs:
+def of_chunk(normed: Float[Array, "1 tokens hidden"], chunk: PrefillInput, head: Weight, view: SlotView) -> LogProbs:
     """Raw ones, ``[tokens]``: of the token behind each of a chunk's; behind its last one the chunk says what comes.
 
     Args:

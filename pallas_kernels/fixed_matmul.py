@@ -40,7 +40,7 @@ def _reference(x, weight, *, parts, dtype):
 
 
 def _kernel(x_ref, weight_ref, parts_ref, *, rows, steps, inner, precision):
-    """One program: `ROWS` rows of x by as many of the weight, one part. The weight's are those of the matrix product."""
+    """One program: `ROWS` rows of x by as many of the weight, one part. The weight's are the matrix product's."""
     part = pl.program_id(2)
     row = pl.program_id(0) * ROWS + jnp.arange(ROWS)
     out = pl.program_id(1) * ROWS + jnp.arange(ROWS)

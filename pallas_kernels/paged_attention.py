@@ -9,8 +9,8 @@
 Row r of sequence b lives at pool[page_table[b, r // page], :, r % page], pools are [pages, KH, page, D].
 bits[b,t] holds ceil(M/32) words, bit j % 32 of word j // 32 says that query t sees new row j.
 
-Deterministic attention gives a query the same bits in every call in which it sees the same keys and values. A query of
-a tree then names its rows instead of marking them: it sees row lengths[b] + paths[b,t,d] as if it stood at lengths[b] + d.
+Deterministic attention gives a query the same bits in every call in which it sees the same keys and values. A query
+of a tree then names its rows instead of marking them: row lengths[b] + paths[b,t,d] is seen as if at lengths[b] + d.
 """
 
 import functools
@@ -103,21 +103,24 @@ def _fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, *, start, sc
     """One query after the other, and for each its rows in order, tile by tile."""
     batch, queries, heads, dim = q.shape
     kv_heads, page = k_pool.shape[1:3]
+    most = page_table.shape[1] * page
     causal = jnp.broadcast_to(jnp.arange(queries, dtype=jnp.int32)[:, None, None], (batch, queries, 1, 1))[:, :, 0]
     exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
 
     def one(q, table, length, path):
         q, table, length, path = (array[0] for array in (q, table, length, path))
         last = length + 1 + (path[0] if paths is None else jnp.sum(path >= 0) - 1)
-        last = jnp.minimum(last, table.shape[0] * page)
+        last = jnp.minimum(last, most)
         packed = q.reshape(kv_heads, heads // kv_heads, dim)
 
         def step(index, carry):
             acc, top, total = carry
             row = index * FIXED_TILE + jnp.arange(FIXED_TILE, dtype=jnp.int32)
             new = row - length
-            place = row if paths is None else jnp.where(new < 0, row, length + path[jnp.clip(new, 0, path.shape[0] - 1)])
-            place = jnp.clip(place, 0, table.shape[0] * page - 1)
+            place = row
+            if paths is not None:
+                place = jnp.where(new < 0, row, length + path[jnp.clip(new, 0, path.shape[0] - 1)])
+            place = jnp.clip(place, 0, most - 1)
             k, v = (pool[table[place // page], :, place % page] for pool in (k_pool, v_pool))
             visible = (row >= start) & (row < last)
             v = v.astype(jnp.float32)
@@ -190,8 +193,7 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
             return (index * tiles.splits + piece) * tiles.tile + jnp.arange(tiles.tile)
 
         def places_of(index):
-            """Where the rows lie, loaded a step ahead: K and V are prefetched only if their addresses wait for nothing of
-            the same step."""
+            """Loaded a step ahead: K and V are prefetched only if their addresses wait for nothing of the same step."""
             row = rows_of(index)
             if tiles.depths:
                 own = refs[0].at[batch, block, jnp.clip(row - length, 0, tiles.depths - 1)]
@@ -242,7 +244,7 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
             whole_from = jnp.clip(_own_tiles(pl.cdiv(highest, tiles.tile), piece, tiles.splits), begin, end)
             carry = jax.lax.fori_loop(begin, whole_from, masked, carry)
         border = jnp.maximum(_own_tiles(jnp.minimum(length, last) // tiles.tile, piece, tiles.splits), whole_from)
-        if tiles.fixed:  # where a tile is masked the compiler fuses otherwise, and what was committed is not the query's own
+        if tiles.fixed:  # one code for every tile: with masks others multiplications are fused with additions
             border = whole_from
         else:
             carry = jax.lax.fori_loop(whole_from, border, whole, carry)  # committed rows alone
@@ -344,11 +346,10 @@ def _fixed_pallas(q, k_pool, v_pool, page_table, lengths, paths, *, start, scale
     for first in range(0, q.shape[1], MOST_QUERIES):
         own = slice(first, first + MOST_QUERIES)
         part, path = q[:, own], None if paths is None else paths[:, own]
-        before = lengths if path is not None else lengths + first  # to a later query of a chunk the earlier are committed
+        before = lengths if path is not None else lengths + first  # as if committed
         tiles = fixed_tiles(part, k_pool, page_table, path, start=start, wide=wide)
-        outputs.append(
-            _run(part, k_pool, v_pool, page_table, before, path, tiles=tiles, scale=scale, interpret=interpret)
-        )
+        options = {"tiles": tiles, "scale": scale, "interpret": interpret}
+        outputs.append(_run(part, k_pool, v_pool, page_table, before, path, **options))
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
 
 
@@ -424,9 +425,7 @@ def _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows, window):
         raise ValueError(f"window must be None or at least 1, got {window}")
 
 
-@functools.partial(
-    jax.jit, static_argnames=("new_rows", "start", "window", "scale", "deterministic", "implementation")
-)
+@functools.partial(jax.jit, static_argnames=("new_rows", "start", "window", "scale", "deterministic", "implementation"))
 def paged_attention(
     q: Float[Array, "B T H D"],
     k_pool: Float[Array, "pages KH page D"],

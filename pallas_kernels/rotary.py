@@ -44,7 +44,8 @@ def _reference(
     take = functools.partial(_apart, speeds=speeds, heads=heads, kv_heads=k_pool.shape[1], dtype=dtype)
     if deterministic:
         rows = qkv.reshape(qkv.shape[0], -1, qkv.shape[-1]).swapaxes(0, 1)
-        found = in_row_blocks(lambda row, at: take(row.swapaxes(0, 1)[:, :, None], at[:, None]), rows, positions.ravel())
+        alone = lambda row, at: take(row.swapaxes(0, 1)[:, :, None], at[:, None])  # noqa: E731
+        found = in_row_blocks(alone, rows, positions.ravel())
         q, k, v = (array.reshape(*positions.shape, *array.shape[2:]) for array in found)
     else:
         q, k, v = take(qkv, positions)

@@ -5,12 +5,11 @@ The body of a loop has the same shape whatever number of rows there are, so it i
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from pallas_kernels.implementation import Implementation
 
 ROWS = 8  # a block; a product of so many leaves no row to another path of its code
 LEAST_BLOCKS = 2  # a loop of one turn would be taken apart and fused with what is around it
@@ -35,12 +34,12 @@ def in_row_blocks(function: Callable[..., Any], *rows: Any, size: int = ROWS) ->
     return jax.tree.map(lambda array: array.reshape(blocks * size, *array.shape[2:])[:count], found)
 
 
-def in_row_blocks_off_gpu(function: Callable[..., Any], *rows: Any, implementation: Implementation) -> Any:
+def in_row_blocks_off_gpu(function: Callable[..., Any], *rows: Any, implementation: str) -> Any:
     """`in_row_blocks`, but on an NVIDIA GPU the function itself, for one that adds up nothing but in kernels of ours.
 
     There a loop would not fit into the round's graph, and numbers that are not added up come out alike in any number.
     """
-    blocked = lambda *rows: in_row_blocks(function, *rows)  # noqa: E731
+    blocked = partial(in_row_blocks, function)
     if implementation == "reference":
         return blocked(*rows)
     return jax.lax.platform_dependent(*rows, cuda=function, default=blocked)

@@ -31,7 +31,9 @@ def model(dtype: str, layers: int = 2) -> Model:
 class Texts:
     """The target's forward over equal texts, with pools of its own."""
 
-    def __init__(self, dtype: str, *, page: int, rows: int = 1, deterministic: bool = True, implementation: str) -> None:
+    def __init__(
+        self, dtype: str, *, page: int, rows: int = 1, deterministic: bool = True, implementation: str
+    ) -> None:
         columns = 64 // page
         self.target = model(dtype)
         self.table = jnp.asarray(1 + np.arange(rows * columns).reshape(rows, columns), jnp.int32)

@@ -127,7 +127,7 @@ def forward(
         Logits and features (concatenated in the order of ``feature_layers``), and the cache.
     """
     eps = model.config.norm_eps
-    fixed = {"implementation": batch.implementation, "deterministic": batch.deterministic}
+    fixed: dict[str, Any] = {"implementation": batch.implementation, "deterministic": batch.deterministic}
     split = partial(fixed_matmul if batch.deterministic else split_matmul, implementation=batch.implementation)
     add_norm = partial(add_rms_norm, eps=eps, **fixed)
     x = model.embed[batch.tokens]
