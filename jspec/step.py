@@ -163,17 +163,17 @@ def verify_stage(
 ) -> tuple[TargetOut, cache.KVCache]:
     """The target's forward over root and nodes, each seeing the committed rows and its own ancestors."""
     with jax.named_scope("verify"):
-        is_chain, reach = program.drafter.tree.is_chain, ancestors(draft.parents)
+        tree, fixed = program.drafter.tree, view.deterministic
         batch = TokenBatch(
             tokens=draft.tokens,
-            positions=view.lengths[:, None] + depths(reach),
+            positions=view.lengths[:, None] + depths(ancestors(draft.parents)),
             valid=jnp.broadcast_to(view.active[:, None], draft.tokens.shape),
             first_row=view.lengths,
             page_table=view.page_table,
-            bits=None if is_chain or view.deterministic else ancestor_bits(draft.parents),
+            bits=None if tree.is_chain or fixed else ancestor_bits(draft.parents),
             implementation=view.implementation,
-            deterministic=view.deterministic,
-            paths=by_depth(reach, program.drafter.tree.depth) if view.deterministic and not is_chain else None,
+            deterministic=fixed,
+            paths=by_depth(ancestors(draft.parents), tree.depth) if fixed and not tree.is_chain else None,
         )
         return forward(params.target, state.target, batch, feature_layers=program.feature_layers)
 

@@ -14,7 +14,7 @@ from pallas_kernels.quantized import matmul
 from pallas_kernels.row_blocks import in_row_blocks
 from pallas_kernels.split_matmul import add_up
 
-COUNTS = (1, 2, 5, 8, 9, 33, 80)  # rows
+COUNTS = (1, 5, 8, 9, 80)  # rows
 
 
 def problem(rows: int, out: int, inner: int, dtype: str) -> tuple[jax.Array, jax.Array]:
@@ -51,13 +51,13 @@ def test_gate_and_up_are_multiplied_first(implementation: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("implementation", "out", "inner"),
-    [("reference", 300, 1024), ("reference", 48, 16), ("reference", 1024, 2048), ("pallas", 128, 1024)],
+    [("reference", 300, 1024), ("reference", 48, 16), ("pallas", 128, 256)],
 )
 def test_a_row_has_the_same_bits_in_any_number_of_rows(implementation: str, out: int, inner: int, dtype: str) -> None:
     x, weight = problem(COUNTS[-1], out, inner, dtype)
     product = jax.jit(partial(fixed_matmul, dtype=jnp.dtype("float32"), implementation=implementation))
     everything = product(x, weight)
-    for count in COUNTS if implementation == "reference" else (1, 9, 33):
+    for count in COUNTS if implementation == "reference" else (1, 9):
         for first in (0, COUNTS[-1] - count):
             own = slice(first, first + count)
             assert same_bits(product(x[own], weight), everything[:, own]), (count, first)
