@@ -50,6 +50,10 @@ class EngineConfig:
         logprobs_mode: of the tokens emitted: "raw_logprobs", the model's own, or "processed_logprobs", of the law that
             they are drawn from, behind controls, temperature, top-k, top-p and min-p (of a greedy request, behind the
             controls); those of prompts are raw.
+        deterministic: what a request emits at temperature 0, or with a seed under accept="coupled", is bit for bit the
+            same whatever the drafter, its tree, the bucket, the rest of the batch, slot, page size and chunks of the
+            prompt: a token's logits are computed alike in every program, which takes longer. The target's weights must
+            not be quantised.
         log_interval: seconds between the lines that `logging` gets while requests run; None: none.
         compile_cache: folder that keeps compiled programs for later processes, from now on those of the whole process;
             None: where JAX_COMPILATION_CACHE_DIR says, if anywhere.
@@ -79,6 +83,7 @@ class EngineConfig:
     prefix_cache: bool = True
     controls: bool = True
     logprobs_mode: str = "raw_logprobs"
+    deterministic: bool = False
     log_interval: float | None = 10.0
     compile_cache: str | Path | None = None
     seed: int = 0
@@ -102,7 +107,7 @@ class EngineConfig:
             raise ValueError(f"log_interval: expected None or seconds >= 0, got {self.log_interval!r}")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction: expected in (0, 1], got {self.memory_fraction!r}")
-        for name in ("adaptive", "overlap", "prefix_cache", "controls"):
+        for name in ("adaptive", "overlap", "prefix_cache", "controls", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: expected a bool, got {getattr(self, name)!r}")
         if self.compile_cache is not None and not isinstance(self.compile_cache, (str, Path)):
@@ -114,6 +119,8 @@ class EngineConfig:
             raise ValueError(f"prefill_budget: expected None or an int >= 1, got {budget!r}")
         if self.pages is not None and (not isinstance(self.pages, int) or self.pages < 2):
             raise ValueError(f"pages: expected None or an int >= 2 (page 0 is never used), got {self.pages!r}")
+        if self.deterministic and self.quantize is not None:
+            raise ValueError(f"deterministic: expected quantize=None, got {self.quantize!r}; set one of them only")
         self._check_adaptive()
         self._set_buckets()
 

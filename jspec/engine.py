@@ -27,7 +27,7 @@ from jspec.output import OutputText, take_prompt, take_report
 from jspec.pages import PagePool
 from jspec.programs import Programs, keep_compiled
 from jspec.prometheus import Gauges, Latencies, exposition
-from jspec.quantize import check_device, quantize_weights
+from jspec.quantize import check_device, quantize_weights, quantized_as
 from jspec.records import Report, StepOutput
 from jspec.recovery import RESTART, caused_by, error_of_requests, let_go
 from jspec.requests import Request
@@ -77,6 +77,8 @@ class Engine(Interface):
             drafter = drafter.with_window(self.config.draft_window)
         if self.config.quantize is not None:
             target = quantize_weights(target, self.config.quantize)
+        if self.config.deterministic and (kind := quantized_as(target)):
+            raise ValueError(f"deterministic: expected a target whose weights are not quantised, got {kind}")
         verify.check_rule(self.config.accept, drafter.tree)
         depths = _depths(self.config, drafter)
         self._admission = Admission(tokenizer, target.config.vocab_size, tuple(eos_ids), self.config)
@@ -88,6 +90,7 @@ class Engine(Interface):
             implementation=self.config.implementation,
             typical=verify.Typical(self.config.typical_threshold, self.config.typical_alpha),
             controls=self.config.controls,
+            deterministic=self.config.deterministic,
         )
         pool = PoolShape.of(self.config, drafter.tree, str(target.embed.dtype))
         check_device(self._params, pool.dtype, pool.draft_dtype)

@@ -7,6 +7,8 @@ A prompt was not drawn, so its tokens' are raw.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -18,29 +20,33 @@ from jspec.records import Draft, LogProbs, PrefillInput, SlotView, Verdict
 from jspec.tree import Tree
 from jspec.verify import ancestors
 from pallas_kernels.quantized import Weight
+from pallas_kernels.row_blocks import in_row_blocks
 from pallas_kernels.top_log_probs import top_log_probs
 
 PROCESSED = "processed_logprobs"
 BLOCK = 64  # rows of a chunk whose logits exist at one time
 
 
-def score(logits: Float[Array, "*places vocab"], tokens: Int[Array, "*places"], implementation: str) -> LogProbs:
+def score(logits: Float[Array, "*places vocab"], tokens: Int[Array, "*places"], view: SlotView) -> LogProbs:
     """The log-probability of each place's token, its rank, and the likeliest tokens there.
 
     Args:
         tokens: negative ones have results without meaning.
     """
-    vocab = logits.shape[-1]
-    flat, ids = logits.reshape(-1, vocab), jnp.maximum(tokens, 0).reshape(-1, 1)
+    rows = (logits.reshape(-1, logits.shape[-1]), jnp.maximum(tokens, 0).reshape(-1, 1))
+    one = partial(_score, implementation=view.implementation)
+    scores = in_row_blocks(one, *rows) if view.deterministic else one(*rows)
+    return jax.tree.map(lambda field: field.reshape(*tokens.shape, *field.shape[1:]), scores)
+
+
+def _score(flat: Float[Array, "rows vocab"], ids: Int[Array, "rows 1"], *, implementation: str) -> LogProbs:
+    vocab = flat.shape[-1]
     top, top_ids = top_log_probs(flat, min(MAX_LOGPROBS, vocab), implementation=implementation)
     picked = jnp.take_along_axis(flat, ids, axis=-1)
     chosen = jnp.minimum(picked - jax.nn.logsumexp(flat, axis=-1, keepdims=True), 0.0)
     is_chosen = top_ids == ids  # one number for one token, to the last bit
     chosen = jnp.where(jnp.any(is_chosen, axis=-1), jnp.sum(jnp.where(is_chosen, top, 0.0), axis=-1), chosen[:, 0])
-    scores = LogProbs(
-        chosen=chosen, ranks=1 + jnp.sum(flat > picked, axis=-1, dtype=jnp.int32), top=top, top_ids=top_ids
-    )
-    return jax.tree.map(lambda field: field.reshape(*tokens.shape, *field.shape[1:]), scores)
+    return LogProbs(chosen=chosen, ranks=1 + jnp.sum(flat > picked, axis=-1, dtype=jnp.int32), top=top, top_ids=top_ids)
 
 
 def of_round(
@@ -58,7 +64,7 @@ def of_round(
             path = controls.paths(draft, ancestors(draft.parents), tree.depth)
             rows = controls.edit(rows, view, jnp.take_along_axis(path, node, axis=1))
         rows = sampling.process(rows, view.sampling)
-    return score(rows, verdict.tokens, view.implementation)
+    return score(rows, verdict.tokens, view)
 
 
 def of_first(
@@ -74,12 +80,10 @@ def of_first(
         edited: as `jspec.controls` leaves them.
     """
     rows = sampling.process(edited, view.sampling) if mode == PROCESSED else raw
-    return score(rows, token, view.implementation)
+    return score(rows, token, view)
 
 
-def of_chunk(
-    normed: Float[Array, "1 tokens hidden"], chunk: PrefillInput, head: Weight, implementation: str
-) -> LogProbs:
+def of_chunk(normed: Float[Array, "1 tokens hidden"], chunk: PrefillInput, head: Weight, view: SlotView) -> LogProbs:
     """Raw ones, ``[tokens]``: of the token behind each of a chunk's; behind its last one the chunk says what comes.
 
     Args:
@@ -92,7 +96,8 @@ def of_chunk(
     padding = -size % block
     rows = jnp.pad(normed[0], ((0, padding), (0, 0))).reshape(-1, block, normed.shape[-1])
     ids = jnp.pad(behind, (0, padding)).reshape(-1, block)
-    scores = jax.lax.map(lambda one: score(logits_of(one[0], head), one[1], implementation), (rows, ids))
+    logits = partial(logits_of, head=head, implementation=view.implementation, deterministic=view.deterministic)
+    scores = jax.lax.map(lambda one: score(logits(one[0]), one[1], view), (rows, ids))
     return jax.tree.map(lambda field: field.reshape(-1, *field.shape[2:])[:size], scores)
 
 

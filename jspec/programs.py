@@ -197,6 +197,6 @@ class Programs:
 
     def _compile_one(self, name: str, keep: Callable[[Any], None], lowered: Any) -> None:
         start = time.perf_counter()
-        keep(lowered.compile())
+        keep(lowered.compile(compiler_options=self._program.compiler_options))
         self.seconds[name] = time.perf_counter() - start
         logger.info("compiled %s in %.1f s", name, self.seconds[name])

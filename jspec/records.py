@@ -104,6 +104,7 @@ class SlotView:
     accept: str = struct.field(pytree_node=False)  # the accept rule of this program
     all_greedy: bool = struct.field(pytree_node=False)  # this branch of the program serves greedy rows only
     implementation: str = struct.field(pytree_node=False)  # of the kernels
+    deterministic: bool = struct.field(pytree_node=False, default=False)  # a row's bits do not depend on the others
     text: Int[Array, "batch positions"] | None = None  # in a prefill, where drafters read it: all tokens so far
     controls: Controls | None = None  # of all slots: rows are taken where they are used, a vocabulary each
 
@@ -128,6 +129,8 @@ class TokenBatch:
     base: Int[Array, "batch"] | None = None  # None: first_row
     new_rows: int | None = struct.field(pytree_node=False, default=None)  # that bits name; None: those here
     window: int | None = struct.field(pytree_node=False, default=None)  # None: rows of any age are seen
+    deterministic: bool = struct.field(pytree_node=False, default=False)  # a row's bits do not depend on the others
+    paths: Int[Array, "batch tokens depths"] | None = None  # where deterministic: what a tree's nodes see, by depth
 
 
 @struct.dataclass

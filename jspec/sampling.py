@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.records import Sampling, SlotView
 from pallas_kernels.keep_bound import keep_bound
+from pallas_kernels.row_blocks import in_row_blocks_off_gpu
 from pallas_kernels.top_log_probs import top_log_probs
 
 
@@ -108,9 +109,29 @@ def target_tokens(
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if view.all_greedy:
         return greedy
-    noisy = process(logits, view.sampling) + token_noise(view, positions, logits.shape[-1])
-    drawn = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+    if view.deterministic:
+        drawn = _drawn_alone(logits, view, positions)
+    else:
+        noisy = process(logits, view.sampling) + token_noise(view, positions, logits.shape[-1])
+        drawn = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
     return jnp.where(view.sampling.temperature[:, None] > 0, drawn, greedy)
+
+
+def _drawn_alone(
+    logits: Float[Array, "batch nodes vocab"], view: SlotView, positions: Int[Array, "batch nodes"]
+) -> Int[Array, "batch nodes"]:
+    """Draw each token by itself, so that no bit of a law or of its noise depends on how many there are."""
+    batch, nodes, vocab = logits.shape
+
+    def draw(logits: Array, sampling: Sampling, positions: Array) -> Array:
+        noise = gumbel(keys(sampling.seed, Purpose.TOKEN, positions), vocab)
+        noisy = process(logits[:, None], sampling)[:, 0] + noise
+        return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+
+    each = jax.tree.map(lambda field: jnp.repeat(field, nodes, axis=0), view.sampling)
+    rows = (logits.reshape(-1, vocab), each, positions.reshape(-1))
+    drawn = in_row_blocks_off_gpu(draw, *rows, implementation=view.implementation)
+    return drawn.reshape(batch, nodes)
 
 
 def law(logits: Float[Array, "batch nodes vocab"], sampling: Sampling) -> Float[Array, "batch nodes vocab"]:

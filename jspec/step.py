@@ -42,7 +42,7 @@ from jspec.records import (
     Verdict,
     pack_report,
 )
-from jspec.verify import ancestors, depths
+from jspec.verify import ancestors, by_depth, depths
 from pallas_kernels.ancestor_bits import ancestor_bits
 
 
@@ -60,6 +60,12 @@ class Program:
     controls: bool = False  # serves requests that use `jspec.controls`
     logprobs: str | None = None  # of emitted tokens, by a mode of `jspec.logprobs`; None: none
     prompt_logprobs: bool = False  # of a prompt's tokens
+    deterministic: bool = False  # a token's logits are the same bits in every program
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """With which it is compiled: XLA may leave out a rounding where that saves a conversion."""
+        return {"xla_allow_excess_precision": False} if self.deterministic else {}
 
 
 @struct.dataclass
@@ -89,6 +95,7 @@ def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> S
             accept=program.accept,
             all_greedy=False,
             implementation=program.implementation,
+            deterministic=program.deterministic,
             controls=state.controls,
         )
 
@@ -156,14 +163,17 @@ def verify_stage(
 ) -> tuple[TargetOut, cache.KVCache]:
     """The target's forward over root and nodes, each seeing the committed rows and its own ancestors."""
     with jax.named_scope("verify"):
+        tree, fixed = program.drafter.tree, view.deterministic
         batch = TokenBatch(
             tokens=draft.tokens,
             positions=view.lengths[:, None] + depths(ancestors(draft.parents)),
             valid=jnp.broadcast_to(view.active[:, None], draft.tokens.shape),
             first_row=view.lengths,
             page_table=view.page_table,
-            bits=None if program.drafter.tree.is_chain else ancestor_bits(draft.parents),
+            bits=None if tree.is_chain or fixed else ancestor_bits(draft.parents),
             implementation=view.implementation,
+            deterministic=fixed,
+            paths=by_depth(ancestors(draft.parents), tree.depth) if fixed and not tree.is_chain else None,
         )
         return forward(params.target, state.target, batch, feature_layers=program.feature_layers)
 
@@ -251,6 +261,7 @@ def prefill_step(
         page_table=view.page_table,
         bits=None,
         implementation=view.implementation,
+        deterministic=view.deterministic,
     )
     with jax.named_scope("target"):
         normed = (params.target.config.num_layers + 1,) if program.prompt_logprobs else ()
@@ -266,7 +277,7 @@ def prefill_step(
         with jax.named_scope("logprobs"):
             assert out.features is not None
             features, states = logprobs.without_normed(out.features, params.target.config.hidden_size)
-            prompt = logprobs.of_chunk(states, chunk, params.target.output_head, view.implementation)
+            prompt = logprobs.of_chunk(states, chunk, params.target.output_head, view)
             out = replace(out, features=features)
     with jax.named_scope("draft"):
         draft_state = program.drafter.prefill(params.draft, state.draft, view, batch, out.features)

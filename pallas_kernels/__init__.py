@@ -1,6 +1,7 @@
 """What XLA does not do fast enough, each as a reference written from the formula and a GPU kernel."""
 
 from pallas_kernels.ancestor_bits import ancestor_bits, causal_bits
+from pallas_kernels.fixed_matmul import fixed_matmul
 from pallas_kernels.keep_bound import keep_bound
 from pallas_kernels.kv_pages import append, move_rows
 from pallas_kernels.paged_attention import paged_attention
@@ -15,6 +16,7 @@ __all__ = [
     "ancestor_bits",
     "append",
     "causal_bits",
+    "fixed_matmul",
     "keep_bound",
     "move_rows",
     "paged_attention",

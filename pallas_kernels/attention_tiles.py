@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.quantized import FP8
 
+FIXED_SPLITS = 8  # at any batch, where the arithmetic must not depend on it
 MMA_ROWS = 16  # smallest side of a matrix product on tensor cores
 LEAST_SPLIT = 128  # rows of context: fewer are read before another program has started
 FULL = 264  # programs: two for each of about 132 multiprocessors
@@ -32,6 +33,13 @@ class Tiles(NamedTuple):
     splits: int  # programs that share a context
     warps: int
     stages: int
+    fixed: bool = False  # whether what a query adds up, and in which order, follows from its own rows alone
+    depths: int = 0  # new rows of a query's path, where queries have one; then a program holds one query
+
+    @property
+    def span(self) -> int:
+        """Rows of a program that are one query's."""
+        return self.packed if self.depths else self.group
 
 
 def choose_tiles(
@@ -82,4 +90,34 @@ def choose_tiles(
         splits=splits,
         warps=warps,
         stages=3 if few or is_alone or k_pool.dtype == FP8 else 2,
+    )
+
+
+def fixed_tiles(q: Array, k_pool: Array, page_table: Array, paths: Array | None, *, start: int, wide: bool) -> Tiles:
+    """Tiles for which only heads, head_dim and dtypes count: a query's sums are the same in every call.
+
+    Args:
+        paths: [B, T, depths], as in `paged_attention`.
+        wide: products are taken in float32.
+    """
+    queries, heads, dim = q.shape[1:]
+    group, page = heads // k_pool.shape[1], k_pool.shape[2]
+    width = max(k_pool.dtype.itemsize, 2)
+    depths = 0 if paths is None else paths.shape[-1]
+    return Tiles(
+        group=group,
+        queries=queries,
+        new=depths or queries,
+        words=0,
+        page=page,
+        capacity=page_table.shape[1] * page,
+        start=start,
+        window=0,
+        packed=max(pl.next_power_of_2(group), MMA_ROWS),
+        tile=min(max(8 * 1024 // (dim * width), MMA_ROWS), 64),
+        splits=FIXED_SPLITS,
+        warps=8 if wide else 4,
+        stages=3,
+        fixed=True,
+        depths=depths,
     )

@@ -8,6 +8,9 @@
 
 Row r of sequence b lives at pool[page_table[b, r // page], :, r % page], pools are [pages, KH, page, D].
 bits[b,t] holds ceil(M/32) words, bit j % 32 of word j // 32 says that query t sees new row j.
+
+Deterministic attention gives a query the same bits in every call in which it sees the same keys and values. A query
+of a tree then names its rows instead of marking them: row lengths[b] + paths[b,t,d] is seen as if at lengths[b] + d.
 """
 
 import functools
@@ -20,12 +23,15 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels.ancestor_bits import WORD, num_words
-from pallas_kernels.attention_tiles import MMA_ROWS, choose_tiles
+from pallas_kernels.attention_tiles import MMA_ROWS, choose_tiles, fixed_tiles
 from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.kv_pages import POOL_DTYPES
 from pallas_kernels.quantized import FP8
+from pallas_kernels.row_blocks import in_row_blocks
 
 MERGED = 16  # splits the merge reads at once
+FIXED_TILE = 32  # rows of context that the deterministic reference reads in a step
+MOST_QUERIES = 128  # of one deterministic call: its parts are the same for any context, and wide
 
 
 def _visible(
@@ -93,6 +99,51 @@ def _reference(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start,
     return out.reshape(batch, queries, heads, dim).astype(q.dtype)
 
 
+def _fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, *, start, scale):
+    """One query after the other, and for each its rows in order, tile by tile."""
+    batch, queries, heads, dim = q.shape
+    kv_heads, page = k_pool.shape[1:3]
+    most = page_table.shape[1] * page
+    causal = jnp.broadcast_to(jnp.arange(queries, dtype=jnp.int32)[:, None, None], (batch, queries, 1, 1))[:, :, 0]
+    exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
+
+    def one(q, table, length, path):
+        q, table, length, path = (array[0] for array in (q, table, length, path))
+        last = length + 1 + (path[0] if paths is None else jnp.sum(path >= 0) - 1)
+        last = jnp.minimum(last, most)
+        packed = q.reshape(kv_heads, heads // kv_heads, dim)
+
+        def step(index, carry):
+            acc, top, total = carry
+            row = index * FIXED_TILE + jnp.arange(FIXED_TILE, dtype=jnp.int32)
+            new = row - length
+            place = row
+            if paths is not None:
+                place = jnp.where(new < 0, row, length + path[jnp.clip(new, 0, path.shape[0] - 1)])
+            place = jnp.clip(place, 0, most - 1)
+            k, v = (pool[table[place // page], :, place % page] for pool in (k_pool, v_pool))
+            visible = (row >= start) & (row < last)
+            v = v.astype(jnp.float32)
+            v = jnp.where(visible[:, None, None] & ((new < 0)[:, None, None] | jnp.isfinite(v)), v, 0)
+            scores = jnp.einsum("kgd,skd->kgs", packed, k.astype(_compute_dtype(q, k)), **exact) * scale
+            scores = jnp.where(visible, scores, -jnp.inf)
+            new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+            base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+            weights, fade = jnp.exp(scores - base[..., None]), jnp.exp(top - base)
+            acc = acc * fade[..., None] + jnp.einsum("kgs,skd->kgd", weights, v, **exact)
+            return acc, new_top, total * fade + weights.sum(-1)
+
+        sums = jnp.zeros((*packed.shape[:2],), jnp.float32)
+        empty = (jnp.zeros(packed.shape, jnp.float32), jnp.full_like(sums, -jnp.inf), sums)
+        acc, _, total = jax.lax.fori_loop(start // FIXED_TILE, pl.cdiv(last, FIXED_TILE), step, empty)
+        return (acc / jnp.where(total == 0, 1.0, total)[..., None]).reshape(1, heads, dim).astype(q.dtype)
+
+    per_query = (jnp.repeat(array, queries, axis=0) for array in (page_table, lengths))
+    own = (causal if paths is None else paths).reshape(batch * queries, -1)
+    out = in_row_blocks(one, q.reshape(-1, heads, dim), *per_query, own, size=1)
+    return out.reshape(q.shape)
+
+
 def _compute_dtype(q: Array, pool: Array) -> jnp.dtype:
     """In which scores and sums of values are multiplied."""
     if pool.dtype == FP8:
@@ -105,18 +156,20 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
 
     Pools of one byte are read as pairs of numbers, even and odd channels apart.
     """
-    outputs = refs[1:] if tiles.words else refs  # refs are the bits, if any, and the outputs
+    outputs = refs[1:] if tiles.words or tiles.depths else refs  # refs are the bits or paths, if any, and the outputs
     batch, kv_head = pl.program_id(2), pl.program_id(1)
     piece, block = pl.program_id(0) % tiles.splits, pl.program_id(0) // tiles.splits
     packed = block * tiles.packed + jnp.arange(tiles.packed)
-    query, head = packed // tiles.group, kv_head * tiles.group + packed % tiles.group
+    query, head = packed // tiles.span, kv_head * tiles.group + packed % tiles.span
     inside, width = query < tiles.queries, k_ref.shape[-1]
+    if tiles.depths:
+        inside &= packed % tiles.span < tiles.group
     apart = q_ref.shape[-1] // width
     columns = jnp.arange(width)[None, :]
     channels = [columns * apart + half for half in range(apart)]
     length = lengths_ref[batch]
     new_rows = tiles.new  # that this program reads; causal: none past its own last query
-    if not tiles.words:
+    if not tiles.words and not tiles.depths:
         new_rows = jnp.minimum(((block + 1) * tiles.packed - 1) // tiles.group + 1, new_rows)
     first, last = jnp.minimum(tiles.start, length), jnp.minimum(length + new_rows, tiles.capacity)
     lowest = highest = tiles.start  # the first rows that any query here sees, and that all see
@@ -139,22 +192,33 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
         def rows_of(index):
             return (index * tiles.splits + piece) * tiles.tile + jnp.arange(tiles.tile)
 
-        def pages_of(index):
+        def places_of(index):
             """Loaded a step ahead: K and V are prefetched only if their addresses wait for nothing of the same step."""
-            return pltriton.load(table_ref.at[batch, jnp.minimum(rows_of(index), tiles.capacity - 1) // tiles.page])
+            row = rows_of(index)
+            if tiles.depths:
+                own = refs[0].at[batch, block, jnp.clip(row - length, 0, tiles.depths - 1)]
+                own = pltriton.load(own, mask=row >= length, other=0)
+                row = jnp.where(row >= length, jnp.where(own < 0, tiles.capacity, length + own), row)
+            page = pltriton.load(table_ref.at[batch, jnp.minimum(row, tiles.capacity - 1) // tiles.page])
+            return (page, row) if tiles.depths else (page,)
 
         def step(index, carry, *, masked):
-            acc, top, total, pages = carry
+            acc, top, total, (pages, *place) = carry
             row = rows_of(index)
+            (place,) = place or (row,)
             new = row - length
             loaded = (row < last) & (row >= lowest)
-            at = (pages[:, None], kv_head, (row % tiles.page)[:, None], columns)
+            if tiles.depths:
+                loaded &= place < tiles.capacity
+            at = (pages[:, None], kv_head, (place % tiles.page)[:, None], columns)
             mask = {"mask": loaded[:, None]} if masked else {}
             k, v = (_numbers(pltriton.load(ref.at[at], **mask), compute, interpret) for ref in (k_ref, v_ref))
             scores = sum(pltriton.dot(*pair, trans_b=True, precision=precision) for pair in zip(q, k, strict=True))
             scores = scores * factor
             if masked:
-                visible = loaded[None, :] & ((new < 0)[None, :] | _own(new, query, seen))
+                visible = loaded[None, :]
+                if not tiles.depths:
+                    visible &= (new < 0)[None, :] | _own(new, query, seen)
                 if tiles.window and not tiles.words:
                     visible &= row[None, :] >= (oldest + query)[:, None]
                 scores = jnp.where(visible, scores, -jnp.inf)
@@ -166,13 +230,13 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
             weights, fade = jnp.exp2(scores - base[:, None]), jnp.exp2(top - base)
             left = weights.astype(compute)
             acc = [a * fade[:, None] + pltriton.dot(left, b, precision=precision) for a, b in zip(acc, v, strict=True)]
-            return acc, new_top, total * fade[:, None] + weights, pages_of(index + 1)
+            return acc, new_top, total * fade[:, None] + weights, places_of(index + 1)
 
         carry = (
             [jnp.zeros((tiles.packed, width), jnp.float32)] * apart,
             jnp.full((tiles.packed,), -jnp.inf, jnp.float32),
             jnp.zeros((tiles.packed, tiles.tile), jnp.float32),  # added up at the end: a reduction is a barrier
-            pages_of(begin),
+            places_of(begin),
         )
         masked, whole = functools.partial(step, masked=True), functools.partial(step, masked=False)
         whole_from = begin
@@ -180,7 +244,10 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
             whole_from = jnp.clip(_own_tiles(pl.cdiv(highest, tiles.tile), piece, tiles.splits), begin, end)
             carry = jax.lax.fori_loop(begin, whole_from, masked, carry)
         border = jnp.maximum(_own_tiles(jnp.minimum(length, last) // tiles.tile, piece, tiles.splits), whole_from)
-        carry = jax.lax.fori_loop(whole_from, border, whole, carry)  # committed rows alone
+        if tiles.fixed:  # one code for every tile: with masks others multiplications are fused with additions
+            border = whole_from
+        else:
+            carry = jax.lax.fori_loop(whole_from, border, whole, carry)  # committed rows alone
         carry = jax.lax.fori_loop(border, end, masked, carry)
         acc, top, total, _ = carry
         total = jnp.sum(total, axis=1)
@@ -242,7 +309,7 @@ def _merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
     """One program: the splits of one query head, weighted by 2**weights; only those that were written."""
     head, query, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     length, dims = lengths_ref[batch], jnp.arange(out_ref.shape[-1])
-    new_rows = tiles.new if tiles.words else query + 1
+    new_rows = tiles.new if tiles.words or tiles.depths else query + 1
     first = jnp.minimum(tiles.start, length)
     if tiles.window:
         first = jnp.maximum(first, length - tiles.window + 1 + (0 if tiles.words else query))
@@ -269,11 +336,28 @@ def _merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
 
 
 def _pallas(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, window, scale, interpret):
+    wide = _compute_dtype(q, k_pool) == jnp.float32
+    tiles = choose_tiles(q, k_pool, page_table, bits, new_rows=new_rows, start=start, window=window, wide=wide)
+    return _run(q, k_pool, v_pool, page_table, lengths, bits, tiles=tiles, scale=scale, interpret=interpret)
+
+
+def _fixed_pallas(q, k_pool, v_pool, page_table, lengths, paths, *, start, scale, interpret):
+    wide, outputs = _compute_dtype(q, k_pool) == jnp.float32, []
+    for first in range(0, q.shape[1], MOST_QUERIES):
+        own = slice(first, first + MOST_QUERIES)
+        part, path = q[:, own], None if paths is None else paths[:, own]
+        before = lengths if path is not None else lengths + first  # as if committed
+        tiles = fixed_tiles(part, k_pool, page_table, path, start=start, wide=wide)
+        options = {"tiles": tiles, "scale": scale, "interpret": interpret}
+        outputs.append(_run(part, k_pool, v_pool, page_table, before, path, **options))
+    return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
+
+
+def _run(q, k_pool, v_pool, page_table, lengths, bits, *, tiles, scale, interpret):
     """Two kernels (one where nothing is split): partial attention of every split, then their merge."""
     batch, queries, heads, dim = q.shape
     compute = _compute_dtype(q, k_pool)
     wide = compute == jnp.float32
-    tiles = choose_tiles(q, k_pool, page_table, bits, new_rows=new_rows, start=start, window=window, wide=wide)
     # Three TF32 products are as exact as one of float32, and run on tensor cores; a CPU has none.
     three_products = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     precision = three_products if wide and not interpret else jax.lax.Precision.HIGHEST
@@ -283,7 +367,7 @@ def _pallas(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, wi
     options = {"tiles": tiles, "scale": scale, "compute": compute, "precision": precision, "interpret": interpret}
     attended = pl.pallas_call(
         functools.partial(_attend_kernel, **options),
-        grid=(pl.cdiv(queries * tiles.group, tiles.packed) * tiles.splits, k_pool.shape[1], batch),
+        grid=(pl.cdiv(queries * tiles.span, tiles.packed) * tiles.splits, k_pool.shape[1], batch),
         out_shape=[out] if tiles.splits == 1 else [parts, weights],
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
@@ -341,7 +425,7 @@ def _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows, window):
         raise ValueError(f"window must be None or at least 1, got {window}")
 
 
-@functools.partial(jax.jit, static_argnames=("new_rows", "start", "window", "scale", "implementation"))
+@functools.partial(jax.jit, static_argnames=("new_rows", "start", "window", "scale", "deterministic", "implementation"))
 def paged_attention(
     q: Float[Array, "B T H D"],
     k_pool: Float[Array, "pages KH page D"],
@@ -354,6 +438,8 @@ def paged_attention(
     start: int = 0,
     window: int | None = None,
     scale: float | None = None,
+    deterministic: bool = False,
+    paths: Int32[Array, "B T depths"] | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B T H D"]:
     """Attention of T queries a sequence over its committed rows and over new ones, mostly their own.
@@ -370,6 +456,9 @@ def paged_attention(
         window: rows from lengths[b] - window down are hidden, and without bits for each query after the first one row
             more; pages that hold only such are not read. None hides none.
         scale: of the scores; 1 / sqrt(D) if None.
+        deterministic: a query's last bits depend on nothing but itself and the keys and values it sees, in their order.
+        paths: with `deterministic`, instead of bits: the new row that query t sees at each depth, its own the last; -1
+            beyond. None is causal.
         implementation: "auto" is the kernel where the program is compiled for an NVIDIA GPU and the shape is
             supported (prefill too), else the reference; "pallas" on a CPU interprets the kernel.
 
@@ -382,6 +471,16 @@ def paged_attention(
     new_rows = q.shape[1] if new_rows is None else new_rows
     _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows, window)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if paths is not None and not deterministic:
+        raise ValueError("paths: expected deterministic=True, or bits instead")
+    if deterministic:
+        if bits is not None or window is not None:
+            raise ValueError("deterministic: expected neither bits nor a window, which a draft alone has; name paths")
+        kernel, reference = (
+            functools.partial(run, start=start, scale=scale) for run in (_fixed_pallas, _fixed_reference)
+        )
+        unsupported, arguments = _unsupported(q, k_pool, None), (q, k_pool, v_pool, page_table, lengths, paths)
+        return choose(implementation, unsupported, kernel, reference, *arguments)
     arguments = (q, k_pool, v_pool, page_table, lengths, bits)
     options = {"new_rows": new_rows, "start": start, "window": window, "scale": scale}
     reference, kernel = (functools.partial(run, **options) for run in (_reference, _pallas))

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.quantized import Inputs, Rounded
 from pallas_kernels.round_rows import FP8, scaled_rows
+from pallas_kernels.row_blocks import in_row_blocks
 from pallas_kernels.split_matmul import add_up
 
 WIDEST = 16384  # columns a program holds in registers
@@ -32,6 +33,15 @@ def _reference(x, parts, weight, *, eps, is_rounded):
     total = x + add_up(parts, x.dtype)
     normed = _normed(total, weight, eps, x.shape[-1])
     return (total, *scaled_rows(normed, FP8)) if is_rounded else (total, normed)
+
+
+def _reference_in_blocks(x, parts, weight, *, eps, is_rounded):
+    flat = parts.reshape(parts.shape[0], -1, x.shape[-1]).swapaxes(0, 1)
+    options = {"eps": eps, "is_rounded": is_rounded}
+    left = in_row_blocks(
+        lambda x, parts: _reference(x, parts.swapaxes(0, 1), weight, **options), x.reshape(-1, x.shape[-1]), flat
+    )
+    return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in left)
 
 
 def _kernel(x_ref, parts_ref, weight_ref, sum_ref, normed_ref, *scale_ref, eps, hidden):
@@ -68,7 +78,7 @@ def _pallas(x, parts, weight, *, eps, is_rounded, interpret):
     return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in left)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "is_rounded", "implementation"))
+@functools.partial(jax.jit, static_argnames=("eps", "is_rounded", "deterministic", "implementation"))
 def add_rms_norm(
     x: Float[Array, "*rows hidden"],
     delta: Float[Array, "parts *rows hidden"],
@@ -76,6 +86,7 @@ def add_rms_norm(
     *,
     eps: float,
     is_rounded: bool = False,
+    deterministic: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "*rows hidden"], Inputs]:
     """Returns x + delta, and its root-mean-square norm (arXiv:1910.07467) scaled by the weight.
@@ -83,12 +94,16 @@ def add_rms_norm(
     Args:
         delta: in parts to be added up, as `split_matmul` leaves them.
         is_rounded: the norm comes back as `Rounded`.
+        deterministic: a row's last bits are the same among any number of rows; the kernel's always are.
         implementation: as in `paged_attention`.
 
     Raises:
         NotImplementedError: "pallas" with rows wider than the kernel holds.
     """
     unsupported = None if x.shape[-1] <= WIDEST else f"rows of at most {WIDEST} columns, got {x.shape[-1]}"
-    kernel, reference = (functools.partial(run, eps=eps, is_rounded=is_rounded) for run in (_pallas, _reference))
+    kernel, reference = (
+        functools.partial(run, eps=eps, is_rounded=is_rounded)
+        for run in (_pallas, _reference_in_blocks if deterministic else _reference)
+    )
     total, *normed = choose(implementation, unsupported, kernel, reference, x, delta, weight)
     return total, Rounded(normed[0], normed[1], x.dtype) if is_rounded else normed[0]

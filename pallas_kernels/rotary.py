@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.kv_pages import POOL_DTYPES, Pool, append, place, rounded
+from pallas_kernels.row_blocks import in_row_blocks
 from pallas_kernels.split_matmul import add_up
 
 
@@ -30,11 +31,24 @@ def rotate(
     return turned.astype(x.dtype)
 
 
-def _reference(k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *, heads, dtype):
-    kv_heads, dim = k_pool.shape[1], k_pool.shape[3]
-    heads_apart = add_up(qkv, dtype).reshape(*qkv.shape[1:3], -1, dim)
+def _apart(qkv, positions, speeds, *, heads, kv_heads, dtype):
+    """Queries and keys, rotated, and values, of one group of rows."""
+    heads_apart = add_up(qkv, dtype).reshape(*positions.shape, heads + 2 * kv_heads, -1)
     q, k, v = jnp.split(heads_apart, [heads, heads + kv_heads], axis=2)
-    q, k = rotate(q, positions, speeds), rotate(k, positions, speeds)
+    return rotate(q, positions, speeds), rotate(k, positions, speeds), v
+
+
+def _reference(
+    k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *, heads, dtype, deterministic=False
+):
+    take = functools.partial(_apart, speeds=speeds, heads=heads, kv_heads=k_pool.shape[1], dtype=dtype)
+    if deterministic:
+        rows = qkv.reshape(qkv.shape[0], -1, qkv.shape[-1]).swapaxes(0, 1)
+        alone = lambda row, at: take(row.swapaxes(0, 1)[:, :, None], at[:, None])  # noqa: E731
+        found = in_row_blocks(alone, rows, positions.ravel())
+        q, k, v = (array.reshape(*positions.shape, *array.shape[2:]) for array in found)
+    else:
+        q, k, v = take(qkv, positions)
     return q, *append(k_pool, v_pool, k, v, page_table, first_row, valid, implementation="reference")
 
 
@@ -113,7 +127,7 @@ def _unsupported(k_pool: Array) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("heads", "dtype", "implementation"))
+@functools.partial(jax.jit, static_argnames=("heads", "dtype", "deterministic", "implementation"))
 def rotate_append(
     k_pool: Pool,
     v_pool: Pool,
@@ -126,6 +140,7 @@ def rotate_append(
     *,
     heads: int,
     dtype: jnp.dtype,
+    deterministic: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T H D"], Pool, Pool]:
     """Rotates queries and keys, and writes keys and values of row t to row first_row[b] + t, where valid.
@@ -135,6 +150,7 @@ def rotate_append(
         speeds: float32 radians per position, head_dim / 2 of them.
         heads: query heads.
         dtype: of the model, in which the queries come back.
+        deterministic: a row's last bits are the same among any number of rows; the kernel's always are.
         implementation: as in `paged_attention`.
 
     Returns:
@@ -146,6 +162,7 @@ def rotate_append(
     kv_heads, dim = k_pool.shape[1], k_pool.shape[3]
     if qkv.shape[-1] != (heads + 2 * kv_heads) * dim or heads % kv_heads:
         raise ValueError(f"qkv must be {(heads + 2 * kv_heads) * dim} wide, got {qkv.shape[-1]}")
-    kernel, reference = (functools.partial(run, heads=heads, dtype=dtype) for run in (_pallas, _reference))
+    kernel = functools.partial(_pallas, heads=heads, dtype=dtype)
+    reference = functools.partial(_reference, heads=heads, dtype=dtype, deterministic=deterministic)
     arguments = (k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid)
     return choose(implementation, _unsupported(k_pool), kernel, reference, *arguments)

@@ -26,18 +26,29 @@ def compile_round(
     *,
     prefix_cache: bool = False,
     controls: bool = False,
+    deterministic: bool = False,
+    batch: int = 1,
 ) -> tuple[H200Program, int]:
     """The compiled round, and the bytes of its state."""
     target = Model.from_weights(shapes.TARGETS[SHAPE], shapes.target_shapes(SHAPE, "bfloat16"))
     head = EagleHead.from_weights(shapes.head_config(SHAPE), shapes.head_shapes(SHAPE, "bfloat16"))
     if quantize is not None:
         target, head = (jax.eval_shape(partial(quantize_weights, kind=quantize), model) for model in (target, head))
-    case = rounds.Case(SHAPE, batch=1, context=1024, tree=tree, quantize=quantize, kv_dtype=kv_dtype)
+    case = rounds.Case(
+        SHAPE,
+        batch=batch,
+        context=1024,
+        tree=tree,
+        quantize=quantize,
+        kv_dtype=kv_dtype,
+        deterministic=deterministic,
+    )
     program, params, pool = rounds.build(case, target, head)
     pool, program = replace(pool, prefix_cache=prefix_cache), replace(program, controls=controls)
     state = jax.eval_shape(lambda p: init_state(program, p, pool), params)
-    slots = jax.ShapeDtypeStruct((1,), "int32")
-    compiled = compile_for_h200(partial(spec_step, program), params, state, slots, donate_argnums=1)
+    slots = jax.ShapeDtypeStruct((batch,), "int32")
+    options = program.compiler_options
+    compiled = compile_for_h200(partial(spec_step, program), params, state, slots, donate_argnums=1, options=options)
     return compiled, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
@@ -81,6 +92,29 @@ def test_controls_stay_in_the_rounds_graph(tree: Tree, launches: int, temp_mib: 
     assert not program.copies(1 << 20)
     assert program.temp_bytes < temp_mib << 20
     assert len(program.launches) < launches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tree", "batch", "launches", "temp_mib"),
+    [(None, 1, 440, 12), (Tree.chain(4), 32, 520, 200), (Tree.topk(60, 8, 10), 1, 660, 112)],
+    ids=str,
+)
+def test_a_deterministic_round_is_one_graph_of_our_own_kernels(
+    tree: Tree | None, batch: int, launches: int, temp_mib: int
+) -> None:
+    """The target's products, norms and attention are none of XLA's, which chooses by the number of rows."""
+    program, state_bytes = compile_round(tree, deterministic=True, batch=batch)
+    print(tree, batch, len(program.launches), "launches", program.temp_bytes >> 20, "MiB")
+    assert len(program.graphs) == 1
+    assert not program.outside_graphs
+    assert program.alias_bytes == state_bytes
+    assert not program.copies(1 << 20)
+    assert program.temp_bytes < temp_mib << 20
+    assert len(program.launches) < launches
+    assert program.count("fixed_matmul") == 4 * 32 + 1
+    assert program.count("paged_attention") >= 2 * 32
+    assert program.count("add_rms_norm") >= 2 * 32 + 1
 
 
 @pytest.mark.slow

@@ -73,6 +73,7 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", type=ints, default=[16], metavar="16")
     parser.add_argument("--idle", type=ints, default=[0], metavar="0,7", help="rows of the batch without a request")
     parser.add_argument("--depth", type=int, help="at which rounds cut their trees; 0 drafts nothing")
+    parser.add_argument("--deterministic", action="store_true", help="rounds whose tokens are alike in every program")
     parser.add_argument("--sampled", action="store_true", help="temperature 1 instead of greedy")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="trace a few rounds of each case into DIR/CASE")
     _output_arguments(parser)
@@ -178,7 +179,11 @@ def _case(arguments: argparse.Namespace, batch: int, tree: Tree | None, **more: 
 
 def _step(arguments: argparse.Namespace) -> int:
     grid = product(arguments.page_size, arguments.context, arguments.batch, arguments.tree, arguments.idle)
-    common = {"greedy": not arguments.sampled, "depth": arguments.depth}
+    common = {
+        "greedy": not arguments.sampled,
+        "depth": arguments.depth,
+        "deterministic": arguments.deterministic,
+    }
     cases = [
         _case(arguments, batch, tree, context=context, page_size=page, idle=idle, **common)
         for page, context, batch, tree, idle in grid

@@ -46,6 +46,7 @@ class Case:
     kv_dtype: str | None = None  # of both caches; None: dtype
     idle: int = 0  # rows of the batch that hold no request
     depth: int | None = None  # at which a round cuts the tree, 0: it drafts nothing; None: the tree's own
+    deterministic: bool = False
 
     @property
     def name(self) -> str:
@@ -58,6 +59,7 @@ class Case:
         words += [] if self.implementation == "auto" else [self.implementation]
         words += [f"idle{self.idle}"] if self.idle else []
         words += [] if self.depth is None else [f"depth{self.depth}"]
+        words += ["deterministic"] * self.deterministic
         return "_".join(words if self.greedy else [*words, "sampled"])
 
     @property
@@ -101,6 +103,7 @@ def build(
         feature_layers=drafter.feature_layers(target),
         accept="coupled",
         implementation=case.implementation,
+        deterministic=case.deterministic,
     )
     max_len = case.context + (GROUP * (_depth(case) + 1) + 1 if growth is None else growth)
     dtypes = (case.kv_dtype or case.dtype,) * 2
@@ -112,7 +115,8 @@ def build(
 def compile_step(program: Program, params: Params, state: Any, batch: int) -> Any:
     """The executable of one round; params and state may be shapes."""
     slots = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    return jax.jit(partial(spec_step, program), donate_argnums=(1,)).lower(params, state, slots).compile()
+    lowered = jax.jit(partial(spec_step, program), donate_argnums=(1,)).lower(params, state, slots)
+    return lowered.compile(compiler_options=program.compiler_options)
 
 
 def measure(case: Case, target: Model, head: EagleHead | None, *, profile: Path | None = None) -> Timing:

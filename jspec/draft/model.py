@@ -98,7 +98,7 @@ class DraftModel(Drafter):
     def prefill(
         self, params: Model, state: DraftModelState, view: SlotView, batch: TokenBatch, features: Array | None
     ) -> DraftModelState:
-        batch = replace(batch, window=self.draft_window)
+        batch = replace(batch, window=self.draft_window, deterministic=False)
         _, cache = forward(params, state.cache, batch, with_logits=False)
         return replace(state, cache=cache, previous=state.previous.at[view.slots].set(-1, mode="drop"))
 

@@ -72,6 +72,7 @@ def project(
         batch.valid,
         heads=shape.num_heads,
         dtype=dtype,
+        deterministic=batch.deterministic,
         implementation=batch.implementation,
     )
 
@@ -99,6 +100,8 @@ def attend(
         new_rows=batch.new_rows,
         start=start,
         window=batch.window,
+        deterministic=batch.deterministic,
+        paths=batch.paths,
         implementation=batch.implementation,
     )
     return out.reshape(*out.shape[:2], -1)

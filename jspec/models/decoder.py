@@ -20,6 +20,7 @@ from jspec import pretrained
 from jspec.models.attention import attend, project
 from jspec.models.config import ModelConfig
 from jspec.records import KVCache, TargetOut, TokenBatch
+from pallas_kernels.fixed_matmul import fixed_matmul
 from pallas_kernels.quantized import Inputs, Weight, matmul, rounds_inputs
 from pallas_kernels.residual_norm import add_rms_norm
 from pallas_kernels.split_matmul import split_matmul
@@ -84,14 +85,23 @@ def rms_norm(
     return wide.astype(x.dtype) * weight
 
 
-def mlp(x: Inputs, gate_up: Weight, down: Weight, implementation: str) -> Float[Array, "parts *rows hidden"]:
+def mlp(
+    x: Inputs, gate_up: Weight, down: Weight, implementation: str, *, deterministic: bool = False
+) -> Float[Array, "parts *rows hidden"]:
     """SiLU-gated feed-forward (arXiv:2002.05202), in parts as `split_matmul` leaves them."""
+    if deterministic:
+        (gate_and_up,) = fixed_matmul(x, gate_up, is_whole=True, implementation=implementation)
+        return fixed_matmul(gate_and_up, down, is_gated=True, implementation=implementation)
     gate_and_up = matmul(x, gate_up, implementation=implementation)
     return split_matmul(gate_and_up, down, is_gated=True, implementation=implementation)
 
 
-def logits_of(x: Float[Array, "... hidden"], head: Weight) -> Float[Array, "... vocab"]:
+def logits_of(
+    x: Float[Array, "... hidden"], head: Weight, implementation: str = "auto", *, deterministic: bool = False
+) -> Float[Array, "... vocab"]:
     """Scores over a vocabulary, accumulated and returned in float32."""
+    if deterministic:
+        return fixed_matmul(x, head, jnp.float32, is_whole=True, implementation=implementation)[0]
     return matmul(x, head, jnp.float32)
 
 
@@ -117,10 +127,14 @@ def forward(
         Logits and features (concatenated in the order of ``feature_layers``), and the cache.
     """
     eps = model.config.norm_eps
-    split = partial(split_matmul, implementation=batch.implementation)
-    add_norm = partial(add_rms_norm, eps=eps, implementation=batch.implementation)
+    fixed: dict[str, Any] = {"implementation": batch.implementation, "deterministic": batch.deterministic}
+    split = partial(fixed_matmul if batch.deterministic else split_matmul, implementation=batch.implementation)
+    add_norm = partial(add_rms_norm, eps=eps, **fixed)
     x = model.embed[batch.tokens]
-    normed = rms_norm(x, model.layers[0].attn_norm, eps)
+    if batch.deterministic:
+        x, normed = add_norm(x, jnp.zeros((1, *x.shape), x.dtype), model.layers[0].attn_norm)
+    else:
+        normed = rms_norm(x, model.layers[0].attn_norm, eps)
     states, k_pools, v_pools = [x], [], []
     following = [(layer.attn_norm, rounds_inputs(layer.qkv)) for layer in model.layers[1:]] + [(model.norm, False)]
     for index, (layer, (next_norm, is_rounded)) in enumerate(zip(model.layers, following, strict=True)):
@@ -129,7 +143,7 @@ def forward(
             q, k_pool, v_pool = project(qkv, cache.k[index], cache.v[index], batch, model.config, x.dtype)
             attended = attend(q, k_pool, v_pool, batch)
             x, normed = add_norm(x, split(attended, layer.o), layer.mlp_norm, is_rounded=rounds_inputs(layer.gate_up))
-            delta = mlp(normed, layer.gate_up, layer.down, batch.implementation)
+            delta = mlp(normed, layer.gate_up, layer.down, **fixed)
             x, normed = add_norm(x, delta, next_norm, is_rounded=is_rounded)
         states.append(x)
         k_pools.append(k_pool)
@@ -141,5 +155,5 @@ def forward(
         with jax.named_scope("head"):
             if logit_rows is not None:
                 normed = jnp.take_along_axis(normed, logit_rows[..., None], axis=1)
-            logits = logits_of(normed, model.output_head)
+            logits = logits_of(normed, model.output_head, **fixed)
     return TargetOut(logits=logits, features=features), KVCache(k=k_pools, v=v_pools)

@@ -33,7 +33,7 @@ from jspec.records import Draft, SlotView, Verdict
 from jspec.sampling import Purpose
 from jspec.tree import Tree
 from jspec.verify.block import block_verification
-from jspec.verify.paths import Ruling, ancestors, at_node, depths, ranks, walk
+from jspec.verify.paths import Ruling, ancestors, at_node, by_depth, depths, ranks, walk
 from jspec.verify.point import Candidate, multi_candidate, point_masses
 from jspec.verify.rejection import without_replacement
 from jspec.verify.typical import Typical, typical_acceptance
@@ -43,6 +43,7 @@ __all__ = [
     "Typical",
     "accept",
     "ancestors",
+    "by_depth",
     "check_rule",
     "cut",
     "depths",

@@ -35,6 +35,17 @@ def depths(reach: Bool[Array, "batch nodes nodes"]) -> Int[Array, "batch nodes"]
     return jnp.sum(reach, axis=-1, dtype=jnp.int32) - 1
 
 
+def by_depth(reach: Bool[Array, "batch nodes nodes"], depth: int) -> Int[Array, "batch nodes depth1"]:
+    """The node that stands at each depth on the way to each node, itself the last; -1 beyond. Padding has itself alone.
+
+    Args:
+        depth: of the tree.
+    """
+    is_there = reach[:, :, None] & (depths(reach)[:, None] == jnp.arange(depth + 1)[:, None])[:, None]
+    is_there |= (depths(reach) == 0)[:, :, None, None] & reach[:, :, None] & (jnp.arange(depth + 1) == 0)[:, None]
+    return jnp.where(jnp.any(is_there, axis=-1), jnp.argmax(is_there, axis=-1), -1).astype(jnp.int32)
+
+
 def candidates(draft: Draft) -> Bool[Array, "batch nodes"]:
     """The nodes that a rule may accept: neither the root nor padding nor cut off."""
     return draft.valid & (draft.parents >= 0)

@@ -25,6 +25,7 @@ from pallas_kernels import (
     split_matmul,
     top_log_probs,
 )
+from pallas_kernels.fixed_matmul import fixed_matmul
 from pallas_kernels.quantized import Quantized, matmul
 from pallas_kernels.top_log_probs import top
 from tests.gpus import GPUS, compile_for
@@ -53,6 +54,18 @@ def attention(rows: int, dim: int, dtype: Any = BF16) -> Case:
         return paged_attention(*arrays, *(() if bits else (None,)), implementation="pallas")
 
     return attend, (q, *pools(dim, dtype), table, shape(1, dtype=I32), *bits)
+
+
+def fixed_attention(rows: int, depths: int = 0) -> Case:
+    """Deterministic: a chain or a chunk, or a tree whose nodes name their ancestors."""
+
+    def attend(*arrays: Any) -> Any:
+        own = {"paths": arrays[5]} if depths else {}
+        return paged_attention(*arrays[:5], None, deterministic=True, implementation="pallas", **own)
+
+    paths = [shape(1, rows, depths, dtype=I32)] if depths else []
+    q, table = shape(1, rows, HEADS, 128), shape(1, 128, dtype=I32)
+    return attend, (q, *pools(128, BF16), table, shape(1, dtype=I32), *paths)
 
 
 def prefill(dim: int) -> Case:
@@ -88,6 +101,11 @@ def product(rows: int, kind: str | None = None) -> Case:
     return partial(split_matmul, implementation="pallas"), (shape(rows, HIDDEN), weight)
 
 
+def fixed_product(rows: int, dtype: Any = BF16) -> Case:
+    arrays = shape(rows, HIDDEN, dtype=dtype), shape(6144, HIDDEN, dtype=dtype)
+    return partial(fixed_matmul, implementation="pallas"), arrays
+
+
 def whole_product(kind: str) -> Case:
     """Of so many columns that XLA takes it."""
     weight = Quantized(shape(VOCAB, HIDDEN, dtype=FP8), shape(VOCAB, dtype=F32), dynamic=kind == "fp8_dynamic")
@@ -112,6 +130,11 @@ CASES: dict[str, Case] = {
     "move": rows_of_pages(BF16, move=True),
     **{f"product {rows}": product(rows) for rows in (5, 61)},
     **{f"product {rows} int8": product(rows, "int8") for rows in (5, 61)},
+    "attention 5, deterministic": fixed_attention(5),
+    "attention 61, deterministic": fixed_attention(61, depths=9),
+    "prefill, deterministic": fixed_attention(512),
+    "product 5, deterministic": fixed_product(5),
+    "product 5, deterministic, float32": fixed_product(5, F32),
     "norm": norm(5, 1),
     "norm of parts": norm(61, 4),
     "bound": bound(5),

@@ -1,0 +1,144 @@
+"""Deterministic `paged_attention`: right by the numpy oracle, and the same bits however a query comes to it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import paged_attention
+from tests.kernels.problems import Case, Problem, make_problem
+
+CASES = [
+    Case(queries=5, tree="causal", dim=64),
+    Case(queries=5, tree="causal", page=1, dtype="bfloat16", start=1),
+    Case(queries=5, tree="random"),
+    Case(queries=9, tree="padded", group=8, page=64),
+    Case(queries=5, tree="random", lengths="full", dtype="bfloat16", pool="float8_e4m3fn"),
+    Case(queries=60, tree="chain", lengths="zero"),
+]
+IMPLEMENTATIONS = ("reference", "pallas")
+LENGTH, NEW, KV_HEADS, DIM = 580, 6, 2, 16  # more than a tile for each of the kernel's splits
+
+
+def paths_of(problem: Problem) -> jax.Array | None:
+    """The rows that each query sees, in order, from what the bits say."""
+    if problem.bits is None:
+        return None
+    bits = np.asarray(problem.bits)[..., None] >> np.arange(32, dtype=np.uint32) & 1
+    seen = bits.reshape(*bits.shape[:2], -1)
+    paths = np.full((*seen.shape[:2], seen.sum(-1).max()), -1, np.int32)
+    for place in np.ndindex(*seen.shape[:2]):
+        rows = np.flatnonzero(seen[place])
+        paths[place][: len(rows)] = rows
+    return jnp.asarray(paths)
+
+
+def check(case: Case, implementation: str) -> None:
+    problem = make_problem(case)
+    arrays = (*problem.arrays[:-1], None)
+    options: dict[str, Any] = dict(start=case.start, implementation=implementation, deterministic=True)
+    out = paged_attention(*arrays, paths=paths_of(problem), **options)
+    assert out.dtype == problem.q.dtype
+    assert problem.error(out) <= problem.tolerance
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_it_is_softmax_attention_over_the_rows_seen(case: Case, implementation: str) -> None:
+    check(case, implementation)
+
+
+def test_it_takes_paths_and_neither_bits_nor_windows() -> None:
+    problem = make_problem(Case())
+    arrays = problem.arrays[:-1]
+    with pytest.raises(ValueError, match="neither bits nor a window"):
+        paged_attention(*arrays, problem.bits, deterministic=True)
+    with pytest.raises(ValueError, match="neither bits nor a window"):
+        paged_attention(*arrays, None, window=3, deterministic=True)
+    with pytest.raises(ValueError, match="expected deterministic=True"):
+        paged_attention(*arrays, None, paths=paths_of(problem))
+
+
+class Text:
+    """Keys, values and queries of one text, laid into pools in any way."""
+
+    def __init__(self, dtype: str, implementation: str, *, deterministic: bool = True) -> None:
+        rng = np.random.default_rng(0)
+        self.k, self.v = rng.normal(size=(2, LENGTH + NEW, KV_HEADS, DIM))
+        self.q = rng.normal(size=(LENGTH + NEW, 4 * KV_HEADS, DIM))
+        self.dtype = dtype
+        self.attend = jax.jit(partial(paged_attention, implementation=implementation, deterministic=deterministic))
+
+    def run(self, length: int, rows: list[int], *, page: int = 16, mates: int = 0, paths: Any = None) -> np.ndarray:
+        """Queries of some rows behind ``length`` committed ones; their keys lie one behind the other from there on."""
+        columns = -(-(LENGTH + NEW + page) // page)
+        order = np.random.default_rng(page).permutation((1 + mates) * columns) + 1
+        table = order.reshape(1 + mates, columns)
+        at = np.concatenate([np.arange(length), rows]).astype(int)
+        pools = np.random.default_rng(1).normal(size=(2, (1 + mates) * columns + 1, KV_HEADS, page, DIM))
+        place = np.arange(len(at))
+        for pool, own in zip(pools, (self.k, self.v), strict=True):
+            pool[table[-1, place // page], :, place % page] = own[at]
+        q = np.random.default_rng(2).normal(size=(1 + mates, len(rows), *self.q.shape[1:]))
+        q[-1] = self.q[rows]
+        lengths = [*([length // 2] * mates), length]
+        if paths is not None:
+            paths = jnp.asarray(np.broadcast_to(paths, (1 + mates, *np.shape(paths))), jnp.int32)
+        arrays = (jnp.asarray(array, self.dtype) for array in (q, *pools))
+        tables = (jnp.asarray(table, jnp.int32), jnp.asarray(lengths, jnp.int32))
+        extra = {} if paths is None else {"paths": paths}
+        return np.asarray(self.attend(*arrays, *tables, None, **extra)[-1], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "implementation"),
+    [
+        ("bfloat16", "reference"),
+        ("bfloat16", "pallas"),
+        pytest.param("float32", "reference", marks=pytest.mark.slow),
+        pytest.param("float32", "pallas", marks=pytest.mark.matrix),
+    ],
+)
+def test_a_query_has_the_same_bits_however_it_comes(dtype: str, implementation: str) -> None:
+    """Alone, in a chain, at a tile's border, in a chunk, among others, in pages of another size, as nodes of a tree."""
+    text = Text(dtype, implementation)
+    first = 574  # rows 574 to 579: tiles end at 576
+    alone = np.concatenate([text.run(row, [row]) for row in range(first, LENGTH)])
+    chain = list(range(first, LENGTH))
+    for name, out in {
+        "chain": text.run(first, chain),
+        "chunk": text.run(first - 24, list(range(first - 24, LENGTH)))[24:],
+        "page": text.run(first, chain, page=5),
+        "mates": text.run(first, chain, mates=2),
+    }.items():
+        np.testing.assert_array_equal(out, alone, err_msg=name)
+    # Nodes 1, 3 and 4 hang in a chain below the root; 2 and 5 are others' rows.
+    nodes = [first, first + 1, 3, first + 2, first + 3, 7]
+    paths = [[0, -1, -1, -1], [0, 1, -1, -1], [0, 2, -1, -1], [0, 1, 3, -1], [0, 1, 3, 4], [0, 2, 5, -1]]
+    tree = text.run(first, nodes, paths=paths, mates=1)
+    np.testing.assert_array_equal(tree[[0, 1, 3, 4]], alone[:4])
+    paths[4] = [0, 1, 2, 4]
+    assert (text.run(first, nodes, paths=paths, mates=1)[4] != alone[3]).any(), "another ancestor must show"
+
+
+def test_control_ordinary_attention_has_other_bits() -> None:
+    text = Text("float32", "reference", deterministic=False)
+    alone = np.concatenate([text.run(row, [row]) for row in range(574, LENGTH)])
+    assert (text.run(574, list(range(574, LENGTH)), page=5) != alone).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_compiled_kernel_on_a_gpu(case: Case) -> None:
+    check(case, "pallas")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_gpu_a_query_has_the_same_bits_however_it_comes(dtype: str) -> None:
+    test_a_query_has_the_same_bits_however_it_comes(dtype, "pallas")
