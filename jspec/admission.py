@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from jspec import control_input
 from jspec.config import EngineConfig
+from jspec.grammar_input import GrammarInput
 from jspec.records import MAX_STOP_IDS, PrefillInput
 from jspec.requests import Request, SamplingParams, sample_seed
 from jspec.scheduler import PrefillPlan
@@ -51,11 +53,14 @@ class Admission:
         stop_ids = self._stop_ids(params)
         limit = min(params.max_tokens, self.config.max_len - len(ids))
         words = self._bad_words(params, stop_ids, limit)
+        grammar = self._grammars.of(params, stop_ids, words)
         self._check_output(params)
         numbers = [next(self.ids) for _ in range(params.n)]
         seeds = [sample_seed(self._seed(params, numbers[0]), index) for index in range(params.n)]
         first, *others = (
-            Request(number, ids, params, seed, stop_ids, limit, trace=trace, index=index, bad_words=words)
+            Request(
+                number, ids, params, seed, stop_ids, limit, trace=trace, index=index, bad_words=words, grammar=grammar
+            )
             for index, (number, seed) in enumerate(zip(numbers, seeds, strict=True))
         )
         first.siblings = tuple(others)
@@ -74,6 +79,10 @@ class Admission:
         words = control_input.bad_words(params, self.tokenizer)
         control_input.check(params, words, stop_ids, vocab_size=self.vocab_size, limit=limit)
         return words
+
+    @cached_property
+    def _grammars(self) -> GrammarInput:
+        return GrammarInput(self.tokenizer, self.vocab_size, self.config.grammar_cells)
 
     def _check_output(self, params: SamplingParams) -> None:
         """Refuse what the engine cannot look for or tell."""

@@ -20,6 +20,8 @@ from jspec.cache import PoolShape
 from jspec.config import EngineConfig
 from jspec.control_input import pack_controls
 from jspec.draft import Drafter, NoDraft
+from jspec.grammar import TablePool
+from jspec.grammar_input import check_end
 from jspec.interface import Interface
 from jspec.metrics import Metrics
 from jspec.models.decoder import Model
@@ -88,6 +90,7 @@ class Engine(Interface):
             implementation=self.config.implementation,
             typical=verify.Typical(self.config.typical_threshold, self.config.typical_alpha),
             controls=self.config.controls,
+            grammar_cells=self.config.grammar_cells if self.config.controls and tokenizer is not None else 0,
         )
         pool = PoolShape.of(self.config, drafter.tree, str(target.embed.dtype))
         check_device(self._params, pool.dtype, pool.draft_dtype)
@@ -115,6 +118,7 @@ class Engine(Interface):
             prefix_cache=self.config.prefix_cache,
             prefill_budget=self.config.prefill_budget,
         )
+        self._tables = TablePool(self.config.slots)
         self._in_flight: deque[tuple[Plan, StepOutput]] = deque()
         self._rows: tuple[int | None, ...] = ()
         self._slots = jax.device_put(np.zeros(0, np.int32))
@@ -234,8 +238,7 @@ class Engine(Interface):
     def _dispatch(self, plan: Plan) -> StepOutput:
         if isinstance(plan, PrefillPlan):
             if plan.is_last and plan.request.params.controls_used:  # all of its text is known here
-                controls = pack_controls(plan.request, self._admission.vocab_size)
-                self._state = self._programs.with_controls(self._state, controls)
+                self._admit_controls(plan.request)
             executable, packed = self._prefill_program(plan), jax.device_put(self._pack(plan))
         else:
             executable = self._round_program(plan)
@@ -244,6 +247,17 @@ class Engine(Interface):
         self._state, output = executable(self._params, self._state, packed)
         jax.copy_to_host_async(output)
         return output
+
+    def _admit_controls(self, request: Request) -> None:
+        """Give a request's slot its controls, and its grammar a table."""
+        table = 0
+        if request.grammar is not None:
+            in_use = {other.grammar for other in self.scheduler.running if other.grammar is not None}
+            table, is_new = self._tables.place(request.grammar, in_use)
+            if is_new:
+                self._state = self._programs.with_grammar(self._state, table, request.grammar)
+        controls = pack_controls(request, self._admission.vocab_size, table)
+        self._state = self._programs.with_controls(self._state, controls)
 
     def _prefill_program(self, plan: PrefillPlan) -> Any:
         if plan.request.scores_prompt or plan.request.params.logprobs is not None:
@@ -295,6 +309,8 @@ class Engine(Interface):
             text = self._texts[request.id]
             try:
                 reason = take_report(request, text, output, row, is_round, self.eos_ids)
+                if reason in ("eos", "stop") and text.stop is None:
+                    check_end(request)
             except Exception as error:  # of a tokenizer, for instance: nobody else's affair
                 request.error, reason = error, "error"
             self._clock(request)
@@ -418,6 +434,7 @@ class Engine(Interface):
         self._in_flight.clear()
         self._stopwatch.reset()
         self.scheduler.lose_steps()
+        self._tables.forget()
         theirs = error_of_requests(error)
         self._fail(self.scheduler.running, theirs)
         try:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from jspec import cache, controls, logprobs, sampling, verify
+from jspec import automata, cache, controls, logprobs, sampling, verify
 from jspec.draft import Drafter, static_draft
 from jspec.models.decoder import Model, forward
 from jspec.records import (
@@ -58,6 +58,7 @@ class Program:
     trace: bool = False
     typical: verify.Typical = field(default_factory=verify.Typical)
     controls: bool = False  # serves requests that use `jspec.controls`
+    grammar_cells: int = 0  # of a table of `jspec.automata`; 0: no grammars
     logprobs: str | None = None  # of emitted tokens, by a mode of `jspec.logprobs`; None: none
     prompt_logprobs: bool = False  # of a prompt's tokens
 
@@ -90,6 +91,7 @@ def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> S
             all_greedy=False,
             implementation=program.implementation,
             controls=state.controls,
+            grammars=state.grammars,
         )
 
 
@@ -211,7 +213,9 @@ def commit_stage(
             count = jnp.where(view.active, verdict.counts, 0)
             put["text"] = cache.write_text(state.text, view.page_table, view.lengths, rows, count)
         if state.controls is not None:
-            put["controls"] = controls.advance(state.controls, view.slots, verdict.tokens, verdict.counts)
+            put["controls"] = controls.advance(
+                state.controls, view.slots, verdict.tokens, verdict.counts, verdict.grammar_state
+            )
         return replace(state, target=target, draft=draft_state, **put)
 
 
@@ -316,8 +320,9 @@ def _first_token(
     )
     if state.controls is not None:
         is_new = is_last & (chunk.root < 0)
+        behind = None if state.grammars is None else automata.states(view, token[..., None])[:, 0]
         state = replace(
-            state, controls=controls.advance(state.controls, view.slots, token, is_new.astype(jnp.int32)[None])
+            state, controls=controls.advance(state.controls, view.slots, token, is_new.astype(jnp.int32)[None], behind)
         )
     scores = jax.tree.map(lambda x: x[None], scores)
     return state, StepOutput(report=pack_report(verdict, 0 * one)[None], trace=None, logprobs=scores)
@@ -351,7 +356,7 @@ def init_state(program: Program, params: Params, pool: cache.PoolShape) -> SlotS
     def fill(value: float, dtype: jnp.dtype = jnp.int32, *inner: int) -> Array:
         return jnp.full((pool.slots, *inner), value, dtype)  # never shared: each is donated on its own
 
-    config = params.target.config
+    config, cells = params.target.config, program.grammar_cells
     return SlotState(
         root=fill(0),
         lengths=fill(0),
@@ -363,6 +368,7 @@ def init_state(program: Program, params: Params, pool: cache.PoolShape) -> SlotS
         draft=program.drafter.init(params.draft, pool),
         text=jnp.zeros((pool.pages, pool.page_size), jnp.int32) if _keeps_text(program, pool) else None,
         controls=controls.unused(pool.slots, config.vocab_size) if program.controls else None,
+        grammars=automata.unused(pool.slots, cells, config.vocab_size) if cells else None,
     )
 
 
