@@ -85,7 +85,13 @@ class Admission:
         return GrammarInput(self.tokenizer, self.vocab_size, self.config.grammar_cells)
 
     def _check_output(self, params: SamplingParams) -> None:
-        """Refuse what the engine cannot look for or tell."""
+        """Refuse what the engine cannot look for, hand on or tell."""
+        args = self.config.processor_args
+        if params.processor_args and len(params.processor_args) != args:
+            raise ValueError(
+                f"processor_args: expected {args} numbers, as this engine was built for, or none, got "
+                f"{params.processor_args}"
+            )
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop: {params.stop!r} needs a tokenizer; pass tokenizer= or use stop_token_ids")
         for name in ("logprobs", "prompt_logprobs"):

@@ -49,6 +49,7 @@ class EngineConfig:
             takes 8 bytes a slot and token of the vocabulary, and time only in rounds with such a request.
         grammar_cells: of a grammar's table, states times classes of tokens; an engine with a tokenizer has as many
             tables as slots, each of 2 bytes a cell and token of the vocabulary; 0: no grammars.
+        processor_args: numbers that a request may give the engine's ``logits_processor``.
         logprobs_mode: of the tokens emitted: "raw_logprobs", the model's own, or "processed_logprobs", of the law that
             they are drawn from, behind controls, temperature, top-k, top-p and min-p (of a greedy request, behind the
             controls); those of prompts are raw.
@@ -81,6 +82,7 @@ class EngineConfig:
     prefix_cache: bool = True
     controls: bool = True
     grammar_cells: int = 2**18
+    processor_args: int = 0
     logprobs_mode: str = "raw_logprobs"
     log_interval: float | None = 10.0
     compile_cache: str | Path | None = None
@@ -112,9 +114,10 @@ class EngineConfig:
             raise ValueError(f"compile_cache: expected None or a folder's path, got {self.compile_cache!r}")
         if not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"seed: expected an int >= 0, got {self.seed!r}")
-        cells = self.grammar_cells
-        if not isinstance(cells, int) or isinstance(cells, bool) or cells < 0:
-            raise ValueError(f"grammar_cells: expected an int >= 0, got {cells!r}")
+        for name in ("grammar_cells", "processor_args"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{name}: expected an int >= 0, got {value!r}")
         budget = self.prefill_budget
         if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
             raise ValueError(f"prefill_budget: expected None or an int >= 1, got {budget!r}")

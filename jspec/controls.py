@@ -5,8 +5,9 @@ and the node itself had been generated already: so drafting changes neither a to
 temperature and the cuts by rank and probability, is `jspec.sampling.process`.
 
 In the order of transformers' processors: bias, repetition, presence and frequency, bad words, least length, allowed
-tokens and grammar (`jspec.automata`). The last only take tokens out, which no later step can undo, so what holds for a
-whole request (tokens that are not allowed, bad words of one token) is -inf in the bias.
+tokens and grammar (`jspec.automata`); then a user's own (`jspec.processors`). Those before it that only take tokens out
+are never undone, so what holds for a whole request (tokens that are not allowed, bad words of one token) is -inf in the
+bias.
 
 A slot's counts are made once, when its request is admitted, and kept with every token that is committed; a node's
 ancestors are at most ``depth`` tokens more, compared where the logits are read. In a round of rows that use none of
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec import automata, sampling
+from jspec import automata, processors, sampling
 from jspec.records import Controls, Draft, SlotView
 
 MAX_BAD_WORDS = 128  # of more than one token, a request
@@ -36,8 +37,12 @@ Decision = tuple[Int[Array, "batch"], Int[Array, "batch"]]  # the last node that
 IN_PROMPT, GENERATED = 1, 2  # what a token of the text adds to its count; the prompt's counts once
 
 
-def unused(slots: int, vocab: int) -> Controls:
-    """Slots without controls; every array is its own."""
+def unused(slots: int, vocab: int, args: int = 0) -> Controls:
+    """Slots without controls; every array is its own.
+
+    Args:
+        args: numbers that a request may give a processor.
+    """
     return Controls(
         used=jnp.zeros(slots, bool),
         repetition=jnp.ones(slots, jnp.float32),
@@ -51,6 +56,8 @@ def unused(slots: int, vocab: int) -> Controls:
         counts=jnp.zeros((slots, vocab), jnp.int32),
         table=jnp.zeros(slots, jnp.int32),
         grammar_state=jnp.full(slots, automata.NO_STATE, jnp.int32),
+        prompt_size=jnp.zeros(slots, jnp.int32),
+        processor_args=jnp.zeros((slots, args), jnp.float32),
     )
 
 
@@ -156,6 +163,8 @@ def by_use(
         kept = jnp.take_along_axis(to_nodes, best[:, None, None], axis=1)
         return (best, bonus), automata.states(view, jnp.concatenate([kept, bonus[:, None, None]], axis=-1))[:, 0]
 
+    if view.processor is not None:  # which edits every row
+        return with_controls()
     is_sampled = jnp.any(view.sampling.temperature > 0).astype(jnp.int32)
     return jax.lax.switch(  # one conditional for both questions: each costs a GPU program time
         jnp.where(_is_used(view), 2, is_sampled),
@@ -167,11 +176,10 @@ def edit_one(logits: Float[Array, "batch 1 vocab"], view: SlotView) -> Float[Arr
     """`edit` where there is nothing behind the root; small enough to be returned by a conditional."""
     if view.controls is None:
         return logits
-    return jax.lax.cond(
-        _is_used(view),
-        lambda: edit(logits, view, jnp.zeros((*logits.shape[:2], 0), jnp.int32)),
-        lambda: logits,
-    )
+    nothing = jnp.zeros((*logits.shape[:2], 0), jnp.int32)
+    if view.processor is not None:
+        return edit(logits, view, nothing)
+    return jax.lax.cond(_is_used(view), lambda: edit(logits, view, nothing), lambda: logits)
 
 
 def _is_used(view: SlotView) -> Bool[Array, ""]:
@@ -199,7 +207,9 @@ def edit(
         edited = jnp.where(is_early[..., None] & is_end, -jnp.inf, edited)
     edited = _without_bad_words(edited, row, path, depth)
     edited = jnp.where(row.used[:, None, None], edited, logits)
-    return edited if view.grammars is None else automata.only_allowed(edited, view, path)
+    if view.grammars is not None:
+        edited = automata.only_allowed(edited, view, path)
+    return edited if view.processor is None else processors.apply(edited, view, path)
 
 
 def _penalised(

@@ -201,12 +201,16 @@ def _useful(source: str, table: np.ndarray, is_final: np.ndarray) -> np.ndarray:
 
 def _closure(states: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """States, and all that edges lead to from them."""
-    while True:
-        more = states.copy()
-        more[targets[states[sources]]] = True
-        if (more == states).all():
-            return states
-        states = more
+    order = np.argsort(sources, kind="stable")
+    targets, first = targets[order], np.searchsorted(sources[order], np.arange(len(states) + 1)).tolist()
+    found, newest = states.copy(), np.flatnonzero(states).tolist()
+    while newest:
+        state = newest.pop()
+        behind = targets[first[state] : first[state + 1]]
+        fresh = behind[~found[behind]]
+        found[fresh] = True
+        newest += fresh.tolist()
+    return found
 
 
 def check_size(grammar: Grammar, cells: int) -> None:

@@ -98,14 +98,15 @@ class GrammarInput:
 
 
 def check_end(request: Request) -> None:
-    """Refuse the end of a request whose grammar was not at its end: nothing else was left there.
+    """Refuse a request's text that left its grammar, or ended within it: nothing that may come was left there.
 
     Raises:
         ValueError: naming what took the last tokens out.
     """
     if request.grammar is None or request.grammar.follow(request.token_ids) >= 0:
         return
+    count = next(n for n in range(len(request.token_ids)) if request.grammar.follow(request.token_ids[: n + 1]) < 0)
     raise ValueError(
-        f"{request.grammar.source}: behind {len(request.token_ids) - 1} tokens bad_words={request.params.bad_words!r} "
-        "left none of those that the grammar allows; ban less, or words of one token"
+        f"{request.grammar.source}: behind {count} tokens bad_words={request.params.bad_words!r} or the engine's "
+        "logits_processor left none of those that the grammar allows; ban less, or words of one token"
     )

@@ -74,6 +74,8 @@ class Controls:
     counts: Int[Array, "slots vocab"]  # twice the times a token was generated, the root included; 1 more: in the prompt
     table: Int[Array, "slots"]  # of `Grammars`; without meaning where ``grammar_state`` is -1
     grammar_state: Int[Array, "slots"]  # behind the root; -1: no grammar
+    prompt_size: Int[Array, "slots"]  # with the next for a user's processor alone, whatever ``used`` says
+    processor_args: Float[Array, "slots args"]
 
 
 @struct.dataclass
@@ -116,9 +118,10 @@ class SlotView:
     accept: str = struct.field(pytree_node=False)  # the accept rule of this program
     all_greedy: bool = struct.field(pytree_node=False)  # this branch of the program serves greedy rows only
     implementation: str = struct.field(pytree_node=False)  # of the kernels
-    text: Int[Array, "batch positions"] | None = None  # in a prefill, where drafters read it: all tokens so far
+    text: Int[Array, "batch positions"] | None = None  # the tokens of all rows, in a prefill or for a processor
     controls: Controls | None = None  # of all slots: rows are taken where they are used, a vocabulary each
     grammars: Grammars | None = None
+    processor: Any = struct.field(pytree_node=False, default=None)  # a user's own (`jspec.processors`)
 
 
 @struct.dataclass

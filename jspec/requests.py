@@ -43,6 +43,8 @@ class SamplingParams:
             matches, in which nothing but a token that ends the request can follow its end. The text is cut where
             max_tokens or a stop string ends it first. Tokens that end the request come where the text may end only.
         json_schema: a schema, or its text, that the whole text fits; likewise. Not one that holds itself.
+        processor_args: numbers for the engine's ``logits_processor``, as many as its ``processor_args`` says, or none,
+            which is zeros.
         draft: False for no speculation in this request, an int caps the accepted draft length.
         logprobs: so many of the likeliest tokens in each token's place, with their log-probabilities; 0: of the token
             alone; None: off. Raw or processed, as the engine's ``logprobs_mode`` says.
@@ -74,6 +76,7 @@ class SamplingParams:
     min_tokens: int = 0
     regex: str | None = None
     json_schema: str | Mapping[str, Any] | None = field(default=None, hash=False)
+    processor_args: tuple[float, ...] = ()
     draft: bool | int = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -84,6 +87,8 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids"):
             if isinstance(getattr(self, name), (list, set, frozenset, np.ndarray)):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.processor_args, (list, np.ndarray)):
+            object.__setattr__(self, "processor_args", tuple(self.processor_args))
         if isinstance(self.stop, (str, list)) or self.stop is None:
             object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         if isinstance(self.bad_words, (list, tuple)):
@@ -122,6 +127,11 @@ class SamplingParams:
             ),
             ("regex", self.regex is None or (isinstance(self.regex, str) and self.regex != ""), "None or a text"),
             ("json_schema", is_schema(self.json_schema), "None, a schema as a dict, or its text"),
+            (
+                "processor_args",
+                isinstance(self.processor_args, tuple) and all(map(is_finite, self.processor_args)),
+                "a tuple of finite numbers",
+            ),
             (
                 "draft",
                 isinstance(self.draft, bool) or (is_int(self.draft) and self.draft >= 0),

@@ -46,20 +46,6 @@ def tokenizer() -> Tokenizer:
 
 
 @cache
-def plain() -> Engine:
-    """No drafter."""
-    return Engine(
-        small.target(),
-        slots=8,
-        max_len=small.MAX_LEN,
-        buckets=(8,),
-        prefill_buckets=(small.MAX_LEN,),
-        tokenizer=tokenizer(),
-        eos_ids=(END,),
-    )
-
-
-@cache
 def chain() -> Engine:
     """An EAGLE-3 head, three rounds a dispatch, prompts in chunks of six tokens."""
     head = tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1))
@@ -79,7 +65,7 @@ def chain() -> Engine:
 
 @cache
 def tree() -> Engine:
-    """A draft model's dynamic tree, pages too few for all at once, processed log-probabilities."""
+    """A draft model's dynamic tree, pages too few for all at once."""
     return Engine(
         small.target(),
         drafter=DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3)),
@@ -89,7 +75,6 @@ def tree() -> Engine:
         pages=26,
         buckets=(4,),
         prefill_buckets=(small.MAX_LEN,),
-        logprobs_mode="processed_logprobs",
         tokenizer=tokenizer(),
         eos_ids=(END,),
     )
