@@ -26,7 +26,7 @@ SEQUENCES = {(3, 5): 2.5, (1,): -1.0, (2, 2, 4): 6.0, (7, 1, 9): -np.inf}
 
 
 def edit(logits: jax.Array, context: LogitsContext) -> jax.Array:
-    """Sequence biases of any length, no n-gram twice, and from a place on one token at a request's price."""
+    """Sequence biases of any length, where asked for no pair twice, and from a place on a price for one token."""
     vocab = jnp.arange(logits.shape[-1])
     for sequence, bias in SEQUENCES.items():
         begins = jnp.all(context.newest(len(sequence) - 1) == jnp.asarray(sequence[:-1], jnp.int32), axis=-1)
@@ -38,21 +38,21 @@ def edit(logits: jax.Array, context: LogitsContext) -> jax.Array:
     rows, columns = jnp.arange(len(line))[:, None, None], jnp.arange(nodes)[:, None]
     line = line.at[rows, columns, behind].set(context.path)
     is_seen = (line[..., :-1] == context.newest(NGRAM - 1)) & (line[..., 1:] >= 0)
-    banned = jnp.where(is_seen, line[..., 1:], logits.shape[-1])
+    banned = jnp.where(is_seen & (context.args[:, None, 1:] > 0), line[..., 1:], logits.shape[-1])
     logits = logits.at[rows, columns, banned].set(-jnp.inf, mode="drop")
     is_late = context.generated >= PLACE
     return logits + jnp.where(is_late[..., None] & (vocab == 6), context.args[:, None, :1], 0.0)
 
 
-def by_transformers(logits: np.ndarray, prompt: list[int], output: list[int], price: float) -> np.ndarray:
+def by_transformers(logits: np.ndarray, prompt: list[int], output: list[int], price: float, bans: float) -> np.ndarray:
     """The same of one row of logits by transformers' own classes."""
     torch = pytest.importorskip("torch")
     from transformers.generation import logits_process as hf
 
     ids, scores = torch.tensor([[*prompt, *output]]), torch.tensor(logits)[None]
     scores = hf.SequenceBiasLogitsProcessor({key: float(value) for key, value in SEQUENCES.items()})(ids, scores)
-    scores = hf.NoRepeatNGramLogitsProcessor(NGRAM)(ids, scores).numpy()[0]
-    return scores + np.float32(price) * ((np.arange(len(logits)) == 6) & (len(output) >= PLACE))
+    scores = hf.NoRepeatNGramLogitsProcessor(NGRAM)(ids, scores) if bans else scores
+    return scores.numpy()[0] + np.float32(price) * ((np.arange(len(logits)) == 6) & (len(output) >= PLACE))
 
 
 ROWS, NODES, DEPTH, WIDTH = 4, 7, 6, 40
@@ -77,9 +77,9 @@ def compare(seed: int, *, chain: bool, run: Any) -> None:
     rows = np.full((ROWS, WIDTH), 3)  # what lies beyond a text is another's
     for row, text in enumerate(texts):
         rows[row, : len(text) - 1] = text[:-1]
-    price = np.array([[2.0], [-3.0], [0.0], [50.0]], np.float32)
-    state = controls.unused(ROWS, vocab, 1).replace(
-        prompt_size=jnp.asarray(prompts, jnp.int32), processor_args=jnp.asarray(price)
+    args = np.array([[2.0, 1.0], [-3.0, 1.0], [0.0, 0.0], [50.0, 1.0]], np.float32)
+    state = controls.unused(ROWS, vocab, 2).replace(
+        prompt_size=jnp.asarray(prompts, jnp.int32), processor_args=jnp.asarray(args)
     )
     view = view_of_rows([text[-1] for text in texts]).replace(
         lengths=jnp.asarray([len(text) - 1 for text in texts], jnp.int32),
@@ -104,7 +104,7 @@ def compare(seed: int, *, chain: bool, run: Any) -> None:
                 line.append(int(tokens[row, at]))
                 at = int(parents[row, at])
             output = [*text[prompts[row] :], *line[::-1]]
-            expected = by_transformers(logits[row, node], text[: prompts[row]], output, price[row, 0])
+            expected = by_transformers(logits[row, node], text[: prompts[row]], output, *args[row])
             np.testing.assert_allclose(found[row, node], expected, atol=1e-5)
 
 
@@ -148,7 +148,7 @@ def engine(tree: Tree, **options: Any) -> Engine:
         tokenizer=lettered.tokenizer(),
         eos_ids=(lettered.END,),
         logits_processor=edit,
-        processor_args=1,
+        processor_args=2,
         **options,
     )
 
@@ -156,10 +156,10 @@ def engine(tree: Tree, **options: Any) -> Engine:
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [4, 5, 6, 7, 8, 9, 10, 11] * 2, [5, 1, 5, 1, 5], [7]]
 WORD = "[abc1,]{3,40}(é)?"
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=16, processor_args=(9.0,)),
-    SamplingParams(seed=1, max_tokens=20, repetition_penalty=1.1, processor_args=(-2.0,), stop_token_ids=(9,)),
+    SamplingParams(temperature=0, max_tokens=16, processor_args=(9.0, 0.0)),
+    SamplingParams(seed=1, max_tokens=20, repetition_penalty=1.1, processor_args=(-2.0, 1.0), stop_token_ids=(9,)),
     SamplingParams(seed=2, max_tokens=16, ignore_eos=True),
-    SamplingParams(seed=3, max_tokens=16, regex=WORD, processor_args=[3.0]),
+    SamplingParams(seed=3, max_tokens=16, regex=WORD, processor_args=[3.0, 1.0]),
 ]
 
 
@@ -174,7 +174,7 @@ def by_hand(prompt: list[int], params: SamplingParams) -> list[int]:
             text = b"".join(lettered.TEXTS[token] or b"" for token in output)
             may_come = regular.allowed(params.regex, lettered.TEXTS, text, stops)
             logits[sorted(set(range(small.VOCAB)) - may_come)] = -np.inf
-        logits = by_transformers(logits, prompt, output, *(params.processor_args or (0.0,)))
+        logits = by_transformers(logits, prompt, output, *(params.processor_args or (0.0, 0.0)))
         if params.temperature:
             key = sampling.keys(jnp.asarray([[0, params.seed]], jnp.uint32), 0, jnp.asarray([len(prompt + output)]))
             logits = reference.processed(logits, params) + np.asarray(sampling.gumbel(key, small.VOCAB))[0]
@@ -202,7 +202,9 @@ def test_a_processor_that_leaves_nothing_of_a_grammar_ends_that_request() -> Non
     """No two tokens may come twice, so two letters alone run out."""
     pytest.importorskip("outlines_core")
     one = engine(Tree.chain(3))
-    done = one.generate(PROMPTS[3:], SamplingParams(temperature=0, max_tokens=30, regex="((c1)+,){30}"))[0]
+    done = one.generate(
+        PROMPTS[3:], SamplingParams(temperature=0, max_tokens=40, regex="((c1)+,){30}", processor_args=(0, 1))
+    )[0]
     with pytest.raises(ValueError, match="or the engine's logits_processor left none of those that the grammar allows"):
         done.raise_for_error()
 
