@@ -9,6 +9,7 @@ from jspec.draft.suffix import Suffix
 from jspec.engine import Engine
 from jspec.metrics import Metrics
 from jspec.models.decoder import Model
+from jspec.processors import LogitsContext
 from jspec.requests import Chunk, Completion, Round, SamplingParams
 from jspec.token_logprobs import TokenLogprob
 from jspec.tree import Tree
@@ -21,6 +22,7 @@ __all__ = [
     "Eagle",
     "Eagle3",
     "Engine",
+    "LogitsContext",
     "Medusa",
     "Metrics",
     "Model",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from jspec import control_input
 from jspec.config import EngineConfig
+from jspec.grammar_input import GrammarInput
 from jspec.records import MAX_STOP_IDS, PrefillInput
 from jspec.requests import Request, SamplingParams, sample_seed
 from jspec.scheduler import PrefillPlan
@@ -51,11 +53,14 @@ class Admission:
         stop_ids = self._stop_ids(params)
         limit = min(params.max_tokens, self.config.max_len - len(ids))
         words = self._bad_words(params, stop_ids, limit)
+        grammar = self._grammars.of(params, stop_ids, words)
         self._check_output(params)
         numbers = [next(self.ids) for _ in range(params.n)]
         seeds = [sample_seed(self._seed(params, numbers[0]), index) for index in range(params.n)]
         first, *others = (
-            Request(number, ids, params, seed, stop_ids, limit, trace=trace, index=index, bad_words=words)
+            Request(
+                number, ids, params, seed, stop_ids, limit, trace=trace, index=index, bad_words=words, grammar=grammar
+            )
             for index, (number, seed) in enumerate(zip(numbers, seeds, strict=True))
         )
         first.siblings = tuple(others)
@@ -75,8 +80,18 @@ class Admission:
         control_input.check(params, words, stop_ids, vocab_size=self.vocab_size, limit=limit)
         return words
 
+    @cached_property
+    def _grammars(self) -> GrammarInput:
+        return GrammarInput(self.tokenizer, self.vocab_size, self.config.grammar_cells)
+
     def _check_output(self, params: SamplingParams) -> None:
-        """Refuse what the engine cannot look for or tell."""
+        """Refuse what the engine cannot look for, hand on or tell."""
+        args = self.config.processor_args
+        if params.processor_args and len(params.processor_args) != args:
+            raise ValueError(
+                f"processor_args: expected {args} numbers, as this engine was built for, or none, got "
+                f"{params.processor_args}"
+            )
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop: {params.stop!r} needs a tokenizer; pass tokenizer= or use stop_token_ids")
         for name in ("logprobs", "prompt_logprobs"):

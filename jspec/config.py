@@ -45,8 +45,11 @@ class EngineConfig:
         prefill_budget: tokens of prompts, in whole programs, that may come between two rounds while any running request
             may emit: so long do those that decode wait at most; None: the largest of ``prefill_buckets``.
         prefix_cache: requests that begin alike share pages, also with those that have ended; the tokens are the same.
-        controls: serve requests with penalties, logit_bias, bad_words, allowed_token_ids or min_tokens; that takes 8
-            bytes a slot and token of the vocabulary, and time only in rounds with such a request.
+        controls: serve requests with penalties, logit_bias, bad_words, allowed_token_ids, min_tokens or a grammar; that
+            takes 8 bytes a slot and token of the vocabulary, and time only in rounds with such a request.
+        grammar_cells: of a grammar's table, states times classes of tokens; an engine with a tokenizer has as many
+            tables as slots, each of 2 bytes a cell and token of the vocabulary; 0: no grammars.
+        processor_args: numbers that a request may give the engine's ``logits_processor``.
         logprobs_mode: of the tokens emitted: "raw_logprobs", the model's own, or "processed_logprobs", of the law that
             they are drawn from, behind controls, temperature, top-k, top-p and min-p (of a greedy request, behind the
             controls); those of prompts are raw.
@@ -82,6 +85,8 @@ class EngineConfig:
     prefill_budget: int | None = None
     prefix_cache: bool = True
     controls: bool = True
+    grammar_cells: int = 2**18
+    processor_args: int = 0
     logprobs_mode: str = "raw_logprobs"
     deterministic: bool = False
     log_interval: float | None = 10.0
@@ -114,6 +119,10 @@ class EngineConfig:
             raise ValueError(f"compile_cache: expected None or a folder's path, got {self.compile_cache!r}")
         if not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"seed: expected an int >= 0, got {self.seed!r}")
+        for name in ("grammar_cells", "processor_args"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{name}: expected an int >= 0, got {value!r}")
         budget = self.prefill_budget
         if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
             raise ValueError(f"prefill_budget: expected None or an int >= 1, got {budget!r}")

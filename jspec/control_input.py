@@ -15,6 +15,7 @@ from jspec.controls import (
     NO_TOKEN,
     pack,
 )
+from jspec.grammar import NOWHERE
 from jspec.requests import Request, SamplingParams
 from jspec.tokenizer import Tokenizer
 
@@ -103,8 +104,13 @@ def _check_choice(params: SamplingParams, words: Words, stop_ids: Sequence[int],
             )
 
 
-def pack_controls(request: Request, vocab_size: int) -> np.ndarray:
-    """A request's controls and the counts of its text so far, as `jspec.controls.admit` reads them."""
+def pack_controls(request: Request, vocab_size: int, table: int = 0, args: int = 0) -> np.ndarray:
+    """A request's controls and the counts of its text so far, as `jspec.controls.admit` reads them.
+
+    Args:
+        table: of its grammar.
+        args: numbers that a request may give a processor.
+    """
     assert request.slot is not None
     params, prompt, output = request.params, request.prompt_token_ids, request.token_ids
     bias = np.zeros(vocab_size, np.float32)
@@ -134,5 +140,9 @@ def pack_controls(request: Request, vocab_size: int) -> np.ndarray:
         bad_ends=ends,
         bias=bias,
         counts=counts.astype(np.int32),
+        table=np.array(table, np.int32),
+        grammar_state=np.array(NOWHERE if request.grammar is None else request.grammar.follow(output), np.int32),
+        prompt_size=np.array(len(prompt), np.int32),
+        processor_args=np.array(params.processor_args or [0.0] * args, np.float32),
     )
     return pack(request.slot, row)

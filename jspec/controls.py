@@ -5,8 +5,9 @@ and the node itself had been generated already: so drafting changes neither a to
 temperature and the cuts by rank and probability, is `jspec.sampling.process`.
 
 In the order of transformers' processors: bias, repetition, presence and frequency, bad words, least length, allowed
-tokens. The last only take tokens out, which no later step can undo, so what holds for a whole request (tokens that are
-not allowed, bad words of one token) is -inf in the bias.
+tokens and grammar (`jspec.automata`); then a user's own (`jspec.processors`). Those before it that only take tokens out
+are never undone, so what holds for a whole request (tokens that are not allowed, bad words of one token) is -inf in the
+bias.
 
 A slot's counts are made once, when its request is admitted, and kept with every token that is committed; a node's
 ancestors are at most ``depth`` tokens more, compared where the logits are read. In a round of rows that use none of
@@ -19,25 +20,29 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec import sampling
+from jspec import automata, processors, sampling
 from jspec.records import Controls, Draft, SlotView
 
 MAX_BAD_WORDS = 128  # of more than one token, a request
 MAX_BAD_WORD_TOKENS = 16
 LOOK_BACK = MAX_BAD_WORD_TOKENS - 1  # tokens of the text that decide whether a bad word's last may follow
 NO_TOKEN = -1  # before the text's beginning, behind a path's end; in a bad word's beginning: anything
+Decision = tuple[Int[Array, "batch"], Int[Array, "batch"]]  # the last node that stands, and the token behind it
 IN_PROMPT, GENERATED = 1, 2  # what a token of the text adds to its count; the prompt's counts once
 
 
-def unused(slots: int, vocab: int) -> Controls:
-    """Slots without controls; every array is its own."""
+def unused(slots: int, vocab: int, args: int = 0) -> Controls:
+    """Slots without controls; every array is its own.
+
+    Args:
+        args: numbers that a request may give a processor.
+    """
     return Controls(
         used=jnp.zeros(slots, bool),
         repetition=jnp.ones(slots, jnp.float32),
@@ -49,6 +54,10 @@ def unused(slots: int, vocab: int) -> Controls:
         bad_ends=jnp.full((slots, MAX_BAD_WORDS), vocab, jnp.int32),
         bias=jnp.zeros((slots, vocab), jnp.float32),
         counts=jnp.zeros((slots, vocab), jnp.int32),
+        table=jnp.zeros(slots, jnp.int32),
+        grammar_state=jnp.full(slots, automata.NO_STATE, jnp.int32),
+        prompt_size=jnp.zeros(slots, jnp.int32),
+        processor_args=jnp.zeros((slots, args), jnp.float32),
     )
 
 
@@ -86,13 +95,25 @@ def _as_type(words: Int[Array, "..."], dtype: jnp.dtype) -> Array:
 
 
 def advance(
-    controls: Controls, slots: Int[Array, "batch"], tokens: Int[Array, "batch new"], count: Int[Array, "batch"]
+    controls: Controls,
+    slots: Int[Array, "batch"],
+    tokens: Int[Array, "batch new"],
+    count: Int[Array, "batch"],
+    grammar_state: Int[Array, "batch"] | None,
 ) -> Controls:
-    """The controls with the first ``count`` of each slot's new tokens taken into its text."""
+    """The controls with the first ``count`` of each slot's new tokens taken into its text.
+
+    Args:
+        grammar_state: behind the last of them; of a slot that ends with them it has no meaning.
+    """
     stands = jnp.arange(tokens.shape[1]) < count[:, None]
     rows = jnp.where(stands, slots[:, None], controls.used.shape[0])
     line = jnp.concatenate([controls.recent.at[slots].get(mode="fill", fill_value=NO_TOKEN), tokens], axis=1)
     recent = jnp.take_along_axis(line, count[:, None] + jnp.arange(LOOK_BACK), axis=1)
+    if grammar_state is not None:
+        moved = jnp.where(count > 0, slots, controls.used.shape[0])
+        states = controls.grammar_state.at[moved].set(grammar_state, mode="drop")
+        controls = replace(controls, grammar_state=states)
     return replace(
         controls,
         counts=controls.counts.at[rows, tokens].add(GENERATED, mode="drop"),
@@ -117,26 +138,37 @@ def by_use(
     view: SlotView,
     logits: Float[Array, "batch nodes vocab"],
     path: Callable[[], Int[Array, "batch nodes depth"]],
-    run: Callable[[Array, SlotView], Any],
-) -> Any:
+    run: Callable[[Array, SlotView], Decision],
+) -> tuple[Decision, Int[Array, "batch"] | None]:
     """Run `jspec.sampling.by_temperature`'s branches, or, where a row uses controls, the same with edited logits.
 
     Args:
         path: gives the tokens from behind the root to each node (`paths`); called where they are needed.
-        run: takes the logits, and the view with `SlotView.all_greedy` set for its branch. No pool may pass through.
+        run: takes the logits, and the view with `SlotView.all_greedy` set for its branch.
+
+    Returns:
+        What ``run`` decides, and the state of each row's grammar behind that.
     """
     if view.controls is None:
-        return sampling.by_temperature(view, lambda branch: run(logits, branch))
+        return sampling.by_temperature(view, lambda branch: run(logits, branch)), None
+    none = None if view.grammars is None else jnp.full(logits.shape[:1], automata.NO_STATE, jnp.int32)
     greedy, mixed = (replace(view, all_greedy=flag) for flag in (True, False))
 
-    def with_controls() -> Any:
-        edited = edit(logits, view, path())
-        return sampling.by_temperature(view, lambda branch: run(edited, branch))
+    def with_controls() -> tuple[Decision, Array | None]:
+        to_nodes = path()
+        edited = edit(logits, view, to_nodes)
+        best, bonus = sampling.by_temperature(view, lambda branch: run(edited, branch))
+        if none is None:
+            return (best, bonus), None
+        kept = jnp.take_along_axis(to_nodes, best[:, None, None], axis=1)
+        return (best, bonus), automata.states(view, jnp.concatenate([kept, bonus[:, None, None]], axis=-1))[:, 0]
 
+    if view.processor is not None:  # which edits every row
+        return with_controls()
     is_sampled = jnp.any(view.sampling.temperature > 0).astype(jnp.int32)
     return jax.lax.switch(  # one conditional for both questions: each costs a GPU program time
         jnp.where(_is_used(view), 2, is_sampled),
-        [lambda: run(logits, greedy), lambda: run(logits, mixed), with_controls],
+        [lambda: (run(logits, greedy), none), lambda: (run(logits, mixed), none), with_controls],
     )
 
 
@@ -144,11 +176,10 @@ def edit_one(logits: Float[Array, "batch 1 vocab"], view: SlotView) -> Float[Arr
     """`edit` where there is nothing behind the root; small enough to be returned by a conditional."""
     if view.controls is None:
         return logits
-    return jax.lax.cond(
-        _is_used(view),
-        lambda: edit(logits, view, jnp.zeros((*logits.shape[:2], 0), jnp.int32)),
-        lambda: logits,
-    )
+    nothing = jnp.zeros((*logits.shape[:2], 0), jnp.int32)
+    if view.processor is not None:
+        return edit(logits, view, nothing)
+    return jax.lax.cond(_is_used(view), lambda: edit(logits, view, nothing), lambda: logits)
 
 
 def _is_used(view: SlotView) -> Bool[Array, ""]:
@@ -175,7 +206,10 @@ def edit(
         is_end = vocab == view.sampling.stop_ids[:, None, index, None]
         edited = jnp.where(is_early[..., None] & is_end, -jnp.inf, edited)
     edited = _without_bad_words(edited, row, path, depth)
-    return jnp.where(row.used[:, None, None], edited, logits)
+    edited = jnp.where(row.used[:, None, None], edited, logits)
+    if view.grammars is not None:
+        edited = automata.only_allowed(edited, view, path)
+    return edited if view.processor is None else processors.apply(edited, view, path)
 
 
 def _penalised(

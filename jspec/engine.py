@@ -13,18 +13,21 @@ from typing import Any, Self, final
 import jax
 import numpy as np
 
-from jspec import memory, pretrained, verify
+from jspec import memory, pretrained, processors, verify
 from jspec.adaptive import Adaptive, Fixed, Policy, Reading, Stopwatch, halvings
 from jspec.admission import Admission, Prompt, draft_cap, pack_catch_up, pack_chunk
 from jspec.cache import PoolShape
 from jspec.config import EngineConfig
 from jspec.control_input import pack_controls
 from jspec.draft import Drafter, NoDraft
+from jspec.grammar import TablePool
+from jspec.grammar_input import check_end
 from jspec.interface import Interface
 from jspec.metrics import Metrics
 from jspec.models.decoder import Model
 from jspec.output import OutputText, take_prompt, take_report
 from jspec.pages import PagePool
+from jspec.processors import LogitsProcessor
 from jspec.programs import Programs, keep_compiled
 from jspec.prometheus import Gauges, Latencies, exposition
 from jspec.quantize import check_device, quantize_weights, quantized_as
@@ -49,6 +52,9 @@ class Engine(Interface):
         drafter: who proposes; None is plain decoding through the same step.
         tokenizer: a `Tokenizer`, a folder, "bytes", or None for ids in and ids out.
         eos_ids: tokens that end a request.
+        logits_processor: a pure function of jax arrays, traced into every program: takes logits ``[batch, nodes,
+            vocab]`` and a `jspec.processors.LogitsContext`, and returns logits. It comes behind controls and grammar
+            and before temperature, in every round, for all requests; the controls' code runs in every round then.
         options: fields of `EngineConfig`.
 
     Attributes:
@@ -66,6 +72,7 @@ class Engine(Interface):
         drafter: Drafter | None = None,
         tokenizer: Tokenizer | str | None = None,
         eos_ids: Sequence[int] = (),
+        logits_processor: LogitsProcessor | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -81,6 +88,7 @@ class Engine(Interface):
             raise ValueError(f"deterministic: expected a target whose weights are not quantised, got {kind}")
         verify.check_rule(self.config.accept, drafter.tree)
         depths = _depths(self.config, drafter)
+        processors.check(logits_processor, self.config, drafter.tree, target.config.vocab_size)
         self._admission = Admission(tokenizer, target.config.vocab_size, tuple(eos_ids), self.config)
         self._params = Params(target=target, draft=drafter.bind(target))
         self._program = Program(
@@ -91,6 +99,9 @@ class Engine(Interface):
             typical=verify.Typical(self.config.typical_threshold, self.config.typical_alpha),
             controls=self.config.controls,
             deterministic=self.config.deterministic,
+            grammar_cells=self.config.grammar_cells if self.config.controls and tokenizer is not None else 0,
+            processor=logits_processor,
+            processor_args=self.config.processor_args,
         )
         pool = PoolShape.of(self.config, drafter.tree, str(target.embed.dtype))
         check_device(self._params, pool.dtype, pool.draft_dtype)
@@ -118,6 +129,7 @@ class Engine(Interface):
             prefix_cache=self.config.prefix_cache,
             prefill_budget=self.config.prefill_budget,
         )
+        self._tables = TablePool(self.config.slots)
         self._in_flight: deque[tuple[Plan, StepOutput]] = deque()
         self._rows: tuple[int | None, ...] = ()
         self._slots = jax.device_put(np.zeros(0, np.int32))
@@ -236,9 +248,8 @@ class Engine(Interface):
 
     def _dispatch(self, plan: Plan) -> StepOutput:
         if isinstance(plan, PrefillPlan):
-            if plan.is_last and plan.request.params.controls_used:  # all of its text is known here
-                controls = pack_controls(plan.request, self._admission.vocab_size)
-                self._state = self._programs.with_controls(self._state, controls)
+            if plan.is_last and self._has_controls(plan.request):  # all of its text is known here
+                self._admit_controls(plan.request)
             executable, packed = self._prefill_program(plan), jax.device_put(self._pack(plan))
         else:
             executable = self._round_program(plan)
@@ -247,6 +258,21 @@ class Engine(Interface):
         self._state, output = executable(self._params, self._state, packed)
         jax.copy_to_host_async(output)
         return output
+
+    def _has_controls(self, request: Request) -> bool:
+        """Whether its logits are edited."""
+        return bool(request.params.controls_used) or self._program.processor is not None
+
+    def _admit_controls(self, request: Request) -> None:
+        """Give a request's slot its controls, and its grammar a table."""
+        table = 0
+        if request.grammar is not None:
+            in_use = {other.grammar for other in self.scheduler.running if other.grammar is not None}
+            table, is_new = self._tables.place(request.grammar, in_use)
+            if is_new:
+                self._state = self._programs.with_grammar(self._state, table, request.grammar)
+        controls = pack_controls(request, self._admission.vocab_size, table, self.config.processor_args)
+        self._state = self._programs.with_controls(self._state, controls)
 
     def _prefill_program(self, plan: PrefillPlan) -> Any:
         if plan.request.scores_prompt or plan.request.params.logprobs is not None:
@@ -293,11 +319,13 @@ class Engine(Interface):
             if request.finish_reason is not None:
                 continue  # it ended in an earlier step; this one was dispatched before that was known
             params = request.params
-            if is_drafted and params.draft and not params.controls_used:  # of controls the draft knows nothing
+            if is_drafted and params.draft and not self._has_controls(request):  # of controls the draft knows nothing
                 drafted.append(row)
             text = self._texts[request.id]
             try:
                 reason = take_report(request, text, output, row, is_round, self.eos_ids)
+                if reason is not None:
+                    check_end(request)
             except Exception as error:  # of a tokenizer, for instance: nobody else's affair
                 request.error, reason = error, "error"
             self._clock(request)
@@ -421,6 +449,7 @@ class Engine(Interface):
         self._in_flight.clear()
         self._stopwatch.reset()
         self.scheduler.lose_steps()
+        self._tables.forget()
         theirs = error_of_requests(error)
         self._fail(self.scheduler.running, theirs)
         try:

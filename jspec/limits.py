@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -50,3 +51,14 @@ def are_words(value: object) -> bool:
     if not isinstance(value, tuple):
         return False
     return all(word.strip() != "" if isinstance(word, str) else are_ids(word) and word != () for word in value)
+
+
+def is_schema(value: object) -> bool:
+    """Whether it is None, or a text or a mapping that can be written as JSON."""
+    if not isinstance(value, Mapping):
+        return value is None or isinstance(value, str)
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

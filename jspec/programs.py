@@ -21,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
-from jspec import controls
+from jspec import automata, controls
 from jspec.cache import show_pages
 from jspec.config import EngineConfig
+from jspec.grammar import Grammar
 from jspec.records import MAX_STOP_IDS, PrefillInput, SlotState
 from jspec.step import Params, Program, catch_up_step, prefill_step, spec_step
 from pallas_kernels.implementation import explain
@@ -81,6 +82,7 @@ class Programs:
         self.show_pages: Any = None
         self.catch_up: Any = None  # where the drafter lags and pages are kept
         self.admit_controls: Any = None  # where the engine serves them
+        self.load_grammar: Any = None  # likewise
         self.seconds: dict[str, float] = {}
         self.lower_seconds: dict[str, float] = {}
         (device, *_) = state.root.devices()
@@ -90,7 +92,8 @@ class Programs:
     @property
     def executables(self) -> list[Any]:
         """All that is compiled."""
-        others = [one for one in (self.show_pages, self.admit_controls, self.catch_up) if one is not None]
+        others = [self.show_pages, self.admit_controls, self.load_grammar, self.catch_up]
+        others = [one for one in others if one is not None]
         scored = [*self.scored_prefill.values(), *self.scored_rounds.values()]
         return [*self.prefill.values(), *self.rounds.values(), *scored, *others]
 
@@ -134,6 +137,16 @@ class Programs:
             packed: as `jspec.controls.pack` gives them.
         """
         return replace(state, controls=self.admit_controls(state.controls, jax.device_put(packed)))
+
+    def with_grammar(self, state: SlotState, table: int, grammar: Grammar) -> SlotState:
+        """The state with a grammar in one of its tables.
+
+        Args:
+            state: its tables are donated.
+        """
+        assert state.grammars is not None
+        packed = automata.pack(table, grammar.class_of, grammar.next, state.grammars.next.shape[1])
+        return replace(state, grammars=self.load_grammar(state.grammars, jax.device_put(packed)))
 
     def _compile(self, programs: Iterable[Lowered]) -> None:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # one is lowered while others compile
@@ -183,6 +196,12 @@ class Programs:
             lowered = jax.jit(controls.admit, donate_argnums=0).lower(state.controls, packed)
             self.lower_seconds["controls"] = time.perf_counter() - start
             yield "controls", partial(setattr, self, "admit_controls"), lowered
+        if state.grammars is not None:
+            packed = jax.ShapeDtypeStruct((automata.packed_size(state.grammars),), jnp.int16)
+            start = time.perf_counter()
+            lowered = jax.jit(automata.load, donate_argnums=0).lower(state.grammars, packed)
+            self.lower_seconds["grammar"] = time.perf_counter() - start
+            yield "grammar", partial(setattr, self, "load_grammar"), lowered
         if self._program.drafter.lags and self._config.prefix_cache:
             words = CATCH_UP_HEAD + self._pages
             keep = partial(setattr, self, "catch_up")

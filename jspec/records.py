@@ -72,6 +72,19 @@ class Controls:
     bad_ends: Int[Array, "slots words"]  # the token that must not follow; V where unused
     bias: Float[Array, "slots vocab"]  # -inf: never
     counts: Int[Array, "slots vocab"]  # twice the times a token was generated, the root included; 1 more: in the prompt
+    table: Int[Array, "slots"]  # of `Grammars`; without meaning where ``grammar_state`` is -1
+    grammar_state: Int[Array, "slots"]  # behind the root; -1: no grammar
+    prompt_size: Int[Array, "slots"]  # with the next for a user's processor alone, whatever ``used`` says
+    processor_args: Float[Array, "slots args"]
+
+
+@struct.dataclass
+class Grammars:
+    """Tables of `jspec.grammar.Grammar`, which slots share; int16 all."""
+
+    class_of: Int[Array, "tables vocab"]
+    next: Int[Array, "tables cells"]  # the state behind a state and a class, -1: none; row by row, a row a state
+    classes: Int[Array, "tables"]  # of each table: the length of its rows
 
 
 @struct.dataclass
@@ -88,6 +101,7 @@ class SlotState:
     draft: Any  # the drafter's own pytree
     text: Int[Array, "pages page_size"] | None = None  # the tokens of all rows, for drafters that read them
     controls: Controls | None = None  # None: the engine serves no request that needs them
+    grammars: Grammars | None = None  # likewise
 
 
 @struct.dataclass
@@ -105,8 +119,10 @@ class SlotView:
     all_greedy: bool = struct.field(pytree_node=False)  # this branch of the program serves greedy rows only
     implementation: str = struct.field(pytree_node=False)  # of the kernels
     deterministic: bool = struct.field(pytree_node=False, default=False)  # a row's bits do not depend on the others
-    text: Int[Array, "batch positions"] | None = None  # in a prefill, where drafters read it: all tokens so far
+    text: Int[Array, "batch positions"] | None = None  # the tokens of all rows, in a prefill or for a processor
     controls: Controls | None = None  # of all slots: rows are taken where they are used, a vocabulary each
+    grammars: Grammars | None = None
+    processor: Any = struct.field(pytree_node=False, default=None)  # a user's own (`jspec.processors`)
 
 
 @struct.dataclass
@@ -167,6 +183,7 @@ class Verdict:
     tokens: Int[Array, "batch depth1"]  # accepted, then the bonus token, then -1
     counts: Int[Array, "batch"]  # tokens emitted, after the cut at stop ids and at `remaining`
     ended: Bool[Array, "batch"]
+    grammar_state: Int[Array, "batch"] | None = None  # behind the last token before any cut; -1: no grammar
 
 
 @struct.dataclass

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from jspec.generation_config import recommended
-from jspec.limits import MAX_LOGPROBS, are_ids, are_texts, are_words, is_bias, is_finite, is_in, is_int
+from jspec.grammar import Grammar
+from jspec.limits import MAX_LOGPROBS, are_ids, are_texts, are_words, is_bias, is_finite, is_in, is_int, is_schema
 from jspec.metrics import Metrics
 from jspec.token_logprobs import TokenLogprob
 
@@ -40,6 +41,12 @@ class SamplingParams:
             own spellings with and without a blank in front.
         allowed_token_ids: the only tokens that may come; None is off.
         min_tokens: until so many are emitted, no token that would end the request may come, and no stop string counts.
+        regex: a regular expression (of the library outlines_core, without look-around and anchors) that the whole text
+            matches, in which nothing but a token that ends the request can follow its end. The text is cut where
+            max_tokens or a stop string ends it first. Tokens that end the request come where the text may end only.
+        json_schema: a schema, or its text, that the whole text fits; likewise. Not one that holds itself.
+        processor_args: numbers for the engine's ``logits_processor``, as many as its ``processor_args`` says, or none,
+            which is zeros.
         draft: False for no speculation in this request, an int caps the accepted draft length.
         logprobs: so many of the likeliest tokens in each token's place, with their log-probabilities; 0: of the token
             alone; None: off. Raw or processed, as the engine's ``logprobs_mode`` says.
@@ -69,6 +76,9 @@ class SamplingParams:
     bad_words: tuple[str | tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     min_tokens: int = 0
+    regex: str | None = None
+    json_schema: str | Mapping[str, Any] | None = field(default=None, hash=False)
+    processor_args: tuple[float, ...] = ()
     draft: bool | int = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -79,6 +89,8 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids"):
             if isinstance(getattr(self, name), (list, set, frozenset, np.ndarray)):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.processor_args, (list, np.ndarray)):
+            object.__setattr__(self, "processor_args", tuple(self.processor_args))
         if isinstance(self.stop, (str, list)) or self.stop is None:
             object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         if isinstance(self.bad_words, (list, tuple)):
@@ -115,6 +127,13 @@ class SamplingParams:
                 is_int(self.min_tokens) and is_in(self.min_tokens, 0, self.max_tokens),
                 f"an int from 0 to max_tokens={self.max_tokens}",
             ),
+            ("regex", self.regex is None or (isinstance(self.regex, str) and self.regex != ""), "None or a text"),
+            ("json_schema", is_schema(self.json_schema), "None, a schema as a dict, or its text"),
+            (
+                "processor_args",
+                isinstance(self.processor_args, tuple) and all(map(is_finite, self.processor_args)),
+                "a tuple of finite numbers",
+            ),
             (
                 "draft",
                 isinstance(self.draft, bool) or (is_int(self.draft) and self.draft >= 0),
@@ -134,6 +153,25 @@ class SamplingParams:
         for name, holds, allowed in limits:
             if not holds:
                 raise ValueError(f"SamplingParams.{name}: expected {allowed}, got {getattr(self, name)!r}")
+        self._check_grammar()
+
+    def _check_grammar(self) -> None:
+        clashes = {
+            "json_schema": self.regex is not None and self.json_schema is not None,
+            "ignore_eos": self.ignore_eos,
+            "min_tokens": self.min_tokens > 0,
+        }
+        name = next((name for name, clashes_ in clashes.items() if clashes_), None)
+        if self.grammar_field is not None and name is not None:
+            raise ValueError(
+                f"SamplingParams.{name}: expected its default beside {self.grammar_field}, which alone says what the "
+                f"text is and where it ends, got {getattr(self, name)!r}"
+            )
+
+    @property
+    def grammar_field(self) -> str | None:
+        """The field that gives the text a grammar."""
+        return next((name for name in ("regex", "json_schema") if getattr(self, name) is not None), None)
 
     @classmethod
     def from_generation_config(cls, path: str | Path, **fields: Any) -> SamplingParams:
@@ -157,6 +195,8 @@ class SamplingParams:
             bad_words=bool(self.bad_words),
             allowed_token_ids=self.allowed_token_ids is not None,
             min_tokens=self.min_tokens > 0,
+            regex=self.regex is not None,
+            json_schema=self.json_schema is not None,
         )
         return tuple(name for name in on if on[name])
 
@@ -228,6 +268,7 @@ class Request:
     limit: int  # tokens it can emit at most: max_tokens, or what max_len leaves
     trace: bool = False
     bad_words: tuple[tuple[int, ...], ...] = ()  # as token ids
+    grammar: Grammar | None = None
     slot: int | None = None
     prefill_len: int = field(init=False)  # tokens to prefill: the prompt, and of the output what a preemption lost
     prefilled: int = 0  # of these, those whose chunks were dispatched or that were found in kept pages

@@ -25,9 +25,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from jspec import cache, controls, logprobs, sampling, verify
+from jspec import automata, cache, controls, logprobs, sampling, verify
 from jspec.draft import Drafter, static_draft
 from jspec.models.decoder import Model, forward
+from jspec.processors import LogitsProcessor
 from jspec.records import (
     Draft,
     LogProbs,
@@ -58,6 +59,9 @@ class Program:
     trace: bool = False
     typical: verify.Typical = field(default_factory=verify.Typical)
     controls: bool = False  # serves requests that use `jspec.controls`
+    grammar_cells: int = 0  # of a table of `jspec.automata`; 0: no grammars
+    processor: LogitsProcessor | None = None  # a user's own; wants controls
+    processor_args: int = 0  # numbers that a request may give it
     logprobs: str | None = None  # of emitted tokens, by a mode of `jspec.logprobs`; None: none
     prompt_logprobs: bool = False  # of a prompt's tokens
     deterministic: bool = False  # a token's logits are the same bits in every program
@@ -84,20 +88,30 @@ def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> S
 
     with jax.named_scope("view"):
         active = take(state.active)
+        page_table = jnp.where(active[:, None], take(state.page_table), 0)
         return SlotView(
             slots=slots,
             root=take(state.root),
             lengths=jnp.where(active, take(state.lengths), 0),
             active=active,
             remaining=take(state.remaining),
-            page_table=jnp.where(active[:, None], take(state.page_table), 0),
+            page_table=page_table,
             sampling=jax.tree.map(take, state.sampling),
             accept=program.accept,
             all_greedy=False,
             implementation=program.implementation,
             deterministic=program.deterministic,
             controls=state.controls,
+            grammars=state.grammars,
+            processor=program.processor,
+            text=None if program.processor is None else _text_of(state, page_table),
         )
+
+
+def _text_of(state: SlotState, page_table: Int[Array, "batch pages"]) -> Int[Array, "batch positions"]:
+    """The tokens of all rows of some slots."""
+    assert state.text is not None
+    return state.text[page_table].reshape(page_table.shape[0], -1)
 
 
 def spec_step(
@@ -221,7 +235,9 @@ def commit_stage(
             count = jnp.where(view.active, verdict.counts, 0)
             put["text"] = cache.write_text(state.text, view.page_table, view.lengths, rows, count)
         if state.controls is not None:
-            put["controls"] = controls.advance(state.controls, view.slots, verdict.tokens, verdict.counts)
+            put["controls"] = controls.advance(
+                state.controls, view.slots, verdict.tokens, verdict.counts, verdict.grammar_state
+            )
         return replace(state, target=target, draft=draft_state, **put)
 
 
@@ -252,7 +268,7 @@ def prefill_step(
         count = jnp.where(chunk.write == 1, chunk.count, 0)[None]
         text = cache.write_text(state.text, view.page_table, chunk.start[None], chunk.tokens[None], count)
         state = replace(state, text=text)
-        view = replace(view, text=text[view.page_table].reshape(1, -1))
+        view = replace(view, text=_text_of(state, view.page_table))
     batch = TokenBatch(
         tokens=chunk.tokens[None],
         positions=(chunk.start + offsets)[None],
@@ -307,7 +323,8 @@ def _first_token(
     """Sample what follows the chunk, unless it is known; only the last chunk makes it the root."""
     assert out.logits is not None
     length = chunk.start + chunk.count
-    logits = controls.edit_one(out.logits, replace(view, lengths=length[None] - 1))
+    newest = chunk.tokens[chunk.count - 1]
+    logits = controls.edit_one(out.logits, replace(view, root=newest[None], lengths=length[None] - 1))
     token = sampling.by_temperature(view, lambda branch: sampling.target_tokens(logits, branch, length[None, None]))
     token = jnp.where(chunk.root >= 0, chunk.root, token)
     scores = None
@@ -327,8 +344,9 @@ def _first_token(
     )
     if state.controls is not None:
         is_new = is_last & (chunk.root < 0)
+        behind = None if state.grammars is None else automata.states(view, token[..., None])[:, 0]
         state = replace(
-            state, controls=controls.advance(state.controls, view.slots, token, is_new.astype(jnp.int32)[None])
+            state, controls=controls.advance(state.controls, view.slots, token, is_new.astype(jnp.int32)[None], behind)
         )
     scores = jax.tree.map(lambda x: x[None], scores)
     return state, StepOutput(report=pack_report(verdict, 0 * one)[None], trace=None, logprobs=scores)
@@ -362,7 +380,7 @@ def init_state(program: Program, params: Params, pool: cache.PoolShape) -> SlotS
     def fill(value: float, dtype: jnp.dtype = jnp.int32, *inner: int) -> Array:
         return jnp.full((pool.slots, *inner), value, dtype)  # never shared: each is donated on its own
 
-    config = params.target.config
+    config, cells = params.target.config, program.grammar_cells
     return SlotState(
         root=fill(0),
         lengths=fill(0),
@@ -373,10 +391,11 @@ def init_state(program: Program, params: Params, pool: cache.PoolShape) -> SlotS
         target=cache.create(config.num_layers, config, pool, pool.dtype),
         draft=program.drafter.init(params.draft, pool),
         text=jnp.zeros((pool.pages, pool.page_size), jnp.int32) if _keeps_text(program, pool) else None,
-        controls=controls.unused(pool.slots, config.vocab_size) if program.controls else None,
+        controls=controls.unused(pool.slots, config.vocab_size, program.processor_args) if program.controls else None,
+        grammars=automata.unused(pool.slots, cells, config.vocab_size) if cells else None,
     )
 
 
 def _keeps_text(program: Program, pool: cache.PoolShape) -> bool:
-    """Whether a drafter must be shown the tokens of pages that another request filled."""
-    return pool.prefix_cache and program.drafter.reads_text
+    """Whether a processor is shown the text, or a drafter the tokens of pages that another request filled."""
+    return program.processor is not None or (pool.prefix_cache and program.drafter.reads_text)

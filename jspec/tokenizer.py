@@ -5,12 +5,14 @@ One interface over byte models and Hugging Face tokenizers.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
+BLANK = "\u2581"  # SentencePiece's
 CONTEXT = 8  # tokens in front of new ones, so that a piece keeps its leading blank and a character its bytes
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
@@ -46,6 +48,14 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def token_bytes(self) -> list[bytes | None]:
+        """The bytes of UTF-8 that each id adds to a text; None for those that have no text.
+
+        Raises:
+            ValueError: what a token adds depends on the tokens around it.
+        """
+        ...
+
 
 class ByteTokenizer:
     """One token a byte, ids 0 to 255. What is no UTF-8, or no byte, shows as a replacement character."""
@@ -63,6 +73,9 @@ class ByteTokenizer:
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         raise ValueError("the byte tokenizer has no chat template: write the prompt as text and use generate")
+
+    def token_bytes(self) -> list[bytes | None]:
+        return [bytes([byte]) for byte in range(256)]
 
 
 class HFTokenizer:
@@ -100,6 +113,36 @@ class HFTokenizer:
         ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         return list(ids)
 
+    def token_bytes(self) -> list[bytes | None]:
+        spell, known = self._spelling(), {token: i for i, token in enumerate(_byte_level_letters())}
+        spelled: list[bytes | None] = [None] * self.vocab_size
+        for token, i in self._tokenizer.get_vocab().items():
+            if i in self.byte_ids:
+                spelled[i] = bytes([int(token[3:5], 16)])
+            elif spell == "SentencePiece":
+                spelled[i] = token.replace(BLANK, " ").encode()
+            elif all(letter in known for letter in token):
+                spelled[i] = bytes(known[letter] for letter in token)
+        for i, added in self._tokenizer.added_tokens_decoder.items():
+            spelled[i] = added.content.encode()
+        return [None if i in self.hidden_ids else one for i, one in enumerate(spelled)]
+
+    def _spelling(self) -> str:
+        """How the vocabulary writes text: as letters that stand for bytes, or as it is but for blanks."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None and backend.decoder is not None:
+            state = json.loads(backend.decoder.__getstate__())
+            steps = state.get("decoders", [state])
+            if any(step["type"] == "ByteLevel" for step in steps):
+                return "ByteLevel"
+            blanks = [step for step in steps if step.get("pattern") == {"String": BLANK} and step["content"] == " "]
+            if blanks or any(step["type"] == "Metaspace" for step in steps):
+                return "SentencePiece"
+        raise ValueError(
+            f"{self._folder}: expected a tokenizer of bytes (byte-level BPE) or of SentencePiece's kind, whose tokens "
+            "have the same text wherever they stand; a grammar needs that"
+        )
+
     def _byte_ids(self) -> frozenset[int]:
         """Ids of the tokens <0x00> to <0xFF>, where the tokenizer falls back to bytes."""
         vocab = self._tokenizer.get_vocab()
@@ -108,6 +151,13 @@ class HFTokenizer:
         if letter is None or self.decode([letter]) != "A":
             return frozenset()
         return frozenset(i for i in ids.values() if i is not None)
+
+
+def _byte_level_letters() -> list[str]:
+    """The letter that byte-level BPE writes for each byte: itself where that can be seen, else one from U+0100 on."""
+    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in seen else next(others)) for byte in range(256)]
 
 
 def load_tokenizer(source: str | os.PathLike[str] | None) -> Tokenizer | None:

@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = ("jspec", "pallas_kernels", "convert")
 
 BASE = "jax records tree config sharding models.config"
-DEVICE = f"{BASE} pallas_kernels cache models sampling controls verify"
+DEVICE = f"{BASE} pallas_kernels cache models sampling automata processors controls verify"
 LOADING = "pretrained checkpoint"  # models and drafters read their own weights
 STEP = f"{DEVICE} {LOADING} draft logprobs step"
 # What a part may import besides itself, numpy, jaxtyping and the standard library:
@@ -25,10 +25,10 @@ ALLOWED = {
     "config": "records tree",
     "sharding": "jax",
     "models.config": "",
-    **dict.fromkeys(["cache", "sampling", "controls", "verify"], DEVICE),
+    **dict.fromkeys(["cache", "sampling", "automata", "processors", "controls", "verify"], DEVICE),
     **dict.fromkeys(["models", "draft"], f"{DEVICE} {LOADING}"),
     "logprobs": f"{DEVICE} limits",
-    **dict.fromkeys(["step", "programs", "memory"], STEP),
+    **dict.fromkeys(["step", "programs", "memory"], f"{STEP} grammar"),
     "pages": "",
     "adaptive": "",
     "metrics": "",
@@ -36,7 +36,8 @@ ALLOWED = {
     "stops": "",
     "token_logprobs": "",
     "generation_config": "",
-    "requests": "generation_config limits metrics token_logprobs",
+    "grammar": "other",
+    "requests": "generation_config grammar limits metrics token_logprobs",
     "scheduler": "pages requests metrics",
     "turns": "",
     "recovery": "jax",

@@ -99,8 +99,10 @@ def accept(
             return typical_acceptance(logits, draft, reach, branch, options)
         return sampled(logits, draft, reach, branch)
 
-    best, bonus = controls.by_use(view, logits, lambda: controls.paths(draft, reach, tree.depth), decide)
-    return verdict_of(best, bonus, draft, reach, view, tree)
+    (best, bonus), grammar_state = controls.by_use(
+        view, logits, lambda: controls.paths(draft, reach, tree.depth), decide
+    )
+    return replace(verdict_of(best, bonus, draft, reach, view, tree), grammar_state=grammar_state)
 
 
 def coupled(

@@ -1,0 +1,112 @@
+"""The grammar of a request: its fields checked against the engine, and compiled once for all that ask for the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import final
+
+from jspec.grammar import Grammar, TokenTexts, check_size, compile_grammar, regex_of_schema
+from jspec.requests import Request, SamplingParams
+from jspec.tokenizer import Tokenizer
+
+KEPT = 64  # grammars whose tables the host keeps
+
+Words = tuple[tuple[int, ...], ...]
+
+
+@final
+class GrammarInput:
+    """Makes tables of grammars.
+
+    Args:
+        cells: that a table may have; 0: none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, cells: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._cells = cells
+        self._compiled = lru_cache(KEPT)(self._compile)
+
+    def of(self, params: SamplingParams, stop_ids: tuple[int, ...], words: Words) -> Grammar | None:
+        """The grammar that a request asks for, if it does.
+
+        Args:
+            stop_ids: tokens that end the request; they may come where the grammar's text may end, and nowhere else.
+            words: its bad words as token ids. What is banned whatever stands before it, as what is not allowed, is
+                taken out of the tokens that texts are written in.
+
+        Raises:
+            ValueError: naming the field, its value and what is allowed.
+            ImportError: the library is missing.
+        """
+        field = params.grammar_field
+        if field is None:
+            return None
+        self._check(field, params, stop_ids, words)
+        value = getattr(params, field)
+        source = f"{field}={value!r:.200}"
+        regex = value if field == "regex" else regex_of_schema(value)
+        singles = tuple(word[0] for word in words if len(word) == 1)
+        return self._compiled(source, regex, stop_ids, params.allowed_token_ids, singles)
+
+    def _check(self, field: str, params: SamplingParams, stop_ids: Sequence[int], words: Words) -> None:
+        if self._tokenizer is None:
+            raise ValueError(f"{field}: needs a tokenizer; pass tokenizer= to the engine")
+        if not self._cells:
+            raise ValueError(f"{field}: this engine was built with grammar_cells=0; build it with room for a table")
+        if not stop_ids:
+            raise ValueError(
+                f"{field}: needs a token that ends the request; pass eos_ids= to the engine, or stop_token_ids"
+            )
+        allowed = params.allowed_token_ids
+        if allowed is not None and not set(allowed) & set(stop_ids):
+            raise ValueError(
+                f"allowed_token_ids: expected one of {tuple(stop_ids)} among them beside {field}, which ends with such "
+                f"a token, got {allowed}"
+            )
+        wrong = next((word for word in words if word[-1] in stop_ids), None)
+        if wrong is not None:
+            raise ValueError(
+                f"bad_words: expected none beside {field} that ends with a token that ends the request, got {wrong}"
+            )
+
+    def _compile(
+        self,
+        source: str,
+        regex: str,
+        stop_ids: tuple[int, ...],
+        allowed: tuple[int, ...] | None,
+        singles: tuple[int, ...],
+    ) -> Grammar:
+        banned = set(singles)
+        if allowed is not None:
+            banned |= set(range(self._vocab_size)) - set(allowed)
+        grammar = compile_grammar(source, regex, self._texts, stop_ids, banned)
+        check_size(grammar, self._cells)
+        return grammar
+
+    @cached_property
+    def _texts(self) -> TokenTexts:
+        spell = getattr(self._tokenizer, "token_bytes", None)
+        if spell is None:
+            raise ValueError(
+                f"tokenizer: a grammar needs its token_bytes (jspec.tokenizer.Tokenizer), got {self._tokenizer!r}"
+            )
+        return TokenTexts(spell(), self._vocab_size)
+
+
+def check_end(request: Request) -> None:
+    """Refuse a request's text that left its grammar, or ended within it: nothing that may come was left there.
+
+    Raises:
+        ValueError: naming what took the last tokens out.
+    """
+    if request.grammar is None or request.grammar.follow(request.token_ids) >= 0:
+        return
+    count = next(n for n in range(len(request.token_ids)) if request.grammar.follow(request.token_ids[: n + 1]) < 0)
+    raise ValueError(
+        f"{request.grammar.source}: behind {count} tokens bad_words={request.params.bad_words!r} or the engine's "
+        "logits_processor left none of those that the grammar allows; ban less, or words of one token"
+    )
