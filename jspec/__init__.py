@@ -10,7 +10,8 @@ from jspec.engine import Engine
 from jspec.metrics import Metrics
 from jspec.models.decoder import Model
 from jspec.processors import LogitsContext
-from jspec.requests import Chunk, Completion, Round, SamplingParams
+from jspec.requests import Chunk, Completion, Round
+from jspec.sampling_params import SamplingParams
 from jspec.token_logprobs import TokenLogprob
 from jspec.tree import Tree
 

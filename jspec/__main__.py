@@ -22,7 +22,7 @@ from jspec.draft.model import DraftModel
 from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
 from jspec.engine import Engine
-from jspec.requests import SamplingParams
+from jspec.sampling_params import SamplingParams
 from jspec.tree import TREE_FORMS, Tree
 from pallas_kernels.implementation import explain
 

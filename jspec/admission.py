@@ -15,7 +15,8 @@ from jspec import control_input
 from jspec.config import EngineConfig
 from jspec.grammar_input import GrammarInput
 from jspec.records import MAX_STOP_IDS, PrefillInput
-from jspec.requests import Request, SamplingParams, sample_seed
+from jspec.requests import Request
+from jspec.sampling_params import SamplingParams, sample_seed
 from jspec.scheduler import PrefillPlan
 from jspec.tokenizer import Tokenizer
 

@@ -16,7 +16,8 @@ from jspec.controls import (
     pack,
 )
 from jspec.grammar import NOWHERE
-from jspec.requests import Request, SamplingParams
+from jspec.requests import Request
+from jspec.sampling_params import SamplingParams
 from jspec.tokenizer import Tokenizer
 
 Words = tuple[tuple[int, ...], ...]

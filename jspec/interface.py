@@ -15,7 +15,8 @@ from tqdm import tqdm
 from jspec.admission import Prompt
 from jspec.metrics import Metrics
 from jspec.output import OutputText, completion_of
-from jspec.requests import Chunk, Completion, Request, SamplingParams
+from jspec.requests import Chunk, Completion, Request
+from jspec.sampling_params import SamplingParams
 from jspec.tokenizer import Tokenizer
 
 

@@ -20,8 +20,9 @@ from jspec.engine import Engine
 from jspec.models.decoder import Model
 from jspec.records import Draft, SlotView, TokenBatch, Verdict
 from jspec.replay import run_texts
-from jspec.requests import Completion, SamplingParams
+from jspec.requests import Completion
 from jspec.sampling import Purpose
+from jspec.sampling_params import SamplingParams
 from jspec.tree import Tree
 
 NEAR_TIE = 1e-5  # a float32 forward of another width may round the other way where the best two logits are this close

@@ -15,7 +15,8 @@ from jspec import Engine, SamplingParams, Tree, automata, controls, logprobs, sa
 from jspec.control_input import pack_controls
 from jspec.grammar import Grammar, TokenTexts, compile_grammar
 from jspec.records import Draft, SlotView
-from jspec.requests import Request, sample_seed
+from jspec.requests import Request
+from jspec.sampling_params import sample_seed
 from tests import lettered, small
 from tests.reference import decoder, processors, regular
 from tests.views import view_of_rows

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jspec import Chunk, Engine, SamplingParams
-from jspec.requests import sample_seed
+from jspec.sampling_params import sample_seed
 from tests import small
 
 pytestmark = pytest.mark.once

@@ -18,7 +18,8 @@ from hypothesis.stateful import (
 )
 
 from jspec.pages import PagePool
-from jspec.requests import Request, SamplingParams
+from jspec.requests import Request
+from jspec.sampling_params import SamplingParams
 from jspec.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
 
 pytestmark = pytest.mark.once

@@ -24,7 +24,7 @@ from jspec.engine import Engine
 from jspec.metrics import Metrics
 from jspec.models.decoder import Model
 from jspec.report import table
-from jspec.requests import SamplingParams
+from jspec.sampling_params import SamplingParams
 from jspec.tokenizer import Tokenizer
 from jspec.tree import TREE_FORMS, Tree
 

@@ -15,7 +15,7 @@ from jspec.bench.pair import Pair
 from jspec.config import PREFILL_BUCKETS
 from jspec.engine import Engine
 from jspec.report import table
-from jspec.requests import SamplingParams
+from jspec.sampling_params import SamplingParams
 from jspec.tree import Tree
 
 PROMPT = 16  # characters: prefill is the same work in every way

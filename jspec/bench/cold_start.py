@@ -27,7 +27,7 @@ from jspec.draft.eagle import Eagle3
 from jspec.engine import Engine
 from jspec.programs import keep_compiled
 from jspec.report import table
-from jspec.requests import SamplingParams
+from jspec.sampling_params import SamplingParams
 from jspec.tree import Tree
 
 ABOUT = "programs are lowered one after the other and compiled side by side: their seconds add up to more than passed"

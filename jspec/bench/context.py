@@ -22,7 +22,7 @@ from jspec.engine import Engine
 from jspec.metrics import Metrics
 from jspec.models.decoder import Model
 from jspec.report import table
-from jspec.requests import SamplingParams
+from jspec.sampling_params import SamplingParams
 from jspec.tree import TREE_FORMS, Tree
 from jspec.watch import LowAcceptanceWarning
 

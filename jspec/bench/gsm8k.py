@@ -15,7 +15,7 @@ from jspec.bench.pair import Pair
 from jspec.bench.prompts import records
 from jspec.draft import Drafter
 from jspec.report import table
-from jspec.requests import SamplingParams
+from jspec.sampling_params import SamplingParams
 from jspec.tree import Tree
 
 NEXT = "Question:"  # a model that goes on with another question has given its answer

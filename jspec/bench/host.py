@@ -21,7 +21,8 @@ from jspec.draft.eagle import Eagle3
 from jspec.engine import Engine
 from jspec.records import StepOutput
 from jspec.report import table
-from jspec.requests import Request, SamplingParams
+from jspec.requests import Request
+from jspec.sampling_params import SamplingParams
 from jspec.tree import Tree
 
 SHAPE, DTYPE = "least", "float32"

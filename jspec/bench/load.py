@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jspec.engine import Engine
-from jspec.requests import Completion, Request, SamplingParams
+from jspec.requests import Completion, Request
+from jspec.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)

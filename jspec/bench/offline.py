@@ -11,7 +11,7 @@ from typing import Any
 from jspec.bench import report
 from jspec.bench.pair import Pair
 from jspec.metrics import Metrics
-from jspec.requests import SamplingParams
+from jspec.sampling_params import SamplingParams
 from jspec.tree import Tree
 
 RULE = "-" * 50

@@ -26,7 +26,7 @@ from jspec.engine import Engine
 from jspec.metrics import LowAcceptanceWarning
 from jspec.models.decoder import Model
 from jspec.report import table
-from jspec.requests import SamplingParams
+from jspec.sampling_params import SamplingParams
 
 LOOP = 64  # rounds of one dispatch
 LOOPS = 4  # dispatches timed

@@ -21,7 +21,7 @@ from jspec.bench.spread import Spread
 from jspec.engine import Engine
 from jspec.metrics import Metrics
 from jspec.report import table
-from jspec.requests import SamplingParams
+from jspec.sampling_params import SamplingParams
 from jspec.tree import Tree
 
 TREES = (None, Tree.chain(1), Tree.topk(16, 4, 4))

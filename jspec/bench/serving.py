@@ -12,7 +12,7 @@ from jspec import demo
 from jspec.bench import batching, gsm8k, host, offline, prompts, report, serve_sim
 from jspec.bench.load import Load
 from jspec.bench.pair import Pair
-from jspec.requests import SamplingParams
+from jspec.sampling_params import SamplingParams
 from jspec.tree import TREE_FORMS, Tree
 
 SLOTS = 32

@@ -13,7 +13,8 @@ from typing import Any, TextIO
 from jspec.draft.eagle import Eagle3
 from jspec.engine import Engine
 from jspec.report import table
-from jspec.requests import Completion, SamplingParams
+from jspec.requests import Completion
+from jspec.sampling_params import SamplingParams
 from jspec.tree import Tree
 
 FOLDER = Path(__file__).parent
