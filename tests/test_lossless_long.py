@@ -11,7 +11,7 @@ from tests import cover
 from tests.test_lossless import FACTORS, FULL, SHORT, check, possible
 
 # One engine serves all buckets: 100 prompts in the largest, a batch of its size in each of the others.
-WHOLE = [case for case in cover.product(FACTORS | {"buckets": ((1, 4, 25),)}) if possible(case)]
+WHOLE = [case for case in cover.product(FACTORS | {"page": (1, 16, 64), "buckets": ((1, 4, 25),)}) if possible(case)]
 
 
 @pytest.mark.matrix

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jspec import Completion, Drafter, DraftModel, Eagle3, Engine, SamplingParams, Suffix, Tree
+from jspec.records import PrefillInput
 from tests import small, tiny
 
 pytestmark = pytest.mark.once
@@ -277,7 +278,9 @@ def test_a_root_that_is_drawn_anew_shows(monkeypatch: pytest.MonkeyPatch) -> Non
     original = Engine._pack
 
     def forgets_root(self: Engine, plan: Any) -> np.ndarray:
-        return original(self, replace(plan, root=None))
+        packed = original(self, plan)
+        packed[PrefillInput._fields.index("root")] = -1
+        return packed
 
     monkeypatch.setattr(Engine, "_pack", forgets_root)
     with pytest.raises(AssertionError):
