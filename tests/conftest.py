@@ -84,6 +84,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"holds on an H200, this is {device.device_kind}")
 
 
+@pytest.fixture(scope="module")
+def runs_long() -> Iterator[None]:
+    """For files whose engines run longer than they compile: with the fusion emitters that `cpu_flags` leaves out."""
+    from jspec.step import Program
+
+    with pytest.MonkeyPatch.context() as patch:
+        if "--xla_cpu_use_fusion_emitters=false" in os.environ["XLA_FLAGS"]:
+            patch.setattr(Program, "compiler_options", {"xla_cpu_use_fusion_emitters": True})
+        yield
+
+
 @pytest.fixture
 def compilations() -> Iterator[list[str]]:
     """Names of the compile events while the test runs: traces, lowerings and backend compilations."""

@@ -17,7 +17,7 @@ from jspec.records import Draft, SlotView
 from tests import tiny
 from tests.reference import decoder, processors
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("runs_long")]
 
 VOCAB, TOKENS, PROMPT, SAMPLES = 5, 5, [1, 3], 1200
 CONTROLS = {

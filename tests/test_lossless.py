@@ -30,7 +30,7 @@ from jspec.testing import NEAR_TIE, Random, Scripted, always_right, differences
 from jspec.tokenizer import load_tokenizer
 from tests import cover, tiny
 
-pytestmark = pytest.mark.slow  # together
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runs_long")]  # slow together
 LONGEST_PROMPT = 250
 STATIC = "static:0,1,2,0.0,0.1,1.0,2.0,2.1,2.1.0"  # the deepest path is the last sibling's everywhere
 DYNAMIC = "topk:12,4,3"
