@@ -33,6 +33,11 @@ class Admission:
     config: EngineConfig
     ids: Iterator[int] = field(default_factory=lambda: count(1))
 
+    def __post_init__(self) -> None:
+        wrong = [token for token in self.eos_ids if not 0 <= token < self.vocab_size]
+        if wrong:
+            raise ValueError(f"eos_ids: expected ids in [0, {self.vocab_size}), got {wrong[0]}")
+
     def requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
         """One request a prompt, in order; where ``n`` is more than one, with its siblings.
 

@@ -21,7 +21,7 @@ from jspec.config import EngineConfig
 from jspec.control_input import pack_controls
 from jspec.draft import Drafter, NoDraft
 from jspec.grammar import TablePool
-from jspec.grammar_input import check_end
+from jspec.grammar_input import follow
 from jspec.interface import Interface
 from jspec.metrics import Metrics
 from jspec.models.decoder import Model
@@ -151,6 +151,7 @@ class Engine(Interface):
         drafter: Drafter | None = None,
         dtype: str | None = None,
         tokenizer: Tokenizer | str | None = None,
+        logits_processor: LogitsProcessor | None = None,
         **options: Any,
     ) -> Self:
         """Load a Hugging Face folder, a folder written by ``python -m convert``, or a hub id.
@@ -160,7 +161,7 @@ class Engine(Interface):
             tokenizer: "bytes" for byte-level models; None: the folder's, if it has one.
         """
         if isinstance(path, Model):
-            return cls(path, drafter=drafter, tokenizer=tokenizer, **options)
+            return cls(path, drafter=drafter, tokenizer=tokenizer, logits_processor=logits_processor, **options)
         config = EngineConfig(**{name: value for name, value in options.items() if name != "eos_ids"})
         keep_compiled(config.compile_cache)
         checkpoint = pretrained.load(path, dtype=dtype, kind="target", quantize=options.get("quantize"))
@@ -169,6 +170,7 @@ class Engine(Interface):
             Model.from_weights(checkpoint.config, checkpoint.weights),
             drafter=drafter,
             tokenizer=load_tokenizer(checkpoint.folder) if tokenizer is None else tokenizer,
+            logits_processor=logits_processor,
             **options,
         )
 
@@ -308,7 +310,8 @@ class Engine(Interface):
         self.scheduler.settle(plan)
         fields = Report.read(report)
         if isinstance(plan, RoundPlan):
-            self._learn(plan, fields, seconds)
+            is_usual = output.trace is None and output.logprobs is None
+            self._learn(plan, fields, seconds if is_usual else None)
         rows = plan.requests if isinstance(plan, RoundPlan) else [plan.request] if plan.emits else []
         if isinstance(plan, PrefillPlan) and plan.request.scores_prompt and plan.request.finish_reason is None:
             assert output.prompt is not None
@@ -324,8 +327,7 @@ class Engine(Interface):
             text = self._texts[request.id]
             try:
                 reason = take_report(request, text, output, row, is_round, self.eos_ids)
-                if reason is not None:
-                    check_end(request)
+                follow(request)
             except Exception as error:  # of a tokenizer, for instance: nobody else's affair
                 request.error, reason = error, "error"
             self._clock(request)

@@ -39,6 +39,10 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # what changes tokens and is not
     "forced_eos_token_id": (),
     "force_words_ids": ([],),
     "constraints": ([],),
+    "min_length": (0,),
+    "max_time": (),
+    "forced_decoder_ids": ([],),
+    "token_healing": (False,),
     "watermarking_config": (),
     "dola_layers": (),
 }
@@ -48,7 +52,8 @@ def recommended(path: str | Path) -> dict[str, Any]:
     """Fields of `SamplingParams` that a folder's generation_config.json, or the file itself, sets.
 
     As in transformers the temperature counts with ``do_sample`` alone: without it decoding is greedy. A field that the
-    file does not name keeps our default (transformers cuts at top_k 50 where the file is silent).
+    file does not name keeps our default (transformers cuts at top_k 50 where the file is silent). ``max_length``, which
+    counts the prompt too, is for the engine's ``max_len`` and not read.
 
     Raises:
         FileNotFoundError: no such file.
@@ -73,6 +78,8 @@ def recommended(path: str | Path) -> dict[str, Any]:
                 f"{file}: {name}={value!r} has no counterpart here; remove it from a copy of the file, or write out "
                 "the other fields"
             )
+    if not isinstance(config.get("do_sample"), (bool, type(None))):
+        raise ValueError(f"{file}: do_sample: expected true or false, got {config['do_sample']!r}")
     fields = {ours: config[theirs] for theirs, ours in FIELDS.items() if config.get(theirs) is not None}
     if not config.get("do_sample"):
         fields["temperature"] = 0.0

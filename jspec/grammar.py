@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from jspec import json_schema
+
 MAX_STATES = 2**15 - 1  # states and classes are int16 on the device
 MAX_WORK = 2**27  # numbers of a table on its way, before states and classes that lead nowhere are out
 NOWHERE = -1
@@ -69,15 +71,20 @@ class TokenTexts:
 def regex_of_schema(schema: str | Mapping[str, Any]) -> str:
     """The regular expression of a JSON schema's texts.
 
-    Properties come in the schema's order. What a schema leaves open (a type, items, properties) is what outlines_core
-    makes of it, of a bounded depth too.
+    Properties come in the schema's order, and no others. What a schema leaves open (a type, items, properties) is what
+    outlines_core makes of it, of a bounded depth too.
 
     Raises:
-        ValueError: no schema, one that the library does not know, or one without a bound to its depth.
+        ValueError: no schema, one of which a part would be dropped (`jspec.json_schema`), or one without a bound to its
+            depth.
         ImportError: outlines_core is missing.
     """
     build = _library().json_schema.build_regex_from_schema
     text = schema if isinstance(schema, str) else json.dumps(schema)
+    try:
+        json_schema.check(json.loads(text), _is_plain)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"json_schema: expected JSON, got {text}: {error}") from error
     try:
         regex, deeper = (build(text, max_recursion_depth=depth) for depth in (3, 4))
     except (ValueError, TypeError) as error:
@@ -88,6 +95,12 @@ def regex_of_schema(schema: str | Mapping[str, Any]) -> str:
             "levels as are wanted"
         )
     return regex
+
+
+def _is_plain(regex: str) -> bool:
+    """Whether its texts can stand in a JSON string as they are."""
+    step, _ = _automaton(f"json_schema: pattern {regex!r}", regex)
+    return bool(np.all(step[:, [*range(0x20), *b'"\\']] == NOWHERE))
 
 
 def compile_grammar(

@@ -28,7 +28,7 @@ class GrammarInput:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._cells = cells
-        self._compiled = lru_cache(KEPT)(self._compile)
+        self._compiled, self._regex_of = lru_cache(KEPT)(self._compile), lru_cache(KEPT)(regex_of_schema)
 
     def of(self, params: SamplingParams, stop_ids: tuple[int, ...], words: Words) -> Grammar | None:
         """The grammar that a request asks for, if it does.
@@ -48,7 +48,7 @@ class GrammarInput:
         self._check(field, params, stop_ids, words)
         value = getattr(params, field)
         source = f"{field}={value!r:.200}"
-        regex = value if field == "regex" else regex_of_schema(value)
+        regex = value if field == "regex" else self._regex_of(value)
         singles = tuple(word[0] for word in words if len(word) == 1)
         return self._compiled(source, regex, stop_ids, params.allowed_token_ids, singles)
 
@@ -98,16 +98,20 @@ class GrammarInput:
         return TokenTexts(spell(), self._vocab_size)
 
 
-def check_end(request: Request) -> None:
-    """Refuse a request's text that left its grammar, or ended within it: nothing that may come was left there.
+def follow(request: Request) -> None:
+    """Take the tokens that are new into the state of a request's grammar.
 
     Raises:
-        ValueError: naming what took the last tokens out.
+        ValueError: they violate it, for nothing that it allows was left; naming what took that out.
     """
-    if request.grammar is None or request.grammar.follow(request.token_ids) >= 0:
+    if request.grammar is None:
         return
-    count = next(n for n in range(len(request.token_ids)) if request.grammar.follow(request.token_ids[: n + 1]) < 0)
-    raise ValueError(
-        f"{request.grammar.source}: behind {count} tokens bad_words={request.params.bad_words!r} or the engine's "
-        "logits_processor left none of those that the grammar allows; ban less, or words of one token"
-    )
+    done, state = request.grammar_at
+    for count, token in enumerate(request.token_ids[done:], done):
+        state = request.grammar.follow([token], state)
+        request.grammar_at = count + 1, state
+        if state < 0:
+            raise ValueError(
+                f"{request.grammar.source}: behind {count} tokens bad_words={request.params.bad_words!r} or the "
+                "engine's logits_processor left none of those that the grammar allows; ban less, or words of one token"
+            )

@@ -150,9 +150,9 @@ class Programs:
 
     def _compile(self, programs: Iterable[Lowered]) -> None:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # one is lowered while others compile
-            compiled = [pool.submit(self._compile_one, *one) for one in programs]
-        for one in compiled:
-            one.result()
+            compiled = [(keep, pool.submit(self._compile_one, name, lowered)) for name, keep, lowered in programs]
+        for keep, executable in [(keep, one.result()) for keep, one in compiled]:  # none is kept if one fails
+            keep(executable)
 
     def _lowered(self, state: SlotState) -> Iterator[Lowered]:
         """What every engine has."""
@@ -214,8 +214,9 @@ class Programs:
         self.lower_seconds[name] = time.perf_counter() - start
         return lowered
 
-    def _compile_one(self, name: str, keep: Callable[[Any], None], lowered: Any) -> None:
+    def _compile_one(self, name: str, lowered: Any) -> Any:
         start = time.perf_counter()
-        keep(lowered.compile(compiler_options=self._program.compiler_options))
+        executable = lowered.compile(compiler_options=self._program.compiler_options)
         self.seconds[name] = time.perf_counter() - start
         logger.info("compiled %s in %.1f s", name, self.seconds[name])
+        return executable

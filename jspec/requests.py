@@ -75,6 +75,7 @@ class Request:
     trace: bool = False
     bad_words: tuple[tuple[int, ...], ...] = ()  # as token ids
     grammar: Grammar | None = None
+    grammar_at: tuple[int, int] = (0, 0)  # tokens of the output that it has followed, and to which state
     slot: int | None = None
     prefill_len: int = field(init=False)  # tokens to prefill: the prompt, and of the output what a preemption lost
     prefilled: int = 0  # of these, those whose chunks were dispatched or that were found in kept pages

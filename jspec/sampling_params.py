@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,8 @@ class SamplingParams:
         regex: a regular expression (of the library outlines_core, without look-around and anchors) that the whole text
             matches, in which nothing but a token that ends the request can follow its end. The text is cut where
             max_tokens or a stop string ends it first. Tokens that end the request come where the text may end only.
-        json_schema: a schema, or its text, that the whole text fits; likewise. Not one that holds itself.
+        json_schema: a schema, or its text, that the whole text fits; likewise. Not one that holds itself, nor one with
+            keywords that cannot be followed (`jspec.json_schema`). Kept as text.
         processor_args: numbers for the engine's ``logits_processor``, as many as its ``processor_args`` says, or none,
             which is zeros.
         draft: False for no speculation in this request, an int caps the accepted draft length.
@@ -73,7 +75,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     min_tokens: int = 0
     regex: str | None = None
-    json_schema: str | Mapping[str, Any] | None = field(default=None, hash=False)
+    json_schema: str | Mapping[str, Any] | None = None
     processor_args: tuple[float, ...] = ()
     draft: bool | int = True
     logprobs: int | None = None
@@ -92,6 +94,8 @@ class SamplingParams:
         if isinstance(self.bad_words, (list, tuple)):
             words = (tuple(word) if isinstance(word, (list, np.ndarray)) else word for word in self.bad_words)
             object.__setattr__(self, "bad_words", tuple(words))
+        if isinstance(self.json_schema, Mapping) and is_schema(self.json_schema):
+            object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
         if isinstance(self.logit_bias, Mapping):
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # its owner may change it later
         limits = (

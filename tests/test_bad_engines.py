@@ -37,6 +37,7 @@ def test_a_good_engine_comes_to_compiling() -> None:
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     (dict(slots=0), r"slots: expected an int >= 1, got 0"),
     (dict(slots=2.0), r"slots: expected an int >= 1, got 2\.0"),
+    (dict(eos_ids=(2, 99)), r"eos_ids: expected ids in \[0, 16\), got 99"),
     (dict(max_len=-5), r"max_len: expected an int >= 1, got -5"),
     (dict(page_size=0), r"page_size: expected an int >= 1, got 0"),
     (dict(rounds_per_dispatch=0), r"rounds_per_dispatch: expected an int >= 1, got 0"),

@@ -70,6 +70,8 @@ def test_the_files_of_the_real_models_are_read(data: Path) -> None:
         (dict(no_repeat_ngram_size=3), "no_repeat_ngram_size=3"),
         (dict(suppress_tokens=[7]), r"suppress_tokens=\[7\]"),
         (dict(do_sample=True, typical_p=0.5), "typical_p=0.5"),
+        (dict(min_length=30), "min_length=30"),
+        (dict(do_sample="false"), "do_sample: expected true or false, got 'false'"),
         (dict(do_sample=True, temperature=-1.0), "SamplingParams.temperature: expected a finite number >= 0"),
     ],
 )

@@ -113,11 +113,22 @@ def expected() -> list[list[int]]:
     return [one.token_ids for one in small.plain().generate(PROMPTS, params)]
 
 
-def test_nothing_is_compiled_for_it_before_it_is_asked_for() -> None:
+def test_nothing_is_compiled_for_it_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is anything kept if a part of it does not compile: the next request that asks starts anew."""
     engine = tree()
     engine.generate([1, 2], SamplingParams(max_tokens=2))
-    assert not engine._programs.scored_rounds and not engine._programs.scored_prefill
     assert not any("logprobs" in name for name in engine.compile_seconds)
+
+    def fails(name: str, lowered: Any) -> str:
+        if name.startswith("round"):
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return "a program"
+
+    monkeypatch.setattr(engine._programs, "_compile_one", fails)
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        engine.generate([1, 2], SamplingParams(max_tokens=2, logprobs=1))
+    assert not engine._programs.scored_rounds and not engine._programs.scored_prefill
+    assert not engine.scheduler.has_work
 
 
 @pytest.mark.parametrize("make", [small.plain, chain, tree], ids=["plain", "chain", "tree"])

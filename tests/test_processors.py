@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -236,3 +237,9 @@ def test_what_goes_with_a_processor() -> None:
         SamplingParams(processor_args=(float("nan"),))
     with pytest.raises(ValueError, match=r"processor_args: expected 0 numbers, as this engine was built for.*\(1.0,\)"):
         Admission(None, 16, (), EngineConfig()).requests([1], SamplingParams(processor_args=(1.0,)), trace=False)
+
+
+def test_an_engine_made_of_a_folder_has_one(data: Path) -> None:
+    processor, message = BAD[0]
+    with pytest.raises(ValueError, match=message):
+        Engine.from_pretrained(data / "stories260k", logits_processor=processor)

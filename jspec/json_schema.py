@@ -1,0 +1,92 @@
+"""Which JSON schemas become regular expressions that say what they say: the library drops what it does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+SAYS_NOTHING = frozenset(
+    [
+        *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+        *("$schema", "$id", "$comment", "$defs", "definitions"),
+    ]
+)
+TAKEN = {  # what stands beside the keyword that decides, the first of these in a schema, and is followed
+    "anyOf": frozenset[str](),
+    "$ref": frozenset[str](),
+    "enum": frozenset({"type"}),
+    "const": frozenset({"type"}),
+    "prefixItems": frozenset({"type"}),
+    "properties": frozenset({"type", "required", "additionalProperties"}),
+}
+OF_TYPE = {
+    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
+    "array": frozenset({"items", "minItems", "maxItems"}),
+    "object": frozenset({"additionalProperties"}),
+}
+KINDS: dict[str, Callable[[Any], bool]] = {
+    "string": lambda value: isinstance(value, str),
+    "boolean": lambda value: isinstance(value, bool),
+    "null": lambda value: value is None,
+    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "number": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+}
+
+
+def check(schema: Any, is_plain: Callable[[str], bool], path: str = "#") -> None:
+    """Refuse a schema of which a part would be dropped.
+
+    Args:
+        is_plain: whether a regular expression's texts can stand in a JSON string as they are.
+        path: where in the whole schema this one stands.
+
+    Raises:
+        ValueError: naming the keyword and where it stands.
+    """
+    if not isinstance(schema, Mapping):
+        return
+    asked = [key for key in schema if key not in SAYS_NOTHING]
+    decides = next((key for key in TAKEN if key in schema), "type")
+    kind = schema.get("type")
+    followed = TAKEN.get(decides, OF_TYPE.get(kind, frozenset()) if isinstance(kind, str) else frozenset())
+    wrong = next((key for key in asked if key != decides and key not in followed), None)
+    if wrong is not None:
+        raise ValueError(
+            f"json_schema: {wrong!r} at {path} cannot be followed beside {decides!r}, expected "
+            f"{sorted(followed) or 'nothing'}; leave it out, or say it otherwise (anyOf, enum, properties, a regex)"
+        )
+    _check_values(schema, decides, is_plain, path)
+    inner = {name: schema.get(name) for name in ("items", "additionalProperties")}
+    for name in ("properties", "$defs", "definitions"):
+        inner |= {f"{name}/{key}": part for key, part in schema.get(name, {}).items()}
+    for name in ("anyOf", "prefixItems"):
+        inner |= {f"{name}/{index}": part for index, part in enumerate(schema.get(name, []))}
+    for name, part in inner.items():
+        check(part, is_plain, f"{path}/{name}")
+
+
+def _check_values(schema: Mapping[str, Any], decides: str, is_plain: Callable[[str], bool], path: str) -> None:
+    """Refuse values of followed keywords that are not followed themselves."""
+    kind, pattern = schema.get("type"), schema.get("pattern")
+    unlisted = sorted(set(schema.get("required", [])) - set(schema.get("properties", [])))
+    if unlisted:
+        raise ValueError(f"json_schema: 'required' at {path} names {unlisted}, expected names in 'properties'")
+    if decides in ("properties", "prefixItems") and kind not in (None, {"properties": "object"}.get(decides, "array")):
+        raise ValueError(f"json_schema: 'type' at {path}: {decides!r} is of another one, got {kind!r}")
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    kinds = [kind] if isinstance(kind, str) else kind or list(KINDS)
+    stranger = [value for value in values if not any(KINDS.get(name, lambda _: True)(value) for name in kinds)]
+    if stranger:
+        raise ValueError(f"json_schema: {decides!r} at {path}: expected values of type {kind!r}, got {stranger[0]!r}")
+    if pattern is None:
+        return
+    others = sorted({"minLength", "maxLength", "format"} & set(schema))
+    if others:
+        raise ValueError(f"json_schema: {others[0]!r} at {path} cannot be followed beside 'pattern'; say it there")
+    if not (isinstance(pattern, str) and pattern.startswith("^") and pattern.endswith("$") and is_plain(pattern[1:-1])):
+        raise ValueError(
+            f"json_schema: 'pattern' at {path}: expected '^...$' around what no text with a quote, a backslash or a "
+            f"control character matches, got {pattern!r}; write it so"
+        )
