@@ -39,6 +39,7 @@ from jspec.step import Params, Program, init_state
 from jspec.tokenizer import Tokenizer, load_tokenizer
 from jspec.turns import Turns
 from jspec.watch import AcceptanceWatch, IntervalLog
+from pallas_kernels.fixed_matmul import unsupported_weight
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +85,8 @@ class Engine(Interface):
             drafter = drafter.with_window(self.config.draft_window)
         if self.config.quantize is not None:
             target = quantize_weights(target, self.config.quantize)
-        if self.config.deterministic and (kind := quantized_as(target)):
-            raise ValueError(f"deterministic: expected a target whose weights are not quantised, got {kind}")
+        if self.config.deterministic:
+            _check_deterministic(target, self.config.implementation)
         verify.check_rule(self.config.accept, drafter.tree)
         depths = _depths(self.config, drafter)
         processors.check(logits_processor, self.config, drafter.tree, target.config.vocab_size)
@@ -479,6 +480,17 @@ class Engine(Interface):
     def _gauges(self) -> Gauges:
         pages = self.scheduler.pages
         return Gauges(len(self.scheduler.running), len(self.scheduler.waiting), pages.num_used / (pages.pages - 1))
+
+
+def _check_deterministic(target: Model, implementation: str) -> None:
+    """Refuse a target of which some product has no kernel that gives a row the same bits in every program."""
+    if kind := quantized_as(target):
+        raise ValueError(f"deterministic: expected a target whose weights are not quantised, got {kind}")
+    if implementation == "reference" or jax.default_backend() != "gpu":
+        return
+    weights = [leaf for leaf in jax.tree.leaves([target.layers, target.output_head]) if leaf.ndim == 2]
+    for reason in filter(None, map(unsupported_weight, weights)):
+        raise ValueError(f"deterministic: on a GPU {reason}; leave it off")
 
 
 def _depths(config: EngineConfig, drafter: Drafter) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ class SamplingParams:
         """
         return cls(**{**recommended(path), **fields})
 
-    @property
+    @cached_property
     def controls_used(self) -> tuple[str, ...]:
         """The fields in use that edit logits before they are sampled from (`jspec.controls`)."""
         on = dict(

@@ -74,11 +74,18 @@ def _pallas(x, weight, *, parts, dtype, interpret):
     )(x, weight)
 
 
-def _unsupported(x: Array, weight: Array) -> str | None:
-    """Says which limit of the kernel a call breaks, if any."""
+def unsupported_weight(weight: Array) -> str | None:
+    """Says which limit of the kernel a weight breaks, if any."""
     (out, inner), columns = weight.shape, INNER_BYTES // weight.dtype.itemsize
     if out % ROWS or inner % columns:
         return f"the weight must be [multiple of {ROWS}, multiple of {columns}], got {weight.shape}"
+    return None
+
+
+def _unsupported(x: Array, weight: Array) -> str | None:
+    """Says which limit of the kernel a call breaks, if any."""
+    if reason := unsupported_weight(weight):
+        return reason
     if x.dtype != weight.dtype or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"x and weight must be bfloat16, float16 or float32 alike, got {x.dtype} and {weight.dtype}"
     return None

@@ -34,6 +34,14 @@ def test_a_good_engine_comes_to_compiling() -> None:
         Engine(small.target())
 
 
+def test_a_target_that_the_kernels_of_a_gpu_cannot_multiply_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError, match="it came to compiling"):
+        Engine(small.target(), deterministic=True)
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    with pytest.raises(ValueError, match=r"deterministic: on a GPU the weight must be \[multiple of 64"):
+        Engine(small.target(), deterministic=True)
+
+
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     (dict(slots=0), r"slots: expected an int >= 1, got 0"),
     (dict(slots=2.0), r"slots: expected an int >= 1, got 2\.0"),
