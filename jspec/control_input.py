@@ -12,10 +12,10 @@ from jspec.controls import (
     LOOK_BACK,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
-    NO_TOKEN,
     pack,
 )
 from jspec.grammar import NOWHERE
+from jspec.records import NO_TOKEN
 from jspec.requests import Request
 from jspec.sampling_params import SamplingParams
 from jspec.tokenizer import Tokenizer

@@ -27,12 +27,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec import automata, processors, sampling
-from jspec.records import Controls, Draft, SlotView
+from jspec.records import NO_TOKEN, Controls, Draft, SlotView
 
 MAX_BAD_WORDS = 128  # of more than one token, a request
 MAX_BAD_WORD_TOKENS = 16
 LOOK_BACK = MAX_BAD_WORD_TOKENS - 1  # tokens of the text that decide whether a bad word's last may follow
-NO_TOKEN = -1  # before the text's beginning, behind a path's end; in a bad word's beginning: anything
 Decision = tuple[Int[Array, "batch"], Int[Array, "batch"]]  # the last node that stands, and the token behind it
 IN_PROMPT, GENERATED = 1, 2  # what a token of the text adds to its count; the prompt's counts once
 

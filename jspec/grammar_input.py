@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import final
 
+from jspec.control_input import Words
 from jspec.grammar import Grammar, TokenTexts, check_size, compile_grammar, regex_of_schema
 from jspec.requests import Request
 from jspec.sampling_params import SamplingParams
 from jspec.tokenizer import Tokenizer
 
 KEPT = 64  # grammars whose tables the host keeps
-
-Words = tuple[tuple[int, ...], ...]
 
 
 @final

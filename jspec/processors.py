@@ -18,10 +18,8 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jspec.config import EngineConfig
-from jspec.records import SlotView
+from jspec.records import NO_TOKEN, SlotView
 from jspec.tree import Tree
-
-NO_TOKEN = -1
 
 
 @struct.dataclass

@@ -18,6 +18,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 MAX_STOP_IDS = 8
+NO_TOKEN = -1  # before a text's beginning, behind a path's end; in a bad word's beginning: anything
 UNLIMITED = 2**30  # more tokens than any row has
 
 

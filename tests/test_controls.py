@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jspec import SamplingParams, controls, sampling, verify
 from jspec.control_input import bad_words, check, pack_controls
-from jspec.records import Draft, SlotView
+from jspec.records import NO_TOKEN, Draft, SlotView
 from jspec.requests import Request
 from tests.reference import processors
 from tests.views import view_of_rows
@@ -183,9 +183,9 @@ WRONG: dict[str, Any] = {
 
 def only_last(path: jax.Array, *, keep: bool) -> jax.Array:
     """Paths in which either each node's own token or all before it are tokens that nothing asks for."""
-    depth = jnp.sum(path != controls.NO_TOKEN, axis=-1, keepdims=True)
+    depth = jnp.sum(path != NO_TOKEN, axis=-1, keepdims=True)
     is_own = jnp.arange(DEPTH) == depth - 1
-    return jnp.where((path != controls.NO_TOKEN) & (is_own != keep), VOCAB + 1, path)
+    return jnp.where((path != NO_TOKEN) & (is_own != keep), VOCAB + 1, path)
 
 
 def other_order(logits: jax.Array, row: Any, path: jax.Array) -> jax.Array:
