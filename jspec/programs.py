@@ -184,33 +184,33 @@ class Programs:
             yield name, keep, self._lower(name, partial(prefill_step, program), state, words)
 
     def _lowered_others(self, state: SlotState) -> Iterator[Lowered]:
+        keep = partial(partial, setattr, self)
         updates = jax.ShapeDtypeStruct((self.page_updates, 3), jnp.int32)
-        keep: Callable[[Any], None] = partial(setattr, self, "show_pages")
-        start = time.perf_counter()
-        lowered = jax.jit(show_pages, donate_argnums=0).lower(state.page_table, updates)
-        self.lower_seconds["show_pages"] = time.perf_counter() - start
-        yield "show_pages", keep, lowered
+        yield "show_pages", keep("show_pages"), self._lower_entry("show_pages", show_pages, state.page_table, updates)
         if state.controls is not None:
             packed = jax.ShapeDtypeStruct((controls.packed_size(state.controls),), jnp.int32)
-            start = time.perf_counter()
-            lowered = jax.jit(controls.admit, donate_argnums=0).lower(state.controls, packed)
-            self.lower_seconds["controls"] = time.perf_counter() - start
-            yield "controls", partial(setattr, self, "admit_controls"), lowered
+            lowered = self._lower_entry("controls", controls.admit, state.controls, packed)
+            yield "controls", keep("admit_controls"), lowered
         if state.grammars is not None:
             packed = jax.ShapeDtypeStruct((automata.packed_size(state.grammars),), jnp.int16)
-            start = time.perf_counter()
-            lowered = jax.jit(automata.load, donate_argnums=0).lower(state.grammars, packed)
-            self.lower_seconds["grammar"] = time.perf_counter() - start
-            yield "grammar", partial(setattr, self, "load_grammar"), lowered
+            lowered = self._lower_entry("grammar", automata.load, state.grammars, packed)
+            yield "grammar", keep("load_grammar"), lowered
         if self._program.drafter.lags and self._config.prefix_cache:
             words = CATCH_UP_HEAD + self._pages
-            keep = partial(setattr, self, "catch_up")
-            yield "catch_up", keep, self._lower("catch_up", partial(catch_up_step, self._program), state, words)
+            lowered = self._lower("catch_up", partial(catch_up_step, self._program), state, words)
+            yield "catch_up", keep("catch_up"), lowered
 
     def _lower(self, name: str, step: Callable[..., Any], state: SlotState, words: int) -> Any:
-        start = time.perf_counter()
         packed = jax.ShapeDtypeStruct((words,), jnp.int32)
-        lowered = jax.jit(step, donate_argnums=(1,)).lower(self._params, state, packed)
+        return self._timed(name, jax.jit(step, donate_argnums=1), self._params, state, packed)
+
+    def _lower_entry(self, name: str, enter: Callable[..., Any], part: Any, packed: Any) -> Any:
+        """What writes into a part of the state, which is donated."""
+        return self._timed(name, jax.jit(enter, donate_argnums=0), part, packed)
+
+    def _timed(self, name: str, function: Any, *arguments: Any) -> Any:
+        start = time.perf_counter()
+        lowered = function.lower(*arguments)
         self.lower_seconds[name] = time.perf_counter() - start
         return lowered
 
