@@ -16,6 +16,7 @@ from jspec.testing import Scripted
 
 SHAPE, DTYPE, PROMPTS, TOKENS = "llama3-8b", "bfloat16", 64, 256
 PULL = 12.0  # length of an embedding: the row it points at gets a logit near the largest of 128256 normal numbers
+SHARPER = 4.0  # queries: else every token attends to all alike, and after many layers one text is as the other
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0)
 
 
@@ -23,7 +24,10 @@ GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0)
 def target() -> Model:
     """Random weights whose laws are not flat: each token's embedding points at one row of the output head."""
     target = shapes.random_target(SHAPE, DTYPE)
-    return target.replace(embed=target.embed * PULL, head=jnp.roll(target.embed, 1, axis=0))
+    queries = slice(target.config.num_heads * target.config.head_dim)
+    layers = [layer.replace(qkv=layer.qkv.at[queries].multiply(SHARPER)) for layer in target.layers]
+    head = jnp.roll(target.embed, 1, axis=0)
+    return target.replace(embed=target.embed * PULL, head=head, layers=type(target.layers)(layers))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,18 +19,22 @@ CONTROLS = [
     (k, p, m) for k in (0, 1, 5, 50, 2999, 4000) for p in (1.0, 0.999, 0.5, 0.01) for m in (0.0, 0.1, 0.5)
 ]  # top_k, top_p, min_p; 4000 exceeds the vocabulary
 VOCAB = 3000
+KERNEL = "pallas_kernels.keep_bound"
 
 
-def problem(seed: int = 0) -> tuple[np.ndarray, list[np.ndarray]]:
-    logits = np.random.default_rng(seed).normal(0, 3, (len(CONTROLS), VOCAB)).astype(np.float32)
+LARGE = 20000  # more groups than a program holds
+
+
+def problem(vocab: int = VOCAB, scale: float = 3.0) -> tuple[np.ndarray, list[np.ndarray]]:
+    logits = np.random.default_rng(0).normal(0, scale, (len(CONTROLS), vocab)).astype(np.float32)
     k, p, m = zip(*CONTROLS, strict=True)
     return logits, [np.array(k, np.int32), np.array(p, np.float32), np.array(m, np.float32)]
 
 
-def mismatches(bounds: np.ndarray, logits: np.ndarray) -> list[tuple]:
+def mismatches(bounds: np.ndarray, logits: np.ndarray, cases: Sequence[tuple] = CONTROLS) -> list[tuple]:
     """Cases that keep other tokens; at the nucleus's edge float32 sums may let in or leave out a token of 1e-5."""
     found = []
-    for case, bound, row in zip(CONTROLS, bounds, logits, strict=True):
+    for case, bound, row in zip(cases, bounds, logits, strict=True):
         k, p, m = case
         differ = (law(row, temperature=1.0, top_k=k, top_p=p, min_p=m) > 0) != (row >= bound)
         if law(row, temperature=1.0)[differ].sum() > 1e-5 * (p < 1):
@@ -38,6 +46,29 @@ def mismatches(bounds: np.ndarray, logits: np.ndarray) -> list[tuple]:
 def test_the_kept_tokens_are_those_that_sorting_keeps(implementation: str) -> None:
     logits, controls = problem()
     assert not mismatches(np.asarray(keep_bound(logits, *controls, implementation=implementation)), logits)
+
+
+@pytest.mark.parametrize("scale", [0.5, 6.0])
+def test_so_it_is_in_laws_wider_than_what_a_program_holds(scale: float) -> None:
+    logits, controls = problem(LARGE, scale)
+    assert not mismatches(np.asarray(keep_bound(logits, *controls, implementation="pallas")), logits)
+
+
+def test_only_flat_laws_are_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: where reading the whole row finds nothing, the flat ones are wrong and no others."""
+
+    def nothing(*_: Any) -> Any:
+        return (lambda _: jnp.float32(0),) * 2
+
+    monkeypatch.setattr(sys.modules[KERNEL], "_of_row", nothing)
+    jax.clear_caches()
+    for scale, is_right in ((0.5, False), (6.0, True)):
+        logits, controls = problem(LARGE, scale)
+        controls = [np.minimum(controls[0], 50), np.minimum(controls[1], 0.9), controls[2]]
+        cases = [(k, p, m) for k, p, m in zip(*controls, strict=True)]
+        bounds = np.asarray(keep_bound(logits, *controls, implementation="pallas"))
+        assert (not mismatches(bounds, logits, cases)) == is_right
+    jax.clear_caches()
 
 
 def test_a_top_p_before_top_k_is_caught() -> None:
@@ -71,14 +102,17 @@ def test_a_row_without_controls_keeps_everything() -> None:
     assert bound.tolist() == [-jnp.inf] * 2
 
 
-def test_it_is_one_kernel_on_an_h200() -> None:
+def test_it_is_three_kernels_on_an_h200() -> None:
     shape, rows = jax.ShapeDtypeStruct, 160
     controls = [shape((rows,), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)]
     program = compile_for_h200(keep_bound, shape((rows, 128256), jnp.float32), *controls, fail_on_spills=True)
-    assert [launch.name for launch in program.launches] == ["keep_bound"]
+    names = [launch.name for launch in program.launches]
+    assert names == ["keep_bound_survey", "keep_bound_choose", "keep_bound"]
+    assert program.temp_bytes < 8 << 20
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_kept_tokens_are_those_that_sorting_keeps() -> None:
-    logits, controls = problem()
+@pytest.mark.parametrize(("vocab", "scale"), [(VOCAB, 3.0), (LARGE, 0.5), (LARGE, 6.0), (128256, 1.0)])
+def test_on_a_gpu_the_kept_tokens_are_those_that_sorting_keeps(vocab: int, scale: float) -> None:
+    logits, controls = problem(vocab, scale)
     assert not mismatches(np.asarray(keep_bound(logits, *controls, implementation="pallas")), logits)
