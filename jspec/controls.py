@@ -204,8 +204,8 @@ def edit(
     for index in range(view.sampling.stop_ids.shape[1]):
         is_end = vocab == view.sampling.stop_ids[:, None, index, None]
         edited = jnp.where(is_early[..., None] & is_end, -jnp.inf, edited)
-    edited = _without_bad_words(edited, row, path, depth)
     edited = jnp.where(row.used[:, None, None], edited, logits)
+    edited = _without_bad_words(edited, row, path, depth)  # last, in place: all before it is one pass over the logits
     if view.grammars is not None:
         edited = automata.only_allowed(edited, view, path)
     return edited if view.processor is None else processors.apply(edited, view, path)
@@ -239,6 +239,7 @@ def _without_bad_words(
     newest = jnp.take_along_axis(line, depth[..., None] + jnp.arange(LOOK_BACK), axis=-1)
     beginnings = row.bad_beginnings[:, None]
     follows = jnp.all((beginnings == NO_TOKEN) | (beginnings == newest[:, :, None]), axis=-1)
+    follows &= row.used[:, None, None]
     tokens = jnp.where(follows, row.bad_ends[:, None], logits.shape[-1])
     where = jnp.arange(batch)[:, None, None], jnp.arange(nodes)[:, None], tokens
     return logits.at[where].set(-jnp.inf, mode="drop")

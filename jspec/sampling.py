@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.records import Sampling, SlotView
+from pallas_kernels.gumbel_argmax import gumbel_argmax
 from pallas_kernels.keep_bound import keep_bound
 from pallas_kernels.row_blocks import in_row_blocks_off_gpu
 from pallas_kernels.top_log_probs import top_log_probs
@@ -62,7 +63,7 @@ def keys(seed: UInt32[Array, "... 2"], purpose: Purpose, *place: Int[Array, "...
 
 def gumbel(key: Array, vocab: int) -> Float[Array, "... vocab"]:
     """Gumbel noise over a vocabulary for each key: ``argmax(logits + noise)`` is a draw from softmax(logits)."""
-    draw = jax.vmap(lambda k: jax.random.gumbel(k, (vocab,), jnp.float32))
+    draw = jax.vmap(lambda k: jax.random.gumbel(k, (vocab,), jnp.float32, mode="low"))
     return draw(key.reshape(-1)).reshape(*key.shape, vocab)
 
 
@@ -77,60 +78,58 @@ def token_noise(view: SlotView, positions: Int[Array, "batch nodes"], vocab: int
     return gumbel(keys(view.sampling.seed[:, None], Purpose.TOKEN, positions), vocab)
 
 
+def _bound(
+    logits: Float[Array, "batch nodes vocab"], sampling: Sampling
+) -> tuple[Float[Array, "batch"], Float[Array, "batch nodes"]]:
+    """Each row's temperature, 1 for greedy ones, and each node's smallest logit that stays (-inf: all do)."""
+    rows, nodes, vocab = logits.shape
+    is_sampled = sampling.temperature > 0
+    temperature = jnp.where(is_sampled, sampling.temperature, 1.0)
+    controls = (
+        temperature,
+        jnp.where(is_sampled, sampling.top_k, 0),
+        jnp.where(is_sampled, sampling.top_p, 1.0),
+        jnp.where(is_sampled, sampling.min_p, 0.0),
+    )
+    per_node = [jnp.repeat(control, nodes) for control in controls]
+    return temperature, keep_bound(logits.reshape(-1, vocab), *per_node).reshape(rows, nodes)
+
+
 def process(logits: Float[Array, "batch nodes vocab"], sampling: Sampling) -> Float[Array, "batch nodes vocab"]:
     """Temperature, top-k, top-p, min-p, in this order; excluded tokens get -inf. Greedy rows pass unchanged.
 
     As in transformers' warpers, each control sees what the one before left, renormalised. Tokens that tie with the
     last one kept are kept too.
     """
-    rows, nodes, vocab = logits.shape
-    temperature = sampling.temperature[:, None, None]
-    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
-    is_sampled = sampling.temperature > 0
-    controls = (
-        jnp.where(is_sampled, sampling.top_k, 0),
-        jnp.where(is_sampled, sampling.top_p, 1.0),
-        jnp.where(is_sampled, sampling.min_p, 0.0),
-    )
-    per_node = [jnp.repeat(control, nodes) for control in controls]
-    bound = keep_bound(scaled.reshape(-1, vocab), *per_node).reshape(rows, nodes, 1)
-    return jnp.where(scaled >= bound, scaled, -jnp.inf)
+    temperature, bound = _bound(logits, sampling)
+    return jnp.where(logits >= bound[..., None], logits / temperature[:, None, None], -jnp.inf)
 
 
 def target_tokens(
     logits: Float[Array, "batch nodes vocab"], view: SlotView, positions: Int[Array, "batch nodes"]
 ) -> Int[Array, "batch nodes"]:
-    """The token plain decoding would emit at each position: argmax for greedy rows, else by `token_noise`.
+    """The token plain decoding would emit at each position: argmax for greedy rows, else drawn with `token_noise`.
 
     Args:
         logits: of the node before each position, as `jspec.controls` leaves them.
         positions: the position the token will stand at.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if view.all_greedy:
-        return greedy
-    if view.deterministic:
-        drawn = _drawn_alone(logits, view, positions)
-    else:
-        noisy = process(logits, view.sampling) + token_noise(view, positions, logits.shape[-1])
-        drawn = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
-    return jnp.where(view.sampling.temperature[:, None] > 0, drawn, greedy)
-
-
-def _drawn_alone(
-    logits: Float[Array, "batch nodes vocab"], view: SlotView, positions: Int[Array, "batch nodes"]
-) -> Int[Array, "batch nodes"]:
-    """Draw each token by itself, so that no bit of a law or of its noise depends on how many there are."""
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     batch, nodes, vocab = logits.shape
 
     def draw(logits: Array, sampling: Sampling, positions: Array) -> Array:
-        noise = gumbel(keys(sampling.seed, Purpose.TOKEN, positions), vocab)
-        noisy = process(logits[:, None], sampling)[:, 0] + noise
-        return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+        """One token for each row, where each is a batch of its own."""
+        _, bound = _bound(logits[:, None], sampling)
+        key = jax.random.key_data(keys(sampling.seed, Purpose.TOKEN, positions))
+        return gumbel_argmax(logits, key, sampling.temperature, bound[:, 0])
 
     each = jax.tree.map(lambda field: jnp.repeat(field, nodes, axis=0), view.sampling)
     rows = (logits.reshape(-1, vocab), each, positions.reshape(-1))
-    drawn = in_row_blocks_off_gpu(draw, *rows, implementation=view.implementation)
+    if view.deterministic:  # no bit of a law or of its noise depends on how many there are
+        drawn = in_row_blocks_off_gpu(draw, *rows, implementation=view.implementation)
+    else:
+        drawn = draw(*rows)
     return drawn.reshape(batch, nodes)
 
 

@@ -4,9 +4,9 @@ For a row of logits l: top-k keeps the k largest; of what is left, renormalised,
 probability reaches p; of what is left then, min-p keeps those at least m times as likely as the likeliest. Tokens that
 tie with the last one kept are kept too, and the likeliest always is. So all three together are one bound per row.
 
-Floats are mapped to unsigned integers of the same order, and a bound is found bit by bit: 32 times the weight (count or
-probability) at or above a candidate. The kernel reads a row once for the largest logit of every group of tokens; the
-best groups then stay in registers, and what weighs enough lies within them but for very flat laws.
+Floats are mapped to unsigned integers of the same order, among which a bound is found by halving: some 25 times the
+weight (count or probability) at or above a candidate. The kernel reads a row once for the largest logit of every group
+of tokens; the best groups then stay in registers, and what weighs enough lies within them but for very flat laws.
 """
 
 import functools
@@ -20,10 +20,10 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.implementation import Implementation, choose
 
-BITS = 32
 GROUP = 32  # tokens
-MOST = 512  # groups that a program holds
-SLICE = 4096  # tokens a program reads at once
+MOST = 256  # groups that a program holds
+SLICE = 4096  # tokens a program reads, where many share a row
+IN_FLIGHT = 8192  # tokens a program reads at once, where it has a row to itself
 
 
 def _ordered(x: Array) -> Array:
@@ -38,40 +38,54 @@ def _float_of(order: Array) -> Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _largest(weigh: Callable[[Array], Array], goal: Array, bits: Array | int = BITS) -> Array:
-    """The largest bound above which there is at least `goal`; 0, which is below everything, if there is none.
+def _largest(weigh: Callable[[Array], Array], goal: Array, low: Array, high: Array) -> Array:
+    """The largest bound from `low` to below `high` above which there is at least `goal`; `low` if there is none.
 
     Args:
         weigh: from a candidate to the weight at or above it.
-        bits: to be found, the highest first; 0 finds nothing.
     """
 
-    def step(index, bound):
-        candidate = bound | (jnp.uint32(1) << (BITS - 1 - index).astype(jnp.uint32))
-        return jnp.where(weigh(candidate) >= goal, candidate, bound)
+    def halve(ends):
+        low, high = ends
+        middle = low + ((high - low) >> 1)
+        is_enough = weigh(middle) >= goal
+        return jnp.where(is_enough, middle, low), jnp.where(is_enough, high, middle)
 
-    return jax.lax.fori_loop(0, bits, step, jnp.zeros_like(goal, jnp.uint32))
+    def is_open(ends):
+        width = ends[1] - ends[0]
+        return (jnp.max(width) if width.ndim else width) > 1
+
+    return jax.lax.while_loop(is_open, halve, (low, high))[0]
 
 
-def _bound(top, top_k, top_p, min_p, count_above, mass_above, *, bits_k=BITS, bits_p=BITS):
-    """The bound from two functions that weigh what lies at or above a candidate."""
-    kth = jnp.where(top_k > 0, _largest(count_above, top_k.astype(jnp.float32), bits_k), jnp.uint32(0))
-    nucleus = _largest(lambda c: mass_above(jnp.maximum(c, kth)), top_p * mass_above(kth), bits_p)
+def _bound(top, temperature, top_k, top_p, min_p, count_above, mass_above, low):
+    """The bound from two functions that weigh what lies at or above a candidate.
+
+    Args:
+        low: above it lies all that is wanted.
+    """
+    end, nothing = _ordered(top) + 1, low + 1
+    kth = _largest(count_above, top_k.astype(jnp.float32), low, jnp.where(top_k > 0, end, nothing))
+    kth = jnp.where(top_k > 0, kth, jnp.uint32(0))
+    goal = top_p * mass_above(kth)
+    nucleus = _largest(lambda c: mass_above(jnp.maximum(c, kth)), goal, low, jnp.where(top_p < 1, end, nothing))
     kept = jnp.where(top_p < 1, jnp.maximum(kth, nucleus), kth)
     bound = jnp.where(kept > 0, _float_of(jnp.minimum(kept, _ordered(top))), -jnp.inf)
-    likely = top + jnp.log(jnp.where(min_p > 0, min_p, 1.0))
+    likely = top + temperature * jnp.log(jnp.where(min_p > 0, min_p, 1.0))
     return jnp.where(min_p > 0, jnp.maximum(bound, likely), bound)
 
 
-def _reference(logits, top_k, top_p, min_p):
+def _reference(logits, temperature, top_k, top_p, min_p):
     def bound():
         order, top = _ordered(logits), jnp.max(logits, axis=-1)
-        weights = jnp.exp(logits - top[:, None])
+        weights = jnp.exp((logits - top[:, None]) / temperature[:, None])
 
         def above(candidate, weight):
             return jnp.sum(jnp.where(order >= candidate[:, None], weight, 0.0), axis=1)
 
-        return _bound(top, top_k, top_p, min_p, lambda c: above(c, 1.0), lambda c: above(c, weights))
+        low = jnp.zeros(top.shape, jnp.uint32)
+        controls = (temperature, top_k, top_p, min_p)
+        return _bound(top, *controls, lambda c: above(c, 1.0), lambda c: above(c, weights), low)
 
     unrestricted = jnp.full(logits.shape[:1], -jnp.inf)
     return jax.lax.cond(jnp.any(_restricts(top_k, top_p, min_p)), bound, lambda: unrestricted)
@@ -81,7 +95,7 @@ def _restricts(top_k: Array, top_p: Array, min_p: Array) -> Array:
     return (top_k > 0) | (top_p < 1) | (min_p > 0)
 
 
-def _survey_kernel(logits_ref, top_k_ref, top_p_ref, min_p_ref, best_ref, top_ref, mass_ref, *, vocab):
+def _survey_kernel(logits_ref, temperature_ref, top_k_ref, top_p_ref, min_p_ref, best_ref, top_ref, mass_ref, *, vocab):
     """One program: a slice of a row; the largest logit of each group, that of the slice, and its mass beside it."""
     row, piece = pl.program_id(0), pl.program_id(1)
 
@@ -94,10 +108,11 @@ def _survey_kernel(logits_ref, top_k_ref, top_p_ref, min_p_ref, best_ref, top_re
         top = jnp.max(best)
         pltriton.store(best_ref.at[row, group], best)
         top_ref[row, piece] = top
-        mass_ref[row, piece] = jnp.sum(jnp.exp(values - jnp.where(top == -jnp.inf, 0.0, top)))
+        below = values - jnp.where(top == -jnp.inf, 0.0, top)
+        mass_ref[row, piece] = jnp.sum(jnp.exp(below / temperature_ref[row]))
 
 
-def _choose_kernel(best_ref, top_k_ref, top_p_ref, min_p_ref, groups_ref, count_ref, least_ref, *, most):
+def _choose_kernel(best_ref, _, top_k_ref, top_p_ref, min_p_ref, groups_ref, count_ref, least_ref, *, most):
     """One program: a row's groups, at most so many of the best first; all that is at least `least` lies in those."""
     row, groups = pl.program_id(0), best_ref.shape[1]
 
@@ -106,7 +121,8 @@ def _choose_kernel(best_ref, top_k_ref, top_p_ref, min_p_ref, groups_ref, count_
         group = jnp.arange(pl.next_power_of_2(groups))
         best = pltriton.load(best_ref.at[row, group], mask=group < groups, other=-jnp.inf)
         order = jnp.where(group < groups, _ordered(best), jnp.uint32(0))
-        least = _largest(lambda c: jnp.sum((order >= c).astype(jnp.int32)), jnp.int32(most + 1)) + 1
+        ends = jnp.min(order) & 0, jnp.max(order) + 1
+        least = _largest(lambda c: jnp.sum((order >= c).astype(jnp.int32)), jnp.int32(most + 1), *ends) + 1
         chosen = order >= least
         count, before = jnp.sum(chosen.astype(jnp.int32)), jnp.cumsum(chosen.astype(jnp.int32))
         pltriton.store(groups_ref.at[row, jnp.where(chosen, before - 1, count + group - before)], group)
@@ -116,6 +132,7 @@ def _choose_kernel(best_ref, top_k_ref, top_p_ref, min_p_ref, groups_ref, count_
 
 def _bound_kernel(
     logits_ref,
+    temperature_ref,
     top_k_ref,
     top_p_ref,
     min_p_ref,
@@ -130,22 +147,23 @@ def _bound_kernel(
 ):
     """One program: the bound of a row, from its best groups, or from all of it if they are not enough."""
     row, vocab, slices = pl.program_id(0), logits_ref.shape[1], tops_ref.shape[1]
-    top_k, top_p, min_p = top_k_ref[row], top_p_ref[row], min_p_ref[row]
-    bits = {"bits_k": (top_k > 0).astype(jnp.int32) * BITS, "bits_p": (top_p < 1).astype(jnp.int32) * BITS}
+    temperature, top_k, top_p, min_p = temperature_ref[row], top_k_ref[row], top_p_ref[row], min_p_ref[row]
+    controls = (temperature, top_k, top_p, min_p)
 
     def bound():
         piece = jnp.arange(pl.next_power_of_2(slices))
         tops = pltriton.load(tops_ref.at[row, piece], mask=piece < slices, other=-jnp.inf)
         masses = pltriton.load(masses_ref.at[row, piece], mask=piece < slices, other=0)
         top = jnp.max(tops)
-        total = jnp.sum(masses * jnp.exp(tops - top))
-        slot = jnp.arange(most)
-        is_held = slot < count_ref[row]
-        group = pltriton.load(groups_ref.at[row, slot], mask=is_held, other=0)
-        column = group[:, None] * GROUP + jnp.arange(GROUP)[None, :]
-        is_held = is_held[:, None] & (column < vocab)
+        total = jnp.sum(masses * jnp.exp((tops - top) / temperature))
+        place = jnp.arange(most * GROUP)  # flat: one reduction is one barrier
+        is_held = place // GROUP < count_ref[row]
+        group = pltriton.load(groups_ref.at[row, place // GROUP], mask=is_held, other=0)
+        column = group * GROUP + place % GROUP
+        is_held &= column < vocab
         values = pltriton.load(logits_ref.at[row, column], mask=is_held, other=-jnp.inf)
-        order, weights = jnp.where(is_held, _ordered(values), jnp.uint32(0)), jnp.exp(values - top)
+        order = jnp.where(is_held, _ordered(values), jnp.uint32(0))
+        weights = jnp.exp((values - top) / temperature)
 
         def count_above(candidate):
             return jnp.sum(jnp.where(order >= candidate, 1.0, 0.0))
@@ -158,8 +176,8 @@ def _bound_kernel(
         is_enough = jnp.where(top_k > 0, count_above(least) >= top_k.astype(jnp.float32), has_nucleus)
         return jax.lax.cond(
             is_enough,
-            lambda: _bound(top, top_k, top_p, min_p, count_above, mass_above, **bits),
-            lambda: _bound(top, top_k, top_p, min_p, *_of_row(logits_ref, row, top), **bits),
+            lambda: _bound(top, *controls, count_above, mass_above, least),
+            lambda: _bound(top, *controls, *_of_row(logits_ref, row, top, temperature), least & 0),
         )
 
     restricts = _restricts(top_k, top_p, min_p)
@@ -170,26 +188,26 @@ def _bound_kernel(
         bound_ref[row] = bound()
 
 
-def _of_row(logits_ref, row, top):
+def _of_row(logits_ref, row, top, temperature):
     """Functions that weigh what of a whole row lies at or above a candidate."""
     vocab = logits_ref.shape[1]
 
     def above(candidate, weight):
         def step(index, weighed):
-            column = index * SLICE + jnp.arange(SLICE)
+            column = index * IN_FLIGHT + jnp.arange(IN_FLIGHT)
             values = pltriton.load(logits_ref.at[row, column], mask=column < vocab, other=-jnp.inf)
             reached = (_ordered(values) >= candidate) & (column < vocab)
             return weighed + jnp.where(reached, weight(values), 0.0)
 
-        weighed = jax.lax.fori_loop(0, pl.cdiv(vocab, SLICE), step, jnp.zeros(SLICE, jnp.float32))
+        weighed = jax.lax.fori_loop(0, pl.cdiv(vocab, IN_FLIGHT), step, jnp.zeros(IN_FLIGHT, jnp.float32))
         return jnp.sum(weighed)
 
-    return lambda c: above(c, jnp.ones_like), lambda c: above(c, lambda values: jnp.exp(values - top))
+    return lambda c: above(c, jnp.ones_like), lambda c: above(c, lambda values: jnp.exp((values - top) / temperature))
 
 
-def _pallas(logits, top_k, top_p, min_p, *, interpret, most=MOST):
+def _pallas(logits, *controls, interpret):
     (rows, vocab), array = logits.shape, jax.ShapeDtypeStruct
-    slices, controls = pl.cdiv(vocab, SLICE), (top_k, top_p, min_p)
+    slices = pl.cdiv(vocab, SLICE)
     per_slice, per_row = array((rows, slices), jnp.float32), array((rows,), jnp.int32)
     call = functools.partial(pl.pallas_call, interpret=interpret)
     groups = slices * SLICE // GROUP
@@ -201,17 +219,17 @@ def _pallas(logits, top_k, top_p, min_p, *, interpret, most=MOST):
         name="keep_bound_survey",
     )(logits, *controls)
     chosen = call(
-        functools.partial(_choose_kernel, most=most),
+        functools.partial(_choose_kernel, most=MOST),
         grid=(rows,),
         out_shape=[array((rows, pl.next_power_of_2(groups)), jnp.int32), per_row, array((rows,), jnp.uint32)],
         compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=1),
         name="keep_bound_choose",
     )(best, *controls)
     return call(
-        functools.partial(_bound_kernel, most=min(most, pl.next_power_of_2(groups))),
+        functools.partial(_bound_kernel, most=min(MOST, pl.next_power_of_2(groups))),
         grid=(rows,),
         out_shape=array((rows,), jnp.float32),
-        compiler_params=pltriton.CompilerParams(num_warps=16, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=1),
         name="keep_bound",
     )(logits, *controls, tops, masses, *chosen)
 
@@ -219,6 +237,7 @@ def _pallas(logits, top_k, top_p, min_p, *, interpret, most=MOST):
 @functools.partial(jax.jit, static_argnames=("implementation",))
 def keep_bound(
     logits: Float[Array, "rows vocab"],
+    temperature: Float[Array, " rows"],
     top_k: Int32[Array, " rows"],
     top_p: Float[Array, " rows"],
     min_p: Float[Array, " rows"],
@@ -228,10 +247,11 @@ def keep_bound(
     """Returns for each row the smallest logit that stays; -inf for a row without controls.
 
     Args:
-        logits: float32, already divided by the temperature.
+        logits: float32, not divided by the temperature yet.
+        temperature: above 0.
         top_k: 0 is off.
         top_p: 1 is off.
         min_p: 0 is off.
         implementation: as in `paged_attention`.
     """
-    return choose(implementation, None, _pallas, _reference, logits, top_k, top_p, min_p)
+    return choose(implementation, None, _pallas, _reference, logits, temperature, top_k, top_p, min_p)

@@ -17,6 +17,7 @@ from pallas_kernels import (
     add_rms_norm,
     ancestor_bits,
     append,
+    gumbel_argmax,
     keep_bound,
     move_rows,
     paged_attention,
@@ -118,8 +119,13 @@ def norm(rows: int, parts: int) -> Case:
 
 
 def bound(rows: int) -> Case:
-    controls = [shape(rows, dtype=dtype) for dtype in (I32, F32, F32)]
+    controls = [shape(rows, dtype=dtype) for dtype in (F32, I32, F32, F32)]
     return partial(keep_bound, implementation="pallas"), (shape(rows, VOCAB, dtype=F32), *controls)
+
+
+def draw(rows: int) -> Case:
+    arrays = [shape(rows, 2, dtype=jnp.uint32), shape(rows, dtype=F32), shape(rows, dtype=F32)]
+    return partial(gumbel_argmax, implementation="pallas"), (shape(rows, VOCAB, dtype=F32), *arrays)
 
 
 CASES: dict[str, Case] = {
@@ -138,6 +144,7 @@ CASES: dict[str, Case] = {
     "norm": norm(5, 1),
     "norm of parts": norm(61, 4),
     "bound": bound(5),
+    "draw": draw(5),
     "top 10 of a vocabulary": (partial(top_log_probs, k=10, implementation="pallas"), (shape(10, 32000, dtype=F32),)),
     "top 60 of a tree": (partial(top, k=60, implementation="pallas"), (shape(8, 710, dtype=F32),)),
     "ancestors": (ancestor_bits, (shape(8, 61, dtype=I32),)),

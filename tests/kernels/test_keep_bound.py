@@ -16,8 +16,11 @@ from tests.h200 import compile_for_h200
 from tests.reference.decoder import law
 
 CONTROLS = [
-    (k, p, m) for k in (0, 1, 5, 50, 2999, 4000) for p in (1.0, 0.999, 0.5, 0.01) for m in (0.0, 0.1, 0.5)
-]  # top_k, top_p, min_p; 4000 exceeds the vocabulary
+    (t, k, p, m)
+    for k in (0, 1, 5, 50, 2999, 4000)
+    for p in (1.0, 0.999, 0.5, 0.01)
+    for t, m in zip((1.0, 0.7, 1.5), (0.0, 0.1, 0.5), strict=True)
+]  # temperature, top_k, top_p, min_p; 4000 exceeds the vocabulary
 VOCAB = 3000
 KERNEL = "pallas_kernels.keep_bound"
 
@@ -27,17 +30,17 @@ LARGE = 20000  # more groups than a program holds
 
 def problem(vocab: int = VOCAB, scale: float = 3.0) -> tuple[np.ndarray, list[np.ndarray]]:
     logits = np.random.default_rng(0).normal(0, scale, (len(CONTROLS), vocab)).astype(np.float32)
-    k, p, m = zip(*CONTROLS, strict=True)
-    return logits, [np.array(k, np.int32), np.array(p, np.float32), np.array(m, np.float32)]
+    types = (np.float32, np.int32, np.float32, np.float32)
+    return logits, [np.array(column, dtype) for column, dtype in zip(zip(*CONTROLS, strict=True), types, strict=True)]
 
 
 def mismatches(bounds: np.ndarray, logits: np.ndarray, cases: Sequence[tuple] = CONTROLS) -> list[tuple]:
     """Cases that keep other tokens; at the nucleus's edge float32 sums may let in or leave out a token of 1e-5."""
     found = []
     for case, bound, row in zip(cases, bounds, logits, strict=True):
-        k, p, m = case
-        differ = (law(row, temperature=1.0, top_k=k, top_p=p, min_p=m) > 0) != (row >= bound)
-        if law(row, temperature=1.0)[differ].sum() > 1e-5 * (p < 1):
+        t, k, p, m = case
+        differ = (law(row, temperature=t, top_k=k, top_p=p, min_p=m) > 0) != (row >= bound)
+        if law(row, temperature=t)[differ].sum() > 1e-5 * (p < 1):
             found.append(case)
     return found
 
@@ -64,17 +67,23 @@ def test_only_flat_laws_are_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> 
     jax.clear_caches()
     for scale, is_right in ((0.5, False), (6.0, True)):
         logits, controls = problem(LARGE, scale)
-        controls = [np.minimum(controls[0], 50), np.minimum(controls[1], 0.9), controls[2]]
-        cases = [(k, p, m) for k, p, m in zip(*controls, strict=True)]
+        t, k, p, m = controls
+        controls = [t, np.minimum(k, 50), np.minimum(p, np.float32(0.9)), m]
+        cases = list(zip(*controls, strict=True))
         bounds = np.asarray(keep_bound(logits, *controls, implementation="pallas"))
         assert (not mismatches(bounds, logits, cases)) == is_right
     jax.clear_caches()
 
 
+def test_a_temperature_left_out_is_caught() -> None:
+    logits, (t, *controls) = problem()
+    assert mismatches(np.asarray(keep_bound(logits, np.ones_like(t), *controls)), logits)
+
+
 def test_a_top_p_before_top_k_is_caught() -> None:
     """The negative control: without renormalising what top-k left, the nucleus is another."""
-    logits, (k, p, m) = problem()
-    apart = np.maximum(keep_bound(logits, k, np.ones_like(p), m), keep_bound(logits, 0 * k, p, m))
+    logits, (t, k, p, m) = problem()
+    apart = np.maximum(keep_bound(logits, t, k, np.ones_like(p), m), keep_bound(logits, t, 0 * k, p, m))
     assert mismatches(np.asarray(apart), logits)
 
 
@@ -82,7 +91,7 @@ def test_a_top_p_before_top_k_is_caught() -> None:
 def test_ties_stay_together_and_the_likeliest_always_stays(implementation: str) -> None:
     logits = jnp.asarray([[2.0, 5.0, 5.0, 5.0, -jnp.inf, 1.0], [0.0] * 6])
     bound = keep_bound(
-        logits, jnp.asarray([2, 1]), jnp.asarray([1.0, 0.1]), jnp.zeros(2), implementation=implementation
+        logits, jnp.ones(2), jnp.asarray([2, 1]), jnp.asarray([1.0, 0.1]), jnp.zeros(2), implementation=implementation
     )
     assert bound.tolist() == [5.0, 0.0]
 
@@ -98,13 +107,13 @@ def test_tokens_taken_out_before_weigh_nothing(implementation: str) -> None:
 
 
 def test_a_row_without_controls_keeps_everything() -> None:
-    bound = keep_bound(jnp.zeros((2, 9)), jnp.zeros(2, jnp.int32), jnp.ones(2), jnp.zeros(2))
+    bound = keep_bound(jnp.zeros((2, 9)), jnp.ones(2), jnp.zeros(2, jnp.int32), jnp.ones(2), jnp.zeros(2))
     assert bound.tolist() == [-jnp.inf] * 2
 
 
 def test_it_is_three_kernels_on_an_h200() -> None:
     shape, rows = jax.ShapeDtypeStruct, 160
-    controls = [shape((rows,), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)]
+    controls = [shape((rows,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32, jnp.float32)]
     program = compile_for_h200(keep_bound, shape((rows, 128256), jnp.float32), *controls, fail_on_spills=True)
     names = [launch.name for launch in program.launches]
     assert names == ["keep_bound_survey", "keep_bound_choose", "keep_bound"]
