@@ -58,8 +58,8 @@ def choose_tiles(
     Args:
         wide: products are taken in float32.
     """
-    batch, queries, heads, dim = q.shape
-    kv_heads, page = k_pool.shape[1:3]
+    batch, queries, heads = q.shape[:3]
+    kv_heads, page, dim = *k_pool.shape[1:3], pl.next_power_of_2(q.shape[3])
     group, capacity = heads // kv_heads, page_table.shape[1] * page
     read = capacity if window is None else min(capacity, window + new_rows)  # rows of context, at most
     # A float32 product is three TF32 ones: four times the registers for the same rows.
@@ -100,7 +100,7 @@ def fixed_tiles(q: Array, k_pool: Array, page_table: Array, paths: Array | None,
         paths: [B, T, depths], as in `paged_attention`.
         wide: products are taken in float32.
     """
-    queries, heads, dim = q.shape[1:]
+    queries, heads, dim = *q.shape[1:3], pl.next_power_of_2(q.shape[3])
     group, page = heads // k_pool.shape[1], k_pool.shape[2]
     width = max(k_pool.dtype.itemsize, 2)
     depths = 0 if paths is None else paths.shape[-1]

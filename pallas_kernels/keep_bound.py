@@ -58,12 +58,13 @@ def _largest(weigh: Callable[[Array], Array], goal: Array, low: Array, high: Arr
     return jax.lax.while_loop(is_open, halve, (low, high))[0]
 
 
-def _bound(top, temperature, top_k, top_p, min_p, count_above, mass_above, low):
+def _bound(top, controls, count_above, mass_above, low):
     """The bound from two functions that weigh what lies at or above a candidate.
 
     Args:
         low: above it lies all that is wanted.
     """
+    temperature, top_k, top_p, min_p = controls
     end, nothing = _ordered(top) + 1, low + 1
     kth = _largest(count_above, top_k.astype(jnp.float32), low, jnp.where(top_k > 0, end, nothing))
     kth = jnp.where(top_k > 0, kth, jnp.uint32(0))
@@ -85,7 +86,7 @@ def _reference(logits, temperature, top_k, top_p, min_p):
 
         low = jnp.zeros(top.shape, jnp.uint32)
         controls = (temperature, top_k, top_p, min_p)
-        return _bound(top, *controls, lambda c: above(c, 1.0), lambda c: above(c, weights), low)
+        return _bound(top, controls, lambda c: above(c, 1.0), lambda c: above(c, weights), low)
 
     unrestricted = jnp.full(logits.shape[:1], -jnp.inf)
     return jax.lax.cond(jnp.any(_restricts(top_k, top_p, min_p)), bound, lambda: unrestricted)
@@ -112,7 +113,7 @@ def _survey_kernel(logits_ref, temperature_ref, top_k_ref, top_p_ref, min_p_ref,
         mass_ref[row, piece] = jnp.sum(jnp.exp(below / temperature_ref[row]))
 
 
-def _choose_kernel(best_ref, _, top_k_ref, top_p_ref, min_p_ref, groups_ref, count_ref, least_ref, *, most):
+def _choose_kernel(best_ref, _temperature, top_k_ref, top_p_ref, min_p_ref, groups_ref, count_ref, least_ref, *, most):
     """One program: a row's groups, at most so many of the best first; all that is at least `least` lies in those."""
     row, groups = pl.program_id(0), best_ref.shape[1]
 
@@ -130,25 +131,11 @@ def _choose_kernel(best_ref, _, top_k_ref, top_p_ref, min_p_ref, groups_ref, cou
         least_ref[row] = least
 
 
-def _bound_kernel(
-    logits_ref,
-    temperature_ref,
-    top_k_ref,
-    top_p_ref,
-    min_p_ref,
-    tops_ref,
-    masses_ref,
-    groups_ref,
-    count_ref,
-    least_ref,
-    bound_ref,
-    *,
-    most,
-):
+def _bound_kernel(logits_ref, *refs, most):
     """One program: the bound of a row, from its best groups, or from all of it if they are not enough."""
+    control_refs, (tops_ref, masses_ref, groups_ref, count_ref, least_ref, bound_ref) = refs[:4], refs[4:]
     row, vocab, slices = pl.program_id(0), logits_ref.shape[1], tops_ref.shape[1]
-    temperature, top_k, top_p, min_p = temperature_ref[row], top_k_ref[row], top_p_ref[row], min_p_ref[row]
-    controls = (temperature, top_k, top_p, min_p)
+    controls = temperature, top_k, top_p, min_p = [ref[row] for ref in control_refs]
 
     def bound():
         piece = jnp.arange(pl.next_power_of_2(slices))
@@ -176,8 +163,8 @@ def _bound_kernel(
         is_enough = jnp.where(top_k > 0, count_above(least) >= top_k.astype(jnp.float32), has_nucleus)
         return jax.lax.cond(
             is_enough,
-            lambda: _bound(top, *controls, count_above, mass_above, least),
-            lambda: _bound(top, *controls, *_of_row(logits_ref, row, top, temperature), least & 0),
+            lambda: _bound(top, controls, count_above, mass_above, least),
+            lambda: _bound(top, controls, *_of_row(logits_ref, row, top, temperature), least & 0),
         )
 
     restricts = _restricts(top_k, top_p, min_p)

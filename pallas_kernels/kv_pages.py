@@ -21,6 +21,7 @@ from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.round_rows import FP8, LARGEST
 
 LAYERS = 8  # whose rows one kernel moves: what it does for each is code of its own
+HEAD_DIMS = range(16, 257, 16)  # that the kernels hold, those between powers of two in the width of the next one
 POOL_DTYPES = (*(jnp.dtype(name) for name in ("bfloat16", "float16", "float32")), FP8)
 Pool = Float[Array, "pages KH page D"]
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int32, UInt32
 from pallas_kernels.ancestor_bits import WORD, num_words
 from pallas_kernels.attention_tiles import MMA_ROWS, choose_tiles, fixed_tiles
 from pallas_kernels.implementation import Implementation, choose
-from pallas_kernels.kv_pages import POOL_DTYPES
+from pallas_kernels.kv_pages import HEAD_DIMS, POOL_DTYPES
 from pallas_kernels.quantized import FP8
 from pallas_kernels.row_blocks import in_row_blocks
 
@@ -161,11 +161,12 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
     piece, block = pl.program_id(0) % tiles.splits, pl.program_id(0) // tiles.splits
     packed = block * tiles.packed + jnp.arange(tiles.packed)
     query, head = packed // tiles.span, kv_head * tiles.group + packed % tiles.span
-    inside, width = query < tiles.queries, k_ref.shape[-1]
+    inside, width = query < tiles.queries, pl.next_power_of_2(k_ref.shape[-1])
     if tiles.depths:
         inside &= packed % tiles.span < tiles.group
-    apart = q_ref.shape[-1] // width
+    apart = q_ref.shape[-1] // k_ref.shape[-1]
     columns = jnp.arange(width)[None, :]
+    is_channel = columns < k_ref.shape[-1] if width > k_ref.shape[-1] else True
     channels = [columns * apart + half for half in range(apart)]
     length = lengths_ref[batch]
     new_rows = tiles.new  # that this program reads; causal: none past its own last query
@@ -183,7 +184,8 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
 
     def attend():
         own_row, factor = (batch, query[:, None], head[:, None]), scale * math.log2(math.e)
-        q = [pltriton.load(q_ref.at[(*own_row, dims)], mask=inside[:, None], other=0) for dims in channels]
+        held = inside[:, None] & is_channel
+        q = [pltriton.load(q_ref.at[(*own_row, dims)], mask=held, other=0) for dims in channels]
         if q[0].dtype != compute:  # of less range, perhaps
             q, factor = [half.astype(jnp.float32) * factor for half in q], 1.0
         q = [half.astype(compute) for half in q]
@@ -212,6 +214,9 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
                 loaded &= place < tiles.capacity
             at = (pages[:, None], kv_head, (place % tiles.page)[:, None], columns)
             mask = {"mask": loaded[:, None]} if masked else {}
+            if is_channel is not True:
+                whole = (loaded[:, None] if masked else True) & is_channel
+                mask = {"mask": jnp.broadcast_to(whole, (tiles.tile, width)), "other": 0}
             k, v = (_numbers(pltriton.load(ref.at[at], **mask), compute, interpret) for ref in (k_ref, v_ref))
             scores = sum(pltriton.dot(*pair, trans_b=True, precision=precision) for pair in zip(q, k, strict=True))
             scores = scores * factor
@@ -254,7 +259,7 @@ def _attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sc
         place = (*own_row, piece) if tiles.splits > 1 else own_row
         for half, dims in zip(acc, channels, strict=True):
             out = (half / jnp.where(total == 0, 1.0, total)[:, None]).astype(outputs[0].dtype)
-            pltriton.store(outputs[0].at[(*place, dims)], out, mask=inside[:, None])
+            pltriton.store(outputs[0].at[(*place, dims)], out, mask=held)
         if tiles.splits > 1:
             pltriton.store(outputs[1].at[batch, query, head, piece], top + jnp.log2(total), mask=inside)
 
@@ -308,7 +313,8 @@ def _own(new: Array, query: Array, seen: list[Array]) -> Array:
 def _merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
     """One program: the splits of one query head, weighted by 2**weights; only those that were written."""
     head, query, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    length, dims = lengths_ref[batch], jnp.arange(out_ref.shape[-1])
+    length, dims = lengths_ref[batch], jnp.arange(pl.next_power_of_2(out_ref.shape[-1]))
+    is_channel = dims < out_ref.shape[-1]
     new_rows = tiles.new if tiles.words or tiles.depths else query + 1
     first = jnp.minimum(tiles.start, length)
     if tiles.window:
@@ -323,7 +329,7 @@ def _merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
         written = (piece < tiles.splits) & (begin < end)
         weight = pltriton.load(weights_ref.at[batch, query, head, piece], mask=written, other=-jnp.inf)
         at = (batch, query, head, piece[:, None], dims[None, :])
-        part = pltriton.load(parts_ref.at[at], mask=written[:, None], other=0)
+        part = pltriton.load(parts_ref.at[at], mask=written[:, None] & is_channel[None, :], other=0)
         new_top = jnp.maximum(top, jnp.max(weight))
         base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
         weight, fade = jnp.exp2(weight - base), jnp.exp2(top - base)
@@ -332,7 +338,8 @@ def _merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
 
     empty = (jnp.zeros(dims.shape, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0))
     acc, _, total = jax.lax.fori_loop(0, pl.cdiv(tiles.splits, MERGED), step, empty)
-    out_ref[batch, query, head, :] = (acc / jnp.where(total == 0, 1.0, total)).astype(out_ref.dtype)
+    out = (acc / jnp.where(total == 0, 1.0, total)).astype(out_ref.dtype)
+    pltriton.store(out_ref.at[batch, query, head, dims], out, mask=is_channel)
 
 
 def _pallas(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, window, scale, interpret):
@@ -395,8 +402,8 @@ def _pairs(pool: Array) -> Array:
 def _unsupported(q: Array, k_pool: Array, bits: Array | None) -> str | None:
     """Says which limit of the kernel a call breaks, if any."""
     dim, page = q.shape[-1], k_pool.shape[2]
-    if dim not in (16, 32, 64, 128, 256):
-        return f"head_dim must be a power of two from 16 to 256, got {dim}"
+    if dim not in HEAD_DIMS:
+        return f"head_dim must be a multiple of 16 up to 256, got {dim}"
     if page > 128:
         return f"the page size must be at most 128, got {page}"
     if bits is not None and bits.shape[-1] > 8:

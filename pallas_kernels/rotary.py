@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.implementation import Implementation, choose
-from pallas_kernels.kv_pages import POOL_DTYPES, Pool, append, place, rounded
+from pallas_kernels.kv_pages import HEAD_DIMS, POOL_DTYPES, Pool, append, place, rounded
 from pallas_kernels.row_blocks import in_row_blocks
 from pallas_kernels.split_matmul import add_up
 
@@ -70,8 +70,10 @@ def _kernel(
     """One program: one kv head of one row, with the query heads of its group."""
     token, kv_head, sequence = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     _, kv_heads, page, dim = k_ref.shape
-    half, group = jnp.arange(dim // 2), heads // kv_heads
-    angles = positions_ref[sequence, token].astype(jnp.float32) * speeds_ref[half]
+    half, group = jnp.arange(pl.next_power_of_2(dim // 2)), heads // kv_heads
+    is_channel = half < dim // 2
+    speeds = pltriton.load(speeds_ref.at[half], mask=is_channel, other=0)
+    angles = positions_ref[sequence, token].astype(jnp.float32) * speeds
     cos, sin = jnp.cos(angles), jnp.sin(angles)
 
     def load(columns, **mask):
@@ -87,19 +89,20 @@ def _kernel(
 
     member = jnp.arange(pl.next_power_of_2(group))[:, None]
     inside, head = member < group, kv_head * group + member
-    parts = turned(head * dim, mask=jnp.broadcast_to(inside, (inside.shape[0], dim // 2)), other=0)
+    inside = inside & is_channel[None, :]
+    parts = turned(head * dim, mask=inside, other=0)
     for part, dims in zip(parts, (half, dim // 2 + half), strict=True):
         at = (sequence, token, head, dims[None, :])
-        pltriton.store(q_ref.at[at], part.astype(q_ref.dtype), mask=jnp.broadcast_to(inside, part.shape))
+        pltriton.store(q_ref.at[at], part.astype(q_ref.dtype), mask=inside)
     row, known = first_ref[sequence] + token, valid_ref[sequence, token]
     target, slot, known = place(table_ref, sequence, row, known, page)
-    mask = jnp.broadcast_to(known, half.shape)
+    own = {"mask": is_channel, "other": 0}
     value_columns = (heads + kv_heads + kv_head) * dim + half
-    values = (load(value_columns), load(value_columns + dim // 2))
-    keys = (part.astype(q_ref.dtype) for part in turned((heads + kv_head) * dim))
+    values = (load(value_columns, **own), load(value_columns + dim // 2, **own))
+    keys = (part.astype(q_ref.dtype) for part in turned((heads + kv_head) * dim, **own))
     for ref, new in ((k_ref, keys), (v_ref, values)):
         for part, dims in zip(new, (half, dim // 2 + half), strict=True):
-            pltriton.store(ref.at[target, kv_head, slot, dims], rounded(part, ref.dtype), mask=mask)
+            pltriton.store(ref.at[target, kv_head, slot, dims], rounded(part, ref.dtype), mask=known & is_channel)
 
 
 def _pallas(k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *, heads, dtype, interpret):
@@ -120,8 +123,8 @@ def _pallas(k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid
 
 def _unsupported(k_pool: Array) -> str | None:
     """Says which limit of the kernel a call breaks, if any."""
-    if k_pool.shape[3] not in (16, 32, 64, 128, 256):
-        return f"head_dim must be a power of two from 16 to 256, got {k_pool.shape[3]}"
+    if k_pool.shape[3] not in HEAD_DIMS:
+        return f"head_dim must be a multiple of 16 up to 256, got {k_pool.shape[3]}"
     if k_pool.dtype not in POOL_DTYPES:
         return f"the pool's dtype must be one of {', '.join(map(str, POOL_DTYPES))}, got {k_pool.dtype}"
     return None

@@ -129,9 +129,9 @@ def draw(rows: int) -> Case:
 
 
 CASES: dict[str, Case] = {
-    **{f"attention {rows} x {dim}": attention(rows, dim) for rows in (1, 5, 61) for dim in (64, 128, 256)},
-    **{f"prefill {dim}": prefill(dim) for dim in (64, 128)},
-    **{f"rotate {dim}": rotation(dim) for dim in (64, 128, 256)},
+    **{f"attention {rows} x {dim}": attention(rows, dim) for rows in (1, 5, 61) for dim in (64, 80, 96, 128, 256)},
+    **{f"prefill {dim}": prefill(dim) for dim in (64, 96, 128)},
+    **{f"rotate {dim}": rotation(dim) for dim in (64, 96, 128, 256)},
     "append": rows_of_pages(BF16, move=False),
     "move": rows_of_pages(BF16, move=True),
     **{f"product {rows}": product(rows) for rows in (5, 61)},
@@ -160,10 +160,9 @@ FLOAT8: dict[str, Case] = {
     **{f"whole product {kind}": whole_product(kind) for kind in ("fp8", "fp8_dynamic")},
 }
 SPILLS = {  # under ptxas of CUDA 13.0
-    ("L40", "prefill 128"),
-    ("L40", "attention 61 x 128"),
-    ("L40", "bound"),
-    ("B200", "attention 61 x 128"),
+    ("A100", "prefill 96"),
+    *(("L40", f"prefill {dim}") for dim in (96, 128)),
+    *((gpu, f"attention 61 x {dim}") for gpu in ("L40", "B200") for dim in (80, 96, 128)),
     ("B200", "attention 61 x 128 fp8"),
 }
 

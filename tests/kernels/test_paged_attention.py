@@ -19,6 +19,14 @@ FP8 = [
     Case(dtype="float32", pool="float8_e4m3fn", tree="causal", page=1, start=1, queries=17, dim=64),
     Case(dtype="bfloat16", pool="float8_e4m3fn", tree="padded", queries=60, dim=128, group=2, lengths="full"),
 ]
+BETWEEN = [
+    Case(dim=80),
+    Case(dim=96, dtype="bfloat16", tree="causal", queries=17, start=1),
+    Case(dim=80, dtype="bfloat16", tree="padded", queries=60, group=2, lengths="full"),
+    Case(dim=96, queries=1, tree="causal", lengths="zero"),
+    Case(dim=80, dtype="bfloat16", pool="float8_e4m3fn"),
+    Case(dim=176, window=40, queries=17, tree="random"),
+]
 WINDOWS = [
     Case(window=1, queries=1, tree="causal", page=1, start=1),
     Case(window=16, queries=1, tree="causal", group=2),
@@ -53,6 +61,12 @@ def test_pools_of_one_byte(case, implementation):
     check(case, implementation)
 
 
+@pytest.mark.parametrize("case", BETWEEN, ids=str)
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_heads_may_be_as_wide_as_no_power_of_two(case, implementation):
+    check(case, implementation)
+
+
 @pytest.mark.parametrize("case", WINDOWS, ids=str)
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_a_window_hides_what_lies_further_back(case, implementation):
@@ -74,7 +88,7 @@ def test_every_combination(implementation, queries, page, dtype, group):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*COVER, *FP8, *WINDOWS], ids=str)
+@pytest.mark.parametrize("case", [*COVER, *FP8, *BETWEEN, *WINDOWS], ids=str)
 def test_the_compiled_kernel_on_a_gpu(case):
     check(case, "pallas")
 
@@ -237,7 +251,7 @@ def test_a_window_of_nothing_is_refused():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"dim": 24}, "head_dim must be a power of two"),
+        ({"dim": 24}, "head_dim must be a multiple of 16"),
         ({"page": 160}, "page size must be at most 128"),
         ({"queries": 300}, "bits can name at most 256 new rows"),
         ({"dtype": "float8_e5m2"}, "dtype must be"),

@@ -10,7 +10,13 @@ import pytest
 
 from pallas_kernels import rotate_append
 
-SHAPES = [(8, 2, 16, 4), (6, 2, 32, 1), (4, 4, 64, 16), (3, 3, 128, 64)]  # heads, kv heads, head_dim, page
+SHAPES = [
+    (8, 2, 16, 4),
+    (4, 2, 80, 16),
+    (6, 2, 32, 1),
+    (4, 4, 64, 16),
+    (3, 3, 128, 64),
+]  # heads, kv heads, head_dim, page
 BATCH, TOKENS, COLUMNS = 3, 5, 24
 
 
