@@ -58,7 +58,7 @@ def _largest(weigh: Callable[[Array], Array], goal: Array, low: Array, high: Arr
     return jax.lax.while_loop(is_open, halve, (low, high))[0]
 
 
-def _bound(top, controls, count_above, mass_above, low):
+def _bound(top, controls, low, count_above, mass_above):
     """The bound from two functions that weigh what lies at or above a candidate.
 
     Args:
@@ -86,7 +86,7 @@ def _reference(logits, temperature, top_k, top_p, min_p):
 
         low = jnp.zeros(top.shape, jnp.uint32)
         controls = (temperature, top_k, top_p, min_p)
-        return _bound(top, controls, lambda c: above(c, 1.0), lambda c: above(c, weights), low)
+        return _bound(top, controls, low, lambda c: above(c, 1.0), lambda c: above(c, weights))
 
     unrestricted = jnp.full(logits.shape[:1], -jnp.inf)
     return jax.lax.cond(jnp.any(_restricts(top_k, top_p, min_p)), bound, lambda: unrestricted)
@@ -163,8 +163,8 @@ def _bound_kernel(logits_ref, *refs, most):
         is_enough = jnp.where(top_k > 0, count_above(least) >= top_k.astype(jnp.float32), has_nucleus)
         return jax.lax.cond(
             is_enough,
-            lambda: _bound(top, controls, count_above, mass_above, least),
-            lambda: _bound(top, controls, *_of_row(logits_ref, row, top, temperature), least & 0),
+            lambda: _bound(top, controls, least, count_above, mass_above),
+            lambda: _bound(top, controls, least & 0, *_of_row(logits_ref, row, top, temperature)),
         )
 
     restricts = _restricts(top_k, top_p, min_p)
