@@ -208,6 +208,8 @@ def edit(
     edited = jnp.where(row.used[:, None, None], edited, logits)
     if view.grammars is not None:
         edited = automata.only_allowed(edited, view, path)
+    if view.masks is not None:
+        edited = automata.only_masked(edited, view)
     return edited if view.processor is None else processors.apply(edited, view, path)
 
 

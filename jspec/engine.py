@@ -38,6 +38,7 @@ from jspec.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
 from jspec.step import Params, Program, init_state
 from jspec.tokenizer import Tokenizer, load_tokenizer
 from jspec.turns import Turns
+from jspec.two_launch import first_token, round_in_two
 from jspec.watch import AcceptanceWatch, IntervalLog
 from pallas_kernels.fixed_matmul import unsupported_weight
 
@@ -180,21 +181,14 @@ class Engine(Interface):
             self._stopwatch.come_back()
             self._go_on_recovering()
             plan: Plan | None = None
+            drafted = self._read_down_to(0) if self._wants_newest() else []  # what an interrupt left
             with self._recovery():
                 plan = self.scheduler.plan()
                 if plan is not None:
                     self._stopwatch.start()
                     self._in_flight.append((plan, self._dispatch(plan)))
-            behind = 1 if plan is not None and self.config.overlap else 0
-            drafted: list[np.ndarray] = []
-            while len(self._in_flight) > behind:
-                try:
-                    self._in_flight[0][1].report.block_until_ready()  # an interrupt here loses nothing
-                except Exception as error:
-                    self._recover(error)
-                    break
-                with self._recovery():
-                    drafted.append(self._read(*self._in_flight.popleft()))
+            overlaps = plan is not None and self.config.overlap and not self._wants_newest()
+            drafted += self._read_down_to(1 if overlaps else 0)
             while self._orphans:
                 request, forget = self._orphans.pop()
                 self._end(request, "abort")
@@ -205,6 +199,23 @@ class Engine(Interface):
             self._stopwatch.leave()
             for report in drafted:
                 self._watch.count(report)  # last: its warning may be turned into an error, which is the caller's
+
+    def _read_down_to(self, count: int) -> list[np.ndarray]:
+        """Read the oldest of the steps under way, up to the last so many; gives back the rows that were drafted for."""
+        drafted: list[np.ndarray] = []
+        while len(self._in_flight) > count:
+            try:
+                self._in_flight[0][1].report.block_until_ready()  # an interrupt here loses nothing
+            except Exception as error:
+                self._recover(error)
+                break
+            with self._recovery():
+                drafted.append(self._read(*self._in_flight.popleft()))
+        return drafted
+
+    def _wants_newest(self) -> bool:
+        """Whether the next round needs tokens that the host knows: masks are made of them."""
+        return any(request.matcher is not None and request.is_prefilled for request in self.scheduler.running)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -278,13 +289,22 @@ class Engine(Interface):
         self._state = self._programs.with_controls(self._state, controls)
 
     def _prefill_program(self, plan: PrefillPlan) -> Any:
-        if plan.request.scores_prompt or plan.request.params.logprobs is not None:
-            return self._programs.scored_prefill[plan.bucket, plan.request.scores_prompt]
+        if plan.emits and plan.request.matcher is not None:
+            return first_token(self._programs.masked_prefill[plan.bucket, *_scores(plan.request)], plan.request.matcher)
+        is_scored, scores_prompt = _scores(plan.request)
+        if is_scored:
+            return self._programs.scored_prefill[plan.bucket, scores_prompt]
         return self._programs.prefill[plan.bucket]
 
     def _round_program(self, plan: RoundPlan) -> Any:
         depth = self.policy.choose(plan.bucket, self._caps(plan))
-        if any(request.params.logprobs is not None for request in plan.requests):
+        is_scored = any(request.params.logprobs is not None for request in plan.requests)
+        matchers = [request.matcher for request in plan.requests]
+        if any(matchers):
+            programs, vocab = self._programs, self._admission.vocab_size
+            draft, verify = programs.drafts[plan.bucket, depth], programs.verifies[plan.bucket, depth, is_scored]
+            return round_in_two(draft, verify, matchers, vocab)
+        if is_scored:
             return self._programs.scored_rounds[plan.bucket, depth]
         return self._programs.rounds[plan.bucket, depth, any(request.trace for request in plan.requests)]
 
@@ -384,6 +404,8 @@ class Engine(Interface):
                 if is_traced:
                     self._programs.ensure_trace(self._state)
                 self._programs.ensure_logprobs(self._state, tokens=is_scored, prompts=scores_prompt)
+        samples = (sample for request in requests for sample in request.samples)
+        self._programs.ensure_masks({_scores(sample) for sample in samples if sample.matcher is not None})
 
     def _check_open(self) -> None:
         if self._closed:
@@ -480,6 +502,11 @@ class Engine(Interface):
     def _gauges(self) -> Gauges:
         pages = self.scheduler.pages
         return Gauges(len(self.scheduler.running), len(self.scheduler.waiting), pages.num_used / (pages.pages - 1))
+
+
+def _scores(request: Request) -> tuple[bool, bool]:
+    """Whether the chunks of a request are to tell log-probabilities, and those of the prompt."""
+    return request.scores_prompt or request.params.logprobs is not None, request.scores_prompt
 
 
 def _check_deterministic(target: Model, implementation: str) -> None:
