@@ -1,4 +1,4 @@
-"""Grammars that fit no table, on the host: what may follow each node of a draft, by recursive descent written by hand."""
+"""Grammars that fit no table, on the host: what may follow each node of a draft, by recursive descent."""
 
 from __future__ import annotations
 
