@@ -17,6 +17,7 @@ from jspec import memory, pretrained, processors, verify
 from jspec.adaptive import Adaptive, Fixed, Policy, Reading, Stopwatch, halvings
 from jspec.admission import Admission, Prompt, draft_cap, pack_catch_up, pack_chunk
 from jspec.cache import PoolShape
+from jspec.choice import prefill_program, round_program, scores, wants_newest
 from jspec.config import EngineConfig
 from jspec.control_input import pack_controls
 from jspec.draft import Drafter, NoDraft
@@ -38,7 +39,6 @@ from jspec.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
 from jspec.step import Params, Program, init_state
 from jspec.tokenizer import Tokenizer, load_tokenizer
 from jspec.turns import Turns
-from jspec.two_launch import first_token, round_in_two
 from jspec.watch import AcceptanceWatch, IntervalLog
 from pallas_kernels.fixed_matmul import unsupported_weight
 
@@ -181,13 +181,13 @@ class Engine(Interface):
             self._stopwatch.come_back()
             self._go_on_recovering()
             plan: Plan | None = None
-            drafted = self._read_down_to(0) if self._wants_newest() else []  # what an interrupt left
+            drafted = self._read_down_to(0) if wants_newest(self.scheduler.running) else []  # what an interrupt left
             with self._recovery():
                 plan = self.scheduler.plan()
                 if plan is not None:
                     self._stopwatch.start()
                     self._in_flight.append((plan, self._dispatch(plan)))
-            overlaps = plan is not None and self.config.overlap and not self._wants_newest()
+            overlaps = plan is not None and self.config.overlap and not wants_newest(self.scheduler.running)
             drafted += self._read_down_to(1 if overlaps else 0)
             while self._orphans:
                 request, forget = self._orphans.pop()
@@ -212,10 +212,6 @@ class Engine(Interface):
             with self._recovery():
                 drafted.append(self._read(*self._in_flight.popleft()))
         return drafted
-
-    def _wants_newest(self) -> bool:
-        """Whether the next round needs tokens that the host knows: masks are made of them."""
-        return any(request.matcher is not None and request.is_prefilled for request in self.scheduler.running)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -264,9 +260,9 @@ class Engine(Interface):
         if isinstance(plan, PrefillPlan):
             if plan.is_last and self._has_controls(plan.request):  # all of its text is known here
                 self._admit_controls(plan.request)
-            executable, packed = self._prefill_program(plan), jax.device_put(self._pack(plan))
+            executable, packed = prefill_program(self._programs, plan), jax.device_put(self._pack(plan))
         else:
-            executable = self._round_program(plan)
+            executable = round_program(self._programs, plan, self.policy.choose(plan.bucket, self._caps(plan)))
             self._state = self._programs.with_pages(self._state, plan.new_pages)
             packed = self._slots_of(plan)
         self._state, output = executable(self._params, self._state, packed)
@@ -287,26 +283,6 @@ class Engine(Interface):
                 self._state = self._programs.with_grammar(self._state, table, request.grammar)
         controls = pack_controls(request, self._admission.vocab_size, table, self.config.processor_args)
         self._state = self._programs.with_controls(self._state, controls)
-
-    def _prefill_program(self, plan: PrefillPlan) -> Any:
-        if plan.emits and plan.request.matcher is not None:
-            return first_token(self._programs.masked_prefill[plan.bucket, *_scores(plan.request)], plan.request.matcher)
-        is_scored, scores_prompt = _scores(plan.request)
-        if is_scored:
-            return self._programs.scored_prefill[plan.bucket, scores_prompt]
-        return self._programs.prefill[plan.bucket]
-
-    def _round_program(self, plan: RoundPlan) -> Any:
-        depth = self.policy.choose(plan.bucket, self._caps(plan))
-        is_scored = any(request.params.logprobs is not None for request in plan.requests)
-        matchers = [request.matcher for request in plan.requests]
-        if any(matchers):
-            programs, vocab = self._programs, self._admission.vocab_size
-            draft, verify = programs.drafts[plan.bucket, depth], programs.verifies[plan.bucket, depth, is_scored]
-            return round_in_two(draft, verify, matchers, vocab)
-        if is_scored:
-            return self._programs.scored_rounds[plan.bucket, depth]
-        return self._programs.rounds[plan.bucket, depth, any(request.trace for request in plan.requests)]
 
     def _caps(self, plan: RoundPlan) -> list[int]:
         """Draft tokens that each request allows."""
@@ -405,7 +381,7 @@ class Engine(Interface):
                     self._programs.ensure_trace(self._state)
                 self._programs.ensure_logprobs(self._state, tokens=is_scored, prompts=scores_prompt)
         samples = (sample for request in requests for sample in request.samples)
-        self._programs.ensure_masks({_scores(sample) for sample in samples if sample.matcher is not None})
+        self._programs.ensure_masks({scores(sample) for sample in samples if sample.matcher is not None})
 
     def _check_open(self) -> None:
         if self._closed:
@@ -502,11 +478,6 @@ class Engine(Interface):
     def _gauges(self) -> Gauges:
         pages = self.scheduler.pages
         return Gauges(len(self.scheduler.running), len(self.scheduler.waiting), pages.num_used / (pages.pages - 1))
-
-
-def _scores(request: Request) -> tuple[bool, bool]:
-    """Whether the chunks of a request are to tell log-probabilities, and those of the prompt."""
-    return request.scores_prompt or request.params.logprobs is not None, request.scores_prompt
 
 
 def _check_deterministic(target: Model, implementation: str) -> None:

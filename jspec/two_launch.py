@@ -56,7 +56,7 @@ def verify_step(
     return state, output_of([jax.tree.map(lambda x: x[None], result) for result in results])
 
 
-def round_in_two(draft: Any, verify: Any, matchers: Sequence[Matcher | None], vocab_size: int) -> Step:
+def round_in_two(draft: Any, verify: Any, matchers: Sequence[Matcher | None]) -> Step:
     """A round as one call, like the fused program's.
 
     Args:
@@ -67,7 +67,8 @@ def round_in_two(draft: Any, verify: Any, matchers: Sequence[Matcher | None], vo
     def step(params: Params, state: SlotState, slots: Array) -> tuple[SlotState, StepOutput]:
         state, drafted = draft(params, state, slots)
         nodes = jax.device_get((drafted.tokens, drafted.parents, drafted.valid))
-        masks = np.full((*nodes[0].shape, words_of(vocab_size)), EVERYTHING, np.uint32)
+        words = words_of(params.target.config.vocab_size)
+        masks = np.full((*nodes[0].shape, words), EVERYTHING, np.uint32)
         for row, matcher in enumerate(matchers):
             if matcher is not None:
                 masks[row] = matcher.masks(*(field[row] for field in nodes))
