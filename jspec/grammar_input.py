@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import final
 
 from jspec import json_schema
+from jspec.byte_automaton import Builder
 from jspec.control_input import Words
 from jspec.grammar import Grammar, TokenTexts, check_size, compile_grammar, regex_of_schema
 from jspec.matcher import LarkGrammar, Spellings, compile_lark, lark_of_schema
@@ -36,7 +37,9 @@ class GrammarInput:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._cells = cells
-        self._compiled, self._regex_of = lru_cache(KEPT)(self._compile), lru_cache(KEPT)(regex_of_schema)
+        self._build = Builder()
+        self._compiled = lru_cache(KEPT)(self._compile)
+        self._regex_of = lru_cache(KEPT)(partial(regex_of_schema, build=self._build))
         self._compiled_lark, self._lark_of = lru_cache(KEPT)(self._compile_lark), lru_cache(KEPT)(_lark_of)
 
     def of(self, params: SamplingParams, stop_ids: tuple[int, ...], words: Words) -> Grammar | LarkGrammar | None:
@@ -98,7 +101,7 @@ class GrammarInput:
         banned = set(singles)
         if allowed is not None:
             banned |= set(range(self._vocab_size)) - set(allowed)
-        grammar = compile_grammar(source, regex, self._token_texts, stop_ids, banned)
+        grammar = compile_grammar(source, regex, self._token_texts, stop_ids, banned, self._build)
         check_size(grammar, self._cells)
         logger.info("%s: a table of %d states x %d classes of tokens", source, *grammar.next.shape)
         return grammar
