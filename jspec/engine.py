@@ -107,14 +107,14 @@ class Engine(Interface):
         )
         pool = PoolShape.of(self.config, drafter.tree, str(target.embed.dtype))
         check_device(self._params, pool.dtype, pool.draft_dtype)
-        room = memory.Room(self._program, self._params, self.config, memory.device_memory())
-        self._pool, _ = memory.fit(room, pool)
-        with memory.explained(room, self._pool):
+        self._room = memory.Room(self._program, self._params, self.config, memory.device_memory())
+        self._pool, _ = memory.fit(self._room, pool)
+        with memory.explained(self._room, self._pool):
             self._state = init_state(self._program, self._params, self._pool)
             jax.block_until_ready(self._state)
             self._programs = Programs(self._program, self._params, self._state, self.config, depths)
-        self.memory_plan = memory.measured(room, self._pool, self._programs.executables)
-        logger.info("%s", self.memory_plan)
+        self._measure(self._programs.executables)
+        self._programs.check = self._measure
         is_static = drafter.tree.paths is not None
         # Another one may be put in its place while nothing is under way.
         self.policy: Policy = Adaptive(depths, shares=is_static) if self.config.adaptive else Fixed(depths[-1])
@@ -144,6 +144,11 @@ class Engine(Interface):
         self._log = IntervalLog(self.config.log_interval)
         self._metrics = Metrics()
         self._latencies = Latencies()
+
+    def _measure(self, executables: Sequence[Any]) -> None:
+        """Plan anew, with what programs take; refuses those with which it is more than there is."""
+        self.memory_plan = memory.measured(self._room, self._pool, executables)
+        logger.info("%s", self.memory_plan)
 
     @classmethod
     def from_pretrained(

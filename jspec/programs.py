@@ -91,6 +91,7 @@ class Programs:
         self.catch_up: Any = None  # where the drafter lags and pages are kept
         self.admit_controls: Any = None  # where the engine serves them
         self.load_grammar: Any = None  # likewise
+        self.check: Callable[[Sequence[Any]], None] = lambda executables: None  # refuses all with those to be added
         self.seconds: dict[str, float] = {}
         self.lower_seconds: dict[str, float] = {}
         (device, *_) = state.root.devices()
@@ -203,7 +204,10 @@ class Programs:
     def _compile(self, programs: Iterable[Lowered]) -> None:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # one is lowered while others compile
             compiled = [(keep, pool.submit(self._compile_one, name, lowered)) for name, keep, lowered in programs]
-        for keep, executable in [(keep, one.result()) for keep, one in compiled]:  # none is kept if one fails
+        new = [(keep, one.result()) for keep, one in compiled]  # none is kept if one fails
+        if new:
+            self.check([*self.executables, *(executable for _, executable in new)])
+        for keep, executable in new:
             keep(executable)
 
     def _lowered(self, state: SlotState) -> Iterator[Lowered]:
