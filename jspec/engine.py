@@ -386,7 +386,9 @@ class Engine(Interface):
                     self._programs.ensure_trace(self._state)
                 self._programs.ensure_logprobs(self._state, tokens=is_scored, prompts=scores_prompt)
         samples = (sample for request in requests for sample in request.samples)
-        self._programs.ensure_masks({scores(sample) for sample in samples if sample.matcher is not None})
+        masked = {scores(sample) for sample in samples if sample.matcher is not None}
+        if masked or is_scored:  # others do not wait until what they do not need is compiled
+            self._programs.ensure_masks(masked)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -129,8 +129,8 @@ class Programs:
     def ensure_masks(self, first_tokens: Collection[tuple[bool, bool]]) -> None:
         """Compile the ladders whose masks come from the host, what is not there yet; others step on meanwhile.
 
-        To be called for every request, behind `ensure_logprobs`: once such a ladder is there, a batch that asks for
-        log-probabilities needs it with these.
+        To be called for requests with masks, and behind `ensure_logprobs` for those with log-probabilities: once such a
+        ladder is there, a batch that asks for these needs it with them.
 
         Args:
             first_tokens: of the requests with masks: whether log-probabilities are asked for, of tokens or prompt, and
@@ -140,12 +140,16 @@ class Programs:
         if not self._is_masked:
             return
         with self._masked:
-            self._compile(self._lowered_masked(first_tokens))
+            self._compile(chain(self._lowered_masked_rounds(), self._lowered_masked_prefill(first_tokens)))
 
-    def _lowered_masked(self, first_tokens: Collection[tuple[bool, bool]]) -> Iterator[Lowered]:
+    def _lowered_masked_rounds(self) -> Iterator[Lowered]:
         config, vocab = self._config, self._params.target.config.vocab_size
-        assert config.buckets is not None and config.prefill_buckets is not None
+        assert config.buckets is not None
         for rows, depth in product(config.buckets, reversed(self._depths)):
+            modes = [False, True] if self.scored_rounds else [False]
+            missing = [is_scored for is_scored in modes if (rows, depth, is_scored) not in self.verifies]
+            if not missing:
+                continue
             cut = replace(self._program, drafter=self._program.drafter.cut(depth), trace=True)
             arguments = self._shapes, jax.ShapeDtypeStruct((rows,), jnp.int32)
             name, step = f"[{rows}, depth {depth}]", partial(draft_step, cut)
@@ -153,20 +157,23 @@ class Programs:
                 keep = partial(self.drafts.__setitem__, (rows, depth))
                 yield f"draft{name}", keep, self._lower_step(f"draft{name}", step, *arguments)
             _, draft = jax.eval_shape(step, self._params, *arguments)
-            masks = mask_shape(rows, cut.drafter.tree.nodes, vocab)
-            for is_scored in [False, True][: 1 + bool(self.scored_rounds)]:
-                if (rows, depth, is_scored) not in self.verifies:
-                    scored = replace(cut, logprobs=config.logprobs_mode if is_scored else None)
-                    label = f"verify{name}" + " with logprobs" * is_scored
-                    lowered = self._lower_step(label, partial(verify_step, scored), *arguments, draft, masks)
-                    yield label, partial(self.verifies.__setitem__, (rows, depth, is_scored)), lowered
+            masks = mask_shape(rows, draft.tokens.shape[1], vocab)
+            for is_scored in missing:
+                scored = replace(cut, logprobs=config.logprobs_mode if is_scored else None)
+                label = f"verify{name}" + " with logprobs" * is_scored
+                lowered = self._lower_step(label, partial(verify_step, scored), *arguments, draft, masks)
+                yield label, partial(self.verifies.__setitem__, (rows, depth, is_scored)), lowered
+
+    def _lowered_masked_prefill(self, first_tokens: Collection[tuple[bool, bool]]) -> Iterator[Lowered]:
+        config, masks = self._config, mask_shape(1, 1, self._params.target.config.vocab_size)
+        assert config.prefill_buckets is not None
         for tokens, (is_scored, is_prompt) in product(config.prefill_buckets, first_tokens):
             if (tokens, is_scored, is_prompt) not in self.masked_prefill:
                 mode = config.logprobs_mode if is_scored else None
                 prefill = partial(prefill_step, replace(self._program, logprobs=mode, prompt_logprobs=is_prompt))
                 packed = jax.ShapeDtypeStruct((PREFILL_HEAD + self._pages + tokens,), jnp.int32)
                 name = f"masked prefill[{tokens}]" + " with logprobs" * is_scored + " of prompts" * is_prompt
-                lowered = self._lower_step(name, prefill, self._shapes, packed, mask_shape(1, 1, vocab))
+                lowered = self._lower_step(name, prefill, self._shapes, packed, masks)
                 yield name, partial(self.masked_prefill.__setitem__, (tokens, is_scored, is_prompt)), lowered
 
     def with_pages(self, state: SlotState, new: Sequence[tuple[int, int, int]]) -> SlotState:

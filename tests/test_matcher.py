@@ -51,21 +51,11 @@ JSON_TEXTS: list[bytes | None] = [None, *PIECES, None]  # two spell the same
 ENDS = (0, 19)
 
 
-class Written:
-    """A tokenizer of some texts; the ids are given by hand."""
-
-    def __init__(self, texts: Sequence[bytes | None]) -> None:
-        self.vocab_size, self._texts = len(texts), texts
-        self.hidden_ids = frozenset(i for i, text in enumerate(texts) if text is None)
-
-    def token_bytes(self) -> list[bytes | None]:
-        return list(self._texts)
-
-
 def compiled(texts: Sequence[bytes | None], stop_ids: tuple[int, ...], vocab_size: int = 0, **fields: Any) -> Any:
     """The grammar that a request gets."""
-    tokenizer: Any = Written(texts)
-    return GrammarInput(tokenizer, vocab_size or len(texts), 2**18).of(SamplingParams(**fields), stop_ids, ())
+    return GrammarInput(lettered.Lettered(texts), vocab_size or len(texts), 2**18).of(
+        SamplingParams(**fields), stop_ids, ()
+    )
 
 
 CASES = {

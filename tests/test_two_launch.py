@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import cycle
@@ -21,14 +22,14 @@ from jspec.records import Draft, SlotView
 from jspec.sampling_params import sample_seed
 from tests import lettered, small
 from tests.reference import decoder, descent, processors, regular
-from tests.test_matcher import LISTS, PAIRS
+from tests.test_matcher import JSON_TEXTS, LISTS, OBJECTS, PAIRS
 from tests.views import view_of_rows
 
 pytestmark = pytest.mark.once
 pytest.importorskip("llguidance")
 
 LENGTH = 18
-READERS = {LISTS: descent.lists, PAIRS: descent.pairs}
+READERS = {LISTS: descent.lists, PAIRS: descent.pairs, json.dumps(OBJECTS): descent.objects}
 PROMPTS = [[1, 2, 3], [4] * 6, list(range(1, 12)), [5, 1, 5, 1, 5], [7], [9, 9, 2, 1], [3, 1, 2, 3, 1, 2, 3], [6, 2]]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=LENGTH, grammar=LISTS, repetition_penalty=1.2, logprobs=2),
@@ -42,7 +43,12 @@ PARAMS = [
 ]
 
 
-def by_descent(prompt: list[int], params: SamplingParams, seed: int | None = None) -> list[int]:
+def by_descent(
+    prompt: list[int],
+    params: SamplingParams,
+    seed: int | None = None,
+    texts: Sequence[bytes | None] = lettered.TEXTS,
+) -> list[int]:
     """Decode token by token: a forward over the whole text, transformers' processors, and what recursive descent (or
     the library regex) says of every token; the project's noise.
     """
@@ -52,12 +58,12 @@ def by_descent(prompt: list[int], params: SamplingParams, seed: int | None = Non
     while len(output) < params.max_tokens and not set(output[-1:]) & stops:
         logits = decoder.logits(small.target(), np.array([[*prompt, *output]]))[0, -1].astype(np.float32)
         logits = processors.edited(logits, prompt, output, params, sorted(stops))
-        text = b"".join(lettered.TEXTS[token] or b"" for token in output)
+        text = b"".join(texts[token] or b"" for token in output)
         allowed = set(range(small.VOCAB))
-        if params.grammar is not None:
-            allowed = descent.allowed(READERS[params.grammar], lettered.TEXTS, text, stops)
-        elif params.regex is not None:
-            allowed = regular.allowed(params.regex, lettered.TEXTS, text, stops)
+        if params.regex is not None:
+            allowed = regular.allowed(params.regex, texts, text, stops)
+        elif params.grammar_field is not None:
+            allowed = descent.allowed(READERS[getattr(params, params.grammar_field)], texts, text, stops)
         logits[sorted(set(range(small.VOCAB)) - allowed)] = -np.inf
         if params.temperature:
             words = jnp.asarray([[seed >> 32, seed & 0xFFFFFFFF]], jnp.uint32)
@@ -228,7 +234,8 @@ class Alternating(Policy):
 
 
 def test_every_depth_has_its_launches() -> None:
-    """An adaptive engine without room for a table, which these grammars do not need."""
+    """An adaptive engine without room for a table, which a schema that holds itself does not need."""
+    texts = JSON_TEXTS[: small.VOCAB]
     engine = Engine(
         small.target(),
         drafter=NGram(Tree.chain(2), max_n=2),
@@ -238,14 +245,20 @@ def test_every_depth_has_its_launches() -> None:
         adaptive=True,
         draft_depths=(0, 2),
         grammar_cells=0,
-        tokenizer=lettered.tokenizer(),
+        tokenizer=lettered.Lettered(texts),
         eos_ids=(lettered.END,),
     )
-    engine.policy = Alternating((0, 2))
-    for index in (0, 3, 6):
-        decodes_as_expected(engine, [index])
+    engine.policy, whole = Alternating((0, 2)), 0
+    for index, prompt in enumerate(PROMPTS):
+        params = SamplingParams(seed=index, temperature=index % 3, max_tokens=32, json_schema=OBJECTS)
+        params = replace(params, logit_bias={1: -9, 10: -2, 5: 3, 15: 2}, min_p=0.01)
+        (done,) = engine.generate(prompt, params)
+        assert done.raise_for_error().token_ids == by_descent(prompt, params, texts=texts)
+        if done.finish_reason == "eos":
+            whole += 1
+            assert set(json.loads(done.text or "")) <= {"a", "b"}
     rounds = engine.metrics.rounds_at
-    assert rounds[0] > 3 and rounds[2] > 3
+    assert rounds[0] > 3 and rounds[2] > 3 and engine.metrics.num_accepted_tokens > 0 and whole > 0
     with pytest.raises(ValueError, match="built with grammar_cells=0"):
         engine.generate([1], SamplingParams(regex="a"))
 
@@ -271,6 +284,7 @@ def test_others_step_on_while_the_programs_are_compiled(monkeypatch: pytest.Monk
     engine, free = lettered.chain(), []
     monkeypatch.setattr(engine._programs, "_compile", lambda programs: free.append(not engine._turns.is_mine))
     request = engine.submit(PROMPTS[6], PARAMS[6])
+    engine.abort(engine.submit(PROMPTS[4], PARAMS[4]))  # nor does it wait for what is compiled elsewhere
     assert free == [True] and engine.result(request).token_ids == expected()[6]
 
 
