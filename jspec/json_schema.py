@@ -42,7 +42,7 @@ WORDS = SAYS_NOTHING | frozenset(  # of JSON Schema, of whatever draft
     ]
 )
 NO_SCHEMAS = frozenset({"enum", "const", "default", "examples", "required", "dependentRequired"})
-BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions"})
 KINDS: dict[str, Callable[[Any], bool]] = {
     "string": lambda value: isinstance(value, str),
     "boolean": lambda value: isinstance(value, bool),

@@ -82,13 +82,7 @@ class _Vocabulary:
 
 
 def lark_of_schema(schema: Mapping[str, Any]) -> str:
-    """The grammar of a JSON schema's texts: properties come in its order, between tokens one blank at most.
-
-    Raises:
-        ValueError: the schema has options for the library.
-    """
-    if "x-guidance" in schema:
-        raise ValueError("json_schema: 'x-guidance' at #: expected a schema alone; for options write grammar='%json'")
+    """The grammar of a JSON schema's texts: properties come in its order, between tokens one blank at most."""
     return f"start: %json {json.dumps({**schema, 'x-guidance': BLANKS})}"
 
 

@@ -227,6 +227,7 @@ KEYWORDS: list[tuple[dict[str, Any], Any, bool]] = [  # beside a schema that hol
     ({"unevaluatedItems": False}, [1], False),
     ({"propertyNames": {"maxLength": 1}}, {"ab": 1}, False),
     ({"dependentRequired": {"a": ["b"]}}, {"a": 1}, False),
+    ({"dependencies": {"a": ["b"]}}, {"a": 1}, False),
     ({"dependentSchemas": {"a": {"required": ["b"]}}}, {"a": 1}, False),
     ({"unevaluatedProperties": False}, {"a": 1}, False),
     ({"not": {"type": "integer"}}, 3, False),
