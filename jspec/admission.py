@@ -13,7 +13,9 @@ import numpy as np
 
 from jspec import control_input
 from jspec.config import EngineConfig
+from jspec.grammar import Grammar
 from jspec.grammar_input import GrammarInput
+from jspec.matcher import LarkGrammar, Matcher
 from jspec.records import MAX_STOP_IDS, PrefillInput
 from jspec.requests import Request
 from jspec.sampling_params import SamplingParams, sample_seed
@@ -64,11 +66,12 @@ class Admission:
         numbers = [next(self.ids) for _ in range(params.n)]
         seeds = [sample_seed(self._seed(params, numbers[0]), index) for index in range(params.n)]
         first, *others = (
-            Request(
-                number, ids, params, seed, stop_ids, limit, trace=trace, index=index, bad_words=words, grammar=grammar
-            )
+            Request(number, ids, params, seed, stop_ids, limit, trace=trace, index=index, bad_words=words)
             for index, (number, seed) in enumerate(zip(numbers, seeds, strict=True))
         )
+        for request in (first, *others):
+            request.grammar = grammar if isinstance(grammar, Grammar) else None
+            request.matcher = Matcher(grammar) if isinstance(grammar, LarkGrammar) else None
         first.siblings = tuple(others)
         for other in others:
             other.prompt_logprobs = first.prompt_logprobs  # one list, which the first one fills

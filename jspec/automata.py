@@ -1,10 +1,12 @@
 """Grammars on the device: each node's state follows its parent's, and what may not follow it becomes -inf.
 
 The tables are those of `jspec.grammar`. A token that violates a grammar leads to no state; from there everything may
-come, which never counts, for the token itself is taken out at its parent.
+come, which never counts, for the token itself is taken out at its parent. For a grammar that fits no table the host
+gives masks (`jspec.matcher`).
 
 From every state there is a way to the grammar's end, so something is always left, unless bad words of several tokens
-take it out: there nothing but a stop id may come, and outside a final state that tells the host what happened.
+take it out: there nothing but a stop id may come, and outside a final state that tells the host what happened. So it
+does where a mask leaves nothing.
 """
 
 from __future__ import annotations
@@ -95,14 +97,28 @@ def only_allowed(
         cell = jnp.maximum(state, 0) * grammars.classes[table].astype(jnp.int32)[:, None, None]
         cell = cell + grammars.class_of[table].astype(jnp.int32)[:, None]
         may_come = (state < 0) | (grammars.next[table[:, None, None], cell] >= 0)
-        is_left = jnp.any(may_come & (logits > -jnp.inf), axis=-1, keepdims=True)
-        is_end = jnp.any(jnp.arange(vocab) == view.sampling.stop_ids[..., None], axis=1)
-        return _to_bits(jnp.where(is_left, may_come, is_end[:, None]))
+        return _to_bits(_or_end(may_come, logits, view))
 
     everything = jnp.full((*logits.shape[:2], -(-vocab // WORD)), np.uint32(2**WORD - 1))
     # A conditional copies what it returns, so that is small.
     bits = jax.lax.cond(jnp.any(root_state >= 0), allowed, lambda: everything)
     return jnp.where(_from_bits(bits, vocab), logits, -jnp.inf)
+
+
+def only_masked(logits: Float[Array, "batch nodes vocab"], view: SlotView) -> Float[Array, "batch nodes vocab"]:
+    """The logits with -inf for every token that the view's masks leave out."""
+    assert view.masks is not None
+    may_come = _or_end(_from_bits(view.masks, logits.shape[-1]), logits, view)
+    return jnp.where(may_come, logits, -jnp.inf)
+
+
+def _or_end(
+    may_come: Bool[Array, "batch nodes vocab"], logits: Float[Array, "batch nodes vocab"], view: SlotView
+) -> Bool[Array, "batch nodes vocab"]:
+    """What may come; where none of it is left, the tokens that end the request."""
+    is_left = jnp.any(may_come & (logits > -jnp.inf), axis=-1, keepdims=True)
+    is_end = jnp.any(jnp.arange(logits.shape[-1]) == view.sampling.stop_ids[..., None], axis=1)
+    return jnp.where(is_left, may_come, is_end[:, None])
 
 
 def _rows(controls: Controls, view: SlotView) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:

@@ -208,6 +208,8 @@ def edit(
     edited = _without_bad_words(edited, row, path, depth)  # last, in place: all before it is one pass over the logits
     if view.grammars is not None:
         edited = automata.only_allowed(edited, view, path)
+    if view.masks is not None:
+        edited = automata.only_masked(edited, view)
     return edited if view.processor is None else processors.apply(edited, view, path)
 
 

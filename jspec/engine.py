@@ -17,6 +17,7 @@ from jspec import memory, pretrained, processors, verify
 from jspec.adaptive import Adaptive, Fixed, Policy, Reading, Stopwatch, halvings
 from jspec.admission import Admission, Prompt, draft_cap, pack_catch_up, pack_chunk
 from jspec.cache import PoolShape
+from jspec.choice import prefill_program, round_program, scores, wants_newest
 from jspec.config import EngineConfig
 from jspec.control_input import pack_controls
 from jspec.draft import Drafter, NoDraft
@@ -106,14 +107,14 @@ class Engine(Interface):
         )
         pool = PoolShape.of(self.config, drafter.tree, str(target.embed.dtype))
         check_device(self._params, pool.dtype, pool.draft_dtype)
-        room = memory.Room(self._program, self._params, self.config, memory.device_memory())
-        self._pool, _ = memory.fit(room, pool)
-        with memory.explained(room, self._pool):
+        self._room = memory.Room(self._program, self._params, self.config, memory.device_memory())
+        self._pool, _ = memory.fit(self._room, pool)
+        with memory.explained(self._room, self._pool):
             self._state = init_state(self._program, self._params, self._pool)
             jax.block_until_ready(self._state)
             self._programs = Programs(self._program, self._params, self._state, self.config, depths)
-        self.memory_plan = memory.measured(room, self._pool, self._programs.executables)
-        logger.info("%s", self.memory_plan)
+        self._measure(self._programs.executables)
+        self._programs.check = self._measure
         is_static = drafter.tree.paths is not None
         # Another one may be put in its place while nothing is under way.
         self.policy: Policy = Adaptive(depths, shares=is_static) if self.config.adaptive else Fixed(depths[-1])
@@ -143,6 +144,11 @@ class Engine(Interface):
         self._log = IntervalLog(self.config.log_interval)
         self._metrics = Metrics()
         self._latencies = Latencies()
+
+    def _measure(self, executables: Sequence[Any]) -> None:
+        """Plan anew, with what programs take; refuses those with which it is more than there is."""
+        self.memory_plan = memory.measured(self._room, self._pool, executables)
+        logger.info("%s", self.memory_plan)
 
     @classmethod
     def from_pretrained(
@@ -180,21 +186,14 @@ class Engine(Interface):
             self._stopwatch.come_back()
             self._go_on_recovering()
             plan: Plan | None = None
+            drafted = self._read_down_to(0) if wants_newest(self.scheduler.running) else []  # what an interrupt left
             with self._recovery():
                 plan = self.scheduler.plan()
                 if plan is not None:
                     self._stopwatch.start()
                     self._in_flight.append((plan, self._dispatch(plan)))
-            behind = 1 if plan is not None and self.config.overlap else 0
-            drafted: list[np.ndarray] = []
-            while len(self._in_flight) > behind:
-                try:
-                    self._in_flight[0][1].report.block_until_ready()  # an interrupt here loses nothing
-                except Exception as error:
-                    self._recover(error)
-                    break
-                with self._recovery():
-                    drafted.append(self._read(*self._in_flight.popleft()))
+            overlaps = plan is not None and self.config.overlap and not wants_newest(self.scheduler.running)
+            drafted += self._read_down_to(1 if overlaps else 0)
             while self._orphans:
                 request, forget = self._orphans.pop()
                 self._end(request, "abort")
@@ -205,6 +204,19 @@ class Engine(Interface):
             self._stopwatch.leave()
             for report in drafted:
                 self._watch.count(report)  # last: its warning may be turned into an error, which is the caller's
+
+    def _read_down_to(self, count: int) -> list[np.ndarray]:
+        """Read the oldest of the steps under way, up to the last so many; gives back the rows that were drafted for."""
+        drafted: list[np.ndarray] = []
+        while len(self._in_flight) > count:
+            try:
+                self._in_flight[0][1].report.block_until_ready()  # an interrupt here loses nothing
+            except Exception as error:
+                self._recover(error)
+                break
+            with self._recovery():
+                drafted.append(self._read(*self._in_flight.popleft()))
+        return drafted
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -253,9 +265,9 @@ class Engine(Interface):
         if isinstance(plan, PrefillPlan):
             if plan.is_last and self._has_controls(plan.request):  # all of its text is known here
                 self._admit_controls(plan.request)
-            executable, packed = self._prefill_program(plan), jax.device_put(self._pack(plan))
+            executable, packed = prefill_program(self._programs, plan), jax.device_put(self._pack(plan))
         else:
-            executable = self._round_program(plan)
+            executable = round_program(self._programs, plan, self.policy.choose(plan.bucket, self._caps(plan)))
             self._state = self._programs.with_pages(self._state, plan.new_pages)
             packed = self._slots_of(plan)
         self._state, output = executable(self._params, self._state, packed)
@@ -276,17 +288,6 @@ class Engine(Interface):
                 self._state = self._programs.with_grammar(self._state, table, request.grammar)
         controls = pack_controls(request, self._admission.vocab_size, table, self.config.processor_args)
         self._state = self._programs.with_controls(self._state, controls)
-
-    def _prefill_program(self, plan: PrefillPlan) -> Any:
-        if plan.request.scores_prompt or plan.request.params.logprobs is not None:
-            return self._programs.scored_prefill[plan.bucket, plan.request.scores_prompt]
-        return self._programs.prefill[plan.bucket]
-
-    def _round_program(self, plan: RoundPlan) -> Any:
-        depth = self.policy.choose(plan.bucket, self._caps(plan))
-        if any(request.params.logprobs is not None for request in plan.requests):
-            return self._programs.scored_rounds[plan.bucket, depth]
-        return self._programs.rounds[plan.bucket, depth, any(request.trace for request in plan.requests)]
 
     def _caps(self, plan: RoundPlan) -> list[int]:
         """Draft tokens that each request allows."""
@@ -384,6 +385,10 @@ class Engine(Interface):
                 if is_traced:
                     self._programs.ensure_trace(self._state)
                 self._programs.ensure_logprobs(self._state, tokens=is_scored, prompts=scores_prompt)
+        samples = (sample for request in requests for sample in request.samples)
+        masked = {scores(sample) for sample in samples if sample.matcher is not None}
+        if masked or is_scored:  # others do not wait until what they do not need is compiled
+            self._programs.ensure_masks(masked)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -15,13 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from jspec import json_schema
+from jspec import byte_automaton, json_schema
+from jspec.byte_automaton import NOWHERE, Automaton, Build, TooLarge
 
 MAX_STATES = 2**15 - 1  # states and classes are int16 on the device
 MAX_WORK = 2**27  # numbers of a table on its way, before states and classes that lead nowhere are out
-NOWHERE = -1
-LAST = "\U0010ffff"  # no character, nor ever one
-INSTALL = "install outlines_core (pip install 'jspec[grammar]')"
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,25 +66,28 @@ class TokenTexts:
             found = [(token, text) for token, text in found if len(text) > place + 1]
 
 
-def regex_of_schema(schema: str | Mapping[str, Any]) -> str:
+def regex_of_schema(schema: str | Mapping[str, Any], build: Build = byte_automaton.build) -> str:
     """The regular expression of a JSON schema's texts.
 
     Properties come in the schema's order, and no others. What a schema leaves open (a type, items, properties) is what
     outlines_core makes of it, of a bounded depth too.
+
+    Args:
+        build: makes automata, of the schema's patterns.
 
     Raises:
         ValueError: no schema, one of which a part would be dropped (`jspec.json_schema`), or one without a bound to its
             depth.
         ImportError: outlines_core is missing.
     """
-    build = _library().json_schema.build_regex_from_schema
+    of_schema = byte_automaton.library().json_schema.build_regex_from_schema
     text = schema if isinstance(schema, str) else json.dumps(schema)
     try:
-        json_schema.check(json.loads(text), _is_plain)
+        json_schema.check(json.loads(text), lambda pattern: _is_plain(pattern, build))
     except json.JSONDecodeError as error:
         raise ValueError(f"json_schema: expected JSON, got {text}: {error}") from error
     try:
-        regex, deeper = (build(text, max_recursion_depth=depth) for depth in (3, 4))
+        regex, deeper = (of_schema(text, max_recursion_depth=depth) for depth in (3, 4))
     except (ValueError, TypeError) as error:
         raise ValueError(f"json_schema: expected a schema that outlines_core knows, got {text}: {error}") from error
     if regex != deeper:
@@ -97,14 +98,19 @@ def regex_of_schema(schema: str | Mapping[str, Any]) -> str:
     return regex
 
 
-def _is_plain(regex: str) -> bool:
+def _is_plain(regex: str, build: Build) -> bool:
     """Whether its texts can stand in a JSON string as they are."""
-    step, _ = _automaton(f"json_schema: pattern {regex!r}", regex)
+    step, _ = _automaton(f"json_schema: pattern {regex!r}", regex, build)
     return bool(np.all(step[:, [*range(0x20), *b'"\\']] == NOWHERE))
 
 
 def compile_grammar(
-    source: str, regex: str, texts: TokenTexts, stop_ids: Collection[int], banned: Collection[int] = ()
+    source: str,
+    regex: str,
+    texts: TokenTexts,
+    stop_ids: Collection[int],
+    banned: Collection[int] = (),
+    build: Build = byte_automaton.build,
 ) -> Grammar:
     """The table of the texts that match a regular expression as a whole.
 
@@ -112,12 +118,13 @@ def compile_grammar(
         source: for messages.
         stop_ids: tokens that end a request; as text they do not come.
         banned: tokens that may not come.
+        build: makes automata.
 
     Raises:
         ValueError: no regular expression, or none of its texts can be written in the tokens that may come.
         ImportError: outlines_core is missing.
     """
-    step, is_final = _automaton(source, regex)
+    step, is_final = _automaton(source, regex, build)
     may_come = texts.has_text.copy()
     may_come[[*stop_ids, *banned]] = False
     table, class_of = _over_tokens(source, step, texts, may_come)
@@ -129,43 +136,16 @@ def compile_grammar(
     return Grammar(source, class_of.astype(np.int16), table.astype(np.int16))
 
 
-def _library() -> Any:
+def _automaton(source: str, regex: str, build: Build) -> Automaton:
     try:
-        import outlines_core
-    except ImportError as error:
-        raise ImportError(f"regex and json_schema need a library: {INSTALL}") from error
-    return outlines_core
-
-
-def _automaton(source: str, regex: str) -> tuple[np.ndarray, np.ndarray]:
-    """States and bytes: the state behind each byte, [states, 256], and whether each state is final. It starts in 0.
-
-    The library leaves out what leads from a final state to one that is not final. So it gets the expression with a last
-    letter behind it, before which no state is final: those from which it can come are the final ones.
-    """
-    library, end = _library(), 256
-    letters = library.Vocabulary(end, {bytes([byte]): [byte] for byte in range(256)})
-    try:
-        library.Index(regex, letters)  # by itself, for it may close a bracket that is not its own
-        index = library.Index(f"(?:{regex}){LAST}", letters)
+        return build(regex)
+    except TooLarge as error:
+        raise ValueError(f"{source}: {error}") from error
     except ValueError as error:
         raise ValueError(
             f"{source}: expected a regular expression without look-around, anchors and back-references (the whole "
             f"text is matched anyway): {error}"
         ) from error
-    transitions, final = index.get_transitions(), index.get_final_states()
-    names = dict.fromkeys([index.get_initial_state(), *transitions, *final])
-    numbers = {name: number for number, name in enumerate(names)}
-    step = np.full((len(numbers), 256), NOWHERE, np.int64)
-    for name, row in transitions.items():
-        for byte, target in row.items():
-            if byte != end:
-                step[numbers[name], byte] = numbers[target]
-    is_behind, before = np.array([name in final for name in numbers]), np.arange(len(numbers))
-    for byte in LAST.encode():
-        before = np.where(before == NOWHERE, NOWHERE, step[before, byte])
-    step[(step != NOWHERE) & is_behind[step]] = NOWHERE
-    return step, (before != NOWHERE) & is_behind[before]
 
 
 def _over_tokens(

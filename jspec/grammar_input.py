@@ -1,16 +1,26 @@
-"""The grammar of a request: its fields checked against the engine, and compiled once for all that ask for the same."""
+"""The grammar of a request: its fields checked against the engine, and compiled once for all that ask for the same.
+
+A regular expression or a schema of bounded depth becomes a table, another grammar a parser that the host asks.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import final
 
+from jspec import json_schema
+from jspec.byte_automaton import Builder
 from jspec.control_input import Words
 from jspec.grammar import Grammar, TokenTexts, check_size, compile_grammar, regex_of_schema
+from jspec.matcher import LarkGrammar, Spellings, compile_lark, lark_of_schema
 from jspec.requests import Request
 from jspec.sampling_params import SamplingParams
 from jspec.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 KEPT = 64  # grammars whose tables the host keeps
 
@@ -27,9 +37,12 @@ class GrammarInput:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._cells = cells
-        self._compiled, self._regex_of = lru_cache(KEPT)(self._compile), lru_cache(KEPT)(regex_of_schema)
+        self._build = Builder()
+        self._compiled = lru_cache(KEPT)(self._compile)
+        self._regex_of = lru_cache(KEPT)(partial(regex_of_schema, build=self._build))
+        self._compiled_lark, self._lark_of = lru_cache(KEPT)(self._compile_lark), lru_cache(KEPT)(_lark_of)
 
-    def of(self, params: SamplingParams, stop_ids: tuple[int, ...], words: Words) -> Grammar | None:
+    def of(self, params: SamplingParams, stop_ids: tuple[int, ...], words: Words) -> Grammar | LarkGrammar | None:
         """The grammar that a request asks for, if it does.
 
         Args:
@@ -44,17 +57,22 @@ class GrammarInput:
         field = params.grammar_field
         if field is None:
             return None
-        self._check(field, params, stop_ids, words)
         value = getattr(params, field)
         source = f"{field}={value!r:.200}"
+        lark = value if field == "grammar" else self._lark_of(value) if field == "json_schema" else None
+        self._check(field, params, stop_ids, words, needs_table=lark is None)
+        if lark is not None:
+            return self._compiled_lark(source, lark, stop_ids)
         regex = value if field == "regex" else self._regex_of(value)
         singles = tuple(word[0] for word in words if len(word) == 1)
         return self._compiled(source, regex, stop_ids, params.allowed_token_ids, singles)
 
-    def _check(self, field: str, params: SamplingParams, stop_ids: Sequence[int], words: Words) -> None:
+    def _check(
+        self, field: str, params: SamplingParams, stop_ids: Sequence[int], words: Words, *, needs_table: bool
+    ) -> None:
         if self._tokenizer is None:
             raise ValueError(f"{field}: needs a tokenizer; pass tokenizer= to the engine")
-        if not self._cells:
+        if needs_table and not self._cells:
             raise ValueError(f"{field}: this engine was built with grammar_cells=0; build it with room for a table")
         if not stop_ids:
             raise ValueError(
@@ -83,18 +101,44 @@ class GrammarInput:
         banned = set(singles)
         if allowed is not None:
             banned |= set(range(self._vocab_size)) - set(allowed)
-        grammar = compile_grammar(source, regex, self._texts, stop_ids, banned)
+        grammar = compile_grammar(source, regex, self._token_texts, stop_ids, banned, self._build)
         check_size(grammar, self._cells)
+        logger.info("%s: a table of %d states x %d classes of tokens", source, *grammar.next.shape)
+        return grammar
+
+    def _compile_lark(self, source: str, lark: str, stop_ids: tuple[int, ...]) -> LarkGrammar:
+        grammar = compile_lark(source, lark, self._spellings, stop_ids)
+        logger.info("%s: fits no table; its rounds take two launches, between which the host makes masks", source)
         return grammar
 
     @cached_property
-    def _texts(self) -> TokenTexts:
+    def _token_texts(self) -> TokenTexts:
+        return TokenTexts(self._texts, self._vocab_size)
+
+    @cached_property
+    def _spellings(self) -> Spellings:
+        return Spellings(self._texts, self._vocab_size)
+
+    @cached_property
+    def _texts(self) -> list[bytes | None]:
         spell = getattr(self._tokenizer, "token_bytes", None)
         if spell is None:
             raise ValueError(
                 f"tokenizer: a grammar needs its token_bytes (jspec.tokenizer.Tokenizer), got {self._tokenizer!r}"
             )
-        return TokenTexts(spell(), self._vocab_size)
+        return spell()
+
+
+def _lark_of(schema: str) -> str | None:
+    """The grammar of a JSON schema that holds itself, None for others."""
+    try:
+        parsed = json.loads(schema)
+    except json.JSONDecodeError:
+        return None  # which `regex_of_schema` says
+    if not json_schema.holds_itself(parsed):
+        return None
+    json_schema.check_words(parsed)
+    return lark_of_schema(parsed)
 
 
 def follow(request: Request) -> None:
@@ -103,6 +147,8 @@ def follow(request: Request) -> None:
     Raises:
         ValueError: they violate it, for nothing that it allows was left; naming what took that out.
     """
+    if request.matcher is not None:
+        request.matcher.follow(request.token_ids)
     if request.grammar is None:
         return
     done, state = request.grammar_at

@@ -1,9 +1,14 @@
-"""Which JSON schemas become regular expressions that say what they say: the library drops what it does not know."""
+"""Which JSON schemas are followed to the letter: the libraries drop what they do not know.
+
+Those of bounded depth become regular expressions, within what `check` allows. Those that hold themselves do not: of
+them `check_words` leaves to the library llguidance what is a word of JSON Schema, all of which it follows or refuses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 SAYS_NOTHING = frozenset(
     [
@@ -24,6 +29,20 @@ OF_TYPE = {
     "array": frozenset({"items", "minItems", "maxItems"}),
     "object": frozenset({"additionalProperties"}),
 }
+WORDS = SAYS_NOTHING | frozenset(  # of JSON Schema, of whatever draft
+    [
+        *("$ref", "$anchor", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "$vocabulary", "id"),
+        *("type", "enum", "const", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"),
+        *("properties", "patternProperties", "additionalProperties", "propertyNames", "required"),
+        *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+        *("items", "prefixItems", "additionalItems", "contains", "minContains", "maxContains"),
+        *("minItems", "maxItems", "uniqueItems", "unevaluatedItems", "unevaluatedProperties"),
+        *("minLength", "maxLength", "pattern", "format", "contentEncoding", "contentMediaType", "contentSchema"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    ]
+)
+NO_SCHEMAS = frozenset({"enum", "const", "default", "examples", "required", "dependentRequired"})
+BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions"})
 KINDS: dict[str, Callable[[Any], bool]] = {
     "string": lambda value: isinstance(value, str),
     "boolean": lambda value: isinstance(value, bool),
@@ -90,3 +109,57 @@ def _check_values(schema: Mapping[str, Any], decides: str, is_plain: Callable[[s
             f"json_schema: 'pattern' at {path}: expected '^...$' around what no text with a quote, a backslash or a "
             f"control character matches, got {pattern!r}; write it so"
         )
+
+
+def holds_itself(schema: Any) -> bool:
+    """Whether a `$ref` leads back to what it stands in, so that its texts have no bounded depth."""
+    done: set[str] = set()
+
+    def leads_back(part: Any, behind: frozenset[str]) -> bool:
+        if not isinstance(part, Mapping):
+            return False
+        ref = part.get("$ref")
+        if isinstance(ref, str) and ref not in done:
+            if ref in behind or leads_back(_at(schema, ref), behind | {ref}):
+                return True
+            done.add(ref)
+        inner = (one for name, one in _parts(part) if name.split("/")[0] not in ("$defs", "definitions"))
+        return any(leads_back(one, behind) for one in inner)
+
+    return leads_back(schema, frozenset({"#"}))
+
+
+def check_words(schema: Any, path: str = "#") -> None:
+    """Refuse what is no word of JSON Schema, which says that it be ignored: a slip of the pen, as a rule.
+
+    Raises:
+        ValueError: naming the word and where it stands.
+    """
+    if not isinstance(schema, Mapping):
+        return
+    wrong = next((key for key in schema if key not in WORDS), None)
+    if wrong is not None:
+        raise ValueError(f"json_schema: {wrong!r} at {path}: expected words of JSON Schema; leave it out or mend it")
+    for name, part in _parts(schema):
+        check_words(part, f"{path}/{name}")
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The schemas that stand in one, and where."""
+    for key, value in schema.items():
+        if key in NO_SCHEMAS:
+            continue
+        if key in BY_NAME and isinstance(value, Mapping):
+            yield from ((f"{key}/{name}", part) for name, part in value.items())
+        elif isinstance(value, list):
+            yield from ((f"{key}/{index}", part) for index, part in enumerate(value))
+        else:
+            yield key, value
+
+
+def _at(schema: Any, ref: str) -> Any:
+    """What a reference within a schema leads to; None where that is nothing."""
+    found, (start, *names) = schema, ref.split("/")
+    for name in names:
+        found = found.get(unquote(name).replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found if start == "#" else None

@@ -7,6 +7,7 @@ A prompt was not drawn, so its tokens' are raw.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -62,6 +63,8 @@ def of_round(
     if mode == PROCESSED:
         if view.controls is not None:
             path = controls.paths(draft, ancestors(draft.parents), tree.depth)
+            if view.masks is not None:
+                view = replace(view, masks=jnp.take_along_axis(view.masks, node, axis=1))
             rows = controls.edit(rows, view, jnp.take_along_axis(path, node, axis=1))
         rows = sampling.process(rows, view.sampling)
     return score(rows, verdict.tokens, view)

@@ -10,7 +10,7 @@ from jspec.records import LogProbs, Report, StepOutput, Trace
 from jspec.requests import Chunk, Completion, Request, Round
 from jspec.stops import StopStrings
 from jspec.token_logprobs import TokenLogprob, token_logprobs
-from jspec.tokenizer import IncrementalDetokenizer, Tokenizer
+from jspec.tokenizer import IncrementalDetokenizer, Tokenizer, front_ids
 
 
 class OutputText:
@@ -18,6 +18,9 @@ class OutputText:
 
     def __init__(self, tokenizer: Tokenizer | None, request: Request) -> None:
         prompt = list(request.prompt_token_ids)
+        if tokenizer is not None and request.params.grammar_field is not None:
+            is_seen = not tokenizer.hidden_ids.issuperset(prompt)
+            prompt = prompt if is_seen else front_ids(tokenizer)  # else a first blank is lost, which the grammar counts
         self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, prompt)
         self._stops = StopStrings(request.params.stop)
         self._stop_ids, self._min_tokens = request.stop_ids, request.params.min_tokens

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,7 @@ from jspec.config import EngineConfig
 from jspec.grammar import Grammar
 from jspec.records import MAX_STOP_IDS, PrefillInput, SlotState
 from jspec.step import Params, Program, catch_up_step, prefill_step, spec_step
+from jspec.two_launch import draft_step, mask_shape, verify_step
 from pallas_kernels.implementation import explain
 
 logger = logging.getLogger(__name__)
@@ -78,11 +80,18 @@ class Programs:
         self.rounds: dict[tuple[int, int, bool], Any] = {}  # by rows, depth and whether it is traced
         self.scored_prefill: dict[tuple[int, bool], Any] = {}  # with log-probabilities, also of prompts or not
         self.scored_rounds: dict[tuple[int, int], Any] = {}  # with log-probabilities, and traced
+        self.drafts: dict[tuple[int, int], Any] = {}  # rounds in two launches, by rows and depth
+        self.verifies: dict[tuple[int, int, bool], Any] = {}  # likewise, with log-probabilities or not, and traced
+        self.masked_prefill: dict[tuple[int, bool, bool], Any] = {}  # with log-probabilities or not, also of prompts
+        self._shapes = jax.eval_shape(lambda: state)
+        self._masked = threading.Lock()  # held while programs in two launches are compiled
+        self._is_masked = False
         self.page_updates = config.slots * 2  # that `show_pages` takes
         self.show_pages: Any = None
         self.catch_up: Any = None  # where the drafter lags and pages are kept
         self.admit_controls: Any = None  # where the engine serves them
         self.load_grammar: Any = None  # likewise
+        self.check: Callable[[Sequence[Any]], None] = lambda executables: None  # refuses all with those to be added
         self.seconds: dict[str, float] = {}
         self.lower_seconds: dict[str, float] = {}
         (device, *_) = state.root.devices()
@@ -95,7 +104,8 @@ class Programs:
         others = [self.show_pages, self.admit_controls, self.load_grammar, self.catch_up]
         others = [one for one in others if one is not None]
         scored = [*self.scored_prefill.values(), *self.scored_rounds.values()]
-        return [*self.prefill.values(), *self.rounds.values(), *scored, *others]
+        masked = [*self.drafts.values(), *self.verifies.values(), *self.masked_prefill.values()]
+        return [*self.prefill.values(), *self.rounds.values(), *scored, *masked, *others]
 
     def ensure_trace(self, state: SlotState) -> None:
         """Compile the ladder that also returns its drafts, if it is not there yet."""
@@ -115,6 +125,56 @@ class Programs:
         if tokens and not self.scored_rounds:
             programs.append(self._lowered_rounds(state, replace(scored, trace=True)))
         self._compile(chain.from_iterable(programs))
+
+    def ensure_masks(self, first_tokens: Collection[tuple[bool, bool]]) -> None:
+        """Compile the ladders whose masks come from the host, what is not there yet; others step on meanwhile.
+
+        To be called for requests with masks, and behind `ensure_logprobs` for those with log-probabilities: once such a
+        ladder is there, a batch that asks for these needs it with them.
+
+        Args:
+            first_tokens: of the requests with masks: whether log-probabilities are asked for, of tokens or prompt, and
+                of the prompt.
+        """
+        self._is_masked |= bool(first_tokens)
+        if not self._is_masked:
+            return
+        with self._masked:
+            self._compile(chain(self._lowered_masked_rounds(), self._lowered_masked_prefill(first_tokens)))
+
+    def _lowered_masked_rounds(self) -> Iterator[Lowered]:
+        config, vocab = self._config, self._params.target.config.vocab_size
+        assert config.buckets is not None
+        for rows, depth in product(config.buckets, reversed(self._depths)):
+            modes = [False, True] if self.scored_rounds else [False]
+            missing = [is_scored for is_scored in modes if (rows, depth, is_scored) not in self.verifies]
+            if not missing:
+                continue
+            cut = replace(self._program, drafter=self._program.drafter.cut(depth), trace=True)
+            arguments = self._shapes, jax.ShapeDtypeStruct((rows,), jnp.int32)
+            name, step = f"[{rows}, depth {depth}]", partial(draft_step, cut)
+            if (rows, depth) not in self.drafts:
+                keep = partial(self.drafts.__setitem__, (rows, depth))
+                yield f"draft{name}", keep, self._lower_step(f"draft{name}", step, *arguments)
+            _, draft = jax.eval_shape(step, self._params, *arguments)
+            masks = mask_shape(rows, draft.tokens.shape[1], vocab)
+            for is_scored in missing:
+                scored = replace(cut, logprobs=config.logprobs_mode if is_scored else None)
+                label = f"verify{name}" + " with logprobs" * is_scored
+                lowered = self._lower_step(label, partial(verify_step, scored), *arguments, draft, masks)
+                yield label, partial(self.verifies.__setitem__, (rows, depth, is_scored)), lowered
+
+    def _lowered_masked_prefill(self, first_tokens: Collection[tuple[bool, bool]]) -> Iterator[Lowered]:
+        config, masks = self._config, mask_shape(1, 1, self._params.target.config.vocab_size)
+        assert config.prefill_buckets is not None
+        for tokens, (is_scored, is_prompt) in product(config.prefill_buckets, first_tokens):
+            if (tokens, is_scored, is_prompt) not in self.masked_prefill:
+                mode = config.logprobs_mode if is_scored else None
+                prefill = partial(prefill_step, replace(self._program, logprobs=mode, prompt_logprobs=is_prompt))
+                packed = jax.ShapeDtypeStruct((PREFILL_HEAD + self._pages + tokens,), jnp.int32)
+                name = f"masked prefill[{tokens}]" + " with logprobs" * is_scored + " of prompts" * is_prompt
+                lowered = self._lower_step(name, prefill, self._shapes, packed, masks)
+                yield name, partial(self.masked_prefill.__setitem__, (tokens, is_scored, is_prompt)), lowered
 
     def with_pages(self, state: SlotState, new: Sequence[tuple[int, int, int]]) -> SlotState:
         """The state with pages that slots got in its table, a copy of what the scheduler knows.
@@ -151,7 +211,10 @@ class Programs:
     def _compile(self, programs: Iterable[Lowered]) -> None:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # one is lowered while others compile
             compiled = [(keep, pool.submit(self._compile_one, name, lowered)) for name, keep, lowered in programs]
-        for keep, executable in [(keep, one.result()) for keep, one in compiled]:  # none is kept if one fails
+        new = [(keep, one.result()) for keep, one in compiled]  # none is kept if one fails
+        if new:
+            self.check([*self.executables, *(executable for _, executable in new)])
+        for keep, executable in new:
             keep(executable)
 
     def _lowered(self, state: SlotState) -> Iterator[Lowered]:
@@ -201,8 +264,10 @@ class Programs:
             yield "catch_up", keep("catch_up"), lowered
 
     def _lower(self, name: str, step: Callable[..., Any], state: SlotState, words: int) -> Any:
-        packed = jax.ShapeDtypeStruct((words,), jnp.int32)
-        return self._timed(name, jax.jit(step, donate_argnums=1), self._params, state, packed)
+        return self._lower_step(name, step, state, jax.ShapeDtypeStruct((words,), jnp.int32))
+
+    def _lower_step(self, name: str, step: Callable[..., Any], state: SlotState, *inputs: Any) -> Any:
+        return self._timed(name, jax.jit(step, donate_argnums=1), self._params, state, *inputs)
 
     def _lower_entry(self, name: str, enter: Callable[..., Any], part: Any, packed: Any) -> Any:
         """What writes into a part of the state, which is donated."""

@@ -123,6 +123,7 @@ class SlotView:
     text: Int[Array, "batch positions"] | None = None  # the tokens of all rows, in a prefill or for a processor
     controls: Controls | None = None  # of all slots: rows are taken where they are used, a vocabulary each
     grammars: Grammars | None = None
+    masks: UInt32[Array, "batch nodes words"] | None = None  # tokens that may follow each node, as the host says
     processor: Any = struct.field(pytree_node=False, default=None)  # a user's own (`jspec.processors`)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jspec.grammar import Grammar
+from jspec.matcher import Matcher
 from jspec.metrics import Metrics
 from jspec.sampling_params import SamplingParams
 from jspec.token_logprobs import TokenLogprob
@@ -76,6 +77,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()  # as token ids
     grammar: Grammar | None = None
     grammar_at: tuple[int, int] = (0, 0)  # tokens of the output that it has followed, and to which state
+    matcher: Matcher | None = None  # of a grammar that fits no table
     slot: int | None = None
     prefill_len: int = field(init=False)  # tokens to prefill: the prompt, and of the output what a preemption lost
     prefilled: int = 0  # of these, those whose chunks were dispatched or that were found in kept pages

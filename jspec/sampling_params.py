@@ -14,6 +14,8 @@ import numpy as np
 from jspec.generation_config import recommended
 from jspec.limits import MAX_LOGPROBS, are_ids, are_texts, are_words, is_bias, is_finite, is_in, is_int, is_schema
 
+GRAMMARS = ("regex", "json_schema", "grammar")  # the fields of which one may give the text a grammar
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -42,8 +44,11 @@ class SamplingParams:
         regex: a regular expression (of the library outlines_core, without look-around and anchors) that the whole text
             matches, in which nothing but a token that ends the request can follow its end. The text is cut where
             max_tokens or a stop string ends it first. Tokens that end the request come where the text may end only.
-        json_schema: a schema, or its text, that the whole text fits; likewise. Not one that holds itself, nor one with
-            keywords that cannot be followed (`jspec.json_schema`). Kept as text.
+        json_schema: a schema, or its text, that the whole text fits; likewise. Not one with keywords that cannot be
+            followed (`jspec.json_schema`). Kept as text. One that holds itself is followed as ``grammar`` is.
+        grammar: a context-free grammar, in the form of Lark's that the library llguidance reads, that the whole text
+            matches; likewise. A round with such a request takes two launches, between which the host finds what may
+            follow each node of the draft (`jspec.two_launch`).
         processor_args: numbers for the engine's ``logits_processor``, as many as its ``processor_args`` says, or none,
             which is zeros.
         draft: False for no speculation in this request, an int caps the accepted draft length.
@@ -77,6 +82,7 @@ class SamplingParams:
     min_tokens: int = 0
     regex: str | None = None
     json_schema: str | Mapping[str, Any] | None = None
+    grammar: str | None = None
     processor_args: tuple[float, ...] = ()
     draft: bool | int = True
     logprobs: int | None = None
@@ -131,6 +137,11 @@ class SamplingParams:
             ("regex", self.regex is None or (isinstance(self.regex, str) and self.regex != ""), "None or a text"),
             ("json_schema", is_schema(self.json_schema), "None, a schema as a dict, or its text"),
             (
+                "grammar",
+                self.grammar is None or (isinstance(self.grammar, str) and self.grammar != ""),
+                "None or a text",
+            ),
+            (
                 "processor_args",
                 isinstance(self.processor_args, tuple) and all(map(is_finite, self.processor_args)),
                 "a tuple of finite numbers",
@@ -158,7 +169,7 @@ class SamplingParams:
 
     def _check_grammar(self) -> None:
         clashes = {
-            "json_schema": self.regex is not None and self.json_schema is not None,
+            **{name: name != self.grammar_field and getattr(self, name) is not None for name in GRAMMARS},
             "ignore_eos": self.ignore_eos,
             "min_tokens": self.min_tokens > 0,
         }
@@ -172,7 +183,7 @@ class SamplingParams:
     @property
     def grammar_field(self) -> str | None:
         """The field that gives the text a grammar."""
-        return next((name for name in ("regex", "json_schema") if getattr(self, name) is not None), None)
+        return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
 
     @classmethod
     def from_generation_config(cls, path: str | Path, **fields: Any) -> SamplingParams:
@@ -198,6 +209,7 @@ class SamplingParams:
             min_tokens=self.min_tokens > 0,
             regex=self.regex is not None,
             json_schema=self.json_schema is not None,
+            grammar=self.grammar is not None,
         )
         return tuple(name for name in on if on[name])
 

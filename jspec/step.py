@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, UInt32
 
 from jspec import automata, cache, controls, logprobs, sampling, verify
 from jspec.draft import Drafter, static_draft
@@ -125,7 +125,7 @@ def spec_step(
     """
     if program.rounds == 1:
         state, *results = spec_round(program, params, state, slots)
-        return state, _output([jax.tree.map(lambda x: x[None], result) for result in results])
+        return state, output_of([jax.tree.map(lambda x: x[None], result) for result in results])
 
     def body(index: Int[Array, ""], carry: Any) -> Any:
         state, outputs = carry
@@ -135,10 +135,11 @@ def spec_step(
     shapes = jax.eval_shape(lambda s: spec_round(program, params, s, slots)[1:], state)
     empty = jax.tree.map(lambda x: jnp.zeros((program.rounds, *x.shape), x.dtype), shapes)
     state, results = jax.lax.fori_loop(0, program.rounds, body, (state, empty))
-    return state, _output(results)
+    return state, output_of(results)
 
 
-def _output(results: Sequence[Any]) -> StepOutput:
+def output_of(results: Sequence[Any]) -> StepOutput:
+    """What the host gets of rounds: report, trace and log-probabilities."""
     report, trace, scores = results
     return StepOutput(report=report, trace=trace, logprobs=scores)
 
@@ -149,10 +150,21 @@ def spec_round(
     """One round: the five stages in order, and what else of it is asked for."""
     view = view_of(state, slots, program)
     draft, draft_state = draft_stage(program, params, state, view)
+    return judge(program, params, replace(state, draft=draft_state), view, draft)
+
+
+def judge(
+    program: Program, params: Params, state: SlotState, view: SlotView, draft: Draft
+) -> tuple[SlotState, Int[Array, "batch columns"], Trace | None, LogProbs | None]:
+    """The stages of a round behind the draft's.
+
+    Args:
+        state: as the draft's stage leaves it.
+    """
     out, target = verify_stage(program, params, state, view, draft)
     verdict = accept_stage(program, out, view, draft)
     scores = logprobs_stage(program, out, view, draft, verdict)
-    state = commit_stage(program, params, replace(state, target=target, draft=draft_state), view, draft, verdict, out)
+    state = commit_stage(program, params, replace(state, target=target), view, draft, verdict, out)
     trace = None
     if program.trace:
         with jax.named_scope("trace"):
@@ -250,18 +262,24 @@ def report_stage(view: SlotView, draft: Draft, verdict: Verdict) -> Int[Array, "
 
 @jax.named_scope("prefill")
 def prefill_step(
-    program: Program, params: Params, state: SlotState, packed: Int[Array, "packed"]
+    program: Program,
+    params: Params,
+    state: SlotState,
+    packed: Int[Array, "packed"],
+    masks: UInt32[Array, "1 1 words"] | None = None,
 ) -> tuple[SlotState, StepOutput]:
     """One chunk of one prompt; the last chunk samples the first token, which becomes the root.
 
     Args:
         state: donated.
         packed: a `PrefillInput`; how many tokens it carries is the program's bucket.
+        masks: what the first token may be, where the host says (`jspec.two_launch`).
     """
     chunk = PrefillInput.unpack(packed, pages=state.page_table.shape[1])
     state = _admit(state, chunk)
     # The slot is not active before its last chunk, so its view is made by hand.
     view = view_of(replace(state, active=state.active.at[chunk.slot].set(True)), chunk.slot[None], program)
+    view = replace(view, masks=masks)
     offsets = jnp.arange(chunk.tokens.shape[0])
     is_written = (offsets < chunk.count) & (chunk.write == 1)
     if state.text is not None:

@@ -184,6 +184,16 @@ def load_tokenizer(source: str | os.PathLike[str] | None) -> Tokenizer | None:
     return HFTokenizer(folder)
 
 
+def front_ids(tokenizer: Tokenizer) -> list[int]:
+    """An id with a text of its own: behind it a token keeps the blank that SentencePiece's lose in front of a text."""
+    for token in range(tokenizer.vocab_size):
+        if token not in tokenizer.hidden_ids and token not in tokenizer.byte_ids:
+            text = tokenizer.decode([token])
+            if text.strip() and REPLACEMENT not in text:
+                return [token]
+    return []
+
+
 class IncrementalDetokenizer:
     """Text of a stream of ids, handed out as soon as no later id can change it.
 

@@ -16,29 +16,35 @@ TEXTS: list[bytes | None] = [
 
 
 class Lettered:
-    """Longest piece first."""
+    """Longest piece first.
 
-    vocab_size = len(TEXTS)
-    hidden_ids = frozenset({END, MARK})
+    Args:
+        texts: of the tokens, None for those that are not shown.
+    """
+
     byte_ids: frozenset[int] = frozenset()
+
+    def __init__(self, texts: Sequence[bytes | None] = TEXTS) -> None:
+        self.vocab_size, self._texts = len(texts), list(texts)
+        self.hidden_ids = frozenset(token for token, text in enumerate(texts) if text is None)
 
     def encode(self, text: str) -> list[int]:
         rest, ids = text.encode(), []
         while rest:
-            found = [(len(piece), token) for token, piece in enumerate(TEXTS) if piece and rest.startswith(piece)]
+            found = [(len(piece), token) for token, piece in enumerate(self._texts) if piece and rest.startswith(piece)]
             size, token = max(found)
             rest = rest[size:]
             ids.append(token)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return b"".join(TEXTS[token] or b"" for token in ids).decode(errors="replace")
+        return b"".join(self._texts[token] or b"" for token in ids).decode(errors="replace")
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         raise ValueError("no template")
 
     def token_bytes(self) -> list[bytes | None]:
-        return TEXTS
+        return self._texts
 
 
 def tokenizer() -> Tokenizer:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jspec import DraftModel, Eagle3, Engine, Tree, memory
+from jspec import DraftModel, Eagle3, Engine, SamplingParams, Tree, memory
 from jspec.cache import PoolShape
 from jspec.config import EngineConfig
 from jspec.draft import Drafter, NoDraft
@@ -221,6 +221,22 @@ def program(**sizes: int) -> Any:
     """A compiled program that says what it takes."""
     analysis = SimpleNamespace(**{f"{name}_size_in_bytes": count for name, count in sizes.items()})
     return SimpleNamespace(memory_analysis=lambda: analysis)
+
+
+def test_programs_compiled_later_are_planned_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they take more than there is, the request is refused before it is queued, and nothing of them stays."""
+    engine, scored = Engine(small.target(), **OPTIONS), SamplingParams(logprobs=3)
+    plan, count, room = engine.memory_plan, len(engine._programs.executables), engine._room
+    monkeypatch.setattr(engine, "_room", replace(room, device=device(plan.total + 10)))
+    with pytest.raises(ValueError, match=r"out of memory: the compiled programs need .* more than the device has"):
+        engine.generate([1, 2], scored)
+    assert len(engine._programs.executables) == count and engine.memory_plan == plan
+    assert engine.generate([1, 2])[0].error is None
+    monkeypatch.setattr(engine, "_room", room)
+    assert engine.generate([1, 2], scored)[0].error is None
+    executables = engine._programs.executables
+    assert len(executables) > count and engine.memory_plan == memory.measured(room, engine._pool, executables)
+    assert engine.memory_plan.workspace > plan.workspace
 
 
 def test_the_largest_program_is_what_the_workspace_takes() -> None:

@@ -19,6 +19,8 @@ from tests import small, tiny
 pytestmark = pytest.mark.once
 
 MAX_LEN, PAGE, LENGTH = 48, 4, 3
+FULL = 2000  # requests of the long runs
+NESTED = 'start: "a" (start | /[c-f]/)* "b"'
 
 
 class Letters:
@@ -72,15 +74,23 @@ def wishes(count: int, rng: np.random.Generator) -> Iterator[Wish]:
             priority=int(rng.integers(-1, 2)),
         )
         own = np.random.default_rng(index)
-        params = replace(params, **(some_grammar(own) or some_controls(own, params.max_tokens)), **some_output(own))
+        limit = min(params.max_tokens, MAX_LEN - len(prompt))
+        edits = some_grammar(own, nested=count >= FULL) or some_controls(own, limit)
+        params = replace(params, **edits, **some_output(own))
         step += int(rng.integers(0, 5))
         yield Wish(prompt, params, step, step + int(rng.integers(0, 30)) if rng.random() < 0.15 else None)
 
 
-def some_grammar(rng: np.random.Generator) -> dict[str, Any]:
-    """Of one request in ten, the form of its text, which the last letter ends."""
+def some_grammar(rng: np.random.Generator, *, nested: bool) -> dict[str, Any]:
+    """Of one request in ten, the form of its text, which the last letter ends.
+
+    Args:
+        nested: of every second one texts within texts, which take programs of their own.
+    """
     if rng.random() < 0.9:
         return {}
+    if nested and rng.random() < 0.5:
+        return dict(grammar=NESTED, stop_token_ids=(small.VOCAB - 1,), presence_penalty=0.4)
     regex = str(rng.choice(["(ab|c[d-g]*h)+", "[a-h]{2,12}", "(a|bc){3}(d[e-o]){0,4}"]))
     return dict(regex=regex, stop_token_ids=(small.VOCAB - 1,), frequency_penalty=0.4)
 
@@ -92,7 +102,7 @@ def some_output(rng: np.random.Generator) -> dict[str, Any]:
     return stops | (dict(n=2) if rng.random() < 0.15 else {})
 
 
-def some_controls(rng: np.random.Generator, max_tokens: int) -> dict[str, Any]:
+def some_controls(rng: np.random.Generator, limit: int) -> dict[str, Any]:
     """Of two requests in five, what edits their logits."""
     if rng.random() < 0.6:
         return {}
@@ -104,7 +114,7 @@ def some_controls(rng: np.random.Generator, max_tokens: int) -> dict[str, Any]:
         logit_bias={int(rng.integers(0, small.VOCAB)): 2.5},
         bad_words=words,
         allowed_token_ids=rng.choice(small.VOCAB, 10, replace=False).tolist(),
-        min_tokens=max_tokens,
+        min_tokens=limit,
     )
     return {name: value for name, value in every.items() if rng.random() < 0.4}
 
@@ -214,7 +224,7 @@ class Faults:
 
 
 def full(name: str, rounds: int) -> Any:
-    return pytest.param(name, rounds, 2000, marks=pytest.mark.matrix)
+    return pytest.param(name, rounds, FULL, marks=pytest.mark.matrix)
 
 
 @pytest.mark.parametrize(
@@ -229,6 +239,8 @@ def test_every_request_is_answered_or_ends_with_its_own_error(
     all_wishes = list(wishes(count, rng))
     expected = alone(all_wishes)
     faults = Faults(engine, rng, monkeypatch)
+    if count >= FULL:
+        engine.generate([1], replace(next(w.params for w in all_wishes if w.params.grammar), n=1))
     compiled.clear()
     requests: dict[int, Request] = {}
     step, waits = 0, list(range(count))

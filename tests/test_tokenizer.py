@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 import unicodedata
 from collections.abc import Sequence
@@ -13,6 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jspec import SamplingParams
+from jspec.output import OutputText
+from jspec.requests import Request
 from jspec.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.once
@@ -133,6 +137,26 @@ def test_a_leading_blank_follows_a_prompt_but_not_an_empty_one(request: pytest.F
     after_bos = streamed(tokenizer, ids[:1], [ids[1:]])
     after_text = streamed(tokenizer, ids, [ids[1:]])
     assert ("".join(after_bos), "".join(after_text)) == ("Once upon", " Once upon")
+
+
+@pytest.mark.parametrize("name", ["stories260k", "tinystories656k", "tokenizers/gpt2"])
+def test_with_a_grammar_the_text_is_the_bytes_of_its_tokens(data: Path, name: str) -> None:
+    """Which the grammar counts: also the first blank behind a prompt that is not seen, which is lost without one."""
+    tokenizer = load_tokenizer(data / name)
+    assert tokenizer is not None
+    spelled, front = tokenizer.token_bytes(), next(iter(tokenizer.hidden_ids))
+    blank = next(i for i, text in enumerate(spelled) if text is not None and re.fullmatch(rb" [a-z]+", text))
+    for prompt in ([front], [front, blank], [blank]):
+        texts = []
+        for params in (SamplingParams(regex=".*"), SamplingParams(json_schema={}), SamplingParams()):
+            text = OutputText(tokenizer, Request(1, tuple(prompt), params, 0, (), 9))
+            text.pieces += text.read([blank, blank])
+            text.finish()
+            texts.append(text.text)
+        expected = 2 * (spelled[blank] or b"").decode()
+        assert texts[0] == texts[1] == expected
+        is_lost = prompt == [front] and "gpt2" not in name
+        assert texts[2] == (expected[1:] if is_lost else expected)
 
 
 def test_ids_without_text_hide_no_prompt(request: pytest.FixtureRequest) -> None:
