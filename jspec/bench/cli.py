@@ -16,6 +16,7 @@ from jspec.bench import (
     cold_start,
     compare,
     context,
+    controls,
     inflate,
     kernels,
     overlap,
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         commands.add_parser("acceptance", help="acceptance of the embedded pair by accept rule, temperature and tree")
     )
     context.add_arguments(commands.add_parser("context", help="acceptance by context length and draft window"))
+    controls.add_arguments(commands.add_parser("controls", help="what sampling and its controls cost a round"))
     _cold_start_arguments(
         commands.add_parser("cold-start", help="seconds from a process to engines that serve, without and with a cache")
     )

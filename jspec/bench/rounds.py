@@ -134,12 +134,12 @@ def measure(case: Case, target: Model, head: EagleHead | None, *, profile: Path 
     compile_seconds = time.perf_counter() - started
     groups = []
     for _ in range(WARM_UP + GROUPS):
-        state, *seen = _group(step, params, state, case)
+        state, *seen = group(step, params, state, case)
         groups.append(seen)
     times, emitted = zip(*groups[WARM_UP:], strict=True)
     if profile is not None:
         with jax.profiler.trace(str(profile)):
-            _group(step, params, state, case)
+            group(step, params, state, case)
     deciles = statistics.quantiles(times, n=10)
     return Timing(
         case=case,
@@ -151,7 +151,7 @@ def measure(case: Case, target: Model, head: EagleHead | None, *, profile: Path 
     )
 
 
-def _group(step: Any, params: Params, state: SlotState, case: Case) -> tuple[SlotState, float, float]:
+def group(step: Any, params: Params, state: SlotState, case: Case) -> tuple[SlotState, float, float]:
     """Rounds from the case's context on: the state behind them, milliseconds a round, and tokens of the last one."""
     slots = jnp.arange(case.batch, dtype=jnp.int32)
     state = replace(state, lengths=jnp.full(case.batch, case.context, jnp.int32))
