@@ -21,7 +21,7 @@ from jspec.records import SlotView
 from tests import tiny
 from tests.recordings import TOLERANCE, engine_of, recording, replay, same_rounds
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("runs_long")]
+pytestmark = pytest.mark.once
 
 
 @pytest.fixture(scope="module")
