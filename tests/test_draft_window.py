@@ -36,7 +36,8 @@ DRAFTERS: dict[str, Drafter] = {
 
 def run(drafter: Drafter | None, **options: Any) -> Completion:
     """The prompt in chunks that end inside a page."""
-    options |= dict(slots=1, max_len=40, page_size=4, buckets=(1,), prefill_buckets=(6,), prefix_cache=False)
+    options |= dict(slots=1, max_len=40, page_size=4, buckets=(1,), prefill_buckets=(6,))
+    options |= dict(prefix_cache=False, controls=False)
     with Engine(TARGET, drafter=drafter, **options) as engine:
         (done,) = engine.generate(PROMPT, PARAMS, trace=drafter is not None)
     return done.raise_for_error()
