@@ -18,7 +18,8 @@ SHARED = Path(os.environ.get("JSPEC_SHARED", REPOSITORY.parent / "shared"))
 PACKAGES = ["jspec", "pallas_kernels", "convert"]
 DEVICE_MARKS = ("gpu", "h200")
 QUICK_TO_COMPILE = (  # nearly all the time of a run is compilation for the CPU; these leave out a good part of it
-    "--xla_backend_optimization_level=1",
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_enable_concurrency_optimized_scheduler=false",
 )
@@ -86,12 +87,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module")
 def runs_long() -> Iterator[None]:
-    """For files whose engines run longer than they compile: with the fusion emitters that `cpu_flags` leaves out."""
+    """For files whose engines run longer than they compile: with some of what `cpu_flags` leaves out."""
     from jspec.step import Program
 
+    options: dict[str, Any] = {"xla_backend_optimization_level": 1}
+    if "--xla_cpu_use_fusion_emitters=false" in os.environ["XLA_FLAGS"]:
+        options["xla_cpu_use_fusion_emitters"] = True
     with pytest.MonkeyPatch.context() as patch:
-        if "--xla_cpu_use_fusion_emitters=false" in os.environ["XLA_FLAGS"]:
-            patch.setattr(Program, "compiler_options", {"xla_cpu_use_fusion_emitters": True})
+        patch.setattr(Program, "compiler_options", options)
         yield
 
 

@@ -24,7 +24,8 @@ def recording(file: Path) -> dict[str, np.ndarray]:
 def engine_of(golden: Path, drafter: Drafter) -> Engine:
     """The recordings' target with a drafter."""
     target = tiny.load_target(golden / "target")
-    return Engine(target, drafter=drafter, slots=4, max_len=512, buckets=(4,), prefill_buckets=(128,))
+    options = dict(slots=4, max_len=512, buckets=(4,), prefill_buckets=(128,), prefix_cache=False, controls=False)
+    return Engine(target, drafter=drafter, **options)
 
 
 def replay(engine: Engine, golden: Path, recorded: dict[str, np.ndarray]) -> list[Completion]:

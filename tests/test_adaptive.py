@@ -237,11 +237,13 @@ def test_a_depth_of_which_nothing_is_heard_is_given_up() -> None:
 def test_a_pause_between_requests_is_no_cost_of_a_depth() -> None:
     """What is under way when an answer is complete is read with the next request."""
     policy = Listening()
-    with Engine(small.target(), drafter=DraftModel(small.target(), Tree.chain(2)), slots=1, max_len=64) as engine:
+    drafter = DraftModel(small.target(), Tree.chain(2))
+    options: dict[str, Any] = dict(slots=1, max_len=64, prefill_buckets=(8,), prefix_cache=False, controls=False)
+    with Engine(small.target(), drafter=drafter, **options) as engine:
         engine.policy = policy
-        for _ in range(4):
+        for pause in (PAUSE, PAUSE, PAUSE, 0):
             engine.generate([1, 2, 3], SamplingParams(max_tokens=5, temperature=0.0))
-            time.sleep(PAUSE)
+            time.sleep(pause)
     assert len(policy.heard) >= 4
     assert all(seconds < PAUSE for seconds in policy.heard if seconds is not None)
 

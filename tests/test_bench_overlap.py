@@ -13,7 +13,7 @@ from jspec.__main__ import main
 from jspec.bench import overlap
 from jspec.engine import Engine
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("runs_long")]  # rounds must be short beside the wait
 
 WORDS = ["bench", "overlap", "--shape", "tiny", "--dtype", "float32", "--context", "16", "--tree", "none"]
 WAIT = 0.02  # seconds before each dispatch, many times a round of this shape

@@ -36,7 +36,8 @@ DRAFTERS: dict[str, Drafter] = {
 
 def run(drafter: Drafter | None, **options: Any) -> Completion:
     """The prompt in chunks that end inside a page."""
-    options |= dict(slots=1, max_len=40, page_size=4, buckets=(1,), prefill_buckets=(6,), prefix_cache=False)
+    options |= dict(slots=1, max_len=40, page_size=4, buckets=(1,), prefill_buckets=(6,))
+    options |= dict(prefix_cache=False, controls=False)
     with Engine(TARGET, drafter=drafter, **options) as engine:
         (done,) = engine.generate(PROMPT, PARAMS, trace=drafter is not None)
     return done.raise_for_error()
@@ -55,10 +56,11 @@ def plain() -> list[int]:
 
 
 @cache
-def features(count: int) -> np.ndarray:
-    """The target's states 0 and 2 at the first tokens of the completion, side by side, by one forward."""
-    tokens = jnp.asarray([(PROMPT + plain())[:count]])
-    c, pages = TARGET.config, -(-count // 8)
+def features() -> np.ndarray:
+    """The target's states 0 and 2 at the prompt and the completion, side by side, by one forward."""
+    tokens = jnp.asarray([PROMPT + plain()])
+    c, count = TARGET.config, tokens.shape[1]
+    pages = -(-count // 8)
     pools = [jnp.zeros((pages + 1, c.num_kv_heads, 8, c.head_dim)) for _ in range(c.num_layers)]
     batch = TokenBatch(
         tokens=tokens,
@@ -98,7 +100,7 @@ def log_softmax(row: np.ndarray) -> np.ndarray:
 def eagle_scores(head: EagleHead, text: list[int], path: list[int], window: int) -> float:
     """The score of the last token of a path behind the text, whose last token is the root."""
     ids = np.asarray(head.draft_to_target).tolist()
-    fused = features(len(text) - 1) @ np.asarray(head.fc, np.float64).T
+    fused = features()[: len(text) - 1] @ np.asarray(head.fc, np.float64).T
     tokens, score = text[1:], 0.0
     for token in path:
         hidden, law = head_pass(head, fused, tokens, window)

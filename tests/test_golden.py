@@ -21,7 +21,7 @@ from jspec.records import SlotView
 from tests import tiny
 from tests.recordings import TOLERANCE, engine_of, recording, replay, same_rounds
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("runs_long")]
+pytestmark = pytest.mark.once
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def score_error(golden: Path, chain: dict[str, np.ndarray], drafter: Eagle3) -> 
 def test_plain_decoding_gives_the_recorded_greedy_tokens(golden: Path) -> None:
     recorded = recording(golden / "greedy_ar.npz")["greedy"]
     target = tiny.load_target(golden / "target")
-    engine = Engine(target, slots=4, max_len=512, buckets=(4,), prefill_buckets=(128,))
+    engine = Engine(target, slots=4, max_len=512, buckets=(4,), prefill_buckets=(128,), controls=False)
     done = engine.generate(tiny.recorded_prompts(golden), SamplingParams(max_tokens=recorded.shape[1], temperature=0))
     for completion, expected in zip(done, recorded, strict=True):
         assert completion.token_ids == expected.tolist()

@@ -24,7 +24,7 @@ from jspec.replay import observe
 from tests import tiny
 from tests.recordings import TOLERANCE, engine_of, recording, replay, same_rounds
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("runs_long")]
+pytestmark = pytest.mark.once
 
 STATIC20 = "medusa/greedy_static20.npz"
 

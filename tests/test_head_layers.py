@@ -39,6 +39,8 @@ def scores(chunk: int, fill: float) -> list[np.ndarray]:
         page_size=4,
         buckets=(2,),
         prefill_buckets=(chunk,),
+        prefix_cache=False,
+        controls=False,
     )
     cache = engine._state.draft.cache
     dirty = KVCache(*([jnp.full_like(pool, fill) for pool in pools] for pools in (cache.k, cache.v)))

@@ -43,7 +43,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "drafter": DRAFTERS,
     "tree": TREES,
     "page": (1, 64),  # 16 is the default, which other tests run with
-    "buckets": ((25,), (1, 25)),
+    "buckets": ((20,), (1, 20)),
 }
 FEW_TREES = {  # of the default run
     "eagle3": ("chain:1", "chain:5", DYNAMIC),
@@ -90,7 +90,7 @@ def possible(case: dict[str, Any]) -> bool:
 
 def is_few(case: dict[str, Any]) -> bool:
     if is_long(case):
-        return case["tree"] == "chain:2" and case["buckets"] == (25,)
+        return case["tree"] == "chain:2" and case["buckets"] == (20,)
     return case["tree"] in FEW_TREES[case["drafter"]]
 
 
@@ -159,7 +159,7 @@ class Size:
 
 
 FULL = Size(prompts=100, longest=LONGEST_PROMPT, tokens=200)
-LONG = Size(prompts=100, longest=120, tokens=200)
+LONG = Size(prompts=40, longest=120, tokens=200)
 SHORT = Size(prompts=20, longest=120, tokens=64)
 
 
@@ -169,7 +169,7 @@ Sizes = dict[float, Size]  # by temperature
 @cache
 def plain(name: str, golden: Path, data: Path, longest: int) -> Engine:
     target = pair(name, golden, data).target
-    return Engine(target, slots=25, max_len=longest + FULL.tokens + 1, buckets=(25,), prefill_buckets=(longest,))
+    return Engine(target, slots=20, max_len=longest + FULL.tokens + 1, buckets=(20,), prefill_buckets=(longest,))
 
 
 @cache
@@ -246,7 +246,7 @@ def same_tokens(
 
 # Every two of drafter, page size, bucket and model, every drafter on its trees; the whole product: -m matrix.
 TREE_APART = [("pair", "tree"), ("tree", "page"), ("tree", "buckets")]
-COVER = cover.pairwise(FACTORS, is_few, apart=TREE_APART)
+COVER = cover.pairwise(FACTORS, is_few, apart=TREE_APART, seed=19)  # few cases, as seeds go
 
 
 @pytest.mark.parametrize("case", cover.thinned(COVER, every=10, name=cover.label))
@@ -269,7 +269,7 @@ def test_a_wrong_token_of_the_target_is_caught(golden: Path, data: Path) -> None
     """The negative control: a target that differs by one weight fails the comparison."""
     one = pair("golden", golden, data)
     other = one.target.replace(norm=one.target.norm.at[0].mul(1.5))
-    engine = Engine(other, slots=25, max_len=SHORT.max_len, buckets=(25,), prefill_buckets=(SHORT.longest,))
+    engine = Engine(other, slots=20, max_len=SHORT.max_len, buckets=(20,), prefill_buckets=(SHORT.longest,))
     expected = baseline("golden", golden, data, SHORT, 0.0)
     done = engine.generate([c.prompt_token_ids for c in expected], parameters(20, 64, 0.0))
     with pytest.raises(AssertionError):

@@ -44,6 +44,7 @@ def engine(name: str, *, cached: bool, page_size: int = PAGE) -> Engine:
         prefill_buckets=(6, 16),
         accept="rejection" if name == "draft model" else "coupled",
         prefix_cache=cached,
+        controls=False,
     )
 
 

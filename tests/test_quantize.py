@@ -90,9 +90,10 @@ def test_the_product_is_that_of_the_rounded_numbers(kind: str) -> None:
 def test_a_row_does_not_depend_on_those_beside_it(kind: str) -> None:
     x, weight = problem(7, 40, 96)
     weight = quantize(weight, kind)
-    together = matmul(x, weight)
+    product = jax.jit(matmul, compiler_options={"xla_backend_optimization_level": 1})  # at 0 sums have another order
+    together = product(x, weight)
     for row in range(7):
-        np.testing.assert_allclose(matmul(x[row : row + 1], weight)[0], together[row], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(product(x[row : row + 1], weight)[0], together[row], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -234,6 +235,7 @@ def test_accuracy_of_the_embedded_target(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("kind", STORED)
 def test_drafting_changes_no_token_of_a_quantised_target(kind: str) -> None:
     options = dict(slots=2, max_len=160, prefill_buckets=(64,), buckets=(2,), tokenizer="bytes", dtype="float32")
+    options |= dict(prefix_cache=False, controls=False)
     params = [SamplingParams(max_tokens=64, temperature=t, seed=3) for t in (0.0, 1.0)]
     drafters = (
         None,
@@ -257,6 +259,7 @@ def test_drafting_changes_no_token_of_a_quantised_target(kind: str) -> None:
 def test_a_cache_of_one_byte_a_number() -> None:
     """Its numbers are checked in tests/kernels; here that the engine takes it for both pools and still drafts well."""
     options = dict(slots=1, max_len=160, prefill_buckets=(64,), tokenizer="bytes", dtype="float32")
+    options |= dict(prefix_cache=False, controls=False)
     head = Eagle3.from_pretrained(demo.HEAD, tree=Tree.chain(3))
     dtypes = dict(kv_dtype="float8_e4m3fn", draft_kv_dtype="float8_e4m3fn")
     with Engine.from_pretrained(demo.TARGET, drafter=head, **options, **dtypes) as engine:
