@@ -90,7 +90,7 @@ def test_the_product_is_that_of_the_rounded_numbers(kind: str) -> None:
 def test_a_row_does_not_depend_on_those_beside_it(kind: str) -> None:
     x, weight = problem(7, 40, 96)
     weight = quantize(weight, kind)
-    product = jax.jit(matmul, compiler_options={"xla_backend_optimization_level": 1})  # at 0 sums have another order
+    product = jax.jit(matmul, compiler_options={"xla_backend_optimization_level": 1})  # as users compile
     together = product(x, weight)
     for row in range(7):
         np.testing.assert_allclose(product(x[row : row + 1], weight)[0], together[row], rtol=1e-5, atol=1e-6)
