@@ -15,13 +15,11 @@ import numpy as np
 
 from jspec import memory, pretrained, processors, verify
 from jspec.adaptive import Adaptive, Fixed, Policy, Reading, Stopwatch, halvings
-from jspec.admission import Admission, Prompt, draft_cap, pack_catch_up, pack_chunk
-from jspec.cache import PoolShape
-from jspec.choice import prefill_program, round_program, scores, wants_newest
+from jspec.admission import Admission, Prompt, draft_cap
+from jspec.choice import wants_newest
 from jspec.config import EngineConfig
-from jspec.control_input import pack_controls
+from jspec.device import Device
 from jspec.draft import Drafter, NoDraft
-from jspec.grammar import TablePool
 from jspec.grammar_input import follow
 from jspec.interface import Interface
 from jspec.metrics import Metrics
@@ -29,14 +27,14 @@ from jspec.models.decoder import Model
 from jspec.output import OutputText, take_prompt, take_report
 from jspec.pages import PagePool
 from jspec.processors import LogitsProcessor
-from jspec.programs import Programs, keep_compiled
+from jspec.programs import keep_compiled
 from jspec.prometheus import Gauges, Latencies, exposition
-from jspec.quantize import check_device, quantize_weights, quantized_as
+from jspec.quantize import quantize_weights, quantized_as
 from jspec.records import Report, StepOutput
-from jspec.recovery import RESTART, caused_by, error_of_requests, let_go
+from jspec.recovery import RESTART, caused_by, error_of_requests
 from jspec.requests import Request
 from jspec.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
-from jspec.step import Params, Program, init_state
+from jspec.step import Params, Program
 from jspec.tokenizer import Tokenizer, load_tokenizer
 from jspec.turns import Turns
 from jspec.watch import AcceptanceWatch, IntervalLog
@@ -92,8 +90,7 @@ class Engine(Interface):
         depths = _depths(self.config, drafter)
         processors.check(logits_processor, self.config, drafter.tree, target.config.vocab_size)
         self._admission = Admission(tokenizer, target.config.vocab_size, tuple(eos_ids), self.config)
-        self._params = Params(target=target, draft=drafter.bind(target))
-        self._program = Program(
+        program = Program(
             drafter=drafter,
             feature_layers=drafter.feature_layers(target),
             accept=self.config.accept,
@@ -105,23 +102,14 @@ class Engine(Interface):
             processor=logits_processor,
             processor_args=self.config.processor_args,
         )
-        pool = PoolShape.of(self.config, drafter.tree, str(target.embed.dtype))
-        check_device(self._params, pool.dtype, pool.draft_dtype)
-        self._room = memory.Room(self._program, self._params, self.config, memory.device_memory())
-        self._pool, _ = memory.fit(self._room, pool)
-        with memory.explained(self._room, self._pool):
-            self._state = init_state(self._program, self._params, self._pool)
-            jax.block_until_ready(self._state)
-            self._programs = Programs(self._program, self._params, self._state, self.config, depths)
-        self._measure(self._programs.executables)
-        self._programs.check = self._measure
+        self._device = Device(program, Params(target=target, draft=drafter.bind(target)), self.config, depths)
         is_static = drafter.tree.paths is not None
         # Another one may be put in its place while nothing is under way.
         self.policy: Policy = Adaptive(depths, shares=is_static) if self.config.adaptive else Fixed(depths[-1])
         self._stopwatch = Stopwatch()
         assert self.config.buckets is not None and self.config.prefill_buckets is not None
         self.scheduler = Scheduler(
-            PagePool(self._pool.pages, self.config.page_size),
+            PagePool(self._device.pool.pages, self.config.page_size),
             slots=self.config.slots,
             buckets=self.config.buckets,
             prefill_buckets=self.config.prefill_buckets,
@@ -131,10 +119,7 @@ class Engine(Interface):
             prefix_cache=self.config.prefix_cache,
             prefill_budget=self.config.prefill_budget,
         )
-        self._tables = TablePool(self.config.slots)
         self._in_flight: deque[tuple[Plan, StepOutput]] = deque()
-        self._rows: tuple[int | None, ...] = ()
-        self._slots = jax.device_put(np.zeros(0, np.int32))
         self._turns = Turns()
         self._orphans: list[tuple[Request, bool]] = []  # to be ended when the step is over; whether to be forgotten too
         self._closed = False
@@ -144,11 +129,6 @@ class Engine(Interface):
         self._log = IntervalLog(self.config.log_interval)
         self._metrics = Metrics()
         self._latencies = Latencies()
-
-    def _measure(self, executables: Sequence[Any]) -> None:
-        """Plan anew, with what programs take; refuses those with which it is more than there is."""
-        self.memory_plan = memory.measured(self._room, self._pool, executables)
-        logger.info("%s", self.memory_plan)
 
     @classmethod
     def from_pretrained(
@@ -228,14 +208,18 @@ class Engine(Interface):
         return self._admission.eos_ids
 
     @property
+    def memory_plan(self) -> memory.MemoryPlan:
+        return self._device.memory_plan
+
+    @property
     def compile_seconds(self) -> dict[str, float]:
         """Seconds each program took to compile."""
-        return dict(self._programs.seconds)
+        return dict(self._device.programs.seconds)
 
     @property
     def lower_seconds(self) -> dict[str, float]:
         """Seconds each program took to be traced and lowered, before it was compiled."""
-        return dict(self._programs.lower_seconds)
+        return dict(self._device.programs.lower_seconds)
 
     @property
     def metrics(self) -> Metrics:
@@ -259,51 +243,16 @@ class Engine(Interface):
             self._in_flight.clear()
             self._stopwatch.reset()
             self._closed = True
-            self._state = None  # type: ignore[assignment]
+            self._device.close()
 
     def _dispatch(self, plan: Plan) -> StepOutput:
-        if isinstance(plan, PrefillPlan):
-            if plan.is_last and self._has_controls(plan.request):  # all of its text is known here
-                self._admit_controls(plan.request)
-            executable, packed = prefill_program(self._programs, plan), jax.device_put(self._pack(plan))
-        else:
-            executable = round_program(self._programs, plan, self.policy.choose(plan.bucket, self._caps(plan)))
-            self._state = self._programs.with_pages(self._state, plan.new_pages)
-            packed = self._slots_of(plan)
-        self._state, output = executable(self._params, self._state, packed)
-        jax.copy_to_host_async(output)
-        return output
-
-    def _has_controls(self, request: Request) -> bool:
-        """Whether its logits are edited."""
-        return bool(request.params.controls_used) or self._program.processor is not None
-
-    def _admit_controls(self, request: Request) -> None:
-        """Give a request's slot its controls, and its grammar a table."""
-        table = 0
-        if request.grammar is not None:
-            in_use = {other.grammar for other in self.scheduler.running if other.grammar is not None}
-            table, is_new = self._tables.place(request.grammar, in_use)
-            if is_new:
-                self._state = self._programs.with_grammar(self._state, table, request.grammar)
-        controls = pack_controls(request, self._admission.vocab_size, table, self.config.processor_args)
-        self._state = self._programs.with_controls(self._state, controls)
+        depth = self.policy.choose(plan.bucket, self._caps(plan)) if isinstance(plan, RoundPlan) else 0
+        return self._device.dispatch(plan, depth, self.scheduler.running)
 
     def _caps(self, plan: RoundPlan) -> list[int]:
         """Draft tokens that each request allows."""
-        depth = self._program.drafter.tree.depth
+        depth = self._device.program.drafter.tree.depth
         return [draft_cap(request.params, depth) for request in plan.requests]
-
-    def _slots_of(self, plan: RoundPlan) -> jax.Array:
-        """The slot of each row, on the device; kept while the rows stay, for a copy costs a round 20 us."""
-        rows = (*(request.slot for request in plan.requests), *[self.config.slots] * (plan.bucket - len(plan.requests)))
-        if rows != self._rows:
-            self._rows, self._slots = rows, jax.device_put(np.array(rows, np.int32))
-        return self._slots
-
-    def _pack(self, plan: PrefillPlan) -> np.ndarray:
-        tree = self._program.drafter.tree
-        return pack_chunk(plan, width=self._pool.width(tree), depth=tree.depth, vocab_size=self._admission.vocab_size)
 
     def _read(self, plan: Plan, output: StepOutput) -> np.ndarray:
         """Take a step's result; gives back the rows of it that were drafted for."""
@@ -324,7 +273,7 @@ class Engine(Interface):
             if request.finish_reason is not None:
                 continue  # it ended in an earlier step; this one was dispatched before that was known
             params = request.params
-            if is_drafted and params.draft and not self._has_controls(request):  # of controls the draft knows nothing
+            if is_drafted and params.draft and not self._device.edits(request):  # of controls the draft knows nothing
                 drafted.append(row)
             text = self._texts[request.id]
             try:
@@ -352,18 +301,14 @@ class Engine(Interface):
 
     def _keep(self, request: Request) -> None:
         """Let other requests find the pages that are whole by now."""
-        lags = self._program.drafter.lags
+        lags = self._device.program.drafter.lags
         self.scheduler.keep(request, request.whole_rows if lags else request.rows_committed)
 
     def _catch_up(self, request: Request) -> None:
         """Make the pages of a request that ended whole: no round will write what the draft's cache lags by."""
-        lengths, page_size = (request.whole_rows, request.rows_committed), self.config.page_size
         if request.slot is None:
             return  # it was preempted meanwhile
-        if self._programs.catch_up is not None and lengths[0] // page_size < lengths[1] // page_size:
-            width = self._state.page_table.shape[1]
-            packed = pack_catch_up(request, self.scheduler.pages.pages_of(request.id), width=width)
-            self._state = self._programs.catch_up(self._params, self._state, jax.device_put(packed))
+        self._device.catch_up(request, self.scheduler.pages.pages_of(request.id))
         self.scheduler.keep(request, request.rows_committed)
 
     def _requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
@@ -376,19 +321,11 @@ class Engine(Interface):
 
     def _ensure_programs(self, requests: Sequence[Request]) -> None:
         """Compile what nobody asked for before."""
-        is_traced = any(request.trace for request in requests)
-        is_scored = any(request.params.logprobs is not None for request in requests)
-        scores_prompt = any(request.scores_prompt for request in requests)
-        if is_traced or is_scored or scores_prompt:
+        if any(request.trace or request.scores_prompt or request.params.logprobs is not None for request in requests):
             with self._turns:
                 self._go_on_recovering()
-                if is_traced:
-                    self._programs.ensure_trace(self._state)
-                self._programs.ensure_logprobs(self._state, tokens=is_scored, prompts=scores_prompt)
-        samples = (sample for request in requests for sample in request.samples)
-        masked = {scores(sample) for sample in samples if sample.matcher is not None}
-        if masked or is_scored:  # others do not wait until what they do not need is compiled
-            self._programs.ensure_masks(masked)
+                self._device.ensure_in_turn(requests)
+        self._device.ensure_masks(requests)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -457,14 +394,11 @@ class Engine(Interface):
         self._in_flight.clear()
         self._stopwatch.reset()
         self.scheduler.lose_steps()
-        self._tables.forget()
+        self._device.forget()
         theirs = error_of_requests(error)
         self._fail(self.scheduler.running, theirs)
         try:
-            let_go(self._state, error)
-            self._state = None  # type: ignore[assignment]
-            self._state = init_state(self._program, self._params, self._pool)
-            jax.block_until_ready(self._state)
+            self._device.renew(error)
         except Exception:
             self.healthy = False
             theirs.add_note(RESTART)

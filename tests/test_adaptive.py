@@ -373,9 +373,9 @@ def test_tokens_do_not_depend_on_what_is_chosen(name: str, temperature: float, c
 def wipe(one: Engine) -> None:
     """Forget what the draft's caches hold: a request that comes again may get the same pages."""
     one.scheduler.pages.forget()
-    if hasattr(one._state.draft, "cache"):
-        draft = replace(one._state.draft, cache=jax.tree.map(jnp.zeros_like, one._state.draft.cache))
-        one._state = replace(one._state, draft=draft)
+    if hasattr(one._device.state.draft, "cache"):
+        draft = replace(one._device.state.draft, cache=jax.tree.map(jnp.zeros_like, one._device.state.draft.cache))
+        one._device.state = replace(one._device.state, draft=draft)
 
 
 def resumed(one: Engine, prompt: list[int], pause: int, temperature: float) -> tuple[list[int], list[int]]:
@@ -417,7 +417,7 @@ def test_pages_that_plain_rounds_filled_serve_those_who_draft(name: str) -> None
 @pytest.mark.parametrize("name", ["n-gram", pytest.param("suffix", marks=pytest.mark.matrix)])
 def test_a_text_is_kept_while_nothing_is_drafted(name: str) -> None:
     (done,) = generate(engine(name), Fixed(0), 1.0, PROMPTS[:1])
-    state = engine(name)._state.draft
+    state = engine(name)._device.state.draft
     history = np.asarray(state.history if name == "suffix" else state)
     text = [*done.prompt_token_ids, *done.token_ids]
     assert text in [row[: len(text)].tolist() for row in history]
@@ -425,15 +425,15 @@ def test_a_text_is_kept_while_nothing_is_drafted(name: str) -> None:
 
 def without_draft_rows(one: Engine) -> Any:
     """A round of depth 0 that does all it should but write them."""
-    program, slots = replace(one._program, drafter=one._program.drafter.cut(0)), one.config.slots
+    program, slots = replace(one._device.program, drafter=one._device.program.drafter.cut(0)), one.config.slots
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(program.drafter), "catch_up", lambda self, params, state, view: state)
-        return one._programs._lower("broken", partial(spec_step, program), one._state, slots).compile()
+        return one._device.programs._lower("broken", partial(spec_step, program), one._device.state, slots).compile()
 
 
 def rows_of_both_caches(one: Engine) -> tuple[np.ndarray, np.ndarray]:
     """What draft model and target hold of the first layer's keys, all rows of slot 0 as far as they are committed."""
-    state = one._state
+    state = one._device.state
     rows = np.arange(int(state.lengths[0]))
     pages = np.asarray(state.page_table)[0, rows // one.config.page_size]
     draft, target = (
@@ -448,7 +448,7 @@ def test_plain_rounds_write_the_draft_s_rows(spoilt: bool, monkeypatch: pytest.M
     one = engine("draft model")
     wipe(one)
     if spoilt:
-        monkeypatch.setitem(one._programs.rounds, (2, 0, False), without_draft_rows(one))
+        monkeypatch.setitem(one._device.programs.rounds, (2, 0, False), without_draft_rows(one))
     generate(one, Fixed(0), 0.0)
     draft, target = rows_of_both_caches(one)
     assert len(target) > 40
@@ -513,7 +513,7 @@ def test_behind_plain_rounds_as_much_is_accepted_as_if_there_had_been_none(round
 @pytest.mark.parametrize("rounds", [30, 200])
 def test_if_those_rounds_wrote_no_draft_rows_it_would_show(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: what is accepted differs, though a head that sees less of a long text may even do better."""
-    monkeypatch.setitem(pair()._programs.rounds, (1, 0, False), broken_pair())
+    monkeypatch.setitem(pair()._device.programs.rounds, (1, 0, False), broken_pair())
     tokens, after, always = after_a_pause(rounds)
     assert tokens == always_drafting()[0], "the tokens are the target's all the same"
     assert after != always

@@ -107,7 +107,7 @@ def slow(ready: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
         time.sleep(HOST)
         return read(*args)
 
-    programs = ready._programs
+    programs = ready._device.programs
     monkeypatch.setattr(programs, "rounds", {key: late(one) for key, one in programs.rounds.items()})
     monkeypatch.setattr(ready, "_read", reads)
     return ready

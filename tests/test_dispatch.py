@@ -65,8 +65,8 @@ def test_an_eager_operation_in_the_loop_is_seen(
 ) -> None:
     """Negative control: one jnp operation on the host side of the loop."""
     engine.generate(PROMPT)
-    original = engine._pack
-    monkeypatch.setattr(engine, "_pack", lambda plan: np.asarray(jnp.flip(jnp.flip(original(plan)))))
+    original = engine._device._pack
+    monkeypatch.setattr(engine._device, "_pack", lambda plan: np.asarray(jnp.flip(jnp.flip(original(plan)))))
     compilations.clear()
     engine.generate(PROMPT)
     assert any("backend_compile" in event for event in compilations)
@@ -124,7 +124,7 @@ def test_a_read_during_a_dispatch_is_counted(
     original = engine._dispatch
 
     def reading(plan: Any) -> Any:
-        int(engine._state.root[0])
+        int(engine._device.state.root[0])
         return original(plan)
 
     monkeypatch.setattr(engine, "_dispatch", reading)
@@ -182,7 +182,7 @@ def test_an_implicit_download_is_caught(engine: Engine, monkeypatch: pytest.Monk
     original = engine._dispatch
 
     def reading(plan: Any) -> Any:
-        np.asarray(engine._state.root)
+        np.asarray(engine._device.state.root)
         return original(plan)
 
     monkeypatch.setattr(engine, "_dispatch", reading)
@@ -195,13 +195,13 @@ def test_the_state_is_donated_and_the_weights_are_not(either: Engine) -> None:
     request = either._requests(PROMPT, SamplingParams(max_tokens=8), trace=False)[0]
     either._queue(request)
     while either.scheduler.has_work:
-        before = jax.tree.leaves(either._state)
+        before = jax.tree.leaves(either._device.state)
         planned = len(either._in_flight)
         either.step()
         if len(either._in_flight) or planned == 0:
             assert all(leaf.is_deleted() for leaf in before)
     either._forget(request)
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves([either._params, either._state]))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves([either._device.params, either._device.state]))
 
 
 def test_two_dispatches_are_in_flight_with_overlap(either: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,10 +262,10 @@ def test_the_last_row_of_the_last_page_and_no_other_slots(either: Engine) -> Non
     expected = to_the_end(either)
     either.scheduler.pages.forget()
     others = either.scheduler.pages.reserve(-1, 30)
-    either._state = poisoned(either._state, others)
-    before = pages_of(either._state, others)
+    either._device.state = poisoned(either._device.state, others)
+    before = pages_of(either._device.state, others)
     assert to_the_end(either) == expected
-    for old, new in zip(before, pages_of(either._state, others), strict=True):
+    for old, new in zip(before, pages_of(either._device.state, others), strict=True):
         np.testing.assert_array_equal(old, new)
         assert np.isfinite(new).all()
     either.scheduler.pages.release(-1)
@@ -277,7 +277,7 @@ def test_nan_in_committed_pages_would_show(either: Engine) -> None:
     either.scheduler.pages.forget()
     stream = either.stream(PROMPT, SamplingParams(max_tokens=2**40, temperature=0))
     tokens = list(next(stream).token_ids)
-    either._state = poisoned(either._state, [])
+    either._device.state = poisoned(either._device.state, [])
     tokens += [token for chunk in stream for token in chunk.token_ids]
     either.scheduler.pages.forget()
     assert tokens != expected

@@ -126,7 +126,7 @@ def test_what_the_engine_cannot_follow_is_refused_before_anything_is_queued() ->
 
 def test_the_memory_of_the_tables_is_planned() -> None:
     """2 bytes a cell and a token of the vocabulary, for every slot."""
-    state, plan = lettered.chain()._state, lettered.chain().memory_plan
+    state, plan = lettered.chain()._device.state, lettered.chain().memory_plan
     bytes_ = sum(leaf.nbytes for leaf in jax.tree.leaves(state.grammars))
     assert bytes_ == 2 * 2 * (2**18 + small.VOCAB + 1) and plan.slots > bytes_
 

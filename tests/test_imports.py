@@ -15,6 +15,7 @@ BASE = "jax records tree config sharding models.config"
 DEVICE = f"{BASE} pallas_kernels cache models sampling automata processors controls verify"
 LOADING = "pretrained checkpoint"  # models and drafters read their own weights
 STEP = f"{DEVICE} {LOADING} draft logprobs step"
+HOST = "grammar matcher two_launch programs memory requests scheduler admission control_input choice recovery quantize"
 # What a part may import besides itself, numpy, jaxtyping and the standard library:
 # "jax" stands for jax, flax and orbax, "other" for any other library. A part that is not listed may import
 # anything but FRONTS and convert.
@@ -44,6 +45,7 @@ ALLOWED = {
     "sampling_params": "generation_config limits",
     "requests": "grammar matcher metrics sampling_params token_logprobs",
     "scheduler": "pages requests metrics",
+    "device": f"{STEP} {HOST}",
     "turns": "",
     "recovery": "jax",
     "prometheus": "metrics",
@@ -117,6 +119,7 @@ def test_every_import_goes_down() -> None:
         ("jspec.scheduler", "from jspec.records import Report"),
         ("jspec.draft.eagle", "from jspec.engine import Engine"),
         ("jspec.models.config", "import jax"),
+        ("jspec.device", "from jspec.engine import Engine"),
         ("jspec.engine", "import convert.hf"),
         ("jspec.engine", "from jspec.bench import report"),
         ("jspec.testing", "import jspec.serve"),

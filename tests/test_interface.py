@@ -556,7 +556,7 @@ def test_a_lost_step_ends_who_was_in_it_and_the_engine_goes_on(
 ) -> None:
     """Those that wait are served by a state made anew, whose pages hold nothing of what was kept before."""
     error = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
-    programs = engine._programs
+    programs = engine._device.programs
     with monkeypatch.context() as patch:
         if where == "read":
             patch.setattr(engine, "_read", Fault(engine._read, at, error))
@@ -620,7 +620,7 @@ def test_a_second_interrupt_while_the_state_is_made_anew(engine: Engine, monkeyp
     for where in ("init_state", "jax.block_until_ready"):
         with monkeypatch.context() as patch:
             patch.setattr(engine, "_dispatch", Fault(engine._dispatch, 1, KeyboardInterrupt()))
-            patch.setattr(f"jspec.engine.{where}", Fault(np.zeros, 1, KeyboardInterrupt()))
+            patch.setattr(f"jspec.device.{where}", Fault(np.zeros, 1, KeyboardInterrupt()))
             with pytest.raises(KeyboardInterrupt):
                 engine.generate(PROMPTS[3], PARAMS[3])
         assert engine._lost is not None and engine.scheduler.pages.num_kept == 0
@@ -662,7 +662,7 @@ def test_a_step_whose_result_cannot_be_read_holds_nobody_back(
 
 def test_the_old_pools_are_gone_before_the_new_ones_are_made(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the program that failed did not consume them, and its error's frames refer to them."""
-    old, programs, is_gone = jax.tree.leaves(engine._state), engine._programs, []
+    old, programs, is_gone = jax.tree.leaves(engine._device.state), engine._device.programs, []
 
     def refuses(params: Any, state: Any, packed: Any) -> Any:
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
@@ -672,7 +672,7 @@ def test_the_old_pools_are_gone_before_the_new_ones_are_made(engine: Engine, mon
         return init_state(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr("jspec.engine.init_state", init)
+        patch.setattr("jspec.device.init_state", init)
         patch.setitem(programs.prefill, 16, refuses)
         (done,) = engine.generate(PROMPTS[0], PARAMS[0])
     assert done.finish_reason == "error" and is_gone and all(is_gone)
@@ -702,7 +702,7 @@ def test_an_interrupt_while_it_waits_loses_nothing(
 def test_a_device_that_cannot_be_used_any_more(expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     one = Engine(tiny.model(VOCAB, layers=1), slots=1, max_len=64, buckets=(1,), prefill_buckets=(16,))
     gone = RuntimeError("device lost")
-    monkeypatch.setattr("jspec.engine.init_state", Fault(np.zeros, 1, gone))
+    monkeypatch.setattr("jspec.device.init_state", Fault(np.zeros, 1, gone))
     monkeypatch.setattr(one, "_read", Fault(one._read, 2, gone))
     done = one.generate(PROMPTS, PARAMS)
     assert [turn.finish_reason for turn in done] == ["error"] * len(PROMPTS)

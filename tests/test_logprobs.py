@@ -124,10 +124,10 @@ def test_nothing_is_compiled_for_it_before_it_is_asked_for(monkeypatch: pytest.M
             raise RuntimeError("RESOURCE_EXHAUSTED")
         return "a program"
 
-    monkeypatch.setattr(engine._programs, "_compile_one", fails)
+    monkeypatch.setattr(engine._device.programs, "_compile_one", fails)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         engine.generate([1, 2], SamplingParams(max_tokens=2, logprobs=1))
-    assert not engine._programs.scored_rounds and not engine._programs.scored_prefill
+    assert not engine._device.programs.scored_rounds and not engine._device.programs.scored_prefill
     assert not engine.scheduler.has_work
 
 

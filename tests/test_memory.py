@@ -54,9 +54,9 @@ def state_of(room: Room, pool: PoolShape) -> Any:
 
 
 def test_the_plan_is_what_the_engine_holds(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="jspec.engine"):
+    with caplog.at_level("INFO", logger="jspec.device"):
         engine = Engine(small.target(), drafter=eagle3(), **OPTIONS)
-    plan, state, params = engine.memory_plan, engine._state, engine._params
+    plan, state, params = engine.memory_plan, engine._device.state, engine._device.params
     caches = [(cache.k, cache.v) for cache in (state.target, state.draft.cache)]
     assert (plan.target_pool, plan.draft_pool) == tuple(map(held, caches))
     assert plan.target_weights == held(params.target)
@@ -64,7 +64,7 @@ def test_the_plan_is_what_the_engine_holds(caplog: pytest.LogCaptureFixture) -> 
     rest = [state.draft.features, state.draft.tokens, state.draft.count, state.draft.edges]
     assert plan.features == held(rest)
     assert plan.state == held(state)
-    sizes = [program.memory_analysis().temp_size_in_bytes for program in engine._programs.rounds.values()]
+    sizes = [program.memory_analysis().temp_size_in_bytes for program in engine._device.programs.rounds.values()]
     assert plan.is_measured and plan.workspace >= max(sizes) > 0
     parts = [getattr(plan, field.name) for field in fields(plan)]
     assert plan.total == sum(parts[:8]) and plan.pages == engine.scheduler.pages.pages
@@ -177,7 +177,7 @@ def test_memory_that_runs_out_at_start_is_explained(monkeypatch: pytest.MonkeyPa
     def fails(*args: Any, **options: Any) -> None:
         raise error
 
-    monkeypatch.setattr(*(("jspec.engine.init_state", fails) if where == "pools" else (Programs, "__init__", fails)))
+    monkeypatch.setattr(*(("jspec.device.init_state", fails) if where == "pools" else (Programs, "__init__", fails)))
     monkeypatch.setattr(memory, "device_memory", lambda: room.device)
     with pytest.raises(
         ValueError, match=f"out of memory at start: missing are {memory.size(missing)} or more"
@@ -226,16 +226,16 @@ def program(**sizes: int) -> Any:
 def test_programs_compiled_later_are_planned_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they take more than there is, the request is refused before it is queued, and nothing of them stays."""
     engine, scored = Engine(small.target(), **OPTIONS), SamplingParams(logprobs=3)
-    plan, count, room = engine.memory_plan, len(engine._programs.executables), engine._room
-    monkeypatch.setattr(engine, "_room", replace(room, device=device(plan.total + 10)))
+    plan, count, room = engine.memory_plan, len(engine._device.programs.executables), engine._device.room
+    monkeypatch.setattr(engine._device, "room", replace(room, device=device(plan.total + 10)))
     with pytest.raises(ValueError, match=r"out of memory: the compiled programs need .* more than the device has"):
         engine.generate([1, 2], scored)
-    assert len(engine._programs.executables) == count and engine.memory_plan == plan
+    assert len(engine._device.programs.executables) == count and engine.memory_plan == plan
     assert engine.generate([1, 2])[0].error is None
-    monkeypatch.setattr(engine, "_room", room)
+    monkeypatch.setattr(engine._device, "room", room)
     assert engine.generate([1, 2], scored)[0].error is None
-    executables = engine._programs.executables
-    assert len(executables) > count and engine.memory_plan == memory.measured(room, engine._pool, executables)
+    executables = engine._device.programs.executables
+    assert len(executables) > count and engine.memory_plan == memory.measured(room, engine._device.pool, executables)
     assert engine.memory_plan.workspace > plan.workspace
 
 

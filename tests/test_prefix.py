@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jspec import Completion, Drafter, DraftModel, Eagle3, Engine, SamplingParams, Suffix, Tree
+from jspec.device import Device
 from jspec.records import PrefillInput
 from tests import small, tiny
 
@@ -133,15 +134,15 @@ def test_with_pages_of_one_row_too(expected_scores: list[np.ndarray]) -> None:
 
 
 def no_catch_up(one: Engine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(one._programs, "catch_up", lambda params, state, packed: state)
+    patch.setattr(one._device.programs, "catch_up", lambda params, state, packed: state)
 
 
 def no_edges(one: Engine, patch: pytest.MonkeyPatch) -> None:
     original = one._dispatch
 
     def dispatch(plan: Any) -> Any:
-        draft = one._state.draft
-        one._state = replace(one._state, draft=replace(draft, edges=jnp.ones_like(draft.edges)))
+        draft = one._device.state.draft
+        one._device.state = replace(one._device.state, draft=replace(draft, edges=jnp.ones_like(draft.edges)))
         return original(plan)
 
     patch.setattr(one, "_dispatch", dispatch)
@@ -199,11 +200,11 @@ def test_a_shared_page_is_never_written(name: str) -> None:
     one, params = engine(name, cached=True), SamplingParams(max_tokens=1, **GREEDY)
     one.generate(prompt(16), params)
     pages = one.scheduler.pages.match(list(one.scheduler.pages._page_of))
-    marked = jax.tree.map(lambda pool: pool.at[pages[-1], :, PAGE - 1].add(1), one._state.draft.cache)
-    one._state = replace(one._state, draft=replace(one._state.draft, cache=marked))
+    marked = jax.tree.map(lambda pool: pool.at[pages[-1], :, PAGE - 1].add(1), one._device.state.draft.cache)
+    one._device.state = replace(one._device.state, draft=replace(one._device.state.draft, cache=marked))
 
     def rows() -> list[np.ndarray]:
-        pools = [one._state.target, one._state.draft.cache]
+        pools = [one._device.state.target, one._device.state.draft.cache]
         return [np.array(pool)[pages] for pool in jax.tree.leaves(pools)]
 
     before = rows()
@@ -276,14 +277,14 @@ def test_preemption_changes_neither_tokens_nor_drafts(name: str, cached: bool) -
 
 def test_a_root_that_is_drawn_anew_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a preempted request that samples its newest token once more, by the prefill's noise."""
-    original = Engine._pack
+    original = Device._pack
 
-    def forgets_root(self: Engine, plan: Any) -> np.ndarray:
+    def forgets_root(self: Device, plan: Any) -> np.ndarray:
         packed = original(self, plan)
         packed[PrefillInput._fields.index("root")] = -1
         return packed
 
-    monkeypatch.setattr(Engine, "_pack", forgets_root)
+    monkeypatch.setattr(Device, "_pack", forgets_root)
     with pytest.raises(AssertionError):
         test_preemption_changes_neither_tokens_nor_drafts("draft model", False)
 

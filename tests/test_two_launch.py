@@ -131,7 +131,7 @@ class Launches:
         self.unread: Counter[str] = Counter()
         self._engine = engine
         for name in ("prefill", "rounds", "scored_rounds", "drafts", "verifies", "masked_prefill"):
-            programs = getattr(engine._programs, name)
+            programs = getattr(engine._device.programs, name)
             for key in programs:
                 patch.setitem(programs, key, self._counted(name, programs[key]))
 
@@ -282,7 +282,7 @@ def test_what_an_interrupt_left_unread_is_read_before_masks_are_made(monkeypatch
 
 def test_others_step_on_while_the_programs_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, free = lettered.chain(), []
-    monkeypatch.setattr(engine._programs, "_compile", lambda programs: free.append(not engine._turns.is_mine))
+    monkeypatch.setattr(engine._device.programs, "_compile", lambda programs: free.append(not engine._turns.is_mine))
     request = engine.submit(PROMPTS[6], PARAMS[6])
     engine.abort(engine.submit(PROMPTS[4], PARAMS[4]))  # nor does it wait for what is compiled elsewhere
     assert free == [True] and engine.result(request).token_ids == expected()[6]

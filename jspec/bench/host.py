@@ -133,7 +133,7 @@ def ready_engine(case: Case) -> Engine:
         prefill_budget=case.rows * (max_len + CHUNK),  # all prompts come before the first round
         log_interval=None,
     )
-    programs = engine._programs
+    programs = engine._device.programs
     first, chain = _answer(1, case.length, 0), _answer(case.rows, case.length, case.accepted)
     programs.prefill.update(dict.fromkeys(programs.prefill, first))
     programs.rounds.update(dict.fromkeys(programs.rounds, chain))
