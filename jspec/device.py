@@ -117,20 +117,15 @@ class Device:
             packed = pack_catch_up(request, pages, width=self.state.page_table.shape[1])
             self.state = self.programs.catch_up(self.params, self.state, jax.device_put(packed))
 
-    def ensure_in_turn(self, requests: Sequence[Request]) -> None:
-        """Compile what nobody asked for before and what steps may wait for: ladders that trace, or score tokens."""
-        if any(request.trace for request in requests):
-            self.programs.ensure_trace(self.state)
-        is_scored = any(request.params.logprobs is not None for request in requests)
-        scores_prompt = any(request.scores_prompt for request in requests)
-        self.programs.ensure_logprobs(self.state, tokens=is_scored, prompts=scores_prompt)
-
-    def ensure_masks(self, requests: Sequence[Request]) -> None:
-        """Compile, while others step, what grammars need that the host follows."""
-        samples = [sample for request in requests for sample in request.samples]
-        masked = {scores(sample) for sample in samples if sample.matcher is not None}
-        if masked or any(request.params.logprobs is not None for request in requests):
-            self.programs.ensure_masks(masked)  # others do not wait until what they do not need is compiled
+    def ensure(self, requests: Sequence[Request]) -> None:
+        """Compile what nobody asked for before; others step meanwhile, and only who needs it waits."""
+        traced = any(request.trace for request in requests)
+        scored = any(request.params.logprobs is not None for request in requests)
+        scored_prompts = any(request.scores_prompt for request in requests)
+        samples = (sample for request in requests for sample in request.samples)
+        first_tokens = {scores(sample) for sample in samples if sample.matcher is not None}
+        if traced or scored or scored_prompts or first_tokens:
+            self.programs.ensure(traced=traced, scored=scored, scored_prompts=scored_prompts, first_tokens=first_tokens)
 
     def forget(self) -> None:
         """What was in the state is lost."""

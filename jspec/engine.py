@@ -316,16 +316,8 @@ class Engine(Interface):
         requests = self._admission.requests(prompts, params, trace=trace)
         for request in requests:
             self.scheduler.check(request)
-        self._ensure_programs(requests)
+        self._device.ensure(requests)
         return requests
-
-    def _ensure_programs(self, requests: Sequence[Request]) -> None:
-        """Compile what nobody asked for before."""
-        if any(request.trace or request.scores_prompt or request.params.logprobs is not None for request in requests):
-            with self._turns:
-                self._go_on_recovering()
-                self._device.ensure_in_turn(requests)
-        self._device.ensure_masks(requests)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -84,7 +84,7 @@ class Programs:
         self.verifies: dict[tuple[int, int, bool], Any] = {}  # likewise, with log-probabilities or not, and traced
         self.masked_prefill: dict[tuple[int, bool, bool], Any] = {}  # with log-probabilities or not, also of prompts
         self._shapes = jax.eval_shape(lambda: state)
-        self._masked = threading.Lock()  # held while programs in two launches are compiled
+        self._later = threading.Lock()  # held while more is compiled
         self._is_masked = False
         self.page_updates = config.slots * 2  # that `show_pages` takes
         self.show_pages: Any = None
@@ -96,7 +96,7 @@ class Programs:
         self.lower_seconds: dict[str, float] = {}
         (device, *_) = state.root.devices()
         logger.info("%s", explain(program.implementation, device))
-        self._compile(self._lowered(state))
+        self._compile(self._lowered())
 
     @property
     def executables(self) -> list[Any]:
@@ -107,40 +107,39 @@ class Programs:
         masked = [*self.drafts.values(), *self.verifies.values(), *self.masked_prefill.values()]
         return [*self.prefill.values(), *self.rounds.values(), *scored, *masked, *others]
 
-    def ensure_trace(self, state: SlotState) -> None:
-        """Compile the ladder that also returns its drafts, if it is not there yet."""
-        if (self._config.slots, self._depths[-1], True) not in self.rounds:
-            self._compile(self._lowered_rounds(state, replace(self._program, trace=True)))
+    def ensure(
+        self, *, traced: bool, scored: bool, scored_prompts: bool, first_tokens: Collection[tuple[bool, bool]]
+    ) -> None:
+        """Compile the ladders that some requests need and nobody did before; other threads step on meanwhile.
 
-    def ensure_logprobs(self, state: SlotState, *, tokens: bool, prompts: bool) -> None:
-        """Compile the ladders that also score the tokens they emit, or prompts, those that are not there yet.
-
-        The rounds are traced, as those of a batch may have to be; where less is asked for, the rest is left unread.
-        """
-        scored = replace(self._program, logprobs=self._config.logprobs_mode)
-        assert self._config.prefill_buckets is not None
-        wanted = [prompt for prompt, is_wanted in ((False, tokens), (True, prompts)) if is_wanted]
-        missing = [prompt for prompt in wanted if (self._config.prefill_buckets[-1], prompt) not in self.scored_prefill]
-        programs = [self._lowered_prefill(state, replace(scored, prompt_logprobs=prompt)) for prompt in missing]
-        if tokens and not self.scored_rounds:
-            programs.append(self._lowered_rounds(state, replace(scored, trace=True)))
-        self._compile(chain.from_iterable(programs))
-
-    def ensure_masks(self, first_tokens: Collection[tuple[bool, bool]]) -> None:
-        """Compile the ladders whose masks come from the host, what is not there yet; others step on meanwhile.
-
-        To be called for requests with masks, and behind `ensure_logprobs` for those with log-probabilities: once such a
-        ladder is there, a batch that asks for these needs it with them.
+        Rounds that score are traced, as those of a batch may have to be; where less is asked for, the rest is left
+        unread. Once there are ladders for masks, a batch that scores needs them with that.
 
         Args:
-            first_tokens: of the requests with masks: whether log-probabilities are asked for, of tokens or prompt, and
-                of the prompt.
+            traced: rounds also return their drafts.
+            scored: and the log-probabilities of what they emit.
+            scored_prompts: chunks return those of their tokens.
+            first_tokens: of the requests with masks from the host: whether log-probabilities are asked for, of tokens
+                or prompt, and of the prompt.
         """
-        self._is_masked |= bool(first_tokens)
-        if not self._is_masked:
-            return
-        with self._masked:
-            self._compile(chain(self._lowered_masked_rounds(), self._lowered_masked_prefill(first_tokens)))
+        with self._later:
+            self._is_masked |= bool(first_tokens)
+            self._compile(chain(self._lowered_traced(traced), self._lowered_scored(scored, scored_prompts)))
+            if self._is_masked and (first_tokens or scored):
+                self._compile(chain(self._lowered_masked_rounds(), self._lowered_masked_prefill(first_tokens)))
+
+    def _lowered_traced(self, wanted: bool) -> Iterator[Lowered]:
+        if wanted and (self._config.slots, self._depths[-1], True) not in self.rounds:
+            yield from self._lowered_rounds(replace(self._program, trace=True))
+
+    def _lowered_scored(self, tokens: bool, prompts: bool) -> Iterator[Lowered]:
+        scored = replace(self._program, logprobs=self._config.logprobs_mode)
+        assert self._config.prefill_buckets is not None
+        for prompt, is_wanted in ((False, tokens), (True, prompts)):
+            if is_wanted and (self._config.prefill_buckets[-1], prompt) not in self.scored_prefill:
+                yield from self._lowered_prefill(replace(scored, prompt_logprobs=prompt))
+        if tokens and not self.scored_rounds:
+            yield from self._lowered_rounds(replace(scored, trace=True))
 
     def _lowered_masked_rounds(self) -> Iterator[Lowered]:
         config, vocab = self._config, self._params.target.config.vocab_size
@@ -151,17 +150,17 @@ class Programs:
             if not missing:
                 continue
             cut = replace(self._program, drafter=self._program.drafter.cut(depth), trace=True)
-            arguments = self._shapes, jax.ShapeDtypeStruct((rows,), jnp.int32)
+            slots = jax.ShapeDtypeStruct((rows,), jnp.int32)
             name, step = f"[{rows}, depth {depth}]", partial(draft_step, cut)
             if (rows, depth) not in self.drafts:
                 keep = partial(self.drafts.__setitem__, (rows, depth))
-                yield f"draft{name}", keep, self._lower_step(f"draft{name}", step, *arguments)
-            _, draft = jax.eval_shape(step, self._params, *arguments)
+                yield f"draft{name}", keep, self._lower_step(f"draft{name}", step, slots)
+            _, draft = jax.eval_shape(step, self._params, self._shapes, slots)
             masks = mask_shape(rows, draft.tokens.shape[1], vocab)
             for is_scored in missing:
                 scored = replace(cut, logprobs=config.logprobs_mode if is_scored else None)
                 label = f"verify{name}" + " with logprobs" * is_scored
-                lowered = self._lower_step(label, partial(verify_step, scored), *arguments, draft, masks)
+                lowered = self._lower_step(label, partial(verify_step, scored), slots, draft, masks)
                 yield label, partial(self.verifies.__setitem__, (rows, depth, is_scored)), lowered
 
     def _lowered_masked_prefill(self, first_tokens: Collection[tuple[bool, bool]]) -> Iterator[Lowered]:
@@ -173,7 +172,7 @@ class Programs:
                 prefill = partial(prefill_step, replace(self._program, logprobs=mode, prompt_logprobs=is_prompt))
                 packed = jax.ShapeDtypeStruct((PREFILL_HEAD + self._pages + tokens,), jnp.int32)
                 name = f"masked prefill[{tokens}]" + " with logprobs" * is_scored + " of prompts" * is_prompt
-                lowered = self._lower_step(name, prefill, self._shapes, packed, masks)
+                lowered = self._lower_step(name, prefill, packed, masks)
                 yield name, partial(self.masked_prefill.__setitem__, (tokens, is_scored, is_prompt)), lowered
 
     def with_pages(self, state: SlotState, new: Sequence[tuple[int, int, int]]) -> SlotState:
@@ -217,13 +216,13 @@ class Programs:
         for keep, executable in new:
             keep(executable)
 
-    def _lowered(self, state: SlotState) -> Iterator[Lowered]:
+    def _lowered(self) -> Iterator[Lowered]:
         """What every engine has."""
-        yield from self._lowered_rounds(state, self._program)
-        yield from self._lowered_prefill(state, self._program)
-        yield from self._lowered_others(state)
+        yield from self._lowered_rounds(self._program)
+        yield from self._lowered_prefill(self._program)
+        yield from self._lowered_others()
 
-    def _lowered_rounds(self, state: SlotState, program: Program) -> Iterator[Lowered]:
+    def _lowered_rounds(self, program: Program) -> Iterator[Lowered]:
         config, trace, is_scored = self._config, program.trace, program.logprobs is not None
         assert config.buckets is not None
         program = replace(program, rounds=config.rounds_per_dispatch)
@@ -234,9 +233,9 @@ class Programs:
             name = f"round[{rows}]" if depth == self._depths[-1] else f"round[{rows}, depth {depth}]"
             name += " with logprobs" if is_scored else " traced" if trace else ""
             cut = replace(program, drafter=program.drafter.cut(depth))
-            yield name, keep, self._lower(name, partial(spec_step, cut), state, rows)
+            yield name, keep, self._lower(name, partial(spec_step, cut), rows)
 
-    def _lowered_prefill(self, state: SlotState, program: Program) -> Iterator[Lowered]:
+    def _lowered_prefill(self, program: Program) -> Iterator[Lowered]:
         assert self._config.prefill_buckets is not None
         for tokens in self._config.prefill_buckets:
             name, words = f"prefill[{tokens}]", PREFILL_HEAD + self._pages + tokens
@@ -244,10 +243,10 @@ class Programs:
             if program.logprobs is not None:
                 keep = partial(self.scored_prefill.__setitem__, (tokens, program.prompt_logprobs))
                 name += " with prompt logprobs" if program.prompt_logprobs else " with logprobs"
-            yield name, keep, self._lower(name, partial(prefill_step, program), state, words)
+            yield name, keep, self._lower(name, partial(prefill_step, program), words)
 
-    def _lowered_others(self, state: SlotState) -> Iterator[Lowered]:
-        keep = partial(partial, setattr, self)
+    def _lowered_others(self) -> Iterator[Lowered]:
+        keep, state = partial(partial, setattr, self), self._shapes
         updates = jax.ShapeDtypeStruct((self.page_updates, 3), jnp.int32)
         yield "show_pages", keep("show_pages"), self._lower_entry("show_pages", show_pages, state.page_table, updates)
         if state.controls is not None:
@@ -260,14 +259,14 @@ class Programs:
             yield "grammar", keep("load_grammar"), lowered
         if self._program.drafter.lags and self._config.prefix_cache:
             words = CATCH_UP_HEAD + self._pages
-            lowered = self._lower("catch_up", partial(catch_up_step, self._program), state, words)
+            lowered = self._lower("catch_up", partial(catch_up_step, self._program), words)
             yield "catch_up", keep("catch_up"), lowered
 
-    def _lower(self, name: str, step: Callable[..., Any], state: SlotState, words: int) -> Any:
-        return self._lower_step(name, step, state, jax.ShapeDtypeStruct((words,), jnp.int32))
+    def _lower(self, name: str, step: Callable[..., Any], words: int) -> Any:
+        return self._lower_step(name, step, jax.ShapeDtypeStruct((words,), jnp.int32))
 
-    def _lower_step(self, name: str, step: Callable[..., Any], state: SlotState, *inputs: Any) -> Any:
-        return self._timed(name, jax.jit(step, donate_argnums=1), self._params, state, *inputs)
+    def _lower_step(self, name: str, step: Callable[..., Any], *inputs: Any) -> Any:
+        return self._timed(name, jax.jit(step, donate_argnums=1), self._params, self._shapes, *inputs)
 
     def _lower_entry(self, name: str, enter: Callable[..., Any], part: Any, packed: Any) -> Any:
         """What writes into a part of the state, which is donated."""
