@@ -197,6 +197,6 @@ def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) ->
 
 
 def pack_catch_up(request: Request, pages: Sequence[int], *, width: int) -> np.ndarray:
-    """A request that has ended, as `jspec.step.catch_up_step` reads it."""
+    """A request that has ended, as `jspec.prefill.catch_up_step` reads it."""
     padding = [0] * (width - len(pages))
     return np.array([request.slot, request.token_ids[-1], request.rows_committed, *pages, *padding], np.int32)

@@ -26,8 +26,9 @@ from jspec import automata, controls
 from jspec.cache import show_pages
 from jspec.config import EngineConfig
 from jspec.grammar import Grammar
+from jspec.prefill import catch_up_step, prefill_step
 from jspec.records import MAX_STOP_IDS, PrefillInput, SlotState
-from jspec.step import Params, Program, catch_up_step, prefill_step, spec_step
+from jspec.step import Params, Program, spec_step
 from jspec.two_launch import draft_step, mask_shape, verify_step
 from pallas_kernels.implementation import explain
 

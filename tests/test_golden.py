@@ -17,6 +17,7 @@ from jspec.draft import eagle
 from jspec.draft.grow import Level
 from jspec.draft.heads import EagleHead
 from jspec.models.config import Rope
+from jspec.prefill import prefill_step
 from jspec.records import SlotView
 from tests import tiny
 from tests.recordings import TOLERANCE, engine_of, recording, replay, same_rounds
@@ -126,7 +127,7 @@ def score_error(golden: Path, chain: dict[str, np.ndarray], drafter: Eagle3) -> 
     ids = tiny.recorded_prompts(golden)[prompt]
     state = step.init_state(program, params, PoolShape(1, 2, 128, 100, "float32", "float32"))
     chunk = tiny.prefill_input(ids, page_row=[1])
-    state, _ = step.prefill_step(program, params, state, jnp.asarray(chunk.pack()))
+    state, _ = prefill_step(program, params, state, jnp.asarray(chunk.pack()))
     view = step.view_of(state, jnp.zeros(1, jnp.int32), program).replace(all_greedy=True)
     draft, _ = drafter.draft(params.draft, state.draft, view)
     recorded = chain["sel_scores"][chain["iter_offset"][prompt]]

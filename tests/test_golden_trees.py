@@ -20,6 +20,7 @@ from jspec.draft import DraftState, eagle, medusa
 from jspec.draft import grow as growing
 from jspec.draft.eagle import EagleDrafter
 from jspec.draft.grow import Level
+from jspec.prefill import prefill_step
 from jspec.replay import observe
 from tests import tiny
 from tests.recordings import TOLERANCE, engine_of, recording, replay, same_rounds
@@ -73,7 +74,7 @@ class Detail:
         ids = tiny.recorded_prompts(golden)[0]
         state = step.init_state(self.program, self.params, PoolShape(1, 2, 256, 150, "float32", "float32"))
         chunk = tiny.prefill_input(ids, page_row=[1])
-        prefill = jax.jit(partial(step.prefill_step, self.program))
+        prefill = jax.jit(partial(prefill_step, self.program))
         self.state, _ = prefill(self.params, state, jnp.asarray(chunk.pack()))
         view = step.view_of(self.state, jnp.zeros(1, jnp.int32), self.program).replace(all_greedy=True)
         self._watch_levels(monkeypatch)

@@ -17,8 +17,9 @@ from jspec import Tree
 from jspec.bench import rounds, shapes
 from jspec.draft.heads import EagleHead
 from jspec.models.decoder import Model
+from jspec.prefill import prefill_step
 from jspec.programs import PREFILL_HEAD
-from jspec.step import Params, Program, init_state, prefill_step, spec_step
+from jspec.step import Params, Program, init_state, spec_step
 
 pytestmark = pytest.mark.once
 

@@ -14,6 +14,7 @@ import pytest
 
 from jspec import DraftModel, Eagle3, Tree, step
 from jspec.cache import PoolShape
+from jspec.prefill import prefill_step
 from jspec.records import Report, SlotState
 from tests import tiny
 
@@ -76,7 +77,7 @@ def prefilled(drafter: str, temperature: float) -> SlotState:
     one = case(drafter)
     state = step.init_state(one.program, one.params, PoolShape(3, 20, PAGE, 28, "float32", "float32"))
     width = state.page_table.shape[1]
-    prefill = jit(partial(step.prefill_step, one.program))
+    prefill = jit(partial(prefill_step, one.program))
     for slot, ids in enumerate(PROMPTS):
         row = np.zeros(width, np.int32)
         row[:8] = np.arange(8) * 2 + 1 + slot  # scattered, never shared

@@ -285,7 +285,7 @@ def test_others_step_on_while_the_programs_are_compiled(monkeypatch: pytest.Monk
     monkeypatch.setattr(engine._device.programs, "_compile", lambda programs: free.append(not engine._turns.is_mine))
     request = engine.submit(PROMPTS[6], PARAMS[6])
     engine.abort(engine.submit(PROMPTS[4], PARAMS[4]))  # nor does it wait for what is compiled elsewhere
-    assert free == [True] and engine.result(request).token_ids == expected()[6]
+    assert free and all(free) and engine.result(request).token_ids == expected()[6]
 
 
 def test_what_the_engine_cannot_follow_is_refused_before_anything_is_queued() -> None:
