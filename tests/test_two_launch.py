@@ -282,7 +282,13 @@ def test_what_an_interrupt_left_unread_is_read_before_masks_are_made(monkeypatch
 
 def test_others_step_on_while_the_programs_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, free = lettered.chain(), []
-    monkeypatch.setattr(engine._device.programs, "_compile", lambda programs: free.append(not engine._turns.is_mine))
+    compiled = engine._device.programs._compile
+
+    def watched(programs: Any) -> None:
+        free.append(not engine._turns.is_mine)
+        compiled(programs)
+
+    monkeypatch.setattr(engine._device.programs, "_compile", watched)
     request = engine.submit(PROMPTS[6], PARAMS[6])
     engine.abort(engine.submit(PROMPTS[4], PARAMS[4]))  # nor does it wait for what is compiled elsewhere
     assert free and all(free) and engine.result(request).token_ids == expected()[6]
