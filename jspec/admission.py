@@ -89,6 +89,10 @@ class Admission:
         control_input.check(params, words, stop_ids, vocab_size=self.vocab_size, limit=limit)
         return words
 
+    def close(self) -> None:
+        """End what runs beside."""
+        self._grammars.close()
+
     @cached_property
     def _grammars(self) -> GrammarInput:
         return GrammarInput(self.tokenizer, self.vocab_size, self.config.grammar_cells)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, final
+from typing import IO, Any, final
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -23,6 +25,7 @@ NOWHERE = -1
 LAST = "\U0010ffff"  # no character, nor ever one
 INSTALL = "install outlines_core (pip install 'jspec[grammar]')"
 SECONDS, GIB = 30.0, 4  # that an automaton may take
+LAST_WORDS = 2000  # characters of what the process said before it ended
 
 Automaton = tuple[Int[np.ndarray, "states 256"], Bool[np.ndarray, "states"]]
 Build = Callable[[str], Automaton]
@@ -86,6 +89,7 @@ class Builder:
     def __init__(self, seconds: float = SECONDS, gib: float = GIB) -> None:
         self._seconds, self._gib = seconds, gib
         self._process: subprocess.Popen[bytes] | None = None
+        self._said: IO[bytes]
         self._turn = threading.Lock()
 
     def __call__(self, regex: str) -> Automaton:
@@ -104,35 +108,57 @@ class Builder:
     def _ask(self, regex: str) -> Any:
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
-        clock = threading.Timer(self._seconds, process.kill)
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            process.kill()
+
+        clock = threading.Timer(self._seconds, end)
         clock.start()
         try:
             pickle.dump(regex, process.stdin)
             process.stdin.flush()
             return pickle.load(process.stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
-            self._end(process)
-            return TooLarge(
-                f"its automaton takes more than {self._seconds:g} seconds or {self._gib:g} GiB; lower its repetitions "
-                "and lengths"
-            )
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=1)  # for the code it ends with by itself
+            self.close()
+            said = self._last_words()
+            if is_late.is_set() or "memory" in said.lower() or process.returncode == -signal.SIGKILL:
+                return TooLarge(
+                    f"its automaton takes more than {self._seconds:g} seconds or {self._gib:g} GiB; lower its "
+                    "repetitions and lengths"
+                )
+            return RuntimeError(f"{sys.executable} that makes automata ended with {process.returncode}: {said}")
         except BaseException:  # an interrupt: an answer that nobody read would be taken for the next one's
-            self._end(process)
+            self.close()
             raise
         finally:
             clock.cancel()
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            command = [sys.executable, "-P", __file__, str(int(self._gib * 2**30))]
-            pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, start_new_session=True)
+            command = [sys.executable, "-P", __file__, str(int(self._gib * 2**30)), str(int(self._seconds) + 1)]
+            pipe, self._said = subprocess.PIPE, tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
+            try:
+                self._process = subprocess.Popen(
+                    command, stdin=pipe, stdout=pipe, stderr=self._said, start_new_session=True
+                )
+            except OSError as error:
+                raise RuntimeError(f"automata are made by another Python, sys.executable={sys.executable!r}") from error
             weakref.finalize(self, _close, self._process)
         return self._process
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = None
-        _close(process)
+    def _last_words(self) -> str:
+        self._said.seek(0)
+        return self._said.read().decode(errors="replace")[-LAST_WORDS:].strip()
+
+    def close(self) -> None:
+        """End the process; another one is started when next asked."""
+        process, self._process = self._process, None
+        if process is not None:
+            _close(process)
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:
@@ -144,12 +170,14 @@ def _close(process: subprocess.Popen[bytes]) -> None:
                 pipe.close()
 
 
-def serve(limit: int) -> None:
+def serve(limit: int, seconds: int) -> None:
     """Answer expressions from the input with automata, or with what went wrong, until it ends.
 
     Args:
         limit: bytes of memory.
+        seconds: after which it ends itself, should its owner be gone.
     """
+    alarm = getattr(signal, "alarm", lambda seconds: None)  # where the system has one
     with contextlib.suppress(ImportError, OSError, ValueError):  # where the system has no such bound
         import resource
 
@@ -159,13 +187,15 @@ def serve(limit: int) -> None:
             regex = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
+        alarm(seconds)
         try:
             answer: Any = build(regex)
         except (ValueError, ImportError) as error:
             answer = error
+        alarm(0)
         pickle.dump(answer, sys.stdout.buffer)
         sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    serve(*map(int, sys.argv[1:]))

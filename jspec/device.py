@@ -54,7 +54,6 @@ class Device:
             jax.block_until_ready(self.state)
             self.programs = Programs(program, params, self.state, config, depths)
         self._measure(self.programs.executables)
-        self.programs.check = self._measure
         self._tables = TablePool(config.slots)
         self._rows: tuple[int | None, ...] = ()
         self._slots = jax.device_put(np.zeros(0, np.int32))
@@ -125,7 +124,9 @@ class Device:
         samples = (sample for request in requests for sample in request.samples)
         first_tokens = {scores(sample) for sample in samples if sample.matcher is not None}
         if traced or scored or scored_prompts or first_tokens:
-            self.programs.ensure(traced=traced, scored=scored, scored_prompts=scored_prompts, first_tokens=first_tokens)
+            self.programs.ensure(
+                self._measure, traced=traced, scored=scored, scored_prompts=scored_prompts, first_tokens=first_tokens
+            )
 
     def forget(self) -> None:
         """What was in the state is lost."""

@@ -244,6 +244,7 @@ class Engine(Interface):
             self._stopwatch.reset()
             self._closed = True
             self._device.close()
+            self._admission.close()
 
     def _dispatch(self, plan: Plan) -> StepOutput:
         depth = self.policy.choose(plan.bucket, self._caps(plan)) if isinstance(plan, RoundPlan) else 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 from collections.abc import Sequence
 from functools import cached_property, lru_cache, partial
 from typing import final
@@ -38,9 +39,15 @@ class GrammarInput:
         self._vocab_size = vocab_size
         self._cells = cells
         self._build = Builder()
-        self._compiled = lru_cache(KEPT)(self._compile)
+        own = weakref.proxy(self)  # else the caches would keep it, and the builder's process, until collected
+        self._compiled = lru_cache(KEPT)(lambda *key: own._compile(*key))
         self._regex_of = lru_cache(KEPT)(partial(regex_of_schema, build=self._build))
-        self._compiled_lark, self._lark_of = lru_cache(KEPT)(self._compile_lark), lru_cache(KEPT)(_lark_of)
+        self._compiled_lark = lru_cache(KEPT)(lambda *key: own._compile_lark(*key))
+        self._lark_of = lru_cache(KEPT)(_lark_of)
+
+    def close(self) -> None:
+        """End the process that makes automata; it is started anew if need be."""
+        self._build.close()
 
     def of(self, params: SamplingParams, stop_ids: tuple[int, ...], words: Words) -> Grammar | LarkGrammar | None:
         """The grammar that a request asks for, if it does.
@@ -62,7 +69,9 @@ class GrammarInput:
         lark = value if field == "grammar" else self._lark_of(value) if field == "json_schema" else None
         self._check(field, params, stop_ids, words, needs_table=lark is None)
         if lark is not None:
-            return self._compiled_lark(source, lark, stop_ids)
+            grammar = self._compiled_lark(source, lark, stop_ids)
+            _check_beginning(field, params, grammar)
+            return grammar
         regex = value if field == "regex" else self._regex_of(value)
         singles = tuple(word[0] for word in words if len(word) == 1)
         return self._compiled(source, regex, stop_ids, params.allowed_token_ids, singles)
@@ -129,15 +138,32 @@ class GrammarInput:
         return spell()
 
 
+def _check_beginning(field: str, params: SamplingParams, grammar: LarkGrammar) -> None:
+    """Refuse tokens of which none begins a text; what comes later is not looked at."""
+    allowed, first = params.allowed_token_ids, grammar.beginnings()
+    if allowed is not None and not set(allowed) & first:
+        raise ValueError(
+            f"allowed_token_ids: expected one of those that {field} may begin with among them, some of "
+            f"{sorted(first)[:10]}, got {allowed}"
+        )
+
+
 def _lark_of(schema: str) -> str | None:
     """The grammar of a JSON schema that holds itself, None for others."""
     try:
         parsed = json.loads(schema)
     except json.JSONDecodeError:
         return None  # which `regex_of_schema` says
-    if not json_schema.holds_itself(parsed):
-        return None
-    json_schema.check_words(parsed)
+    except RecursionError as error:
+        raise ValueError("json_schema: expected JSON that is not nested so deep; take fewer levels") from error
+    try:
+        if not json_schema.holds_itself(parsed):
+            return None
+        json_schema.check_words(parsed)
+    except RecursionError as error:
+        raise ValueError(
+            "json_schema: expected references and levels that are not nested so deep; take fewer"
+        ) from error
     return lark_of_schema(parsed)
 
 

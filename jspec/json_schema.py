@@ -79,6 +79,8 @@ def check(schema: Any, is_plain: Callable[[str], bool], path: str = "#") -> None
     _check_values(schema, decides, is_plain, path)
     inner = {name: schema.get(name) for name in ("items", "additionalProperties")}
     for name in ("properties", "$defs", "definitions"):
+        if not isinstance(schema.get(name, {}), Mapping):
+            raise ValueError(f"json_schema: {name!r} at {path}: expected schemas by name, got {schema[name]!r}")
         inner |= {f"{name}/{key}": part for key, part in schema.get(name, {}).items()}
     for name in ("anyOf", "prefixItems"):
         inner |= {f"{name}/{index}": part for index, part in enumerate(schema.get(name, []))}
@@ -161,5 +163,9 @@ def _at(schema: Any, ref: str) -> Any:
     """What a reference within a schema leads to; None where that is nothing."""
     found, (start, *names) = schema, ref.split("/")
     for name in names:
-        found = found.get(unquote(name).replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        key = unquote(name).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list):
+            found = found[int(key)] if key.isdecimal() and int(key) < len(found) else None
+        else:
+            found = found.get(key) if isinstance(found, Mapping) else None
     return found if start == "#" else None

@@ -66,7 +66,7 @@ def of_round(
             if view.masks is not None:
                 view = replace(view, masks=jnp.take_along_axis(view.masks, node, axis=1))
             rows = controls.edit(rows, view, jnp.take_along_axis(path, node, axis=1))
-        rows = sampling.process(rows, view.sampling)
+        rows = sampling.process(rows, view.sampling, view.implementation)
     return score(rows, verdict.tokens, view)
 
 
@@ -82,7 +82,7 @@ def of_first(
     Args:
         edited: as `jspec.controls` leaves them.
     """
-    rows = sampling.process(edited, view.sampling) if mode == PROCESSED else raw
+    rows = sampling.process(edited, view.sampling, view.implementation) if mode == PROCESSED else raw
     return score(rows, token, view)
 
 

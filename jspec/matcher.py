@@ -25,8 +25,10 @@ AS_IT_COMES = '\n%llguidance {"no_forcing": true}\n'  # else the library allows 
 BLANKS = {"whitespace_pattern": "[ ]?", "lenient": False, "coerce_one_of": False}  # as a table has them
 STATE = "\n<state>"  # where the library's messages begin to tell of its insides
 OPTIONS = re.compile(
-    r'^\s*[?!]?[a-z_][\w-]*\s*\[((?:"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/|[^\]"/])*)\]', re.MULTILINE | re.I
+    r'^[ \t]*[?!]?[a-z_][\w-]*\s*\[((?:"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/|[^\]"/])*)\]', re.MULTILINE | re.I
 )
+RULE = re.compile(r"^[ \t]*[?!]?[a-z_][^:\n]*:", re.MULTILINE | re.I)
+MOST_RULES = 1000  # the library goes from rule to rule by recursion, and some 3000 of them are beyond a thread's stack
 LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/')
 
 
@@ -45,6 +47,10 @@ class LarkGrammar:
     stop_ids: tuple[int, ...]
     words: int
     start: Any = field(repr=False)
+
+    def beginnings(self) -> set[int]:
+        """The tokens that a text may begin with."""
+        return set(_tokens(_next_tokens(self, self.start.deep_copy())))
 
 
 class Spellings:
@@ -99,6 +105,9 @@ def compile_lark(source: str, lark: str, spellings: Spellings, stop_ids: tuple[i
     named = {name for options in OPTIONS.findall(lark) for name in re.findall(r"[\w-]+", LITERAL.sub("", options))}
     if "temperature" in named:
         raise ValueError(f"{source}: expected no rule with temperature=, which would be dropped; a request has one")
+    rules = len(RULE.findall(lark))
+    if rules > MOST_RULES:
+        raise ValueError(f"{source}: expected at most {MOST_RULES} rules and terminals, got {rules}; take fewer")
     matcher, library = _library().LLMatcher, spellings.ended_by(stop_ids)
     start = matcher(library, matcher.grammar_from_lark(lark + AS_IT_COMES), log_level=0)
     if start.is_error():
@@ -111,7 +120,7 @@ def compile_lark(source: str, lark: str, spellings: Spellings, stop_ids: tuple[i
         )
     token = next((token for token in _tokens(first) if token not in stop_ids), None)
     if token is not None and not (probe.consume_token(token) and probe.rollback(1)):
-        raise ValueError(f"{source}: expected rules that a draft can be taken back from: {_reason(probe)}")
+        raise ValueError(f"{source}: expected a grammar whose tokens can be followed and taken back: {_reason(probe)}")
     return grammar
 
 
@@ -142,8 +151,8 @@ class Matcher:
             if not (self._parser.is_accepting() if is_end else self._parser.consume_token(token)):
                 raise ValueError(
                     f"{self.grammar.source}: behind {self.count} tokens nothing was left of those that the grammar "
-                    "allows: its texts cannot be written on in the tokenizer's tokens, or bad_words or the engine's "
-                    f"logits_processor took them out{_told(self._parser)}"
+                    "allows: its texts cannot be written on in the tokenizer's tokens, or allowed_token_ids, bad_words "
+                    f"or the engine's logits_processor took them out{_told(self._parser)}"
                 )
             self.count += 1
 

@@ -40,6 +40,7 @@ PREFILL_HEAD = (
 
 CATCH_UP_HEAD = 3  # slot, root and committed rows
 
+Check = Callable[[Sequence[Any]], None]
 Lowered = tuple[str, Callable[[Any], None], Any]  # name, where to keep it, and what is to be compiled
 
 
@@ -86,13 +87,11 @@ class Programs:
         self.masked_prefill: dict[tuple[int, bool, bool], Any] = {}  # with log-probabilities or not, also of prompts
         self._shapes = jax.eval_shape(lambda: state)
         self._later = threading.Lock()  # held while more is compiled
-        self._is_masked = False
         self.page_updates = config.slots * 2  # that `show_pages` takes
         self.show_pages: Any = None
         self.catch_up: Any = None  # where the drafter lags and pages are kept
         self.admit_controls: Any = None  # where the engine serves them
         self.load_grammar: Any = None  # likewise
-        self.check: Callable[[Sequence[Any]], None] = lambda executables: None  # refuses all with those to be added
         self.seconds: dict[str, float] = {}
         self.lower_seconds: dict[str, float] = {}
         (device, *_) = state.root.devices()
@@ -109,7 +108,13 @@ class Programs:
         return [*self.prefill.values(), *self.rounds.values(), *scored, *masked, *others]
 
     def ensure(
-        self, *, traced: bool, scored: bool, scored_prompts: bool, first_tokens: Collection[tuple[bool, bool]]
+        self,
+        check: Check,
+        *,
+        traced: bool,
+        scored: bool,
+        scored_prompts: bool,
+        first_tokens: Collection[tuple[bool, bool]],
     ) -> None:
         """Compile the ladders that some requests need and nobody did before; other threads step on meanwhile.
 
@@ -117,6 +122,7 @@ class Programs:
         unread. Once there are ladders for masks, a batch that scores needs them with that.
 
         Args:
+            check: of all executables with those to be added; where it raises, none is.
             traced: rounds also return their drafts.
             scored: and the log-probabilities of what they emit.
             scored_prompts: chunks return those of their tokens.
@@ -124,10 +130,11 @@ class Programs:
                 or prompt, and of the prompt.
         """
         with self._later:
-            self._is_masked |= bool(first_tokens)
-            self._compile(chain(self._lowered_traced(traced), self._lowered_scored(scored, scored_prompts)))
-            if self._is_masked and (first_tokens or scored):
-                self._compile(chain(self._lowered_masked_rounds(), self._lowered_masked_prefill(first_tokens)))
+            lowered = [self._lowered_traced(traced), self._lowered_scored(scored, scored_prompts)]
+            if first_tokens or (scored and self.verifies):
+                modes = [False, True] if scored or self.scored_rounds else [False]
+                lowered += [self._lowered_masked_rounds(modes), self._lowered_masked_prefill(first_tokens)]
+            self._compile(chain.from_iterable(lowered), check)
 
     def _lowered_traced(self, wanted: bool) -> Iterator[Lowered]:
         if wanted and (self._config.slots, self._depths[-1], True) not in self.rounds:
@@ -142,11 +149,10 @@ class Programs:
         if tokens and not self.scored_rounds:
             yield from self._lowered_rounds(replace(scored, trace=True))
 
-    def _lowered_masked_rounds(self) -> Iterator[Lowered]:
+    def _lowered_masked_rounds(self, modes: Sequence[bool]) -> Iterator[Lowered]:
         config, vocab = self._config, self._params.target.config.vocab_size
         assert config.buckets is not None
         for rows, depth in product(config.buckets, reversed(self._depths)):
-            modes = [False, True] if self.scored_rounds else [False]
             missing = [is_scored for is_scored in modes if (rows, depth, is_scored) not in self.verifies]
             if not missing:
                 continue
@@ -208,12 +214,12 @@ class Programs:
         packed = automata.pack(table, grammar.class_of, grammar.next, state.grammars.next.shape[1])
         return replace(state, grammars=self.load_grammar(state.grammars, jax.device_put(packed)))
 
-    def _compile(self, programs: Iterable[Lowered]) -> None:
+    def _compile(self, programs: Iterable[Lowered], check: Check = lambda executables: None) -> None:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # one is lowered while others compile
             compiled = [(keep, pool.submit(self._compile_one, name, lowered)) for name, keep, lowered in programs]
         new = [(keep, one.result()) for keep, one in compiled]  # none is kept if one fails
         if new:
-            self.check([*self.executables, *(executable for _, executable in new)])
+            check([*self.executables, *(executable for _, executable in new)])
         for keep, executable in new:
             keep(executable)
 

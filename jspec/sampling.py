@@ -64,7 +64,8 @@ def keys(seed: UInt32[Array, "... 2"], purpose: Purpose, *place: Int[Array, "...
 def gumbel(key: Array, vocab: int) -> Float[Array, "... vocab"]:
     """Gumbel noise over a vocabulary for each key: ``argmax(logits + noise)`` is a draw from softmax(logits)."""
     draw = jax.vmap(lambda k: jax.random.gumbel(k, (vocab,), jnp.float32, mode="low"))
-    return draw(key.reshape(-1)).reshape(*key.shape, vocab)
+    with jax.threefry_partitionable(True):  # as in `gumbel_argmax`, whatever the process is set to
+        return draw(key.reshape(-1)).reshape(*key.shape, vocab)
 
 
 def uniform(key: Array) -> Float[Array, "..."]:
@@ -79,7 +80,7 @@ def token_noise(view: SlotView, positions: Int[Array, "batch nodes"], vocab: int
 
 
 def _bound(
-    logits: Float[Array, "batch nodes vocab"], sampling: Sampling
+    logits: Float[Array, "batch nodes vocab"], sampling: Sampling, implementation: str
 ) -> tuple[Float[Array, "batch"], Float[Array, "batch nodes"]]:
     """Each row's temperature, 1 for greedy ones, and each node's smallest logit that stays (-inf: all do)."""
     rows, nodes, vocab = logits.shape
@@ -92,16 +93,20 @@ def _bound(
         jnp.where(is_sampled, sampling.min_p, 0.0),
     )
     per_node = [jnp.repeat(control, nodes) for control in controls]
-    return temperature, keep_bound(logits.reshape(-1, vocab), *per_node).reshape(rows, nodes)
+    return temperature, keep_bound(logits.reshape(-1, vocab), *per_node, implementation=implementation).reshape(
+        rows, nodes
+    )
 
 
-def process(logits: Float[Array, "batch nodes vocab"], sampling: Sampling) -> Float[Array, "batch nodes vocab"]:
+def process(
+    logits: Float[Array, "batch nodes vocab"], sampling: Sampling, implementation: str = "auto"
+) -> Float[Array, "batch nodes vocab"]:
     """Temperature, top-k, top-p, min-p, in this order; excluded tokens get -inf. Greedy rows pass unchanged.
 
     As in transformers' warpers, each control sees what the one before left, renormalised. Tokens that tie with the
     last one kept are kept too.
     """
-    temperature, bound = _bound(logits, sampling)
+    temperature, bound = _bound(logits, sampling, implementation)
     return jnp.where(logits >= bound[..., None], logits / temperature[:, None, None], -jnp.inf)
 
 
@@ -120,9 +125,9 @@ def target_tokens(
 
     def draw(logits: Array, sampling: Sampling, positions: Array) -> Array:
         """One token for each row, where each is a batch of its own."""
-        _, bound = _bound(logits[:, None], sampling)
+        _, bound = _bound(logits[:, None], sampling, view.implementation)
         key = jax.random.key_data(keys(sampling.seed, Purpose.TOKEN, positions))
-        return gumbel_argmax(logits, key, sampling.temperature, bound[:, 0])
+        return gumbel_argmax(logits, key, sampling.temperature, bound[:, 0], implementation=view.implementation)
 
     each = jax.tree.map(lambda field: jnp.repeat(field, nodes, axis=0), view.sampling)
     rows = (logits.reshape(-1, vocab), each, positions.reshape(-1))
@@ -133,9 +138,11 @@ def target_tokens(
     return drawn.reshape(batch, nodes)
 
 
-def law(logits: Float[Array, "batch nodes vocab"], sampling: Sampling) -> Float[Array, "batch nodes vocab"]:
+def law(
+    logits: Float[Array, "batch nodes vocab"], sampling: Sampling, implementation: str = "auto"
+) -> Float[Array, "batch nodes vocab"]:
     """The processed distribution of each row; greedy rows are one-hot at the argmax."""
-    probs = jax.nn.softmax(process(logits, sampling), axis=-1)
+    probs = jax.nn.softmax(process(logits, sampling, implementation), axis=-1)
     one_hot = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=probs.dtype)
     return jnp.where(sampling.temperature[:, None, None] > 0, probs, one_hot)
 
@@ -169,7 +176,7 @@ def child_chooser(
     noise = _draft_noise(view, depth, vocab_map, target_vocab)
 
     def coupled(logits: Array, depth: int, count: int) -> tuple[Array, None]:
-        noisy = process(logits, view.sampling) + noise[:, depth - 1, None]
+        noisy = process(logits, view.sampling, view.implementation) + noise[:, depth - 1, None]
         is_sampled = view.sampling.temperature[:, None, None] > 0
         return _largest(jnp.where(is_sampled, noisy, logits), count, view), None
 
@@ -196,7 +203,7 @@ def _drawn(logits: Float[Array, "batch fed vocab"], view: SlotView, depth: int, 
     if view.all_greedy:
         certain = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
         return _largest(logits, count, view), certain
-    probs = law(logits, view.sampling)
+    probs = law(logits, view.sampling, view.implementation)
     place = (view.lengths[:, None], jnp.asarray([[depth]]), jnp.arange(logits.shape[1])[None])
     noise = gumbel(keys(view.sampling.seed[:, None], Purpose.DRAFT, *place), logits.shape[-1])
     is_sampled = view.sampling.temperature[:, None, None] > 0

@@ -46,7 +46,8 @@ def _gumbel(first: Array, second: Array, token: Array) -> Array:
 
 def _reference(logits, keys, temperature, bound):
     draw = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32, mode="low"))
-    noise = draw(jax.random.wrap_key_data(keys, impl="threefry2x32"))
+    with jax.threefry_partitionable(True):
+        noise = draw(jax.random.wrap_key_data(keys, impl="threefry2x32"))
     drawn = jnp.where(
         logits >= bound[:, None], logits / jnp.where(temperature > 0, temperature, 1)[:, None] + noise, -jnp.inf
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -78,6 +80,32 @@ def test_an_interrupt_leaves_no_answer_for_the_next_one() -> None:
     with pytest.raises(KeyboardInterrupt):
         builder("(a|b)*a(a|b){15}")
     assert (in_order(*builder("a+"))[0] == in_order(*build("a+"))[0]).all()
+
+
+def test_what_fails_otherwise_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="/bin/false that makes automata ended with 1"):
+        Builder()("a")
+    monkeypatch.setattr(sys, "executable", "")
+    with pytest.raises(RuntimeError, match="automata are made by another Python"):
+        Builder()("a")
+
+
+def test_an_engine_takes_the_process_with_it() -> None:
+    """When it is closed, and when it is dropped, before any cycle is collected."""
+    maker = GrammarInput(lettered.tokenizer(), 16, 400)
+    maker.of(SamplingParams(regex="a+"), (0,), ())
+    (first := maker._build._process).poll()
+    maker.close()
+    assert first.returncode is not None
+    maker.of(SamplingParams(regex="b+"), (0,), ())
+    second = maker._build._process
+    gc.disable()
+    try:
+        del maker
+        assert second.poll() is not None
+    finally:
+        gc.enable()
 
 
 def test_the_process_ends_with_its_owner() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -188,6 +190,49 @@ def test_the_models_vocabulary_may_be_larger_or_smaller_than_the_tokenizers() ->
 def test_what_the_library_does_not_follow_is_refused(grammar: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"grammar='(?s:.*){message}"):
         compiled(lettered.TEXTS, (0,), grammar=grammar)
+
+
+def test_a_chain_of_rules_beyond_the_library_s_stack_is_refused() -> None:
+    rules = [f'r{index}: r{index + 1} "a"' for index in range(3000)]
+    with pytest.raises(ValueError, match="expected at most 1000 rules and terminals, got 3002; take fewer"):
+        compiled(lettered.TEXTS, (0,), grammar="\n".join(["start: r0", *rules, 'r3000: "a"']))
+
+
+def test_blank_lines_take_no_time() -> None:
+    start = time.perf_counter()
+    assert isinstance(compiled(lettered.TEXTS, (0,), grammar="\n" * 40000 + 'start: "a"'), LarkGrammar)
+    assert time.perf_counter() - start < 10  # of a minute and more, with a search that begins anew at each
+
+
+def test_tokens_of_which_none_begins_a_text_are_refused() -> None:
+    maker = GrammarInput(lettered.tokenizer(), 16, 400)
+    begins = sorted(maker.of(SamplingParams(grammar='start: "a" "b"'), (0,), ()).beginnings())
+    others = tuple(token for token in range(16) if token not in begins)
+    with pytest.raises(ValueError, match=rf"allowed_token_ids: .*some of {re.escape(str(begins))}, got"):
+        maker.of(SamplingParams(grammar='start: "a" "b"', allowed_token_ids=others), (0,), ())
+    assert maker.of(SamplingParams(grammar='start: "a" "b"', allowed_token_ids=(0, begins[0])), (0,), ())
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ('{"not":' * 100000 + "{}" + "}" * 100000, "nested so deep"),
+        (
+            {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{(i + 1) % 5000}"} for i in range(5000)}},
+            "not nested so deep",
+        ),
+        ({"$defs": [], "type": "string"}, r"'\$defs' at #: expected schemas by name, got \[\]"),
+    ],
+    ids=["levels", "references", "no names"],
+)
+def test_a_schema_that_cannot_be_walked_is_refused(schema: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GrammarInput(lettered.tokenizer(), 16, 400).of(SamplingParams(json_schema=schema), (0,), ())
+
+
+def test_a_schema_may_hold_itself_through_a_list() -> None:
+    assert holds_itself({"anyOf": [{"type": "null"}, {"items": {"$ref": "#/anyOf/1"}}]})
+    assert not holds_itself({"anyOf": [{"type": "null"}, {"items": {"$ref": "#/anyOf/0"}}]})
 
 
 def test_a_text_that_looks_like_an_option_is_none() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -221,6 +223,19 @@ def program(**sizes: int) -> Any:
     """A compiled program that says what it takes."""
     analysis = SimpleNamespace(**{f"{name}_size_in_bytes": count for name, count in sizes.items()})
     return SimpleNamespace(memory_analysis=lambda: analysis)
+
+
+def test_an_engine_that_is_dropped_frees_its_memory_at_once() -> None:
+    """Before any cycle is collected: the next engine plans with what is free."""
+    engine = Engine(small.target(), **OPTIONS)
+    engine.generate([1, 2])
+    root = weakref.ref(engine._device.state.root)
+    gc.disable()
+    try:
+        del engine
+        assert root() is None
+    finally:
+        gc.enable()
 
 
 def test_programs_compiled_later_are_planned_too(monkeypatch: pytest.MonkeyPatch) -> None:

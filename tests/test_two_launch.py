@@ -284,14 +284,46 @@ def test_others_step_on_while_the_programs_are_compiled(monkeypatch: pytest.Monk
     engine, free = lettered.chain(), []
     compiled = engine._device.programs._compile
 
-    def watched(programs: Any) -> None:
+    def watched(*arguments: Any) -> None:
         free.append(not engine._turns.is_mine)
-        compiled(programs)
+        compiled(*arguments)
 
     monkeypatch.setattr(engine._device.programs, "_compile", watched)
     request = engine.submit(PROMPTS[6], PARAMS[6])
     engine.abort(engine.submit(PROMPTS[4], PARAMS[4]))  # nor does it wait for what is compiled elsewhere
     assert free and all(free) and engine.result(request).token_ids == expected()[6]
+
+
+def test_programs_that_do_not_fit_leave_others_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what a request needs all is kept or nothing; those that need less go on."""
+    programs, made, wanted = lettered.chain()._device.programs, [], dict(traced=False, scored_prompts=False)
+    for name in ("rounds", "scored_rounds", "scored_prefill", "drafts", "verifies", "masked_prefill"):
+        monkeypatch.setattr(programs, name, {})
+    monkeypatch.setattr(programs, "_timed", lambda name, *_: name)
+    monkeypatch.setattr(programs, "_compile_one", lambda name, lowered: made.append(name) or name)
+
+    def nothing_more(executables: Any) -> None:
+        if any("verify" in str(name) and "logprobs" in str(name) for name in executables):
+            raise ValueError("out of memory")
+
+    def ensure(*, scored: bool, masked: bool) -> None:
+        first_tokens = {(False, False)} if masked else set()
+        programs.ensure(nothing_more, scored=scored, first_tokens=first_tokens, **wanted)
+
+    ensure(scored=False, masked=True)
+    assert programs.verifies and programs.masked_prefill
+    with pytest.raises(ValueError, match="out of memory"):
+        ensure(scored=True, masked=False)
+    assert not programs.scored_rounds and not programs.scored_prefill
+    made.clear()
+    ensure(scored=False, masked=True)
+    assert made == []
+    for name in ("drafts", "verifies", "masked_prefill"):
+        monkeypatch.setattr(programs, name, {})
+    with pytest.raises(ValueError, match="out of memory"):
+        ensure(scored=True, masked=True)
+    ensure(scored=True, masked=False)  # a grammar that was refused is nobody else's affair
+    assert programs.scored_rounds and not programs.verifies
 
 
 def test_what_the_engine_cannot_follow_is_refused_before_anything_is_queued() -> None:

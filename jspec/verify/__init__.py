@@ -136,7 +136,9 @@ def sampled(
     rank = ranks(draft)
     seed, root = view.sampling.seed, view.lengths
     keys = sampling.keys(seed[:, None], Purpose.ACCEPT, root[:, None], depths(reach), rank)
-    ruling = _rule(view.accept, draft)(sampling.law(logits, view.sampling), draft, reach, sampling.uniform(keys))
+    ruling = _rule(view.accept, draft)(
+        sampling.law(logits, view.sampling, view.implementation), draft, reach, sampling.uniform(keys)
+    )
     noise = sampling.gumbel(sampling.keys(seed, Purpose.RESIDUAL, root), logits.shape[-1])
     return ruling.best, jnp.argmax(jnp.log(ruling.last_law) + noise, axis=-1).astype(jnp.int32)
 

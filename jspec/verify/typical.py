@@ -40,7 +40,7 @@ def typical_acceptance(
     Returns:
         The last accepted node, and the argmax behind it.
     """
-    law = sampling.law(logits, view.sampling)
+    law = sampling.law(logits, view.sampling, view.implementation)
     entropy = -jnp.sum(law * jnp.log(law + INSIDE_LOG), axis=-1)
     bound = jnp.minimum(options.threshold, options.alpha * jnp.exp(-entropy))
     bound = jnp.where(view.sampling.temperature[:, None] > 0, bound, 0.5)  # greedy laws are one-hot
