@@ -428,7 +428,7 @@ def without_draft_rows(one: Engine) -> Any:
     program, slots = replace(one._device.program, drafter=one._device.program.drafter.cut(0)), one.config.slots
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(program.drafter), "catch_up", lambda self, params, state, view: state)
-        return one._device.programs._lower("broken", partial(spec_step, program), one._device.state, slots).compile()
+        return one._device.programs._lower("broken", partial(spec_step, program), slots).compile()
 
 
 def rows_of_both_caches(one: Engine) -> tuple[np.ndarray, np.ndarray]:

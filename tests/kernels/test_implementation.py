@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import namedtuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_it_says_what_is_chosen(implementation: str, platform: str) -> None:
 
 def test_an_engine_says_it_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(Programs, "_compile", lambda *args, **options: None)
-    state: Any = SimpleNamespace(root=jnp.zeros(2), page_table=jnp.zeros((2, 3)))
+    state: Any = namedtuple("State", "root page_table")(jnp.zeros(2), jnp.zeros((2, 3)))
     for implementation in ("auto", "reference"):
         program: Any = SimpleNamespace(implementation=implementation)
         with caplog.at_level(logging.INFO, "jspec"):
