@@ -75,7 +75,8 @@ def test_an_interrupt_leaves_no_answer_for_the_next_one() -> None:
     """The answer of one that nobody waits for any more is not taken for that of another."""
     builder = Builder()
     builder("a")
-    timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT])  # which it waits in
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         builder(EXPLODES)
