@@ -24,10 +24,9 @@ def prefill_program(programs: Programs, plan: PrefillPlan) -> Step:
 def round_program(programs: Programs, plan: RoundPlan, depth: int) -> Step:
     """For rounds of some depth; in two launches where the host follows the grammar of any row."""
     is_scored = any(request.params.logprobs is not None for request in plan.requests)
-    matchers = [request.matcher for request in plan.requests]
     if wants_newest(plan.requests):
         draft, verify = programs.drafts[plan.bucket, depth], programs.verifies[plan.bucket, depth, is_scored]
-        return round_in_two(draft, verify, matchers)
+        return round_in_two(draft, verify, [request.matcher for request in plan.requests])
     if is_scored:
         return programs.scored_rounds[plan.bucket, depth]
     return programs.rounds[plan.bucket, depth, any(request.trace for request in plan.requests)]

@@ -124,7 +124,7 @@ def spec_step(
     """
     if program.rounds == 1:
         state, *results = spec_round(program, params, state, slots)
-        return state, output_of([jax.tree.map(lambda x: x[None], result) for result in results])
+        return state, output_of_one(results)
 
     def body(index: Int[Array, ""], carry: Any) -> Any:
         state, outputs = carry
@@ -134,10 +134,15 @@ def spec_step(
     shapes = jax.eval_shape(lambda s: spec_round(program, params, s, slots)[1:], state)
     empty = jax.tree.map(lambda x: jnp.zeros((program.rounds, *x.shape), x.dtype), shapes)
     state, results = jax.lax.fori_loop(0, program.rounds, body, (state, empty))
-    return state, output_of(results)
+    return state, _output_of(results)
 
 
-def output_of(results: Sequence[Any]) -> StepOutput:
+def output_of_one(results: Sequence[Any]) -> StepOutput:
+    """What the host gets of a single round."""
+    return _output_of([jax.tree.map(lambda x: x[None], result) for result in results])
+
+
+def _output_of(results: Sequence[Any]) -> StepOutput:
     """What the host gets of rounds: report, trace and log-probabilities."""
     report, trace, scores = results
     return StepOutput(report=report, trace=trace, logprobs=scores)

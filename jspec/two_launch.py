@@ -18,7 +18,7 @@ from jaxtyping import Array, Int, UInt32
 
 from jspec.matcher import EVERYTHING, Matcher, words_of
 from jspec.records import Draft, SlotState, StepOutput
-from jspec.step import Params, Program, draft_stage, judge, output_of, view_of
+from jspec.step import Params, Program, draft_stage, judge, output_of_one, view_of
 
 Step = Callable[[Params, SlotState, Any], tuple[SlotState, StepOutput]]
 
@@ -53,7 +53,7 @@ def verify_step(
     """
     view = replace(view_of(state, slots, program), masks=masks)
     state, *results = judge(program, params, state, view, draft)
-    return state, output_of([jax.tree.map(lambda x: x[None], result) for result in results])
+    return state, output_of_one(results)
 
 
 def round_in_two(draft: Any, verify: Any, matchers: Sequence[Matcher | None]) -> Step:
