@@ -257,41 +257,49 @@ class Engine(Interface):
 
     def _read(self, plan: Plan, output: StepOutput) -> np.ndarray:
         """Take a step's result; gives back the rows of it that were drafted for."""
-        output = jax.tree.map(np.asarray, output)
-        report, seconds = np.asarray(output.report), self._stopwatch.stop()
+        output, seconds = jax.tree.map(np.asarray, output), self._stopwatch.stop()
+        report = np.asarray(output.report)
         self.scheduler.settle(plan)
-        fields = Report.read(report)
-        if isinstance(plan, RoundPlan):
-            is_usual = output.trace is None and output.logprobs is None
-            self._learn(plan, fields, seconds if is_usual else None)
-        rows = plan.requests if isinstance(plan, RoundPlan) else [plan.request] if plan.emits else []
-        if isinstance(plan, PrefillPlan) and plan.request.scores_prompt and plan.request.finish_reason is None:
+        if isinstance(plan, PrefillPlan):
+            self._read_chunk(plan, output)
+            return report[:, :0]
+        fields, is_usual = Report.read(report), output.trace is None and output.logprobs is None
+        self._learn(plan, fields, seconds if is_usual else None)
+        # Others ended in an earlier step; this one was dispatched before that was known.
+        live = [(row, request) for row, request in enumerate(plan.requests) if request.finish_reason is None]
+        for row, request in live:
+            self._take(request, output, row, is_round=True)
+        if fields.depth == 0:
+            return report[:, :0]
+        edits = self._device.edits  # of which the draft knows nothing
+        return report[:, [row for row, request in live if request.params.draft and not edits(request)]]
+
+    def _read_chunk(self, plan: PrefillPlan, output: StepOutput) -> None:
+        """Take what a chunk of a prompt came to."""
+        request = plan.request
+        if request.finish_reason is not None:
+            return
+        if request.scores_prompt:
             assert output.prompt is not None
-            take_prompt(plan.request, output.prompt, plan.start, plan.count)
-        is_round, drafted = isinstance(plan, RoundPlan), []
-        is_drafted = is_round and fields.depth > 0
-        for row, request in enumerate(rows):
-            if request.finish_reason is not None:
-                continue  # it ended in an earlier step; this one was dispatched before that was known
-            params = request.params
-            if is_drafted and params.draft and not self._device.edits(request):  # of controls the draft knows nothing
-                drafted.append(row)
-            text = self._texts[request.id]
-            try:
-                reason = take_report(request, text, output, row, is_round, self.eos_ids)
-                follow(request)
-            except Exception as error:  # of a tokenizer, for instance: nobody else's affair
-                request.error, reason = error, "error"
-            self._clock(request)
-            if reason is None:
-                self._keep(request)
-                continue
-            if text.stop is not None:
-                self._keep(request)  # the device is beyond the cut, and what the drafter lags by with it
-            elif request.error is None:
-                self._catch_up(request)
+            take_prompt(request, output.prompt, plan.start, plan.count)
+        if plan.emits:
+            self._take(request, output, 0, is_round=False)
+
+    def _take(self, request: Request, output: StepOutput, row: int, *, is_round: bool) -> None:
+        """Take one row of a step's result, which may be the end of its request."""
+        text = self._texts[request.id]
+        try:
+            reason = take_report(request, text, output, row, is_round, self._admission.eos_ids)
+            follow(request)
+        except Exception as error:  # of a tokenizer, for instance: nobody else's affair
+            request.error, reason = error, "error"
+        self._clock(request)
+        if reason is None or text.stop is not None:  # behind a cut the device is further, and so is what the draft lags
+            self._keep(request)
+        elif request.error is None:
+            self._catch_up(request)
+        if reason is not None:
             self._end(request, reason)
-        return report[:, drafted]
 
     def _learn(self, plan: RoundPlan, report: Report, seconds: float | None) -> None:
         """Tell the policy what its choice came to, if any of the requests was still there."""

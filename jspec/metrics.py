@@ -52,7 +52,8 @@ class Metrics:
         self.rounds_at[depth] = self.rounds_at.get(depth, 0) + 1
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += emitted_drafts
-        self.accepted_at.extend([0] * (accept_len - len(self.accepted_at)))
+        if accept_len > len(self.accepted_at):
+            self.accepted_at += [0] * (accept_len - len(self.accepted_at))
         for position in range(accept_len):
             self.accepted_at[position] += 1
 

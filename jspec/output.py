@@ -37,6 +37,8 @@ class OutputText:
 
         With the token that completes a stop string they end.
         """
+        if self._detokenizer is None and not self._stops:
+            return [""] * len(tokens)
         pieces: list[str] = []
         for count, token in enumerate(tokens, len(self.pieces) + 1):
             is_end = token in self._stop_ids
@@ -104,13 +106,14 @@ def take_report(
         if request.params.logprobs is not None:
             request.logprobs += token_logprobs(output.logprobs, (index, row), emitted, request.params.logprobs)
         request.token_ids += emitted
-        request.from_draft += [position < accept_len for position in range(count)]
+        emitted_drafts = min(count, accept_len)
+        request.from_draft += [True] * emitted_drafts + [False] * (count - emitted_drafts)
         request.metrics.num_tokens += count
         request.metrics.num_first_tokens += not is_round
         if is_round:
-            emitted_drafts = min(count, accept_len)
+            depth, drafted = len(fields.tokens) - 1, fields.num_drafted
             request.metrics.count_round(
-                depth=fields.depth, drafted=fields.num_drafted, accept_len=accept_len, emitted_drafts=emitted_drafts
+                depth=depth, drafted=drafted, accept_len=accept_len, emitted_drafts=emitted_drafts
             )
             if trace is not None and request.trace:
                 request.rounds.append(_round(trace, index, row, accept_len, emitted))

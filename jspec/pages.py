@@ -8,7 +8,6 @@ needed, and then those go first that were given back first. Target and draft use
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -64,7 +63,7 @@ class PagePool:
 
     def needed(self, rows: int) -> int:
         """Pages that hold ``rows`` rows."""
-        return math.ceil(rows / self.page_size)
+        return -(-rows // self.page_size)
 
     def match(self, digests: Sequence[Digest]) -> list[int]:
         """The kept pages of a text, from its beginning up to the first that is not kept."""
@@ -106,9 +105,11 @@ class PagePool:
 
     def grow(self, owner: int, rows: int) -> bool:
         """See to it that an owner has pages for ``rows`` rows; False, and nothing done, where not enough are free."""
-        if self.needed(rows) - len(self._owned[owner]) > self.num_free:
-            return False
-        self._extend(owner, rows)
+        lacking = self.needed(rows) - len(self._owned[owner])
+        if lacking > 0:
+            if lacking > self.num_free:
+                return False
+            self._extend(owner, rows)
         return True
 
     def shrink(self, owner: int, rows: int) -> None:

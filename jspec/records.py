@@ -221,7 +221,7 @@ class StepOutput:
 class Report(NamedTuple):
     """A `StepOutput.report` as the host reads it; every array is ``[rounds, batch]`` but tokens ``[.., depth + 1]``.
 
-    Of one row's round, from `rounds`, the fields are ints, and tokens a list of them.
+    From `rounds`, of one row's round, the fields are ints, and tokens a list of them; they have no `depth`.
     """
 
     tokens: Any
@@ -233,7 +233,7 @@ class Report(NamedTuple):
     @property
     def depth(self) -> int:
         """Of the tree that was drafted."""
-        return (len(self.tokens) if isinstance(self.tokens, list) else self.tokens.shape[-1]) - 1
+        return self.tokens.shape[-1] - 1
 
     @classmethod
     def read(cls, report: np.ndarray) -> Report:

@@ -24,6 +24,10 @@ class StopStrings:
         self._matched = [0] * len(stops)  # of each, the longest beginning with which the text ends
         self._held = ""  # as long as the longest of these
 
+    def __bool__(self) -> bool:
+        """Whether there is any stop string."""
+        return bool(self._stops)
+
     def push(self, text: str, *, may_end: bool = True) -> str:
         """Take the text's next piece; returns what is certain by now.
 

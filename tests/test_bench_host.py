@@ -30,8 +30,13 @@ DEVICE = HOST = 0.004  # seconds
 
 
 @pytest.fixture(scope="module")
-def ready() -> Engine:
-    return host.ready_engine(CASE)
+def pair() -> list[Engine]:
+    return [host.ready_engine(CASE) for _ in CASE.contexts]
+
+
+@pytest.fixture
+def ready(pair: list[Engine]) -> Engine:
+    return pair[0]
 
 
 def reads_all(self: Scheduler, request: Request, rows: int, keep: Callable[..., None] = Scheduler.keep) -> None:
@@ -41,24 +46,25 @@ def reads_all(self: Scheduler, request: Request, rows: int, keep: Callable[..., 
     keep(self, request, rows)
 
 
-def test_every_round_is_a_full_one(ready: Engine) -> None:
+def test_every_round_is_a_full_one(pair: list[Engine]) -> None:
     """All rows are at work at the context that is named, and accept as many drafts as the case says."""
-    before = ready.metrics
-    (short, _) = host.measure_with(ready, replace(CASE, blocks=1, accepted=CASE.accepted))
-    metrics = ready.metrics
-    assert metrics.num_prompt_tokens - before.num_prompt_tokens == 4 * (64 + 16384)
-    rounds = metrics.num_drafts - before.num_drafts
-    assert rounds >= 2 * 4 * (CASE.rounds + host.WARM_UP - 1)
-    assert metrics.num_accepted_tokens - before.num_accepted_tokens == CASE.accepted * rounds
+    before = [engine.metrics for engine in pair]
+    (short, _) = host.measure_with(pair, replace(CASE, blocks=1))
     assert short.context == 64 and short.milliseconds > 0 and short.ratio == 1.0
-    assert ready.pages_in_use == 0 and not ready._texts
+    for engine, was, context in zip(pair, before, CASE.contexts, strict=True):
+        metrics = engine.metrics
+        assert metrics.num_prompt_tokens - was.num_prompt_tokens == 4 * context
+        rounds = metrics.num_drafts - was.num_drafts
+        assert rounds >= 4 * (CASE.rounds + host.WARM_UP - 1)
+        assert metrics.num_accepted_tokens - was.num_accepted_tokens == CASE.accepted * rounds
+        assert engine.pages_in_use == 0 and not engine._texts
 
 
-def test_a_cost_that_grows_with_the_context_shows(ready: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cost_that_grows_with_the_context_shows(pair: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is, a round at 256 times the context is no matter; with a glance at the whole text it is."""
-    assert host.measure_with(ready, CASE)[1].ratio < 2
+    assert host.measure_with(pair, CASE)[1].ratio < 2
     monkeypatch.setattr(Scheduler, "keep", reads_all)
-    assert host.measure_with(ready, CASE)[1].ratio > 2
+    assert host.measure_with(pair, CASE)[1].ratio > 2
 
 
 def test_the_table_has_the_results(tmp_path: Path) -> None:
@@ -148,13 +154,13 @@ def test_batching_tells_every_way_beside_the_first(tmp_path: Path) -> None:
 
 @pytest.mark.timing
 def test_the_host_takes_less_than_a_millisecond_whatever_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    with host.ready_engine(FULL) as engine:
-        short, long = host.measure_with(engine, FULL)
-        print(host.text(FULL, [short, long]))
-        assert max(short.milliseconds, long.milliseconds) < 1.0
-        assert abs(long.ratio - 1) < 0.1
-        monkeypatch.setattr(Scheduler, "keep", reads_all)
-        assert host.measure_with(engine, replace(FULL, blocks=1))[1].ratio > 1.1
+    engines = [host.ready_engine(FULL) for _ in FULL.contexts]
+    short, long = host.measure_with(engines, FULL)
+    print(host.text(FULL, [short, long]))
+    assert max(short.milliseconds, long.milliseconds) < 1.0
+    assert abs(long.ratio - 1) < 0.1
+    monkeypatch.setattr(Scheduler, "keep", reads_all)
+    assert host.measure_with(engines, replace(FULL, blocks=1))[1].ratio > 1.1
 
 
 @pytest.mark.timing

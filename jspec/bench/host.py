@@ -95,13 +95,17 @@ class Ready(np.ndarray):
 
 def measure(case: Case = Case()) -> list[Host]:
     """Time the rounds of every context."""
-    with ready_engine(case) as engine:
-        return measure_with(engine, case)
+    engines = [ready_engine(case) for _ in case.contexts]
+    try:
+        return measure_with(engines, case)
+    finally:
+        for engine in engines:
+            engine.close()
 
 
-def measure_with(engine: Engine, case: Case) -> list[Host]:
-    """Likewise, with the engine that `ready_engine` made of the case."""
-    blocks = [[block(engine, case, context) for context in case.contexts] for _ in range(case.blocks)]
+def measure_with(engines: Sequence[Engine], case: Case) -> list[Host]:
+    """Likewise, with engines that `ready_engine` made of the case, one a context."""
+    blocks = [block(engines, case) for _ in range(case.blocks)]
     results = []
     for i, context in enumerate(case.contexts):
         own = [line[i][0] for line in blocks]
@@ -150,22 +154,27 @@ def _answer(rows: int, length: int, accepted: int) -> Callable[..., Any]:
     return lambda params, state, packed: (state, output)
 
 
-def block(engine: Engine, case: Case, context: int) -> tuple[float, float]:
-    """Median seconds of a round at one context: of the thread, and by the wall."""
-    requests = _begin(engine, case, context)
-    for _ in range(WARM_UP):
+def block(engines: Sequence[Engine], case: Case) -> list[tuple[float, float]]:
+    """Median seconds of a round at each context: of the thread, and by the wall.
+
+    The contexts take turns round by round, so that what slows the machine for a while slows all of them.
+    """
+    requests = [_begin(engine, case, context) for engine, context in zip(engines, case.contexts, strict=True)]
+    for engine in [*engines] * WARM_UP:
         engine.step()
-    own, wall = [], []
-    for _ in range(case.rounds):
-        began, since = time.perf_counter(), time.thread_time()
-        engine.step()
-        own.append(time.thread_time() - since)
-        wall.append(time.perf_counter() - began)
-    assert all(request.finish_reason is None for request in requests), "all rows were at work"
-    for request in requests:
-        engine.abort(request)
-        engine.result(request)
-    return statistics.median(own), statistics.median(wall)
+    own, wall = np.array([[_timed_step(engine) for engine in engines] for _ in range(case.rounds)]).T
+    assert all(one.finish_reason is None for rows in requests for one in rows), "all rows were at work"
+    for engine, rows in zip(engines, requests, strict=True):
+        for request in rows:
+            engine.abort(request)
+            engine.result(request)
+    return list(zip(np.median(own, axis=1), np.median(wall, axis=1), strict=True))
+
+
+def _timed_step(engine: Engine) -> tuple[float, float]:
+    began, since = time.perf_counter(), time.thread_time()
+    engine.step()
+    return time.thread_time() - since, time.perf_counter() - began
 
 
 def _begin(engine: Engine, case: Case, context: int) -> list[Request]:
