@@ -12,6 +12,8 @@ from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from statistics import median
 from typing import final
 
@@ -118,11 +120,14 @@ class Adaptive(Policy):
 
     def rate(self, bucket: int, depth: int, caps: Sequence[int]) -> float:
         """Tokens a second to be expected of rounds of a depth; 0 if nothing was heard of it."""
+        return self._rate(bucket, depth, Counter(caps))
+
+    def _rate(self, bucket: int, depth: int, rows: Counter[int]) -> float:
+        """Likewise, of so many rows with each cap."""
         if not self._seconds[bucket, depth]:
             return 0.0
-        acceptance = self._acceptance[depth]
-        rows = Counter(min(cap, depth) for cap in caps)
-        tokens = sum(count * (1 + acceptance.expected(cap)) for cap, count in rows.items())
+        expected = self._acceptance[depth].expected
+        tokens = sum(count * (1 + expected[min(cap, depth)]) for cap, count in rows.items())
         return tokens / median(self._seconds[bucket, depth])
 
     def _useful(self, cap: int) -> tuple[int, ...]:
@@ -133,7 +138,8 @@ class Adaptive(Policy):
         return len(self._seconds[bucket, depth]) < SAMPLES and self._tries[bucket, depth] < TRIES
 
     def _best_or_stalest(self, bucket: int, depths: Sequence[int], caps: Sequence[int]) -> int:
-        best = max(reversed(depths), key=lambda depth: self.rate(bucket, depth, caps))
+        rows = Counter(caps)
+        best = max(reversed(depths), key=lambda depth: self._rate(bucket, depth, rows))
         others = [depth for depth in depths if depth != best and self._seconds[bucket, depth]]
         if others:
             stalest = min(others, key=lambda depth: self._ran.get((bucket, depth), 0))
@@ -151,7 +157,9 @@ class Acceptance:
     """
 
     def __init__(self, depth: int) -> None:
+        self._depth = depth
         self.shares = [PRIOR] * depth
+        self.expected = self._expected()
         self._weights = [1.0] * depth
         self._heard = [0] * depth
 
@@ -163,22 +171,30 @@ class Acceptance:
             offered: draft tokens that could have been.
             now: the number of dispatches so far.
         """
-        for position in range(int(offered.max(initial=0))):
-            tried = (accepted >= position) & (offered > position)
-            count = int(tried.sum())
-            if count == 0:
-                return
-            share = int((tried & (accepted > position)).sum()) / count
+        for position, (tried, successes) in enumerate(self._count(accepted, offered)):
+            if tried == 0:
+                break
             stale = 0.5 ** ((now - self._heard[position]) / HALF_LIFE)
             weight = self._weights[position]
             weight = min(weight, STALE_MEMORY + (weight - STALE_MEMORY) * stale)
-            self.shares[position] += count / (weight + count) * (share - self.shares[position])
-            self._weights[position] = min(weight + count, MEMORY)
+            self.shares[position] += tried / (weight + tried) * (successes / tried - self.shares[position])
+            self._weights[position] = min(weight + tried, MEMORY)
             self._heard[position] = now
+        self.expected = self._expected()
 
-    def expected(self, depth: int) -> float:
-        """Draft tokens that a round of this depth accepts on average."""
-        return float(sum(np.cumprod(self.shares[:depth])))
+    def _count(self, accepted: np.ndarray, offered: np.ndarray) -> list[tuple[int, int]]:
+        """For each position the drafts that came that far, and those of them whose token there was accepted.
+
+        One table for all positions: the host has better to do than to compare every row with each of them.
+        """
+        size = self._depth + 2
+        table = np.bincount(((accepted + 1) + size * offered).ravel(), minlength=size * size).reshape(size, size)
+        least = table[::-1, ::-1].cumsum(0).cumsum(1)[::-1, ::-1].tolist()  # offered and accepted + 1, at least so many
+        return [(least[place][place], least[place][place + 1]) for place in range(1, size - 1)]
+
+    def _expected(self) -> list[float]:
+        """Draft tokens that a round accepts on average, by its depth."""
+        return list(accumulate(accumulate(self.shares, mul), initial=0.0))
 
 
 class Stopwatch:

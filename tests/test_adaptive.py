@@ -163,8 +163,8 @@ def test_acceptance_by_hand() -> None:
     acceptance.learn(accepted, np.array([3, 3, 3, 3, 3, 3, 3, 1]), now=1)
     expected = [(0.5 + 6) / (1 + 7), (0.5 + 3) / (1 + 5), (0.5 + 2) / (1 + 3)]  # the prior counts as one row
     np.testing.assert_allclose(acceptance.shares, expected)
-    assert acceptance.expected(2) == pytest.approx(expected[0] * (1 + expected[1]))
-    assert acceptance.expected(0) == 0
+    assert acceptance.expected[2] == pytest.approx(expected[0] * (1 + expected[1]))
+    assert acceptance.expected[0] == 0
 
 
 def test_what_is_known_of_deep_positions_outlives_shallow_rounds() -> None:

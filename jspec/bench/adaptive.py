@@ -31,7 +31,7 @@ from jspec.tree import TREE_FORMS, Tree
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 TREE = Tree.chain(4)
 TOKENS = 128
-REPEATS = 3
+REPEATS = 9
 PREFILL = 128  # tokens that a prompt may have
 
 
@@ -70,6 +70,7 @@ class Speed:
         way: "plain", "depth K" or "adaptive".
         tokens_per_second: of all rows, median over repeats.
         spread: of that, largest less smallest.
+        ratio: to plain decoding, median over repeats of two that were timed in the same turn.
         length: mean acceptance length.
         rounds_at: rounds of rows by the depth that was drafted.
     """
@@ -78,6 +79,7 @@ class Speed:
     batch: int
     tokens_per_second: float
     spread: float
+    ratio: float
     length: float
     rounds_at: dict[int, int]
 
@@ -116,11 +118,15 @@ def _batch(case: Case, batch: int, plain: Engine, drafting: Engine) -> list[Spee
     ways |= {f"depth {depth}": (drafting, Fixed(depth)) for depth in depths}
     ways["adaptive"] = (drafting, Adaptive(depths, shares=case.tree.paths is not None))
     seen: dict[str, list[tuple[float, Metrics]]] = {way: [] for way in ways}
+    order = list(ways)
     for _ in range(1 + case.repeats):
-        for way, (engine, policy) in ways.items():
+        for way in order:
+            engine, policy = ways[way]
             engine.policy = policy
             seen[way].append(run(engine, case, batch))
-    return [_speed(way, batch, runs[1:]) for way, runs in seen.items()]  # the first ones warm up
+        order.reverse()  # so that a machine that grows slower or faster favours none
+    plains = [speed for speed, _ in seen["plain"][1:]]
+    return [_speed(way, batch, runs[1:], plains) for way, runs in seen.items()]  # the first ones warm up
 
 
 def run(engine: Engine, case: Case, batch: int) -> tuple[float, Metrics]:
@@ -144,13 +150,14 @@ def run(engine: Engine, case: Case, batch: int) -> tuple[float, Metrics]:
     return tokens / seconds, sum((completion.metrics for completion in done), Metrics())
 
 
-def _speed(way: str, batch: int, runs: Sequence[tuple[float, Metrics]]) -> Speed:
+def _speed(way: str, batch: int, runs: Sequence[tuple[float, Metrics]], plains: Sequence[float]) -> Speed:
     speeds, metrics = [speed for speed, _ in runs], sum((own for _, own in runs), Metrics())
     return Speed(
         way=way,
         batch=batch,
         tokens_per_second=statistics.median(speeds),
         spread=max(speeds) - min(speeds),
+        ratio=statistics.median(speed / plain for speed, plain in zip(speeds, plains, strict=True)),
         length=metrics.mean_acceptance_length,
         rounds_at=metrics.rounds_at,
     )
@@ -165,7 +172,7 @@ def text(results: Sequence[Speed]) -> str:
     rows = [["batch", "plain, tokens/s", *ways, "tokens a round", "depths chosen"]]
     for batch, own in by_batch.items():
         plain, adaptive = own["plain"].tokens_per_second, own["adaptive"]
-        ratios = [f"{own[way].tokens_per_second / plain:.2f}" for way in ways]
+        ratios = [f"{own[way].ratio:.2f}" for way in ways]
         rows.append([str(batch), f"{plain:.0f}", *ratios, f"{adaptive.length:.2f}", _shares(adaptive.rounds_at)])
     return table(rows)
 
