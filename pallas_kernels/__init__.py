@@ -2,6 +2,7 @@
 
 from pallas_kernels.ancestor_bits import ancestor_bits, causal_bits
 from pallas_kernels.fixed_matmul import fixed_matmul
+from pallas_kernels.gated_matmul import gated_matmul
 from pallas_kernels.gumbel_argmax import gumbel_argmax
 from pallas_kernels.keep_bound import keep_bound
 from pallas_kernels.kv_pages import append, move_rows
@@ -18,6 +19,7 @@ __all__ = [
     "append",
     "causal_bits",
     "fixed_matmul",
+    "gated_matmul",
     "gumbel_argmax",
     "keep_bound",
     "move_rows",

@@ -1,0 +1,133 @@
+"""`gated_matmul` against float64: the formula, the kernel interpreted, and what it is compiled to."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import gated_matmul
+from pallas_kernels.gated_matmul import Tiles, _mosaic, choose_tiles
+from tests.gpus import GPUS, compile_for
+from tests.h200 import compile_for_h200
+
+BF16, F16, F32 = (jnp.dtype(name) for name in ("bfloat16", "float16", "float32"))
+mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels of this kind are taken from jax 0.11 on")
+
+
+def problem(rows: int, out: int, inner: int, dtype: Any = BF16) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.normal(size=(rows, inner)), dtype)
+    return x, jnp.asarray(rng.normal(size=(2 * out, inner)) / np.sqrt(inner), dtype)
+
+
+def wanted(x: jax.Array, weight: jax.Array) -> np.ndarray:
+    gate, up = np.split(np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T, 2, axis=-1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def error(got: jax.Array, x: jax.Array, weight: jax.Array) -> float:
+    """Largest, beside one that numbers of 1 have."""
+    right = wanted(x, weight)
+    return float((np.abs(np.asarray(got, np.float64) - right) / (1 + np.abs(right))).max())
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(F32, 1e-5), (BF16, 2e-2)], ids=str)
+def test_what_xla_takes_is_the_formula(dtype: Any, most: float) -> None:
+    x, weight = problem(40, 96, 128, dtype)
+    got = gated_matmul(x.reshape(4, 10, -1), weight)
+    assert (got.shape, got.dtype) == ((4, 10, 96), dtype)
+    assert error(got.reshape(40, -1), x, weight) < most
+    assert error(got.reshape(40, -1), x, jnp.roll(weight, 96, axis=0)) > 0.5, "control: gate and up change places"
+
+
+@mosaic
+@pytest.mark.parametrize(
+    ("rows", "tiles"),
+    [
+        (40, Tiles(groups=1, columns=48, stages=2, store=16, programs=3)),  # fewer rows than a warpgroup has
+        (72, Tiles(groups=2, columns=96, stages=3, store=16, programs=1)),  # two tiles, one after the other
+        (128, Tiles(groups=2, columns=48, stages=4, store=16, programs=3)),  # four tiles for three programs
+    ],
+)
+def test_the_interpreted_kernel_is_the_formula(rows: int, tiles: Tiles) -> None:
+    """The interpreter also fails where a barrier is passed too early or left behind."""
+    x, weight = problem(rows, 192, 320)
+    got = _mosaic(x, weight, tiles=tiles, interpret=True)
+    assert (got.shape, got.dtype) == ((rows, 192), BF16)
+    assert error(got, x, weight) < 4e-3  # one rounding to eight bits
+    assert error(got, x, jnp.roll(weight, 192, axis=0)) > 0.5
+    assert error(got, x.at[rows - 1].set(0), weight) > 0.1, "control: its last row counts"
+
+
+@pytest.mark.parametrize(
+    ("rows", "out", "columns"),
+    [
+        (32, 14336, 112),  # 128 tiles
+        (160, 14336, 112),
+        (192, 14336, 112),
+        (200, 14336, 56),  # four warpgroups have registers for 88 columns at most
+        (320, 14336, 56),
+        (64, 12288, 96),
+        (64, 8192, 64),
+        (64, 28672, 112),  # 256 tiles
+        (24, 14336, None),  # few rows
+        (36, 14336, None),  # no multiple of 8
+        (328, 14336, None),  # more than five warpgroups
+        (64, 18944, None),  # 296 tiles of 64 take as long as 396
+        (64, 14340, None),
+    ],
+)
+def test_the_tiles_leave_few_multiprocessors_idle(rows: int, out: int, columns: int | None) -> None:
+    tiles = choose_tiles(rows, 4096, out, BF16, 132)
+    assert (tiles and tiles.columns) == columns
+    if tiles:
+        assert tiles.groups * 64 >= rows > tiles.groups * 64 - 64 and tiles.stages >= 3
+
+
+@pytest.mark.parametrize(("inner", "dtype"), [(4096, F32), (4000, BF16)], ids=str)
+def test_other_products_are_xlas(inner: int, dtype: Any) -> None:
+    assert choose_tiles(64, inner, 14336, dtype, 132) is None
+
+
+@mosaic
+@pytest.mark.parametrize(
+    ("rows", "out", "inner", "dtype"),
+    [
+        *((rows, 14336, 4096, BF16) for rows in (32, 40, 64, 160, 192, 256, 320)),
+        (320, 6144, 2048, F16),
+        (128, 8192, 2048, BF16),
+        (64, 28672, 8192, BF16),
+    ],
+)
+def test_it_is_one_launch_without_spills(
+    rows: int, out: int, inner: int, dtype: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    x, weight = jax.ShapeDtypeStruct((2, rows // 2, inner), dtype), jax.ShapeDtypeStruct((2 * out, inner), dtype)
+    program = compile_for_h200(gated_matmul, x, weight)
+    assert [launch.kind for launch in program.launches] == ["kCustomCall"]
+    said = capfd.readouterr()
+    assert "0 bytes spill stores, 0 bytes spill loads" in said.out + said.err
+
+
+@mosaic
+@pytest.mark.parametrize(("gpu", "is_ours"), [("A100", False), ("L40", False), ("H100", True), ("B200", False)])
+def test_other_generations_have_xlas_product(gpu: str, is_ours: bool) -> None:
+    x, weight = jax.ShapeDtypeStruct((64, 1024), BF16), jax.ShapeDtypeStruct((2 * 6144, 1024), BF16)
+    launches = compile_for(GPUS[gpu], partial(gated_matmul), x, weight).launches
+    assert ([launch.kind for launch in launches] == ["kCustomCall"]) == is_ours
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [32, 40, 64, 72, 128, 160, 192, 200, 256, 264, 320])
+def test_the_kernel_is_the_formula_on_a_gpu(rows: int) -> None:
+    for out, inner, dtype in ((14336, 4096, BF16), (6144, 1024, F16)):
+        x, weight = problem(rows, out, inner, dtype)
+        got = gated_matmul(x, weight)
+        assert error(got, x, weight) < 4e-3
+        assert error(got, x.at[rows - 1].set(0), weight) > 0.1
