@@ -2,6 +2,8 @@
 
     out[t, i] = silu(x[t] . w[i]) * (x[t] . w[I + i])        w = [gate, up], [2 I, K]    (arXiv:2002.05202)
 
+x and w are of two bytes a number, or both are float8 with a scale for each row, by which sums are multiplied.
+
 A tile of the output is `columns` wide and as high as x, so every weight is read once. Its columns of gate and of up lie
 one above the other in shared memory, as one operand of a `wgmma`; both products of an output end up in one thread. Each
 warpgroup holds 64 rows. The first one also asks for the tiles to come (TMA), as soon as all have done with the oldest.
@@ -21,16 +23,17 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels.implementation import Implementation, choose
-from pallas_kernels.quantized import Inputs, Quantized, Rounded, Weight, matmul
-from pallas_kernels.round_rows import gated
+from pallas_kernels.quantized import Inputs, Quantized, Rounded, Weight, factors, matmul
+from pallas_kernels.round_rows import FP8, gated
 
-INNER = 64  # numbers of a row in a step: 128 bytes, the widest swizzle
+DTYPES = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), FP8}
+INNER_BYTES = 128  # of a row in a step: the widest swizzle
 HEIGHT = 64  # rows of a warpgroup's product
 LEAST_ROWS = 32  # fewer: XLA's product is as fast
 MOST_GROUPS = 5  # warpgroups that share the registers of a multiprocessor
 LEAST_COLUMNS, MOST_COLUMNS = 48, 128  # twice as many are one operand, of 256 at most
 OTHER_REGISTERS = 40  # of a thread, beside its sums
-SHARED_BYTES = 227 * 1024 - 1024  # of a multiprocessor, without the barriers
+SHARED_BYTES = 227 * 1024 - 512  # of a multiprocessor, without the barriers
 WASTE = 1.15  # of the time, at most, for tiles that leave multiprocessors idle
 
 
@@ -39,6 +42,7 @@ class Tiles(NamedTuple):
 
     groups: int  # warpgroups
     columns: int  # of the output
+    inner: int  # numbers of a row in a step
     stages: int  # steps in flight
     store: int  # columns that are stored at once
     programs: int
@@ -46,14 +50,8 @@ class Tiles(NamedTuple):
 
 def choose_tiles(rows: int, inner: int, out: int, dtype: jnp.dtype, multiprocessors: int) -> Tiles | None:
     """How the kernel divides a product [rows, inner] x [2 out, inner]; None where it is not for it."""
-    groups = math.ceil(rows / HEIGHT)
-    if (
-        dtype not in (jnp.bfloat16, jnp.float16)
-        or rows < LEAST_ROWS
-        or rows % 8
-        or groups > MOST_GROUPS
-        or inner % INNER
-    ):
+    groups, step = math.ceil(rows / HEIGHT), INNER_BYTES // dtype.itemsize
+    if dtype not in DTYPES or rows < LEAST_ROWS or groups > MOST_GROUPS or rows % 8 or inner % step:
         return None
     most = min(512 // groups // 8 * 8 - OTHER_REGISTERS, MOST_COLUMNS)
     widths = [width for width in range(most, LEAST_COLUMNS - 1, -8) if out % width == 0]
@@ -62,22 +60,20 @@ def choose_tiles(rows: int, inner: int, out: int, dtype: jnp.dtype, multiprocess
         return None
     columns = min(widths, key=lambda width: time[width])
     store = 16 if columns % 16 == 0 else 8
-    free = SHARED_BYTES - groups * HEIGHT * 2 * store * 2
-    stages = min(free // ((groups * HEIGHT + 2 * columns) * INNER * 2), inner // INNER)
-    return Tiles(groups, columns, stages, store, min(out // columns, multiprocessors))
+    free = SHARED_BYTES - groups * HEIGHT * 2 * 2 * store  # two places for what is stored
+    stages = min(free // ((groups * HEIGHT + 2 * columns) * INNER_BYTES), inner // step)
+    return Tiles(groups, columns, step, stages, store, min(out // columns, multiprocessors))
 
 
-def _reference(x, weight, *, implementation="auto"):
-    return gated(matmul(x, weight, implementation=implementation))
-
-
-def _kernel(x_ref, w_ref, out_ref, x_tiles, w_tiles, out_tiles, arrived, done, *, tiles):
+def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
     """One program: every so-many-th tile, one after the other, without a pause of the loads between them."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    x_tiles, w_tiles, out_tiles, arrived, done = memory
     (rows, inner), out = x_ref.shape, out_ref.shape[1]
     group, program = jax.lax.axis_index("group"), jax.lax.axis_index("program")
-    steps = inner // INNER  # of a tile
+    own_rows = pl.ds(group * HEIGHT, HEIGHT)  # those past the last are not stored
+    steps = inner // tiles.inner  # of a tile
     own = (out // tiles.columns - program + tiles.programs - 1) // tiles.programs
     total = own * steps
 
@@ -88,7 +84,7 @@ def _kernel(x_ref, w_ref, out_ref, x_tiles, w_tiles, out_tiles, arrived, done, *
         return jax.lax.rem(step, tiles.stages)
 
     def load(step):
-        slot, across = slot_of(step), pl.ds(jax.lax.rem(step, steps) * INNER, INNER)
+        slot, across = slot_of(step), pl.ds(jax.lax.rem(step, steps) * tiles.inner, tiles.inner)
         column = column_of(jax.lax.div(step, steps))
         for first, part in ((column, pl.ds(0, tiles.columns)), (out + column, pl.ds(tiles.columns, tiles.columns))):
             weights = w_ref.at[pl.ds(first, tiles.columns), across]
@@ -111,8 +107,7 @@ def _kernel(x_ref, w_ref, out_ref, x_tiles, w_tiles, out_tiles, arrived, done, *
             step = tile * steps + index
             slot = slot_of(step)
             plgpu.barrier_wait(arrived.at[slot])
-            own_rows = x_tiles.at[slot, pl.ds(group * HEIGHT, HEIGHT)]  # those that are not there are not stored
-            plgpu.wgmma(sums, own_rows, w_tiles.at[slot].T)
+            plgpu.wgmma(sums, x_tiles.at[slot, own_rows], w_tiles.at[slot].T)
             plgpu.wgmma_wait(1)  # all but this one
             pl.when(index > 0)(lambda: release(step - 1))
 
@@ -120,14 +115,29 @@ def _kernel(x_ref, w_ref, out_ref, x_tiles, w_tiles, out_tiles, arrived, done, *
         release(tile * steps + steps - 1)
         return sums[...]
 
-    def store(value, tile, height):
+    def scaled(sums, first):
+        if scale_ref is None:
+            return sums
+        down, across = (
+            jax.lax.broadcast_in_dim(plgpu.load(ref, optimized=False), sums.shape, [axis])  # type: ignore[call-arg]
+            for axis, ref in enumerate((row_scale_ref.at[own_rows], scale_ref.at[pl.ds(first, tiles.store)]))
+        )
+        return sums * down * across
+
+    def store(both, tile):
+        last = rows - (tiles.groups - 1) * HEIGHT  # rows of the last warpgroup
+        heights = ((HEIGHT, group < tiles.groups - 1), (last, group == tiles.groups - 1))
         for index in range(tiles.columns // tiles.store):
-            first = index * tiles.store
+            first, column = index * tiles.store, column_of(tile) + index * tiles.store
+            gate = scaled(both[:, first : first + tiles.store], column)
+            up = scaled(both[:, tiles.columns + first : tiles.columns + first + tiles.store], out + column)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of two places, the older one
-            out_tiles[group, index % 2] = value[:, first : first + tiles.store]
+            out_tiles[group, index % 2] = (gate / (1 + jnp.exp(-gate)) * up).astype(out_ref.dtype)
             plgpu.commit_smem()
-            place = out_ref.at[pl.ds(group * HEIGHT, height), pl.ds(column_of(tile) + first, tiles.store)]
-            plgpu.copy_smem_to_gmem(out_tiles.at[group, index % 2, pl.ds(0, height)], place)
+            for height, is_own in heights:
+                place = out_ref.at[pl.ds(group * HEIGHT, height), pl.ds(column, tiles.store)]
+                piece = out_tiles.at[group, index % 2, pl.ds(0, height)]
+                pl.when(is_own)(functools.partial(plgpu.copy_smem_to_gmem, piece, place))
 
     @pl.when(group == 0)
     def _():
@@ -136,12 +146,7 @@ def _kernel(x_ref, w_ref, out_ref, x_tiles, w_tiles, out_tiles, arrived, done, *
     @pl.loop(0, own)
     def _(tile):
         both = pl.run_scoped(functools.partial(products, tile), plgpu.ACC((HEIGHT, 2 * tiles.columns), jnp.float32))
-        gate, up = both[:, : tiles.columns], both[:, tiles.columns :]
-        value = (gate / (1 + jnp.exp(-gate)) * up).astype(out_ref.dtype)
-        last = rows - (tiles.groups - 1) * HEIGHT  # rows of the last warpgroup
-        if tiles.groups > 1:
-            pl.when(group < tiles.groups - 1)(lambda: store(value, tile, HEIGHT))
-        pl.when(group == tiles.groups - 1)(lambda: store(value, tile, last))
+        store(both, tile)
 
     @pl.when(group == 0)
     def _():
@@ -152,35 +157,46 @@ def _kernel(x_ref, w_ref, out_ref, x_tiles, w_tiles, out_tiles, arrived, done, *
     plgpu.wait_smem_to_gmem(0)
 
 
-def _mosaic(x, weight, *, tiles, interpret):
+def _mosaic(x, weight, *scales, tiles, dtype, interpret):
     from jax.experimental.pallas import mosaic_gpu as plgpu  # which needs absl, so not before it is used
 
-    def memory(*shape):
-        columns = shape[-1]
-        swizzled = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)) if columns > 8 else ()
-        return plgpu.SMEM(shape, x.dtype, transforms=swizzled)
+    def memory(*shape, dtype=x.dtype):
+        width = shape[-1] * jnp.dtype(dtype).itemsize
+        swizzled = (plgpu.TilingTransform((8, shape[-1])), plgpu.SwizzleTransform(width)) if width > 16 else ()
+        return plgpu.SMEM(shape, dtype, transforms=swizzled)
 
-    def entry(*refs):
+    def entry(x_ref, w_ref, *refs):
+        *scale_refs, out_ref = refs
         pl.run_scoped(
-            functools.partial(_kernel, *refs, tiles=tiles),
-            memory(tiles.stages, tiles.groups * HEIGHT, INNER),
-            memory(tiles.stages, 2 * tiles.columns, INNER),
-            memory(tiles.groups, 2, HEIGHT, tiles.store),
+            functools.partial(_kernel, x_ref, w_ref, *(scale_refs or (None, None)), out_ref, tiles=tiles),
+            memory(tiles.stages, tiles.groups * HEIGHT, tiles.inner),
+            memory(tiles.stages, 2 * tiles.columns, tiles.inner),
+            memory(tiles.groups, 2, HEIGHT, tiles.store, dtype=dtype),
             plgpu.Barrier(num_arrivals=3, num_barriers=tiles.stages),  # gate, up and x
             plgpu.Barrier(num_arrivals=tiles.groups, num_barriers=tiles.stages),
             collective_axes="group",
         )
 
+    if scales:
+        padding = tiles.groups * HEIGHT - x.shape[0]
+        scales = (jnp.pad(scales[0], (0, padding)) if padding else scales[0], scales[1])
     return plgpu.kernel(
         entry,
-        out_type=jax.ShapeDtypeStruct((x.shape[0], weight.shape[0] // 2), x.dtype),
+        out_type=jax.ShapeDtypeStruct((x.shape[0], weight.shape[0] // 2), dtype),
         grid=(tiles.programs,),
         grid_names=("program",),
         num_threads=tiles.groups,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
         interpret=plgpu.InterpretGPUParams() if interpret else None,  # type: ignore[attr-defined]
-    )(x, weight)
+    )(x, weight, *scales)
+
+
+def _reference(x, weight, *scales, dtype, implementation):
+    """Of what `_mosaic` takes."""
+    if scales:
+        x, weight = Rounded(x, scales[0], dtype), Quantized(weight, scales[1], dynamic=True)
+    return gated(matmul(x, weight, implementation=implementation))
 
 
 def _multiprocessors() -> int | None:
@@ -193,24 +209,34 @@ def _multiprocessors() -> int | None:
     return own.core_count if getattr(own, "compute_capability", None) == "9.0" else None
 
 
+def tiles_for(x: Inputs, weight: Weight) -> Tiles | None:
+    """How the kernel takes a product; None where XLA does, which rounds gate and up before they are multiplied."""
+    is_half = isinstance(weight, Quantized) and not weight.dynamic  # numbers of one and of two bytes
+    multiprocessors = _multiprocessors()
+    if is_half or multiprocessors is None:
+        return None
+    dtype = weight.values.dtype if isinstance(weight, Quantized) else weight.dtype
+    if not isinstance(weight, Quantized) and weight.dtype != x.dtype:
+        return None
+    (both, inner), rows = weight.shape, math.prod(x.shape[:-1])
+    return choose_tiles(rows, inner, both // 2, dtype, multiprocessors)
+
+
 @functools.partial(jax.jit, static_argnames="implementation")
 def gated_matmul(x: Inputs, weight: Weight, *, implementation: Implementation = "auto") -> Float[Array, "*rows out"]:
     """silu(x @ gate.T) * (x @ up.T), in x's dtype; sums in float32.
 
     Args:
         weight: gate and up, one above the other, [2 out, inner].
-        implementation: as in `paged_attention`; the kernel takes 32 to 320 rows, a multiple of 8, of two bytes a number
-            and weights likewise, on a Hopper GPU with jax 0.11 or later. All else is XLA's, which rounds both products.
+        implementation: as in `paged_attention`; the kernel takes 32 to 320 rows, a multiple of 8, with weights of two
+            bytes a number or of "fp8_dynamic", on a Hopper GPU with jax 0.11 or later (`tiles_for`). Else it is XLA's.
     """
-    rows, (both, inner) = math.prod(x.shape[:-1]), weight.shape
-    reference = functools.partial(_reference, implementation=implementation)
-    multiprocessors = _multiprocessors()
-    if isinstance(x, Rounded) or isinstance(weight, Quantized) or weight.dtype != x.dtype or not multiprocessors:
-        return reference(x, weight)
-    tiles = choose_tiles(rows, inner, both // 2, x.dtype, multiprocessors)
+    tiles = tiles_for(x, weight)
     if tiles is None:
-        return reference(x, weight)
-    flat = choose(
-        implementation, None, functools.partial(_mosaic, tiles=tiles), reference, x.reshape(rows, inner), weight
-    )
+        return gated(matmul(x, weight, implementation=implementation))
+    f = factors(x, weight, implementation=implementation)
+    scales = () if f.row_scale is None else (f.row_scale.reshape(-1), f.scale)
+    kernel = functools.partial(_mosaic, tiles=tiles, dtype=x.dtype)
+    reference = functools.partial(_reference, dtype=x.dtype, implementation=implementation)
+    flat = choose(implementation, None, kernel, reference, f.x.reshape(-1, weight.shape[1]), f.weight, *scales)
     return flat.reshape(*x.shape[:-1], -1)

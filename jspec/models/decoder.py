@@ -21,7 +21,7 @@ from jspec.models.attention import attend, project
 from jspec.models.config import ModelConfig
 from jspec.records import KVCache, TargetOut, TokenBatch
 from pallas_kernels.fixed_matmul import fixed_matmul
-from pallas_kernels.gated_matmul import gated_matmul
+from pallas_kernels.gated_matmul import gated_matmul, tiles_for
 from pallas_kernels.quantized import Inputs, Weight, matmul, rounds_inputs
 from pallas_kernels.residual_norm import add_rms_norm
 from pallas_kernels.split_matmul import split_matmul
@@ -93,7 +93,7 @@ def mlp(
     if deterministic:
         (gate_and_up,) = fixed_matmul(x, gate_up, is_whole=True, implementation=implementation)
         return fixed_matmul(gate_and_up, down, is_gated=True, implementation=implementation)
-    if rounds_inputs(down):  # and silu is in the rounding's kernel
+    if rounds_inputs(down) and tiles_for(x, gate_up) is None:  # silu is in the rounding's kernel
         gate_and_up = matmul(x, gate_up, implementation=implementation)
         return split_matmul(gate_and_up, down, is_gated=True, implementation=implementation)
     return split_matmul(gated_matmul(x, gate_up, implementation=implementation), down, implementation=implementation)

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import gated_matmul
+from pallas_kernels import gated_matmul, round_rows
 from pallas_kernels.gated_matmul import Tiles, _mosaic, choose_tiles
+from pallas_kernels.quantized import Quantized, Rounded, quantize
 from tests.gpus import GPUS, compile_for
 from tests.h200 import compile_for_h200
 
-BF16, F16, F32 = (jnp.dtype(name) for name in ("bfloat16", "float16", "float32"))
+BF16, F16, F32, FP8 = (jnp.dtype(name) for name in ("bfloat16", "float16", "float32", "float8_e4m3fn"))
 mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels of this kind are taken from jax 0.11 on")
 
 
@@ -25,12 +26,16 @@ def problem(rows: int, out: int, inner: int, dtype: Any = BF16) -> tuple[jax.Arr
     return x, jnp.asarray(rng.normal(size=(2 * out, inner)) / np.sqrt(inner), dtype)
 
 
-def wanted(x: jax.Array, weight: jax.Array) -> np.ndarray:
+def wanted(x: Any, weight: Any) -> np.ndarray:
     gate, up = np.split(np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T, 2, axis=-1)
     return gate / (1 + np.exp(-gate)) * up
 
 
-def error(got: jax.Array, x: jax.Array, weight: jax.Array) -> float:
+def exact(rounded: Rounded | Quantized) -> np.ndarray:
+    return np.asarray(rounded.values, np.float64) * np.asarray(rounded.scale, np.float64)[:, None]
+
+
+def error(got: jax.Array, x: Any, weight: Any) -> float:
     """Largest, beside one that numbers of 1 have."""
     right = wanted(x, weight)
     return float((np.abs(np.asarray(got, np.float64) - right) / (1 + np.abs(right))).max())
@@ -49,15 +54,15 @@ def test_what_xla_takes_is_the_formula(dtype: Any, most: float) -> None:
 @pytest.mark.parametrize(
     ("rows", "tiles"),
     [
-        (40, Tiles(groups=1, columns=48, stages=2, store=16, programs=3)),  # fewer rows than a warpgroup has
-        (72, Tiles(groups=2, columns=96, stages=3, store=16, programs=1)),  # two tiles, one after the other
-        (128, Tiles(groups=2, columns=48, stages=4, store=16, programs=3)),  # four tiles for three programs
+        (40, Tiles(groups=1, columns=48, inner=64, stages=2, store=16, programs=3)),  # fewer rows than a warpgroup has
+        (72, Tiles(groups=2, columns=96, inner=64, stages=3, store=16, programs=1)),  # two tiles, one after the other
+        (128, Tiles(groups=2, columns=48, inner=64, stages=4, store=16, programs=3)),  # four tiles for three programs
     ],
 )
 def test_the_interpreted_kernel_is_the_formula(rows: int, tiles: Tiles) -> None:
     """The interpreter also fails where a barrier is passed too early or left behind."""
     x, weight = problem(rows, 192, 320)
-    got = _mosaic(x, weight, tiles=tiles, interpret=True)
+    got = _mosaic(x, weight, tiles=tiles, dtype=BF16, interpret=True)
     assert (got.shape, got.dtype) == ((rows, 192), BF16)
     assert error(got, x, weight) < 4e-3  # one rounding to eight bits
     assert error(got, x, jnp.roll(weight, 192, axis=0)) > 0.5
@@ -95,6 +100,18 @@ def test_other_products_are_xlas(inner: int, dtype: Any) -> None:
 
 
 @mosaic
+def test_the_interpreted_kernel_scales_rows_of_float8() -> None:
+    x, weight = problem(72, 192, 640)
+    rows, quantized = Rounded(*round_rows(x), BF16), quantize(weight, "fp8_dynamic")
+    tiles = Tiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=1)
+    call = partial(_mosaic, tiles=tiles, dtype=BF16, interpret=True)
+    factors = exact(rows), exact(quantized)
+    assert error(call(rows.values, quantized.values, rows.scale, quantized.scale), *factors) < 4e-3
+    assert error(call(rows.values, quantized.values, rows.scale[::-1], quantized.scale), *factors) > 0.05
+    assert error(call(rows.values, quantized.values, rows.scale, jnp.roll(quantized.scale, 192)), *factors) > 0.05
+
+
+@mosaic
 @pytest.mark.parametrize(
     ("rows", "out", "inner", "dtype"),
     [
@@ -102,15 +119,21 @@ def test_other_products_are_xlas(inner: int, dtype: Any) -> None:
         (320, 6144, 2048, F16),
         (128, 8192, 2048, BF16),
         (64, 28672, 8192, BF16),
+        *((rows, 14336, 4096, FP8) for rows in (40, 64, 128, 160, 256, 320)),
     ],
 )
 def test_it_is_one_launch_without_spills(
     rows: int, out: int, inner: int, dtype: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    x, weight = jax.ShapeDtypeStruct((2, rows // 2, inner), dtype), jax.ShapeDtypeStruct((2 * out, inner), dtype)
+    shape = jax.ShapeDtypeStruct
+    x, weight = shape((2, rows // 2, inner), dtype), shape((2 * out, inner), dtype)
+    if dtype == FP8:
+        x = Rounded(x, shape((2, rows // 2), F32), BF16)
+        weight = Quantized(weight, shape((2 * out,), F32), dynamic=True)
     program = compile_for_h200(gated_matmul, x, weight)
-    assert [launch.kind for launch in program.launches] == ["kCustomCall"]
+    launches = [launch.name for launch in program.launches if "pad" not in launch.name]  # of scales, to whole tiles
+    assert launches == ["kCustomCall"]
     said = capfd.readouterr()
     assert "0 bytes spill stores, 0 bytes spill loads" in said.out + said.err
 
@@ -131,3 +154,16 @@ def test_the_kernel_is_the_formula_on_a_gpu(rows: int) -> None:
         got = gated_matmul(x, weight)
         assert error(got, x, weight) < 4e-3
         assert error(got, x.at[rows - 1].set(0), weight) > 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [32, 72, 160, 320])
+def test_the_kernel_scales_float8_on_a_gpu(rows: int) -> None:
+    """The tensor core adds up products of float8 with some 14 bits."""
+    x, weight = problem(rows, 14336, 4096)
+    quantized = quantize(weight, "fp8_dynamic")
+    rounded = Rounded(*round_rows(x), BF16)
+    factors = exact(rounded), exact(quantized)
+    assert error(gated_matmul(rounded, quantized), *factors) < 2e-2
+    assert error(gated_matmul(x, quantized), *factors) < 2e-2
+    assert error(gated_matmul(rounded, quantized), factors[0][::-1], factors[1]) > 0.5
