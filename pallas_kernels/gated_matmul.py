@@ -187,6 +187,7 @@ def _mosaic(x, weight, *scales, tiles, dtype, interpret):
         grid_names=("program",),
         num_threads=tiles.groups,
         thread_name="group",
+        kernel_name="gated_matmul",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
         interpret=plgpu.InterpretGPUParams() if interpret else None,  # type: ignore[attr-defined]
     )(x, weight, *scales)

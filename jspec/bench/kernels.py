@@ -28,7 +28,7 @@ from jspec.bench import floors, report, shapes
 from jspec.bench.numbers import ints
 from jspec.config import KV_DTYPES
 from jspec.report import table
-from pallas_kernels import paged_attention, split_matmul
+from pallas_kernels import gated_matmul, paged_attention, split_matmul
 from pallas_kernels.quantized import KINDS, matmul, quantize
 
 BEYOND_CACHES = 256 * 2**20  # bytes that all calls read together at least; an H200's L2 holds 60 MB
@@ -111,7 +111,8 @@ def gemm(name: str, *, rows: int, out: int, inner: int, dtype: str, kind: str | 
     if kind is not None:
         weights = [quantize(weight, kind) for weight in weights]  # type: ignore[arg-type, misc]
     inputs = [jax.random.normal(key, (rows, inner), dtype) for key in keys[calls:]]  # else XLA would join the products
-    multiply = split_matmul if name in SPLIT else partial(matmul, dtype=jnp.float32 if name == "head" else None)
+    whole = partial(matmul, dtype=jnp.float32 if name == "head" else None)
+    multiply = {"gate_up": gated_matmul, **dict.fromkeys(SPLIT, split_matmul)}.get(name, whole)
 
     def run(inputs: Any, weights: Any) -> list[Any]:
         return [multiply(x, weight) for x, weight in zip(inputs, weights, strict=True)]
