@@ -131,7 +131,8 @@ def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
             first, column = index * tiles.store, column_of(tile) + index * tiles.store
             gate = scaled(both[:, first : first + tiles.store], column)
             up = scaled(both[:, tiles.columns + first : tiles.columns + first + tiles.store], out + column)
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of two places, the older one
+            # Of two places the one that is written next; a tile's first may be that of the last one's last piece.
+            plgpu.wait_smem_to_gmem(min(index, 1), wait_read_only=True)
             out_tiles[group, index % 2] = (gate / (1 + jnp.exp(-gate)) * up).astype(out_ref.dtype)
             plgpu.commit_smem()
             for height, is_own in heights:
@@ -158,6 +159,7 @@ def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
 
 
 def _mosaic(x, weight, *scales, tiles, dtype, interpret):
+    """Takes as ``interpret`` what jax does, too: with its parameters the interpreter looks for races."""
     from jax.experimental.pallas import mosaic_gpu as plgpu  # which needs absl, so not before it is used
 
     def memory(*shape, dtype=x.dtype):
@@ -189,7 +191,7 @@ def _mosaic(x, weight, *scales, tiles, dtype, interpret):
         thread_name="group",
         kernel_name="gated_matmul",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,  # type: ignore[attr-defined]
+        interpret=interpret,
     )(x, weight, *scales)
 
 
@@ -212,12 +214,14 @@ def _multiprocessors() -> int | None:
 
 def tiles_for(x: Inputs, weight: Weight) -> Tiles | None:
     """How the kernel takes a product; None where XLA does, which rounds gate and up before they are multiplied."""
-    is_half = isinstance(weight, Quantized) and not weight.dynamic  # numbers of one and of two bytes
-    multiprocessors = _multiprocessors()
-    if is_half or multiprocessors is None:
+    multiprocessors, dtype = _multiprocessors(), jnp.dtype(x.dtype)  # that of the result
+    if multiprocessors is None or dtype.itemsize != 2:
         return None
-    dtype = weight.values.dtype if isinstance(weight, Quantized) else weight.dtype
-    if not isinstance(weight, Quantized) and weight.dtype != x.dtype:
+    if isinstance(weight, Quantized):
+        if not weight.dynamic:
+            return None
+        dtype = weight.values.dtype
+    elif weight.dtype != dtype:
         return None
     (both, inner), rows = weight.shape, math.prod(x.shape[:-1])
     return choose_tiles(rows, inner, both // 2, dtype, multiprocessors)

@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import Engine, SamplingParams, Tree, automata, controls, logprobs, sampling, verify
+from jspec import Engine, SamplingParams, Tree, automata, controls, logprobs, verify
 from jspec.control_input import pack_controls
 from jspec.grammar import Grammar, TokenTexts, compile_grammar
 from jspec.records import Draft, SlotView
 from jspec.requests import Request
 from jspec.sampling_params import sample_seed
 from tests import lettered, small
-from tests.reference import decoder, processors, regular
+from tests.reference import regular
+from tests.reference.masking import decoded
 from tests.views import view_of_rows
 
 pytestmark = pytest.mark.once
@@ -41,31 +42,9 @@ PARAMS = [
 ]
 
 
-def by_expression(prompt: list[int], params: SamplingParams, seed: int | None = None) -> list[int]:
-    """Decode token by token: a forward over the whole text, transformers' processors, and what the library regex says
-    of every token; the project's noise.
-    """
-    output: list[int] = []
-    seed = params.seed if seed is None else seed
-    stops = {lettered.END, *params.stop_token_ids}
-    while len(output) < params.max_tokens and not set(output[-1:]) & stops:
-        logits = decoder.logits(small.target(), np.array([[*prompt, *output]]))[0, -1].astype(np.float32)
-        logits = processors.edited(logits, prompt, output, params, sorted(stops))
-        if params.regex is not None:
-            text = b"".join(lettered.TEXTS[token] or b"" for token in output)
-            forbidden = set(range(small.VOCAB)) - regular.allowed(params.regex, lettered.TEXTS, text, stops)
-            logits[sorted(forbidden)] = -np.inf
-        if params.temperature:
-            words = jnp.asarray([[seed >> 32, seed & 0xFFFFFFFF]], jnp.uint32)
-            key = sampling.keys(words, 0, jnp.asarray([len(prompt) + len(output)]))
-            logits = processors.processed(logits, params) + np.asarray(sampling.gumbel(key, small.VOCAB))[0]
-        output.append(int(logits.argmax()))
-    return output
-
-
 @cache
 def expected() -> list[list[int]]:
-    return [by_expression(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
+    return [decoded(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
 
 
 @pytest.mark.parametrize("make", [lettered.chain, lettered.tree])
@@ -102,7 +81,7 @@ def test_every_completion_of_a_prompt_has_the_grammar() -> None:
     params = replace(PARAMS[2], n=3, draft=True)
     (done,) = lettered.chain().generate([PROMPTS[2]], params)
     seeds = [sample_seed(3, index) for index in range(3)]
-    assert [one.token_ids for one in done.samples] == [by_expression(PROMPTS[2], params, seed) for seed in seeds]
+    assert [one.token_ids for one in done.samples] == [decoded(PROMPTS[2], params, seed) for seed in seeds]
 
 
 def test_bad_words_that_leave_nothing_end_that_request_alone() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import Engine, LogitsContext, NGram, SamplingParams, Tree, controls, processors, sampling, verify
+from jspec import Engine, LogitsContext, NGram, SamplingParams, Tree, controls, processors, verify
 from jspec.admission import Admission
 from jspec.config import EngineConfig
 from jspec.draft import NoDraft
 from jspec.records import Draft
 from tests import lettered, small
-from tests.reference import decoder, regular
-from tests.reference import processors as reference
+from tests.reference.masking import decoded
 from tests.views import view_of_rows
 
 pytestmark = pytest.mark.once
@@ -45,8 +44,11 @@ def edit(logits: jax.Array, context: LogitsContext) -> jax.Array:
     return logits + jnp.where(is_late[..., None] & (vocab == 6), context.args[:, None, :1], 0.0)
 
 
-def by_transformers(logits: np.ndarray, prompt: list[int], output: list[int], price: float, bans: float) -> np.ndarray:
+def by_transformers(
+    logits: np.ndarray, prompt: list[int], output: list[int], args: tuple[float, ...] | None
+) -> np.ndarray:
     """The same of one row of logits by transformers' own classes."""
+    price, bans = args or (0.0, 0.0)
     torch = pytest.importorskip("torch")
     from transformers.generation import logits_process as hf
 
@@ -105,7 +107,7 @@ def compare(seed: int, *, chain: bool, run: Any) -> None:
                 line.append(int(tokens[row, at]))
                 at = int(parents[row, at])
             output = [*text[prompts[row] :], *line[::-1]]
-            expected = by_transformers(logits[row, node], text[: prompts[row]], output, *args[row])
+            expected = by_transformers(logits[row, node], text[: prompts[row]], output, tuple(args[row]))
             np.testing.assert_allclose(found[row, node], expected, atol=1e-5)
 
 
@@ -165,22 +167,8 @@ PARAMS = [
 
 
 def by_hand(prompt: list[int], params: SamplingParams) -> list[int]:
-    """Decode token by token: a forward over the whole text, transformers' processors, the project's noise."""
-    output: list[int] = []
-    stops = {*params.stop_token_ids, *([] if params.ignore_eos else [lettered.END])}
-    while len(output) < params.max_tokens and not set(output[-1:]) & stops:
-        logits = decoder.logits(small.target(), np.array([[*prompt, *output]]))[0, -1].astype(np.float32)
-        logits = reference.edited(logits, prompt, output, params, sorted(stops))
-        if params.regex is not None:
-            text = b"".join(lettered.TEXTS[token] or b"" for token in output)
-            may_come = regular.allowed(params.regex, lettered.TEXTS, text, stops)
-            logits[sorted(set(range(small.VOCAB)) - may_come)] = -np.inf
-        logits = by_transformers(logits, prompt, output, *(params.processor_args or (0.0, 0.0)))
-        if params.temperature:
-            key = sampling.keys(jnp.asarray([[0, params.seed]], jnp.uint32), 0, jnp.asarray([len(prompt + output)]))
-            logits = reference.processed(logits, params) + np.asarray(sampling.gumbel(key, small.VOCAB))[0]
-        output.append(int(logits.argmax()))
-    return output
+    """Decode token by token, by transformers' processors."""
+    return decoded(prompt, params, edit=partial(by_transformers, args=params.processor_args))
 
 
 @cache

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import cycle
 from typing import Any
 
@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import Engine, NGram, SamplingParams, Tree, controls, logprobs, sampling, verify
+from jspec import Engine, NGram, SamplingParams, Tree, controls, logprobs, verify
 from jspec.adaptive import Policy, Reading
 from jspec.matcher import Matcher
 from jspec.records import Draft, SlotView
 from jspec.sampling_params import sample_seed
 from tests import lettered, small
-from tests.reference import decoder, descent, processors, regular
+from tests.reference import descent
+from tests.reference.masking import decoded
 from tests.test_matcher import JSON_TEXTS, LISTS, OBJECTS, PAIRS
 from tests.views import view_of_rows
 
@@ -43,34 +44,7 @@ PARAMS = [
 ]
 
 
-def by_descent(
-    prompt: list[int],
-    params: SamplingParams,
-    seed: int | None = None,
-    texts: Sequence[bytes | None] = lettered.TEXTS,
-) -> list[int]:
-    """Decode token by token: a forward over the whole text, transformers' processors, and what recursive descent (or
-    the library regex) says of every token; the project's noise.
-    """
-    output: list[int] = []
-    seed = params.seed if seed is None else seed
-    stops = {lettered.END, *params.stop_token_ids}
-    while len(output) < params.max_tokens and not set(output[-1:]) & stops:
-        logits = decoder.logits(small.target(), np.array([[*prompt, *output]]))[0, -1].astype(np.float32)
-        logits = processors.edited(logits, prompt, output, params, sorted(stops))
-        text = b"".join(texts[token] or b"" for token in output)
-        allowed = set(range(small.VOCAB))
-        if params.regex is not None:
-            allowed = regular.allowed(params.regex, texts, text, stops)
-        elif params.grammar_field is not None:
-            allowed = descent.allowed(READERS[getattr(params, params.grammar_field)], texts, text, stops)
-        logits[sorted(set(range(small.VOCAB)) - allowed)] = -np.inf
-        if params.temperature:
-            words = jnp.asarray([[seed >> 32, seed & 0xFFFFFFFF]], jnp.uint32)
-            key = sampling.keys(words, 0, jnp.asarray([len(prompt) + len(output)]))
-            logits = processors.processed(logits, params) + np.asarray(sampling.gumbel(key, small.VOCAB))[0]
-        output.append(int(logits.argmax()))
-    return output
+by_descent = partial(decoded, readers=READERS)
 
 
 @cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,16 +96,12 @@ class Ready(np.ndarray):
 
 def measure(case: Case = Case()) -> list[Host]:
     """Time the rounds of every context."""
-    engines = [ready_engine(case) for _ in case.contexts]
-    try:
-        return measure_with(engines, case)
-    finally:
-        for engine in engines:
-            engine.close()
+    with ExitStack() as stack:
+        return measure_with([stack.enter_context(ready_engine(case)) for _ in case.contexts], case)
 
 
 def measure_with(engines: Sequence[Engine], case: Case) -> list[Host]:
-    """Likewise, with engines that `ready_engine` made of the case, one a context."""
+    """Likewise, with engines that `ready_engine` made of the case, one a context: each has pools for the longest."""
     blocks = [block(engines, case) for _ in range(case.blocks)]
     results = []
     for i, context in enumerate(case.contexts):

@@ -1,0 +1,53 @@
+"""Decoding token by token under masks: what an engine's tokens are to be, whatever it drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from jspec import SamplingParams, sampling
+from tests import lettered, small
+from tests.reference import decoder, descent, processors, regular
+
+
+def decoded(
+    prompt: list[int],
+    params: SamplingParams,
+    seed: int | None = None,
+    *,
+    texts: Sequence[bytes | None] = lettered.TEXTS,
+    readers: Mapping[str, Callable[..., bool]] | None = None,
+    edit: Callable[[np.ndarray, list[int], list[int]], np.ndarray] = lambda logits, *_: logits,
+) -> list[int]:
+    """A forward over the whole text for every token, transformers' processors, and what the library regex or recursive
+    descent says of every token; the project's noise.
+
+    Args:
+        seed: in place of the request's.
+        texts: of the tokens.
+        readers: for each grammar a descent that reads it.
+        edit: of logits behind the mask, given the prompt and the output.
+    """
+    output: list[int] = []
+    seed = params.seed if seed is None else seed
+    stops = {*params.stop_token_ids, *([] if params.ignore_eos else [lettered.END])}
+    while len(output) < params.max_tokens and not set(output[-1:]) & stops:
+        logits = decoder.logits(small.target(), np.array([[*prompt, *output]]))[0, -1].astype(np.float32)
+        logits = processors.edited(logits, prompt, output, params, sorted(stops))
+        text, allowed = b"".join(texts[token] or b"" for token in output), set(range(small.VOCAB))
+        if params.regex is not None:
+            allowed = regular.allowed(params.regex, texts, text, stops)
+        elif params.grammar_field is not None:
+            assert readers is not None
+            allowed = descent.allowed(readers[getattr(params, params.grammar_field)], texts, text, stops)
+        logits[sorted(set(range(small.VOCAB)) - allowed)] = -np.inf
+        logits = edit(logits, prompt, output)
+        if params.temperature:
+            assert seed is not None
+            words = jnp.asarray([[seed >> 32, seed & 0xFFFFFFFF]], jnp.uint32)
+            key = sampling.keys(words, 0, jnp.asarray([len(prompt) + len(output)]))
+            logits = processors.processed(logits, params) + np.asarray(sampling.gumbel(key, small.VOCAB))[0]
+        output.append(int(logits.argmax()))
+    return output
