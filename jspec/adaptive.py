@@ -157,7 +157,6 @@ class Acceptance:
     """
 
     def __init__(self, depth: int) -> None:
-        self._depth = depth
         self.shares = [PRIOR] * depth
         self.expected = self._expected()
         self._weights = [1.0] * depth
@@ -187,7 +186,7 @@ class Acceptance:
 
         One table for all positions: the host has better to do than to compare every row with each of them.
         """
-        size = self._depth + 2
+        size = len(self.shares) + 2
         table = np.bincount(((accepted + 1) + size * offered).ravel(), minlength=size * size).reshape(size, size)
         least = table[::-1, ::-1].cumsum(0).cumsum(1)[::-1, ::-1].tolist()  # offered and accepted + 1, at least so many
         return [(least[place][place], least[place][place + 1]) for place in range(1, size - 1)]

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels.implementation import Implementation, choose
-from pallas_kernels.quantized import Inputs, Quantized, Rounded, Weight, factors, matmul
+from pallas_kernels.quantized import Inputs, Quantized, Weight, factors, matmul
 from pallas_kernels.round_rows import FP8, gated
 
 DTYPES = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), FP8}
@@ -159,7 +159,7 @@ def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
 
 
 def _mosaic(x, weight, *scales, tiles, dtype, interpret):
-    """Takes as ``interpret`` what jax does, too: with its parameters the interpreter looks for races."""
+    """Interpreted with jax's parameters for that, by which its interpreter looks for races."""
     from jax.experimental.pallas import mosaic_gpu as plgpu  # which needs absl, so not before it is used
 
     def memory(*shape, dtype=x.dtype):
@@ -193,13 +193,6 @@ def _mosaic(x, weight, *scales, tiles, dtype, interpret):
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
         interpret=interpret,
     )(x, weight, *scales)
-
-
-def _reference(x, weight, *scales, dtype, implementation):
-    """Of what `_mosaic` takes."""
-    if scales:
-        x, weight = Rounded(x, scales[0], dtype), Quantized(weight, scales[1], dynamic=True)
-    return gated(matmul(x, weight, implementation=implementation))
 
 
 def _multiprocessors() -> int | None:
@@ -237,11 +230,20 @@ def gated_matmul(x: Inputs, weight: Weight, *, implementation: Implementation = 
             bytes a number or of "fp8_dynamic", on a Hopper GPU with jax 0.11 or later (`tiles_for`). Else it is XLA's.
     """
     tiles = tiles_for(x, weight)
-    if tiles is None:
+
+    def reference(x, weight):
         return gated(matmul(x, weight, implementation=implementation))
-    f = factors(x, weight, implementation=implementation)
-    scales = () if f.row_scale is None else (f.row_scale.reshape(-1), f.scale)
-    kernel = functools.partial(_mosaic, tiles=tiles, dtype=x.dtype)
-    reference = functools.partial(_reference, dtype=x.dtype, implementation=implementation)
-    flat = choose(implementation, None, kernel, reference, f.x.reshape(-1, weight.shape[1]), f.weight, *scales)
-    return flat.reshape(*x.shape[:-1], -1)
+
+    def kernel(x, weight, interpret):
+        f = factors(x, weight, implementation=implementation)
+        scales = () if f.row_scale is None else (f.row_scale.reshape(-1), f.scale)
+        flat = _mosaic(
+            f.x.reshape(-1, f.x.shape[-1]), f.weight, *scales, tiles=tiles, dtype=x.dtype, interpret=interpret
+        )
+        return flat.reshape(*x.shape[:-1], -1)
+
+    if tiles is None:
+        return reference(x, weight)
+    # The interpreter has effects that a branch for one platform may not have: a CPU beside such a GPU has XLA's.
+    compiled = "auto" if implementation == "pallas" else implementation
+    return choose(compiled, None, kernel, reference, x, weight)

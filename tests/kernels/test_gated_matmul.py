@@ -173,6 +173,26 @@ def test_what_is_not_of_two_bytes_is_xlas(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @mosaic
+@pytest.mark.parametrize(("implementation", "is_ours"), [("auto", True), ("pallas", True), ("reference", False)])
+@pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
+def test_who_asks_for_references_gets_them(implementation: Any, is_ours: bool, dtype: Any) -> None:
+    x, weight = jax.ShapeDtypeStruct((64, 1024), BF16), jax.ShapeDtypeStruct((2 * 6144, 1024), dtype)
+    if dtype == FP8:
+        weight = Quantized(weight, jax.ShapeDtypeStruct((2 * 6144,), F32), dynamic=True)
+    program = compile_for_h200(partial(gated_matmul, implementation=implementation), x, weight)
+    assert program.count("kCustomCall") == is_ours
+
+
+@mosaic
+def test_a_cpu_beside_such_a_gpu_has_xlas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["pallas_kernels.gated_matmul"], "_multiprocessors", lambda: 4)
+    x, weight = problem(80, 192, 256)
+    assert tiles_for(x, weight)
+    for implementation in ("auto", "pallas", "reference"):
+        assert error(gated_matmul(x, weight, implementation=implementation), x, weight) < 2e-2
+
+
+@mosaic
 @pytest.mark.parametrize(("gpu", "is_ours"), [("A100", False), ("L40", False), ("H100", True), ("B200", False)])
 def test_other_generations_have_xlas_product(gpu: str, is_ours: bool) -> None:
     x, weight = jax.ShapeDtypeStruct((64, 1024), BF16), jax.ShapeDtypeStruct((2 * 6144, 1024), BF16)
