@@ -9,6 +9,7 @@ carries slot index S: gathers fill it with zeros (so it is inactive and of lengt
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -149,6 +150,19 @@ class TokenBatch:
     window: int | None = struct.field(pytree_node=False, default=None)  # None: rows of any age are seen
     deterministic: bool = struct.field(pytree_node=False, default=False)  # a row's bits do not depend on the others
     paths: Int[Array, "batch tokens depths"] | None = None  # where deterministic: what a tree's nodes see, by depth
+
+    def filled(self, more: int) -> TokenBatch:
+        """The batch with so many rows more of each sequence, which are not written and which no other sees."""
+
+        def fill(field: Array) -> Array:
+            return jnp.pad(field, [(0, 0), (0, more)] + [(0, 0)] * (field.ndim - 2))
+
+        if not more:
+            return self
+        bits = None if self.bits is None else fill(self.bits)
+        return replace(
+            self, tokens=fill(self.tokens), positions=fill(self.positions), valid=fill(self.valid), bits=bits
+        )
 
 
 @struct.dataclass

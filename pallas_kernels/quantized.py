@@ -121,11 +121,12 @@ def matmul(
         is_gated, implementation: as in `factors`.
     """
     f = factors(x, weight, is_gated=is_gated, implementation=implementation)
+    dtype = dtype or x.dtype
     precision = jax.lax.Precision.HIGHEST if f.x.dtype == jnp.float32 else None
-    wide = dtype if f.scale is None else jnp.float32
-    if f.row_scale is not None and math.prod(x.shape[:-1]) > FEW_ROWS:
-        wide = dtype or x.dtype
+    is_rounded_twice = f.row_scale is not None and math.prod(x.shape[:-1]) > FEW_ROWS
+    is_rounded_twice &= dtype != jnp.float16  # which ends before 448 * 448
+    wide = dtype if f.scale is None or is_rounded_twice else jnp.float32
     right = f.weight if f.scale is None else f.weight.astype(f.x.dtype)
     dims = (((f.x.ndim - 1,), (1,)), ((), ()))
     product = jax.lax.dot_general(f.x, right, dims, precision=precision, preferred_element_type=wide)
-    return f.scaled(product).astype(dtype or x.dtype)
+    return f.scaled(product).astype(dtype)

@@ -18,7 +18,7 @@ from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.quantized import Inputs, Rounded
 from pallas_kernels.round_rows import FP8, scaled_rows
 from pallas_kernels.row_blocks import in_row_blocks
-from pallas_kernels.split_matmul import add_up
+from pallas_kernels.split_matmul import Parts, Scaled, add_up, taken_apart
 
 WIDEST = 16384  # columns a program holds in registers
 
@@ -29,8 +29,8 @@ def _normed(total: Array, weight: Array, eps: float, size: int) -> Array:
     return (wide * jax.lax.rsqrt(mean + eps)).astype(total.dtype) * weight
 
 
-def _reference(x, parts, weight, *, eps, is_rounded):
-    total = x + add_up(parts, x.dtype)
+def _reference(x, parts, weight, *scales, eps, is_rounded):
+    total = x + add_up(Scaled(parts, *scales) if scales else parts, x.dtype)
     normed = _normed(total, weight, eps, x.shape[-1])
     return (total, *scaled_rows(normed, FP8)) if is_rounded else (total, normed)
 
@@ -44,23 +44,29 @@ def _reference_in_blocks(x, parts, weight, *, eps, is_rounded):
     return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in left)
 
 
-def _kernel(x_ref, parts_ref, weight_ref, sum_ref, normed_ref, *scale_ref, eps, hidden):
+def _kernel(x_ref, parts_ref, weight_ref, *refs, eps, hidden, is_rounded):
     """One program: one row; columns past the last are zero and not written."""
+    *scale_refs, sum_ref, normed_ref = refs[:-1] if is_rounded else refs
     row, column = pl.program_id(0), jnp.arange(pl.next_power_of_2(hidden))
     inside = column < hidden
     total = pltriton.load(x_ref.at[row, column], mask=inside, other=0)
     parts = [pltriton.load(parts_ref.at[part, row, column], mask=inside, other=0) for part in range(parts_ref.shape[0])]
-    total = total + sum(parts[1:], parts[0]).astype(total.dtype)
+    delta = sum(parts[1:], parts[0])
+    if scale_refs:
+        delta = delta * scale_refs[0][row] * pltriton.load(scale_refs[1].at[column], mask=inside, other=0)
+    total = total + delta.astype(total.dtype)
     weight = pltriton.load(weight_ref.at[column], mask=inside, other=0)
     pltriton.store(sum_ref.at[row, column], total, mask=inside)
     normed = _normed(total, weight, eps, hidden)
-    if scale_ref:
-        normed, scale_ref[0][row] = scaled_rows(normed, FP8)
+    if is_rounded:
+        normed, refs[-1][row] = scaled_rows(normed, FP8)
     pltriton.store(normed_ref.at[row, column], normed, mask=inside)
 
 
-def _pallas(x, parts, weight, *, eps, is_rounded, interpret):
+def _pallas(x, parts, weight, *scales, eps, is_rounded, interpret):
     hidden = x.shape[-1]
+    if scales:
+        scales = (scales[0].reshape(-1), scales[1])
     rows = x.reshape(-1, hidden)
     parts = parts.reshape(-1, *rows.shape)
     out = [jax.ShapeDtypeStruct(rows.shape, dtype) for dtype in (x.dtype, FP8 if is_rounded else x.dtype)]
@@ -68,20 +74,20 @@ def _pallas(x, parts, weight, *, eps, is_rounded, interpret):
     columns = 512 if parts.shape[0] == 1 else 128  # of a warp: several parts take several loads a column
     warps = min(max(pl.next_power_of_2(hidden) // columns, 1), 32)
     left = pl.pallas_call(
-        functools.partial(_kernel, eps=eps, hidden=hidden),
+        functools.partial(_kernel, eps=eps, hidden=hidden, is_rounded=is_rounded),
         grid=(rows.shape[0],),
         out_shape=[*out, *scale],
         compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name="add_rms_norm",
-    )(rows, parts, weight)
+    )(rows, parts, weight, *scales)
     return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in left)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "is_rounded", "deterministic", "implementation"))
 def add_rms_norm(
     x: Float[Array, "*rows hidden"],
-    delta: Float[Array, "parts *rows hidden"],
+    delta: Parts,
     weight: Float[Array, " hidden"],
     *,
     eps: float,
@@ -92,7 +98,7 @@ def add_rms_norm(
     """Returns x + delta, and its root-mean-square norm (arXiv:1910.07467) scaled by the weight.
 
     Args:
-        delta: in parts to be added up, as `split_matmul` leaves them.
+        delta: [parts, *rows, hidden] to be added up, as `split_matmul` leaves them.
         is_rounded: the norm comes back as `Rounded`.
         deterministic: a row's last bits are the same among any number of rows; the kernel's always are.
         implementation: as in `paged_attention`.
@@ -105,5 +111,6 @@ def add_rms_norm(
         functools.partial(run, eps=eps, is_rounded=is_rounded)
         for run in (_pallas, _reference_in_blocks if deterministic else _reference)
     )
-    total, *normed = choose(implementation, unsupported, kernel, reference, x, delta, weight)
+    values, scales = taken_apart(delta)
+    total, *normed = choose(implementation, unsupported, kernel, reference, x, values, weight, *scales)
     return total, Rounded(normed[0], normed[1], x.dtype) if is_rounded else normed[0]

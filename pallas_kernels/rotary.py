@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.kv_pages import HEAD_DIMS, POOL_DTYPES, Pool, append, place, rounded
 from pallas_kernels.row_blocks import in_row_blocks
-from pallas_kernels.split_matmul import add_up
+from pallas_kernels.split_matmul import Parts, Scaled, add_up, taken_apart
 
 
 def rotate(
@@ -39,7 +39,7 @@ def _apart(qkv, positions, speeds, *, heads, kv_heads, dtype):
 
 
 def _reference(
-    k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *, heads, dtype, deterministic=False
+    k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *scales, heads, dtype, deterministic=False
 ):
     take = functools.partial(_apart, speeds=speeds, heads=heads, kv_heads=k_pool.shape[1], dtype=dtype)
     if deterministic:
@@ -48,7 +48,7 @@ def _reference(
         found = in_row_blocks(alone, rows, positions.ravel())
         q, k, v = (array.reshape(*positions.shape, *array.shape[2:]) for array in found)
     else:
-        q, k, v = take(qkv, positions)
+        q, k, v = take(Scaled(qkv, *scales) if scales else qkv, positions)
     return q, *append(k_pool, v_pool, k, v, page_table, first_row, valid, implementation="reference")
 
 
@@ -59,15 +59,11 @@ def _kernel(
     table_ref,
     first_ref,
     valid_ref,
-    _k_in,
-    _v_in,
-    q_ref,
-    k_ref,
-    v_ref,
-    *,
+    *refs,
     heads,
 ):
     """One program: one kv head of one row, with the query heads of its group."""
+    *scale_refs, _k_in, _v_in, q_ref, k_ref, v_ref = refs
     token, kv_head, sequence = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     _, kv_heads, page, dim = k_ref.shape
     half, group = jnp.arange(pl.next_power_of_2(dim // 2)), heads // kv_heads
@@ -80,7 +76,10 @@ def _kernel(
         """Columns of the projection, their parts added up and rounded to the model's dtype."""
         at = [qkv_ref.at[part, sequence, token, columns] for part in range(qkv_ref.shape[0])]
         total, *others = (pltriton.load(part, **mask) for part in at)
-        return sum(others, total).astype(q_ref.dtype)
+        total = sum(others, total)
+        if scale_refs:
+            total = total * scale_refs[0][sequence, token] * pltriton.load(scale_refs[1].at[columns], **mask)
+        return total.astype(q_ref.dtype)
 
     def turned(start, **mask):
         """The two halves of the heads that start at these columns, rotated."""
@@ -105,9 +104,9 @@ def _kernel(
             pltriton.store(ref.at[target, kv_head, slot, dims], rounded(part, ref.dtype), mask=known & is_channel)
 
 
-def _pallas(k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *, heads, dtype, interpret):
+def _pallas(k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *scales, heads, dtype, interpret):
     batch, tokens = valid.shape
-    inputs = (qkv, positions, speeds, page_table, first_row, valid)
+    inputs = (qkv, positions, speeds, page_table, first_row, valid, *scales)
     q = jax.ShapeDtypeStruct((batch, tokens, heads, k_pool.shape[3]), dtype)
     pools = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (k_pool, v_pool)]
     return pl.pallas_call(
@@ -134,7 +133,7 @@ def _unsupported(k_pool: Array) -> str | None:
 def rotate_append(
     k_pool: Pool,
     v_pool: Pool,
-    qkv: Float[Array, "parts B T width"],
+    qkv: Parts,
     positions: Int32[Array, "B T"],
     speeds: Float[Array, " half"],
     page_table: Int32[Array, "B P"],
@@ -149,7 +148,7 @@ def rotate_append(
     """Rotates queries and keys, and writes keys and values of row t to row first_row[b] + t, where valid.
 
     Args:
-        qkv: width (heads + 2 * kv_heads) * head_dim, in parts to be added up, as `split_matmul` leaves them.
+        qkv: [parts, B, T, (heads + 2 * kv_heads) * head_dim] to be added up, as `split_matmul` leaves them.
         speeds: float32 radians per position, head_dim / 2 of them.
         heads: query heads.
         dtype: of the model, in which the queries come back.
@@ -167,5 +166,6 @@ def rotate_append(
         raise ValueError(f"qkv must be {(heads + 2 * kv_heads) * dim} wide, got {qkv.shape[-1]}")
     kernel = functools.partial(_pallas, heads=heads, dtype=dtype)
     reference = functools.partial(_reference, heads=heads, dtype=dtype, deterministic=deterministic)
-    arguments = (k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid)
+    values, scales = taken_apart(qkv)
+    arguments = (k_pool, v_pool, values, positions, speeds, page_table, first_row, valid, *scales)
     return choose(implementation, _unsupported(k_pool), kernel, reference, *arguments)

@@ -11,12 +11,15 @@ import math
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
+from pallas_kernels import hopper_matmul
 from pallas_kernels.implementation import Implementation, choose
-from pallas_kernels.quantized import Factors, Inputs, Quantized, Weight, factors, matmul
+from pallas_kernels.quantized import Factors, Inputs, Quantized, Weight, factors, matmul, rounds_inputs
+from pallas_kernels.round_rows import FP8
 
 MOST_ROWS = 64  # of the kernel; beyond, XLA takes the parts one by one
 MANY_ROWS = 256  # beyond, the output has tiles enough
@@ -27,9 +30,31 @@ INNER_BYTES = 128  # of a weight's row in a tile
 NARROW_OUT = 4096  # up to which four parts make up for the few tiles; of a wider output two are faster
 
 
-def parts_of(rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes: int = 2) -> int:
-    """How many parts a product comes in: a matter of its shape alone, on every platform. 1: it is not split."""
-    most = MANY_ROWS if weight_bytes == 2 else MOST_ROWS
+@struct.dataclass
+class Scaled:
+    """Parts of a product of "fp8_dynamic" that are still to be scaled: their sum * row_scale[..., None] * scale."""
+
+    values: Float[Array, "parts *rows out"]
+    row_scale: Float[Array, "*rows"]
+    scale: Float[Array, " out"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+Parts = Float[Array, "parts *rows out"] | Scaled
+
+
+def parts_of(
+    rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes: int = 2, *, is_rounded: bool = False
+) -> int:
+    """How many parts a product comes in: a matter of its shape alone, on every platform. 1: it is not split.
+
+    Args:
+        is_rounded: so are the inputs, to the weight's dtype.
+    """
+    most = MANY_ROWS if weight_bytes == 2 or is_rounded else MOST_ROWS
     if dtype not in (jnp.bfloat16, jnp.float16) or rows > most or out > WIDEST_OUT:
         return 1
     tile = _out_tile(rows)
@@ -87,10 +112,23 @@ def _pallas(x, weight, row_scale, scale, *, parts, interpret):
     )(x, weight, *scales)
 
 
+def _hopper(x, weight, row_scale, scale, *, tiles, interpret):
+    return hopper_matmul.multiply(x, weight, row_scale, scale, tiles=tiles, dtype=jnp.float32, interpret=interpret)
+
+
+def hopper_tiles(rows: int, weight: Weight) -> hopper_matmul.Tiles | None:
+    """How the Hopper kernel takes a product, in parts: float8 by more rows than are few, where it is faster."""
+    multiprocessors = hopper_matmul.multiprocessors()
+    if multiprocessors is None or not rounds_inputs(weight) or not FEW_ROWS < rows <= MOST_ROWS:
+        return None
+    out, inner = weight.shape
+    return hopper_matmul.choose_tiles(rows, inner, out, FP8, multiprocessors, parts=2)
+
+
 @functools.partial(jax.jit, static_argnames=("is_gated", "implementation"))
 def split_matmul(
     x: Inputs, weight: Weight, *, is_gated: bool = False, implementation: Implementation = "auto"
-) -> Float[Array, "parts *batch out"]:
+) -> Parts:
     """x @ weight.T as parts to be added up: float32 if there are several, else one of x's dtype.
 
     Args:
@@ -98,22 +136,37 @@ def split_matmul(
         is_gated: x is gate and up side by side, and silu(gate) * up is multiplied.
         implementation: as in `paged_attention`; a product that is not split, or of many rows, is XLA's.
     """
-    (out, inner), rows = weight.shape, x.shape[:-1]
-    parts = parts_of(math.prod(rows), out, inner, x.dtype, 1 if isinstance(weight, Quantized) else 2)
+    (out, inner), shape = weight.shape, x.shape[:-1]
+    rows, is_rounded = math.prod(shape), rounds_inputs(weight)
+    width = 1 if isinstance(weight, Quantized) else 2
+    parts = parts_of(rows, out, inner, x.dtype, width, is_rounded=is_rounded)
     if parts == 1:
         return matmul(x, weight, is_gated=is_gated, implementation=implementation)[None]
     taken = factors(x, weight, is_gated=is_gated, implementation=implementation)
     row_scale = None if taken.row_scale is None else taken.row_scale.reshape(-1)
     taken = taken._replace(x=taken.x.reshape(-1, inner), row_scale=row_scale)
-    kernel, reference = functools.partial(_pallas, parts=parts), functools.partial(_reference, parts=parts)
-    if math.prod(rows) > MOST_ROWS:
-        product = reference(*taken)
+    if rows > MOST_ROWS:
+        product = _reference(taken.x, taken.weight, None, None, parts=parts).reshape(parts, *shape, out)
+        if taken.row_scale is None or taken.scale is None:
+            return product
+        return Scaled(product, taken.row_scale.reshape(shape), taken.scale)
+    if tiles := hopper_tiles(rows, weight):
+        parts, kernel = tiles.parts, functools.partial(_hopper, tiles=tiles)
+        implementation = "auto" if implementation == "pallas" else implementation  # it has no plain interpreted form
     else:
-        product = choose(implementation, None, kernel, reference, *taken)
-    return product.reshape(parts, *rows, out)
+        kernel = functools.partial(_pallas, parts=parts)
+    reference = functools.partial(_reference, parts=parts)
+    product = choose(implementation, None, kernel, reference, *taken)
+    return product.reshape(parts, *shape, out)
 
 
-def add_up(parts: Float[Array, "parts *rows out"], dtype: jnp.dtype) -> Float[Array, "*rows out"]:
-    """The sum of the parts, in their order, rounded once. (With jax 0.11.2 on a CPU a reduction is less exact.)"""
-    first, *others = parts
-    return sum(others, first).astype(dtype)
+def taken_apart(parts: Parts) -> tuple[Array, tuple[Array, ...]]:
+    """The parts, and the scales of rows and columns if they are still to be applied."""
+    return (parts.values, (parts.row_scale, parts.scale)) if isinstance(parts, Scaled) else (parts, ())
+
+
+def add_up(parts: Parts, dtype: jnp.dtype) -> Float[Array, "*rows out"]:
+    """The sum of the parts, in their order, scaled, rounded once. (On a CPU jax 0.11.2's reduction is less exact.)"""
+    (first, *others), scales = taken_apart(parts)
+    total = sum(others, first)
+    return (total * scales[0][..., None] * scales[1] if scales else total).astype(dtype)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jspec import Engine, Model, SamplingParams
+from jspec.cache import PoolShape, create
+from jspec.models import decoder
+from jspec.records import TokenBatch
 from jspec.testing import last_logits
 from jspec.tokenizer import load_tokenizer
+from pallas_kernels import ancestor_bits
 from tests import tiny
 
 TOLERANCE = 1e-4  # float32 on both sides, in another order of summation
@@ -79,3 +86,35 @@ def test_a_wrong_rope_base_is_caught(data: Path) -> None:
     )
     difference = last_logits(other, case["prompt_ids"]) - last_logits(target, case["prompt_ids"])
     assert np.abs(difference).max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_rows_that_fill_a_product_up_change_nothing(is_tree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither logits nor features nor caches: where a kernel takes rows by the eight, others are added behind them."""
+    model, rng = tiny.model(40), np.random.default_rng(0)
+    pool = PoolShape(2, 9, 4, 16, "float32", "float32")
+    parents = jnp.asarray([[-1, 0, 0, 1, 2], [-1, 0, 1, 1, 0]], jnp.int32)
+    batch = TokenBatch(
+        tokens=jnp.asarray(rng.integers(0, 40, (2, 5)), jnp.int32),
+        positions=jnp.asarray([[3, 4, 4, 5, 5], [6, 7, 8, 8, 7]], jnp.int32),
+        valid=jnp.ones((2, 5), bool),
+        first_row=jnp.asarray([3, 6], jnp.int32),
+        page_table=jnp.arange(1, 9, dtype=jnp.int32).reshape(2, 4),
+        bits=ancestor_bits(parents) if is_tree else None,
+        implementation="auto",
+    )
+    cache = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), create(2, model.config, pool, "float32")
+    )
+
+    def run(more: int) -> tuple:
+        monkeypatch.setattr(decoder, "missing_rows", lambda *shapes: more)
+        return decoder.forward(model, cache, batch, feature_layers=(0, 1, 3))
+
+    wanted = run(0)
+    for more in (1, 3):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), run(more), wanted)
+    written = batch.filled(3)
+    monkeypatch.setattr(TokenBatch, "filled", lambda self, more: replace(written, valid=written.valid.at[:].set(True)))
+    changed = run(3)[1]
+    assert np.abs(changed.k[0] - wanted[1].k[0]).max() > 0.1, "control: rows that are written show"

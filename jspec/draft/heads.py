@@ -24,7 +24,7 @@ from jspec.models.decoder import mlp, rms_norm
 from jspec.records import KVCache, TokenBatch
 from pallas_kernels.quantized import Weight, matmul, rounds_inputs
 from pallas_kernels.residual_norm import add_rms_norm
-from pallas_kernels.split_matmul import add_up, split_matmul
+from pallas_kernels.split_matmul import Parts, add_up, split_matmul
 
 FIRST_ROW = 1  # row 0 of the draft's cache does not exist
 
@@ -143,7 +143,7 @@ def _enter(head: EagleHead, tokens: Array, features: Array) -> tuple[Array, Arra
     return normed if head.config.norm_before_residual else features, x
 
 
-def _norm_heads(parts: Array, layer: EagleLayer, head: EagleHead) -> Array:
+def _norm_heads(parts: Parts, layer: EagleLayer, head: EagleHead) -> Parts:
     """Add the bias of the fused projection and norm every query and key head, where the layer does that (Qwen)."""
     if layer.qkv_bias is None and layer.q_norm is None:
         return parts

@@ -13,6 +13,7 @@ from jspec.models.config import Rope
 from jspec.records import TokenBatch
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rotary import rotate_append
+from pallas_kernels.split_matmul import Parts
 
 
 class AttentionShape(Protocol):
@@ -45,7 +46,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def project(
-    qkv: Float[Array, "parts batch tokens width"],
+    qkv: Parts,
     k_pool: Array,
     v_pool: Array,
     batch: TokenBatch,
@@ -55,7 +56,7 @@ def project(
     """Take a fused projection apart, rotate, and write the batch's keys and values into the pools.
 
     Args:
-        qkv: in parts, as `split_matmul` leaves it.
+        qkv: [parts, batch, tokens, width], as `split_matmul` leaves it.
         dtype: of the model.
 
     Returns:

@@ -21,10 +21,10 @@ from jspec.models.attention import attend, project
 from jspec.models.config import ModelConfig
 from jspec.records import KVCache, TargetOut, TokenBatch
 from pallas_kernels.fixed_matmul import fixed_matmul
-from pallas_kernels.gated_matmul import gated_matmul, tiles_for
+from pallas_kernels.gated_matmul import gated_matmul, missing_rows, tiles_for
 from pallas_kernels.quantized import Inputs, Weight, matmul, rounds_inputs
 from pallas_kernels.residual_norm import add_rms_norm
-from pallas_kernels.split_matmul import split_matmul
+from pallas_kernels.split_matmul import Parts, split_matmul
 
 
 @struct.dataclass
@@ -86,9 +86,7 @@ def rms_norm(
     return wide.astype(x.dtype) * weight
 
 
-def mlp(
-    x: Inputs, gate_up: Weight, down: Weight, implementation: str, *, deterministic: bool = False
-) -> Float[Array, "parts *rows hidden"]:
+def mlp(x: Inputs, gate_up: Weight, down: Weight, implementation: str, *, deterministic: bool = False) -> Parts:
     """SiLU-gated feed-forward (arXiv:2002.05202), in parts as `split_matmul` leaves them."""
     if deterministic:
         (gate_and_up,) = fixed_matmul(x, gate_up, is_whole=True, implementation=implementation)
@@ -129,6 +127,9 @@ def forward(
     Returns:
         Logits and features (concatenated in the order of ``feature_layers``), and the cache.
     """
+    rows, tokens = batch.tokens.shape
+    if not batch.deterministic:
+        batch = batch.filled(missing_rows(rows, tokens, model.layers[0].gate_up, model.embed.dtype))
     eps = model.config.norm_eps
     fixed: dict[str, Any] = {"implementation": batch.implementation, "deterministic": batch.deterministic}
     split = partial(fixed_matmul if batch.deterministic else split_matmul, implementation=batch.implementation)
@@ -152,10 +153,11 @@ def forward(
         k_pools.append(k_pool)
         v_pools.append(v_pool)
     states.append(normed)
-    features = jnp.concatenate([states[i] for i in feature_layers], axis=-1) if feature_layers else None
+    features = jnp.concatenate([states[i][:, :tokens] for i in feature_layers], axis=-1) if feature_layers else None
     logits = None
     if with_logits:
         with jax.named_scope("head"):
+            normed = normed[:, :tokens]
             if logit_rows is not None:
                 normed = jnp.take_along_axis(normed, logit_rows[..., None], axis=1)
             logits = logits_of(normed, model.output_head, **fixed)

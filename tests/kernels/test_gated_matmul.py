@@ -1,9 +1,8 @@
-"""`gated_matmul` against float64: the formula, the kernel interpreted, and what it is compiled to."""
+"""`gated_matmul` and the Hopper kernel against float64: the formula, interpreted, and what they are compiled to."""
 
 from __future__ import annotations
 
 import re
-import sys
 from functools import partial
 from typing import Any
 
@@ -12,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import gated_matmul, round_rows
-from pallas_kernels.gated_matmul import Tiles, _mosaic, choose_tiles, tiles_for
+from pallas_kernels import gated_matmul, hopper_matmul, round_rows
+from pallas_kernels.gated_matmul import missing_rows, tiles_for
+from pallas_kernels.hopper_matmul import Tiles, choose_tiles, multiply
 from pallas_kernels.quantized import Quantized, Rounded, quantize
 from tests.gpus import GPUS, compile_for
 from tests.h200 import compile_for_h200
@@ -52,25 +52,30 @@ def test_what_xla_takes_is_the_formula(dtype: Any, most: float) -> None:
     assert error(got.reshape(40, -1), x, jnp.roll(weight, 96, axis=0)) > 0.5, "control: gate and up change places"
 
 
-def interpreted(*arrays: jax.Array, tiles: Tiles) -> jax.Array:
-    """The kernel on a CPU, where no place of shared memory may be written before it was read."""
+def interpreted(*arrays: jax.Array, tiles: Tiles, dtype: Any = BF16) -> jax.Array:
+    """The kernel on a CPU, where no place of shared memory may be written before it was read; its parts added up."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # there is no public way to the races
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     # So many copies that no two look ordered because one came after the other in the same queue.
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)  # type: ignore[attr-defined]
-    got = jax.block_until_ready(_mosaic(*arrays, tiles=tiles, dtype=BF16, interpret=params))
+    got = jax.block_until_ready(multiply(*arrays, tiles=tiles, dtype=dtype, interpret=params))
     assert not gpu_callbacks.get_races().races_found
-    return got
+    assert got.shape[0] == tiles.parts
+    return got.sum(axis=0)
 
 
 @mosaic
 @pytest.mark.parametrize(
     ("rows", "tiles"),
     [
-        (40, Tiles(groups=1, columns=48, inner=64, stages=2, store=16, programs=3)),  # fewer rows than a warpgroup has
-        (72, Tiles(groups=2, columns=96, inner=64, stages=3, store=16, programs=1)),  # two tiles, one after the other
-        (128, Tiles(groups=2, columns=48, inner=64, stages=4, store=16, programs=3)),  # four tiles for three programs
+        (5, Tiles(groups=1, columns=48, inner=64, stages=2, store=16, programs=4, halves=2)),  # fewer than a TMA tile
+        (40, Tiles(groups=1, columns=48, inner=64, stages=2, store=16, programs=3, halves=2)),  # than a warpgroup has
+        (72, Tiles(groups=2, columns=96, inner=64, stages=3, store=16, programs=1, halves=2)),  # a tile after the other
+        (
+            128,
+            Tiles(groups=2, columns=48, inner=64, stages=4, store=16, programs=3, halves=2),
+        ),  # four for three programs
     ],
 )
 def test_the_interpreted_kernel_is_the_formula(rows: int, tiles: Tiles) -> None:
@@ -81,6 +86,13 @@ def test_the_interpreted_kernel_is_the_formula(rows: int, tiles: Tiles) -> None:
     assert error(got, x, weight) < 4e-3  # one rounding to eight bits
     assert error(got, x, jnp.roll(weight, 192, axis=0)) > 0.5
     assert error(got, x.at[rows - 1].set(0), weight) > 0.1, "control: its last row counts"
+
+
+def test_scales_wait_in_shared_memory_where_they_cost_no_step() -> None:
+    kept = {rows: choose_tiles(rows, 4096, 14336, FP8, 132, halves=2) for rows in (5, 40, 160, 264, 320)}
+    assert [tiles.kept for tiles in kept.values() if tiles] == [1, 1, 1, 2, 0]
+    assert [tiles.stages for tiles in kept.values() if tiles] == [6, 6, 4, 3, 4]
+    assert [choose_tiles(rows, 4096, 14336, BF16, 132, halves=2).kept for rows in (40, 320)] == [0, 0]  # type: ignore
 
 
 @pytest.mark.parametrize(
@@ -94,7 +106,7 @@ def test_the_interpreted_kernel_is_the_formula(rows: int, tiles: Tiles) -> None:
         (64, 12288, 96),
         (64, 8192, 64),
         (64, 28672, 112),  # 256 tiles
-        (24, 14336, None),  # few rows
+        (5, 14336, 112),
         (36, 14336, None),  # no multiple of 8
         (328, 14336, None),  # more than five warpgroups
         (64, 18944, None),  # 296 tiles of 64 take as long as 396
@@ -102,7 +114,7 @@ def test_the_interpreted_kernel_is_the_formula(rows: int, tiles: Tiles) -> None:
     ],
 )
 def test_the_tiles_leave_few_multiprocessors_idle(rows: int, out: int, columns: int | None) -> None:
-    tiles = choose_tiles(rows, 4096, out, BF16, 132)
+    tiles = choose_tiles(rows, 4096, out, BF16, 132, halves=2)
     assert (tiles and tiles.columns) == columns
     if tiles:
         assert tiles.groups * 64 >= rows > tiles.groups * 64 - 64 and tiles.stages >= 3
@@ -114,10 +126,30 @@ def test_other_products_are_xlas(inner: int, dtype: Any) -> None:
 
 
 @mosaic
-def test_the_interpreted_kernel_scales_rows_of_float8() -> None:
-    x, weight = problem(72, 192, 640)
+@pytest.mark.parametrize(("rows", "columns", "programs"), [(40, 96, 3), (64, 96, 8), (8, 48, 16)])
+def test_the_interpreted_kernel_leaves_parts(rows: int, columns: int, programs: int) -> None:
+    x, weight = problem(rows, 192, 512)
+    tiles = Tiles(groups=1, columns=columns, inner=64, stages=3, store=16, programs=programs, parts=2)
+    right = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    got, wrong = (np.asarray(interpreted(*pair, tiles=tiles, dtype=F32)) for pair in ((x, weight), (x[::-1], weight)))
+    assert np.abs(got - right).max() < 1e-5
+    assert np.abs(wrong - right).max() > 0.5, "control: each row is its own"
+    half = np.asarray(interpreted(x[:, :256], weight[:, :256], tiles=tiles, dtype=F32))
+    assert np.abs(half - right).max() > 0.5, "control: both parts count"
+
+
+@mosaic
+@pytest.mark.parametrize(
+    ("many", "tiles"),
+    [
+        (72, Tiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=1, halves=2, kept=2)),
+        (5, Tiles(groups=1, columns=48, inner=128, stages=3, store=16, programs=3, halves=2, kept=2)),
+        (128, Tiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=2, halves=2)),
+    ],
+)
+def test_the_interpreted_kernel_scales_rows_of_float8(many: int, tiles: Tiles) -> None:
+    x, weight = problem(many, 192, 640)
     rows, quantized = Rounded(*round_rows(x), BF16), quantize(weight, "fp8_dynamic")
-    tiles = Tiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=1)
     call = partial(interpreted, tiles=tiles)
     factors = exact(rows), exact(quantized)
     assert error(call(rows.values, quantized.values, rows.scale, quantized.scale), *factors) < 4e-3
@@ -133,7 +165,7 @@ def test_the_interpreted_kernel_scales_rows_of_float8() -> None:
         (320, 6144, 2048, F16),
         (128, 8192, 2048, BF16),
         (64, 28672, 8192, BF16),
-        *((rows, 14336, 4096, FP8) for rows in (40, 64, 128, 160, 256, 320)),
+        *((rows, 14336, 4096, FP8) for rows in (2, 8, 40, 64, 128, 160, 256, 320)),
     ],
 )
 def test_it_is_one_launch_without_spills(
@@ -146,15 +178,14 @@ def test_it_is_one_launch_without_spills(
         x = Rounded(x, shape((2, rows // 2), F32), BF16)
         weight = Quantized(weight, shape((2 * out,), F32), dynamic=True)
     program = compile_for_h200(gated_matmul, x, weight)
-    launches = [launch.name for launch in program.launches if "pad" not in launch.name]  # of scales, to whole tiles
-    assert launches == ["kCustomCall"]
+    assert [launch.name for launch in program.launches] == ["kCustomCall"]
     said = capfd.readouterr()
     assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", said.out + said.err)
 
 
 @mosaic
 def test_what_is_not_of_two_bytes_is_xlas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["pallas_kernels.gated_matmul"], "_multiprocessors", lambda: 132)
+    monkeypatch.setattr(hopper_matmul, "multiprocessors", lambda: 132)
     out, inner = 132 * 48, 128
     bf16, int8, fp8 = (jnp.zeros((2 * out, inner), dtype) for dtype in (BF16, jnp.int8, FP8))
     scale = jnp.ones(2 * out, F32)
@@ -169,7 +200,20 @@ def test_what_is_not_of_two_bytes_is_xlas(monkeypatch: pytest.MonkeyPatch) -> No
     assert taken == {("bfloat16", "bf16"), ("bfloat16", "fp8_dynamic"), ("float16", "fp8_dynamic")}
     rounded = Rounded(jnp.zeros((320, inner), FP8), jnp.ones(320, F32), F32)
     assert tiles_for(rounded.replace(dtype=BF16), weights["fp8_dynamic"])
+    few = {dtype: jnp.zeros((24, inner), dtype) for dtype in (BF16, FP8)}
+    assert not tiles_for(few[BF16], weights["bf16"]), "XLA's is as fast"
+    assert tiles_for(Rounded(few[FP8], jnp.ones(24, F32), BF16), weights["fp8_dynamic"])
     assert not tiles_for(rounded, weights["fp8_dynamic"])
+
+
+@mosaic
+def test_rows_are_added_where_they_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = jax.ShapeDtypeStruct((2 * 6144, 1024), BF16)
+    shapes = ((1, 60), (1, 64), (2, 30), (4, 9), (1, 5), (1, 30), (1, 318), (1, 321), (3, 21))
+    assert [missing_rows(*shape, weight, BF16) for shape in shapes] == [0] * 9, "XLA's product takes any"
+    monkeypatch.setattr(hopper_matmul, "multiprocessors", lambda: 132)
+    assert [missing_rows(*shape, weight, BF16) for shape in shapes] == [4, 0, 2, 1, 0, 0, 2, 0, 3]
+    assert missing_rows(1, 60, weight, F32) == 0
 
 
 @mosaic
@@ -185,7 +229,7 @@ def test_who_asks_for_references_gets_them(implementation: Any, is_ours: bool, d
 
 @mosaic
 def test_a_cpu_beside_such_a_gpu_has_xlas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["pallas_kernels.gated_matmul"], "_multiprocessors", lambda: 4)
+    monkeypatch.setattr(hopper_matmul, "multiprocessors", lambda: 4)
     x, weight = problem(80, 192, 256)
     assert tiles_for(x, weight)
     for implementation in ("auto", "pallas", "reference"):
@@ -211,7 +255,7 @@ def test_the_kernel_is_the_formula_on_a_gpu(rows: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [32, 72, 160, 320])
+@pytest.mark.parametrize("rows", [5, 8, 32, 72, 160, 320])
 def test_the_kernel_scales_float8_on_a_gpu(rows: int) -> None:
     """The tensor core adds up products of float8 with some 14 bits."""
     x, weight = problem(rows, 14336, 4096)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import add_rms_norm
+from pallas_kernels.split_matmul import Scaled
 from tests.kernels.test_round_rows import off
 
 EPS = 1e-5
@@ -55,6 +58,24 @@ def test_the_norm_is_rounded_as_it_would_be_afterwards(hidden: int, parts: int, 
     # A compiler may leave out the rounding to bfloat16 in between: a little more than half a step of float8.
     assert off(rounded.values, rounded.scale, np.asarray(normed, np.float64)) < 1.3
     assert off(rounded.values, rounded.scale, np.asarray(normed, np.float64) + 0.25) > 2, "another norm must show"
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_product_may_wait_for_its_scales(parts: int, implementation: str) -> None:
+    x, delta, weight = inputs(96, "float32", parts)
+    row_scale = jnp.arange(1, 1 + x[..., 0].size, dtype=jnp.float32).reshape(x.shape[:-1]) / 8
+    scale = jnp.arange(96, dtype=jnp.float32) / 64
+    waiting = Scaled(delta, row_scale, scale)
+    call = partial(add_rms_norm, eps=EPS, implementation=implementation)
+    for got, wanted in zip(
+        call(x, waiting, weight), call(x, delta * row_scale[..., None] * scale, weight), strict=True
+    ):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    rounded = call(x, waiting, weight, is_rounded=True)[1]
+    assert off(rounded.values, rounded.scale, np.asarray(call(x, waiting, weight)[1], np.float64)) < 1.3
+    for wrong in (waiting.replace(scale=scale[::-1]), waiting.replace(row_scale=row_scale[:, ::-1])):
+        assert np.abs(np.asarray(call(x, wrong, weight)[0] - call(x, waiting, weight)[0])).max() > 0.1
 
 
 def test_a_forgotten_eps_is_caught() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import rotate_append
+from pallas_kernels.split_matmul import Scaled
 
 SHAPES = [
     (8, 2, 16, 4),
@@ -85,6 +86,24 @@ def test_queries_and_pools_agree_with_float64(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_projection_in_parts_is_added_up(dtype: str, implementation: str) -> None:
     check(SHAPES[1], dtype, implementation, parts=4)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_projection_may_wait_for_its_scales(parts: int, implementation: str) -> None:
+    p, heads = problem(SHAPES[1], "float32", parts), SHAPES[1][0]
+    row_scale = jnp.arange(1, 1 + BATCH * TOKENS, dtype=jnp.float32).reshape(BATCH, TOKENS) / 8
+    scale = jnp.arange(p["qkv"].shape[-1], dtype=jnp.float32) / 64
+    waiting = Scaled(p["qkv"], row_scale, scale)
+
+    def errors(qkv: Scaled) -> list[float]:
+        got = rotate_append(**(p | {"qkv": qkv}), heads=heads, implementation=implementation)
+        wanted = oracle(p | {"qkv": p["qkv"] * row_scale[..., None] * scale}, heads)
+        return [np.abs(np.asarray(a, np.float64) - b).max() for a, b in zip(got, wanted, strict=True)]
+
+    assert max(errors(waiting)) < 1e-3
+    assert min(errors(waiting.replace(scale=scale[::-1]))) > 0.1
+    assert min(errors(waiting.replace(row_scale=row_scale[::-1]))) > 0.1
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])

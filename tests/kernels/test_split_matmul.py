@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import split_matmul
-from pallas_kernels.split_matmul import add_up, parts_of
+from pallas_kernels import hopper_matmul, round_rows, split_matmul
+from pallas_kernels.quantized import Quantized, Rounded, quantize
+from pallas_kernels.split_matmul import MOST_ROWS, Scaled, add_up, hopper_tiles, parts_of
 from tests.h200 import compile_for_h200
 
-BF16 = jnp.dtype("bfloat16")
+BF16, FP8 = jnp.dtype("bfloat16"), jnp.dtype("float8_e4m3fn")
+
+mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels of this kind are taken from jax 0.11 on")
 
 
 def problem(rows: int, out: int, inner: int, dtype: str) -> tuple[jax.Array, jax.Array]:
@@ -74,6 +79,67 @@ def test_it_is_one_launch_without_spills(rows: int, out: int, inner: int) -> Non
         lambda *arrays: split_matmul(*arrays, implementation="pallas"), x, weight, fail_on_spills=True
     )
     assert [launch.name for launch in program.launches] == ["split_matmul"]
+
+
+@mosaic
+@pytest.mark.parametrize(("rows", "hopper"), [(16, 0), (24, 1), (40, 1), (60, 0), (64, 1), (72, 0)])
+def test_float8_by_some_rows_is_the_hopper_kernels(rows: int, hopper: int) -> None:
+    shape = jax.ShapeDtypeStruct
+    x = Rounded(shape((1, rows, 4096), FP8), shape((1, rows), jnp.float32), BF16)
+    weight = Quantized(shape((6144, 4096), FP8), shape((6144,), jnp.float32), dynamic=True)
+    program = compile_for_h200(split_matmul, x, weight)
+    assert program.count("kCustomCall") == hopper
+    assert (hopper_tiles(rows, weight) is None) or not hopper, "nothing is asked of a GPU that is not there"
+    if rows <= MOST_ROWS:
+        assert len(program.launches) == 1
+
+
+@mosaic
+@pytest.mark.parametrize("implementation", ["reference", "pallas", "auto"])
+def test_a_cpu_beside_a_hopper_gpu_has_the_same_parts(implementation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_matmul, "multiprocessors", lambda: 132)
+    x, weight = problem(40, 4096, 2048, "bfloat16")
+    got = split_matmul(x, quantize(weight, "fp8_dynamic"), implementation=implementation)
+    assert got.shape == (2, 1, 40, 4096)
+    assert error(got, x, weight) < 0.3  # two roundings to four bits
+    assert error(got[:1], x, weight) > 0.5
+
+
+@pytest.mark.parametrize(("rows", "dtype", "parts"), [(72, "bfloat16", 2), (256, "float16", 2), (264, "float16", 1)])
+def test_many_rows_of_float8_wait_for_their_scales(rows: int, dtype: str, parts: int) -> None:
+    """Products of numbers up to 448 are beyond float16."""
+    x, weight = problem(rows, 1024, 2048, dtype)
+    x, quantized = jnp.abs(x), quantize(jnp.abs(weight), "fp8_dynamic")
+    got = split_matmul(x, quantized)
+    assert got.shape == (parts, 1, rows, 1024)
+    factors = (round_rows(x), (quantized.values, quantized.scale))
+    exact = [np.asarray(values, np.float64) * np.asarray(scale, np.float64)[..., None] for values, scale in factors]
+    right = exact[0] @ exact[1].T
+
+    def largest_error(product: Any) -> float:
+        return float((np.abs(np.asarray(add_up(product, jnp.float32)) - right) / right).max())
+
+    assert largest_error(got) < 1e-2
+    assert isinstance(got, Scaled) == (parts > 1)
+    if isinstance(got, Scaled):
+        assert largest_error(got.replace(scale=got.scale[::-1])) > 0.05
+        assert largest_error(got.replace(row_scale=got.row_scale[:, ::-1])) > 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [24, 40, 64])
+def test_the_hopper_kernels_parts_add_up_on_a_gpu(rows: int) -> None:
+    for out, inner in ((6144, 4096), (4096, 14336)):
+        x, weight = problem(rows, out, inner, "bfloat16")
+        quantized, rounded = quantize(weight, "fp8_dynamic"), round_rows(x)
+        exact = [
+            np.asarray(v, np.float32) * np.asarray(s)[..., None]
+            for v, s in (rounded, (quantized.values, quantized.scale))
+        ]
+        got = split_matmul(Rounded(*rounded, BF16), quantized)
+        assert got.shape[0] == 2
+        assert error(got, *exact) < 5e-2  # the tensor core adds up 7168 products with some 14 bits
+        assert error(got[1:], *exact) > 0.5
 
 
 @pytest.mark.gpu
