@@ -17,7 +17,7 @@ from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.quantized import Inputs, Quantized, Weight, factors, matmul
 from pallas_kernels.round_rows import gated
 
-LEAST_ROWS = 32  # of two bytes a number: for fewer XLA's product is as fast. Of float8 it needs six launches more
+LEAST_ROWS = 32  # of two bytes a number: for fewer XLA's product is as fast; of float8 XLA needs six launches more
 
 
 def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight) -> hopper_matmul.Tiles | None:
@@ -35,12 +35,13 @@ def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight) -> hopper_matmul
     return hopper_matmul.choose_tiles(rows, inner, both // 2, dtype, multiprocessors, halves=2)
 
 
-def missing_rows(batch: int, rows: int, weight: Weight, dtype: jnp.dtype) -> int:
-    """Rows more of each of `batch` sequences with which a product of 32 or more is the kernel's; 0 if none help."""
-    if batch * rows < LEAST_ROWS:
+def missing_rows(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype) -> int:
+    """How many rows more a sequence needs for a product of at least 32 that the kernel takes; 0 if not fewer than 8."""
+    more = -rows % (8 // math.gcd(sequences, 8))
+    if sequences * rows < LEAST_ROWS or sequences * more >= 8:
         return 0
-    shapes = (jax.ShapeDtypeStruct((batch, rows + more, weight.shape[1]), dtype) for more in range(8))
-    return next((more for more, x in enumerate(shapes) if tiles_for(x, weight)), 0)
+    x = jax.ShapeDtypeStruct((sequences, rows + more, weight.shape[1]), dtype)
+    return more if tiles_for(x, weight) else 0
 
 
 @functools.partial(jax.jit, static_argnames="implementation")

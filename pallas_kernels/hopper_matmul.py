@@ -77,10 +77,11 @@ def choose_tiles(
     kept = math.ceil(items[columns] / multiprocessors) if dtype == FP8 else 0
     sizes = (groups * HEIGHT, kept * halves * MOST_COLUMNS) if kept else ()
     beside = sum(math.ceil(4 * size / ALIGNMENT) * ALIGNMENT for size in sizes)
-    stages, fewer = (room // ((groups * HEIGHT + halves * columns) * INNER_BYTES) for room in (free, free - beside))
+    own = (groups * HEIGHT + halves * columns) * INNER_BYTES  # of a step
+    stages, fewer = (min(room // own, inner // step // parts) for room in (free, free - beside))
     if fewer < stages and rows % HEIGHT == 0:  # else what lies behind the rows' scales would be read
         kept = 0
-    stages = min(fewer if kept else stages, inner // step // parts)
+    stages = fewer if kept else stages
     return Tiles(groups, columns, step, stages, store, min(items[columns], multiprocessors), parts, halves, kept)
 
 
@@ -89,7 +90,7 @@ def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     x_tiles, w_tiles, out_tiles, arrived, done, *scales_memory = memory
-    inner, parts, out = x_ref.shape[1], out_ref.shape[0], out_ref.shape[2]
+    inner, out, parts = x_ref.shape[1], out_ref.shape[2], tiles.parts
     group, program = jax.lax.axis_index("group"), jax.lax.axis_index("program")
     own_rows = pl.ds(group * HEIGHT, HEIGHT)
     all_rows = pl.ds(0 * program, tiles.groups * HEIGHT)  # a traced start: they may be more than there are
@@ -142,9 +143,9 @@ def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
         row_scales, column_scales, scales_arrived = scales_memory
         for first in range(0, tiles.groups * HEIGHT, HEIGHT):
             some, place = row_scale_ref.at[pl.ds(0 * program + first, HEIGHT)], row_scales.at[pl.ds(first, HEIGHT)]
-            plgpu.copy_gmem_to_smem(some, place, scales_arrived, oob_mode=plgpu.OOBFillMode.ZEROS)
+            plgpu.copy_gmem_to_smem(some, place, scales_arrived)
         for tile, half in itertools.product(range(tiles.kept), range(tiles.halves)):
-            column, _ = place_of(jnp.minimum(tile, own - 1))
+            column, _ = place_of(tile)
             place = column_scales.at[tile, half, pl.ds(0, tiles.columns)]
             plgpu.copy_gmem_to_smem(scale_ref.at[pl.ds(half * out + column, tiles.columns)], place, scales_arrived)
 

@@ -114,7 +114,8 @@ def matmul(
 ) -> Float[Array, "*rows out"]:
     """x @ weight.T, summed in float32 and rounded once; float32 inputs are multiplied in float32 on every device.
 
-    The product of more than 64 rows of "fp8_dynamic" is rounded to x's dtype before it is scaled, too.
+    The product of more than 64 rows of "fp8_dynamic" is rounded to the result's dtype before it is scaled, too, unless
+    that is float16, which ends before 448 * 448.
 
     Args:
         dtype: of the result; None: x's.
@@ -123,8 +124,7 @@ def matmul(
     f = factors(x, weight, is_gated=is_gated, implementation=implementation)
     dtype = dtype or x.dtype
     precision = jax.lax.Precision.HIGHEST if f.x.dtype == jnp.float32 else None
-    is_rounded_twice = f.row_scale is not None and math.prod(x.shape[:-1]) > FEW_ROWS
-    is_rounded_twice &= dtype != jnp.float16  # which ends before 448 * 448
+    is_rounded_twice = f.row_scale is not None and math.prod(x.shape[:-1]) > FEW_ROWS and dtype != jnp.float16
     wide = dtype if f.scale is None or is_rounded_twice else jnp.float32
     right = f.weight if f.scale is None else f.weight.astype(f.x.dtype)
     dims = (((f.x.ndim - 1,), (1,)), ((), ()))

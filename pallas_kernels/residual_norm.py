@@ -18,7 +18,7 @@ from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.quantized import Inputs, Rounded
 from pallas_kernels.round_rows import FP8, scaled_rows
 from pallas_kernels.row_blocks import in_row_blocks
-from pallas_kernels.split_matmul import Parts, Scaled, add_up, taken_apart
+from pallas_kernels.split_matmul import Parts, add_up, taken_apart
 
 WIDEST = 16384  # columns a program holds in registers
 
@@ -29,8 +29,8 @@ def _normed(total: Array, weight: Array, eps: float, size: int) -> Array:
     return (wide * jax.lax.rsqrt(mean + eps)).astype(total.dtype) * weight
 
 
-def _reference(x, parts, weight, *scales, eps, is_rounded):
-    total = x + add_up(Scaled(parts, *scales) if scales else parts, x.dtype)
+def _reference(x, parts, weight, *, eps, is_rounded):
+    total = x + add_up(parts, x.dtype)
     normed = _normed(total, weight, eps, x.shape[-1])
     return (total, *scaled_rows(normed, FP8)) if is_rounded else (total, normed)
 
@@ -63,12 +63,10 @@ def _kernel(x_ref, parts_ref, weight_ref, *refs, eps, hidden, is_rounded):
     pltriton.store(normed_ref.at[row, column], normed, mask=inside)
 
 
-def _pallas(x, parts, weight, *scales, eps, is_rounded, interpret):
-    hidden = x.shape[-1]
-    if scales:
-        scales = (scales[0].reshape(-1), scales[1])
+def _pallas(x, parts, weight, *, eps, is_rounded, interpret):
+    hidden, (parts, scales) = x.shape[-1], taken_apart(parts)
     rows = x.reshape(-1, hidden)
-    parts = parts.reshape(-1, *rows.shape)
+    parts, scales = parts.reshape(-1, *rows.shape), tuple(scale.ravel() for scale in scales)
     out = [jax.ShapeDtypeStruct(rows.shape, dtype) for dtype in (x.dtype, FP8 if is_rounded else x.dtype)]
     scale = [jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32)] * is_rounded
     columns = 512 if parts.shape[0] == 1 else 128  # of a warp: several parts take several loads a column
@@ -111,6 +109,5 @@ def add_rms_norm(
         functools.partial(run, eps=eps, is_rounded=is_rounded)
         for run in (_pallas, _reference_in_blocks if deterministic else _reference)
     )
-    values, scales = taken_apart(delta)
-    total, *normed = choose(implementation, unsupported, kernel, reference, x, values, weight, *scales)
+    total, *normed = choose(implementation, unsupported, kernel, reference, x, delta, weight)
     return total, Rounded(normed[0], normed[1], x.dtype) if is_rounded else normed[0]

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.kv_pages import HEAD_DIMS, POOL_DTYPES, Pool, append, place, rounded
 from pallas_kernels.row_blocks import in_row_blocks
-from pallas_kernels.split_matmul import Parts, Scaled, add_up, taken_apart
+from pallas_kernels.split_matmul import Parts, add_up, taken_apart
 
 
 def rotate(
@@ -39,7 +39,7 @@ def _apart(qkv, positions, speeds, *, heads, kv_heads, dtype):
 
 
 def _reference(
-    k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *scales, heads, dtype, deterministic=False
+    k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *, heads, dtype, deterministic=False
 ):
     take = functools.partial(_apart, speeds=speeds, heads=heads, kv_heads=k_pool.shape[1], dtype=dtype)
     if deterministic:
@@ -48,7 +48,7 @@ def _reference(
         found = in_row_blocks(alone, rows, positions.ravel())
         q, k, v = (array.reshape(*positions.shape, *array.shape[2:]) for array in found)
     else:
-        q, k, v = take(Scaled(qkv, *scales) if scales else qkv, positions)
+        q, k, v = take(qkv, positions)
     return q, *append(k_pool, v_pool, k, v, page_table, first_row, valid, implementation="reference")
 
 
@@ -104,8 +104,8 @@ def _kernel(
             pltriton.store(ref.at[target, kv_head, slot, dims], rounded(part, ref.dtype), mask=known & is_channel)
 
 
-def _pallas(k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *scales, heads, dtype, interpret):
-    batch, tokens = valid.shape
+def _pallas(k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *, heads, dtype, interpret):
+    (batch, tokens), (qkv, scales) = valid.shape, taken_apart(qkv)
     inputs = (qkv, positions, speeds, page_table, first_row, valid, *scales)
     q = jax.ShapeDtypeStruct((batch, tokens, heads, k_pool.shape[3]), dtype)
     pools = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (k_pool, v_pool)]
@@ -166,6 +166,5 @@ def rotate_append(
         raise ValueError(f"qkv must be {(heads + 2 * kv_heads) * dim} wide, got {qkv.shape[-1]}")
     kernel = functools.partial(_pallas, heads=heads, dtype=dtype)
     reference = functools.partial(_reference, heads=heads, dtype=dtype, deterministic=deterministic)
-    values, scales = taken_apart(qkv)
-    arguments = (k_pool, v_pool, values, positions, speeds, page_table, first_row, valid, *scales)
+    arguments = (k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid)
     return choose(implementation, _unsupported(k_pool), kernel, reference, *arguments)

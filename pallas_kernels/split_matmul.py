@@ -49,7 +49,7 @@ Parts = Float[Array, "parts *rows out"] | Scaled
 def parts_of(
     rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes: int = 2, *, is_rounded: bool = False
 ) -> int:
-    """How many parts a product comes in: a matter of its shape alone, on every platform. 1: it is not split.
+    """How many parts a product comes in: a matter of its shape alone, but for `hopper_tiles`. 1: it is not split.
 
     Args:
         is_rounded: so are the inputs, to the weight's dtype.
@@ -131,10 +131,13 @@ def split_matmul(
 ) -> Parts:
     """x @ weight.T as parts to be added up: float32 if there are several, else one of x's dtype.
 
+    Those of 65 to 256 rows by a weight of "fp8_dynamic" come back as `Scaled`.
+
     Args:
         weight: [out, inner].
         is_gated: x is gate and up side by side, and silu(gate) * up is multiplied.
-        implementation: as in `paged_attention`; a product that is not split, or of many rows, is XLA's.
+        implementation: as in `paged_attention`; a product that is not split, or of many rows, is XLA's. Some of
+            "fp8_dynamic" on a Hopper GPU are another kernel's (`hopper_tiles`).
     """
     (out, inner), shape = weight.shape, x.shape[:-1]
     rows, is_rounded = math.prod(shape), rounds_inputs(weight)

@@ -127,9 +127,9 @@ def forward(
     Returns:
         Logits and features (concatenated in the order of ``feature_layers``), and the cache.
     """
-    rows, tokens = batch.tokens.shape
+    sequences, tokens = batch.tokens.shape
     if not batch.deterministic:
-        batch = batch.filled(missing_rows(rows, tokens, model.layers[0].gate_up, model.embed.dtype))
+        batch = batch.filled(missing_rows(sequences, tokens, model.layers[0].gate_up, model.embed.dtype))
     eps = model.config.norm_eps
     fixed: dict[str, Any] = {"implementation": batch.implementation, "deterministic": batch.deterministic}
     split = partial(fixed_matmul if batch.deterministic else split_matmul, implementation=batch.implementation)

@@ -139,6 +139,22 @@ def test_the_interpreted_kernel_leaves_parts(rows: int, columns: int, programs: 
 
 
 @mosaic
+def test_the_interpreted_kernel_scales_parts() -> None:
+    x, weight = problem(40, 192, 1024)
+    rows, quantized = round_rows(x), quantize(weight, "fp8_dynamic")
+    right = exact(Rounded(*rows, BF16)) @ exact(quantized).T
+    tiles = Tiles(groups=1, columns=96, inner=128, stages=3, store=16, programs=5, parts=2, kept=2)
+
+    def largest_error(row_scale: jax.Array, scale: jax.Array) -> float:
+        got = interpreted(rows[0], quantized.values, row_scale, scale, tiles=tiles, dtype=F32)
+        return float(np.abs(np.asarray(got) - right).max())
+
+    assert largest_error(rows[1], quantized.scale) < 1e-4
+    assert largest_error(rows[1], jnp.roll(quantized.scale, 96)) > 0.1
+    assert largest_error(rows[1][::-1], quantized.scale) > 0.1
+
+
+@mosaic
 @pytest.mark.parametrize(
     ("many", "tiles"),
     [
@@ -208,11 +224,21 @@ def test_what_is_not_of_two_bytes_is_xlas(monkeypatch: pytest.MonkeyPatch) -> No
 
 @mosaic
 def test_rows_are_added_where_they_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = jax.ShapeDtypeStruct((2 * 6144, 1024), BF16)
-    shapes = ((1, 60), (1, 64), (2, 30), (4, 9), (1, 5), (1, 30), (1, 318), (1, 321), (3, 21))
-    assert [missing_rows(*shape, weight, BF16) for shape in shapes] == [0] * 9, "XLA's product takes any"
+    weight = jnp.zeros((2 * 6144, 1024), BF16)
+    wanted = {
+        (1, 60): 4,
+        (1, 64): 0,
+        (2, 30): 2,
+        (4, 9): 1,
+        (1, 5): 0,
+        (1, 30): 0,
+        (1, 318): 2,
+        (1, 321): 0,
+        (33, 1): 0,
+    }
+    assert not any(missing_rows(*shape, weight, BF16) for shape in wanted), "XLA's product takes any"
     monkeypatch.setattr(hopper_matmul, "multiprocessors", lambda: 132)
-    assert [missing_rows(*shape, weight, BF16) for shape in shapes] == [4, 0, 2, 1, 0, 0, 2, 0, 3]
+    assert {shape: missing_rows(*shape, weight, BF16) for shape in wanted} == wanted
     assert missing_rows(1, 60, weight, F32) == 0
 
 
@@ -255,7 +281,7 @@ def test_the_kernel_is_the_formula_on_a_gpu(rows: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [5, 8, 32, 72, 160, 320])
+@pytest.mark.parametrize("rows", [5, 8, 32, 72, 160, 264, 320])
 def test_the_kernel_scales_float8_on_a_gpu(rows: int) -> None:
     """The tensor core adds up products of float8 with some 14 bits."""
     x, weight = problem(rows, 14336, 4096)

@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import hopper_matmul, round_rows, split_matmul
 from pallas_kernels.quantized import Quantized, Rounded, quantize
-from pallas_kernels.split_matmul import MOST_ROWS, Scaled, add_up, hopper_tiles, parts_of
+from pallas_kernels.split_matmul import MOST_ROWS, Scaled, add_up, parts_of
 from tests.h200 import compile_for_h200
 
 BF16, FP8 = jnp.dtype("bfloat16"), jnp.dtype("float8_e4m3fn")
@@ -83,13 +83,17 @@ def test_it_is_one_launch_without_spills(rows: int, out: int, inner: int) -> Non
 
 @mosaic
 @pytest.mark.parametrize(("rows", "hopper"), [(16, 0), (24, 1), (40, 1), (60, 0), (64, 1), (72, 0)])
-def test_float8_by_some_rows_is_the_hopper_kernels(rows: int, hopper: int) -> None:
+def test_float8_by_some_rows_is_the_hopper_kernels(
+    rows: int, hopper: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     shape = jax.ShapeDtypeStruct
     x = Rounded(shape((1, rows, 4096), FP8), shape((1, rows), jnp.float32), BF16)
     weight = Quantized(shape((6144, 4096), FP8), shape((6144,), jnp.float32), dynamic=True)
     program = compile_for_h200(split_matmul, x, weight)
     assert program.count("kCustomCall") == hopper
-    assert (hopper_tiles(rows, weight) is None) or not hopper, "nothing is asked of a GPU that is not there"
+    said = capfd.readouterr()
+    assert ("0 bytes spill stores, 0 bytes spill loads" in said.out + said.err) == hopper
     if rows <= MOST_ROWS:
         assert len(program.launches) == 1
 
