@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import hopper_matmul
-from pallas_kernels.implementation import Implementation, choose
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.quantized import Inputs, Quantized, Weight, factors, matmul
 from pallas_kernels.round_rows import gated
 
@@ -69,6 +69,4 @@ def gated_matmul(x: Inputs, weight: Weight, *, implementation: Implementation = 
         (product,) = hopper_matmul.multiply(flat, f.weight, *scales, tiles=tiles, dtype=x.dtype, interpret=interpret)
         return product.reshape(*x.shape[:-1], -1)
 
-    # The interpreter has effects that a branch for one platform may not have: a CPU beside such a GPU has XLA's.
-    compiled = "auto" if implementation == "pallas" else implementation
-    return choose(compiled, None, kernel, reference, x, weight)
+    return hopper_matmul.choose_compiled(implementation, kernel, reference, x, weight)

@@ -18,6 +18,7 @@ import functools
 import itertools
 import math
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.round_rows import FP8
 
 DTYPES = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), FP8}
@@ -245,6 +247,16 @@ def multiply(x: Array, weight: Array, *scales: Array, tiles: Tiles, dtype: jnp.d
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
         interpret=interpret,
     )(x, weight, *scales)
+
+
+def choose_compiled(implementation: Implementation, kernel: Callable, reference: Callable, *arguments: Any) -> Any:
+    """As `choose`, for a kernel that is this one: a CPU has the reference, with "pallas" too.
+
+    jax interprets the kernel only with parameters of its own, and with effects that a branch for one platform may not
+    have: also a CPU beside a Hopper GPU, for which the kernel's tiles were chosen, has no other way.
+    """
+    compiled: Implementation = "auto" if implementation == "pallas" else implementation
+    return choose(compiled, None, kernel, reference, *arguments)
 
 
 def multiprocessors() -> int | None:

@@ -140,26 +140,27 @@ def split_matmul(
             "fp8_dynamic" on a Hopper GPU are another kernel's (`hopper_tiles`).
     """
     (out, inner), shape = weight.shape, x.shape[:-1]
-    rows, is_rounded = math.prod(shape), rounds_inputs(weight)
-    width = 1 if isinstance(weight, Quantized) else 2
-    parts = parts_of(rows, out, inner, x.dtype, width, is_rounded=is_rounded)
+    rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else 2
+    parts = parts_of(rows, out, inner, x.dtype, width, is_rounded=rounds_inputs(weight))
     if parts == 1:
         return matmul(x, weight, is_gated=is_gated, implementation=implementation)[None]
     taken = factors(x, weight, is_gated=is_gated, implementation=implementation)
-    row_scale = None if taken.row_scale is None else taken.row_scale.reshape(-1)
-    taken = taken._replace(x=taken.x.reshape(-1, inner), row_scale=row_scale)
+    flat = taken.x.reshape(-1, inner)
     if rows > MOST_ROWS:
-        product = _reference(taken.x, taken.weight, None, None, parts=parts).reshape(parts, *shape, out)
+        product = _reference(flat, taken.weight, None, None, parts=parts).reshape(parts, *shape, out)
         if taken.row_scale is None or taken.scale is None:
             return product
-        return Scaled(product, taken.row_scale.reshape(shape), taken.scale)
-    if tiles := hopper_tiles(rows, weight):
-        parts, kernel = tiles.parts, functools.partial(_hopper, tiles=tiles)
-        implementation = "auto" if implementation == "pallas" else implementation  # it has no plain interpreted form
-    else:
-        kernel = functools.partial(_pallas, parts=parts)
+        return Scaled(product, taken.row_scale, taken.scale)
+    row_scale = None if taken.row_scale is None else taken.row_scale.reshape(-1)
+    arguments = flat, taken.weight, row_scale, taken.scale
+    tiles = hopper_tiles(rows, weight)
+    parts = tiles.parts if tiles else parts
     reference = functools.partial(_reference, parts=parts)
-    product = choose(implementation, None, kernel, reference, *taken)
+    if tiles:
+        kernel = functools.partial(_hopper, tiles=tiles)
+        product = hopper_matmul.choose_compiled(implementation, kernel, reference, *arguments)
+    else:
+        product = choose(implementation, None, functools.partial(_pallas, parts=parts), reference, *arguments)
     return product.reshape(parts, *shape, out)
 
 

@@ -72,10 +72,7 @@ def interpreted(*arrays: jax.Array, tiles: Tiles, dtype: Any = BF16) -> jax.Arra
         (5, Tiles(groups=1, columns=48, inner=64, stages=2, store=16, programs=4, halves=2)),  # fewer than a TMA tile
         (40, Tiles(groups=1, columns=48, inner=64, stages=2, store=16, programs=3, halves=2)),  # than a warpgroup has
         (72, Tiles(groups=2, columns=96, inner=64, stages=3, store=16, programs=1, halves=2)),  # a tile after the other
-        (
-            128,
-            Tiles(groups=2, columns=48, inner=64, stages=4, store=16, programs=3, halves=2),
-        ),  # four for three programs
+        (128, Tiles(groups=2, columns=48, inner=64, stages=4, store=16, programs=3, halves=2)),  # 4 tiles, 3 programs
     ],
 )
 def test_the_interpreted_kernel_is_the_formula(rows: int, tiles: Tiles) -> None:
