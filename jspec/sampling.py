@@ -8,6 +8,7 @@ rounds bias the accept rules over several rounds.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -125,17 +126,28 @@ def target_tokens(
 
     def draw(logits: Array, sampling: Sampling, positions: Array) -> Array:
         """One token for each row, where each is a batch of its own."""
-        _, bound = _bound(logits[:, None], sampling, view.implementation)
-        key = jax.random.key_data(keys(sampling.seed, Purpose.TOKEN, positions))
-        return gumbel_argmax(logits, key, sampling.temperature, bound[:, 0], implementation=view.implementation)
+        return _draw(logits, sampling, keys(sampling.seed, Purpose.TOKEN, positions), None, view.implementation)
 
-    each = jax.tree.map(lambda field: jnp.repeat(field, nodes, axis=0), view.sampling)
-    rows = (logits.reshape(-1, vocab), each, positions.reshape(-1))
+    rows = (logits.reshape(-1, vocab), _of_each(view.sampling, nodes), positions.reshape(-1))
     if view.deterministic:  # no bit of a law or of its noise depends on how many there are
         drawn = in_row_blocks_off_gpu(draw, *rows, implementation=view.implementation)
     else:
         drawn = draw(*rows)
     return drawn.reshape(batch, nodes)
+
+
+def _draw(
+    logits: Float[Array, "rows vocab"], sampling: Sampling, key: Array, ids: Array | None, implementation: str
+) -> Int[Array, "rows"]:
+    """One of the tokens for each row, by the noise of their ids."""
+    _, bound = _bound(logits[:, None], sampling, implementation)
+    words = jax.random.key_data(key)
+    return gumbel_argmax(logits, words, sampling.temperature, bound[:, 0], ids, implementation=implementation)
+
+
+def _of_each(sampling: Sampling, nodes: int) -> Sampling:
+    """The sampling of a row for each of its nodes."""
+    return jax.tree.map(lambda field: jnp.repeat(field, nodes, axis=0), sampling)
 
 
 def law(
@@ -173,10 +185,17 @@ def child_chooser(
         return lambda logits, depth, count: by_temperature(view, lambda branch: _drawn(logits, branch, depth, count))
     if view.accept != "coupled":
         return lambda logits, depth, count: (_largest(logits, count, view), None)
-    noise = _draft_noise(view, depth, vocab_map, target_vocab)
+    positions = view.lengths[:, None] + jnp.arange(1, depth + 1)
+    key = keys(view.sampling.seed[:, None], Purpose.TOKEN, positions)
+    noise = functools.cache(lambda: _draft_noise(view, positions, vocab_map, target_vocab))
 
     def coupled(logits: Array, depth: int, count: int) -> tuple[Array, None]:
-        noisy = process(logits, view.sampling, view.implementation) + noise[:, depth - 1, None]
+        if count == 1:
+            batch, fed, vocab = logits.shape
+            own = jnp.repeat(key[:, depth - 1], fed)
+            ids = _draw(logits.reshape(-1, vocab), _of_each(view.sampling, fed), own, vocab_map, view.implementation)
+            return ids.reshape(batch, fed, 1), None
+        noisy = process(logits, view.sampling, view.implementation) + noise()[:, depth - 1, None]
         is_sampled = view.sampling.temperature[:, None, None] > 0
         return _largest(jnp.where(is_sampled, noisy, logits), count, view), None
 
@@ -184,10 +203,9 @@ def child_chooser(
 
 
 def _draft_noise(
-    view: SlotView, depth: int, vocab_map: Array | None, target_vocab: int
+    view: SlotView, positions: Int[Array, "batch depth"], vocab_map: Array | None, target_vocab: int
 ) -> Float[Array, "batch depth draft_vocab"]:
     """The target's noise at the positions of all levels, in one conditional: each costs a GPU program time."""
-    positions = view.lengths[:, None] + jnp.arange(1, depth + 1)
     size = target_vocab if vocab_map is None else vocab_map.shape[0]
 
     def noise(branch: SlotView) -> Array:

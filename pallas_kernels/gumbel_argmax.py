@@ -1,10 +1,10 @@
 """One draw from each row's law by Gumbel noise, without writing the noise down or making it for what cannot be drawn.
 
-    argmax_v l[v] / T + g(key, v)   over l[v] >= bound,      g = -log(-log u)      (argmax l where T is 0)
+    argmax_v l[v] / T + g(key, id v)   over l[v] >= bound,      g = -log(-log u)      (argmax l where T is 0)
 
-u is what `jax.random.gumbel(key, [vocab])` takes for v: threefry-2x32 (Salmon et al., SC 2011) of the key and v, in
-JAX's partitionable form, so that a draw can be repeated anywhere by key and token. Most tokens lie below a bound; a
-block of them that holds none above it is skipped.
+u is what `jax.random.gumbel(key, [vocab])` takes for a token: threefry-2x32 (Salmon et al., SC 2011) of the key and the
+token's id, in JAX's partitionable form, so that a draw can be repeated anywhere by key and token, over another
+vocabulary too. Most tokens lie below a bound; a block of them that holds none above it is skipped.
 """
 
 import functools
@@ -44,19 +44,21 @@ def _gumbel(first: Array, second: Array, token: Array) -> Array:
     return -jnp.log(-jnp.log(uniform))
 
 
-def _reference(logits, keys, temperature, bound):
-    draw = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32, mode="low"))
-    with jax.threefry_partitionable(True):
-        noise = draw(jax.random.wrap_key_data(keys, impl="threefry2x32"))
-    drawn = jnp.where(
-        logits >= bound[:, None], logits / jnp.where(temperature > 0, temperature, 1)[:, None] + noise, -jnp.inf
-    )
-    scores = jnp.where(temperature[:, None] > 0, drawn, logits)
+def _reference(logits, keys, temperature, bound, ids):
+    def drawn():
+        tokens = jnp.arange(logits.shape[1]) if ids is None else ids
+        noise = _gumbel(keys[:, :1], keys[:, 1:], tokens[None])
+        tempered = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
+        scores = jnp.where(logits >= bound[:, None], tempered + noise, -jnp.inf)
+        return jnp.where(temperature[:, None] > 0, scores, logits)
+
+    scores = jax.lax.cond(jnp.any(temperature > 0), drawn, lambda: logits)
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 
-def _kernel(logits_ref, keys_ref, temperature_ref, bound_ref, best_ref, token_ref, *, vocab):
+def _kernel(logits_ref, keys_ref, temperature_ref, bound_ref, *refs, vocab):
     """One program: the best token of a block of a row."""
+    *ids_ref, best_ref, token_ref = refs
     row, piece = pl.program_id(0), pl.program_id(1)
     temperature, bound = temperature_ref[row], bound_ref[row]
     token = piece * BLOCK + jnp.arange(BLOCK)
@@ -79,11 +81,12 @@ def _kernel(logits_ref, keys_ref, temperature_ref, bound_ref, best_ref, token_re
 
     @pl.when(is_drawn & (jnp.max(logits) >= bound))
     def _():
-        noise = _gumbel(keys_ref[row, 0], keys_ref[row, 1], token)
+        own = pltriton.load(ids_ref[0].at[token], mask=token < vocab, other=0) if ids_ref else token
+        noise = _gumbel(keys_ref[row, 0], keys_ref[row, 1], own)
         keep(jnp.where(logits >= bound, logits / temperature + noise, -jnp.inf))
 
 
-def _pallas(logits, keys, temperature, bound, *, interpret):
+def _pallas(logits, keys, temperature, bound, ids, *, interpret):
     rows, vocab = logits.shape
     pieces = pl.cdiv(vocab, BLOCK)
     best, tokens = pl.pallas_call(
@@ -93,7 +96,7 @@ def _pallas(logits, keys, temperature, bound, *, interpret):
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="gumbel_argmax",
-    )(logits, keys, temperature, bound)
+    )(logits, keys, temperature, bound, *([] if ids is None else [ids]))
     return jnp.take_along_axis(tokens, jnp.argmax(best, axis=1, keepdims=True), axis=1)[:, 0]
 
 
@@ -103,16 +106,18 @@ def gumbel_argmax(
     keys: UInt32[Array, "rows 2"],
     temperature: Float[Array, " rows"],
     bound: Float[Array, " rows"],
+    ids: Int32[Array, " vocab"] | None = None,
     *,
     implementation: Implementation = "auto",
 ) -> Int32[Array, " rows"]:
-    """Returns one token for each row, the smallest of equals (arXiv:1611.01144).
+    """Returns one of the `vocab` tokens for each row, the first of equals (arXiv:1611.01144).
 
     Args:
         logits: float32, not divided by the temperature yet.
         keys: of threefry-2x32, each for one draw.
         temperature: 0 takes the likeliest token.
         bound: from which on a token may be drawn, as `keep_bound` gives it.
+        ids: whose noise each of the tokens gets; None: its own.
         implementation: as in `paged_attention`.
     """
-    return choose(implementation, None, _pallas, _reference, logits, keys, temperature, bound)
+    return choose(implementation, None, _pallas, _reference, logits, keys, temperature, bound, ids)

@@ -175,6 +175,23 @@ def test_coupled_children_are_the_likeliest_under_the_target_noise() -> None:
     np.testing.assert_array_equal(deterministic, jax.lax.top_k(logits, 4)[1])
 
 
+@pytest.mark.parametrize("has_map", [False, True])
+def test_one_coupled_child_is_the_first_of_several(has_map: bool) -> None:
+    """A single follower is drawn by another way, without noise in memory; greedy rows beside sampled ones."""
+    rows, fed, vocab = 32, 2, 50
+    to_target = jax.random.permutation(jax.random.key(1), 4 * vocab)[:vocab].astype(jnp.int32) if has_map else None
+    logits = jax.random.normal(jax.random.key(0), (rows, fed, vocab))
+    view = view_of_rows([0] * rows, temperature=1.0)
+    temperature = jnp.where(jnp.arange(rows) % 2 == 0, 0.0, 1.3)
+    view = view.replace(sampling=view.sampling.replace(temperature=temperature, top_k=view.sampling.top_k + 20))
+    choose = sampling.child_chooser(view, 3, to_target, 4 * vocab if has_map else vocab)
+    (one, law), (several, _) = choose(logits, 2, 1), choose(logits, 2, 3)
+    assert law is None and one.shape == (rows, fed, 1)
+    np.testing.assert_array_equal(one[..., 0], several[..., 0])
+    np.testing.assert_array_equal(one[::2, :, 0], logits.argmax(axis=-1)[::2])
+    assert (np.asarray(one) != np.asarray(choose(logits, 3, 1)[0]))[1::2].any(), "control: noise of another position"
+
+
 def test_the_vocabulary_map_is_applied() -> None:
     to_target = jnp.asarray([3, 1, 7])
     logits = jnp.asarray([[[0.0, 5.0, 3.0]]])

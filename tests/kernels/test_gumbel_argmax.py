@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,13 +26,14 @@ def problem(vocab: int = 3000) -> tuple[np.ndarray, ...]:
 
 
 def expected(
-    logits: np.ndarray, keys: np.ndarray, temperature: np.ndarray, bound: np.ndarray
+    logits: np.ndarray, keys: np.ndarray, temperature: np.ndarray, bound: np.ndarray, ids: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Each row's token, and by how much it wins."""
     tokens, margins = [], []
+    ids = np.arange(logits.shape[1]) if ids is None else ids
     for row, words, own, least in zip(logits, keys, temperature, bound, strict=True):
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
-        noise = np.asarray(jax.random.gumbel(key, row.shape, mode="low"), np.float64)
+        noise = np.asarray(jax.random.gumbel(key, (ids.max() + 1,), mode="low"), np.float64)[ids]
         scores = row.astype(np.float64) if own == 0 else np.where(row >= least, row / np.float64(own) + noise, -np.inf)
         tokens.append(scores.argmax())
         margins.append(scores.max() - np.partition(scores, -2)[-2])
@@ -44,6 +47,21 @@ def test_the_tokens_are_those_of_jax_random(vocab: int, implementation: str) -> 
     tokens, margins = expected(*rows)
     assert margins.min() > 1e-4
     np.testing.assert_array_equal(gumbel_argmax(*rows, implementation=implementation), tokens)
+
+
+def mapped(vocab: int) -> tuple[np.ndarray, ...]:
+    """A draft's vocabulary: places of a larger one, in any order."""
+    return *problem(vocab), np.random.default_rng(1).permutation(4 * vocab)[:vocab].astype(np.int32)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_the_noise_of_other_ids_is_added(implementation: str) -> None:
+    rows = mapped(3000)
+    tokens, margins = expected(*rows)
+    assert margins.min() > 1e-4
+    np.testing.assert_array_equal(gumbel_argmax(*rows, implementation=implementation), tokens)
+    differs = np.asarray(gumbel_argmax(*rows[:-1], implementation=implementation)) != tokens
+    assert differs[rows[2] > 0].any() and not differs[rows[2] == 0].any(), "control: noise of its own"
 
 
 @pytest.mark.parametrize("part", [1, 2, 3])
@@ -72,9 +90,10 @@ def test_no_noise_is_written_down_on_an_h200() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("make", [problem, mapped])
 @pytest.mark.parametrize("vocab", [7, 3000, 128256])
-def test_on_a_gpu_the_tokens_are_those_of_jax_random(vocab: int) -> None:
-    rows = problem(vocab)
+def test_on_a_gpu_the_tokens_are_those_of_jax_random(make: Callable[[int], tuple[np.ndarray, ...]], vocab: int) -> None:
+    rows = make(vocab)
     with jax.default_device(jax.devices("cpu")[0]):
         tokens, margins = expected(*rows)
     differs = np.asarray(gumbel_argmax(*rows, implementation="pallas")) != tokens
