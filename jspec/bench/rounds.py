@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.bench import floors, shapes
+from jspec.bench import clocks, floors, shapes
 from jspec.cache import PoolShape
 from jspec.draft import Drafter, NoDraft
 from jspec.draft.eagle import Eagle3
@@ -79,6 +79,7 @@ class Timing:
     floor: float
     compile_seconds: float
     tokens: float
+    clock: clocks.Clock | None = None  # of the GPU, in more rounds, which are not timed
 
 
 def build(
@@ -137,18 +138,30 @@ def measure(case: Case, target: Model, head: EagleHead | None, *, profile: Path 
         state, *seen = group(step, params, state, case)
         groups.append(seen)
     times, emitted = zip(*groups[WARM_UP:], strict=True)
+    clock, state = _clock(step, params, state, case)
     if profile is not None:
         with jax.profiler.trace(str(profile)):
             group(step, params, state, case)
     deciles = statistics.quantiles(times, n=10)
     return Timing(
         case=case,
+        clock=clock,
         milliseconds=statistics.median(times),
         spread=deciles[-1] - deciles[0],
         floor=floor(case) * 1e3,
         compile_seconds=compile_seconds,
         tokens=statistics.fmean(emitted),
     )
+
+
+def _clock(step: Any, params: Params, state: SlotState, case: Case) -> tuple[clocks.Clock | None, SlotState]:
+    """How the GPU runs in more such groups, and the state behind them."""
+
+    def again() -> None:
+        nonlocal state
+        state, *_ = group(step, params, state, case)
+
+    return clocks.watch(again), state
 
 
 def group(step: Any, params: Params, state: SlotState, case: Case) -> tuple[SlotState, float, float]:
