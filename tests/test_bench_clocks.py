@@ -21,9 +21,14 @@ ANSWER += ["1980, 1980, 640.0, Not Active", "1590, 1980, 700.0, Active", "15"]
 def tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Lets a test write what `nvidia-smi` prints, on a machine that seems to have a GPU; with its arguments behind."""
     program = tmp_path / "nvidia-smi"
-    program.write_text(
-        f'#!/bin/sh\necho "$@" > {tmp_path}/asked\ncat {tmp_path}/answer\ntest $(wc -l < {tmp_path}/answer) -gt 1 && exec sleep 60\n'
-    )
+    lines = [
+        "#!/bin/sh",
+        f"cd {tmp_path}",
+        'echo "$@" > asked',
+        "cat answer",
+        "test $(wc -l < answer) -gt 1 && exec sleep 60",
+    ]
+    program.write_text("\n".join(lines))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
