@@ -189,13 +189,13 @@ def child_chooser(
     key = keys(view.sampling.seed[:, None], Purpose.TOKEN, positions)
     noise = functools.cache(lambda: _draft_noise(view, positions, vocab_map, target_vocab))
 
-    def coupled(logits: Array, depth: int, count: int) -> tuple[Array, None]:
+    def coupled(logits: Array, level: int, count: int) -> tuple[Array, None]:
         if count == 1:
             batch, fed, vocab = logits.shape
-            own = jnp.repeat(key[:, depth - 1], fed)
-            ids = _draw(logits.reshape(-1, vocab), _of_each(view.sampling, fed), own, vocab_map, view.implementation)
-            return ids.reshape(batch, fed, 1), None
-        noisy = process(logits, view.sampling, view.implementation) + noise()[:, depth - 1, None]
+            rows, own_key = logits.reshape(-1, vocab), jnp.repeat(key[:, level - 1], fed)
+            chosen = _draw(rows, _of_each(view.sampling, fed), own_key, vocab_map, view.implementation)
+            return chosen.reshape(batch, fed, 1), None
+        noisy = process(logits, view.sampling, view.implementation) + noise()[:, level - 1, None]
         is_sampled = view.sampling.temperature[:, None, None] > 0
         return _largest(jnp.where(is_sampled, noisy, logits), count, view), None
 

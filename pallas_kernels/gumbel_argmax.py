@@ -50,10 +50,10 @@ def _reference(logits, keys, temperature, bound, ids):
         noise = _gumbel(keys[:, :1], keys[:, 1:], tokens[None])
         tempered = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
         scores = jnp.where(logits >= bound[:, None], tempered + noise, -jnp.inf)
-        return jnp.where(temperature[:, None] > 0, scores, logits)
+        return jnp.argmax(jnp.where(temperature[:, None] > 0, scores, logits), axis=-1)
 
-    scores = jax.lax.cond(jnp.any(temperature > 0), drawn, lambda: logits)
-    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    token = jax.lax.cond(jnp.any(temperature > 0), drawn, lambda: jnp.argmax(logits, axis=-1))
+    return token.astype(jnp.int32)
 
 
 def _kernel(logits_ref, keys_ref, temperature_ref, bound_ref, *refs, vocab):
@@ -74,7 +74,7 @@ def _kernel(logits_ref, keys_ref, temperature_ref, bound_ref, *refs, vocab):
     def _():
         keep(logits)
 
-    @pl.when(is_drawn & (jnp.max(logits) < bound))
+    @pl.when(is_drawn & jnp.logical_not(jnp.max(logits) >= bound))  # of a row with NaN too
     def _():
         best_ref[row, piece] = temperature * -jnp.inf
         token_ref[row, piece] = piece * BLOCK

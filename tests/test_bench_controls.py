@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def test_a_program_that_is_known_to_wait(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(rounds, "compile_step", slow)
     for name, count in (("GROUP", 2), ("GROUPS", 3), ("WARM_UP", 1)):
         monkeypatch.setattr(rounds, name, count)
-    monkeypatch.setattr(controls.measure, "__defaults__", (KINDS,))
+    monkeypatch.setattr(controls, "measure", partial(controls.measure, kinds=KINDS))
     path, options = tmp_path / "prices.json", ["--dtype", "float32", "--context", "32", "--tree", "chain:2"]
     assert main(["bench", "controls", "--shape", "tiny", "--batch", "2", *options, "--json", str(path)]) == 0
     results = json.loads(path.read_text())["results"]

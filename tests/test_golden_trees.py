@@ -148,8 +148,8 @@ def test_medusa_heads_have_the_recorded_logits(golden: Path) -> None:
     last = target.config.num_layers
     seen = observe(target, padded, (last, last + 1)).states
     ends = (np.arange(len(texts)), np.array([len(text) - 1 for text in texts]))
-    got = np.stack([medusa.head_logits(head, seen[last + 1][ends]) for head in heads], axis=1)
+    got = np.stack([medusa.head_logits(head, seen[last + 1][ends][:, None])[:, 0] for head in heads], axis=1)
     np.testing.assert_allclose(got, recorded["medusa_logits"][:8], atol=TOLERANCE)
-    wrong = np.asarray(medusa.head_logits(heads[0], seen[last][ends]))
+    wrong = np.asarray(medusa.head_logits(heads[0], seen[last][ends][:, None])[:, 0])
     off = np.abs(wrong - recorded["medusa_logits"][:8, 0]).max(axis=1)
     assert (off > 100 * TOLERANCE).all(), "a state before the final norm must show"

@@ -67,6 +67,8 @@ def test_the_round_is_one_graph_in_place(tree: Tree | None, launches: int, temp_
     assert program.temp_bytes < temp_mib << 20  # logits (of 60 nodes: 30 MB) and partial sums; a pool would be 70 MB
     assert len(program.launches) < launches
     assert program.count("paged_attention") >= 2 * 32
+    drawn = tree.depth if tree == Tree.chain(4) else 0  # at the draft: a follower of each node
+    assert program.count("gumbel_argmax") == 1 + drawn
     if jax.__version_info__ >= (0, 11):  # gate and up of 64 rows, four of which fill the tree up
         assert program.count("kCustomCall") == (32 if tree == Tree.topk(60, 8, 10) else 0)
 

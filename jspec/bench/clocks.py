@@ -1,12 +1,14 @@
 """The clock that a GPU runs at under some work, and whether its power limit holds the clock down.
 
 A figure is worth as much as the clock it was taken at: an H200 that streams weights and multiplies at once reaches its
-700 W, and lowers its clock by a fifth. `nvidia-smi` tells; where there is none (CPU, TPU), nothing is known.
+700 W, and lowers its clock by a fifth to a quarter. `nvidia-smi` tells; where there is none (CPU, TPU), nothing is
+known.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -18,7 +20,7 @@ import jax
 
 FIELDS = ("clocks.sm", "clocks.max.sm", "power.draw", "clocks_event_reasons.sw_power_cap")
 INTERVAL = 20  # milliseconds
-SECONDS = 1.5  # of work, behind the first answer
+SECONDS = 3.0  # of work: it takes half a second to answer, and its watts are the mean of a second
 
 
 @dataclass(frozen=True)
@@ -43,18 +45,21 @@ def watch(work: Callable[[], object], *, seconds: float = SECONDS) -> Clock | No
     query = [f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits", f"--id={own}", f"--loop-ms={INTERVAL}"]
     with subprocess.Popen([program, *query], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        process.stdout.readline()  # it takes a while until it answers
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            work()
-        process.terminate()
+        try:
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                work()
+        finally:
+            process.kill()
         lines = process.stdout.read().splitlines()
-    return _clock(lines[1:-1])  # nothing from before the work, or broken off
+    return _clock(lines[1:-1])  # neither from the work's beginning nor broken off
 
 
 def _clock(lines: list[str]) -> Clock | None:
-    rows = [[word.strip() for word in line.split(",")] for line in lines]
-    if not rows or any(len(row) != len(FIELDS) or "N/A" in "".join(row) for row in rows):
+    """Of the lines that tell all; a GPU that is asked while it changes its state may miss one."""
+    number = r"([\d.]+)"
+    found = [re.fullmatch(rf"\s*{number}, {number}, {number}, (Active|Not Active)\s*", line) for line in lines]
+    if not (rows := [match.groups() for match in found if match]):
         return None
     mhz, highest, watts = (statistics.median(float(row[i]) for row in rows) for i in range(3))
     return Clock(mhz, highest, watts, sum(row[3] == "Active" for row in rows) / len(rows))

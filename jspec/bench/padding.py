@@ -19,7 +19,7 @@ from jaxtyping import Array
 from jspec.draft.heads import EagleLayer
 from jspec.models.config import HeadConfig, ModelConfig
 from jspec.models.decoder import Layer
-from pallas_kernels.quantized import Quantized, Weight
+from pallas_kernels.quantized import Quantized
 
 LEVEL = 2.0**20  # padded logits are at most -LEVEL / rms, of the small model's last state
 NEGLIGIBLE = 2.0**-26  # of a norm's mean square, even where the state is zero: below float32's rounding
@@ -100,7 +100,7 @@ class Growth(Generic[C]):
     def hidden(self) -> Factor:
         return Factor(self.old.hidden_size, self.new.hidden_size)
 
-    def pad(self, x: Weight, *axes: Axis, scale: float = 1.0) -> Array:
+    def pad(self, x: Array | Quantized, *axes: Axis, scale: float = 1.0) -> Array:
         assert not isinstance(x, Quantized)
         return pad(x, *axes, scale=scale, dtype=self.dtype)
 
@@ -135,7 +135,7 @@ class Growth(Generic[C]):
             down=self.pad(layer.down, (self.hidden,), (inner,)),
         )
 
-    def qkv(self, x: Weight, *inputs: Axis, normed: bool = False) -> Array:
+    def qkv(self, x: Array | Quantized, *inputs: Axis, normed: bool = False) -> Array:
         """The fused projection, or its bias.
 
         Args:

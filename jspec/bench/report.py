@@ -50,7 +50,7 @@ def timings(results: Sequence[Timing]) -> str:
         "p90-p10": lambda r: f"{r.spread:.3f}",
         "floor": lambda r: f"{r.floor:.3f}",
         "ratio": lambda r: f"{r.milliseconds / r.floor:.2f}",
-        "SM MHz": lambda r: str(r.clock),
+        "SM MHz": lambda r: str(r.clock) if r.clock else "",
         "W": lambda r: f"{r.clock.watts:.0f}" if r.clock else "",
         "capped": lambda r: f"{r.clock.capped:.0%}" if r.clock else "",
         "tokens": lambda r: f"{r.tokens:.2f}",

@@ -81,10 +81,12 @@ def test_the_smallest_of_equals_is_taken(implementation: str) -> None:
     assert token.tolist() == [5]
 
 
-def test_no_noise_is_written_down_on_an_h200() -> None:
+@pytest.mark.parametrize("has_ids", [False, True])
+def test_no_noise_is_written_down_on_an_h200(has_ids: bool) -> None:
     rows, vocab, shape = 160, 128256, jax.ShapeDtypeStruct
     arrays = shape((rows, 2), jnp.uint32), shape((rows,), jnp.float32), shape((rows,), jnp.float32)
-    program = compile_for_h200(gumbel_argmax, shape((rows, vocab), jnp.float32), *arrays, fail_on_spills=True)
+    ids = [shape((vocab,), jnp.int32)] * has_ids
+    program = compile_for_h200(gumbel_argmax, shape((rows, vocab), jnp.float32), *arrays, *ids, fail_on_spills=True)
     assert program.count("gumbel_argmax") == 1 and len(program.launches) <= 3
     assert program.temp_bytes < 1 << 20
 
