@@ -14,6 +14,8 @@ import pytest
 
 from jspec.bench import clocks, report, rounds, shapes
 
+pytestmark = pytest.mark.once
+
 # The first line is from the beginning of the work, the last one broken off.
 ANSWER = ["1980, 1980, 120.1, Not Active", "1560, 1980, 691.0, Active", "1600, 1980, 699.5, Active"]
 ANSWER += ["1980, 1980, 640.0, Not Active", "1590, 1980, 700.0, Active", "15"]
