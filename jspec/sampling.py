@@ -75,11 +75,6 @@ def uniform(key: Array) -> Float[Array, "..."]:
     return draw(key.reshape(-1)).reshape(key.shape)
 
 
-def token_noise(view: SlotView, positions: Int[Array, "batch nodes"], vocab: int) -> Float[Array, "batch nodes vocab"]:
-    """The noise with which the target's token at each position is drawn, whoever drafts."""
-    return gumbel(keys(view.sampling.seed[:, None], Purpose.TOKEN, positions), vocab)
-
-
 def _bound(
     logits: Float[Array, "batch nodes vocab"], sampling: Sampling, implementation: str
 ) -> tuple[Float[Array, "batch"], Float[Array, "batch nodes"]]:
@@ -114,7 +109,7 @@ def process(
 def target_tokens(
     logits: Float[Array, "batch nodes vocab"], view: SlotView, positions: Int[Array, "batch nodes"]
 ) -> Int[Array, "batch nodes"]:
-    """The token plain decoding would emit at each position: argmax for greedy rows, else drawn with `token_noise`.
+    """The token plain decoding would emit at each position: argmax for greedy rows, else drawn.
 
     Args:
         logits: of the node before each position, as `jspec.controls` leaves them.
@@ -187,7 +182,7 @@ def child_chooser(
         return lambda logits, depth, count: (_largest(logits, count, view), None)
     positions = view.lengths[:, None] + jnp.arange(1, depth + 1)
     key = keys(view.sampling.seed[:, None], Purpose.TOKEN, positions)
-    noise = functools.cache(lambda: _draft_noise(view, positions, vocab_map, target_vocab))
+    noise = functools.cache(lambda: _draft_noise(view, key, vocab_map, target_vocab))
 
     def coupled(logits: Array, level: int, count: int) -> tuple[Array, None]:
         if count == 1:
@@ -203,15 +198,15 @@ def child_chooser(
 
 
 def _draft_noise(
-    view: SlotView, positions: Int[Array, "batch depth"], vocab_map: Array | None, target_vocab: int
+    view: SlotView, key: Array, vocab_map: Array | None, target_vocab: int
 ) -> Float[Array, "batch depth draft_vocab"]:
-    """The target's noise at the positions of all levels, in one conditional: each costs a GPU program time."""
+    """The target's noise at all levels, of a key each, in one conditional: each costs a GPU program time."""
     size = target_vocab if vocab_map is None else vocab_map.shape[0]
 
     def noise(branch: SlotView) -> Array:
         if branch.all_greedy:
-            return jnp.zeros((*positions.shape, size), jnp.float32)
-        drawn = token_noise(branch, positions, target_vocab)
+            return jnp.zeros((*key.shape, size), jnp.float32)
+        drawn = gumbel(key, target_vocab)
         return drawn if vocab_map is None else drawn[..., vocab_map]
 
     return by_temperature(view, noise)

@@ -35,6 +35,11 @@ def _own_version() -> str:
 
 def timings(results: Sequence[Timing]) -> str:
     """One line a case: median, spread, floor and their ratio; of a GPU also its clock and power."""
+    clock: dict[str, Callable[[Timing], str]] = {
+        "SM MHz": lambda r: str(r.clock) if r.clock else "",
+        "W": lambda r: f"{r.clock.watts:.0f}" if r.clock else "",
+        "capped": lambda r: f"{r.clock.capped:.0%}" if r.clock else "",
+    }
     columns: dict[str, Callable[[Timing], str]] = {
         "shape": lambda r: r.case.shape,
         "dtype": lambda r: r.case.dtype,
@@ -50,14 +55,10 @@ def timings(results: Sequence[Timing]) -> str:
         "p90-p10": lambda r: f"{r.spread:.3f}",
         "floor": lambda r: f"{r.floor:.3f}",
         "ratio": lambda r: f"{r.milliseconds / r.floor:.2f}",
-        "SM MHz": lambda r: str(r.clock) if r.clock else "",
-        "W": lambda r: f"{r.clock.watts:.0f}" if r.clock else "",
-        "capped": lambda r: f"{r.clock.capped:.0%}" if r.clock else "",
+        **(clock if any(result.clock for result in results) else {}),
         "tokens": lambda r: f"{r.tokens:.2f}",
         "compile s": lambda r: f"{r.compile_seconds:.1f}",
     }
-    if all(result.clock is None for result in results):
-        columns = {name: cell for name, cell in columns.items() if name not in ("SM MHz", "W", "capped")}
     return table([list(columns), *([cell(result) for cell in columns.values()] for result in results)])
 
 

@@ -145,12 +145,12 @@ def measure(case: Case, target: Model, head: EagleHead | None, *, profile: Path 
     deciles = statistics.quantiles(times, n=10)
     return Timing(
         case=case,
-        clock=clock,
         milliseconds=statistics.median(times),
         spread=deciles[-1] - deciles[0],
         floor=floor(case) * 1e3,
         compile_seconds=compile_seconds,
         tokens=statistics.fmean(emitted),
+        clock=clock,
     )
 
 
