@@ -28,6 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec import automata, processors, sampling
 from jspec.records import NO_TOKEN, Controls, Draft, SlotView
+from pallas_kernels.quantized import Parts, add_up
 
 MAX_BAD_WORDS = 128  # of more than one token, a request
 MAX_BAD_WORD_TOKENS = 16
@@ -135,27 +136,32 @@ def paths(draft: Draft, reach: Bool[Array, "batch nodes nodes"], depth: int) -> 
 
 def by_use(
     view: SlotView,
-    logits: Float[Array, "batch nodes vocab"],
+    product: Parts,
     path: Callable[[], Int[Array, "batch nodes depth"]],
     run: Callable[[Array, SlotView], Decision],
 ) -> tuple[Decision, Int[Array, "batch"] | None]:
     """Run `jspec.sampling.by_temperature`'s branches, or, where a row uses controls, the same with edited logits.
 
     Args:
+        product: the logits, [1, batch, nodes, vocab], scaled where they are read: inside of a branch.
         path: gives the tokens from behind the root to each node (`paths`); called where they are needed.
         run: takes the logits, and the view with `SlotView.all_greedy` set for its branch.
 
     Returns:
         What ``run`` decides, and the state of each row's grammar behind that.
     """
+
+    def logits() -> Float[Array, "batch nodes vocab"]:
+        return add_up(product, jnp.float32)
+
     if view.controls is None:
-        return sampling.by_temperature(view, lambda branch: run(logits, branch)), None
-    none = None if view.grammars is None else jnp.full(logits.shape[:1], automata.NO_STATE, jnp.int32)
+        return sampling.by_temperature(view, lambda branch: run(logits(), branch)), None
+    none = None if view.grammars is None else jnp.full(view.lengths.shape, automata.NO_STATE, jnp.int32)
     greedy, mixed = (replace(view, all_greedy=flag) for flag in (True, False))
 
     def with_controls() -> tuple[Decision, Array | None]:
         to_nodes = path()
-        edited = edit(logits, view, to_nodes)
+        edited = edit(logits(), view, to_nodes)
         best, bonus = sampling.by_temperature(view, lambda branch: run(edited, branch))
         if none is None:
             return (best, bonus), None
@@ -167,7 +173,7 @@ def by_use(
     is_sampled = jnp.any(view.sampling.temperature > 0).astype(jnp.int32)
     return jax.lax.switch(  # one conditional for both questions: each costs a GPU program time
         jnp.where(_is_used(view), 2, is_sampled),
-        [lambda: (run(logits, greedy), none), lambda: (run(logits, mixed), none), with_controls],
+        [lambda: (run(logits(), greedy), none), lambda: (run(logits(), mixed), none), with_controls],
     )
 
 

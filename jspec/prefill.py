@@ -103,7 +103,6 @@ def _first_token(
     program: Program, state: SlotState, chunk: PrefillInput, view: SlotView, out: TargetOut
 ) -> tuple[SlotState, StepOutput]:
     """Sample what follows the chunk, unless it is known; only the last chunk makes it the root."""
-    assert out.logits is not None
     length = chunk.start + chunk.count
     newest = chunk.tokens[chunk.count - 1]
     logits = controls.edit_one(out.logits, replace(view, root=newest[None], lengths=length[None] - 1))

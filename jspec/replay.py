@@ -115,7 +115,6 @@ def run_texts(target: Model, tokens: Int[Array, "rows size"], layers: Sequence[i
 
 def _look(layers: tuple[int, ...], target: Model, tokens: Int[Array, "rows size"]) -> Texts:
     out = run_texts(target, tokens, layers)
-    assert out.logits is not None
     states = [] if out.features is None else jnp.split(out.features, len(layers), axis=-1)
     choices = jnp.argmax(out.logits, axis=-1).astype(jnp.int32)
     return Texts(tokens=tokens, choices=choices, states=dict(zip(layers, states, strict=True)))

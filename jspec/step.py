@@ -211,8 +211,8 @@ def verify_stage(
 def accept_stage(program: Program, out: TargetOut, view: SlotView, draft: Draft) -> Verdict:
     """Apply the accept rule and cut the result where the row ends."""
     with jax.named_scope("accept"):
-        assert out.logits is not None
-        return verify.accept(out.logits, draft, ancestors(draft.parents), view, program.drafter.tree, program.typical)
+        assert out.product is not None
+        return verify.accept(out.product, draft, ancestors(draft.parents), view, program.drafter.tree, program.typical)
 
 
 def logprobs_stage(program: Program, out: TargetOut, view: SlotView, draft: Draft, verdict: Verdict) -> LogProbs | None:
@@ -220,7 +220,6 @@ def logprobs_stage(program: Program, out: TargetOut, view: SlotView, draft: Draf
     if program.logprobs is None:
         return None
     with jax.named_scope("logprobs"):
-        assert out.logits is not None
         return logprobs.of_round(program.logprobs, out.logits, draft, verdict, view, program.drafter.tree)
 
 

@@ -26,7 +26,7 @@ POOL_DTYPES = (*(jnp.dtype(name) for name in ("bfloat16", "float16", "float32"))
 Pool = Float[Array, "pages KH page D"]
 
 
-def _locate(page_table: Array, rows: Array, page: int) -> tuple[Array, Array, Array]:
+def locate(page_table: Array, rows: Array, page: int) -> tuple[Array, Array, Array]:
     """Returns the page and the place in it of each row [B,T], and whether the table has it."""
     known = (rows >= 0) & (rows < page_table.shape[1] * page)
     rows = jnp.where(known, rows, 0)
@@ -48,7 +48,7 @@ def _scatter(pool: Array, values: Array, pages: Array, places: Array, valid: Arr
 
 def _append_reference(k_pool, v_pool, k, v, page_table, first_row, valid):
     rows = first_row[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)
-    pages, places, known = _locate(page_table, rows, k_pool.shape[2])
+    pages, places, known = locate(page_table, rows, k_pool.shape[2])
     valid &= known
     return _scatter(k_pool, k, pages, places, valid), _scatter(v_pool, v, pages, places, valid)
 
@@ -59,8 +59,8 @@ def _move_reference(k_pools, v_pools, *where):
 
 
 def _move_layer(k_pool, v_pool, page_table, source_rows, target_rows, valid):
-    source_pages, source_places, readable = _locate(page_table, source_rows, k_pool.shape[2])
-    pages, places, known = _locate(page_table, target_rows, k_pool.shape[2])
+    source_pages, source_places, readable = locate(page_table, source_rows, k_pool.shape[2])
+    pages, places, known = locate(page_table, target_rows, k_pool.shape[2])
     valid &= readable & known
     k, v = k_pool[source_pages, :, source_places], v_pool[source_pages, :, source_places]
     return _scatter(k_pool, k, pages, places, valid), _scatter(v_pool, v, pages, places, valid)

@@ -55,6 +55,20 @@ class Rounded:
         return self.values.shape
 
 
+@struct.dataclass
+class Scaled:
+    """Parts of a product of float8 numbers that are still to be scaled: their sum * row_scale[..., None] * scale."""
+
+    values: Float[Array, "parts *rows out"]
+    row_scale: Float[Array, "*rows"]
+    scale: Float[Array, " out"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+Parts = Float[Array, "parts *rows out"] | Scaled  # to be added up by whoever reads them
 Weight = Float[Array, "_ _"] | Quantized  # [out, inner]
 Inputs = Float[Array, "*rows inner"] | Rounded
 
@@ -104,6 +118,28 @@ def factors(x: Inputs, weight: Weight, *, is_gated: bool = False, implementation
     return Factors(x, weight, None, None)
 
 
+def lazy_matmul(
+    x: Inputs,
+    weight: Weight,
+    dtype: jnp.dtype | None = None,
+    *,
+    is_gated: bool = False,
+    implementation: str = "auto",
+) -> Parts:
+    """`matmul` in one part, with "fp8_dynamic" still to be scaled: where one kernel alone reads it, it can do so."""
+    f = factors(x, weight, is_gated=is_gated, implementation=implementation)
+    dtype = dtype or x.dtype
+    precision = jax.lax.Precision.HIGHEST if f.x.dtype == jnp.float32 else None
+    is_rounded_twice = f.row_scale is not None and math.prod(x.shape[:-1]) > FEW_ROWS and dtype != jnp.float16
+    wide = dtype if f.scale is None or is_rounded_twice else jnp.float32
+    right = f.weight if f.scale is None else f.weight.astype(f.x.dtype)
+    dims = (((f.x.ndim - 1,), (1,)), ((), ()))
+    whole = jax.lax.dot_general(f.x, right, dims, precision=precision, preferred_element_type=wide)
+    if f.row_scale is not None and f.scale is not None:
+        return Scaled(whole[None], f.row_scale, f.scale)
+    return f.scaled(whole).astype(dtype)[None]
+
+
 def matmul(
     x: Inputs,
     weight: Weight,
@@ -121,12 +157,17 @@ def matmul(
         dtype: of the result; None: x's.
         is_gated, implementation: as in `factors`.
     """
-    f = factors(x, weight, is_gated=is_gated, implementation=implementation)
     dtype = dtype or x.dtype
-    precision = jax.lax.Precision.HIGHEST if f.x.dtype == jnp.float32 else None
-    is_rounded_twice = f.row_scale is not None and math.prod(x.shape[:-1]) > FEW_ROWS and dtype != jnp.float16
-    wide = dtype if f.scale is None or is_rounded_twice else jnp.float32
-    right = f.weight if f.scale is None else f.weight.astype(f.x.dtype)
-    dims = (((f.x.ndim - 1,), (1,)), ((), ()))
-    product = jax.lax.dot_general(f.x, right, dims, precision=precision, preferred_element_type=wide)
-    return f.scaled(product).astype(dtype)
+    return add_up(lazy_matmul(x, weight, dtype, is_gated=is_gated, implementation=implementation), dtype)
+
+
+def taken_apart(parts: Parts) -> tuple[Array, tuple[Array, ...]]:
+    """The parts, and the scales of rows and columns if they are still to be applied."""
+    return (parts.values, (parts.row_scale, parts.scale)) if isinstance(parts, Scaled) else (parts, ())
+
+
+def add_up(parts: Parts, dtype: jnp.dtype) -> Float[Array, "*rows out"]:
+    """The sum of the parts, in their order, scaled, rounded once. (On a CPU jax 0.11.2's reduction is less exact.)"""
+    (first, *others), scales = taken_apart(parts)
+    total = sum(others, first)
+    return (total * scales[0][..., None] * scales[1] if scales else total).astype(dtype)

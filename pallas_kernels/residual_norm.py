@@ -15,10 +15,9 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels.implementation import Implementation, choose
-from pallas_kernels.quantized import Inputs, Rounded
+from pallas_kernels.quantized import Inputs, Parts, Rounded, add_up, taken_apart
 from pallas_kernels.round_rows import FP8, scaled_rows
 from pallas_kernels.row_blocks import in_row_blocks
-from pallas_kernels.split_matmul import Parts, add_up, taken_apart
 
 WIDEST = 16384  # columns a program holds in registers
 

@@ -15,17 +15,22 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.implementation import Implementation, choose
-from pallas_kernels.kv_pages import HEAD_DIMS, POOL_DTYPES, Pool, append, place, rounded
+from pallas_kernels.kv_pages import HEAD_DIMS, POOL_DTYPES, Pool, append, locate, rounded
+from pallas_kernels.quantized import Parts, add_up, taken_apart
 from pallas_kernels.row_blocks import in_row_blocks
-from pallas_kernels.split_matmul import Parts, add_up, taken_apart
+
+
+def _turn(positions, speeds):
+    """Cosines and sines, [2, B, T, D / 2]: those of all layers are the same, and XLA computes them once."""
+    angles = positions[..., None].astype(jnp.float32) * speeds
+    return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
 
 
 def rotate(
     x: Float[Array, "B T H D"], positions: Int32[Array, "B T"], speeds: Float[Array, " half"]
 ) -> Float[Array, "B T H D"]:
     """Rotates every head of every row by its position; the reference."""
-    angles = positions[..., None].astype(jnp.float32) * speeds
-    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    cos, sin = _turn(positions, speeds)[:, :, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
@@ -52,25 +57,19 @@ def _reference(
     return q, *append(k_pool, v_pool, k, v, page_table, first_row, valid, implementation="reference")
 
 
-def _kernel(
-    qkv_ref,
-    positions_ref,
-    speeds_ref,
-    table_ref,
-    first_ref,
-    valid_ref,
-    *refs,
-    heads,
-):
-    """One program: one kv head of one row, with the query heads of its group."""
+def _kernel(qkv_ref, turn_ref, row_ref, *refs, heads):
+    """One program: one kv head of one row, with the query heads of its group.
+
+    All that it reads it asks for at once: nothing it loads is the place of something else.
+    """
     *scale_refs, _k_in, _v_in, q_ref, k_ref, v_ref = refs
     token, kv_head, sequence = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     _, kv_heads, page, dim = k_ref.shape
     half, group = jnp.arange(pl.next_power_of_2(dim // 2)), heads // kv_heads
     is_channel = half < dim // 2
-    speeds = pltriton.load(speeds_ref.at[half], mask=is_channel, other=0)
-    angles = positions_ref[sequence, token].astype(jnp.float32) * speeds
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    own = {"mask": is_channel, "other": 0}
+    row = row_ref[sequence, token]
+    cos, sin = (pltriton.load(turn_ref.at[index, sequence, token, half], **own) for index in range(2))
 
     def load(columns, **mask):
         """Columns of the projection, their parts added up and rounded to the model's dtype."""
@@ -87,26 +86,24 @@ def _kernel(
         return first * cos - second * sin, second * cos + first * sin
 
     member = jnp.arange(pl.next_power_of_2(group))[:, None]
-    inside, head = member < group, kv_head * group + member
-    inside = inside & is_channel[None, :]
-    parts = turned(head * dim, mask=inside, other=0)
-    for part, dims in zip(parts, (half, dim // 2 + half), strict=True):
-        at = (sequence, token, head, dims[None, :])
-        pltriton.store(q_ref.at[at], part.astype(q_ref.dtype), mask=inside)
-    row, known = first_ref[sequence] + token, valid_ref[sequence, token]
-    target, slot, known = place(table_ref, sequence, row, known, page)
-    own = {"mask": is_channel, "other": 0}
+    head = kv_head * group + member
+    inside = (member < group) & is_channel[None, :]
     value_columns = (heads + kv_heads + kv_head) * dim + half
-    values = (load(value_columns, **own), load(value_columns + dim // 2, **own))
-    keys = (part.astype(q_ref.dtype) for part in turned((heads + kv_head) * dim, **own))
-    for ref, new in ((k_ref, keys), (v_ref, values)):
-        for part, dims in zip(new, (half, dim // 2 + half), strict=True):
-            pltriton.store(ref.at[target, kv_head, slot, dims], rounded(part, ref.dtype), mask=known & is_channel)
+    queries = turned(head * dim, mask=inside, other=0)
+    keys = [part.astype(q_ref.dtype) for part in turned((heads + kv_head) * dim, **own)]
+    values = [load(value_columns + start, **own) for start in (0, dim // 2)]
+    for query, key, value, dims in zip(queries, keys, values, (half, dim // 2 + half), strict=True):
+        pltriton.store(q_ref.at[sequence, token, head, dims[None, :]], query.astype(q_ref.dtype), mask=inside)
+        for ref, new in ((k_ref, key), (v_ref, value)):
+            at = (row // page, kv_head, row % page, dims)
+            pltriton.store(ref.at[at], rounded(new, ref.dtype), mask=(row >= 0) & is_channel)
 
 
 def _pallas(k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *, heads, dtype, interpret):
     (batch, tokens), (qkv, scales) = valid.shape, taken_apart(qkv)
-    inputs = (qkv, positions, speeds, page_table, first_row, valid, *scales)
+    pages, places, known = locate(page_table, first_row[:, None] + jnp.arange(tokens, dtype=jnp.int32), k_pool.shape[2])
+    rows = jnp.where(valid & known, pages * k_pool.shape[2] + places, -1)
+    inputs = (qkv, _turn(positions, speeds), rows, *scales)
     q = jax.ShapeDtypeStruct((batch, tokens, heads, k_pool.shape[3]), dtype)
     pools = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (k_pool, v_pool)]
     return pl.pallas_call(

@@ -11,39 +11,32 @@ import math
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Float
 
 from pallas_kernels import hopper_matmul
 from pallas_kernels.implementation import Implementation, choose
-from pallas_kernels.quantized import Factors, Inputs, Quantized, Weight, factors, matmul, rounds_inputs
+from pallas_kernels.quantized import (
+    Factors,
+    Inputs,
+    Parts,
+    Quantized,
+    Scaled,
+    Weight,
+    factors,
+    lazy_matmul,
+    rounds_inputs,
+)
 from pallas_kernels.round_rows import FP8
 
 MOST_ROWS = 64  # of the kernel; beyond, XLA takes the parts one by one
-MANY_ROWS = 256  # beyond, the output has tiles enough
+OUT_TILE = 128  # rows and columns of a tile of the output by XLA's product
+TILES = 132  # from which on there are enough
 FEW_ROWS = 16  # smallest side of a product on tensor cores
 LEAST_OUT, LEAST_INNER = 1024, 2048  # a smaller weight is read before a second kernel has started
 WIDEST_OUT = 16384  # beyond, the output has tiles enough
 INNER_BYTES = 128  # of a weight's row in a tile
 NARROW_OUT = 4096  # up to which four parts make up for the few tiles; of a wider output two are faster
-
-
-@struct.dataclass
-class Scaled:
-    """Parts of a product of "fp8_dynamic" that are still to be scaled: their sum * row_scale[..., None] * scale."""
-
-    values: Float[Array, "parts *rows out"]
-    row_scale: Float[Array, "*rows"]
-    scale: Float[Array, " out"]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-
-Parts = Float[Array, "parts *rows out"] | Scaled
 
 
 def parts_of(
@@ -54,8 +47,10 @@ def parts_of(
     Args:
         is_rounded: so are the inputs, to the weight's dtype.
     """
-    most = MANY_ROWS if weight_bytes == 2 or is_rounded else MOST_ROWS
-    if dtype not in (jnp.bfloat16, jnp.float16) or rows > most or out > WIDEST_OUT:
+    if dtype not in (jnp.bfloat16, jnp.float16) or out > WIDEST_OUT:
+        return 1
+    tiles = math.ceil(rows / OUT_TILE) * math.ceil(out / OUT_TILE)
+    if rows > MOST_ROWS and (tiles >= TILES or not (weight_bytes == 2 or is_rounded)):
         return 1
     tile = _out_tile(rows)
     if out < LEAST_OUT or inner < LEAST_INNER or out % tile or inner % (4 * (INNER_BYTES // weight_bytes)):
@@ -131,7 +126,7 @@ def split_matmul(
 ) -> Parts:
     """x @ weight.T as parts to be added up: float32 if there are several, else one of x's dtype.
 
-    Those of 65 to 256 rows by a weight of "fp8_dynamic" come back as `Scaled`.
+    Those of more than 64 rows by a weight of "fp8_dynamic" come back as `Scaled`.
 
     Args:
         weight: [out, inner].
@@ -143,7 +138,7 @@ def split_matmul(
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else 2
     parts = parts_of(rows, out, inner, x.dtype, width, is_rounded=rounds_inputs(weight))
     if parts == 1:
-        return matmul(x, weight, is_gated=is_gated, implementation=implementation)[None]
+        return lazy_matmul(x, weight, is_gated=is_gated, implementation=implementation)
     taken = factors(x, weight, is_gated=is_gated, implementation=implementation)
     flat = taken.x.reshape(-1, inner)
     if rows > MOST_ROWS:
@@ -162,15 +157,3 @@ def split_matmul(
     else:
         product = choose(implementation, None, functools.partial(_pallas, parts=parts), reference, *arguments)
     return product.reshape(parts, *shape, out)
-
-
-def taken_apart(parts: Parts) -> tuple[Array, tuple[Array, ...]]:
-    """The parts, and the scales of rows and columns if they are still to be applied."""
-    return (parts.values, (parts.row_scale, parts.scale)) if isinstance(parts, Scaled) else (parts, ())
-
-
-def add_up(parts: Parts, dtype: jnp.dtype) -> Float[Array, "*rows out"]:
-    """The sum of the parts, in their order, scaled, rounded once. (On a CPU jax 0.11.2's reduction is less exact.)"""
-    (first, *others), scales = taken_apart(parts)
-    total = sum(others, first)
-    return (total * scales[0][..., None] * scales[1] if scales else total).astype(dtype)

@@ -23,8 +23,7 @@ from jspec.models.decoder import Model
 from jspec.quantize import NAMES, check_device, quantize_weights, quantized_as
 from jspec.tokenizer import load_tokenizer
 from pallas_kernels import split_matmul
-from pallas_kernels.quantized import KINDS, Quantized, matmul, quantize
-from pallas_kernels.split_matmul import add_up
+from pallas_kernels.quantized import KINDS, Quantized, add_up, matmul, quantize
 from tests import folders, tiny
 from tests.h200 import compile_for_h200
 

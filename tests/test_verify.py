@@ -31,7 +31,9 @@ def decide(
 ) -> verify.Verdict:
     """`verify.accept` as a compiled step calls it, its verdict in numpy."""
     compiled = jax.jit(verify.accept, static_argnames="tree")
-    verdict = compiled(jnp.asarray(logits), draft, verify.ancestors(draft.parents), here, tree=tree, options=options)
+    verdict = compiled(
+        jnp.asarray(logits)[None], draft, verify.ancestors(draft.parents), here, tree=tree, options=options
+    )
     return jax.tree.map(np.asarray, verdict)
 
 

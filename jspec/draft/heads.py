@@ -22,9 +22,9 @@ from jspec.models.attention import attend, project
 from jspec.models.config import HeadConfig
 from jspec.models.decoder import mlp, rms_norm
 from jspec.records import KVCache, TokenBatch
-from pallas_kernels.quantized import Weight, matmul, rounds_inputs
+from pallas_kernels.quantized import Parts, Weight, add_up, matmul, rounds_inputs
 from pallas_kernels.residual_norm import add_rms_norm
-from pallas_kernels.split_matmul import Parts, add_up, split_matmul
+from pallas_kernels.split_matmul import split_matmul
 
 FIRST_ROW = 1  # row 0 of the draft's cache does not exist
 

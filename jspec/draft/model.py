@@ -15,7 +15,7 @@ from jspec.cache import PoolShape, commit, create
 from jspec.draft import Drafter, active_slots, check_window
 from jspec.draft.grow import Level, Vocabulary, grow
 from jspec.models.decoder import Model, forward
-from jspec.records import Draft, KVCache, SlotView, TokenBatch, Verdict
+from jspec.records import Draft, KVCache, SlotView, TargetOut, TokenBatch, Verdict
 from jspec.tree import Tree
 
 
@@ -105,14 +105,13 @@ class DraftModel(Drafter):
     def draft(self, params: Model, state: DraftModelState, view: SlotView) -> tuple[Draft, DraftModelState]:
         previous = state.previous.at[view.slots].get(mode="fill", fill_value=0)
         with jax.named_scope("root"):
-            logits, cache = _feed_root(params, state.cache, view, previous, window=self.draft_window)
+            out, cache = _feed_root(params, state.cache, view, previous, window=self.draft_window)
 
         def feed(cache: KVCache, level: Level) -> tuple[Array, KVCache]:
             return _feed_level(params, cache, view, level, self.draft_window)
 
-        assert logits is not None
         vocabulary = Vocabulary(None, params.config.vocab_size)
-        grown, cache = grow(self.tree, view, vocabulary, logits, cache, feed)
+        grown, cache = grow(self.tree, view, vocabulary, out.logits, cache, feed)
         rows = state.rows.at[view.slots, : self.tree.nodes].set(grown.rows, mode="drop")
         return grown.draft, replace(state, cache=cache, rows=rows)
 
@@ -148,7 +147,7 @@ def _feed_root(
     *,
     window: int | None,
     with_logits: bool = True,
-) -> tuple[Float[Array, "batch 1 vocab"] | None, KVCache]:
+) -> tuple[TargetOut, KVCache]:
     """Feed the last committed token, where its row is missing, and the root; logits behind the root."""
     first_row = jnp.maximum(view.lengths - 1, 0)
     is_missing = previous >= 0
@@ -164,8 +163,7 @@ def _feed_root(
         window=window,
     )
     newest = jnp.ones((tokens.shape[0], 1), jnp.int32)
-    out, cache = forward(params, cache, batch, logit_rows=newest, with_logits=with_logits)
-    return out.logits, cache
+    return forward(params, cache, batch, logit_rows=newest, with_logits=with_logits)
 
 
 def _feed_level(
@@ -173,5 +171,4 @@ def _feed_level(
 ) -> tuple[Float[Array, "batch fed vocab"], KVCache]:
     """Feed the nodes of a level, all at one position; logits behind each."""
     out, cache = forward(params, cache, level.batch(view, view.lengths + level.depth, window))
-    assert out.logits is not None
     return out.logits, cache

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 from jspec.models.config import Rope
 from jspec.records import TokenBatch
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.quantized import Parts
 from pallas_kernels.rotary import rotate_append
-from pallas_kernels.split_matmul import Parts
 
 
 class AttentionShape(Protocol):

@@ -22,9 +22,9 @@ from jspec.models.config import ModelConfig
 from jspec.records import KVCache, TargetOut, TokenBatch
 from pallas_kernels.fixed_matmul import fixed_matmul
 from pallas_kernels.gated_matmul import gated_matmul, missing_rows, tiles_for
-from pallas_kernels.quantized import Inputs, Weight, matmul, rounds_inputs
+from pallas_kernels.quantized import Inputs, Parts, Weight, add_up, lazy_matmul, matmul, rounds_inputs
 from pallas_kernels.residual_norm import add_rms_norm
-from pallas_kernels.split_matmul import Parts, split_matmul
+from pallas_kernels.split_matmul import split_matmul
 
 
 @struct.dataclass
@@ -101,9 +101,13 @@ def logits_of(
     x: Float[Array, "... hidden"], head: Weight, implementation: str = "auto", *, deterministic: bool = False
 ) -> Float[Array, "... vocab"]:
     """Scores over a vocabulary, accumulated and returned in float32."""
+    return add_up(_head_product(x, head, implementation, deterministic=deterministic), jnp.float32)
+
+
+def _head_product(x: Array, head: Weight, implementation: str, *, deterministic: bool) -> Parts:
     if deterministic:
-        return fixed_matmul(x, head, jnp.float32, is_whole=True, implementation=implementation)[0]
-    return matmul(x, head, jnp.float32)
+        return fixed_matmul(x, head, jnp.float32, is_whole=True, implementation=implementation)
+    return lazy_matmul(x, head, jnp.float32)
 
 
 def forward(
@@ -154,11 +158,11 @@ def forward(
         v_pools.append(v_pool)
     states.append(normed)
     features = jnp.concatenate([states[i][:, :tokens] for i in feature_layers], axis=-1) if feature_layers else None
-    logits = None
+    scores = None
     if with_logits:
         with jax.named_scope("head"):
             normed = normed[:, :tokens]
             if logit_rows is not None:
                 normed = jnp.take_along_axis(normed, logit_rows[..., None], axis=1)
-            logits = logits_of(normed, model.output_head, **fixed)
-    return TargetOut(logits=logits, features=features), KVCache(k=k_pools, v=v_pools)
+            scores = _head_product(normed, model.output_head, **fixed)
+    return TargetOut(product=scores, features=features), KVCache(k=k_pools, v=v_pools)

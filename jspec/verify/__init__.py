@@ -37,6 +37,7 @@ from jspec.verify.paths import Ruling, ancestors, at_node, by_depth, depths, ran
 from jspec.verify.point import Candidate, multi_candidate, point_masses
 from jspec.verify.rejection import without_replacement
 from jspec.verify.typical import Typical, typical_acceptance
+from pallas_kernels.quantized import Parts
 
 __all__ = [
     "Candidate",
@@ -77,7 +78,7 @@ def check_rule(rule: str, tree: Tree) -> None:
 
 
 def accept(
-    logits: Float[Array, "batch nodes vocab"],
+    product: Parts,
     draft: Draft,
     reach: Bool[Array, "batch nodes nodes"],
     view: SlotView,
@@ -87,7 +88,8 @@ def accept(
     """Decide which draft tokens stand, by the program's rule, and cut the result where the row ends.
 
     Args:
-        logits: the target's raw logits at every node, float32.
+        product: the target's raw logits at every node, [1, batch, nodes, vocab], perhaps to be scaled: a kernel of its
+            own for that would read and write them once more.
         reach: ancestors of each node (`ancestors`).
         options: of the rule "typical".
     """
@@ -100,7 +102,7 @@ def accept(
         return sampled(logits, draft, reach, branch)
 
     (best, bonus), grammar_state = controls.by_use(
-        view, logits, lambda: controls.paths(draft, reach, tree.depth), decide
+        view, product, lambda: controls.paths(draft, reach, tree.depth), decide
     )
     return replace(verdict_of(best, bonus, draft, reach, view, tree), grammar_state=grammar_state)
 

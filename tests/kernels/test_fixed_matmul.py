@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.fixed_matmul import fixed_matmul, fixed_parts
-from pallas_kernels.quantized import matmul
+from pallas_kernels.quantized import add_up, matmul
 from pallas_kernels.row_blocks import in_row_blocks
-from pallas_kernels.split_matmul import add_up
 
 COUNTS = (1, 5, 8, 9, 80)  # rows
 

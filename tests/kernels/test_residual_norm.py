@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import add_rms_norm
-from pallas_kernels.split_matmul import Scaled
+from pallas_kernels.quantized import Scaled
 from tests.kernels.test_round_rows import off
 
 EPS = 1e-5

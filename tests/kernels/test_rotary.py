@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import rotate_append
-from pallas_kernels.split_matmul import Scaled
+from pallas_kernels.quantized import Scaled
 
 SHAPES = [
     (8, 2, 16, 4),

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import hopper_matmul, round_rows, split_matmul
-from pallas_kernels.quantized import Quantized, Rounded, quantize
-from pallas_kernels.split_matmul import MOST_ROWS, Scaled, add_up, parts_of
+from pallas_kernels.quantized import Quantized, Rounded, Scaled, add_up, quantize
+from pallas_kernels.split_matmul import MOST_ROWS, parts_of
 from tests.h200 import compile_for_h200
 
 BF16, FP8 = jnp.dtype("bfloat16"), jnp.dtype("float8_e4m3fn")
@@ -49,7 +49,10 @@ def test_the_parts_add_up_to_the_product(rows: int, out: int, parts: int, implem
         (60, 6144, 4096, BF16, 2),
         (5, 6144, 4096, BF16, 2),
         (65, 4096, 4096, BF16, 2),  # by XLA
-        (257, 4096, 4096, BF16, 1),  # enough rows
+        (512, 4096, 4096, BF16, 2),
+        (513, 4096, 4096, BF16, 1),  # enough tiles
+        (160, 6144, 4096, BF16, 2),
+        (320, 6144, 4096, BF16, 1),
         (5, 4096, 11008, BF16, 4),
         (5, 28672, 4096, BF16, 1),  # enough columns
         (5, 4096, 4096, jnp.dtype("float32"), 1),
@@ -109,7 +112,7 @@ def test_a_cpu_beside_a_hopper_gpu_has_the_same_parts(implementation: Any, monke
     assert error(got[:1], x, weight) > 0.5
 
 
-@pytest.mark.parametrize(("rows", "dtype", "parts"), [(72, "bfloat16", 2), (256, "float16", 2), (264, "float16", 1)])
+@pytest.mark.parametrize(("rows", "dtype", "parts"), [(72, "bfloat16", 2), (264, "float16", 2), (2120, "float16", 1), (2120, "bfloat16", 1)])
 def test_many_rows_of_float8_wait_for_their_scales(rows: int, dtype: str, parts: int) -> None:
     """Products of numbers up to 448 are beyond float16."""
     x, weight = problem(rows, 1024, 2048, dtype)
@@ -124,10 +127,9 @@ def test_many_rows_of_float8_wait_for_their_scales(rows: int, dtype: str, parts:
         return float((np.abs(np.asarray(add_up(product, jnp.float32)) - right) / right).max())
 
     assert largest_error(got) < 1e-2
-    assert isinstance(got, Scaled) == (parts > 1)
-    if isinstance(got, Scaled):
-        assert largest_error(got.replace(scale=got.scale[::-1])) > 0.05
-        assert largest_error(got.replace(row_scale=got.row_scale[:, ::-1])) > 0.05
+    assert isinstance(got, Scaled)
+    assert largest_error(got.replace(scale=got.scale[::-1])) > 0.05
+    assert largest_error(got.replace(row_scale=got.row_scale[:, ::-1])) > 0.05
 
 
 @pytest.mark.gpu
