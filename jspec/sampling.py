@@ -75,25 +75,6 @@ def uniform(key: Array) -> Float[Array, "..."]:
     return draw(key.reshape(-1)).reshape(key.shape)
 
 
-def _bound(
-    logits: Float[Array, "batch nodes vocab"], sampling: Sampling, implementation: str
-) -> tuple[Float[Array, "batch"], Float[Array, "batch nodes"]]:
-    """Each row's temperature, 1 for greedy ones, and each node's smallest logit that stays (-inf: all do)."""
-    rows, nodes, vocab = logits.shape
-    is_sampled = sampling.temperature > 0
-    temperature = jnp.where(is_sampled, sampling.temperature, 1.0)
-    controls = (
-        temperature,
-        jnp.where(is_sampled, sampling.top_k, 0),
-        jnp.where(is_sampled, sampling.top_p, 1.0),
-        jnp.where(is_sampled, sampling.min_p, 0.0),
-    )
-    per_node = [jnp.repeat(control, nodes) for control in controls]
-    return temperature, keep_bound(logits.reshape(-1, vocab), *per_node, implementation=implementation).reshape(
-        rows, nodes
-    )
-
-
 def process(
     logits: Float[Array, "batch nodes vocab"], sampling: Sampling, implementation: str = "auto"
 ) -> Float[Array, "batch nodes vocab"]:
@@ -102,8 +83,15 @@ def process(
     As in transformers' warpers, each control sees what the one before left, renormalised. Tokens that tie with the
     last one kept are kept too.
     """
-    temperature, bound = _bound(logits, sampling, implementation)
+    bound = _bound(logits.reshape(-1, logits.shape[-1]), sampling, implementation).reshape(logits.shape[:2])
+    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
     return jnp.where(logits >= bound[..., None], logits / temperature[:, None, None], -jnp.inf)
+
+
+def _bound(logits: Float[Array, "rows vocab"], sampling: Sampling, implementation: str) -> Float[Array, "rows"]:
+    """Each row's smallest logit that stays (-inf: all do); neighbouring rows are of one sampling."""
+    controls = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    return keep_bound(logits, *controls, implementation=implementation)
 
 
 def target_tokens(
@@ -117,32 +105,30 @@ def target_tokens(
     """
     if view.all_greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    batch, nodes, vocab = logits.shape
+    nodes, rows = logits.shape[1], logits.reshape(-1, logits.shape[-1])
+    words = jax.random.key_data(keys(view.sampling.seed[:, None], Purpose.TOKEN, positions)).reshape(-1, 2)
 
-    def draw(logits: Array, sampling: Sampling, positions: Array) -> Array:
-        """One token for each row, where each is a batch of its own."""
-        return _draw(logits, sampling, keys(sampling.seed, Purpose.TOKEN, positions), None, view.implementation)
+    def draw(logits: Array, sampling: Sampling, words: Array) -> Array:
+        return _draw(logits, sampling, words, None, view.implementation)
 
-    rows = (logits.reshape(-1, vocab), _of_each(view.sampling, nodes), positions.reshape(-1))
-    if view.deterministic:  # no bit of a law or of its noise depends on how many there are
-        drawn = in_row_blocks_off_gpu(draw, *rows, implementation=view.implementation)
+    if view.deterministic:  # no bit of a law or of its noise depends on how many there are: each row is a batch
+        of_each = jax.tree.map(lambda field: jnp.repeat(field, nodes, axis=0), view.sampling)
+        drawn = in_row_blocks_off_gpu(draw, rows, of_each, words, implementation=view.implementation)
     else:
-        drawn = draw(*rows)
-    return drawn.reshape(batch, nodes)
+        drawn = draw(rows, view.sampling, words)
+    return drawn.reshape(logits.shape[:2])
 
 
 def _draw(
-    logits: Float[Array, "rows vocab"], sampling: Sampling, key: Array, ids: Array | None, implementation: str
+    logits: Float[Array, "rows vocab"],
+    sampling: Sampling,
+    words: UInt32[Array, "rows 2"],
+    ids: Array | None,
+    implementation: str,
 ) -> Int[Array, "rows"]:
-    """One of the tokens for each row, by the noise of their ids."""
-    _, bound = _bound(logits[:, None], sampling, implementation)
-    words = jax.random.key_data(key)
-    return gumbel_argmax(logits, words, sampling.temperature, bound[:, 0], ids, implementation=implementation)
-
-
-def _of_each(sampling: Sampling, nodes: int) -> Sampling:
-    """The sampling of a row for each of its nodes."""
-    return jax.tree.map(lambda field: jnp.repeat(field, nodes, axis=0), sampling)
+    """One of the tokens for each row, by its key's noise of their ids; neighbouring rows are of one sampling."""
+    bound = _bound(logits, sampling, implementation)
+    return gumbel_argmax(logits, words, sampling.temperature, bound, ids, implementation=implementation)
 
 
 def law(
@@ -187,8 +173,8 @@ def child_chooser(
     def coupled(logits: Array, level: int, count: int) -> tuple[Array, None]:
         if count == 1:
             batch, fed, vocab = logits.shape
-            rows, own_key = logits.reshape(-1, vocab), jnp.repeat(key[:, level - 1], fed)
-            chosen = _draw(rows, _of_each(view.sampling, fed), own_key, vocab_map, view.implementation)
+            words = jax.random.key_data(jnp.repeat(key[:, level - 1], fed))
+            chosen = _draw(logits.reshape(-1, vocab), view.sampling, words, vocab_map, view.implementation)
             return chosen.reshape(batch, fed, 1), None
         noisy = process(logits, view.sampling, view.implementation) + noise()[:, level - 1, None]
         is_sampled = view.sampling.temperature[:, None, None] > 0

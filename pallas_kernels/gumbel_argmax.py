@@ -45,6 +45,8 @@ def _gumbel(first: Array, second: Array, token: Array) -> Array:
 
 
 def _reference(logits, keys, temperature, bound, ids):
+    temperature = jnp.repeat(temperature, logits.shape[0] // temperature.shape[0])
+
     def drawn():
         tokens = jnp.arange(logits.shape[1]) if ids is None else ids
         noise = _gumbel(keys[:, :1], keys[:, 1:], tokens[None])
@@ -60,7 +62,7 @@ def _kernel(logits_ref, keys_ref, temperature_ref, bound_ref, *refs, vocab):
     """One program: the best token of a block of a row."""
     *ids_ref, best_ref, token_ref = refs
     row, piece = pl.program_id(0), pl.program_id(1)
-    temperature, bound = temperature_ref[row], bound_ref[row]
+    temperature, bound = temperature_ref[row // (bound_ref.shape[0] // temperature_ref.shape[0])], bound_ref[row]
     token = piece * BLOCK + jnp.arange(BLOCK)
     logits = pltriton.load(logits_ref.at[row, token], mask=token < vocab, other=-jnp.inf)
     is_drawn = temperature > 0
@@ -104,7 +106,7 @@ def _pallas(logits, keys, temperature, bound, ids, *, interpret):
 def gumbel_argmax(
     logits: Float[Array, "rows vocab"],
     keys: UInt32[Array, "rows 2"],
-    temperature: Float[Array, " rows"],
+    temperature: Float[Array, " groups"],
     bound: Float[Array, " rows"],
     ids: Int32[Array, " vocab"] | None = None,
     *,
@@ -115,9 +117,14 @@ def gumbel_argmax(
     Args:
         logits: float32, not divided by the temperature yet.
         keys: of threefry-2x32, each for one draw.
-        temperature: 0 takes the likeliest token.
+        temperature: of so many equal groups of neighbouring rows; 0 takes the likeliest token.
         bound: from which on a token may be drawn, as `keep_bound` gives it.
         ids: whose noise each of the tokens gets; None: its own.
         implementation: as in `paged_attention`.
+
+    Raises:
+        ValueError: the rows are no equal groups.
     """
+    if logits.shape[0] % temperature.shape[0]:
+        raise ValueError(f"rows must be a multiple of the {temperature.shape[0]} groups, got {logits.shape[0]}")
     return choose(implementation, None, _pallas, _reference, logits, keys, temperature, bound, ids)

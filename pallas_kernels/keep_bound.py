@@ -76,31 +76,42 @@ def _bound(top, controls, low, count_above, mass_above):
     return jnp.where(min_p > 0, jnp.maximum(bound, likely), bound)
 
 
-def _reference(logits, temperature, top_k, top_p, min_p):
+def _reference(logits, *controls):
+    temperature, *others = (jnp.repeat(control, logits.shape[0] // control.shape[0]) for control in controls)
+    restricts = _restricts(temperature, *others)
+
     def bound():
+        above_zero = jnp.where(temperature > 0, temperature, 1.0)
         order, top = _ordered(logits), jnp.max(logits, axis=-1)
-        weights = jnp.exp((logits - top[:, None]) / temperature[:, None])
+        weights = jnp.exp((logits - top[:, None]) / above_zero[:, None])
 
         def above(candidate, weight):
             return jnp.sum(jnp.where(order >= candidate[:, None], weight, 0.0), axis=1)
 
         low = jnp.zeros(top.shape, jnp.uint32)
-        controls = (temperature, top_k, top_p, min_p)
-        return _bound(top, controls, low, lambda c: above(c, 1.0), lambda c: above(c, weights))
+        bound = _bound(top, (above_zero, *others), low, lambda c: above(c, 1.0), lambda c: above(c, weights))
+        return jnp.where(restricts, bound, -jnp.inf)
 
     unrestricted = jnp.full(logits.shape[:1], -jnp.inf)
-    return jax.lax.cond(jnp.any(_restricts(top_k, top_p, min_p)), bound, lambda: unrestricted)
+    return jax.lax.cond(jnp.any(restricts), bound, lambda: unrestricted)
 
 
-def _restricts(top_k: Array, top_p: Array, min_p: Array) -> Array:
-    return (top_k > 0) | (top_p < 1) | (min_p > 0)
+def _restricts(temperature: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
+    return (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
 
 
-def _survey_kernel(logits_ref, temperature_ref, top_k_ref, top_p_ref, min_p_ref, best_ref, top_ref, mass_ref, *, vocab):
+def _controls_of(row, rows, refs):
+    """Of a row: those that it shares with its neighbours."""
+    return [ref[row // (rows // ref.shape[0])] for ref in refs]
+
+
+def _survey_kernel(logits_ref, *refs):
     """One program: a slice of a row; the largest logit of each group, that of the slice, and its mass beside it."""
-    row, piece = pl.program_id(0), pl.program_id(1)
+    *control_refs, best_ref, top_ref, mass_ref = refs
+    row, piece, (rows, vocab) = pl.program_id(0), pl.program_id(1), logits_ref.shape
+    temperature, *others = _controls_of(row, rows, control_refs)
 
-    @pl.when(_restricts(top_k_ref[row], top_p_ref[row], min_p_ref[row]))
+    @pl.when(_restricts(temperature, *others))
     def _():
         group = piece * (SLICE // GROUP) + jnp.arange(SLICE // GROUP)
         column = group[:, None] * GROUP + jnp.arange(GROUP)[None, :]
@@ -110,32 +121,31 @@ def _survey_kernel(logits_ref, temperature_ref, top_k_ref, top_p_ref, min_p_ref,
         pltriton.store(best_ref.at[row, group], best)
         top_ref[row, piece] = top
         below = values - jnp.where(top == -jnp.inf, 0.0, top)
-        mass_ref[row, piece] = jnp.sum(jnp.exp(below / temperature_ref[row]))
+        mass_ref[row, piece] = jnp.sum(jnp.exp(below / temperature))
 
 
-def _choose_kernel(best_ref, _temperature, top_k_ref, top_p_ref, min_p_ref, groups_ref, count_ref, least_ref, *, most):
-    """One program: a row's groups, at most so many of the best first; all that is at least `least` lies in those."""
-    row, groups = pl.program_id(0), best_ref.shape[1]
-
-    @pl.when(_restricts(top_k_ref[row], top_p_ref[row], min_p_ref[row]))
-    def _():
-        group = jnp.arange(pl.next_power_of_2(groups))
-        best = pltriton.load(best_ref.at[row, group], mask=group < groups, other=-jnp.inf)
-        order = jnp.where(group < groups, _ordered(best), jnp.uint32(0))
-        ends = jnp.min(order) & 0, jnp.max(order) + 1
-        least = _largest(lambda c: jnp.sum((order >= c).astype(jnp.int32)), jnp.int32(most + 1), *ends) + 1
-        chosen = order >= least
-        count, before = jnp.sum(chosen.astype(jnp.int32)), jnp.cumsum(chosen.astype(jnp.int32))
-        pltriton.store(groups_ref.at[row, jnp.where(chosen, before - 1, count + group - before)], group)
-        count_ref[row] = count
-        least_ref[row] = least
+def _best_groups(best_ref, groups_ref, row, most, interpret):
+    """Puts a row's groups in order, at most so many of the best first; returns how many, and what those reach."""
+    groups = best_ref.shape[1]
+    group = jnp.arange(pl.next_power_of_2(groups))
+    best = pltriton.load(best_ref.at[row, group], mask=group < groups, other=-jnp.inf)
+    order = jnp.where(group < groups, _ordered(best), jnp.uint32(0))
+    ends = jnp.min(order) & 0, jnp.max(order) + 1
+    least = _largest(lambda c: jnp.sum((order >= c).astype(jnp.int32)), jnp.int32(most + 1), *ends) + 1
+    chosen = order >= least
+    count, before = jnp.sum(chosen.astype(jnp.int32)), jnp.cumsum(chosen.astype(jnp.int32))
+    pltriton.store(groups_ref.at[row, jnp.where(chosen, before - 1, count + group - before)], group)
+    if not interpret:
+        pltriton.debug_barrier()  # every thread has written before one reads
+    return count, least
 
 
-def _bound_kernel(logits_ref, *refs, most):
+def _bound_kernel(logits_ref, best_ref, tops_ref, masses_ref, *refs, most, interpret):
     """One program: the bound of a row, from its best groups, or from all of it if they are not enough."""
-    control_refs, (tops_ref, masses_ref, groups_ref, count_ref, least_ref, bound_ref) = refs[:4], refs[4:]
-    row, vocab, slices = pl.program_id(0), logits_ref.shape[1], tops_ref.shape[1]
-    controls = temperature, top_k, top_p, min_p = [ref[row] for ref in control_refs]
+    *control_refs, bound_ref, groups_ref = refs
+    row, (rows, vocab), slices = pl.program_id(0), logits_ref.shape, tops_ref.shape[1]
+    controls = _controls_of(row, rows, control_refs)
+    temperature, top_k, top_p = controls[:3]
 
     def bound():
         piece = jnp.arange(pl.next_power_of_2(slices))
@@ -143,8 +153,9 @@ def _bound_kernel(logits_ref, *refs, most):
         masses = pltriton.load(masses_ref.at[row, piece], mask=piece < slices, other=0)
         top = jnp.max(tops)
         total = jnp.sum(masses * jnp.exp((tops - top) / temperature))
+        count, least = _best_groups(best_ref, groups_ref, row, most, interpret)
         place = jnp.arange(most * GROUP)  # flat: one reduction is one barrier
-        is_held = place // GROUP < count_ref[row]
+        is_held = place // GROUP < count
         group = pltriton.load(groups_ref.at[row, place // GROUP], mask=is_held, other=0)
         column = group * GROUP + place % GROUP
         is_held &= column < vocab
@@ -158,7 +169,6 @@ def _bound_kernel(logits_ref, *refs, most):
         def mass_above(candidate):
             return jnp.where(candidate == 0, total, jnp.sum(jnp.where(order >= candidate, weights, 0.0)))
 
-        least = least_ref[row]
         has_nucleus = (top_p >= 1) | (mass_above(least) >= top_p * total)
         is_enough = jnp.where(top_k > 0, count_above(least) >= top_k.astype(jnp.float32), has_nucleus)
         return jax.lax.cond(
@@ -167,7 +177,7 @@ def _bound_kernel(logits_ref, *refs, most):
             lambda: _bound(top, controls, least & 0, *_of_row(logits_ref, row, top, temperature)),
         )
 
-    restricts = _restricts(top_k, top_p, min_p)
+    restricts = _restricts(*controls)
     bound_ref[row] = jnp.where(restricts, top_p, -jnp.inf)  # a row without controls, or one whose bound is to come
 
     @pl.when(restricts)
@@ -195,50 +205,49 @@ def _of_row(logits_ref, row, top, temperature):
 def _pallas(logits, *controls, interpret):
     (rows, vocab), array = logits.shape, jax.ShapeDtypeStruct
     slices = pl.cdiv(vocab, SLICE)
-    per_slice, per_row = array((rows, slices), jnp.float32), array((rows,), jnp.int32)
+    per_slice, groups = array((rows, slices), jnp.float32), slices * SLICE // GROUP
     call = functools.partial(pl.pallas_call, interpret=interpret)
-    groups = slices * SLICE // GROUP
-    best, tops, masses = call(
-        functools.partial(_survey_kernel, vocab=vocab),
+    surveyed = call(
+        _survey_kernel,
         grid=(rows, slices),
         out_shape=[array((rows, groups), jnp.float32), per_slice, per_slice],
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         name="keep_bound_survey",
     )(logits, *controls)
-    chosen = call(
-        functools.partial(_choose_kernel, most=MOST),
+    bound = call(
+        functools.partial(_bound_kernel, most=min(MOST, pl.next_power_of_2(groups)), interpret=interpret),
         grid=(rows,),
-        out_shape=[array((rows, pl.next_power_of_2(groups)), jnp.int32), per_row, array((rows,), jnp.uint32)],
-        compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=1),
-        name="keep_bound_choose",
-    )(best, *controls)
-    return call(
-        functools.partial(_bound_kernel, most=min(MOST, pl.next_power_of_2(groups))),
-        grid=(rows,),
-        out_shape=array((rows,), jnp.float32),
+        out_shape=[array((rows,), jnp.float32), array((rows, pl.next_power_of_2(groups)), jnp.int32)],
         compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=1),
         name="keep_bound",
-    )(logits, *controls, tops, masses, *chosen)
+    )(logits, *surveyed, *controls)
+    return bound[0]
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
 def keep_bound(
     logits: Float[Array, "rows vocab"],
-    temperature: Float[Array, " rows"],
-    top_k: Int32[Array, " rows"],
-    top_p: Float[Array, " rows"],
-    min_p: Float[Array, " rows"],
+    temperature: Float[Array, " groups"],
+    top_k: Int32[Array, " groups"],
+    top_p: Float[Array, " groups"],
+    min_p: Float[Array, " groups"],
     *,
     implementation: Implementation = "auto",
 ) -> Float[Array, " rows"]:
-    """Returns for each row the smallest logit that stays; -inf for a row without controls.
+    """Returns for each row the smallest logit that stays; -inf for a row without controls, or of temperature 0.
+
+    The rows are so many equal groups of neighbours, each under controls of its own.
 
     Args:
         logits: float32, not divided by the temperature yet.
-        temperature: above 0.
         top_k: 0 is off.
         top_p: 1 is off.
         min_p: 0 is off.
         implementation: as in `paged_attention`.
+
+    Raises:
+        ValueError: the rows are no equal groups.
     """
+    if logits.shape[0] % temperature.shape[0]:
+        raise ValueError(f"rows must be a multiple of the {temperature.shape[0]} groups, got {logits.shape[0]}")
     return choose(implementation, None, _pallas, _reference, logits, temperature, top_k, top_p, min_p)

@@ -112,7 +112,9 @@ def test_a_cpu_beside_a_hopper_gpu_has_the_same_parts(implementation: Any, monke
     assert error(got[:1], x, weight) > 0.5
 
 
-@pytest.mark.parametrize(("rows", "dtype", "parts"), [(72, "bfloat16", 2), (264, "float16", 2), (2120, "float16", 1), (2120, "bfloat16", 1)])
+@pytest.mark.parametrize(
+    ("rows", "dtype", "parts"), [(72, "bfloat16", 2), (264, "float16", 2), (2120, "float16", 1), (2120, "bfloat16", 1)]
+)
 def test_many_rows_of_float8_wait_for_their_scales(rows: int, dtype: str, parts: int) -> None:
     """Products of numbers up to 448 are beyond float16."""
     x, weight = problem(rows, 1024, 2048, dtype)
