@@ -1,6 +1,7 @@
 """What XLA does not do fast enough, each as a reference written from the formula and a GPU kernel."""
 
 from pallas_kernels.ancestor_bits import ancestor_bits, causal_bits
+from pallas_kernels.append_attention import append_attention
 from pallas_kernels.fixed_matmul import fixed_matmul
 from pallas_kernels.gated_matmul import gated_matmul
 from pallas_kernels.gumbel_argmax import gumbel_argmax
@@ -17,6 +18,7 @@ __all__ = [
     "add_rms_norm",
     "ancestor_bits",
     "append",
+    "append_attention",
     "causal_bits",
     "fixed_matmul",
     "gated_matmul",

@@ -15,12 +15,43 @@ from pallas_kernels.quantized import FP8
 MERGED = 16  # splits the merge reads at once
 
 
-def attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, scale, compute, precision, interpret):
+def attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, **options):
+    """Queries as they are: refs are the bits or paths, if any, and the outputs."""
+    batch, (seen_ref, *outputs) = pl.program_id(2), refs if tiles.words or tiles.depths else (None, *refs)
+
+    def queries(query, head, channels, mask):
+        places = [q_ref.at[batch, query[:, None], head[:, None], dims] for dims in channels]
+        return [pltriton.load(place, mask=mask, other=0) for place in places]
+
+    attend(
+        queries, k_ref, v_ref, table_ref, lengths_ref, seen_ref, outputs, dim=q_ref.shape[-1], tiles=tiles, **options
+    )
+
+
+def attend(
+    queries,
+    k_ref,
+    v_ref,
+    table_ref,
+    lengths_ref,
+    seen_ref,
+    outputs,
+    *,
+    dim,
+    tiles,
+    scale,
+    compute,
+    precision,
+    interpret,
+):
     """One program: `packed` rows of one kv head over its share of the context, online softmax in base 2.
 
     Pools of one byte are read as pairs of numbers, even and odd channels apart.
+
+    Args:
+        queries: gives the channels asked for of some rows, before a pool is read.
+        seen_ref: bits or paths; None: causal.
     """
-    outputs = refs[1:] if tiles.words or tiles.depths else refs  # refs are the bits or paths, if any, and the outputs
     batch, kv_head = pl.program_id(2), pl.program_id(1)
     piece, block = pl.program_id(0) % tiles.splits, pl.program_id(0) // tiles.splits
     packed = block * tiles.packed + jnp.arange(tiles.packed)
@@ -28,7 +59,7 @@ def attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sca
     inside, width = query < tiles.queries, pl.next_power_of_2(k_ref.shape[-1])
     if tiles.depths:
         inside &= packed % tiles.span < tiles.group
-    apart = q_ref.shape[-1] // k_ref.shape[-1]
+    apart = dim // k_ref.shape[-1]
     columns = jnp.arange(width)[None, :]
     is_channel = columns < k_ref.shape[-1] if width > k_ref.shape[-1] else True
     channels = [columns * apart + half for half in range(apart)]
@@ -46,27 +77,28 @@ def attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sca
             highest = jnp.maximum(lowest, oldest + ((block + 1) * tiles.packed - 1) // tiles.group)
     begin, end = (_own_tiles(tile, piece, tiles.splits) for tile in (first // tiles.tile, pl.cdiv(last, tiles.tile)))
 
-    def attend():
+    def rows_of(index):
+        return (index * tiles.splits + piece) * tiles.tile + jnp.arange(tiles.tile)
+
+    def places_of(index):
+        """Loaded a step ahead: K and V are prefetched only if their addresses wait for nothing of the same step."""
+        row = rows_of(index)
+        if tiles.depths:
+            own = seen_ref.at[batch, block, jnp.clip(row - length, 0, tiles.depths - 1)]
+            own = pltriton.load(own, mask=row >= length, other=0)
+            row = jnp.where(row >= length, jnp.where(own < 0, tiles.capacity, length + own), row)
+        page = pltriton.load(table_ref.at[batch, jnp.minimum(row, tiles.capacity - 1) // tiles.page])
+        return (page, row) if tiles.depths else (page,)
+
+    def look():
         own_row, factor = (batch, query[:, None], head[:, None]), scale * math.log2(math.e)
         held = inside[:, None] & is_channel
-        q = [pltriton.load(q_ref.at[(*own_row, dims)], mask=held, other=0) for dims in channels]
+        begins_at = places_of(begin)
+        q = queries(query, head, channels, held)
         if q[0].dtype != compute:  # of less range, perhaps
             q, factor = [half.astype(jnp.float32) * factor for half in q], 1.0
         q = [half.astype(compute) for half in q]
-        seen = [pltriton.load(refs[0].at[batch, query, w], mask=inside, other=0) for w in range(tiles.words)]
-
-        def rows_of(index):
-            return (index * tiles.splits + piece) * tiles.tile + jnp.arange(tiles.tile)
-
-        def places_of(index):
-            """Loaded a step ahead: K and V are prefetched only if their addresses wait for nothing of the same step."""
-            row = rows_of(index)
-            if tiles.depths:
-                own = refs[0].at[batch, block, jnp.clip(row - length, 0, tiles.depths - 1)]
-                own = pltriton.load(own, mask=row >= length, other=0)
-                row = jnp.where(row >= length, jnp.where(own < 0, tiles.capacity, length + own), row)
-            page = pltriton.load(table_ref.at[batch, jnp.minimum(row, tiles.capacity - 1) // tiles.page])
-            return (page, row) if tiles.depths else (page,)
+        seen = [pltriton.load(seen_ref.at[batch, query, w], mask=inside, other=0) for w in range(tiles.words)]
 
         def step(index, carry, *, masked):
             acc, top, total, (pages, *place) = carry
@@ -105,7 +137,7 @@ def attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sca
             [jnp.zeros((tiles.packed, width), jnp.float32)] * apart,
             jnp.full((tiles.packed,), -jnp.inf, jnp.float32),
             jnp.zeros((tiles.packed, tiles.tile), jnp.float32),  # added up at the end: a reduction is a barrier
-            places_of(begin),
+            begins_at,
         )
         masked, whole = functools.partial(step, masked=True), functools.partial(step, masked=False)
         whole_from = begin
@@ -128,9 +160,9 @@ def attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, sca
             pltriton.store(outputs[1].at[batch, query, head, piece], top + jnp.log2(total), mask=inside)
 
     if tiles.splits == 1:
-        attend()
+        look()
     else:
-        pl.when(begin < end)(attend)
+        pl.when(begin < end)(look)
 
 
 def _own_tiles(tile: Array, piece: Array | int, splits: int) -> Array:

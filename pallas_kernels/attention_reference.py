@@ -122,7 +122,7 @@ def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, *, start, sca
     return out.reshape(q.shape)
 
 
-def compute_dtype(q: Array, pool: Array) -> jnp.dtype:
+def compute_dtype(q: Array | jax.ShapeDtypeStruct, pool: Array) -> jnp.dtype:
     """In which scores and sums of values are multiplied."""
     if pool.dtype == FP8:
         return q.dtype if q.dtype == jnp.float32 else jnp.dtype(jnp.float16)

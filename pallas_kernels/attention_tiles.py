@@ -5,7 +5,7 @@ What was measured on an H200 stands in NOTES.md. Nothing here depends on how lon
 
 from typing import NamedTuple
 
-from jax import Array
+from jax import Array, ShapeDtypeStruct
 from jax.experimental import pallas as pl
 
 from pallas_kernels.quantized import FP8
@@ -43,7 +43,7 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(
-    q: Array,
+    q: Array | ShapeDtypeStruct,
     k_pool: Array,
     page_table: Array,
     bits: Array | None,

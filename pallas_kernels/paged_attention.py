@@ -15,6 +15,7 @@ of a tree then names its rows instead of marking them: row lengths[b] + paths[b,
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from pallas_kernels import attention_reference
 from pallas_kernels.ancestor_bits import num_words
 from pallas_kernels.attention_kernels import attend_kernel, merge_kernel
 from pallas_kernels.attention_reference import compute_dtype
-from pallas_kernels.attention_tiles import MMA_ROWS, choose_tiles, fixed_tiles
+from pallas_kernels.attention_tiles import MMA_ROWS, Tiles, choose_tiles, fixed_tiles
 from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.kv_pages import HEAD_DIMS, POOL_DTYPES
 from pallas_kernels.quantized import FP8
@@ -53,7 +54,30 @@ def _fixed_pallas(q, k_pool, v_pool, page_table, lengths, paths, *, start, scale
 
 
 def _run(q, k_pool, v_pool, page_table, lengths, bits, *, tiles, scale, interpret):
-    """Two kernels (one where nothing is split): partial attention of every split, then their merge."""
+    inputs = (q, as_pairs(k_pool), as_pairs(v_pool), page_table, lengths, *([] if bits is None else [bits]))
+    options = {"q": q, "k_pool": k_pool, "tiles": tiles, "scale": scale, "interpret": interpret}
+    return run_kernels(attend_kernel, inputs, name="paged_attention", **options)[0]
+
+
+def run_kernels(
+    kernel: Callable,
+    inputs: Sequence[Array],
+    *,
+    q: Array | jax.ShapeDtypeStruct,
+    k_pool: Array,
+    tiles: Tiles,
+    scale: float,
+    interpret: bool,
+    name: str,
+    pools: Sequence[int] = (),
+) -> list[Array]:
+    """Two kernels (one where nothing is split): partial attention of every split, then their merge.
+
+    Args:
+        kernel: the first of them.
+        q: shape and dtype of the queries.
+        pools: inputs that it writes to, which come back behind what was attended.
+    """
     batch, queries, heads, dim = q.shape
     compute = compute_dtype(q, k_pool)
     wide = compute == jnp.float32
@@ -63,35 +87,38 @@ def _run(q, k_pool, v_pool, page_table, lengths, bits, *, tiles, scale, interpre
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
     parts = jax.ShapeDtypeStruct((batch, queries, heads, tiles.splits, dim), jnp.float32)
     weights = jax.ShapeDtypeStruct((batch, queries, heads, tiles.splits), jnp.float32)
+    attended = [out] if tiles.splits == 1 else [parts, weights]
     options = {"tiles": tiles, "scale": scale, "compute": compute, "precision": precision, "interpret": interpret}
-    attended = pl.pallas_call(
-        functools.partial(attend_kernel, **options),
+    found = pl.pallas_call(
+        functools.partial(kernel, **options),
         grid=(pl.cdiv(queries * tiles.span, tiles.packed) * tiles.splits, k_pool.shape[1], batch),
-        out_shape=[out] if tiles.splits == 1 else [parts, weights],
+        out_shape=attended + [jax.ShapeDtypeStruct(inputs[pool].shape, inputs[pool].dtype) for pool in pools],
+        input_output_aliases={pool: len(attended) + index for index, pool in enumerate(pools)},
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
-        name="paged_attention",
-    )(q, _pairs(k_pool), _pairs(v_pool), page_table, lengths, *([] if bits is None else [bits]))
+        name=name,
+    )(*inputs)
     if tiles.splits == 1:
-        return attended[0]
-    return pl.pallas_call(
+        return found
+    merged = pl.pallas_call(
         functools.partial(merge_kernel, tiles=tiles),
         grid=(heads, queries, batch),
         out_shape=out,
         compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="paged_attention_merge",
-    )(*attended, lengths)
+    )(*found[:2], inputs[4])
+    return [merged, *found[2:]]
 
 
-def _pairs(pool: Array) -> Array:
+def as_pairs(pool: Array) -> Array:
     """A pool of one byte a number as pairs of them, [pages, KH, page, D / 2] uint16; XLA copies nothing for it."""
     if pool.dtype != FP8 or pool.shape[-1] < 2 * MMA_ROWS:
         return pool
     return jax.lax.bitcast_convert_type(pool.reshape(*pool.shape[:3], -1, 2), jnp.uint16)
 
 
-def _unsupported(q: Array, k_pool: Array, bits: Array | None) -> str | None:
+def unsupported(q: Array | jax.ShapeDtypeStruct, k_pool: Array, bits: Array | None) -> str | None:
     """Says which limit of the kernel a call breaks, if any."""
     dim, page = q.shape[-1], k_pool.shape[2]
     if dim not in HEAD_DIMS:
@@ -177,9 +204,9 @@ def paged_attention(
             raise ValueError("deterministic: expected neither bits nor a window, which a draft alone has; name paths")
         runs = _fixed_pallas, attention_reference.fixed_reference
         kernel, reference = (functools.partial(run, start=start, scale=scale) for run in runs)
-        unsupported, arguments = _unsupported(q, k_pool, None), (q, k_pool, v_pool, page_table, lengths, paths)
-        return choose(implementation, unsupported, kernel, reference, *arguments)
+        arguments = (q, k_pool, v_pool, page_table, lengths, paths)
+        return choose(implementation, unsupported(q, k_pool, None), kernel, reference, *arguments)
     arguments = (q, k_pool, v_pool, page_table, lengths, bits)
     options = {"new_rows": new_rows, "start": start, "window": window, "scale": scale}
     reference, kernel = (functools.partial(run, **options) for run in (attention_reference.reference, _pallas))
-    return choose(implementation, _unsupported(q, k_pool, bits), kernel, reference, *arguments)
+    return choose(implementation, unsupported(q, k_pool, bits), kernel, reference, *arguments)

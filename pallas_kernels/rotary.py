@@ -20,7 +20,7 @@ from pallas_kernels.quantized import Parts, add_up, taken_apart
 from pallas_kernels.row_blocks import in_row_blocks
 
 
-def _turn(positions, speeds):
+def turns(positions, speeds):
     """Cosines and sines, [2, B, T, D / 2]: those of all layers are the same, and XLA computes them once."""
     angles = positions[..., None].astype(jnp.float32) * speeds
     return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
@@ -30,7 +30,7 @@ def rotate(
     x: Float[Array, "B T H D"], positions: Int32[Array, "B T"], speeds: Float[Array, " half"]
 ) -> Float[Array, "B T H D"]:
     """Rotates every head of every row by its position; the reference."""
-    cos, sin = _turn(positions, speeds)[:, :, :, None]
+    cos, sin = turns(positions, speeds)[:, :, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
@@ -57,6 +57,39 @@ def _reference(
     return q, *append(k_pool, v_pool, k, v, page_table, first_row, valid, implementation="reference")
 
 
+def columns_of(qkv_ref, scale_refs, sequence, token, dtype):
+    """In a kernel: loads columns of a projection's rows, their parts added up, scaled and rounded to the model's dtype.
+
+    Args:
+        scale_refs: of the rows and of the columns, or none.
+    """
+
+    def load(columns, *, mask):
+        parts = [pltriton.load(qkv_ref.at[part, sequence, token, columns], mask=mask, other=0) for part in range(count)]
+        total = sum(parts[1:], parts[0])
+        if scale_refs:
+            row_scale = pltriton.load(scale_refs[0].at[sequence, jnp.minimum(token, tokens - 1)])
+            total = total * row_scale * pltriton.load(scale_refs[1].at[jnp.minimum(columns, width - 1)])
+        return total.astype(dtype)
+
+    count, _, tokens, width = qkv_ref.shape
+    return load
+
+
+def rotated(load, start, channel, turn, half, **mask):
+    """In a kernel: channels of heads that start at some columns, rotated; float32.
+
+    Args:
+        load: as `columns_of` gives it.
+        turn: the rows' cosines and sines for these channels.
+        half: of head_dim.
+    """
+    is_first = channel < half
+    partner = jnp.where(is_first, channel + half, channel - half)
+    own, other = (load(start + columns, **mask).astype(jnp.float32) for columns in (channel, partner))
+    return own * turn[0] + jnp.where(is_first, -other, other) * turn[1]
+
+
 def _kernel(qkv_ref, turn_ref, row_ref, *refs, heads):
     """One program: one kv head of one row, with the query heads of its group.
 
@@ -65,45 +98,38 @@ def _kernel(qkv_ref, turn_ref, row_ref, *refs, heads):
     *scale_refs, _k_in, _v_in, q_ref, k_ref, v_ref = refs
     token, kv_head, sequence = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     _, kv_heads, page, dim = k_ref.shape
-    half, group = jnp.arange(pl.next_power_of_2(dim // 2)), heads // kv_heads
-    is_channel = half < dim // 2
-    own = {"mask": is_channel, "other": 0}
-    row = row_ref[sequence, token]
-    cos, sin = (pltriton.load(turn_ref.at[index, sequence, token, half], **own) for index in range(2))
-
-    def load(columns, **mask):
-        """Columns of the projection, their parts added up and rounded to the model's dtype."""
-        at = [qkv_ref.at[part, sequence, token, columns] for part in range(qkv_ref.shape[0])]
-        total, *others = (pltriton.load(part, **mask) for part in at)
-        total = sum(others, total)
-        if scale_refs:
-            total = total * scale_refs[0][sequence, token] * pltriton.load(scale_refs[1].at[columns], **mask)
-        return total.astype(q_ref.dtype)
-
-    def turned(start, **mask):
-        """The two halves of the heads that start at these columns, rotated."""
-        first, second = (load(start + i, **mask).astype(jnp.float32) for i in (half, dim // 2 + half))
-        return first * cos - second * sin, second * cos + first * sin
+    channel, group = jnp.arange(pl.next_power_of_2(dim)), heads // kv_heads
+    is_channel, row = channel < dim, row_ref[sequence, token]
+    places = [turn_ref.at[index, sequence, token, channel % (dim // 2)] for index in range(2)]
+    turn = [pltriton.load(place, mask=is_channel, other=0) for place in places]
+    load = columns_of(qkv_ref, scale_refs, sequence, token, q_ref.dtype)
 
     member = jnp.arange(pl.next_power_of_2(group))[:, None]
-    head = kv_head * group + member
-    inside = (member < group) & is_channel[None, :]
-    value_columns = (heads + kv_heads + kv_head) * dim + half
-    queries = turned(head * dim, mask=inside, other=0)
-    keys = [part.astype(q_ref.dtype) for part in turned((heads + kv_head) * dim, **own)]
-    values = [load(value_columns + start, **own) for start in (0, dim // 2)]
-    for query, key, value, dims in zip(queries, keys, values, (half, dim // 2 + half), strict=True):
-        pltriton.store(q_ref.at[sequence, token, head, dims[None, :]], query.astype(q_ref.dtype), mask=inside)
-        for ref, new in ((k_ref, key), (v_ref, value)):
-            at = (row // page, kv_head, row % page, dims)
-            pltriton.store(ref.at[at], rounded(new, ref.dtype), mask=(row >= 0) & is_channel)
+    head, inside = kv_head * group + member, (member < group) & is_channel[None, :]
+    across = [part[None, :] for part in turn]
+    query = rotated(load, head * dim, channel[None, :], across, dim // 2, mask=inside)
+    key = rotated(load, (heads + kv_head) * dim, channel, turn, dim // 2, mask=is_channel).astype(q_ref.dtype)
+    value = load((heads + kv_heads + kv_head) * dim + channel, mask=is_channel)
+    pltriton.store(q_ref.at[sequence, token, head, channel[None, :]], query.astype(q_ref.dtype), mask=inside)
+    for ref, new in ((k_ref, key), (v_ref, value)):
+        at = (row // page, kv_head, row % page, channel)
+        pltriton.store(ref.at[at], rounded(new, ref.dtype), mask=(row >= 0) & is_channel)
+
+
+def new_rows(qkv, positions, speeds, page_table, first_row, valid, page):
+    """What a kernel that writes new rows reads: projection, cosines and sines, each row's place in a pool, scales.
+
+    A place counts the rows of all pages; -1 is none.
+    """
+    qkv, scales = taken_apart(qkv)
+    rows = first_row[:, None] + jnp.arange(valid.shape[1], dtype=jnp.int32)
+    pages, places, known = locate(page_table, rows, page)
+    return qkv, turns(positions, speeds), jnp.where(valid & known, pages * page + places, -1), *scales
 
 
 def _pallas(k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *, heads, dtype, interpret):
-    (batch, tokens), (qkv, scales) = valid.shape, taken_apart(qkv)
-    pages, places, known = locate(page_table, first_row[:, None] + jnp.arange(tokens, dtype=jnp.int32), k_pool.shape[2])
-    rows = jnp.where(valid & known, pages * k_pool.shape[2] + places, -1)
-    inputs = (qkv, _turn(positions, speeds), rows, *scales)
+    batch, tokens = valid.shape
+    inputs = new_rows(qkv, positions, speeds, page_table, first_row, valid, k_pool.shape[2])
     q = jax.ShapeDtypeStruct((batch, tokens, heads, k_pool.shape[3]), dtype)
     pools = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (k_pool, v_pool)]
     return pl.pallas_call(

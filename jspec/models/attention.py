@@ -11,8 +11,9 @@ from jaxtyping import Array, Float
 
 from jspec.models.config import Rope
 from jspec.records import TokenBatch
+from pallas_kernels.append_attention import MOST_ROWS, append_attention
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.quantized import Parts
+from pallas_kernels.quantized import Parts, Scaled
 from pallas_kernels.rotary import rotate_append
 
 
@@ -76,6 +77,37 @@ def project(
         deterministic=batch.deterministic,
         implementation=batch.implementation,
     )
+
+
+def project_and_attend(
+    qkv: Parts,
+    k_pool: Array,
+    v_pool: Array,
+    batch: TokenBatch,
+    shape: AttentionShape,
+    dtype: jnp.dtype,
+) -> tuple[Float[Array, "batch tokens width"], Array, Array]:
+    """`project`, then `attend`: one kernel where each sequence has few rows."""
+    is_level = batch.base is not None  # whose queries see rows of earlier levels
+    is_other = is_level or batch.deterministic or batch.window is not None or isinstance(qkv, Scaled)
+    if is_other or batch.tokens.shape[1] > MOST_ROWS:
+        q, k_pool, v_pool = project(qkv, k_pool, v_pool, batch, shape, dtype)
+        return attend(q, k_pool, v_pool, batch), k_pool, v_pool
+    out, k_pool, v_pool = append_attention(
+        k_pool,
+        v_pool,
+        qkv,
+        batch.positions,
+        jnp.asarray(inverse_frequencies(shape.rope, shape.head_dim)),
+        batch.page_table,
+        batch.first_row,
+        batch.valid,
+        batch.bits,
+        heads=shape.num_heads,
+        dtype=dtype,
+        implementation=batch.implementation,
+    )
+    return out.reshape(*out.shape[:2], -1), k_pool, v_pool
 
 
 def attend(

@@ -17,7 +17,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jspec import pretrained
-from jspec.models.attention import attend, project
+from jspec.models.attention import project_and_attend
 from jspec.models.config import ModelConfig
 from jspec.records import KVCache, TargetOut, TokenBatch
 from pallas_kernels.fixed_matmul import fixed_matmul
@@ -148,8 +148,8 @@ def forward(
     for index, (layer, (next_norm, is_rounded)) in enumerate(zip(model.layers, following, strict=True)):
         with jax.named_scope(f"layer{index}"):
             qkv = split(normed, layer.qkv)
-            q, k_pool, v_pool = project(qkv, cache.k[index], cache.v[index], batch, model.config, x.dtype)
-            attended = attend(q, k_pool, v_pool, batch)
+            pools = cache.k[index], cache.v[index]
+            attended, k_pool, v_pool = project_and_attend(qkv, *pools, batch, model.config, x.dtype)
             x, normed = add_norm(x, split(attended, layer.o), layer.mlp_norm, is_rounded=rounds_inputs(layer.gate_up))
             delta = mlp(normed, layer.gate_up, layer.down, **fixed)
             x, normed = add_norm(x, delta, next_norm, is_rounded=is_rounded)

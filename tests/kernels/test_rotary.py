@@ -46,12 +46,13 @@ def oracle(p: dict[str, Any], heads: int) -> tuple[np.ndarray, np.ndarray, np.nd
     k_pool, v_pool = (np.asarray(p[name], np.float64).copy() for name in ("k_pool", "v_pool"))
     _, kv_heads, page, dim = k_pool.shape
     rounded = jnp.asarray(np.asarray(p["qkv"], np.float64).sum(0), p["dtype"])
-    parts = np.asarray(rounded, np.float64).reshape(BATCH, TOKENS, -1, dim)
+    batch, tokens = p["valid"].shape
+    parts = np.asarray(rounded, np.float64).reshape(batch, tokens, -1, dim)
     angles = np.asarray(p["positions"])[..., None] * np.asarray(p["speeds"], np.float64)
     turned = (parts[..., : dim // 2] + 1j * parts[..., dim // 2 :]) * np.exp(1j * angles)[:, :, None]
     turned = np.concatenate([turned.real, turned.imag], axis=-1)
-    for b in range(BATCH):
-        for t in range(TOKENS):
+    for b in range(batch):
+        for t in range(tokens):
             if p["valid"][b, t]:
                 row = int(p["first_row"][b]) + t
                 target = int(p["page_table"][b, row // page])

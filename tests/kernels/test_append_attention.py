@@ -1,0 +1,159 @@
+"""`append_attention` against rotation by complex numbers and attention row by row, both in float64."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import ancestor_bits, append_attention
+from tests import cover
+from tests.h200 import compile_for_h200
+from tests.kernels.problems import make_tree
+from tests.kernels.test_rotary import oracle
+from tests.reference.attention import ancestors, attention
+
+KV_HEADS, CAPACITY = 2, 640
+LENGTHS = (0, 62, 255, 511)  # nothing; new rows on both sides of a tile's end, or in a share of their own
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "tokens": (1, 5, 8),
+    "tree": ("causal", "random"),
+    "page": (1, 16, 64),
+    "group": (1, 4, 8),
+    "dim": (16, 64, 80, 128),
+    "types": (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn")),
+    "parts": (1, 2),
+}
+CASES = cover.pairwise(FACTORS, seed=0)
+EXAMPLE = {
+    "tokens": 5,
+    "tree": "random",
+    "page": 16,
+    "group": 4,
+    "dim": 64,
+    "types": ("float32", "float32"),
+    "parts": 2,
+}
+
+
+def problem(
+    tokens: int, tree: str, page: int, group: int, dim: int, types: tuple[str, str], parts: int
+) -> tuple[dict[str, Any], np.ndarray]:
+    """The arguments, and parents of the rows; NaN in all rows that are not committed, the null page's too."""
+    rng, (dtype, pool_dtype) = np.random.default_rng(0), types
+    batch, columns, heads = len(LENGTHS), CAPACITY // page, group * KV_HEADS
+    table = rng.permutation(np.arange(1, batch * columns + 1)).reshape(batch, columns)
+    pools = [np.full((batch * columns + 1, KV_HEADS, page, dim), np.nan, np.float32) for _ in range(2)]
+    for b, length in enumerate(LENGTHS):
+        for pool in pools:
+            pool[table[b, np.arange(length) // page], :, np.arange(length) % page] = rng.normal(
+                size=(length, KV_HEADS, dim)
+            )
+    parents = np.stack([make_tree("causal" if tree == "causal" else "random", tokens, rng) for _ in LENGTHS])
+    depth = np.array([[len(ancestors(tree, node)) - 1 for node in range(tokens)] for tree in parents])
+    qkv = rng.normal(size=(parts, batch, tokens, (heads + 2 * KV_HEADS) * dim))
+    arguments = dict(
+        k_pool=jnp.asarray(pools[0], pool_dtype),
+        v_pool=jnp.asarray(pools[1], pool_dtype),
+        qkv=jnp.asarray(qkv, dtype if parts == 1 else "float32"),
+        positions=jnp.asarray(np.array(LENGTHS)[:, None] + depth, jnp.int32),
+        speeds=jnp.asarray(1e4 ** (-np.arange(dim // 2) / (dim // 2)), jnp.float32),
+        page_table=jnp.asarray(table, jnp.int32),
+        lengths=jnp.asarray(LENGTHS, jnp.int32),
+        valid=jnp.ones((batch, tokens), bool),
+        bits=None if tree == "causal" else ancestor_bits(jnp.asarray(parents)),
+        heads=heads,
+        dtype=jnp.dtype(dtype),
+    )
+    return arguments, parents
+
+
+def errors(found: tuple[Any, ...], p: dict[str, Any], parents: np.ndarray) -> list[float]:
+    """Largest differences of output and pools from float64, in units of what the types allow; NaN is infinite."""
+    heads, dtype, pool_dtype = p["heads"], p["dtype"], p["k_pool"].dtype
+    rotation = {**p, "first_row": p["lengths"]}
+    q, k_pool, v_pool = oracle(rotation, heads)
+    q = np.asarray(jnp.asarray(q, dtype), np.float64)
+    pools = [np.asarray(jnp.asarray(jnp.asarray(pool, dtype), pool_dtype), np.float64) for pool in (k_pool, v_pool)]
+    rows = [[ancestors(tree, node) for node in range(parents.shape[1])] for tree in parents]
+    expected = attention(q, *pools, np.asarray(p["page_table"]), LENGTHS, rows)
+    most = {"float32": 1e-4, "bfloat16": 2**-5, "float8_e4m3fn": 2**-3}[str(pool_dtype)]  # angles reach 512 rad
+    differences = []
+    for one, wanted in zip(found, (expected, *pools), strict=True):
+        one = np.asarray(one, np.float64)
+        same = np.isnan(one) & np.isnan(wanted)
+        gap = np.abs(one - wanted) / np.maximum(np.abs(wanted), 1)
+        differences.append(float(np.nan_to_num(np.where(same, 0, gap), nan=np.inf).max()) / most)
+    return differences
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_output_and_pools_agree_with_float64(case: dict[str, Any], implementation: str) -> None:
+    p, parents = problem(**case)
+    assert max(errors(append_attention(**p, implementation=implementation), p, parents)) < 1
+
+
+@pytest.mark.parametrize("wrong", ["positions", "lengths", "bits", "speeds"])
+def test_another_place_or_tree_is_caught(wrong: str) -> None:
+    """The negative control."""
+    p, parents = problem(**EXAMPLE)
+    assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
+    other = {"bits": None, "speeds": p["speeds"][::-1]}.get(
+        wrong, p[wrong] + 1 if wrong in ("positions", "lengths") else 0
+    )
+    assert max(errors(append_attention(**p | {wrong: other}, implementation="pallas"), p, parents)) > 10
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_only_valid_rows_are_written(implementation: str) -> None:
+    p, _ = problem(**EXAMPLE)
+    valid = np.arange(5) < np.array([0, 1, 3, 5])[:, None]
+    out, k_pool, _ = append_attention(**p | {"valid": jnp.asarray(valid)}, implementation=implementation)
+    written = np.isfinite(np.asarray(k_pool)).all(axis=(1, 3)).sum()
+    assert written == sum(LENGTHS) + valid.sum()
+    assert np.isfinite(np.asarray(out)[valid]).all()  # a row sees its ancestors alone, which stand before it
+
+
+def test_what_it_does_not_take_is_refused() -> None:
+    p, _ = problem(**EXAMPLE)
+    with pytest.raises(ValueError, match=r"qkv must be 768 wide, got 760"):
+        append_attention(**p | {"qkv": p["qkv"][..., :-8]})
+    with pytest.raises(ValueError, match="bits must be"):
+        append_attention(**p | {"bits": p["bits"][:, :3]})
+    many, _ = problem(**EXAMPLE | {"tokens": 9})
+    with pytest.raises(NotImplementedError, match="at most 8 new rows of a sequence, got 9"):
+        append_attention(**many, implementation="pallas")
+
+
+def compile_attention(batch: int, rows: int, pool: str, parts: int) -> Any:
+    shape = jax.ShapeDtypeStruct
+    pools = [shape((batch * 75 + 1, 8, 16, 128), pool)] * 2
+    qkv = shape((parts, batch, rows, 6144), "float32" if parts > 1 else "bfloat16")
+    where = shape((batch, 75), "int32"), shape((batch,), "int32"), shape((batch, rows), "bool")
+    arrays = (*pools, qkv, shape((batch, rows), "int32"), shape((64,), "float32"), *where)
+    call = partial(append_attention, bits=None, heads=32, dtype=jnp.dtype("bfloat16"))
+    return compile_for_h200(call, *arrays, donate_argnums=(0, 1), fail_on_spills=True)
+
+
+@pytest.mark.parametrize("pool", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(("batch", "rows", "parts"), [(1, 1, 2), (1, 5, 2), (8, 5, 2), (32, 5, 2), (64, 5, 1)])
+def test_the_pools_are_written_in_place_on_an_h200(batch: int, rows: int, parts: int, pool: str) -> None:
+    program = compile_attention(batch, rows, pool, parts)
+    assert program.count("append_attention") == 1
+    assert program.count("paged_attention_merge") == (batch < 32)
+    assert program.count("rotate_append") == 0
+    pool_bytes = math.prod((batch * 75 + 1, 8, 16, 128)) * jnp.dtype(pool).itemsize
+    assert program.alias_bytes == 2 * pool_bytes and not program.copies(1 << 16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_on_a_gpu_output_and_pools_agree_with_float64(case: dict[str, Any]) -> None:
+    p, parents = problem(**case)
+    assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
