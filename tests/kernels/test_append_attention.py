@@ -30,15 +30,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "parts": (1, 2),
 }
 CASES = cover.pairwise(FACTORS, seed=0)
-EXAMPLE = {
-    "tokens": 5,
-    "tree": "random",
-    "page": 16,
-    "group": 4,
-    "dim": 64,
-    "types": ("float32", "float32"),
-    "parts": 2,
-}
+EXAMPLE = dict(tokens=5, tree="random", page=16, group=4, dim=64, types=("float32", "float32"), parts=2)
 
 
 def problem(
@@ -104,10 +96,9 @@ def test_another_place_or_tree_is_caught(wrong: str) -> None:
     """The negative control."""
     p, parents = problem(**EXAMPLE)
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
-    other = {"bits": None, "speeds": p["speeds"][::-1]}.get(
-        wrong, p[wrong] + 1 if wrong in ("positions", "lengths") else 0
-    )
-    assert max(errors(append_attention(**p | {wrong: other}, implementation="pallas"), p, parents)) > 10
+    other = {"bits": None, "speeds": p["speeds"][::-1]}
+    changed = p | {wrong: other[wrong] if wrong in other else p[wrong] + 1}
+    assert max(errors(append_attention(**changed, implementation="pallas"), p, parents)) > 10
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
@@ -125,7 +116,7 @@ def test_what_it_does_not_take_is_refused() -> None:
     with pytest.raises(ValueError, match=r"qkv must be 768 wide, got 760"):
         append_attention(**p | {"qkv": p["qkv"][..., :-8]})
     with pytest.raises(ValueError, match="bits must be"):
-        append_attention(**p | {"bits": p["bits"][:, :3]})
+        append_attention(**p | {"bits": jnp.tile(p["bits"], 2)})
     many, _ = problem(**EXAMPLE | {"tokens": 9})
     with pytest.raises(NotImplementedError, match="at most 8 new rows of a sequence, got 9"):
         append_attention(**many, implementation="pallas")
