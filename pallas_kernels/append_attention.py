@@ -18,8 +18,8 @@ from pallas_kernels.ancestor_bits import num_words
 from pallas_kernels.attention_kernels import attend
 from pallas_kernels.attention_tiles import choose_tiles
 from pallas_kernels.implementation import Implementation, choose
-from pallas_kernels.kv_pages import Pool, rounded
-from pallas_kernels.paged_attention import as_pairs, compute_dtype, paged_attention, run_kernels, unsupported
+from pallas_kernels.kv_pages import Pool
+from pallas_kernels.paged_attention import compute_dtype, paged_attention, run_kernels, unsupported
 from pallas_kernels.quantized import FP8
 from pallas_kernels.rotary import columns_of, new_rows, rotate_append, rotated
 
@@ -30,7 +30,7 @@ def _kernel(qkv_ref, _k_in, _v_in, table_ref, lengths_ref, *refs, tiles, heads, 
     """One program of `paged_attention`'s first kernel, with what it needs of the projection."""
     seen_ref, turn_ref, place_ref, *outputs, k_ref, v_ref = refs if tiles.words else (None, *refs)
     kv_head, sequence, dim = pl.program_id(1), pl.program_id(2), 2 * turn_ref.shape[-1]
-    piece, (_, kv_heads, page, width), tokens = pl.program_id(0) % tiles.splits, k_ref.shape, qkv_ref.shape[2]
+    piece, (_, kv_heads, page, _), tokens = pl.program_id(0) % tiles.splits, k_ref.shape, qkv_ref.shape[2]
     length = lengths_ref[sequence]
 
     def of_rows(token, channel, mask):
@@ -44,31 +44,21 @@ def _kernel(qkv_ref, _k_in, _v_in, table_ref, lengths_ref, *refs, tiles, heads, 
     def queries(query, head, channels, mask):
         """Reads all that is asked for of the projection at once; a program writes what lies in its own tiles."""
         of_query = [of_rows(query[:, None], channel, mask)[1](head[:, None] * dim) for channel in channels]
-        token = jnp.arange(MOST_ROWS)
+        token, channel = jnp.arange(MOST_ROWS), jnp.arange(pl.next_power_of_2(dim))[None, :]
         is_own = (token < tokens) & ((length + token) // tiles.tile % tiles.splits == piece)
         place = pltriton.load(place_ref.at[sequence, token], mask=is_own, other=-1)[:, None]
-        column = jnp.arange(pl.next_power_of_2(width))[None, :]
-        own = is_own[:, None] & (column < width)
-        halves = [of_rows(token[:, None], column * (dim // width) + half, own) for half in range(dim // width)]
-        keys = [turned((heads + kv_head) * dim) for _, turned in halves]
-        values = [load((heads + kv_heads + kv_head) * dim) for load, _ in halves]
-        for ref, new in ((k_ref, keys), (v_ref, values)):
-            at = (place // page, kv_head, place % page, column)
-            pltriton.store(ref.at[at], _held(new, ref.dtype), mask=own & (place >= 0))
+        own = is_own[:, None] & (channel < dim)
+        load, turned = of_rows(token[:, None], channel, own)
+        key, value = turned((heads + kv_head) * dim), load((heads + kv_heads + kv_head) * dim)
+        for ref, new in ((k_ref, key), (v_ref, value)):
+            at = (place // page, kv_head, place % page, channel)
+            pltriton.store(ref.at[at], new.astype(ref.dtype), mask=own & (place >= 0))
         if not interpret:
             pltriton.debug_barrier()  # every thread has written before one reads
         return of_query
 
     arguments = (queries, k_ref, v_ref, table_ref, lengths_ref, seen_ref, outputs)
     attend(*arguments, dim=dim, tiles=tiles, interpret=interpret, **options)
-
-
-def _held(new: list[Array], dtype: jnp.dtype) -> Array:
-    """What a pool holds of some rows; of a pool of pairs even and odd channels are given apart."""
-    if dtype != jnp.uint16:
-        return rounded(new[0], dtype)
-    low, high = (jax.lax.bitcast_convert_type(rounded(half, FP8), jnp.uint8).astype(jnp.uint16) for half in new)
-    return low | (high << 8)
 
 
 def _pallas(
@@ -90,14 +80,10 @@ def _pallas(
     wide, tokens = compute_dtype(q, k_pool) == jnp.float32, valid.shape[1]
     tiles = choose_tiles(q, k_pool, page_table, bits, new_rows=tokens, start=0, window=None, wide=wide)
     qkv, *new = new_rows(qkv, positions, speeds, page_table, lengths, valid, k_pool.shape[2])
-    pools = [as_pairs(pool) for pool in (k_pool, v_pool)]
-    inputs = (qkv, *pools, page_table, lengths, *([] if bits is None else [bits]), *new)
+    inputs = (qkv, k_pool, v_pool, page_table, lengths, *([] if bits is None else [bits]), *new)
     kernel = functools.partial(_kernel, heads=heads, dtype=dtype)
     options = {"q": q, "k_pool": k_pool, "tiles": tiles, "scale": 1.0 / math.sqrt(q.shape[-1]), "interpret": interpret}
-    out, *written = run_kernels(kernel, inputs, name="append_attention", pools=(1, 2), **options)
-    if written[0].dtype != k_pool.dtype:
-        written = [jax.lax.bitcast_convert_type(pool, k_pool.dtype).reshape(k_pool.shape) for pool in written]
-    return out, *written
+    return tuple(run_kernels(kernel, inputs, name="append_attention", pools=(1, 2), **options))
 
 
 def _reference(k_pool, v_pool, qkv, positions, speeds, page_table, lengths, valid, bits, *, heads, dtype):
@@ -143,8 +129,8 @@ def append_attention(
         raise ValueError(f"bits must be {(*valid.shape, num_words(tokens))}, got {bits.shape}")
     q = jax.ShapeDtypeStruct((*valid.shape, heads, dim), jnp.dtype(dtype))
     limit = unsupported(q, k_pool, bits)
-    if tokens > MOST_ROWS:
-        limit = f"at most {MOST_ROWS} new rows of a sequence, got {tokens}"
+    if tokens > MOST_ROWS or k_pool.dtype == FP8:
+        limit = f"at most {MOST_ROWS} new rows of a sequence and no pool of float8, got {tokens} and {k_pool.dtype}"
     kernel, reference = (functools.partial(run, heads=heads, dtype=dtype) for run in (_pallas, _reference))
     arguments = (k_pool, v_pool, qkv, positions, speeds, page_table, lengths, valid, bits)
     return choose(implementation, limit, kernel, reference, *arguments)

@@ -54,7 +54,7 @@ def _fixed_pallas(q, k_pool, v_pool, page_table, lengths, paths, *, start, scale
 
 
 def _run(q, k_pool, v_pool, page_table, lengths, bits, *, tiles, scale, interpret):
-    inputs = (q, as_pairs(k_pool), as_pairs(v_pool), page_table, lengths, *([] if bits is None else [bits]))
+    inputs = (q, _pairs(k_pool), _pairs(v_pool), page_table, lengths, *([] if bits is None else [bits]))
     options = {"q": q, "k_pool": k_pool, "tiles": tiles, "scale": scale, "interpret": interpret}
     return run_kernels(attend_kernel, inputs, name="paged_attention", **options)[0]
 
@@ -111,7 +111,7 @@ def run_kernels(
     return [merged, *found[2:]]
 
 
-def as_pairs(pool: Array) -> Array:
+def _pairs(pool: Array) -> Array:
     """A pool of one byte a number as pairs of them, [pages, KH, page, D / 2] uint16; XLA copies nothing for it."""
     if pool.dtype != FP8 or pool.shape[-1] < 2 * MMA_ROWS:
         return pool

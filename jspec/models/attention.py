@@ -13,7 +13,7 @@ from jspec.models.config import Rope
 from jspec.records import TokenBatch
 from pallas_kernels.append_attention import MOST_ROWS, append_attention
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.quantized import Parts, Scaled
+from pallas_kernels.quantized import FP8, Parts, Scaled
 from pallas_kernels.rotary import rotate_append
 
 
@@ -89,8 +89,8 @@ def project_and_attend(
 ) -> tuple[Float[Array, "batch tokens width"], Array, Array]:
     """`project`, then `attend`: one kernel where each sequence has few rows."""
     is_level = batch.base is not None  # whose queries see rows of earlier levels
-    is_other = is_level or batch.deterministic or batch.window is not None or isinstance(qkv, Scaled)
-    if is_other or batch.tokens.shape[1] > MOST_ROWS:
+    is_other = is_level or batch.deterministic or batch.window is not None or batch.tokens.shape[1] > MOST_ROWS
+    if is_other or isinstance(qkv, Scaled) or k_pool.dtype == FP8:
         q, k_pool, v_pool = project(qkv, k_pool, v_pool, batch, shape, dtype)
         return attend(q, k_pool, v_pool, batch), k_pool, v_pool
     out, k_pool, v_pool = append_attention(

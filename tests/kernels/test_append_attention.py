@@ -26,18 +26,18 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "page": (1, 16, 64),
     "group": (1, 4, 8),
     "dim": (16, 64, 80, 128),
-    "types": (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn")),
+    "dtype": ("float32", "bfloat16", "float16"),
     "parts": (1, 2),
 }
 CASES = cover.pairwise(FACTORS, seed=0)
-EXAMPLE = dict(tokens=5, tree="random", page=16, group=4, dim=64, types=("float32", "float32"), parts=2)
+EXAMPLE = dict(tokens=5, tree="random", page=16, group=4, dim=64, dtype="float32", parts=2)
 
 
 def problem(
-    tokens: int, tree: str, page: int, group: int, dim: int, types: tuple[str, str], parts: int
+    tokens: int, tree: str, page: int, group: int, dim: int, dtype: str, parts: int
 ) -> tuple[dict[str, Any], np.ndarray]:
     """The arguments, and parents of the rows; NaN in all rows that are not committed, the null page's too."""
-    rng, (dtype, pool_dtype) = np.random.default_rng(0), types
+    rng = np.random.default_rng(0)
     batch, columns, heads = len(LENGTHS), CAPACITY // page, group * KV_HEADS
     table = rng.permutation(np.arange(1, batch * columns + 1)).reshape(batch, columns)
     pools = [np.full((batch * columns + 1, KV_HEADS, page, dim), np.nan, np.float32) for _ in range(2)]
@@ -50,8 +50,8 @@ def problem(
     depth = np.array([[len(ancestors(tree, node)) - 1 for node in range(tokens)] for tree in parents])
     qkv = rng.normal(size=(parts, batch, tokens, (heads + 2 * KV_HEADS) * dim))
     arguments = dict(
-        k_pool=jnp.asarray(pools[0], pool_dtype),
-        v_pool=jnp.asarray(pools[1], pool_dtype),
+        k_pool=jnp.asarray(pools[0], dtype),
+        v_pool=jnp.asarray(pools[1], dtype),
         qkv=jnp.asarray(qkv, dtype if parts == 1 else "float32"),
         positions=jnp.asarray(np.array(LENGTHS)[:, None] + depth, jnp.int32),
         speeds=jnp.asarray(1e4 ** (-np.arange(dim // 2) / (dim // 2)), jnp.float32),
@@ -67,14 +67,14 @@ def problem(
 
 def errors(found: tuple[Any, ...], p: dict[str, Any], parents: np.ndarray) -> list[float]:
     """Largest differences of output and pools from float64, in units of what the types allow; NaN is infinite."""
-    heads, dtype, pool_dtype = p["heads"], p["dtype"], p["k_pool"].dtype
+    heads, dtype = p["heads"], p["dtype"]
     rotation = {**p, "first_row": p["lengths"]}
     q, k_pool, v_pool = oracle(rotation, heads)
     q = np.asarray(jnp.asarray(q, dtype), np.float64)
-    pools = [np.asarray(jnp.asarray(jnp.asarray(pool, dtype), pool_dtype), np.float64) for pool in (k_pool, v_pool)]
+    pools = [np.asarray(jnp.asarray(pool, dtype), np.float64) for pool in (k_pool, v_pool)]
     rows = [[ancestors(tree, node) for node in range(parents.shape[1])] for tree in parents]
     expected = attention(q, *pools, np.asarray(p["page_table"]), LENGTHS, rows)
-    most = {"float32": 1e-4, "bfloat16": 2**-5, "float8_e4m3fn": 2**-3}[str(pool_dtype)]  # angles reach 512 rad
+    most = {"float32": 1e-4, "bfloat16": 2**-5, "float16": 2**-8}[str(dtype)]  # angles reach 512 rad
     differences = []
     for one, wanted in zip(found, (expected, *pools), strict=True):
         one = np.asarray(one, np.float64)
@@ -118,13 +118,13 @@ def test_what_it_does_not_take_is_refused() -> None:
     with pytest.raises(ValueError, match="bits must be"):
         append_attention(**p | {"bits": jnp.tile(p["bits"], 2)})
     many, _ = problem(**EXAMPLE | {"tokens": 9})
-    with pytest.raises(NotImplementedError, match="at most 8 new rows of a sequence, got 9"):
+    with pytest.raises(NotImplementedError, match="at most 8 new rows of a sequence and no pool of float8, got 9"):
         append_attention(**many, implementation="pallas")
 
 
-def compile_attention(batch: int, rows: int, pool: str, parts: int) -> Any:
+def compile_attention(batch: int, rows: int, parts: int) -> Any:
     shape = jax.ShapeDtypeStruct
-    pools = [shape((batch * 75 + 1, 8, 16, 128), pool)] * 2
+    pools = [shape((batch * 75 + 1, 8, 16, 128), "bfloat16")] * 2
     qkv = shape((parts, batch, rows, 6144), "float32" if parts > 1 else "bfloat16")
     where = shape((batch, 75), "int32"), shape((batch,), "int32"), shape((batch, rows), "bool")
     arrays = (*pools, qkv, shape((batch, rows), "int32"), shape((64,), "float32"), *where)
@@ -132,15 +132,13 @@ def compile_attention(batch: int, rows: int, pool: str, parts: int) -> Any:
     return compile_for_h200(call, *arrays, donate_argnums=(0, 1), fail_on_spills=True)
 
 
-@pytest.mark.parametrize("pool", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize(("batch", "rows", "parts"), [(1, 1, 2), (1, 5, 2), (8, 5, 2), (32, 5, 2), (64, 5, 1)])
-def test_the_pools_are_written_in_place_on_an_h200(batch: int, rows: int, parts: int, pool: str) -> None:
-    program = compile_attention(batch, rows, pool, parts)
+def test_the_pools_are_written_in_place_on_an_h200(batch: int, rows: int, parts: int) -> None:
+    program = compile_attention(batch, rows, parts)
     assert program.count("append_attention") == 1
     assert program.count("paged_attention_merge") == (batch < 32)
     assert program.count("rotate_append") == 0
-    pool_bytes = math.prod((batch * 75 + 1, 8, 16, 128)) * jnp.dtype(pool).itemsize
-    assert program.alias_bytes == 2 * pool_bytes and not program.copies(1 << 16)
+    assert program.alias_bytes == 2 * 2 * math.prod((batch * 75 + 1, 8, 16, 128)) and not program.copies(1 << 16)
 
 
 @pytest.mark.gpu

@@ -85,14 +85,14 @@ def rotation(dim: int, dtype: Any = BF16) -> Case:
     return rotate, (*pools(dim, dtype), qkv, shape(1, 5, dtype=I32), speeds, *rows)
 
 
-def appended(rows: int, dim: int, dtype: Any = BF16) -> Case:
+def appended(rows: int, dim: int) -> Case:
     qkv, speeds = shape(2, 1, rows, (HEADS + 2 * KV_HEADS) * dim, dtype=F32), shape(dim // 2, dtype=F32)
     where = (shape(1, 128, dtype=I32), shape(1, dtype=I32), shape(1, rows, dtype=jnp.bool))
 
     def attend(*arrays: Any) -> Any:
         return append_attention(*arrays, None, heads=HEADS, dtype=BF16, implementation="pallas")
 
-    return attend, (*pools(dim, dtype), qkv, shape(1, rows, dtype=I32), speeds, *where)
+    return attend, (*pools(dim, BF16), qkv, shape(1, rows, dtype=I32), speeds, *where)
 
 
 def rows_of_pages(dtype: Any, *, move: bool) -> Case:
@@ -164,7 +164,6 @@ CASES: dict[str, Case] = {
 FLOAT8: dict[str, Case] = {
     **{f"attention {rows} x {dim} fp8": attention(rows, dim, FP8) for rows, dim in ((1, 256), (5, 128), (61, 128))},
     "rotate fp8": rotation(128, FP8),
-    "attention behind append fp8": appended(5, 128, FP8),
     "append fp8": rows_of_pages(FP8, move=False),
     "move fp8": rows_of_pages(FP8, move=True),
     "round rows": (partial(round_rows, implementation="pallas"), (shape(5, HIDDEN),)),
