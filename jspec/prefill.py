@@ -9,14 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
 from jspec import automata, cache, controls, logprobs, sampling, verify
-from jspec.models.decoder import forward
+from jspec.models.decoder import TargetOut, forward
 from jspec.records import (
     PrefillInput,
     Sampling,
     SlotState,
     SlotView,
     StepOutput,
-    TargetOut,
     TokenBatch,
     Verdict,
     pack_report,

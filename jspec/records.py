@@ -18,8 +18,6 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels.quantized import Parts, add_up
-
 MAX_STOP_IDS = 8
 NO_TOKEN = -1  # before a text's beginning, behind a path's end; in a bad word's beginning: anything
 UNLIMITED = 2**30  # more tokens than any row has
@@ -165,20 +163,6 @@ class TokenBatch:
         return replace(
             self, tokens=fill(self.tokens), positions=fill(self.positions), valid=fill(self.valid), bits=bits
         )
-
-
-@struct.dataclass
-class TargetOut:
-    """What a forward pass of the target yields."""
-
-    product: Parts | None  # the output head's, for the rows asked for, in one part; the logits, perhaps to be scaled
-    features: Float[Array, "batch tokens features"] | None  # the hidden states asked for, side by side
-
-    @property
-    def logits(self) -> Float[Array, "batch rows vocab"]:
-        """Float32."""
-        assert self.product is not None, "the forward pass was taken with_logits=False"
-        return add_up(self.product, jnp.float32)
 
 
 @struct.dataclass

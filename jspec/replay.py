@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import PoolShape, create
 from jspec.draft import Drafter
-from jspec.models.decoder import Model, forward
-from jspec.records import UNLIMITED, Sampling, SlotView, TargetOut, TokenBatch, Verdict
+from jspec.models.decoder import Model, TargetOut, forward
+from jspec.records import UNLIMITED, Sampling, SlotView, TokenBatch, Verdict
 
 PAGE_SIZE = 16
 

@@ -27,7 +27,7 @@ from jaxtyping import Array, Int
 
 from jspec import automata, cache, controls, logprobs, verify
 from jspec.draft import Drafter, static_draft
-from jspec.models.decoder import Model, forward
+from jspec.models.decoder import Model, TargetOut, forward
 from jspec.processors import LogitsProcessor
 from jspec.records import (
     Draft,
@@ -36,7 +36,6 @@ from jspec.records import (
     SlotState,
     SlotView,
     StepOutput,
-    TargetOut,
     TokenBatch,
     Trace,
     Verdict,

@@ -2,7 +2,8 @@
 
 A program of `paged_attention` reads tiles of a context that no program of another share reads. So it can write the new
 rows in its own tiles itself, before it reads them; where a share's queries are dealt to several programs, each writes
-the same. Queries are rotated by whoever needs them. What is computed: `rotate_append`, then `paged_attention`.
+the same. Queries are rotated by whoever needs them. What is computed: `rotate_append`, then `paged_attention`, where
+pages that new rows go to are in the table of one sequence alone.
 """
 
 import functools
@@ -16,14 +17,15 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pallas_kernels.ancestor_bits import num_words
 from pallas_kernels.attention_kernels import attend
+from pallas_kernels.attention_reference import compute_dtype
 from pallas_kernels.attention_tiles import choose_tiles
 from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.kv_pages import Pool
-from pallas_kernels.paged_attention import compute_dtype, paged_attention, run_kernels, unsupported
-from pallas_kernels.quantized import FP8
+from pallas_kernels.paged_attention import paged_attention, run_kernels, unsupported
+from pallas_kernels.quantized import FP8, Parts, Scaled
 from pallas_kernels.rotary import columns_of, new_rows, rotate_append, rotated
 
-MOST_ROWS = 8  # of a sequence, all at once: a tree of 60 nodes took 19.5 us so, and 12.5 and 2.9 in two kernels
+MOST_ROWS = 8  # of a sequence: a tree of 60 nodes took 19.5 us so, and 12.5 and 2.9 in two kernels
 
 
 def _kernel(qkv_ref, _k_in, _v_in, table_ref, lengths_ref, *refs, tiles, heads, dtype, interpret, **options):
@@ -33,23 +35,23 @@ def _kernel(qkv_ref, _k_in, _v_in, table_ref, lengths_ref, *refs, tiles, heads, 
     piece, (_, kv_heads, page, _), tokens = pl.program_id(0) % tiles.splits, k_ref.shape, qkv_ref.shape[2]
     length = lengths_ref[sequence]
 
-    def of_rows(token, channel, mask):
-        """Functions that load some columns of these rows, and that rotate them."""
-        load = columns_of(qkv_ref, (), sequence, token, dtype)
+    def turned(token, start, channel, mask):
+        """Heads of these rows that start at some columns, rotated."""
         places = [turn_ref.at[index, sequence, token, channel % (dim // 2)] for index in range(2)]
         turn = [pltriton.load(place, mask=mask, other=0) for place in places]
-        turned = functools.partial(rotated, load, channel=channel, turn=turn, half=dim // 2, mask=mask)
-        return lambda start: load(start + channel, mask=mask), lambda start: turned(start).astype(dtype)
+        load = columns_of(qkv_ref, (), sequence, token, dtype)
+        return rotated(load, start, channel, turn, dim // 2, mask=mask).astype(dtype)
 
     def queries(query, head, channels, mask):
         """Reads all that is asked for of the projection at once; a program writes what lies in its own tiles."""
-        of_query = [of_rows(query[:, None], channel, mask)[1](head[:, None] * dim) for channel in channels]
+        of_query = [turned(query[:, None], head[:, None] * dim, channel, mask) for channel in channels]
         token, channel = jnp.arange(MOST_ROWS), jnp.arange(pl.next_power_of_2(dim))[None, :]
         is_own = (token < tokens) & ((length + token) // tiles.tile % tiles.splits == piece)
         place = pltriton.load(place_ref.at[sequence, token], mask=is_own, other=-1)[:, None]
         own = is_own[:, None] & (channel < dim)
-        load, turned = of_rows(token[:, None], channel, own)
-        key, value = turned((heads + kv_head) * dim), load((heads + kv_heads + kv_head) * dim)
+        key = turned(token[:, None], (heads + kv_head) * dim, channel, own)
+        value_columns = (heads + kv_heads + kv_head) * dim + channel
+        value = columns_of(qkv_ref, (), sequence, token[:, None], dtype)(value_columns, mask=own)
         for ref, new in ((k_ref, key), (v_ref, value)):
             at = (place // page, kv_head, place % page, channel)
             pltriton.store(ref.at[at], new.astype(ref.dtype), mask=own & (place >= 0))
@@ -86,10 +88,10 @@ def _pallas(
     return tuple(run_kernels(kernel, inputs, name="append_attention", pools=(1, 2), **options))
 
 
-def _reference(k_pool, v_pool, qkv, positions, speeds, page_table, lengths, valid, bits, *, heads, dtype):
+def _two(k_pool, v_pool, qkv, positions, speeds, page_table, lengths, valid, bits, *, heads, dtype, implementation):
     arguments = (qkv, positions, speeds, page_table, lengths, valid)
-    q, *pools = rotate_append(k_pool, v_pool, *arguments, heads=heads, dtype=dtype, implementation="reference")
-    out = paged_attention(q, *pools, page_table, lengths, bits, implementation="reference")
+    q, *pools = rotate_append(k_pool, v_pool, *arguments, heads=heads, dtype=dtype, implementation=implementation)
+    out = paged_attention(q, *pools, page_table, lengths, bits, implementation=implementation)
     return out, *pools
 
 
@@ -97,7 +99,7 @@ def _reference(k_pool, v_pool, qkv, positions, speeds, page_table, lengths, vali
 def append_attention(
     k_pool: Pool,
     v_pool: Pool,
-    qkv: Float[Array, "parts B T width"],
+    qkv: Parts,
     positions: Int32[Array, "B T"],
     speeds: Float[Array, " half"],
     page_table: Int32[Array, "B P"],
@@ -109,11 +111,15 @@ def append_attention(
     dtype: jnp.dtype,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T H D"], Pool, Pool]:
-    """Attention of up to 8 new rows a sequence, of which keys and values are written from row lengths[b] on.
+    """Attention of new rows, of which keys and values are written from row lengths[b] on.
+
+    It is one kernel for up to 8 rows a sequence, pools of two or four bytes a number, and a projection that is scaled;
+    else it is two.
 
     Args:
-        qkv, positions, speeds, valid, heads, dtype: as in `rotate_append`; the projection is scaled already.
-        page_table, lengths, bits: as in `paged_attention`; the queries' rows are the new ones.
+        qkv, positions, speeds, valid, heads, dtype: as in `rotate_append`.
+        page_table: no two sequences share a page that new rows go to.
+        lengths, bits: as in `paged_attention`; the queries' rows are the new ones.
         implementation: as in `paged_attention`.
 
     Returns:
@@ -127,10 +133,9 @@ def append_attention(
         raise ValueError(f"qkv must be {(heads + 2 * kv_heads) * dim} wide, got {qkv.shape[-1]}")
     if bits is not None and bits.shape != (*valid.shape, num_words(tokens)):
         raise ValueError(f"bits must be {(*valid.shape, num_words(tokens))}, got {bits.shape}")
-    q = jax.ShapeDtypeStruct((*valid.shape, heads, dim), jnp.dtype(dtype))
-    limit = unsupported(q, k_pool, bits)
-    if tokens > MOST_ROWS or k_pool.dtype == FP8:
-        limit = f"at most {MOST_ROWS} new rows of a sequence and no pool of float8, got {tokens} and {k_pool.dtype}"
-    kernel, reference = (functools.partial(run, heads=heads, dtype=dtype) for run in (_pallas, _reference))
     arguments = (k_pool, v_pool, qkv, positions, speeds, page_table, lengths, valid, bits)
-    return choose(implementation, limit, kernel, reference, *arguments)
+    kernel, two = (functools.partial(run, heads=heads, dtype=dtype) for run in (_pallas, _two))
+    q = jax.ShapeDtypeStruct((*valid.shape, heads, dim), jnp.dtype(dtype))
+    if tokens > MOST_ROWS or k_pool.dtype == FP8 or isinstance(qkv, Scaled) or unsupported(q, k_pool, bits):
+        return two(*arguments, implementation=implementation)
+    return choose(implementation, None, kernel, functools.partial(two, implementation="reference"), *arguments)

@@ -246,8 +246,10 @@ def keep_bound(
         implementation: as in `paged_attention`.
 
     Raises:
-        ValueError: the rows are no equal groups.
+        ValueError: the rows are no equal groups, or controls are of different ones.
     """
-    if logits.shape[0] % temperature.shape[0]:
-        raise ValueError(f"rows must be a multiple of the {temperature.shape[0]} groups, got {logits.shape[0]}")
-    return choose(implementation, None, _pallas, _reference, logits, temperature, top_k, top_p, min_p)
+    controls = (temperature, top_k, top_p, min_p)
+    groups = {control.shape[0] for control in controls}
+    if len(groups) > 1 or logits.shape[0] % max(groups):
+        raise ValueError(f"controls must be of as many groups each, equal ones of {logits.shape[0]} rows, got {groups}")
+    return choose(implementation, None, _pallas, _reference, logits, *controls)

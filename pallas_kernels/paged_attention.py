@@ -75,6 +75,7 @@ def run_kernels(
 
     Args:
         kernel: the first of them.
+        inputs: the fifth of them are the committed rows.
         q: shape and dtype of the queries.
         pools: inputs that it writes to, which come back behind what was attended.
     """

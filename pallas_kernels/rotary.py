@@ -175,7 +175,8 @@ def rotate_append(
         speeds: float32 radians per position, head_dim / 2 of them.
         heads: query heads.
         dtype: of the model, in which the queries come back.
-        deterministic: a row's last bits are the same among any number of rows; the kernel's always are.
+        deterministic: a row's last bits are the same among any number of rows; the kernel's always are, with cosines
+            and sines by XLA, each by itself.
         implementation: as in `paged_attention`.
 
     Returns:

@@ -31,7 +31,7 @@ from pallas_kernels.round_rows import FP8
 
 MOST_ROWS = 64  # of the kernel; beyond, XLA takes the parts one by one
 OUT_TILE = 128  # rows and columns of a tile of the output by XLA's product
-TILES = 132  # from which on there are enough
+TILES = 132  # from which on there are enough: one for each multiprocessor
 FEW_ROWS = 16  # smallest side of a product on tensor cores
 LEAST_OUT, LEAST_INNER = 1024, 2048  # a smaller weight is read before a second kernel has started
 WIDEST_OUT = 16384  # beyond, the output has tiles enough
@@ -126,7 +126,7 @@ def split_matmul(
 ) -> Parts:
     """x @ weight.T as parts to be added up: float32 if there are several, else one of x's dtype.
 
-    Those of more than 64 rows by a weight of "fp8_dynamic" come back as `Scaled`.
+    Those by a weight of "fp8_dynamic" come back as `Scaled` if there is one alone, or of more than 64 rows.
 
     Args:
         weight: [out, inner].

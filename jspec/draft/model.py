@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 from jspec.cache import PoolShape, commit, create
 from jspec.draft import Drafter, active_slots, check_window
 from jspec.draft.grow import Level, Vocabulary, grow
-from jspec.models.decoder import Model, forward
-from jspec.records import Draft, KVCache, SlotView, TargetOut, TokenBatch, Verdict
+from jspec.models.decoder import Model, TargetOut, forward
+from jspec.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.tree import Tree
 
 

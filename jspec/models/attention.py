@@ -11,9 +11,9 @@ from jaxtyping import Array, Float
 
 from jspec.models.config import Rope
 from jspec.records import TokenBatch
-from pallas_kernels.append_attention import MOST_ROWS, append_attention
+from pallas_kernels.append_attention import append_attention
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.quantized import FP8, Parts, Scaled
+from pallas_kernels.quantized import Parts
 from pallas_kernels.rotary import rotate_append
 
 
@@ -63,20 +63,15 @@ def project(
     Returns:
         The rotated queries, and both pools.
     """
-    return rotate_append(
-        k_pool,
-        v_pool,
-        qkv,
-        batch.positions,
-        jnp.asarray(inverse_frequencies(shape.rope, shape.head_dim)),
-        batch.page_table,
-        batch.first_row,
-        batch.valid,
-        heads=shape.num_heads,
-        dtype=dtype,
-        deterministic=batch.deterministic,
-        implementation=batch.implementation,
-    )
+    rows = _rows(batch, shape)
+    options = {"heads": shape.num_heads, "dtype": dtype, "implementation": batch.implementation}
+    return rotate_append(k_pool, v_pool, qkv, *rows, deterministic=batch.deterministic, **options)
+
+
+def _rows(batch: TokenBatch, shape: AttentionShape) -> tuple[Array, ...]:
+    """Where the new rows stand, how they are rotated, and where they go."""
+    speeds = jnp.asarray(inverse_frequencies(shape.rope, shape.head_dim))
+    return batch.positions, speeds, batch.page_table, batch.first_row, batch.valid
 
 
 def project_and_attend(
@@ -87,27 +82,13 @@ def project_and_attend(
     shape: AttentionShape,
     dtype: jnp.dtype,
 ) -> tuple[Float[Array, "batch tokens width"], Array, Array]:
-    """`project`, then `attend`: one kernel where each sequence has few rows."""
-    is_level = batch.base is not None  # whose queries see rows of earlier levels
-    is_other = is_level or batch.deterministic or batch.window is not None or batch.tokens.shape[1] > MOST_ROWS
-    if is_other or isinstance(qkv, Scaled) or k_pool.dtype == FP8:
+    """`project`, then `attend`; in one kernel where no query sees more than committed rows and those of the batch."""
+    if batch.base is not None or batch.deterministic or batch.window is not None:
         q, k_pool, v_pool = project(qkv, k_pool, v_pool, batch, shape, dtype)
         return attend(q, k_pool, v_pool, batch), k_pool, v_pool
-    out, k_pool, v_pool = append_attention(
-        k_pool,
-        v_pool,
-        qkv,
-        batch.positions,
-        jnp.asarray(inverse_frequencies(shape.rope, shape.head_dim)),
-        batch.page_table,
-        batch.first_row,
-        batch.valid,
-        batch.bits,
-        heads=shape.num_heads,
-        dtype=dtype,
-        implementation=batch.implementation,
-    )
-    return out.reshape(*out.shape[:2], -1), k_pool, v_pool
+    options = {"heads": shape.num_heads, "dtype": dtype, "implementation": batch.implementation}
+    out, *pools = append_attention(k_pool, v_pool, qkv, *_rows(batch, shape), batch.bits, **options)
+    return out.reshape(*out.shape[:2], -1), *pools
 
 
 def attend(

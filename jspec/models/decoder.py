@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from jspec import pretrained
 from jspec.models.attention import project_and_attend
 from jspec.models.config import ModelConfig
-from jspec.records import KVCache, TargetOut, TokenBatch
+from jspec.records import KVCache, TokenBatch
 from pallas_kernels.fixed_matmul import fixed_matmul
 from pallas_kernels.gated_matmul import gated_matmul, missing_rows, tiles_for
 from pallas_kernels.quantized import Inputs, Parts, Weight, add_up, lazy_matmul, matmul, rounds_inputs
@@ -75,6 +75,20 @@ class Model:
     @property
     def output_head(self) -> Weight:
         return self.embed if self.head is None else self.head
+
+
+@struct.dataclass
+class TargetOut:
+    """What a forward pass of the target yields."""
+
+    product: Parts | None  # the output head's, for the rows asked for, in one part; the logits, perhaps to be scaled
+    features: Float[Array, "batch tokens features"] | None  # the hidden states asked for, side by side
+
+    @property
+    def logits(self) -> Float[Array, "batch rows vocab"]:
+        """Float32."""
+        assert self.product is not None, "the forward pass was taken with_logits=False"
+        return add_up(self.product, jnp.float32)
 
 
 def rms_norm(

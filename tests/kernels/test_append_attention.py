@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ancestor_bits, append_attention
+from pallas_kernels.attention_tiles import choose_tiles
 from tests import cover
 from tests.h200 import compile_for_h200
 from tests.kernels.problems import make_tree
@@ -19,7 +21,7 @@ from tests.kernels.test_rotary import oracle
 from tests.reference.attention import ancestors, attention
 
 KV_HEADS, CAPACITY = 2, 640
-LENGTHS = (0, 62, 255, 511)  # nothing; new rows on both sides of a tile's end, or in a share of their own
+LENGTHS = (0, 62, 255, 511, 632)  # nothing; on both sides of a tile's end, in a share of their own; the table's end
 FACTORS: dict[str, tuple[Any, ...]] = {
     "tokens": (1, 5, 8),
     "tree": ("causal", "random"),
@@ -29,34 +31,35 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16", "float16"),
     "parts": (1, 2),
 }
+TOLERANCES = {"float32": 1e-4, "bfloat16": 2**-5, "float16": 2**-8, "float8_e4m3fn": 2**-2}  # angles reach 640 rad
 CASES = cover.pairwise(FACTORS, seed=0)
 EXAMPLE = dict(tokens=5, tree="random", page=16, group=4, dim=64, dtype="float32", parts=2)
 
 
 def problem(
-    tokens: int, tree: str, page: int, group: int, dim: int, dtype: str, parts: int
+    tokens: int, tree: str, page: int, group: int, dim: int, dtype: str, parts: int, lengths: Sequence[int] = LENGTHS
 ) -> tuple[dict[str, Any], np.ndarray]:
     """The arguments, and parents of the rows; NaN in all rows that are not committed, the null page's too."""
     rng = np.random.default_rng(0)
-    batch, columns, heads = len(LENGTHS), CAPACITY // page, group * KV_HEADS
+    batch, columns, heads = len(lengths), CAPACITY // page, group * KV_HEADS
     table = rng.permutation(np.arange(1, batch * columns + 1)).reshape(batch, columns)
     pools = [np.full((batch * columns + 1, KV_HEADS, page, dim), np.nan, np.float32) for _ in range(2)]
-    for b, length in enumerate(LENGTHS):
+    for b, length in enumerate(lengths):
         for pool in pools:
             pool[table[b, np.arange(length) // page], :, np.arange(length) % page] = rng.normal(
                 size=(length, KV_HEADS, dim)
             )
-    parents = np.stack([make_tree("causal" if tree == "causal" else "random", tokens, rng) for _ in LENGTHS])
+    parents = np.stack([make_tree("causal" if tree == "causal" else "random", tokens, rng) for _ in lengths])
     depth = np.array([[len(ancestors(tree, node)) - 1 for node in range(tokens)] for tree in parents])
     qkv = rng.normal(size=(parts, batch, tokens, (heads + 2 * KV_HEADS) * dim))
     arguments = dict(
         k_pool=jnp.asarray(pools[0], dtype),
         v_pool=jnp.asarray(pools[1], dtype),
         qkv=jnp.asarray(qkv, dtype if parts == 1 else "float32"),
-        positions=jnp.asarray(np.array(LENGTHS)[:, None] + depth, jnp.int32),
+        positions=jnp.asarray(np.array(lengths)[:, None] + depth, jnp.int32),
         speeds=jnp.asarray(1e4 ** (-np.arange(dim // 2) / (dim // 2)), jnp.float32),
         page_table=jnp.asarray(table, jnp.int32),
-        lengths=jnp.asarray(LENGTHS, jnp.int32),
+        lengths=jnp.asarray(lengths, jnp.int32),
         valid=jnp.ones((batch, tokens), bool),
         bits=None if tree == "causal" else ancestor_bits(jnp.asarray(parents)),
         heads=heads,
@@ -71,10 +74,11 @@ def errors(found: tuple[Any, ...], p: dict[str, Any], parents: np.ndarray) -> li
     rotation = {**p, "first_row": p["lengths"]}
     q, k_pool, v_pool = oracle(rotation, heads)
     q = np.asarray(jnp.asarray(q, dtype), np.float64)
-    pools = [np.asarray(jnp.asarray(pool, dtype), np.float64) for pool in (k_pool, v_pool)]
+    held = p["k_pool"].dtype
+    pools = [np.asarray(jnp.asarray(jnp.asarray(pool, dtype), held), np.float64) for pool in (k_pool, v_pool)]
     rows = [[ancestors(tree, node) for node in range(parents.shape[1])] for tree in parents]
-    expected = attention(q, *pools, np.asarray(p["page_table"]), LENGTHS, rows)
-    most = {"float32": 1e-4, "bfloat16": 2**-5, "float16": 2**-8}[str(dtype)]  # angles reach 512 rad
+    expected = attention(q, *pools, np.asarray(p["page_table"]), np.asarray(p["lengths"]), rows)
+    most = TOLERANCES[str(held)]
     differences = []
     for one, wanted in zip(found, (expected, *pools), strict=True):
         one = np.asarray(one, np.float64)
@@ -91,6 +95,20 @@ def test_output_and_pools_agree_with_float64(case: dict[str, Any], implementatio
     assert max(errors(append_attention(**p, implementation=implementation), p, parents)) < 1
 
 
+def many_sequences() -> tuple[dict[str, Any], np.ndarray]:
+    """So many that none shares a context."""
+    lengths = [7 * b % 140 for b in range(70)]
+    return problem(**EXAMPLE | {"tokens": 3, "dim": 16, "group": 2}, lengths=lengths)
+
+
+def test_contexts_that_are_not_shared() -> None:
+    p, parents = many_sequences()
+    q = jax.ShapeDtypeStruct((70, 3, p["heads"], 16), jnp.float32)
+    tiles = choose_tiles(q, p["k_pool"], p["page_table"], p["bits"], new_rows=3, start=0, window=None, wide=True)
+    assert tiles.splits == 1
+    assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
+
+
 @pytest.mark.parametrize("wrong", ["positions", "lengths", "bits", "speeds"])
 def test_another_place_or_tree_is_caught(wrong: str) -> None:
     """The negative control."""
@@ -104,7 +122,7 @@ def test_another_place_or_tree_is_caught(wrong: str) -> None:
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_only_valid_rows_are_written(implementation: str) -> None:
     p, _ = problem(**EXAMPLE)
-    valid = np.arange(5) < np.array([0, 1, 3, 5])[:, None]
+    valid = np.arange(5) < np.array([0, 1, 3, 5, 4])[:, None]
     out, k_pool, _ = append_attention(**p | {"valid": jnp.asarray(valid)}, implementation=implementation)
     written = np.isfinite(np.asarray(k_pool)).all(axis=(1, 3)).sum()
     assert written == sum(LENGTHS) + valid.sum()
@@ -117,9 +135,15 @@ def test_what_it_does_not_take_is_refused() -> None:
         append_attention(**p | {"qkv": p["qkv"][..., :-8]})
     with pytest.raises(ValueError, match="bits must be"):
         append_attention(**p | {"bits": jnp.tile(p["bits"], 2)})
-    many, _ = problem(**EXAMPLE | {"tokens": 9})
-    with pytest.raises(NotImplementedError, match="at most 8 new rows of a sequence and no pool of float8, got 9"):
-        append_attention(**many, implementation="pallas")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "page", "pool"), [(9, 16, "float32"), (5, 16, "float8_e4m3fn"), (5, 160, "float32")]
+)
+def test_what_one_kernel_does_not_take_two_do(tokens: int, page: int, pool: str) -> None:
+    p, parents = problem(**EXAMPLE | {"tokens": tokens, "page": page}, lengths=(0, 62, 511))
+    p |= {name: p[name].astype(pool) for name in ("k_pool", "v_pool")}
+    assert max(errors(append_attention(**p), p, parents)) < 1
 
 
 def compile_attention(batch: int, rows: int, parts: int) -> Any:
@@ -145,4 +169,10 @@ def test_the_pools_are_written_in_place_on_an_h200(batch: int, rows: int, parts:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_on_a_gpu_output_and_pools_agree_with_float64(case: dict[str, Any]) -> None:
     p, parents = problem(**case)
+    assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_contexts_that_are_not_shared() -> None:
+    p, parents = many_sequences()
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1

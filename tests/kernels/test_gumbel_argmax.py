@@ -64,6 +64,18 @@ def test_the_noise_of_other_ids_is_added(implementation: str) -> None:
     assert differs[rows[2] > 0].any() and not differs[rows[2] == 0].any(), "control: noise of its own"
 
 
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_neighbouring_rows_share_a_temperature(implementation: str) -> None:
+    logits, keys, temperature, bound = problem()
+    tokens, margins = expected(logits, keys, np.repeat(temperature[:6], 4), bound)
+    assert margins.min() > 1e-4
+    found = gumbel_argmax(logits, keys, temperature[:6], bound, implementation=implementation)
+    np.testing.assert_array_equal(found, tokens)
+    assert (expected(logits, keys, np.tile(temperature[:6], 4), bound)[0] != tokens).any(), "control: dealt out"
+    with pytest.raises(ValueError, match="rows must be a multiple of the 7 groups, got 24"):
+        gumbel_argmax(logits, keys, temperature[:7], bound)
+
+
 @pytest.mark.parametrize("part", [1, 2, 3])
 def test_another_key_temperature_or_bound_is_caught(part: int) -> None:
     """The negative control."""

@@ -111,6 +111,27 @@ def test_a_row_without_controls_keeps_everything() -> None:
     assert bound.tolist() == [-jnp.inf] * 2
 
 
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_neighbouring_rows_share_controls_and_temperature_0_has_none(implementation: str) -> None:
+    logits = problem()[0][:12]
+    controls = [np.array([0.7, 0.0, 1.5, 1.0], np.float32), np.array([5, 5, 0, 0], np.int32)]
+    controls += [np.array([1.0, 0.5, 0.9, 1.0], np.float32), np.array([0.0, 0.1, 0.0, 0.3], np.float32)]
+    bounds = np.asarray(keep_bound(logits, *controls, implementation=implementation))
+    assert (bounds[3:6] == -np.inf).all()
+    own = [np.repeat(control, 3) for control in controls]
+    own[0][3:6], own[1][3:6], own[2][3:6], own[3][3:6] = 1, 0, 1, 0
+    assert not mismatches(bounds, logits, list(zip(*own, strict=True)))
+    dealt_out = [np.tile(control, 3) for control in controls]  # the negative control
+    other = np.asarray(keep_bound(logits, *dealt_out, implementation=implementation))
+    assert mismatches(other, logits, list(zip(*own, strict=True)))
+
+
+def test_unequal_groups_are_refused() -> None:
+    logits, controls = problem()
+    with pytest.raises(ValueError, match="as many groups each"):
+        keep_bound(logits[:5], *(control[:2] for control in controls))
+
+
 def test_it_is_two_kernels_on_an_h200() -> None:
     shape, rows = jax.ShapeDtypeStruct, 160
     controls = [shape((rows,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32, jnp.float32)]
