@@ -23,7 +23,7 @@ from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.kv_pages import Pool
 from pallas_kernels.paged_attention import paged_attention, run_kernels, unsupported
 from pallas_kernels.quantized import FP8, Parts, Scaled
-from pallas_kernels.rotary import columns_of, new_rows, rotate_append, rotated
+from pallas_kernels.rotary import check_width, columns_of, new_rows, rotate_append, rotated, turn_of
 
 MOST_ROWS = 8  # of a sequence: a tree of 60 nodes took 19.5 us so, and 12.5 and 2.9 in two kernels
 
@@ -37,8 +37,7 @@ def _kernel(qkv_ref, _k_in, _v_in, table_ref, lengths_ref, *refs, tiles, heads, 
 
     def turned(token, start, channel, mask):
         """Heads of these rows that start at some columns, rotated."""
-        places = [turn_ref.at[index, sequence, token, channel % (dim // 2)] for index in range(2)]
-        turn = [pltriton.load(place, mask=mask, other=0) for place in places]
+        turn = turn_of(turn_ref, sequence, token, channel, mask)
         load = columns_of(qkv_ref, (), sequence, token, dtype)
         return rotated(load, start, channel, turn, dim // 2, mask=mask).astype(dtype)
 
@@ -128,14 +127,13 @@ def append_attention(
     Raises:
         NotImplementedError: "pallas" with a shape or dtype that the kernel does not support.
     """
-    (kv_heads, dim), (_, tokens) = k_pool.shape[1::2], valid.shape
-    if qkv.shape[-1] != (heads + 2 * kv_heads) * dim or heads % kv_heads:
-        raise ValueError(f"qkv must be {(heads + 2 * kv_heads) * dim} wide, got {qkv.shape[-1]}")
+    check_width(qkv, k_pool, heads)
+    tokens = valid.shape[1]
     if bits is not None and bits.shape != (*valid.shape, num_words(tokens)):
         raise ValueError(f"bits must be {(*valid.shape, num_words(tokens))}, got {bits.shape}")
     arguments = (k_pool, v_pool, qkv, positions, speeds, page_table, lengths, valid, bits)
     kernel, two = (functools.partial(run, heads=heads, dtype=dtype) for run in (_pallas, _two))
-    q = jax.ShapeDtypeStruct((*valid.shape, heads, dim), jnp.dtype(dtype))
+    q = jax.ShapeDtypeStruct((*valid.shape, heads, k_pool.shape[3]), jnp.dtype(dtype))
     if tokens > MOST_ROWS or k_pool.dtype == FP8 or isinstance(qkv, Scaled) or unsupported(q, k_pool, bits):
         return two(*arguments, implementation=implementation)
     return choose(implementation, None, kernel, functools.partial(two, implementation="reference"), *arguments)

@@ -76,17 +76,23 @@ def columns_of(qkv_ref, scale_refs, sequence, token, dtype):
     return load
 
 
-def rotated(load, start, channel, turn, half, **mask):
+def turn_of(turn_ref, sequence, token, channel, mask):
+    """In a kernel: the cosines and sines of rows for some channels."""
+    places = [turn_ref.at[index, sequence, token, channel % turn_ref.shape[-1]] for index in range(2)]
+    return [pltriton.load(place, mask=mask, other=0) for place in places]
+
+
+def rotated(load, start, channel, turn, half, *, mask):
     """In a kernel: channels of heads that start at some columns, rotated; float32.
 
     Args:
         load: as `columns_of` gives it.
-        turn: the rows' cosines and sines for these channels.
+        turn: as `turn_of` gives it.
         half: of head_dim.
     """
     is_first = channel < half
     partner = jnp.where(is_first, channel + half, channel - half)
-    own, other = (load(start + columns, **mask).astype(jnp.float32) for columns in (channel, partner))
+    own, other = (load(start + columns, mask=mask).astype(jnp.float32) for columns in (channel, partner))
     return own * turn[0] + jnp.where(is_first, -other, other) * turn[1]
 
 
@@ -100,8 +106,7 @@ def _kernel(qkv_ref, turn_ref, row_ref, *refs, heads):
     _, kv_heads, page, dim = k_ref.shape
     channel, group = jnp.arange(pl.next_power_of_2(dim)), heads // kv_heads
     is_channel, row = channel < dim, row_ref[sequence, token]
-    places = [turn_ref.at[index, sequence, token, channel % (dim // 2)] for index in range(2)]
-    turn = [pltriton.load(place, mask=is_channel, other=0) for place in places]
+    turn = turn_of(turn_ref, sequence, token, channel, is_channel)
     load = columns_of(qkv_ref, scale_refs, sequence, token, q_ref.dtype)
 
     member = jnp.arange(pl.next_power_of_2(group))[:, None]
@@ -152,6 +157,13 @@ def _unsupported(k_pool: Array) -> str | None:
     return None
 
 
+def check_width(qkv: Parts, k_pool: Array, heads: int) -> None:
+    """Raises ValueError where a projection is not of so many heads beside those of a pool."""
+    kv_heads, dim = k_pool.shape[1], k_pool.shape[3]
+    if qkv.shape[-1] != (heads + 2 * kv_heads) * dim or heads % kv_heads:
+        raise ValueError(f"qkv must be {(heads + 2 * kv_heads) * dim} wide, got {qkv.shape[-1]}")
+
+
 @functools.partial(jax.jit, static_argnames=("heads", "dtype", "deterministic", "implementation"))
 def rotate_append(
     k_pool: Pool,
@@ -185,9 +197,7 @@ def rotate_append(
     Raises:
         NotImplementedError: "pallas" with a head_dim or dtype that the kernel does not support.
     """
-    kv_heads, dim = k_pool.shape[1], k_pool.shape[3]
-    if qkv.shape[-1] != (heads + 2 * kv_heads) * dim or heads % kv_heads:
-        raise ValueError(f"qkv must be {(heads + 2 * kv_heads) * dim} wide, got {qkv.shape[-1]}")
+    check_width(qkv, k_pool, heads)
     kernel = functools.partial(_pallas, heads=heads, dtype=dtype)
     reference = functools.partial(_reference, heads=heads, dtype=dtype, deterministic=deterministic)
     arguments = (k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid)

@@ -172,11 +172,11 @@ def forward(
         v_pools.append(v_pool)
     states.append(normed)
     features = jnp.concatenate([states[i][:, :tokens] for i in feature_layers], axis=-1) if feature_layers else None
-    scores = None
+    product = None
     if with_logits:
         with jax.named_scope("head"):
             normed = normed[:, :tokens]
             if logit_rows is not None:
                 normed = jnp.take_along_axis(normed, logit_rows[..., None], axis=1)
-            scores = _head_product(normed, model.output_head, **fixed)
-    return TargetOut(product=scores, features=features), KVCache(k=k_pools, v=v_pools)
+            product = _head_product(normed, model.output_head, **fixed)
+    return TargetOut(product=product, features=features), KVCache(k=k_pools, v=v_pools)
