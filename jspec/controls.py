@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec import automata, processors, sampling
+from jspec import automata, processors
 from jspec.records import NO_TOKEN, Controls, Draft, SlotView
 from pallas_kernels.quantized import Parts, add_up
 
@@ -138,31 +138,25 @@ def by_use(
     view: SlotView,
     product: Parts,
     path: Callable[[], Int[Array, "batch nodes depth"]],
-    run: Callable[[Array, SlotView], Decision],
+    run: Callable[[Parts], Decision],
 ) -> tuple[Decision, Int[Array, "batch"] | None]:
-    """Run `jspec.sampling.by_temperature`'s branches, or, where a row uses controls, the same with edited logits.
+    """Run a decision by logits, or, where a row uses controls, by logits edited.
 
     Args:
-        product: the logits, [1, batch, nodes, vocab], scaled where they are read: inside of a branch.
+        product: the logits, [1, batch, nodes, vocab], perhaps to be scaled.
         path: gives the tokens from behind the root to each node (`paths`); called where they are needed.
-        run: takes the logits, and the view with `SlotView.all_greedy` set for its branch.
+        run: takes the logits in the same form.
 
     Returns:
         What ``run`` decides, and the state of each row's grammar behind that.
     """
-
-    def logits() -> Float[Array, "batch nodes vocab"]:
-        return add_up(product, jnp.float32)
-
     if view.controls is None:
-        return sampling.by_temperature(view, lambda branch: run(logits(), branch)), None
+        return run(product), None
     none = None if view.grammars is None else jnp.full(view.lengths.shape, automata.NO_STATE, jnp.int32)
-    greedy, mixed = (replace(view, all_greedy=flag) for flag in (True, False))
 
     def with_controls() -> tuple[Decision, Array | None]:
         to_nodes = path()
-        edited = edit(logits(), view, to_nodes)
-        best, bonus = sampling.by_temperature(view, lambda branch: run(edited, branch))
+        best, bonus = run(edit(add_up(product, jnp.float32), view, to_nodes)[None])
         if none is None:
             return (best, bonus), None
         kept = jnp.take_along_axis(to_nodes, best[:, None, None], axis=1)
@@ -170,11 +164,7 @@ def by_use(
 
     if view.processor is not None:  # which edits every row
         return with_controls()
-    is_sampled = jnp.any(view.sampling.temperature > 0).astype(jnp.int32)
-    return jax.lax.switch(  # one conditional for both questions: each costs a GPU program time
-        jnp.where(_is_used(view), 2, is_sampled),
-        [lambda: (run(logits(), greedy), none), lambda: (run(logits(), mixed), none), with_controls],
-    )
+    return jax.lax.cond(_is_used(view), with_controls, lambda: (run(product), none))
 
 
 def edit_one(logits: Float[Array, "batch 1 vocab"], view: SlotView) -> Float[Array, "batch 1 vocab"]:

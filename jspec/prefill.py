@@ -105,7 +105,7 @@ def _first_token(
     length = chunk.start + chunk.count
     newest = chunk.tokens[chunk.count - 1]
     logits = controls.edit_one(out.logits, replace(view, root=newest[None], lengths=length[None] - 1))
-    token = sampling.by_temperature(view, lambda branch: sampling.target_tokens(logits, branch, length[None, None]))
+    token = sampling.target_tokens(logits[None], view, length[None, None])
     token = jnp.where(chunk.root >= 0, chunk.root, token)
     scores = None
     if program.logprobs is not None:

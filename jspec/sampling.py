@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.records import Sampling, SlotView
-from pallas_kernels.gumbel_argmax import gumbel_argmax
 from pallas_kernels.keep_bound import keep_bound
+from pallas_kernels.quantized import Parts, add_up
 from pallas_kernels.row_blocks import in_row_blocks_off_gpu
+from pallas_kernels.sample_tokens import sample_tokens
 from pallas_kernels.top_log_probs import top_log_probs
 
 
@@ -65,7 +66,7 @@ def keys(seed: UInt32[Array, "... 2"], purpose: Purpose, *place: Int[Array, "...
 def gumbel(key: Array, vocab: int) -> Float[Array, "... vocab"]:
     """Gumbel noise over a vocabulary for each key: ``argmax(logits + noise)`` is a draw from softmax(logits)."""
     draw = jax.vmap(lambda k: jax.random.gumbel(k, (vocab,), jnp.float32, mode="low"))
-    with jax.threefry_partitionable(True):  # as in `gumbel_argmax`, whatever the process is set to
+    with jax.threefry_partitionable(True):  # as in `sample_tokens`, whatever the process is set to
         return draw(key.reshape(-1)).reshape(*key.shape, vocab)
 
 
@@ -83,52 +84,44 @@ def process(
     As in transformers' warpers, each control sees what the one before left, renormalised. Tokens that tie with the
     last one kept are kept too.
     """
-    bound = _bound(logits.reshape(-1, logits.shape[-1]), sampling, implementation).reshape(logits.shape[:2])
+    rows = logits.reshape(-1, logits.shape[-1])
+    bound = keep_bound(rows, *_controls(sampling), implementation=implementation).reshape(logits.shape[:2])
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
     return jnp.where(logits >= bound[..., None], logits / temperature[:, None, None], -jnp.inf)
 
 
-def _bound(logits: Float[Array, "rows vocab"], sampling: Sampling, implementation: str) -> Float[Array, "rows"]:
-    """Each row's smallest logit that stays (-inf: all do); neighbouring rows are of one sampling."""
-    controls = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-    return keep_bound(logits, *controls, implementation=implementation)
+def _controls(sampling: Sampling) -> tuple[Array, ...]:
+    """What bounds the tokens of a row."""
+    return sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
 
 
-def target_tokens(
-    logits: Float[Array, "batch nodes vocab"], view: SlotView, positions: Int[Array, "batch nodes"]
-) -> Int[Array, "batch nodes"]:
+def target_tokens(product: Parts, view: SlotView, positions: Int[Array, "batch nodes"]) -> Int[Array, "batch nodes"]:
     """The token plain decoding would emit at each position: argmax for greedy rows, else drawn.
 
     Args:
-        logits: of the node before each position, as `jspec.controls` leaves them.
+        product: the logits of the node before each position, [1, batch, nodes, vocab], as `jspec.controls` leaves
+            them, perhaps to be scaled: a kernel of its own for that would read and write them once more.
         positions: the position the token will stand at.
     """
-    if view.all_greedy:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    nodes, rows = logits.shape[1], logits.reshape(-1, logits.shape[-1])
-    words = jax.random.key_data(keys(view.sampling.seed[:, None], Purpose.TOKEN, positions)).reshape(-1, 2)
+    words = jax.random.key_data(keys(view.sampling.seed[:, None], Purpose.TOKEN, positions))
+    if not view.deterministic:
+        return _draw(product, words, view.sampling, None, view.implementation)
 
-    def draw(logits: Array, sampling: Sampling, words: Array) -> Array:
-        return _draw(logits, sampling, words, None, view.implementation)
+    def draw(logits: Array, words: Array, sampling: Sampling) -> Array:
+        return _draw(logits[None], words, sampling, None, view.implementation)
 
-    if view.deterministic:  # no bit of a law or of its noise depends on how many there are: each row is a batch
-        of_each = jax.tree.map(lambda field: jnp.repeat(field, nodes, axis=0), view.sampling)
-        drawn = in_row_blocks_off_gpu(draw, rows, of_each, words, implementation=view.implementation)
-    else:
-        drawn = draw(rows, view.sampling, words)
-    return drawn.reshape(logits.shape[:2])
+    # No bit of a law or of its noise depends on how many there are: each row is a batch.
+    rows = add_up(product, jnp.float32).reshape(positions.size, -1)
+    of_each = jax.tree.map(lambda field: jnp.repeat(field, positions.shape[1], axis=0), view.sampling)
+    drawn = in_row_blocks_off_gpu(draw, rows, words.reshape(-1, 2), of_each, implementation=view.implementation)
+    return drawn.reshape(positions.shape)
 
 
 def _draw(
-    logits: Float[Array, "rows vocab"],
-    sampling: Sampling,
-    words: UInt32[Array, "rows 2"],
-    ids: Array | None,
-    implementation: str,
-) -> Int[Array, "rows"]:
+    product: Parts, words: UInt32[Array, "*rows 2"], sampling: Sampling, ids: Array | None, implementation: str
+) -> Int[Array, "*rows"]:
     """One of the tokens for each row, by its key's noise of their ids; neighbouring rows are of one sampling."""
-    bound = _bound(logits, sampling, implementation)
-    return gumbel_argmax(logits, words, sampling.temperature, bound, ids, implementation=implementation)
+    return sample_tokens(product, words, *_controls(sampling), ids, implementation=implementation)
 
 
 def law(
@@ -141,7 +134,7 @@ def law(
 
 
 RULES_WITH_LAW = ("rejection", "block")  # accept rules that want drafts drawn from a law that they are told
-Chooser = Callable[[Array, int, int], tuple[Array, Array | None]]
+Chooser = Callable[[Parts, int, int], tuple[Array, Array | None]]
 
 
 def child_chooser(
@@ -158,29 +151,27 @@ def child_chooser(
         vocab_map: carries draft-vocabulary ids to the target's; None: they are the same.
 
     Returns:
-        A function of logits ``[batch, fed, draft_vocab]``, the depth of the nodes to be chosen (1 below the root) and
-        how many, to their ids ``[batch, fed, count]`` over the draft vocabulary, best first, and the law
-        ``[batch, fed, draft_vocab]`` they were drawn from (None if they were not drawn).
+        A function of logits ``[1, batch, fed, draft_vocab]``, perhaps to be scaled, the depth of the nodes to be chosen
+        (1 below the root) and how many, to their ids ``[batch, fed, count]`` over the draft vocabulary, best first, and
+        the law ``[batch, fed, draft_vocab]`` they were drawn from (None if they were not drawn).
     """
-    if view.accept in RULES_WITH_LAW:
-        return lambda logits, depth, count: by_temperature(view, lambda branch: _drawn(logits, branch, depth, count))
-    if view.accept != "coupled":
-        return lambda logits, depth, count: (_largest(logits, count, view), None)
     positions = view.lengths[:, None] + jnp.arange(1, depth + 1)
     key = keys(view.sampling.seed[:, None], Purpose.TOKEN, positions)
     noise = functools.cache(lambda: _draft_noise(view, key, vocab_map, target_vocab))
 
-    def coupled(logits: Array, level: int, count: int) -> tuple[Array, None]:
-        if count == 1:
-            batch, fed, vocab = logits.shape
-            words = jax.random.key_data(jnp.repeat(key[:, level - 1], fed))
-            chosen = _draw(logits.reshape(-1, vocab), view.sampling, words, vocab_map, view.implementation)
-            return chosen.reshape(batch, fed, 1), None
-        noisy = process(logits, view.sampling, view.implementation) + noise()[:, level - 1, None]
-        is_sampled = view.sampling.temperature[:, None, None] > 0
-        return _largest(jnp.where(is_sampled, noisy, logits), count, view), None
+    def choose(product: Parts, level: int, count: int) -> tuple[Array, Array | None]:
+        if view.accept == "coupled" and count == 1:
+            words = jax.random.key_data(jnp.repeat(key[:, level - 1, None], product.shape[2], axis=1))
+            return _draw(product, words, view.sampling, vocab_map, view.implementation)[..., None], None
+        logits = add_up(product, jnp.float32)
+        if view.accept in RULES_WITH_LAW:
+            return by_temperature(view, lambda branch: _drawn(logits, branch, level, count))
+        if view.accept == "coupled":
+            noisy = process(logits, view.sampling, view.implementation) + noise()[:, level - 1, None]
+            logits = jnp.where(view.sampling.temperature[:, None, None] > 0, noisy, logits)
+        return _largest(logits, count, view), None
 
-    return coupled
+    return choose
 
 
 def _draft_noise(

@@ -4,13 +4,13 @@ from pallas_kernels.ancestor_bits import ancestor_bits, causal_bits
 from pallas_kernels.append_attention import append_attention
 from pallas_kernels.fixed_matmul import fixed_matmul
 from pallas_kernels.gated_matmul import gated_matmul
-from pallas_kernels.gumbel_argmax import gumbel_argmax
 from pallas_kernels.keep_bound import keep_bound
 from pallas_kernels.kv_pages import append, move_rows
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.residual_norm import add_rms_norm
 from pallas_kernels.rotary import rotate_append
 from pallas_kernels.round_rows import round_rows
+from pallas_kernels.sample_tokens import sample_tokens
 from pallas_kernels.split_matmul import split_matmul
 from pallas_kernels.top_log_probs import top_log_probs
 
@@ -22,12 +22,12 @@ __all__ = [
     "causal_bits",
     "fixed_matmul",
     "gated_matmul",
-    "gumbel_argmax",
     "keep_bound",
     "move_rows",
     "paged_attention",
     "rotate_append",
     "round_rows",
+    "sample_tokens",
     "split_matmul",
     "top_log_probs",
 ]

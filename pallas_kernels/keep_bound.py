@@ -10,7 +10,8 @@ of tokens; the best groups then stay in registers, and what weighs enough lies w
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,7 @@ def _bound(top, controls, low, count_above, mass_above):
 
 def _reference(logits, *controls):
     temperature, *others = (jnp.repeat(control, logits.shape[0] // control.shape[0]) for control in controls)
-    restricts = _restricts(temperature, *others)
+    is_bounded = restricts(temperature, *others)
 
     def bound():
         above_zero = jnp.where(temperature > 0, temperature, 1.0)
@@ -90,38 +91,55 @@ def _reference(logits, *controls):
 
         low = jnp.zeros(top.shape, jnp.uint32)
         bound = _bound(top, (above_zero, *others), low, lambda c: above(c, 1.0), lambda c: above(c, weights))
-        return jnp.where(restricts, bound, -jnp.inf)
+        return jnp.where(is_bounded, bound, -jnp.inf)
 
     unrestricted = jnp.full(logits.shape[:1], -jnp.inf)
-    return jax.lax.cond(jnp.any(restricts), bound, lambda: unrestricted)
+    return jax.lax.cond(jnp.any(is_bounded), bound, lambda: unrestricted)
 
 
-def _restricts(temperature: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
+def restricts(temperature: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
+    """Whether a row's controls take tokens out."""
     return (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
 
 
-def _controls_of(row, rows, refs):
-    """Of a row: those that it shares with its neighbours."""
+def controls_of(row, rows, refs):
+    """In a kernel: a row's controls, which it shares with its neighbours."""
     return [ref[row // (rows // ref.shape[0])] for ref in refs]
 
 
-def _survey_kernel(logits_ref, *refs):
-    """One program: a slice of a row; the largest logit of each group, that of the slice, and its mass beside it."""
-    *control_refs, best_ref, top_ref, mass_ref = refs
-    row, piece, (rows, vocab) = pl.program_id(0), pl.program_id(1), logits_ref.shape
-    temperature, *others = _controls_of(row, rows, control_refs)
+class Survey(NamedTuple):
+    """What one reading leaves of each row: references in a kernel."""
 
-    @pl.when(_restricts(temperature, *others))
+    best: Any  # [rows, groups], the largest logit of each group of tokens
+    top: Any  # [rows, slices], that of a slice
+    mass: Any  # [rows, slices], its mass beside its largest
+
+
+def slice_columns(piece):
+    """In a kernel: the tokens of a slice, [groups, GROUP]."""
+    return piece * SLICE + jnp.arange(SLICE // GROUP)[:, None] * GROUP + jnp.arange(GROUP)[None, :]
+
+
+def survey_slice(values, row, piece, temperature, left):
+    """In a kernel: leaves the `Survey` of a slice's logits, [groups, GROUP]."""
+    best = jnp.max(values, axis=1)
+    top = jnp.max(best)
+    pltriton.store(left.best.at[row, piece * (SLICE // GROUP) + jnp.arange(SLICE // GROUP)], best)
+    left.top[row, piece] = top
+    below = values - jnp.where(top == -jnp.inf, 0.0, top)
+    left.mass[row, piece] = jnp.sum(jnp.exp(below / temperature))
+
+
+def _survey_kernel(logits_ref, *refs):
+    """One program: a slice of a row."""
+    row, piece, (rows, vocab) = pl.program_id(0), pl.program_id(1), logits_ref.shape
+    temperature, *others = controls_of(row, rows, refs[:4])
+
+    @pl.when(restricts(temperature, *others))
     def _():
-        group = piece * (SLICE // GROUP) + jnp.arange(SLICE // GROUP)
-        column = group[:, None] * GROUP + jnp.arange(GROUP)[None, :]
+        column = slice_columns(piece)
         values = pltriton.load(logits_ref.at[row, column], mask=column < vocab, other=-jnp.inf)
-        best = jnp.max(values, axis=1)
-        top = jnp.max(best)
-        pltriton.store(best_ref.at[row, group], best)
-        top_ref[row, piece] = top
-        below = values - jnp.where(top == -jnp.inf, 0.0, top)
-        mass_ref[row, piece] = jnp.sum(jnp.exp(below / temperature))
+        survey_slice(values, row, piece, temperature, Survey(*refs[4:]))
 
 
 def _best_groups(best_ref, groups_ref, row, most, interpret):
@@ -140,88 +158,126 @@ def _best_groups(best_ref, groups_ref, row, most, interpret):
     return count, least
 
 
-def _bound_kernel(logits_ref, best_ref, tops_ref, masses_ref, *refs, most, interpret):
-    """One program: the bound of a row, from its best groups, or from all of it if they are not enough."""
-    *control_refs, bound_ref, groups_ref = refs
-    row, (rows, vocab), slices = pl.program_id(0), logits_ref.shape, tops_ref.shape[1]
-    controls = _controls_of(row, rows, control_refs)
+class Held(NamedTuple):
+    """Of a row's best groups."""
+
+    logits: Array
+    column: Array
+    has_all: Array  # that stays
+
+
+def bound_row(read, row, vocab, controls, left, groups_ref, *, interpret):
+    """In a kernel: the bound of a row, from its best groups or all of it if they are not enough, and what was `Held`.
+
+    Args:
+        read: loads logits of the row by their columns and a mask; others are -inf.
+    """
     temperature, top_k, top_p = controls[:3]
+    slices, most = left.top.shape[1], min(MOST, groups_ref.shape[1])
+    piece = jnp.arange(pl.next_power_of_2(slices))
+    tops = pltriton.load(left.top.at[row, piece], mask=piece < slices, other=-jnp.inf)
+    masses = pltriton.load(left.mass.at[row, piece], mask=piece < slices, other=0)
+    top = jnp.max(tops)
+    total = jnp.sum(masses * jnp.exp((tops - top) / temperature))
+    count, least = _best_groups(left.best, groups_ref, row, most, interpret)
+    place = jnp.arange(most * GROUP)  # flat: one reduction is one barrier
+    is_held = place // GROUP < count
+    group = pltriton.load(groups_ref.at[row, place // GROUP], mask=is_held, other=0)
+    column = group * GROUP + place % GROUP
+    is_held &= column < vocab
+    values = read(column, is_held)
+    order = jnp.where(is_held, _ordered(values), jnp.uint32(0))
+    weights = jnp.exp((values - top) / temperature)
 
-    def bound():
-        piece = jnp.arange(pl.next_power_of_2(slices))
-        tops = pltriton.load(tops_ref.at[row, piece], mask=piece < slices, other=-jnp.inf)
-        masses = pltriton.load(masses_ref.at[row, piece], mask=piece < slices, other=0)
-        top = jnp.max(tops)
-        total = jnp.sum(masses * jnp.exp((tops - top) / temperature))
-        count, least = _best_groups(best_ref, groups_ref, row, most, interpret)
-        place = jnp.arange(most * GROUP)  # flat: one reduction is one barrier
-        is_held = place // GROUP < count
-        group = pltriton.load(groups_ref.at[row, place // GROUP], mask=is_held, other=0)
-        column = group * GROUP + place % GROUP
-        is_held &= column < vocab
-        values = pltriton.load(logits_ref.at[row, column], mask=is_held, other=-jnp.inf)
-        order = jnp.where(is_held, _ordered(values), jnp.uint32(0))
-        weights = jnp.exp((values - top) / temperature)
+    def count_above(candidate):
+        return jnp.sum(jnp.where(order >= candidate, 1.0, 0.0))
 
-        def count_above(candidate):
-            return jnp.sum(jnp.where(order >= candidate, 1.0, 0.0))
+    def mass_above(candidate):
+        return jnp.where(candidate == 0, total, jnp.sum(jnp.where(order >= candidate, weights, 0.0)))
 
-        def mass_above(candidate):
-            return jnp.where(candidate == 0, total, jnp.sum(jnp.where(order >= candidate, weights, 0.0)))
+    has_nucleus = (top_p >= 1) | (mass_above(least) >= top_p * total)
+    is_enough = jnp.where(top_k > 0, count_above(least) >= top_k.astype(jnp.float32), has_nucleus)
+    bound = jax.lax.cond(
+        is_enough,
+        lambda: _bound(top, controls, least, count_above, mass_above),
+        lambda: _bound(top, controls, least & 0, *_of_row(read, vocab, top, temperature)),
+    )
+    return bound, Held(values, column, _ordered(bound) >= least)
 
-        has_nucleus = (top_p >= 1) | (mass_above(least) >= top_p * total)
-        is_enough = jnp.where(top_k > 0, count_above(least) >= top_k.astype(jnp.float32), has_nucleus)
-        return jax.lax.cond(
-            is_enough,
-            lambda: _bound(top, controls, least, count_above, mass_above),
-            lambda: _bound(top, controls, least & 0, *_of_row(logits_ref, row, top, temperature)),
-        )
 
-    restricts = _restricts(*controls)
-    bound_ref[row] = jnp.where(restricts, top_p, -jnp.inf)  # a row without controls, or one whose bound is to come
+def _bound_kernel(logits_ref, best_ref, top_ref, mass_ref, *refs, interpret):
+    """One program: the bound of a row."""
+    *control_refs, bound_ref, groups_ref = refs
+    row, (rows, vocab) = pl.program_id(0), logits_ref.shape
+    controls, left = controls_of(row, rows, control_refs), Survey(best_ref, top_ref, mass_ref)
 
-    @pl.when(restricts)
+    def read(column, mask):
+        return pltriton.load(logits_ref.at[row, column], mask=mask, other=-jnp.inf)
+
+    is_bounded = restricts(*controls)
+    bound_ref[row] = jnp.where(is_bounded, controls[2], -jnp.inf)  # without controls, or the bound is to come
+
+    @pl.when(is_bounded)
     def _():
-        bound_ref[row] = bound()
+        bound_ref[row], _ = bound_row(read, row, vocab, controls, left, groups_ref, interpret=interpret)
 
 
-def _of_row(logits_ref, row, top, temperature):
+def over_row(read, vocab, step, carry):
+    """In a kernel: goes over a row's logits with `step(values, columns, carry)`."""
+
+    def load(index, carry):
+        column = index * IN_FLIGHT + jnp.arange(IN_FLIGHT)
+        return step(read(column, column < vocab), column, carry)
+
+    return jax.lax.fori_loop(0, pl.cdiv(vocab, IN_FLIGHT), load, carry)
+
+
+def _of_row(read, vocab, top, temperature):
     """Functions that weigh what of a whole row lies at or above a candidate."""
-    vocab = logits_ref.shape[1]
 
     def above(candidate, weight):
-        def step(index, weighed):
-            column = index * IN_FLIGHT + jnp.arange(IN_FLIGHT)
-            values = pltriton.load(logits_ref.at[row, column], mask=column < vocab, other=-jnp.inf)
+        def step(values, column, weighed):
             reached = (_ordered(values) >= candidate) & (column < vocab)
             return weighed + jnp.where(reached, weight(values), 0.0)
 
-        weighed = jax.lax.fori_loop(0, pl.cdiv(vocab, IN_FLIGHT), step, jnp.zeros(IN_FLIGHT, jnp.float32))
-        return jnp.sum(weighed)
+        return jnp.sum(over_row(read, vocab, step, jnp.zeros(IN_FLIGHT, jnp.float32)))
 
     return lambda c: above(c, jnp.ones_like), lambda c: above(c, lambda values: jnp.exp((values - top) / temperature))
 
 
+def survey_shapes(rows: int, vocab: int) -> tuple[Survey, jax.ShapeDtypeStruct]:
+    """What a survey leaves, and room for the numbers of the groups that are held."""
+    array, slices = jax.ShapeDtypeStruct, pl.cdiv(vocab, SLICE)
+    groups, per_slice = slices * SLICE // GROUP, array((rows, slices), jnp.float32)
+    held = array((rows, pl.next_power_of_2(groups)), jnp.int32)
+    return Survey(array((rows, groups), jnp.float32), per_slice, per_slice), held
+
+
 def _pallas(logits, *controls, interpret):
-    (rows, vocab), array = logits.shape, jax.ShapeDtypeStruct
-    slices = pl.cdiv(vocab, SLICE)
-    per_slice, groups = array((rows, slices), jnp.float32), slices * SLICE // GROUP
-    call = functools.partial(pl.pallas_call, interpret=interpret)
+    (rows, vocab), call = logits.shape, functools.partial(pl.pallas_call, interpret=interpret)
+    left, held = survey_shapes(rows, vocab)
     surveyed = call(
         _survey_kernel,
-        grid=(rows, slices),
-        out_shape=[array((rows, groups), jnp.float32), per_slice, per_slice],
+        grid=(rows, left.top.shape[1]),
+        out_shape=list(left),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         name="keep_bound_survey",
     )(logits, *controls)
     bound = call(
-        functools.partial(_bound_kernel, most=min(MOST, pl.next_power_of_2(groups)), interpret=interpret),
+        functools.partial(_bound_kernel, interpret=interpret),
         grid=(rows,),
-        out_shape=[array((rows,), jnp.float32), array((rows, pl.next_power_of_2(groups)), jnp.int32)],
+        out_shape=[jax.ShapeDtypeStruct((rows,), jnp.float32), held],
         compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=1),
         name="keep_bound",
     )(logits, *surveyed, *controls)
     return bound[0]
+
+
+def check_groups(rows: int, controls: Sequence[Array]) -> None:
+    """Raises ValueError where rows are no equal groups, or controls are of different ones."""
+    groups = {control.shape[0] for control in controls}
+    if len(groups) > 1 or rows % max(groups):
+        raise ValueError(f"controls must be of as many groups each, equal ones of {rows} rows, got {groups}")
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
@@ -249,7 +305,5 @@ def keep_bound(
         ValueError: the rows are no equal groups, or controls are of different ones.
     """
     controls = (temperature, top_k, top_p, min_p)
-    groups = {control.shape[0] for control in controls}
-    if len(groups) > 1 or logits.shape[0] % max(groups):
-        raise ValueError(f"controls must be of as many groups each, equal ones of {logits.shape[0]} rows, got {groups}")
+    check_groups(logits.shape[0], controls)
     return choose(implementation, None, _pallas, _reference, logits, *controls)

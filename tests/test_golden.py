@@ -17,6 +17,7 @@ from jspec.draft import eagle
 from jspec.draft.grow import Level
 from jspec.draft.heads import EagleHead
 from jspec.models.config import Rope
+from jspec.models.decoder import logits_of
 from jspec.prefill import prefill_step
 from jspec.records import SlotView
 from tests import tiny
@@ -57,7 +58,7 @@ def test_the_first_draft_logits_are_the_recorded_ones(
 
     def spy(params: eagle.EagleHead, state: eagle.EagleState, view: SlotView, window: int | None) -> tuple:
         out, cache_ = original(params, state, view, window)
-        logits = eagle.logits_of(out.normed, params.head)[:, 0]
+        logits = logits_of(out.normed, params.head)[:, 0]
         jax.debug.callback(lambda x: seen.append(np.asarray(x)), logits, ordered=True)
         return out, cache_
 

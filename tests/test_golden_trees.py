@@ -85,7 +85,8 @@ class Detail:
         self.draft, self.levels, self.candidates = jax.jit(draft)(self.state.draft)
 
     def _kept(self, found: growing._Candidates) -> growing._Candidates:
-        self.candidates.append((found.scores[0], found.tokens[0]))
+        to_target = self.params.draft.draft_to_target
+        self.candidates.append((found.scores[0], found.ids[0] if to_target is None else to_target[found.ids[0]]))
         return found
 
     def _watch_levels(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,9 +49,9 @@ def run(tree: Tree, logits: np.ndarray, roots: list[int]) -> Grown:
     def feed(hashes: jax.Array, level: Level) -> tuple[jax.Array, jax.Array]:
         own = jnp.take_along_axis(hashes, level.parents, axis=1)
         hashes = (own * 31 + level.tokens + 1) % PRIME
-        return jnp.asarray(logits)[hashes % 512], hashes
+        return jnp.asarray(logits)[None, hashes % 512], hashes
 
-    return grow(tree, view, Vocabulary(None, VOCAB), jnp.asarray(logits)[start % 512], start, feed)[0]
+    return grow(tree, view, Vocabulary(None, VOCAB), jnp.asarray(logits)[None, start % 512], start, feed)[0]
 
 
 def log_softmax(row: np.ndarray) -> np.ndarray:
@@ -131,11 +131,11 @@ def test_a_level_sees_its_own_ancestors_and_nothing_else(tree: Tree) -> None:
                 seen.append(({b for b in range(len(words) * 32) if words[b // 32] >> (b % 32) & 1}, text))
             own.append(text)
         hashes = np.array([[place(text) % 512 for text in own]])
-        return jnp.asarray(logits)[hashes], own
+        return jnp.asarray(logits)[None, hashes], own
 
     root = (4,)
     texts_of_row[root] = 0
-    start = jnp.asarray(logits)[np.array([[place(root) % 512]])]
+    start = jnp.asarray(logits)[None, np.array([[place(root) % 512]])]
     grown, _ = grow(tree, view_of_rows([4]), Vocabulary(None, VOCAB), start, [root], feed)
     for rows, text in seen:
         assert rows == {texts_of_row[text[:length]] for length in range(1, len(text) + 1)}
@@ -150,7 +150,7 @@ def test_drawn_siblings_come_without_replacement_from_the_law_that_is_told(accep
     rows = 4000
     logits = jnp.broadcast_to(jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05])), (rows, 1, 4))
     view = view_of_rows([0] * rows, temperature=1.0, accept=accept)
-    ids, law = sampling.child_chooser(view, 1, None, 4)(logits, 1, 2)
+    ids, law = sampling.child_chooser(view, 1, None, 4)(logits[None], 1, 2)
     assert law is not None
     np.testing.assert_allclose(law[0, 0], [0.5, 0.3, 0.15, 0.05], rtol=1e-5)
     pairs = np.asarray(ids[:, 0])
@@ -167,11 +167,11 @@ def test_coupled_children_are_the_likeliest_under_the_target_noise() -> None:
     rows, vocab = 64, 9
     logits = jax.random.normal(jax.random.key(0), (rows, 1, vocab))
     view = view_of_rows([0] * rows, temperature=1.0)
-    ids, law = sampling.child_chooser(view, 3, None, vocab)(logits, 3, 4)
+    ids, law = sampling.child_chooser(view, 3, None, vocab)(logits[None], 3, 4)
     assert law is None
-    target = sampling.target_tokens(logits, view, (view.lengths + 3)[:, None])
+    target = sampling.target_tokens(logits[None], view, (view.lengths + 3)[:, None])
     np.testing.assert_array_equal(ids[:, 0, 0], target[:, 0])
-    deterministic, _ = sampling.child_chooser(view.replace(accept="typical"), 3, None, vocab)(logits, 3, 4)
+    deterministic, _ = sampling.child_chooser(view.replace(accept="typical"), 3, None, vocab)(logits[None], 3, 4)
     np.testing.assert_array_equal(deterministic, jax.lax.top_k(logits, 4)[1])
 
 
@@ -185,21 +185,22 @@ def test_one_coupled_child_is_the_first_of_several(has_map: bool) -> None:
     temperature = jnp.where(jnp.arange(rows) % 2 == 0, 0.0, 1.3)
     view = view.replace(sampling=view.sampling.replace(temperature=temperature, top_k=view.sampling.top_k + 20))
     choose = sampling.child_chooser(view, 3, to_target, 4 * vocab if has_map else vocab)
-    (one, law), (several, _) = choose(logits, 2, 1), choose(logits, 2, 3)
+    (one, law), (several, _) = choose(logits[None], 2, 1), choose(logits[None], 2, 3)
     assert law is None and one.shape == (rows, fed, 1)
     np.testing.assert_array_equal(one[..., 0], several[..., 0])
     np.testing.assert_array_equal(one[::2, :, 0], logits.argmax(axis=-1)[::2])
-    assert (np.asarray(one) != np.asarray(choose(logits, 3, 1)[0]))[1::2].any(), "control: noise of another position"
+    another = np.asarray(choose(logits[None], 3, 1)[0])
+    assert (np.asarray(one) != another)[1::2].any(), "control: noise of another position"
 
 
 def test_the_vocabulary_map_is_applied() -> None:
-    to_target = jnp.asarray([3, 1, 7])
-    logits = jnp.asarray([[[0.0, 5.0, 3.0]]])
+    to_target = jnp.asarray([3, 6, 7])
+    logits = jnp.asarray([[[[0.0, 5.0, 3.0]]]])
 
     def feed(state: Any, level: Level) -> tuple[jax.Array, Any]:
-        assert level.tokens.tolist() == [[1]]
+        assert level.tokens.tolist() == [[6]] and level.ids.tolist() == [[1]]
         return logits, state
 
     grown, _ = grow(Tree.chain(2), view_of_rows([2]), Vocabulary(to_target, 9), logits, None, feed)
-    assert grown.draft.tokens.tolist() == [[2, 1, 1]]
+    assert grown.draft.tokens.tolist() == [[2, 6, 6]]
     assert grown.draft.vocab_map is to_target

@@ -1,16 +1,19 @@
-"""Heads of several layers: every layer's cache must be right, not only what the last one reads."""
+"""Layers of heads: every layer's cache must be right, and what is known of drafted tokens beforehand."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jspec import Eagle3, Engine, SamplingParams, Tree
-from jspec.draft.heads import EagleHead
-from jspec.records import KVCache
+from jspec.draft.heads import EagleHead, HeadOut, enter, enter_drafted
+from jspec.quantize import quantize_weights
+from jspec.records import KVCache, TokenBatch
+from pallas_kernels.quantized import add_up, matmul
 from tests import tiny
 
 pytestmark = pytest.mark.once
@@ -52,3 +55,56 @@ def scores(chunk: int, fill: float) -> list[np.ndarray]:
 def test_drafts_depend_neither_on_chunks_nor_on_what_the_cache_held() -> None:
     for one, other in zip(scores(16, 0.0), scores(3, np.nan), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def entered(
+    head: EagleHead, tokens: np.ndarray, features: jnp.ndarray, ids: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Residual and projection of pairs, as of any tokens or as of drafted ones."""
+    shape = tokens.shape
+    pairs = TokenBatch(
+        tokens=jnp.asarray(tokens),
+        positions=jnp.zeros(shape, jnp.int32),
+        valid=jnp.ones(shape, bool),
+        first_row=jnp.zeros(shape[0], jnp.int32),
+        page_table=jnp.zeros((shape[0], 1), jnp.int32),
+        bits=None,
+        implementation="auto",
+    )
+    if ids is None:
+        residual, qkv = enter(head, pairs, features)
+    else:
+        assert head.drafted is not None
+        normed = features * jax.lax.rsqrt(jnp.mean(features**2, -1, keepdims=True) + head.config.norm_eps)
+        projected = add_up(matmul(normed * head.layers[0].hidden_norm, head.drafted.qkv)[None], jnp.float32)
+        residual, qkv = enter_drafted(head, pairs, jnp.asarray(ids), HeadOut(features, features, projected))
+    return np.asarray(residual), np.asarray(add_up(qkv, jnp.float32))
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "fp8_dynamic"])
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_a_drafted_tokens_projection_is_that_of_any_token(kind: str | None, norm_before_residual: bool) -> None:
+    head = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2))
+    head = head.replace(config=replace(head.config, norm_before_residual=norm_before_residual))
+    head = head if kind is None else quantize_weights(head, kind)
+    bound = Eagle3(head, Tree.chain(2)).bind(TARGET)
+    assert bound.drafted is not None and head.drafted is None
+    rng = np.random.default_rng(0)
+    ids, features = (
+        rng.integers(0, 12, (3, 5)),
+        jnp.asarray(rng.normal(size=(3, 5, head.config.hidden_size)), "float32"),
+    )
+    tokens = np.asarray(head.draft_to_target)[ids]
+    expected, found = entered(bound, tokens, features), entered(bound, tokens, features, ids)
+    np.testing.assert_array_equal(found[0], expected[0])
+    size = np.abs(expected[1]).max()
+    tolerance = {None: 1e-5, "int8": 1e-5, "fp8_dynamic": 0.1}[kind]  # float8: inputs are rounded to other scales
+    np.testing.assert_allclose(found[1], expected[1], atol=tolerance * size)
+    others = entered(bound, tokens, features, (ids + 1) % 12)[1]  # the negative control
+    assert np.abs(others - expected[1]).max() > 2 * tolerance * size
+
+
+def test_a_head_over_the_whole_vocabulary_keeps_one_projection() -> None:
+    """A table of the whole vocabulary would be larger than the head."""
+    head = tiny.eagle_head(TARGET, draft_vocab=16, feature_layers=(0, 2)).replace(draft_to_target=None)
+    assert Eagle3(head, Tree.chain(2)).bind(TARGET).drafted is None

@@ -77,9 +77,11 @@ def draft_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Wid
     else:
         fed = [len(level.with_children) for level in tree.levels[:-1]]
     costs = [matmul("fc", batch * (tree.depth + 1), c.hidden_size, 3 * c.target_hidden_size, widths)]
-    for nodes in fed:
+    has_own_vocab = c.draft_vocab_size < c.vocab_size  # what embeddings of drafted tokens give is known (`Drafted`)
+    for depth, nodes in enumerate(fed):
         product = partial(matmul, rows=batch * nodes, widths=widths)
-        costs += [*_block(c, product, 2 * c.hidden_size), attention(c, batch, nodes, context, widths)]
+        inputs = c.hidden_size if depth and has_own_vocab else 2 * c.hidden_size
+        costs += [*_block(c, product, inputs), attention(c, batch, nodes, context, widths)]
         costs.append(product("head", out=c.draft_vocab_size, inner=c.hidden_size))
     return costs
 

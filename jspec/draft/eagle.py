@@ -22,10 +22,22 @@ from jspec import pretrained
 from jspec.cache import PoolShape, create, places
 from jspec.draft import Drafter, active_slots, check_window
 from jspec.draft.grow import Level, Vocabulary, grow
-from jspec.draft.heads import FIRST_ROW, EagleHead, HeadOut, Written, finish, fuse, write
-from jspec.models.decoder import Model, logits_of
+from jspec.draft.heads import (
+    FIRST_ROW,
+    EagleHead,
+    HeadOut,
+    Written,
+    enter,
+    enter_drafted,
+    finish,
+    fuse,
+    with_drafted,
+    write,
+)
+from jspec.models.decoder import Model
 from jspec.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.tree import Tree
+from pallas_kernels.quantized import Parts, lazy_matmul
 
 
 @struct.dataclass
@@ -80,7 +92,7 @@ class EagleDrafter(Drafter):
     def bind(self, target: Model) -> EagleHead:
         _check_pair(type(self).__name__, self.head, target, self.feature_layers(target))
         head = self.head if self.head.embed is not None else replace(self.head, embed=target.embed)
-        return head if head.head is not None else replace(head, head=target.output_head)
+        return with_drafted(head if head.head is not None else replace(head, head=target.output_head))
 
     def init(self, params: EagleHead, pool: PoolShape) -> EagleState:
         pairs, width = (pool.slots, self.tree.depth + 1), params.config.hidden_size
@@ -101,7 +113,7 @@ class EagleDrafter(Drafter):
         shifted = jnp.concatenate([waiting[:, None], fused[:, :-1]], axis=1)
         valid = batch.valid & (batch.positions >= FIRST_ROW)
         pairs = _pairs(view, batch.tokens, batch.first_row, valid, self.draft_window)
-        _, cache = write(params, state.cache, pairs, shifted)
+        _, cache = write(params, state.cache, pairs, *enter(params, pairs, shifted))
         last = jnp.maximum(jnp.sum(batch.valid, axis=1) - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(fused, last, axis=1)[:, 0]
         return replace(
@@ -115,16 +127,17 @@ class EagleDrafter(Drafter):
     def draft(self, params: EagleHead, state: EagleState, view: SlotView) -> tuple[Draft, EagleState]:
         with jax.named_scope("root"):
             out, cache = catch_up(params, state, view, self.draft_window)
-            logits = _logits(params, out)
+            product = _product(params, out)
 
-        def feed(carry: tuple[Array, KVCache], level: Level) -> tuple[Array, tuple[Array, KVCache]]:
-            hidden, cache = carry
-            own = jnp.take_along_axis(hidden, level.parents[..., None], axis=1)
-            out, cache = self_feed(params, cache, view, level, own, self.draft_window)
-            return _logits(params, out), (out.hidden, cache)
+        def feed(carry: tuple[HeadOut, KVCache], level: Level) -> tuple[Parts, tuple[HeadOut, KVCache]]:
+            parents, cache = carry
+            if not self.tree.is_chain:
+                parents = jax.tree.map(lambda of: jnp.take_along_axis(of, level.parents[..., None], axis=1), parents)
+            out, cache = self_feed(params, cache, view, level, parents, self.draft_window)
+            return _product(params, out), (out, cache)
 
         vocabulary = Vocabulary(params.draft_to_target, params.config.vocab_size)
-        grown, (_, cache) = grow(self.tree, view, vocabulary, logits, (out.hidden, cache), feed)
+        grown, (_, cache) = grow(self.tree, view, vocabulary, product, (out, cache), feed)
         return grown.draft, replace(state, cache=cache)
 
     def commit(
@@ -252,7 +265,7 @@ def _write_waiting(
     tokens = jnp.where(steps == last, view.root[:, None], waiting)
     valid = (steps <= last) & view.active[:, None]
     pairs = _pairs(view, tokens, view.lengths - last[:, 0], valid, window)
-    written, cache = write(params, state.cache, pairs, features)
+    written, cache = write(params, state.cache, pairs, *enter(params, pairs, features))
     return last, written, cache
 
 
@@ -288,7 +301,7 @@ def self_feed(
     cache: KVCache,
     view: SlotView,
     level: Level,
-    features: Float[Array, "batch fed hidden"],
+    parents: HeadOut,
     window: int | None = None,
 ) -> tuple[HeadOut, KVCache]:
     """Run the head on drafted tokens, each with its parent's output as its feature.
@@ -296,14 +309,15 @@ def self_feed(
     All nodes of a level stand at one position; a feature stands one before its token.
     """
     pairs = level.batch(view, view.lengths + level.depth - 1, window)
-    written, cache = write(params, cache, pairs, features)
+    written, cache = write(params, cache, pairs, *enter_drafted(params, pairs, level.ids, parents))
     return finish(params, cache, pairs, written), cache
 
 
-def _logits(params: EagleHead, out: HeadOut) -> Float[Array, "batch tokens vocab"]:
+def _product(params: EagleHead, out: HeadOut) -> Parts:
+    """The logits, perhaps to be scaled."""
     assert params.head is not None
     with jax.named_scope("head"):
-        return logits_of(out.normed, params.head)
+        return lazy_matmul(out.normed, params.head, jnp.float32)
 
 
 def _pairs(

@@ -21,6 +21,7 @@ from jspec.draft import static_draft
 from jspec.records import Draft, SlotView, TokenBatch
 from jspec.tree import Tree
 from pallas_kernels.ancestor_bits import WORD, num_words, own_bits
+from pallas_kernels.quantized import Parts, add_up
 from pallas_kernels.top_log_probs import top, top_log_probs
 
 
@@ -29,6 +30,7 @@ class Level:
     """The fed nodes of one level."""
 
     tokens: Int[Array, "batch fed"]  # target vocabulary
+    ids: Int[Array, "batch fed"]  # draft vocabulary
     parents: Int[Array, "batch fed"]  # which of the level before's fed nodes
     bits: UInt32[Array, "batch fed words"] | None  # rows seen, counted from the root's; None: all (a chain)
     depth: int = struct.field(pytree_node=False)  # 1 below the root
@@ -64,8 +66,9 @@ class Grown:
     rows: Int[Array, "batch nodes"]
 
 
-# The drafter's forward pass: (state, level) -> (logits of each fed node over the draft vocabulary, state).
-Feed = Callable[[Any, Level], tuple[Float[Array, "batch fed vocab"], Any]]
+# The drafter's forward pass: (state, level) -> (logits [1, batch, fed, vocab] of each fed node over the draft
+# vocabulary, perhaps to be scaled, and the state).
+Feed = Callable[[Any, Level], tuple[Parts, Any]]
 
 
 @dataclass(frozen=True)
@@ -81,20 +84,20 @@ class Vocabulary:
 
 
 def grow(
-    tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: Float[Array, "batch 1 vocab"], state: Any, feed: Feed
+    tree: Tree, view: SlotView, vocabulary: Vocabulary, product: Parts, state: Any, feed: Feed
 ) -> tuple[Grown, Any]:
     """Grow the tree from the root's logits on.
 
     Args:
-        logits: behind the root, over the draft vocabulary.
+        product: the logits behind the root, [1, batch, 1, vocab] over the draft vocabulary, perhaps to be scaled.
         state: of the drafter, threaded through ``feed``.
     """
     run = _grow_dynamic if tree.paths is None else _grow_static
-    return run(tree, view, vocabulary, logits, state, feed)
+    return run(tree, view, vocabulary, product, state, feed)
 
 
 def _grow_static(
-    tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: Array, state: Any, feed: Feed
+    tree: Tree, view: SlotView, vocabulary: Vocabulary, product: Parts, state: Any, feed: Feed
 ) -> tuple[Grown, Any]:
     """Fill the places of a tree whose shape is known: a node of rank r is its parent's r-th choice."""
     rows = view.root.shape[0]
@@ -104,9 +107,9 @@ def _grow_static(
     bits, fed = _root_bits(tree, rows), [0]
     for depth, level in enumerate(tree.levels[1:], 1):
         with jax.named_scope(f"draft{depth}"):
-            ids, law = choose(logits, depth, max(level.ranks) + 1)
+            ids, law = choose(product, depth, max(level.ranks) + 1)
             chosen = (slice(None), np.array(level.fed_parents), np.array(level.ranks))
-            log_probs.append(sampling.log_prob(logits, ids)[chosen])
+            log_probs.append(sampling.log_prob(add_up(product, jnp.float32), ids)[chosen])
             tokens.append(vocabulary.lift(ids[chosen]))
             if law is not None:
                 laws |= {node: law[:, index] for index, node in enumerate(fed)}
@@ -115,7 +118,8 @@ def _grow_static(
                 places, first = np.array(level.with_children), tree.fed.index(fed[0])
                 parents = jnp.broadcast_to(np.array(level.fed_parents)[places], (rows, len(fed)))
                 bits = _own_bits(bits, parents, first)
-                logits, state = feed(state, Level(tokens[-1][:, places], parents, bits, depth, first, tree.draft_rows))
+                of_level = tokens[-1][:, places], ids[chosen][:, places], parents, bits
+                product, state = feed(state, Level(*of_level, depth, first, tree.draft_rows))
     row_of = [tree.fed.index(node) if node in tree.fed else -1 for node in range(tree.nodes)]
     draft = static_draft(tree, view, tokens, log_probs, laws, vocabulary.to_target)
     return Grown(draft, jnp.broadcast_to(jnp.array(row_of, jnp.int32), (rows, tree.nodes))), state
@@ -125,14 +129,14 @@ def _grow_static(
 class _Candidates:
     """Every node that was drafted, level after level; a parent is an index among them, -1 for the root."""
 
-    tokens: Int[Array, "batch candidates"]
+    ids: Int[Array, "batch candidates"]  # draft vocabulary
     scores: Float[Array, "batch candidates"]
     parents: Int[Array, "batch candidates"]
     rows: Int[Array, "batch candidates"]
 
 
 def _grow_dynamic(
-    tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: Array, state: Any, feed: Feed
+    tree: Tree, view: SlotView, vocabulary: Vocabulary, product: Parts, state: Any, feed: Feed
 ) -> tuple[Grown, Any]:
     """EAGLE-2 (arXiv:2406.16858, section 4): the k best of a level are fed, the best of all candidates verified.
 
@@ -145,33 +149,32 @@ def _grow_dynamic(
     bits, levels, count = _root_bits(tree, rows), [], 0
     for depth in range(1, tree.depth + 1):
         with jax.named_scope(f"draft{depth}"):
-            level = _children(scores, own, logits, k, vocabulary, view.implementation)
+            level = _children(scores, own, add_up(product, jnp.float32), k, view.implementation)
             if depth < tree.depth:
                 first = 1 + (depth - 1) * k
                 scores, slots = top(level.scores, k, implementation=view.implementation)
                 row_of = first + jnp.arange(k, dtype=jnp.int32)
                 level = replace(level, rows=_put(level.rows, slots, jnp.broadcast_to(row_of, slots.shape)))
-                tokens = jnp.take_along_axis(level.tokens, slots, axis=1)
+                ids = jnp.take_along_axis(level.ids, slots, axis=1)
                 parents = slots // k
                 own = count + slots
                 bits = _own_bits(bits, parents, first)
-                logits, state = feed(state, Level(tokens, parents, bits, depth, first, tree.draft_rows))
+                of_level = vocabulary.lift(ids), ids, parents, bits
+                product, state = feed(state, Level(*of_level, depth, first, tree.draft_rows))
             levels.append(level)
-            count += level.tokens.shape[1]
+            count += level.ids.shape[1]
     candidates = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *levels)
     with jax.named_scope("select"):
         return _select(tree, view, vocabulary, candidates), state
 
 
-def _children(
-    scores: Array, own: Array, logits: Array, k: int, vocabulary: Vocabulary, implementation: str
-) -> _Candidates:
+def _children(scores: Array, own: Array, logits: Array, k: int, implementation: str) -> _Candidates:
     """The k best followers of every fed node, side by side."""
     rows, fed, size = logits.shape
     base = scores.reshape(rows * fed)
     scores, ids = top_log_probs(logits.reshape(rows * fed, size), k, base=base, implementation=implementation)
     return _Candidates(
-        tokens=vocabulary.lift(ids).reshape(rows, fed * k),
+        ids=ids.reshape(rows, fed * k),
         scores=scores.reshape(rows, fed * k),
         parents=jnp.repeat(own, k, axis=1),
         rows=jnp.full((rows, fed * k), -1, jnp.int32),
@@ -183,15 +186,15 @@ def _select(tree: Tree, view: SlotView, vocabulary: Vocabulary, candidates: _Can
     _, chosen = jax.lax.top_k(candidates.scores, tree.nodes - 1)
     chosen = jnp.sort(chosen, axis=1)
 
-    def take(field: Array, root: Array) -> Array:
-        return jnp.concatenate([root[:, None], jnp.take_along_axis(field, chosen, axis=1)], axis=1)
+    def take(field: Array, root: Array, of_chosen: Callable[[Array], Array] = lambda found: found) -> Array:
+        return jnp.concatenate([root[:, None], of_chosen(jnp.take_along_axis(field, chosen, axis=1))], axis=1)
 
     zero = jnp.zeros_like(view.root)
     parents = take(candidates.parents, zero)[:, 1:]
     is_parent = parents[:, :, None] == chosen[:, None]
     node = jnp.sum(jnp.where(is_parent, jnp.arange(1, tree.nodes), 0), axis=-1, dtype=jnp.int32)  # no match: the root
     draft = Draft(
-        tokens=take(candidates.tokens, view.root),
+        tokens=take(candidates.ids, view.root, vocabulary.lift),
         parents=jnp.concatenate([zero[:, None] - 1, node], axis=1),
         scores=take(candidates.scores, zero.astype(jnp.float32)),
         valid=jnp.ones((zero.shape[0], tree.nodes), bool),

@@ -10,6 +10,7 @@ own output head without a norm.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from jspec.models.attention import attend, project
 from jspec.models.config import HeadConfig
 from jspec.models.decoder import mlp, rms_norm
 from jspec.records import KVCache, TokenBatch
-from pallas_kernels.quantized import Parts, Weight, add_up, matmul, rounds_inputs
+from pallas_kernels.quantized import Parts, Quantized, Weight, add_up, matmul, rounds_inputs
 from pallas_kernels.residual_norm import add_rms_norm
 from pallas_kernels.split_matmul import split_matmul
 
@@ -46,6 +47,18 @@ class EagleLayer:
 
 
 @struct.dataclass
+class Drafted:
+    """Layer 0's projection taken apart for tokens of the draft's vocabulary: that of their embeddings is known already.
+
+    So a drafted token waits for a row to be looked up and added, not for a product, and half of the weight is not read.
+    (Precomputing a first layer: arXiv:2402.13388.)
+    """
+
+    projected: Float[Array, "draft_vocab qkv"]  # what the projection makes of the normed embeddings
+    qkv: Weight  # [(heads + 2 kv_heads) * head_dim, hidden], of the normed feature
+
+
+@struct.dataclass
 class EagleHead:
     """A head's weights with its config. ``embed`` and ``head`` are None until the target's are bound."""
 
@@ -58,6 +71,7 @@ class EagleHead:
     norm: Float[Array, "hidden"] | None = None  # before the output head
     head: Weight | None = None  # [draft_vocab, hidden]
     draft_to_target: Int[Array, "draft_vocab"] | None = None  # None: the same ids
+    drafted: Drafted | None = None  # of an EAGLE-3 head that is bound and has a vocabulary of its own
     config: HeadConfig = struct.field(pytree_node=False, kw_only=True)
 
     @classmethod
@@ -84,6 +98,7 @@ class HeadOut(NamedTuple):
 
     hidden: Float[Array, "batch tokens hidden"]  # the next token's feature
     normed: Float[Array, "batch tokens hidden"]  # for the output head
+    projected: Float[Array, "batch tokens qkv"] | None  # layer 0's, of ``hidden`` (`Drafted`)
 
 
 def fuse(head: EagleHead, features: Float[Array, "... features"]) -> Float[Array, "... hidden"]:
@@ -101,20 +116,78 @@ def fuse(head: EagleHead, features: Float[Array, "... features"]) -> Float[Array
         return fused if head.fc_bias is None else fused + head.fc_bias
 
 
-def write(
-    head: EagleHead, cache: KVCache, pairs: TokenBatch, features: Float[Array, "batch tokens hidden"]
-) -> tuple[Written, KVCache]:
-    """Write the keys and values of (feature, token) pairs: every layer but the last runs, the last one projects."""
-    residual, x = _enter(head, pairs.tokens, features)
+def with_drafted(head: EagleHead) -> EagleHead:
+    """A head whose embedding is bound, with the projections of the tokens it can draft; weights may be shapes."""
+    if head.config.method != "eagle3" or head.draft_to_target is None:
+        return head
+    is_abstract = isinstance(head.layers[0].mlp_norm, jax.ShapeDtypeStruct)
+    drafted = jax.eval_shape(_drafted, head) if is_abstract else jax.jit(_drafted)(head)
+    return replace(head, drafted=drafted)
+
+
+def _drafted(head: EagleHead) -> Drafted:
+    assert head.embed is not None
+    layer, size = head.layers[0], head.config.hidden_size
+    assert layer.input_norm is not None
+    embedded = head.embed[head.draft_to_target].astype(head.dtype)
+    of_embedding, of_feature = _columns(layer.qkv, slice(size)), _columns(layer.qkv, slice(size, None))
+    return Drafted(matmul(rms_norm(embedded, layer.input_norm, head.config.norm_eps), of_embedding), of_feature)
+
+
+def _columns(weight: Weight, part: slice) -> Weight:
+    return replace(weight, values=weight.values[:, part]) if isinstance(weight, Quantized) else weight[:, part]
+
+
+def enter(head: EagleHead, pairs: TokenBatch, features: Float[Array, "batch tokens hidden"]) -> tuple[Array, Parts]:
+    """Residual stream and projection of layer 0, of any (feature, token) pairs."""
+    assert head.embed is not None
+    layer, eps = head.layers[0], head.config.norm_eps
+    embedded = head.embed[pairs.tokens].astype(features.dtype)
+    if head.config.method == "eagle":
+        assert head.fc is not None
+        joined = matmul(jnp.concatenate([embedded, features], axis=-1), head.fc)
+        residual = x = joined if head.fc_bias is None else joined + head.fc_bias
+    else:
+        assert layer.input_norm is not None
+        normed = _normed(head, features)
+        residual = normed if head.config.norm_before_residual else features
+        x = jnp.concatenate([rms_norm(embedded, layer.input_norm, eps), normed], axis=-1)
+    return residual, split_matmul(x, layer.qkv, implementation=pairs.implementation)
+
+
+def enter_drafted(
+    head: EagleHead, pairs: TokenBatch, ids: Int[Array, "batch tokens"], parents: HeadOut
+) -> tuple[Array, Parts]:
+    """`enter` for drafted tokens.
+
+    Args:
+        ids: of the tokens in the draft's vocabulary.
+        parents: what the head made of each token's parent.
+    """
+    if head.drafted is None or parents.projected is None:
+        return enter(head, pairs, parents.hidden)
+    residual = _normed(head, parents.hidden) if head.config.norm_before_residual else parents.hidden
+    return residual, (parents.projected + head.drafted.projected[ids])[None]
+
+
+def _normed(head: EagleHead, features: Array) -> Array:
+    """Features as layer 0 of EAGLE-3 reads them."""
+    norm = head.layers[0].hidden_norm
+    assert norm is not None
+    return rms_norm(features, norm, head.config.norm_eps)
+
+
+def write(head: EagleHead, cache: KVCache, pairs: TokenBatch, residual: Array, qkv: Parts) -> tuple[Written, KVCache]:
+    """Write the keys and values of pairs that were entered: every layer but the last runs, the last one projects."""
     k_pools, v_pools = [], []
     for index, layer in enumerate(head.layers):
-        qkv = _norm_heads(split_matmul(x, layer.qkv, implementation=pairs.implementation), layer, head)
         k_pool, v_pool = cache.k[index], cache.v[index]
-        q, k_pool, v_pool = project(qkv, k_pool, v_pool, pairs, head.config, head.dtype)
+        q, k_pool, v_pool = project(_norm_heads(qkv, layer, head), k_pool, v_pool, pairs, head.config, head.dtype)
         k_pools.append(k_pool)
         v_pools.append(v_pool)
         if index + 1 < len(head.layers):
             residual, x = _after_projection(head, index, pairs, q, residual, k_pool, v_pool)
+            qkv = split_matmul(x, head.layers[index + 1].qkv, implementation=pairs.implementation)
     return Written(q, residual), KVCache(k=k_pools, v=v_pools)
 
 
@@ -123,24 +196,11 @@ def finish(head: EagleHead, cache: KVCache, pairs: TokenBatch, written: Written)
     k_pool, v_pool = cache.k[-1], cache.v[-1]
     last = len(head.layers) - 1
     hidden, normed = _after_projection(head, last, pairs, written.q, written.residual, k_pool, v_pool)
-    return HeadOut(hidden=normed if head.config.norm_output else hidden, normed=normed)
-
-
-def _enter(head: EagleHead, tokens: Array, features: Array) -> tuple[Array, Array]:
-    """Residual stream and attention input of layer 0."""
-    assert head.embed is not None
-    layer, eps = head.layers[0], head.config.norm_eps
-    embedded = head.embed[tokens].astype(features.dtype)
-    if head.config.method == "eagle":
-        assert head.fc is not None
-        joined = matmul(jnp.concatenate([embedded, features], axis=-1), head.fc)
-        joined = joined if head.fc_bias is None else joined + head.fc_bias
-        return joined, joined
-    assert layer.input_norm is not None
-    assert layer.hidden_norm is not None
-    normed = rms_norm(features, layer.hidden_norm, eps)
-    x = jnp.concatenate([rms_norm(embedded, layer.input_norm, eps), normed], axis=-1)
-    return normed if head.config.norm_before_residual else features, x
+    hidden, projected = normed if head.config.norm_output else hidden, None
+    if head.drafted is not None:
+        parts = split_matmul(_normed(head, hidden), head.drafted.qkv, implementation=pairs.implementation)
+        projected = add_up(parts, jnp.float32)
+    return HeadOut(hidden, normed, projected)
 
 
 def _norm_heads(parts: Parts, layer: EagleLayer, head: EagleHead) -> Parts:

@@ -130,7 +130,7 @@ class Medusa(Drafter):
         for depth, level in enumerate(self.tree.levels[1:], 1):
             with jax.named_scope(f"head{depth}"):
                 logits = head_logits(params.heads[depth - 1], hidden)
-                ids, law = choose(logits, depth, max(level.ranks) + 1)
+                ids, law = choose(logits[None], depth, max(level.ranks) + 1)
                 ranks = np.array(level.ranks)
                 tokens.append(ids[:, 0, ranks])
                 log_probs.append(sampling.log_prob(logits, ids)[:, 0, ranks])

@@ -9,7 +9,7 @@ from typing import Self, final
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jspec.cache import PoolShape, commit, create
 from jspec.draft import Drafter, active_slots, check_window
@@ -17,6 +17,7 @@ from jspec.draft.grow import Level, Vocabulary, grow
 from jspec.models.decoder import Model, TargetOut, forward
 from jspec.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.tree import Tree
+from pallas_kernels.quantized import Parts
 
 
 @struct.dataclass
@@ -107,11 +108,13 @@ class DraftModel(Drafter):
         with jax.named_scope("root"):
             out, cache = _feed_root(params, state.cache, view, previous, window=self.draft_window)
 
-        def feed(cache: KVCache, level: Level) -> tuple[Array, KVCache]:
+        assert out.product is not None
+
+        def feed(cache: KVCache, level: Level) -> tuple[Parts, KVCache]:
             return _feed_level(params, cache, view, level, self.draft_window)
 
         vocabulary = Vocabulary(None, params.config.vocab_size)
-        grown, cache = grow(self.tree, view, vocabulary, out.logits, cache, feed)
+        grown, cache = grow(self.tree, view, vocabulary, out.product, cache, feed)
         rows = state.rows.at[view.slots, : self.tree.nodes].set(grown.rows, mode="drop")
         return grown.draft, replace(state, cache=cache, rows=rows)
 
@@ -168,7 +171,8 @@ def _feed_root(
 
 def _feed_level(
     params: Model, cache: KVCache, view: SlotView, level: Level, window: int | None
-) -> tuple[Float[Array, "batch fed vocab"], KVCache]:
+) -> tuple[Parts, KVCache]:
     """Feed the nodes of a level, all at one position; logits behind each."""
     out, cache = forward(params, cache, level.batch(view, view.lengths + level.depth, window))
-    return out.logits, cache
+    assert out.product is not None
+    return out.product, cache

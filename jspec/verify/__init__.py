@@ -37,7 +37,7 @@ from jspec.verify.paths import Ruling, ancestors, at_node, by_depth, depths, ran
 from jspec.verify.point import Candidate, multi_candidate, point_masses
 from jspec.verify.rejection import without_replacement
 from jspec.verify.typical import Typical, typical_acceptance
-from pallas_kernels.quantized import Parts
+from pallas_kernels.quantized import Parts, add_up
 
 __all__ = [
     "Candidate",
@@ -88,15 +88,20 @@ def accept(
     """Decide which draft tokens stand, by the program's rule, and cut the result where the row ends.
 
     Args:
-        product: the target's raw logits at every node, [1, batch, nodes, vocab], perhaps to be scaled: a kernel of its
-            own for that would read and write them once more.
+        product: the target's raw logits at every node, [1, batch, nodes, vocab], perhaps to be scaled.
         reach: ancestors of each node (`ancestors`).
         options: of the rule "typical".
     """
 
-    def decide(logits: Array, branch: SlotView) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-        if branch.all_greedy or branch.accept == "coupled":  # at temperature 0 all rules are one
-            return coupled(logits, draft, reach, branch)
+    def decide(product: Parts) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
+        if view.accept == "coupled":  # whose kernel itself tells greedy rows from others
+            return coupled(product, draft, reach, view)
+        return sampling.by_temperature(view, lambda branch: by_law(product, branch))
+
+    def by_law(product: Parts, branch: SlotView) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
+        if branch.all_greedy:  # at temperature 0 all rules are one
+            return coupled(product, draft, reach, branch)
+        logits = add_up(product, jnp.float32)
         if branch.accept == "typical":
             return typical_acceptance(logits, draft, reach, branch, options)
         return sampled(logits, draft, reach, branch)
@@ -108,17 +113,20 @@ def accept(
 
 
 def coupled(
-    logits: Float[Array, "batch nodes vocab"],
+    product: Parts,
     draft: Draft,
     reach: Bool[Array, "batch nodes nodes"],
     view: SlotView,
 ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
     """Sample and match: a node stands if it and all its ancestors are the tokens the target draws there.
 
+    Args:
+        product: as in `accept`.
+
     Returns:
         The deepest node that stands, and the target's token behind it.
     """
-    wanted = sampling.target_tokens(logits, view, view.lengths[:, None] + depths(reach) + 1)
+    wanted = sampling.target_tokens(product, view, view.lengths[:, None] + depths(reach) + 1)
     matches = draft.tokens == jnp.take_along_axis(wanted, jnp.maximum(draft.parents, 0), axis=1)
     _, best = walk(matches & draft.valid, draft, reach)
     return best, at_node(wanted, best)

@@ -18,12 +18,12 @@ from pallas_kernels import (
     ancestor_bits,
     append,
     append_attention,
-    gumbel_argmax,
     keep_bound,
     move_rows,
     paged_attention,
     rotate_append,
     round_rows,
+    sample_tokens,
     split_matmul,
     top_log_probs,
 )
@@ -135,8 +135,8 @@ def bound(rows: int) -> Case:
 
 
 def draw(rows: int) -> Case:
-    arrays = [shape(rows, 2, dtype=jnp.uint32), shape(rows, dtype=F32), shape(rows, dtype=F32)]
-    return partial(gumbel_argmax, implementation="pallas"), (shape(rows, VOCAB, dtype=F32), *arrays)
+    arrays = [shape(rows, 2, dtype=jnp.uint32), *(shape(rows, dtype=dtype) for dtype in (F32, I32, F32, F32))]
+    return partial(sample_tokens, implementation="pallas"), (shape(1, rows, VOCAB, dtype=F32), *arrays)
 
 
 CASES: dict[str, Case] = {

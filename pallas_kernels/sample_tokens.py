@@ -1,0 +1,227 @@
+"""One draw from each row's law, by Gumbel noise, in two kernels for any mixture of rows.
+
+    argmax_v l[v] / T + g(key, id v)   over l[v] >= bound,      g = -log(-log u)      (argmax l where T is 0)
+
+The bound is that of top-k, top-p and min-p (`keep_bound`). u is what `jax.random.gumbel(key, [vocab])` takes for a
+token: threefry-2x32 (Salmon et al., SC 2011) of the key and the token's id, in JAX's partitionable form, so that a draw
+can be repeated anywhere by key and token, over another vocabulary too.
+
+The first kernel reads all logits once. Of a row whose every token may be drawn, and of one of temperature 0, it leaves
+the best token of each slice; of the others what `keep_bound` surveys. So noise is written down for none, and made for
+no more tokens of the latter than a program of the second kernel holds, unless the law is very flat.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Int32, UInt32
+
+from pallas_kernels.implementation import Implementation, choose
+from pallas_kernels.keep_bound import (
+    IN_FLIGHT,
+    Survey,
+    bound_row,
+    check_groups,
+    controls_of,
+    keep_bound,
+    over_row,
+    restricts,
+    slice_columns,
+    survey_shapes,
+    survey_slice,
+)
+from pallas_kernels.quantized import Parts, add_up, taken_apart
+
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+PARITY = 0x1BD11BDA
+
+
+def _threefry(first: Array, second: Array, low: Array) -> tuple[Array, Array]:
+    """Threefry-2x32 in 20 rounds of the counter (0, low) under the key (first, second)."""
+    words = (first, second, first ^ second ^ jnp.uint32(PARITY))
+    x, y = jnp.zeros_like(low) + words[0], low + words[1]
+    for group in range(5):
+        for rotation in ROTATIONS[group % 2]:
+            x = x + y
+            y = x ^ ((y << jnp.uint32(rotation)) | (y >> jnp.uint32(32 - rotation)))
+        x = x + words[(group + 1) % 3]
+        y = y + words[(group + 2) % 3] + jnp.uint32(group + 1)
+    return x, y
+
+
+def _gumbel(first: Array, second: Array, token: Array) -> Array:
+    """The noise of some tokens."""
+    x, y = _threefry(first, second, token.astype(jnp.uint32))
+    tiny = jnp.finfo(jnp.float32).tiny
+    bits = ((x ^ y) >> jnp.uint32(9)) | jnp.uint32(0x3F800000)  # a float from 1 to below 2
+    uniform = jnp.maximum(jax.lax.bitcast_convert_type(bits, jnp.float32) - 1 + tiny, tiny)
+    return -jnp.log(-jnp.log(uniform))
+
+
+def _reference(product, keys, ids, *controls):
+    logits, keys = add_up(product, jnp.float32).reshape(-1, product.shape[-1]), keys.reshape(-1, 2)
+    temperature = jnp.repeat(controls[0], logits.shape[0] // controls[0].shape[0])
+
+    def drawn():
+        tokens = jnp.arange(logits.shape[1]) if ids is None else ids
+        noise = _gumbel(keys[:, :1], keys[:, 1:], tokens[None])
+        tempered = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
+        bound = keep_bound(logits, *controls, implementation="reference")
+        scores = jnp.where(logits >= bound[:, None], tempered + noise, -jnp.inf)
+        return jnp.argmax(jnp.where(temperature[:, None] > 0, scores, logits), axis=-1)
+
+    token = jax.lax.cond(jnp.any(temperature > 0), drawn, lambda: jnp.argmax(logits, axis=-1))
+    return token.astype(jnp.int32).reshape(product.shape[1:-1])
+
+
+class _Row:
+    """In a kernel: a row's logits, controls and noise."""
+
+    def __init__(self, refs, row):
+        logits_ref, keys_ref, *control_refs, self.scales, self.ids = refs
+        self.logits, self.keys, self.row, (self.rows, self.vocab) = logits_ref, keys_ref, row, logits_ref.shape
+        self.controls = controls_of(row, self.rows, control_refs)
+        self.temperature, self.is_bounded = self.controls[0], restricts(*self.controls)
+
+    def read(self, column, mask):
+        """Logits; -inf where the mask does not hold."""
+        if not self.scales:
+            return pltriton.load(self.logits.at[self.row, column], mask=mask, other=-jnp.inf)
+        value = pltriton.load(self.logits.at[self.row, column], mask=mask, other=0)
+        value = value * self.scales[0][self.row] * pltriton.load(self.scales[1].at[column], mask=mask, other=0)
+        return jnp.where(mask, value, -jnp.inf)
+
+    def noisy(self, logits, column):
+        """Logits divided by the temperature, with their tokens' noise."""
+        token = column
+        if self.ids is not None:
+            token = pltriton.load(self.ids.at[column], mask=column < self.vocab, other=0)
+        return logits / self.temperature + _gumbel(self.keys[self.row, 0], self.keys[self.row, 1], token)
+
+    def best(self, scores, token):
+        """The largest score, and the first token that has it."""
+        top = jnp.max(scores)
+        return top, jnp.min(jnp.where(scores == top, token, self.vocab - 1))
+
+
+def _survey_kernel(*refs, inputs):
+    """One program: a slice of a row."""
+    row, piece = _Row(inputs(refs), pl.program_id(0)), pl.program_id(1)
+    *left, token_ref = refs[-4:]
+    column = slice_columns(piece)
+    logits = row.read(column, column < row.vocab)
+
+    def keep(scores):
+        left[1][row.row, piece], token_ref[row.row, piece] = row.best(scores, column)
+
+    @pl.when(row.temperature <= 0)
+    def _():
+        keep(logits)
+
+    @pl.when((row.temperature > 0) & jnp.logical_not(row.is_bounded))
+    def _():
+        keep(row.noisy(logits, column))
+
+    @pl.when(row.is_bounded)
+    def _():
+        survey_slice(logits, row.row, piece, row.temperature, Survey(*left))
+
+
+def _choose_kernel(*refs, inputs, interpret):
+    """One program: the token of a row."""
+    row = _Row(inputs(refs), pl.program_id(0))
+    left, (token_ref, chosen_ref, groups_ref) = Survey(*refs[-6:-3]), refs[-3:]
+
+    def drawn(logits, column, bound):
+        return jnp.where(logits >= bound, row.noisy(logits, column), -jnp.inf)
+
+    def of_all(bound):
+        def step(logits, column, best):
+            scores, tokens = best
+            own = drawn(logits, column, bound)
+            return jnp.maximum(scores, own), jnp.where(own > scores, column, tokens)
+
+        nothing = jnp.full(IN_FLIGHT, -jnp.inf), jnp.full(IN_FLIGHT, row.vocab - 1)
+        return row.best(*over_row(row.read, row.vocab, step, nothing))[1]
+
+    @pl.when(row.is_bounded)
+    def _():
+        bound, held = bound_row(row.read, row.row, row.vocab, row.controls, left, groups_ref, interpret=interpret)
+        chosen_ref[row.row] = jax.lax.cond(
+            held.has_all,
+            lambda: row.best(drawn(held.logits, held.column, bound), held.column)[1],
+            lambda: of_all(bound),
+        )
+
+    @pl.when(jnp.logical_not(row.is_bounded))
+    def _():
+        slices = left.top.shape[1]
+        piece = jnp.arange(pl.next_power_of_2(slices))
+        tops = pltriton.load(left.top.at[row.row, piece], mask=piece < slices, other=-jnp.inf)
+        tokens = pltriton.load(token_ref.at[row.row, piece], mask=piece < slices, other=row.vocab - 1)
+        chosen_ref[row.row] = row.best(tops, tokens)[1]
+
+
+def _pallas(product, keys, ids, *controls, interpret):
+    logits, scales = taken_apart(product)
+    logits, scales = logits.reshape(-1, product.shape[-1]), tuple(scale.ravel() for scale in scales)
+    rows, vocab = logits.shape
+    arrays = (logits, keys.reshape(rows, 2), *controls, *scales, *([] if ids is None else [ids]))
+
+    def inputs(refs):
+        """The references of the arrays, in the order of `_Row`."""
+        end = 6 + len(scales)
+        return *refs[:6], refs[6:end], None if ids is None else refs[end]
+
+    left, held = survey_shapes(rows, vocab)
+    call, array = functools.partial(pl.pallas_call, interpret=interpret), jax.ShapeDtypeStruct
+    surveyed = call(
+        functools.partial(_survey_kernel, inputs=inputs),
+        grid=(rows, left.top.shape[1]),
+        out_shape=[*left, array(left.top.shape, jnp.int32)],
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        name="sample_tokens_survey",
+    )(*arrays)
+    chosen = call(
+        functools.partial(_choose_kernel, inputs=inputs, interpret=interpret),
+        grid=(rows,),
+        out_shape=[array((rows,), jnp.int32), held],
+        compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=1),
+        name="sample_tokens",
+    )(*arrays, *surveyed)
+    return chosen[0].reshape(product.shape[1:-1])
+
+
+@functools.partial(jax.jit, static_argnames=("implementation",))
+def sample_tokens(
+    product: Parts,
+    keys: UInt32[Array, "*rows 2"],
+    temperature: Float[Array, " groups"],
+    top_k: Int32[Array, " groups"],
+    top_p: Float[Array, " groups"],
+    min_p: Float[Array, " groups"],
+    ids: Int32[Array, " vocab"] | None = None,
+    *,
+    implementation: Implementation = "auto",
+) -> Int32[Array, "*rows"]:
+    """Returns one of the `vocab` tokens for each row, the first of equals (arXiv:1611.01144).
+
+    The rows are so many equal groups of neighbours, each under controls of its own.
+
+    Args:
+        product: [1, *rows, vocab], the logits in float32, perhaps to be scaled; not divided by the temperature yet.
+        keys: of threefry-2x32, each for one draw.
+        temperature: 0 takes the likeliest token, whatever the other controls say.
+        top_k, top_p, min_p: as in `keep_bound`.
+        ids: whose noise each of the tokens gets; None: its own.
+        implementation: as in `paged_attention`.
+
+    Raises:
+        ValueError: the rows are no equal groups, or controls are of different ones.
+    """
+    controls = (temperature, top_k, top_p, min_p)
+    check_groups(keys.size // 2, controls)
+    return choose(implementation, None, _pallas, _reference, product, keys, ids, *controls)

@@ -1,0 +1,170 @@
+"""`sample_tokens` against JAX's own noise, added and searched in numpy among the tokens that sorting keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import sample_tokens
+from pallas_kernels.quantized import Scaled
+from tests.h200 import compile_for_h200
+from tests.reference.decoder import law
+
+CASES = [
+    (0.0, 5, 0.5, 0.1),  # temperature, top_k, top_p, min_p
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 50, 1.0, 0.0),
+    (1.6, 0, 0.9, 0.0),
+    (1.6, 0, 1.0, 0.2),
+    (1.6, 40, 0.8, 0.01),
+    (1.3, 1, 1.0, 0.0),
+    (0.7, 4000, 0.99, 0.0),
+]
+EACH = 3  # rows of a case
+ROWS = EACH * len(CASES)
+LARGE = 20000  # of more tokens than a program holds
+Problem = tuple[np.ndarray, ...]
+
+
+def problem(vocab: int = 3000, scale: float = 3.0) -> Problem:
+    """Product, keys and controls; neighbouring rows share the latter."""
+    rng = np.random.default_rng(vocab)
+    logits = rng.normal(0, scale, (1, ROWS, vocab)).astype(np.float32)
+    keys = rng.integers(0, 2**32, (ROWS, 2), dtype=np.uint32)
+    types = (np.float32, np.int32, np.float32, np.float32)
+    return (
+        logits,
+        keys,
+        *(np.array(column, dtype) for column, dtype in zip(zip(*CASES, strict=True), types, strict=True)),
+    )
+
+
+def mapped(vocab: int = 3000, scale: float = 3.0) -> Problem:
+    """A draft's vocabulary: places of a larger one, in any order."""
+    return *problem(vocab, scale), np.random.default_rng(1).permutation(4 * vocab)[:vocab].astype(np.int32)
+
+
+def expected(logits: np.ndarray, keys: np.ndarray, *controls: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each row's token, and by how much it wins in a nucleus a little larger; 0 if not of a smaller one."""
+    tokens, margins = [], []
+    *controls, ids = controls if len(controls) == 5 else (*controls, np.arange(logits.shape[2]))
+    each = len(logits[0]) // len(controls[0])
+    for index, (row, words) in enumerate(zip(logits[0], keys, strict=True)):
+        t, k, p, m = (control[index // each].item() for control in controls)
+        scores, edges = row.astype(np.float64), (p, p, p) if p == 1 else (p, p - 1e-4, p + 1e-4)
+        own = least = most = np.full(len(row), True)
+        if t > 0:
+            key = jax.random.wrap_key_data(words, impl="threefry2x32")
+            noise = np.asarray(jax.random.gumbel(key, (ids.max() + 1,), mode="low"), np.float64)[ids]
+            own, least, most = (law(row, temperature=t, top_k=k, top_p=edge, min_p=m) > 0 for edge in edges)
+            scores = scores / np.float64(t) + noise
+        tokens.append(np.where(own, scores, -np.inf).argmax())
+        others = np.delete(np.where(most, scores, -np.inf), tokens[-1])
+        margins.append(least[tokens[-1]] * min(scores[tokens[-1]] - others.max(), 100))
+    return np.array(tokens), np.array(margins)
+
+
+def check(rows: Problem, implementation: str) -> None:
+    tokens, margins = expected(*rows)
+    sure = margins > 1e-4
+    assert sure.sum() >= ROWS - 2
+    found = np.asarray(sample_tokens(*rows, implementation=implementation))
+    np.testing.assert_array_equal(found[sure], tokens[sure])
+
+
+@pytest.mark.parametrize("vocab", [7, 3000, 4096])
+@pytest.mark.parametrize("make", [problem, mapped])
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_the_tokens_are_those_of_jax_random(make: Callable[[int], Problem], vocab: int, implementation: str) -> None:
+    check(make(vocab), implementation)
+
+
+@pytest.mark.parametrize("scale", [0.3, 6.0])
+def test_so_they_are_in_laws_wider_than_what_a_program_holds(scale: float) -> None:
+    check(mapped(LARGE, scale), "pallas")
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_the_noise_is_that_of_the_ids(implementation: str) -> None:
+    rows = mapped()
+    tokens, _ = expected(*rows)
+    differs = np.asarray(sample_tokens(*rows[:-1], implementation=implementation)) != tokens
+    assert differs[EACH:].any() and not differs[:EACH].any(), "control: noise of its own"
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_neighbouring_rows_share_controls(implementation: str) -> None:
+    rows = problem()
+    own = *rows[:2], *(np.repeat(control, EACH) for control in rows[2:])
+    found = np.asarray(sample_tokens(*rows, implementation=implementation))
+    np.testing.assert_array_equal(found, sample_tokens(*own, implementation=implementation))
+    dealt_out = *rows[:2], *(np.tile(control, EACH) for control in rows[2:])
+    assert (found != sample_tokens(*dealt_out, implementation=implementation)).any(), "control"
+    with pytest.raises(ValueError, match="as many groups each, equal ones of 24 rows"):
+        sample_tokens(*rows[:2], *(control[:7] for control in rows[2:]))
+
+
+@pytest.mark.parametrize("part", range(1, 6))
+def test_another_key_or_control_is_caught(part: int) -> None:
+    """The negative control."""
+    rows = list(problem())
+    tokens, margins = expected(*rows)
+    others = rows[1][:, ::-1], np.full_like(rows[2], 1), 0 * rows[3], np.ones_like(rows[4]), 0 * rows[5]
+    rows[part] = others[part - 1]
+    found = np.asarray(sample_tokens(*rows, implementation="pallas"))
+    assert (found != tokens)[margins > 1e-4].any()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_a_product_of_float8_is_scaled_where_it_is_read(implementation: str) -> None:
+    logits, keys, *others = mapped()
+    rng = np.random.default_rng(5)
+    row_scale, scale = rng.uniform(0.5, 2, ROWS).astype(np.float32), rng.uniform(0.5, 2, 3000).astype(np.float32)
+    unscaled = Scaled(logits / row_scale[:, None] / scale, row_scale, scale)
+    whole = unscaled.values * row_scale[:, None] * scale
+    found = np.asarray(sample_tokens(unscaled, keys, *others, implementation=implementation))
+    np.testing.assert_array_equal(found, sample_tokens(whole, keys, *others, implementation=implementation))
+    assert (found != sample_tokens(unscaled.values, keys, *others)).any(), "control"
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("temperature", [0.0, 1e-3])
+def test_the_smallest_of_equals_is_taken(implementation: str, temperature: float) -> None:
+    logits = np.zeros((1, 1, 9000), np.float32)
+    logits[..., [5, 4101]] = 1
+    controls = [jnp.full(1, temperature), jnp.zeros(1, jnp.int32), jnp.ones(1), jnp.zeros(1)]
+    words = jnp.zeros((1, 2), jnp.uint32)
+    token = sample_tokens(logits, words, *controls, implementation=implementation)
+    noise = jax.random.gumbel(jax.random.wrap_key_data(words[0], impl="threefry2x32"), (9000,), mode="low")
+    assert token.tolist() == [5 if temperature == 0 or noise[5] > noise[4101] else 4101]
+
+
+@pytest.mark.parametrize(("has_ids", "is_scaled"), [(False, False), (True, False), (True, True)])
+def test_it_is_two_kernels_on_an_h200_and_no_noise_is_written_down(has_ids: bool, is_scaled: bool) -> None:
+    rows, vocab, shape = 160, 128256, jax.ShapeDtypeStruct
+    controls = [shape((rows,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32, jnp.float32)]
+    product = shape((1, rows, vocab), jnp.float32)
+    if is_scaled:
+        product = Scaled(product, shape((rows,), jnp.float32), shape((vocab,), jnp.float32))
+    ids = [shape((vocab,), jnp.int32)] * has_ids
+    words = shape((rows, 2), jnp.uint32)
+    program = compile_for_h200(sample_tokens, product, words, *controls, *ids, fail_on_spills=True)
+    assert [launch.name for launch in program.launches] == ["sample_tokens_survey", "sample_tokens"]
+    assert program.temp_bytes < 8 << 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [problem, mapped])
+@pytest.mark.parametrize(("vocab", "scale"), [(7, 3.0), (3000, 3.0), (LARGE, 0.3), (128256, 1.0), (128256, 3.0)])
+def test_on_a_gpu_the_tokens_are_those_of_jax_random(
+    make: Callable[[int, float], Problem], vocab: int, scale: float
+) -> None:
+    rows = make(vocab, scale)
+    with jax.default_device(jax.devices("cpu")[0]):
+        tokens, margins = expected(*rows)
+    differs = np.asarray(sample_tokens(*rows, implementation="pallas")) != tokens
+    assert not differs[margins > 1e-4].any()
