@@ -43,6 +43,7 @@ from jspec.records import (
 )
 from jspec.verify import ancestors, by_depth, depths
 from pallas_kernels.ancestor_bits import ancestor_bits
+from pallas_kernels.take_rows import take_rows
 
 
 @dataclass(frozen=True)
@@ -84,22 +85,14 @@ class Params:
 
 
 def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> SlotView:
-    """The rows of a bucket; rows that are padding or have ended come out inactive, empty and of length 0."""
-
-    def take(field: Array) -> Array:
-        return field.at[slots].get(mode="fill", fill_value=0)
-
+    """The rows of a bucket; rows that are padding or have ended come out inactive, empty, all zeros."""
     with jax.named_scope("view"):
-        active = take(state.active)
-        page_table = jnp.where(active[:, None], take(state.page_table), 0)
+        names = ("root", "lengths", "active", "remaining", "page_table", "sampling")
+        fields = {name: getattr(state, name) for name in names}
+        taken = take_rows(fields, slots, state.active, implementation=program.implementation)
         return SlotView(
             slots=slots,
-            root=take(state.root),
-            lengths=jnp.where(active, take(state.lengths), 0),
-            active=active,
-            remaining=take(state.remaining),
-            page_table=page_table,
-            sampling=jax.tree.map(take, state.sampling),
+            **taken,
             accept=program.accept,
             all_greedy=False,
             implementation=program.implementation,
@@ -107,7 +100,7 @@ def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> S
             controls=state.controls,
             grammars=state.grammars,
             processor=program.processor,
-            text=None if program.processor is None else text_of(state, page_table),
+            text=None if program.processor is None else text_of(state, taken["page_table"]),
         )
 
 

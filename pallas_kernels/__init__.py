@@ -12,6 +12,7 @@ from pallas_kernels.rotary import rotate_append
 from pallas_kernels.round_rows import round_rows
 from pallas_kernels.sample_tokens import sample_tokens
 from pallas_kernels.split_matmul import split_matmul
+from pallas_kernels.take_rows import take_rows
 from pallas_kernels.top_log_probs import top_log_probs
 
 __all__ = [
@@ -29,5 +30,6 @@ __all__ = [
     "round_rows",
     "sample_tokens",
     "split_matmul",
+    "take_rows",
     "top_log_probs",
 ]

@@ -222,25 +222,18 @@ def _bound_kernel(logits_ref, best_ref, top_ref, mass_ref, *refs, interpret):
         bound_ref[row], _ = bound_row(read, row, vocab, controls, left, groups_ref, interpret=interpret)
 
 
-def over_row(read, vocab, step, carry):
-    """In a kernel: goes over a row's logits with `step(values, columns, carry)`."""
-
-    def load(index, carry):
-        column = index * IN_FLIGHT + jnp.arange(IN_FLIGHT)
-        return step(read(column, column < vocab), column, carry)
-
-    return jax.lax.fori_loop(0, pl.cdiv(vocab, IN_FLIGHT), load, carry)
-
-
 def _of_row(read, vocab, top, temperature):
     """Functions that weigh what of a whole row lies at or above a candidate."""
 
     def above(candidate, weight):
-        def step(values, column, weighed):
+        def step(index, weighed):
+            column = index * IN_FLIGHT + jnp.arange(IN_FLIGHT)
+            values = read(column, column < vocab)
             reached = (_ordered(values) >= candidate) & (column < vocab)
             return weighed + jnp.where(reached, weight(values), 0.0)
 
-        return jnp.sum(over_row(read, vocab, step, jnp.zeros(IN_FLIGHT, jnp.float32)))
+        weighed = jax.lax.fori_loop(0, pl.cdiv(vocab, IN_FLIGHT), step, jnp.zeros(IN_FLIGHT, jnp.float32))
+        return jnp.sum(weighed)
 
     return lambda c: above(c, jnp.ones_like), lambda c: above(c, lambda values: jnp.exp((values - top) / temperature))
 

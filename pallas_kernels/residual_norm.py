@@ -7,6 +7,7 @@ XLA makes two kernels of the norm alone, which for a few rows is all launch time
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,23 +16,24 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels.implementation import Implementation, choose
-from pallas_kernels.quantized import Inputs, Parts, Rounded, add_up, taken_apart
+from pallas_kernels.quantized import Parts, Rounded, add_up, taken_apart
 from pallas_kernels.round_rows import FP8, scaled_rows
 from pallas_kernels.row_blocks import in_row_blocks
 
 WIDEST = 16384  # columns a program holds in registers
 
 
-def _normed(total: Array, weight: Array, eps: float, size: int) -> Array:
+def _quotient(total: Array, eps: float, size: int) -> Array:
     wide = total.astype(jnp.float32)
     mean = jnp.sum(wide * wide, axis=-1, keepdims=True) / size
-    return (wide * jax.lax.rsqrt(mean + eps)).astype(total.dtype) * weight
+    return (wide * jax.lax.rsqrt(mean + eps)).astype(total.dtype)
 
 
-def _reference(x, parts, weight, *, eps, is_rounded):
+def _reference(x, parts, weight, *others, eps, is_rounded):
     total = x + add_up(parts, x.dtype)
-    normed = _normed(total, weight, eps, x.shape[-1])
-    return (total, *scaled_rows(normed, FP8)) if is_rounded else (total, normed)
+    quotient = _quotient(total, eps, x.shape[-1])
+    normed = scaled_rows(quotient * weight, FP8) if is_rounded else (quotient * weight,)
+    return total, *normed, *(quotient * other for other in others)
 
 
 def _reference_in_blocks(x, parts, weight, *, eps, is_rounded):
@@ -43,9 +45,9 @@ def _reference_in_blocks(x, parts, weight, *, eps, is_rounded):
     return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in left)
 
 
-def _kernel(x_ref, parts_ref, weight_ref, *refs, eps, hidden, is_rounded):
+def _kernel(x_ref, parts_ref, *refs, eps, hidden, norms, is_rounded):
     """One program: one row; columns past the last are zero and not written."""
-    *scale_refs, sum_ref, normed_ref = refs[:-1] if is_rounded else refs
+    weight_refs, scale_refs, out = refs[:norms], refs[norms : -1 - norms - is_rounded], refs[-1 - norms - is_rounded :]
     row, column = pl.program_id(0), jnp.arange(pl.next_power_of_2(hidden))
     inside = column < hidden
     total = pltriton.load(x_ref.at[row, column], mask=inside, other=0)
@@ -54,30 +56,33 @@ def _kernel(x_ref, parts_ref, weight_ref, *refs, eps, hidden, is_rounded):
     if scale_refs:
         delta = delta * scale_refs[0][row] * pltriton.load(scale_refs[1].at[column], mask=inside, other=0)
     total = total + delta.astype(total.dtype)
-    weight = pltriton.load(weight_ref.at[column], mask=inside, other=0)
-    pltriton.store(sum_ref.at[row, column], total, mask=inside)
-    normed = _normed(total, weight, eps, hidden)
+    weights = [pltriton.load(ref.at[column], mask=inside, other=0) for ref in weight_refs]
+    pltriton.store(out[0].at[row, column], total, mask=inside)
+    quotient = _quotient(total, eps, hidden)
+    normed = [quotient * weight for weight in weights]
     if is_rounded:
-        normed, refs[-1][row] = scaled_rows(normed, FP8)
-    pltriton.store(normed_ref.at[row, column], normed, mask=inside)
+        normed[0], out[2][row] = scaled_rows(normed[0], FP8)
+    for ref, own in zip((out[1], *out[2 + is_rounded :]), normed, strict=True):
+        pltriton.store(ref.at[row, column], own, mask=inside)
 
 
-def _pallas(x, parts, weight, *, eps, is_rounded, interpret):
+def _pallas(x, parts, *weights, eps, is_rounded, interpret):
     hidden, (parts, scales) = x.shape[-1], taken_apart(parts)
     rows = x.reshape(-1, hidden)
     parts, scales = parts.reshape(-1, *rows.shape), tuple(scale.ravel() for scale in scales)
-    out = [jax.ShapeDtypeStruct(rows.shape, dtype) for dtype in (x.dtype, FP8 if is_rounded else x.dtype)]
-    scale = [jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32)] * is_rounded
+    out = [jax.ShapeDtypeStruct(rows.shape, x.dtype) for _ in (x, *weights)]
+    if is_rounded:
+        out[1:2] = [jax.ShapeDtypeStruct(rows.shape, FP8), jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32)]
     columns = 512 if parts.shape[0] == 1 else 128  # of a warp: several parts take several loads a column
     warps = min(max(pl.next_power_of_2(hidden) // columns, 1), 32)
     left = pl.pallas_call(
-        functools.partial(_kernel, eps=eps, hidden=hidden, is_rounded=is_rounded),
+        functools.partial(_kernel, eps=eps, hidden=hidden, norms=len(weights), is_rounded=is_rounded),
         grid=(rows.shape[0],),
-        out_shape=[*out, *scale],
+        out_shape=out,
         compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name="add_rms_norm",
-    )(rows, parts, weight, *scales)
+    )(rows, parts, *weights, *scales)
     return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in left)
 
 
@@ -86,17 +91,18 @@ def add_rms_norm(
     x: Float[Array, "*rows hidden"],
     delta: Parts,
     weight: Float[Array, " hidden"],
-    *,
+    *others: Float[Array, " hidden"],
     eps: float,
     is_rounded: bool = False,
     deterministic: bool = False,
     implementation: Implementation = "auto",
-) -> tuple[Float[Array, "*rows hidden"], Inputs]:
-    """Returns x + delta, and its root-mean-square norm (arXiv:1910.07467) scaled by the weight.
+) -> tuple[Any, ...]:
+    """Returns x + delta, [*rows, hidden], and its root-mean-square norm (arXiv:1910.07467) scaled by each weight.
 
     Args:
         delta: [parts, *rows, hidden] to be added up, as `split_matmul` leaves them.
-        is_rounded: the norm comes back as `Rounded`.
+        others: more weights.
+        is_rounded: the first norm comes back as `Rounded`.
         deterministic: a row's last bits are the same among any number of rows; the kernel's always are.
         implementation: as in `paged_attention`.
 
@@ -108,5 +114,7 @@ def add_rms_norm(
         functools.partial(run, eps=eps, is_rounded=is_rounded)
         for run in (_pallas, _reference_in_blocks if deterministic else _reference)
     )
-    total, *normed = choose(implementation, unsupported, kernel, reference, x, delta, weight)
-    return total, Rounded(normed[0], normed[1], x.dtype) if is_rounded else normed[0]
+    total, *normed = choose(implementation, unsupported, kernel, reference, x, delta, weight, *others)
+    if is_rounded:
+        normed[:2] = [Rounded(normed[0], normed[1], x.dtype)]
+    return total, *normed

@@ -21,13 +21,14 @@ from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.keep_bound import (
-    IN_FLIGHT,
+    GROUP,
+    MOST,
+    SLICE,
     Survey,
     bound_row,
     check_groups,
     controls_of,
     keep_bound,
-    over_row,
     restricts,
     slice_columns,
     survey_shapes,
@@ -35,6 +36,7 @@ from pallas_kernels.keep_bound import (
 )
 from pallas_kernels.quantized import Parts, add_up, taken_apart
 
+IN_HAND = 1024  # tokens whose noise a program makes at once
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = 0x1BD11BDA
 
@@ -94,67 +96,78 @@ class _Row:
         value = value * self.scales[0][self.row] * pltriton.load(self.scales[1].at[column], mask=mask, other=0)
         return jnp.where(mask, value, -jnp.inf)
 
-    def noisy(self, logits, column):
-        """Logits divided by the temperature, with their tokens' noise."""
-        token = column
-        if self.ids is not None:
-            token = pltriton.load(self.ids.at[column], mask=column < self.vocab, other=0)
-        return logits / self.temperature + _gumbel(self.keys[self.row, 0], self.keys[self.row, 1], token)
-
     def best(self, scores, token):
         """The largest score, and the first token that has it."""
         top = jnp.max(scores)
         return top, jnp.min(jnp.where(scores == top, token, self.vocab - 1))
+
+    def draw(self, count, column_of, bound):
+        """The best of some tokens from a bound on, with their noise; a few at a time, or too many registers are used.
+
+        Args:
+            column_of: from places below `count` to tokens.
+        """
+
+        def step(index, best):
+            place = index * IN_HAND + jnp.arange(IN_HAND)
+            column = column_of(place, place < count)
+            inside = (place < count) & (column < self.vocab)
+            logits, token = self.read(column, inside), column
+            if self.ids is not None:
+                token = pltriton.load(self.ids.at[column], mask=inside, other=0)
+            noise = _gumbel(self.keys[self.row, 0], self.keys[self.row, 1], token)
+            score = jnp.where(logits >= bound, logits / self.temperature + noise, -jnp.inf)
+            return jnp.maximum(best[0], score), jnp.where(score > best[0], column, best[1])
+
+        nothing = jnp.full(IN_HAND, -jnp.inf), jnp.full(IN_HAND, self.vocab - 1)
+        return self.best(*jax.lax.fori_loop(0, pl.cdiv(count, IN_HAND), step, nothing))
 
 
 def _survey_kernel(*refs, inputs):
     """One program: a slice of a row."""
     row, piece = _Row(inputs(refs), pl.program_id(0)), pl.program_id(1)
     *left, token_ref = refs[-4:]
-    column = slice_columns(piece)
-    logits = row.read(column, column < row.vocab)
 
-    def keep(scores):
-        left[1][row.row, piece], token_ref[row.row, piece] = row.best(scores, column)
+    def logits():
+        column = slice_columns(piece)
+        return row.read(column, column < row.vocab)
+
+    def keep(best):
+        left[1][row.row, piece], token_ref[row.row, piece] = best
 
     @pl.when(row.temperature <= 0)
     def _():
-        keep(logits)
+        keep(row.best(logits(), slice_columns(piece)))
 
     @pl.when((row.temperature > 0) & jnp.logical_not(row.is_bounded))
     def _():
-        keep(row.noisy(logits, column))
+        keep(row.draw(SLICE, lambda place, _: piece * SLICE + place, -jnp.inf))
 
     @pl.when(row.is_bounded)
     def _():
-        survey_slice(logits, row.row, piece, row.temperature, Survey(*left))
+        survey_slice(logits(), row.row, piece, row.temperature, Survey(*left))
 
 
 def _choose_kernel(*refs, inputs, interpret):
     """One program: the token of a row."""
     row = _Row(inputs(refs), pl.program_id(0))
-    left, (token_ref, chosen_ref, groups_ref) = Survey(*refs[-6:-3]), refs[-3:]
-
-    def drawn(logits, column, bound):
-        return jnp.where(logits >= bound, row.noisy(logits, column), -jnp.inf)
-
-    def of_all(bound):
-        def step(logits, column, best):
-            scores, tokens = best
-            own = drawn(logits, column, bound)
-            return jnp.maximum(scores, own), jnp.where(own > scores, column, tokens)
-
-        nothing = jnp.full(IN_FLIGHT, -jnp.inf), jnp.full(IN_FLIGHT, row.vocab - 1)
-        return row.best(*over_row(row.read, row.vocab, step, nothing))[1]
+    left, (token_ref, chosen_ref, groups_ref, kept_ref) = Survey(*refs[-7:-4]), refs[-4:]
 
     @pl.when(row.is_bounded)
     def _():
         bound, held = bound_row(row.read, row.row, row.vocab, row.controls, left, groups_ref, interpret=interpret)
-        chosen_ref[row.row] = jax.lax.cond(
-            held.has_all,
-            lambda: row.best(drawn(held.logits, held.column, bound), held.column)[1],
-            lambda: of_all(bound),
-        )
+        is_kept = held.logits >= bound
+        before, count = jnp.cumsum(is_kept.astype(jnp.int32)), jnp.sum(is_kept.astype(jnp.int32))
+        place = jnp.where(is_kept, before - 1, count + jnp.arange(before.shape[0]) - before)
+        pltriton.store(kept_ref.at[row.row, place], held.column)
+        if not interpret:
+            pltriton.debug_barrier()  # every thread has written before one reads
+
+        def column_of(place, inside):
+            listed = pltriton.load(kept_ref.at[row.row, place], mask=inside & held.has_all, other=0)
+            return jnp.where(held.has_all, listed, place)
+
+        chosen_ref[row.row] = row.draw(jnp.where(held.has_all, count, row.vocab), column_of, bound)[1]
 
     @pl.when(jnp.logical_not(row.is_bounded))
     def _():
@@ -188,7 +201,7 @@ def _pallas(product, keys, ids, *controls, interpret):
     chosen = call(
         functools.partial(_choose_kernel, inputs=inputs, interpret=interpret),
         grid=(rows,),
-        out_shape=[array((rows,), jnp.int32), held],
+        out_shape=[array((rows,), jnp.int32), held, array((rows, MOST * GROUP), jnp.int32)],
         compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=1),
         name="sample_tokens",
     )(*arrays, *surveyed)

@@ -9,7 +9,7 @@ own output head without a norm.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -186,21 +186,26 @@ def write(head: EagleHead, cache: KVCache, pairs: TokenBatch, residual: Array, q
         k_pools.append(k_pool)
         v_pools.append(v_pool)
         if index + 1 < len(head.layers):
-            residual, x = _after_projection(head, index, pairs, q, residual, k_pool, v_pool)
-            qkv = split_matmul(x, head.layers[index + 1].qkv, implementation=pairs.implementation)
+            following, attended = head.layers[index + 1], attend(q, k_pool, v_pool, pairs, start=FIRST_ROW)
+            norms = [] if following.input_norm is None else [following.input_norm]
+            residual, x = _after_attention(head, index, pairs, attended, residual, norms)
+            qkv = split_matmul(x, following.qkv, implementation=pairs.implementation)
     return Written(q, residual), KVCache(k=k_pools, v=v_pools)
 
 
 def finish(head: EagleHead, cache: KVCache, pairs: TokenBatch, written: Written) -> HeadOut:
     """Run what is left of the last layer, and the output norm."""
-    k_pool, v_pool = cache.k[-1], cache.v[-1]
-    last = len(head.layers) - 1
-    hidden, normed = _after_projection(head, last, pairs, written.q, written.residual, k_pool, v_pool)
-    hidden, projected = normed if head.config.norm_output else hidden, None
+    attended = attend(written.q, cache.k[-1], cache.v[-1], pairs, start=FIRST_ROW)
+    norms, of_feature = [] if head.norm is None else [head.norm], head.layers[0].hidden_norm
+    if norms and head.drafted is not None and of_feature is not None and not head.config.norm_output:
+        norms += [of_feature]  # of the same sum
+    hidden, *normed = _after_attention(head, len(head.layers) - 1, pairs, attended, written.residual, norms)
+    hidden, projected = normed[0] if head.config.norm_output else hidden, None
     if head.drafted is not None:
-        parts = split_matmul(_normed(head, hidden), head.drafted.qkv, implementation=pairs.implementation)
+        feature = normed[1] if len(norms) == 2 else _normed(head, hidden)
+        parts = split_matmul(feature, head.drafted.qkv, implementation=pairs.implementation)
         projected = add_up(parts, jnp.float32)
-    return HeadOut(hidden, normed, projected)
+    return HeadOut(hidden, normed[0], projected)
 
 
 def _norm_heads(parts: Parts, layer: EagleLayer, head: EagleHead) -> Parts:
@@ -217,18 +222,16 @@ def _norm_heads(parts: Parts, layer: EagleLayer, head: EagleHead) -> Parts:
     return qkv[None]
 
 
-def _after_projection(
-    head: EagleHead, index: int, pairs: TokenBatch, q: Array, residual: Array, k_pool: Array, v_pool: Array
-) -> tuple[Array, Array]:
-    """Attention and feed-forward of a layer: its output, and that output normed for whatever comes next."""
+def _after_attention(
+    head: EagleHead, index: int, pairs: TokenBatch, attended: Array, residual: Array, norms: Sequence[Array]
+) -> tuple[Array, ...]:
+    """What a layer does with what it attended to: its output, and that output normed for whatever comes next."""
     layer = head.layers[index]
-    following = head.layers[index + 1].input_norm if index + 1 < len(head.layers) else head.norm
     add_norm = partial(add_rms_norm, eps=head.config.norm_eps, implementation=pairs.implementation)
-    attended = attend(q, k_pool, v_pool, pairs, start=FIRST_ROW)
     delta = split_matmul(attended, layer.o, implementation=pairs.implementation)
     hidden, normed = add_norm(residual, delta, layer.mlp_norm, is_rounded=rounds_inputs(layer.gate_up))
     delta = mlp(normed, layer.gate_up, layer.down, pairs.implementation)
-    if following is None:
+    if not norms:
         hidden = hidden + add_up(delta, hidden.dtype)
         return hidden, hidden
-    return add_norm(hidden, delta, following)
+    return add_norm(hidden, delta, *norms)

@@ -173,13 +173,9 @@ def verdict_of(
         best: the last accepted node.
         bonus: the target's token behind it.
     """
-    on_path = at_node(reach, best)
-    accept_len = jnp.sum(on_path, axis=-1, dtype=jnp.int32) - 1
+    path, accept_len = at_node(by_depth(reach, tree.depth), best), at_node(depths(reach), best)
     steps = jnp.arange(tree.depth + 1)
-    at_depth = on_path[:, None] & (depths(reach)[:, None] == steps[:, None])
-    node = jnp.argmax(at_depth, axis=-1).astype(jnp.int32)
-    path = jnp.where(steps <= accept_len[:, None], node, -1)
-    drafted = jnp.take_along_axis(draft.tokens, jnp.roll(node, -1, axis=1), axis=1)
+    drafted = jnp.take_along_axis(draft.tokens, jnp.maximum(jnp.roll(path, -1, axis=1), 0), axis=1)
     tokens = jnp.where(steps < accept_len[:, None], drafted, -1)
     tokens = jnp.where(steps == accept_len[:, None], bonus[:, None], tokens)
     return cut(

@@ -25,6 +25,7 @@ from pallas_kernels import (
     round_rows,
     sample_tokens,
     split_matmul,
+    take_rows,
     top_log_probs,
 )
 from pallas_kernels.fixed_matmul import fixed_matmul
@@ -139,6 +140,12 @@ def draw(rows: int) -> Case:
     return partial(sample_tokens, implementation="pallas"), (shape(1, rows, VOCAB, dtype=F32), *arrays)
 
 
+def view() -> Case:
+    arrays = [shape(64, dtype=F32), shape(64, dtype=jnp.bool), shape(64, 2048, dtype=I32)]
+    where = shape(8, dtype=I32), shape(64, dtype=jnp.bool)
+    return lambda *given: take_rows(list(given[:3]), *given[3:], implementation="pallas"), (*arrays, *where)
+
+
 CASES: dict[str, Case] = {
     **{f"attention {rows} x {dim}": attention(rows, dim) for rows in (1, 5, 61) for dim in (64, 80, 96, 128, 256)},
     **{f"prefill {dim}": prefill(dim) for dim in (64, 96, 128)},
@@ -157,6 +164,7 @@ CASES: dict[str, Case] = {
     "norm of parts": norm(61, 4),
     "bound": bound(5),
     "draw": draw(5),
+    "rows of a view": view(),
     "top 10 of a vocabulary": (partial(top_log_probs, k=10, implementation="pallas"), (shape(10, 32000, dtype=F32),)),
     "top 60 of a tree": (partial(top, k=60, implementation="pallas"), (shape(8, 710, dtype=F32),)),
     "ancestors": (ancestor_bits, (shape(8, 61, dtype=I32),)),

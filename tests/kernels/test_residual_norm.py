@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -58,6 +59,19 @@ def test_the_norm_is_rounded_as_it_would_be_afterwards(hidden: int, parts: int, 
     # A compiler may leave out the rounding to bfloat16 in between: a little more than half a step of float8.
     assert off(rounded.values, rounded.scale, np.asarray(normed, np.float64)) < 1.3
     assert off(rounded.values, rounded.scale, np.asarray(normed, np.float64) + 0.25) > 2, "another norm must show"
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_a_sum_may_be_normed_by_several_weights(is_rounded: bool, implementation: str) -> None:
+    x, delta, weight = inputs(96, "float32", 2)
+    call = partial(add_rms_norm, x, delta, eps=EPS, implementation=implementation)
+    total, first, second = call(weight, weight[::-1], is_rounded=is_rounded)
+    np.testing.assert_allclose(total, added(x, delta), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(second, oracle(x, delta, weight[::-1]), rtol=1e-5, atol=1e-5)
+    alone = call(weight, is_rounded=is_rounded)[1]
+    jax.tree.map(np.testing.assert_array_equal, first, alone)
+    assert np.abs(np.asarray(second) - oracle(x, delta, weight)).max() > 0.1, "control"
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])

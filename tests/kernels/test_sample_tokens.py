@@ -154,7 +154,7 @@ def test_it_is_two_kernels_on_an_h200_and_no_noise_is_written_down(has_ids: bool
     words = shape((rows, 2), jnp.uint32)
     program = compile_for_h200(sample_tokens, product, words, *controls, *ids, fail_on_spills=True)
     assert [launch.name for launch in program.launches] == ["sample_tokens_survey", "sample_tokens"]
-    assert program.temp_bytes < 8 << 20
+    assert program.temp_bytes < 12 << 20
 
 
 @pytest.mark.gpu
