@@ -103,25 +103,27 @@ def target_tokens(product: Parts, view: SlotView, positions: Int[Array, "batch n
             them, perhaps to be scaled: a kernel of its own for that would read and write them once more.
         positions: the position the token will stand at.
     """
-    words = jax.random.key_data(keys(view.sampling.seed[:, None], Purpose.TOKEN, positions))
     if not view.deterministic:
-        return _draw(product, words, view.sampling, None, view.implementation)
+        return _draw(product, positions, view.sampling, None, view.implementation)
 
-    def draw(logits: Array, words: Array, sampling: Sampling) -> Array:
-        return _draw(logits[None], words, sampling, None, view.implementation)
+    def draw(logits: Array, positions: Array, sampling: Sampling) -> Array:
+        return _draw(logits[None], positions, sampling, None, view.implementation)
 
     # No bit of a law or of its noise depends on how many there are: each row is a batch.
     rows = add_up(product, jnp.float32).reshape(positions.size, -1)
     of_each = jax.tree.map(lambda field: jnp.repeat(field, positions.shape[1], axis=0), view.sampling)
-    drawn = in_row_blocks_off_gpu(draw, rows, words.reshape(-1, 2), of_each, implementation=view.implementation)
+    drawn = in_row_blocks_off_gpu(draw, rows, positions.reshape(-1), of_each, implementation=view.implementation)
     return drawn.reshape(positions.shape)
 
 
 def _draw(
-    product: Parts, words: UInt32[Array, "*rows 2"], sampling: Sampling, ids: Array | None, implementation: str
+    product: Parts, positions: Int[Array, "*rows"], sampling: Sampling, ids: Array | None, implementation: str
 ) -> Int[Array, "*rows"]:
-    """One of the tokens for each row, by its key's noise of their ids; neighbouring rows are of one sampling."""
-    return sample_tokens(product, words, *_controls(sampling), ids, implementation=implementation)
+    """One of the tokens for each row, by the noise of their ids; neighbouring rows are of one sampling."""
+    controls, purpose = _controls(sampling), int(Purpose.TOKEN)
+    return sample_tokens(
+        product, sampling.seed, positions, *controls, ids, purpose=purpose, implementation=implementation
+    )
 
 
 def law(
@@ -156,13 +158,12 @@ def child_chooser(
         the law ``[batch, fed, draft_vocab]`` they were drawn from (None if they were not drawn).
     """
     positions = view.lengths[:, None] + jnp.arange(1, depth + 1)
-    key = keys(view.sampling.seed[:, None], Purpose.TOKEN, positions)
-    noise = functools.cache(lambda: _draft_noise(view, key, vocab_map, target_vocab))
+    noise = functools.cache(lambda: _draft_noise(view, positions, vocab_map, target_vocab))
 
     def choose(product: Parts, level: int, count: int) -> tuple[Array, Array | None]:
         if view.accept == "coupled" and count == 1:
-            words = jax.random.key_data(jnp.repeat(key[:, level - 1, None], product.shape[2], axis=1))
-            return _draw(product, words, view.sampling, vocab_map, view.implementation)[..., None], None
+            own = jnp.broadcast_to(positions[:, level - 1, None], product.shape[1:3])
+            return _draw(product, own, view.sampling, vocab_map, view.implementation)[..., None], None
         logits = add_up(product, jnp.float32)
         if view.accept in RULES_WITH_LAW:
             return by_temperature(view, lambda branch: _drawn(logits, branch, level, count))
@@ -175,15 +176,15 @@ def child_chooser(
 
 
 def _draft_noise(
-    view: SlotView, key: Array, vocab_map: Array | None, target_vocab: int
+    view: SlotView, positions: Array, vocab_map: Array | None, target_vocab: int
 ) -> Float[Array, "batch depth draft_vocab"]:
-    """The target's noise at all levels, of a key each, in one conditional: each costs a GPU program time."""
+    """The target's noise at all levels, each at one position, in one conditional: each costs a GPU program time."""
     size = target_vocab if vocab_map is None else vocab_map.shape[0]
 
     def noise(branch: SlotView) -> Array:
         if branch.all_greedy:
-            return jnp.zeros((*key.shape, size), jnp.float32)
-        drawn = gumbel(key, target_vocab)
+            return jnp.zeros((*positions.shape, size), jnp.float32)
+        drawn = gumbel(keys(view.sampling.seed[:, None], Purpose.TOKEN, positions), target_vocab)
         return drawn if vocab_map is None else drawn[..., vocab_map]
 
     return by_temperature(view, noise)

@@ -2,9 +2,10 @@
 
     argmax_v l[v] / T + g(key, id v)   over l[v] >= bound,      g = -log(-log u)      (argmax l where T is 0)
 
-The bound is that of top-k, top-p and min-p (`keep_bound`). u is what `jax.random.gumbel(key, [vocab])` takes for a
-token: threefry-2x32 (Salmon et al., SC 2011) of the key and the token's id, in JAX's partitionable form, so that a draw
-can be repeated anywhere by key and token, over another vocabulary too.
+The bound is that of top-k, top-p and min-p (`keep_bound`). A row's key is its seed with a purpose and a position folded
+in, as `jax.random.fold_in` does; u is what `jax.random.gumbel(key, [vocab])` takes for a token: threefry-2x32 (Salmon
+et al., SC 2011) of the key and the token's id, in JAX's partitionable form. So a draw can be repeated anywhere by seed,
+position and token, over another vocabulary too.
 
 The first kernel reads all logits once. Of a row whose every token may be drawn, and of one of temperature 0, it leaves
 the best token of each slice; of the others what `keep_bound` surveys. So noise is written down for none, and made for
@@ -12,6 +13,7 @@ no more tokens of the latter than a program of the second kernel holds, unless t
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +46,7 @@ PARITY = 0x1BD11BDA
 def _threefry(first: Array, second: Array, low: Array) -> tuple[Array, Array]:
     """Threefry-2x32 in 20 rounds of the counter (0, low) under the key (first, second)."""
     words = (first, second, first ^ second ^ jnp.uint32(PARITY))
-    x, y = jnp.zeros_like(low) + words[0], low + words[1]
+    x, y = jnp.zeros_like(low + first) + words[0], low + words[1]
     for group in range(5):
         for rotation in ROTATIONS[group % 2]:
             x = x + y
@@ -54,22 +56,29 @@ def _threefry(first: Array, second: Array, low: Array) -> tuple[Array, Array]:
     return x, y
 
 
-def _gumbel(first: Array, second: Array, token: Array) -> Array:
+def _key(seed: Sequence[Array], purpose: int, position: Array) -> tuple[Array, Array]:
+    """A seed with purpose and position folded in."""
+    first, second = seed
+    return _threefry(*_threefry(first, second, jnp.uint32(purpose)), position.astype(jnp.uint32))
+
+
+def _gumbel(key: tuple[Array, Array], token: Array) -> Array:
     """The noise of some tokens."""
-    x, y = _threefry(first, second, token.astype(jnp.uint32))
+    x, y = _threefry(*key, token.astype(jnp.uint32))
     tiny = jnp.finfo(jnp.float32).tiny
     bits = ((x ^ y) >> jnp.uint32(9)) | jnp.uint32(0x3F800000)  # a float from 1 to below 2
     uniform = jnp.maximum(jax.lax.bitcast_convert_type(bits, jnp.float32) - 1 + tiny, tiny)
     return -jnp.log(-jnp.log(uniform))
 
 
-def _reference(product, keys, ids, *controls):
-    logits, keys = add_up(product, jnp.float32).reshape(-1, product.shape[-1]), keys.reshape(-1, 2)
-    temperature = jnp.repeat(controls[0], logits.shape[0] // controls[0].shape[0])
+def _reference(product, seed, positions, ids, *controls, purpose):
+    logits = add_up(product, jnp.float32).reshape(-1, product.shape[-1])
+    temperature, *words = (jnp.repeat(of, len(logits) // len(of)) for of in (controls[0], seed[:, 0], seed[:, 1]))
 
     def drawn():
         tokens = jnp.arange(logits.shape[1]) if ids is None else ids
-        noise = _gumbel(keys[:, :1], keys[:, 1:], tokens[None])
+        key = _key([word[:, None] for word in words], purpose, positions.reshape(-1, 1))
+        noise = _gumbel(key, tokens[None])
         tempered = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
         bound = keep_bound(logits, *controls, implementation="reference")
         scores = jnp.where(logits >= bound[:, None], tempered + noise, -jnp.inf)
@@ -82,9 +91,11 @@ def _reference(product, keys, ids, *controls):
 class _Row:
     """In a kernel: a row's logits, controls and noise."""
 
-    def __init__(self, refs, row):
-        logits_ref, keys_ref, *control_refs, self.scales, self.ids = refs
-        self.logits, self.keys, self.row, (self.rows, self.vocab) = logits_ref, keys_ref, row, logits_ref.shape
+    def __init__(self, refs, row, purpose):
+        self.logits, seed_ref, positions_ref, *control_refs, self.scales, self.ids = refs
+        self.row, (self.rows, self.vocab) = row, self.logits.shape
+        group = row // (self.rows // seed_ref.shape[0])
+        self.key = _key([seed_ref[group, word] for word in range(2)], purpose, positions_ref[row])
         self.controls = controls_of(row, self.rows, control_refs)
         self.temperature, self.is_bounded = self.controls[0], restricts(*self.controls)
 
@@ -115,7 +126,7 @@ class _Row:
             logits, token = self.read(column, inside), column
             if self.ids is not None:
                 token = pltriton.load(self.ids.at[column], mask=inside, other=0)
-            noise = _gumbel(self.keys[self.row, 0], self.keys[self.row, 1], token)
+            noise = _gumbel(self.key, token)
             score = jnp.where(logits >= bound, logits / self.temperature + noise, -jnp.inf)
             return jnp.maximum(best[0], score), jnp.where(score > best[0], column, best[1])
 
@@ -123,9 +134,9 @@ class _Row:
         return self.best(*jax.lax.fori_loop(0, pl.cdiv(count, IN_HAND), step, nothing))
 
 
-def _survey_kernel(*refs, inputs):
+def _survey_kernel(*refs, inputs, purpose):
     """One program: a slice of a row."""
-    row, piece = _Row(inputs(refs), pl.program_id(0)), pl.program_id(1)
+    row, piece = _Row(inputs(refs), pl.program_id(0), purpose), pl.program_id(1)
     *left, token_ref = refs[-4:]
 
     def logits():
@@ -148,9 +159,9 @@ def _survey_kernel(*refs, inputs):
         survey_slice(logits(), row.row, piece, row.temperature, Survey(*left))
 
 
-def _choose_kernel(*refs, inputs, interpret):
+def _choose_kernel(*refs, inputs, purpose, interpret):
     """One program: the token of a row."""
-    row = _Row(inputs(refs), pl.program_id(0))
+    row = _Row(inputs(refs), pl.program_id(0), purpose)
     left, (token_ref, chosen_ref, groups_ref, kept_ref) = Survey(*refs[-7:-4]), refs[-4:]
 
     @pl.when(row.is_bounded)
@@ -178,28 +189,28 @@ def _choose_kernel(*refs, inputs, interpret):
         chosen_ref[row.row] = row.best(tops, tokens)[1]
 
 
-def _pallas(product, keys, ids, *controls, interpret):
+def _pallas(product, seed, positions, ids, *controls, purpose, interpret):
     logits, scales = taken_apart(product)
     logits, scales = logits.reshape(-1, product.shape[-1]), tuple(scale.ravel() for scale in scales)
     rows, vocab = logits.shape
-    arrays = (logits, keys.reshape(rows, 2), *controls, *scales, *([] if ids is None else [ids]))
+    arrays = (logits, seed, positions.reshape(rows), *controls, *scales, *([] if ids is None else [ids]))
 
     def inputs(refs):
         """The references of the arrays, in the order of `_Row`."""
-        end = 6 + len(scales)
-        return *refs[:6], refs[6:end], None if ids is None else refs[end]
+        end = 7 + len(scales)
+        return *refs[:7], refs[7:end], None if ids is None else refs[end]
 
     left, held = survey_shapes(rows, vocab)
     call, array = functools.partial(pl.pallas_call, interpret=interpret), jax.ShapeDtypeStruct
     surveyed = call(
-        functools.partial(_survey_kernel, inputs=inputs),
+        functools.partial(_survey_kernel, inputs=inputs, purpose=purpose),
         grid=(rows, left.top.shape[1]),
         out_shape=[*left, array(left.top.shape, jnp.int32)],
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         name="sample_tokens_survey",
     )(*arrays)
     chosen = call(
-        functools.partial(_choose_kernel, inputs=inputs, interpret=interpret),
+        functools.partial(_choose_kernel, inputs=inputs, purpose=purpose, interpret=interpret),
         grid=(rows,),
         out_shape=[array((rows,), jnp.int32), held, array((rows, MOST * GROUP), jnp.int32)],
         compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=1),
@@ -208,25 +219,28 @@ def _pallas(product, keys, ids, *controls, interpret):
     return chosen[0].reshape(product.shape[1:-1])
 
 
-@functools.partial(jax.jit, static_argnames=("implementation",))
+@functools.partial(jax.jit, static_argnames=("purpose", "implementation"))
 def sample_tokens(
     product: Parts,
-    keys: UInt32[Array, "*rows 2"],
+    seed: UInt32[Array, "groups 2"],
+    positions: Int32[Array, "*rows"],
     temperature: Float[Array, " groups"],
     top_k: Int32[Array, " groups"],
     top_p: Float[Array, " groups"],
     min_p: Float[Array, " groups"],
     ids: Int32[Array, " vocab"] | None = None,
     *,
+    purpose: int = 0,
     implementation: Implementation = "auto",
 ) -> Int32[Array, "*rows"]:
     """Returns one of the `vocab` tokens for each row, the first of equals (arXiv:1611.01144).
 
-    The rows are so many equal groups of neighbours, each under controls of its own.
+    The rows are so many equal groups of neighbours, each under a seed and controls of its own.
 
     Args:
         product: [1, *rows, vocab], the logits in float32, perhaps to be scaled; not divided by the temperature yet.
-        keys: of threefry-2x32, each for one draw.
+        seed: the words of a threefry-2x32 key.
+        positions, purpose: folded into the seed, the purpose first.
         temperature: 0 takes the likeliest token, whatever the other controls say.
         top_k, top_p, min_p: as in `keep_bound`.
         ids: whose noise each of the tokens gets; None: its own.
@@ -236,5 +250,6 @@ def sample_tokens(
         ValueError: the rows are no equal groups, or controls are of different ones.
     """
     controls = (temperature, top_k, top_p, min_p)
-    check_groups(keys.size // 2, controls)
-    return choose(implementation, None, _pallas, _reference, product, keys, ids, *controls)
+    check_groups(positions.size, (seed, *controls))
+    kernel, reference = (functools.partial(run, purpose=purpose) for run in (_pallas, _reference))
+    return choose(implementation, None, kernel, reference, product, seed, positions, ids, *controls)

@@ -32,14 +32,16 @@ def _kernel(rows_ref, exists_ref, *refs):
     place, count = pl.program_id(0), exists_ref.shape[0]
     row = rows_ref[place]
     is_there = (row < count) & (exists_ref[jnp.minimum(row, count - 1)])
-    inputs, outputs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
-    for source, target in zip(inputs, outputs, strict=True):
+    inputs, outputs, loaded = refs[: len(refs) // 2], refs[len(refs) // 2 :], []
+    for source, target in zip(inputs, outputs, strict=True):  # all is asked for before anything is written
         width = source.shape[1]
         for start in range(0, width, BLOCK):
             column = start + jnp.arange(min(BLOCK, pl.next_power_of_2(width - start)))
             inside = column < width
             value = pltriton.load(source.at[row, column], mask=inside & is_there, other=source.dtype.type(0))
-            pltriton.store(target.at[place, column], value, mask=inside)
+            loaded.append((target.at[place, column], value, inside))
+    for at, value, inside in loaded:
+        pltriton.store(at, value, mask=inside)
 
 
 def _pallas(rows, exists, *arrays, interpret):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -26,19 +27,23 @@ CASES = [
 ]
 EACH = 3  # rows of a case
 ROWS = EACH * len(CASES)
+PURPOSE = 3
 LARGE = 20000  # of more tokens than a program holds
 Problem = tuple[np.ndarray, ...]
+draw = partial(sample_tokens, purpose=PURPOSE)
 
 
 def problem(vocab: int = 3000, scale: float = 3.0) -> Problem:
-    """Product, keys and controls; neighbouring rows share the latter."""
+    """Product, seeds, positions and controls; neighbouring rows share seed and controls."""
     rng = np.random.default_rng(vocab)
     logits = rng.normal(0, scale, (1, ROWS, vocab)).astype(np.float32)
-    keys = rng.integers(0, 2**32, (ROWS, 2), dtype=np.uint32)
+    seed = rng.integers(0, 2**32, (len(CASES), 2), dtype=np.uint32)
+    positions = rng.integers(0, 2**17, ROWS).astype(np.int32)
     types = (np.float32, np.int32, np.float32, np.float32)
     return (
         logits,
-        keys,
+        seed,
+        positions,
         *(np.array(column, dtype) for column, dtype in zip(zip(*CASES, strict=True), types, strict=True)),
     )
 
@@ -48,17 +53,20 @@ def mapped(vocab: int = 3000, scale: float = 3.0) -> Problem:
     return *problem(vocab, scale), np.random.default_rng(1).permutation(4 * vocab)[:vocab].astype(np.int32)
 
 
-def expected(logits: np.ndarray, keys: np.ndarray, *controls: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def expected(
+    logits: np.ndarray, seed: np.ndarray, positions: np.ndarray, *controls: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Each row's token, and by how much it wins in a nucleus a little larger; 0 if not of a smaller one."""
     tokens, margins = [], []
     *controls, ids = controls if len(controls) == 5 else (*controls, np.arange(logits.shape[2]))
     each = len(logits[0]) // len(controls[0])
-    for index, (row, words) in enumerate(zip(logits[0], keys, strict=True)):
+    for index, (row, position) in enumerate(zip(logits[0], positions, strict=True)):
         t, k, p, m = (control[index // each].item() for control in controls)
         scores, edges = row.astype(np.float64), (p, p, p) if p == 1 else (p, p - 1e-4, p + 1e-4)
         own = least = most = np.full(len(row), True)
         if t > 0:
-            key = jax.random.wrap_key_data(words, impl="threefry2x32")
+            key = jax.random.wrap_key_data(seed[index // each], impl="threefry2x32")
+            key = jax.random.fold_in(jax.random.fold_in(key, PURPOSE), position)
             noise = np.asarray(jax.random.gumbel(key, (ids.max() + 1,), mode="low"), np.float64)[ids]
             own, least, most = (law(row, temperature=t, top_k=k, top_p=edge, min_p=m) > 0 for edge in edges)
             scores = scores / np.float64(t) + noise
@@ -72,7 +80,7 @@ def check(rows: Problem, implementation: str) -> None:
     tokens, margins = expected(*rows)
     sure = margins > 1e-4
     assert sure.sum() >= ROWS - 2
-    found = np.asarray(sample_tokens(*rows, implementation=implementation))
+    found = np.asarray(draw(*rows, implementation=implementation))
     np.testing.assert_array_equal(found[sure], tokens[sure])
 
 
@@ -92,43 +100,43 @@ def test_so_they_are_in_laws_wider_than_what_a_program_holds(scale: float) -> No
 def test_the_noise_is_that_of_the_ids(implementation: str) -> None:
     rows = mapped()
     tokens, _ = expected(*rows)
-    differs = np.asarray(sample_tokens(*rows[:-1], implementation=implementation)) != tokens
+    differs = np.asarray(draw(*rows[:-1], implementation=implementation)) != tokens
     assert differs[EACH:].any() and not differs[:EACH].any(), "control: noise of its own"
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_neighbouring_rows_share_controls(implementation: str) -> None:
     rows = problem()
-    own = *rows[:2], *(np.repeat(control, EACH) for control in rows[2:])
-    found = np.asarray(sample_tokens(*rows, implementation=implementation))
-    np.testing.assert_array_equal(found, sample_tokens(*own, implementation=implementation))
-    dealt_out = *rows[:2], *(np.tile(control, EACH) for control in rows[2:])
-    assert (found != sample_tokens(*dealt_out, implementation=implementation)).any(), "control"
+    own = rows[0], np.repeat(rows[1], EACH, axis=0), rows[2], *(np.repeat(control, EACH) for control in rows[3:])
+    found = np.asarray(draw(*rows, implementation=implementation))
+    np.testing.assert_array_equal(found, draw(*own, implementation=implementation))
+    dealt_out = *own[:3], *(np.tile(control, EACH) for control in rows[3:])
+    assert (found != draw(*dealt_out, implementation=implementation)).any(), "control"
     with pytest.raises(ValueError, match="as many groups each, equal ones of 24 rows"):
-        sample_tokens(*rows[:2], *(control[:7] for control in rows[2:]))
+        draw(rows[0], rows[1][:7], rows[2], *(control[:7] for control in rows[3:]))
 
 
-@pytest.mark.parametrize("part", range(1, 6))
-def test_another_key_or_control_is_caught(part: int) -> None:
+@pytest.mark.parametrize("part", range(1, 7))
+def test_another_seed_position_or_control_is_caught(part: int) -> None:
     """The negative control."""
     rows = list(problem())
     tokens, margins = expected(*rows)
-    others = rows[1][:, ::-1], np.full_like(rows[2], 1), 0 * rows[3], np.ones_like(rows[4]), 0 * rows[5]
+    others = rows[1][:, ::-1], rows[2] + 1, np.full_like(rows[3], 1), 0 * rows[4], np.ones_like(rows[5]), 0 * rows[6]
     rows[part] = others[part - 1]
-    found = np.asarray(sample_tokens(*rows, implementation="pallas"))
+    found = np.asarray(draw(*rows, implementation="pallas"))
     assert (found != tokens)[margins > 1e-4].any()
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_a_product_of_float8_is_scaled_where_it_is_read(implementation: str) -> None:
-    logits, keys, *others = mapped()
+    logits, *others = mapped()
     rng = np.random.default_rng(5)
     row_scale, scale = rng.uniform(0.5, 2, ROWS).astype(np.float32), rng.uniform(0.5, 2, 3000).astype(np.float32)
     unscaled = Scaled(logits / row_scale[:, None] / scale, row_scale, scale)
     whole = unscaled.values * row_scale[:, None] * scale
-    found = np.asarray(sample_tokens(unscaled, keys, *others, implementation=implementation))
-    np.testing.assert_array_equal(found, sample_tokens(whole, keys, *others, implementation=implementation))
-    assert (found != sample_tokens(unscaled.values, keys, *others)).any(), "control"
+    found = np.asarray(draw(unscaled, *others, implementation=implementation))
+    np.testing.assert_array_equal(found, draw(whole, *others, implementation=implementation))
+    assert (found != draw(unscaled.values, *others)).any(), "control"
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
@@ -137,9 +145,10 @@ def test_the_smallest_of_equals_is_taken(implementation: str, temperature: float
     logits = np.zeros((1, 1, 9000), np.float32)
     logits[..., [5, 4101]] = 1
     controls = [jnp.full(1, temperature), jnp.zeros(1, jnp.int32), jnp.ones(1), jnp.zeros(1)]
-    words = jnp.zeros((1, 2), jnp.uint32)
-    token = sample_tokens(logits, words, *controls, implementation=implementation)
-    noise = jax.random.gumbel(jax.random.wrap_key_data(words[0], impl="threefry2x32"), (9000,), mode="low")
+    seed, position = jnp.zeros((1, 2), jnp.uint32), jnp.zeros((1, 1), jnp.int32)[0]
+    token = sample_tokens(logits, seed, position, *controls, implementation=implementation)
+    key = jax.random.wrap_key_data(seed[0], impl="threefry2x32")
+    noise = jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, 0), 0), (9000,), mode="low")
     assert token.tolist() == [5 if temperature == 0 or noise[5] > noise[4101] else 4101]
 
 
@@ -151,8 +160,8 @@ def test_it_is_two_kernels_on_an_h200_and_no_noise_is_written_down(has_ids: bool
     if is_scaled:
         product = Scaled(product, shape((rows,), jnp.float32), shape((vocab,), jnp.float32))
     ids = [shape((vocab,), jnp.int32)] * has_ids
-    words = shape((rows, 2), jnp.uint32)
-    program = compile_for_h200(sample_tokens, product, words, *controls, *ids, fail_on_spills=True)
+    where = shape((rows, 2), jnp.uint32), shape((rows,), jnp.int32)
+    program = compile_for_h200(sample_tokens, product, *where, *controls, *ids, fail_on_spills=True)
     assert [launch.name for launch in program.launches] == ["sample_tokens_survey", "sample_tokens"]
     assert program.temp_bytes < 12 << 20
 
@@ -166,5 +175,5 @@ def test_on_a_gpu_the_tokens_are_those_of_jax_random(
     rows = make(vocab, scale)
     with jax.default_device(jax.devices("cpu")[0]):
         tokens, margins = expected(*rows)
-    differs = np.asarray(sample_tokens(*rows, implementation="pallas")) != tokens
+    differs = np.asarray(draw(*rows, implementation="pallas")) != tokens
     assert not differs[margins > 1e-4].any()
