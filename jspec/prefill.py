@@ -104,8 +104,9 @@ def _first_token(
     """Sample what follows the chunk, unless it is known; only the last chunk makes it the root."""
     length = chunk.start + chunk.count
     newest = chunk.tokens[chunk.count - 1]
-    logits = controls.edit_one(out.logits, replace(view, root=newest[None], lengths=length[None] - 1))
-    token = sampling.target_tokens(logits[None], view, length[None, None])
+    of_newest = replace(view, root=newest[None], lengths=length[None] - 1)
+    logits = controls.edit_one(out.logits, of_newest)
+    token = sampling.target_tokens(logits[None], of_newest, jnp.ones((1, 1), jnp.int32))
     token = jnp.where(chunk.root >= 0, chunk.root, token)
     scores = None
     if program.logprobs is not None:

@@ -95,35 +95,38 @@ def _controls(sampling: Sampling) -> tuple[Array, ...]:
     return sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
 
 
-def target_tokens(product: Parts, view: SlotView, positions: Int[Array, "batch nodes"]) -> Int[Array, "batch nodes"]:
+def target_tokens(product: Parts, view: SlotView, behind: Int[Array, "batch nodes"]) -> Int[Array, "batch nodes"]:
     """The token plain decoding would emit at each position: argmax for greedy rows, else drawn.
 
     Args:
         product: the logits of the node before each position, [1, batch, nodes, vocab], as `jspec.controls` leaves
             them, perhaps to be scaled: a kernel of its own for that would read and write them once more.
-        positions: the position the token will stand at.
+        behind: how far behind the root the token will stand.
     """
     if not view.deterministic:
-        return _draw(product, positions, view.sampling, None, view.implementation)
+        return _draw(product, view.lengths, behind, view.sampling, None, view.implementation)
 
-    def draw(logits: Array, positions: Array, sampling: Sampling) -> Array:
-        return _draw(logits[None], positions, sampling, None, view.implementation)
+    def draw(logits: Array, first: Array, behind: Array, sampling: Sampling) -> Array:
+        return _draw(logits[None], first, behind, sampling, None, view.implementation)
 
     # No bit of a law or of its noise depends on how many there are: each row is a batch.
-    rows = add_up(product, jnp.float32).reshape(positions.size, -1)
-    of_each = jax.tree.map(lambda field: jnp.repeat(field, positions.shape[1], axis=0), view.sampling)
-    drawn = in_row_blocks_off_gpu(draw, rows, positions.reshape(-1), of_each, implementation=view.implementation)
-    return drawn.reshape(positions.shape)
+    rows, each = add_up(product, jnp.float32).reshape(behind.size, -1), behind.shape[1]
+    shared = jax.tree.map(lambda field: jnp.repeat(field, each, axis=0), (view.lengths, view.sampling))
+    arguments = rows, shared[0], behind.reshape(-1), shared[1]
+    return in_row_blocks_off_gpu(draw, *arguments, implementation=view.implementation).reshape(behind.shape)
 
 
 def _draw(
-    product: Parts, positions: Int[Array, "*rows"], sampling: Sampling, ids: Array | None, implementation: str
+    product: Parts,
+    root: Int[Array, "batch"],
+    behind: Int[Array, "*rows"],
+    sampling: Sampling,
+    ids: Array | None,
+    implementation: str,
 ) -> Int[Array, "*rows"]:
-    """One of the tokens for each row, by the noise of their ids; neighbouring rows are of one sampling."""
-    controls, purpose = _controls(sampling), int(Purpose.TOKEN)
-    return sample_tokens(
-        product, sampling.seed, positions, *controls, ids, purpose=purpose, implementation=implementation
-    )
+    """One of the tokens for each row, by the noise of their ids; neighbouring rows are of one root and sampling."""
+    where, options = (sampling.seed, root, behind), {"purpose": int(Purpose.TOKEN), "implementation": implementation}
+    return sample_tokens(product, *where, *_controls(sampling), ids, **options)
 
 
 def law(
@@ -157,13 +160,13 @@ def child_chooser(
         (1 below the root) and how many, to their ids ``[batch, fed, count]`` over the draft vocabulary, best first, and
         the law ``[batch, fed, draft_vocab]`` they were drawn from (None if they were not drawn).
     """
-    positions = view.lengths[:, None] + jnp.arange(1, depth + 1)
-    noise = functools.cache(lambda: _draft_noise(view, positions, vocab_map, target_vocab))
+    noise = functools.cache(lambda: _draft_noise(view, depth, vocab_map, target_vocab))
 
     def choose(product: Parts, level: int, count: int) -> tuple[Array, Array | None]:
         if view.accept == "coupled" and count == 1:
-            own = jnp.broadcast_to(positions[:, level - 1, None], product.shape[1:3])
-            return _draw(product, own, view.sampling, vocab_map, view.implementation)[..., None], None
+            behind = jnp.full(product.shape[1:3], level, jnp.int32)
+            drawn = _draw(product, view.lengths, behind, view.sampling, vocab_map, view.implementation)
+            return drawn[..., None], None
         logits = add_up(product, jnp.float32)
         if view.accept in RULES_WITH_LAW:
             return by_temperature(view, lambda branch: _drawn(logits, branch, level, count))
@@ -176,9 +179,10 @@ def child_chooser(
 
 
 def _draft_noise(
-    view: SlotView, positions: Array, vocab_map: Array | None, target_vocab: int
+    view: SlotView, depth: int, vocab_map: Array | None, target_vocab: int
 ) -> Float[Array, "batch depth draft_vocab"]:
     """The target's noise at all levels, each at one position, in one conditional: each costs a GPU program time."""
+    positions = view.lengths[:, None] + jnp.arange(1, depth + 1)
     size = target_vocab if vocab_map is None else vocab_map.shape[0]
 
     def noise(branch: SlotView) -> Array:

@@ -62,23 +62,25 @@ def _key(seed: Sequence[Array], purpose: int, position: Array) -> tuple[Array, A
     return _threefry(*_threefry(first, second, jnp.uint32(purpose)), position.astype(jnp.uint32))
 
 
-def _gumbel(key: tuple[Array, Array], token: Array) -> Array:
+def _gumbel(key: Sequence[Array], token: Array) -> Array:
     """The noise of some tokens."""
-    x, y = _threefry(*key, token.astype(jnp.uint32))
+    first, second = key
+    x, y = _threefry(first, second, token.astype(jnp.uint32))
     tiny = jnp.finfo(jnp.float32).tiny
     bits = ((x ^ y) >> jnp.uint32(9)) | jnp.uint32(0x3F800000)  # a float from 1 to below 2
     uniform = jnp.maximum(jax.lax.bitcast_convert_type(bits, jnp.float32) - 1 + tiny, tiny)
     return -jnp.log(-jnp.log(uniform))
 
 
-def _reference(product, seed, positions, ids, *controls, purpose):
+def _reference(product, seed, first, offsets, ids, *controls, purpose):
     logits = add_up(product, jnp.float32).reshape(-1, product.shape[-1])
-    temperature, *words = (jnp.repeat(of, len(logits) // len(of)) for of in (controls[0], seed[:, 0], seed[:, 1]))
+    shared = (controls[0], first, seed[:, 0], seed[:, 1])
+    temperature, first, *words = (jnp.repeat(of, len(logits) // len(of)) for of in shared)
 
     def drawn():
         tokens = jnp.arange(logits.shape[1]) if ids is None else ids
-        key = _key([word[:, None] for word in words], purpose, positions.reshape(-1, 1))
-        noise = _gumbel(key, tokens[None])
+        key = _key(words, purpose, first + offsets.ravel())
+        noise = _gumbel([word[:, None] for word in key], tokens[None])
         tempered = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
         bound = keep_bound(logits, *controls, implementation="reference")
         scores = jnp.where(logits >= bound[:, None], tempered + noise, -jnp.inf)
@@ -92,10 +94,11 @@ class _Row:
     """In a kernel: a row's logits, controls and noise."""
 
     def __init__(self, refs, row, purpose):
-        self.logits, seed_ref, positions_ref, *control_refs, self.scales, self.ids = refs
+        self.logits, seed_ref, first_ref, offsets_ref, *control_refs, self.scales, self.ids = refs
         self.row, (self.rows, self.vocab) = row, self.logits.shape
         group = row // (self.rows // seed_ref.shape[0])
-        self.key = _key([seed_ref[group, word] for word in range(2)], purpose, positions_ref[row])
+        position = first_ref[group] + offsets_ref[row]
+        self.key = _key([seed_ref[group, word] for word in range(2)], purpose, position)
         self.controls = controls_of(row, self.rows, control_refs)
         self.temperature, self.is_bounded = self.controls[0], restricts(*self.controls)
 
@@ -189,16 +192,16 @@ def _choose_kernel(*refs, inputs, purpose, interpret):
         chosen_ref[row.row] = row.best(tops, tokens)[1]
 
 
-def _pallas(product, seed, positions, ids, *controls, purpose, interpret):
+def _pallas(product, seed, first, offsets, ids, *controls, purpose, interpret):
     logits, scales = taken_apart(product)
     logits, scales = logits.reshape(-1, product.shape[-1]), tuple(scale.ravel() for scale in scales)
     rows, vocab = logits.shape
-    arrays = (logits, seed, positions.reshape(rows), *controls, *scales, *([] if ids is None else [ids]))
+    arrays = (logits, seed, first, offsets.reshape(rows), *controls, *scales, *([] if ids is None else [ids]))
 
     def inputs(refs):
         """The references of the arrays, in the order of `_Row`."""
-        end = 7 + len(scales)
-        return *refs[:7], refs[7:end], None if ids is None else refs[end]
+        end = 8 + len(scales)
+        return *refs[:8], refs[8:end], None if ids is None else refs[end]
 
     left, held = survey_shapes(rows, vocab)
     call, array = functools.partial(pl.pallas_call, interpret=interpret), jax.ShapeDtypeStruct
@@ -223,7 +226,8 @@ def _pallas(product, seed, positions, ids, *controls, purpose, interpret):
 def sample_tokens(
     product: Parts,
     seed: UInt32[Array, "groups 2"],
-    positions: Int32[Array, "*rows"],
+    first: Int32[Array, " groups"],
+    offsets: Int32[Array, "*rows"],
     temperature: Float[Array, " groups"],
     top_k: Int32[Array, " groups"],
     top_p: Float[Array, " groups"],
@@ -235,12 +239,13 @@ def sample_tokens(
 ) -> Int32[Array, "*rows"]:
     """Returns one of the `vocab` tokens for each row, the first of equals (arXiv:1611.01144).
 
-    The rows are so many equal groups of neighbours, each under a seed and controls of its own.
+    The rows are so many equal groups of neighbours, each under a seed, a first position and controls of its own.
 
     Args:
         product: [1, *rows, vocab], the logits in float32, perhaps to be scaled; not divided by the temperature yet.
         seed: the words of a threefry-2x32 key.
-        positions, purpose: folded into the seed, the purpose first.
+        first, offsets: their sum is a row's position.
+        purpose: folded into the seed before the position.
         temperature: 0 takes the likeliest token, whatever the other controls say.
         top_k, top_p, min_p: as in `keep_bound`.
         ids: whose noise each of the tokens gets; None: its own.
@@ -250,6 +255,6 @@ def sample_tokens(
         ValueError: the rows are no equal groups, or controls are of different ones.
     """
     controls = (temperature, top_k, top_p, min_p)
-    check_groups(positions.size, (seed, *controls))
+    check_groups(offsets.size, (seed, first, *controls))
     kernel, reference = (functools.partial(run, purpose=purpose) for run in (_pallas, _reference))
-    return choose(implementation, None, kernel, reference, product, seed, positions, ids, *controls)
+    return choose(implementation, None, kernel, reference, product, seed, first, offsets, ids, *controls)

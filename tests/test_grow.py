@@ -169,7 +169,7 @@ def test_coupled_children_are_the_likeliest_under_the_target_noise() -> None:
     view = view_of_rows([0] * rows, temperature=1.0)
     ids, law = sampling.child_chooser(view, 3, None, vocab)(logits[None], 3, 4)
     assert law is None
-    target = sampling.target_tokens(logits[None], view, (view.lengths + 3)[:, None])
+    target = sampling.target_tokens(logits[None], view, jnp.full((rows, 1), 3))
     np.testing.assert_array_equal(ids[:, 0, 0], target[:, 0])
     deterministic, _ = sampling.child_chooser(view.replace(accept="typical"), 3, None, vocab)(logits[None], 3, 4)
     np.testing.assert_array_equal(deterministic, jax.lax.top_k(logits, 4)[1])

@@ -126,7 +126,7 @@ def coupled(
     Returns:
         The deepest node that stands, and the target's token behind it.
     """
-    wanted = sampling.target_tokens(product, view, view.lengths[:, None] + depths(reach) + 1)
+    wanted = sampling.target_tokens(product, view, depths(reach) + 1)
     matches = draft.tokens == jnp.take_along_axis(wanted, jnp.maximum(draft.parents, 0), axis=1)
     _, best = walk(matches & draft.valid, draft, reach)
     return best, at_node(wanted, best)

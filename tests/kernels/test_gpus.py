@@ -136,7 +136,7 @@ def bound(rows: int) -> Case:
 
 
 def draw(rows: int) -> Case:
-    arrays = [shape(rows, 2, dtype=jnp.uint32), *(shape(rows, dtype=dtype) for dtype in (I32, F32, I32, F32, F32))]
+    arrays = [shape(rows, 2, dtype=jnp.uint32), *(shape(rows, dtype=dtype) for dtype in (I32, I32, F32, I32, F32, F32))]
     return partial(sample_tokens, implementation="pallas"), (shape(1, rows, VOCAB, dtype=F32), *arrays)
 
 

@@ -25,7 +25,7 @@ CASES = [
     (1.3, 1, 1.0, 0.0),
     (0.7, 4000, 0.99, 0.0),
 ]
-EACH = 3  # rows of a case
+EACH = 6  # rows of a case
 ROWS = EACH * len(CASES)
 PURPOSE = 3
 LARGE = 20000  # of more tokens than a program holds
@@ -34,16 +34,18 @@ draw = partial(sample_tokens, purpose=PURPOSE)
 
 
 def problem(vocab: int = 3000, scale: float = 3.0) -> Problem:
-    """Product, seeds, positions and controls; neighbouring rows share seed and controls."""
+    """Product, seeds, first positions, offsets and controls; neighbouring rows share all but product and offset."""
     rng = np.random.default_rng(vocab)
     logits = rng.normal(0, scale, (1, ROWS, vocab)).astype(np.float32)
     seed = rng.integers(0, 2**32, (len(CASES), 2), dtype=np.uint32)
-    positions = rng.integers(0, 2**17, ROWS).astype(np.int32)
+    first = rng.integers(0, 2**17, len(CASES)).astype(np.int32)
+    offsets = rng.integers(0, 99, ROWS).astype(np.int32)
     types = (np.float32, np.int32, np.float32, np.float32)
     return (
         logits,
         seed,
-        positions,
+        first,
+        offsets,
         *(np.array(column, dtype) for column, dtype in zip(zip(*CASES, strict=True), types, strict=True)),
     )
 
@@ -54,19 +56,19 @@ def mapped(vocab: int = 3000, scale: float = 3.0) -> Problem:
 
 
 def expected(
-    logits: np.ndarray, seed: np.ndarray, positions: np.ndarray, *controls: np.ndarray
+    logits: np.ndarray, seed: np.ndarray, first: np.ndarray, offsets: np.ndarray, *controls: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Each row's token, and by how much it wins in a nucleus a little larger; 0 if not of a smaller one."""
     tokens, margins = [], []
     *controls, ids = controls if len(controls) == 5 else (*controls, np.arange(logits.shape[2]))
     each = len(logits[0]) // len(controls[0])
-    for index, (row, position) in enumerate(zip(logits[0], positions, strict=True)):
+    for index, (row, offset) in enumerate(zip(logits[0], offsets, strict=True)):
         t, k, p, m = (control[index // each].item() for control in controls)
         scores, edges = row.astype(np.float64), (p, p, p) if p == 1 else (p, p - 1e-4, p + 1e-4)
         own = least = most = np.full(len(row), True)
         if t > 0:
             key = jax.random.wrap_key_data(seed[index // each], impl="threefry2x32")
-            key = jax.random.fold_in(jax.random.fold_in(key, PURPOSE), position)
+            key = jax.random.fold_in(jax.random.fold_in(key, PURPOSE), first[index // each] + offset)
             noise = np.asarray(jax.random.gumbel(key, (ids.max() + 1,), mode="low"), np.float64)[ids]
             own, least, most = (law(row, temperature=t, top_k=k, top_p=edge, min_p=m) > 0 for edge in edges)
             scores = scores / np.float64(t) + noise
@@ -79,7 +81,7 @@ def expected(
 def check(rows: Problem, implementation: str) -> None:
     tokens, margins = expected(*rows)
     sure = margins > 1e-4
-    assert sure.sum() >= ROWS - 2
+    assert sure.sum() >= ROWS - 4
     found = np.asarray(draw(*rows, implementation=implementation))
     np.testing.assert_array_equal(found[sure], tokens[sure])
 
@@ -107,21 +109,31 @@ def test_the_noise_is_that_of_the_ids(implementation: str) -> None:
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_neighbouring_rows_share_controls(implementation: str) -> None:
     rows = problem()
-    own = rows[0], np.repeat(rows[1], EACH, axis=0), rows[2], *(np.repeat(control, EACH) for control in rows[3:])
+    own = [*rows[:3], rows[3], *rows[4:]]
+    for place in (1, 2, *range(4, 8)):
+        own[place] = np.repeat(rows[place], EACH, axis=0)
     found = np.asarray(draw(*rows, implementation=implementation))
     np.testing.assert_array_equal(found, draw(*own, implementation=implementation))
-    dealt_out = *own[:3], *(np.tile(control, EACH) for control in rows[3:])
+    dealt_out = *own[:4], *(np.tile(control, EACH) for control in rows[4:])
     assert (found != draw(*dealt_out, implementation=implementation)).any(), "control"
-    with pytest.raises(ValueError, match="as many groups each, equal ones of 24 rows"):
-        draw(rows[0], rows[1][:7], rows[2], *(control[:7] for control in rows[3:]))
+    with pytest.raises(ValueError, match="as many groups each, equal ones of 48 rows"):
+        draw(rows[0], rows[1][:7], rows[2][:7], rows[3], *(control[:7] for control in rows[4:]))
 
 
-@pytest.mark.parametrize("part", range(1, 7))
+@pytest.mark.parametrize("part", range(1, 8))
 def test_another_seed_position_or_control_is_caught(part: int) -> None:
     """The negative control."""
     rows = list(problem())
     tokens, margins = expected(*rows)
-    others = rows[1][:, ::-1], rows[2] + 1, np.full_like(rows[3], 1), 0 * rows[4], np.ones_like(rows[5]), 0 * rows[6]
+    others = (
+        rows[1][:, ::-1],
+        rows[2] + 1,
+        rows[3] + 1,
+        np.ones_like(rows[4]),
+        0 * rows[5],
+        np.ones_like(rows[6]),
+        0 * rows[7],
+    )
     rows[part] = others[part - 1]
     found = np.asarray(draw(*rows, implementation="pallas"))
     assert (found != tokens)[margins > 1e-4].any()
@@ -145,8 +157,8 @@ def test_the_smallest_of_equals_is_taken(implementation: str, temperature: float
     logits = np.zeros((1, 1, 9000), np.float32)
     logits[..., [5, 4101]] = 1
     controls = [jnp.full(1, temperature), jnp.zeros(1, jnp.int32), jnp.ones(1), jnp.zeros(1)]
-    seed, position = jnp.zeros((1, 2), jnp.uint32), jnp.zeros((1, 1), jnp.int32)[0]
-    token = sample_tokens(logits, seed, position, *controls, implementation=implementation)
+    seed, zero = jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1, jnp.int32)
+    token = sample_tokens(logits, seed, zero, zero, *controls, implementation=implementation)
     key = jax.random.wrap_key_data(seed[0], impl="threefry2x32")
     noise = jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, 0), 0), (9000,), mode="low")
     assert token.tolist() == [5 if temperature == 0 or noise[5] > noise[4101] else 4101]
@@ -160,7 +172,7 @@ def test_it_is_two_kernels_on_an_h200_and_no_noise_is_written_down(has_ids: bool
     if is_scaled:
         product = Scaled(product, shape((rows,), jnp.float32), shape((vocab,), jnp.float32))
     ids = [shape((vocab,), jnp.int32)] * has_ids
-    where = shape((rows, 2), jnp.uint32), shape((rows,), jnp.int32)
+    where = shape((rows, 2), jnp.uint32), shape((rows,), jnp.int32), shape((rows,), jnp.int32)
     program = compile_for_h200(sample_tokens, product, *where, *controls, *ids, fail_on_spills=True)
     assert [launch.name for launch in program.launches] == ["sample_tokens_survey", "sample_tokens"]
     assert program.temp_bytes < 12 << 20
