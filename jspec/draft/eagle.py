@@ -150,11 +150,7 @@ class EagleDrafter(Drafter):
         features: Array | None,
     ) -> EagleState:
         assert features is not None
-        path, is_whole = jnp.maximum(verdict.path, 0)[..., None], verdict.path.shape[1] == features.shape[1]
-        if is_whole:  # as many rows, and their product need not wait for the verdict
-            features = fuse(params, features)
-        accepted = jnp.take_along_axis(features, path, axis=1)
-        accepted = accepted if is_whole else fuse(params, accepted)
+        accepted = fuse(params, jnp.take_along_axis(features, jnp.maximum(verdict.path, 0)[..., None], axis=1))
         steps = jnp.arange(accepted.shape[1])
         is_row = view.active[:, None] & (steps < verdict.counts[:, None])
         slots = active_slots(view, state.count.shape[0])
