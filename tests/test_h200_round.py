@@ -56,7 +56,7 @@ def compile_round(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tree", "launches", "temp_mib"),
-    [(None, 330, 12), (Tree.chain(4), 430, 12), (Tree.topk(60, 8, 10), 530, 72)],
+    [(None, 310, 12), (Tree.chain(4), 385, 12), (Tree.topk(60, 8, 10), 495, 72)],
     ids=str,
 )
 def test_the_round_is_one_graph_in_place(tree: Tree | None, launches: int, temp_mib: int) -> None:
@@ -67,6 +67,7 @@ def test_the_round_is_one_graph_in_place(tree: Tree | None, launches: int, temp_
     assert not program.copies(1 << 20)
     assert program.temp_bytes < temp_mib << 20  # logits (of 60 nodes: 30 MB) and partial sums; a pool would be 70 MB
     assert len(program.launches) < launches
+    assert not [launch for launch in program.launches if launch.kind == "kConditional"], "each takes 13 us"
     has_few_rows = tree != Tree.topk(60, 8, 10)
     assert program.count("append_attention") == 32 * has_few_rows
     assert program.count("paged_attention") >= 32 * (1 if has_few_rows else 2)
@@ -88,7 +89,7 @@ def test_keeping_pages_for_others_costs_a_round_a_scatter() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tree", "launches", "temp_mib"), [(Tree.chain(4), 460, 12), (Tree.topk(60, 8, 10), 570, 96)], ids=str
+    ("tree", "launches", "temp_mib"), [(Tree.chain(4), 410, 12), (Tree.topk(60, 8, 10), 525, 96)], ids=str
 )
 def test_controls_stay_in_the_rounds_graph(tree: Tree, launches: int, temp_mib: int) -> None:
     """Counts are read, and added to where they lie; beside the logits there are the edited ones, and those scaled."""
@@ -104,7 +105,7 @@ def test_controls_stay_in_the_rounds_graph(tree: Tree, launches: int, temp_mib: 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tree", "batch", "launches", "temp_mib"),
-    [(None, 1, 440, 12), (Tree.chain(4), 32, 520, 200), (Tree.topk(60, 8, 10), 1, 660, 112)],
+    [(None, 1, 345, 12), (Tree.chain(4), 32, 425, 200), (Tree.topk(60, 8, 10), 1, 535, 112)],
     ids=str,
 )
 def test_a_deterministic_round_is_one_graph_of_our_own_kernels(
@@ -144,4 +145,4 @@ def test_float8_products_of_many_rows_are_scaled_by_who_reads_them() -> None:
     logits = [line.split(" = ")[0] for line in lines if " = f32[32,5,128256]" in line or " = f32[160,128256]" in line]
     assert logits and not [name for name in logits if "multiply" in name or "convert" in name], logits
     assert program.count("rotate_append") >= 32
-    assert len(program.launches) < 500
+    assert len(program.launches) < 440
