@@ -18,13 +18,9 @@ BLOCK = 1024  # numbers that are read at once
 
 
 def _reference(rows, exists, *arrays):
-    is_there = exists.at[rows].get(mode="fill", fill_value=False)
-
-    def take(array):
-        taken = array.at[rows].get(mode="fill", fill_value=array.dtype.type(0))
-        return jnp.where(is_there.reshape(-1, *(1,) * (array.ndim - 1)), taken, array.dtype.type(0))
-
-    return tuple(take(array) for array in arrays)
+    beyond = exists.shape[0]
+    rows = jnp.where(exists.at[rows].get(mode="fill", fill_value=False), rows, beyond)
+    return tuple(array.at[rows].get(mode="fill", fill_value=array.dtype.type(0)) for array in arrays)
 
 
 def _kernel(rows_ref, exists_ref, *refs):
