@@ -69,9 +69,9 @@ class Program:
     def compiler_options(self) -> dict[str, Any]:
         """With which it is compiled.
 
-        A tree's launches that need nothing of each other run side by side in their CUDA graph. That graph starts later
-        by as much as a chain, with fewer of them, would gain. XLA may leave out a rounding where that saves a
-        conversion, but not in a deterministic program.
+        A tree's launches that need nothing of each other run side by side in their CUDA graph. Such a graph starts
+        later, which costs a chain as much as it gains. XLA may leave out a rounding where that saves a conversion, but
+        not in a deterministic program.
         """
         options: dict[str, Any] = {"xla_allow_excess_precision": False} if self.deterministic else {}
         if not self.drafter.tree.is_chain and jax.default_backend() != "tpu":  # whose compiler has no such option

@@ -202,7 +202,8 @@ def bound_row(read, row, vocab, controls, left, groups_ref, *, interpret):
         lambda: _bound(top, controls, least, count_above, mass_above),
         lambda: _bound(top, controls, least & 0, *_of_row(read, vocab, top, temperature)),
     )
-    return bound, Held(values, column, _ordered(bound) >= least)
+    is_finite = jnp.maximum(bound, jnp.finfo(jnp.float32).min)  # what is -inf is out, whatever the bound
+    return bound, Held(values, column, _ordered(is_finite) >= least)
 
 
 def _bound_kernel(logits_ref, best_ref, top_ref, mass_ref, *refs, interpret):

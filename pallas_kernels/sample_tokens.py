@@ -133,7 +133,7 @@ class _Row:
             score = jnp.where(logits >= bound, logits / self.temperature + noise, -jnp.inf)
             return jnp.maximum(best[0], score), jnp.where(score > best[0], column, best[1])
 
-        nothing = jnp.full(IN_HAND, -jnp.inf), jnp.full(IN_HAND, self.vocab - 1)
+        nothing = jnp.full(IN_HAND, -jnp.inf), jnp.zeros(IN_HAND, jnp.int32)
         return self.best(*jax.lax.fori_loop(0, pl.cdiv(count, IN_HAND), step, nothing))
 
 

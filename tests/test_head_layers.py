@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import Eagle3, Engine, SamplingParams, Tree
+from jspec import Eagle3, Engine, SamplingParams, Tree, step
+from jspec.cache import PoolShape
 from jspec.draft.heads import EagleHead, HeadOut, enter, enter_drafted
+from jspec.prefill import prefill_step
 from jspec.quantize import quantize_weights
 from jspec.records import KVCache, TokenBatch
 from pallas_kernels.quantized import add_up, matmul
@@ -104,7 +106,45 @@ def test_a_drafted_tokens_projection_is_that_of_any_token(kind: str | None, norm
     assert np.abs(others - expected[1]).max() > 2 * tolerance * size
 
 
+def drafts(head: EagleHead, tree: Tree, *, table: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and scores of two rounds of two requests, with or without what is known of drafted tokens."""
+    drafter = Eagle3(head, tree)
+    program = step.Program(drafter, drafter.feature_layers(TARGET), "coupled", "reference", trace=True)
+    bound = drafter.bind(TARGET)
+    params = step.Params(target=TARGET, draft=bound if table else bound.replace(drafted=None))
+    state = step.init_state(program, params, PoolShape(2, 20, 4, 28, "float32", "float32"))
+    for slot, ids in enumerate(PROMPTS[:2]):
+        row = np.zeros(state.page_table.shape[1], np.int32)
+        row[:8] = np.arange(8) * 2 + 1 + slot
+        chunk = tiny.prefill_input([*ids, *[0] * 11][:11], page_row=row, slot=slot)
+        state, _ = prefill_step(program, params, state, jnp.asarray(chunk._replace(count=np.int32(len(ids))).pack()))
+    traces = []
+    for _ in range(2):
+        state, _, trace, _ = step.spec_round(program, params, state, jnp.arange(2))
+        assert trace is not None
+        traces.append(trace)
+    tokens, scores = (np.stack([getattr(trace, name) for trace in traces]) for name in ("tokens", "scores"))
+    return tokens, scores
+
+
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+@pytest.mark.parametrize("norm_output", [False, True])
+def test_what_is_fed_back_is_projected_as_in_one_product(norm_output: bool, norm_before_residual: bool) -> None:
+    head, rng = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2)), np.random.default_rng(3)
+    norms = [jnp.asarray(rng.uniform(0.5, 1.5, head.config.hidden_size), "float32") for _ in range(3)]
+    layer = head.layers[0].replace(input_norm=norms[0], hidden_norm=norms[1])
+    config = replace(head.config, norm_output=norm_output, norm_before_residual=norm_before_residual)
+    head = head.replace(layers=[layer], norm=norms[2], config=config)
+    tree = Tree.topk(6, 3, 2)
+    tokens, scores = drafts(head, tree, table=True)
+    expected_tokens, expected_scores = drafts(head, tree, table=False)
+    np.testing.assert_array_equal(tokens, expected_tokens)
+    np.testing.assert_allclose(scores, expected_scores, atol=1e-5)
+    other = head.replace(config=replace(config, norm_output=not norm_output))  # the negative control
+    assert np.abs(drafts(other, tree, table=True)[1] - scores).max() > 1e-2
+
+
 def test_a_head_over_the_whole_vocabulary_keeps_one_projection() -> None:
     """A table of the whole vocabulary would be larger than the head."""
-    head = tiny.eagle_head(TARGET, draft_vocab=16, feature_layers=(0, 2)).replace(draft_to_target=None)
+    head = tiny.eagle_head(TARGET, draft_vocab=16, feature_layers=(0, 2))
     assert Eagle3(head, Tree.chain(2)).bind(TARGET).drafted is None

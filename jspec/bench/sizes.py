@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+
 from jspec.bench import shapes
 from jspec.bench.padding import Growth, Mask
 from jspec.draft.eagle import Eagle3
@@ -91,7 +93,7 @@ def plan(
     if kind := quantized_as((target, head)):
         raise ValueError(f"inflate: expected unquantised weights, got {kind}; inflate first, then quantise")
     if head is not None:
-        Eagle3(head, Tree.chain(1)).bind(target)  # raises where the two do not belong together
+        jax.eval_shape(Eagle3(head, Tree.chain(1)).bind, target)  # raises where the two do not belong together
     grown = _plan_target(target.config, sizes, dtype)
     old, new = grown.old, grown.new
     states = _states(old, None if head is None else head.config)

@@ -118,8 +118,9 @@ def fuse(head: EagleHead, features: Float[Array, "... features"]) -> Float[Array
 
 def with_drafted(head: EagleHead) -> EagleHead:
     """A head whose embedding is bound, with the projections of the tokens it can draft; weights may be shapes."""
-    if head.config.method != "eagle3" or head.draft_to_target is None:
-        return head
+    config = head.config
+    if config.method != "eagle3" or config.draft_vocab_size == config.vocab_size:
+        return head  # a table of the whole vocabulary would be larger than the head
     is_abstract = isinstance(head.layers[0].mlp_norm, jax.ShapeDtypeStruct)
     drafted = jax.eval_shape(_drafted, head) if is_abstract else jax.jit(_drafted)(head)
     return replace(head, drafted=drafted)

@@ -164,6 +164,18 @@ def test_the_smallest_of_equals_is_taken(implementation: str, temperature: float
     assert token.tolist() == [5 if temperature == 0 or noise[5] > noise[4101] else 4101]
 
 
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("kept", [0, 3])
+def test_tokens_taken_out_before_are_never_drawn(kept: int, implementation: str) -> None:
+    """Fewer are left than top-k asks for; where none is left, the first token is taken, as by argmax."""
+    rows = list(problem())
+    left = np.array([7, 1999, 2500][:kept], int)
+    rows[0] = np.where(np.isin(np.arange(3000), left), rows[0], -np.inf).astype(np.float32)
+    found = np.asarray(sample_tokens(*rows, implementation=implementation))
+    assert np.isin(found, left if kept else [0]).all()
+    assert len(np.unique(found)) == max(kept, 1)
+
+
 @pytest.mark.parametrize(("has_ids", "is_scaled"), [(False, False), (True, False), (True, True)])
 def test_it_is_two_kernels_on_an_h200_and_no_noise_is_written_down(has_ids: bool, is_scaled: bool) -> None:
     rows, vocab, shape = 160, 128256, jax.ShapeDtypeStruct
