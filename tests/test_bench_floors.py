@@ -20,7 +20,7 @@ CHAIN = Tree.chain(4)
         (None, 64, None, None, (2 * 7.505e9 + 64 * 1024 * 131072) / 4.3e9),
         (None, 1, "int8", None, (7.505e9 + 1024 * 131072) / 4.3e9),
         (None, 64, "fp8", "float8_e4m3fn", (7.505e9 + 32 * 1024 * 131072) / 4.3e9),
-        # and four passes of 373e6 weights (three of them 25e6 less) with 4096 bytes a row of cache, once 50e6 for features
+        # and four passes of 373e6 weights, three of them 25e6 less, and 4096 bytes a row of cache; features' 50e6 once
         (CHAIN, 1, None, None, (2 * (7.505e9 + 4 * 373e6 - 3 * 25e6 + 50e6) + 1024 * (131072 + 4 * 4096)) / 4.3e9),
         (CHAIN, 1, "fp8", None, (7.505e9 + 4 * 373e6 - 3 * 25e6 + 50e6 + 1024 * (131072 + 4 * 4096)) / 4.3e9),
     ],
