@@ -104,7 +104,12 @@ def restricts(temperature: Array, top_k: Array, top_p: Array, min_p: Array) -> A
 
 def controls_of(row, rows, refs):
     """In a kernel: a row's controls, which it shares with its neighbours."""
-    return [ref[row // (rows // ref.shape[0])] for ref in refs]
+    return [ref[group_of(row, rows, ref)] for ref in refs]
+
+
+def group_of(row, rows, ref):
+    """In a kernel: which of the equal groups of neighbours that an array is of a row belongs to."""
+    return row // (rows // ref.shape[0])
 
 
 class Survey(NamedTuple):
@@ -150,12 +155,17 @@ def _best_groups(best_ref, groups_ref, row, most, interpret):
     order = jnp.where(group < groups, _ordered(best), jnp.uint32(0))
     ends = jnp.min(order) & 0, jnp.max(order) + 1
     least = _largest(lambda c: jnp.sum((order >= c).astype(jnp.int32)), jnp.int32(most + 1), *ends) + 1
-    chosen = order >= least
+    return put_first(order >= least, group, groups_ref, row, interpret), least
+
+
+def put_first(chosen, numbers, ref, row, interpret):
+    """In a kernel: writes a row's numbers, those that are chosen before the others; returns how many are."""
+    place = jnp.arange(chosen.shape[0])
     count, before = jnp.sum(chosen.astype(jnp.int32)), jnp.cumsum(chosen.astype(jnp.int32))
-    pltriton.store(groups_ref.at[row, jnp.where(chosen, before - 1, count + group - before)], group)
+    pltriton.store(ref.at[row, jnp.where(chosen, before - 1, count + place - before)], numbers)
     if not interpret:
         pltriton.debug_barrier()  # every thread has written before one reads
-    return count, least
+    return count
 
 
 class Held(NamedTuple):

@@ -36,11 +36,11 @@ def _reference(x, parts, weight, *others, eps, is_rounded):
     return total, *normed, *(quotient * other for other in others)
 
 
-def _reference_in_blocks(x, parts, weight, *, eps, is_rounded):
+def _reference_in_blocks(x, parts, *weights, eps, is_rounded):
     flat = parts.reshape(parts.shape[0], -1, x.shape[-1]).swapaxes(0, 1)
     options = {"eps": eps, "is_rounded": is_rounded}
     left = in_row_blocks(
-        lambda x, parts: _reference(x, parts.swapaxes(0, 1), weight, **options), x.reshape(-1, x.shape[-1]), flat
+        lambda x, parts: _reference(x, parts.swapaxes(0, 1), *weights, **options), x.reshape(-1, x.shape[-1]), flat
     )
     return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in left)
 

@@ -30,7 +30,9 @@ from pallas_kernels.keep_bound import (
     bound_row,
     check_groups,
     controls_of,
+    group_of,
     keep_bound,
+    put_first,
     restricts,
     slice_columns,
     survey_shapes,
@@ -96,7 +98,7 @@ class _Row:
     def __init__(self, refs, row, purpose):
         self.logits, seed_ref, first_ref, offsets_ref, *control_refs, self.scales, self.ids = refs
         self.row, (self.rows, self.vocab) = row, self.logits.shape
-        group = row // (self.rows // seed_ref.shape[0])
+        group = group_of(row, self.rows, seed_ref)
         position = first_ref[group] + offsets_ref[row]
         self.key = _key([seed_ref[group, word] for word in range(2)], purpose, position)
         self.controls = controls_of(row, self.rows, control_refs)
@@ -170,12 +172,7 @@ def _choose_kernel(*refs, inputs, purpose, interpret):
     @pl.when(row.is_bounded)
     def _():
         bound, held = bound_row(row.read, row.row, row.vocab, row.controls, left, groups_ref, interpret=interpret)
-        is_kept = held.logits >= bound
-        before, count = jnp.cumsum(is_kept.astype(jnp.int32)), jnp.sum(is_kept.astype(jnp.int32))
-        place = jnp.where(is_kept, before - 1, count + jnp.arange(before.shape[0]) - before)
-        pltriton.store(kept_ref.at[row.row, place], held.column)
-        if not interpret:
-            pltriton.debug_barrier()  # every thread has written before one reads
+        count = put_first(held.logits >= bound, held.column, kept_ref, row.row, interpret)
 
         def column_of(place, inside):
             listed = pltriton.load(kept_ref.at[row.row, place], mask=inside & held.has_all, other=0)

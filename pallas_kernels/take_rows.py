@@ -1,6 +1,6 @@
 """Rows of many small arrays in one kernel: what a round knows of its sequences.
 
-Each by itself is a launch, and in a CUDA graph a beginning of its own: a graph that begins in one place starts earlier.
+Each by itself is a launch, and what the round writes later would be copied first.
 """
 
 import functools
@@ -27,7 +27,7 @@ def _kernel(rows_ref, exists_ref, *refs):
     """One program: one row of every array."""
     place, count = pl.program_id(0), exists_ref.shape[0]
     row = rows_ref[place]
-    is_there = (row < count) & (exists_ref[jnp.minimum(row, count - 1)])
+    is_there = (row < count) & exists_ref[jnp.minimum(row, count - 1)]
     inputs, outputs, loaded = refs[: len(refs) // 2], refs[len(refs) // 2 :], []
     for source, target in zip(inputs, outputs, strict=True):  # all is asked for before anything is written
         width = source.shape[1]

@@ -186,22 +186,24 @@ def _select(tree: Tree, view: SlotView, vocabulary: Vocabulary, candidates: _Can
     _, chosen = jax.lax.top_k(candidates.scores, tree.nodes - 1)
     chosen = jnp.sort(chosen, axis=1)
 
-    def take(field: Array, root: Array, of_chosen: Callable[[Array], Array] = lambda found: found) -> Array:
-        return jnp.concatenate([root[:, None], of_chosen(jnp.take_along_axis(field, chosen, axis=1))], axis=1)
+    def take(field: Array) -> Array:
+        return jnp.take_along_axis(field, chosen, axis=1)
+
+    def behind(root: Array, nodes: Array) -> Array:
+        return jnp.concatenate([root[:, None], nodes], axis=1)
 
     zero = jnp.zeros_like(view.root)
-    parents = take(candidates.parents, zero)[:, 1:]
-    is_parent = parents[:, :, None] == chosen[:, None]
+    is_parent = take(candidates.parents)[:, :, None] == chosen[:, None]
     node = jnp.sum(jnp.where(is_parent, jnp.arange(1, tree.nodes), 0), axis=-1, dtype=jnp.int32)  # no match: the root
     draft = Draft(
-        tokens=take(candidates.ids, view.root, vocabulary.lift),
-        parents=jnp.concatenate([zero[:, None] - 1, node], axis=1),
-        scores=take(candidates.scores, zero.astype(jnp.float32)),
+        tokens=behind(view.root, vocabulary.lift(take(candidates.ids))),
+        parents=behind(zero - 1, node),
+        scores=behind(zero.astype(jnp.float32), take(candidates.scores)),
         valid=jnp.ones((zero.shape[0], tree.nodes), bool),
         probs=None,
         vocab_map=vocabulary.to_target,
     )
-    return Grown(draft, take(candidates.rows, zero))
+    return Grown(draft, behind(zero, take(candidates.rows)))
 
 
 def _put(field: Array, at: Array, values: Array) -> Array:

@@ -63,9 +63,10 @@ def test_the_norm_is_rounded_as_it_would_be_afterwards(hidden: int, parts: int, 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("is_rounded", [False, True])
-def test_a_sum_may_be_normed_by_several_weights(is_rounded: bool, implementation: str) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_sum_may_be_normed_by_several_weights(is_rounded: bool, deterministic: bool, implementation: str) -> None:
     x, delta, weight = inputs(96, "float32", 2)
-    call = partial(add_rms_norm, x, delta, eps=EPS, implementation=implementation)
+    call = partial(add_rms_norm, x, delta, eps=EPS, deterministic=deterministic, implementation=implementation)
     total, first, second = call(weight, weight[::-1], is_rounded=is_rounded)
     np.testing.assert_allclose(total, added(x, delta), rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(second, oracle(x, delta, weight[::-1]), rtol=1e-5, atol=1e-5)
