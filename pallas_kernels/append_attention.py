@@ -74,12 +74,13 @@ def _pallas(
     bits,
     *,
     heads,
+    start,
     dtype,
     interpret,
 ):
     q = jax.ShapeDtypeStruct((*valid.shape, heads, k_pool.shape[3]), dtype)
     wide, tokens = compute_dtype(q, k_pool) == jnp.float32, valid.shape[1]
-    tiles = choose_tiles(q, k_pool, page_table, bits, new_rows=tokens, start=0, window=None, wide=wide)
+    tiles = choose_tiles(q, k_pool, page_table, bits, new_rows=tokens, start=start, window=None, wide=wide)
     qkv, *new = new_rows(qkv, positions, speeds, page_table, lengths, valid, k_pool.shape[2])
     inputs = (qkv, k_pool, v_pool, page_table, lengths, *([] if bits is None else [bits]), *new)
     kernel = functools.partial(_kernel, heads=heads, dtype=dtype)
@@ -87,14 +88,29 @@ def _pallas(
     return tuple(run_kernels(kernel, inputs, name="append_attention", pools=(1, 2), **options))
 
 
-def _two(k_pool, v_pool, qkv, positions, speeds, page_table, lengths, valid, bits, *, heads, dtype, implementation):
+def _two(
+    k_pool,
+    v_pool,
+    qkv,
+    positions,
+    speeds,
+    page_table,
+    lengths,
+    valid,
+    bits,
+    *,
+    heads,
+    start,
+    dtype,
+    implementation,
+):
     arguments = (qkv, positions, speeds, page_table, lengths, valid)
     q, *pools = rotate_append(k_pool, v_pool, *arguments, heads=heads, dtype=dtype, implementation=implementation)
-    out = paged_attention(q, *pools, page_table, lengths, bits, implementation=implementation)
+    out = paged_attention(q, *pools, page_table, lengths, bits, start=start, implementation=implementation)
     return out, *pools
 
 
-@functools.partial(jax.jit, static_argnames=("heads", "dtype", "implementation"))
+@functools.partial(jax.jit, static_argnames=("heads", "start", "dtype", "implementation"))
 def append_attention(
     k_pool: Pool,
     v_pool: Pool,
@@ -108,6 +124,7 @@ def append_attention(
     *,
     heads: int,
     dtype: jnp.dtype,
+    start: int = 0,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T H D"], Pool, Pool]:
     """Attention of new rows, of which keys and values are written from row lengths[b] on.
@@ -118,7 +135,7 @@ def append_attention(
     Args:
         qkv, positions, speeds, valid, heads, dtype: as in `rotate_append`.
         page_table: no two sequences share a page that new rows go to.
-        lengths, bits: as in `paged_attention`; the queries' rows are the new ones.
+        lengths, bits, start: as in `paged_attention`; the queries' rows are the new ones.
         implementation: as in `paged_attention`.
 
     Returns:
@@ -132,7 +149,7 @@ def append_attention(
     if bits is not None and bits.shape != (*valid.shape, num_words(tokens)):
         raise ValueError(f"bits must be {(*valid.shape, num_words(tokens))}, got {bits.shape}")
     arguments = (k_pool, v_pool, qkv, positions, speeds, page_table, lengths, valid, bits)
-    kernel, two = (functools.partial(run, heads=heads, dtype=dtype) for run in (_pallas, _two))
+    kernel, two = (functools.partial(run, heads=heads, start=start, dtype=dtype) for run in (_pallas, _two))
     q = jax.ShapeDtypeStruct((*valid.shape, heads, k_pool.shape[3]), jnp.dtype(dtype))
     if tokens > MOST_ROWS or k_pool.dtype == FP8 or isinstance(qkv, Scaled) or unsupported(q, k_pool, bits):
         return two(*arguments, implementation=implementation)

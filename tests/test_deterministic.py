@@ -88,6 +88,7 @@ def test_a_tokens_logits_are_the_same_bits_in_every_forward(dtype: str) -> None:
     check_every_way(dtype, "reference")
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_so_they_are_with_the_kernels_interpreted() -> None:
     check_every_way("bfloat16", "pallas")
@@ -147,7 +148,9 @@ def plain_alone() -> list[Any]:
     ("tree", "options"),
     [
         pytest.param("chain:1", dict(buckets=(1, 3)), marks=pytest.mark.matrix),
-        ("chain:4", dict(page_size=4, pages=22, prefill_buckets=(7,))),  # too few pages for three
+        pytest.param(  # too few pages for three
+            "chain:4", dict(page_size=4, pages=22, prefill_buckets=(7,)), marks=pytest.mark.once
+        ),
         ("topk:9,3,3", dict(page_size=8, rounds_per_dispatch=2)),
     ],
 )
@@ -163,6 +166,7 @@ def test_an_engine_emits_the_same_bits_with_and_without_a_draft(tree: str, optio
         assert drafted.metrics.num_preemptions > 0
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_control_an_engine_without_the_flag_says_something_else_in_another_bucket() -> None:
     ordinary = engine(deterministic=False, buckets=(1, 3), prefix_cache=False)

@@ -15,6 +15,8 @@ from jspec import Engine, SamplingParams
 from jspec.records import KVCache, SlotState
 from tests import small
 
+pytestmark = pytest.mark.once
+
 VOCAB, MAX_LEN = small.VOCAB, small.MAX_LEN
 PROMPT = [3, 1, 4, 1, 5, 9, 2]
 

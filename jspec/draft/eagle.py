@@ -24,15 +24,15 @@ from jspec.draft import Drafter, active_slots, check_window
 from jspec.draft.grow import Level, Vocabulary, grow
 from jspec.draft.heads import (
     FIRST_ROW,
+    Attended,
     EagleHead,
     HeadOut,
-    Written,
+    attend,
     enter,
     enter_drafted,
     finish,
     fuse,
     with_drafted,
-    write,
 )
 from jspec.models.decoder import Model
 from jspec.records import Draft, KVCache, SlotView, TokenBatch, Verdict
@@ -113,7 +113,7 @@ class EagleDrafter(Drafter):
         shifted = jnp.concatenate([waiting[:, None], fused[:, :-1]], axis=1)
         valid = batch.valid & (batch.positions >= FIRST_ROW)
         pairs = _pairs(view, batch.tokens, batch.first_row, valid, self.draft_window)
-        _, cache = write(params, state.cache, pairs, *enter(params, pairs, shifted))
+        _, cache = attend(params, state.cache, pairs, *enter(params, pairs, shifted))
         last = jnp.maximum(jnp.sum(batch.valid, axis=1) - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(fused, last, axis=1)[:, 0]
         return replace(
@@ -163,7 +163,7 @@ class EagleDrafter(Drafter):
         )
 
     def catch_up(self, params: EagleHead, state: EagleState, view: SlotView) -> EagleState:
-        return replace(state, cache=_write_waiting(params, state, view, self.draft_window)[2])
+        return replace(state, cache=_write_waiting(params, state, view, self.draft_window)[-1])
 
 
 @final
@@ -240,22 +240,15 @@ class Eagle(EagleDrafter):
 def catch_up(
     params: EagleHead, state: EagleState, view: SlotView, window: int | None = None
 ) -> tuple[HeadOut, KVCache]:
-    """Write the rows of the waiting pairs and run the head on the root's.
-
-    In the last layer the other rows need only their K and V: what they predict is known already.
-    """
-    last, written, cache = _write_waiting(params, state, view, window)
-    root = Written(
-        q=jnp.take_along_axis(written.q, last[..., None, None], axis=1),
-        residual=jnp.take_along_axis(written.residual, last[..., None], axis=1),
-    )
-    root_pair = _pairs(view, view.root[:, None], view.lengths, view.active[:, None], window)
-    return finish(params, cache, root_pair, root), cache
+    """Write the rows of the waiting pairs and run the head on the root's: what the others predict is known already."""
+    last, waiting, cache = _write_waiting(params, state, view, window)
+    root = jax.tree.map(lambda of: jnp.take_along_axis(of, last[..., None], axis=1), waiting)
+    return finish(params, root, view.implementation), cache
 
 
 def _write_waiting(
     params: EagleHead, state: EagleState, view: SlotView, window: int | None
-) -> tuple[Int[Array, "batch 1"], Written, KVCache]:
+) -> tuple[Int[Array, "batch 1"], Attended, KVCache]:
     """Write the rows of the waiting pairs; the root's is the ``last`` of them."""
     features = state.features.at[view.slots].get(mode="fill", fill_value=0)
     waiting = state.tokens.at[view.slots].get(mode="fill", fill_value=0)
@@ -265,8 +258,7 @@ def _write_waiting(
     tokens = jnp.where(steps == last, view.root[:, None], waiting)
     valid = (steps <= last) & view.active[:, None]
     pairs = _pairs(view, tokens, view.lengths - last[:, 0], valid, window)
-    written, cache = write(params, state.cache, pairs, *enter(params, pairs, features))
-    return last, written, cache
+    return last, *attend(params, state.cache, pairs, *enter(params, pairs, features))
 
 
 def _feature_before(state: EagleState, view: SlotView, first_row: Int[Array, "batch"]) -> Float[Array, "batch hidden"]:
@@ -309,8 +301,8 @@ def self_feed(
     All nodes of a level stand at one position; a feature stands one before its token.
     """
     pairs = level.batch(view, view.lengths + level.depth - 1, window)
-    written, cache = write(params, cache, pairs, *enter_drafted(params, pairs, level.ids, parents))
-    return finish(params, cache, pairs, written), cache
+    tokens, cache = attend(params, cache, pairs, *enter_drafted(params, pairs, level.ids, parents))
+    return finish(params, tokens, view.implementation), cache
 
 
 def _product(params: EagleHead, out: HeadOut) -> Parts:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from jspec.models.attention import attend, project
+from jspec.models.attention import project_and_attend
 from jspec.models.config import HeadConfig
 from jspec.models.decoder import mlp, rms_norm
 from jspec.records import KVCache, TokenBatch
@@ -86,10 +86,10 @@ class EagleHead:
         return self.layers[0].mlp_norm.dtype
 
 
-class Written(NamedTuple):
-    """What is left to do for tokens whose keys and values are written in every layer."""
+class Attended(NamedTuple):
+    """Tokens on their way through the last layer."""
 
-    q: Float[Array, "batch tokens heads head_dim"]  # of the last layer
+    attended: Float[Array, "batch tokens width"]
     residual: Float[Array, "batch tokens hidden"]
 
 
@@ -178,33 +178,32 @@ def _normed(head: EagleHead, features: Array) -> Array:
     return rms_norm(features, norm, head.config.norm_eps)
 
 
-def write(head: EagleHead, cache: KVCache, pairs: TokenBatch, residual: Array, qkv: Parts) -> tuple[Written, KVCache]:
-    """Write the keys and values of pairs that were entered: every layer but the last runs, the last one projects."""
+def attend(head: EagleHead, cache: KVCache, pairs: TokenBatch, residual: Array, qkv: Parts) -> tuple[Attended, KVCache]:
+    """Take pairs that were entered through the layers, up to the last one's attention: all their rows are written."""
     k_pools, v_pools = [], []
     for index, layer in enumerate(head.layers):
-        k_pool, v_pool = cache.k[index], cache.v[index]
-        q, k_pool, v_pool = project(_norm_heads(qkv, layer, head), k_pool, v_pool, pairs, head.config, head.dtype)
+        arguments = _norm_heads(qkv, layer, head), cache.k[index], cache.v[index], pairs, head.config, head.dtype
+        attended, k_pool, v_pool = project_and_attend(*arguments, start=FIRST_ROW)
         k_pools.append(k_pool)
         v_pools.append(v_pool)
         if index + 1 < len(head.layers):
-            following, attended = head.layers[index + 1], attend(q, k_pool, v_pool, pairs, start=FIRST_ROW)
+            following = head.layers[index + 1]
             norms = [] if following.input_norm is None else [following.input_norm]
-            residual, x = _after_attention(head, index, pairs, attended, residual, norms)
+            residual, x = _after_attention(head, index, attended, residual, norms, pairs.implementation)
             qkv = split_matmul(x, following.qkv, implementation=pairs.implementation)
-    return Written(q, residual), KVCache(k=k_pools, v=v_pools)
+    return Attended(attended, residual), KVCache(k=k_pools, v=v_pools)
 
 
-def finish(head: EagleHead, cache: KVCache, pairs: TokenBatch, written: Written) -> HeadOut:
+def finish(head: EagleHead, tokens: Attended, implementation: str) -> HeadOut:
     """Run what is left of the last layer, and the output norm."""
-    attended = attend(written.q, cache.k[-1], cache.v[-1], pairs, start=FIRST_ROW)
     norms, of_feature = [] if head.norm is None else [head.norm], head.layers[0].hidden_norm
     if norms and head.drafted is not None and of_feature is not None and not head.config.norm_output:
         norms += [of_feature]  # of the same sum
-    hidden, *normed = _after_attention(head, len(head.layers) - 1, pairs, attended, written.residual, norms)
+    hidden, *normed = _after_attention(head, len(head.layers) - 1, *tokens, norms, implementation)
     hidden, projected = normed[0] if head.config.norm_output else hidden, None
     if head.drafted is not None:
         feature = normed[1] if len(norms) == 2 else _normed(head, hidden)
-        parts = split_matmul(feature, head.drafted.qkv, implementation=pairs.implementation)
+        parts = split_matmul(feature, head.drafted.qkv, implementation=implementation)
         projected = add_up(parts, jnp.float32)
     return HeadOut(hidden, normed[0], projected)
 
@@ -224,14 +223,14 @@ def _norm_heads(parts: Parts, layer: EagleLayer, head: EagleHead) -> Parts:
 
 
 def _after_attention(
-    head: EagleHead, index: int, pairs: TokenBatch, attended: Array, residual: Array, norms: Sequence[Array]
+    head: EagleHead, index: int, attended: Array, residual: Array, norms: Sequence[Array], implementation: str
 ) -> tuple[Array, ...]:
     """What a layer does with what it attended to: its output, and that output normed for whatever comes next."""
     layer = head.layers[index]
-    add_norm = partial(add_rms_norm, eps=head.config.norm_eps, implementation=pairs.implementation)
-    delta = split_matmul(attended, layer.o, implementation=pairs.implementation)
+    add_norm = partial(add_rms_norm, eps=head.config.norm_eps, implementation=implementation)
+    delta = split_matmul(attended, layer.o, implementation=implementation)
     hidden, normed = add_norm(residual, delta, layer.mlp_norm, is_rounded=rounds_inputs(layer.gate_up))
-    delta = mlp(normed, layer.gate_up, layer.down, pairs.implementation)
+    delta = mlp(normed, layer.gate_up, layer.down, implementation)
     if not norms:
         hidden = hidden + add_up(delta, hidden.dtype)
         return hidden, hidden

@@ -81,12 +81,14 @@ def project_and_attend(
     batch: TokenBatch,
     shape: AttentionShape,
     dtype: jnp.dtype,
+    *,
+    start: int = 0,
 ) -> tuple[Float[Array, "batch tokens width"], Array, Array]:
     """`project`, then `attend`; in one kernel where no query sees more than committed rows and those of the batch."""
     if batch.base is not None or batch.deterministic or batch.window is not None:
         q, k_pool, v_pool = project(qkv, k_pool, v_pool, batch, shape, dtype)
-        return attend(q, k_pool, v_pool, batch), k_pool, v_pool
-    options = {"heads": shape.num_heads, "dtype": dtype, "implementation": batch.implementation}
+        return attend(q, k_pool, v_pool, batch, start=start), k_pool, v_pool
+    options = {"heads": shape.num_heads, "start": start, "dtype": dtype, "implementation": batch.implementation}
     out, *pools = append_attention(k_pool, v_pool, qkv, *_rows(batch, shape), batch.bits, **options)
     return out.reshape(*out.shape[:2], -1), *pools
 

@@ -30,25 +30,33 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "dim": (16, 64, 80, 128),
     "dtype": ("float32", "bfloat16", "float16"),
     "parts": (1, 2),
+    "start": (0, 1),
 }
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2**-5, "float16": 2**-8, "float8_e4m3fn": 2**-2}  # angles reach 640 rad
 CASES = cover.pairwise(FACTORS, seed=0)
-EXAMPLE = dict(tokens=5, tree="random", page=16, group=4, dim=64, dtype="float32", parts=2)
+EXAMPLE = dict(tokens=5, tree="random", page=16, group=4, dim=64, dtype="float32", parts=2, start=1)
 
 
 def problem(
-    tokens: int, tree: str, page: int, group: int, dim: int, dtype: str, parts: int, lengths: Sequence[int] = LENGTHS
+    tokens: int,
+    tree: str,
+    page: int,
+    group: int,
+    dim: int,
+    dtype: str,
+    parts: int,
+    start: int,
+    lengths: Sequence[int] = LENGTHS,
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """The arguments, and parents of the rows; NaN in all rows that are not committed, the null page's too."""
+    """The arguments, and parents of the rows; NaN in all rows that are not committed or hidden, the null page's too."""
     rng = np.random.default_rng(0)
     batch, columns, heads = len(lengths), CAPACITY // page, group * KV_HEADS
     table = rng.permutation(np.arange(1, batch * columns + 1)).reshape(batch, columns)
     pools = [np.full((batch * columns + 1, KV_HEADS, page, dim), np.nan, np.float32) for _ in range(2)]
     for b, length in enumerate(lengths):
+        rows = np.arange(start, length)
         for pool in pools:
-            pool[table[b, np.arange(length) // page], :, np.arange(length) % page] = rng.normal(
-                size=(length, KV_HEADS, dim)
-            )
+            pool[table[b, rows // page], :, rows % page] = rng.normal(size=(rows.size, KV_HEADS, dim))
     parents = np.stack([make_tree("causal" if tree == "causal" else "random", tokens, rng) for _ in lengths])
     depth = np.array([[len(ancestors(tree, node)) - 1 for node in range(tokens)] for tree in parents])
     qkv = rng.normal(size=(parts, batch, tokens, (heads + 2 * KV_HEADS) * dim))
@@ -63,6 +71,7 @@ def problem(
         valid=jnp.ones((batch, tokens), bool),
         bits=None if tree == "causal" else ancestor_bits(jnp.asarray(parents)),
         heads=heads,
+        start=start,
         dtype=jnp.dtype(dtype),
     )
     return arguments, parents
@@ -77,7 +86,7 @@ def errors(found: tuple[Any, ...], p: dict[str, Any], parents: np.ndarray) -> li
     held = p["k_pool"].dtype
     pools = [np.asarray(jnp.asarray(jnp.asarray(pool, dtype), held), np.float64) for pool in (k_pool, v_pool)]
     rows = [[ancestors(tree, node) for node in range(parents.shape[1])] for tree in parents]
-    expected = attention(q, *pools, np.asarray(p["page_table"]), np.asarray(p["lengths"]), rows)
+    expected = attention(q, *pools, np.asarray(p["page_table"]), np.asarray(p["lengths"]), rows, start=p["start"])
     most = TOLERANCES[str(held)]
     differences = []
     for one, wanted in zip(found, (expected, *pools), strict=True):
@@ -88,7 +97,7 @@ def errors(found: tuple[Any, ...], p: dict[str, Any], parents: np.ndarray) -> li
     return differences
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", cover.thinned(CASES, every=4, name=cover.label))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_output_and_pools_agree_with_float64(case: dict[str, Any], implementation: str) -> None:
     p, parents = problem(**case)
@@ -109,12 +118,12 @@ def test_contexts_that_are_not_shared() -> None:
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
 
 
-@pytest.mark.parametrize("wrong", ["positions", "lengths", "bits", "speeds"])
+@pytest.mark.parametrize("wrong", ["positions", "lengths", "bits", "speeds", "start"])
 def test_another_place_or_tree_is_caught(wrong: str) -> None:
     """The negative control."""
     p, parents = problem(**EXAMPLE)
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
-    other = {"bits": None, "speeds": p["speeds"][::-1]}
+    other = {"bits": None, "speeds": p["speeds"][::-1], "start": 0}
     changed = p | {wrong: other[wrong] if wrong in other else p[wrong] + 1}
     assert max(errors(append_attention(**changed, implementation="pallas"), p, parents)) > 10
 
@@ -146,19 +155,22 @@ def test_what_one_kernel_does_not_take_two_do(tokens: int, page: int, pool: str)
     assert max(errors(append_attention(**p), p, parents)) < 1
 
 
-def compile_attention(batch: int, rows: int, parts: int) -> Any:
+def compile_attention(batch: int, rows: int, parts: int, start: int) -> Any:
     shape = jax.ShapeDtypeStruct
     pools = [shape((batch * 75 + 1, 8, 16, 128), "bfloat16")] * 2
     qkv = shape((parts, batch, rows, 6144), "float32" if parts > 1 else "bfloat16")
     where = shape((batch, 75), "int32"), shape((batch,), "int32"), shape((batch, rows), "bool")
     arrays = (*pools, qkv, shape((batch, rows), "int32"), shape((64,), "float32"), *where)
-    call = partial(append_attention, bits=None, heads=32, dtype=jnp.dtype("bfloat16"))
+    call = partial(append_attention, bits=None, heads=32, start=start, dtype=jnp.dtype("bfloat16"))
     return compile_for_h200(call, *arrays, donate_argnums=(0, 1), fail_on_spills=True)
 
 
-@pytest.mark.parametrize(("batch", "rows", "parts"), [(1, 1, 2), (1, 5, 2), (8, 5, 2), (32, 5, 2), (64, 5, 1)])
-def test_the_pools_are_written_in_place_on_an_h200(batch: int, rows: int, parts: int) -> None:
-    program = compile_attention(batch, rows, parts)
+@pytest.mark.parametrize(
+    ("batch", "rows", "parts", "start"),
+    [(1, 1, 2, 0), (1, 1, 1, 1), (1, 5, 2, 0), (1, 5, 2, 1), (8, 5, 2, 0), (32, 5, 2, 1), (64, 5, 1, 0), (64, 1, 1, 1)],
+)
+def test_the_pools_are_written_in_place_on_an_h200(batch: int, rows: int, parts: int, start: int) -> None:
+    program = compile_attention(batch, rows, parts, start)
     assert program.count("append_attention") == 1
     assert program.count("paged_attention_merge") == (batch < 32)
     assert program.count("rotate_append") == 0
@@ -166,7 +178,7 @@ def test_the_pools_are_written_in_place_on_an_h200(batch: int, rows: int, parts:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", CASES, ids=cover.label)
 def test_on_a_gpu_output_and_pools_agree_with_float64(case: dict[str, Any]) -> None:
     p, parents = problem(**case)
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
