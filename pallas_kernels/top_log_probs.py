@@ -139,7 +139,12 @@ def top_log_probs(
     return choose(implementation, _unsupported(logits, k), kernel, reference, *arrays)
 
 
-def _top_kernel(values_ref, best_ref, places_ref, *, size, k):
+def _top_reference(values, *, k, group):
+    best, places = jax.lax.top_k(values, k)
+    return best, places, places // group
+
+
+def _top_kernel(values_ref, best_ref, places_ref, groups_ref, *, size, k, group):
     """One program: one row."""
     row, place = pl.program_id(0), jnp.arange(pl.next_power_of_2(size))
     values = pltriton.load(values_ref.at[row, place], mask=place < size, other=-jnp.inf)
@@ -147,34 +152,39 @@ def _top_kernel(values_ref, best_ref, places_ref, *, size, k):
     def keep(rank, top, chosen):
         best_ref[row, rank] = top
         places_ref[row, rank] = chosen
+        groups_ref[row, rank] = chosen // group
 
     _take_largest(values, jnp.where(place < size, place, OUT), k, keep)
 
 
-def _top_pallas(values, *, k, interpret):
+def _top_pallas(values, *, k, group, interpret):
     rows, size = values.shape
     return pl.pallas_call(
-        functools.partial(_top_kernel, size=size, k=k),
+        functools.partial(_top_kernel, size=size, k=k, group=group),
         grid=(rows,),
-        out_shape=[jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((rows, k), jnp.int32)],
+        out_shape=[jax.ShapeDtypeStruct((rows, k), dtype) for dtype in (jnp.float32, jnp.int32, jnp.int32)],
         compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="top",
     )(values)
 
 
-@functools.partial(jax.jit, static_argnames=("k", "implementation"))
+@functools.partial(jax.jit, static_argnames=("k", "group", "implementation"))
 def top(
-    values: Float[Array, "rows size"], k: int, *, implementation: Implementation = "auto"
-) -> tuple[Float[Array, "rows k"], Int32[Array, "rows k"]]:
+    values: Float[Array, "rows size"], k: int, *, group: int = 1, implementation: Implementation = "auto"
+) -> tuple[Float[Array, "rows k"], Int32[Array, "rows k"], Int32[Array, "rows k"]]:
     """As `jax.lax.top_k`, for a few values of a short row: one kernel instead of a copy, a sort and two slices.
 
     Args:
+        group: neighbours that belong together.
         implementation: as in `paged_attention`.
+
+    Returns:
+        The values, largest first, their places, and which group each is of.
 
     Raises:
         NotImplementedError: "pallas" with rows longer than the kernel holds.
     """
     unsupported = None if values.shape[1] <= MOST_KEPT else f"rows of at most {MOST_KEPT}, got {values.shape[1]}"
-    kernel, reference = functools.partial(_top_pallas, k=k), functools.partial(jax.lax.top_k, k=k)
-    return choose(implementation, unsupported, kernel, lambda x: tuple(reference(x)), values)
+    kernel, reference = (functools.partial(run, k=k, group=group) for run in (_top_pallas, _top_reference))
+    return choose(implementation, unsupported, kernel, reference, values)

@@ -152,11 +152,10 @@ def _grow_dynamic(
             level = _children(scores, own, add_up(product, jnp.float32), k, view.implementation)
             if depth < tree.depth:
                 first = 1 + (depth - 1) * k
-                scores, slots = top(level.scores, k, implementation=view.implementation)
+                scores, slots, parents = top(level.scores, k, group=k, implementation=view.implementation)
                 row_of = first + jnp.arange(k, dtype=jnp.int32)
                 level = replace(level, rows=_put(level.rows, slots, jnp.broadcast_to(row_of, slots.shape)))
                 ids = jnp.take_along_axis(level.ids, slots, axis=1)
-                parents = slots // k
                 own = count + slots
                 bits = _own_bits(bits, parents, first)
                 of_level = vocabulary.lift(ids), ids, parents, bits

@@ -46,9 +46,10 @@ def test_a_base_is_added(implementation: str) -> None:
 @pytest.mark.parametrize("ties", [False, True])
 def test_the_largest_of_a_short_row_are_those_that_sorting_finds(ties: bool, implementation: str) -> None:
     values = problem(100, ties)
-    best, places = top(jnp.asarray(values), 10, implementation=implementation)
+    best, places, groups = top(jnp.asarray(values), 10, group=7, implementation=implementation)
     wanted = np.argsort(-values, axis=1, kind="stable")[:, :10]
     np.testing.assert_array_equal(places, wanted)
+    np.testing.assert_array_equal(groups, np.repeat(np.arange(15), 7)[wanted])
     np.testing.assert_array_equal(best, np.take_along_axis(values, wanted, 1))
 
 
