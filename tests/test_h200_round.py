@@ -68,7 +68,7 @@ def check(program: H200Program, state_bytes: int, *, launches: int, temp_mib: in
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tree", "launches", "temp_mib"),
-    [(None, 310, 12), (Tree.chain(4), 380, 12), (Tree.topk(60, 8, 10), 495, 72)],
+    [(None, 310, 12), (Tree.chain(4), 380, 12), (Tree.topk(60, 8, 10), 485, 72)],
     ids=str,
 )
 def test_the_round_is_one_graph_in_place(tree: Tree | None, launches: int, temp_mib: int) -> None:
@@ -96,7 +96,7 @@ def test_keeping_pages_for_others_costs_a_round_a_scatter() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tree", "launches", "temp_mib"), [(Tree.chain(4), 410, 12), (Tree.topk(60, 8, 10), 525, 96)], ids=str
+    ("tree", "launches", "temp_mib"), [(Tree.chain(4), 405, 12), (Tree.topk(60, 8, 10), 515, 96)], ids=str
 )
 def test_controls_stay_in_the_rounds_graph(tree: Tree, launches: int, temp_mib: int) -> None:
     """Counts are read, and added to where they lie; beside the logits there are the edited ones, and those scaled."""
@@ -106,7 +106,7 @@ def test_controls_stay_in_the_rounds_graph(tree: Tree, launches: int, temp_mib: 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tree", "batch", "launches", "temp_mib"),
-    [(None, 1, 345, 12), (Tree.chain(4), 32, 425, 200), (Tree.topk(60, 8, 10), 1, 535, 112)],
+    [(None, 1, 345, 12), (Tree.chain(4), 32, 425, 200), (Tree.topk(60, 8, 10), 1, 525, 112)],
     ids=str,
 )
 def test_a_deterministic_round_is_one_graph_of_our_own_kernels(
