@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -12,31 +11,6 @@ from jspec.__main__ import main
 from jspec.bench import kernels
 
 pytestmark = pytest.mark.once
-
-
-@dataclass
-class Event:
-    duration_ns: float
-
-
-@dataclass
-class Line:
-    name: str
-    events: list[Event]
-
-
-@dataclass
-class Plane:
-    name: str
-    lines: list[Line] = field(default_factory=list)
-
-
-def test_only_what_a_gpu_computed_counts() -> None:
-    kernel = Line("Stream #14(Compute)", [Event(1000), Event(500)])
-    host, modules = Line("python", [Event(9e9)]), Line("XLA Modules", [Event(9e9)])
-    planes = [Plane("/host:CPU", [host, kernel]), Plane("/device:GPU:0", [modules, kernel])]
-    assert kernels.computed(planes) == pytest.approx(1.5e-6)
-    assert kernels.computed(planes[:1]) == 0, "a trace without a GPU says nothing"
 
 
 @pytest.mark.parametrize(("bytes_read", "calls"), [(1.0, 64), (4.2e6, 64), (33.6e6, 8), (1e9, 2)])

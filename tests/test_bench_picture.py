@@ -143,8 +143,9 @@ def test_step_writes_picture_and_trace(tmp_path: Path, capsys: pytest.CaptureFix
     files = ["--picture", str(tmp_path / "step.png"), "--profile", str(tmp_path / "traces")]
     assert main(["bench", "step", *words, *files]) == 0
     trace = tmp_path / "traces" / "tiny_float32_none_batch2_context16_page16_idle1"
-    *_, row, last = capsys.readouterr().out.splitlines()
-    assert last == f"trace: {trace}" and row.split()[5:7] == ["2", "1"] and row.split()[-2] == "1.00"  # a token a row
+    *_, row, where, last = capsys.readouterr().out.splitlines()
+    assert where == f"trace: {trace}" and last == "no launches of a GPU in the trace"
+    assert row.split()[5:7] == ["2", "1"] and row.split()[-2] == "1.00"  # a token a row
     assert [path.suffix for path in trace.rglob("*.pb")] == [".pb"]
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 

@@ -19,6 +19,7 @@ from jspec.bench import (
     controls,
     inflate,
     kernels,
+    launches,
     overlap,
     picture,
     report,
@@ -77,7 +78,7 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth", type=int, help="at which rounds cut their trees; 0 drafts nothing")
     parser.add_argument("--deterministic", action="store_true", help="rounds whose tokens are alike in every program")
     parser.add_argument("--sampled", action="store_true", help="temperature 1 instead of greedy")
-    parser.add_argument("--profile", type=Path, metavar="DIR", help="trace a few rounds of each case into DIR/CASE")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="trace rounds of each case into DIR/CASE")
     _output_arguments(parser)
     parser.set_defaults(run=_step)
 
@@ -195,7 +196,8 @@ def _step(arguments: argparse.Namespace) -> int:
     print(f"one round, drafted by an EAGLE-3 head, random weights, acceptance about 0; {report.environment()}")
     print(report.timings(results))
     if arguments.profile:
-        print("\n".join(f"trace: {arguments.profile / case.name}" for case in cases))
+        for folder in (arguments.profile / case.name for case in cases):
+            print(f"trace: {folder}\n{launches.text(launches.by_name(launches.events(folder), rounds.GROUP))}")
     if arguments.json:
         report.write_json(arguments.json, results)
     if arguments.picture:

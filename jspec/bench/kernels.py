@@ -12,7 +12,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -22,9 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.profiler import ProfileData
 
-from jspec.bench import floors, report, shapes
+from jspec.bench import floors, launches, report, shapes
 from jspec.bench.numbers import ints
 from jspec.config import KV_DTYPES
 from jspec.report import table
@@ -128,10 +127,8 @@ def time_calls(run: Callable[..., Any], arguments: tuple[Any, ...], calls: int) 
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             times = [_seconds(program, arguments) for _ in range(REPEATS)]
-        (trace,) = Path(folder).rglob("*.xplane.pb")
-        device = computed(ProfileData.from_file(str(trace)).planes)
-    if device:
-        return device / REPEATS / calls, "device"
+        if computed := sum(event.duration_ns for event in launches.events(folder)):
+            return computed / 1e9 / REPEATS / calls, "device"
     return statistics.median(times) / calls, "host"
 
 
@@ -139,12 +136,6 @@ def _seconds(program: Any, arguments: tuple[Any, ...]) -> float:
     began = time.perf_counter()
     jax.block_until_ready(program(*arguments))
     return time.perf_counter() - began
-
-
-def computed(planes: Iterable[Any]) -> float:
-    """Seconds that the kernels of a trace add up to on its GPU; 0 where there is none."""
-    lines = [line for plane in planes if "GPU" in plane.name for line in plane.lines if "stream" in line.name.lower()]
-    return sum(event.duration_ns for line in lines for event in line.events) / 1e9
 
 
 def text(results: Sequence[Result]) -> str:
