@@ -16,7 +16,7 @@ from jspec import Eagle3, Engine, Model, SamplingParams, Tree, demo
 from jspec.bench import inflate, padding, shapes, sizes
 from jspec.bench.sizes import Sizes
 from jspec.cache import PoolShape, create
-from jspec.draft.heads import EagleHead, enter, finish, fuse, write
+from jspec.draft.heads import EagleHead, attend, enter, finish, fuse
 from jspec.models.config import Rope
 from jspec.models.decoder import logits_of
 from jspec.records import TokenBatch
@@ -179,8 +179,8 @@ def drafted(head: EagleHead, model: Model, features: jax.Array) -> tuple[np.ndar
             bits=None,
             implementation="auto",
         )
-        written, draft_cache = write(bound, draft_cache, pairs, *enter(bound, pairs, own))
-        out = finish(bound, draft_cache, pairs, written)
+        attended, draft_cache = attend(bound, draft_cache, pairs, *enter(bound, pairs, own))
+        out = finish(bound, attended, pairs.implementation)
         own = out.hidden
         assert bound.head is not None
         logits.append(np.asarray(logits_of(out.normed, bound.head)))
