@@ -88,24 +88,10 @@ def _pallas(
     return tuple(run_kernels(kernel, inputs, name="append_attention", pools=(1, 2), **options))
 
 
-def _two(
-    k_pool,
-    v_pool,
-    qkv,
-    positions,
-    speeds,
-    page_table,
-    lengths,
-    valid,
-    bits,
-    *,
-    heads,
-    start,
-    dtype,
-    implementation,
-):
-    arguments = (qkv, positions, speeds, page_table, lengths, valid)
-    q, *pools = rotate_append(k_pool, v_pool, *arguments, heads=heads, dtype=dtype, implementation=implementation)
+def _two(*arguments, heads, start, dtype, implementation):
+    *inputs, bits = arguments
+    q, *pools = rotate_append(*inputs, heads=heads, dtype=dtype, implementation=implementation)
+    page_table, lengths = inputs[5:7]
     out = paged_attention(q, *pools, page_table, lengths, bits, start=start, implementation=implementation)
     return out, *pools
 

@@ -15,8 +15,6 @@ from jspec import Engine, SamplingParams
 from jspec.records import KVCache, SlotState
 from tests import small
 
-pytestmark = pytest.mark.once
-
 VOCAB, MAX_LEN = small.VOCAB, small.MAX_LEN
 PROMPT = [3, 1, 4, 1, 5, 9, 2]
 
@@ -32,7 +30,7 @@ def engine_of_three() -> Engine:
     return small.eagle3(rounds=3, page_size=1)
 
 
-@pytest.fixture(params=["engine", "engine_of_three"])
+@pytest.fixture(params=["engine", pytest.param("engine_of_three", marks=pytest.mark.once)])
 def either(request: pytest.FixtureRequest) -> Engine:
     return request.getfixturevalue(request.param)
 

@@ -29,8 +29,9 @@ def compile_round(
     controls: bool = False,
     deterministic: bool = False,
     batch: int = 1,
+    depth: int | None = None,
 ) -> tuple[H200Program, int]:
-    """The compiled round, and the bytes of its state."""
+    """The compiled round, its tree cut at a depth, and the bytes of its state."""
     target = Model.from_weights(shapes.TARGETS[SHAPE], shapes.target_shapes(SHAPE, "bfloat16"))
     head = EagleHead.from_weights(shapes.head_config(SHAPE), shapes.head_shapes(SHAPE, "bfloat16"))
     if quantize is not None:
@@ -47,6 +48,8 @@ def compile_round(
     program, params, pool = rounds.build(case, target, head)
     pool, program = replace(pool, prefix_cache=prefix_cache), replace(program, controls=controls)
     state = jax.eval_shape(lambda p: init_state(program, p, pool), params)
+    if depth is not None:
+        program = replace(program, drafter=program.drafter.cut(depth))
     slots = jax.ShapeDtypeStruct((batch,), "int32")
     options = program.compiler_options
     compiled = compile_for_h200(partial(spec_step, program), params, state, slots, donate_argnums=1, options=options)
@@ -76,12 +79,20 @@ def test_the_round_is_one_graph_in_place(tree: Tree | None, launches: int, temp_
     program = check(*compile_round(tree), launches=launches, temp_mib=temp_mib)
     assert not [launch for launch in program.launches if launch.kind == "kConditional"], "each takes 13 us"
     has_few_rows = tree != Tree.topk(60, 8, 10)
-    drafted = tree.depth if tree == Tree.chain(4) else 0  # tokens, one a pass
-    assert program.count("append_attention") == 32 * has_few_rows + drafted
+    drafted = tree.depth if tree == Tree.chain(4) else 0  # tokens; all but the last are fed
+    assert program.count("append_attention") == 32 * has_few_rows + max(drafted - 1, 0)
     assert program.count("paged_attention") >= 32 * (1 if has_few_rows else 2)
     assert program.count("sample_tokens") == 2 * (1 + drafted)
     if jax.__version_info__ >= (0, 11):  # gate and up of 64 rows, four of which fill the tree up
         assert program.count("kCustomCall") == (32 if tree == Tree.topk(60, 8, 10) else 0)
+
+
+@pytest.mark.slow
+def test_a_round_that_drafts_nothing_reads_no_context_for_the_draft() -> None:
+    """It writes the draft's rows, for later rounds."""
+    program = check(*compile_round(Tree.chain(4), depth=0), launches=320, temp_mib=12)
+    assert program.count("append_attention") == 32 and program.count("rotate_append") == 1
+    assert program.count("paged_attention") == 32  # merges
 
 
 @pytest.mark.slow

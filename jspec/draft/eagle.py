@@ -24,16 +24,17 @@ from jspec.draft import Drafter, active_slots, check_window
 from jspec.draft.grow import Level, Vocabulary, grow
 from jspec.draft.heads import (
     FIRST_ROW,
-    Attended,
     EagleHead,
     HeadOut,
-    attend,
+    attending,
     enter,
     enter_drafted,
     finish,
     fuse,
+    through,
     with_drafted,
 )
+from jspec.models.attention import attend, project
 from jspec.models.decoder import Model
 from jspec.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.tree import Tree
@@ -113,7 +114,7 @@ class EagleDrafter(Drafter):
         shifted = jnp.concatenate([waiting[:, None], fused[:, :-1]], axis=1)
         valid = batch.valid & (batch.positions >= FIRST_ROW)
         pairs = _pairs(view, batch.tokens, batch.first_row, valid, self.draft_window)
-        _, cache = attend(params, state.cache, pairs, *enter(params, pairs, shifted))
+        *_, cache = through(params, state.cache, pairs, *enter(params, pairs, shifted), project)
         last = jnp.maximum(jnp.sum(batch.valid, axis=1) - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(fused, last, axis=1)[:, 0]
         return replace(
@@ -240,16 +241,22 @@ class Eagle(EagleDrafter):
 def catch_up(
     params: EagleHead, state: EagleState, view: SlotView, window: int | None = None
 ) -> tuple[HeadOut, KVCache]:
-    """Write the rows of the waiting pairs and run the head on the root's: what the others predict is known already."""
-    last, waiting, cache = _write_waiting(params, state, view, window)
-    root = jax.tree.map(lambda of: jnp.take_along_axis(of, last[..., None], axis=1), waiting)
-    return finish(params, root, view.implementation), cache
+    """Write the rows of the waiting pairs and run the head on the root's.
+
+    In the last layer the other rows need only their K and V: what they predict is known already.
+    """
+    last, q, residual, cache = _write_waiting(params, state, view, window)
+    q = jnp.take_along_axis(q, last[..., None, None], axis=1)
+    residual = jnp.take_along_axis(residual, last[..., None], axis=1)
+    root = _pairs(view, view.root[:, None], view.lengths, view.active[:, None], window)
+    attended = attend(q, cache.k[-1], cache.v[-1], root, start=FIRST_ROW)
+    return finish(params, attended, residual, view.implementation), cache
 
 
 def _write_waiting(
     params: EagleHead, state: EagleState, view: SlotView, window: int | None
-) -> tuple[Int[Array, "batch 1"], Attended, KVCache]:
-    """Write the rows of the waiting pairs; the root's is the ``last`` of them."""
+) -> tuple[Int[Array, "batch 1"], Array, Array, KVCache]:
+    """Write the rows of the waiting pairs, of which the root's is the ``last``: queries and residual of all."""
     features = state.features.at[view.slots].get(mode="fill", fill_value=0)
     waiting = state.tokens.at[view.slots].get(mode="fill", fill_value=0)
     count = state.count.at[view.slots].get(mode="fill", fill_value=0)
@@ -258,7 +265,7 @@ def _write_waiting(
     tokens = jnp.where(steps == last, view.root[:, None], waiting)
     valid = (steps <= last) & view.active[:, None]
     pairs = _pairs(view, tokens, view.lengths - last[:, 0], valid, window)
-    return last, *attend(params, state.cache, pairs, *enter(params, pairs, features))
+    return last, *through(params, state.cache, pairs, *enter(params, pairs, features), project)
 
 
 def _feature_before(state: EagleState, view: SlotView, first_row: Int[Array, "batch"]) -> Float[Array, "batch hidden"]:
@@ -301,8 +308,9 @@ def self_feed(
     All nodes of a level stand at one position; a feature stands one before its token.
     """
     pairs = level.batch(view, view.lengths + level.depth - 1, window)
-    tokens, cache = attend(params, cache, pairs, *enter_drafted(params, pairs, level.ids, parents))
-    return finish(params, tokens, view.implementation), cache
+    entered = enter_drafted(params, pairs, level.ids, parents)
+    attended, residual, cache = through(params, cache, pairs, *entered, attending)
+    return finish(params, attended, residual, view.implementation), cache
 
 
 def _product(params: EagleHead, out: HeadOut) -> Parts:

@@ -9,7 +9,7 @@ own output head without a norm.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from pallas_kernels.residual_norm import add_rms_norm
 from pallas_kernels.split_matmul import split_matmul
 
 FIRST_ROW = 1  # row 0 of the draft's cache does not exist
+attending = partial(project_and_attend, start=FIRST_ROW)
 
 
 @struct.dataclass
@@ -84,13 +85,6 @@ class EagleHead:
     @property
     def dtype(self) -> jnp.dtype:
         return self.layers[0].mlp_norm.dtype
-
-
-class Attended(NamedTuple):
-    """Tokens on their way through the last layer."""
-
-    attended: Float[Array, "batch tokens width"]
-    residual: Float[Array, "batch tokens hidden"]
 
 
 class HeadOut(NamedTuple):
@@ -178,28 +172,38 @@ def _normed(head: EagleHead, features: Array) -> Array:
     return rms_norm(features, norm, head.config.norm_eps)
 
 
-def attend(head: EagleHead, cache: KVCache, pairs: TokenBatch, residual: Array, qkv: Parts) -> tuple[Attended, KVCache]:
-    """Take pairs that were entered through the layers, up to the last one's attention: all their rows are written."""
+def through(
+    head: EagleHead, cache: KVCache, pairs: TokenBatch, residual: Array, qkv: Parts, last: Callable[..., Any]
+) -> tuple[Array, Array, KVCache]:
+    """Take pairs that were entered into the last layer, and write all their keys and values.
+
+    Args:
+        last: what that layer does with its projection, `project` or `project_and_attend`.
+
+    Returns:
+        What ``last`` makes of it, the residual stream and the cache.
+    """
     k_pools, v_pools = [], []
     for index, layer in enumerate(head.layers):
-        arguments = _norm_heads(qkv, layer, head), cache.k[index], cache.v[index], pairs, head.config, head.dtype
-        attended, k_pool, v_pool = project_and_attend(*arguments, start=FIRST_ROW)
+        run = last if index + 1 == len(head.layers) else attending
+        pools = cache.k[index], cache.v[index]
+        out, k_pool, v_pool = run(_norm_heads(qkv, layer, head), *pools, pairs, head.config, head.dtype)
         k_pools.append(k_pool)
         v_pools.append(v_pool)
         if index + 1 < len(head.layers):
             following = head.layers[index + 1]
             norms = [] if following.input_norm is None else [following.input_norm]
-            residual, x = _after_attention(head, index, attended, residual, norms, pairs.implementation)
+            residual, x = _after_attention(head, index, out, residual, norms, pairs.implementation)
             qkv = split_matmul(x, following.qkv, implementation=pairs.implementation)
-    return Attended(attended, residual), KVCache(k=k_pools, v=v_pools)
+    return out, residual, KVCache(k=k_pools, v=v_pools)
 
 
-def finish(head: EagleHead, tokens: Attended, implementation: str) -> HeadOut:
+def finish(head: EagleHead, attended: Array, residual: Array, implementation: str) -> HeadOut:
     """Run what is left of the last layer, and the output norm."""
     norms, of_feature = [] if head.norm is None else [head.norm], head.layers[0].hidden_norm
     if norms and head.drafted is not None and of_feature is not None and not head.config.norm_output:
         norms += [of_feature]  # of the same sum
-    hidden, *normed = _after_attention(head, len(head.layers) - 1, *tokens, norms, implementation)
+    hidden, *normed = _after_attention(head, len(head.layers) - 1, attended, residual, norms, implementation)
     hidden, projected = normed[0] if head.config.norm_output else hidden, None
     if head.drafted is not None:
         feature = normed[1] if len(norms) == 2 else _normed(head, hidden)

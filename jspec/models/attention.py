@@ -84,7 +84,11 @@ def project_and_attend(
     *,
     start: int = 0,
 ) -> tuple[Float[Array, "batch tokens width"], Array, Array]:
-    """`project`, then `attend`; in one kernel where no query sees more than committed rows and those of the batch."""
+    """`project`, then `attend`; in one kernel where no query sees more than committed rows and those of the batch.
+
+    Args:
+        start: as in `attend`.
+    """
     if batch.base is not None or batch.deterministic or batch.window is not None:
         q, k_pool, v_pool = project(qkv, k_pool, v_pool, batch, shape, dtype)
         return attend(q, k_pool, v_pool, batch, start=start), k_pool, v_pool

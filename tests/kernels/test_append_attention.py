@@ -113,7 +113,7 @@ def many_sequences() -> tuple[dict[str, Any], np.ndarray]:
 def test_contexts_that_are_not_shared() -> None:
     p, parents = many_sequences()
     q = jax.ShapeDtypeStruct((70, 3, p["heads"], 16), jnp.float32)
-    tiles = choose_tiles(q, p["k_pool"], p["page_table"], p["bits"], new_rows=3, start=0, window=None, wide=True)
+    tiles = choose_tiles(q, p["k_pool"], p["page_table"], p["bits"], new_rows=3, start=1, window=None, wide=True)
     assert tiles.splits == 1
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
 

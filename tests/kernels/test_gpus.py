@@ -86,12 +86,12 @@ def rotation(dim: int, dtype: Any = BF16) -> Case:
     return rotate, (*pools(dim, dtype), qkv, shape(1, 5, dtype=I32), speeds, *rows)
 
 
-def appended(rows: int, dim: int) -> Case:
+def appended(rows: int, dim: int, start: int = 0) -> Case:
     qkv, speeds = shape(2, 1, rows, (HEADS + 2 * KV_HEADS) * dim, dtype=F32), shape(dim // 2, dtype=F32)
     where = (shape(1, 128, dtype=I32), shape(1, dtype=I32), shape(1, rows, dtype=jnp.bool))
 
     def attend(*arrays: Any) -> Any:
-        return append_attention(*arrays, None, heads=HEADS, dtype=BF16, implementation="pallas")
+        return append_attention(*arrays, None, heads=HEADS, start=start, dtype=BF16, implementation="pallas")
 
     return attend, (*pools(dim, BF16), qkv, shape(1, rows, dtype=I32), speeds, *where)
 
@@ -151,6 +151,7 @@ CASES: dict[str, Case] = {
     **{f"prefill {dim}": prefill(dim) for dim in (64, 96, 128)},
     **{f"rotate {dim}": rotation(dim) for dim in (64, 96, 128, 256)},
     **{f"attention behind append {dim}": appended(5, dim) for dim in (64, 80, 96, 128, 256)},
+    "attention behind append, drafting": appended(1, 128, start=1),
     "append": rows_of_pages(BF16, move=False),
     "move": rows_of_pages(BF16, move=True),
     **{f"product {rows}": product(rows) for rows in (5, 61)},
