@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec import automata, processors
-from jspec.records import NO_TOKEN, Controls, Draft, SlotView
+from jspec.records import NO_TOKEN, Controls, Draft, Reach, SlotView
 from pallas_kernels.quantized import Parts, add_up
 
 MAX_BAD_WORDS = 128  # of more than one token, a request
@@ -121,7 +121,7 @@ def advance(
     )
 
 
-def paths(draft: Draft, reach: Bool[Array, "batch nodes nodes"], depth: int) -> Int[Array, "batch nodes depth"]:
+def paths(draft: Draft, reach: Reach, depth: int) -> Int[Array, "batch nodes depth"]:
     """The tokens from behind the root to each node, itself the last; `NO_TOKEN` beyond.
 
     Args:

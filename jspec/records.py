@@ -165,6 +165,10 @@ class TokenBatch:
         )
 
 
+# Who stands on the way to each node (`jspec.verify.ancestors`); numpy's of trees that are known beforehand.
+Reach = Bool[Array | np.ndarray, "batch nodes nodes"]
+
+
 @struct.dataclass
 class Draft:
     """A drafted tree. Node 0 is the root; a padding node is nobody's parent and can never be accepted.
@@ -175,7 +179,7 @@ class Draft:
     """
 
     tokens: Int[Array, "batch nodes"]  # target vocabulary
-    parents: Int[Array, "batch nodes"]  # -1: root and padding
+    parents: Int[Array | np.ndarray, "batch nodes"]  # -1: root and padding; numpy's where known beforehand
     scores: Float[Array, "batch nodes"]  # cumulative untempered draft log-probability; root 0
     valid: Bool[Array, "batch nodes"]  # prefix-closed
     probs: Float[Array, "batch nodes draft_vocab"] | None

@@ -126,6 +126,22 @@ def test_ancestors_agree_with_climbing_the_parents() -> None:
         assert set(np.flatnonzero(reach[row, node])) == climbed
 
 
+def test_the_geometry_of_a_known_tree_is_worked_out_beforehand() -> None:
+    """It is that of a traced one, and leaves a program nothing to compute."""
+    rng = np.random.default_rng(3)
+    parents = np.stack([random_tree(rng, 12, padding) for padding in range(4)]).astype(np.int32)
+
+    def geometry(parents: np.ndarray | jax.Array) -> tuple[jax.Array, ...]:
+        reach = verify.ancestors(parents)
+        return jnp.asarray(reach), verify.depths(reach), verify.by_depth(reach, 11)
+
+    known, traced = jax.make_jaxpr(lambda: geometry(parents))(), jax.make_jaxpr(geometry)(parents)
+    for array, other in zip(jax.jit(lambda: geometry(parents))(), jax.jit(geometry)(parents), strict=True):
+        np.testing.assert_array_equal(array, other)
+    work = ("reduce", "gather", "argmax", "shift")
+    assert all(one in str(traced) for one in work) and not any(one in str(known) for one in work)
+
+
 @pytest.mark.parametrize(
     ("tokens", "stops", "remaining", "count", "ended"),
     [

@@ -202,7 +202,7 @@ def static_draft(
         probs = jnp.stack([laws.get(node, nothing) for node in range(tree.nodes)], axis=1)
     return Draft(
         tokens=jnp.concatenate([view.root[:, None], *tokens], axis=1),
-        parents=jnp.broadcast_to(jnp.array(tree.parents, jnp.int32), (rows, tree.nodes)),
+        parents=np.tile(np.array(tree.parents, np.int32), (rows, 1)),
         scores=jnp.concatenate(scores, axis=1),
         valid=jnp.ones((rows, tree.nodes), bool),
         probs=probs,

@@ -26,10 +26,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jspec import controls, sampling
-from jspec.records import Draft, SlotView, Verdict
+from jspec.records import Draft, Reach, SlotView, Verdict
 from jspec.sampling import Purpose
 from jspec.tree import Tree
 from jspec.verify.block import block_verification
@@ -80,7 +80,7 @@ def check_rule(rule: str, tree: Tree) -> None:
 def accept(
     product: Parts,
     draft: Draft,
-    reach: Bool[Array, "batch nodes nodes"],
+    reach: Reach,
     view: SlotView,
     tree: Tree,
     options: Typical,
@@ -115,7 +115,7 @@ def accept(
 def coupled(
     product: Parts,
     draft: Draft,
-    reach: Bool[Array, "batch nodes nodes"],
+    reach: Reach,
     view: SlotView,
 ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
     """Sample and match: a node stands if it and all its ancestors are the tokens the target draws there.
@@ -135,7 +135,7 @@ def coupled(
 def sampled(
     logits: Float[Array, "batch nodes vocab"],
     draft: Draft,
-    reach: Bool[Array, "batch nodes nodes"],
+    reach: Reach,
     view: SlotView,
 ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
     """Apply a sampling rule with draws that occur in this round only; greedy rows have one-hot laws.
@@ -153,7 +153,7 @@ def sampled(
     return ruling.best, jnp.argmax(jnp.log(ruling.last_law) + noise, axis=-1).astype(jnp.int32)
 
 
-def _rule(name: str, draft: Draft) -> Callable[[Array, Draft, Array, Array], Ruling]:
+def _rule(name: str, draft: Draft) -> Callable[[Array, Draft, Reach, Array], Ruling]:
     if draft.probs is None or name == "multi_candidate":
         return point_masses
     return block_verification if name == "block" else without_replacement
@@ -163,7 +163,7 @@ def verdict_of(
     best: Int[Array, "batch"],
     bonus: Int[Array, "batch"],
     draft: Draft,
-    reach: Bool[Array, "batch nodes nodes"],
+    reach: Reach,
     view: SlotView,
     tree: Tree,
 ) -> Verdict:

@@ -8,9 +8,9 @@ and the residual is p without the next token, as in the sibling rule, which then
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from jspec.records import Draft
+from jspec.records import Draft, Reach
 from jspec.verify.paths import Ruling
 from jspec.verify.rejection import normalised, spread
 
@@ -18,7 +18,7 @@ from jspec.verify.rejection import normalised, spread
 def block_verification(
     law: Float[Array, "batch nodes vocab"],
     draft: Draft,
-    reach: Bool[Array, "batch nodes nodes"],
+    reach: Reach,
     uniforms: Float[Array, "batch nodes"],
 ) -> Ruling:
     """The rule, with its draws given: one uniform for each node; the longest chain whose end stands is accepted.

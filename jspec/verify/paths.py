@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec.records import Draft
+from jspec.records import Draft, Reach
 from pallas_kernels.ancestor_bits import WORD, ancestor_bits
 
 
@@ -19,31 +21,40 @@ class Ruling(NamedTuple):
     accept_probs: Float[Array, "batch nodes"]  # of each node in its turn, may exceed 1; else without meaning
 
 
-def ancestors(parents: Int[Array, "batch nodes"]) -> Bool[Array, "batch nodes nodes"]:
+def ancestors(parents: Int[Array | np.ndarray, "batch nodes"]) -> Reach:
     """Who stands on the way from the root to each node: ``[b, n, m]`` is True when m is n or an ancestor of n.
 
     Args:
-        parents: -1 for the root and for padding nodes (which have themselves alone), else ``parents[i] < i``.
+        parents: -1 for the root and for padding nodes (which have themselves alone), else ``parents[i] < i``. Of a
+            numpy array all is worked out while the program is traced, and numpy's comes back.
     """
+    if isinstance(parents, np.ndarray):
+        with jax.ensure_compile_time_eval():
+            return np.asarray(ancestors(jnp.asarray(parents)))
     node = jnp.arange(parents.shape[1], dtype=jnp.uint32)
     words = jnp.take(ancestor_bits(parents), node // WORD, axis=-1)
     return (words >> (node % WORD)) & 1 == 1
 
 
-def depths(reach: Bool[Array, "batch nodes nodes"]) -> Int[Array, "batch nodes"]:
+def depths(reach: Reach) -> Int[Array, "batch nodes"]:
     """Edges between the root and each node; 0 for the root and for padding nodes."""
-    return jnp.sum(reach, axis=-1, dtype=jnp.int32) - 1
+    return jnp.asarray(_edges(reach))
 
 
-def by_depth(reach: Bool[Array, "batch nodes nodes"], depth: int) -> Int[Array, "batch nodes depth1"]:
+def _edges(reach: Reach) -> Int[Array | np.ndarray, "batch nodes"]:
+    return reach.sum(axis=-1, dtype=np.int32) - 1
+
+
+def by_depth(reach: Reach, depth: int) -> Int[Array, "batch nodes depth1"]:
     """The node that stands at each depth on the way to each node, itself the last; -1 beyond. Padding has itself alone.
 
     Args:
         depth: of the tree.
     """
-    is_there = reach[:, :, None] & (depths(reach)[:, None] == jnp.arange(depth + 1)[:, None])[:, None]
-    is_there |= (depths(reach) == 0)[:, :, None, None] & reach[:, :, None] & (jnp.arange(depth + 1) == 0)[:, None]
-    return jnp.where(jnp.any(is_there, axis=-1), jnp.argmax(is_there, axis=-1), -1).astype(jnp.int32)
+    step, edges = np.arange(depth + 1)[:, None], _edges(reach)
+    is_there = reach[:, :, None] & (edges[:, None] == step)[:, None]
+    is_there |= (edges == 0)[:, :, None, None] & reach[:, :, None] & (step == 0)
+    return jnp.where(is_there.any(axis=-1), is_there.argmax(axis=-1), -1).astype(jnp.int32)
 
 
 def candidates(draft: Draft) -> Bool[Array, "batch nodes"]:
@@ -71,7 +82,7 @@ def child_probs(law: Float[Array, "batch nodes vocab"], draft: Draft) -> Float[A
 
 
 def walk(
-    matches: Bool[Array, "batch nodes"], draft: Draft, reach: Bool[Array, "batch nodes nodes"]
+    matches: Bool[Array, "batch nodes"], draft: Draft, reach: Reach
 ) -> tuple[Bool[Array, "batch nodes"], Int[Array, "batch"]]:
     """Keep the nodes whose whole way from the root matches; the root stands always, a padding node never.
 

@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jspec.records import Draft
+from jspec.records import Draft, Reach
 from jspec.verify.paths import Ruling, ancestors, at_node, candidates, child_probs, ranks, siblings, walk
 
 
 def point_masses(
     law: Float[Array, "batch nodes vocab"],
     draft: Draft,
-    reach: Bool[Array, "batch nodes nodes"],
+    reach: Reach,
     uniforms: Float[Array, "batch nodes"],
 ) -> Ruling:
     """The rule, with its draws given: one uniform for each node.
@@ -109,7 +109,7 @@ def multi_candidate(p: ArrayLike, tokens: ArrayLike, parents: ArrayLike, uniform
     return Candidate(len(path) - 1, path, np.asarray(ruling.last_law[0]))
 
 
-def _turns(draft: Draft, reach: Bool[Array, "batch nodes nodes"]) -> Int[Array, "batch nodes"]:
+def _turns(draft: Draft, reach: Reach) -> Int[Array, "batch nodes"]:
     """How many children are tried before a node, if all its ancestors are accepted; -1 for the root."""
     tries = jnp.where(candidates(draft), ranks(draft) + 1, 0)
     return jnp.sum(jnp.where(reach, tries[:, None], 0), axis=-1, dtype=jnp.int32) - 1

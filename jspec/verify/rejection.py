@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jspec.records import Draft
+from jspec.records import Draft, Reach
 from jspec.verify.paths import Ruling
 
 
@@ -28,7 +28,7 @@ class Trial(NamedTuple):
 def without_replacement(
     law: Float[Array, "batch nodes vocab"],
     draft: Draft,
-    reach: Bool[Array, "batch nodes nodes"],
+    reach: Reach,
     uniforms: Float[Array, "batch nodes"],
 ) -> Ruling:
     """The rule, with its draws given: one uniform for each node.

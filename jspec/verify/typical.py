@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jspec import sampling
-from jspec.records import Draft, SlotView
+from jspec.records import Draft, Reach, SlotView
 from jspec.verify.paths import at_node, candidates, child_probs, depths, walk
 
 INSIDE_LOG = 1e-5  # the authors' guard against log(0); part of the rule, as it moves the threshold
@@ -28,7 +28,7 @@ class Typical(NamedTuple):
 def typical_acceptance(
     logits: Float[Array, "batch nodes vocab"],
     draft: Draft,
-    reach: Bool[Array, "batch nodes nodes"],
+    reach: Reach,
     view: SlotView,
     options: Typical,
 ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
