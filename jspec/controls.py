@@ -128,10 +128,10 @@ def paths(draft: Draft, reach: Reach, depth: int) -> Int[Array, "batch nodes dep
         reach: ancestors of each node (`jspec.verify.ancestors`).
         depth: of the tree.
     """
-    node_depth = jnp.sum(reach, axis=-1, dtype=jnp.int32) - 1
-    is_there = reach[:, :, None] & (node_depth[:, None] == jnp.arange(1, depth + 1)[:, None])[:, None]
+    node_depth = reach.sum(axis=-1, dtype=np.int32) - 1
+    is_there = reach[:, :, None] & (node_depth[:, None] == np.arange(1, depth + 1)[:, None])[:, None]
     token = jnp.sum(jnp.where(is_there, draft.tokens[:, None, None], 0), axis=-1, dtype=jnp.int32)
-    return jnp.where(jnp.any(is_there, axis=-1), token, NO_TOKEN)
+    return jnp.where(is_there.any(axis=-1), token, NO_TOKEN)
 
 
 def by_use(

@@ -127,7 +127,7 @@ def test_ancestors_agree_with_climbing_the_parents() -> None:
 
 
 def test_the_geometry_of_a_known_tree_is_worked_out_beforehand() -> None:
-    """It is that of a traced one, and leaves a program nothing to compute."""
+    """It is that of a traced one, by another way, and no sum or search of it is left to the program."""
     rng = np.random.default_rng(3)
     parents = np.stack([random_tree(rng, 12, padding) for padding in range(4)]).astype(np.int32)
 

@@ -185,7 +185,7 @@ def static_draft(
     laws: Mapping[int, Float[Array, "batch vocab"]] | None = None,
     vocab_map: Int[Array, "vocab"] | None = None,
 ) -> Draft:
-    """The `Draft` of a chain or another static tree.
+    """The `Draft` of a chain or another static tree; its parents are a numpy array.
 
     Args:
         tokens: target-vocabulary ids, level by level in the order of the tree's nodes.

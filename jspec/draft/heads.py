@@ -178,7 +178,7 @@ def through(
     """Take pairs that were entered into the last layer, and write all their keys and values.
 
     Args:
-        last: what that layer does with its projection, `project` or `project_and_attend`.
+        last: what that layer does with its projection, `project` or `attending`.
 
     Returns:
         What ``last`` makes of it, the residual stream and the cache.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -29,8 +28,11 @@ def ancestors(parents: Int[Array | np.ndarray, "batch nodes"]) -> Reach:
             numpy array all is worked out while the program is traced, and numpy's comes back.
     """
     if isinstance(parents, np.ndarray):
-        with jax.ensure_compile_time_eval():
-            return np.asarray(ancestors(jnp.asarray(parents)))
+        rows, nodes = parents.shape
+        reach = np.tile(np.eye(nodes, dtype=bool), (rows, 1, 1))
+        for own, above in enumerate(parents.T):
+            reach[:, own] |= reach[np.arange(rows), above] & (above >= 0)[:, None]
+        return reach
     node = jnp.arange(parents.shape[1], dtype=jnp.uint32)
     words = jnp.take(ancestor_bits(parents), node // WORD, axis=-1)
     return (words >> (node % WORD)) & 1 == 1
