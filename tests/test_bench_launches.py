@@ -71,7 +71,7 @@ def test_the_newest_of_several_traces_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_rounds_launches_add_up_to_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_on_a_gpu_a_rounds_launches_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["--shape", "tiny", "--dtype", "bfloat16", "--tree", "chain:2", "--batch", "1", "--context", "64"]
     assert main(["bench", "step", *words, "--profile", str(tmp_path)]) == 0
     (trace,) = tmp_path.iterdir()

@@ -42,12 +42,12 @@ def on_gpus(planes: Iterable[Any]) -> list[Any]:
 
 def by_name(events: Iterable[Any], rounds: int) -> list[Launch]:
     """Launches of so many rounds, those that took most of their time first."""
-    seconds = defaultdict(list)
+    nanoseconds = defaultdict(list)
     for event in events:
-        seconds[event.name].append(event.duration_ns)
+        nanoseconds[event.name].append(event.duration_ns)
     found = [
         Launch(name, len(own) / rounds, statistics.median(own) / 1e3, sum(own) / rounds / 1e6)
-        for name, own in seconds.items()
+        for name, own in nanoseconds.items()
     ]
     return sorted(found, key=lambda launch: -launch.milliseconds)
 

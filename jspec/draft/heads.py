@@ -175,7 +175,7 @@ def _normed(head: EagleHead, features: Array) -> Array:
 def through(
     head: EagleHead, cache: KVCache, pairs: TokenBatch, residual: Array, qkv: Parts, last: Callable[..., Any]
 ) -> tuple[Array, Array, KVCache]:
-    """Take pairs that were entered into the last layer, and write all their keys and values.
+    """Take pairs that were entered as far as the last layer's attention, and write all their keys and values.
 
     Args:
         last: what that layer does with its projection, `project` or `attending`.
