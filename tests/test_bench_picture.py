@@ -14,6 +14,9 @@ from jspec.__main__ import main
 from jspec.bench import compare, picture, rounds, throughput
 from jspec.bench.compare import Own, Point
 from jspec.bench.synthetic import RATES
+from jspec.draft.heads import EagleHead
+from jspec.models.decoder import Model
+from pallas_kernels.quantized import Quantized
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -148,6 +151,22 @@ def test_step_writes_picture_and_trace(tmp_path: Path, capsys: pytest.CaptureFix
     assert row.split()[5:7] == ["2", "1"] and row.split()[-2] == "1.00"  # a token a row
     assert [path.suffix for path in trace.rglob("*.pb")] == [".pb"]
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_head_may_be_stored_unlike_its_target(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    seen = []
+
+    def measure(case: rounds.Case, target: Model, head: EagleHead, **_: Any) -> rounds.Timing:
+        seen.append([type(model.layers[0].qkv) for model in (target, head)])
+        return rounds.Timing(case, 1.0, 0.1, 0.5, 9.0, 1.0)
+
+    monkeypatch.setattr(rounds, "measure", measure)
+    words = ["--shape", "tiny", "--dtype", "float32", "--tree", "chain:1", "--draft-quantize", "int8"]
+    for more in ([], ["--quantize", "fp8"]):
+        assert main(["bench", "step", *words, *more]) == 0
+        assert f" {more[-1] if more else 'float32'}, head int8 " in capsys.readouterr().out
+    (plain, small), both = seen
+    assert small is Quantized is not plain and both == [Quantized] * 2
 
 
 def test_a_round_needs_a_row_that_is_not_idle(capsys: pytest.CaptureFixture) -> None:

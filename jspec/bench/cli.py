@@ -156,6 +156,7 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tree", type=_tree, nargs="+", default=trees, metavar="TREE", help=f"none, {TREE_FORMS}")
     parser.add_argument("--dtype", default=DTYPE)
     parser.add_argument("--quantize", choices=KINDS, help="the weights of target and head")
+    parser.add_argument("--draft-quantize", choices=KINDS, help="of the head alone; as --quantize if left out")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="of both caches; the weights' dtype if left out")
     parser.add_argument("--implementation", default="auto")
 
@@ -176,7 +177,7 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _case(arguments: argparse.Namespace, batch: int, tree: Tree | None, **more: Any) -> rounds.Case:
-    names = ("shape", "dtype", "implementation", "quantize", "kv_dtype")
+    names = ("shape", "dtype", "implementation", "quantize", "draft_quantize", "kv_dtype")
     return rounds.Case(batch=batch, tree=tree, **{name: getattr(arguments, name) for name in names}, **more)
 
 
@@ -213,9 +214,10 @@ def _measure(cases: list[rounds.Case], profile: Path | None = None) -> list[roun
 
 def _models(cases: Iterable[rounds.Case]) -> Any:
     """Target and, where a case drafts, head of the cases' one shape, dtype and quantisation."""
-    (shape, dtype, quantize), *others = {(case.shape, case.dtype, case.quantize) for case in cases}
+    models = {(case.shape, case.dtype, case.quantize, case.draft_quantize or case.quantize) for case in cases}
+    (shape, dtype, quantize, draft_quantize), *others = models
     assert not others, "one shape, dtype and quantisation a run"
-    head = shapes.random_head(shape, dtype, quantize) if any(case.tree for case in cases) else None
+    head = shapes.random_head(shape, dtype, draft_quantize) if any(case.tree for case in cases) else None
     return shapes.random_target(shape, dtype, quantize), head
 
 

@@ -29,6 +29,7 @@ SETTINGS = (
     "implementation",
     "greedy",
     "quantize",
+    "draft_quantize",
     "kv_dtype",
     "idle",
     "depth",

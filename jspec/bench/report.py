@@ -43,7 +43,7 @@ def timings(results: Sequence[Timing]) -> str:
     columns: dict[str, Callable[[Timing], str]] = {
         "shape": lambda r: r.case.shape,
         "dtype": lambda r: r.case.dtype,
-        "weights": lambda r: r.case.quantize or r.case.dtype,
+        "weights": lambda r: r.case.weights,
         "cache": lambda r: r.case.kv_dtype or r.case.dtype,
         "page": lambda r: str(r.case.page_size),
         "batch": lambda r: str(r.case.batch),

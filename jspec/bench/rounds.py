@@ -43,6 +43,7 @@ class Case:
     implementation: str = "auto"
     greedy: bool = True
     quantize: str | None = None  # target and head
+    draft_quantize: str | None = None  # the head alone; None: as the target
     kv_dtype: str | None = None  # of both caches; None: dtype
     idle: int = 0  # rows of the batch that hold no request
     depth: int | None = None  # at which a round cuts the tree, 0: it drafts nothing; None: the tree's own
@@ -56,11 +57,18 @@ class Case:
             tree = f"tree-{self.tree.nodes}-{zlib.crc32(tree.encode()):08x}"
         words = [self.shape, self.dtype, tree, f"batch{self.batch}", f"context{self.context}", f"page{self.page_size}"]
         words += [word for word in (self.quantize, self.kv_dtype) if word]
+        words += [f"head-{self.draft_quantize}"] if self.draft_quantize else []
         words += [] if self.implementation == "auto" else [self.implementation]
         words += [f"idle{self.idle}"] if self.idle else []
         words += [] if self.depth is None else [f"depth{self.depth}"]
         words += ["deterministic"] * self.deterministic
         return "_".join(words if self.greedy else [*words, "sampled"])
+
+    @property
+    def weights(self) -> str:
+        """What they are stored as."""
+        head = f", head {self.draft_quantize}" if self.draft_quantize and self.tree else ""
+        return f"{self.quantize or self.dtype}{head}"
 
     @property
     def drafted(self) -> Tree | None:
@@ -180,16 +188,22 @@ def group(step: Any, params: Params, state: SlotState, case: Case) -> tuple[Slot
 def floor(case: Case) -> float:
     """Seconds the case takes at least."""
     nodes = 1 if case.drafted is None else case.drafted.nodes
-    widths = floors.Widths(
-        weight=1 if case.quantize else 2,
-        cache=jnp.dtype(case.kv_dtype or "bfloat16").itemsize,
-        speed=2 if case.quantize == "fp8_dynamic" else 1,
-    )
     rows = case.batch - case.idle
-    costs = floors.verify_costs(shapes.TARGETS[case.shape], rows, nodes, case.context, widths)
+    costs = floors.verify_costs(
+        shapes.TARGETS[case.shape], rows, nodes, case.context, _widths(case.quantize, case.kv_dtype)
+    )
     if case.drafted is not None:
+        widths = _widths(case.draft_quantize or case.quantize, case.kv_dtype)
         costs += floors.draft_costs(shapes.head_config(case.shape), rows, case.drafted, case.context, widths)
     return floors.seconds(costs)
+
+
+def _widths(quantize: str | None, kv_dtype: str | None) -> floors.Widths:
+    return floors.Widths(
+        weight=1 if quantize else 2,
+        cache=jnp.dtype(kv_dtype or "bfloat16").itemsize,
+        speed=2 if quantize == "fp8_dynamic" else 1,
+    )
 
 
 def _depth(case: Case) -> int:

@@ -163,7 +163,7 @@ def text(results: Sequence[Throughput]) -> str:
     """One line a case, under a line that calls them synthetic."""
     columns = {
         "shape": lambda r: r.case.point.shape,
-        "weights": lambda r: r.case.point.quantize or r.case.point.dtype,
+        "weights": lambda r: r.case.point.weights,
         "cache": lambda r: r.case.point.kv_dtype or r.case.point.dtype,
         "batch": lambda r: str(r.case.point.batch),
         "context": lambda r: f"{r.case.point.context}-{r.case.point.context + r.case.tokens}",
