@@ -89,3 +89,13 @@ def test_the_lossy_rule_is_named_so() -> None:
     case = acceptance.Case("typical", Tree.static([(0,), (1,), (0, 0)]))
     row = acceptance.text([acceptance.Acceptance(case, 1.0, 2.5, 0.1, 0.5, 10)]).splitlines()[-1]
     assert "typical (lossy)" in row and "static, 4 nodes" in row
+
+
+def test_the_head_is_quantised_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object, quantize: str | None, **__: object) -> None:
+        raise InterruptedError(quantize)
+
+    monkeypatch.setattr(acceptance.Eagle3, "from_pretrained", load)
+    for kind in (None, "int8"):
+        with pytest.raises(InterruptedError, match=str(kind)):
+            acceptance.measure(acceptance.Case("coupled", Tree.chain(4)), draft_quantize=kind)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from jspec.__main__ import main
-from jspec.bench import kernels
+from jspec.bench import clocks, kernels
 
 pytestmark = pytest.mark.once
 
@@ -48,3 +49,28 @@ def test_the_command_multiplies_what_a_decoder_does(
     assert main(["bench", "gemm", "--shape", "tiny", "--rows", "1", "--dtype", "float32"]) == 0
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines()[3:8]] == ["qkv", "o", "gate_up", "down", "head"]
+
+
+def test_what_a_long_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joules by hand: watts times the median of the groups' times, of which each is of so many programs and calls."""
+    clock, times = clocks.Clock(1560.0, 1980.0, 700.0, 1.0), iter([9.0, 2.0, 1.0, *[1e-3] * kernels.REPEATS])
+
+    def watch(work: Callable[[], object]) -> clocks.Clock:
+        for _ in range(3):
+            work()
+        return clock
+
+    monkeypatch.setattr(kernels, "_seconds", lambda *_: next(times))
+    monkeypatch.setattr(clocks, "watch", watch)
+    monkeypatch.setattr(kernels, "MOST_CALLS", 2)
+    result = kernels.gemm("o", rows=5, out=96, inner=64, dtype="float32", kind=None, power=True)
+    assert result.sustained == kernels.Sustained(2.0 / kernels.DISPATCHED / 2, clock)
+    assert result.sustained.joules == pytest.approx(700 * 2 / 32 / 2)
+    assert kernels.text([result]).splitlines()[2].split()[-4:] == ["31250.0", "1560/1980", "700", "21875.0"]
+    assert next(times, None) is None
+
+
+def test_without_a_gpu_nothing_is_known_of_power(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--batch 1 --rows 1 --context 8 --heads 2 --kv-heads 1 --head-dim 16 --dtype float32 --power"
+    assert main(["bench", "attention", *words.split(), "--implementation", "reference"]) == 0
+    assert "mJ" not in capsys.readouterr().out

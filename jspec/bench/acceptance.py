@@ -144,15 +144,21 @@ def prompts(count: int = PROMPTS, size: int = PROMPT_SIZE) -> list[str]:
 
 
 def measure(
-    case: Case, temperatures: Sequence[float] = TEMPERATURES, *, tokens: int = TOKENS, samples: int = SAMPLES
+    case: Case,
+    temperatures: Sequence[float] = TEMPERATURES,
+    *,
+    tokens: int = TOKENS,
+    samples: int = SAMPLES,
+    draft_quantize: str | None = None,
 ) -> list[Acceptance]:
     """Complete the prompts at each temperature, with the same seeds in every case.
 
     Args:
         tokens: of each completion; its last round is cut there.
         samples: completions of each prompt, where the temperature is not 0.
+        draft_quantize: the head's weights; None: float32.
     """
-    drafter = Eagle3.from_pretrained(demo.HEAD, tree=case.tree, dtype="float32")
+    drafter = Eagle3.from_pretrained(demo.HEAD, tree=case.tree, dtype="float32", quantize=draft_quantize)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message='accept="typical"')  # the table says it
         target = Model.from_pretrained(demo.TARGET, dtype="float32")

@@ -131,6 +131,7 @@ def _acceptance_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, nargs="+", default=acceptance.TEMPERATURES)
     parser.add_argument("--tokens", type=int, default=acceptance.TOKENS, help="tokens of each completion")
     parser.add_argument("--samples", type=int, default=acceptance.SAMPLES, help="completions a prompt, if sampled")
+    parser.add_argument("--draft-quantize", choices=KINDS, help="of the head's weights; float32 if left out")
     parser.add_argument("--json", type=Path, help="also write the results there")
     parser.set_defaults(run=_acceptance)
 
@@ -296,7 +297,7 @@ def _own(arguments: argparse.Namespace, rival: Iterable[compare.Point]) -> tuple
 
 
 def _cold_start(arguments: argparse.Namespace) -> int:
-    names = ("shape", "dtype", "implementation", "quantize", "kv_dtype", "max_len", "page_size")
+    names = ("shape", "dtype", "implementation", "quantize", "draft_quantize", "kv_dtype", "max_len", "page_size")
     case = cold_start.Case(
         trees=tuple(str(tree).lower() for tree in arguments.tree),
         rows=tuple(arguments.batch),
@@ -329,8 +330,9 @@ def _accuracy(arguments: argparse.Namespace) -> int:
 
 def _acceptance(arguments: argparse.Namespace) -> int:
     results = []
+    options = {name: getattr(arguments, name) for name in ("tokens", "samples", "draft_quantize")}
     for case in acceptance.cases(arguments.accept, arguments.tree):
-        results += acceptance.measure(case, arguments.temperature, tokens=arguments.tokens, samples=arguments.samples)
+        results += acceptance.measure(case, arguments.temperature, **options)
     print(f"tokens a round ± standard error, share of drafted tokens emitted; {report.environment()}")
     print(acceptance.text(results))
     if arguments.json:

@@ -49,6 +49,7 @@ class Case:
     dtype: str = "bfloat16"
     implementation: str = "auto"
     quantize: str | None = None  # target and heads
+    draft_quantize: str | None = None  # the heads alone; None: as the target
     kv_dtype: str | None = None  # of both caches; None: dtype
 
     def options(self) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def start(case: Case, folder: str, started: float) -> Start:
         target = shapes.random_target(case.shape, case.dtype, case.quantize)
         head = None
         if any(tree != "none" for tree in case.trees):
-            head = shapes.random_head(case.shape, case.dtype, case.quantize)
+            head = shapes.random_head(case.shape, case.dtype, case.draft_quantize or case.quantize)
         jax.block_until_ready((target, head))
     answering = {}
     for tree in case.trees:

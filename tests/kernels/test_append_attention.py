@@ -105,16 +105,16 @@ def test_output_and_pools_agree_with_float64(case: dict[str, Any], implementatio
 
 
 def many_sequences() -> tuple[dict[str, Any], np.ndarray]:
-    """So many that none shares a context."""
-    lengths = [7 * b % 140 for b in range(70)]
-    return problem(**EXAMPLE | {"tokens": 3, "dim": 16, "group": 2}, lengths=lengths)
+    """So many that none shares a context, with rows that half fill a program."""
+    lengths = [7 * b % 140 for b in range(200)]
+    return problem(**EXAMPLE | {"tokens": 3, "dim": 16}, lengths=lengths)
 
 
 def test_contexts_that_are_not_shared() -> None:
     p, parents = many_sequences()
-    q = jax.ShapeDtypeStruct((70, 3, p["heads"], 16), jnp.float32)
+    q = jax.ShapeDtypeStruct((200, 3, p["heads"], 16), jnp.float32)
     tiles = choose_tiles(q, p["k_pool"], p["page_table"], p["bits"], new_rows=3, start=1, window=None, wide=True)
-    assert tiles.splits == 1
+    assert (tiles.splits, tiles.packed) == (1, 32)
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
 
 
@@ -167,7 +167,17 @@ def compile_attention(batch: int, rows: int, parts: int, start: int) -> Any:
 
 @pytest.mark.parametrize(
     ("batch", "rows", "parts", "start"),
-    [(1, 1, 2, 0), (1, 1, 1, 1), (1, 5, 2, 0), (1, 5, 2, 1), (8, 5, 2, 0), (32, 5, 2, 1), (64, 5, 1, 0), (64, 1, 1, 1)],
+    [
+        (1, 1, 2, 0),
+        (1, 1, 1, 1),
+        (1, 5, 2, 0),
+        (1, 5, 2, 1),
+        (8, 5, 2, 0),
+        (32, 5, 2, 1),
+        (64, 5, 1, 0),
+        (64, 1, 1, 1),
+        (64, 3, 2, 1),
+    ],
 )
 def test_the_pools_are_written_in_place_on_an_h200(batch: int, rows: int, parts: int, start: int) -> None:
     program = compile_attention(batch, rows, parts, start)
