@@ -29,11 +29,11 @@ def _quotient(total: Array, eps: float, size: int) -> Array:
     return (wide * jax.lax.rsqrt(mean + eps)).astype(total.dtype)
 
 
-def _reference(x, parts, weight, *others, eps, is_rounded):
+def _reference(x, parts, *weights, eps, is_rounded):
     total = x + add_up(parts, x.dtype)
     quotient = _quotient(total, eps, x.shape[-1])
-    normed = scaled_rows(quotient * weight, FP8) if is_rounded else (quotient * weight,)
-    return total, *normed, *(quotient * other for other in others)
+    normed = [quotient * weight for weight in weights]
+    return total, *(array for one in normed for array in (scaled_rows(one, FP8) if is_rounded else (one,)))
 
 
 def _reference_in_blocks(x, parts, *weights, eps, is_rounded):
@@ -47,7 +47,8 @@ def _reference_in_blocks(x, parts, *weights, eps, is_rounded):
 
 def _kernel(x_ref, parts_ref, *refs, eps, hidden, norms, is_rounded):
     """One program: one row; columns past the last are zero and not written."""
-    weight_refs, scale_refs, out = refs[:norms], refs[norms : -1 - norms - is_rounded], refs[-1 - norms - is_rounded :]
+    each = 1 + is_rounded  # arrays that come back of each norm
+    weight_refs, scale_refs, out = refs[:norms], refs[norms : -1 - each * norms], refs[-1 - each * norms :]
     row, column = pl.program_id(0), jnp.arange(pl.next_power_of_2(hidden))
     inside = column < hidden
     total = pltriton.load(x_ref.at[row, column], mask=inside, other=0)
@@ -59,20 +60,20 @@ def _kernel(x_ref, parts_ref, *refs, eps, hidden, norms, is_rounded):
     weights = [pltriton.load(ref.at[column], mask=inside, other=0) for ref in weight_refs]
     pltriton.store(out[0].at[row, column], total, mask=inside)
     quotient = _quotient(total, eps, hidden)
-    normed = [quotient * weight for weight in weights]
-    if is_rounded:
-        normed[0], out[2][row] = scaled_rows(normed[0], FP8)
-    for ref, own in zip((out[1], *out[2 + is_rounded :]), normed, strict=True):
-        pltriton.store(ref.at[row, column], own, mask=inside)
+    for index, weight in enumerate(weights):
+        own = quotient * weight
+        if is_rounded:
+            own, out[2 + each * index][row] = scaled_rows(own, FP8)
+        pltriton.store(out[1 + each * index].at[row, column], own, mask=inside)
 
 
 def _pallas(x, parts, *weights, eps, is_rounded, interpret):
     hidden, (parts, scales) = x.shape[-1], taken_apart(parts)
     rows = x.reshape(-1, hidden)
     parts, scales = parts.reshape(-1, *rows.shape), tuple(scale.ravel() for scale in scales)
-    out = [jax.ShapeDtypeStruct(rows.shape, x.dtype) for _ in (x, *weights)]
-    if is_rounded:
-        out[1:2] = [jax.ShapeDtypeStruct(rows.shape, FP8), jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32)]
+    same, scale = jax.ShapeDtypeStruct(rows.shape, x.dtype), jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32)
+    of_norm = [jax.ShapeDtypeStruct(rows.shape, FP8), scale] if is_rounded else [same]
+    out = [same, *of_norm * len(weights)]
     columns = 512 if parts.shape[0] == 1 else 128  # of a warp: several parts take several loads a column
     warps = min(max(pl.next_power_of_2(hidden) // columns, 1), 32)
     left = pl.pallas_call(
@@ -102,7 +103,7 @@ def add_rms_norm(
     Args:
         delta: [parts, *rows, hidden] to be added up, as `split_matmul` leaves them.
         others: more weights.
-        is_rounded: the first norm comes back as `Rounded`.
+        is_rounded: the norms come back as `Rounded`.
         deterministic: a row's last bits are the same among any number of rows; the kernel's always are.
         implementation: as in `paged_attention`.
 
@@ -116,5 +117,5 @@ def add_rms_norm(
     )
     total, *normed = choose(implementation, unsupported, kernel, reference, x, delta, weight, *others)
     if is_rounded:
-        normed[:2] = [Rounded(normed[0], normed[1], x.dtype)]
+        normed = [Rounded(values, scale, x.dtype) for values, scale in zip(normed[::2], normed[1::2], strict=True)]
     return total, *normed

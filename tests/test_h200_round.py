@@ -132,10 +132,10 @@ def test_a_deterministic_round_is_one_graph_of_our_own_kernels(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", ["fp8", "fp8_dynamic"])
-def test_weights_and_cache_of_one_byte_are_read_where_they_lie(quantize: str) -> None:
+@pytest.mark.parametrize(("quantize", "launches"), [("fp8", 410), ("fp8_dynamic", 450)])
+def test_weights_and_cache_of_one_byte_are_read_where_they_lie(quantize: str, launches: int) -> None:
     """No weight is written out in another type: the smallest would be 34 MB."""
-    check(*compile_round(Tree.chain(4), quantize, "float8_e4m3fn"), launches=480, temp_mib=12)
+    check(*compile_round(Tree.chain(4), quantize, "float8_e4m3fn"), launches=launches, temp_mib=12)
 
 
 @pytest.mark.slow
@@ -146,4 +146,4 @@ def test_float8_products_of_many_rows_are_scaled_by_who_reads_them() -> None:
     logits = [line.split(" = ")[0] for line in lines if " = f32[32,5,128256]" in line or " = f32[160,128256]" in line]
     assert logits and not [name for name in logits if "multiply" in name or "convert" in name], logits
     assert program.count("rotate_append") >= 32
-    assert len(program.launches) < 430
+    assert len(program.launches) <= 418

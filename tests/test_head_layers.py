@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,13 @@ import pytest
 
 from jspec import Eagle3, Engine, SamplingParams, Tree, step
 from jspec.cache import PoolShape
+from jspec.draft import heads
 from jspec.draft.heads import EagleHead, HeadOut, enter, enter_drafted
 from jspec.prefill import prefill_step
 from jspec.quantize import quantize_weights
 from jspec.records import KVCache, TokenBatch
 from pallas_kernels.quantized import add_up, matmul
+from pallas_kernels.residual_norm import add_rms_norm
 from tests import tiny
 
 pytestmark = pytest.mark.once
@@ -148,3 +151,26 @@ def test_a_head_over_the_whole_vocabulary_keeps_one_projection() -> None:
     """A table of the whole vocabulary would be larger than the head."""
     head = tiny.eagle_head(TARGET, draft_vocab=16, feature_layers=(0, 2))
     assert Eagle3(head, Tree.chain(2)).bind(TARGET).drafted is None
+
+
+@pytest.mark.parametrize("norm_output", [False, True])
+def test_what_is_normed_is_rounded_as_it_would_be_afterwards(
+    norm_output: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel of the norm, unless it is fed back as well; with two layers inner norms too."""
+    head = quantize_weights(two_layers(), "fp8_dynamic")
+    head = head.replace(config=replace(head.config, norm_output=norm_output))
+    tree, seen = Tree.topk(6, 3, 2), []
+
+    def noted(*arrays: Any, is_rounded: bool = False, **options: Any) -> Any:
+        seen.append(is_rounded)
+        return add_rms_norm(*arrays, is_rounded=is_rounded, **options)
+
+    monkeypatch.setattr(heads, "add_rms_norm", noted)
+    found = drafts(head, tree, table=True)
+    assert True in seen and (False in seen) == norm_output
+    monkeypatch.setattr(heads, "rounds_inputs", lambda weight: False)
+    seen.clear()
+    expected = drafts(head, tree, table=True)
+    assert seen and True not in seen
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

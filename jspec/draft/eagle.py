@@ -133,7 +133,8 @@ class EagleDrafter(Drafter):
         def feed(carry: tuple[HeadOut, KVCache], level: Level) -> tuple[Parts, tuple[HeadOut, KVCache]]:
             parents, cache = carry
             if not self.tree.is_chain:
-                parents = jax.tree.map(lambda of: jnp.take_along_axis(of, level.parents[..., None], axis=1), parents)
+                rows = jnp.arange(level.parents.shape[0])[:, None]
+                parents = jax.tree.map(lambda of: of[rows, level.parents], parents)
             out, cache = self_feed(params, cache, view, level, parents, self.draft_window)
             return _product(params, out), (out, cache)
 

@@ -23,7 +23,7 @@ from jspec.models.attention import project_and_attend
 from jspec.models.config import HeadConfig
 from jspec.models.decoder import mlp, rms_norm
 from jspec.records import KVCache, TokenBatch
-from pallas_kernels.quantized import Parts, Quantized, Weight, add_up, matmul, rounds_inputs
+from pallas_kernels.quantized import Inputs, Parts, Quantized, Weight, add_up, matmul, rounds_inputs
 from pallas_kernels.residual_norm import add_rms_norm
 from pallas_kernels.split_matmul import split_matmul
 
@@ -91,7 +91,7 @@ class HeadOut(NamedTuple):
     """What the head makes of a token."""
 
     hidden: Float[Array, "batch tokens hidden"]  # the next token's feature
-    normed: Float[Array, "batch tokens hidden"]  # for the output head
+    normed: Inputs  # [batch, tokens, hidden], for the output head
     projected: Float[Array, "batch tokens qkv"] | None  # layer 0's, of ``hidden`` (`Drafted`)
 
 
@@ -192,7 +192,7 @@ def through(
         v_pools.append(v_pool)
         if index + 1 < len(head.layers):
             following = head.layers[index + 1]
-            norms = [] if following.input_norm is None else [following.input_norm]
+            norms = [] if following.input_norm is None else [(following.input_norm, following.qkv)]
             residual, x = _after_attention(head, index, out, residual, norms, pairs.implementation)
             qkv = split_matmul(x, following.qkv, implementation=pairs.implementation)
     return out, residual, KVCache(k=k_pools, v=v_pools)
@@ -200,9 +200,11 @@ def through(
 
 def finish(head: EagleHead, attended: Array, residual: Array, implementation: str) -> HeadOut:
     """Run what is left of the last layer, and the output norm."""
-    norms, of_feature = [] if head.norm is None else [head.norm], head.layers[0].hidden_norm
-    if norms and head.drafted is not None and of_feature is not None and not head.config.norm_output:
-        norms += [of_feature]  # of the same sum
+    norms, of_feature = [] if head.norm is None else [(head.norm, head.head)], head.layers[0].hidden_norm
+    if head.config.norm_output:
+        norms = [(norm, None) for norm, _ in norms]  # it is fed back as well
+    elif norms and head.drafted is not None and of_feature is not None:
+        norms += [(of_feature, head.drafted.qkv)]  # of the same sum
     hidden, *normed = _after_attention(head, len(head.layers) - 1, attended, residual, norms, implementation)
     hidden, projected = normed[0] if head.config.norm_output else hidden, None
     if head.drafted is not None:
@@ -227,9 +229,18 @@ def _norm_heads(parts: Parts, layer: EagleLayer, head: EagleHead) -> Parts:
 
 
 def _after_attention(
-    head: EagleHead, index: int, attended: Array, residual: Array, norms: Sequence[Array], implementation: str
-) -> tuple[Array, ...]:
-    """What a layer does with what it attended to: its output, and that output normed for whatever comes next."""
+    head: EagleHead,
+    index: int,
+    attended: Array,
+    residual: Array,
+    norms: Sequence[tuple[Array, Weight | None]],
+    implementation: str,
+) -> tuple[Any, ...]:
+    """What a layer does with what it attended to: its output, and that output normed for whatever comes next.
+
+    Args:
+        norms: each with the weight that alone is multiplied by what is normed, if there is one.
+    """
     layer = head.layers[index]
     add_norm = partial(add_rms_norm, eps=head.config.norm_eps, implementation=implementation)
     delta = split_matmul(attended, layer.o, implementation=implementation)
@@ -238,4 +249,5 @@ def _after_attention(
     if not norms:
         hidden = hidden + add_up(delta, hidden.dtype)
         return hidden, hidden
-    return add_norm(hidden, delta, *norms)
+    is_rounded = all(weight is not None and rounds_inputs(weight) for _, weight in norms)
+    return add_norm(hidden, delta, *(norm for norm, _ in norms), is_rounded=is_rounded)
