@@ -67,10 +67,10 @@ def choose_tiles(
     packed = min(max(pl.next_power_of_2(queries * group), MMA_ROWS), most)
     programs = batch * kv_heads * pl.cdiv(queries * group, packed)
     # Where there are many programs or long contexts, small ones that need no barrier between warps are fastest.
-    is_many = 2 * programs >= 3 * FULL
-    if is_many and MMA_ROWS // 2 < queries * group < MMA_ROWS:
-        packed = min(2 * MMA_ROWS, most)  # of 16 rows, 9 to 15 of them in use, a multiprocessor holds three, not four
-    small = MMA_ROWS < packed <= 32 and dim <= 128 and not wide and (is_many or read > LONG)
+    is_many, is_narrow = 2 * programs >= 3 * FULL, dim <= 128 and not wide
+    if is_many and is_narrow and MMA_ROWS // 2 < queries * group < MMA_ROWS:
+        packed = 2 * MMA_ROWS  # of 16 rows, 9 to 15 of them in use, a multiprocessor holds three, not four
+    small = is_narrow and MMA_ROWS < packed <= 32 and (is_many or read > LONG)
     warps = 2 if small else (8 if wide or packed * max(dim, 128) >= 64 * 256 else 4)
     few = small or packed == MMA_ROWS  # rows of a tile: 8 KiB each of K and V, or 16
     width = max(k_pool.dtype.itemsize, 2)  # numbers of one byte are widened

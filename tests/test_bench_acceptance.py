@@ -72,7 +72,10 @@ def test_every_completion_counts(folder: Path) -> None:
         tokens = result["rounds"] * result["length"]
         assert completions * (TOKENS - 1) <= tokens <= completions * TOKENS
         assert result["rounds"] * 4 * result["rate"] == pytest.approx(tokens - result["rounds"])
-        assert result["case"] == {"accept": "coupled", "tree": "chain:4"} and 0 < result["error"] < 1
+        assert (
+            result["case"] == {"accept": "coupled", "tree": "chain:4", "draft_quantize": None}
+            and 0 < result["error"] < 1
+        )
     assert results[0]["length"] > results[1]["length"] > 1.3  # the head drafts, and chance makes it harder
 
 
@@ -80,9 +83,9 @@ def test_the_table_has_the_results(folder: Path) -> None:
     results = json.loads((folder / "results.json").read_text())["results"]
     about, heading, _, row = (folder / "printed.txt").read_text().splitlines()
     assert "standard error" in about
-    assert heading.split() == ["tree", "accept", "rule", "temperature", "0", "temperature", "1"]
+    assert heading.split() == ["tree", "accept", "rule", "head", "temperature", "0", "temperature", "1"]
     numbers = [word for r in results for word in (f"{r['length']:.2f}", "±", f"{r['error']:.2f}", f"{r['rate']:.0%}")]
-    assert row.split() == ["chain:4", "coupled", *numbers]
+    assert row.split() == ["chain:4", "coupled", "float32", *numbers]
 
 
 def test_the_lossy_rule_is_named_so() -> None:
@@ -98,4 +101,4 @@ def test_the_head_is_quantised_as_asked(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(acceptance.Eagle3, "from_pretrained", load)
     for kind in (None, "int8"):
         with pytest.raises(InterruptedError, match=str(kind)):
-            acceptance.measure(acceptance.Case("coupled", Tree.chain(4)), draft_quantize=kind)
+            acceptance.measure(*acceptance.cases(["coupled"], [Tree.chain(4)], kind))

@@ -54,7 +54,7 @@ def test_a_head_may_be_smaller_than_its_target() -> None:
     """Four passes of 373e6 weights, three of them 25e6 less, and features' 50e6, each a byte less."""
     whole, own = (rounds.Case("llama3-8b", 1, 1024, CHAIN, draft_quantize=kind) for kind in (None, "fp8"))
     assert rounds.floor(whole) - rounds.floor(own) == pytest.approx((4 * 373e6 - 3 * 25e6 + 50e6) / 4.3e12, rel=0.005)
-    assert rounds.floor(own) < rounds.floor(whole) and own.name != whole.name
+    assert own.name != whole.name
 
 
 def test_a_round_that_drafts_nothing_has_the_floor_of_plain_decoding() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from jspec.__main__ import main
@@ -66,11 +68,29 @@ def test_what_a_long_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     result = kernels.gemm("o", rows=5, out=96, inner=64, dtype="float32", kind=None, power=True)
     assert result.sustained == kernels.Sustained(2.0 / kernels.DISPATCHED / 2, clock)
     assert result.sustained.joules == pytest.approx(700 * 2 / 32 / 2)
-    assert kernels.text([result]).splitlines()[2].split()[-4:] == ["31250.0", "1560/1980", "700", "21875.0"]
+    assert kernels.text([result]).splitlines()[2].split()[-5:] == ["31250.0", "1560/1980", "700", "100%", "21875.0"]
     assert next(times, None) is None
 
 
 def test_without_a_gpu_nothing_is_known_of_power(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--batch 1 --rows 1 --context 8 --heads 2 --kv-heads 1 --head-dim 16 --dtype float32 --power"
-    assert main(["bench", "attention", *words.split(), "--implementation", "reference"]) == 0
+    assert main(["bench", "attention", *words.split()]) == 0
     assert "mJ" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["qkv", "gate_up", "attention"])
+def test_the_implementation_asked_for_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def noted(x: jnp.ndarray, *_: Any, implementation: str) -> jnp.ndarray:
+        asked.append(implementation)
+        return x
+
+    for kernel in ("split_matmul", "gated_matmul", "paged_attention"):
+        monkeypatch.setattr(kernels, kernel, noted)
+    sizes = {"batch": 1, "rows": 1, "context": 8, "heads": 2, "kv_heads": 1, "head_dim": 16, "page_size": 8}
+    if name == "attention":
+        result = kernels.attention(**sizes, dtype="float32", kv="float32", implementation="reference")
+    else:
+        result = kernels.gemm(name, rows=1, out=96, inner=64, dtype="float32", kind=None, implementation="reference")
+    assert set(asked) == {"reference"} == {result.settings["implementation"]}

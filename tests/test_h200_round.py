@@ -107,7 +107,9 @@ def test_keeping_pages_for_others_costs_a_round_a_scatter() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tree", "launches", "temp_mib"), [(Tree.chain(4), 395, 12), (Tree.topk(60, 8, 10), 515, 96)], ids=str
+    ("tree", "launches", "temp_mib"),
+    [(Tree.chain(4), 395, 12), pytest.param(Tree.topk(60, 8, 10), 515, 96, marks=pytest.mark.matrix)],
+    ids=str,
 )
 def test_controls_stay_in_the_rounds_graph(tree: Tree, launches: int, temp_mib: int) -> None:
     """Counts are read, and added to where they lie; beside the logits there are the edited ones, and those scaled."""
@@ -117,7 +119,11 @@ def test_controls_stay_in_the_rounds_graph(tree: Tree, launches: int, temp_mib: 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tree", "batch", "launches", "temp_mib"),
-    [(None, 1, 345, 12), (Tree.chain(4), 32, 415, 200), (Tree.topk(60, 8, 10), 1, 525, 112)],
+    [
+        pytest.param(None, 1, 345, 12, marks=pytest.mark.matrix),
+        (Tree.chain(4), 32, 415, 200),
+        (Tree.topk(60, 8, 10), 1, 525, 112),
+    ],
     ids=str,
 )
 def test_a_deterministic_round_is_one_graph_of_our_own_kernels(

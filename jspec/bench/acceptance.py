@@ -92,6 +92,7 @@ class Case:
 
     accept: str
     tree: Tree
+    draft_quantize: str | None = None  # the head's weights; None: float32
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Acceptance:
     rounds: int
 
 
-def cases(rules: Iterable[str], trees: Iterable[Tree]) -> list[Case]:
+def cases(rules: Iterable[str], trees: Iterable[Tree], draft_quantize: str | None = None) -> list[Case]:
     """Rules and trees that go together, tree by tree.
 
     "block" judges chains alone; a dynamic tree is not drawn, so "rejection" there is "multi_candidate" by another name.
@@ -122,7 +123,7 @@ def cases(rules: Iterable[str], trees: Iterable[Tree]) -> list[Case]:
         ValueError: none do.
     """
     rules, trees = list(rules), list(trees)
-    found = [Case(rule, tree) for tree, rule in product(trees, rules) if _applies(rule, tree)]
+    found = [Case(rule, tree, draft_quantize) for tree, rule in product(trees, rules) if _applies(rule, tree)]
     if not found:
         raise ValueError(
             f"expected an accept rule that fits a tree, got {rules} and {[str(tree) for tree in trees]}: "
@@ -149,16 +150,14 @@ def measure(
     *,
     tokens: int = TOKENS,
     samples: int = SAMPLES,
-    draft_quantize: str | None = None,
 ) -> list[Acceptance]:
     """Complete the prompts at each temperature, with the same seeds in every case.
 
     Args:
         tokens: of each completion; its last round is cut there.
         samples: completions of each prompt, where the temperature is not 0.
-        draft_quantize: the head's weights; None: float32.
     """
-    drafter = Eagle3.from_pretrained(demo.HEAD, tree=case.tree, dtype="float32", quantize=draft_quantize)
+    drafter = Eagle3.from_pretrained(demo.HEAD, tree=case.tree, dtype="float32", quantize=case.draft_quantize)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message='accept="typical"')  # the table says it
         target = Model.from_pretrained(demo.TARGET, dtype="float32")
@@ -214,10 +213,11 @@ def text(results: Sequence[Acceptance]) -> str:
     by_case: dict[Case, dict[float, Acceptance]] = {}
     for result in results:
         by_case.setdefault(result.case, {})[result.temperature] = result
-    rows = [["tree", "accept rule", *(f"temperature {temperature:g}" for temperature in temperatures)]]
+    rows = [["tree", "accept rule", "head", *(f"temperature {temperature:g}" for temperature in temperatures)]]
     for case, own in by_case.items():
         cells = [f"{own[t].length:.2f} ± {own[t].error:.2f}  {own[t].rate:4.0%}" for t in temperatures]
-        rows.append([_tree_name(case.tree), case.accept + " (lossy)" * (case.accept == "typical"), *cells])
+        rule = case.accept + " (lossy)" * (case.accept == "typical")
+        rows.append([_tree_name(case.tree), rule, case.draft_quantize or "float32", *cells])
     return table(rows)
 
 
@@ -228,5 +228,5 @@ def _tree_name(tree: Tree) -> str:
 
 def write_json(path: Path, results: Sequence[Acceptance]) -> None:
     """Environment and results as one JSON object."""
-    rows = [asdict(r) | {"case": {"accept": r.case.accept, "tree": str(r.case.tree)}} for r in results]
+    rows = [asdict(r) | {"case": asdict(r.case) | {"tree": str(r.case.tree)}} for r in results]
     write(path, rows)

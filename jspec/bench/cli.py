@@ -330,9 +330,8 @@ def _accuracy(arguments: argparse.Namespace) -> int:
 
 def _acceptance(arguments: argparse.Namespace) -> int:
     results = []
-    options = {name: getattr(arguments, name) for name in ("tokens", "samples", "draft_quantize")}
-    for case in acceptance.cases(arguments.accept, arguments.tree):
-        results += acceptance.measure(case, arguments.temperature, **options)
+    for case in acceptance.cases(arguments.accept, arguments.tree, arguments.draft_quantize):
+        results += acceptance.measure(case, arguments.temperature, tokens=arguments.tokens, samples=arguments.samples)
     print(f"tokens a round ± standard error, share of drafted tokens emitted; {report.environment()}")
     print(acceptance.text(results))
     if arguments.json:

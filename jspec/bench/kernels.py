@@ -94,7 +94,7 @@ def attention(
         kv: dtype of the pools.
         power: whether to look at `Sustained` too.
     """
-    settings = {name: value for name, value in locals().items() if name not in ("implementation", "power")}
+    settings = {name: value for name, value in locals().items() if name != "power"}
     own = replace(shapes.TARGETS["llama3-8b"], num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
     cost = floors.attention(own, batch, rows, context, floors.Widths(cache=jnp.dtype(kv).itemsize))
     calls = calls_for(cost.bytes)
@@ -133,6 +133,7 @@ def gemm(
         power: whether to look at `Sustained` too.
     """
     settings = {"rows": rows, "out": out, "inner": inner, "dtype": dtype, "quantize": kind}
+    settings |= {"implementation": implementation}
     width = jnp.dtype(dtype).itemsize if kind is None else 1
     cost = floors.matmul(name, rows, out, inner, floors.Widths(weight=width, speed=2 if kind == "fp8_dynamic" else 1))
     calls = calls_for(cost.bytes)
@@ -186,7 +187,7 @@ def text(results: Sequence[Result]) -> str:
     rows = [["kernel", *names, "MB", "least us", "us", "TB/s", "TFLOP/s", "share"]]
     is_sustained = any(result.sustained for result in results)
     if is_sustained:
-        rows[0] += ["long us", "SM MHz", "W", "mJ"]
+        rows[0] += ["long us", "SM MHz", "W", "capped", "mJ"]
     for result in results:
         figures = [
             f"{result.bytes / 1e6:.1f}",
@@ -204,9 +205,10 @@ def text(results: Sequence[Result]) -> str:
 
 def _power(sustained: Sustained | None) -> list[str]:
     if sustained is None:
-        return ["", "", "", ""]
-    clock = sustained.clock
-    return [f"{sustained.seconds * 1e6:.1f}", str(clock), f"{clock.watts:.0f}", f"{sustained.joules * 1e3:.1f}"]
+        return [""] * 5
+    clock, joules = sustained.clock, sustained.joules
+    how = f"{sustained.seconds * 1e6:.1f}", str(clock), f"{clock.watts:.0f}", f"{clock.capped:.0%}"
+    return [*how, f"{joules * 1e3:.1f}"]
 
 
 def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
@@ -234,7 +236,8 @@ def add_gemm_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _common_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--implementation", choices=get_args(Implementation), default="auto")
+    implementations = get_args(Implementation)
+    parser.add_argument("--implementation", choices=implementations, default="auto", help="where there is a kernel")
     parser.add_argument("--power", action="store_true", help="run each for some seconds too: clock, watts, millijoules")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
 
@@ -273,9 +276,14 @@ def _run_gemm(arguments: argparse.Namespace) -> int:
     return _finish(arguments, results)
 
 
+def _fields(result: Result) -> dict[str, Any]:
+    joules = result.sustained.joules if result.sustained else None
+    return {**asdict(result), "floor_seconds": result.floor, "joules": joules}
+
+
 def _finish(arguments: argparse.Namespace, results: Sequence[Result]) -> int:
     print(f"one call, random data; {report.environment()}")
     print(text(results))
     if arguments.json:
-        report.write(arguments.json, [{**asdict(result), "floor_seconds": result.floor} for result in results])
+        report.write(arguments.json, [_fields(result) for result in results])
     return 0

@@ -57,7 +57,7 @@ class Case:
             tree = f"tree-{self.tree.nodes}-{zlib.crc32(tree.encode()):08x}"
         words = [self.shape, self.dtype, tree, f"batch{self.batch}", f"context{self.context}", f"page{self.page_size}"]
         words += [word for word in (self.quantize, self.kv_dtype) if word]
-        words += [f"head-{self.draft_quantize}"] if self.draft_quantize else []
+        words += [f"head-{self.draft_quantize}"] if self.draft_quantize and self.tree else []
         words += [] if self.implementation == "auto" else [self.implementation]
         words += [f"idle{self.idle}"] if self.idle else []
         words += [] if self.depth is None else [f"depth{self.depth}"]

@@ -200,13 +200,12 @@ def through(
 
 def finish(head: EagleHead, attended: Array, residual: Array, implementation: str) -> HeadOut:
     """Run what is left of the last layer, and the output norm."""
-    norms, of_feature = [] if head.norm is None else [(head.norm, head.head)], head.layers[0].hidden_norm
-    if head.config.norm_output:
-        norms = [(norm, None) for norm, _ in norms]  # it is fed back as well
-    elif norms and head.drafted is not None and of_feature is not None:
+    is_fed_back, of_feature = head.config.norm_output, head.layers[0].hidden_norm
+    norms = [] if head.norm is None else [(head.norm, None if is_fed_back else head.head)]
+    if norms and head.drafted is not None and of_feature is not None and not is_fed_back:
         norms += [(of_feature, head.drafted.qkv)]  # of the same sum
     hidden, *normed = _after_attention(head, len(head.layers) - 1, attended, residual, norms, implementation)
-    hidden, projected = normed[0] if head.config.norm_output else hidden, None
+    hidden, projected = normed[0] if is_fed_back else hidden, None
     if head.drafted is not None:
         feature = normed[1] if len(norms) == 2 else _normed(head, hidden)
         parts = split_matmul(feature, head.drafted.qkv, implementation=implementation)

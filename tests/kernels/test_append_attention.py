@@ -107,14 +107,14 @@ def test_output_and_pools_agree_with_float64(case: dict[str, Any], implementatio
 def many_sequences() -> tuple[dict[str, Any], np.ndarray]:
     """So many that none shares a context, with rows that half fill a program."""
     lengths = [7 * b % 140 for b in range(200)]
-    return problem(**EXAMPLE | {"tokens": 3, "dim": 16}, lengths=lengths)
+    return problem(**EXAMPLE | {"tokens": 3, "dim": 16, "dtype": "bfloat16"}, lengths=lengths)
 
 
 def test_contexts_that_are_not_shared() -> None:
     p, parents = many_sequences()
-    q = jax.ShapeDtypeStruct((200, 3, p["heads"], 16), jnp.float32)
-    tiles = choose_tiles(q, p["k_pool"], p["page_table"], p["bits"], new_rows=3, start=1, window=None, wide=True)
-    assert (tiles.splits, tiles.packed) == (1, 32)
+    q = jax.ShapeDtypeStruct((200, 3, p["heads"], 16), jnp.bfloat16)
+    tiles = choose_tiles(q, p["k_pool"], p["page_table"], p["bits"], new_rows=3, start=1, window=None, wide=False)
+    assert (tiles.splits, tiles.packed, tiles.warps) == (1, 32, 2)
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
 
 
