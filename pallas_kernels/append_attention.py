@@ -22,7 +22,7 @@ from pallas_kernels.attention_tiles import choose_tiles
 from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.kv_pages import Pool
 from pallas_kernels.paged_attention import paged_attention, run_kernels, unsupported
-from pallas_kernels.quantized import FP8, Parts, Scaled
+from pallas_kernels.quantized import FP8, Parts, Rounded, Scaled
 from pallas_kernels.rotary import check_width, columns_of, new_rows, rotate_append, rotated, turn_of
 
 MOST_ROWS = 8  # of a sequence: a tree of 60 nodes took 19.5 us so, and 12.5 and 2.9 in two kernels
@@ -76,6 +76,7 @@ def _pallas(
     heads,
     start,
     dtype,
+    is_rounded,
     interpret,
 ):
     q = jax.ShapeDtypeStruct((*valid.shape, heads, k_pool.shape[3]), dtype)
@@ -84,19 +85,21 @@ def _pallas(
     qkv, *new = new_rows(qkv, positions, speeds, page_table, lengths, valid, k_pool.shape[2])
     inputs = (qkv, k_pool, v_pool, page_table, lengths, *([] if bits is None else [bits]), *new)
     kernel = functools.partial(_kernel, heads=heads, dtype=dtype)
-    options = {"q": q, "k_pool": k_pool, "tiles": tiles, "scale": 1.0 / math.sqrt(q.shape[-1]), "interpret": interpret}
-    return tuple(run_kernels(kernel, inputs, name="append_attention", pools=(1, 2), **options))
+    options = {"q": q, "k_pool": k_pool, "tiles": tiles, "is_rounded": is_rounded, "interpret": interpret}
+    scale = 1.0 / math.sqrt(q.shape[-1])
+    return tuple(run_kernels(kernel, inputs, name="append_attention", pools=(1, 2), scale=scale, **options))
 
 
-def _two(*arguments, heads, start, dtype, implementation):
+def _two(*arguments, heads, start, dtype, is_rounded, implementation):
     *inputs, bits = arguments
     q, *pools = rotate_append(*inputs, heads=heads, dtype=dtype, implementation=implementation)
     page_table, lengths = inputs[5:7]
-    out = paged_attention(q, *pools, page_table, lengths, bits, start=start, implementation=implementation)
+    options = {"start": start, "is_rounded": is_rounded, "implementation": implementation}
+    out = paged_attention(q, *pools, page_table, lengths, bits, **options)
     return out, *pools
 
 
-@functools.partial(jax.jit, static_argnames=("heads", "start", "dtype", "implementation"))
+@functools.partial(jax.jit, static_argnames=("heads", "start", "dtype", "is_rounded", "implementation"))
 def append_attention(
     k_pool: Pool,
     v_pool: Pool,
@@ -111,8 +114,9 @@ def append_attention(
     heads: int,
     dtype: jnp.dtype,
     start: int = 0,
+    is_rounded: bool = False,
     implementation: Implementation = "auto",
-) -> tuple[Float[Array, "B T H D"], Pool, Pool]:
+) -> tuple[Float[Array, "B T H D"] | Rounded, Pool, Pool]:
     """Attention of new rows, of which keys and values are written from row lengths[b] on.
 
     It is one kernel for up to 8 rows a sequence, pools of two or four bytes a number, and a projection that is scaled;
@@ -121,7 +125,7 @@ def append_attention(
     Args:
         qkv, positions, speeds, valid, heads, dtype: as in `rotate_append`.
         page_table: no two sequences share a page that new rows go to.
-        lengths, bits, start: as in `paged_attention`; the queries' rows are the new ones.
+        lengths, bits, start, is_rounded: as in `paged_attention`; the queries' rows are the new ones.
         implementation: as in `paged_attention`.
 
     Returns:
@@ -135,7 +139,8 @@ def append_attention(
     if bits is not None and bits.shape != (*valid.shape, num_words(tokens)):
         raise ValueError(f"bits must be {(*valid.shape, num_words(tokens))}, got {bits.shape}")
     arguments = (k_pool, v_pool, qkv, positions, speeds, page_table, lengths, valid, bits)
-    kernel, two = (functools.partial(run, heads=heads, start=start, dtype=dtype) for run in (_pallas, _two))
+    options = {"heads": heads, "start": start, "dtype": dtype, "is_rounded": is_rounded}
+    kernel, two = (functools.partial(run, **options) for run in (_pallas, _two))
     q = jax.ShapeDtypeStruct((*valid.shape, heads, k_pool.shape[3]), jnp.dtype(dtype))
     if tokens > MOST_ROWS or k_pool.dtype == FP8 or isinstance(qkv, Scaled) or unsupported(q, k_pool, bits):
         return two(*arguments, implementation=implementation)

@@ -16,6 +16,7 @@ of a tree then names its rows instead of marking them: row lengths[b] + paths[b,
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,20 +26,29 @@ from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels import attention_reference
 from pallas_kernels.ancestor_bits import num_words
-from pallas_kernels.attention_kernels import attend_kernel, merge_kernel
+from pallas_kernels.attention_kernels import MERGED, attend_kernel, merge_and_round_kernel, merge_kernel
 from pallas_kernels.attention_reference import compute_dtype
 from pallas_kernels.attention_tiles import MMA_ROWS, Tiles, choose_tiles, fixed_tiles
 from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.kv_pages import HEAD_DIMS, POOL_DTYPES
-from pallas_kernels.quantized import FP8
+from pallas_kernels.quantized import FP8, Rounded, rounded
 
 MOST_QUERIES = 128  # of one deterministic call: its parts are the same for any context, and wide
 
 
-def _pallas(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, window, scale, interpret):
+def _reference(*arguments, is_rounded, **options):
+    out = attention_reference.reference(*arguments, **options)
+    return _as_row(out, "reference") if is_rounded else out
+
+
+def _as_row(out: Array, implementation: str) -> Rounded:
+    return rounded(out.reshape(*out.shape[:2], -1), implementation=implementation)
+
+
+def _pallas(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, window, **options):
     wide = compute_dtype(q, k_pool) == jnp.float32
     tiles = choose_tiles(q, k_pool, page_table, bits, new_rows=new_rows, start=start, window=window, wide=wide)
-    return _run(q, k_pool, v_pool, page_table, lengths, bits, tiles=tiles, scale=scale, interpret=interpret)
+    return _run(q, k_pool, v_pool, page_table, lengths, bits, tiles=tiles, **options)
 
 
 def _fixed_pallas(q, k_pool, v_pool, page_table, lengths, paths, *, start, scale, interpret):
@@ -48,15 +58,14 @@ def _fixed_pallas(q, k_pool, v_pool, page_table, lengths, paths, *, start, scale
         part, path = q[:, own], None if paths is None else paths[:, own]
         before = lengths if path is not None else lengths + first  # as if committed
         tiles = fixed_tiles(part, k_pool, page_table, path, start=start, wide=wide)
-        options = {"tiles": tiles, "scale": scale, "interpret": interpret}
+        options = {"tiles": tiles, "scale": scale, "is_rounded": False, "interpret": interpret}
         outputs.append(_run(part, k_pool, v_pool, page_table, before, path, **options))
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
 
 
-def _run(q, k_pool, v_pool, page_table, lengths, bits, *, tiles, scale, interpret):
+def _run(q, k_pool, v_pool, page_table, lengths, bits, **options):
     inputs = (q, _pairs(k_pool), _pairs(v_pool), page_table, lengths, *([] if bits is None else [bits]))
-    options = {"q": q, "k_pool": k_pool, "tiles": tiles, "scale": scale, "interpret": interpret}
-    return run_kernels(attend_kernel, inputs, name="paged_attention", **options)[0]
+    return run_kernels(attend_kernel, inputs, name="paged_attention", q=q, k_pool=k_pool, **options)[0]
 
 
 def run_kernels(
@@ -67,11 +76,14 @@ def run_kernels(
     k_pool: Array,
     tiles: Tiles,
     scale: float,
+    is_rounded: bool,
     interpret: bool,
     name: str,
     pools: Sequence[int] = (),
-) -> list[Array]:
+) -> list[Any]:
     """Two kernels (one where nothing is split): partial attention of every split, then their merge.
+
+    What is to be rounded is so in the merge, but in a kernel of its own where there is none, or one of many parts.
 
     Args:
         kernel: the first of them.
@@ -99,17 +111,37 @@ def run_kernels(
         interpret=interpret,
         name=name,
     )(*inputs)
-    if tiles.splits == 1:
-        return found
-    merged = pl.pallas_call(
-        functools.partial(merge_kernel, tiles=tiles),
-        grid=(heads, queries, batch),
-        out_shape=out,
-        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+    attended, others = found[: len(attended)], found[len(attended) :]
+    if is_rounded and 1 < tiles.splits <= MERGED:
+        return [_merge_and_round(attended, inputs[4], q.dtype, tiles=tiles, interpret=interpret), *others]
+    merged = attended[0]
+    if tiles.splits > 1:
+        merged = pl.pallas_call(
+            functools.partial(merge_kernel, tiles=tiles),
+            grid=(heads, queries, batch),
+            out_shape=out,
+            compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+            interpret=interpret,
+            name="paged_attention_merge",
+        )(*attended, inputs[4])
+    return [_as_row(merged, "pallas" if interpret else "auto") if is_rounded else merged, *others]
+
+
+def _merge_and_round(attended, lengths, dtype, *, tiles, interpret):
+    batch, queries, heads, _, dim = attended[0].shape
+    width = pl.next_power_of_2(heads) * pl.next_power_of_2(dim)
+    values, scale = pl.pallas_call(
+        functools.partial(merge_and_round_kernel, tiles=tiles, dtype=dtype),
+        grid=(queries, batch),
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, queries, heads, dim), FP8),
+            jax.ShapeDtypeStruct((batch, queries), jnp.float32),
+        ],
+        compiler_params=pltriton.CompilerParams(num_warps=min(max(width // 128, 1), 32), num_stages=1),
         interpret=interpret,
-        name="paged_attention_merge",
-    )(*found[:2], inputs[4])
-    return [merged, *found[2:]]
+        name="paged_attention_merge_and_round",
+    )(*attended, lengths)
+    return Rounded(values.reshape(batch, queries, -1), scale, dtype)
 
 
 def _pairs(pool: Array) -> Array:
@@ -152,7 +184,10 @@ def _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows, window):
         raise ValueError(f"window must be None or at least 1, got {window}")
 
 
-@functools.partial(jax.jit, static_argnames=("new_rows", "start", "window", "scale", "deterministic", "implementation"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("new_rows", "start", "window", "scale", "is_rounded", "deterministic", "implementation"),
+)
 def paged_attention(
     q: Float[Array, "B T H D"],
     k_pool: Float[Array, "pages KH page D"],
@@ -165,10 +200,11 @@ def paged_attention(
     start: int = 0,
     window: int | None = None,
     scale: float | None = None,
+    is_rounded: bool = False,
     deterministic: bool = False,
     paths: Int32[Array, "B T depths"] | None = None,
     implementation: Implementation = "auto",
-) -> Float[Array, "B T H D"]:
+) -> Float[Array, "B T H D"] | Rounded:
     """Attention of T queries a sequence over its committed rows and over new ones, mostly their own.
 
     The new rows' K and V are already in the pools, from row lengths[b] on. What a query does not see may hold
@@ -183,6 +219,7 @@ def paged_attention(
         window: rows from lengths[b] - window down are hidden, and without bits for each query after the first one row
             more; pages that hold only such are not read. None hides none.
         scale: of the scores; 1 / sqrt(D) if None.
+        is_rounded: a query's heads come back side by side, as one row of `Rounded`.
         deterministic: a query's last bits depend on nothing but itself and the keys and values it sees, in their order.
         paths: with `deterministic`, instead of bits: the new row that query t sees at each depth, its own the last; -1
             beyond. None is causal.
@@ -201,13 +238,14 @@ def paged_attention(
     if paths is not None and not deterministic:
         raise ValueError("paths: expected deterministic=True, or bits instead")
     if deterministic:
-        if bits is not None or window is not None:
-            raise ValueError("deterministic: expected neither bits nor a window, which a draft alone has; name paths")
+        if bits is not None or window is not None or is_rounded:
+            expected = "neither bits (name paths) nor a window, which a draft alone has, nor is_rounded"
+            raise ValueError(f"deterministic: expected {expected}")
         runs = _fixed_pallas, attention_reference.fixed_reference
         kernel, reference = (functools.partial(run, start=start, scale=scale) for run in runs)
         arguments = (q, k_pool, v_pool, page_table, lengths, paths)
         return choose(implementation, unsupported(q, k_pool, None), kernel, reference, *arguments)
     arguments = (q, k_pool, v_pool, page_table, lengths, bits)
-    options = {"new_rows": new_rows, "start": start, "window": window, "scale": scale}
-    reference, kernel = (functools.partial(run, **options) for run in (attention_reference.reference, _pallas))
+    options = {"new_rows": new_rows, "start": start, "window": window, "scale": scale, "is_rounded": is_rounded}
+    reference, kernel = (functools.partial(run, **options) for run in (_reference, _pallas))
     return choose(implementation, unsupported(q, k_pool, bits), kernel, reference, *arguments)

@@ -98,6 +98,12 @@ class Factors(NamedTuple):
         return product * self.scale
 
 
+def rounded(x: Array, *, is_gated: bool = False, implementation: str = "auto") -> Rounded:
+    """Rows rounded for "fp8_dynamic"; arguments as in `factors`."""
+    values, scale = round_rows(x, is_gated=is_gated, implementation=implementation)
+    return Rounded(values, scale, x.dtype)
+
+
 def factors(x: Inputs, weight: Weight, *, is_gated: bool = False, implementation: str = "auto") -> Factors:
     """Takes a product apart; "fp8_dynamic" rounds x here, unless it is already.
 
@@ -106,9 +112,7 @@ def factors(x: Inputs, weight: Weight, *, is_gated: bool = False, implementation
         implementation: of the rounding, as in `paged_attention`.
     """
     if isinstance(weight, Quantized) and weight.dynamic:
-        if not isinstance(x, Rounded):
-            values, scale = round_rows(x, is_gated=is_gated, implementation=implementation)
-            x = Rounded(values, scale, x.dtype)
+        x = x if isinstance(x, Rounded) else rounded(x, is_gated=is_gated, implementation=implementation)
         return Factors(x.values, weight.values, x.scale, weight.scale)
     if isinstance(x, Rounded):
         raise TypeError("rounded inputs are for weights of fp8_dynamic; pass them as they were")

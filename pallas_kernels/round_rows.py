@@ -25,11 +25,13 @@ def gated(x: Float[Array, "*rows twice"]) -> Float[Array, "*rows inner"]:
     return jax.nn.silu(gate) * up
 
 
-def scaled_rows(x: Float[Array, "*rows inner"], dtype: jnp.dtype) -> tuple[Num[Array, "*rows inner"], Array]:
-    """Values of int8 or float8_e4m3fn and the float32 scale of each row."""
-    wide = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=-1) / LARGEST[dtype], jnp.finfo(jnp.float32).tiny)
-    values = wide / scale[..., None]
+def scaled_rows(
+    x: Float[Array, "*rows inner"], dtype: jnp.dtype, *, dims: int = 1
+) -> tuple[Num[Array, "*rows inner"], Array]:
+    """Values of int8 or float8_e4m3fn and the float32 scale of each row; a row is the last `dims` axes."""
+    wide, axes = x.astype(jnp.float32), tuple(range(-dims, 0))
+    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=axes) / LARGEST[dtype], jnp.finfo(jnp.float32).tiny)
+    values = wide / jnp.expand_dims(scale, axes)
     return (jnp.round(values) if dtype == INT8 else values).astype(dtype), scale
 
 

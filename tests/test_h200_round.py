@@ -138,7 +138,7 @@ def test_a_deterministic_round_is_one_graph_of_our_own_kernels(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("quantize", "launches"), [("fp8", 410), ("fp8_dynamic", 450)])
+@pytest.mark.parametrize(("quantize", "launches"), [("fp8", 410), ("fp8_dynamic", 412)])
 def test_weights_and_cache_of_one_byte_are_read_where_they_lie(quantize: str, launches: int) -> None:
     """No weight is written out in another type: the smallest would be 34 MB."""
     check(*compile_round(Tree.chain(4), quantize, "float8_e4m3fn"), launches=launches, temp_mib=12)

@@ -16,7 +16,7 @@ from jspec import Eagle3, Engine, Model, SamplingParams, Tree, demo
 from jspec.bench import inflate, padding, shapes, sizes
 from jspec.bench.sizes import Sizes
 from jspec.cache import PoolShape, create
-from jspec.draft.heads import EagleHead, attending, enter, finish, fuse, through
+from jspec.draft.heads import EagleHead, enter, finish, fuse, through
 from jspec.models.config import Rope
 from jspec.models.decoder import logits_of
 from jspec.records import TokenBatch
@@ -179,7 +179,7 @@ def drafted(head: EagleHead, model: Model, features: jax.Array) -> tuple[np.ndar
             bits=None,
             implementation="auto",
         )
-        *attended, draft_cache = through(bound, draft_cache, pairs, *enter(bound, pairs, own), attending)
+        *attended, draft_cache = through(bound, draft_cache, pairs, *enter(bound, pairs, own), attends=True)
         out = finish(bound, *attended, pairs.implementation)
         own = out.hidden
         assert bound.head is not None

@@ -26,7 +26,6 @@ from jspec.draft.heads import (
     FIRST_ROW,
     EagleHead,
     HeadOut,
-    attending,
     enter,
     enter_drafted,
     finish,
@@ -34,11 +33,11 @@ from jspec.draft.heads import (
     through,
     with_drafted,
 )
-from jspec.models.attention import attend, project
+from jspec.models.attention import attend
 from jspec.models.decoder import Model
 from jspec.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.tree import Tree
-from pallas_kernels.quantized import Parts, lazy_matmul
+from pallas_kernels.quantized import Parts, lazy_matmul, rounds_inputs
 
 
 @struct.dataclass
@@ -114,7 +113,7 @@ class EagleDrafter(Drafter):
         shifted = jnp.concatenate([waiting[:, None], fused[:, :-1]], axis=1)
         valid = batch.valid & (batch.positions >= FIRST_ROW)
         pairs = _pairs(view, batch.tokens, batch.first_row, valid, self.draft_window)
-        *_, cache = through(params, state.cache, pairs, *enter(params, pairs, shifted), project)
+        *_, cache = through(params, state.cache, pairs, *enter(params, pairs, shifted), attends=False)
         last = jnp.maximum(jnp.sum(batch.valid, axis=1) - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(fused, last, axis=1)[:, 0]
         return replace(
@@ -250,7 +249,8 @@ def catch_up(
     q = jnp.take_along_axis(q, last[..., None, None], axis=1)
     residual = jnp.take_along_axis(residual, last[..., None], axis=1)
     root = _pairs(view, view.root[:, None], view.lengths, view.active[:, None], window)
-    attended = attend(q, cache.k[-1], cache.v[-1], root, start=FIRST_ROW)
+    is_rounded = rounds_inputs(params.layers[-1].o)
+    attended = attend(q, cache.k[-1], cache.v[-1], root, start=FIRST_ROW, is_rounded=is_rounded)
     return finish(params, attended, residual, view.implementation), cache
 
 
@@ -266,7 +266,7 @@ def _write_waiting(
     tokens = jnp.where(steps == last, view.root[:, None], waiting)
     valid = (steps <= last) & view.active[:, None]
     pairs = _pairs(view, tokens, view.lengths - last[:, 0], valid, window)
-    return last, *through(params, state.cache, pairs, *enter(params, pairs, features), project)
+    return last, *through(params, state.cache, pairs, *enter(params, pairs, features), attends=False)
 
 
 def _feature_before(state: EagleState, view: SlotView, first_row: Int[Array, "batch"]) -> Float[Array, "batch hidden"]:
@@ -310,7 +310,7 @@ def self_feed(
     """
     pairs = level.batch(view, view.lengths + level.depth - 1, window)
     entered = enter_drafted(params, pairs, level.ids, parents)
-    attended, residual, cache = through(params, cache, pairs, *entered, attending)
+    attended, residual, cache = through(params, cache, pairs, *entered, attends=True)
     return finish(params, attended, residual, view.implementation), cache
 
 

@@ -9,7 +9,7 @@ own output head without a norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from jspec.models.attention import project_and_attend
+from jspec.models.attention import project, project_and_attend
 from jspec.models.config import HeadConfig
 from jspec.models.decoder import mlp, rms_norm
 from jspec.records import KVCache, TokenBatch
@@ -28,7 +28,6 @@ from pallas_kernels.residual_norm import add_rms_norm
 from pallas_kernels.split_matmul import split_matmul
 
 FIRST_ROW = 1  # row 0 of the draft's cache does not exist
-attending = partial(project_and_attend, start=FIRST_ROW)
 
 
 @struct.dataclass
@@ -173,24 +172,27 @@ def _normed(head: EagleHead, features: Array) -> Array:
 
 
 def through(
-    head: EagleHead, cache: KVCache, pairs: TokenBatch, residual: Array, qkv: Parts, last: Callable[..., Any]
-) -> tuple[Array, Array, KVCache]:
+    head: EagleHead, cache: KVCache, pairs: TokenBatch, residual: Array, qkv: Parts, *, attends: bool
+) -> tuple[Any, Array, KVCache]:
     """Take pairs that were entered as far as the last layer's attention, and write all their keys and values.
 
     Args:
-        last: what that layer does with its projection, `project` or `attending`.
+        attends: False: in the last layer nobody does yet.
 
     Returns:
-        What ``last`` makes of it, the residual stream and the cache.
+        What was attended to, or the last layer's queries, the residual stream and the cache.
     """
     k_pools, v_pools = [], []
     for index, layer in enumerate(head.layers):
-        run = last if index + 1 == len(head.layers) else attending
+        is_last = index + 1 == len(head.layers)
+        run: Any = partial(project_and_attend, start=FIRST_ROW, is_rounded=rounds_inputs(layer.o))
+        if is_last and not attends:
+            run = project
         pools = cache.k[index], cache.v[index]
         out, k_pool, v_pool = run(_norm_heads(qkv, layer, head), *pools, pairs, head.config, head.dtype)
         k_pools.append(k_pool)
         v_pools.append(v_pool)
-        if index + 1 < len(head.layers):
+        if not is_last:
             following = head.layers[index + 1]
             norms = [] if following.input_norm is None else [(following.input_norm, following.qkv)]
             residual, x = _after_attention(head, index, out, residual, norms, pairs.implementation)
@@ -198,7 +200,7 @@ def through(
     return out, residual, KVCache(k=k_pools, v=v_pools)
 
 
-def finish(head: EagleHead, attended: Array, residual: Array, implementation: str) -> HeadOut:
+def finish(head: EagleHead, attended: Inputs, residual: Array, implementation: str) -> HeadOut:
     """Run what is left of the last layer, and the output norm."""
     is_fed_back, of_feature = head.config.norm_output, head.layers[0].hidden_norm
     norms = [] if head.norm is None else [(head.norm, None if is_fed_back else head.head)]
@@ -230,7 +232,7 @@ def _norm_heads(parts: Parts, layer: EagleLayer, head: EagleHead) -> Parts:
 def _after_attention(
     head: EagleHead,
     index: int,
-    attended: Array,
+    attended: Inputs,
     residual: Array,
     norms: Sequence[tuple[Array, Weight | None]],
     implementation: str,

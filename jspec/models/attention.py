@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Protocol
 
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jspec.models.config import Rope
 from jspec.records import TokenBatch
 from pallas_kernels.append_attention import append_attention
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.quantized import Parts
+from pallas_kernels.quantized import Inputs, Parts, Rounded
 from pallas_kernels.rotary import rotate_append
 
 
@@ -83,18 +84,24 @@ def project_and_attend(
     dtype: jnp.dtype,
     *,
     start: int = 0,
-) -> tuple[Float[Array, "batch tokens width"], Array, Array]:
+    is_rounded: bool = False,
+) -> tuple[Inputs, Array, Array]:
     """`project`, then `attend`; in one kernel where no query sees more than committed rows and those of the batch.
 
     Args:
-        start: as in `attend`.
+        start, is_rounded: as in `attend`.
     """
     if batch.base is not None or batch.deterministic or batch.window is not None:
         q, k_pool, v_pool = project(qkv, k_pool, v_pool, batch, shape, dtype)
-        return attend(q, k_pool, v_pool, batch, start=start), k_pool, v_pool
-    options = {"heads": shape.num_heads, "start": start, "dtype": dtype, "implementation": batch.implementation}
-    out, *pools = append_attention(k_pool, v_pool, qkv, *_rows(batch, shape), batch.bits, **options)
-    return out.reshape(*out.shape[:2], -1), *pools
+        return attend(q, k_pool, v_pool, batch, start=start, is_rounded=is_rounded), k_pool, v_pool
+    run = partial(append_attention, heads=shape.num_heads, dtype=dtype, implementation=batch.implementation)
+    rows = _rows(batch, shape)
+    out, *pools = run(k_pool, v_pool, qkv, *rows, batch.bits, start=start, is_rounded=is_rounded)
+    return _side_by_side(out), *pools
+
+
+def _side_by_side(out: Array | Rounded) -> Inputs:
+    return out if isinstance(out, Rounded) else out.reshape(*out.shape[:2], -1)
 
 
 def attend(
@@ -104,11 +111,13 @@ def attend(
     batch: TokenBatch,
     *,
     start: int = 0,
-) -> Float[Array, "batch tokens width"]:
-    """Let every query see what its `TokenBatch` allows; heads side by side come back.
+    is_rounded: bool = False,
+) -> Inputs:
+    """Let every query see what its `TokenBatch` allows; heads side by side come back, [batch, tokens, width].
 
     Args:
         start: first cache row that exists (a draft head's row 0 does not).
+        is_rounded: they come back as `Rounded`, for a weight that would round them.
     """
     out = paged_attention(
         q,
@@ -120,8 +129,9 @@ def attend(
         new_rows=batch.new_rows,
         start=start,
         window=batch.window,
+        is_rounded=is_rounded,
         deterministic=batch.deterministic,
         paths=batch.paths,
         implementation=batch.implementation,
     )
-    return out.reshape(*out.shape[:2], -1)
+    return _side_by_side(out)

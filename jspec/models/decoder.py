@@ -163,7 +163,9 @@ def forward(
         with jax.named_scope(f"layer{index}"):
             qkv = split(normed, layer.qkv)
             pools = cache.k[index], cache.v[index]
-            attended, k_pool, v_pool = project_and_attend(qkv, *pools, batch, model.config, x.dtype)
+            attended, k_pool, v_pool = project_and_attend(
+                qkv, *pools, batch, model.config, x.dtype, is_rounded=rounds_inputs(layer.o)
+            )
             x, normed = add_norm(x, split(attended, layer.o), layer.mlp_norm, is_rounded=rounds_inputs(layer.gate_up))
             delta = mlp(normed, layer.gate_up, layer.down, **fixed)
             x, normed = add_norm(x, delta, next_norm, is_rounded=is_rounded)

@@ -18,6 +18,7 @@ from tests import cover
 from tests.h200 import compile_for_h200
 from tests.kernels.problems import make_tree
 from tests.kernels.test_rotary import oracle
+from tests.kernels.test_round_rows import off
 from tests.reference.attention import ancestors, attention
 
 KV_HEADS, CAPACITY = 2, 640
@@ -118,6 +119,20 @@ def test_contexts_that_are_not_shared() -> None:
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
 
 
+@pytest.mark.parametrize("implementation", ["reference", "pallas", pytest.param("auto", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_query_may_come_back_rounded(is_shared: bool, implementation: str) -> None:
+    """In the merge of a context's parts, or behind a kernel that needs none."""
+    p, _ = problem(**EXAMPLE | {"dtype": "bfloat16"}) if is_shared else many_sequences()
+    out, *pools = append_attention(**p, implementation=implementation)
+    row, *same = append_attention(**p, is_rounded=True, implementation=implementation)
+    wanted = np.asarray(out, np.float64).reshape(row.shape)
+    assert row.dtype == out.dtype and off(row.values, row.scale, wanted) < 1.1
+    np.testing.assert_allclose(row.scale, np.abs(wanted).max(-1) / 448, rtol=2**-7, atol=1e-37)
+    for one, other in zip(pools, same, strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
 @pytest.mark.parametrize("wrong", ["positions", "lengths", "bits", "speeds", "start"])
 def test_another_place_or_tree_is_caught(wrong: str) -> None:
     """The negative control."""
@@ -155,13 +170,14 @@ def test_what_one_kernel_does_not_take_two_do(tokens: int, page: int, pool: str)
     assert max(errors(append_attention(**p), p, parents)) < 1
 
 
-def compile_attention(batch: int, rows: int, parts: int, start: int) -> Any:
+def compile_attention(batch: int, rows: int, parts: int, start: int, *, is_rounded: bool = False) -> Any:
     shape = jax.ShapeDtypeStruct
     pools = [shape((batch * 75 + 1, 8, 16, 128), "bfloat16")] * 2
     qkv = shape((parts, batch, rows, 6144), "float32" if parts > 1 else "bfloat16")
     where = shape((batch, 75), "int32"), shape((batch,), "int32"), shape((batch, rows), "bool")
     arrays = (*pools, qkv, shape((batch, rows), "int32"), shape((64,), "float32"), *where)
-    call = partial(append_attention, bits=None, heads=32, start=start, dtype=jnp.dtype("bfloat16"))
+    options = {"heads": 32, "start": start, "dtype": jnp.dtype("bfloat16"), "is_rounded": is_rounded}
+    call = partial(append_attention, bits=None, **options)
     return compile_for_h200(call, *arrays, donate_argnums=(0, 1), fail_on_spills=True)
 
 
@@ -185,6 +201,13 @@ def test_the_pools_are_written_in_place_on_an_h200(batch: int, rows: int, parts:
     assert program.count("paged_attention_merge") == (batch < 32)
     assert program.count("rotate_append") == 0
     assert program.alias_bytes == 2 * 2 * math.prod((batch * 75 + 1, 8, 16, 128)) and not program.copies(1 << 16)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_what_is_rounded_costs_no_launch_where_a_context_is_shared(batch: int) -> None:
+    program = compile_attention(batch, 5, 2, 0, is_rounded=True)
+    names = ["paged_attention_merge_and_round"] if batch < 32 else ["round_rows"]
+    assert [launch.name for launch in program.launches][-2:] == ["append_attention", *names]
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import causal_bits, paged_attention
+from pallas_kernels import attention_kernels, causal_bits, paged_attention
 from tests import cover
 from tests.kernels.problems import FACTORS, ROWS, Case, full_product, make_problem, pairwise_cover
 
@@ -38,6 +38,12 @@ WINDOWS = [
     Case(window=90, queries=60, tree="chain", dim=64, lengths="full"),
     Case(window=33, tree="random", dtype="bfloat16", pool="float8_e4m3fn"),
     Case(window=ROWS, tree="random"),
+]
+ROUNDED = [  # two or three parts of a context, but for the last
+    Case(dtype="bfloat16", dim=64),
+    Case(dtype="float32", tree="causal", start=1, queries=17, group=1, dim=16),
+    Case(dtype="bfloat16", group=3, dim=80, lengths="zero"),
+    Case(dtype="bfloat16", pool="float8_e4m3fn", tree="padded", dim=128, group=2, lengths="full"),
 ]
 PROBLEMS = functools.lru_cache(maxsize=4)(make_problem)
 
@@ -72,6 +78,46 @@ def test_heads_may_be_as_wide_as_no_power_of_two(case, implementation):
 def test_a_window_hides_what_lies_further_back(case, implementation):
     """Where it is NaN, as is every page that holds nothing else."""
     check(case, implementation)
+
+
+def check_rounded(case: Case, implementation: str) -> None:
+    """Half a step of float8 is 2**-4 of a number, or 2**-10 of the scale; the scale is that of a query's largest."""
+    problem = PROBLEMS(case)
+    rounded = paged_attention(*problem.arrays, start=case.start, is_rounded=True, implementation=implementation)
+    values, scale = (np.asarray(array, np.float64) for array in (rounded.values, rounded.scale))
+    assert rounded.values.dtype == jnp.float8_e4m3fn and rounded.dtype == problem.q.dtype
+    wanted = problem.expected.reshape(values.shape)
+    largest = np.abs(wanted).max(-1)
+    assert (np.abs(scale * 448 - largest) <= problem.tolerance)[problem.real].all()
+    allowed = problem.tolerance + np.maximum(2**-4 * np.abs(wanted), 2**-10 * scale[..., None])
+    assert (np.abs(values * scale[..., None] - wanted) <= allowed)[problem.real].all()
+    assert (values[largest == 0] == 0).all()
+    assert (np.abs(values[problem.real & (largest > 0)]).max(-1) == 448).all()
+
+
+@pytest.mark.parametrize("case", ROUNDED, ids=str)
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_a_query_may_come_back_rounded(case, implementation):
+    check_rounded(case, implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ROUNDED, ids=str)
+def test_a_query_may_come_back_rounded_on_a_gpu(case):
+    check_rounded(case, "pallas")
+
+
+def test_control_heads_rounded_each_by_itself_are_caught(monkeypatch):
+    case, real = ROUNDED[0], attention_kernels.scaled_rows
+
+    def by_heads(out, dtype, dims):
+        return real(out, dtype)[0], real(out, dtype, dims=dims)[1]
+
+    monkeypatch.setattr(attention_kernels, "scaled_rows", by_heads)
+    jax.clear_caches()
+    with pytest.raises(AssertionError):
+        check_rounded(case, "pallas")
+    jax.clear_caches()
 
 
 @pytest.mark.matrix
