@@ -239,8 +239,8 @@ def paged_attention(
         raise ValueError("paths: expected deterministic=True, or bits instead")
     if deterministic:
         if bits is not None or window is not None or is_rounded:
-            expected = "neither bits (name paths) nor a window, which a draft alone has, nor is_rounded"
-            raise ValueError(f"deterministic: expected {expected}")
+            expected = "neither bits nor a window, which a draft alone has, nor is_rounded"
+            raise ValueError(f"deterministic: expected {expected}; name paths")
         runs = _fixed_pallas, attention_reference.fixed_reference
         kernel, reference = (functools.partial(run, start=start, scale=scale) for run in runs)
         arguments = (q, k_pool, v_pool, page_table, lengths, paths)

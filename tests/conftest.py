@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not any(mark in wanted for mark in DEVICE_MARKS):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         flags += cpu_flags(is_timed="timing" in wanted)
+    gc.set_threshold(100_000, 20, 50)  # each collection looks at all that jax has traced: a twentieth of the time
     # The same examples in every run; --hypothesis-profile=default draws others.
     hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
     hypothesis.settings.load_profile("repeatable")

@@ -87,7 +87,7 @@ def test_the_round_is_one_graph_in_place(tree: Tree | None, launches: int, temp_
         assert program.count("kCustomCall") == (32 if tree == Tree.topk(60, 8, 10) else 0)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_round_that_drafts_nothing_reads_no_context_for_the_draft() -> None:
     """It writes the draft's rows, for later rounds."""
     program = check(*compile_round(Tree.chain(4), depth=0), launches=320, temp_mib=12)
@@ -95,7 +95,7 @@ def test_a_round_that_drafts_nothing_reads_no_context_for_the_draft() -> None:
     assert program.count("paged_attention") == 32  # merges
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_keeping_pages_for_others_costs_a_round_a_scatter() -> None:
     """The feature behind a page's end goes to its place in the round's own graph."""
     (plain, _), (kept, _) = compile_round(Tree.chain(4)), compile_round(Tree.chain(4), prefix_cache=True)
@@ -122,7 +122,7 @@ def test_controls_stay_in_the_rounds_graph(tree: Tree, launches: int, temp_mib: 
     [
         pytest.param(None, 1, 345, 12, marks=pytest.mark.matrix),
         (Tree.chain(4), 32, 415, 200),
-        (Tree.topk(60, 8, 10), 1, 525, 112),
+        pytest.param(Tree.topk(60, 8, 10), 1, 525, 112, marks=pytest.mark.matrix),
     ],
     ids=str,
 )
@@ -138,7 +138,9 @@ def test_a_deterministic_round_is_one_graph_of_our_own_kernels(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("quantize", "launches"), [("fp8", 410), ("fp8_dynamic", 412)])
+@pytest.mark.parametrize(
+    ("quantize", "launches"), [pytest.param("fp8", 410, marks=pytest.mark.matrix), ("fp8_dynamic", 412)]
+)
 def test_weights_and_cache_of_one_byte_are_read_where_they_lie(quantize: str, launches: int) -> None:
     """No weight is written out in another type: the smallest would be 34 MB."""
     check(*compile_round(Tree.chain(4), quantize, "float8_e4m3fn"), launches=launches, temp_mib=12)

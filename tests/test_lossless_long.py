@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from tests import cover
-from tests.test_lossless import FACTORS, FULL, SHORT, check, possible
+from tests.test_lossless import DYNAMIC, FACTORS, FAKES, FULL, SHORT, check
+
+STATIC_ONLY = ("medusa", *FAKES)
+
+
+def possible(case: dict[str, Any]) -> bool:
+    return case["tree"] != DYNAMIC or case["drafter"] not in STATIC_ONLY
+
 
 # One engine serves all buckets: 100 prompts in the largest, a batch of its size in each of the others.
 WHOLE = [case for case in cover.product(FACTORS | {"page": (1, 16, 64), "buckets": ((1, 4, 25),)}) if possible(case)]

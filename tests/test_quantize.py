@@ -231,7 +231,7 @@ def test_accuracy_of_the_embedded_target(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("kind", STORED)
+@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.matrix)])
 def test_drafting_changes_no_token_of_a_quantised_target(kind: str) -> None:
     options = dict(slots=2, max_len=160, prefill_buckets=(64,), buckets=(2,), tokenizer="bytes", dtype="float32")
     options |= dict(prefix_cache=False, controls=False)

@@ -123,7 +123,7 @@ def test_other_products_are_xlas(inner: int, dtype: Any) -> None:
 
 
 @mosaic
-@pytest.mark.parametrize(("rows", "columns", "programs"), [(40, 96, 3), (64, 96, 8), (8, 48, 16)])
+@pytest.mark.parametrize(("rows", "columns", "programs"), [(40, 96, 3), (8, 48, 16)])
 def test_the_interpreted_kernel_leaves_parts(rows: int, columns: int, programs: int) -> None:
     x, weight = problem(rows, 192, 512)
     tiles = Tiles(groups=1, columns=columns, inner=64, stages=3, store=16, programs=programs, parts=2)
@@ -156,7 +156,6 @@ def test_the_interpreted_kernel_scales_parts() -> None:
     ("many", "tiles"),
     [
         (72, Tiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=1, halves=2, kept=2)),
-        (5, Tiles(groups=1, columns=48, inner=128, stages=3, store=16, programs=3, halves=2, kept=2)),
         (128, Tiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=2, halves=2)),
     ],
 )
@@ -174,11 +173,11 @@ def test_the_interpreted_kernel_scales_rows_of_float8(many: int, tiles: Tiles) -
 @pytest.mark.parametrize(
     ("rows", "out", "inner", "dtype"),
     [
-        *((rows, 14336, 4096, BF16) for rows in (32, 40, 64, 160, 192, 256, 320)),
+        *((rows, 14336, 4096, BF16) for rows in (40, 64, 192, 320)),
         (320, 6144, 2048, F16),
         (128, 8192, 2048, BF16),
         (64, 28672, 8192, BF16),
-        *((rows, 14336, 4096, FP8) for rows in (2, 8, 40, 64, 128, 160, 256, 320)),
+        *((rows, 14336, 4096, FP8) for rows in (2, 64, 160, 256, 320)),
     ],
 )
 def test_it_is_one_launch_without_spills(

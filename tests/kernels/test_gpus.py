@@ -190,11 +190,15 @@ SPILLS = {  # under ptxas of CUDA 13.0
 
 
 def combinations() -> list[Any]:
-    """Every case on every GPU that has its types; attention and products of capability 9.0 are compiled for an H200."""
+    """Every case on every GPU that has its types, by default on the newest and on that of least shared memory.
+
+    What is for an H100 is compiled for an H200 elsewhere, and an A100 holds more than an L40.
+    """
     found = [(gpu, name) for gpu in GPUS for name in (*CASES, *(FLOAT8 if GPUS[gpu].has_float8 else ()))]
-    elsewhere = ("attention", "prefill", "product")
-    kept = [(gpu, name) for gpu, name in found if gpu != "H100" or not name.startswith(elsewhere)]
-    return [pytest.param(gpu, name, id=f"{gpu}, {name}") for gpu, name in kept]
+    default = {("A100", name) for name in ("attention 61 x 128", "prefill 96", "product 61", "norm", "draw")}
+    default |= {(gpu, name) for gpu, name in found if gpu in ("L40", "B200")}
+    marks = [[] if case in default else [pytest.mark.matrix] for case in found]
+    return [pytest.param(*case, marks=own, id=", ".join(case)) for case, own in zip(found, marks, strict=True)]
 
 
 @pytest.mark.parametrize(("gpu", "name"), combinations())

@@ -51,12 +51,14 @@ def test_the_kept_tokens_are_those_that_sorting_keeps(implementation: str) -> No
     assert not mismatches(np.asarray(keep_bound(logits, *controls, implementation=implementation)), logits)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("scale", [0.5, 6.0])
 def test_so_it_is_in_laws_wider_than_what_a_program_holds(scale: float) -> None:
     logits, controls = problem(LARGE, scale)
     assert not mismatches(np.asarray(keep_bound(logits, *controls, implementation="pallas")), logits)
 
 
+@pytest.mark.once
 def test_only_flat_laws_are_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: where reading the whole row finds nothing, the flat ones are wrong and no others."""
 
@@ -96,6 +98,7 @@ def test_ties_stay_together_and_the_likeliest_always_stays(implementation: str) 
     assert bound.tolist() == [5.0, 0.0]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_tokens_taken_out_before_weigh_nothing(implementation: str) -> None:
     """Two thirds are -inf, so that some top-k ask for more than are left: the bounds are those of the others alone."""
@@ -111,6 +114,7 @@ def test_a_row_without_controls_keeps_everything() -> None:
     assert bound.tolist() == [-jnp.inf] * 2
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_neighbouring_rows_share_controls_and_temperature_0_has_none(implementation: str) -> None:
     logits = problem()[0][:12]

@@ -61,19 +61,19 @@ def test_it_is_softmax_attention_over_the_rows_seen(case, implementation):
     check(case, implementation)
 
 
-@pytest.mark.parametrize("case", FP8, ids=str)
+@pytest.mark.parametrize("case", cover.thinned(FP8, every=3, name=str))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_pools_of_one_byte(case, implementation):
     check(case, implementation)
 
 
-@pytest.mark.parametrize("case", BETWEEN, ids=str)
+@pytest.mark.parametrize("case", cover.thinned(BETWEEN, every=3, name=str))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_heads_may_be_as_wide_as_no_power_of_two(case, implementation):
     check(case, implementation)
 
 
-@pytest.mark.parametrize("case", WINDOWS, ids=str)
+@pytest.mark.parametrize("case", cover.thinned(WINDOWS, every=5, name=str))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_a_window_hides_what_lies_further_back(case, implementation):
     """Where it is NaN, as is every page that holds nothing else."""
@@ -95,7 +95,7 @@ def check_rounded(case: Case, implementation: str) -> None:
     assert (np.abs(values[problem.real & (largest > 0)]).max(-1) == 448).all()
 
 
-@pytest.mark.parametrize("case", ROUNDED, ids=str)
+@pytest.mark.parametrize("case", cover.thinned(ROUNDED, every=4, name=str))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_a_query_may_come_back_rounded(case, implementation):
     check_rounded(case, implementation)
@@ -107,6 +107,7 @@ def test_a_query_may_come_back_rounded_on_a_gpu(case):
     check_rounded(case, "pallas")
 
 
+@pytest.mark.once
 def test_control_heads_rounded_each_by_itself_are_caught(monkeypatch):
     case, real = ROUNDED[0], attention_kernels.scaled_rows
 
@@ -168,6 +169,7 @@ def test_the_scale_can_be_given(implementation):
     assert problem.error(paged_attention(*problem.arrays, implementation=implementation)) > 0.05
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_a_query_that_sees_nothing_gives_zeros(implementation):
     problem = make_problem(Case(lengths="zero", tree="chain"))
@@ -177,6 +179,7 @@ def test_a_query_that_sees_nothing_gives_zeros(implementation):
     assert not np.asarray(out).any()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("queries", [17, 60])
 def test_the_last_level_of_a_tree_sees_rows_of_the_levels_before(queries, implementation):
@@ -194,12 +197,14 @@ def test_the_last_level_of_a_tree_sees_rows_of_the_levels_before(queries, implem
         paged_attention(q[:, last], k_pool, v_pool, page_table, lengths, None, new_rows=queries)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_pages_of_odd_sizes(implementation):
     """Nothing needs the page size to be a power of two."""
     check(Case(page=20), implementation)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_no_bit_depends_on_the_page_size(implementation):
     """Splits and tiles are cut by rows, so that tokens are the same whatever the page size."""
@@ -251,6 +256,7 @@ def _no_values(arrays):
 FAULTS = [_causal_instead_of_tree, _table_off_by_one_page, _one_row_too_few, _heads_interleaved, _no_values]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
 @pytest.mark.parametrize("dtype", FACTORS["dtype"])
 def test_control_a_fault_is_far_beyond_the_tolerance(fault, dtype):
@@ -262,6 +268,7 @@ def test_control_a_fault_is_far_beyond_the_tolerance(fault, dtype):
     assert problem.error(paged_attention(*fault(arrays))) > 10 * problem.tolerance
 
 
+@pytest.mark.once
 def test_control_hidden_first_rows_matter():
     problem = make_problem(Case(start=1))
     finite = [jnp.nan_to_num(pool, nan=0.5) for pool in (problem.k_pool, problem.v_pool)]
@@ -270,6 +277,7 @@ def test_control_hidden_first_rows_matter():
     assert problem.error(paged_attention(*arrays, start=0)) > 10 * problem.tolerance
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("tree", ["causal", "random"])
 def test_control_a_window_off_by_one_matters(tree, implementation):
@@ -338,6 +346,7 @@ def test_an_unknown_implementation_raises():
         paged_attention(*problem.arrays, implementation="triton")
 
 
+@pytest.mark.once
 def test_disable_jit_gives_the_same():
     problem = make_problem(Case(lengths="zero"))
     with jax.disable_jit():
