@@ -241,11 +241,8 @@ def merge_and_round_kernel(parts_ref, weights_ref, lengths_ref, values_ref, scal
     inside = is_head[:, None] & (channel < dim)
     parts, weights = [], []
     for piece in range(tiles.splits):
-        written = is_written(piece)
-        weight, part = (
-            weights_ref.at[batch, query, head, piece],
-            parts_ref.at[batch, query, head[:, None], piece, channel],
-        )
+        written, weight = is_written(piece), weights_ref.at[batch, query, head, piece]
+        part = parts_ref.at[batch, query, head[:, None], piece, channel]
         weights.append(pltriton.load(weight, mask=is_head & written, other=-jnp.inf))
         parts.append(pltriton.load(part, mask=inside & written, other=0))
     top = functools.reduce(jnp.maximum, weights)

@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels import attention_kernels, causal_bits, paged_attention
 from tests import cover
 from tests.kernels.problems import FACTORS, ROWS, Case, full_product, make_problem, pairwise_cover
+from tests.kernels.test_round_rows import off
 
 COVER = pairwise_cover()
 FP8 = [
@@ -105,6 +106,17 @@ def test_a_query_may_come_back_rounded(case, implementation):
 @pytest.mark.parametrize("case", ROUNDED, ids=str)
 def test_a_query_may_come_back_rounded_on_a_gpu(case):
     check_rounded(case, "pallas")
+
+
+@pytest.mark.parametrize("implementation", ["reference", pytest.param("pallas", marks=pytest.mark.once)])
+def test_large_scores_overflow_nowhere(implementation):
+    """Hundreds of them, in base 2: sums are taken beside their largest term, in each part and in both merges."""
+    problem = make_problem(Case(), scale=30.0)
+    attend = functools.partial(paged_attention, *problem.arrays, scale=30.0, implementation=implementation)
+    out, row = attend(), attend(is_rounded=True)
+    assert problem.error(out) <= 100 * problem.tolerance
+    real = problem.real
+    assert off(row.values[real], row.scale[real], np.asarray(out, np.float64).reshape(row.shape)[real]) < 1.1
 
 
 @pytest.mark.once
