@@ -222,7 +222,7 @@ def same_tokens(
         assert found.gap < NEAR_TIE, found
 
 
-# Every drafter, every kind of tree with each page size and bucket; the whole product: -m matrix.
+# Every drafter, every kind of tree with each page size; the whole product: -m matrix.
 COVER = [
     dict(zip(FACTORS, case, strict=True))
     for case in (
