@@ -129,7 +129,7 @@ def append_attention(
         implementation: as in `paged_attention`.
 
     Returns:
-        What was attended, in `dtype`, and the pools, in the memory of the old ones if those are donated.
+        What was attended, in `dtype` or rounded from it, and the pools, in the memory of the old ones if donated.
 
     Raises:
         NotImplementedError: "pallas" with a shape or dtype that the kernel does not support.

@@ -227,7 +227,7 @@ def paged_attention(
             supported (prefill too), else the reference; "pallas" on a CPU interprets the kernel.
 
     Returns:
-        In q's dtype, softmax and sums in float32; zeros for a query that sees nothing.
+        In q's dtype, or rounded from it; softmax and sums in float32; zeros for a query that sees nothing.
 
     Raises:
         NotImplementedError: "pallas" with a shape the kernel does not support.
@@ -240,7 +240,7 @@ def paged_attention(
     if deterministic:
         if bits is not None or window is not None or is_rounded:
             expected = "neither bits nor a window, which a draft alone has, nor is_rounded"
-            raise ValueError(f"deterministic: expected {expected}; name paths")
+            raise ValueError(f"deterministic: expected {expected}; name paths instead of bits, leave out the others")
         runs = _fixed_pallas, attention_reference.fixed_reference
         kernel, reference = (functools.partial(run, start=start, scale=scale) for run in runs)
         arguments = (q, k_pool, v_pool, page_table, lengths, paths)

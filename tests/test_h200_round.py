@@ -19,7 +19,7 @@ from tests.h200 import H200Program, compile_for_h200
 SHAPE = "llama3-8b"
 
 
-@lru_cache(maxsize=4)  # a chain's is looked at twice
+@lru_cache(maxsize=4)  # with -m matrix a chain's is looked at twice
 def compile_round(
     tree: Tree | None,
     quantize: str | None = None,
@@ -143,7 +143,9 @@ def test_a_deterministic_round_is_one_graph_of_our_own_kernels(
 )
 def test_weights_and_cache_of_one_byte_are_read_where_they_lie(quantize: str, launches: int) -> None:
     """No weight is written out in another type: the smallest would be 34 MB."""
-    check(*compile_round(Tree.chain(4), quantize, "float8_e4m3fn"), launches=launches, temp_mib=12)
+    program = check(*compile_round(Tree.chain(4), quantize, "float8_e4m3fn"), launches=launches, temp_mib=12)
+    rounded = program.count("paged_attention_merge_and_round")  # in every layer, and in each of the draft's passes
+    assert rounded == (32 + 4 if quantize == "fp8_dynamic" else 0)
 
 
 @pytest.mark.slow

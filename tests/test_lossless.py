@@ -230,11 +230,11 @@ COVER = [
         ("golden", "small", "chain:2", 1, (20,)),
         ("golden", "suffix", "chain:2", 64, (20,)),
         ("golden", "right", "chain:5", 1, (1, 20)),
-        ("stories", "eagle3", DYNAMIC, 64, (20,)),
         ("stories", "eagle3", "chain:5", 1, (20,)),
         ("stories", "eagle", DYNAMIC, 1, (20,)),
         ("stories", "medusa", STATIC, 64, (20,)),
-        ("stories", "small", STATIC, 1, (20,)),
+        ("stories", "eagle3", DYNAMIC, 64, (20,)),
+        ("stories", "small", STATIC, 1, (1, 20)),
         ("stories", "ngram", STATIC, 64, (20,)),
         ("stories", "suffix", DYNAMIC, 64, (20,)),
         ("stories", "right", STATIC, 1, (1, 20)),
@@ -244,7 +244,7 @@ COVER = [
 ]
 
 
-@pytest.mark.parametrize("case", cover.thinned(COVER, every=len(COVER), name=cover.label))
+@pytest.mark.parametrize("case", cover.thinned(COVER, every=7, name=cover.label))
 def test_tokens_equal_plain_decoding(case: dict[str, Any], golden: Path, data: Path) -> None:
     check(case, golden, data, {0.0: LONG if is_long(case) else SHORT, 1.0: SHORT})
 

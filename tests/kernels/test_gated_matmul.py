@@ -155,7 +155,7 @@ def test_the_interpreted_kernel_scales_parts() -> None:
 @pytest.mark.parametrize(
     ("many", "tiles"),
     [
-        (72, Tiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=1, halves=2, kept=2)),
+        (5, Tiles(groups=1, columns=48, inner=128, stages=3, store=16, programs=3, halves=2, kept=2)),
         (128, Tiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=2, halves=2)),
     ],
 )
@@ -178,6 +178,11 @@ def test_the_interpreted_kernel_scales_rows_of_float8(many: int, tiles: Tiles) -
         (128, 8192, 2048, BF16),
         (64, 28672, 8192, BF16),
         *((rows, 14336, 4096, FP8) for rows in (2, 64, 160, 256, 320)),
+        *(
+            pytest.param(rows, 14336, 4096, dtype, marks=pytest.mark.matrix)
+            for dtype, many in ((BF16, (32, 160, 256)), (FP8, (8, 40, 128)))
+            for rows in many
+        ),
     ],
 )
 def test_it_is_one_launch_without_spills(

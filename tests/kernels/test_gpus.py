@@ -86,12 +86,14 @@ def rotation(dim: int, dtype: Any = BF16) -> Case:
     return rotate, (*pools(dim, dtype), qkv, shape(1, 5, dtype=I32), speeds, *rows)
 
 
-def appended(rows: int, dim: int, start: int = 0) -> Case:
+def appended(rows: int, dim: int, start: int = 0, *, is_rounded: bool = False) -> Case:
     qkv, speeds = shape(2, 1, rows, (HEADS + 2 * KV_HEADS) * dim, dtype=F32), shape(dim // 2, dtype=F32)
     where = (shape(1, 128, dtype=I32), shape(1, dtype=I32), shape(1, rows, dtype=jnp.bool))
 
     def attend(*arrays: Any) -> Any:
-        return append_attention(*arrays, None, heads=HEADS, start=start, dtype=BF16, implementation="pallas")
+        options = {"start": start, "is_rounded": is_rounded, "implementation": "pallas"}
+        found = append_attention(*arrays, None, heads=HEADS, dtype=BF16, **options)
+        return jax.tree.leaves(found)
 
     return attend, (*pools(dim, BF16), qkv, shape(1, rows, dtype=I32), speeds, *where)
 
@@ -173,6 +175,7 @@ CASES: dict[str, Case] = {
 }
 FLOAT8: dict[str, Case] = {
     **{f"attention {rows} x {dim} fp8": attention(rows, dim, FP8) for rows, dim in ((1, 256), (5, 128), (61, 128))},
+    "attention behind append, rounded": appended(5, 128, is_rounded=True),
     "rotate fp8": rotation(128, FP8),
     "append fp8": rows_of_pages(FP8, move=False),
     "move fp8": rows_of_pages(FP8, move=True),
@@ -192,10 +195,11 @@ SPILLS = {  # under ptxas of CUDA 13.0
 def combinations() -> list[Any]:
     """Every case on every GPU that has its types, by default on the newest and on that of least shared memory.
 
-    What is for an H100 is compiled for an H200 elsewhere, and an A100 holds more than an L40.
+    An A100 holds more than an L40; for the H200, of an H100's kind, the shapes of models are compiled elsewhere.
     """
     found = [(gpu, name) for gpu in GPUS for name in (*CASES, *(FLOAT8 if GPUS[gpu].has_float8 else ()))]
     default = {("A100", name) for name in ("attention 61 x 128", "prefill 96", "product 61", "norm", "draw")}
+    default |= {("H100", name) for name in CASES if name.startswith(("attention", "prefill")) and "128" not in name}
     default |= {(gpu, name) for gpu, name in found if gpu in ("L40", "B200")}
     marks = [[] if case in default else [pytest.mark.matrix] for case in found]
     return [pytest.param(*case, marks=own, id=", ".join(case)) for case, own in zip(found, marks, strict=True)]

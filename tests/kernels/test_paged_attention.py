@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -40,10 +41,11 @@ WINDOWS = [
     Case(window=33, tree="random", dtype="bfloat16", pool="float8_e4m3fn"),
     Case(window=ROWS, tree="random"),
 ]
-ROUNDED = [  # two or three parts of a context, but for the last
+ROUNDED = [  # three parts of a context
     Case(dtype="bfloat16", dim=64),
     Case(dtype="float32", tree="causal", start=1, queries=17, group=1, dim=16),
     Case(dtype="bfloat16", group=3, dim=80, lengths="zero"),
+    Case(dtype="bfloat16", window=33),
     Case(dtype="bfloat16", pool="float8_e4m3fn", tree="padded", dim=128, group=2, lengths="full"),
 ]
 PROBLEMS = functools.lru_cache(maxsize=4)(make_problem)
@@ -84,7 +86,9 @@ def test_a_window_hides_what_lies_further_back(case, implementation):
 def check_rounded(case: Case, implementation: str) -> None:
     """Half a step of float8 is 2**-4 of a number, or 2**-10 of the scale; the scale is that of a query's largest."""
     problem = PROBLEMS(case)
-    rounded = paged_attention(*problem.arrays, start=case.start, is_rounded=True, implementation=implementation)
+    rounded = paged_attention(
+        *problem.arrays, start=case.start, window=case.window, is_rounded=True, implementation=implementation
+    )
     values, scale = (np.asarray(array, np.float64) for array in (rounded.values, rounded.scale))
     assert rounded.values.dtype == jnp.float8_e4m3fn and rounded.dtype == problem.q.dtype
     wanted = problem.expected.reshape(values.shape)
@@ -119,18 +123,30 @@ def test_large_scores_overflow_nowhere(implementation):
     assert off(row.values[real], row.scale[real], np.asarray(out, np.float64).reshape(row.shape)[real]) < 1.1
 
 
+@pytest.fixture
+def patch(monkeypatch):
+    """A monkeypatch of what is traced: no trace from before or after is kept."""
+    jax.clear_caches()
+    yield monkeypatch
+    jax.clear_caches()
+
+
 @pytest.mark.once
-def test_control_heads_rounded_each_by_itself_are_caught(monkeypatch):
+def test_many_parts_are_rounded_behind_their_merge(patch):
+    patch.setattr(sys.modules[paged_attention.__module__], "MERGED", 2)
+    check_rounded(ROUNDED[0], "pallas")
+
+
+@pytest.mark.once
+def test_control_heads_rounded_each_by_itself_are_caught(patch):
     case, real = ROUNDED[0], attention_kernels.scaled_rows
 
     def by_heads(out, dtype, dims):
         return real(out, dtype)[0], real(out, dtype, dims=dims)[1]
 
-    monkeypatch.setattr(attention_kernels, "scaled_rows", by_heads)
-    jax.clear_caches()
+    patch.setattr(attention_kernels, "scaled_rows", by_heads)
     with pytest.raises(AssertionError):
         check_rounded(case, "pallas")
-    jax.clear_caches()
 
 
 @pytest.mark.matrix
