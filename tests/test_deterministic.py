@@ -147,7 +147,7 @@ def plain_alone() -> list[Any]:
     ("tree", "options"),
     [
         pytest.param("chain:1", dict(buckets=(1, 3)), marks=pytest.mark.matrix),
-        pytest.param("chain:4", dict(page_size=8), marks=pytest.mark.matrix),
+        pytest.param("chain:4", dict(page_size=4, pages=22, prefill_buckets=(7,)), marks=pytest.mark.matrix),
         pytest.param(  # too few pages for three
             "topk:9,3,3",
             dict(page_size=4, pages=24, prefill_buckets=(7,), rounds_per_dispatch=2),

@@ -199,7 +199,9 @@ def compile_attention(batch: int, rows: int, parts: int, start: int, *, is_round
 @pytest.mark.parametrize(
     ("batch", "rows", "parts", "start"),
     [
+        pytest.param(1, 1, 2, 0, marks=pytest.mark.matrix),
         (1, 1, 1, 1),
+        pytest.param(1, 5, 2, 0, marks=pytest.mark.matrix),
         (1, 5, 2, 1),
         (8, 5, 2, 0),
         (32, 5, 2, 1),

@@ -123,7 +123,9 @@ def test_other_products_are_xlas(inner: int, dtype: Any) -> None:
 
 
 @mosaic
-@pytest.mark.parametrize(("rows", "columns", "programs"), [(40, 96, 3), (8, 48, 16)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "programs"), [(40, 96, 3), pytest.param(64, 96, 8, marks=pytest.mark.matrix), (8, 48, 16)]
+)
 def test_the_interpreted_kernel_leaves_parts(rows: int, columns: int, programs: int) -> None:
     x, weight = problem(rows, 192, 512)
     tiles = Tiles(groups=1, columns=columns, inner=64, stages=3, store=16, programs=programs, parts=2)
@@ -155,6 +157,11 @@ def test_the_interpreted_kernel_scales_parts() -> None:
 @pytest.mark.parametrize(
     ("many", "tiles"),
     [
+        pytest.param(
+            72,
+            Tiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=1, halves=2, kept=2),
+            marks=pytest.mark.matrix,
+        ),
         (5, Tiles(groups=1, columns=48, inner=128, stages=3, store=16, programs=3, halves=2, kept=2)),
         (128, Tiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=2, halves=2)),
     ],

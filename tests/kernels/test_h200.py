@@ -45,6 +45,11 @@ def compile_attention(
 WIDE = pytest.param(jnp.float32, marks=pytest.mark.matrix, id="float32")
 
 
+def more(*cases):
+    """Cases much like the others."""
+    return [pytest.param(*case, marks=pytest.mark.matrix) for case in cases]
+
+
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.bfloat16, id="bfloat16"), WIDE])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("queries", [1, 5, 60])
@@ -63,15 +68,17 @@ def test_pools_of_one_byte_compile_alike(queries, dim):
     assert not program.copies()
 
 
-@pytest.mark.parametrize(("queries", "causal"), [(1, True), (2048, True), (60, False)])
+@pytest.mark.parametrize(("queries", "causal"), [(1, True), (2048, True), (60, False), *more((5, True), (10, False))])
 def test_a_window_compiles_alike(queries, causal):
-    """A draft's root, a prompt's chunk, a tree."""
+    """A draft's root, its rows that wait, a prompt's chunk, the levels of a tree."""
     program = compile_attention(queries=queries, causal=causal, context=16384, start=1, window=2048)
     assert len(program.launches) == (1 if queries == 2048 else 2)
     assert not program.copies()
 
 
-@pytest.mark.parametrize(("page", "start"), [(1, 0), (16, 1), (64, 0), (128, 1)])
+@pytest.mark.parametrize(
+    ("page", "start"), [(1, 0), (16, 1), (64, 0), (128, 1), *more((1, 1), (16, 0), (64, 1), (128, 0))]
+)
 def test_every_page_size_compiles_alike(page, start):
     program = compile_attention(page=page, start=start)
     assert len(program.launches) == 2
