@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.ancestor_bits import WORD
-from pallas_kernels.attention_tiles import Tiles
+from pallas_kernels.attention_tiles import MMA_ROWS, Tiles
 from pallas_kernels.round_rows import FP8, scaled_rows
 
 MERGED = 16  # splits the merge reads at once
@@ -89,18 +90,28 @@ def attend(
             own = seen_ref.at[batch, block, jnp.clip(row - length, 0, tiles.depths - 1)]
             own = pltriton.load(own, mask=row >= length, other=0)
             row = jnp.where(row >= length, jnp.where(own < 0, tiles.capacity, length + own), row)
-        page = pltriton.load(table_ref.at[batch, jnp.minimum(row, tiles.capacity - 1) // tiles.page])
+        index, _ = _divided(jnp.minimum(row, tiles.capacity - 1), tiles.page)
+        page = pltriton.load(table_ref.at[batch, index])
         return (page, row) if tiles.depths else (page,)
 
     def look():
         own_row, factor = (batch, query[:, None], head[:, None]), scale * math.log2(math.e)
         held = inside[:, None] & is_channel
-        begins_at = places_of(begin)
+        whole_from = border = begin  # tiles of committed rows alone, which need no mask
+        if tiles.start or tiles.window:
+            whole_from = jnp.clip(_own_tiles(pl.cdiv(highest, tiles.tile), piece, tiles.splits), begin, end)
+        if not tiles.fixed:  # one code for every tile: with masks others multiplications are fused with additions
+            border = jnp.maximum(_own_tiles(jnp.minimum(length, last) // tiles.tile, piece, tiles.splits), whole_from)
+        stretches = [(begin, whole_from, True), (whole_from, border, False), (border, end, True)]
+        stretches = [stretch for stretch in stretches if stretch[0] is not stretch[1]]
+        # Each has its own first places: what one loop hands to the next is waited for in every step.
+        places = [places_of(first) for first, _, _ in stretches]
         q = queries(query, head, channels, held)
         if q[0].dtype != compute:  # of less range, perhaps
             q, factor = [half.astype(jnp.float32) * factor for half in q], 1.0
         q = [half.astype(compute) for half in q]
         seen = [pltriton.load(seen_ref.at[batch, query, w], mask=inside, other=0) for w in range(tiles.words)]
+        ones = jnp.ones((tiles.tile, MMA_ROWS), compute)  # sums of weights cost a product less than a reduction
 
         def step(index, carry, *, masked):
             acc, top, total, (pages, *place) = carry
@@ -110,14 +121,13 @@ def attend(
             loaded = (row < last) & (row >= lowest)
             if tiles.depths:
                 loaded &= place < tiles.capacity
-            at = (pages[:, None], kv_head, (place % tiles.page)[:, None], columns)
+            at = (pages[:, None], kv_head, _divided(place, tiles.page)[1][:, None], columns)
             mask = {"mask": loaded[:, None]} if masked else {}
             if is_channel is not True:
                 whole = (loaded[:, None] if masked else True) & is_channel
                 mask = {"mask": jnp.broadcast_to(whole, (tiles.tile, width)), "other": 0}
             k, v = (_numbers(pltriton.load(ref.at[at], **mask), compute, interpret) for ref in (k_ref, v_ref))
             scores = sum(pltriton.dot(*pair, trans_b=True, precision=precision) for pair in zip(q, k, strict=True))
-            scores = scores * factor
             if masked:
                 visible = loaded[None, :]
                 if not tiles.depths:
@@ -126,40 +136,33 @@ def attend(
                     visible &= row[None, :] >= (oldest + query)[:, None]
                 scores = jnp.where(visible, scores, -jnp.inf)
                 # A row that was not loaded, or that only its own padding query sees, may be NaN, and so is 0 * NaN.
-                sure = (loaded & (new < 0))[:, None]
-                v = [jnp.where(sure | (jnp.abs(half) < jnp.inf), half, 0) for half in v]
+                v = [_finite(half, interpret) for half in v]
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-            base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-            weights, fade = jnp.exp2(scores - base[:, None]), jnp.exp2(top - base)
-            left = weights.astype(compute)
-            acc = [a * fade[:, None] + pltriton.dot(left, b, precision=precision) for a, b in zip(acc, v, strict=True)]
-            return acc, new_top, total * fade[:, None] + weights, places_of(index + 1)
+            base = jnp.where(new_top == -jnp.inf, 0.0, new_top) * factor
+            fade = _power(top, factor, base, interpret)[:, None]
+            weights = _power(scores, factor, jnp.broadcast_to(base[:, None], scores.shape), interpret).astype(compute)
+            total, *acc = (
+                before * fade + pltriton.dot(weights, right, precision=precision)
+                for before, right in zip([total, *acc], [ones, *v], strict=True)
+            )
+            return acc, new_top, total, places_of(index + 1)
 
         carry = (
             [jnp.zeros((tiles.packed, width), jnp.float32)] * apart,
             jnp.full((tiles.packed,), -jnp.inf, jnp.float32),
-            jnp.zeros((tiles.packed, tiles.tile), jnp.float32),  # added up at the end: a reduction is a barrier
-            begins_at,
+            jnp.zeros((tiles.packed, MMA_ROWS), jnp.float32),  # one number in all columns
         )
-        masked, whole = functools.partial(step, masked=True), functools.partial(step, masked=False)
-        whole_from = begin
-        if tiles.start or tiles.window:
-            whole_from = jnp.clip(_own_tiles(pl.cdiv(highest, tiles.tile), piece, tiles.splits), begin, end)
-            carry = jax.lax.fori_loop(begin, whole_from, masked, carry)
-        border = jnp.maximum(_own_tiles(jnp.minimum(length, last) // tiles.tile, piece, tiles.splits), whole_from)
-        if tiles.fixed:  # one code for every tile: with masks others multiplications are fused with additions
-            border = whole_from
-        else:
-            carry = jax.lax.fori_loop(whole_from, border, whole, carry)  # committed rows alone
-        carry = jax.lax.fori_loop(border, end, masked, carry)
-        acc, top, total, _ = carry
-        total = jnp.sum(total, axis=1)
+        for (first, stop, is_masked), first_places in zip(stretches, places, strict=True):
+            own_step = functools.partial(step, masked=is_masked)
+            *carry, _ = jax.lax.fori_loop(first, stop, own_step, (*carry, first_places))
+        acc, top, total = carry
+        total = jnp.max(total, axis=1)
         place = (*own_row, piece) if tiles.splits > 1 else own_row
         for half, dims in zip(acc, channels, strict=True):
             out = (half / jnp.where(total == 0, 1.0, total)[:, None]).astype(outputs[0].dtype)
             pltriton.store(outputs[0].at[(*place, dims)], out, mask=held)
         if tiles.splits > 1:
-            pltriton.store(outputs[1].at[batch, query, head, piece], top + jnp.log2(total), mask=inside)
+            pltriton.store(outputs[1].at[batch, query, head, piece], top * factor + jnp.log2(total), mask=inside)
 
     if tiles.splits == 1:
         look()
@@ -196,6 +199,43 @@ def _numbers(loaded: Array, compute: jnp.dtype, interpret: bool) -> list[Array]:
             result_shape_dtypes=[jax.ShapeDtypeStruct(loaded.shape, jnp.float16)],
         )
     return [half.astype(compute) for half in halves]
+
+
+def _finite(numbers: Array, interpret: bool) -> Array:
+    """What is finite as it is, all else as some finite number."""
+    if interpret or numbers.dtype == jnp.float32:
+        return jnp.where(jnp.abs(numbers) < jnp.inf, numbers, 0)
+    kind, largest = ("bf16x2", 0x7F7F) if numbers.dtype == jnp.bfloat16 else ("f16x2", 0x7BFF)
+    bounds = [f"{pair | pair << 16:#x}" for pair in (largest | 0x8000, largest)]
+    (numbers,) = pltriton.elementwise_inline_asm(
+        f"{{ .reg .b32 low, high; mov.b32 low, {bounds[0]}; mov.b32 high, {bounds[1]}; "
+        f"max.{kind} low, $1, low; min.{kind} $0, low, high; }}",  # of a number and NaN both take the number
+        args=[numbers],
+        constraints="=r,r",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(numbers.shape, numbers.dtype)],
+    )
+    return numbers
+
+
+def _power(exponent: Array, factor: float, base: Array, interpret: bool) -> Array:
+    """2**(exponent * factor - base) in two instructions; what is below 2**-126 is 0."""
+    if interpret:
+        return jnp.exp2(exponent * factor - base)
+    (power,) = pltriton.elementwise_inline_asm(
+        f"{{ .reg .f32 e; fma.rn.f32 e, $1, 0f{np.float32(factor).view(np.uint32):08X}, $2; ex2.approx.ftz.f32 $0, e; }}",
+        args=[exponent, -base],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(exponent.shape, jnp.float32)],
+    )
+    return power
+
+
+def _divided(row: Array, page: int) -> tuple[Array, Array]:
+    """Quotient and rest; of numbers without a sign, which for a power of two are one instruction each."""
+    row = row.astype(jnp.uint32)
+    return (row // page).astype(jnp.int32), (row % page).astype(jnp.int32)
 
 
 def _own(new: Array, query: Array, seen: list[Array]) -> Array:

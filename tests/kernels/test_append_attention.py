@@ -115,7 +115,7 @@ def is_one_of_many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def tiles_of_many(q: Any, *pools: Any, **options: Any) -> Any:
         tiles = choose_tiles(jax.ShapeDtypeStruct((200, *q.shape[1:]), q.dtype), *pools, **options)
-        assert (tiles.splits, tiles.packed, tiles.warps) == (1, 32, 2)
+        assert (tiles.splits, tiles.packed, tiles.warps) == (1, 16, 2)
         return tiles
 
     module = sys.modules[append_attention.__module__]
