@@ -97,14 +97,15 @@ def attend(
     def look():
         own_row, factor = (batch, query[:, None], head[:, None]), scale * math.log2(math.e)
         held = inside[:, None] & is_channel
-        whole_from = border = begin  # tiles of committed rows alone, which need no mask
-        if tiles.start or tiles.window:
-            whole_from = jnp.clip(_own_tiles(pl.cdiv(highest, tiles.tile), piece, tiles.splits), begin, end)
+        stretches = [(begin, end, True)]  # of tiles, and whether their rows may be hidden from a query
         if not tiles.fixed:  # one code for every tile: with masks others multiplications are fused with additions
-            border = jnp.maximum(_own_tiles(jnp.minimum(length, last) // tiles.tile, piece, tiles.splits), whole_from)
-        stretches = [(begin, whole_from, True), (whole_from, border, False), (border, end, True)]
-        stretches = [stretch for stretch in stretches if stretch[0] is not stretch[1]]
-        # Each has its own first places: what one loop hands to the next is waited for in every step.
+            hides_first, open_from = bool(tiles.start or tiles.window), begin
+            if hides_first:
+                open_from = jnp.clip(_own_tiles(pl.cdiv(highest, tiles.tile), piece, tiles.splits), begin, end)
+            new_from = _own_tiles(jnp.minimum(length, last) // tiles.tile, piece, tiles.splits)
+            new_from = jnp.maximum(new_from, open_from)
+            stretches = [(begin, open_from, True)] * hides_first + [(open_from, new_from, False), (new_from, end, True)]
+        # What one loop hands to the next would be waited for in every step.
         places = [places_of(first) for first, _, _ in stretches]
         q = queries(query, head, channels, held)
         if q[0].dtype != compute:  # of less range, perhaps
@@ -138,9 +139,10 @@ def attend(
                 # A row that was not loaded, or that only its own padding query sees, may be NaN, and so is 0 * NaN.
                 v = [_finite(half, interpret) for half in v]
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-            base = jnp.where(new_top == -jnp.inf, 0.0, new_top) * factor
-            fade = _power(top, factor, base, interpret)[:, None]
-            weights = _power(scores, factor, jnp.broadcast_to(base[:, None], scores.shape), interpret).astype(compute)
+            base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+            fade = _power(top - base, factor, jnp.zeros_like(base), interpret)[:, None]  # 1 where the top stays
+            base = jnp.broadcast_to((base * factor)[:, None], scores.shape)
+            weights = _power(scores, factor, base, interpret).astype(compute)
             total, *acc = (
                 before * fade + pltriton.dot(weights, right, precision=precision)
                 for before, right in zip([total, *acc], [ones, *v], strict=True)
@@ -222,8 +224,9 @@ def _power(exponent: Array, factor: float, base: Array, interpret: bool) -> Arra
     """2**(exponent * factor - base) in two instructions; what is below 2**-126 is 0."""
     if interpret:
         return jnp.exp2(exponent * factor - base)
+    bits = np.float32(factor).view(np.uint32)
     (power,) = pltriton.elementwise_inline_asm(
-        f"{{ .reg .f32 e; fma.rn.f32 e, $1, 0f{np.float32(factor).view(np.uint32):08X}, $2; ex2.approx.ftz.f32 $0, e; }}",
+        f"{{ .reg .f32 e; fma.rn.f32 e, $1, 0f{bits:08X}, $2; ex2.approx.ftz.f32 $0, e; }}",
         args=[exponent, -base],
         constraints="=f,f,f",
         pack=1,

@@ -66,11 +66,9 @@ def choose_tiles(
     most = max(4096 // dim, MMA_ROWS) if wide else (128 if dim <= 128 else 64)
     packed = min(max(pl.next_power_of_2(queries * group), MMA_ROWS), most)
     programs = batch * kv_heads * pl.cdiv(queries * group, packed)
-    # Programs of few rows and two warps are fastest where many of them fill the device.
-    room = programs * pl.cdiv(read, LEAST_SPLIT)  # programs that could share the contexts
-    is_shared = programs < FULL - 8 and room >= 2 * FULL and k_pool.dtype != FP8  # whose tiles are of twice the rows
+    # Programs of few rows and two warps are fastest where many of them fill the device, or contexts are long.
     is_many, is_narrow = 2 * programs >= 3 * FULL, dim <= 128 and not wide
-    small = is_narrow and packed <= 32 and (packed == MMA_ROWS or is_many or is_shared or read > LONG)
+    small = is_narrow and packed <= 32 and (packed == MMA_ROWS or is_many or read > LONG)
     warps = 2 if small else (8 if wide or packed * max(dim, 128) >= 64 * 256 else 4)
     few = small or packed == MMA_ROWS  # rows of a tile: 8 KiB each of K and V, or 16
     width = k_pool.dtype.itemsize if is_narrow else max(k_pool.dtype.itemsize, 2)

@@ -165,7 +165,7 @@ def unsupported(q: Array | jax.ShapeDtypeStruct, k_pool: Array, bits: Array | No
     return None
 
 
-def _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows, window):
+def _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows, window, scale):
     batch, queries, heads, dim = q.shape
     if k_pool.shape != v_pool.shape or k_pool.dtype != v_pool.dtype:
         got = f"{k_pool.shape} {k_pool.dtype} and {v_pool.shape} {v_pool.dtype}"
@@ -182,6 +182,8 @@ def _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows, window):
         raise ValueError(f"without bits the {queries} queries are the new rows, got new_rows={new_rows}")
     if window is not None and window < 1:
         raise ValueError(f"window must be None or at least 1, got {window}")
+    if scale is not None and scale <= 0:
+        raise ValueError(f"scale must be None or above 0, got {scale}")
 
 
 @functools.partial(
@@ -218,7 +220,7 @@ def paged_attention(
         start: rows below it are hidden.
         window: rows from lengths[b] - window down are hidden, and without bits for each query after the first one row
             more; pages that hold only such are not read. None hides none.
-        scale: of the scores; 1 / sqrt(D) if None.
+        scale: of the scores, above 0; 1 / sqrt(D) if None.
         is_rounded: a query's heads come back side by side, as one row of `Rounded`.
         deterministic: a query's last bits depend on nothing but itself and the keys and values it sees, in their order.
         paths: with `deterministic`, instead of bits: the new row that query t sees at each depth, its own the last; -1
@@ -233,7 +235,7 @@ def paged_attention(
         NotImplementedError: "pallas" with a shape the kernel does not support.
     """
     new_rows = q.shape[1] if new_rows is None else new_rows
-    _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows, window)
+    _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows, window, scale)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     if paths is not None and not deterministic:
         raise ValueError("paths: expected deterministic=True, or bits instead")

@@ -69,16 +69,17 @@ def columns_of(qkv_ref, scale_refs, sequence, token, dtype):
         total = sum(parts[1:], parts[0])
         if scale_refs:
             row_scale = pltriton.load(scale_refs[0].at[sequence, jnp.minimum(token, tokens - 1)])
-            total = total * row_scale * pltriton.load(scale_refs[1].at[jnp.minimum(columns, width - 1)])
+            total = total * row_scale * pltriton.load(scale_refs[1].at[columns], mask=mask, other=0)
         return total.astype(dtype)
 
-    count, _, tokens, width = qkv_ref.shape
+    count, _, tokens, _ = qkv_ref.shape
     return load
 
 
 def turn_of(turn_ref, sequence, token, channel, mask):
     """In a kernel: the cosines and sines of rows for some channels."""
-    places = [turn_ref.at[index, sequence, token, channel % turn_ref.shape[-1]] for index in range(2)]
+    column = jax.lax.rem(channel, turn_ref.shape[-1])  # `%` also looks at signs, and is then read number by number
+    places = [turn_ref.at[index, sequence, token, column] for index in range(2)]
     return [pltriton.load(place, mask=mask, other=0) for place in places]
 
 

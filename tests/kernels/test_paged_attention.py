@@ -123,6 +123,26 @@ def test_large_scores_overflow_nowhere(implementation):
     assert off(row.values[real], row.scale[real], np.asarray(out, np.float64).reshape(row.shape)[real]) < 1.1
 
 
+@pytest.mark.gpu
+def test_a_largest_score_that_stays_changes_no_sum():
+    """The first row's, through 1024 tiles; of it times log2(e), rounded, as much is lost as can be below 128."""
+    sequences, rows, dim = 264, 65536, 16  # so many sequences that each has one part; they share their pages
+    tops = np.arange(65, 88, 0.125)
+    factor = np.float64(np.float32(np.log2(np.e)))
+    top = tops[np.argmax(np.abs(tops * factor - (tops * factor).astype(np.float32)))]
+    scores = np.where(np.arange(rows) == 0, top, top - 1)
+    k, v = np.zeros((2, rows, dim), np.float32)
+    k[:, 0], v[: rows // 2] = scores, 1
+    pools = [jnp.asarray(pool.reshape(-1, 1, 64, dim)) for pool in (k, v)]
+    q = jnp.zeros((sequences, 1, 1, dim)).at[..., 0].set(1)
+    table = jnp.broadcast_to(jnp.arange(rows // 64, dtype=jnp.int32), (sequences, rows // 64))
+    lengths = jnp.full(sequences, rows - 1, jnp.int32)
+    out = paged_attention(q, *pools, table, lengths, None, scale=1.0, implementation="pallas")
+    weights = np.exp(scores - top)
+    wanted = weights[: rows // 2].sum() / weights.sum()
+    np.testing.assert_allclose(np.asarray(out[:, 0, 0, 0]), wanted, rtol=1.5e-4)
+
+
 @pytest.fixture
 def patch(monkeypatch):
     """A monkeypatch of what is traced: no trace from before or after is kept."""
@@ -325,9 +345,11 @@ def test_the_reference_gathers_the_windows_pages_alone(tree):
     assert f",{ROWS}" in sizes[None] and f",{ROWS}" not in sizes[20] and ",48" in sizes[20]
 
 
-def test_a_window_of_nothing_is_refused():
+def test_windows_of_nothing_and_scales_not_above_0_are_refused():
     with pytest.raises(ValueError, match="window must be None or at least 1, got 0"):
         paged_attention(*make_problem(Case()).arrays, window=0)
+    with pytest.raises(ValueError, match=r"scale must be None or above 0, got -1\.0"):
+        paged_attention(*make_problem(Case()).arrays, scale=-1.0)
 
 
 @pytest.mark.parametrize(
