@@ -99,12 +99,14 @@ def attend(
         held = inside[:, None] & is_channel
         stretches = [(begin, end, True)]  # of tiles, and whether their rows may be hidden from a query
         if not tiles.fixed:  # one code for every tile: with masks others multiplications are fused with additions
-            hides_first, open_from = bool(tiles.start or tiles.window), begin
+            hides_first, open_from = tiles.start or tiles.window, begin
             if hides_first:
                 open_from = jnp.clip(_own_tiles(pl.cdiv(highest, tiles.tile), piece, tiles.splits), begin, end)
             new_from = _own_tiles(jnp.minimum(length, last) // tiles.tile, piece, tiles.splits)
             new_from = jnp.maximum(new_from, open_from)
-            stretches = [(begin, open_from, True)] * hides_first + [(open_from, new_from, False), (new_from, end, True)]
+            stretches = [(open_from, new_from, False), (new_from, end, True)]
+            if hides_first:
+                stretches.insert(0, (begin, open_from, True))
         # What one loop hands to the next would be waited for in every step.
         places = [places_of(first) for first, _, _ in stretches]
         q = queries(query, head, channels, held)
@@ -204,9 +206,12 @@ def _numbers(loaded: Array, compute: jnp.dtype, interpret: bool) -> list[Array]:
 
 
 def _finite(numbers: Array, interpret: bool) -> Array:
-    """What is finite as it is, all else as some finite number."""
-    if interpret or numbers.dtype == jnp.float32:
+    """What is finite as it is; all else as the largest number of its sign, NaN as the least, of float32 as 0."""
+    if numbers.dtype == jnp.float32:  # three products of whose parts end before its largest numbers do
         return jnp.where(jnp.abs(numbers) < jnp.inf, numbers, 0)
+    if interpret:
+        most = jnp.finfo(numbers.dtype).max
+        return jnp.where(jnp.isnan(numbers), -most, jnp.clip(numbers, -most, most))
     kind, largest = ("bf16x2", 0x7F7F) if numbers.dtype == jnp.bfloat16 else ("f16x2", 0x7BFF)
     bounds = [f"{pair | pair << 16:#x}" for pair in (largest | 0x8000, largest)]
     (numbers,) = pltriton.elementwise_inline_asm(
@@ -221,7 +226,7 @@ def _finite(numbers: Array, interpret: bool) -> Array:
 
 
 def _power(exponent: Array, factor: float, base: Array, interpret: bool) -> Array:
-    """2**(exponent * factor - base) in two instructions; what is below 2**-126 is 0."""
+    """2**(exponent * factor - base) for a factor above 0; in two instructions, which make what is below 2**-126 0."""
     if interpret:
         return jnp.exp2(exponent * factor - base)
     bits = np.float32(factor).view(np.uint32)

@@ -33,6 +33,7 @@ from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.kv_pages import HEAD_DIMS, POOL_DTYPES
 from pallas_kernels.quantized import FP8, Rounded, rounded
 
+LEAST_SCALE = 1e-30  # float32 holds it times log2(e)
 MOST_QUERIES = 128  # of one deterministic call: its parts are the same for any context, and wide
 
 
@@ -182,8 +183,8 @@ def _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows, window, scale
         raise ValueError(f"without bits the {queries} queries are the new rows, got new_rows={new_rows}")
     if window is not None and window < 1:
         raise ValueError(f"window must be None or at least 1, got {window}")
-    if scale is not None and scale <= 0:
-        raise ValueError(f"scale must be None or above 0, got {scale}")
+    if scale is not None and not LEAST_SCALE < scale < math.inf:
+        raise ValueError(f"scale must be None or above {LEAST_SCALE} and finite, got {scale}")
 
 
 @functools.partial(
@@ -210,7 +211,8 @@ def paged_attention(
     """Attention of T queries a sequence over its committed rows and over new ones, mostly their own.
 
     The new rows' K and V are already in the pools, from row lengths[b] on. What a query does not see may hold
-    anything, NaN too. A padding node sees its own row, which nobody wrote: its output alone is arbitrary.
+    anything, NaN too. A padding node sees its own row, which nobody wrote: its output alone is arbitrary. What
+    is seen is finite: other values may come out as finite ones.
 
     Args:
         page_table: page of every `page` rows; rows past its end do not exist.
@@ -220,7 +222,7 @@ def paged_attention(
         start: rows below it are hidden.
         window: rows from lengths[b] - window down are hidden, and without bits for each query after the first one row
             more; pages that hold only such are not read. None hides none.
-        scale: of the scores, above 0; 1 / sqrt(D) if None.
+        scale: of the scores, above 1e-30; 1 / sqrt(D) if None.
         is_rounded: a query's heads come back side by side, as one row of `Rounded`.
         deterministic: a query's last bits depend on nothing but itself and the keys and values it sees, in their order.
         paths: with `deterministic`, instead of bits: the new row that query t sees at each depth, its own the last; -1

@@ -106,7 +106,7 @@ def test_output_and_pools_agree_with_float64(case: dict[str, Any], implementatio
     assert max(errors(append_attention(**p, implementation=implementation), p, parents)) < 1
 
 
-HALF = EXAMPLE | {"tokens": 3, "dim": 16, "dtype": "bfloat16"}  # rows that half fill a program
+FEW = EXAMPLE | {"tokens": 3, "dim": 16, "dtype": "bfloat16"}  # for a program of 16 rows
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def is_one_of_many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("is_one_of_many")
 def test_contexts_that_are_not_shared() -> None:
-    p, parents = problem(**HALF)
+    p, parents = problem(**FEW)
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
 
 
@@ -137,7 +137,7 @@ def test_a_query_may_come_back_rounded(is_shared: bool, implementation: str, req
     """In the merge of a context's parts, or behind a kernel that needs none."""
     if not is_shared:
         request.getfixturevalue("is_one_of_many")
-    p, _ = problem(**EXAMPLE | {"dtype": "bfloat16"} if is_shared else HALF)
+    p, _ = problem(**EXAMPLE | {"dtype": "bfloat16"} if is_shared else FEW)
     out, *pools = append_attention(**p, implementation=implementation)
     row, *same = append_attention(**p, is_rounded=True, implementation=implementation)
     wanted = np.asarray(out, np.float64).reshape(row.shape)
@@ -233,6 +233,11 @@ def test_on_a_gpu_output_and_pools_agree_with_float64(case: dict[str, Any]) -> N
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_contexts_that_are_not_shared() -> None:
-    p, parents = problem(**HALF, lengths=[7 * b % 140 for b in range(200)])
+@pytest.mark.parametrize(("tokens", "packed"), [(3, 16), (5, 32)])
+def test_on_a_gpu_contexts_that_are_not_shared(tokens: int, packed: int) -> None:
+    p, parents = problem(**FEW | {"tokens": tokens}, lengths=[7 * b % 140 for b in range(200)])
+    q = jax.ShapeDtypeStruct((200, tokens, p["heads"], 16), jnp.bfloat16)
+    options = {"new_rows": tokens, "start": 0, "window": None, "wide": False}
+    tiles = choose_tiles(q, p["k_pool"], p["page_table"], p["bits"], **options)
+    assert (tiles.splits, tiles.packed, tiles.warps) == (1, packed, 2)
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
