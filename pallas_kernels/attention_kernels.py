@@ -143,8 +143,8 @@ def attend(
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
             base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
             fade = _power(top - base, factor, jnp.zeros_like(base), interpret)[:, None]  # 1 where the top stays
-            base = jnp.broadcast_to((base * factor)[:, None], scores.shape)
-            weights = _power(scores, factor, base, interpret).astype(compute)
+            of_each = jnp.broadcast_to((base * factor)[:, None], scores.shape)
+            weights = _power(scores, factor, of_each, interpret).astype(compute)
             total, *acc = (
                 before * fade + pltriton.dot(weights, right, precision=precision)
                 for before, right in zip([total, *acc], [ones, *v], strict=True)

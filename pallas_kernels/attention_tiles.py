@@ -67,8 +67,8 @@ def choose_tiles(
     packed = min(max(pl.next_power_of_2(queries * group), MMA_ROWS), most)
     programs = batch * kv_heads * pl.cdiv(queries * group, packed)
     # 16 rows are two warps' work, and so are 32 where many programs fill the device or contexts are long.
-    is_many, is_narrow = 2 * programs >= 3 * FULL, dim <= 128 and not wide
-    small = is_narrow and packed <= 32 and (packed == MMA_ROWS or is_many or read > LONG)
+    is_narrow = dim <= 128 and not wide
+    small = is_narrow and packed <= 32 and (packed == MMA_ROWS or 2 * programs >= 3 * FULL or read > LONG)
     warps = 2 if small else (8 if wide or packed * max(dim, 128) >= 64 * 256 else 4)
     few = small or packed == MMA_ROWS  # rows of a tile: 8 KiB each of K and V, or 16
     width = k_pool.dtype.itemsize if is_narrow else max(k_pool.dtype.itemsize, 2)  # else too many registers

@@ -348,7 +348,7 @@ def test_the_reference_gathers_the_windows_pages_alone(tree):
     assert f",{ROWS}" in sizes[None] and f",{ROWS}" not in sizes[20] and ",48" in sizes[20]
 
 
-def test_windows_of_nothing_and_scales_not_above_0_are_refused():
+def test_windows_of_nothing_and_scales_float32_cannot_hold_are_refused():
     with pytest.raises(ValueError, match="window must be None or at least 1, got 0"):
         paged_attention(*make_problem(Case()).arrays, window=0)
     for scale in (-1.0, 0.0, 1e-40, np.nan, np.inf):
