@@ -15,6 +15,7 @@ from pallas_kernels.ancestor_bits import WORD
 from pallas_kernels.attention_tiles import MMA_ROWS, Tiles
 from pallas_kernels.round_rows import FP8, scaled_rows
 
+ALL = np.uint32(2**WORD - 1)  # bits of a word
 MERGED = 16  # splits the merge reads at once
 
 
@@ -80,8 +81,11 @@ def attend(
             highest = jnp.maximum(lowest, oldest + ((block + 1) * tiles.packed - 1) // tiles.group)
     begin, end = (_own_tiles(tile, piece, tiles.splits) for tile in (first // tiles.tile, pl.cdiv(last, tiles.tile)))
 
+    def row_of(index):
+        return (index * tiles.splits + piece) * tiles.tile
+
     def rows_of(index):
-        return (index * tiles.splits + piece) * tiles.tile + jnp.arange(tiles.tile)
+        return row_of(index) + jnp.arange(tiles.tile)
 
     def places_of(index):
         """Loaded a step ahead: K and V are prefetched only if their addresses wait for nothing of the same step."""
@@ -132,11 +136,17 @@ def attend(
             k, v = (_numbers(pltriton.load(ref.at[at], **mask), compute, interpret) for ref in (k_ref, v_ref))
             scores = sum(pltriton.dot(*pair, trans_b=True, precision=precision) for pair in zip(q, k, strict=True))
             if masked:
-                visible = loaded[None, :]
-                if not tiles.depths:
-                    visible &= (new < 0)[None, :] | _own(new, query, seen)
-                if tiles.window and not tiles.words:
-                    visible &= row[None, :] >= (oldest + query)[:, None]
+                if tiles.depths:
+                    visible = loaded[None, :]
+                elif tiles.words:
+                    bounds = (lowest - length, last - length)
+                    visible = _marked(seen, row_of(index) - length, *bounds, tiles.tile)
+                else:
+                    visible = new[None, :] <= jnp.minimum(query, last - length - 1)[:, None]
+                    if tiles.start:
+                        visible &= row[None, :] >= lowest
+                    if tiles.window:
+                        visible &= row[None, :] >= (oldest + query)[:, None]
                 scores = jnp.where(visible, scores, -jnp.inf)
                 # A row that was not loaded, or that only its own padding query sees, may be NaN, and so is 0 * NaN.
                 v = [_finite(half, interpret) for half in v]
@@ -162,9 +172,9 @@ def attend(
         acc, top, total = carry
         total = jnp.max(total, axis=1)
         place = (*own_row, piece) if tiles.splits > 1 else own_row
+        share = (1.0 / jnp.where(total == 0, 1.0, total))[:, None]  # a division for each number costs three times as much
         for half, dims in zip(acc, channels, strict=True):
-            out = (half / jnp.where(total == 0, 1.0, total)[:, None]).astype(outputs[0].dtype)
-            pltriton.store(outputs[0].at[(*place, dims)], out, mask=held)
+            pltriton.store(outputs[0].at[(*place, dims)], (half * share).astype(outputs[0].dtype), mask=held)
         if tiles.splits > 1:
             pltriton.store(outputs[1].at[batch, query, head, piece], top * factor + jnp.log2(total), mask=inside)
 
@@ -246,14 +256,37 @@ def _divided(row: Array, page: int) -> tuple[Array, Array]:
     return (row // page).astype(jnp.int32), (row % page).astype(jnp.int32)
 
 
-def _own(new: Array, query: Array, seen: list[Array]) -> Array:
-    """Returns bool [packed, tile]: does a query see new row `new` >= 0; `seen`: its words, none if causal."""
-    if not seen:
-        return new[None, :] <= query[:, None]
-    words = seen[0][:, None]
-    for index, word in enumerate(seen[1:], 1):
-        words = jnp.where((new // WORD == index)[None, :], word[:, None], words)
-    return ((words >> (new & (WORD - 1)).astype(jnp.uint32)[None, :]) & 1) != 0
+def _marked(seen: list[Array], first: Array, low: Array, high: Array, tile: int) -> Array:
+    """Returns bool [packed, tile]: does a query see new row first + column, `low` <= that < `high`? Rows below 0: all.
+
+    The queries' bits are moved to where the columns are, not each column's bit looked up.
+
+    Args:
+        seen: words of bits.
+    """
+    column, visible = jnp.arange(tile), None
+    for start in range(0, tile, WORD):
+        word, shift = (first + start) // WORD, ((first + start) & (WORD - 1)).astype(jnp.uint32)
+        right, left = (_word(seen, word + following) for following in range(2))
+        bits = (right >> shift) | ((left << 1) << (WORD - 1 - shift))
+        bits &= _ones(high - first - start) & (_ones(low - first - start) ^ ALL)
+        own = bits[:, None] >> (column & (WORD - 1)).astype(jnp.uint32)[None, :]
+        visible = own if visible is None else jnp.where((column < start)[None, :], visible, own)
+    return (visible & 1) != 0
+
+
+def _word(seen: list[Array], index: Array) -> Array:
+    """A word of bits: ones in front of the first, zeros behind the last."""
+    word = jnp.where(index < 0, jnp.full_like(seen[0], ALL), 0)
+    for place, own in enumerate(seen):
+        word = jnp.where(index == place, own, word)
+    return word
+
+
+def _ones(count: Array) -> Array:
+    """A word of so many ones, from the lowest bit on."""
+    ones = (jnp.uint32(1) << jnp.clip(count, 0, WORD - 1).astype(jnp.uint32)) - 1
+    return jnp.where(count >= WORD, ALL, ones)
 
 
 def merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
@@ -277,7 +310,7 @@ def merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
 
     empty = (jnp.zeros(dims.shape, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0))
     acc, _, total = jax.lax.fori_loop(0, pl.cdiv(tiles.splits, MERGED), step, empty)
-    out = (acc / jnp.where(total == 0, 1.0, total)).astype(out_ref.dtype)
+    out = (acc * (1.0 / jnp.where(total == 0, 1.0, total))).astype(out_ref.dtype)
     pltriton.store(out_ref.at[batch, query, head, dims], out, mask=is_channel)
 
 
@@ -297,7 +330,7 @@ def merge_and_round_kernel(parts_ref, weights_ref, lengths_ref, values_ref, scal
     weights = [jnp.exp2(weight - jnp.where(top == -jnp.inf, 0.0, top)) for weight in weights]
     acc = sum(part * weight[:, None] for part, weight in zip(parts, weights, strict=True))
     total = sum(weights)
-    out = (acc / jnp.where(total == 0, 1.0, total)[:, None]).astype(dtype)
+    out = (acc * (1.0 / jnp.where(total == 0, 1.0, total))[:, None]).astype(dtype)
     values, scale_ref[batch, query] = scaled_rows(out, FP8, dims=2)
     pltriton.store(values_ref.at[batch, query, head[:, None], channel], values, mask=inside)
 

@@ -10,7 +10,7 @@ of tokens; the best groups then stay in registers, and what weighs enough lies w
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,43 +20,12 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.implementation import Implementation, choose
+from pallas_kernels.ordered_floats import float_of, largest_bound, ordered
 
 GROUP = 32  # tokens
 MOST = 256  # groups that a program holds
 SLICE = 4096  # tokens a program reads, where many share a row
 IN_FLIGHT = 8192  # tokens a program reads at once, where it has a row to itself
-
-
-def _ordered(x: Array) -> Array:
-    """Unsigned integers in the order of the floats."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _float_of(order: Array) -> Array:
-    """The inverse of `_ordered`."""
-    bits = jnp.where(order >> 31 == 1, order & jnp.uint32((1 << 31) - 1), ~order)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _largest(weigh: Callable[[Array], Array], goal: Array, low: Array, high: Array) -> Array:
-    """The largest bound from `low` to below `high` above which there is at least `goal`; `low` if there is none.
-
-    Args:
-        weigh: from a candidate to the weight at or above it.
-    """
-
-    def halve(ends):
-        low, high = ends
-        middle = low + ((high - low) >> 1)
-        is_enough = weigh(middle) >= goal
-        return jnp.where(is_enough, middle, low), jnp.where(is_enough, high, middle)
-
-    def is_open(ends):
-        width = ends[1] - ends[0]
-        return (jnp.max(width) if width.ndim else width) > 1
-
-    return jax.lax.while_loop(is_open, halve, (low, high))[0]
 
 
 def _bound(top, controls, low, count_above, mass_above):
@@ -66,13 +35,13 @@ def _bound(top, controls, low, count_above, mass_above):
         low: above it lies all that is wanted.
     """
     temperature, top_k, top_p, min_p = controls
-    end, nothing = _ordered(top) + 1, low + 1
-    kth = _largest(count_above, top_k.astype(jnp.float32), low, jnp.where(top_k > 0, end, nothing))
+    end, nothing = ordered(top) + 1, low + 1
+    kth = largest_bound(count_above, top_k.astype(jnp.float32), low, jnp.where(top_k > 0, end, nothing))
     kth = jnp.where(top_k > 0, kth, jnp.uint32(0))
     goal = top_p * mass_above(kth)
-    nucleus = _largest(lambda c: mass_above(jnp.maximum(c, kth)), goal, low, jnp.where(top_p < 1, end, nothing))
+    nucleus = largest_bound(lambda c: mass_above(jnp.maximum(c, kth)), goal, low, jnp.where(top_p < 1, end, nothing))
     kept = jnp.where(top_p < 1, jnp.maximum(kth, nucleus), kth)
-    bound = jnp.where(kept > 0, _float_of(jnp.minimum(kept, _ordered(top))), -jnp.inf)
+    bound = jnp.where(kept > 0, float_of(jnp.minimum(kept, ordered(top))), -jnp.inf)
     likely = top + temperature * jnp.log(jnp.where(min_p > 0, min_p, 1.0))
     return jnp.where(min_p > 0, jnp.maximum(bound, likely), bound)
 
@@ -83,7 +52,7 @@ def _reference(logits, *controls):
 
     def bound():
         above_zero = jnp.where(temperature > 0, temperature, 1.0)
-        order, top = _ordered(logits), jnp.max(logits, axis=-1)
+        order, top = ordered(logits), jnp.max(logits, axis=-1)
         weights = jnp.exp((logits - top[:, None]) / above_zero[:, None])
 
         def above(candidate, weight):
@@ -152,9 +121,9 @@ def _best_groups(best_ref, groups_ref, row, most, interpret):
     groups = best_ref.shape[1]
     group = jnp.arange(pl.next_power_of_2(groups))
     best = pltriton.load(best_ref.at[row, group], mask=group < groups, other=-jnp.inf)
-    order = jnp.where(group < groups, _ordered(best), jnp.uint32(0))
+    order = jnp.where(group < groups, ordered(best), jnp.uint32(0))
     ends = jnp.min(order) & 0, jnp.max(order) + 1
-    least = _largest(lambda c: jnp.sum((order >= c).astype(jnp.int32)), jnp.int32(most + 1), *ends) + 1
+    least = largest_bound(lambda c: jnp.sum((order >= c).astype(jnp.int32)), jnp.int32(most + 1), *ends) + 1
     return put_first(order >= least, group, groups_ref, row, interpret), least
 
 
@@ -196,7 +165,7 @@ def bound_row(read, row, vocab, controls, left, groups_ref, *, interpret):
     column = group * GROUP + place % GROUP
     is_held &= column < vocab
     values = read(column, is_held)
-    order = jnp.where(is_held, _ordered(values), jnp.uint32(0))
+    order = jnp.where(is_held, ordered(values), jnp.uint32(0))
     weights = jnp.exp((values - top) / temperature)
 
     def count_above(candidate):
@@ -213,7 +182,7 @@ def bound_row(read, row, vocab, controls, left, groups_ref, *, interpret):
         lambda: _bound(top, controls, least & 0, *_of_row(read, vocab, top, temperature)),
     )
     is_finite = jnp.maximum(bound, jnp.finfo(jnp.float32).min)  # what is -inf is out, whatever the bound
-    return bound, Held(values, column, _ordered(is_finite) >= least)
+    return bound, Held(values, column, ordered(is_finite) >= least)
 
 
 def _bound_kernel(logits_ref, best_ref, top_ref, mass_ref, *refs, interpret):
@@ -240,7 +209,7 @@ def _of_row(read, vocab, top, temperature):
         def step(index, weighed):
             column = index * IN_FLIGHT + jnp.arange(IN_FLIGHT)
             values = read(column, column < vocab)
-            reached = (_ordered(values) >= candidate) & (column < vocab)
+            reached = (ordered(values) >= candidate) & (column < vocab)
             return weighed + jnp.where(reached, weight(values), 0.0)
 
         weighed = jax.lax.fori_loop(0, pl.cdiv(vocab, IN_FLIGHT), step, jnp.zeros(IN_FLIGHT, jnp.float32))

@@ -10,15 +10,18 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.implementation import Implementation, choose
+from pallas_kernels.ordered_floats import float_of, largest_bound, ordered
 
 BLOCK = 1024  # logits a program of the first kernel holds
 MOST_KEPT = 4096  # candidates the second kernel can hold
-OUT = jnp.iinfo(jnp.int32).max  # index of what is not there: behind all others
+OUT = np.int32(2**31 - 1)  # index of what is not there: behind all others
+LEAST, ZERO = np.uint32([0x007FFFFF, 0x80000000])  # minus infinity and 0 among `ordered`
 
 
 def _reference(logits, *base, k):
@@ -28,17 +31,26 @@ def _reference(logits, *base, k):
 
 
 def _take_largest(values, ids, k, keep):
-    """Takes the largest value out k times, the smallest id among equals, and hands each to `keep`."""
+    """Takes the largest value out k times, the smallest id among equals, and hands each to `keep`.
+
+    As integers of the same order, the largest of which a warp finds in one instruction.
+    """
 
     def step(rank, left):
-        values, ids = left
-        top = jnp.max(values)
-        chosen = jnp.min(jnp.where(values == top, ids, OUT))
-        keep(rank, top, chosen)
+        order, ids = left
+        top = jnp.max(order)
+        chosen = jnp.min(jnp.where(order == top, ids, OUT))
+        keep(rank, float_of(top), chosen)
         taken = ids == chosen  # no longer there, lest it be found again among others of minus infinity
-        return jnp.where(taken, -jnp.inf, values), jnp.where(taken, OUT, ids)
+        return jnp.where(taken, LEAST, order), jnp.where(taken, OUT, ids)
 
-    jax.lax.fori_loop(0, k, step, (values, ids))
+    jax.lax.fori_loop(0, k, step, (_order(values), ids))
+
+
+def _order(values):
+    """As `ordered`, but zeros are equal."""
+    order = ordered(values)
+    return jnp.where(order == ZERO - 1, ZERO, order)
 
 
 def _log_sum_exp(values):
@@ -185,6 +197,59 @@ def top(
     Raises:
         NotImplementedError: "pallas" with rows longer than the kernel holds.
     """
-    unsupported = None if values.shape[1] <= MOST_KEPT else f"rows of at most {MOST_KEPT}, got {values.shape[1]}"
     kernel, reference = (functools.partial(run, k=k, group=group) for run in (_top_pallas, _top_reference))
-    return choose(implementation, unsupported, kernel, reference, values)
+    return choose(implementation, _too_long(values), kernel, reference, values)
+
+
+def _in_order_reference(values, *, k):
+    return jnp.sort(jax.lax.top_k(values, k)[1], axis=1)
+
+
+def _in_order_kernel(values_ref, places_ref, *, size, k):
+    """One program: one row."""
+    row, place = pl.program_id(0), jnp.arange(pl.next_power_of_2(size))
+    values = pltriton.load(values_ref.at[row, place], mask=place < size, other=-jnp.inf)
+    order = jnp.where(place < size, _order(values), jnp.uint32(0))
+
+    def count(chosen):
+        return jnp.sum(chosen.astype(jnp.int32))
+
+    last = largest_bound(lambda c: count(order >= c), jnp.int32(k), jnp.min(order) & 0, jnp.max(order) + 1)
+    above, equal = order > last, order == last
+    chosen = above | (equal & (jnp.cumsum(equal.astype(jnp.int32)) <= k - count(above)))
+    rank = jnp.where(chosen, jnp.cumsum(chosen.astype(jnp.int32)) - 1, k + place)
+    pltriton.store(places_ref.at[row, rank], place, mask=chosen)
+
+
+def _in_order_pallas(values, *, k, interpret):
+    rows, size = values.shape
+    return pl.pallas_call(
+        functools.partial(_in_order_kernel, size=size, k=k),
+        grid=(rows,),
+        out_shape=jax.ShapeDtypeStruct((rows, k), jnp.int32),
+        compiler_params=pltriton.CompilerParams(num_warps=2, num_stages=1),
+        interpret=interpret,
+        name="top_in_order",
+    )(values)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "implementation"))
+def top_in_order(
+    values: Float[Array, "rows size"], k: int, *, implementation: Implementation = "auto"
+) -> Int32[Array, "rows k"]:
+    """Places of a row's k largest values, the first among equals, in ascending order: one kernel instead of two sorts.
+
+    Args:
+        k: at most the size.
+        implementation: as in `paged_attention`.
+
+    Raises:
+        NotImplementedError: "pallas" with rows longer than the kernel holds.
+    """
+    kernel, reference = (functools.partial(run, k=k) for run in (_in_order_pallas, _in_order_reference))
+    return choose(implementation, _too_long(values), kernel, reference, values)
+
+
+def _too_long(values: Array) -> str | None:
+    """Says that a kernel cannot hold a row, if it cannot."""
+    return None if values.shape[1] <= MOST_KEPT else f"rows of at most {MOST_KEPT}, got {values.shape[1]}"

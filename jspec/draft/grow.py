@@ -22,7 +22,7 @@ from jspec.records import Draft, SlotView, TokenBatch
 from jspec.tree import Tree
 from pallas_kernels.ancestor_bits import WORD, num_words, own_bits
 from pallas_kernels.quantized import Parts, add_up
-from pallas_kernels.top_log_probs import top, top_log_probs
+from pallas_kernels.top_log_probs import top, top_in_order, top_log_probs
 
 
 @struct.dataclass
@@ -182,8 +182,7 @@ def _children(scores: Array, own: Array, logits: Array, k: int, implementation: 
 
 def _select(tree: Tree, view: SlotView, vocabulary: Vocabulary, candidates: _Candidates) -> Grown:
     """The best candidates as nodes, in the candidates' order."""
-    _, chosen = jax.lax.top_k(candidates.scores, tree.nodes - 1)
-    chosen = jnp.sort(chosen, axis=1)
+    chosen = top_in_order(candidates.scores, tree.nodes - 1, implementation=view.implementation)
 
     def take(field: Array) -> Array:
         return jnp.take_along_axis(field, chosen, axis=1)

@@ -30,7 +30,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.fixed_matmul import fixed_matmul
 from pallas_kernels.quantized import Quantized, matmul
-from pallas_kernels.top_log_probs import top
+from pallas_kernels.top_log_probs import top, top_in_order
 from tests.gpus import GPUS, compile_for
 
 HEADS, KV_HEADS, PAGE, PAGES, HIDDEN, VOCAB = 32, 8, 16, 2049, 4096, 128256  # Llama-3.1-8B
@@ -171,6 +171,7 @@ CASES: dict[str, Case] = {
     "rows of a view": view(),
     "top 10 of a vocabulary": (partial(top_log_probs, k=10, implementation="pallas"), (shape(10, 32000, dtype=F32),)),
     "top 60 of a tree": (partial(top, k=60, implementation="pallas"), (shape(8, 710, dtype=F32),)),
+    "nodes of a tree": (partial(top_in_order, k=59, implementation="pallas"), (shape(8, 710, dtype=F32),)),
     "ancestors": (ancestor_bits, (shape(8, 61, dtype=I32),)),
 }
 FLOAT8: dict[str, Case] = {

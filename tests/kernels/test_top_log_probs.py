@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import top_log_probs
-from pallas_kernels.top_log_probs import top
+from pallas_kernels.top_log_probs import top, top_in_order
 from tests.h200 import compile_for_h200
 
 
@@ -53,6 +55,22 @@ def test_the_largest_of_a_short_row_are_those_that_sorting_finds(ties: bool, imp
     np.testing.assert_array_equal(best, np.take_along_axis(values, wanted, 1))
 
 
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("size", "k"), [(1, 1), (64, 64), (710, 59), (1030, 1)])
+def test_the_largest_in_order_are_those_that_sorting_finds(size: int, k: int, ties: bool, implementation: str) -> None:
+    values = problem(size, ties)
+    values[1] = -np.inf  # all equal
+    wanted = np.sort(np.argsort(-values, axis=1, kind="stable")[:, :k], axis=1)
+    np.testing.assert_array_equal(top_in_order(jnp.asarray(values), k, implementation=implementation), wanted)
+
+
+@pytest.mark.parametrize("function", [top, top_in_order])
+def test_zeros_of_either_sign_are_equal(function: Callable) -> None:
+    found = function(jnp.asarray([[-0.0, -1.0, 0.0]]), 1, implementation="pallas")
+    np.testing.assert_array_equal(found[1] if function is top else found, [[0]])
+
+
 def test_another_order_among_equals_is_caught() -> None:
     """Negative control: the larger id first."""
     logits = problem(3000, ties=True)
@@ -71,6 +89,9 @@ def test_tokens_that_cannot_be_come_last(implementation: str) -> None:
 
 
 def test_too_many_candidates_are_refused() -> None:
+    for function in top, top_in_order:
+        with pytest.raises(NotImplementedError, match="rows of at most 4096, got 5000"):
+            function(jnp.zeros((1, 5000)), 10, implementation="pallas")
     with pytest.raises(NotImplementedError, match="at most 4096 candidates fit: a vocabulary of 200000"):
         top_log_probs(jnp.zeros((1, 200000)), 24, implementation="pallas")
 
@@ -80,6 +101,16 @@ def test_it_is_two_launches_without_spills(rows: int, vocab: int, k: int) -> Non
     logits = jax.ShapeDtypeStruct((rows, vocab), jnp.float32)
     program = compile_for_h200(lambda x: top_log_probs(x, k, implementation="pallas"), logits, fail_on_spills=True)
     assert [launch.name for launch in program.launches] == ["top_log_probs", "top_log_probs_merge"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("size", [100, 710, 3630])
+def test_short_rows_on_a_gpu(size: int, ties: bool) -> None:
+    values = problem(size, ties)
+    wanted = np.argsort(-values, axis=1, kind="stable")[:, :59]
+    np.testing.assert_array_equal(top(jnp.asarray(values), 59, implementation="pallas")[1], wanted)
+    np.testing.assert_array_equal(top_in_order(jnp.asarray(values), 59, implementation="pallas"), np.sort(wanted))
 
 
 @pytest.mark.gpu
