@@ -16,7 +16,7 @@ from pallas_kernels.attention_tiles import MMA_ROWS, Tiles
 from pallas_kernels.round_rows import FP8, scaled_rows
 
 ALL = np.uint32(2**WORD - 1)  # bits of a word
-MERGED = 16  # splits the merge reads at once
+MERGED = 16  # splits that the merge reads at once, at most
 
 
 def attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, **options):
@@ -172,7 +172,9 @@ def attend(
         acc, top, total = carry
         total = jnp.max(total, axis=1)
         place = (*own_row, piece) if tiles.splits > 1 else own_row
-        share = (1.0 / jnp.where(total == 0, 1.0, total))[:, None]  # a division for each number costs three times as much
+        share = (1.0 / jnp.where(total == 0, 1.0, total))[
+            :, None
+        ]  # a division for each number costs three times as much
         for half, dims in zip(acc, channels, strict=True):
             pltriton.store(outputs[0].at[(*place, dims)], (half * share).astype(outputs[0].dtype), mask=held)
         if tiles.splits > 1:
@@ -294,10 +296,11 @@ def merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
     head, query, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     dims = jnp.arange(pl.next_power_of_2(out_ref.shape[-1]))
     is_channel, is_written = dims < out_ref.shape[-1], _written(tiles, query, lengths_ref[batch])
+    at_once = min(pl.next_power_of_2(tiles.splits), MERGED)
 
     def step(index, carry):
         acc, top, total = carry
-        piece = index * MERGED + jnp.arange(MERGED)
+        piece = index * at_once + jnp.arange(at_once)
         written = (piece < tiles.splits) & is_written(piece)
         weight = pltriton.load(weights_ref.at[batch, query, head, piece], mask=written, other=-jnp.inf)
         at = (batch, query, head, piece[:, None], dims[None, :])
@@ -309,7 +312,7 @@ def merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
         return acc, new_top, total * fade + jnp.sum(weight)
 
     empty = (jnp.zeros(dims.shape, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0))
-    acc, _, total = jax.lax.fori_loop(0, pl.cdiv(tiles.splits, MERGED), step, empty)
+    acc, _, total = jax.lax.fori_loop(0, pl.cdiv(tiles.splits, at_once), step, empty)
     out = (acc * (1.0 / jnp.where(total == 0, 1.0, total))).astype(out_ref.dtype)
     pltriton.store(out_ref.at[batch, query, head, dims], out, mask=is_channel)
 

@@ -13,6 +13,7 @@ from pallas_kernels.quantized import FP8
 FIXED_SPLITS = 8  # at any batch, where the arithmetic must not depend on it
 MMA_ROWS = 16  # smallest side of a matrix product on tensor cores
 LEAST_SPLIT = 128  # rows of context: fewer are read before another program has started
+ENOUGH = 512  # rows of context for a program that has a multiprocessor to itself
 FULL = 264  # programs: two for each of about 132 multiprocessors
 LONG = 4096  # rows of context
 
@@ -53,7 +54,7 @@ def choose_tiles(
     window: int | None,
     wide: bool,
 ) -> Tiles:
-    """So many splits that every multiprocessor has two programs (one, if large; four, if of few rows).
+    """So many splits that every multiprocessor has two programs (four, if of few rows; one, if large, or enough).
 
     Args:
         wide: products are taken in float32.
@@ -63,7 +64,7 @@ def choose_tiles(
     group, capacity = heads // kv_heads, page_table.shape[1] * page
     read = capacity if window is None else min(capacity, window + new_rows)  # rows of context, at most
     # A float32 product is three TF32 ones: four times the registers for the same rows.
-    most = max(4096 // dim, MMA_ROWS) if wide else (128 if dim <= 128 else 64)
+    most = max(4096 // dim, MMA_ROWS) if wide else 64
     packed = min(max(pl.next_power_of_2(queries * group), MMA_ROWS), most)
     programs = batch * kv_heads * pl.cdiv(queries * group, packed)
     # 16 rows are two warps' work, and so are 32 where many programs fill the device or contexts are long.
@@ -75,7 +76,10 @@ def choose_tiles(
     tile = min(max((8 if wide or few else 16) * 1024 // (dim * width), MMA_ROWS), 64)
     load = programs if warps < 8 else 2 * programs
     wanted = 2 * FULL if few else FULL
-    splits = 1 if load >= FULL - 8 else min(max(wanted // load, 2), pl.cdiv(read, LEAST_SPLIT))
+    splits = max(wanted // load, 2)
+    if is_narrow and packed == most and splits // 2 * ENOUGH >= read:
+        splits //= 2
+    splits = 1 if load >= FULL - 8 else min(splits, pl.cdiv(read, LEAST_SPLIT))
     is_alone = splits == 1 and packed <= 32  # a program then has time for a third tile in flight
     return Tiles(
         group=group,

@@ -1,4 +1,4 @@
-"""Floats as integers of the same order, and a bound among them found by halving: for rows as for a kernel's registers."""
+"""Floats as integers of the same order, and a bound among them found by halving."""
 
 from collections.abc import Callable
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float
 
 from pallas_kernels import hopper_matmul
 from pallas_kernels.implementation import Implementation, choose
@@ -26,6 +27,7 @@ from pallas_kernels.quantized import (
     factors,
     lazy_matmul,
     rounds_inputs,
+    taken_apart,
 )
 from pallas_kernels.round_rows import FP8
 
@@ -62,7 +64,7 @@ def _out_tile(rows: int) -> int:
     return 128 if rows <= FEW_ROWS else 64
 
 
-def _reference(x, weight, row_scale, scale, *, parts):
+def _reference(x, weight, row_scale, scale, after, *, parts):
     weight = weight.astype(x.dtype)
     pieces, weights = (array.reshape(array.shape[0], parts, -1) for array in (x, weight))
     dims = (((2,), (2,)), ((1,), (1,)))
@@ -70,9 +72,9 @@ def _reference(x, weight, row_scale, scale, *, parts):
     return Factors(x, weight, row_scale, scale).scaled(product)
 
 
-def _kernel(x_ref, weight_ref, *refs, rows, steps, tile, inner):
+def _kernel(x_ref, weight_ref, *refs, scales, rows, steps, tile, inner):
     """One program: one tile of the output, one part. The weight's rows are those of the matrix product."""
-    *scale_refs, parts_ref = refs  # of the rows, if there are two, and of the weight's
+    *scale_refs, parts_ref = refs[:scales] + refs[-1:]  # of the rows, if there are two, and of the weight's
     block, part = pl.program_id(0), pl.program_id(1)
     row = jnp.arange(max(pl.next_power_of_2(rows), FEW_ROWS))
     inside = (row < rows)[:, None]
@@ -92,22 +94,24 @@ def _kernel(x_ref, weight_ref, *refs, rows, steps, tile, inner):
     pltriton.store(parts_ref.at[part, row[None, :], out[:, None]], total, mask=(row < rows)[None, :])
 
 
-def _pallas(x, weight, row_scale, scale, *, parts, interpret):
+def _pallas(x, weight, row_scale, scale, after, *, parts, interpret):
     (rows, inner), out = x.shape, weight.shape[0]
     tile, columns = _out_tile(rows), INNER_BYTES // weight.dtype.itemsize
-    scales = [array for array in (row_scale, scale) if array is not None]
+    scales, others = ([array for array in some if array is not None] for some in ((row_scale, scale), (after,)))
     return pl.pallas_call(
-        functools.partial(_kernel, rows=rows, steps=inner // columns // parts, tile=tile, inner=columns),
+        functools.partial(
+            _kernel, scales=len(scales), rows=rows, steps=inner // columns // parts, tile=tile, inner=columns
+        ),
         grid=(out // tile, parts),
         out_shape=jax.ShapeDtypeStruct((parts, rows, out), jnp.float32),
         # Beside numbers of one byte x takes more of a tile: six stages would not fit into 99 KiB of shared memory.
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=6 if weight.dtype.itemsize > 1 else 5),
         interpret=interpret,
         name="split_matmul",
-    )(x, weight, *scales)
+    )(x, weight, *scales, *others)
 
 
-def _hopper(x, weight, row_scale, scale, *, tiles, interpret):
+def _hopper(x, weight, row_scale, scale, after, *, tiles, interpret):
     return hopper_matmul.multiply(x, weight, row_scale, scale, tiles=tiles, dtype=jnp.float32, interpret=interpret)
 
 
@@ -122,7 +126,12 @@ def hopper_tiles(rows: int, weight: Weight) -> hopper_matmul.Tiles | None:
 
 @functools.partial(jax.jit, static_argnames=("is_gated", "implementation"))
 def split_matmul(
-    x: Inputs, weight: Weight, *, is_gated: bool = False, implementation: Implementation = "auto"
+    x: Inputs,
+    weight: Weight,
+    *,
+    is_gated: bool = False,
+    after: Float[Array, "..."] | Scaled | None = None,
+    implementation: Implementation = "auto",
 ) -> Parts:
     """x @ weight.T as parts to be added up: float32 if there are several, else one of x's dtype.
 
@@ -131,6 +140,7 @@ def split_matmul(
     Args:
         weight: [out, inner].
         is_gated: x is gate and up side by side, and silu(gate) * up is multiplied.
+        after: what the kernel waits for without reading it, where launches run side by side.
         implementation: as in `paged_attention`; a product that is not split, or of many rows, is XLA's. Some of
             "fp8_dynamic" on a Hopper GPU are another kernel's (`hopper_tiles`).
     """
@@ -142,12 +152,13 @@ def split_matmul(
     taken = factors(x, weight, is_gated=is_gated, implementation=implementation)
     flat = taken.x.reshape(-1, inner)
     if rows > MOST_ROWS:
-        product = _reference(flat, taken.weight, None, None, parts=parts).reshape(parts, *shape, out)
+        product = _reference(flat, taken.weight, None, None, None, parts=parts).reshape(parts, *shape, out)
         if taken.row_scale is None or taken.scale is None:
             return product
         return Scaled(product, taken.row_scale, taken.scale)
     row_scale = None if taken.row_scale is None else taken.row_scale.reshape(-1)
-    arguments = flat, taken.weight, row_scale, taken.scale
+    before = None if after is None else taken_apart(after)[0]
+    arguments = flat, taken.weight, row_scale, taken.scale, before
     tiles = hopper_tiles(rows, weight)
     parts = tiles.parts if tiles else parts
     reference = functools.partial(_reference, parts=parts)

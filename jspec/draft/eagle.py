@@ -37,7 +37,7 @@ from jspec.models.attention import attend
 from jspec.models.decoder import Model
 from jspec.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.tree import Tree
-from pallas_kernels.quantized import Parts, lazy_matmul, rounds_inputs
+from pallas_kernels.quantized import Parts, rounds_inputs
 
 
 @struct.dataclass
@@ -126,16 +126,15 @@ class EagleDrafter(Drafter):
 
     def draft(self, params: EagleHead, state: EagleState, view: SlotView) -> tuple[Draft, EagleState]:
         with jax.named_scope("root"):
-            out, cache = catch_up(params, state, view, self.draft_window)
-            product = _product(params, out)
+            out, product, cache = catch_up(params, state, view, self.draft_window)
 
         def feed(carry: tuple[HeadOut, KVCache], level: Level) -> tuple[Parts, tuple[HeadOut, KVCache]]:
             parents, cache = carry
             if not self.tree.is_chain:
                 rows = jnp.arange(level.parents.shape[0])[:, None]
                 parents = jax.tree.map(lambda of: of[rows, level.parents], parents)
-            out, cache = self_feed(params, cache, view, level, parents, self.draft_window)
-            return _product(params, out), (out, cache)
+            out, product, cache = self_feed(params, cache, view, level, parents, self.draft_window)
+            return product, (out, cache)
 
         vocabulary = Vocabulary(params.draft_to_target, params.config.vocab_size)
         grown, (_, cache) = grow(self.tree, view, vocabulary, product, (out, cache), feed)
@@ -240,7 +239,7 @@ class Eagle(EagleDrafter):
 
 def catch_up(
     params: EagleHead, state: EagleState, view: SlotView, window: int | None = None
-) -> tuple[HeadOut, KVCache]:
+) -> tuple[HeadOut, Parts, KVCache]:
     """Write the rows of the waiting pairs and run the head on the root's.
 
     In the last layer the other rows need only their K and V: what they predict is known already.
@@ -251,7 +250,7 @@ def catch_up(
     root = _pairs(view, view.root[:, None], view.lengths, view.active[:, None], window)
     is_rounded = rounds_inputs(params.layers[-1].o)
     attended = attend(q, cache.k[-1], cache.v[-1], root, start=FIRST_ROW, is_rounded=is_rounded)
-    return finish(params, attended, residual, view.implementation), cache
+    return *finish(params, attended, residual, view.implementation), cache
 
 
 def _write_waiting(
@@ -303,7 +302,7 @@ def self_feed(
     level: Level,
     parents: HeadOut,
     window: int | None = None,
-) -> tuple[HeadOut, KVCache]:
+) -> tuple[HeadOut, Parts, KVCache]:
     """Run the head on drafted tokens, each with its parent's output as its feature.
 
     All nodes of a level stand at one position; a feature stands one before its token.
@@ -311,14 +310,7 @@ def self_feed(
     pairs = level.batch(view, view.lengths + level.depth - 1, window)
     entered = enter_drafted(params, pairs, level.ids, parents)
     attended, residual, cache = through(params, cache, pairs, *entered, attends=True)
-    return finish(params, attended, residual, view.implementation), cache
-
-
-def _product(params: EagleHead, out: HeadOut) -> Parts:
-    """The logits, perhaps to be scaled."""
-    assert params.head is not None
-    with jax.named_scope("head"):
-        return lazy_matmul(out.normed, params.head, jnp.float32)
+    return *finish(params, attended, residual, view.implementation), cache
 
 
 def _pairs(

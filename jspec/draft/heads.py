@@ -23,7 +23,7 @@ from jspec.models.attention import project, project_and_attend
 from jspec.models.config import HeadConfig
 from jspec.models.decoder import mlp, rms_norm
 from jspec.records import KVCache, TokenBatch
-from pallas_kernels.quantized import Inputs, Parts, Quantized, Weight, add_up, matmul, rounds_inputs
+from pallas_kernels.quantized import Inputs, Parts, Quantized, Weight, add_up, lazy_matmul, matmul, rounds_inputs
 from pallas_kernels.residual_norm import add_rms_norm
 from pallas_kernels.split_matmul import split_matmul
 
@@ -90,7 +90,6 @@ class HeadOut(NamedTuple):
     """What the head makes of a token."""
 
     hidden: Float[Array, "batch tokens hidden"]  # the next token's feature
-    normed: Inputs  # [batch, tokens, hidden], for the output head
     projected: Float[Array, "batch tokens qkv"] | None  # layer 0's, of ``hidden`` (`Drafted`)
 
 
@@ -200,19 +199,26 @@ def through(
     return out, residual, KVCache(k=k_pools, v=v_pools)
 
 
-def finish(head: EagleHead, attended: Inputs, residual: Array, implementation: str) -> HeadOut:
-    """Run what is left of the last layer, and the output norm."""
+def finish(head: EagleHead, attended: Inputs, residual: Array, implementation: str) -> tuple[HeadOut, Parts]:
+    """Run what is left of the last layer, the output norm and the output head, whose logits may be still to be scaled.
+
+    Where a graph's launches run side by side, the next token's projection does so beside the choice of that token, not
+    beside the head: two products at once take as long as one after the other.
+    """
+    assert head.head is not None
     is_fed_back, of_feature = head.config.norm_output, head.layers[0].hidden_norm
     norms = [] if head.norm is None else [(head.norm, None if is_fed_back else head.head)]
     if norms and head.drafted is not None and of_feature is not None and not is_fed_back:
         norms += [(of_feature, head.drafted.qkv)]  # of the same sum
     hidden, *normed = _after_attention(head, len(head.layers) - 1, attended, residual, norms, implementation)
     hidden, projected = normed[0] if is_fed_back else hidden, None
+    with jax.named_scope("head"):
+        product = lazy_matmul(normed[0], head.head, jnp.float32)
     if head.drafted is not None:
         feature = normed[1] if len(norms) == 2 else _normed(head, hidden)
-        parts = split_matmul(feature, head.drafted.qkv, implementation=implementation)
+        parts = split_matmul(feature, head.drafted.qkv, after=product, implementation=implementation)
         projected = add_up(parts, jnp.float32)
-    return HeadOut(hidden, normed[0], projected)
+    return HeadOut(hidden, projected), product
 
 
 def _norm_heads(parts: Parts, layer: EagleLayer, head: EagleHead) -> Parts:
