@@ -5,6 +5,7 @@ import numpy as np
 from jaxtyping import Array, Int, Int32, UInt32
 
 WORD = 32  # bits a word
+ALL = np.uint32(2**WORD - 1)
 
 
 def num_words(n: int) -> int:
@@ -44,3 +45,41 @@ def causal_bits(n: int) -> UInt32[np.ndarray, "n W"]:
     """The bits of a chain of n nodes: row t sees 0..t."""
     seen = np.tri(n, num_words(n) * WORD, dtype=np.uint32).reshape(n, num_words(n), WORD)
     return (seen << np.arange(WORD, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+
+
+def marked(seen: list[Array], first: Array, low: Array, high: Array, tile: int) -> Array:
+    """In a kernel: bool [queries, tile], does a query see new row first + column, and is that from `low` to `high` - 1?
+
+    Rows below 0 are seen by all. The queries' bits are moved to where the columns are; one by one they would be looked
+    up for each column.
+
+    Args:
+        seen: words of the queries' bits, [queries] each.
+    """
+
+    def moved(start):
+        """The word of 32 columns."""
+        word, shift = start // WORD, (start & (WORD - 1)).astype(jnp.uint32)
+        right, left = (_word(seen, word + following) for following in range(2))
+        bits = (right >> shift) | ((left << 1) << (WORD - 1 - shift))
+        return bits & _ones(high - start) & (_ones(low - start) ^ ALL)
+
+    column = jnp.arange(tile)
+    words = moved(first)[:, None]
+    for start in range(WORD, tile, WORD):
+        words = jnp.where((column < start)[None, :], words, moved(first + start)[:, None])
+    return ((words >> (column & (WORD - 1)).astype(jnp.uint32)[None, :]) & 1) != 0
+
+
+def _word(seen: list[Array], index: Array) -> Array:
+    """A word of bits: ones in front of the first, zeros behind the last."""
+    word = jnp.where(index < 0, jnp.full_like(seen[0], ALL), 0)
+    for place, own in enumerate(seen):
+        word = jnp.where(index == place, own, word)
+    return word
+
+
+def _ones(count: Array) -> Array:
+    """A word of so many ones, from the lowest bit on."""
+    ones = (jnp.uint32(1) << jnp.clip(count, 0, WORD - 1).astype(jnp.uint32)) - 1
+    return jnp.where(count >= WORD, ALL, ones)

@@ -1,8 +1,7 @@
-"""The kernels of `paged_attention`: each split of a context by itself, then their merge, which may round its rows."""
+"""The kernel of `paged_attention`: each split of a context by itself."""
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +10,9 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.ancestor_bits import WORD
-from pallas_kernels.attention_tiles import MMA_ROWS, Tiles
-from pallas_kernels.round_rows import FP8, scaled_rows
-
-ALL = np.uint32(2**WORD - 1)  # bits of a word
-MERGED = 16  # splits that the merge reads at once, at most
+from pallas_kernels.ancestor_bits import marked
+from pallas_kernels.attention_tiles import MMA_ROWS, own_tiles
+from pallas_kernels.round_rows import FP8
 
 
 def attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, **options):
@@ -79,7 +75,7 @@ def attend(
         lowest = highest = jnp.maximum(first, tiles.start)
         if not tiles.words:
             highest = jnp.maximum(lowest, oldest + ((block + 1) * tiles.packed - 1) // tiles.group)
-    begin, end = (_own_tiles(tile, piece, tiles.splits) for tile in (first // tiles.tile, pl.cdiv(last, tiles.tile)))
+    begin, end = (own_tiles(tile, piece, tiles.splits) for tile in (first // tiles.tile, pl.cdiv(last, tiles.tile)))
 
     def row_of(index):
         return (index * tiles.splits + piece) * tiles.tile
@@ -105,8 +101,8 @@ def attend(
         if not tiles.fixed:  # one code for every tile: with masks others multiplications are fused with additions
             hides_first, open_from = tiles.start or tiles.window, begin
             if hides_first:
-                open_from = jnp.clip(_own_tiles(pl.cdiv(highest, tiles.tile), piece, tiles.splits), begin, end)
-            new_from = _own_tiles(jnp.minimum(length, last) // tiles.tile, piece, tiles.splits)
+                open_from = jnp.clip(own_tiles(pl.cdiv(highest, tiles.tile), piece, tiles.splits), begin, end)
+            new_from = own_tiles(jnp.minimum(length, last) // tiles.tile, piece, tiles.splits)
             new_from = jnp.maximum(new_from, open_from)
             stretches = [(open_from, new_from, False), (new_from, end, True)]
             if hides_first:
@@ -140,7 +136,7 @@ def attend(
                     visible = loaded[None, :]
                 elif tiles.words:
                     bounds = (lowest - length, last - length)
-                    visible = _marked(seen, row_of(index) - length, *bounds, tiles.tile)
+                    visible = marked(seen, row_of(index) - length, *bounds, tiles.tile)
                 else:
                     visible = new[None, :] <= jnp.minimum(query, last - length - 1)[:, None]
                     if tiles.start:
@@ -184,14 +180,6 @@ def attend(
         look()
     else:
         pl.when(begin < end)(look)
-
-
-def _own_tiles(tile: Array, piece: Array | int, splits: int) -> Array:
-    """How many of the tiles before `tile` are a piece's, which has every so-many-th one.
-
-    So all pieces have the same to do at any length, and whose a row is depends on where it stands alone.
-    """
-    return pl.cdiv(jnp.maximum(tile - piece, 0), splits)
 
 
 def _numbers(loaded: Array, compute: jnp.dtype, interpret: bool) -> list[Array]:
@@ -256,94 +244,3 @@ def _divided(row: Array, page: int) -> tuple[Array, Array]:
     """Quotient and rest; of numbers without a sign, which for a power of two are one instruction each."""
     row = row.astype(jnp.uint32)
     return (row // page).astype(jnp.int32), (row % page).astype(jnp.int32)
-
-
-def _marked(seen: list[Array], first: Array, low: Array, high: Array, tile: int) -> Array:
-    """Returns bool [packed, tile]: does a query see new row first + column, `low` <= that < `high`? Rows below 0: all.
-
-    The queries' bits are moved to where the columns are, not each column's bit looked up.
-
-    Args:
-        seen: words of bits.
-    """
-    column, visible = jnp.arange(tile), None
-    for start in range(0, tile, WORD):
-        word, shift = (first + start) // WORD, ((first + start) & (WORD - 1)).astype(jnp.uint32)
-        right, left = (_word(seen, word + following) for following in range(2))
-        bits = (right >> shift) | ((left << 1) << (WORD - 1 - shift))
-        bits &= _ones(high - first - start) & (_ones(low - first - start) ^ ALL)
-        own = bits[:, None] >> (column & (WORD - 1)).astype(jnp.uint32)[None, :]
-        visible = own if visible is None else jnp.where((column < start)[None, :], visible, own)
-    return (visible & 1) != 0
-
-
-def _word(seen: list[Array], index: Array) -> Array:
-    """A word of bits: ones in front of the first, zeros behind the last."""
-    word = jnp.where(index < 0, jnp.full_like(seen[0], ALL), 0)
-    for place, own in enumerate(seen):
-        word = jnp.where(index == place, own, word)
-    return word
-
-
-def _ones(count: Array) -> Array:
-    """A word of so many ones, from the lowest bit on."""
-    ones = (jnp.uint32(1) << jnp.clip(count, 0, WORD - 1).astype(jnp.uint32)) - 1
-    return jnp.where(count >= WORD, ALL, ones)
-
-
-def merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
-    """One program: the splits of one query head, weighted by 2**weights; only those that were written."""
-    head, query, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    dims = jnp.arange(pl.next_power_of_2(out_ref.shape[-1]))
-    is_channel, is_written = dims < out_ref.shape[-1], _written(tiles, query, lengths_ref[batch])
-    at_once = min(pl.next_power_of_2(tiles.splits), MERGED)
-
-    def step(index, carry):
-        acc, top, total = carry
-        piece = index * at_once + jnp.arange(at_once)
-        written = (piece < tiles.splits) & is_written(piece)
-        weight = pltriton.load(weights_ref.at[batch, query, head, piece], mask=written, other=-jnp.inf)
-        at = (batch, query, head, piece[:, None], dims[None, :])
-        part = pltriton.load(parts_ref.at[at], mask=written[:, None] & is_channel[None, :], other=0)
-        new_top = jnp.maximum(top, jnp.max(weight))
-        base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-        weight, fade = jnp.exp2(weight - base), jnp.exp2(top - base)
-        acc = acc * fade + jnp.sum(part * weight[:, None], axis=0)
-        return acc, new_top, total * fade + jnp.sum(weight)
-
-    empty = (jnp.zeros(dims.shape, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0))
-    acc, _, total = jax.lax.fori_loop(0, pl.cdiv(tiles.splits, at_once), step, empty)
-    out = (acc * (1.0 / jnp.where(total == 0, 1.0, total))).astype(out_ref.dtype)
-    pltriton.store(out_ref.at[batch, query, head, dims], out, mask=is_channel)
-
-
-def merge_and_round_kernel(parts_ref, weights_ref, lengths_ref, values_ref, scale_ref, *, tiles, dtype):
-    """One program: all heads of a query, merged and then, in the model's dtype, rounded to float8 as one row."""
-    query, batch, (heads, dim) = pl.program_id(0), pl.program_id(1), values_ref.shape[2:]
-    head, channel = jnp.arange(pl.next_power_of_2(heads)), jnp.arange(pl.next_power_of_2(dim))[None, :]
-    is_head, is_written = head < heads, _written(tiles, query, lengths_ref[batch])
-    inside = is_head[:, None] & (channel < dim)
-    parts, weights = [], []
-    for piece in range(tiles.splits):
-        written, weight = is_written(piece), weights_ref.at[batch, query, head, piece]
-        part = parts_ref.at[batch, query, head[:, None], piece, channel]
-        weights.append(pltriton.load(weight, mask=is_head & written, other=-jnp.inf))
-        parts.append(pltriton.load(part, mask=inside & written, other=0))
-    top = functools.reduce(jnp.maximum, weights)
-    weights = [jnp.exp2(weight - jnp.where(top == -jnp.inf, 0.0, top)) for weight in weights]
-    acc = sum(part * weight[:, None] for part, weight in zip(parts, weights, strict=True))
-    total = sum(weights)
-    out = (acc * (1.0 / jnp.where(total == 0, 1.0, total))[:, None]).astype(dtype)
-    values, scale_ref[batch, query] = scaled_rows(out, FP8, dims=2)
-    pltriton.store(values_ref.at[batch, query, head[:, None], channel], values, mask=inside)
-
-
-def _written(tiles: Tiles, query: Array, length: Array) -> Callable[[Array | int], Array]:
-    """Returns what tells of a piece whether the first kernel wrote a query's part of it."""
-    new_rows = tiles.new if tiles.words or tiles.depths else query + 1
-    first = jnp.minimum(tiles.start, length)
-    if tiles.window:
-        first = jnp.maximum(first, length - tiles.window + 1 + (0 if tiles.words else query))
-    last = jnp.minimum(length + new_rows, tiles.capacity)
-    begin, end = first // tiles.tile, pl.cdiv(last, tiles.tile)
-    return lambda piece: _own_tiles(begin, piece, tiles.splits) < _own_tiles(end, piece, tiles.splits)

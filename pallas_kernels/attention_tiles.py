@@ -5,6 +5,7 @@ What was measured on an H200 stands in NOTES.md. Nothing here depends on how lon
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax import Array, ShapeDtypeStruct
 from jax.experimental import pallas as pl
 
@@ -126,3 +127,11 @@ def fixed_tiles(q: Array, k_pool: Array, page_table: Array, paths: Array | None,
         fixed=True,
         depths=depths,
     )
+
+
+def own_tiles(tile: Array, piece: Array | int, splits: int) -> Array:
+    """How many of the tiles before `tile` are a piece's, which has every so-many-th one.
+
+    So all pieces have the same to do at any length, and whose a row is depends on where it stands alone.
+    """
+    return pl.cdiv(jnp.maximum(tile - piece, 0), splits)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import hopper_matmul
+from pallas_kernels.hopper_tiles import Tiles, choose_tiles
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.quantized import Inputs, Quantized, Weight, factors, matmul
 from pallas_kernels.round_rows import gated
@@ -20,7 +21,7 @@ from pallas_kernels.round_rows import gated
 LEAST_ROWS = 32  # of two bytes a number: for fewer XLA's product is as fast; of float8 XLA needs six launches more
 
 
-def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight) -> hopper_matmul.Tiles | None:
+def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight) -> Tiles | None:
     """How the kernel takes a product; None where XLA does, which rounds gate and up before they are multiplied."""
     multiprocessors, dtype = hopper_matmul.multiprocessors(), jnp.dtype(x.dtype)  # that of the result
     (both, inner), rows = weight.shape, math.prod(x.shape[:-1])
@@ -32,7 +33,7 @@ def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight) -> hopper_matmul
         dtype = weight.values.dtype
     elif weight.dtype != dtype or rows < LEAST_ROWS:
         return None
-    return hopper_matmul.choose_tiles(rows, inner, both // 2, dtype, multiprocessors, halves=2)
+    return choose_tiles(rows, inner, both // 2, dtype, multiprocessors, halves=2)
 
 
 def missing_rows(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype) -> int:

@@ -7,11 +7,9 @@ x and w are of two bytes a number, or both are float8 with a scale for each row,
 
 A tile of the output is `columns` wide and as high as x, so every weight is read once. (Gated: its columns of gate and
 of up lie one above the other in shared memory, as one operand of a `wgmma`; both products of an output end up in one
-thread.) Each warpgroup holds 64 rows; the TMA unit reads rows past the last as zeros and does not write them. The first
-warpgroup also asks for the tiles to come, as soon as all have done with the oldest.
-
-The rows are the tensor core's first operand and the weights its second, whose size goes in steps of 8, not 64: so the
-width can be chosen with which tiles are a little less than a multiple of the multiprocessors.
+thread.) Each warpgroup holds 64 rows; the TMA unit reads rows past the last as zeros and does not write them. Turned
+(`hopper_tiles`), it holds 64 columns of gate and as many of up, and all rows. The first warpgroup also asks for the
+tiles to come, as soon as all have done with the oldest.
 """
 
 import functools
@@ -19,72 +17,15 @@ import itertools
 import math
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from pallas_kernels.hopper_tiles import HEIGHT, MOST_COLUMNS, Tiles
 from pallas_kernels.implementation import Implementation, choose
-from pallas_kernels.round_rows import FP8
-
-DTYPES = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), FP8}
-INNER_BYTES = 128  # of a row in a step: the widest swizzle
-HEIGHT = 64  # rows of a warpgroup's product
-SHARED_BYTES = 227 * 1024 - 512  # of a multiprocessor, without the barriers
-ALIGNMENT = 1024  # bytes, of each array in shared memory; what is copied goes to multiples of 128
-MOST_GROUPS = 5  # warpgroups that share the registers of a multiprocessor
-REGISTERS = 512  # of a thread, if one warpgroup had a multiprocessor's
-OTHER_REGISTERS = 40  # of a thread, beside its sums
-LEAST_COLUMNS, MOST_COLUMNS = 48, 128  # twice as many are one operand of gate and up, of 256 at most
-WASTE = 1.15  # of the time, at most, for tiles that leave multiprocessors idle
-
-
-class Tiles(NamedTuple):
-    """Static sizes of one kernel call."""
-
-    groups: int  # warpgroups
-    columns: int  # of a tile of the output
-    inner: int  # numbers of a row in a step
-    stages: int  # steps in flight
-    store: int  # columns that are stored at once
-    programs: int
-    parts: int = 1  # pieces of the sum over k
-    halves: int = 1  # 2: gate and up
-    kept: int = 0  # tiles of a program whose scales wait in shared memory; 0: there are none, or no room for them
-
-
-def choose_tiles(
-    rows: int, inner: int, out: int, dtype: jnp.dtype, multiprocessors: int, *, parts: int = 1, halves: int = 1
-) -> Tiles | None:
-    """How the kernel divides a product [rows, inner] x [halves * out, inner]; None where it is not for it.
-
-    Args:
-        parts: that the sum over `inner` comes in, float32 if there are several.
-        halves: 2: gated.
-    """
-    groups, step = math.ceil(rows / HEIGHT), INNER_BYTES // dtype.itemsize
-    if dtype not in DTYPES or groups > MOST_GROUPS or (rows > 8 and rows % 8) or inner % (step * parts):
-        return None
-    most = min(REGISTERS // groups // 8 * 8 - OTHER_REGISTERS, MOST_COLUMNS)
-    widths = [width for width in range(most, LEAST_COLUMNS - 1, -8) if out % width == 0]
-    items = {width: out // width * parts for width in widths}
-    time = {width: math.ceil(items[width] / multiprocessors) * multiprocessors / items[width] for width in widths}
-    if not widths or min(time.values()) > WASTE:
-        return None
-    columns = min(widths, key=lambda width: time[width])
-    store = 16 if columns % 16 == 0 else 8
-    free = SHARED_BYTES - groups * HEIGHT * 2 * store * (4 if parts > 1 else 2)  # two places for what is stored
-    kept = math.ceil(items[columns] / multiprocessors) if dtype == FP8 else 0
-    sizes = (groups * HEIGHT, kept * halves * MOST_COLUMNS) if kept else ()
-    beside = sum(math.ceil(4 * size / ALIGNMENT) * ALIGNMENT for size in sizes)
-    own = (groups * HEIGHT + halves * columns) * INNER_BYTES  # of a step
-    stages, fewer = (min(room // own, inner // step // parts) for room in (free, free - beside))
-    if fewer < stages and rows % HEIGHT == 0:  # else what lies behind the rows' scales would be read
-        kept = 0
-    stages = fewer if kept else stages
-    return Tiles(groups, columns, step, stages, store, min(items[columns], multiprocessors), parts, halves, kept)
 
 
 def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
@@ -94,8 +35,8 @@ def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
     x_tiles, w_tiles, out_tiles, arrived, done, *scales_memory = memory
     inner, out, parts = x_ref.shape[1], out_ref.shape[2], tiles.parts
     group, program = jax.lax.axis_index("group"), jax.lax.axis_index("program")
-    own_rows = pl.ds(group * HEIGHT, HEIGHT)
-    all_rows = pl.ds(0 * program, tiles.groups * HEIGHT)  # a traced start: they may be more than there are
+    own_part = pl.ds(group * HEIGHT, HEIGHT)  # of the rows, or of the tile's columns
+    all_rows = pl.ds(0 * program, tiles.height)  # a traced start: they may be more than there are
     steps = inner // tiles.inner // parts  # of a tile
     own = (out // tiles.columns * parts - program + tiles.programs - 1) // tiles.programs
     total = own * steps
@@ -127,23 +68,31 @@ def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
             plgpu.barrier_wait(done.at[slot])
             load(step + tiles.stages)
 
-    def products(tile, sums):
+    def operands(slot):
+        """Of each of the sums."""
+        if not tiles.turned:
+            return [(x_tiles.at[slot, own_part], w_tiles.at[slot].T)]
+        starts = [half * tiles.columns + group * HEIGHT for half in range(tiles.halves)]
+        return [(w_tiles.at[slot, pl.ds(start, HEIGHT)], x_tiles.at[slot].T) for start in starts]
+
+    def products(tile, *sums):
         @pl.loop(0, steps)
         def _(index):
             step = tile * steps + index
             slot = slot_of(step)
             plgpu.barrier_wait(arrived.at[slot])
-            plgpu.wgmma(sums, x_tiles.at[slot, own_rows], w_tiles.at[slot].T)
-            plgpu.wgmma_wait(1)  # all but this one
+            for total_of, pair in zip(sums, operands(slot), strict=True):
+                plgpu.wgmma(total_of, *pair)
+            plgpu.wgmma_wait(len(sums))  # all but these
             pl.when(index > 0)(lambda: release(step - 1))
 
         plgpu.wgmma_wait(0)
         release(tile * steps + steps - 1)
-        return sums[...]
+        return [total_of[...] for total_of in sums]
 
     def load_scales():
         row_scales, column_scales, scales_arrived = scales_memory
-        for first in range(0, tiles.groups * HEIGHT, HEIGHT):
+        for first in range(0, tiles.height, HEIGHT):
             some, place = row_scale_ref.at[pl.ds(0 * program + first, HEIGHT)], row_scales.at[pl.ds(first, HEIGHT)]
             plgpu.copy_gmem_to_smem(some, place, scales_arrived)
         for tile, half in itertools.product(range(tiles.kept), range(tiles.halves)):
@@ -152,33 +101,42 @@ def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
             plgpu.copy_gmem_to_smem(scale_ref.at[pl.ds(half * out + column, tiles.columns)], place, scales_arrived)
 
     def scaled(sums, tile, half, first):
+        """One half of a piece of the output, which starts at a column; turned: at a row."""
+        start = 0 if tiles.turned else half * tiles.columns
+        some = sums[half if tiles.turned else 0][:, start + first : start + first + tiles.store]
         if scale_ref is None:
-            return sums
+            return some
+        piece = pl.ds(first, tiles.store)
+        rows, columns = (piece, own_part) if tiles.turned else (own_part, piece)
         if tiles.kept:
             row_scales, column_scales, _ = scales_memory
-            across = column_scales.at[tile, half, pl.ds(first, tiles.store)]
+            refs = row_scales.at[rows], column_scales.at[tile, half, columns]
         else:
-            row_scales, across = row_scale_ref, scale_ref.at[pl.ds(half * out + place_of(tile)[0] + first, tiles.store)]
-        for axis, ref in enumerate((row_scales.at[own_rows], across)):
+            start = half * out + place_of(tile)[0] + (group * HEIGHT if tiles.turned else first)
+            refs = row_scale_ref.at[rows], scale_ref.at[pl.ds(start, HEIGHT if tiles.turned else tiles.store)]
+        for axis, ref in enumerate(refs[::-1] if tiles.turned else refs):
             scale = plgpu.load(ref, optimized=False)  # type: ignore[call-arg]
-            sums *= jax.lax.broadcast_in_dim(scale, sums.shape, [axis])
-        return sums
+            some *= jax.lax.broadcast_in_dim(scale, some.shape, [axis])
+        return some
 
     def store(sums, tile):
         column, part = place_of(tile)
-        for index in range(tiles.columns // tiles.store):
+        for index in range((tiles.turned or tiles.columns) // tiles.store):
             first = index * tiles.store
-            result = scaled(sums[:, first : first + tiles.store], tile, 0, first)
+            result = scaled(sums, tile, 0, first)
             if tiles.halves == 2:
-                second = tiles.columns + first
-                up = scaled(sums[:, second : second + tiles.store], tile, 1, first)
-                result = result / (1 + jnp.exp(-result)) * up
+                result = result / (1 + jnp.exp(-result)) * scaled(sums, tile, 1, first)
             # Of two places the one that is written next; a tile's first may be that of the last one's last piece.
             plgpu.wait_smem_to_gmem(min(index, 1), wait_read_only=True)
-            out_tiles[group, index % 2] = result.astype(out_ref.dtype)
+            own = out_tiles.at[group, index % 2]
+            if tiles.turned:
+                own.T[...] = result.astype(out_ref.dtype)
+                place = out_ref.at[part, pl.ds(first, tiles.store), pl.ds(column + group * HEIGHT, HEIGHT)]
+            else:
+                own[...] = result.astype(out_ref.dtype)
+                place = out_ref.at[part, own_part, pl.ds(column + first, tiles.store)]
             plgpu.commit_smem()
-            place = out_ref.at[part, own_rows, pl.ds(column + first, tiles.store)]
-            plgpu.copy_smem_to_gmem(out_tiles.at[group, index % 2], place)
+            plgpu.copy_smem_to_gmem(own, place)
 
     @pl.when(group == 0)
     def _():
@@ -188,8 +146,8 @@ def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
 
     @pl.loop(0, own)
     def _(tile):
-        sums = plgpu.ACC((HEIGHT, tiles.halves * tiles.columns), jnp.float32)
-        sums = pl.run_scoped(functools.partial(products, tile), sums)
+        zeros = [plgpu.ACC(shape, jnp.float32) for shape in tiles.sums]
+        sums = pl.run_scoped(functools.partial(products, tile), *zeros)
         if tiles.kept:
             pl.when(tile == 0)(lambda: plgpu.barrier_wait(scales_memory[-1]))
         store(sums, tile)
@@ -218,18 +176,18 @@ def multiply(x: Array, weight: Array, *scales: Array, tiles: Tiles, dtype: jnp.d
         return plgpu.SMEM(shape, dtype, transforms=swizzled)
 
     scales_memory = [
-        plgpu.SMEM((tiles.groups * HEIGHT,), jnp.float32),
+        plgpu.SMEM((math.ceil(tiles.height / HEIGHT) * HEIGHT,), jnp.float32),
         plgpu.SMEM((tiles.kept, tiles.halves, MOST_COLUMNS), jnp.float32),
-        plgpu.Barrier(num_arrivals=tiles.groups + tiles.kept * tiles.halves),
+        plgpu.Barrier(num_arrivals=math.ceil(tiles.height / HEIGHT) + tiles.kept * tiles.halves),
     ]
 
     def entry(x_ref, w_ref, *refs):
         *scale_refs, out_ref = refs
         pl.run_scoped(
             functools.partial(_kernel, x_ref, w_ref, *(scale_refs or (None, None)), out_ref, tiles=tiles),
-            memory(tiles.stages, tiles.groups * HEIGHT, tiles.inner),
+            memory(tiles.stages, tiles.height, tiles.inner),
             memory(tiles.stages, tiles.halves * tiles.columns, tiles.inner),
-            memory(tiles.groups, 2, HEIGHT, tiles.store, dtype=dtype),
+            memory(tiles.groups, 2, *((tiles.store, HEIGHT) if tiles.turned else (HEIGHT, tiles.store)), dtype=dtype),
             plgpu.Barrier(num_arrivals=tiles.halves + 1, num_barriers=tiles.stages),  # the weights, and x
             plgpu.Barrier(num_arrivals=tiles.groups, num_barriers=tiles.stages),
             *(scales_memory if tiles.kept else ()),

@@ -26,7 +26,8 @@ from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels import attention_reference
 from pallas_kernels.ancestor_bits import num_words
-from pallas_kernels.attention_kernels import MERGED, attend_kernel, merge_and_round_kernel, merge_kernel
+from pallas_kernels.attention_kernels import attend_kernel
+from pallas_kernels.attention_merge import MERGED, merge_and_round_kernel, merge_kernel
 from pallas_kernels.attention_reference import compute_dtype
 from pallas_kernels.attention_tiles import MMA_ROWS, Tiles, choose_tiles, fixed_tiles
 from pallas_kernels.implementation import Implementation, choose

@@ -16,6 +16,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels import hopper_matmul
+from pallas_kernels.hopper_tiles import Tiles, choose_tiles
 from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.quantized import (
     Factors,
@@ -115,13 +116,13 @@ def _hopper(x, weight, row_scale, scale, after, *, tiles, interpret):
     return hopper_matmul.multiply(x, weight, row_scale, scale, tiles=tiles, dtype=jnp.float32, interpret=interpret)
 
 
-def hopper_tiles(rows: int, weight: Weight) -> hopper_matmul.Tiles | None:
+def hopper_tiles(rows: int, weight: Weight) -> Tiles | None:
     """How the Hopper kernel takes a product, in parts: float8 by more rows than are few, where it is faster."""
     multiprocessors = hopper_matmul.multiprocessors()
     if multiprocessors is None or not rounds_inputs(weight) or not FEW_ROWS < rows <= MOST_ROWS:
         return None
     out, inner = weight.shape
-    return hopper_matmul.choose_tiles(rows, inner, out, FP8, multiprocessors, parts=2)
+    return choose_tiles(rows, inner, out, FP8, multiprocessors, parts=2)
 
 
 @functools.partial(jax.jit, static_argnames=("is_gated", "implementation"))

@@ -21,7 +21,7 @@ from pallas_kernels.ordered_floats import float_of, largest_bound, ordered
 BLOCK = 1024  # logits a program of the first kernel holds
 MOST_KEPT = 4096  # candidates the second kernel can hold
 OUT = np.int32(2**31 - 1)  # index of what is not there: behind all others
-LEAST, ZERO = np.uint32([0x007FFFFF, 0x80000000])  # minus infinity and 0 among `ordered`
+LEAST, ZERO = np.uint32(0x007FFFFF), np.uint32(0x80000000)  # minus infinity and 0 among `ordered`
 
 
 def _reference(logits, *base, k):

@@ -13,7 +13,8 @@ import pytest
 
 from pallas_kernels import gated_matmul, hopper_matmul, round_rows
 from pallas_kernels.gated_matmul import missing_rows, tiles_for
-from pallas_kernels.hopper_matmul import Tiles, choose_tiles, multiply
+from pallas_kernels.hopper_matmul import multiply
+from pallas_kernels.hopper_tiles import Tiles, choose_tiles
 from pallas_kernels.quantized import Quantized, Rounded, quantize
 from tests.gpus import GPUS, compile_for
 from tests.h200 import compile_for_h200
@@ -73,6 +74,8 @@ def interpreted(*arrays: jax.Array, tiles: Tiles, dtype: Any = BF16) -> jax.Arra
         (40, Tiles(groups=1, columns=48, inner=64, stages=2, store=16, programs=3, halves=2)),  # than a warpgroup has
         (72, Tiles(groups=2, columns=96, inner=64, stages=3, store=16, programs=1, halves=2)),  # a tile after the other
         (128, Tiles(groups=2, columns=48, inner=64, stages=4, store=16, programs=3, halves=2)),  # 4 tiles, 3 programs
+        (40, Tiles(groups=1, columns=64, inner=64, stages=2, store=8, programs=2, halves=2, turned=40)),
+        (80, Tiles(groups=3, columns=192, inner=64, stages=3, store=16, programs=1, halves=2, turned=80)),
     ],
 )
 def test_the_interpreted_kernel_is_the_formula(rows: int, tiles: Tiles) -> None:
@@ -96,7 +99,13 @@ def test_scales_wait_in_shared_memory_where_they_cost_no_step() -> None:
     ("rows", "out", "columns"),
     [
         (32, 14336, 112),  # 128 tiles
-        (160, 14336, 112),
+        (72, 14336, 128),  # turned
+        (112, 14336, 112),
+        (136, 14336, 128),
+        (160, 14336, 128),
+        (168, 14336, 112),
+        (160, 12288, 96),
+        (96, 28736, None),
         (192, 14336, 112),
         (200, 14336, 56),  # four warpgroups have registers for 88 columns at most
         (320, 14336, 56),
@@ -114,7 +123,9 @@ def test_the_tiles_leave_few_multiprocessors_idle(rows: int, out: int, columns: 
     tiles = choose_tiles(rows, 4096, out, BF16, 132, halves=2)
     assert (tiles and tiles.columns) == columns
     if tiles:
-        assert tiles.groups * 64 >= rows > tiles.groups * 64 - 64 and tiles.stages >= 3
+        assert tiles.stages >= 3
+        assert tiles.turned == (rows if columns == 128 else 0)
+        assert tiles.turned or tiles.groups * 64 >= rows > tiles.groups * 64 - 64
 
 
 @pytest.mark.parametrize(("inner", "dtype"), [(4096, F32), (4000, BF16)], ids=str)
@@ -164,6 +175,8 @@ def test_the_interpreted_kernel_scales_parts() -> None:
         ),
         (5, Tiles(groups=1, columns=48, inner=128, stages=3, store=16, programs=3, halves=2, kept=2)),
         (128, Tiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=2, halves=2)),
+        (72, Tiles(groups=1, columns=64, inner=128, stages=3, store=8, programs=2, halves=2, kept=2, turned=72)),
+        (48, Tiles(groups=1, columns=64, inner=128, stages=3, store=16, programs=3, halves=2, turned=48)),
     ],
 )
 def test_the_interpreted_kernel_scales_rows_of_float8(many: int, tiles: Tiles) -> None:
@@ -180,14 +193,14 @@ def test_the_interpreted_kernel_scales_rows_of_float8(many: int, tiles: Tiles) -
 @pytest.mark.parametrize(
     ("rows", "out", "inner", "dtype"),
     [
-        *((rows, 14336, 4096, BF16) for rows in (40, 64, 192, 320)),
+        *((rows, 14336, 4096, BF16) for rows in (40, 64, 72, 160, 192, 320)),
         (320, 6144, 2048, F16),
         (128, 8192, 2048, BF16),
         (64, 28672, 8192, BF16),
         *((rows, 14336, 4096, FP8) for rows in (2, 64, 160, 256, 320)),
         *(
             pytest.param(rows, 14336, 4096, dtype, marks=pytest.mark.matrix)
-            for dtype, many in ((BF16, (32, 160, 256)), (FP8, (8, 40, 128)))
+            for dtype, many in ((BF16, (32, 136, 256)), (FP8, (8, 40, 128)))
             for rows in many
         ),
     ],
