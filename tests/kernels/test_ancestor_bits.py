@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import ancestor_bits, causal_bits
+from pallas_kernels.ancestor_bits import marked
 from tests.kernels.problems import make_tree
 from tests.reference.attention import ancestors
 
@@ -52,3 +53,20 @@ def test_a_chain_is_causal(nodes):
     parents = np.arange(-1, nodes - 1, dtype=np.int32)[None]
     np.testing.assert_array_equal(np.asarray(ancestor_bits(parents))[0], causal_bits(nodes))
     np.testing.assert_array_equal(unpack(causal_bits(nodes), nodes), np.tri(nodes, dtype=bool))
+
+
+@pytest.mark.parametrize("tile", [16, 32, 64])
+@pytest.mark.parametrize("words", [1, 2, 3])
+def test_bits_are_moved_to_a_tiles_columns(words: int, tile: int) -> None:
+    """Against each bit looked up: rows before the new ones are seen, those behind them or out of bounds are not."""
+    rng = np.random.default_rng(words * tile)
+    seen = rng.integers(0, 2**32, (7, words), dtype=np.uint32)
+    bits = (seen[:, :, None] >> np.arange(32, dtype=np.uint32) & 1).reshape(7, -1).astype(bool)
+    table = np.concatenate([np.ones((7, 256), bool), bits, np.zeros((7, 256), bool)], axis=1)
+    moved = jax.jit(marked, static_argnums=4)
+    for first, low, high in [(-tile, -500, 500), (-1, -1, 500), (0, 3, 40), (-33, -20, 5), (5, 5, 6), (7, 9, 9)] + [
+        (int(first), -int(low), int(high)) for first, low, high in rng.integers([-80, 0, 0], [120, 90, 120], (40, 3))
+    ]:
+        row = first + np.arange(tile)
+        wanted = table[:, 256 + row] & ((low <= row) & (row < high))
+        np.testing.assert_array_equal(moved([*jnp.asarray(seen.T)], *map(jnp.int32, (first, low, high)), tile), wanted)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import attention_merge, causal_bits, paged_attention
+from pallas_kernels.attention_tiles import choose_tiles
 from tests import cover
 from tests.kernels.problems import FACTORS, ROWS, Case, full_product, make_problem, pairwise_cover
 from tests.kernels.test_round_rows import off
@@ -210,6 +211,26 @@ def test_rows_past_two_to_the_31_elements_of_a_pool():
     expected = paged_attention(q, near, near, table * 0, lengths, None, implementation="reference")
     out = paged_attention(q, pool, pool, table, lengths, None, implementation="pallas")
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("batch", "queries", "rows", "splits"),
+    [
+        (1, 64, 1392, 4),  # 128 programs, of 348 rows
+        (1, 64, 4096, 8),  # with half as many, of 1024
+        (2, 64, 1392, 4),  # of 696
+        (8, 64, 1392, 1),
+        (1, 30, 1392, 8),
+        (1, 512, 1536, 1),
+        (8, 5, 1392, 4),
+    ],
+)
+def test_there_are_as_few_splits_as_are_enough(batch, queries, rows, splits):
+    q = jax.ShapeDtypeStruct((batch, queries, 32, 128), jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((9, 8, 16, 128), jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((batch, rows // 16), jnp.int32)
+    tiles = choose_tiles(q, pool, table, None, new_rows=queries, start=0, window=None, wide=False)
+    assert (tiles.splits, tiles.packed) == (splits, 32 if queries == 5 else 64)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -39,6 +40,28 @@ def test_the_parts_add_up_to_the_product(rows: int, out: int, parts: int, implem
     assert got.dtype == jnp.float32
     assert error(got, x, weight) < 1e-5  # float32 sums of 2048 products of exact bfloat16 factors
     assert error(got[1:], x, weight) > 0.1, "a part that is left out must show"
+
+
+@pytest.mark.once
+def test_what_the_kernel_waits_for_changes_nothing() -> None:
+    x, weight = problem(5, 1024, 2048, "bfloat16")
+    alone, behind = (split_matmul(x, weight, after=after, implementation="pallas") for after in (None, x[..., :8]))
+    np.testing.assert_array_equal(alone, behind)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_kernel_waits_for_an_operand_that_it_does_not_read(waits: bool) -> None:
+    """An edge of a graph is data; without it both products may run side by side, which the control shows."""
+
+    def both(x: jax.Array, weight: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = x @ head.T
+        return logits, split_matmul(x, weight, after=logits if waits else None)  # type: ignore[return-value]
+
+    shape = jax.ShapeDtypeStruct
+    program = compile_for_h200(both, shape((5, 4096), BF16), shape((4096, 4096), BF16), shape((32000, 4096), BF16))
+    text = program.compiled.as_text() or ""
+    (call,) = re.findall(r"custom-call\((.*?)\), custom_call_target=.__gpu.xla.gpu.triton", text)
+    assert len(call.split(", ")) == 2 + waits
 
 
 @pytest.mark.parametrize(
