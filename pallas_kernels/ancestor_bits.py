@@ -58,10 +58,10 @@ def marked(seen: list[Array], first: Array, low: Array, high: Array, tile: int) 
     """
 
     def moved(start):
-        """The word of 32 columns."""
-        word, shift = start // WORD, (start & (WORD - 1)).astype(jnp.uint32)
-        right, left = (_word(seen, word + following) for following in range(2))
-        bits = (right >> shift) | ((left << 1) << (WORD - 1 - shift))
+        """The word of 32 columns, of which the first is new row `start`."""
+        index, shift = start // WORD, (start & (WORD - 1)).astype(jnp.uint32)
+        word, following = _word(seen, index), _word(seen, index + 1)
+        bits = (word >> shift) | ((following << 1) << (WORD - 1 - shift))
         return bits & _ones(high - start) & (_ones(low - start) ^ ALL)
 
     column = jnp.arange(tile)

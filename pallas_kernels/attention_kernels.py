@@ -168,9 +168,8 @@ def attend(
         acc, top, total = carry
         total = jnp.max(total, axis=1)
         place = (*own_row, piece) if tiles.splits > 1 else own_row
-        share = (1.0 / jnp.where(total == 0, 1.0, total))[
-            :, None
-        ]  # a division for each number costs three times as much
+        # Once a row: a division costs as much as several products.
+        share = (1.0 / jnp.where(total == 0, 1.0, total))[:, None]
         for half, dims in zip(acc, channels, strict=True):
             pltriton.store(outputs[0].at[(*place, dims)], (half * share).astype(outputs[0].dtype), mask=held)
         if tiles.splits > 1:

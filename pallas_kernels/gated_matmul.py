@@ -2,7 +2,8 @@
 
     out[t, i] = silu(x[t] . w[i]) * (x[t] . w[I + i])        w = [gate, up], [2 I, K]    (arXiv:2002.05202)
 
-The kernel is `hopper_matmul`'s. An 8B model's 14336 columns are 128 tiles of 112 or 256 of 56, for 132 multiprocessors.
+The kernel is `hopper_matmul`'s. An 8B model's 14336 columns are 128 tiles of 112, 256 of 56 or 112 of 128,
+for 132 multiprocessors.
 """
 
 import functools

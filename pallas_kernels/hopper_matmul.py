@@ -6,10 +6,10 @@
 x and w are of two bytes a number, or both are float8 with a scale for each row, by which sums are multiplied.
 
 A tile of the output is `columns` wide and as high as x, so every weight is read once. (Gated: its columns of gate and
-of up lie one above the other in shared memory, as one operand of a `wgmma`; both products of an output end up in one
-thread.) Each warpgroup holds 64 rows; the TMA unit reads rows past the last as zeros and does not write them. Turned
-(`hopper_tiles`), it holds 64 columns of gate and as many of up, and all rows. The first warpgroup also asks for the
-tiles to come, as soon as all have done with the oldest.
+of up lie one above the other in shared memory, as one operand of a `wgmma`, turned as two; both products of an output
+end up in one thread.) Each warpgroup holds 64 rows; the TMA unit reads rows past the last as zeros and does not write
+them. Turned (`hopper_tiles`), it holds 64 columns of gate and as many of up, and all rows. The first warpgroup also asks
+for the tiles to come, as soon as all have done with the oldest.
 """
 
 import functools
@@ -100,24 +100,28 @@ def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
             place = column_scales.at[tile, half, pl.ds(0, tiles.columns)]
             plgpu.copy_gmem_to_smem(scale_ref.at[pl.ds(half * out + column, tiles.columns)], place, scales_arrived)
 
+    def piece_of(first):
+        """Of a piece of the tile's output: its first row and their number, its first column and their number."""
+        own, across = (group * HEIGHT, HEIGHT), (first, tiles.store)
+        return (across, own) if tiles.turned else (own, across)
+
     def scaled(sums, tile, half, first):
-        """One half of a piece of the output, which starts at a column; turned: at a row."""
-        start = 0 if tiles.turned else half * tiles.columns
-        some = sums[half if tiles.turned else 0][:, start + first : start + first + tiles.store]
+        """A piece of gate or up."""
+        place = first if tiles.turned else half * tiles.columns + first
+        piece = sums[half if tiles.turned else 0][:, place : place + tiles.store]
         if scale_ref is None:
-            return some
-        piece = pl.ds(first, tiles.store)
-        rows, columns = (piece, own_part) if tiles.turned else (own_part, piece)
+            return piece
+        rows, (start, size) = piece_of(first)
         if tiles.kept:
             row_scales, column_scales, _ = scales_memory
-            refs = row_scales.at[rows], column_scales.at[tile, half, columns]
+            refs = row_scales.at[pl.ds(*rows)], column_scales.at[tile, half, pl.ds(start, size)]
         else:
-            start = half * out + place_of(tile)[0] + (group * HEIGHT if tiles.turned else first)
-            refs = row_scale_ref.at[rows], scale_ref.at[pl.ds(start, HEIGHT if tiles.turned else tiles.store)]
+            first_scale = half * out + place_of(tile)[0] + start
+            refs = row_scale_ref.at[pl.ds(*rows)], scale_ref.at[pl.ds(first_scale, size)]
         for axis, ref in enumerate(refs[::-1] if tiles.turned else refs):
             scale = plgpu.load(ref, optimized=False)  # type: ignore[call-arg]
-            some *= jax.lax.broadcast_in_dim(scale, some.shape, [axis])
-        return some
+            piece *= jax.lax.broadcast_in_dim(scale, piece.shape, [axis])
+        return piece
 
     def store(sums, tile):
         column, part = place_of(tile)
@@ -128,15 +132,11 @@ def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
                 result = result / (1 + jnp.exp(-result)) * scaled(sums, tile, 1, first)
             # Of two places the one that is written next; a tile's first may be that of the last one's last piece.
             plgpu.wait_smem_to_gmem(min(index, 1), wait_read_only=True)
-            own = out_tiles.at[group, index % 2]
-            if tiles.turned:
-                own.T[...] = result.astype(out_ref.dtype)
-                place = out_ref.at[part, pl.ds(first, tiles.store), pl.ds(column + group * HEIGHT, HEIGHT)]
-            else:
-                own[...] = result.astype(out_ref.dtype)
-                place = out_ref.at[part, own_part, pl.ds(column + first, tiles.store)]
+            shared = out_tiles.at[group, index % 2]
+            (shared.T if tiles.turned else shared)[...] = result.astype(out_ref.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(own, place)
+            rows, (start, size) = piece_of(first)
+            plgpu.copy_smem_to_gmem(shared, out_ref.at[part, pl.ds(*rows), pl.ds(column + start, size)])
 
     @pl.when(group == 0)
     def _():

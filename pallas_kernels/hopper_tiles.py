@@ -29,11 +29,11 @@ WASTE = 1.15  # of the time, at most, for tiles that leave multiprocessors idle
 class Tiles(NamedTuple):
     """Static sizes of one kernel call."""
 
-    groups: int  # warpgroups
+    groups: int  # warpgroups, of 64 rows each; turned: of 64 columns
     columns: int  # of a tile of the output
     inner: int  # numbers of a row in a step
     stages: int  # steps in flight
-    store: int  # columns that are stored at once
+    store: int  # columns that are stored at once; turned: rows
     programs: int
     parts: int = 1  # pieces of the sum over k
     halves: int = 1  # 2: gate and up
@@ -82,6 +82,8 @@ def choose_tiles(
     if fewer < stages and rows == height:  # else what lies behind the rows' scales would be read
         kept = 0
     stages = fewer if kept else stages
+    if stages < 2:  # room for scales alone
+        return None
     return Tiles(groups, columns, step, stages, store, min(items, multiprocessors), parts, halves, kept, turned)
 
 

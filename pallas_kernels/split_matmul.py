@@ -141,7 +141,7 @@ def split_matmul(
     Args:
         weight: [out, inner].
         is_gated: x is gate and up side by side, and silu(gate) * up is multiplied.
-        after: what the kernel waits for without reading it, where launches run side by side.
+        after: what this kernel waits for without reading it, where launches run side by side; other kernels do not.
         implementation: as in `paged_attention`; a product that is not split, or of many rows, is XLA's. Some of
             "fp8_dynamic" on a Hopper GPU are another kernel's (`hopper_tiles`).
     """

@@ -1,4 +1,4 @@
-"""The k likeliest tokens of a row with their log-probabilities, in two kernels and without a sort.
+"""The k likeliest tokens of a row with their log-probabilities, in two kernels and without a sort; of short rows, one.
 
     log p[i] = logits[i] - log sum_j exp(logits[j]);   the k largest, the smaller index first among equals
 
@@ -22,10 +22,17 @@ BLOCK = 1024  # logits a program of the first kernel holds
 MOST_KEPT = 4096  # candidates the second kernel can hold
 OUT = np.int32(2**31 - 1)  # index of what is not there: behind all others
 LEAST, ZERO = np.uint32(0x007FFFFF), np.uint32(0x80000000)  # minus infinity and 0 among `ordered`
+MOST = np.uint32(0xFFFFFFFE)  # of NaNs, which come first: one more is a number still
+
+
+def _largest(values, k):
+    """The k largest and their places; `top_k` by itself puts 0 before -0."""
+    places = jax.lax.top_k(jnp.where(values == 0, 0.0, values), k)[1]
+    return jnp.take_along_axis(values, places, axis=1), places
 
 
 def _reference(logits, *base, k):
-    best, ids = jax.lax.top_k(logits, k)
+    best, ids = _largest(logits, k)
     log_probs = jnp.minimum(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)
     return (base[0][:, None] + log_probs if base else log_probs), ids
 
@@ -48,8 +55,8 @@ def _take_largest(values, ids, k, keep):
 
 
 def _order(values):
-    """As `ordered`, but zeros are equal."""
-    order = ordered(values)
+    """As `ordered`, but zeros are equal, as they are in `_largest`."""
+    order = jnp.minimum(ordered(values), MOST)
     return jnp.where(order == ZERO - 1, ZERO, order)
 
 
@@ -152,7 +159,7 @@ def top_log_probs(
 
 
 def _top_reference(values, *, k, group):
-    best, places = jax.lax.top_k(values, k)
+    best, places = _largest(values, k)
     return best, places, places // group
 
 
@@ -202,7 +209,7 @@ def top(
 
 
 def _in_order_reference(values, *, k):
-    return jnp.sort(jax.lax.top_k(values, k)[1], axis=1)
+    return jnp.sort(_largest(values, k)[1], axis=1)
 
 
 def _in_order_kernel(values_ref, places_ref, *, size, k):

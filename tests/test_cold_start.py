@@ -51,7 +51,6 @@ def test_the_second_process_finds_every_program(tmp_path: Path, capfd: pytest.Ca
     programs = [f"chain:1: {name}" for name in ("round[1]", "prefill[8]", "show_pages", "controls", "catch_up")]
     assert sorted(cold["compile"]) == sorted(warm["lower"]) == sorted(programs)
     assert sum(warm["compile"].values()) < sum(cold["compile"].values()) / 2
-    assert warm["ready"] < cold["ready"]
     stages = ["process, imports", "device", "weights", "chain:1: engine"]
     assert list(warm["stages"]) == [*stages, "chain:1: first answer"]
     assert warm["ready"] == pytest.approx(sum(warm["stages"][stage] for stage in stages))

@@ -96,9 +96,9 @@ class Detail:
         original = eagle.self_feed
 
         def watched(params, cache, view, level, *more):  # type: ignore[no-untyped-def]
-            out, cache = original(params, cache, view, level, *more)
+            out, product, cache = original(params, cache, view, level, *more)
             self.levels.append((level, out.hidden[0]))
-            return out, cache
+            return out, product, cache
 
         monkeypatch.setattr(eagle, "self_feed", watched)
 

@@ -82,7 +82,7 @@ def entered(
         assert head.drafted is not None
         normed = features * jax.lax.rsqrt(jnp.mean(features**2, -1, keepdims=True) + head.config.norm_eps)
         projected = add_up(matmul(normed * head.layers[0].hidden_norm, head.drafted.qkv)[None], jnp.float32)
-        residual, qkv = enter_drafted(head, pairs, jnp.asarray(ids), HeadOut(features, features, projected))
+        residual, qkv = enter_drafted(head, pairs, jnp.asarray(ids), HeadOut(features, projected))
     return np.asarray(residual), np.asarray(add_up(qkv, jnp.float32))
 
 

@@ -213,6 +213,17 @@ def test_rows_past_two_to_the_31_elements_of_a_pool():
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=0.03)
 
 
+@pytest.mark.once
+def test_rows_past_the_tables_end_are_seen_by_nobody():
+    """Three of six new rows have no page; the last queries see what the third does."""
+    rng = np.random.default_rng(0)
+    k, v = (jnp.asarray(rng.normal(size=(4, 1, 10, 16)), jnp.float32) for _ in range(2))
+    q = jnp.asarray(rng.normal(size=(1, 6, 1, 16)), jnp.float32)
+    arguments = q, k, v, jnp.asarray([[1, 2, 3]], jnp.int32), jnp.asarray([27], jnp.int32), None
+    got, wanted = (paged_attention(*arguments, implementation=by) for by in ("pallas", "reference"))
+    np.testing.assert_allclose(got, wanted, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("batch", "queries", "rows", "splits"),
     [

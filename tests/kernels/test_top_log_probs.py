@@ -65,9 +65,21 @@ def test_the_largest_in_order_are_those_that_sorting_finds(size: int, k: int, ti
     np.testing.assert_array_equal(top_in_order(jnp.asarray(values), k, implementation=implementation), wanted)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF])
+def test_what_is_not_a_number_comes_first(bits: int, implementation: str) -> None:
+    values = problem(100, ties=False)
+    values[0].view(np.uint32)[7] = bits
+    found = top_in_order(jnp.asarray(values), 5, implementation=implementation)
+    rest = np.argsort(-np.delete(values[0], 7))[:4]
+    np.testing.assert_array_equal(found[0], np.sort([7, *(rest + (rest >= 7))]))
+    np.testing.assert_array_equal(found[1:], np.sort(np.argsort(-values[1:], axis=1)[:, :5], axis=1))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("function", [top, top_in_order])
-def test_zeros_of_either_sign_are_equal(function: Callable) -> None:
-    found = function(jnp.asarray([[-0.0, -1.0, 0.0]]), 1, implementation="pallas")
+def test_zeros_of_either_sign_are_equal(function: Callable, implementation: str) -> None:
+    found = function(jnp.asarray([[-0.0, -1.0, 0.0]]), 1, implementation=implementation)
     np.testing.assert_array_equal(found[1] if function is top else found, [[0]])
 
 
