@@ -8,8 +8,8 @@ x and w are of two bytes a number, or both are float8 with a scale for each row,
 A tile of the output is `columns` wide and as high as x, so every weight is read once. (Gated: its columns of gate and
 of up lie one above the other in shared memory, as one operand of a `wgmma`, turned as two; both products of an output
 end up in one thread.) Each warpgroup holds 64 rows; the TMA unit reads rows past the last as zeros and does not write
-them. Turned (`hopper_tiles`), it holds 64 columns of gate and as many of up, and all rows. The first warpgroup also asks
-for the tiles to come, as soon as all have done with the oldest.
+them. Turned (`hopper_tiles`), it holds 64 columns of gate and as many of up, and all rows. The first one also asks for
+the tiles to come, as soon as all have done with the oldest.
 """
 
 import functools
