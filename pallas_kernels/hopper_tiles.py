@@ -82,7 +82,7 @@ def choose_tiles(
     if fewer < stages and rows == height:  # else what lies behind the rows' scales would be read
         kept = 0
     stages = fewer if kept else stages
-    if stages < 2:  # room for scales alone
+    if stages < min(2, inner // step // parts):  # room for scales alone
         return None
     return Tiles(groups, columns, step, stages, store, min(items, multiprocessors), parts, halves, kept, turned)
 
