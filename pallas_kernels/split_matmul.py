@@ -98,7 +98,7 @@ def _kernel(x_ref, weight_ref, *refs, scales, rows, steps, tile, inner):
 def _pallas(x, weight, row_scale, scale, after, *, parts, interpret):
     (rows, inner), out = x.shape, weight.shape[0]
     tile, columns = _out_tile(rows), INNER_BYTES // weight.dtype.itemsize
-    scales, others = ([array for array in some if array is not None] for some in ((row_scale, scale), (after,)))
+    scales = [array for array in (row_scale, scale) if array is not None]
     return pl.pallas_call(
         functools.partial(
             _kernel, scales=len(scales), rows=rows, steps=inner // columns // parts, tile=tile, inner=columns
@@ -109,7 +109,7 @@ def _pallas(x, weight, row_scale, scale, after, *, parts, interpret):
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=6 if weight.dtype.itemsize > 1 else 5),
         interpret=interpret,
         name="split_matmul",
-    )(x, weight, *scales, *others)
+    )(x, weight, *scales, *([] if after is None else [after]))
 
 
 def _hopper(x, weight, row_scale, scale, after, *, tiles, interpret):
