@@ -31,35 +31,40 @@ MOST_ROWS = 8  # of a sequence: a tree of 60 nodes took 19.5 us so, and 12.5 and
 def _kernel(qkv_ref, _k_in, _v_in, table_ref, lengths_ref, *refs, tiles, heads, dtype, interpret, **options):
     """One program of `paged_attention`'s first kernel, with what it needs of the projection."""
     seen_ref, turn_ref, place_ref, *outputs, k_ref, v_ref = refs if tiles.words else (None, *refs)
-    kv_head, sequence, dim = pl.program_id(1), pl.program_id(2), 2 * turn_ref.shape[-1]
-    piece, (_, kv_heads, page, _), tokens = pl.program_id(0) % tiles.splits, k_ref.shape, qkv_ref.shape[2]
+    kv_head, sequence, half = pl.program_id(1), pl.program_id(2), turn_ref.shape[-1]
+    piece, (_, kv_heads, page, dim), tokens = pl.program_id(0) % tiles.splits, k_ref.shape, qkv_ref.shape[2]
     length = lengths_ref[sequence]
 
-    def turned(token, start, channel, mask):
-        """Heads of these rows that start at some columns, rotated."""
-        turn = turn_of(turn_ref, sequence, token, channel, mask)
-        load = columns_of(qkv_ref, (), sequence, token, dtype)
-        return rotated(load, start, channel, turn, dim // 2, mask=mask).astype(dtype)
-
-    def queries(query, head, channels, mask):
+    def queries(query, head, channels, hidden):
         """Reads all that is asked for of the projection at once; a program writes what lies in its own tiles."""
-        of_query = [turned(query[:, None], head[:, None] * dim, channel, mask) for channel in channels]
-        token, channel = jnp.arange(MOST_ROWS), jnp.arange(pl.next_power_of_2(dim))[None, :]
-        is_own = (token < tokens) & ((length + token) // tiles.tile % tiles.splits == piece)
-        place = pltriton.load(place_ref.at[sequence, token], mask=is_own, other=-1)[:, None]
-        own = is_own[:, None] & (channel < dim)
-        key = turned(token[:, None], (heads + kv_head) * dim, channel, own)
-        value_columns = (heads + kv_heads + kv_head) * dim + channel
-        value = columns_of(qkv_ref, (), sequence, token[:, None], dtype)(value_columns, mask=own)
-        for ref, new in ((k_ref, key), (v_ref, value)):
-            at = (place // page, kv_head, place % page, channel)
-            pltriton.store(ref.at[at], new.astype(ref.dtype), mask=own & (place >= 0))
+
+        def columns(token):
+            return columns_of(qkv_ref, (), sequence, token, dtype)
+
+        def turned(token, head, rows):
+            turn = turn_of(turn_ref, sequence, token, channels[0], hidden(rows))
+            halves = rotated(columns(token), head * dim, channels, turn, hidden(rows))
+            return [half.astype(dtype) for half in halves]
+
+        of_query = turned(query[:, None], head[:, None], tiles.packed)
+        row = jnp.arange(MOST_ROWS)[:, None]
+        is_own = (row < tokens) & ((length + row) // tiles.tile % tiles.splits == piece)
+        token = jnp.minimum(row, tokens - 1)
+        place = jnp.where(is_own, pltriton.load(place_ref.at[sequence, token]), -1)
+        key = turned(token, heads + kv_head, MOST_ROWS)
+        start = (heads + kv_heads + kv_head) * dim
+        value = [columns(token)(start + part, hidden(MOST_ROWS)) for part in channels]
+        written = (place >= 0) & (channels[0] < half)
+        for part, *new in zip(channels, key, value, strict=True):
+            for ref, numbers in zip((k_ref, v_ref), new, strict=True):
+                at = (place // page, kv_head, place % page, part)
+                pltriton.store(ref.at[at], numbers.astype(ref.dtype), mask=written)
         if not interpret:
             pltriton.debug_barrier()  # every thread has written before one reads
         return of_query
 
     arguments = (queries, k_ref, v_ref, table_ref, lengths_ref, seen_ref, outputs)
-    attend(*arguments, dim=dim, tiles=tiles, interpret=interpret, **options)
+    attend(*arguments, parts=2, tiles=tiles, interpret=interpret, **options)
 
 
 def _pallas(

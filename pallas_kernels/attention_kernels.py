@@ -19,13 +19,12 @@ def attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, **o
     """Queries as they are: refs are the bits or paths, if any, and the outputs."""
     batch, (seen_ref, *outputs) = pl.program_id(2), refs if tiles.words or tiles.depths else (None, *refs)
 
-    def queries(query, head, channels, mask):
+    def queries(query, head, channels, hidden):
         places = [q_ref.at[batch, query[:, None], head[:, None], dims] for dims in channels]
-        return [pltriton.load(place, mask=mask, other=0) for place in places]
+        return [pltriton.load(place, **hidden(tiles.packed)) for place in places]
 
-    attend(
-        queries, k_ref, v_ref, table_ref, lengths_ref, seen_ref, outputs, dim=q_ref.shape[-1], tiles=tiles, **options
-    )
+    pairs = q_ref.shape[-1] // k_ref.shape[-1]
+    attend(queries, k_ref, v_ref, table_ref, lengths_ref, seen_ref, outputs, pairs=pairs, tiles=tiles, **options)
 
 
 def attend(
@@ -37,32 +36,38 @@ def attend(
     seen_ref,
     outputs,
     *,
-    dim,
     tiles,
     scale,
     compute,
     precision,
     interpret,
+    pairs=1,
+    parts=1,
 ):
     """One program: `packed` rows of one kv head over its share of the context, online softmax in base 2.
 
-    Pools of one byte are read as pairs of numbers, even and odd channels apart.
-
     Args:
-        queries: gives the channels asked for of some rows, before a pool is read.
+        queries: gives the channels asked for of some rows, before a pool is read, with loads as `hidden` tells.
         seen_ref: bits or paths; None: causal.
+        pairs: numbers that a pool's element holds: of one byte two, even and odd channels apart.
+        parts: of a row, read one by one, as queries are that a half is rotated with the other.
     """
     batch, kv_head = pl.program_id(2), pl.program_id(1)
     piece, block = pl.program_id(0) % tiles.splits, pl.program_id(0) // tiles.splits
     packed = block * tiles.packed + jnp.arange(tiles.packed)
-    query, head = packed // tiles.span, kv_head * tiles.group + packed % tiles.span
-    inside, width = query < tiles.queries, pl.next_power_of_2(k_ref.shape[-1])
-    if tiles.depths:
-        inside &= packed % tiles.span < tiles.group
-    apart = dim // k_ref.shape[-1]
-    columns = jnp.arange(width)[None, :]
-    is_channel = columns < k_ref.shape[-1] if width > k_ref.shape[-1] else True
-    channels = [columns * apart + half for half in range(apart)]
+    query, member = packed // tiles.span, packed % tiles.span
+    inside = (query < tiles.queries) & (member < tiles.group)
+    head = kv_head * tiles.group + member
+    size = k_ref.shape[-1] // parts
+    column = jnp.arange(max(pl.next_power_of_2(size), MMA_ROWS))[None, :]
+    is_channel, width = column < size, column.shape[-1]
+    columns = [part * size + column for part in range(parts)]
+    channels = [dims * pairs + half for dims in columns for half in range(pairs)]
+
+    def hidden(rows):
+        """How to load some rows, where they are narrower than what a program holds."""
+        return {} if width == size else {"mask": jnp.broadcast_to(is_channel, (rows, width)), "other": 0}
+
     length = lengths_ref[batch]
     new_rows = tiles.new  # that this program reads; causal: none past its own last query
     if not tiles.words and not tiles.depths:
@@ -96,7 +101,6 @@ def attend(
 
     def look():
         own_row, factor = (batch, query[:, None], head[:, None]), scale * math.log2(math.e)
-        held = inside[:, None] & is_channel
         stretches = [(begin, end, True)]  # of tiles, and whether their rows may be hidden from a query
         if not tiles.fixed:  # one code for every tile: with masks others multiplications are fused with additions
             hides_first, open_from = tiles.start or tiles.window, begin
@@ -109,11 +113,13 @@ def attend(
                 stretches.insert(0, (begin, open_from, True))
         # What one loop hands to the next would be waited for in every step.
         places = [places_of(first) for first, _, _ in stretches]
-        q = queries(query, head, channels, held)
+        # Rows that nobody asked for are somebody's, and not kept: a load without a mask needs no zeros.
+        asked = jnp.minimum(query, tiles.queries - 1)
+        q = queries(asked, kv_head * tiles.group + jnp.minimum(member, tiles.group - 1), channels, hidden)
         if q[0].dtype != compute:  # of less range, perhaps
             q, factor = [half.astype(jnp.float32) * factor for half in q], 1.0
         q = [half.astype(compute) for half in q]
-        seen = [pltriton.load(seen_ref.at[batch, query, w], mask=inside, other=0) for w in range(tiles.words)]
+        seen = [pltriton.load(seen_ref.at[batch, asked, w]) for w in range(tiles.words)]
         ones = jnp.ones((tiles.tile, MMA_ROWS), compute)  # sums of weights cost a product less than a reduction
 
         def step(index, carry, *, masked):
@@ -124,12 +130,12 @@ def attend(
             loaded = (row < last) & (row >= lowest)
             if tiles.depths:
                 loaded &= place < tiles.capacity
-            at = (pages[:, None], kv_head, _divided(place, tiles.page)[1][:, None], columns)
-            mask = {"mask": loaded[:, None]} if masked else {}
-            if is_channel is not True:
-                whole = (loaded[:, None] if masked else True) & is_channel
-                mask = {"mask": jnp.broadcast_to(whole, (tiles.tile, width)), "other": 0}
-            k, v = (_numbers(pltriton.load(ref.at[at], **mask), compute, interpret) for ref in (k_ref, v_ref))
+            at, mask = (pages[:, None], kv_head, _divided(place, tiles.page)[1][:, None]), hidden(tiles.tile)
+            if masked:
+                whole = jnp.broadcast_to(loaded[:, None], (tiles.tile, width))
+                mask["mask"] = mask["mask"] & whole if mask else whole
+            k, v = ([pltriton.load(ref.at[(*at, dims)], **mask) for dims in columns] for ref in (k_ref, v_ref))
+            k, v = ([half for part in row for half in _numbers(part, compute, interpret)] for row in (k, v))
             scores = sum(pltriton.dot(*pair, trans_b=True, precision=precision) for pair in zip(q, k, strict=True))
             if masked:
                 if tiles.depths:
@@ -158,7 +164,7 @@ def attend(
             return acc, new_top, total, places_of(index + 1)
 
         carry = (
-            [jnp.zeros((tiles.packed, width), jnp.float32)] * apart,
+            [jnp.zeros((tiles.packed, width), jnp.float32)] * len(channels),
             jnp.full((tiles.packed,), -jnp.inf, jnp.float32),
             jnp.zeros((tiles.packed, MMA_ROWS), jnp.float32),  # one number in all columns
         )
@@ -170,8 +176,9 @@ def attend(
         place = (*own_row, piece) if tiles.splits > 1 else own_row
         # Once a row: a division costs as much as several products.
         share = (1.0 / jnp.where(total == 0, 1.0, total))[:, None]
-        for half, dims in zip(acc, channels, strict=True):
-            pltriton.store(outputs[0].at[(*place, dims)], (half * share).astype(outputs[0].dtype), mask=held)
+        held = inside[:, None] & is_channel
+        for part, dims in zip(acc, channels, strict=True):
+            pltriton.store(outputs[0].at[(*place, dims)], (part * share).astype(outputs[0].dtype), mask=held)
         if tiles.splits > 1:
             pltriton.store(outputs[1].at[batch, query, head, piece], top * factor + jnp.log2(total), mask=inside)
 

@@ -64,37 +64,35 @@ def columns_of(qkv_ref, scale_refs, sequence, token, dtype):
         scale_refs: of the rows and of the columns, or none.
     """
 
-    def load(columns, *, mask):
-        parts = [pltriton.load(qkv_ref.at[part, sequence, token, columns], mask=mask, other=0) for part in range(count)]
+    def load(columns, hidden):
+        parts = [pltriton.load(qkv_ref.at[part, sequence, token, columns], **hidden) for part in range(count)]
         total = sum(parts[1:], parts[0])
         if scale_refs:
-            row_scale = pltriton.load(scale_refs[0].at[sequence, jnp.minimum(token, tokens - 1)])
-            total = total * row_scale * pltriton.load(scale_refs[1].at[columns], mask=mask, other=0)
+            row_scale = pltriton.load(scale_refs[0].at[sequence, token])
+            total = total * row_scale * pltriton.load(scale_refs[1].at[columns], **hidden)
         return total.astype(dtype)
 
-    count, _, tokens, _ = qkv_ref.shape
+    count = qkv_ref.shape[0]
     return load
 
 
-def turn_of(turn_ref, sequence, token, channel, mask):
-    """In a kernel: the cosines and sines of rows for some channels."""
-    column = jax.lax.rem(channel, turn_ref.shape[-1])  # `%` also looks at signs, and is then read number by number
-    places = [turn_ref.at[index, sequence, token, column] for index in range(2)]
-    return [pltriton.load(place, mask=mask, other=0) for place in places]
+def turn_of(turn_ref, sequence, token, channel, hidden):
+    """In a kernel: the cosines and sines of rows for channels of a half."""
+    return [pltriton.load(turn_ref.at[index, sequence, token, channel], **hidden) for index in range(2)]
 
 
-def rotated(load, start, channel, turn, half, *, mask):
-    """In a kernel: channels of heads that start at some columns, rotated; float32.
+def rotated(load, start, channels, turn, hidden):
+    """In a kernel: both halves of heads that start at some columns, rotated; float32.
 
     Args:
         load: as `columns_of` gives it.
+        channels: of the first half, and of the second.
         turn: as `turn_of` gives it.
-        half: of head_dim.
+        hidden: how to load them, `mask` and `other`; empty: all of it.
     """
-    is_first = channel < half
-    partner = jnp.where(is_first, channel + half, channel - half)
-    own, other = (load(start + columns, mask=mask).astype(jnp.float32) for columns in (channel, partner))
-    return own * turn[0] + jnp.where(is_first, -other, other) * turn[1]
+    first, second = (load(start + half, hidden).astype(jnp.float32) for half in channels)
+    cos, sin = turn
+    return first * cos - second * sin, second * cos + first * sin
 
 
 def _kernel(qkv_ref, turn_ref, row_ref, *refs, heads):
@@ -105,21 +103,26 @@ def _kernel(qkv_ref, turn_ref, row_ref, *refs, heads):
     *scale_refs, _k_in, _v_in, q_ref, k_ref, v_ref = refs
     token, kv_head, sequence = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     _, kv_heads, page, dim = k_ref.shape
-    channel, group = jnp.arange(pl.next_power_of_2(dim)), heads // kv_heads
-    is_channel, row = channel < dim, row_ref[sequence, token]
-    turn = turn_of(turn_ref, sequence, token, channel, is_channel)
+    half, group = dim // 2, heads // kv_heads
+    channel, row = jnp.arange(pl.next_power_of_2(half)), row_ref[sequence, token]
+    is_channel, channels = channel < half, [channel, half + channel]
+    hidden = {"mask": is_channel, "other": 0}
+    turn = turn_of(turn_ref, sequence, token, channel, hidden)
     load = columns_of(qkv_ref, scale_refs, sequence, token, q_ref.dtype)
 
     member = jnp.arange(pl.next_power_of_2(group))[:, None]
     head, inside = kv_head * group + member, (member < group) & is_channel[None, :]
     across = [part[None, :] for part in turn]
-    query = rotated(load, head * dim, channel[None, :], across, dim // 2, mask=inside)
-    key = rotated(load, (heads + kv_head) * dim, channel, turn, dim // 2, mask=is_channel).astype(q_ref.dtype)
-    value = load((heads + kv_heads + kv_head) * dim + channel, mask=is_channel)
-    pltriton.store(q_ref.at[sequence, token, head, channel[None, :]], query.astype(q_ref.dtype), mask=inside)
-    for ref, new in ((k_ref, key), (v_ref, value)):
-        at = (row // page, kv_head, row % page, channel)
-        pltriton.store(ref.at[at], rounded(new, ref.dtype), mask=(row >= 0) & is_channel)
+    own = {"mask": inside, "other": 0}
+    query = rotated(load, head * dim, [part[None, :] for part in channels], across, own)
+    key = rotated(load, (heads + kv_head) * dim, channels, turn, hidden)
+    value = [load((heads + kv_heads + kv_head) * dim + part, hidden) for part in channels]
+    for part, of_query, *new in zip(channels, query, key, value, strict=True):
+        pltriton.store(q_ref.at[sequence, token, head, part[None, :]], of_query.astype(q_ref.dtype), mask=inside)
+        at = (row // page, kv_head, row % page, part)
+        for ref, numbers in zip((k_ref, v_ref), new, strict=True):
+            numbers = rounded(numbers.astype(q_ref.dtype), ref.dtype)
+            pltriton.store(ref.at[at], numbers, mask=(row >= 0) & is_channel)
 
 
 def new_rows(qkv, positions, speeds, page_table, first_row, valid, page):
