@@ -187,6 +187,7 @@ FLOAT8: dict[str, Case] = {
 }
 SPILLS = {  # under ptxas of CUDA 13.0
     *((gpu, f"prefill {dim}") for gpu in ("A100", "L40") for dim in (96, 128)),
+    *(("A100", f"attention 61 x {dim}") for dim in (80, 96)),
     ("L40", "attention 61 x 128"),
 }
 
