@@ -43,6 +43,7 @@ from jspec.records import (
 )
 from jspec.verify import ancestors, by_depth, depths
 from pallas_kernels.ancestor_bits import ancestor_bits
+from pallas_kernels.put_rows import put_rows
 from pallas_kernels.take_rows import take_rows
 
 
@@ -244,7 +245,8 @@ def commit_stage(
             active=view.active & ~verdict.ended,
             remaining=view.remaining - verdict.counts,
         )
-        put = {name: getattr(state, name).at[view.slots].set(new, mode="drop") for name, new in moved.items()}
+        fields = {name: getattr(state, name) for name in moved}
+        put = put_rows(fields, view.slots, moved, implementation=view.implementation)
         if state.text is not None:
             rows = jnp.concatenate([view.root[:, None], verdict.tokens[:, :-1]], axis=1)
             count = jnp.where(view.active, verdict.counts, 0)

@@ -7,6 +7,7 @@ from pallas_kernels.gated_matmul import gated_matmul
 from pallas_kernels.keep_bound import keep_bound
 from pallas_kernels.kv_pages import append, move_rows
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.put_rows import put_rows
 from pallas_kernels.residual_norm import add_rms_norm
 from pallas_kernels.rotary import rotate_append
 from pallas_kernels.round_rows import round_rows
@@ -26,6 +27,7 @@ __all__ = [
     "keep_bound",
     "move_rows",
     "paged_attention",
+    "put_rows",
     "rotate_append",
     "round_rows",
     "sample_tokens",

@@ -37,6 +37,7 @@ from jspec.models.attention import attend
 from jspec.models.decoder import Model
 from jspec.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.tree import Tree
+from pallas_kernels.put_rows import put_rows
 from pallas_kernels.quantized import Parts, rounds_inputs
 
 
@@ -154,11 +155,11 @@ class EagleDrafter(Drafter):
         steps = jnp.arange(accepted.shape[1])
         is_row = view.active[:, None] & (steps < verdict.counts[:, None])
         slots = active_slots(view, state.count.shape[0])
+        old = {"features": state.features, "tokens": state.tokens, "count": state.count}
+        new = {"features": accepted, "tokens": verdict.tokens, "count": verdict.counts}  # all, unless the tree is cut
         return replace(
             state,
-            features=state.features.at[slots, : steps.size].set(accepted, mode="drop"),  # all, unless the tree is cut
-            tokens=state.tokens.at[slots, : steps.size].set(verdict.tokens, mode="drop"),
-            count=state.count.at[slots].set(verdict.counts, mode="drop"),
+            **put_rows(old, slots, new, implementation=view.implementation),
             edges=_keep_edges(state, view, view.lengths[:, None] + steps, is_row, accepted),
         )
 

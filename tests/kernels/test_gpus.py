@@ -21,6 +21,7 @@ from pallas_kernels import (
     keep_bound,
     move_rows,
     paged_attention,
+    put_rows,
     rotate_append,
     round_rows,
     sample_tokens,
@@ -148,6 +149,13 @@ def view() -> Case:
     return lambda *given: take_rows(list(given[:3]), *given[3:], implementation="pallas"), (*arrays, *where)
 
 
+def end() -> Case:
+    def rows(count: int) -> list[jax.ShapeDtypeStruct]:
+        return [shape(count, dtype=I32), shape(count, dtype=jnp.bool), shape(count, 5, 4096)]
+
+    return partial(put_rows, implementation="pallas"), (rows(64), shape(8, dtype=I32), rows(8))
+
+
 CASES: dict[str, Case] = {
     **{f"attention {rows} x 128": attention(rows, 128) for rows in (1, 5)},  # of other heads: behind append
     **{f"attention 61 x {dim}": attention(61, dim) for dim in (64, 80, 96, 128, 256)},
@@ -169,6 +177,7 @@ CASES: dict[str, Case] = {
     "bound": bound(5),
     "draw": draw(5),
     "rows of a view": view(),
+    "rows of a round": end(),
     "top 10 of a vocabulary": (partial(top_log_probs, k=10, implementation="pallas"), (shape(10, 32000, dtype=F32),)),
     "top 60 of a tree": (partial(top, k=60, implementation="pallas"), (shape(8, 710, dtype=F32),)),
     "nodes of a tree": (partial(top_in_order, k=59, implementation="pallas"), (shape(8, 710, dtype=F32),)),
