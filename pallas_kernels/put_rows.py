@@ -1,4 +1,4 @@
-"""Rows of many small arrays written in one kernel: what a round leaves behind of its sequences; `take_rows` reads them.
+"""Rows of many small arrays written in one kernel: what a round leaves behind of its sequences.
 
 Each by itself is a launch, and XLA's scatter of rows of a draft's features takes four times what their bytes do.
 """
@@ -51,7 +51,7 @@ def _pallas(rows, *arrays, interpret):
         interpret=interpret,
         name="put_rows",
     )(rows, *new, *old)
-    return tuple(own.reshape(array.shape) for own, array in zip(put, arrays, strict=False))
+    return tuple(own.reshape(array.shape) for own, array in zip(put, _halves(arrays)[0], strict=True))
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
@@ -60,12 +60,14 @@ def put_rows(arrays: Any, rows: Int32[Array, " batch"], new: Any, *, implementat
 
     Args:
         arrays: a tree of numbers [slots, ...].
-        rows: not negative, none twice; one beyond the last is dropped.
+        rows: not negative; those beyond the last are dropped, and none of the others stands there twice.
         new: a tree alike, of numbers [batch, ...] of the same dtypes; or [batch, n, ...]: the first n of a row's.
         implementation: as in `paged_attention`.
     """
-    old, structure = jax.tree.flatten(arrays)
-    replacing = jax.tree.leaves(new)
+    structure: Any = jax.tree.structure(arrays)
+    if jax.tree.structure(new) != structure:
+        raise ValueError(f"new rows: expected a tree {structure}, got {jax.tree.structure(new)}")
+    old, replacing = jax.tree.leaves(arrays), jax.tree.leaves(new)
     for array, own in zip(old, replacing, strict=True):
         most = (*rows.shape, *array.shape[1:])
         is_alike = own.dtype == array.dtype and own.shape[:1] + own.shape[2:] == most[:1] + most[2:]

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import put_rows
 from tests.h200 import compile_for_h200
 
-ROWS = np.array([3, 5, 0, 7, 4], np.int32)  # two beyond the last
+ROWS = np.array([3, 5, 0, 7, 5, 4], np.int32)  # three beyond the last, two of them alike
 
 
 def problem(width: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -59,10 +59,17 @@ def test_a_row_put_elsewhere_would_be_seen() -> None:
     assert not np.array_equal(put["one"], expected(arrays["one"], new["one"]))
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((5, 4), "float32"), ((4, 2), "float32"), ((5, 2), "int32")])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((5, 4), "float32"), ((4, 2), "float32"), ((5, 2), "int32"), ((5,), "float32")]
+)
 def test_what_is_not_alike_is_refused(shape: tuple[int, ...], dtype: str) -> None:
     with pytest.raises(ValueError, match=r"expected \(5, 3\) float32, or fewer in the second dimension, got"):
         put_rows([jnp.zeros((6, 3))], jnp.arange(5), [jnp.zeros(shape, dtype)])
+
+
+def test_rows_of_another_tree_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected a tree"):
+        put_rows({"a": jnp.zeros((6, 3))}, jnp.arange(5), {"b": jnp.zeros((5, 3))})
 
 
 def test_it_is_one_kernel_on_an_h200_that_copies_nothing() -> None:
