@@ -16,16 +16,12 @@ from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.take_rows import BLOCK
 
 
-def _halves(arrays):
-    return arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
-
-
-def _reference(rows, *arrays):
+def _reference(rows, arrays, replacing):
     def put(array, new):
         place = (rows,) if array.ndim == 1 else (rows, slice(new.shape[1]))
         return array.at[place].set(new, mode="drop")
 
-    return tuple(put(array, new) for array, new in zip(*_halves(arrays), strict=True))
+    return [put(array, new) for array, new in zip(arrays, replacing, strict=True)]
 
 
 def _kernel(rows_ref, *refs):
@@ -40,8 +36,8 @@ def _kernel(rows_ref, *refs):
         pltriton.store(target.at[row, column], value, mask=inside)
 
 
-def _pallas(rows, *arrays, interpret):
-    old, new = ([array.reshape(array.shape[0], -1) for array in half] for half in _halves(arrays))
+def _pallas(rows, arrays, replacing, *, interpret):
+    old, new = ([array.reshape(array.shape[0], -1) for array in flat] for flat in (arrays, replacing))
     put = pl.pallas_call(
         _kernel,
         grid=(rows.shape[0], max(pl.cdiv(array.shape[1], BLOCK) for array in new)),
@@ -51,7 +47,7 @@ def _pallas(rows, *arrays, interpret):
         interpret=interpret,
         name="put_rows",
     )(rows, *new, *old)
-    return tuple(own.reshape(array.shape) for own, array in zip(put, _halves(arrays)[0], strict=True))
+    return [own.reshape(array.shape) for own, array in zip(put, arrays, strict=True)]
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
@@ -74,4 +70,4 @@ def put_rows(arrays: Any, rows: Int32[Array, " batch"], new: Any, *, implementat
         if not is_alike or own.shape > most or own.ndim != array.ndim:
             expected = f"{most} {array.dtype}, or fewer in the second dimension"
             raise ValueError(f"new rows: expected {expected}, got {own.shape} {own.dtype}")
-    return jax.tree.unflatten(structure, choose(implementation, None, _pallas, _reference, rows, *old, *replacing))
+    return jax.tree.unflatten(structure, choose(implementation, None, _pallas, _reference, rows, old, replacing))
