@@ -30,7 +30,9 @@ def scaled_rows(
 ) -> tuple[Num[Array, "*rows inner"], Array]:
     """Values of int8 or float8_e4m3fn and the float32 scale of each row; a row is the last `dims` axes."""
     wide, axes = x.astype(jnp.float32), tuple(range(-dims, 0))
-    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=axes) / LARGEST[dtype], jnp.finfo(jnp.float32).tiny)
+    order = jax.lax.bitcast_convert_type(jnp.abs(wide), jnp.int32)  # the largest integer is one instruction of a warp
+    largest = jax.lax.bitcast_convert_type(jnp.max(order, axis=axes), jnp.float32)
+    scale = jnp.maximum(largest / LARGEST[dtype], jnp.finfo(jnp.float32).tiny)
     values = wide / jnp.expand_dims(scale, axes)
     return (jnp.round(values) if dtype == INT8 else values).astype(dtype), scale
 
