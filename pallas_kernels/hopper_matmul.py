@@ -131,8 +131,8 @@ def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
             if tiles.halves == 2:
                 result = result / (1 + jnp.exp(-result)) * scaled(sums, tile, 1, first)
             # Of two places the one that is written next; a tile's first may be that of the last one's last piece.
-            plgpu.wait_smem_to_gmem(min(index, 1), wait_read_only=True)
-            shared = out_tiles.at[group, index % 2]
+            plgpu.wait_smem_to_gmem(min(index, tiles.places - 1), wait_read_only=True)
+            shared = out_tiles.at[group, index % tiles.places]
             (shared.T if tiles.turned else shared)[...] = result.astype(out_ref.dtype)
             plgpu.commit_smem()
             rows, (start, size) = piece_of(first)
@@ -187,7 +187,7 @@ def multiply(x: Array, weight: Array, *scales: Array, tiles: Tiles, dtype: jnp.d
             functools.partial(_kernel, x_ref, w_ref, *(scale_refs or (None, None)), out_ref, tiles=tiles),
             memory(tiles.stages, tiles.height, tiles.inner),
             memory(tiles.stages, tiles.halves * tiles.columns, tiles.inner),
-            memory(tiles.groups, 2, *((tiles.store, HEIGHT) if tiles.turned else (HEIGHT, tiles.store)), dtype=dtype),
+            memory(tiles.groups, tiles.places, *tiles.piece, dtype=dtype),
             plgpu.Barrier(num_arrivals=tiles.halves + 1, num_barriers=tiles.stages),  # the weights, and x
             plgpu.Barrier(num_arrivals=tiles.groups, num_barriers=tiles.stages),
             *(scales_memory if tiles.kept else ()),

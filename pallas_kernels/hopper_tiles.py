@@ -39,6 +39,7 @@ class Tiles(NamedTuple):
     halves: int = 1  # 2: gate and up
     kept: int = 0  # tiles of a program whose scales wait in shared memory; 0: there are none, or no room for them
     turned: int = 0  # rows, where they are the tensor core's second operand; 0: they are the first
+    places: int = 2  # of a warpgroup, for what is stored: one is written while the other is read
 
     @property
     def height(self) -> int:
@@ -49,6 +50,11 @@ class Tiles(NamedTuple):
     def sums(self) -> list[tuple[int, int]]:
         """Shapes of what a warpgroup adds up."""
         return [(HEIGHT, self.turned)] * self.halves if self.turned else [(HEIGHT, self.halves * self.columns)]
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """Shape of what a warpgroup stores at once."""
+        return (self.store, HEIGHT) if self.turned else (HEIGHT, self.store)
 
 
 def choose_tiles(
@@ -73,18 +79,23 @@ def choose_tiles(
     if can_turn and _turns(out // MOST_COLUMNS * parts, multiprocessors) * rows < time[columns] * height:
         groups, columns, height, turned = MOST_COLUMNS // HEIGHT, MOST_COLUMNS, rows, rows
     items, store = out // columns * parts, 8 if (turned or columns) % 16 else 16
-    free = SHARED_BYTES - groups * HEIGHT * 2 * store * (4 if parts > 1 else 2)  # two places for what is stored
-    kept = math.ceil(items / multiprocessors) if dtype == FP8 else 0
-    sizes = (height, kept * halves * MOST_COLUMNS) if kept else ()
-    beside = sum(math.ceil(4 * size / ALIGNMENT) * ALIGNMENT for size in sizes)
     own = (height + halves * columns) * INNER_BYTES  # of a step
-    stages, fewer = (min(room // own, inner // step // parts) for room in (free, free - beside))
-    if fewer < stages and rows == height:  # else what lies behind the rows' scales would be read
-        kept = 0
-    stages = fewer if kept else stages
+
+    def stages_beside(kept, places):
+        sizes = (height, kept * halves * MOST_COLUMNS) if kept else ()
+        scales = sum(math.ceil(4 * size / ALIGNMENT) * ALIGNMENT for size in sizes)
+        stored = groups * HEIGHT * store * places * (4 if parts > 1 else 2)
+        return min((SHARED_BYTES - scales - stored) // own, inner // step // parts)
+
+    # Scales may cost a place for what is stored, but no step in flight, if nothing lies behind those of the rows that
+    # would be read where they are.
+    kept = math.ceil(items / multiprocessors) if dtype == FP8 else 0
+    options = [(kept, 2), (kept, 1), *([(0, 2)] if rows == height else [])]
+    kept, places = max(options, key=lambda option: min(stages_beside(*option), stages_beside(0, 2)))
+    stages = stages_beside(kept, places)
     if stages < min(2, inner // step // parts):  # room for scales alone
         return None
-    return Tiles(groups, columns, step, stages, store, min(items, multiprocessors), parts, halves, kept, turned)
+    return Tiles(groups, columns, step, stages, store, min(items, multiprocessors), parts, halves, kept, turned, places)
 
 
 def _turns(items: int, multiprocessors: int) -> float:

@@ -76,6 +76,7 @@ def interpreted(*arrays: jax.Array, tiles: Tiles, dtype: Any = BF16) -> jax.Arra
         (128, Tiles(groups=2, columns=48, inner=64, stages=4, store=16, programs=3, halves=2)),  # 4 tiles, 3 programs
         (40, Tiles(groups=1, columns=64, inner=64, stages=2, store=8, programs=2, halves=2, turned=40)),
         (80, Tiles(groups=3, columns=192, inner=64, stages=3, store=16, programs=1, halves=2, turned=80)),
+        (72, Tiles(groups=2, columns=48, inner=64, stages=2, store=16, programs=2, halves=2, places=1)),
     ],
 )
 def test_the_interpreted_kernel_is_the_formula(rows: int, tiles: Tiles) -> None:
@@ -90,9 +91,14 @@ def test_the_interpreted_kernel_is_the_formula(rows: int, tiles: Tiles) -> None:
 
 def test_scales_wait_in_shared_memory_where_they_cost_no_step() -> None:
     kept = {rows: choose_tiles(rows, 4096, 14336, FP8, 132, halves=2) for rows in (5, 40, 160, 264, 320)}
-    assert [tiles.kept for tiles in kept.values() if tiles] == [1, 1, 1, 2, 0]
-    assert [tiles.stages for tiles in kept.values() if tiles] == [6, 6, 4, 3, 4]
-    assert [choose_tiles(rows, 4096, 14336, BF16, 132, halves=2).kept for rows in (40, 320)] == [0, 0]  # type: ignore
+    assert [tiles.kept for tiles in kept.values() if tiles] == [1, 1, 1, 2, 2]
+    assert [tiles.stages for tiles in kept.values() if tiles] == [6, 6, 4, 4, 4]
+    assert [tiles.places for tiles in kept.values() if tiles] == [2, 2, 2, 1, 1]
+    for rows in (40, 320):
+        tiles = choose_tiles(rows, 4096, 14336, BF16, 132, halves=2)
+        assert tiles and (tiles.kept, tiles.places) == (0, 2)
+    wide = [choose_tiles(rows, 8192, 28672, FP8, 132, halves=2) for rows in (312, 320)]  # four tiles a program
+    assert [(tiles.kept, tiles.stages, tiles.places) for tiles in wide if tiles] == [(4, 3, 2), (0, 4, 2)]
 
 
 @pytest.mark.parametrize(
@@ -175,6 +181,7 @@ def test_the_interpreted_kernel_scales_parts() -> None:
         ),
         (5, Tiles(groups=1, columns=48, inner=128, stages=3, store=16, programs=3, halves=2, kept=2)),
         (128, Tiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=2, halves=2)),
+        (128, Tiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=1, halves=2, kept=2, places=1)),
         (72, Tiles(groups=2, columns=128, inner=128, stages=2, store=8, programs=1, halves=2, kept=2, turned=72)),
         (48, Tiles(groups=2, columns=128, inner=128, stages=2, store=16, programs=2, halves=2, turned=48)),
     ],
