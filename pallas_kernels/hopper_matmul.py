@@ -130,7 +130,7 @@ def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
             result = scaled(sums, tile, 0, first)
             if tiles.halves == 2:
                 result = result / (1 + jnp.exp(-result)) * scaled(sums, tile, 1, first)
-            # Of two places the one that is written next; a tile's first may be that of the last one's last piece.
+            # The place that is written next has been read; a tile's first may be that of the last one's last piece.
             plgpu.wait_smem_to_gmem(min(index, tiles.places - 1), wait_read_only=True)
             shared = out_tiles.at[group, index % tiles.places]
             (shared.T if tiles.turned else shared)[...] = result.astype(out_ref.dtype)

@@ -87,8 +87,8 @@ def choose_tiles(
         stored = groups * HEIGHT * store * places * (4 if parts > 1 else 2)
         return min((SHARED_BYTES - scales - stored) // own, inner // step // parts)
 
-    # Scales may cost a place for what is stored, but no step in flight, if nothing lies behind those of the rows that
-    # would be read where they are.
+    # Scales wait there at the cost of a place for what is stored, if need be; of a step in flight only where the last
+    # warpgroup has fewer rows than it holds, so that it would read what lies behind the rows' scales.
     kept = math.ceil(items / multiprocessors) if dtype == FP8 else 0
     options = [(kept, 2), (kept, 1), *([(0, 2)] if rows == height else [])]
     kept, places = max(options, key=lambda option: min(stages_beside(*option), stages_beside(0, 2)))
