@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.hopper_tiles import HEIGHT, MOST_COLUMNS, Tiles
+from pallas_kernels.hopper_tiles import HEIGHT, INNER_BYTES, MOST_COLUMNS, PLACES, Tiles
 from pallas_kernels.implementation import Implementation, choose
 
 
@@ -32,7 +32,7 @@ def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
     """One program: every so-many-th tile or part of one, one after the other, without a pause of the loads between."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    x_tiles, w_tiles, out_tiles, arrived, done, *scales_memory = memory
+    (x_tiles, out_tiles), w_tiles, arrived, done, *scales_memory = memory
     inner, out, parts = x_ref.shape[1], out_ref.shape[2], tiles.parts
     group, program = jax.lax.axis_index("group"), jax.lax.axis_index("program")
     own_part = pl.ds(group * HEIGHT, HEIGHT)  # of the rows, or of the tile's columns
@@ -59,8 +59,9 @@ def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
         plgpu.copy_gmem_to_smem(x_ref.at[all_rows, across], x_tiles.at[slot], arrived.at[slot])
 
     def release(step):
-        """This warpgroup has read a step's tiles; when all have, others may take their place."""
+        """This warpgroup has read a step's tiles, and its results there; when all have, others may take their place."""
         slot = slot_of(step)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(done.at[slot])
 
         @pl.when((group == 0) & (step + tiles.stages < total))
@@ -84,10 +85,9 @@ def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
             for total_of, pair in zip(sums, operands(slot), strict=True):
                 plgpu.wgmma(total_of, *pair)
             plgpu.wgmma_wait(len(sums))  # all but these
-            pl.when(index > 0)(lambda: release(step - 1))
+            pl.when(step > 0)(lambda: release(step - 1))
 
         plgpu.wgmma_wait(0)
-        release(tile * steps + steps - 1)
         return [total_of[...] for total_of in sums]
 
     def load_scales():
@@ -123,6 +123,13 @@ def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
             piece *= jax.lax.broadcast_in_dim(scale, piece.shape, [axis])
         return piece
 
+    def place_for(index, tile):
+        """For a piece that is stored."""
+        if not tiles.lent:
+            return out_tiles.at[group, index % PLACES]
+        lent = out_tiles.at[slot_of(tile * steps + steps - 1), group]
+        return lent if lent.shape == tiles.piece else lent.at[pl.ds(0, math.prod(tiles.piece))].reshape(tiles.piece)
+
     def store(sums, tile):
         column, part = place_of(tile)
         for index in range((tiles.turned or tiles.columns) // tiles.store):
@@ -130,9 +137,9 @@ def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
             result = scaled(sums, tile, 0, first)
             if tiles.halves == 2:
                 result = result / (1 + jnp.exp(-result)) * scaled(sums, tile, 1, first)
-            # The place that is written next has been read; a tile's first may be that of the last one's last piece.
-            plgpu.wait_smem_to_gmem(min(index, tiles.places - 1), wait_read_only=True)
-            shared = out_tiles.at[group, index % tiles.places]
+            if index >= PLACES:  # the first ones' have been read: a step was released since the last tile
+                plgpu.wait_smem_to_gmem(PLACES - 1, wait_read_only=True)
+            shared = place_for(index, tile)
             (shared.T if tiles.turned else shared)[...] = result.astype(out_ref.dtype)
             plgpu.commit_smem()
             rows, (start, size) = piece_of(first)
@@ -151,6 +158,8 @@ def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
         if tiles.kept:
             pl.when(tile == 0)(lambda: plgpu.barrier_wait(scales_memory[-1]))
         store(sums, tile)
+
+    pl.when(total > 0)(lambda: release(total - 1))
 
     @pl.when(group == 0)
     def _():
@@ -181,13 +190,20 @@ def multiply(x: Array, weight: Array, *scales: Array, tiles: Tiles, dtype: jnp.d
         plgpu.Barrier(num_arrivals=math.ceil(tiles.height / HEIGHT) + tiles.kept * tiles.halves),
     ]
 
+    def results_memory(x_tiles):
+        if not tiles.lent:
+            return x_tiles, memory(tiles.groups, PLACES, *tiles.piece, dtype=dtype)
+        if interpret:  # the interpreter takes refs that share memory for one, and does not know `reshape`
+            return x_tiles, plgpu.SMEM((tiles.stages, tiles.groups, *tiles.piece), dtype)
+        room = HEIGHT * INNER_BYTES // dtype.itemsize  # of which the results take the beginning
+        return plgpu.RefUnion(x_tiles, plgpu.SMEM((tiles.stages, tiles.groups, room), dtype))
+
     def entry(x_ref, w_ref, *refs):
         *scale_refs, out_ref = refs
         pl.run_scoped(
             functools.partial(_kernel, x_ref, w_ref, *(scale_refs or (None, None)), out_ref, tiles=tiles),
-            memory(tiles.stages, tiles.height, tiles.inner),
+            results_memory(memory(tiles.stages, tiles.height, tiles.inner)),
             memory(tiles.stages, tiles.halves * tiles.columns, tiles.inner),
-            memory(tiles.groups, tiles.places, *tiles.piece, dtype=dtype),
             plgpu.Barrier(num_arrivals=tiles.halves + 1, num_barriers=tiles.stages),  # the weights, and x
             plgpu.Barrier(num_arrivals=tiles.groups, num_barriers=tiles.stages),
             *(scales_memory if tiles.kept else ()),

@@ -15,6 +15,7 @@ from pallas_kernels.round_rows import FP8
 
 DTYPES = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), FP8}
 INNER_BYTES = 128  # of a row in a step: the widest swizzle
+PLACES = 2  # of a warpgroup, for what is stored: one is written while the other is read
 HEIGHT = 64  # rows of a warpgroup's product
 SHARED_BYTES = 227 * 1024 - 512  # of a multiprocessor, without the barriers
 ALIGNMENT = 1024  # bytes, of each array in shared memory; what is copied goes to multiples of 128
@@ -39,7 +40,6 @@ class Tiles(NamedTuple):
     halves: int = 1  # 2: gate and up
     kept: int = 0  # tiles of a program whose scales wait in shared memory; 0: there are none, or no room for them
     turned: int = 0  # rows, where they are the tensor core's second operand; 0: they are the first
-    places: int = 2  # of a warpgroup, for what is stored: one is written while the other is read
 
     @property
     def height(self) -> int:
@@ -50,6 +50,14 @@ class Tiles(NamedTuple):
     def sums(self) -> list[tuple[int, int]]:
         """Shapes of what a warpgroup adds up."""
         return [(HEIGHT, self.turned)] * self.halves if self.turned else [(HEIGHT, self.halves * self.columns)]
+
+    @property
+    def lent(self) -> bool:
+        """Whether a tile is stored at once, from where the warpgroup's rows of x were in the tile's last step.
+
+        They are not swizzled: only so wide that eight rows one below the other lie in different banks.
+        """
+        return not self.turned and self.store == self.columns
 
     @property
     def piece(self) -> tuple[int, int]:
@@ -78,24 +86,20 @@ def choose_tiles(
     can_turn = halves == 2 and HEIGHT < rows <= MOST_TURNED and out % MOST_COLUMNS == 0
     if can_turn and _turns(out // MOST_COLUMNS * parts, multiprocessors) * rows < time[columns] * height:
         groups, columns, height, turned = MOST_COLUMNS // HEIGHT, MOST_COLUMNS, rows, rows
-    items, store = out // columns * parts, 8 if (turned or columns) % 16 else 16
-    own = (height + halves * columns) * INNER_BYTES  # of a step
-
-    def stages_beside(kept, places):
-        sizes = (height, kept * halves * MOST_COLUMNS) if kept else ()
-        scales = sum(math.ceil(4 * size / ALIGNMENT) * ALIGNMENT for size in sizes)
-        stored = groups * HEIGHT * store * places * (4 if parts > 1 else 2)
-        return min((SHARED_BYTES - scales - stored) // own, inner // step // parts)
-
-    # Scales wait there at the cost of a place for what is stored, if need be; of a step in flight only where the last
-    # warpgroup has fewer rows than it holds, so that it would read what lies behind the rows' scales.
+    items, lent = out // columns * parts, parts == 1 and not turned and columns % 16 and columns * 2 < INNER_BYTES
+    store = columns if lent else 8 if (turned or columns) % 16 else 16
+    stored = 0 if lent else groups * HEIGHT * PLACES * store * (4 if parts > 1 else 2)
     kept = math.ceil(items / multiprocessors) if dtype == FP8 else 0
-    options = [(kept, 2), (kept, 1), *([(0, 2)] if rows == height else [])]
-    kept, places = max(options, key=lambda option: min(stages_beside(*option), stages_beside(0, 2)))
-    stages = stages_beside(kept, places)
+    sizes = (height, kept * halves * MOST_COLUMNS) if kept else ()
+    scales = sum(math.ceil(4 * size / ALIGNMENT) * ALIGNMENT for size in sizes)
+    room, own = SHARED_BYTES - stored, (height + halves * columns) * INNER_BYTES  # the second of a step
+    stages, fewer = (min(free // own, inner // step // parts) for free in (room, room - scales))
+    if fewer < stages and rows == height:  # else what lies behind the rows' scales would be read
+        kept = 0
+    stages = fewer if kept else stages
     if stages < min(2, inner // step // parts):  # room for scales alone
         return None
-    return Tiles(groups, columns, step, stages, store, min(items, multiprocessors), parts, halves, kept, turned, places)
+    return Tiles(groups, columns, step, stages, store, min(items, multiprocessors), parts, halves, kept, turned)
 
 
 def _turns(items: int, multiprocessors: int) -> float:
