@@ -16,6 +16,7 @@ MMA_ROWS = 16  # smallest side of a matrix product on tensor cores
 LEAST_SPLIT = 128  # rows of context: fewer are read before another program has started
 ENOUGH = 512  # rows of context for a program that has a multiprocessor to itself
 FULL = 264  # programs: two for each of about 132 multiprocessors
+SPARE = 8  # of them may be missing
 LONG = 4096  # rows of context
 
 
@@ -57,6 +58,8 @@ def choose_tiles(
 ) -> Tiles:
     """So many splits that every multiprocessor has two programs (four, if of few rows; one, if large, or enough).
 
+    A context is not split where there are about two for each without, or of few rows and long contexts four.
+
     Args:
         wide: products are taken in float32.
     """
@@ -68,9 +71,10 @@ def choose_tiles(
     most = max(4096 // dim, MMA_ROWS) if wide else 64
     packed = min(max(pl.next_power_of_2(queries * group), MMA_ROWS), most)
     programs = batch * kv_heads * pl.cdiv(queries * group, packed)
-    # 16 rows are two warps' work, and so are 32 where many programs fill the device or contexts are long.
-    is_narrow = dim <= 128 and not wide
-    small = is_narrow and packed <= 32 and (packed == MMA_ROWS or 2 * programs >= 3 * FULL or read > LONG)
+    # 16 rows are two warps' work, and so are 32 where many programs fill the device, contexts are long or rows short.
+    is_narrow, is_long = dim <= 128 and not wide, read > LONG
+    fills = programs >= (FULL - SPARE if dim <= 64 else 3 * FULL // 2)
+    small = is_narrow and packed <= 32 and (packed == MMA_ROWS or fills or is_long)
     warps = 2 if small else (8 if wide or packed * max(dim, 128) >= 64 * 256 else 4)
     few = small or packed == MMA_ROWS  # rows of a tile: 8 KiB each of K and V, or 16
     width = k_pool.dtype.itemsize if is_narrow else max(k_pool.dtype.itemsize, 2)  # else too many registers
@@ -80,7 +84,8 @@ def choose_tiles(
     splits = max(wanted // load, 2)
     if is_narrow and packed == most and splits // 2 * ENOUGH >= read:
         splits //= 2
-    splits = 1 if load >= FULL - 8 else min(splits, pl.cdiv(read, LEAST_SPLIT))
+    enough = (FULL - SPARE) * (2 if small and is_long else 1)
+    splits = 1 if load >= enough else min(splits, pl.cdiv(read, LEAST_SPLIT))
     is_alone = splits == 1 and packed <= 32  # a program then has time for a third tile in flight
     return Tiles(
         group=group,

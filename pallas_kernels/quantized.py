@@ -172,6 +172,7 @@ def taken_apart(parts: Parts) -> tuple[Array, tuple[Array, ...]]:
 
 def add_up(parts: Parts, dtype: jnp.dtype) -> Float[Array, "*rows out"]:
     """The sum of the parts, in their order, scaled, rounded once. (On a CPU jax 0.11.2's reduction is less exact.)"""
-    (first, *others), scales = taken_apart(parts)
+    values, scales = taken_apart(parts)
+    first, *others = values.astype(jnp.float32)
     total = sum(others, first)
     return (total * scales[0][..., None] * scales[1] if scales else total).astype(dtype)

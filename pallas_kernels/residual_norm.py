@@ -52,8 +52,10 @@ def _kernel(x_ref, parts_ref, *refs, eps, hidden, norms, is_rounded):
     row, column = pl.program_id(0), jnp.arange(pl.next_power_of_2(hidden))
     inside = column < hidden
     total = pltriton.load(x_ref.at[row, column], mask=inside, other=0)
-    parts = [pltriton.load(parts_ref.at[part, row, column], mask=inside, other=0) for part in range(parts_ref.shape[0])]
-    delta = sum(parts[1:], parts[0])
+    count = parts_ref.shape[0]
+    parts = [pltriton.load(parts_ref.at[part, row, column], mask=inside, other=0) for part in range(count)]
+    first, *others = [part.astype(jnp.float32) for part in parts]
+    delta = sum(others, first)
     if scale_refs:
         delta = delta * scale_refs[0][row] * pltriton.load(scale_refs[1].at[column], mask=inside, other=0)
     total = total + delta.astype(total.dtype)
@@ -74,7 +76,8 @@ def _pallas(x, parts, *weights, eps, is_rounded, interpret):
     same, scale = jax.ShapeDtypeStruct(rows.shape, x.dtype), jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32)
     of_norm = [jax.ShapeDtypeStruct(rows.shape, FP8), scale] if is_rounded else [same]
     out = [same, *of_norm * len(weights)]
-    columns = 512 if parts.shape[0] == 1 else 128  # of a warp: several parts take several loads a column
+    # Columns of a warp: several parts take several loads of 16 bytes a thread.
+    columns = 512 if parts.shape[0] == 1 else 512 // parts.dtype.itemsize
     warps = min(max(pl.next_power_of_2(hidden) // columns, 1), 32)
     left = pl.pallas_call(
         functools.partial(_kernel, eps=eps, hidden=hidden, norms=len(weights), is_rounded=is_rounded),

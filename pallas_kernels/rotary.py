@@ -65,8 +65,9 @@ def columns_of(qkv_ref, scale_refs, sequence, token, dtype):
     """
 
     def load(columns, hidden):
-        parts = [pltriton.load(qkv_ref.at[part, sequence, token, columns], **hidden) for part in range(count)]
-        total = sum(parts[1:], parts[0])
+        loaded = [pltriton.load(qkv_ref.at[part, sequence, token, columns], **hidden) for part in range(count)]
+        first, *others = [part.astype(jnp.float32) for part in loaded]
+        total = sum(others, first)
         if scale_refs:
             row_scale = pltriton.load(scale_refs[0].at[sequence, token])
             total = total * row_scale * pltriton.load(scale_refs[1].at[columns], **hidden)

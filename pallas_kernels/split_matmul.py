@@ -65,11 +65,11 @@ def _out_tile(rows: int) -> int:
     return 128 if rows <= FEW_ROWS else 64
 
 
-def _reference(x, weight, row_scale, scale, after, *, parts):
+def _reference(x, weight, row_scale, scale, after, *, parts, dtype=jnp.float32):
     weight = weight.astype(x.dtype)
     pieces, weights = (array.reshape(array.shape[0], parts, -1) for array in (x, weight))
     dims = (((2,), (2,)), ((1,), (1,)))
-    product = jax.lax.dot_general(pieces, weights, dims, preferred_element_type=jnp.float32)
+    product = jax.lax.dot_general(pieces, weights, dims, preferred_element_type=dtype)
     return Factors(x, weight, row_scale, scale).scaled(product)
 
 
@@ -134,9 +134,11 @@ def split_matmul(
     after: Float[Array, "..."] | Scaled | None = None,
     implementation: Implementation = "auto",
 ) -> Parts:
-    """x @ weight.T as parts to be added up: float32 if there are several, else one of x's dtype.
+    """x @ weight.T as parts to be added up: float32 if there are several of at most 64 rows, else of x's dtype.
 
-    Those by a weight of "fp8_dynamic" come back as `Scaled` if there is one alone, or of more than 64 rows.
+    Parts of more rows, whose bytes count, are each rounded as one part alone is: two such errors are as large as one of
+    their sum. (But float16 ends before sums of float8's numbers do: those are float32.) Parts by a weight of
+    "fp8_dynamic" come back as `Scaled` if there is one alone, or of more than 64 rows.
 
     Args:
         weight: [out, inner].
@@ -153,7 +155,9 @@ def split_matmul(
     taken = factors(x, weight, is_gated=is_gated, implementation=implementation)
     flat = taken.x.reshape(-1, inner)
     if rows > MOST_ROWS:
-        product = _reference(flat, taken.weight, None, None, None, parts=parts).reshape(parts, *shape, out)
+        dtype = jnp.float32 if x.dtype == jnp.float16 and taken.scale is not None else x.dtype
+        product = _reference(flat, taken.weight, None, None, None, parts=parts, dtype=dtype)
+        product = product.reshape(parts, *shape, out)
         if taken.row_scale is None or taken.scale is None:
             return product
         return Scaled(product, taken.row_scale, taken.scale)

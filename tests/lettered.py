@@ -13,6 +13,10 @@ END, MARK = 0, 14
 TEXTS: list[bytes | None] = [
     None, b"a", b"b", b"ab", b"ba", b"{", b"}", b"1", b"12", b",", b'"', b"\xc3", b"\xa9", b"c", None, b"aab",
 ]  # fmt: skip
+JSON_TEXTS: list[bytes | None] = [  # two spell the same
+    None, b" ", b"{", b"}", b"[", b"]", b'"', b":", b",", b"a",
+    b"b", b'{"', b'b"', b'":', b"[{", b"]}", b"ab", b"a", b"1", None,
+]  # fmt: skip
 
 
 class Lettered:

@@ -21,35 +21,6 @@ from tests.reference import descent
 pytestmark = pytest.mark.once
 pytest.importorskip("llguidance")
 
-LISTS = 'start: "{" (item ("," item)*)? "}"\nitem: start | /[ab]+/\n'
-PAIRS = 'start: pair+\npair: "1" | "{" pair+ "}"\n'
-OBJECTS = {
-    "type": "object",
-    "properties": {"a": {"type": "string", "pattern": "^[ab]*$"}, "b": {"type": "array", "items": {"$ref": "#"}}},
-    "required": ["b"],
-    "additionalProperties": False,
-}
-PIECES = [
-    b" ",
-    b"{",
-    b"}",
-    b"[",
-    b"]",
-    b'"',
-    b":",
-    b",",
-    b"a",
-    b"b",
-    b'{"',
-    b'b"',
-    b'":',
-    b"[{",
-    b"]}",
-    b"ab",
-    b"a",
-    b"1",
-]
-JSON_TEXTS: list[bytes | None] = [None, *PIECES, None]  # two spell the same
 ENDS = (0, 19)
 
 
@@ -61,9 +32,9 @@ def compiled(texts: Sequence[bytes | None], stop_ids: tuple[int, ...], vocab_siz
 
 
 CASES = {
-    "lists": (descent.lists, lettered.TEXTS, (0, 14), dict(grammar=LISTS)),
-    "pairs": (descent.pairs, lettered.TEXTS, (0, 13), dict(grammar=PAIRS)),  # a letter ends it, too
-    "objects": (descent.objects, JSON_TEXTS, ENDS, dict(json_schema=OBJECTS)),
+    "lists": (descent.lists, lettered.TEXTS, (0, 14), dict(grammar=descent.LISTS)),
+    "pairs": (descent.pairs, lettered.TEXTS, (0, 13), dict(grammar=descent.PAIRS)),  # a letter ends it, too
+    "objects": (descent.objects, lettered.JSON_TEXTS, ENDS, dict(json_schema=descent.OBJECTS)),
 }
 
 
@@ -146,7 +117,7 @@ def test_a_mask_of_the_parent_is_caught() -> None:
 
 
 def test_masks_leave_the_matcher_where_it_is() -> None:
-    matcher = Matcher(compiled(lettered.TEXTS, (0,), grammar=LISTS))
+    matcher = Matcher(compiled(lettered.TEXTS, (0,), grammar=descent.LISTS))
     matcher.follow([5, 1])
     before = matcher.first()
     matcher.masks(np.array([1, 9, 5, 6]), np.array([-1, 0, 1, 2]), np.ones(4, bool))
@@ -170,7 +141,7 @@ def test_a_dead_end_is_told_and_does_not_spoil_its_neighbours() -> None:
 
 def test_the_models_vocabulary_may_be_larger_or_smaller_than_the_tokenizers() -> None:
     for size in (12, 70):
-        matcher = Matcher(compiled(lettered.TEXTS, (0,), size, grammar=LISTS))
+        matcher = Matcher(compiled(lettered.TEXTS, (0,), size, grammar=descent.LISTS))
         assert matcher.grammar.words == -(-size // 32) and tokens_of(matcher.first()[0], size) == {5}
 
 
@@ -309,7 +280,7 @@ def test_no_part_of_a_schema_is_dropped(schema: dict[str, Any], value: Any, is_t
 
 def test_which_schemas_hold_themselves() -> None:
     node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/a~1b"}}}
-    assert holds_itself(OBJECTS) and holds_itself({"$ref": "#/$defs/a~1b", "$defs": {"a/b": node}})
+    assert holds_itself(descent.OBJECTS) and holds_itself({"$ref": "#/$defs/a~1b", "$defs": {"a/b": node}})
     assert holds_itself({"properties": {"default": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}})
     for schema in (
         {"properties": {"a": {"$ref": "#/$defs/n"}, "b": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "null"}}},
@@ -324,7 +295,7 @@ def test_which_schemas_hold_themselves() -> None:
 def test_the_way_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("outlines_core")
     with caplog.at_level("INFO", logger="jspec.grammar_input"):
-        compiled(JSON_TEXTS, ENDS, json_schema=OBJECTS)
+        compiled(lettered.JSON_TEXTS, ENDS, json_schema=descent.OBJECTS)
         compiled(lettered.TEXTS, (0,), regex="a+")
     assert [("two launches" in line, "a table of" in line) for line in caplog.messages] == [
         (True, False),
@@ -334,14 +305,14 @@ def test_the_way_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_options_of_the_library_do_not_come_with_a_schema() -> None:
     with pytest.raises(ValueError, match="json_schema: 'x-guidance' at #"):
-        compiled(JSON_TEXTS, ENDS, json_schema={**OBJECTS, "x-guidance": {"lenient": True}})
+        compiled(lettered.JSON_TEXTS, ENDS, json_schema={**descent.OBJECTS, "x-guidance": {"lenient": True}})
     with pytest.raises(ValueError, match=r"SamplingParams.grammar: expected its default beside regex"):
-        SamplingParams(regex="a", grammar=LISTS)
+        SamplingParams(regex="a", grammar=descent.LISTS)
     with pytest.raises(ValueError, match="grammar: needs a token that ends the request"):
-        compiled(lettered.TEXTS, (), grammar=LISTS)
+        compiled(lettered.TEXTS, (), grammar=descent.LISTS)
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"pip install 'jspec\[grammar\]'"):
-        compile_lark("grammar", LISTS, Spellings(lettered.TEXTS, 16), (0,))
+        compile_lark("grammar", descent.LISTS, Spellings(lettered.TEXTS, 16), (0,))

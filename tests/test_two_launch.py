@@ -22,8 +22,8 @@ from jspec.records import Draft, SlotView
 from jspec.sampling_params import sample_seed
 from tests import lettered, small
 from tests.reference import descent
+from tests.reference.descent import LISTS, OBJECTS, PAIRS
 from tests.reference.masking import decoded
-from tests.test_matcher import JSON_TEXTS, LISTS, OBJECTS, PAIRS
 from tests.views import view_of_rows
 
 pytestmark = pytest.mark.once
@@ -209,7 +209,7 @@ class Alternating(Policy):
 
 def test_every_depth_has_its_launches() -> None:
     """An adaptive engine without room for a table, which a schema that holds itself does not need."""
-    texts = JSON_TEXTS[: small.VOCAB]
+    texts = lettered.JSON_TEXTS[: small.VOCAB]
     engine = Engine(
         small.target(),
         drafter=NGram(Tree.chain(2), max_n=2),

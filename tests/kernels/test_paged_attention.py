@@ -234,6 +234,10 @@ def test_rows_past_the_tables_end_are_seen_by_nobody():
         (1, 30, 1392, 8),
         (1, 512, 1536, 1),
         (8, 5, 1392, 4),
+        (8, 5, 8192, 8),
+        (32, 5, 1392, 1),
+        (32, 5, 8192, 2),  # 512 programs, four for each multiprocessor
+        (64, 5, 8192, 1),
     ],
 )
 def test_there_are_as_few_splits_as_are_enough(batch, queries, rows, splits):

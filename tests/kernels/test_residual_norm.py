@@ -50,6 +50,16 @@ def test_sum_and_norm_agree_with_float64(hidden: int, parts: int, dtype: str, im
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_parts_that_are_rounded_are_added_up_in_float32(implementation: str) -> None:
+    x, delta, weight = inputs(96, "bfloat16", 4)
+    delta = delta.astype(x.dtype)  # a float32 sum of so few of them is exact
+    total, _ = add_rms_norm(x, delta, weight, eps=EPS, implementation=implementation)
+    np.testing.assert_array_equal(np.asarray(total, np.float32), np.asarray(added(x, delta), np.float32))
+    first, *others = delta
+    assert np.any(np.asarray(total != x + sum(others, first))), "control: a sum in bfloat16"
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize(("hidden", "parts"), [(96, 1), (4096, 4)])
 def test_the_norm_is_rounded_as_it_would_be_afterwards(hidden: int, parts: int, implementation: str) -> None:
     x, delta, weight = inputs(hidden, "bfloat16", parts)

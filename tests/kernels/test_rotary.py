@@ -90,6 +90,17 @@ def test_a_projection_in_parts_is_added_up(dtype: str, implementation: str) -> N
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_parts_that_are_rounded_are_added_up_in_float32(implementation: str) -> None:
+    p, heads = problem(SHAPES[1], "bfloat16", 4), SHAPES[1][0]
+    p = p | {"qkv": p["qkv"].astype(p["dtype"]), "valid": jnp.ones_like(p["valid"])}
+    *_, values = rotate_append(**p, heads=heads, implementation=implementation)  # which are not rotated
+    first, *others = p["qkv"]
+    *_, wanted = oracle(p, heads)
+    np.testing.assert_array_equal(np.asarray(values, np.float64), wanted)
+    assert np.any(oracle(p | {"qkv": sum(others, first)[None]}, heads)[2] != wanted), "control: a sum in bfloat16"
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_projection_may_wait_for_its_scales(parts: int, implementation: str) -> None:
     p, heads = problem(SHAPES[1], "float32", parts), SHAPES[1][0]

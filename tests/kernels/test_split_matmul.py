@@ -42,6 +42,21 @@ def test_the_parts_add_up_to_the_product(rows: int, out: int, parts: int, implem
     assert error(got[1:], x, weight) > 0.1, "a part that is left out must show"
 
 
+def test_parts_of_many_rows_are_rounded_and_no_worse_for_it() -> None:
+    """Two roundings of parts are as large an error as one of their sum."""
+    x, weight = problem(72, 1024, 2048, "bfloat16")
+    got = split_matmul(x, weight)
+    assert (got.shape, got.dtype) == ((2, 1, 72, 1024), BF16)
+    exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+
+    def spread(values: Any) -> float:
+        return float(np.std(np.asarray(values, np.float64) - exact))
+
+    once = spread(jnp.asarray(exact, BF16))
+    assert 0.5 * once < spread(add_up(got, jnp.float32)) < 1.2 * once
+    assert spread(add_up(got[1:], jnp.float32)) > 100 * once, "a part that is left out must show"
+
+
 @pytest.mark.once
 def test_what_the_kernel_waits_for_changes_nothing() -> None:
     x, weight = problem(5, 1024, 2048, "bfloat16")

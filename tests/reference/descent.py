@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+LISTS = 'start: "{" (item ("," item)*)? "}"\nitem: start | /[ab]+/\n'
+PAIRS = 'start: pair+\npair: "1" | "{" pair+ "}"\n'
+OBJECTS = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "pattern": "^[ab]*$"}, "b": {"type": "array", "items": {"$ref": "#"}}},
+    "required": ["b"],
+    "additionalProperties": False,
+}
+
 
 class Over(Exception):
     """The text ended where more must come: it is the beginning of one that fits."""
