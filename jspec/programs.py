@@ -30,7 +30,7 @@ from jspec.prefill import catch_up_step, prefill_step
 from jspec.records import MAX_STOP_IDS, PrefillInput, SlotState
 from jspec.step import Params, Program, spec_step
 from jspec.two_launch import draft_step, mask_shape, verify_step
-from pallas_kernels.implementation import explain
+from pallas_kernels.implementation import explain, settled
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ class Programs:
     def __init__(
         self, program: Program, params: Params, state: SlotState, config: EngineConfig, depths: Sequence[int]
     ) -> None:
-        self._program = program
+        (device, *_) = state.root.devices()
+        self._program = replace(program, implementation=settled(program.implementation, device))
         self._depths = depths
         self._params = params
         self._config = config
@@ -94,7 +95,6 @@ class Programs:
         self.load_grammar: Any = None  # likewise
         self.seconds: dict[str, float] = {}
         self.lower_seconds: dict[str, float] = {}
-        (device, *_) = state.root.devices()
         logger.info("%s", explain(program.implementation, device))
         self._compile(self._lowered())
 

@@ -43,16 +43,26 @@ def choose(
     return jax.lax.platform_dependent(*arguments, cuda=compiled, default=reference)
 
 
+def settled(implementation: str, device: jax.Device) -> str:
+    """What "auto" comes to in programs for one device alone; kernels that they would not hold are not traced then."""
+    return "reference" if implementation == "auto" and not _capability(device) else implementation
+
+
+def _capability(device: jax.Device) -> str:
+    """Compute capability of an NVIDIA GPU; "" of any other device."""
+    capability = str(getattr(device, "compute_capability", ""))
+    return capability if capability.replace(".", "").isdecimal() else ""  # AMD's is a name
+
+
 def explain(implementation: str, device: jax.Device) -> str:
     """Says what `choose` takes on a device, and why; a call that a kernel does not support takes its reference."""
-    capability = str(getattr(device, "compute_capability", ""))
-    is_nvidia = capability.replace(".", "").isdecimal()  # AMD's is a name
-    where = device.device_kind + (f", compute capability {capability}" if is_nvidia else "")
+    capability = _capability(device)
+    where = device.device_kind + (f", compute capability {capability}" if capability else "")
     if implementation == "reference":
         return f'references on {where}: asked for by implementation="reference"'
     if implementation == "pallas":
         how = "interpreted " if device.platform == "cpu" else ""
         return f'Pallas kernels {how}on {where}: asked for by implementation="pallas"'
-    if is_nvidia:
+    if capability:
         return f"Pallas kernels on {where}: an NVIDIA GPU"
     return f"references on {where}: not an NVIDIA GPU"

@@ -10,10 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 
+from jspec import Engine
 from jspec.config import EngineConfig
+from jspec.draft import NoDraft
 from jspec.programs import Programs
-from pallas_kernels.implementation import choose, explain
+from jspec.step import Program
+from pallas_kernels.implementation import choose, explain, settled
+from tests import tiny
 
 pytestmark = pytest.mark.once
 
@@ -52,14 +57,34 @@ def test_it_says_what_is_chosen(implementation: str, platform: str) -> None:
     assert said.startswith(f"{chosen(implementation, platform)} {DEVICES[platform].device_kind}")
     assert ("compute capability 9.0" in said) == (platform == "cuda")
     assert ("asked for" in said) == (implementation != "auto")
+    assert said.startswith(chosen(settled(implementation, DEVICES[platform]), platform))
+    assert (settled(implementation, DEVICES[platform]) == "reference") == said.startswith("references")
 
 
 def test_an_engine_says_it_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(Programs, "_compile", lambda *args, **options: None)
     state: Any = namedtuple("State", "root page_table")(jnp.zeros(2), jnp.zeros((2, 3)))
     for implementation in ("auto", "reference"):
-        program: Any = SimpleNamespace(implementation=implementation)
+        program = Program(drafter=NoDraft(), feature_layers=(), accept="coupled", implementation=implementation)
         with caplog.at_level(logging.INFO, "jspec"):
             caplog.clear()
             Programs(program, None, state, EngineConfig(), (0,))  # type: ignore[arg-type]
         assert [record.getMessage() for record in caplog.records] == [explain(implementation, jax.devices()[0])]
+
+
+def test_an_engine_traces_no_kernel_that_it_will_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    if jax.default_backend() == "gpu":
+        pytest.skip("here an engine holds kernels")
+    traced: list[str] = []
+
+    def counted(*args: Any, name: str, **options: Any) -> Any:
+        traced.append(name)
+        return pallas_call(*args, name=name, **options)
+
+    pallas_call = pl.pallas_call
+    monkeypatch.setattr(pl, "pallas_call", counted)
+    for implementation, some in (("auto", False), ("pallas", True)):
+        traced.clear()
+        target = tiny.model(24, layers=1, hidden=64)  # of shapes that nothing else traced
+        Engine(target, slots=3, max_len=40, buckets=(3,), prefill_buckets=(7,), implementation=implementation)
+        assert bool(traced) == some, traced
