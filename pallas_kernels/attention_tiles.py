@@ -58,7 +58,7 @@ def choose_tiles(
 ) -> Tiles:
     """So many splits that every multiprocessor has two programs (four, if of few rows; one, if large, or enough).
 
-    A context is not split where there are about two for each without, or of few rows and long contexts four.
+    A context is not split where there are two for each anyway, unless small programs read long ones and four fit.
 
     Args:
         wide: products are taken in float32.
@@ -84,8 +84,8 @@ def choose_tiles(
     splits = max(wanted // load, 2)
     if is_narrow and packed == most and splits // 2 * ENOUGH >= read:
         splits //= 2
-    enough = (FULL - SPARE) * (2 if small and is_long else 1)
-    splits = 1 if load >= enough else min(splits, pl.cdiv(read, LEAST_SPLIT))
+    are_enough = load > FULL if small and is_long else load >= FULL - SPARE
+    splits = 1 if are_enough else min(splits, pl.cdiv(read, LEAST_SPLIT))
     is_alone = splits == 1 and packed <= 32  # a program then has time for a third tile in flight
     return Tiles(
         group=group,

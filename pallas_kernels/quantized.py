@@ -171,7 +171,7 @@ def taken_apart(parts: Parts) -> tuple[Array, tuple[Array, ...]]:
 
 
 def add_up(parts: Parts, dtype: jnp.dtype) -> Float[Array, "*rows out"]:
-    """The sum of the parts, in their order, scaled, rounded once. (On a CPU jax 0.11.2's reduction is less exact.)"""
+    """The parts' float32 sum, in their order, scaled, rounded once. (On a CPU jax 0.11.2's reduction is less exact.)"""
     values, scales = taken_apart(parts)
     first, *others = values.astype(jnp.float32)
     total = sum(others, first)

@@ -76,7 +76,7 @@ def _pallas(x, parts, *weights, eps, is_rounded, interpret):
     same, scale = jax.ShapeDtypeStruct(rows.shape, x.dtype), jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32)
     of_norm = [jax.ShapeDtypeStruct(rows.shape, FP8), scale] if is_rounded else [same]
     out = [same, *of_norm * len(weights)]
-    # Columns of a warp: several parts take several loads of 16 bytes a thread.
+    # Columns of a warp: of several parts a thread loads 16 bytes each.
     columns = 512 if parts.shape[0] == 1 else 512 // parts.dtype.itemsize
     warps = min(max(pl.next_power_of_2(hidden) // columns, 1), 32)
     left = pl.pallas_call(

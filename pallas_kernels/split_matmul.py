@@ -134,11 +134,11 @@ def split_matmul(
     after: Float[Array, "..."] | Scaled | None = None,
     implementation: Implementation = "auto",
 ) -> Parts:
-    """x @ weight.T as parts to be added up: float32 if there are several of at most 64 rows, else of x's dtype.
+    """x @ weight.T as parts to be added up in float32: if one, of x's dtype; if several, float32.
 
-    Parts of more rows, whose bytes count, are each rounded as one part alone is: two such errors are as large as one of
-    their sum. (But float16 ends before sums of float8's numbers do: those are float32.) Parts by a weight of
-    "fp8_dynamic" come back as `Scaled` if there is one alone, or of more than 64 rows.
+    But several parts of more than 64 rows of bfloat16, whose bytes count, are rounded to it: two such errors are as
+    large as one of their sum. Parts by a weight of "fp8_dynamic" come back as `Scaled` if there is one alone (float32
+    up to 64 rows), or of more than 64 rows.
 
     Args:
         weight: [out, inner].
@@ -155,7 +155,7 @@ def split_matmul(
     taken = factors(x, weight, is_gated=is_gated, implementation=implementation)
     flat = taken.x.reshape(-1, inner)
     if rows > MOST_ROWS:
-        dtype = jnp.float32 if x.dtype == jnp.float16 and taken.scale is not None else x.dtype
+        dtype = x.dtype if x.dtype == jnp.bfloat16 else jnp.float32
         product = _reference(flat, taken.weight, None, None, None, parts=parts, dtype=dtype)
         product = product.reshape(parts, *shape, out)
         if taken.row_scale is None or taken.scale is None:

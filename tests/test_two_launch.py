@@ -22,7 +22,6 @@ from jspec.records import Draft, SlotView
 from jspec.sampling_params import sample_seed
 from tests import lettered, small
 from tests.reference import descent
-from tests.reference.descent import LISTS, OBJECTS, PAIRS
 from tests.reference.masking import decoded
 from tests.views import view_of_rows
 
@@ -30,16 +29,20 @@ pytestmark = pytest.mark.once
 pytest.importorskip("llguidance")
 
 LENGTH = 18
-READERS = {LISTS: descent.lists, PAIRS: descent.pairs, json.dumps(OBJECTS): descent.objects}
+READERS = {
+    descent.LISTS: descent.lists,
+    descent.PAIRS: descent.pairs,
+    json.dumps(descent.OBJECTS): descent.objects,
+}
 PROMPTS = [[1, 2, 3], [4] * 6, list(range(1, 12)), [5, 1, 5, 1, 5], [7], [9, 9, 2, 1], [3, 1, 2, 3, 1, 2, 3], [6, 2]]
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=LENGTH, grammar=LISTS, repetition_penalty=1.2, logprobs=2),
+    SamplingParams(temperature=0, max_tokens=LENGTH, grammar=descent.LISTS, repetition_penalty=1.2, logprobs=2),
     SamplingParams(temperature=0, max_tokens=LENGTH, regex="((a|b){2}c)*"),
-    SamplingParams(seed=3, max_tokens=LENGTH, grammar=LISTS, top_k=9, draft=2),
-    SamplingParams(seed=4, max_tokens=LENGTH, grammar=PAIRS, stop_token_ids=(13,), logit_bias={5: 2.0}),
+    SamplingParams(seed=3, max_tokens=LENGTH, grammar=descent.LISTS, top_k=9, draft=2),
+    SamplingParams(seed=4, max_tokens=LENGTH, grammar=descent.PAIRS, stop_token_ids=(13,), logit_bias={5: 2.0}),
     SamplingParams(temperature=0, max_tokens=LENGTH),
-    SamplingParams(seed=6, max_tokens=LENGTH, grammar=LISTS, bad_words=[[15], [1, 1], [2, 9]], temperature=1.7),
-    SamplingParams(temperature=0, max_tokens=LENGTH, grammar=PAIRS, frequency_penalty=0.3),
+    SamplingParams(seed=6, max_tokens=LENGTH, grammar=descent.LISTS, bad_words=[[15], [1, 1], [2, 9]], temperature=1.7),
+    SamplingParams(temperature=0, max_tokens=LENGTH, grammar=descent.PAIRS, frequency_penalty=0.3),
     SamplingParams(seed=8, max_tokens=LENGTH, presence_penalty=1.0, logprobs=0),
 ]
 
@@ -224,7 +227,7 @@ def test_every_depth_has_its_launches() -> None:
     )
     engine.policy, whole = Alternating((0, 2)), 0
     for index, prompt in enumerate(PROMPTS):
-        params = SamplingParams(seed=index, temperature=index % 3, max_tokens=32, json_schema=OBJECTS)
+        params = SamplingParams(seed=index, temperature=index % 3, max_tokens=32, json_schema=descent.OBJECTS)
         params = replace(params, logit_bias={1: -9, 10: -2, 5: 3, 15: 2}, min_p=0.01)
         (done,) = engine.generate(prompt, params)
         assert done.raise_for_error().token_ids == by_descent(prompt, params, texts=texts)

@@ -188,7 +188,7 @@ def test_what_one_kernel_does_not_take_two_do(tokens: int, page: int, pool: str)
 def compile_attention(batch: int, rows: int, parts: int, start: int, *, is_rounded: bool = False) -> Any:
     shape = jax.ShapeDtypeStruct
     pools = [shape((batch * 75 + 1, 8, 16, 128), "bfloat16")] * 2
-    qkv = shape((parts, batch, rows, 6144), "float32" if parts > 1 else "bfloat16")
+    qkv = shape((parts, batch, rows, 6144), "float32" if parts > 1 and batch * rows <= 64 else "bfloat16")
     where = shape((batch, 75), "int32"), shape((batch,), "int32"), shape((batch, rows), "bool")
     arrays = (*pools, qkv, shape((batch, rows), "int32"), shape((64,), "float32"), *where)
     options = {"heads": 32, "start": start, "dtype": jnp.dtype("bfloat16"), "is_rounded": is_rounded}

@@ -129,7 +129,7 @@ def whole_product(kind: str) -> Case:
 
 
 def norm(rows: int, parts: int) -> Case:
-    delta = shape(parts, rows, HIDDEN, dtype=BF16 if parts == 1 else F32)
+    delta = shape(parts, rows, HIDDEN, dtype=F32 if parts > 1 and rows <= 64 else BF16)
     return partial(add_rms_norm, eps=1e-5, implementation="pallas"), (shape(rows, HIDDEN), delta, shape(HIDDEN))
 
 

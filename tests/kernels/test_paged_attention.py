@@ -225,27 +225,34 @@ def test_rows_past_the_tables_end_are_seen_by_nobody():
 
 
 @pytest.mark.parametrize(
-    ("batch", "queries", "rows", "splits"),
+    ("batch", "queries", "dim", "rows", "splits", "warps"),
     [
-        (1, 64, 1392, 4),  # 128 programs, of 348 rows
-        (1, 64, 4096, 8),  # with half as many, of 1024
-        (2, 64, 1392, 4),  # of 696
-        (8, 64, 1392, 1),
-        (1, 30, 1392, 8),
-        (1, 512, 1536, 1),
-        (8, 5, 1392, 4),
-        (8, 5, 8192, 8),
-        (32, 5, 1392, 1),
-        (32, 5, 8192, 2),  # 512 programs, four for each multiprocessor
-        (64, 5, 8192, 1),
+        (1, 64, 128, 1392, 4, 4),  # 128 programs, of 348 rows
+        (1, 64, 128, 4096, 8, 4),  # with half as many, of 1024
+        (2, 64, 128, 1392, 4, 4),  # of 696
+        (8, 64, 128, 1392, 1, 4),
+        (1, 30, 128, 1392, 8, 4),
+        (1, 512, 128, 1536, 1, 4),
+        (8, 5, 128, 1392, 4, 4),
+        (8, 5, 128, 8192, 8, 2),
+        (32, 5, 128, 1392, 1, 4),
+        (32, 5, 128, 8192, 2, 2),  # 512 programs, four for each multiprocessor
+        (32, 5, 64, 8192, 2, 2),
+        (32, 5, 256, 8192, 1, 4),  # large ones
+        (4, 64, 128, 8192, 2, 4),
+        (8, 64, 128, 8192, 1, 4),
+        (48, 5, 128, 8192, 1, 2),  # twice as many would not fit at once
+        (64, 5, 128, 8192, 1, 2),
+        (32, 5, 64, 1392, 1, 2),  # of short rows
+        (31, 5, 64, 1392, 2, 4),
     ],
 )
-def test_there_are_as_few_splits_as_are_enough(batch, queries, rows, splits):
-    q = jax.ShapeDtypeStruct((batch, queries, 32, 128), jnp.bfloat16)
-    pool = jax.ShapeDtypeStruct((9, 8, 16, 128), jnp.bfloat16)
+def test_there_are_as_few_splits_as_are_enough(batch, queries, dim, rows, splits, warps):
+    q = jax.ShapeDtypeStruct((batch, queries, 32, dim), jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((9, 8, 16, dim), jnp.bfloat16)
     table = jax.ShapeDtypeStruct((batch, rows // 16), jnp.int32)
     tiles = choose_tiles(q, pool, table, None, new_rows=queries, start=0, window=None, wide=False)
-    assert (tiles.splits, tiles.packed) == (splits, 32 if queries == 5 else 64)
+    assert (tiles.splits, tiles.packed, tiles.warps) == (splits, 32 if queries == 5 else 64, warps)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+# The grammars that are read below, as requests name them.
 LISTS = 'start: "{" (item ("," item)*)? "}"\nitem: start | /[ab]+/\n'
 PAIRS = 'start: pair+\npair: "1" | "{" pair+ "}"\n'
 OBJECTS = {
