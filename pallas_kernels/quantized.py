@@ -9,6 +9,7 @@ turns the last bit of a float32 sum into a step of 1/16: "fp8_dynamic" is exact 
 """
 
 import math
+from collections.abc import Iterable
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -170,9 +171,14 @@ def taken_apart(parts: Parts) -> tuple[Array, tuple[Array, ...]]:
     return (parts.values, (parts.row_scale, parts.scale)) if isinstance(parts, Scaled) else (parts, ())
 
 
+def summed(parts: Iterable[Array]) -> Array:
+    """Their sum in float32, in their order; in a kernel too. (On a CPU jax 0.11.2's reduction is less exact.)"""
+    first, *others = (part.astype(jnp.float32) for part in parts)
+    return sum(others, first)
+
+
 def add_up(parts: Parts, dtype: jnp.dtype) -> Float[Array, "*rows out"]:
-    """The parts' float32 sum, in their order, scaled, rounded once. (On a CPU jax 0.11.2's reduction is less exact.)"""
+    """The sum of the parts, scaled, rounded once."""
     values, scales = taken_apart(parts)
-    first, *others = values.astype(jnp.float32)
-    total = sum(others, first)
+    total = summed(values)
     return (total * scales[0][..., None] * scales[1] if scales else total).astype(dtype)

@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels.implementation import Implementation, choose
-from pallas_kernels.quantized import Parts, Rounded, add_up, taken_apart
+from pallas_kernels.quantized import Parts, Rounded, add_up, summed, taken_apart
 from pallas_kernels.round_rows import FP8, scaled_rows
 from pallas_kernels.row_blocks import in_row_blocks
 
@@ -53,9 +53,7 @@ def _kernel(x_ref, parts_ref, *refs, eps, hidden, norms, is_rounded):
     inside = column < hidden
     total = pltriton.load(x_ref.at[row, column], mask=inside, other=0)
     count = parts_ref.shape[0]
-    parts = [pltriton.load(parts_ref.at[part, row, column], mask=inside, other=0) for part in range(count)]
-    first, *others = [part.astype(jnp.float32) for part in parts]
-    delta = sum(others, first)
+    delta = summed([pltriton.load(parts_ref.at[part, row, column], mask=inside, other=0) for part in range(count)])
     if scale_refs:
         delta = delta * scale_refs[0][row] * pltriton.load(scale_refs[1].at[column], mask=inside, other=0)
     total = total + delta.astype(total.dtype)

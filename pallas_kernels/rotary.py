@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.kv_pages import HEAD_DIMS, POOL_DTYPES, Pool, append, locate, rounded
-from pallas_kernels.quantized import Parts, add_up, taken_apart
+from pallas_kernels.quantized import Parts, add_up, summed, taken_apart
 from pallas_kernels.row_blocks import in_row_blocks
 
 
@@ -65,9 +65,7 @@ def columns_of(qkv_ref, scale_refs, sequence, token, dtype):
     """
 
     def load(columns, hidden):
-        loaded = [pltriton.load(qkv_ref.at[part, sequence, token, columns], **hidden) for part in range(count)]
-        first, *others = [part.astype(jnp.float32) for part in loaded]
-        total = sum(others, first)
+        total = summed([pltriton.load(qkv_ref.at[part, sequence, token, columns], **hidden) for part in range(count)])
         if scale_refs:
             row_scale = pltriton.load(scale_refs[0].at[sequence, token])
             total = total * row_scale * pltriton.load(scale_refs[1].at[columns], **hidden)
