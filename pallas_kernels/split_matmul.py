@@ -40,6 +40,7 @@ LEAST_OUT, LEAST_INNER = 1024, 2048  # a smaller weight is read before a second 
 WIDEST_OUT = 16384  # beyond, the output has tiles enough
 INNER_BYTES = 128  # of a weight's row in a tile
 NARROW_OUT = 4096  # up to which four parts make up for the few tiles; of a wider output two are faster
+SPLIT_AGAIN = 2048  # numbers that a part is long, from which on XLA may split it once more
 
 
 def parts_of(
@@ -58,7 +59,18 @@ def parts_of(
     tile = _out_tile(rows)
     if out < LEAST_OUT or inner < LEAST_INNER or out % tile or inner % (4 * (INNER_BYTES // weight_bytes)):
         return 1
-    return 4 if rows <= MOST_ROWS and out <= NARROW_OUT else 2
+    if rows <= MOST_ROWS:
+        return 4 if out <= NARROW_OUT else 2
+    parts = 2
+    while _is_split_again(rows, out, inner, parts) and inner % (2 * parts * INNER_BYTES // weight_bytes) == 0:
+        parts *= 2
+    return parts
+
+
+def _is_split_again(rows: int, out: int, inner: int, parts: int) -> bool:
+    """Whether XLA splits each of the parts once more, and adds up in a launch of its own."""
+    tiles = math.ceil(rows / 64) * math.ceil(out / OUT_TILE) * parts
+    return inner // parts >= SPLIT_AGAIN and (rows < 96 or tiles < TILES)
 
 
 def _out_tile(rows: int) -> int:
@@ -136,7 +148,7 @@ def split_matmul(
 ) -> Parts:
     """x @ weight.T as parts to be added up in float32: if one, of x's dtype; if several, float32.
 
-    But several parts of more than 64 rows of bfloat16, whose bytes count, are rounded to it: two such errors are as
+    But several parts of more than 64 rows of bfloat16, whose bytes count, are rounded to it: all such errors are as
     large as one of their sum. Parts by a weight of "fp8_dynamic" come back as `Scaled` if there is one alone (float32
     up to 64 rows), or of more than 64 rows.
 

@@ -97,7 +97,14 @@ def test_a_kernel_waits_for_an_operand_that_it_does_not_read(waits: bool) -> Non
         (60, 4096, 14336, BF16, 4),
         (60, 6144, 4096, BF16, 2),
         (5, 6144, 4096, BF16, 2),
-        (65, 4096, 4096, BF16, 2),  # by XLA
+        (65, 4096, 4096, BF16, 4),  # by XLA, as all that follow
+        (80, 4096, 14336, BF16, 8),
+        (80, 6144, 4096, BF16, 4),
+        (96, 4096, 14336, BF16, 4),
+        (96, 6144, 4096, BF16, 2),
+        (136, 4096, 14336, BF16, 2),
+        (80, 4096, 14080, BF16, 4),  # no eight equal pieces of steps
+        (80, 1024, 2048, BF16, 2),  # short
         (512, 4096, 4096, BF16, 2),
         (513, 4096, 4096, BF16, 1),  # enough tiles
         (160, 6144, 4096, BF16, 2),
@@ -113,6 +120,26 @@ def test_only_a_large_weight_with_few_rows_is_split(
     rows: int, out: int, inner: int, dtype: jnp.dtype, parts: int
 ) -> None:
     assert parts_of(rows, out, inner, dtype) == parts
+
+
+@pytest.mark.parametrize("rows", [72, 96, 136])
+@pytest.mark.parametrize(("out", "inner"), [(4096, 4096), (4096, 14336), (6144, 4096)])
+def test_xla_splits_no_part_of_many_rows_again(rows: int, out: int, inner: int) -> None:
+    """It would add up in a launch of its own, as the control's fewer parts show."""
+
+    def launches(multiply: Any, x: jax.Array, weight: jax.Array) -> int:
+        return len(compile_for_h200(multiply, x, weight).launches)
+
+    arrays = jax.ShapeDtypeStruct((rows, inner), BF16), jax.ShapeDtypeStruct((out, inner), BF16)
+    assert launches(split_matmul, *arrays) == 1
+    if (parts := parts_of(rows, out, inner, BF16)) > 2:
+        dims = (((2,), (2,)), ((1,), (1,)))
+
+        def fewer(*arrays: jax.Array) -> jax.Array:
+            pieces = (array.reshape(array.shape[0], parts // 2, -1) for array in arrays)
+            return jax.lax.dot_general(*pieces, dims, preferred_element_type=BF16)
+
+        assert launches(fewer, *arrays) == 2
 
 
 def test_what_is_not_split_is_one_part_of_the_same_dtype() -> None:
