@@ -73,7 +73,8 @@ def choose_tiles(
     programs = batch * kv_heads * pl.cdiv(queries * group, packed)
     # 16 rows are two warps' work, and so are 32 where many programs fill the device, contexts are long or rows short.
     is_narrow, is_long = dim <= 128 and not wide, read > LONG
-    fills = programs > FULL or (dim <= 64 and programs >= FULL - SPARE)  # large ones have no room for more
+    # Large ones run two to a multiprocessor; short rows want small ones sooner.
+    fills = programs >= (FULL - SPARE if dim <= 64 else FULL)
     small = is_narrow and packed <= 32 and (packed == MMA_ROWS or fills or is_long)
     warps = 2 if small else (8 if wide or packed * max(dim, 128) >= 64 * 256 else 4)
     few = small or packed == MMA_ROWS  # rows of a tile: 8 KiB each of K and V, or 16

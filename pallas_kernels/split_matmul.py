@@ -40,7 +40,9 @@ LEAST_OUT, LEAST_INNER = 1024, 2048  # a smaller weight is read before a second 
 WIDEST_OUT = 16384  # beyond, the output has tiles enough
 INNER_BYTES = 128  # of a weight's row in a tile
 NARROW_OUT = 4096  # up to which four parts make up for the few tiles; of a wider output two are faster
-SPLIT_AGAIN = 2048  # numbers that a part is long, from which on XLA may split it once more
+SPLIT_AGAIN = 2048  # length of a part from which on XLA may split it again
+LEAST_FULL = 96  # rows from which on it wants half as many tiles
+XLA_TILE = 64, 128  # rows and columns of them
 
 
 def parts_of(
@@ -68,9 +70,13 @@ def parts_of(
 
 
 def _is_split_again(rows: int, out: int, inner: int, parts: int) -> bool:
-    """Whether XLA splits each of the parts once more, and adds up in a launch of its own."""
-    tiles = math.ceil(rows / 64) * math.ceil(out / OUT_TILE) * parts
-    return inner // parts >= SPLIT_AGAIN and (rows < 96 or tiles < TILES)
+    """Whether XLA would split each of the parts again, and add up in a launch of its own.
+
+    Fitted to what it does with the products of Llama-3.1-8B; of other shapes it may still split some, or none of less.
+    """
+    height, width = XLA_TILE
+    tiles = math.ceil(rows / height) * math.ceil(out / width) * parts
+    return inner // parts >= SPLIT_AGAIN and tiles < (TILES if rows >= LEAST_FULL else 2 * TILES)
 
 
 def _out_tile(rows: int) -> int:
@@ -148,9 +154,9 @@ def split_matmul(
 ) -> Parts:
     """x @ weight.T as parts to be added up in float32: if one, of x's dtype; if several, float32.
 
-    But several parts of more than 64 rows of bfloat16, whose bytes count, are rounded to it: all such errors are as
-    large as one of their sum. Parts by a weight of "fp8_dynamic" come back as `Scaled` if there is one alone (float32
-    up to 64 rows), or of more than 64 rows.
+    But several parts of more than 64 rows of bfloat16, whose bytes count, are rounded to it: together such errors are
+    about as large as one of their sum, unless parts cancel. Parts by a weight of "fp8_dynamic" come back as `Scaled` if
+    there is one alone (float32 up to 64 rows), or of more than 64 rows.
 
     Args:
         weight: [out, inner].

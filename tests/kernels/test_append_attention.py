@@ -204,6 +204,7 @@ def compile_attention(batch: int, rows: int, parts: int, start: int, *, is_round
         pytest.param(1, 5, 2, 0, marks=pytest.mark.matrix),
         (1, 5, 2, 1),
         (8, 5, 2, 0),
+        (16, 5, 4, 0),
         (32, 5, 2, 1),
         (64, 5, 1, 0),
         (64, 1, 1, 1),

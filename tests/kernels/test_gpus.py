@@ -174,6 +174,7 @@ CASES: dict[str, Case] = {
     "product 5, deterministic, float32": fixed_product(5, F32),
     "norm": norm(5, 1),
     "norm of parts": norm(61, 4),
+    "norm of many rows' parts": norm(80, 8),
     "bound": bound(5),
     "draw": draw(5),
     "rows of a view": view(),

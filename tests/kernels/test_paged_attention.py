@@ -243,8 +243,8 @@ def test_rows_past_the_tables_end_are_seen_by_nobody():
         (8, 64, 128, 8192, 1, 4),
         (48, 5, 128, 8192, 1, 2),  # twice as many would not fit at once
         (64, 5, 128, 8192, 1, 2),
-        (33, 5, 128, 1392, 1, 4),  # 264 programs
-        (34, 5, 128, 1392, 1, 2),  # more than two large ones for each multiprocessor
+        (33, 5, 128, 1392, 1, 2),  # 264 programs: more than two large ones for each multiprocessor would wait
+        (48, 5, 128, 1392, 1, 2),
         (32, 5, 64, 1392, 1, 2),  # of short rows
         (31, 5, 64, 1392, 2, 4),
     ],
