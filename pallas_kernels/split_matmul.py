@@ -41,8 +41,8 @@ WIDEST_OUT = 16384  # beyond, the output has tiles enough
 INNER_BYTES = 128  # of a weight's row in a tile
 NARROW_OUT = 4096  # up to which four parts make up for the few tiles; of a wider output two are faster
 SPLIT_AGAIN = 2048  # length of a part from which on XLA may split it again
-LEAST_FULL = 96  # rows from which on it wants half as many tiles
-XLA_TILE = 64, 128  # rows and columns of them
+MANY_ROWS = 96  # from which on it is content with half as many tiles
+XLA_TILE = 64, 128  # rows and columns of one
 
 
 def parts_of(
@@ -58,13 +58,13 @@ def parts_of(
     tiles = math.ceil(rows / OUT_TILE) * math.ceil(out / OUT_TILE)
     if rows > MOST_ROWS and (tiles >= TILES or not (weight_bytes == 2 or is_rounded)):
         return 1
-    tile = _out_tile(rows)
-    if out < LEAST_OUT or inner < LEAST_INNER or out % tile or inner % (4 * (INNER_BYTES // weight_bytes)):
+    tile, step = _out_tile(rows), INNER_BYTES // weight_bytes
+    if out < LEAST_OUT or inner < LEAST_INNER or out % tile or inner % (4 * step):
         return 1
     if rows <= MOST_ROWS:
         return 4 if out <= NARROW_OUT else 2
     parts = 2
-    while _is_split_again(rows, out, inner, parts) and inner % (2 * parts * INNER_BYTES // weight_bytes) == 0:
+    while _is_split_again(rows, out, inner, parts) and inner % (2 * parts * step) == 0:
         parts *= 2
     return parts
 
@@ -76,7 +76,7 @@ def _is_split_again(rows: int, out: int, inner: int, parts: int) -> bool:
     """
     height, width = XLA_TILE
     tiles = math.ceil(rows / height) * math.ceil(out / width) * parts
-    return inner // parts >= SPLIT_AGAIN and tiles < (TILES if rows >= LEAST_FULL else 2 * TILES)
+    return inner // parts >= SPLIT_AGAIN and tiles < (TILES if rows >= MANY_ROWS else 2 * TILES)
 
 
 def _out_tile(rows: int) -> int:
