@@ -18,6 +18,7 @@ ENOUGH = 512  # rows of context for a program that has a multiprocessor to itsel
 FULL = 264  # programs: two for each of about 132 multiprocessors
 SPARE = 8  # of them may be missing
 LONG = 4096  # rows of context
+SHORT = 128  # bytes of a row of K
 
 
 class Tiles(NamedTuple):
@@ -71,11 +72,12 @@ def choose_tiles(
     most = max(4096 // dim, MMA_ROWS) if wide else 64
     packed = min(max(pl.next_power_of_2(queries * group), MMA_ROWS), most)
     programs = batch * kv_heads * pl.cdiv(queries * group, packed)
-    # 16 rows are two warps' work, and so are 32 where many programs fill the device, contexts are long or rows short.
+    # 16 rows are two warps' work. So are 32 where contexts are long, where large programs (a multiprocessor runs two)
+    # would wait for each other, and earlier where a row is so short that instructions count.
     is_narrow, is_long = dim <= 128 and not wide, read > LONG
-    # Large ones run two to a multiprocessor; short rows want small ones sooner.
-    fills = programs >= (FULL - SPARE if dim <= 64 else FULL)
-    small = is_narrow and packed <= 32 and (packed == MMA_ROWS or fills or is_long)
+    waits = programs * (1 if programs >= FULL - SPARE else 2) >= FULL
+    is_short = dim * k_pool.dtype.itemsize <= SHORT and programs > FULL // 3
+    small = is_narrow and packed <= 32 and (packed == MMA_ROWS or is_long or waits or is_short)
     warps = 2 if small else (8 if wide or packed * max(dim, 128) >= 64 * 256 else 4)
     few = small or packed == MMA_ROWS  # rows of a tile: 8 KiB each of K and V, or 16
     width = k_pool.dtype.itemsize if is_narrow else max(k_pool.dtype.itemsize, 2)  # else too many registers

@@ -99,6 +99,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_no_cache_holds_zeros(compiled: Compiled) -> None:
+    """Which cost less power than numbers do."""
+    state = compiled.fresh()
+    pools = [*jax.tree.leaves(state.target), *jax.tree.leaves(state.draft.cache)]
+    assert len(pools) == 2 * (len(compiled.params.target.layers) + 1)
+    assert all(np.abs(np.asarray(pool, np.float32)).max(axis=(1, 2, 3)).min() > 0 for pool in pools)
+
+
 def test_the_stated_acceptance_comes_out(folder: Path) -> None:
     (result,) = json.loads((folder / "results.json").read_text())["results"]
     assert result["stated_length"] == pytest.approx(STATED) == pytest.approx(2.3)

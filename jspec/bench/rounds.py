@@ -20,7 +20,7 @@ from jspec.draft import Drafter, NoDraft
 from jspec.draft.eagle import Eagle3
 from jspec.draft.heads import EagleHead
 from jspec.models.decoder import Model
-from jspec.records import SlotState
+from jspec.records import KVCache, SlotState
 from jspec.step import Params, Program, init_state, spec_step
 from jspec.tree import Tree
 
@@ -211,10 +211,17 @@ def _depth(case: Case) -> int:
 
 
 def filled_state(state: SlotState, case: Case) -> SlotState:
-    """Every slot that is not idle in the middle of a text: its own pages, random K and V, a random root."""
+    """Every slot that is not idle in the middle of a text: its own pages, random K and V in all caches, random root."""
     width = state.page_table.shape[1]
     rng = np.random.default_rng(0)
-    pools = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape, x.dtype), state.target)
+
+    def noise(x: jax.Array) -> jax.Array:
+        return jax.random.normal(jax.random.key(x.size), x.shape, x.dtype)
+
+    def fill(part: Any) -> Any:
+        return jax.tree.map(noise, part) if isinstance(part, KVCache) else part
+
+    target, draft = jax.tree.map(fill, (state.target, state.draft), is_leaf=lambda part: isinstance(part, KVCache))
     temperature = state.sampling.temperature if case.greedy else state.sampling.temperature + 1
     controls = replace(
         state.sampling, temperature=temperature, draft_cap=jnp.full(case.batch, max(_depth(case), 1), jnp.int32)
@@ -226,5 +233,6 @@ def filled_state(state: SlotState, case: Case) -> SlotState:
         remaining=jnp.full(case.batch, 2**30, jnp.int32),
         page_table=jnp.asarray(1 + np.arange(case.batch * width).reshape(case.batch, width), jnp.int32),
         sampling=controls,
-        target=pools,
+        target=target,
+        draft=draft,
     )

@@ -205,6 +205,7 @@ def compile_attention(batch: int, rows: int, parts: int, start: int, *, is_round
         (1, 5, 2, 1),
         (8, 5, 2, 0),
         (16, 5, 4, 0),
+        (24, 5, 4, 0),
         (32, 5, 2, 1),
         (64, 5, 1, 0),
         (64, 1, 1, 1),
@@ -234,11 +235,13 @@ def test_on_a_gpu_output_and_pools_agree_with_float64(case: dict[str, Any]) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("tokens", "packed"), [(3, 16), (5, 32)])
-def test_on_a_gpu_contexts_that_are_not_shared(tokens: int, packed: int) -> None:
-    p, parents = problem(**FEW | {"tokens": tokens}, lengths=[7 * b % 140 for b in range(200)])
-    q = jax.ShapeDtypeStruct((200, tokens, p["heads"], 16), jnp.bfloat16)
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "packed", "splits"), [(200, 3, 16, 1), (200, 5, 32, 1), (80, 5, 32, 3)]
+)
+def test_on_a_gpu_small_programs_of_many_sequences(sequences: int, tokens: int, packed: int, splits: int) -> None:
+    p, parents = problem(**FEW | {"tokens": tokens}, lengths=[7 * b % 140 for b in range(sequences)])
+    q = jax.ShapeDtypeStruct((sequences, tokens, p["heads"], 16), jnp.bfloat16)
     options = {"new_rows": tokens, "start": 0, "window": None, "wide": False}
     tiles = choose_tiles(q, p["k_pool"], p["page_table"], p["bits"], **options)
-    assert (tiles.splits, tiles.packed, tiles.warps) == (1, packed, 2)
+    assert (tiles.splits, tiles.packed, tiles.warps) == (splits, packed, 2)
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1

@@ -243,18 +243,29 @@ def test_rows_past_the_tables_end_are_seen_by_nobody():
         (8, 64, 128, 8192, 1, 4),
         (48, 5, 128, 8192, 1, 2),  # twice as many would not fit at once
         (64, 5, 128, 8192, 1, 2),
-        (33, 5, 128, 1392, 1, 2),  # 264 programs: more than two large ones for each multiprocessor would wait
+        (16, 5, 128, 1392, 2, 4),  # 256 large ones, two for each multiprocessor
+        (17, 5, 128, 1392, 3, 2),  # 272 would wait for each other
+        (31, 5, 128, 1392, 2, 2),
+        (33, 5, 128, 1392, 1, 2),  # and so would 264
         (48, 5, 128, 1392, 1, 2),
-        (32, 5, 64, 1392, 1, 2),  # of short rows
-        (31, 5, 64, 1392, 2, 4),
     ],
 )
 def test_there_are_as_few_splits_as_are_enough(batch, queries, dim, rows, splits, warps):
-    q = jax.ShapeDtypeStruct((batch, queries, 32, dim), jnp.bfloat16)
-    pool = jax.ShapeDtypeStruct((9, 8, 16, dim), jnp.bfloat16)
-    table = jax.ShapeDtypeStruct((batch, rows // 16), jnp.int32)
-    tiles = choose_tiles(q, pool, table, None, new_rows=queries, start=0, window=None, wide=False)
+    tiles = tiles_for(batch, queries, dim, rows, jnp.bfloat16)
     assert (tiles.splits, tiles.packed, tiles.warps) == (splits, 32 if queries == 5 else 64, warps)
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(64, jnp.bfloat16), (128, jnp.float8_e4m3fn)])
+@pytest.mark.parametrize(("batch", "splits", "warps"), [(11, 3, 4), (12, 5, 2), (16, 4, 2), (31, 2, 2), (32, 1, 2)])
+def test_short_rows_want_small_programs_sooner(batch, splits, warps, dim, dtype):
+    tiles = tiles_for(batch, 5, dim, 1392, dtype)
+    assert (tiles.splits, tiles.packed, tiles.warps) == (splits, 32, warps)
+
+
+def tiles_for(batch, queries, dim, rows, dtype):
+    q = jax.ShapeDtypeStruct((batch, queries, 32, dim), jnp.bfloat16)
+    pool, table = jax.ShapeDtypeStruct((9, 8, 16, dim), dtype), jax.ShapeDtypeStruct((batch, rows // 16), jnp.int32)
+    return choose_tiles(q, pool, table, None, new_rows=queries, start=0, window=None, wide=False)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
