@@ -36,9 +36,14 @@ def product(factors: Factors) -> list[dict[str, Any]]:
 
 
 def thinned(cases: Iterable[Any], *, every: int, name: Callable[[Any], str]) -> list[Any]:
-    """Cases as parameters of a test; those between every ``every``-th run in one environment only."""
-    marks = [pytest.mark.once]
-    return [pytest.param(case, marks=marks * (index % every > 0), id=name(case)) for index, case in enumerate(cases)]
+    """Cases as parameters of a test: every ``every``-th runs in both environments, every second other one in one."""
+
+    def marks(index: int) -> list[pytest.MarkDecorator]:
+        if index % every == 0:
+            return []
+        return [pytest.mark.long if index % 2 else pytest.mark.once]
+
+    return [pytest.param(case, marks=marks(index), id=name(case)) for index, case in enumerate(cases)]
 
 
 def label(case: Mapping[str, Any]) -> str:

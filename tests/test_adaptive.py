@@ -328,7 +328,13 @@ DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
 
 DEPTHS_OF = {"eagle3": (0, 2, 3), "draft model": (0, 1, 3)}
 LOOK_UP = ("n-gram", "suffix")
-ALL = [pytest.param(name, marks=[pytest.mark.matrix] * (name in ("medusa", "suffix"))) for name in DRAFTERS]
+RARE = {
+    "medusa": pytest.mark.matrix,
+    "suffix": pytest.mark.matrix,
+    "draft model": pytest.mark.long,
+    "n-gram": pytest.mark.long,
+}
+ALL = [pytest.param(name, marks=RARE.get(name, ())) for name in DRAFTERS]
 
 
 @cache
@@ -503,6 +509,7 @@ def after_a_pause(rounds: int) -> tuple[list[int], list[int], list[int]]:
     return tokens, own[pause:], accepted[first + 1 :]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rounds", [30, 200])
 def test_behind_plain_rounds_as_much_is_accepted_as_if_there_had_been_none(rounds: int) -> None:
     tokens, after, always = after_a_pause(rounds)
@@ -511,6 +518,7 @@ def test_behind_plain_rounds_as_much_is_accepted_as_if_there_had_been_none(round
     assert np.mean(always) > (0.7 if rounds == 30 else 0.3)  # this head drafts worse far behind its prompt
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rounds", [30, 200])
 def test_if_those_rounds_wrote_no_draft_rows_it_would_show(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: what is accepted differs, though a head that sees less of a long text may even do better."""

@@ -63,6 +63,7 @@ def test_with_rounds_alike_the_error_is_that_of_a_mean() -> None:
     assert np.std(accepted / 10) / np.sqrt(5) != pytest.approx(expected)  # the spread of the sample itself
 
 
+@pytest.mark.long
 def test_every_completion_counts(folder: Path) -> None:
     """Rounds times their mean length are the tokens behind the first ones; a round cut at the end may lack one."""
     results = json.loads((folder / "results.json").read_text())["results"]
@@ -79,6 +80,7 @@ def test_every_completion_counts(folder: Path) -> None:
     assert results[0]["length"] > results[1]["length"] > 1.3  # the head drafts, and chance makes it harder
 
 
+@pytest.mark.long
 def test_the_table_has_the_results(folder: Path) -> None:
     results = json.loads((folder / "results.json").read_text())["results"]
     about, heading, _, row = (folder / "printed.txt").read_text().splitlines()

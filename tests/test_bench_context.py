@@ -42,6 +42,7 @@ def test_a_drafter_without_a_window_is_refused() -> None:
         context.measure(TARGET, [NGram(TREE)], IDS, contexts=(4,), windows=(8,))
 
 
+@pytest.mark.long
 def test_every_context_and_window_is_measured() -> None:
     """The target drafts for itself: all is accepted, but where a window hides what it looks at."""
     results = context.measure(

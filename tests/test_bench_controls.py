@@ -20,6 +20,7 @@ WAIT = 0.03  # seconds a round of a program that serves grammars
 KINDS = tuple(controls.KINDS[index] for index in (0, 1, 2, 7))
 
 
+@pytest.mark.long
 def test_a_program_that_is_known_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, reports = rounds.compile_step, []
 

@@ -19,6 +19,7 @@ WORDS = ["bench", "overlap", "--shape", "tiny", "--dtype", "float32", "--context
 WAIT = 0.02  # seconds before each dispatch, many times a round of this shape
 
 
+@pytest.mark.long
 def test_a_host_that_waits_before_every_dispatch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -159,6 +159,7 @@ def evaluate(pair: list[str], lines: Lines, *words: str) -> int:
     return main(["bench", "eval", "gsm8k", *pair, "--file", str(lines(*SUMS)), *options])
 
 
+@pytest.mark.long
 def test_the_score_is_the_same_with_drafting(pair: list[str], lines: Lines, capsys: pytest.CaptureFixture) -> None:
     out = lines("").with_suffix(".out")
     assert evaluate(pair, lines, "--json", str(out)) == 0

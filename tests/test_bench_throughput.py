@@ -137,6 +137,7 @@ def test_every_output_says_that_it_is_synthetic(folder: Path) -> None:
     assert "SYNTHETIC acceptance" in (folder / "picture.svg").read_text()  # as a comment beside the glyphs
 
 
+@pytest.mark.long
 def test_rows_emit_their_tokens_and_caches_grow_by_what_was_accepted(compiled: Compiled) -> None:
     lots = synthetic.draw(RATES[:2], ROWS, TOKENS, seed=3)
     state, slots = compiled.fresh(), jnp.arange(ROWS)

@@ -38,7 +38,7 @@ def restored() -> Iterator[None]:
     compilation_cache.reset_cache()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_second_process_finds_every_program(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     results, cache = tmp_path / "results.json", tmp_path / "cache"
     assert main([*COMMAND, "--tree", "chain:1", "--json", str(results), "--cache", str(cache)]) == 0

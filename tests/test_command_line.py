@@ -58,8 +58,8 @@ def plain(small: dict[str, str]) -> str:
     "words",
     [
         ("--eagle3", "topk:6,2,2", "--accept", "rejection"),
-        ("--medusa", "static:0,1,0.0", "--accept", "multi_candidate"),
-        ("--draft-model", None),
+        pytest.param(("--medusa", "static:0,1,0.0", "--accept", "multi_candidate"), marks=pytest.mark.long),
+        pytest.param(("--draft-model", None), marks=pytest.mark.long),
     ],
     ids=lambda words: words[0],
 )

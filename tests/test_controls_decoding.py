@@ -77,6 +77,7 @@ def test_a_chain_decodes_as_without_a_drafter() -> None:
     check_engine(engine)
 
 
+@pytest.mark.long
 def test_a_dynamic_tree_decodes_as_without_a_drafter_while_requests_are_preempted() -> None:
     """What was lost is counted once more when a request comes back, its output as output."""
     drafter = DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3))

@@ -89,6 +89,7 @@ print(memory("VmHWM") - start)
 """
 
 
+@pytest.mark.long
 def test_conversion_holds_less_than_a_shard_and_a_tensor(tmp_path):
     """0.6 GB in shards of 70 MB; beyond what a tiny conversion takes (imports, first use of orbax)."""
     if not Path("/proc/self/status").is_file():

@@ -88,7 +88,7 @@ def test_a_tokens_logits_are_the_same_bits_in_every_forward(dtype: str) -> None:
     check_every_way(dtype, "reference")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_so_they_are_with_the_kernels_interpreted() -> None:
     check_every_way("bfloat16", "pallas")
 

@@ -30,7 +30,7 @@ def engine_of_three() -> Engine:
     return small.eagle3(rounds=3, page_size=1)
 
 
-@pytest.fixture(params=["engine", pytest.param("engine_of_three", marks=pytest.mark.once)])
+@pytest.fixture(params=["engine", pytest.param("engine_of_three", marks=pytest.mark.long)])
 def either(request: pytest.FixtureRequest) -> Engine:
     return request.getfixturevalue(request.param)
 

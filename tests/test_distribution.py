@@ -145,10 +145,13 @@ CASES = {
     "rejection tree": ("rejection", PAIRS),
     "multi_candidate tree": ("multi_candidate", PAIRS),
 }
+QUICK = ("coupled chain",)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in CASES]
+)
 def test_every_lossless_rule_gives_the_targets_joint_law(target, name: str) -> None:
     accept, tree = CASES[name]
     drafter = DraftModel(tiny.model(VOCAB, seed=2), tree) if tree.is_chain else Table(tree)

@@ -134,7 +134,9 @@ def differences(name: str, window: int) -> np.ndarray:
     return np.abs(found)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * name.endswith("dynamic")) for name in DRAFTERS]
+)
 def test_scores_are_those_of_dense_attention_under_a_sliding_mask(name: str) -> None:
     """And one token more or less in the window, the control, is seen."""
     assert differences(name, WINDOW).max() < 2e-4

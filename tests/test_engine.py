@@ -72,6 +72,7 @@ def tokens(engine: Engine, prompts: list[list[int]], params: list[SamplingParams
     return [completion.token_ids for completion in engine.generate(prompts, params)]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("overlap", [True, False])
 def test_rounds_per_dispatch_overlap_and_page_size_do_not_show(
     either: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, overlap: bool

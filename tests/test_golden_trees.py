@@ -48,10 +48,10 @@ CASES: dict[str, tuple[Callable[[Path], Drafter], int, float]] = {
 }
 
 
-SMALLER = "tree_d3_k4_t16.npz"  # than the other one of an EAGLE-3 head
+QUICK = "eagle1/tree_d3_k4_t16.npz"
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.matrix] * (name == SMALLER)) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != QUICK)) for name in CASES])
 def test_the_rounds_are_the_recorded_ones(golden: Path, name: str) -> None:
     make, compared, mean_acceptance_length = CASES[name]
     recorded = recording(golden / name)

@@ -47,7 +47,7 @@ def expected() -> list[list[int]]:
     return [decoded(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
 
 
-@pytest.mark.parametrize("make", [lettered.chain, lettered.tree])
+@pytest.mark.parametrize("make", [lettered.chain, pytest.param(lettered.tree, marks=pytest.mark.long)])
 def test_an_engine_decodes_as_masking_token_by_token(make: Any) -> None:
     """A second time the prompts' pages are found, slots and tables held others; preempted where pages are few."""
     engine: Engine = make()

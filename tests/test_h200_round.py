@@ -71,7 +71,7 @@ def check(program: H200Program, state_bytes: int, *, launches: int, temp_mib: in
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tree", "launches", "temp_mib"),
-    [(None, 310, 12), (Tree.chain(4), 375, 12), (Tree.topk(60, 8, 10), 485, 72)],
+    [pytest.param(None, 310, 12, marks=pytest.mark.long), (Tree.chain(4), 375, 12), (Tree.topk(60, 8, 10), 485, 72)],
     ids=str,
 )
 def test_the_round_is_one_graph_in_place(tree: Tree | None, launches: int, temp_mib: int) -> None:
@@ -105,7 +105,7 @@ def test_keeping_pages_for_others_costs_a_round_a_scatter() -> None:
     assert len(kept.launches) <= len(plain.launches) + 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tree", "launches", "temp_mib"),
     [(Tree.chain(4), 395, 12), pytest.param(Tree.topk(60, 8, 10), 515, 96, marks=pytest.mark.matrix)],
@@ -116,7 +116,7 @@ def test_controls_stay_in_the_rounds_graph(tree: Tree, launches: int, temp_mib: 
     check(*compile_round(tree, controls=True), launches=launches, temp_mib=temp_mib)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tree", "batch", "launches", "temp_mib"),
     [
@@ -148,7 +148,7 @@ def test_weights_and_cache_of_one_byte_are_read_where_they_lie(quantize: str, la
     assert rounded == (32 + 4 if quantize == "fp8_dynamic" else 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_float8_products_of_many_rows_are_scaled_by_who_reads_them() -> None:
     """A kernel that scales the logits alone would read and write 82 MB; one for a layer's products, 2 to 4 MB each."""
     program, _ = compile_round(Tree.chain(4), "fp8_dynamic", "float8_e4m3fn", batch=32)

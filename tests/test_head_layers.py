@@ -130,6 +130,7 @@ def drafts(head: EagleHead, tree: Tree, *, table: bool) -> tuple[np.ndarray, np.
     return tokens, scores
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 @pytest.mark.parametrize("norm_output", [False, True])
 def test_what_is_fed_back_is_projected_as_in_one_product(norm_output: bool, norm_before_residual: bool) -> None:

@@ -221,6 +221,7 @@ def short_pairs() -> list[tuple[Model, EagleHead]]:
     return [(model, head), (large, large_head)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tree", [pytest.param(Tree.chain(2), marks=pytest.mark.matrix), Tree.topk(6, 2, 3)], ids=str)
 def test_pairs_emit_the_same_tokens_in_as_many_rounds(tree: Tree) -> None:
     size, seen = len(demo.PROMPT), []

@@ -53,6 +53,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(last_logits(ours, ids), wanted, atol=TOLERANCE)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["stories260k", "tinystories656k"])
 def test_the_real_models_say_what_was_recorded(name: str, data: Path) -> None:
     target, cases = tiny.load_target(data / name), tiny.greedy_cases(data / name)

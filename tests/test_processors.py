@@ -176,7 +176,13 @@ def expected() -> list[list[int]]:
     return [by_hand(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
 
 
-@pytest.mark.parametrize("tree", [Tree.chain(3), Tree.static([(0,), (1,), (0, 0), (1, 0)])], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        pytest.param(Tree.chain(3), id="chain"),
+        pytest.param(Tree.static([(0,), (1,), (0, 0), (1, 0)]), id="tree", marks=pytest.mark.long),
+    ],
+)
 def test_an_engine_decodes_as_transformers_processors_token_by_token(tree: Tree) -> None:
     """A second time kept pages are found, whose tokens the processor must see too."""
     pytest.importorskip("outlines_core")

@@ -98,6 +98,7 @@ def test_a_row_does_not_depend_on_those_beside_it(kind: str) -> None:
         np.testing.assert_allclose(product(x[row : row + 1], weight)[0], together[row], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("kind", KINDS)
 def test_zeros_and_the_largest_number_survive(kind: str) -> None:
     weight = jnp.asarray([[0.0, 0.0], [3.0, -3.0], [1e-20, 0.0]])
@@ -206,6 +207,7 @@ def test_a_converted_folder_holds_what_loading_makes(
         Model.from_pretrained(tmp_path / "out", quantize="fp8" if kind == "int8" else "int8")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bench_makes_quantised_weights(kind: str) -> None:
     target, head = shapes.random_target("tiny", "float32", kind), shapes.random_head("tiny", "float32", kind)
@@ -217,7 +219,7 @@ def test_the_bench_makes_quantised_weights(kind: str) -> None:
 # ---- what it costs, and what it does not
 
 
-@pytest.mark.once
+@pytest.mark.long
 def test_accuracy_of_the_embedded_target(capsys: pytest.CaptureFixture[str]) -> None:
     target = Model.from_pretrained(demo.TARGET)
     cuts = diagnose.windows(diagnose.TEXT, load_tokenizer("bytes"), 64)
@@ -237,7 +239,9 @@ def test_accuracy_of_the_embedded_target(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("kind", "make", "accepted"),
     [
-        ("int8", partial(DraftModel.from_pretrained, demo.TARGET, tree=Tree.chain(3)), 3.7),  # the same weights
+        pytest.param(  # the same weights
+            "int8", partial(DraftModel.from_pretrained, demo.TARGET, tree=Tree.chain(3)), 3.7, marks=pytest.mark.long
+        ),
         ("fp8", partial(Eagle3.from_pretrained, demo.HEAD, tree=Tree.topk(12, 4, 3)), 1.5),
     ],
 )

@@ -229,7 +229,7 @@ def full(name: str, rounds: int) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "rounds", "count"),
-    [("eagle3", 1, 120), *(full(name, 1) for name in DRAFTERS), full("eagle3", 3)],
+    [pytest.param("eagle3", 1, 120, marks=pytest.mark.long), *(full(name, 1) for name in DRAFTERS), full("eagle3", 3)],
 )
 def test_every_request_is_answered_or_ends_with_its_own_error(
     monkeypatch: pytest.MonkeyPatch, compiled: list[str], name: str, rounds: int, count: int

@@ -116,15 +116,13 @@ def same(one: tuple[Report, np.ndarray, SlotState], other: tuple[Report, np.ndar
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("drafter", [pytest.param(DRAFTERS[0], marks=pytest.mark.once), *DRAFTERS[1:]])
+@pytest.mark.parametrize("drafter", [pytest.param(DRAFTERS[0], marks=pytest.mark.long), *DRAFTERS[1:]])
 def test_stages_jitted_one_by_one_make_the_same_rounds(drafter: str, temperature: float) -> None:
     same(fused(drafter, temperature), run(case(drafter).staged, drafter, temperature))
 
 
-@pytest.mark.once
-@pytest.mark.parametrize(
-    ("drafter", "temperature"), [pytest.param("draft model", 0.0, marks=pytest.mark.matrix), ("eagle3", 1.0)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("drafter", "temperature"), [("draft model", 0.0), ("eagle3", 1.0)])
 def test_rounds_without_jit_are_the_same(drafter: str, temperature: float) -> None:
     expected = fused(drafter, temperature, rounds=2)
     with jax.disable_jit():

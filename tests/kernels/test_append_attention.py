@@ -131,6 +131,7 @@ def test_contexts_that_are_not_shared() -> None:
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas", pytest.param("auto", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_query_may_come_back_rounded(is_shared: bool, implementation: str, request: pytest.FixtureRequest) -> None:
@@ -200,15 +201,15 @@ def compile_attention(batch: int, rows: int, parts: int, start: int, *, is_round
     ("batch", "rows", "parts", "start"),
     [
         pytest.param(1, 1, 2, 0, marks=pytest.mark.matrix),
-        (1, 1, 1, 1),
+        pytest.param(1, 1, 1, 1, marks=pytest.mark.long),
         pytest.param(1, 5, 2, 0, marks=pytest.mark.matrix),
         (1, 5, 2, 1),
-        (8, 5, 2, 0),
-        (16, 5, 4, 0),
+        pytest.param(8, 5, 2, 0, marks=pytest.mark.long),
+        pytest.param(16, 5, 4, 0, marks=pytest.mark.long),
         (24, 5, 4, 0),
         (32, 5, 2, 1),
         (64, 5, 1, 0),
-        (64, 1, 1, 1),
+        pytest.param(64, 1, 1, 1, marks=pytest.mark.long),
         (64, 3, 2, 1),
     ],
 )

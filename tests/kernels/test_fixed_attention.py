@@ -97,6 +97,7 @@ class Text:
         return np.asarray(self.attend(*arrays, *tables, None, **extra)[-1], np.float32)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("dtype", "implementation"),
     [

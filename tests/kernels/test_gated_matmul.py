@@ -142,7 +142,8 @@ def test_other_products_are_xlas(inner: int, dtype: Any) -> None:
 
 @mosaic
 @pytest.mark.parametrize(
-    ("rows", "columns", "programs"), [(40, 96, 3), pytest.param(64, 96, 8, marks=pytest.mark.matrix), (8, 48, 16)]
+    ("rows", "columns", "programs"),
+    [pytest.param(40, 96, 3, marks=pytest.mark.long), pytest.param(64, 96, 8, marks=pytest.mark.matrix), (8, 48, 16)],
 )
 def test_the_interpreted_kernel_leaves_parts(rows: int, columns: int, programs: int) -> None:
     x, weight = problem(rows, 192, 512)
@@ -155,6 +156,7 @@ def test_the_interpreted_kernel_leaves_parts(rows: int, columns: int, programs: 
     assert np.abs(half - right).max() > 0.5, "control: both parts count"
 
 
+@pytest.mark.long
 @mosaic
 def test_the_interpreted_kernel_scales_parts() -> None:
     x, weight = problem(40, 192, 1024)
@@ -181,9 +183,21 @@ def test_the_interpreted_kernel_scales_parts() -> None:
             marks=pytest.mark.matrix,
         ),
         (5, Tiles(groups=1, columns=48, inner=128, stages=3, store=16, programs=3, halves=2, kept=2)),
-        (128, Tiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=2, halves=2)),
-        (128, Tiles(groups=2, columns=56, inner=128, stages=2, store=56, programs=1, halves=2, kept=4)),
-        (72, Tiles(groups=2, columns=128, inner=128, stages=2, store=8, programs=1, halves=2, kept=2, turned=72)),
+        pytest.param(
+            128,
+            Tiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=2, halves=2),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            128,
+            Tiles(groups=2, columns=56, inner=128, stages=2, store=56, programs=1, halves=2, kept=4),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            72,
+            Tiles(groups=2, columns=128, inner=128, stages=2, store=8, programs=1, halves=2, kept=2, turned=72),
+            marks=pytest.mark.long,
+        ),
         (48, Tiles(groups=2, columns=128, inner=128, stages=2, store=16, programs=2, halves=2, turned=48)),
     ],
 )
