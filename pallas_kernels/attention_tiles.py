@@ -57,9 +57,10 @@ def choose_tiles(
     window: int | None,
     wide: bool,
 ) -> Tiles:
-    """So many splits that every multiprocessor has two programs (four, if of few rows; one, if large, or enough).
+    """At most so many splits that every multiprocessor has two programs (four, if small; one, if of eight warps).
 
-    A context is not split where there are two for each anyway, unless small programs read long ones and four fit.
+    One is enough where each then reads few rows. A context is not split where there are two for each multiprocessor
+    anyway, unless small programs read long ones and four fit.
 
     Args:
         wide: products are taken in float32.
@@ -72,11 +73,12 @@ def choose_tiles(
     most = max(4096 // dim, MMA_ROWS) if wide else 64
     packed = min(max(pl.next_power_of_2(queries * group), MMA_ROWS), most)
     programs = batch * kv_heads * pl.cdiv(queries * group, packed)
-    # 16 rows are two warps' work. So are 32 where contexts are long, where large programs (a multiprocessor runs two)
-    # would wait for each other, and earlier where a row is so short that instructions count.
+    # 16 rows are two warps' work. So are 32 where contexts are long, where programs of four warps (of which a
+    # multiprocessor runs two) would wait for each other, and where rows are so short that instructions count and fewer
+    # than three programs of four warps would share a context.
     is_narrow, is_long = dim <= 128 and not wide, read > LONG
     waits = programs * (1 if programs >= FULL - SPARE else 2) >= FULL
-    is_short = dim * k_pool.dtype.itemsize <= SHORT and programs > FULL // 3
+    is_short = dim * k_pool.dtype.itemsize <= SHORT and 3 * programs > FULL
     small = is_narrow and packed <= 32 and (packed == MMA_ROWS or is_long or waits or is_short)
     warps = 2 if small else (8 if wide or packed * max(dim, 128) >= 64 * 256 else 4)
     few = small or packed == MMA_ROWS  # rows of a tile: 8 KiB each of K and V, or 16

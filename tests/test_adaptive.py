@@ -328,13 +328,8 @@ DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
 
 DEPTHS_OF = {"eagle3": (0, 2, 3), "draft model": (0, 1, 3)}
 LOOK_UP = ("n-gram", "suffix")
-RARE = {
-    "medusa": pytest.mark.matrix,
-    "suffix": pytest.mark.matrix,
-    "draft model": pytest.mark.long,
-    "n-gram": pytest.mark.long,
-}
-ALL = [pytest.param(name, marks=RARE.get(name, ())) for name in DRAFTERS]
+RARE = ("medusa", "suffix")
+ALL = [pytest.param(name, marks=[pytest.mark.matrix] * (name in RARE)) for name in DRAFTERS]
 
 
 @cache

@@ -27,7 +27,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.long
 def test_every_way_decodes_the_same_tokens(folder: Path) -> None:
     written = json.loads((folder / "results.json").read_text())
     by_way = {result["way"]: result for result in written["results"]}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from jspec import Tree
-from jspec.bench import rounds
+from jspec.bench import floors, report, rounds
 
 pytestmark = pytest.mark.once
 
@@ -48,6 +50,20 @@ def test_arithmetic_bounds_many_rows() -> None:
     assert rounds.floor(rounds.Case("llama3-8b", 64, 1024, CHAIN, quantize="fp8_dynamic")) == pytest.approx(
         verify / 2 + attention + 4 * (373e6 + 64 * 1024 * 4096) / 4.3e12, rel=0.03
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "bandwidth", "named"),
+    [("NVIDIA H200", 4.3e12, "H200"), ("NVIDIA H100 80GB HBM3", 3.02e12, "H100"), ("another", 4.3e12, "H200")],
+)
+def test_the_floor_is_that_of_the_device(
+    monkeypatch: pytest.MonkeyPatch, kind: str, bandwidth: float, named: str
+) -> None:
+    device = SimpleNamespace(device_kind=kind, platform="gpu")
+    monkeypatch.setattr(floors.jax, "devices", lambda: [device])
+    plain = rounds.floor(rounds.Case("llama3-8b", 1, 1024, None))
+    assert plain == pytest.approx((2 * 7.505e9 + 1024 * 131072) / bandwidth, rel=0.005)
+    assert report.environment()["device"] == kind and named in report.environment()["floors"]
 
 
 def test_a_head_may_be_smaller_than_its_target() -> None:

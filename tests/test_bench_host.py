@@ -46,7 +46,6 @@ def reads_all(self: Scheduler, request: Request, rows: int, keep: Callable[..., 
     keep(self, request, rows)
 
 
-@pytest.mark.long
 def test_every_round_is_a_full_one(pair: list[Engine]) -> None:
     """All rows are at work at the context that is named, and accept as many drafts as the case says."""
     before = [engine.metrics for engine in pair]

@@ -100,7 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_cache_holds_zeros(compiled: Compiled) -> None:
-    """Which cost less power than numbers do."""
+    """The draft's neither, which a round reads as often as it drafts."""
     state = compiled.fresh()
     pools = [*jax.tree.leaves(state.target), *jax.tree.leaves(state.draft.cache)]
     assert len(pools) == 2 * (len(compiled.params.target.layers) + 1)
@@ -137,7 +137,6 @@ def test_every_output_says_that_it_is_synthetic(folder: Path) -> None:
     assert "SYNTHETIC acceptance" in (folder / "picture.svg").read_text()  # as a comment beside the glyphs
 
 
-@pytest.mark.long
 def test_rows_emit_their_tokens_and_caches_grow_by_what_was_accepted(compiled: Compiled) -> None:
     lots = synthetic.draw(RATES[:2], ROWS, TOKENS, seed=3)
     state, slots = compiled.fresh(), jnp.arange(ROWS)

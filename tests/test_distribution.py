@@ -145,7 +145,7 @@ CASES = {
     "rejection tree": ("rejection", PAIRS),
     "multi_candidate tree": ("multi_candidate", PAIRS),
 }
-QUICK = ("coupled chain",)
+QUICK = ("rejection chain",)  # whose draft, acceptance and residual have noise of their own
 
 
 @pytest.mark.slow

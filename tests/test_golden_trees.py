@@ -48,10 +48,7 @@ CASES: dict[str, tuple[Callable[[Path], Drafter], int, float]] = {
 }
 
 
-QUICK = "eagle1/tree_d3_k4_t16.npz"
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != QUICK)) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != STATIC20)) for name in CASES])
 def test_the_rounds_are_the_recorded_ones(golden: Path, name: str) -> None:
     make, compared, mean_acceptance_length = CASES[name]
     recorded = recording(golden / name)

@@ -131,9 +131,7 @@ def test_nothing_is_compiled_for_it_before_it_is_asked_for(monkeypatch: pytest.M
     assert not engine.scheduler.has_work
 
 
-@pytest.mark.parametrize(
-    "make", [small.plain, chain, pytest.param(tree, marks=pytest.mark.long)], ids=["plain", "chain", "tree"]
-)
+@pytest.mark.parametrize("make", [small.plain, chain, tree], ids=["plain", "chain", "tree"])
 def test_they_are_those_of_the_whole_text_scored_again(make: Any, expected: list[list[int]]) -> None:
     """Beside a row that asks for none; and no token changes."""
     engine = make()

@@ -222,16 +222,16 @@ def same_tokens(
         assert found.gap < NEAR_TIE, found
 
 
-# Every drafter, every kind of tree with each page size; the whole product: -m matrix.
+# The library's drafters but suffix (tests/test_ngram.py), and one that is always wrong.
 COVER = (
     ("stories", "eagle3", DYNAMIC, 64, (20,)),
     ("stories", "eagle", DYNAMIC, 1, (20,)),
     ("stories", "medusa", STATIC, 64, (20,)),
     ("stories", "ngram", STATIC, 64, (20,)),
     ("golden", "small", "chain:2", 1, (20,)),
-)
-MORE = (
     ("stories", "wrong", "chain:1", 64, (1, 20)),
+)
+MORE = (  # -m long; the whole product: -m matrix
     ("golden", "eagle3", "chain:2", 64, (20,)),
     ("golden", "suffix", "chain:2", 64, (20,)),
     ("golden", "right", "chain:5", 1, (1, 20)),

@@ -30,7 +30,7 @@ LONG = ("3_draft_methods", "4_trees_and_acceptance")
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[pytest.mark.matrix] * (path.stem in LONG), id=path.stem) for path in NOTEBOOKS],
+    [pytest.param(path, marks=[pytest.mark.long] * (path.stem in LONG), id=path.stem) for path in NOTEBOOKS],
 )
 def test_runs_top_to_bottom_and_draws(path: Path) -> None:
     nbclient = pytest.importorskip("nbclient", reason='needs nbclient: pip install "jspec[notebooks]"')

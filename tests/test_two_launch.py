@@ -67,7 +67,7 @@ def decodes_as_expected(engine: Engine, order: Any) -> None:
             assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids)
 
 
-@pytest.mark.parametrize("make", [lettered.chain, pytest.param(lettered.tree, marks=pytest.mark.long)])
+@pytest.mark.parametrize("make", [lettered.chain, lettered.tree])
 def test_an_engine_decodes_as_masking_token_by_token(make: Callable[[], Engine]) -> None:
     """A second time the prompts' pages are found, slots held others; preempted where pages are few."""
     engine = make()

@@ -6,11 +6,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import jax
+
 from jspec.models.config import HeadConfig, ModelConfig
 from jspec.tree import Tree
 
-BANDWIDTH = 4.3e12  # bytes a second; device-to-device copy measured on one H200, reads plus writes
-MATMUL_RATE = 790e12  # bf16 flops a second; 8192^3 product measured on one H200
+
+@dataclass(frozen=True)
+class Chip:
+    """What a device does at most, as measured on one of its kind."""
+
+    name: str
+    bandwidth: float  # bytes a second; device-to-device copy, reads plus writes
+    matmul_rate: float  # bf16 flops a second; 8192^3 product
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.bandwidth / 1e12:.2f} TB/s, {self.matmul_rate / 1e12:.0f} TFLOP/s"
+
+
+H200 = Chip("NVIDIA H200", 4.3e12, 790e12)
+CHIPS = {chip.name: chip for chip in (H200, Chip("NVIDIA H100 80GB HBM3", 3.02e12, 789e12))}
+
+
+def chip() -> Chip:
+    """Of the device that JAX computes on; of one that is not listed, an H200's, to compare with."""
+    return CHIPS.get(jax.devices()[0].device_kind, H200)
 
 
 @dataclass(frozen=True)
@@ -35,7 +55,8 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        return max(self.bytes / BANDWIDTH, self.flops / MATMUL_RATE)
+        most = chip()
+        return max(self.bytes / most.bandwidth, self.flops / most.matmul_rate)
 
 
 def matmul(name: str, rows: int, out: int, inner: int, widths: Widths) -> Cost:

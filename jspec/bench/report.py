@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jspec.bench import floors
 from jspec.bench.rounds import Timing
 from jspec.report import table
 
@@ -23,6 +24,7 @@ def environment() -> dict[str, str]:
         "platform": device.platform,
         "jax": jax.__version__,
         "jspec": _own_version(),
+        "floors": str(floors.chip()),
     }
 
 

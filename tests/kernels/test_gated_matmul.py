@@ -156,7 +156,7 @@ def test_the_interpreted_kernel_leaves_parts(rows: int, columns: int, programs: 
     assert np.abs(half - right).max() > 0.5, "control: both parts count"
 
 
-@pytest.mark.long
+@pytest.mark.once
 @mosaic
 def test_the_interpreted_kernel_scales_parts() -> None:
     x, weight = problem(40, 192, 1024)

@@ -205,15 +205,21 @@ SPILLS = {  # under ptxas of CUDA 13.0
 def combinations() -> list[Any]:
     """Every case on every GPU that has its types, by default on that of least shared memory.
 
-    An A100 holds more than an L40; for the H200, of an H100's kind, the shapes of models are compiled elsewhere.
+    An A100 holds more than an L40, and a B200 than both; for the H200, of an H100's kind, the shapes of models are
+    compiled elsewhere.
     """
     found = [(gpu, name) for gpu in GPUS for name in (*CASES, *(FLOAT8 if GPUS[gpu].has_float8 else ()))]
     default = {("A100", name) for name in ("attention 61 x 128", "prefill 96", "product 61", "norm", "draw")}
     default |= {("H100", name) for name in CASES if name.startswith(("attention", "prefill")) and "128" not in name}
+    default |= {("B200", name) for name in ("attention 61 x 128", "prefill 128", "product 61", "draw")}
     default |= {(gpu, name) for gpu, name in found if gpu == "L40"}
-    more = [[pytest.mark.long if gpu == "B200" else pytest.mark.matrix] for gpu, _ in found]
-    marks = [[] if case in default else own for case, own in zip(found, more, strict=True)]
-    return [pytest.param(*case, marks=own, id=", ".join(case)) for case, own in zip(found, marks, strict=True)]
+
+    def marks(case: tuple[str, str]) -> list[pytest.MarkDecorator]:
+        if case in default:
+            return []
+        return [pytest.mark.long if case[0] == "B200" else pytest.mark.matrix]
+
+    return [pytest.param(*case, marks=marks(case), id=", ".join(case)) for case in found]
 
 
 @pytest.mark.parametrize(("gpu", "name"), combinations())

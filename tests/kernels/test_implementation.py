@@ -72,7 +72,6 @@ def test_an_engine_says_it_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
         assert [record.getMessage() for record in caplog.records] == [explain(implementation, jax.devices()[0])]
 
 
-@pytest.mark.long
 def test_an_engine_traces_no_kernel_that_it_will_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     if jax.default_backend() == "gpu":
         pytest.skip("here an engine holds kernels")

@@ -59,7 +59,7 @@ def check(case: Case, implementation: str) -> None:
     assert problem.error(out) <= problem.tolerance
 
 
-@pytest.mark.parametrize("case", cover.thinned(COVER, every=6, name=str))
+@pytest.mark.parametrize("case", cover.thinned(COVER, every=6, name=str, is_product=True))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_it_is_softmax_attention_over_the_rows_seen(case, implementation):
     check(case, implementation)
@@ -246,7 +246,7 @@ def test_rows_past_the_tables_end_are_seen_by_nobody():
         (16, 5, 128, 1392, 2, 4),  # 256 large ones, two for each multiprocessor
         (17, 5, 128, 1392, 3, 2),  # 272 would wait for each other
         (31, 5, 128, 1392, 2, 2),
-        (33, 5, 128, 1392, 1, 2),  # and so would 264
+        (33, 5, 128, 1392, 1, 2),  # 264 take as long either way
         (48, 5, 128, 1392, 1, 2),
     ],
 )
