@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.ancestor_bits import marked
-from pallas_kernels.attention_tiles import MMA_ROWS, own_tiles
+from pallas_kernels.attention_tiles import MMA_ROWS, Tiles, own_tiles
 from pallas_kernels.round_rows import FP8
 
 
@@ -25,6 +26,33 @@ def attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, **o
 
     pairs = q_ref.shape[-1] // k_ref.shape[-1]
     attend(queries, k_ref, v_ref, table_ref, lengths_ref, seen_ref, outputs, pairs=pairs, tiles=tiles, **options)
+
+
+class Sight(NamedTuple):
+    """Rows of a context, as numbers of them: what the queries of one program see."""
+
+    length: Array  # committed ones
+    first: Array  # that is read
+    last: Array  # behind what is read
+    lowest: Array | int  # that any query sees
+    highest: Array | int  # from which on all queries see what is committed
+    oldest: Array | int  # that the first query sees, with a window; causal: the next one sees from the next row on
+
+
+def sight_of(length: Array, block: Array, tiles: Tiles) -> Sight:
+    """What a block of queries sees of a context of so many committed rows."""
+    new_rows: Array | int = tiles.new  # that this program reads; causal: none past its own last query
+    if not tiles.words and not tiles.depths:
+        new_rows = jnp.minimum(((block + 1) * tiles.packed - 1) // tiles.group + 1, new_rows)
+    first, last = jnp.minimum(tiles.start, length), jnp.minimum(length + new_rows, tiles.capacity)
+    if not tiles.window:
+        return Sight(length, first, last, tiles.start, tiles.start, 0)
+    oldest = length - tiles.window + 1
+    first = jnp.maximum(first, oldest + (0 if tiles.words else block * tiles.packed // tiles.group))
+    lowest = highest = jnp.maximum(first, tiles.start)
+    if not tiles.words:
+        highest = jnp.maximum(lowest, oldest + ((block + 1) * tiles.packed - 1) // tiles.group)
+    return Sight(length, first, last, lowest, highest, oldest)
 
 
 def attend(
@@ -63,24 +91,13 @@ def attend(
     is_channel, width = column < size, column.shape[-1]
     columns = [part * size + column for part in range(parts)]
     channels = [dims * pairs + half for dims in columns for half in range(pairs)]
+    sight = sight_of(lengths_ref[batch], block, tiles)
+    ends = sight.first // tiles.tile, pl.cdiv(sight.last, tiles.tile)
+    begin, end = (own_tiles(tile, piece, tiles.splits) for tile in ends)
 
     def hidden(rows):
         """How to load some rows, where they are narrower than what a program holds."""
         return {} if width == size else {"mask": jnp.broadcast_to(is_channel, (rows, width)), "other": 0}
-
-    length = lengths_ref[batch]
-    new_rows = tiles.new  # that this program reads; causal: none past its own last query
-    if not tiles.words and not tiles.depths:
-        new_rows = jnp.minimum(((block + 1) * tiles.packed - 1) // tiles.group + 1, new_rows)
-    first, last = jnp.minimum(tiles.start, length), jnp.minimum(length + new_rows, tiles.capacity)
-    lowest = highest = tiles.start  # the first rows that any query here sees, and that all see
-    if tiles.window:
-        oldest = length - tiles.window + 1  # that the first query sees; causal: the next one sees from the next row on
-        first = jnp.maximum(first, oldest + (0 if tiles.words else block * tiles.packed // tiles.group))
-        lowest = highest = jnp.maximum(first, tiles.start)
-        if not tiles.words:
-            highest = jnp.maximum(lowest, oldest + ((block + 1) * tiles.packed - 1) // tiles.group)
-    begin, end = (own_tiles(tile, piece, tiles.splits) for tile in (first // tiles.tile, pl.cdiv(last, tiles.tile)))
 
     def row_of(index):
         return (index * tiles.splits + piece) * tiles.tile
@@ -92,25 +109,29 @@ def attend(
         """Loaded a step ahead: K and V are prefetched only if their addresses wait for nothing of the same step."""
         row = rows_of(index)
         if tiles.depths:
-            own = seen_ref.at[batch, block, jnp.clip(row - length, 0, tiles.depths - 1)]
-            own = pltriton.load(own, mask=row >= length, other=0)
-            row = jnp.where(row >= length, jnp.where(own < 0, tiles.capacity, length + own), row)
+            own = seen_ref.at[batch, block, jnp.clip(row - sight.length, 0, tiles.depths - 1)]
+            own = pltriton.load(own, mask=row >= sight.length, other=0)
+            row = jnp.where(row >= sight.length, jnp.where(own < 0, tiles.capacity, sight.length + own), row)
         index, _ = _divided(jnp.minimum(row, tiles.capacity - 1), tiles.page)
         page = pltriton.load(table_ref.at[batch, index])
         return (page, row) if tiles.depths else (page,)
 
+    def read(row, pages, place, *, masked):
+        """Keys and values of a tile, and which of its rows there are."""
+        there = (row < sight.last) & (row >= sight.lowest)
+        if tiles.depths:
+            there &= place < tiles.capacity
+        at, mask = (pages[:, None], kv_head, _divided(place, tiles.page)[1][:, None]), hidden(tiles.tile)
+        if masked:
+            whole = jnp.broadcast_to(there[:, None], (tiles.tile, width))
+            mask["mask"] = mask["mask"] & whole if mask else whole
+        k, v = ([pltriton.load(ref.at[(*at, dims)], **mask) for dims in columns] for ref in (k_ref, v_ref))
+        k, v = ([half for part in rows for half in _numbers(part, compute, interpret)] for rows in (k, v))
+        return k, v, there
+
     def look():
-        own_row, factor = (batch, query[:, None], head[:, None]), scale * math.log2(math.e)
-        stretches = [(begin, end, True)]  # of tiles, and whether their rows may be hidden from a query
-        if not tiles.fixed:  # one code for every tile: with masks others multiplications are fused with additions
-            hides_first, open_from = tiles.start or tiles.window, begin
-            if hides_first:
-                open_from = jnp.clip(own_tiles(pl.cdiv(highest, tiles.tile), piece, tiles.splits), begin, end)
-            new_from = own_tiles(jnp.minimum(length, last) // tiles.tile, piece, tiles.splits)
-            new_from = jnp.maximum(new_from, open_from)
-            stretches = [(open_from, new_from, False), (new_from, end, True)]
-            if hides_first:
-                stretches.insert(0, (begin, open_from, True))
+        factor = scale * math.log2(math.e)
+        stretches = stretches_of(sight, begin, end, piece, tiles)
         # What one loop hands to the next would be waited for in every step.
         places = [places_of(first) for first, _, _ in stretches]
         # Rows that nobody asked for are somebody's, and not kept: a load without a mask needs no zeros.
@@ -120,60 +141,32 @@ def attend(
             q, factor = [half.astype(jnp.float32) * factor for half in q], 1.0
         q = [half.astype(compute) for half in q]
         seen = [pltriton.load(seen_ref.at[batch, asked, w]) for w in range(tiles.words)]
-        ones = jnp.ones((tiles.tile, MMA_ROWS), compute)  # sums of weights cost a product less than a reduction
 
         def step(index, carry, *, masked):
-            acc, top, total, (pages, *place) = carry
+            *sums, (pages, *place) = carry
             row = rows_of(index)
-            (place,) = place or (row,)
-            new = row - length
-            loaded = (row < last) & (row >= lowest)
-            if tiles.depths:
-                loaded &= place < tiles.capacity
-            at, mask = (pages[:, None], kv_head, _divided(place, tiles.page)[1][:, None]), hidden(tiles.tile)
-            if masked:
-                whole = jnp.broadcast_to(loaded[:, None], (tiles.tile, width))
-                mask["mask"] = mask["mask"] & whole if mask else whole
-            k, v = ([pltriton.load(ref.at[(*at, dims)], **mask) for dims in columns] for ref in (k_ref, v_ref))
-            k, v = ([half for part in row for half in _numbers(part, compute, interpret)] for row in (k, v))
+            k, v, there = read(row, pages, *(place or [row]), masked=masked)
             scores = sum(pltriton.dot(*pair, trans_b=True, precision=precision) for pair in zip(q, k, strict=True))
             if masked:
-                if tiles.depths:
-                    visible = loaded[None, :]
-                elif tiles.words:
-                    bounds = (lowest - length, last - length)
-                    visible = marked(seen, row_of(index) - length, *bounds, tiles.tile)
-                else:
-                    visible = new[None, :] <= jnp.minimum(query, last - length - 1)[:, None]
-                    if tiles.start:
-                        visible &= row[None, :] >= lowest
-                    if tiles.window:
-                        visible &= row[None, :] >= (oldest + query)[:, None]
+                visible = there[None, :]
+                if not tiles.depths:
+                    visible = is_visible(row, row_of(index), query, seen, sight, tiles)
                 scores = jnp.where(visible, scores, -jnp.inf)
                 # A row that was not loaded, or that only its own padding query sees, may be NaN, and so is 0 * NaN.
                 v = [_finite(half, interpret) for half in v]
-            new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-            base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-            fade = _power(top - base, factor, jnp.zeros_like(base), interpret)[:, None]  # 1 where the top stays
-            of_each = jnp.broadcast_to((base * factor)[:, None], scores.shape)
-            weights = _power(scores, factor, of_each, interpret).astype(compute)
-            total, *acc = (
-                before * fade + pltriton.dot(weights, right, precision=precision)
-                for before, right in zip([total, *acc], [ones, *v], strict=True)
-            )
-            return acc, new_top, total, places_of(index + 1)
+            return *_folded(sums, scores, v, factor, precision, interpret), places_of(index + 1)
 
-        carry = (
+        sums = (
             [jnp.zeros((tiles.packed, width), jnp.float32)] * len(channels),
             jnp.full((tiles.packed,), -jnp.inf, jnp.float32),
             jnp.zeros((tiles.packed, MMA_ROWS), jnp.float32),  # one number in all columns
         )
         for (first, stop, is_masked), first_places in zip(stretches, places, strict=True):
             own_step = functools.partial(step, masked=is_masked)
-            *carry, _ = jax.lax.fori_loop(first, stop, own_step, (*carry, first_places))
-        acc, top, total = carry
+            *sums, _ = jax.lax.fori_loop(first, stop, own_step, (*sums, first_places))
+        acc, top, total = sums
         total = jnp.max(total, axis=1)
-        place = (*own_row, piece) if tiles.splits > 1 else own_row
+        place = (batch, query[:, None], head[:, None], *([piece] if tiles.splits > 1 else []))
         # Once a row: a division costs as much as several products.
         share = (1.0 / jnp.where(total == 0, 1.0, total))[:, None]
         held = inside[:, None] & is_channel
@@ -186,6 +179,48 @@ def attend(
         look()
     else:
         pl.when(begin < end)(look)
+
+
+def stretches_of(sight: Sight, begin: Array, end: Array, piece: Array, tiles: Tiles) -> list[tuple[Array, Array, bool]]:
+    """A program's tiles: from one to behind another, and whether rows of theirs may be hidden from a query."""
+    if tiles.fixed:  # one code for every tile: with masks others multiplications are fused with additions
+        return [(begin, end, True)]
+    hides_first, open_from = tiles.start or tiles.window, begin
+    if hides_first:
+        open_from = jnp.clip(own_tiles(pl.cdiv(sight.highest, tiles.tile), piece, tiles.splits), begin, end)
+    new_from = own_tiles(jnp.minimum(sight.length, sight.last) // tiles.tile, piece, tiles.splits)
+    new_from = jnp.maximum(new_from, open_from)
+    return [(begin, open_from, True)] * bool(hides_first) + [(open_from, new_from, False), (new_from, end, True)]
+
+
+def is_visible(row: Array, first: Array, query: Array, seen: list[Array], sight: Sight, tiles: Tiles) -> Array:
+    """Which of a tile's rows, from the first one on, each query sees: [packed, tile]."""
+    if tiles.words:
+        bounds = (sight.lowest - sight.length, sight.last - sight.length)
+        return marked(seen, first - sight.length, *bounds, tiles.tile)
+    visible = (row - sight.length)[None, :] <= jnp.minimum(query, sight.last - sight.length - 1)[:, None]
+    if tiles.start:
+        visible &= row[None, :] >= sight.lowest
+    if tiles.window:
+        visible &= row[None, :] >= (sight.oldest + query)[:, None]
+    return visible
+
+
+def _folded(sums: list, scores: Array, v: list[Array], factor: float, precision: Any, interpret: bool) -> tuple:
+    """Weighted values, largest score and sum of weights of the rows until now, and of a tile's."""
+    acc, top, total = sums
+    compute = v[0].dtype
+    ones = jnp.ones((scores.shape[1], MMA_ROWS), compute)  # sums of weights cost a product less than a reduction
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+    base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+    fade = _power(top - base, factor, jnp.zeros_like(base), interpret)[:, None]  # 1 where the top stays
+    of_each = jnp.broadcast_to((base * factor)[:, None], scores.shape)
+    weights = _power(scores, factor, of_each, interpret).astype(compute)
+    total, *acc = (
+        before * fade + pltriton.dot(weights, right, precision=precision)
+        for before, right in zip([total, *acc], [ones, *v], strict=True)
+    )
+    return acc, new_top, total
 
 
 def _numbers(loaded: Array, compute: jnp.dtype, interpret: bool) -> list[Array]:

@@ -139,7 +139,7 @@ def fixed_tiles(q: Array, k_pool: Array, page_table: Array, paths: Array | None,
     )
 
 
-def own_tiles(tile: Array, piece: Array | int, splits: int) -> Array:
+def own_tiles(tile: Array | int, piece: Array | int, splits: int) -> Array:
     """How many of the tiles before `tile` are a piece's, which has every so-many-th one.
 
     So all pieces have the same to do at any length, and whose a row is depends on where it stands alone.
