@@ -35,17 +35,17 @@ def product(factors: Factors) -> list[dict[str, Any]]:
     return [dict(zip(factors, case, strict=True)) for case in itertools.product(*factors.values())]
 
 
-def thinned(cases: Iterable[Any], *, every: int, name: Callable[[Any], str], is_product: bool = False) -> list[Any]:
+def thinned(cases: Iterable[Any], *, every: int, name: Callable[[Any], str], is_halved: bool = False) -> list[Any]:
     """Cases as parameters of a test: every ``every``-th runs in both environments, the others in one.
 
     Args:
-        is_product: they cover the pairs of a large product, whose half is enough by default.
+        is_halved: so many alike that every second one is enough by default.
     """
 
     def marks(index: int) -> list[pytest.MarkDecorator]:
         if index % every == 0:
             return []
-        return [pytest.mark.long if is_product and index % 2 else pytest.mark.once]
+        return [pytest.mark.long if is_halved and index % 2 else pytest.mark.once]
 
     return [pytest.param(case, marks=marks(index), id=name(case)) for index, case in enumerate(cases)]
 

@@ -27,6 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_every_way_decodes_the_same_tokens(folder: Path) -> None:
     written = json.loads((folder / "results.json").read_text())
     by_way = {result["way"]: result for result in written["results"]}
@@ -41,6 +42,7 @@ def test_every_way_decodes_the_same_tokens(folder: Path) -> None:
     assert set(by_way["depth 1"]["rounds_at"]) == {"1"} and set(by_way["adaptive"]["rounds_at"]) <= {"0", "1"}
 
 
+@pytest.mark.long
 def test_the_table_has_the_results(folder: Path) -> None:
     about, heading, _, row = (folder / "printed.txt").read_text().splitlines()
     results = json.loads((folder / "results.json").read_text())["results"]

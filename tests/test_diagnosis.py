@@ -131,6 +131,7 @@ def test_the_first_draft_tokens_hit_where_the_recorded_ones_do(
     assert 0.5 < expected.mean() < 0.9  # hits and misses
 
 
+@pytest.mark.long
 def test_all_settings_are_tried_and_each_gives_the_recorded_mean(recorded: Recorded) -> None:
     assert recorded.settings.keys() == RECORDED.keys()
     expected = json.loads((recorded.golden / "sensitivity.json").read_text())
@@ -142,6 +143,7 @@ def test_all_settings_are_tried_and_each_gives_the_recorded_mean(recorded: Recor
 # -- advice
 
 
+@pytest.mark.long
 def test_the_right_setting_agrees_best_though_not_the_longest(recorded: Recorded) -> None:
     measured = [recorded.measurement(setting) for setting in recorded.settings.values()]
     own, *others = measured

@@ -139,7 +139,8 @@ def test_a_deterministic_round_is_one_graph_of_our_own_kernels(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("quantize", "launches"), [pytest.param("fp8", 410, marks=pytest.mark.matrix), ("fp8_dynamic", 412)]
+    ("quantize", "launches"),
+    [pytest.param("fp8", 410, marks=pytest.mark.matrix), pytest.param("fp8_dynamic", 412, marks=pytest.mark.long)],
 )
 def test_weights_and_cache_of_one_byte_are_read_where_they_lie(quantize: str, launches: int) -> None:
     """No weight is written out in another type: the smallest would be 34 MB."""

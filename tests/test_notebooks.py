@@ -24,8 +24,8 @@ def test_there_are_notebooks() -> None:
     assert NOTEBOOKS
 
 
-# The later ones take a minute each.
-LONG = ("3_draft_methods", "4_trees_and_acceptance")
+# A minute each.
+LONG = ("1_quickstart", "3_draft_methods", "4_trees_and_acceptance")
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,14 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "draft model": lambda: DraftModel(tiny.model(small.VOCAB, layers=1, seed=1), Tree.chain(LENGTH)),
     "suffix": lambda: Suffix(Tree.chain(LENGTH), max_n=3, scope="engine", corpus_tokens=64),
 }
+WITH_CACHE: list[Engine] = []
 GREEDY, SAMPLED = dict(temperature=0.0), dict(temperature=1.0, seed=7)
 
 
 @cache
 def engine(name: str, *, cached: bool, page_size: int = PAGE) -> Engine:
     """Two slots. The draft model is drawn from its own law, so that the tokens depend on what its cache holds."""
-    return Engine(
+    made = Engine(
         small.target(),
         drafter=DRAFTERS[name](),
         slots=2,
@@ -47,16 +48,17 @@ def engine(name: str, *, cached: bool, page_size: int = PAGE) -> Engine:
         prefix_cache=cached,
         controls=False,
     )
+    WITH_CACHE.extend([made] * cached)
+    return made
 
 
 @pytest.fixture(autouse=True)
 def _all_comes_back() -> Iterator[None]:
     """Every test begins and ends with nothing held, and every page somewhere."""
-    engines = [engine(name, cached=True) for name in DRAFTERS] + [engine("eagle3", cached=True, page_size=1)]
-    for one in engines:
+    for one in WITH_CACHE:
         one.scheduler.pages.forget()
     yield
-    for one in engines:
+    for one in WITH_CACHE:
         one.scheduler.pages.check()
         assert one.pages_in_use == 0 and not one.scheduler.has_work
 

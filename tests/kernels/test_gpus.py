@@ -195,6 +195,7 @@ FLOAT8: dict[str, Case] = {
     **{f"product {rows} {kind}": product(rows, kind) for rows, kind in ((5, "fp8_dynamic"), (61, "fp8"))},
     **{f"whole product {kind}": whole_product(kind) for kind in ("fp8", "fp8_dynamic")},
 }
+LARGER = ("attention", "prefill", "product", "whole product", "rotate 256", "bound", "draw")
 SPILLS = {  # under ptxas of CUDA 13.0
     *((gpu, f"prefill {dim}") for gpu in ("A100", "L40") for dim in (96, 128)),
     *(("A100", f"attention 61 x {dim}") for dim in (80, 96)),
@@ -203,7 +204,7 @@ SPILLS = {  # under ptxas of CUDA 13.0
 
 
 def combinations() -> list[Any]:
-    """Every case on every GPU that has its types, by default on that of least shared memory.
+    """Every case on every GPU that has its types, by default the larger kernels on that of least shared memory.
 
     An A100 holds more than an L40, and a B200 than both; for the H200, of an H100's kind, the shapes of models are
     compiled elsewhere.
@@ -212,12 +213,12 @@ def combinations() -> list[Any]:
     default = {("A100", name) for name in ("attention 61 x 128", "prefill 96", "product 61", "norm", "draw")}
     default |= {("H100", name) for name in CASES if name.startswith(("attention", "prefill")) and "128" not in name}
     default |= {("B200", name) for name in ("attention 61 x 128", "prefill 128", "product 61", "draw")}
-    default |= {(gpu, name) for gpu, name in found if gpu == "L40"}
+    default |= {("L40", name) for name in (*CASES, *FLOAT8) if name.startswith(LARGER)}
 
     def marks(case: tuple[str, str]) -> list[pytest.MarkDecorator]:
         if case in default:
             return []
-        return [pytest.mark.long if case[0] == "B200" else pytest.mark.matrix]
+        return [pytest.mark.long if case[0] in ("B200", "L40") else pytest.mark.matrix]
 
     return [pytest.param(*case, marks=marks(case), id=", ".join(case)) for case in found]
 

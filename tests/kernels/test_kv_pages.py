@@ -89,7 +89,7 @@ def check_append(case: Case, implementation: str) -> None:
         assert (np.asarray(pool) != np.asarray(old)).any()
 
 
-def check_move(case: Case, implementation: str) -> None:
+def check_move(case: Case, implementation: str, layers: int = 1) -> None:
     """An accepted path: sources increasing, targets the rows from 7 on, so that the two overlap."""
     generator = np.random.default_rng(1)
     k_pool, v_pool, page_table, rows = make_cache(case, generator)
@@ -99,10 +99,10 @@ def check_move(case: Case, implementation: str) -> None:
     sources[1], targets[1] = targets[1].copy(), sources[1].copy()  # and upwards
     targets[2, -1], valid = rows, generator.random(sources.shape) < 0.8
     arguments = map(jnp.asarray, (page_table, sources, targets, valid))
-    layers = [k_pool, v_pool] * 5, [v_pool, k_pool] * 5  # more than one kernel serves
-    out = move_rows(*layers, *arguments, implementation=implementation)
+    pools = [k_pool, v_pool] * layers, [v_pool, k_pool] * layers
+    out = move_rows(*pools, *arguments, implementation=implementation)
     valid = valid & (sources < rows)
-    for pool, old in zip(out[0] + out[1], layers[0] + layers[1], strict=True):
+    for pool, old in zip(out[0] + out[1], pools[0] + pools[1], strict=True):
         moved = read_rows(old, page_table, sources)
         assert_same_but_null(pool, expect_rows(old, page_table, targets, moved, valid))
 
@@ -119,11 +119,16 @@ def test_move_rows_reads_all_before_it_writes(case, implementation):
     check_move(case, implementation)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_more_layers_than_one_kernel_serves_are_moved_alike(implementation):
+    check_move(Case(), implementation, layers=5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_compiled_kernels_on_a_gpu(case):
     check_append(case, "pallas")
-    check_move(case, "pallas")
+    check_move(case, "pallas", layers=5)
 
 
 def test_control_moving_row_by_row_is_something_else():

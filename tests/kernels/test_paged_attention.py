@@ -59,7 +59,7 @@ def check(case: Case, implementation: str) -> None:
     assert problem.error(out) <= problem.tolerance
 
 
-@pytest.mark.parametrize("case", cover.thinned(COVER, every=6, name=str, is_product=True))
+@pytest.mark.parametrize("case", cover.thinned(COVER, every=6, name=str, is_halved=True))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_it_is_softmax_attention_over_the_rows_seen(case, implementation):
     check(case, implementation)
@@ -71,13 +71,13 @@ def test_pools_of_one_byte(case, implementation):
     check(case, implementation)
 
 
-@pytest.mark.parametrize("case", cover.thinned(BETWEEN, every=3, name=str))
+@pytest.mark.parametrize("case", cover.thinned(BETWEEN, every=3, name=str, is_halved=True))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_heads_may_be_as_wide_as_no_power_of_two(case, implementation):
     check(case, implementation)
 
 
-@pytest.mark.parametrize("case", cover.thinned(WINDOWS, every=5, name=str))
+@pytest.mark.parametrize("case", cover.thinned(WINDOWS, every=5, name=str, is_halved=True))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_a_window_hides_what_lies_further_back(case, implementation):
     """Where it is NaN, as is every page that holds nothing else."""
