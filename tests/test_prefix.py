@@ -156,6 +156,8 @@ def test_a_page_that_is_not_whole_shows(
 ) -> None:
     """Negative controls."""
     one = engine("eagle3", cached=True)
+    traced(one, TURNS[:1])  # what it needs for that is compiled
+    one.scheduler.pages.forget()
     spoil(one, monkeypatch)
     with pytest.raises(AssertionError):
         np.testing.assert_allclose(traced(one), expected_scores, atol=TOLERANCE)
