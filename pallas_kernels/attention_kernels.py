@@ -29,30 +29,38 @@ def attend_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, tiles, **o
 
 
 class Sight(NamedTuple):
-    """Rows of a context, as numbers of them: what the queries of one program see."""
+    """Which rows of a context the queries of one program see; all are numbers of rows."""
 
-    length: Array  # committed ones
-    first: Array  # that is read
-    last: Array  # behind what is read
-    lowest: Array | int  # that any query sees
+    length: Array  # of what is committed
+    first: Array  # row that is read
+    end: Array  # behind the last one
+    lowest: Array | int  # first row that any query sees
     highest: Array | int  # from which on all queries see what is committed
-    oldest: Array | int  # that the first query sees, with a window; causal: the next one sees from the next row on
+    oldest: Array | int  # first that the first query sees (causal: the next query from the next one on); 0: no window
 
 
 def sight_of(length: Array, block: Array, tiles: Tiles) -> Sight:
-    """What a block of queries sees of a context of so many committed rows."""
+    """What the block-th queries see of a context of so many committed rows."""
     new_rows: Array | int = tiles.new  # that this program reads; causal: none past its own last query
     if not tiles.words and not tiles.depths:
         new_rows = jnp.minimum(((block + 1) * tiles.packed - 1) // tiles.group + 1, new_rows)
-    first, last = jnp.minimum(tiles.start, length), jnp.minimum(length + new_rows, tiles.capacity)
+    first, end = jnp.minimum(tiles.start, length), jnp.minimum(length + new_rows, tiles.capacity)
     if not tiles.window:
-        return Sight(length, first, last, tiles.start, tiles.start, 0)
+        return Sight(length, first, end, tiles.start, tiles.start, 0)
     oldest = length - tiles.window + 1
     first = jnp.maximum(first, oldest + (0 if tiles.words else block * tiles.packed // tiles.group))
     lowest = highest = jnp.maximum(first, tiles.start)
     if not tiles.words:
         highest = jnp.maximum(lowest, oldest + ((block + 1) * tiles.packed - 1) // tiles.group)
-    return Sight(length, first, last, lowest, highest, oldest)
+    return Sight(length, first, end, lowest, highest, oldest)
+
+
+class Sums(NamedTuple):
+    """Of an online softmax over the rows until now, for each row that a program holds."""
+
+    values: list[Array]  # weighted
+    top: Array  # the largest score
+    total: Array  # of the weights
 
 
 def attend(
@@ -92,7 +100,7 @@ def attend(
     columns = [part * size + column for part in range(parts)]
     channels = [dims * pairs + half for dims in columns for half in range(pairs)]
     sight = sight_of(lengths_ref[batch], block, tiles)
-    ends = sight.first // tiles.tile, pl.cdiv(sight.last, tiles.tile)
+    ends = sight.first // tiles.tile, pl.cdiv(sight.end, tiles.tile)
     begin, end = (own_tiles(tile, piece, tiles.splits) for tile in ends)
 
     def hidden(rows):
@@ -117,17 +125,17 @@ def attend(
         return (page, row) if tiles.depths else (page,)
 
     def read(row, pages, place, *, masked):
-        """Keys and values of a tile, and which of its rows there are."""
-        there = (row < sight.last) & (row >= sight.lowest)
+        """Keys and values of a tile's rows from where they lie, and which of them are loaded where some are not."""
+        loaded = (row < sight.end) & (row >= sight.lowest)
         if tiles.depths:
-            there &= place < tiles.capacity
+            loaded &= place < tiles.capacity
         at, mask = (pages[:, None], kv_head, _divided(place, tiles.page)[1][:, None]), hidden(tiles.tile)
         if masked:
-            whole = jnp.broadcast_to(there[:, None], (tiles.tile, width))
+            whole = jnp.broadcast_to(loaded[:, None], (tiles.tile, width))
             mask["mask"] = mask["mask"] & whole if mask else whole
         k, v = ([pltriton.load(ref.at[(*at, dims)], **mask) for dims in columns] for ref in (k_ref, v_ref))
         k, v = ([half for part in rows for half in _numbers(part, compute, interpret)] for rows in (k, v))
-        return k, v, there
+        return k, v, loaded
 
     def look():
         factor = scale * math.log2(math.e)
@@ -143,37 +151,34 @@ def attend(
         seen = [pltriton.load(seen_ref.at[batch, asked, w]) for w in range(tiles.words)]
 
         def step(index, carry, *, masked):
-            *sums, (pages, *place) = carry
+            sums, (pages, *place) = carry
             row = rows_of(index)
-            k, v, there = read(row, pages, *(place or [row]), masked=masked)
+            k, v, loaded = read(row, pages, *(place or [row]), masked=masked)
             scores = sum(pltriton.dot(*pair, trans_b=True, precision=precision) for pair in zip(q, k, strict=True))
             if masked:
-                visible = there[None, :]
-                if not tiles.depths:
-                    visible = is_visible(row, row_of(index), query, seen, sight, tiles)
+                visible = visible_of(row, row_of(index), loaded, query, seen, sight, tiles)
                 scores = jnp.where(visible, scores, -jnp.inf)
                 # A row that was not loaded, or that only its own padding query sees, may be NaN, and so is 0 * NaN.
                 v = [_finite(half, interpret) for half in v]
-            return *_folded(sums, scores, v, factor, precision, interpret), places_of(index + 1)
+            return folded(sums, scores, v, factor, precision, interpret), places_of(index + 1)
 
-        sums = (
+        sums = Sums(
             [jnp.zeros((tiles.packed, width), jnp.float32)] * len(channels),
             jnp.full((tiles.packed,), -jnp.inf, jnp.float32),
             jnp.zeros((tiles.packed, MMA_ROWS), jnp.float32),  # one number in all columns
         )
         for (first, stop, is_masked), first_places in zip(stretches, places, strict=True):
             own_step = functools.partial(step, masked=is_masked)
-            *sums, _ = jax.lax.fori_loop(first, stop, own_step, (*sums, first_places))
-        acc, top, total = sums
-        total = jnp.max(total, axis=1)
+            sums, _ = jax.lax.fori_loop(first, stop, own_step, (sums, first_places))
+        total = jnp.max(sums.total, axis=1)
         place = (batch, query[:, None], head[:, None], *([piece] if tiles.splits > 1 else []))
         # Once a row: a division costs as much as several products.
         share = (1.0 / jnp.where(total == 0, 1.0, total))[:, None]
         held = inside[:, None] & is_channel
-        for part, dims in zip(acc, channels, strict=True):
+        for part, dims in zip(sums.values, channels, strict=True):
             pltriton.store(outputs[0].at[(*place, dims)], (part * share).astype(outputs[0].dtype), mask=held)
         if tiles.splits > 1:
-            pltriton.store(outputs[1].at[batch, query, head, piece], top * factor + jnp.log2(total), mask=inside)
+            pltriton.store(outputs[1].at[batch, query, head, piece], sums.top * factor + jnp.log2(total), mask=inside)
 
     if tiles.splits == 1:
         look()
@@ -188,17 +193,25 @@ def stretches_of(sight: Sight, begin: Array, end: Array, piece: Array, tiles: Ti
     hides_first, open_from = tiles.start or tiles.window, begin
     if hides_first:
         open_from = jnp.clip(own_tiles(pl.cdiv(sight.highest, tiles.tile), piece, tiles.splits), begin, end)
-    new_from = own_tiles(jnp.minimum(sight.length, sight.last) // tiles.tile, piece, tiles.splits)
+    new_from = own_tiles(jnp.minimum(sight.length, sight.end) // tiles.tile, piece, tiles.splits)
     new_from = jnp.maximum(new_from, open_from)
     return [(begin, open_from, True)] * bool(hides_first) + [(open_from, new_from, False), (new_from, end, True)]
 
 
-def is_visible(row: Array, first: Array, query: Array, seen: list[Array], sight: Sight, tiles: Tiles) -> Array:
-    """Which of a tile's rows, from the first one on, each query sees: [packed, tile]."""
+def visible_of(
+    row: Array, first: Array, loaded: Array, query: Array, seen: list[Array], sight: Sight, tiles: Tiles
+) -> Array:
+    """Which of a tile's rows, from the first one on, each query sees: [packed, tile], or [1, tile] if all see the same.
+
+    Args:
+        seen: words of bits.
+    """
+    if tiles.depths:
+        return loaded[None, :]
     if tiles.words:
-        bounds = (sight.lowest - sight.length, sight.last - sight.length)
+        bounds = (sight.lowest - sight.length, sight.end - sight.length)
         return marked(seen, first - sight.length, *bounds, tiles.tile)
-    visible = (row - sight.length)[None, :] <= jnp.minimum(query, sight.last - sight.length - 1)[:, None]
+    visible = (row - sight.length)[None, :] <= jnp.minimum(query, sight.end - sight.length - 1)[:, None]
     if tiles.start:
         visible &= row[None, :] >= sight.lowest
     if tiles.window:
@@ -206,8 +219,8 @@ def is_visible(row: Array, first: Array, query: Array, seen: list[Array], sight:
     return visible
 
 
-def _folded(sums: list, scores: Array, v: list[Array], factor: float, precision: Any, interpret: bool) -> tuple:
-    """Weighted values, largest score and sum of weights of the rows until now, and of a tile's."""
+def folded(sums: Sums, scores: Array, v: list[Array], factor: float, precision: Any, interpret: bool) -> Sums:
+    """The sums over the rows until now, and over a tile's."""
     acc, top, total = sums
     compute = v[0].dtype
     ones = jnp.ones((scores.shape[1], MMA_ROWS), compute)  # sums of weights cost a product less than a reduction
@@ -220,7 +233,7 @@ def _folded(sums: list, scores: Array, v: list[Array], factor: float, precision:
         before * fade + pltriton.dot(weights, right, precision=precision)
         for before, right in zip([total, *acc], [ones, *v], strict=True)
     )
-    return acc, new_top, total
+    return Sums(acc, new_top, total)
 
 
 def _numbers(loaded: Array, compute: jnp.dtype, interpret: bool) -> list[Array]:

@@ -55,8 +55,8 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        most = chip()
-        return max(self.bytes / most.bandwidth, self.flops / most.matmul_rate)
+        own = chip()
+        return max(self.bytes / own.bandwidth, self.flops / own.matmul_rate)
 
 
 def matmul(name: str, rows: int, out: int, inner: int, widths: Widths) -> Cost:
