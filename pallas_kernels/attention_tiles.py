@@ -57,10 +57,10 @@ def choose_tiles(
     window: int | None,
     wide: bool,
 ) -> Tiles:
-    """At most so many splits that every multiprocessor has two programs (four, if small; one, if of eight warps).
+    """So many splits, two at least, that about two programs run on each multiprocessor (four, if of few rows).
 
-    One is enough where each then reads few rows. A context is not split where there are two for each multiprocessor
-    anyway, unless small programs read long ones and four fit.
+    One of eight warps counts as two, and half as many full ones are enough where each then reads few rows. A context is
+    not split where there are enough without, unless small programs read long ones and four fit.
 
     Args:
         wide: products are taken in float32.

@@ -328,8 +328,7 @@ DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
 
 DEPTHS_OF = {"eagle3": (0, 2, 3), "draft model": (0, 1, 3)}
 LOOK_UP = ("n-gram", "suffix")
-RARE = ("medusa", "suffix")
-ALL = [pytest.param(name, marks=[pytest.mark.matrix] * (name in RARE)) for name in DRAFTERS]
+ALL = [pytest.param(name, marks=[pytest.mark.matrix] * (name == "suffix")) for name in DRAFTERS]
 
 
 @cache

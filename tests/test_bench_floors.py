@@ -53,16 +53,21 @@ def test_arithmetic_bounds_many_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "bandwidth", "named"),
-    [("NVIDIA H200", 4.3e12, "H200"), ("NVIDIA H100 80GB HBM3", 3.02e12, "H100"), ("another", 4.3e12, "H200")],
+    ("kind", "bandwidth", "rate", "named"),
+    [
+        ("NVIDIA H200", 4.3e12, 790e12, "H200"),
+        ("NVIDIA H100 80GB HBM3", 3.02e12, 789e12, "H100"),
+        ("another", 4.3e12, 790e12, "H200"),
+    ],
 )
 def test_the_floor_is_that_of_the_device(
-    monkeypatch: pytest.MonkeyPatch, kind: str, bandwidth: float, named: str
+    monkeypatch: pytest.MonkeyPatch, kind: str, bandwidth: float, rate: float, named: str
 ) -> None:
     device = SimpleNamespace(device_kind=kind, platform="gpu")
     monkeypatch.setattr(floors.jax, "devices", lambda: [device])
     plain = rounds.floor(rounds.Case("llama3-8b", 1, 1024, None))
     assert plain == pytest.approx((2 * 7.505e9 + 1024 * 131072) / bandwidth, rel=0.005)
+    assert floors.matmul("many rows", 4096, 4096, 4096, floors.BF16).seconds == pytest.approx(2 * 4096**3 / rate)
     assert report.environment()["device"] == kind and named in report.environment()["floors"]
 
 

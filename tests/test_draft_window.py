@@ -135,7 +135,7 @@ def differences(name: str, window: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name != "EAGLE-3, chain")) for name in DRAFTERS]
+    "name", [pytest.param(name, marks=[pytest.mark.long] * name.endswith("dynamic")) for name in DRAFTERS]
 )
 def test_scores_are_those_of_dense_attention_under_a_sliding_mask(name: str) -> None:
     """And one token more or less in the window, the control, is seen."""

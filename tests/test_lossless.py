@@ -73,8 +73,8 @@ def pair(name: str, golden: Path, data: Path) -> Pair:
 
 
 def is_long(case: dict[str, Any]) -> bool:
-    """The library's drafters on the pair whose head was trained, in the longer runs: they decode many long texts."""
-    return case["pair"] == "golden" and case["drafter"] not in (*FAKES, "small")
+    """The library's drafters on the pair whose head was trained: they decode many long texts."""
+    return case["pair"] == "golden" and case["drafter"] not in FAKES
 
 
 def make_drafter(name: str, tree: Tree, pair: Pair, known: list[Completion], params: list[SamplingParams]) -> Drafter:
@@ -222,8 +222,8 @@ def same_tokens(
         assert found.gap < NEAR_TIE, found
 
 
-# Drafters with a state of their own, and one that is always wrong; Medusa's rounds stand in tests/test_golden_trees.py,
-# texts of n-gram and suffix in tests/test_ngram.py.
+# Drafters with a cache of their own, and one that is always wrong. Medusa's tokens are compared in
+# tests/test_adaptive.py too, those of n-gram and suffix in tests/test_ngram.py.
 COVER = (
     ("stories", "eagle3", DYNAMIC, 64, (20,)),
     ("stories", "eagle", DYNAMIC, 1, (20,)),

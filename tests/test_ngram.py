@@ -463,7 +463,7 @@ def engine_of(name: str) -> Engine:
     return Engine(small.target(), drafter=drafter, **(OPTIONS | options))
 
 
-@pytest.mark.parametrize("name", ["static", "topk"])
+@pytest.mark.parametrize("name", ["chain", "static", "topk"])
 def test_decoding_is_lossless_and_drafts_are_accepted(name: str, plain: Engine) -> None:
     """More prompts than slots, so slots are reused; all of them twice, greedy and sampled."""
     engine = engine_of(name)

@@ -156,7 +156,7 @@ def test_a_page_that_is_not_whole_shows(
 ) -> None:
     """Negative controls."""
     one = engine("eagle3", cached=True)
-    traced(one, TURNS[:1])  # what it needs for that is compiled
+    traced(one, TURNS[:1])  # so that its programs are compiled before one of them is replaced
     one.scheduler.pages.forget()
     spoil(one, monkeypatch)
     with pytest.raises(AssertionError):

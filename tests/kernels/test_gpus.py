@@ -214,6 +214,7 @@ def combinations() -> list[Any]:
     default |= {("H100", name) for name in CASES if name.startswith(("attention", "prefill")) and "128" not in name}
     default |= {("B200", name) for name in ("attention 61 x 128", "prefill 128", "product 61", "draw")}
     default |= {("L40", name) for name in (*CASES, *FLOAT8) if name.startswith(LARGER)}
+    assert default <= set(found), default - set(found)
 
     def marks(case: tuple[str, str]) -> list[pytest.MarkDecorator]:
         if case in default:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import append, move_rows
+from pallas_kernels.kv_pages import LAYERS
 from tests import cover
 
 ROWS = 128
@@ -89,8 +90,12 @@ def check_append(case: Case, implementation: str) -> None:
         assert (np.asarray(pool) != np.asarray(old)).any()
 
 
-def check_move(case: Case, implementation: str, layers: int = 1) -> None:
-    """An accepted path: sources increasing, targets the rows from 7 on, so that the two overlap."""
+def check_move(case: Case, implementation: str, pairs: int = 1) -> None:
+    """An accepted path: sources increasing, targets the rows from 7 on, so that the two overlap.
+
+    Args:
+        pairs: of layers.
+    """
     generator = np.random.default_rng(1)
     k_pool, v_pool, page_table, rows = make_cache(case, generator)
     steps = generator.integers(1, 3, (3, case.tokens))
@@ -99,7 +104,7 @@ def check_move(case: Case, implementation: str, layers: int = 1) -> None:
     sources[1], targets[1] = targets[1].copy(), sources[1].copy()  # and upwards
     targets[2, -1], valid = rows, generator.random(sources.shape) < 0.8
     arguments = map(jnp.asarray, (page_table, sources, targets, valid))
-    pools = [k_pool, v_pool] * layers, [v_pool, k_pool] * layers
+    pools = [k_pool, v_pool] * pairs, [v_pool, k_pool] * pairs
     out = move_rows(*pools, *arguments, implementation=implementation)
     valid = valid & (sources < rows)
     for pool, old in zip(out[0] + out[1], pools[0] + pools[1], strict=True):
@@ -121,14 +126,14 @@ def test_move_rows_reads_all_before_it_writes(case, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_more_layers_than_one_kernel_serves_are_moved_alike(implementation):
-    check_move(Case(), implementation, layers=5)
+    check_move(Case(), implementation, pairs=LAYERS // 2 + 1)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_compiled_kernels_on_a_gpu(case):
     check_append(case, "pallas")
-    check_move(case, "pallas", layers=5)
+    check_move(case, "pallas", pairs=LAYERS // 2 + 1)
 
 
 def test_control_moving_row_by_row_is_something_else():

@@ -27,8 +27,8 @@ BETWEEN = [
     Case(dim=96, dtype="bfloat16", tree="causal", queries=17, start=1),
     Case(dim=80, dtype="bfloat16", tree="padded", queries=60, group=2, lengths="full"),
     Case(dim=96, queries=1, tree="causal", lengths="zero"),
-    Case(dim=80, dtype="bfloat16", pool="float8_e4m3fn"),
     Case(dim=176, window=40, queries=17, tree="random"),
+    Case(dim=80, dtype="bfloat16", pool="float8_e4m3fn"),
 ]
 WINDOWS = [
     Case(window=1, queries=1, tree="causal", page=1, start=1),
@@ -39,8 +39,8 @@ WINDOWS = [
     Case(window=129, queries=17, tree="padded", start=1, dtype="bfloat16"),
     Case(window=40, queries=17, tree="random", lengths="zero"),
     Case(window=90, queries=60, tree="chain", dim=64, lengths="full"),
-    Case(window=33, tree="random", dtype="bfloat16", pool="float8_e4m3fn"),
     Case(window=ROWS, tree="random"),
+    Case(window=33, tree="random", dtype="bfloat16", pool="float8_e4m3fn"),
 ]
 ROUNDED = [  # three parts of a context
     Case(dtype="bfloat16", dim=64),
