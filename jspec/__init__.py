@@ -1,19 +1,20 @@
 """Lossless speculative decoding in JAX: a whole round is one compiled program."""
 
-from jspec.draft import Drafter
+from jspec.core.tree import Tree
+from jspec.draft.base import Drafter
+from jspec.draft.draft_model import DraftModel
 from jspec.draft.eagle import Eagle, Eagle3
 from jspec.draft.medusa import Medusa
-from jspec.draft.model import DraftModel
 from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
-from jspec.engine import Engine
-from jspec.metrics import Metrics
+from jspec.engine.core import Engine
+from jspec.engine.metrics import Metrics
+from jspec.engine.request import Chunk, Completion, Round
+from jspec.engine.sampling_params import SamplingParams
+from jspec.engine.token_logprobs import TokenLogprob
 from jspec.models.decoder import Model
-from jspec.processors import LogitsContext
-from jspec.requests import Chunk, Completion, Round
-from jspec.sampling_params import SamplingParams
-from jspec.token_logprobs import TokenLogprob
-from jspec.tree import Tree
+from jspec.sampling.logits_processor import LogitsContext
+from jspec.tools import plot, testing
 
 __all__ = [
     "Chunk",
@@ -33,4 +34,6 @@ __all__ = [
     "Suffix",
     "TokenLogprob",
     "Tree",
+    "plot",
+    "testing",
 ]

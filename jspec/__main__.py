@@ -10,21 +10,20 @@ from typing import NoReturn
 
 import jax
 
-import convert.__main__
-from jspec import demo, diagnose
-from jspec.bench import cli as bench
-from jspec.config import ACCEPT_RULES, KV_DTYPES, QUANTIZE
-from jspec.describe import describe
-from jspec.draft import Drafter
+from jspec.core.config import ACCEPT_RULES, KV_DTYPES, QUANTIZE
+from jspec.core.tree import TREE_FORMS, Tree
+from jspec.draft.base import Drafter
+from jspec.draft.draft_model import DraftModel
 from jspec.draft.eagle import Eagle, Eagle3
 from jspec.draft.medusa import Medusa
-from jspec.draft.model import DraftModel
 from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
-from jspec.engine import Engine
-from jspec.sampling_params import SamplingParams
-from jspec.tree import TREE_FORMS, Tree
-from pallas_kernels.implementation import explain
+from jspec.engine.core import Engine
+from jspec.engine.sampling_params import SamplingParams
+from jspec.tools import check_head, convert, demo
+from jspec.tools.bench import cli as bench
+from jspec.tools.info import describe
+from pallas_kernels.dispatch import explain
 
 PRETRAINED: dict[str, Callable[..., Drafter]] = {
     "eagle3": Eagle3.from_pretrained,
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("convert", help="Hugging Face folder to orbax folder; see jspec convert --help", add_help=False)
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["convert"]:
-        return convert.__main__.main(words[1:])
+        return convert.main(words[1:])
     arguments = parser.parse_args(words)
     try:
         return arguments.run(arguments)
@@ -81,7 +80,7 @@ def _info_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokenizer", help='for --check: "bytes" for byte-level models; else the target folder\'s own')
     parser.add_argument(
-        "--max-tokens", type=int, help=f"for --check: decoded behind each of {diagnose.PROMPTS} prompts"
+        "--max-tokens", type=int, help=f"for --check: decoded behind each of {check_head.PROMPTS} prompts"
     )
     parser.set_defaults(run=_info)
 
@@ -100,7 +99,7 @@ def _info(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.text is not None:
         given["text"] = arguments.text.read_text(encoding="utf-8")
-    print(diagnose.check(*arguments.check, **given))
+    print(check_head.check(*arguments.check, **given))
     return 0
 
 

@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--no-typecheck") and find_spec("beartype"):
         from jaxtyping import install_import_hook
 
-        from tests import typecheck
+        from tests.support import typecheck
 
         install_import_hook(PACKAGES, f"{typecheck.__name__}.arrays")
 
@@ -90,7 +90,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="module")
 def runs_long() -> Iterator[None]:
     """For files whose engines run longer than they compile: with some of what `cpu_flags` leaves out."""
-    from jspec.step import Program
+    from jspec.step.decode import Program
 
     options: dict[str, Any] = {"xla_backend_optimization_level": 1}
     if "--xla_cpu_use_fusion_emitters=false" in os.environ["XLA_FLAGS"]:

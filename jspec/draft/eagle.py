@@ -18,11 +18,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec import pretrained
-from jspec.cache import PoolShape, create, places
-from jspec.draft import Drafter, active_slots, check_window
-from jspec.draft.grow import Level, Vocabulary, grow
-from jspec.draft.heads import (
+from jspec.core.records import Draft, KVCache, SlotView, TokenBatch, Verdict
+from jspec.core.tree import Tree
+from jspec.draft.base import Drafter, active_slots, check_window
+from jspec.draft.eagle_head import (
     FIRST_ROW,
     EagleHead,
     HeadOut,
@@ -33,12 +32,13 @@ from jspec.draft.heads import (
     through,
     with_drafted,
 )
+from jspec.draft.expand_tree import Level, Vocabulary, grow
+from jspec.models import load
 from jspec.models.attention import attend
 from jspec.models.decoder import Model
-from jspec.records import Draft, KVCache, SlotView, TokenBatch, Verdict
-from jspec.tree import Tree
-from pallas_kernels.put_rows import put_rows
-from pallas_kernels.quantized import Parts, rounds_inputs
+from jspec.models.kv_cache import PoolShape, create, places
+from pallas_kernels.layers.quantized import Parts, rounds_inputs
+from pallas_kernels.state.scatter_rows import put_rows
 
 
 @struct.dataclass
@@ -56,7 +56,7 @@ class EagleState:
 
 
 class EagleDrafter(Drafter):
-    """What the EAGLE methods share; they differ in the head's forward pass (`jspec.draft.heads`).
+    """What the EAGLE methods share; they differ in the head's forward pass (`jspec.draft.eagle_head`).
 
     Args:
         head: the head's weights.
@@ -194,10 +194,10 @@ class Eagle3(EagleDrafter):
             feature_layers: overrides the target's state indices that are fused.
             norm_before_residual: overrides whether the residual is the normed feature.
             norm_output: overrides whether the normed output is fed back (EAGLE-3.1).
-            quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.quantize`).
+            quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`).
             draft_window: tokens back that the head attends to; None: all.
         """
-        checkpoint = pretrained.load(
+        checkpoint = load.load(
             path,
             dtype=dtype,
             kind="eagle3",
@@ -231,10 +231,10 @@ class Eagle(EagleDrafter):
 
         Args:
             rope_theta: overrides the file's rotary base (10000 where the file is silent).
-            quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.quantize`).
+            quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`).
             draft_window: tokens back that the head attends to; None: all.
         """
-        checkpoint = pretrained.load(path, dtype=dtype, kind="eagle", rope_theta=rope_theta, quantize=quantize)
+        checkpoint = load.load(path, dtype=dtype, kind="eagle", rope_theta=rope_theta, quantize=quantize)
         return cls(EagleHead.from_weights(checkpoint.config, checkpoint.weights), tree, draft_window=draft_window)
 
 

@@ -17,14 +17,15 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float
 
-from jspec import pretrained, sampling
-from jspec.cache import PoolShape
-from jspec.draft import Drafter, require_static, static_draft
-from jspec.models.config import MedusaConfig
+from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
+from jspec.core.tree import Tree
+from jspec.draft.base import Drafter, require_static, static_draft
+from jspec.draft.head_config import MedusaConfig
+from jspec.models import load
 from jspec.models.decoder import Model, logits_of
-from jspec.records import Draft, SlotView, TokenBatch, Verdict
-from jspec.tree import Tree
-from pallas_kernels.quantized import matmul
+from jspec.models.kv_cache import PoolShape
+from jspec.sampling import sampler
+from pallas_kernels.layers.quantized import matmul
 
 
 @struct.dataclass
@@ -52,7 +53,7 @@ class MedusaHeads:
 
     @classmethod
     def from_weights(cls, config: MedusaConfig, weights: Mapping[str, Any]) -> MedusaHeads:
-        """Build from the tree of arrays that `jspec.pretrained.load` returns."""
+        """Build from the tree of arrays that `jspec.models.load.load` returns."""
         heads = [
             MedusaHead([MedusaBlock(**block) for block in head["blocks"]], head["output"]) for head in weights["heads"]
         ]
@@ -93,7 +94,7 @@ class Medusa(Drafter):
     @classmethod
     def from_pretrained(cls, path: str | Path, *, tree: Tree, dtype: str | None = None) -> Self:
         """Load heads from a folder as released, a converted folder or a hub id."""
-        checkpoint = pretrained.load(path, dtype=dtype, kind="medusa")
+        checkpoint = load.load(path, dtype=dtype, kind="medusa")
         return cls(MedusaHeads.from_weights(checkpoint.config, checkpoint.weights), tree)
 
     def feature_layers(self, target: Model) -> tuple[int, ...]:
@@ -124,7 +125,7 @@ class Medusa(Drafter):
 
     def draft(self, params: MedusaHeads, state: MedusaState, view: SlotView) -> tuple[Draft, MedusaState]:
         hidden = state.hidden.at[view.slots].get(mode="fill", fill_value=0)[:, None]
-        choose = sampling.child_chooser(view, self.tree.depth, None, params.config.vocab_size)
+        choose = sampler.child_chooser(view, self.tree.depth, None, params.config.vocab_size)
         tokens, log_probs, fed = [], [], [0]
         laws: dict[int, Array] = {}
         for depth, level in enumerate(self.tree.levels[1:], 1):
@@ -133,7 +134,7 @@ class Medusa(Drafter):
                 ids, law = choose(logits[None], depth, max(level.ranks) + 1)
                 ranks = np.array(level.ranks)
                 tokens.append(ids[:, 0, ranks])
-                log_probs.append(sampling.log_prob(logits, ids)[:, 0, ranks])
+                log_probs.append(sampler.log_prob(logits, ids)[:, 0, ranks])
                 if law is not None:
                     laws |= dict.fromkeys(fed, law[:, 0])
                 fed = [level.nodes[place] for place in level.with_children]

@@ -8,9 +8,10 @@ from typing import final
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jspec.cache import PoolShape
-from jspec.draft import Drafter, Params
-from jspec.draft.matches import (
+from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
+from jspec.core.tree import Tree
+from jspec.draft.base import Drafter, Params
+from jspec.draft.lookup import (
     History,
     check_lengths,
     check_size,
@@ -27,8 +28,7 @@ from jspec.draft.matches import (
     take_verdict,
 )
 from jspec.models.decoder import Model
-from jspec.records import Draft, SlotView, TokenBatch, Verdict
-from jspec.tree import Tree
+from jspec.models.kv_cache import PoolShape
 
 DEFAULT_TREE = Tree.chain(5)
 

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from jspec.cache import PoolShape
-from jspec.draft import Drafter, Params
-from jspec.draft.matches import (
+from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
+from jspec.core.tree import Tree
+from jspec.draft.base import Drafter, Params
+from jspec.draft.lookup import (
     GAP,
     History,
     check_lengths,
@@ -31,8 +32,7 @@ from jspec.draft.matches import (
 )
 from jspec.draft.ngram import DEFAULT_TREE
 from jspec.models.decoder import Model
-from jspec.records import Draft, SlotView, TokenBatch, Verdict
-from jspec.tree import Tree
+from jspec.models.kv_cache import PoolShape
 
 SCOPES = ("request", "engine")
 CORPUS_TOKENS = 2**20

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jspec.core.records import TokenBatch
 from jspec.models.config import Rope
-from jspec.records import TokenBatch
-from pallas_kernels.append_attention import append_attention
-from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.quantized import Inputs, Parts, Rounded
-from pallas_kernels.rotary import rotate_append
+from pallas_kernels.attention.append_attention import append_attention
+from pallas_kernels.attention.paged_attention import paged_attention
+from pallas_kernels.attention.rope_append import rotate_append
+from pallas_kernels.layers.quantized import Inputs, Parts, Rounded
 
 
 class AttentionShape(Protocol):

@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from jspec import pretrained
+from jspec.core.records import KVCache, TokenBatch
+from jspec.models import load
 from jspec.models.attention import project_and_attend
 from jspec.models.config import ModelConfig
-from jspec.records import KVCache, TokenBatch
-from pallas_kernels.fixed_matmul import fixed_matmul
-from pallas_kernels.gated_matmul import gated_matmul, missing_rows, tiles_for
-from pallas_kernels.quantized import Inputs, Parts, Weight, add_up, lazy_matmul, matmul, rounds_inputs
-from pallas_kernels.residual_norm import add_rms_norm
-from pallas_kernels.split_matmul import split_matmul
+from pallas_kernels.layers.deterministic_matmul import fixed_matmul
+from pallas_kernels.layers.gated_matmul import gated_matmul, missing_rows, tiles_for
+from pallas_kernels.layers.quantized import Inputs, Parts, Weight, add_up, lazy_matmul, matmul, rounds_inputs
+from pallas_kernels.layers.residual_norm import add_rms_norm
+from pallas_kernels.layers.split_matmul import split_matmul
 
 
 @struct.dataclass
@@ -51,7 +51,7 @@ class Model:
 
     @classmethod
     def from_weights(cls, config: ModelConfig, weights: Mapping[str, Any]) -> Model:
-        """Build from the tree of arrays that `jspec.pretrained.load` returns."""
+        """Build from the tree of arrays that `jspec.models.load.load` returns."""
         layers = [Layer(**layer) for layer in weights["layers"]]
         return cls(
             embed=weights["embed"],
@@ -67,9 +67,9 @@ class Model:
 
         Args:
             dtype: of the weights; None: float32 on CPU, bfloat16 elsewhere.
-            quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.quantize`).
+            quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`).
         """
-        checkpoint = pretrained.load(path, dtype=dtype, kind="target", quantize=quantize)
+        checkpoint = load.load(path, dtype=dtype, kind="target", quantize=quantize)
         return cls.from_weights(checkpoint.config, checkpoint.weights)
 
     @property

@@ -10,9 +10,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jspec.records import Draft, Reach
-from jspec.verify.paths import Ruling
+from jspec.core.records import Draft, Reach
 from jspec.verify.rejection import normalised, spread
+from jspec.verify.tree_walk import Ruling
 
 
 def block_verification(

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.records import Draft, Reach
-from jspec.verify.paths import Ruling
+from jspec.core.records import Draft, Reach
+from jspec.verify.tree_walk import Ruling
 
 
 class Trial(NamedTuple):

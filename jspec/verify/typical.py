@@ -11,9 +11,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec import sampling
-from jspec.records import Draft, Reach, SlotView
-from jspec.verify.paths import at_node, candidates, child_probs, depths, walk
+from jspec.core.ancestors import depths
+from jspec.core.records import Draft, Reach, SlotView
+from jspec.sampling import sampler
+from jspec.verify.tree_walk import at_node, candidates, child_probs, walk
 
 INSIDE_LOG = 1e-5  # the authors' guard against log(0); part of the rule, as it moves the threshold
 
@@ -35,12 +36,12 @@ def typical_acceptance(
     """The longest path that stands; among equally long ones the likeliest. Greedy rows follow the argmax exactly.
 
     Args:
-        logits: the target's, as `jspec.controls` leaves them; p is their law after temperature and the cuts.
+        logits: the target's, as `jspec.sampling.penalties` leaves them; p is their law after temperature and the cuts.
 
     Returns:
         The last accepted node, and the argmax behind it.
     """
-    law = sampling.law(logits, view.sampling, view.implementation)
+    law = sampler.law(logits, view.sampling, view.implementation)
     entropy = -jnp.sum(law * jnp.log(law + INSIDE_LOG), axis=-1)
     bound = jnp.minimum(options.threshold, options.alpha * jnp.exp(-entropy))
     bound = jnp.where(view.sampling.temperature[:, None] > 0, bound, 0.5)  # greedy laws are one-hot

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import ancestor_bits, causal_bits
-from tests import cover
 from tests.reference.attention import ancestors, attention
+from tests.support import cover
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "queries": (1, 5, 17, 60),

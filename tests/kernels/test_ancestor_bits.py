@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import ancestor_bits, causal_bits
-from pallas_kernels.ancestor_bits import marked
+from pallas_kernels.attention.ancestor_bits import marked
 from tests.kernels.problems import make_tree
 from tests.reference.attention import ancestors
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ancestor_bits, append_attention
-from pallas_kernels.attention_tiles import choose_tiles
-from tests import cover
-from tests.h200 import compile_for_h200
+from pallas_kernels.attention.tiling import choose_tiles
 from tests.kernels.problems import make_tree
-from tests.kernels.test_rotary import oracle
-from tests.kernels.test_round_rows import off
+from tests.kernels.test_quantize_rows import off
+from tests.kernels.test_rope_append import oracle
 from tests.reference.attention import ancestors, attention
+from tests.support import cover
+from tests.support.h200 import compile_for_h200
 
 KV_HEADS, CAPACITY = 2, 640
 LENGTHS = (0, 62, 255, 511, 632)  # nothing; on both sides of a tile's end, in a share of their own; the table's end

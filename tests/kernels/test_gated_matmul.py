@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import gated_matmul, hopper_matmul, round_rows
-from pallas_kernels.gated_matmul import missing_rows, tiles_for
-from pallas_kernels.hopper_matmul import multiply
-from pallas_kernels.hopper_tiles import Tiles, choose_tiles
-from pallas_kernels.quantized import Quantized, Rounded, quantize
-from tests.gpus import GPUS, compile_for
-from tests.h200 import compile_for_h200
+from pallas_kernels import gated_matmul, round_rows
+from pallas_kernels.layers import hopper_kernel
+from pallas_kernels.layers.gated_matmul import missing_rows, tiles_for
+from pallas_kernels.layers.hopper_kernel import multiply
+from pallas_kernels.layers.hopper_tiling import Tiles, choose_tiles
+from pallas_kernels.layers.quantized import Quantized, Rounded, quantize
+from tests.support.gpus import GPUS, compile_for
+from tests.support.h200 import compile_for_h200
 
 BF16, F16, F32, FP8 = (jnp.dtype(name) for name in ("bfloat16", "float16", "float32", "float8_e4m3fn"))
 mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels of this kind are taken from jax 0.11 on")
@@ -245,7 +246,7 @@ def test_it_is_one_launch_without_spills(
 
 @mosaic
 def test_what_is_not_of_two_bytes_is_xlas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_matmul, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 132)
     out, inner = 132 * 48, 128
     bf16, int8, fp8 = (jnp.zeros((2 * out, inner), dtype) for dtype in (BF16, jnp.int8, FP8))
     scale = jnp.ones(2 * out, F32)
@@ -281,7 +282,7 @@ def test_rows_are_added_where_they_help(monkeypatch: pytest.MonkeyPatch) -> None
         (33, 1): 0,
     }
     assert not any(missing_rows(*shape, weight, BF16) for shape in wanted), "XLA's product takes any"
-    monkeypatch.setattr(hopper_matmul, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 132)
     assert {shape: missing_rows(*shape, weight, BF16) for shape in wanted} == wanted
     assert missing_rows(1, 60, weight, F32) == 0
 
@@ -299,7 +300,7 @@ def test_who_asks_for_references_gets_them(implementation: Any, is_ours: bool, d
 
 @mosaic
 def test_a_cpu_beside_such_a_gpu_has_xlas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_matmul, "multiprocessors", lambda: 4)
+    monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 4)
     x, weight = problem(80, 192, 256)
     assert tiles_for(x, weight)
     for implementation in ("auto", "pallas", "reference"):

@@ -29,10 +29,10 @@ from pallas_kernels import (
     take_rows,
     top_log_probs,
 )
-from pallas_kernels.fixed_matmul import fixed_matmul
-from pallas_kernels.quantized import Quantized, matmul
-from pallas_kernels.top_log_probs import top, top_in_order
-from tests.gpus import GPUS, compile_for
+from pallas_kernels.layers.deterministic_matmul import fixed_matmul
+from pallas_kernels.layers.quantized import Quantized, matmul
+from pallas_kernels.sampling.top_log_probs import top, top_in_order
+from tests.support.gpus import GPUS, compile_for
 
 HEADS, KV_HEADS, PAGE, PAGES, HIDDEN, VOCAB = 32, 8, 16, 2049, 4096, 128256  # Llama-3.1-8B
 BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import ancestor_bits, append, move_rows, paged_attention
-from tests.h200 import H200Program, compile_for_h200
+from tests.support.h200 import H200Program, compile_for_h200
 
 HEADS, KV_HEADS, PAGE, PAGES = 32, 8, 16, 2049  # Llama-3.1-8B
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import append, move_rows
-from pallas_kernels.kv_pages import LAYERS
-from tests import cover
+from pallas_kernels.attention.kv_pages import LAYERS
+from tests.support import cover
 
 ROWS = 128
 IMPLEMENTATIONS = ["reference", "pallas"]

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attention_merge, causal_bits, paged_attention
-from pallas_kernels.attention_tiles import choose_tiles
-from tests import cover
+from pallas_kernels import causal_bits, paged_attention
+from pallas_kernels.attention import merge
+from pallas_kernels.attention.tiling import choose_tiles
 from tests.kernels.problems import FACTORS, ROWS, Case, full_product, make_problem, pairwise_cover
-from tests.kernels.test_round_rows import off
+from tests.kernels.test_quantize_rows import off
+from tests.support import cover
 
 COVER = pairwise_cover()
 FP8 = [
@@ -163,12 +164,12 @@ def test_many_parts_are_rounded_behind_their_merge(patch):
 
 @pytest.mark.once
 def test_control_heads_rounded_each_by_itself_are_caught(patch):
-    case, real = ROUNDED[0], attention_merge.scaled_rows
+    case, real = ROUNDED[0], merge.scaled_rows
 
     def by_heads(out, dtype, dims):
         return real(out, dtype)[0], real(out, dtype, dims=dims)[1]
 
-    patch.setattr(attention_merge, "scaled_rows", by_heads)
+    patch.setattr(merge, "scaled_rows", by_heads)
     with pytest.raises(AssertionError):
         check_rounded(case, "pallas")
 

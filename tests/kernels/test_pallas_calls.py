@@ -12,7 +12,7 @@ import pytest
 import pallas_kernels
 from pallas_kernels import append, move_rows, paged_attention
 
-FILES = sorted(Path(pallas_kernels.__file__).parent.glob("*.py"))
+FILES = sorted(Path(pallas_kernels.__file__).parent.rglob("*.py"))
 
 
 def calls(path: Path, name: str) -> list[ast.Call]:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import add_rms_norm
-from pallas_kernels.quantized import Scaled
-from tests.kernels.test_round_rows import off
+from pallas_kernels.layers.quantized import Scaled
+from tests.kernels.test_quantize_rows import off
 
 EPS = 1e-5
 

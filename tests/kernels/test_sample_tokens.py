@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import sample_tokens
-from pallas_kernels.quantized import Scaled
-from tests import cover
-from tests.h200 import compile_for_h200
+from pallas_kernels.layers.quantized import Scaled
 from tests.reference.decoder import law
+from tests.support import cover
+from tests.support.h200 import compile_for_h200
 
 CASES = [
     (0.0, 5, 0.5, 0.1),  # temperature, top_k, top_p, min_p

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import hopper_matmul, round_rows, split_matmul
-from pallas_kernels.quantized import Quantized, Rounded, Scaled, add_up, quantize
-from pallas_kernels.split_matmul import MOST_ROWS, parts_of
-from tests.h200 import compile_for_h200
+from pallas_kernels import round_rows, split_matmul
+from pallas_kernels.layers import hopper_kernel
+from pallas_kernels.layers.quantized import Quantized, Rounded, Scaled, add_up, quantize
+from pallas_kernels.layers.split_matmul import MOST_ROWS, parts_of
+from tests.support.h200 import compile_for_h200
 
 BF16, FP8 = jnp.dtype("bfloat16"), jnp.dtype("float8_e4m3fn")
 
@@ -182,7 +183,7 @@ def test_float8_by_some_rows_is_the_hopper_kernels(
 @mosaic
 @pytest.mark.parametrize("implementation", ["reference", "pallas", "auto"])
 def test_a_cpu_beside_a_hopper_gpu_has_the_same_parts(implementation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_matmul, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 132)
     x, weight = problem(40, 4096, 2048, "bfloat16")
     got = split_matmul(x, quantize(weight, "fp8_dynamic"), implementation=implementation)
     assert got.shape == (2, 1, 40, 4096)

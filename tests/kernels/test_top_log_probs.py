@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import top_log_probs
-from pallas_kernels.top_log_probs import top, top_in_order
-from tests.h200 import compile_for_h200
+from pallas_kernels.sampling.top_log_probs import top, top_in_order
+from tests.support.h200 import compile_for_h200
 
 
 def expected(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -14,9 +14,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import verify
-from jspec.records import Draft
-from jspec.tree import Tree
+from jspec.core.ancestors import ancestors
+from jspec.core.records import Draft
+from jspec.core.tree import Tree
 
 Laws = list[np.ndarray]
 
@@ -122,7 +122,7 @@ def emitted(
     p = along(tree, tokens, target)
     q = None if drafted is None else along(tree, tokens, drafted)
     draft = record(tree, tokens, q, valid)
-    reach = verify.ancestors(draft.parents)
+    reach = ancestors(draft.parents)
     ruling = rule(jnp.asarray(p, jnp.float32), draft, reach, jnp.asarray(1.0 - accepts, jnp.float32))
     best, last = np.asarray(ruling.best), np.asarray(ruling.last_law, np.float64)
     probs = np.minimum(np.asarray(ruling.accept_probs, np.float64), 1)

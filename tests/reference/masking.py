@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import SamplingParams, sampling
-from tests import lettered, small
+from jspec import SamplingParams
+from jspec.sampling import sampler
 from tests.reference import decoder, descent, processors, regular
+from tests.support import lettered, small
 
 
 def decoded(
@@ -47,7 +48,7 @@ def decoded(
         if params.temperature:
             assert seed is not None
             words = jnp.asarray([[seed >> 32, seed & 0xFFFFFFFF]], jnp.uint32)
-            key = sampling.keys(words, 0, jnp.asarray([len(prompt) + len(output)]))
-            logits = processors.processed(logits, params) + np.asarray(sampling.gumbel(key, small.VOCAB))[0]
+            key = sampler.keys(words, 0, jnp.asarray([len(prompt) + len(output)]))
+            logits = processors.processed(logits, params) + np.asarray(sampler.gumbel(key, small.VOCAB))[0]
         output.append(int(logits.argmax()))
     return output

@@ -1,0 +1,331 @@
+"""Streams the tensors of a Hugging Face folder and fills parameters from them by a table of rows.
+
+Tensors are read piece by piece straight into the array that they fill, so peak memory is one batch of
+parameters (the size of the largest one) and one piece.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, final
+
+import numpy as np
+from ml_dtypes import bfloat16
+from safetensors import SafetensorError, safe_open
+
+PIECE_BYTES = 8 * 2**20
+BATCH_BYTES = 32 * 2**20  # smaller batches would only mean more files
+FLOATS = ("float32", "bfloat16", "float16")
+IGNORED = ("rotary_emb.inv_freq",)  # buffers of old checkpoints, recomputed from the config
+SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+SAFETENSORS_DTYPES |= {"I64": "int64", "I32": "int32", "BOOL": "bool"}
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor's header, and the file that holds it."""
+
+    shape: Shape
+    dtype: str
+    file: Path
+
+
+class Source(abc.ABC):
+    """The tensors of a folder: headers by name, and rows on request."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        for file in files:
+            for name, tensor in self._headers(file).items():
+                if name in self.tensors:
+                    raise ValueError(
+                        f"{name}: expected once, got it in {self.tensors[name].file} and {file}; remove one"
+                    )
+                self.tensors[name] = tensor
+
+    @abc.abstractmethod
+    def _headers(self, file: Path) -> dict[str, Tensor]:
+        """The headers of one file; an incomplete file raises ValueError."""
+
+    @abc.abstractmethod
+    def read(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows start..stop of a tensor, in its own dtype."""
+
+    def pieces(self, name: str) -> Iterator[np.ndarray]:
+        """All rows of a tensor in order, a few megabytes at a time."""
+        rows, *rest = self.tensors[name].shape
+        step = max(1, PIECE_BYTES // (4 * int(np.prod(rest))))
+        for start in range(0, rows, step):
+            yield self.read(name, start, min(start + step, rows))
+
+
+@final
+class Safetensors(Source):
+    """Safetensors files, opened for each read: a mapping kept open keeps every page it touched in memory."""
+
+    def _headers(self, file: Path) -> dict[str, Tensor]:
+        try:
+            with safe_open(file, "numpy") as opened:
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+                return {
+                    name: Tensor(tuple(s.get_shape()), SAFETENSORS_DTYPES.get(s.get_dtype(), s.get_dtype()), file)
+                    for name, s in slices.items()
+                }
+        except SafetensorError as error:
+            raise _incomplete(file, "safetensors", error) from error
+
+    def read(self, name: str, start: int, stop: int) -> np.ndarray:
+        with safe_open(self.tensors[name].file, "numpy") as opened:
+            return opened.get_slice(name)[start:stop]
+
+
+@final
+class TorchFiles(Source):
+    """Files of torch.save, mapped for each read, as above."""
+
+    def _headers(self, file: Path) -> dict[str, Tensor]:
+        return {
+            name: Tensor(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), file)
+            for name, tensor in _torch_load(file).items()
+        }
+
+    def read(self, name: str, start: int, stop: int) -> np.ndarray:
+        import torch
+
+        rows = _torch_load(self.tensors[name].file)[name].detach()[start:stop].contiguous()
+        if rows.dtype == torch.bfloat16:
+            return rows.view(torch.int16).numpy().view(bfloat16).copy()
+        return rows.numpy().copy()
+
+
+def _torch_load(file: Path) -> Mapping[str, Any]:
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            f"{file} needs torch to be read: pip install 'jspec[convert]', or save it as safetensors"
+        ) from error
+    others = ValueError(f"{file}: expected tensors by name, got other objects; save the model's state_dict()")
+    try:
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except UnpicklingError:
+        raise others from None  # torch's own message advises to switch its protection off
+    except (RuntimeError, ValueError, EOFError, OSError) as error:
+        raise _incomplete(file, "torch", error) from error
+    if not isinstance(tensors, Mapping) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
+        raise others
+    return tensors
+
+
+def _incomplete(file: Path, what: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"{file}: expected a complete {what} file, got an error ({str(error).partition(chr(10))[0]}); "
+        "download it again, or save it as safetensors"
+    )
+
+
+Reader = Callable[[Iterable[Path]], Source]
+MODEL: dict[str, Reader] = {"model.safetensors": Safetensors, "pytorch_model.bin": TorchFiles}
+MEDUSA: dict[str, Reader] = {"medusa_lm_head.safetensors": Safetensors, "medusa_lm_head.pt": TorchFiles}
+
+
+def open_source(folder: Path, *, heads_first: bool = False) -> Source:
+    """Opens the weights of a folder, sharded or not: safetensors if there are any, else torch files.
+
+    Args:
+        folder: that holds them.
+        heads_first: of Medusa heads and a whole model in one folder, takes the heads.
+
+    Raises:
+        FileNotFoundError: if there are none, or a file that the index names is absent.
+        ValueError: if a file is incomplete, or index and files disagree.
+    """
+    for single, reader in (MEDUSA | MODEL if heads_first else MODEL | MEDUSA).items():
+        index = folder / f"{single}.index.json"
+        if index.is_file():
+            return _open_sharded(index, reader)
+        if (folder / single).is_file():
+            return reader([folder / single])
+    raise FileNotFoundError(
+        f"{folder}: expected one of {', '.join(MODEL | MEDUSA)}, or the index of one (*.index.json), "
+        f"got {sorted(p.name for p in folder.iterdir())}; download the weights"
+    )
+
+
+def _open_sharded(index: Path, reader: Reader) -> Source:
+    shards = read_json(index).get("weight_map")
+    if not shards:
+        raise ValueError(f"{index}: expected a weight_map, got none; download it again")
+    files = {name: index.parent / Path(name).name for name in sorted(set(shards.values()))}
+    absent = [name for name, file in files.items() if not file.is_file()]
+    if absent:
+        raise FileNotFoundError(f"{index} names files that are not there: {', '.join(absent)}; download them")
+    source = reader(files.values())
+    wrong = sorted(
+        k for k, shard in shards.items() if k not in source.tensors or source.tensors[k].file != files[shard]
+    )
+    if wrong:
+        raise ValueError(f"{index}: expected these tensors in the files it names, but they are not: {', '.join(wrong)}")
+    return source
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Reads a JSON object, or says which file is not one."""
+    try:
+        value = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: expected JSON, got an error ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: expected a JSON object, got {type(value).__name__}; download it again")
+    return value
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a weight map: the parameter, the tensors it is made of with their shapes, and how.
+
+    `fill` gets the source, the row and the wanted dtype; `dtype` None stands for the checkpoint's.
+    """
+
+    parameter: str
+    sources: Mapping[str, Shape]
+    shape: Shape
+    fill: Callable[[Source, Row, str], np.ndarray]
+    dtype: str | None = None
+
+    def nbytes(self, dtype: str) -> int:
+        return int(np.prod(self.shape)) * np.dtype(self.dtype or dtype).itemsize
+
+
+def stacked(parameter: str, sources: Mapping[str, Shape]) -> Row:
+    """A parameter made of one tensor, or of several laid one after the other along axis 0."""
+    shapes = list(sources.values())
+    return Row(parameter, sources, (sum(s[0] for s in shapes), *shapes[0][1:]), _stack)
+
+
+def side_by_side(parameter: str, sources: Mapping[str, Shape]) -> Row:
+    """A parameter made of tensors of one shape, along a new axis 0."""
+    shapes = list(sources.values())
+    return Row(parameter, sources, (len(shapes), *shapes[0]), _stack)
+
+
+def _stack(source: Source, row: Row, dtype: str) -> np.ndarray:
+    filled, at = np.empty(row.shape, np.dtype(dtype)), 0
+    flat = filled.reshape(-1)  # tensors one after the other, whether or not their axis 0 is the parameter's
+    for name in row.sources:
+        for piece in source.pieces(name):
+            flat[at : at + piece.size] = cast(piece, dtype, name).reshape(-1)
+            at += piece.size
+    return filled
+
+
+def same(parameter: str, sources: Mapping[str, Shape]) -> Row:
+    """A parameter that the file may hold under several names, each time with the same values."""
+    return Row(parameter, sources, next(iter(sources.values())), _first_of_same)
+
+
+def _first_of_same(source: Source, row: Row, dtype: str) -> np.ndarray:
+    first, *others = row.sources
+    for other in others:
+        pairs = zip(source.pieces(first), source.pieces(other), strict=True)
+        if any(a.dtype != b.dtype or not np.array_equal(a, b) for a, b in pairs):
+            raise ValueError(
+                f"{other}: expected the values of {first}, to which it is tied, got others; "
+                "correct tie_word_embeddings in config.json"
+            )
+    return _stack(source, stacked(row.parameter, {first: row.shape}), dtype)
+
+
+def cast(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
+    """Rounds once, through float32: float16 and bfloat16 have no exact path to each other."""
+    wanted = np.dtype(dtype)
+    if values.dtype == wanted:
+        return values
+    with np.errstate(over="ignore"):
+        rounded = values.astype(np.float32).astype(wanted)
+    if dtype == "float16" and np.isinf(rounded).sum() != np.isinf(values).sum():
+        raise ValueError(f"{name}: expected values within float16's 65504, got larger ones; use bfloat16")
+    return rounded
+
+
+def check(rows: Iterable[Row], tensors: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless every tensor is used once, every parameter filled once, and shapes agree."""
+    rows = list(rows)
+    wanted = {name: shape for row in rows for name, shape in row.sources.items()}
+    twice = [name for name, n in Counter(name for row in rows for name in row.sources).items() if n > 1]
+    twice += [name for name, n in Counter(row.parameter for row in rows).items() if n > 1]
+    assert not twice, f"the weight map names these more than once: {twice}"
+    unused = sorted(name for name in tensors if name not in wanted and not name.endswith(IGNORED))
+    missing = sorted(name for name in wanted if name not in tensors)
+    both = sorted(name for name in wanted if name in tensors)
+    misshapen = [f"{n} (expected {wanted[n]}, got {tensors[n].shape})" for n in both if tensors[n].shape != wanted[n]]
+    floats = {name for row in rows if row.dtype is None for name in row.sources}
+    odd = [f"{n} ({tensors[n].dtype})" for n in both if n in floats and tensors[n].dtype not in (*FLOATS, "float64")]
+    faults = {"missing": missing, "unknown": unused, "wrong shape": misshapen, "not floating point": odd}
+    if any(faults.values()):
+        listed = "; ".join(f"{fault}: {', '.join(names)}" for fault, names in faults.items() if names)
+        raise ValueError(f"the tensors do not match the config ({listed}); check config.json against the weights")
+
+
+def batches(source: Source, rows: Iterable[Row], dtype: str) -> Iterator[dict[str, np.ndarray]]:
+    """Fills all parameters, as many at a time as the largest one weighs.
+
+    Args:
+        source: the tensors, which `check` has passed.
+        rows: the weight map.
+        dtype: of floating-point parameters.
+
+    Yields:
+        Parameters by name; drop them before taking the next ones.
+    """
+    rows = list(rows)
+    limit = max(BATCH_BYTES, *(row.nbytes(dtype) for row in rows))
+    batch: dict[str, np.ndarray] = {}
+    size = 0
+    for row in rows:
+        if size + row.nbytes(dtype) > limit:
+            yield batch
+            batch, size = {}, 0
+        batch[row.parameter] = row.fill(source, row, row.dtype or dtype)
+        size += row.nbytes(dtype)
+    yield batch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A folder that was understood: what it is, and how each parameter is filled from its tensors."""
+
+    folder: Path
+    kind: str
+    config: Any
+    rows: tuple[Row, ...]
+    source: Source
+
+    def dtype(self, wanted: str | None = None) -> str:
+        """The wanted floating dtype, or the one that all the file's tensors share."""
+        if wanted is not None:
+            if wanted not in FLOATS:
+                raise ValueError(f"dtype: expected one of {', '.join(FLOATS)}, got {wanted!r}; pass one of them")
+            return wanted
+        found = {self.source.tensors[name].dtype for row in self.rows if row.dtype is None for name in row.sources}
+        if len(found) > 1 or not found <= set(FLOATS):
+            raise ValueError(
+                f"dtype: expected one of {', '.join(FLOATS)} in the file, got {sorted(found)}; pass a dtype"
+            )
+        return found.pop()
+
+    def row_dtype(self, row: Row) -> str:
+        """The dtype that the file gives a parameter."""
+        return row.dtype or self.source.tensors[next(iter(row.sources))].dtype
+
+    def batches(self, dtype: str) -> Iterator[dict[str, np.ndarray]]:
+        """All parameters by name, a few at a time; drop a batch before taking the next."""
+        return batches(self.source, self.rows, dtype)

@@ -1,0 +1,1 @@
+"""Records, trees and options that all rooms share."""

@@ -1,0 +1,178 @@
+"""Draft-target speculation: a smaller model of the same vocabulary drafts (arXiv:2211.17192)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Self, final
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Int
+
+from jspec.core.records import Draft, KVCache, SlotView, TokenBatch, Verdict
+from jspec.core.tree import Tree
+from jspec.draft.base import Drafter, active_slots, check_window
+from jspec.draft.expand_tree import Level, Vocabulary, grow
+from jspec.models.decoder import Model, TargetOut, forward
+from jspec.models.kv_cache import PoolShape, commit, create
+from pallas_kernels.layers.quantized import Parts
+
+
+@struct.dataclass
+class DraftModelState:
+    """The small model's cache, the token before each root, and where the round's nodes lie.
+
+    A node without children is never fed, so where one is accepted its row is missing. Every round therefore first
+    feeds the last committed token, together with the root: the cache lags by at most that one row. Where it does not
+    lag, the row stays as it is, for its page may be shared.
+    """
+
+    cache: KVCache
+    previous: Int[Array, "slots"]  # -1 where its row is written
+    rows: Int[Array, "slots nodes"]  # of each node of the last draft, counted from its root's; -1 if not fed
+
+
+@final
+class DraftModel(Drafter):
+    """A draft model with the target's vocabulary.
+
+    Args:
+        model: the small model.
+        tree: of any kind.
+        draft_window: tokens back that the model attends to, the newest included; None: all.
+
+    Raises:
+        ValueError: the tree asks for more children of a node than there are tokens, or the window is smaller than it is
+            deep.
+    """
+
+    lags = True
+
+    def __init__(self, model: Model, tree: Tree, *, draft_window: int | None = None) -> None:
+        if tree.branching > model.config.vocab_size:
+            raise ValueError(
+                f"DraftModel: {tree} needs {tree.branching} children of a node, the vocabulary has "
+                f"{model.config.vocab_size} tokens; take a narrower tree"
+            )
+        self.model = model
+        self.tree = tree
+        self.draft_window = check_window("DraftModel", draft_window, tree)
+
+    def with_window(self, draft_window: int) -> DraftModel:
+        return DraftModel(self.model, self.tree, draft_window=draft_window)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        tree: Tree,
+        dtype: str | None = None,
+        quantize: str | None = None,
+        draft_window: int | None = None,
+    ) -> Self:
+        """Load a Hugging Face folder, a converted folder or a hub id; other arguments as `Model.from_pretrained`."""
+        return cls(Model.from_pretrained(path, dtype=dtype, quantize=quantize), tree, draft_window=draft_window)
+
+    def feature_layers(self, target: Model) -> tuple[int, ...]:
+        return ()
+
+    def bind(self, target: Model) -> Model:
+        own, wanted = self.model.config.vocab_size, target.config.vocab_size
+        if own != wanted:
+            raise ValueError(
+                f"DraftModel: expected the target's vocabulary of {wanted} tokens, got {own}; "
+                "use a draft model that shares the target's tokenizer"
+            )
+        return self.model
+
+    def init(self, params: Model, pool: PoolShape) -> DraftModelState:
+        config = params.config
+        return DraftModelState(
+            cache=create(config.num_layers, config, pool, pool.draft_dtype),
+            previous=jnp.full(pool.slots, -1, jnp.int32),
+            rows=jnp.zeros((pool.slots, self.tree.nodes), jnp.int32),
+        )
+
+    def prefill(
+        self, params: Model, state: DraftModelState, view: SlotView, batch: TokenBatch, features: Array | None
+    ) -> DraftModelState:
+        batch = replace(batch, window=self.draft_window, deterministic=False)
+        _, cache = forward(params, state.cache, batch, with_logits=False)
+        return replace(state, cache=cache, previous=state.previous.at[view.slots].set(-1, mode="drop"))
+
+    def draft(self, params: Model, state: DraftModelState, view: SlotView) -> tuple[Draft, DraftModelState]:
+        previous = state.previous.at[view.slots].get(mode="fill", fill_value=0)
+        with jax.named_scope("root"):
+            out, cache = _feed_root(params, state.cache, view, previous, window=self.draft_window)
+
+        assert out.product is not None
+
+        def feed(cache: KVCache, level: Level) -> tuple[Parts, KVCache]:
+            return _feed_level(params, cache, view, level, self.draft_window)
+
+        vocabulary = Vocabulary(None, params.config.vocab_size)
+        grown, cache = grow(self.tree, view, vocabulary, out.product, cache, feed)
+        rows = state.rows.at[view.slots, : self.tree.nodes].set(grown.rows, mode="drop")
+        return grown.draft, replace(state, cache=cache, rows=rows)
+
+    def commit(
+        self,
+        params: Model,
+        state: DraftModelState,
+        view: SlotView,
+        draft: Draft,
+        verdict: Verdict,
+        features: Array | None,
+    ) -> DraftModelState:
+        last = jnp.take_along_axis(verdict.path, jnp.maximum(verdict.counts - 1, 0)[:, None], axis=1)
+        rows = state.rows.at[view.slots, : self.tree.nodes].get(mode="fill", fill_value=-1)
+        is_fed = jnp.take_along_axis(rows, last, axis=1) >= 0
+        previous = jnp.where(is_fed, -1, jnp.take_along_axis(draft.tokens, last, axis=1))[:, 0]
+        cache = commit(state.cache, self.tree, view, verdict, rows=rows)
+        slots = active_slots(view, state.previous.shape[0])
+        return replace(state, cache=cache, previous=state.previous.at[slots].set(previous, mode="drop"))
+
+    def catch_up(self, params: Model, state: DraftModelState, view: SlotView) -> DraftModelState:
+        previous = state.previous.at[view.slots].get(mode="fill", fill_value=0)
+        window = self.draft_window
+        _, cache = _feed_root(params, state.cache, view, previous, window=window, with_logits=False)
+        return replace(state, cache=cache)
+
+
+def _feed_root(
+    params: Model,
+    cache: KVCache,
+    view: SlotView,
+    previous: Int[Array, "batch"],
+    *,
+    window: int | None,
+    with_logits: bool = True,
+) -> tuple[TargetOut, KVCache]:
+    """Feed the last committed token, where its row is missing, and the root; logits behind the root."""
+    first_row = jnp.maximum(view.lengths - 1, 0)
+    is_missing = previous >= 0
+    tokens = jnp.stack([jnp.where(is_missing, previous, 0), view.root], axis=1)
+    batch = TokenBatch(
+        tokens=tokens,
+        positions=first_row[:, None] + jnp.arange(2),
+        valid=view.active[:, None] & jnp.stack([is_missing, jnp.ones_like(is_missing)], axis=1),
+        first_row=first_row,
+        page_table=view.page_table,
+        bits=None,
+        implementation=view.implementation,
+        window=window,
+    )
+    newest = jnp.ones((tokens.shape[0], 1), jnp.int32)
+    return forward(params, cache, batch, logit_rows=newest, with_logits=with_logits)
+
+
+def _feed_level(
+    params: Model, cache: KVCache, view: SlotView, level: Level, window: int | None
+) -> tuple[Parts, KVCache]:
+    """Feed the nodes of a level, all at one position; logits behind each."""
+    out, cache = forward(params, cache, level.batch(view, view.lengths + level.depth, window))
+    assert out.product is not None
+    return out.product, cache

@@ -1,0 +1,190 @@
+"""Reads what the exporters of EAGLE heads write into config.json.
+
+The authors' own file is a Llama config. SpecForge and ModelOpt keep that and add `eagle_config`; speculators wraps the
+layer's config as `transformer_layer_config`; vLLM's EAGLE-1 files wrap the authors' as `model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jspec.draft.head_config import HeadConfig, Overrides
+from jspec.models.fields import Rope, layer_sizes, require, unsupported
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+TARGET_LAYERS = ("num_target_layers", "target_num_hidden_layers")
+
+# Options that change a head's forward pass, each with the only value that is computed; those of ModelOpt first.
+MODELOPT = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "eh_proj_before_attn": False,
+}
+OPTIONS: dict[str, Any] = {
+    "parallel_draft_step": 1,
+    "parallel_drafting": False,
+    "mask_token_id": None,  # P-EAGLE drafts in parallel from this token
+    "ptd_token_id": None,
+    "dflash_config": None,
+}
+EAGLE3 = {**OPTIONS, **MODELOPT}
+EAGLE = {
+    **OPTIONS,
+    **MODELOPT,
+    "use_input_layernorm_in_first_layer": False,
+    "use_last_layernorm": False,
+    "use_aux_hidden_state": False,
+    "add_para_norm": False,
+    "skip_prenorm": True,
+    "skip_output_norm": True,
+    "logit_scale": 1.0,
+}
+FAMILIES = {"speculators": ("llama", "qwen3"), "vllm": ("llama", "qwen2")}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A head's config.json taken apart: who wrote it, what describes the layer, and where options may stand."""
+
+    source_format: str
+    layer: Mapping[str, Any]
+    outer: Mapping[str, Any]
+    nested: Mapping[str, Any]  # eagle_config
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Parts:
+        nested = config.get("eagle_config") or {}
+        if "speculators_model_type" in config:
+            require("config.json", config, ("transformer_layer_config",))
+            return cls("speculators", config["transformer_layer_config"], config, nested)
+        if config.get("model_type") == "eagle":
+            require("config.json", config, ("model",))
+            return cls("vllm", config["model"], config, nested)
+        if nested.keys() & (MODELOPT.keys() | {"parallel_draft_step", "return_hidden_post_norm"}):
+            return cls("modelopt", config, config, nested)
+        specforge = nested or config.keys() & {"fc_norm", "norm_output"}
+        return cls("specforge" if specforge else "official", config, config, nested)
+
+    def values(self, *names: str) -> list[Any]:
+        """What the file says under these names, wherever; no value twice."""
+        places = (self.outer, self.nested, self.layer)
+        given = [where[name] for where in places for name in names if where.get(name) is not None]
+        return [value for index, value in enumerate(given) if value not in given[:index]]
+
+    def one(self, *names: str, default: Any = None, remedy: str = "correct config.json") -> Any:
+        """The one value under these names, or the default.
+
+        Raises:
+            ValueError: if the file gives several.
+        """
+        found = self.values(*names)
+        if len(found) > 1:
+            raise ValueError(f"{', '.join(names)}: expected one value, got {found} in config.json; {remedy}")
+        return found[0] if found else default
+
+
+def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | None = None) -> HeadConfig:
+    """Reads the config.json of an EAGLE head.
+
+    Args:
+        config: the parsed file.
+        method: "eagle3", or "eagle" for EAGLE-1 and 2.
+        overrides: what replaces the file's word.
+
+    Returns:
+        The config. The rotary base is 10000 where the file gives none, never the target's.
+
+    Raises:
+        ValueError: listing missing keys, or naming fields that contradict each other and what to pass to decide.
+        NotImplementedError: naming an option that is not computed.
+    """
+    overrides = overrides or Overrides()
+    parts = Parts.of(config)
+    _check_options(parts, EAGLE3 if method == "eagle3" else EAGLE)
+    # The count in other EAGLE-3 files is often the target's; they have one layer.
+    counted = ("num_hidden_layers",) if method == "eagle" or parts.source_format == "speculators" else ()
+    fields = layer_sizes(parts.layer, _families(parts, method), *counted)
+    return HeadConfig(
+        **fields,
+        draft_vocab_size=int(parts.one("draft_vocab_size", "truncated_vocab_size") or fields["vocab_size"]),
+        target_hidden_size=int(parts.one("target_hidden_size") or fields["hidden_size"]),
+        rope=Rope.from_hf(parts.layer, theta=overrides.rope_theta),
+        feature_layers=_feature_layers(parts, method) if overrides.feature_layers is None else overrides.feature_layers,
+        source_format=parts.source_format,
+        method=method,
+        num_layers=int(parts.layer["num_hidden_layers"]) if counted else 1,
+        norm_before_residual=_norm_before_residual(parts, overrides.norm_before_residual),
+        norm_before_fc=bool(parts.one("norm_before_fc")),
+        fc_norm=bool(parts.one("fc_norm")),
+        norm_output=_norm_output(parts, overrides.norm_output),
+        qk_norm=parts.layer["model_type"] == "qwen3",
+        qkv_bias=bool(parts.one("qkv_bias")),
+        fc_bias=_fc_bias(parts, method),
+        fuse=method == "eagle" or bool(parts.one("use_aux_hidden_state", default=True)),
+    )
+
+
+def _check_options(parts: Parts, supported: Mapping[str, Any]) -> None:
+    for name, value in supported.items():
+        for got in parts.values(name):
+            if got != value:
+                raise unsupported(name, got, "none" if value is None else str(value))
+
+
+def _families(parts: Parts, method: str) -> tuple[str, ...]:
+    return FAMILIES.get(parts.source_format, ("llama", "qwen2") if method == "eagle" else ("llama",))
+
+
+def _norm_before_residual(parts: Parts, override: bool | None) -> bool:
+    if override is not None:
+        return override
+    remedy = "pass norm_before_residual=True if the first residual is the normed hidden state, else False"
+    value = parts.one("norm_before_residual", remedy=remedy)
+    if value is None and parts.source_format == "speculators":  # its tools and vLLM take different defaults
+        raise ValueError(f"norm_before_residual: expected in a speculators config.json, got none; {remedy}")
+    return bool(value)
+
+
+def _norm_output(parts: Parts, override: bool | None) -> bool:
+    if override is not None:
+        return override
+    remedy = "pass norm_output=True if the normed output is fed back (EAGLE-3.1), else False (plain EAGLE-3)"
+    value = bool(parts.one("norm_output", "return_hidden_post_norm", remedy=remedy))
+    if value and parts.source_format == "specforge":
+        raise ValueError(
+            "norm_output: expected to know what is fed back, got true in a SpecForge config.json, which older and "
+            f"newer versions of SpecForge understand differently; {remedy}"
+        )
+    return value
+
+
+def _fc_bias(parts: Parts, method: str) -> bool:
+    """The authors' EAGLE-1 code takes an absent key for true, vLLM takes its own for false."""
+    if parts.source_format == "vllm":
+        return bool(parts.one("eagle_fc_bias"))
+    return bool(parts.one("bias", default=method == "eagle"))
+
+
+def _feature_layers(parts: Parts, method: str) -> tuple[int, ...] | None:
+    """Target state indices from the ids of the file, ascending: all exporters join states in the order of layers.
+
+    Ids inside `eagle_config` from 1 on count layer outputs (that of layer j is state j+1), unless one is the number
+    of layers, which no layer's output has; all others are state indices already.
+    """
+    found = set()
+    for where in (parts.nested, parts.outer):
+        ids = sorted(int(i) for i in where.get(IDS) or ())
+        if ids:
+            outputs = where is parts.nested and ids[0] == 1 and ids[-1] not in parts.values(*TARGET_LAYERS)
+            found.add(tuple(i + outputs for i in ids))
+    fused = method == "eagle3" and parts.one("use_aux_hidden_state", default=True)
+    if len(found) > 1 or (found and not fused):
+        raise ValueError(
+            f"{IDS}: expected {'one list' if fused else 'none, as use_aux_hidden_state is false'}, got the states "
+            f"{sorted(found)}; pass feature_layers= with the target state indices"
+        )
+    return next(iter(found), None)

@@ -1,0 +1,1 @@
+"""Requests in, text out; only model_runner.py names jax."""

@@ -1,0 +1,1 @@
+"""Grammars on the host: what may follow a text."""

@@ -1,0 +1,206 @@
+"""What a caller asks for, checked and made a request; and a request's chunks, packed for the device."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from jspec.core.config import EngineConfig
+from jspec.core.records import MAX_STOP_IDS, PrefillInput
+from jspec.engine import penalty_input
+from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher
+from jspec.engine.grammar.compiler import GrammarInput
+from jspec.engine.grammar.token_table import Grammar
+from jspec.engine.request import Request
+from jspec.engine.sampling_params import SamplingParams, sample_seed
+from jspec.engine.scheduler import PrefillPlan
+from jspec.engine.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class Admission:
+    """Makes requests of prompts and parameters; whatever is wrong with them is said here, before anything is queued."""
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    config: EngineConfig
+    ids: Iterator[int] = field(default_factory=lambda: count(1))
+
+    def __post_init__(self) -> None:
+        wrong = [token for token in self.eos_ids if not 0 <= token < self.vocab_size]
+        if wrong:
+            raise ValueError(f"eos_ids: expected ids in [0, {self.vocab_size}), got {wrong[0]}")
+
+    def requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
+        """One request a prompt, in order; where ``n`` is more than one, with its siblings.
+
+        Raises:
+            TypeError, ValueError: naming the prompt or parameter, what was expected and what was got.
+        """
+        several = not isinstance(prompts, str) and not (len(prompts) and isinstance(prompts[0], (int, np.integer)))
+        all_prompts: list[Any] = list(prompts) if several else [prompts]
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(all_prompts)
+        if len(params) != len(all_prompts):
+            raise ValueError(f"params: expected one or {len(all_prompts)}, one a prompt, got {len(params)}")
+        return [self._request(p, q, trace) for p, q in zip(all_prompts, params, strict=True)]
+
+    def _request(self, prompt: Prompt, params: SamplingParams, trace: bool) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params: expected SamplingParams, one or a list of one a prompt, got {params!r}")
+        ids = token_ids(prompt, self.tokenizer, vocab_size=self.vocab_size, max_len=self.config.max_len)
+        stop_ids = self._stop_ids(params)
+        limit = min(params.max_tokens, self.config.max_len - len(ids))
+        words = self._bad_words(params, stop_ids, limit)
+        grammar = self._grammars.of(params, stop_ids, words)
+        self._check_output(params)
+        numbers = [next(self.ids) for _ in range(params.n)]
+        seeds = [sample_seed(self._seed(params, numbers[0]), index) for index in range(params.n)]
+        first, *others = (
+            Request(number, ids, params, seed, stop_ids, limit, trace=trace, index=index, bad_words=words)
+            for index, (number, seed) in enumerate(zip(numbers, seeds, strict=True))
+        )
+        for request in (first, *others):
+            request.grammar = grammar if isinstance(grammar, Grammar) else None
+            request.matcher = Matcher(grammar) if isinstance(grammar, LarkGrammar) else None
+        first.siblings = tuple(others)
+        for other in others:
+            other.prompt_logprobs = first.prompt_logprobs  # one list, which the first one fills
+        return first
+
+    def _bad_words(self, params: SamplingParams, stop_ids: tuple[int, ...], limit: int) -> penalty_input.Words:
+        """The bad words as token ids; all that edits logits is checked here."""
+        if not params.controls_used:
+            return ()
+        if not self.config.controls:
+            raise ValueError(
+                f"{', '.join(params.controls_used)}: this engine was built with controls=False; build it without that"
+            )
+        words = penalty_input.bad_words(params, self.tokenizer)
+        penalty_input.check(params, words, stop_ids, vocab_size=self.vocab_size, limit=limit)
+        return words
+
+    def close(self) -> None:
+        """End what runs beside."""
+        self._grammars.close()
+
+    @cached_property
+    def _grammars(self) -> GrammarInput:
+        return GrammarInput(self.tokenizer, self.vocab_size, self.config.grammar_cells)
+
+    def _check_output(self, params: SamplingParams) -> None:
+        """Refuse what the engine cannot look for, hand on or tell."""
+        args = self.config.processor_args
+        if params.processor_args and len(params.processor_args) != args:
+            raise ValueError(
+                f"processor_args: expected {args} numbers, as this engine was built for, or none, got "
+                f"{params.processor_args}"
+            )
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop: {params.stop!r} needs a tokenizer; pass tokenizer= or use stop_token_ids")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > self.vocab_size:
+                raise ValueError(f"{name}: expected at most {self.vocab_size}, the vocabulary, got {count}")
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        stop_ids = tuple(dict.fromkeys((() if params.ignore_eos else self.eos_ids) + params.stop_token_ids))
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(
+                f"stop_token_ids: expected at most {MAX_STOP_IDS} with the EOS ids, got {len(stop_ids)}; "
+                "name fewer, or set ignore_eos"
+            )
+        wrong = next((token for token in params.stop_token_ids if token >= self.vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"stop_token_ids: expected ids in [0, {self.vocab_size}), got {wrong}")
+        return stop_ids
+
+    def _seed(self, params: SamplingParams, number: int) -> int:
+        """The request's own, or one drawn from the engine's and the request's number."""
+        if params.seed is not None:
+            return int(params.seed)
+        return int(np.random.SeedSequence([self.config.seed, number]).generate_state(1, np.uint64)[0])
+
+
+def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int, max_len: int) -> tuple[int, ...]:
+    """The ids of a prompt.
+
+    Raises:
+        TypeError: neither a text nor ints.
+        ValueError: a text without a tokenizer, no token, too many, or one that is not in the vocabulary.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer; pass tokenizer= or give token ids")
+        prompt = tokenizer.encode(prompt)
+    try:
+        ids = tuple(operator.index(token) for token in prompt)
+    except TypeError:
+        raise TypeError(f"prompt: expected a text or a list of int token ids, got {prompt!r}") from None
+    if not ids:
+        raise ValueError("the prompt is empty; give at least one token (a BOS token, for instance)")
+    if len(ids) >= max_len:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens; max_len={max_len} leaves no room for an answer: "
+            "shorten it or raise max_len"
+        )
+    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise ValueError(f"prompt token {wrong}: expected ids in [0, {vocab_size})")
+    return ids
+
+
+def draft_cap(params: SamplingParams, depth: int) -> int:
+    """Draft tokens that a request allows in a round, of those that the drafter's tree is deep."""
+    return depth if params.draft is True else min(int(params.draft), depth)
+
+
+def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) -> np.ndarray:
+    """A chunk as the prefill program reads it.
+
+    Args:
+        width: pages a slot may have.
+        depth: of the drafter's tree.
+    """
+    request, params = plan.request, plan.request.params
+    assert request.slot is not None
+    tokens, end = np.zeros(plan.bucket, np.int32), plan.start + plan.count
+    tokens[: plan.count] = request.text(plan.start, end)
+    page_row = np.zeros(width, np.int32)
+    page_row[: len(plan.pages)] = plan.pages
+    stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
+    stop_ids[: len(request.stop_ids)] = request.stop_ids
+    return PrefillInput(
+        slot=np.int32(request.slot),
+        start=np.int32(plan.start),
+        count=np.int32(plan.count),
+        last=np.int32(plan.is_last),
+        write=np.int32(plan.is_written),
+        root=np.int32(next(iter(request.text(end, end + 1)), -1)),
+        remaining=np.int32(request.limit - max(len(request.token_ids) - 1, 0)),
+        top_k=np.int32(max(min(params.top_k, vocab_size), 0)),
+        draft_cap=np.int32(draft_cap(params, depth)),
+        controlled=np.int32(bool(params.controls_used)),
+        temperature=np.float32(params.temperature),
+        top_p=np.float32(params.top_p),
+        min_p=np.float32(params.min_p),
+        seed=np.array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32),
+        stop_ids=stop_ids,
+        page_row=page_row,
+        tokens=tokens,
+    ).pack()
+
+
+def pack_catch_up(request: Request, pages: Sequence[int], *, width: int) -> np.ndarray:
+    """A request that has ended, as `jspec.step.prefill.catch_up_step` reads it."""
+    padding = [0] * (width - len(pages))
+    return np.array([request.slot, request.token_ids[-1], request.rows_committed, *pages, *padding], np.int32)

@@ -1,0 +1,142 @@
+"""The host's side of `jspec.sampling.penalties`: what a request asks for, checked against its model and packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jspec.core.records import NO_TOKEN
+from jspec.engine.grammar.token_table import NOWHERE
+from jspec.engine.request import Request
+from jspec.engine.sampling_params import SamplingParams
+from jspec.engine.tokenizer import Tokenizer
+from jspec.sampling.penalties import GENERATED, IN_PROMPT, LOOK_BACK, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, pack
+
+Words = tuple[tuple[int, ...], ...]
+
+
+def bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Words:
+    """The bad words as token ids; a text in each of the tokenizer's spellings.
+
+    These are with and without a blank in front, and behind a line's end, where some tokenizers write a word without the
+    blank that they put in front of a text.
+
+    Raises:
+        ValueError: a text without a tokenizer, or one that has no token.
+    """
+    words: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words:
+        if not isinstance(word, str):
+            words[word] = None
+            continue
+        if tokenizer is None:
+            raise ValueError(f"bad_words: {word!r} needs a tokenizer; pass tokenizer= or give token ids")
+        plain, blank, line, behind = (
+            _ids(text, tokenizer) for text in (word, " " + word.lstrip(" "), "\n", "\n" + word)
+        )
+        spellings = [plain, blank] + [behind[len(line) :]] * (behind[: len(line)] == line)
+        if not all(spellings):
+            raise ValueError(f"bad_words: {word!r} has no token but special ones; give token ids")
+        words |= dict.fromkeys(spellings)
+    return tuple(words)
+
+
+def _ids(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    return tuple(token for token in tokenizer.encode(text) if token not in tokenizer.hidden_ids)
+
+
+def check(params: SamplingParams, words: Words, stop_ids: Sequence[int], *, vocab_size: int, limit: int) -> None:
+    """Refuse controls that the engine cannot hold, or under which there may be no token left to emit.
+
+    Args:
+        words: `bad_words` of the parameters.
+        limit: tokens the request can emit at most.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+    named = {
+        "logit_bias": tuple(params.logit_bias or ()),
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "bad_words": tuple(token for word in words for token in word),
+    }
+    for name, ids in named.items():
+        wrong = next((token for token in ids if token >= vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"{name}: expected ids in [0, {vocab_size}), got {wrong}")
+    several = [word for word in words if len(word) > 1]
+    if len(several) > MAX_BAD_WORDS:
+        raise ValueError(
+            f"bad_words: expected at most {MAX_BAD_WORDS} of more than one token, got {len(several)} (a text counts "
+            "with and without a blank in front); name fewer"
+        )
+    longest = max(words, key=len, default=())
+    if len(longest) > MAX_BAD_WORD_TOKENS:
+        raise ValueError(
+            f"bad_words: expected words of at most {MAX_BAD_WORD_TOKENS} tokens, got one of {len(longest)}: {longest}"
+        )
+    if params.min_tokens > limit:
+        raise ValueError(f"min_tokens: expected at most {limit}, what max_len leaves, got {params.min_tokens}")
+    _check_choice(params, words, stop_ids, vocab_size)
+
+
+def _check_choice(params: SamplingParams, words: Words, stop_ids: Sequence[int], vocab_size: int) -> None:
+    """Whatever the text, one token must be left: the words that can end at once are those that begin alike."""
+    if params.allowed_token_ids is None and vocab_size > len(words) + len(stop_ids):
+        return
+    allowed = set(range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids)
+    if params.min_tokens:
+        allowed -= set(stop_ids)
+    for text in {word[:-1] for word in words} | {()}:
+        banned = {word[-1] for word in words if len(word) == 1 or text[1 - len(word) :] == word[:-1]}
+        if allowed <= banned:
+            raise ValueError(
+                f"allowed_token_ids: expected a token that neither bad_words={params.bad_words} nor "
+                f"min_tokens={params.min_tokens} takes out{f' behind {text}' if text else ''}, got "
+                f"{params.allowed_token_ids}; allow more or ban less"
+            )
+
+
+def pack_controls(request: Request, vocab_size: int, table: int = 0, args: int = 0) -> np.ndarray:
+    """A request's controls and the counts of its text so far, as `jspec.sampling.penalties.admit` reads them.
+
+    Args:
+        table: of its grammar.
+        args: numbers that a request may give a processor.
+    """
+    assert request.slot is not None
+    params, prompt, output = request.params, request.prompt_token_ids, request.token_ids
+    bias = np.zeros(vocab_size, np.float32)
+    for token, value in (params.logit_bias or {}).items():
+        bias[token] = value
+    if params.allowed_token_ids is not None:
+        forbidden = np.ones(vocab_size, bool)
+        forbidden[list(params.allowed_token_ids)] = False
+        bias[forbidden] = -np.inf
+    bias[[word[0] for word in request.bad_words if len(word) == 1]] = -np.inf
+    beginnings = np.full((MAX_BAD_WORDS, LOOK_BACK), NO_TOKEN, np.int32)
+    ends = np.full(MAX_BAD_WORDS, vocab_size, np.int32)
+    for index, word in enumerate(word for word in request.bad_words if len(word) > 1):
+        beginnings[index, 1 - len(word) :] = word[:-1]
+        ends[index] = word[-1]
+    counts = GENERATED * np.bincount(np.asarray(output, np.int64), minlength=vocab_size)
+    counts[list(set(prompt))] += IN_PROMPT
+    recent = [*[NO_TOKEN] * LOOK_BACK, *prompt[-LOOK_BACK:], *output[-LOOK_BACK:]][-LOOK_BACK:]
+    row = dict(
+        used=np.ones(1, np.int32),
+        repetition=np.array(params.repetition_penalty, np.float32),
+        presence=np.array(params.presence_penalty, np.float32),
+        frequency=np.array(params.frequency_penalty, np.float32),
+        may_end_at=np.array(len(prompt) + params.min_tokens, np.int32),
+        recent=np.asarray(recent, np.int32),
+        bad_beginnings=beginnings,
+        bad_ends=ends,
+        bias=bias,
+        counts=counts.astype(np.int32),
+        table=np.array(table, np.int32),
+        grammar_state=np.array(NOWHERE if request.grammar is None else request.grammar.follow(output), np.int32),
+        prompt_size=np.array(len(prompt), np.int32),
+        processor_args=np.array(params.processor_args or [0.0] * args, np.float32),
+    )
+    return pack(request.slot, row)

@@ -1,0 +1,1 @@
+"""Model families: one file each, with its config reader and its weight names."""

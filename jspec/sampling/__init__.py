@@ -1,0 +1,1 @@
+"""From logits to tokens: penalties, grammar masks, processors, sampling, log-probabilities."""

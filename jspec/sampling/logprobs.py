@@ -1,0 +1,113 @@
+"""Log-probabilities of emitted tokens and of prompts, for the programs of batches that ask for them.
+
+Raw ones are those of the model itself, its logits' softmax. Processed ones are of the law that a token is drawn from,
+behind `jspec.sampling.penalties`, temperature and the cuts by rank and probability; a greedy row's, behind the
+controls alone.
+A prompt was not drawn, so its tokens' are raw.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jspec.core.ancestors import ancestors
+from jspec.core.records import Draft, LogProbs, PrefillInput, SlotView, Verdict
+from jspec.core.tree import Tree
+from jspec.engine.limits import MAX_LOGPROBS
+from jspec.models.decoder import logits_of
+from jspec.sampling import penalties, sampler
+from pallas_kernels.layers.quantized import Weight
+from pallas_kernels.layers.row_blocks import in_row_blocks
+from pallas_kernels.sampling.top_log_probs import top_log_probs
+
+PROCESSED = "processed_logprobs"
+BLOCK = 64  # rows of a chunk whose logits exist at one time
+
+
+def score(logits: Float[Array, "*places vocab"], tokens: Int[Array, "*places"], view: SlotView) -> LogProbs:
+    """The log-probability of each place's token, its rank, and the likeliest tokens there.
+
+    Args:
+        tokens: negative ones have results without meaning.
+    """
+    rows = (logits.reshape(-1, logits.shape[-1]), jnp.maximum(tokens, 0).reshape(-1, 1))
+    one = partial(_score, implementation=view.implementation)
+    scores = in_row_blocks(one, *rows) if view.deterministic else one(*rows)
+    return jax.tree.map(lambda field: field.reshape(*tokens.shape, *field.shape[1:]), scores)
+
+
+def _score(flat: Float[Array, "rows vocab"], ids: Int[Array, "rows 1"], *, implementation: str) -> LogProbs:
+    vocab = flat.shape[-1]
+    top, top_ids = top_log_probs(flat, min(MAX_LOGPROBS, vocab), implementation=implementation)
+    picked = jnp.take_along_axis(flat, ids, axis=-1)
+    chosen = jnp.minimum(picked - jax.nn.logsumexp(flat, axis=-1, keepdims=True), 0.0)
+    is_chosen = top_ids == ids  # one number for one token, to the last bit
+    chosen = jnp.where(jnp.any(is_chosen, axis=-1), jnp.sum(jnp.where(is_chosen, top, 0.0), axis=-1), chosen[:, 0])
+    return LogProbs(chosen=chosen, ranks=1 + jnp.sum(flat > picked, axis=-1, dtype=jnp.int32), top=top, top_ids=top_ids)
+
+
+def of_round(
+    mode: str, logits: Float[Array, "batch nodes vocab"], draft: Draft, verdict: Verdict, view: SlotView, tree: Tree
+) -> LogProbs:
+    """Of the tokens that a round emits, ``[batch, depth + 1]``: each was drawn behind the accepted node before it.
+
+    Args:
+        logits: raw.
+    """
+    node = jnp.maximum(verdict.path, 0)[..., None]
+    rows = jnp.take_along_axis(logits, node, axis=1)
+    if mode == PROCESSED:
+        if view.controls is not None:
+            path = penalties.paths(draft, ancestors(draft.parents), tree.depth)
+            if view.masks is not None:
+                view = replace(view, masks=jnp.take_along_axis(view.masks, node, axis=1))
+            rows = penalties.edit(rows, view, jnp.take_along_axis(path, node, axis=1))
+        rows = sampler.process(rows, view.sampling, view.implementation)
+    return score(rows, verdict.tokens, view)
+
+
+def of_first(
+    mode: str,
+    raw: Float[Array, "1 1 vocab"],
+    edited: Float[Array, "1 1 vocab"],
+    token: Int[Array, "1 1"],
+    view: SlotView,
+) -> LogProbs:
+    """Of the token behind a prompt.
+
+    Args:
+        edited: as `jspec.sampling.penalties` leaves them.
+    """
+    rows = sampler.process(edited, view.sampling, view.implementation) if mode == PROCESSED else raw
+    return score(rows, token, view)
+
+
+def of_chunk(normed: Float[Array, "1 tokens hidden"], chunk: PrefillInput, head: Weight, view: SlotView) -> LogProbs:
+    """Raw ones, ``[tokens]``: of the token behind each of a chunk's; behind its last one the chunk says what comes.
+
+    Args:
+        normed: hidden states behind the target's final norm.
+        head: the target's output head.
+    """
+    size = normed.shape[1]
+    behind = jnp.roll(chunk.tokens, -1).at[chunk.count - 1].set(chunk.root)
+    block = min(BLOCK, size)
+    padding = -size % block
+    rows = jnp.pad(normed[0], ((0, padding), (0, 0))).reshape(-1, block, normed.shape[-1])
+    ids = jnp.pad(behind, (0, padding)).reshape(-1, block)
+    logits = partial(logits_of, head=head, implementation=view.implementation, deterministic=view.deterministic)
+    scores = jax.lax.map(lambda one: score(logits(one[0]), one[1], view), (rows, ids))
+    return jax.tree.map(lambda field: field.reshape(-1, *field.shape[2:])[:size], scores)
+
+
+def without_normed(
+    features: Float[Array, "1 tokens features"], hidden: int
+) -> tuple[Float[Array, "1 tokens others"] | None, Float[Array, "1 tokens hidden"]]:
+    """Take the last of the hidden states off again; None where there are no others."""
+    others = features[..., :-hidden]
+    return (others if others.shape[-1] else None), features[..., -hidden:]

@@ -1,0 +1,1 @@
+"""The compiled device programs: a decoding step, a prefill chunk."""

@@ -1,0 +1,97 @@
+"""`jspec convert SRC DST`, which is `python -m convert`: a Hugging Face folder to an orbax folder."""
+
+import argparse
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from convert import orbax
+from convert.huggingface import FLOATS, Plan
+from jspec.draft.auto import plan
+from jspec.draft.head_config import Overrides
+from jspec.models.quantize import check_scope, quantize_parameters
+
+STORED = ("int8", "fp8")  # "fp8_dynamic" is a matter of how the latter is used
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Converts a folder as the command line says.
+
+    Args:
+        argv: the arguments; None: those of the process.
+
+    Returns:
+        The exit status: 0, or 2 after printing what is wrong.
+    """
+    options = _parser().parse_args(argv)
+    start = time.perf_counter()
+    try:
+        given = (options.rope_theta, options.feature_layers, options.norm_before_residual, options.norm_output)
+        planned = plan(options.src, Overrides(*given))
+        dtype = planned.dtype(options.dtype)
+        _describe(planned, dtype)
+        orbax.save(
+            options.dst,
+            planned.kind,
+            planned.config,
+            _quantized(planned, dtype, options.quantize),
+            files=orbax.companions(options.src),
+            overwrite=options.overwrite,
+        )
+    except (ValueError, NotImplementedError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    seconds = time.perf_counter() - start
+    size = f"{len(planned.rows)} parameters, {dtype}" + (f", {options.quantize}" if options.quantize else "")
+    print(f"{options.dst}: {size}, {seconds:.1f} s, peak memory {_peak_memory() / 2**20:.0f} MiB")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m convert", description=__doc__)
+    parser.add_argument("src", type=Path, help="folder with config.json and safetensors or torch weights")
+    parser.add_argument("dst", type=Path, help="folder to write")
+    parser.add_argument("--dtype", choices=FLOATS, help="of the weights; default: as in the file")
+    parser.add_argument("--quantize", choices=STORED, help="round the products' weights to one byte a number")
+    parser.add_argument("--overwrite", action="store_true", help="replace a converted folder at DST")
+    overrides = parser.add_argument_group("instead of what the source's config.json says")
+    overrides.add_argument("--rope-theta", type=float, help="rotary base")
+    overrides.add_argument("--feature-layers", type=_ids, metavar="2,16,29", help="target state indices, for a head")
+    either = argparse.BooleanOptionalAction
+    overrides.add_argument("--norm-before-residual", action=either, help="a head's first residual is normed")
+    overrides.add_argument("--norm-output", action=either, help="a head's normed output is fed back (EAGLE-3.1)")
+    return parser
+
+
+def _quantized(planned: Plan, dtype: str, kind: str | None) -> Iterator[dict[str, np.ndarray]]:
+    check_scope(kind, planned.kind)
+    for batch in planned.batches(dtype):
+        leaves = batch if kind is None else orbax.flatten(quantize_parameters(batch, kind))
+        yield {name: np.asarray(leaf) for name, leaf in leaves.items()}
+        del batch, leaves
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _peak_memory() -> int:
+    """The most bytes of memory that this process has used."""
+    status = Path("/proc/self/status")
+    if status.is_file():  # the portable figure counts what the parent process used before it started this one
+        peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(peak.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _describe(planned: Plan, dtype: str) -> None:
+    print(f"{planned.folder}: {planned.kind}, {dtype}, {planned.config}")
+    for row in planned.rows:
+        for name in row.sources:
+            tensor = planned.source.tensors[name]
+            print(f"{name} {list(tensor.shape)} {tensor.dtype} -> {row.parameter}")

@@ -1,0 +1,129 @@
+"""What a checkpoint folder holds, in words, from its headers (`jspec info`)."""
+
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+
+from convert import hub, orbax
+from convert.orbax import Header
+from jspec.draft.head_config import HeadConfig, MedusaConfig
+from jspec.models import load
+from jspec.models.config import ModelConfig
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def describe(path: str | Path) -> str:
+    """Describes a Hugging Face folder, a converted folder or a hub id.
+
+    Args:
+        path: as for `pretrained.load`.
+
+    Returns:
+        Lines of text: family, sizes, parameters, and for a head its features and vocabulary; or why the
+        folder cannot be loaded.
+
+    Raises:
+        FileNotFoundError: if there is no such folder.
+    """
+    folder = hub.find(path)
+    origin = "converted by jspec" if orbax.is_checkpoint(folder) else "Hugging Face folder"
+    try:
+        contents = _contents(load.header(folder))
+    except (ValueError, NotImplementedError, OSError, ImportError) as error:
+        contents = [f"cannot be loaded: {error}"]
+    return "\n".join([f"{folder}: {origin}", *contents, *_companions(folder)])
+
+
+def _contents(found: Header) -> list[str]:
+    match found.config:
+        case ModelConfig() as model:
+            lines = [*_model(model), *_attention(model)]
+        case HeadConfig() as head:
+            lines = [*_eagle(found, head), *_attention(head)]
+        case MedusaConfig() as heads:
+            lines = _medusa(heads)
+    return [*lines, _parameters(found)]
+
+
+def _attention(config: ModelConfig | HeadConfig) -> list[str]:
+    heads, rope = f"{config.num_heads} heads, {config.num_kv_heads} key-value heads", config.rope
+    return [
+        f"attention: {heads}, head_dim {config.head_dim}",
+        f"rope: {rope.kind}, theta {rope.theta:g}, factor {rope.factor:g}",
+    ]
+
+
+def _model(config: ModelConfig) -> list[str]:
+    return [
+        f"model: {config.family}, {config.num_layers} layers, hidden {config.hidden_size}, "
+        f"intermediate {config.intermediate_size}",
+        f"vocabulary: {config.vocab_size}, {'tied' if config.tie_word_embeddings else 'own'} output head",
+    ]
+
+
+def _eagle(found: Header, config: HeadConfig) -> list[str]:
+    method = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1/2"}[config.method]
+    return [
+        f"model: {method} head ({config.source_format} format), hidden {config.hidden_size}, "
+        f"target hidden {config.target_hidden_size}, intermediate {config.intermediate_size}",
+        f"flags beside plain {method}: {_flags(config)}",
+        f"features: {_features(config)}",
+        f"vocabulary: {_vocabulary(found, config)}",
+        f"embedding: {_origin(found, 'embed')}",
+        f"output head: {_origin(found, 'head')}",
+    ]
+
+
+def _flags(config: HeadConfig) -> str:
+    """What sets the head's forward pass apart from its method's plain one."""
+    plain = {field.name: field.default for field in fields(config) if isinstance(field.default, bool)}
+    plain["fc_bias"] = config.method == "eagle"  # EAGLE-1 has that bias, unless the file says otherwise
+    named = [f"{'' if value else 'no '}{flag}" for flag in plain if (value := getattr(config, flag)) != plain[flag]]
+    layers = [f"{config.num_layers} layers"] if config.num_layers > 1 else []
+    return ", ".join([*named, *layers]) or "none"
+
+
+def _features(config: HeadConfig) -> str:
+    if config.feature_layers is not None:
+        return f"target states {', '.join(map(str, config.feature_layers))}"
+    if config.num_features == 1:
+        return "target state N+1, after the final norm"
+    return "target states 2, N//2, N-3 (the default)"
+
+
+def _vocabulary(found: Header, config: HeadConfig) -> str:
+    if config.method == "eagle":
+        return f"the target's {config.vocab_size} ids"
+    ids = load.draft_to_target(found)
+    order = "ascending" if (np.diff(ids) > 0).all() else "not monotone"
+    return f"{len(ids)} of the target's {config.vocab_size} ids, {order} map"
+
+
+def _origin(found: Header, parameter: str) -> str:
+    return "own" if {parameter, f"{parameter}.values"} & set(found.parameters) else "shared with the target"
+
+
+def _medusa(config: MedusaConfig) -> list[str]:
+    return [
+        f"model: Medusa, {config.num_heads} heads, residual blocks in each: {config.num_layers}, "
+        f"hidden {config.hidden_size}",
+        "features: target state N+1, after the final norm",
+        f"vocabulary: the target's {config.vocab_size} ids",
+    ]
+
+
+def _parameters(found: Header) -> str:
+    counts: Counter[str] = Counter()
+    for name, leaf in found.parameters.items():
+        if not name.endswith((".scale", "draft_to_target")):
+            counts[str(np.dtype(leaf.dtype))] += int(np.prod(leaf.shape))
+    return f"parameters: {counts.total():,} ({', '.join(sorted(counts))})"
+
+
+def _companions(folder: Path) -> list[str]:
+    tokenizer = next((name for name in TOKENIZERS if (folder / name).is_file()), "none: token ids in and out")
+    ids = hub.eos_ids(folder)
+    return [f"tokenizer: {tokenizer}", f"EOS ids: {', '.join(map(str, ids)) or 'none'}"]

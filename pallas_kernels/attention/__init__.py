@@ -1,0 +1,1 @@
+"""Attention over the paged KV cache: append, rotate, attend, merge."""

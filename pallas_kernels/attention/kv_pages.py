@@ -1,0 +1,229 @@
+"""Rows of a paged KV cache: append new ones, move the accepted path of a tree.
+
+Layout: one pool each for K and V, [pages, kv_heads, page, head_dim]; row r of sequence b lives at
+pool[page_table[b, r // page], :, r % page]. Page 0 is the null page: what it holds is never read.
+A row is skipped if it is not valid, or if the page table has no place for it.
+
+A pool of float8_e4m3fn holds numbers up to 448; larger ones become that. It has no scale.
+
+Both pools are written by one kernel, in place: donate them and use only what is returned.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Bool, Float, Int32
+
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.layers.quantize_rows import FP8, LARGEST
+
+LAYERS = 8  # whose rows one kernel moves: what it does for each is code of its own
+HEAD_DIMS = range(16, 257, 16)  # that the kernels hold, those between powers of two in the width of the next one
+POOL_DTYPES = (*(jnp.dtype(name) for name in ("bfloat16", "float16", "float32")), FP8)
+Pool = Float[Array, "pages KH page D"]
+
+
+def locate(page_table: Array, rows: Array, page: int) -> tuple[Array, Array, Array]:
+    """Returns the page and the place in it of each row [B,T], and whether the table has it."""
+    known = (rows >= 0) & (rows < page_table.shape[1] * page)
+    rows = jnp.where(known, rows, 0)
+    return jnp.take_along_axis(page_table, rows // page, axis=1, mode="clip"), rows % page, known
+
+
+def rounded(values: Array, dtype: jnp.dtype) -> Array:
+    """Values as a pool of that dtype holds them, in a kernel or outside."""
+    if dtype == FP8:
+        values = jnp.clip(values.astype(jnp.float32), -LARGEST[FP8], LARGEST[FP8])
+    return values.astype(dtype)
+
+
+def _scatter(pool: Array, values: Array, pages: Array, places: Array, valid: Array) -> Array:
+    """Writes values [B,T,KH,D]; an invalid row gets a page past the end, which `drop` skips."""
+    pages = jnp.where(valid, pages, pool.shape[0])
+    return pool.at[pages, :, places].set(rounded(values, pool.dtype), mode="drop")
+
+
+def _append_reference(k_pool, v_pool, k, v, page_table, first_row, valid):
+    rows = first_row[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)
+    pages, places, known = locate(page_table, rows, k_pool.shape[2])
+    valid &= known
+    return _scatter(k_pool, k, pages, places, valid), _scatter(v_pool, v, pages, places, valid)
+
+
+def _move_reference(k_pools, v_pools, *where):
+    moved = [_move_layer(k, v, *where) for k, v in zip(k_pools, v_pools, strict=True)]
+    return [k for k, _ in moved], [v for _, v in moved]
+
+
+def _move_layer(k_pool, v_pool, page_table, source_rows, target_rows, valid):
+    source_pages, source_places, readable = locate(page_table, source_rows, k_pool.shape[2])
+    pages, places, known = locate(page_table, target_rows, k_pool.shape[2])
+    valid &= readable & known
+    k, v = k_pool[source_pages, :, source_places], v_pool[source_pages, :, source_places]
+    return _scatter(k_pool, k, pages, places, valid), _scatter(v_pool, v, pages, places, valid)
+
+
+def place(table_ref, sequence, row, valid, page):
+    """In a kernel: the page and the place in it of `row`, and whether it is to be touched."""
+    valid &= (row >= 0) & (row < table_ref.shape[1] * page)
+    row = jnp.where(valid, row, 0)
+    return table_ref[sequence, row // page], row % page, valid
+
+
+def _append_kernel(k_ref, v_ref, table_ref, first_ref, valid_ref, _k_in, _v_in, k_pool_ref, v_pool_ref):
+    """One program: one row, all heads."""
+    token, sequence = pl.program_id(0), pl.program_id(1)
+    _, kv_heads, page, dim = k_pool_ref.shape
+    row, valid = first_ref[sequence] + token, valid_ref[sequence, token]
+    target_page, slot, valid = place(table_ref, sequence, row, valid, page)
+    head = jnp.arange(pl.next_power_of_2(kv_heads))[:, None]
+    dims = jnp.arange(pl.next_power_of_2(dim))[None, :]
+    inside = (head < kv_heads) & (dims < dim)
+    for new_ref, pool_ref in ((k_ref, k_pool_ref), (v_ref, v_pool_ref)):
+        values = pltriton.load(new_ref.at[sequence, token, head, dims], mask=inside, other=0)
+        at = (target_page, head, slot, dims)
+        pltriton.store(pool_ref.at[at], rounded(values, pool_ref.dtype), mask=inside & valid)
+
+
+def _move_kernel(table_ref, source_ref, target_ref, valid_ref, *pool_refs, interpret):
+    """One program: all rows of one head of one sequence in one layer. It reads its output, which holds the old pool."""
+    head, sequence, own_layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    layers = len(pool_refs) // 4  # K and V, in and out
+    pools = list(zip(pool_refs[2 * layers : 3 * layers], pool_refs[3 * layers :], strict=True))
+    page, dim = pools[0][0].shape[2:]
+    tokens = source_ref.shape[1]
+    token = jnp.arange(pl.next_power_of_2(tokens))
+    inside = token < tokens
+    rows = [pltriton.load(ref.at[sequence, token], mask=inside, other=-1) for ref in (source_ref, target_ref)]
+    valid = pltriton.load(valid_ref.at[sequence, token], mask=inside, other=False)
+    source_page, source_place, valid = place(table_ref, sequence, rows[0], valid, page)
+    target_page, target_place, valid = place(table_ref, sequence, rows[1], valid, page)
+    dims = jnp.arange(pl.next_power_of_2(dim))[None, :]
+    mask = valid[:, None] & (dims < dim)
+    source = (source_page[:, None], head, source_place[:, None], dims)
+    target = (target_page[:, None], head, target_place[:, None], dims)
+
+    def move(pair):
+        values = [pltriton.load(pool_ref.at[source], mask=mask) for pool_ref in pair]
+        if not interpret:
+            pltriton.debug_barrier()  # targets overlap sources: every thread has read before one writes
+        for pool_ref, moved in zip(pair, values, strict=True):
+            pltriton.store(pool_ref.at[target], moved, mask=mask)
+
+    for layer, pair in enumerate(pools):
+        pl.when(own_layer == layer)(functools.partial(move, pair))
+
+
+def _in_place(kernel, grid, pools, inputs, name, interpret):
+    """Calls a kernel whose outputs are the pools, in the memory of its last inputs."""
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
+        input_output_aliases={len(inputs) + index: index for index in range(len(pools))},
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name=name,
+    )(*inputs, *pools)
+
+
+def _append_pallas(k_pool, v_pool, k, v, page_table, first_row, valid, *, interpret):
+    inputs = (k, v, page_table, first_row, valid)
+    kernel = functools.partial(_append_kernel)  # a function of its own for every call (jax issue 40847)
+    return _in_place(kernel, valid.shape[::-1], (k_pool, v_pool), inputs, "append_rows", interpret)
+
+
+def _move_pallas(k_pools, v_pools, page_table, source_rows, target_rows, valid, *, interpret):
+    inputs = (page_table, source_rows, target_rows, valid)
+    kernel = functools.partial(_move_kernel, interpret=interpret)
+    grid = (k_pools[0].shape[1], valid.shape[0], len(k_pools))
+    moved = _in_place(kernel, grid, (*k_pools, *v_pools), inputs, "move_rows", interpret)
+    return list(moved[: len(k_pools)]), list(moved[len(k_pools) :])
+
+
+def _unsupported(k_pool: Array, moved: int) -> str | None:
+    """Says which limit of the kernels a call breaks, if any."""
+    if k_pool.dtype not in POOL_DTYPES:
+        return f"the pool's dtype must be one of {', '.join(map(str, POOL_DTYPES))}, got {k_pool.dtype}"
+    if moved * k_pool.shape[3] > 64 * 256:
+        return f"at most {64 * 256 // k_pool.shape[3]} rows of a sequence can be moved at once, got {moved}"
+    return None
+
+
+def _check_alike(k: Array, v: Array, expected: tuple[int, ...], what: str) -> None:
+    if k.shape != expected or v.shape != expected or k.dtype != v.dtype:
+        got = f"{k.shape} {k.dtype} and {v.shape} {v.dtype}"
+        raise ValueError(f"{what} must be alike, of shape {expected}, got {got}")
+
+
+@functools.partial(jax.jit, static_argnames=("implementation",))
+def append(
+    k_pool: Pool,
+    v_pool: Pool,
+    k: Float[Array, "B T KH D"],
+    v: Float[Array, "B T KH D"],
+    page_table: Int32[Array, "B P"],
+    first_row: Int32[Array, " B"],
+    valid: Bool[Array, "B T"],
+    *,
+    implementation: Implementation = "auto",
+) -> tuple[Pool, Pool]:
+    """Writes k[b, t] and v[b, t] to row first_row[b] + t of sequence b, where valid.
+
+    Args:
+        k: any float dtype; cast to the pool's.
+        implementation: as in `paged_attention`.
+
+    Returns:
+        The pools, in the memory of the old ones if those are donated.
+
+    Raises:
+        NotImplementedError: "pallas" with a dtype the kernel does not support.
+    """
+    batch, tokens = valid.shape
+    _check_alike(k_pool, v_pool, k_pool.shape, "K and V pools")
+    _check_alike(k, v, (batch, tokens, k_pool.shape[1], k_pool.shape[3]), "k and v")
+    arguments = (k_pool, v_pool, k, v, page_table, first_row, valid)
+    return choose(implementation, _unsupported(k_pool, 0), _append_pallas, _append_reference, *arguments)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation",))
+def move_rows(
+    k_pools: list[Pool],
+    v_pools: list[Pool],
+    page_table: Int32[Array, "B P"],
+    source_rows: Int32[Array, "B T"],
+    target_rows: Int32[Array, "B T"],
+    valid: Bool[Array, "B T"],
+    *,
+    implementation: Implementation = "auto",
+) -> tuple[list[Pool], list[Pool]]:
+    """Copies row source_rows[b, t] of sequence b to row target_rows[b, t], where valid, in every layer.
+
+    This commits a tree's accepted path. All sources are read before a target is written, so that the two may
+    overlap; the targets of a sequence are distinct.
+
+    Args:
+        k_pools: of all layers, alike; one kernel serves up to eight of them.
+        implementation: as in `paged_attention`.
+
+    Returns:
+        The pools, in the memory of the old ones if those are donated.
+
+    Raises:
+        NotImplementedError: "pallas" with more rows or another dtype than the kernel supports.
+    """
+    for k, v in zip(k_pools, v_pools, strict=True):
+        _check_alike(k, v, k_pools[0].shape, "K and V pools")
+    unsupported = _unsupported(k_pools[0], source_rows.shape[1])
+    moved_k, moved_v = [], []
+    for first in range(0, len(k_pools), LAYERS):
+        some = slice(first, first + LAYERS)
+        arguments = (k_pools[some], v_pools[some], page_table, source_rows, target_rows, valid)
+        k, v = choose(implementation, unsupported, _move_pallas, _move_reference, *arguments)
+        moved_k += k
+        moved_v += v
+    return moved_k, moved_v

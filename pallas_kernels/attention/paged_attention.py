@@ -1,0 +1,256 @@
+"""Attention of a few new rows (a tree of draft nodes, a prefill chunk) over a paged KV cache.
+
+    out[b,t,h] = sum_r softmax_r(scale * q[b,t,h] . K[b,r,h // G]) V[b,r,h // G],      G = H / KH
+    r < lengths[b]                                       the committed rows, seen by every query
+    r = lengths[b] + j, if bit j of bits[b,t] is set     the M new rows; bits None means j <= t, and M = T
+    r >= start                                           in either case
+    r > lengths[b] - window, without bits + t            in either case, where a window is given
+
+Row r of sequence b lives at pool[page_table[b, r // page], :, r % page], pools are [pages, KH, page, D].
+bits[b,t] holds ceil(M/32) words, bit j % 32 of word j // 32 says that query t sees new row j.
+
+Deterministic attention gives a query the same bits in every call in which it sees the same keys and values. A query
+of a tree then names its rows instead of marking them: row lengths[b] + paths[b,t,d] is seen as if at lengths[b] + d.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Int32, UInt32
+
+from pallas_kernels.attention import reference as attention_reference
+from pallas_kernels.attention.ancestor_bits import num_words
+from pallas_kernels.attention.kernel import attend_kernel
+from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES
+from pallas_kernels.attention.merge import MERGED, merge_and_round_kernel, merge_kernel
+from pallas_kernels.attention.reference import compute_dtype
+from pallas_kernels.attention.tiling import MMA_ROWS, Tiles, choose_tiles, fixed_tiles
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.layers.quantized import FP8, Rounded, rounded
+
+LEAST_SCALE = 1e-30  # float32 holds it times log2(e)
+MOST_QUERIES = 128  # of one deterministic call: its parts are the same for any context, and wide
+
+
+def _reference(*arguments, is_rounded, **options):
+    out = attention_reference.reference(*arguments, **options)
+    return _as_row(out, "reference") if is_rounded else out
+
+
+def _as_row(out: Array, implementation: str) -> Rounded:
+    return rounded(out.reshape(*out.shape[:2], -1), implementation=implementation)
+
+
+def _pallas(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, window, **options):
+    wide = compute_dtype(q, k_pool) == jnp.float32
+    tiles = choose_tiles(q, k_pool, page_table, bits, new_rows=new_rows, start=start, window=window, wide=wide)
+    return _run(q, k_pool, v_pool, page_table, lengths, bits, tiles=tiles, **options)
+
+
+def _fixed_pallas(q, k_pool, v_pool, page_table, lengths, paths, *, start, scale, interpret):
+    wide, outputs = compute_dtype(q, k_pool) == jnp.float32, []
+    for first in range(0, q.shape[1], MOST_QUERIES):
+        own = slice(first, first + MOST_QUERIES)
+        part, path = q[:, own], None if paths is None else paths[:, own]
+        before = lengths if path is not None else lengths + first  # as if committed
+        tiles = fixed_tiles(part, k_pool, page_table, path, start=start, wide=wide)
+        options = {"tiles": tiles, "scale": scale, "is_rounded": False, "interpret": interpret}
+        outputs.append(_run(part, k_pool, v_pool, page_table, before, path, **options))
+    return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
+
+
+def _run(q, k_pool, v_pool, page_table, lengths, bits, **options):
+    inputs = (q, _pairs(k_pool), _pairs(v_pool), page_table, lengths, *([] if bits is None else [bits]))
+    return run_kernels(attend_kernel, inputs, name="paged_attention", q=q, k_pool=k_pool, **options)[0]
+
+
+def run_kernels(
+    kernel: Callable,
+    inputs: Sequence[Array],
+    *,
+    q: Array | jax.ShapeDtypeStruct,
+    k_pool: Array,
+    tiles: Tiles,
+    scale: float,
+    is_rounded: bool,
+    interpret: bool,
+    name: str,
+    pools: Sequence[int] = (),
+) -> list[Any]:
+    """Two kernels (one where nothing is split): partial attention of every split, then their merge.
+
+    What is to be rounded is so in the merge, but in a kernel of its own where there is none, or one of many parts.
+
+    Args:
+        kernel: the first of them.
+        inputs: the fifth of them are the committed rows.
+        q: shape and dtype of the queries.
+        pools: inputs that it writes to, which come back behind what was attended.
+    """
+    batch, queries, heads, dim = q.shape
+    compute = compute_dtype(q, k_pool)
+    wide = compute == jnp.float32
+    # Three TF32 products are as exact as one of float32, and run on tensor cores; a CPU has none.
+    three_products = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    precision = three_products if wide and not interpret else jax.lax.Precision.HIGHEST
+    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    parts = jax.ShapeDtypeStruct((batch, queries, heads, tiles.splits, dim), jnp.float32)
+    weights = jax.ShapeDtypeStruct((batch, queries, heads, tiles.splits), jnp.float32)
+    attended = [out] if tiles.splits == 1 else [parts, weights]
+    options = {"tiles": tiles, "scale": scale, "compute": compute, "precision": precision, "interpret": interpret}
+    found = pl.pallas_call(
+        functools.partial(kernel, **options),
+        grid=(pl.cdiv(queries * tiles.span, tiles.packed) * tiles.splits, k_pool.shape[1], batch),
+        out_shape=attended + [jax.ShapeDtypeStruct(inputs[pool].shape, inputs[pool].dtype) for pool in pools],
+        input_output_aliases={pool: len(attended) + index for index, pool in enumerate(pools)},
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpret,
+        name=name,
+    )(*inputs)
+    attended, others = found[: len(attended)], found[len(attended) :]
+    if is_rounded and 1 < tiles.splits <= MERGED:
+        return [_merge_and_round(attended, inputs[4], q.dtype, tiles=tiles, interpret=interpret), *others]
+    merged = attended[0]
+    if tiles.splits > 1:
+        merged = pl.pallas_call(
+            functools.partial(merge_kernel, tiles=tiles),
+            grid=(heads, queries, batch),
+            out_shape=out,
+            compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+            interpret=interpret,
+            name="paged_attention_merge",
+        )(*attended, inputs[4])
+    return [_as_row(merged, "pallas" if interpret else "auto") if is_rounded else merged, *others]
+
+
+def _merge_and_round(attended, lengths, dtype, *, tiles, interpret):
+    batch, queries, heads, _, dim = attended[0].shape
+    width = pl.next_power_of_2(heads) * pl.next_power_of_2(dim)
+    values, scale = pl.pallas_call(
+        functools.partial(merge_and_round_kernel, tiles=tiles, dtype=dtype),
+        grid=(queries, batch),
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, queries, heads, dim), FP8),
+            jax.ShapeDtypeStruct((batch, queries), jnp.float32),
+        ],
+        compiler_params=pltriton.CompilerParams(num_warps=min(max(width // 128, 1), 32), num_stages=1),
+        interpret=interpret,
+        name="paged_attention_merge_and_round",
+    )(*attended, lengths)
+    return Rounded(values.reshape(batch, queries, -1), scale, dtype)
+
+
+def _pairs(pool: Array) -> Array:
+    """A pool of one byte a number as pairs of them, [pages, KH, page, D / 2] uint16; XLA copies nothing for it."""
+    if pool.dtype != FP8 or pool.shape[-1] < 2 * MMA_ROWS:
+        return pool
+    return jax.lax.bitcast_convert_type(pool.reshape(*pool.shape[:3], -1, 2), jnp.uint16)
+
+
+def unsupported(q: Array | jax.ShapeDtypeStruct, k_pool: Array, bits: Array | None) -> str | None:
+    """Says which limit of the kernel a call breaks, if any."""
+    dim, page = q.shape[-1], k_pool.shape[2]
+    if dim not in HEAD_DIMS:
+        return f"head_dim must be a multiple of 16 up to 256, got {dim}"
+    if page > 128:
+        return f"the page size must be at most 128, got {page}"
+    if bits is not None and bits.shape[-1] > 8:
+        return f"bits can name at most 256 new rows, got {bits.shape[-1]} words"
+    if unknown := {q.dtype, k_pool.dtype} - {*POOL_DTYPES} | {q.dtype} & {FP8}:
+        return f"the dtype must be one of {', '.join(map(str, POOL_DTYPES))} (pools alone), got {unknown.pop()}"
+    return None
+
+
+def _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows, window, scale):
+    batch, queries, heads, dim = q.shape
+    if k_pool.shape != v_pool.shape or k_pool.dtype != v_pool.dtype:
+        got = f"{k_pool.shape} {k_pool.dtype} and {v_pool.shape} {v_pool.dtype}"
+        raise ValueError(f"the pools of K and V must be alike, got {got}")
+    if k_pool.shape[3] != dim or heads % k_pool.shape[1]:
+        expected = f"[pages, kv_heads, page, {dim}] with kv_heads dividing {heads}"
+        raise ValueError(f"pools must be {expected}, got {k_pool.shape}")
+    if page_table.shape[0] != batch or lengths.shape != (batch,):
+        got = f"{page_table.shape} and {lengths.shape}"
+        raise ValueError(f"page_table must be [{batch}, P] and lengths [{batch}], got {got}")
+    if bits is not None and bits.shape != (batch, queries, num_words(new_rows)):
+        raise ValueError(f"bits must be {(batch, queries, num_words(new_rows))}, got {bits.shape}")
+    if bits is None and new_rows != queries:
+        raise ValueError(f"without bits the {queries} queries are the new rows, got new_rows={new_rows}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be None or at least 1, got {window}")
+    if scale is not None and not LEAST_SCALE < scale < math.inf:
+        raise ValueError(f"scale must be None or above {LEAST_SCALE} and finite, got {scale}")
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("new_rows", "start", "window", "scale", "is_rounded", "deterministic", "implementation"),
+)
+def paged_attention(
+    q: Float[Array, "B T H D"],
+    k_pool: Float[Array, "pages KH page D"],
+    v_pool: Float[Array, "pages KH page D"],
+    page_table: Int32[Array, "B P"],
+    lengths: Int32[Array, " B"],
+    bits: UInt32[Array, "B T W"] | None,
+    *,
+    new_rows: int | None = None,
+    start: int = 0,
+    window: int | None = None,
+    scale: float | None = None,
+    is_rounded: bool = False,
+    deterministic: bool = False,
+    paths: Int32[Array, "B T depths"] | None = None,
+    implementation: Implementation = "auto",
+) -> Float[Array, "B T H D"] | Rounded:
+    """Attention of T queries a sequence over its committed rows and over new ones, mostly their own.
+
+    The new rows' K and V are already in the pools, from row lengths[b] on. What a query does not see may hold
+    anything, NaN too. A padding node sees its own row, which nobody wrote: its output alone is arbitrary. What
+    is seen is finite: other values may come out as finite ones.
+
+    Args:
+        page_table: page of every `page` rows; rows past its end do not exist.
+        lengths: committed rows.
+        bits: the new rows each query sees (`ancestor_bits`, `causal_bits`); None is causal (prefill chunks).
+        new_rows: M, where bits name others than the queries' own rows (the levels of a tree, one after the other).
+        start: rows below it are hidden.
+        window: rows from lengths[b] - window down are hidden, and without bits for each query after the first one row
+            more; pages that hold only such are not read. None hides none.
+        scale: of the scores, above 1e-30; 1 / sqrt(D) if None.
+        is_rounded: a query's heads come back side by side, as one row of `Rounded`.
+        deterministic: a query's last bits depend on nothing but itself and the keys and values it sees, in their order.
+        paths: with `deterministic`, instead of bits: the new row that query t sees at each depth, its own the last; -1
+            beyond. None is causal.
+        implementation: "auto" is the kernel where the program is compiled for an NVIDIA GPU and the shape is
+            supported (prefill too), else the reference; "pallas" on a CPU interprets the kernel.
+
+    Returns:
+        In q's dtype, or rounded from it; softmax and sums in float32; zeros for a query that sees nothing.
+
+    Raises:
+        NotImplementedError: "pallas" with a shape the kernel does not support.
+    """
+    new_rows = q.shape[1] if new_rows is None else new_rows
+    _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows, window, scale)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if paths is not None and not deterministic:
+        raise ValueError("paths: expected deterministic=True, or bits instead")
+    if deterministic:
+        if bits is not None or window is not None or is_rounded:
+            expected = "neither bits nor a window, which a draft alone has, nor is_rounded"
+            raise ValueError(f"deterministic: expected {expected}; name paths instead of bits, leave out the others")
+        runs = _fixed_pallas, attention_reference.fixed_reference
+        kernel, reference = (functools.partial(run, start=start, scale=scale) for run in runs)
+        arguments = (q, k_pool, v_pool, page_table, lengths, paths)
+        return choose(implementation, unsupported(q, k_pool, None), kernel, reference, *arguments)
+    arguments = (q, k_pool, v_pool, page_table, lengths, bits)
+    options = {"new_rows": new_rows, "start": start, "window": window, "scale": scale, "is_rounded": is_rounded}
+    reference, kernel = (functools.partial(run, **options) for run in (_reference, _pallas))
+    return choose(implementation, unsupported(q, k_pool, bits), kernel, reference, *arguments)

@@ -1,0 +1,129 @@
+"""`paged_attention` written from the formula, and its deterministic order row by row."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from pallas_kernels.attention.ancestor_bits import WORD
+from pallas_kernels.layers.quantized import FP8
+from pallas_kernels.layers.row_blocks import in_row_blocks
+
+FIXED_TILE = 32  # rows of context that the deterministic order takes in a step
+
+
+def _visible(
+    lengths: Array, bits: Array | None, queries: int, rows: int, start: int | Array, window: int | None
+) -> Array:
+    """Returns bool [B, T, rows]: does query t of sequence b see row r; `start` may be one for each sequence."""
+    row = jnp.arange(rows, dtype=jnp.int32)
+    new = row - lengths[:, None]
+    if bits is None:
+        own = new[:, None] <= jnp.arange(queries, dtype=jnp.int32)[:, None]
+    else:
+        own = jnp.zeros((1, 1, 1), bool)
+        for word in range(bits.shape[-1]):
+            bit = (bits[:, :, word, None] >> (new[:, None] % WORD).astype(jnp.uint32)) & 1
+            own = own | ((new[:, None] // WORD == word) & (bit == 1))
+    seen = (row >= jnp.reshape(start, (-1, 1, 1))) & ((new < 0)[:, None] | ((new[:, None] >= 0) & own))
+    if window is None:
+        return seen
+    own_step = jnp.arange(queries, dtype=jnp.int32)[:, None] if bits is None else 0
+    return seen & (new[:, None] > own_step - window)
+
+
+def _gather(pool: Array, page_table: Array) -> Array:
+    """Returns the rows of every sequence in order, [B, KH, P * page, D]."""
+    batch, columns = page_table.shape
+    _, heads, page, dim = pool.shape
+    return pool[page_table].transpose(0, 2, 1, 3, 4).reshape(batch, heads, columns * page, dim)
+
+
+def _recent(page_table: Array, lengths: Array, page: int, new_rows: int, window: int) -> tuple[Array, Array]:
+    """Returns the columns of the table that hold the window and the new rows, and which row comes first in them."""
+    columns = min(pl.cdiv(window + new_rows - 2, page) + 1, page_table.shape[1])
+    first = jnp.clip((lengths - window + 1) // page, 0, page_table.shape[1] - columns)
+    recent = jnp.take_along_axis(page_table, first[:, None] + jnp.arange(columns, dtype=jnp.int32), axis=1)
+    return recent, first * page
+
+
+def reference(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, window, scale):
+    batch, queries, heads, dim = q.shape
+    kv_heads = k_pool.shape[1]
+    if window is not None:
+        page_table, skipped = _recent(page_table, lengths, k_pool.shape[2], new_rows, window)
+        lengths, start = lengths - skipped, start - skipped
+    group = heads // kv_heads
+    keys, values = _gather(k_pool, page_table), _gather(v_pool, page_table).astype(jnp.float32)
+    rows = keys.shape[2]
+    visible = _visible(lengths, bits, queries, rows, start, window)
+    # 0 * NaN is NaN: rows that no query sees are zeroed. A new row may be seen by its own padding query alone
+    # (bits) and hold anything, so there what is not finite is zeroed as well.
+    new = jnp.arange(rows) >= lengths[:, None]
+    keep = visible.any(1)[:, None, :, None] & (~new[:, None, :, None] | jnp.isfinite(values))
+    values = jnp.where(keep, values, 0)
+    packed = q.reshape(batch, queries, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
+    keys = keys.astype(compute_dtype(q, keys))
+    packed = packed.reshape(batch, kv_heads, queries * group, dim)
+    seen = jnp.repeat(visible, group, axis=1)[:, None]
+    exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
+    scores = jnp.where(seen, jnp.einsum("bkrd,bksd->bkrs", packed, keys, **exact) * scale, -jnp.inf)
+    top = jnp.max(scores, -1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
+    total = weights.sum(-1, keepdims=True)
+    out = jnp.einsum("bkrs,bksd->bkrd", weights, values, **exact)
+    out = out / jnp.where(total == 0, 1.0, total)
+    out = out.reshape(batch, kv_heads, queries, group, dim).transpose(0, 2, 1, 3, 4)
+    return out.reshape(batch, queries, heads, dim).astype(q.dtype)
+
+
+def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, *, start, scale):
+    """One query after the other, and for each its rows in order, tile by tile."""
+    batch, queries, heads, dim = q.shape
+    kv_heads, page = k_pool.shape[1:3]
+    most = page_table.shape[1] * page
+    causal = jnp.broadcast_to(jnp.arange(queries, dtype=jnp.int32)[:, None, None], (batch, queries, 1, 1))[:, :, 0]
+    exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
+
+    def one(q, table, length, path):
+        q, table, length, path = (array[0] for array in (q, table, length, path))
+        last = length + 1 + (path[0] if paths is None else jnp.sum(path >= 0) - 1)
+        last = jnp.minimum(last, most)
+        packed = q.reshape(kv_heads, heads // kv_heads, dim)
+
+        def step(index, carry):
+            acc, top, total = carry
+            row = index * FIXED_TILE + jnp.arange(FIXED_TILE, dtype=jnp.int32)
+            new = row - length
+            place = row
+            if paths is not None:
+                place = jnp.where(new < 0, row, length + path[jnp.clip(new, 0, path.shape[0] - 1)])
+            place = jnp.clip(place, 0, most - 1)
+            k, v = (pool[table[place // page], :, place % page] for pool in (k_pool, v_pool))
+            visible = (row >= start) & (row < last)
+            v = v.astype(jnp.float32)
+            v = jnp.where(visible[:, None, None] & ((new < 0)[:, None, None] | jnp.isfinite(v)), v, 0)
+            scores = jnp.einsum("kgd,skd->kgs", packed, k.astype(compute_dtype(q, k)), **exact) * scale
+            scores = jnp.where(visible, scores, -jnp.inf)
+            new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+            base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+            weights, fade = jnp.exp(scores - base[..., None]), jnp.exp(top - base)
+            acc = acc * fade[..., None] + jnp.einsum("kgs,skd->kgd", weights, v, **exact)
+            return acc, new_top, total * fade + weights.sum(-1)
+
+        sums = jnp.zeros((*packed.shape[:2],), jnp.float32)
+        empty = (jnp.zeros(packed.shape, jnp.float32), jnp.full_like(sums, -jnp.inf), sums)
+        acc, _, total = jax.lax.fori_loop(start // FIXED_TILE, pl.cdiv(last, FIXED_TILE), step, empty)
+        return (acc / jnp.where(total == 0, 1.0, total)[..., None]).reshape(1, heads, dim).astype(q.dtype)
+
+    per_query = (jnp.repeat(array, queries, axis=0) for array in (page_table, lengths))
+    own = (causal if paths is None else paths).reshape(batch * queries, -1)
+    out = in_row_blocks(one, q.reshape(-1, heads, dim), *per_query, own, size=1)
+    return out.reshape(q.shape)
+
+
+def compute_dtype(q: Array | jax.ShapeDtypeStruct, pool: Array) -> jnp.dtype:
+    """In which scores and sums of values are multiplied."""
+    if pool.dtype == FP8:
+        return q.dtype if q.dtype == jnp.float32 else jnp.dtype(jnp.float16)
+    return jnp.promote_types(q.dtype, pool.dtype)

@@ -1,0 +1,1 @@
+"""Matrix products and norms of a decoder layer."""

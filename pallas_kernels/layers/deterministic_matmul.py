@@ -1,0 +1,125 @@
+"""A product whose rows do not depend on how many there are: the same numbers added up in the same order for every M.
+
+    parts[s, t, n] = sum_k x[t, k] w[n, k]  over the s-th of S equal pieces of k;   their sum over s is x @ w.T
+
+Libraries choose tiles, instructions and the split of the sum by the shape, so that a row has other last bits among
+others. Here all of that follows from the weight's shape: a program holds 64 rows of x, however few there are, and does
+to them what every other does.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float
+
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.layers.quantize_rows import gated
+from pallas_kernels.layers.row_blocks import in_row_blocks, in_row_blocks_off_gpu
+from pallas_kernels.layers.split_matmul import INNER_BYTES, LEAST_INNER, LEAST_OUT, NARROW_OUT, WIDEST_OUT
+
+ROWS = 64  # of x in a program, and of the weight
+
+
+def fixed_parts(out: int, inner: int, dtype: jnp.dtype) -> int:
+    """How many parts a product comes in: a matter of its weight alone."""
+    if not LEAST_OUT <= out <= WIDEST_OUT or inner < LEAST_INNER or inner % (4 * (INNER_BYTES // dtype.itemsize)):
+        return 1
+    return 4 if out <= NARROW_OUT else 2
+
+
+def _reference(x, weight, *, parts, dtype):
+    def product(x):
+        pieces, weights = (array.reshape(array.shape[0], parts, -1) for array in (x, weight))
+        exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
+        return jnp.einsum("tpk,npk->tpn", pieces, weights, **exact).astype(dtype)
+
+    return in_row_blocks(product, x).swapaxes(0, 1)
+
+
+def _kernel(x_ref, weight_ref, parts_ref, *, rows, steps, inner, precision):
+    """One program: `ROWS` rows of x by as many of the weight, one part. The weight's are the matrix product's."""
+    part = pl.program_id(2)
+    row = pl.program_id(0) * ROWS + jnp.arange(ROWS)
+    out = pl.program_id(1) * ROWS + jnp.arange(ROWS)
+    inside = row < rows
+
+    def step(index, total):
+        column = (part * steps + index) * inner + jnp.arange(inner)[None, :]
+        x = pltriton.load(x_ref.at[row[:, None], column], mask=inside[:, None])  # others are not stored
+        weight = pltriton.load(weight_ref.at[out[:, None], column])
+        return total + pltriton.dot(weight, x, trans_b=True, precision=precision)
+
+    total = jax.lax.fori_loop(0, steps, step, jnp.zeros((ROWS, ROWS), jnp.float32))
+    at = parts_ref.at[part, row[None, :], out[:, None]]
+    pltriton.store(at, total.astype(parts_ref.dtype), mask=inside[None, :])
+
+
+def _pallas(x, weight, *, parts, dtype, interpret):
+    (rows, inner), out = x.shape, weight.shape[0]
+    columns = INNER_BYTES // weight.dtype.itemsize
+    # As in `paged_attention`: three TF32 products are as exact as one of float32; a CPU has none.
+    wide = x.dtype == jnp.float32 and not interpret
+    precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if wide else jax.lax.Precision.HIGHEST
+    options = {"rows": rows, "steps": inner // columns // parts, "inner": columns, "precision": precision}
+    return pl.pallas_call(
+        functools.partial(_kernel, **options),
+        grid=(pl.cdiv(rows, ROWS), out // ROWS, parts),  # programs side by side share a weight's rows
+        out_shape=jax.ShapeDtypeStruct((parts, rows, out), dtype),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=4 if wide else 6),
+        interpret=interpret,
+        name="fixed_matmul",
+    )(x, weight)
+
+
+def unsupported_weight(weight: Array) -> str | None:
+    """Says which limit of the kernel a weight breaks, if any."""
+    (out, inner), columns = weight.shape, INNER_BYTES // weight.dtype.itemsize
+    if out % ROWS or inner % columns:
+        return f"the weight must be [multiple of {ROWS}, multiple of {columns}], got {weight.shape}"
+    return None
+
+
+def _unsupported(x: Array, weight: Array) -> str | None:
+    """Says which limit of the kernel a call breaks, if any."""
+    if reason := unsupported_weight(weight):
+        return reason
+    if x.dtype != weight.dtype or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"x and weight must be bfloat16, float16 or float32 alike, got {x.dtype} and {weight.dtype}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "is_gated", "is_whole", "implementation"))
+def fixed_matmul(
+    x: Float[Array, "*rows width"],
+    weight: Float[Array, "out inner"],
+    dtype: jnp.dtype | None = None,
+    *,
+    is_gated: bool = False,
+    is_whole: bool = False,
+    implementation: Implementation = "auto",
+) -> Float[Array, "parts *rows out"]:
+    """x @ weight.T as parts to be added up: float32 if there are several, else one of the dtype.
+
+    A row of it is the same to the last bit in any number of rows.
+
+    Args:
+        dtype: of a result of one part; None: x's.
+        is_gated: x is gate and up side by side, and silu(gate) * up is multiplied.
+        is_whole: one part.
+        implementation: as in `paged_attention`.
+
+    Raises:
+        NotImplementedError: "pallas" with a weight that the kernel does not support.
+    """
+    (out, inner), rows = weight.shape, x.shape[:-1]
+    flat = x.reshape(-1, x.shape[-1])
+    if is_gated:
+        flat = in_row_blocks_off_gpu(gated, flat, implementation=implementation)
+    parts = 1 if is_whole else fixed_parts(out, inner, weight.dtype)
+    options = {"parts": parts, "dtype": (dtype or x.dtype) if parts == 1 else jnp.float32}
+    kernel, reference = functools.partial(_pallas, **options), functools.partial(_reference, **options)
+    product = choose(implementation, _unsupported(x, weight), kernel, reference, flat, weight)
+    return product.reshape(parts, *rows, out)

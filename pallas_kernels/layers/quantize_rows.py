@@ -1,0 +1,93 @@
+"""Rows of numbers rounded to one byte each, every row to its own scale; activations in one kernel.
+
+scale[t] = max_k |y[t, k]| / largest        values[t, k] = y[t, k] / scale[t], rounded
+y = x, or of gate and up side by side (x = [gate, up]) silu(gate) * up, rounded to x's dtype
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Num
+
+from pallas_kernels.dispatch import Implementation, choose
+
+INT8, FP8 = jnp.dtype("int8"), jnp.dtype("float8_e4m3fn")
+LARGEST = {INT8: 127.0, FP8: 448.0}
+WIDEST = 32768  # columns a program holds in registers
+
+
+def gated(x: Float[Array, "*rows twice"]) -> Float[Array, "*rows inner"]:
+    """silu(gate) * up of gate and up side by side (arXiv:2002.05202)."""
+    gate, up = jnp.split(x, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def scaled_rows(
+    x: Float[Array, "*rows inner"], dtype: jnp.dtype, *, dims: int = 1
+) -> tuple[Num[Array, "*rows inner"], Array]:
+    """Values of int8 or float8_e4m3fn and the float32 scale of each row; a row is the last `dims` axes."""
+    wide, axes = x.astype(jnp.float32), tuple(range(-dims, 0))
+    order = jax.lax.bitcast_convert_type(jnp.abs(wide), jnp.int32)  # the largest integer is one instruction of a warp
+    largest = jax.lax.bitcast_convert_type(jnp.max(order, axis=axes), jnp.float32)
+    scale = jnp.maximum(largest / LARGEST[dtype], jnp.finfo(jnp.float32).tiny)
+    values = wide / jnp.expand_dims(scale, axes)
+    return (jnp.round(values) if dtype == INT8 else values).astype(dtype), scale
+
+
+def _reference(x, *, is_gated):
+    return scaled_rows(gated(x) if is_gated else x, FP8)
+
+
+def _kernel(x_ref, values_ref, scale_ref, *, is_gated):
+    """One program: one row; columns past the last are zero and not written."""
+    row, inner = pl.program_id(0), values_ref.shape[1]
+    column = jnp.arange(pl.next_power_of_2(inner))
+    inside = column < inner
+
+    def load(first):
+        return pltriton.load(x_ref.at[row, first + column], mask=inside, other=0).astype(jnp.float32)
+
+    wide = load(0)
+    if is_gated:
+        wide = (wide * jax.lax.logistic(wide) * load(inner)).astype(x_ref.dtype).astype(jnp.float32)
+    values, scale_ref[row] = scaled_rows(wide, FP8)
+    pltriton.store(values_ref.at[row, column], values, mask=inside)
+
+
+def _pallas(x, *, is_gated, interpret):
+    inner = x.shape[-1] // 2 if is_gated else x.shape[-1]
+    rows = x.reshape(-1, x.shape[-1])
+    columns = 512 if inner <= 8192 else 1024  # of a warp: of 14336 columns, 16 warps are faster than 32
+    values, scale = pl.pallas_call(
+        functools.partial(_kernel, is_gated=is_gated),
+        grid=(rows.shape[0],),
+        out_shape=[
+            jax.ShapeDtypeStruct((rows.shape[0], inner), FP8),
+            jax.ShapeDtypeStruct((rows.shape[0],), jnp.float32),
+        ],
+        compiler_params=pltriton.CompilerParams(num_warps=min(max(pl.next_power_of_2(inner) // columns, 1), 32)),
+        interpret=interpret,
+        name="round_rows",
+    )(rows)
+    return values.reshape(*x.shape[:-1], inner), scale.reshape(x.shape[:-1])
+
+
+@functools.partial(jax.jit, static_argnames=("is_gated", "implementation"))
+def round_rows(
+    x: Float[Array, "*rows width"], *, is_gated: bool = False, implementation: Implementation = "auto"
+) -> tuple[Float[Array, "*rows inner"], Float[Array, "*rows"]]:
+    """Values of float8_e4m3fn and the float32 scale of each row.
+
+    Args:
+        is_gated: x is gate and up side by side; what is rounded is half as wide.
+        implementation: as in `paged_attention`.
+
+    Raises:
+        NotImplementedError: "pallas" with rows wider than the kernel holds.
+    """
+    unsupported = None if x.shape[-1] <= WIDEST else f"rows of at most {WIDEST} columns, got {x.shape[-1]}"
+    kernel, reference = (functools.partial(run, is_gated=is_gated) for run in (_pallas, _reference))
+    return choose(implementation, unsupported, kernel, reference, x)

@@ -1,0 +1,1 @@
+"""Top-k, thresholds and draws over the vocabulary."""

@@ -1,0 +1,262 @@
+"""The k likeliest tokens of a row with their log-probabilities, in two kernels and without a sort; of short rows, one.
+
+    log p[i] = logits[i] - log sum_j exp(logits[j]);   the k largest, the smaller index first among equals
+
+The first kernel cuts a row into blocks and leaves of each its k largest logits and its log-sum-exp; the second does the
+same to what the blocks left. A maximum is taken out k times, so the time grows with k.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.sampling.ordered_floats import float_of, largest_bound, ordered
+
+BLOCK = 1024  # logits a program of the first kernel holds
+MOST_KEPT = 4096  # candidates the second kernel can hold
+OUT = np.int32(2**31 - 1)  # index of what is not there: behind all others
+LEAST, ZERO = np.uint32(0x007FFFFF), np.uint32(0x80000000)  # minus infinity and 0 among `ordered`
+MOST = np.uint32(0xFFFFFFFE)  # of NaNs, which come first: one more is a number still
+
+
+def _largest(values, k):
+    """The k largest and their places; `top_k` by itself puts 0 before -0."""
+    places = jax.lax.top_k(jnp.where(values == 0, 0.0, values), k)[1]
+    return jnp.take_along_axis(values, places, axis=1), places
+
+
+def _reference(logits, *base, k):
+    best, ids = _largest(logits, k)
+    log_probs = jnp.minimum(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)
+    return (base[0][:, None] + log_probs if base else log_probs), ids
+
+
+def _take_largest(values, ids, k, keep):
+    """Takes the largest value out k times, the smallest id among equals, and hands each to `keep`.
+
+    As integers of the same order, the largest of which a warp finds in one instruction.
+    """
+
+    def step(rank, left):
+        order, ids = left
+        top = jnp.max(order)
+        chosen = jnp.min(jnp.where(order == top, ids, OUT))
+        keep(rank, float_of(top), chosen)
+        taken = ids == chosen  # no longer there, lest it be found again among others of minus infinity
+        return jnp.where(taken, LEAST, order), jnp.where(taken, OUT, ids)
+
+    jax.lax.fori_loop(0, k, step, (_order(values), ids))
+
+
+def _order(values):
+    """As `ordered`, but zeros are equal, as they are in `_largest`."""
+    order = jnp.minimum(ordered(values), MOST)
+    return jnp.where(order == ZERO - 1, ZERO, order)
+
+
+def _log_sum_exp(values):
+    top = jnp.max(values)
+    base = jnp.where(top == -jnp.inf, 0.0, top)
+    return base + jnp.log(jnp.sum(jnp.exp(values - base)))
+
+
+def _block_kernel(logits_ref, best_ref, ids_ref, sums_ref, *, vocab, k):
+    """One program: one block of one row."""
+    block, row = pl.program_id(0), pl.program_id(1)
+    column = block * BLOCK + jnp.arange(BLOCK)
+    values = pltriton.load(logits_ref.at[row, column], mask=column < vocab, other=-jnp.inf)
+    sums_ref[row, block] = _log_sum_exp(values)
+
+    def keep(rank, top, chosen):
+        best_ref[row, block, rank] = top
+        ids_ref[row, block, rank] = chosen
+
+    _take_largest(values, jnp.where(column < vocab, column, OUT), k, keep)
+
+
+def _merge_kernel(best_ref, ids_ref, sums_ref, *refs, blocks, k):
+    """One program: all blocks of one row. The base comes before the two outputs, if there is one."""
+    *base_ref, log_probs_ref, chosen_ref = refs
+    row = pl.program_id(0)
+    place = jnp.arange(pl.next_power_of_2(blocks * k))
+    inside, at = place < blocks * k, (row, place // k, place % k)
+    values = pltriton.load(best_ref.at[at], mask=inside, other=-jnp.inf)
+    ids = pltriton.load(ids_ref.at[at], mask=inside, other=OUT)
+    block = jnp.arange(pl.next_power_of_2(blocks))
+    total = _log_sum_exp(pltriton.load(sums_ref.at[row, block], mask=block < blocks, other=-jnp.inf))
+
+    def keep(rank, top, chosen):
+        log_prob = jnp.minimum(top - total, 0.0)
+        log_probs_ref[row, rank] = base_ref[0][row] + log_prob if base_ref else log_prob
+        chosen_ref[row, rank] = chosen
+
+    _take_largest(values, ids, k, keep)
+
+
+def _pallas(logits, *base, k, interpret):
+    rows, vocab = logits.shape
+    blocks = pl.cdiv(vocab, BLOCK)
+    params = pltriton.CompilerParams(num_warps=4, num_stages=1)
+    kept = pl.pallas_call(
+        functools.partial(_block_kernel, vocab=vocab, k=k),
+        grid=(blocks, rows),
+        out_shape=[
+            jax.ShapeDtypeStruct((rows, blocks, k), jnp.float32),
+            jax.ShapeDtypeStruct((rows, blocks, k), jnp.int32),
+            jax.ShapeDtypeStruct((rows, blocks), jnp.float32),
+        ],
+        compiler_params=params,
+        interpret=interpret,
+        name="top_log_probs",
+    )(logits)
+    return pl.pallas_call(
+        functools.partial(_merge_kernel, blocks=blocks, k=k),
+        grid=(rows,),
+        out_shape=[jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((rows, k), jnp.int32)],
+        compiler_params=params,
+        interpret=interpret,
+        name="top_log_probs_merge",
+    )(*kept, *base)
+
+
+def _unsupported(logits: Array, k: int) -> str | None:
+    """Says which limit of the kernels a call breaks, if any."""
+    if logits.dtype != jnp.float32:
+        return f"logits must be float32, got {logits.dtype}"
+    if pl.cdiv(logits.shape[1], BLOCK) * k > MOST_KEPT:
+        return f"at most {MOST_KEPT} candidates fit: a vocabulary of {logits.shape[1]} allows no k of {k}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("k", "implementation"))
+def top_log_probs(
+    logits: Float[Array, "rows vocab"],
+    k: int,
+    *,
+    base: Float[Array, " rows"] | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[Float[Array, "rows k"], Int32[Array, "rows k"]]:
+    """The k largest log-probabilities (natural) of each row, largest first, and their ids.
+
+    Args:
+        logits: float32; -inf is allowed, such tokens come last.
+        k: at most the vocabulary.
+        base: is added to a row's log-probabilities, of which rounding leaves none above 0.
+        implementation: as in `paged_attention`.
+
+    Raises:
+        NotImplementedError: "pallas" with more candidates, or another dtype, than the kernels support.
+    """
+    arrays = (logits,) if base is None else (logits, base)
+    kernel, reference = functools.partial(_pallas, k=k), functools.partial(_reference, k=k)
+    return choose(implementation, _unsupported(logits, k), kernel, reference, *arrays)
+
+
+def _top_reference(values, *, k, group):
+    best, places = _largest(values, k)
+    return best, places, places // group
+
+
+def _top_kernel(values_ref, best_ref, places_ref, groups_ref, *, size, k, group):
+    """One program: one row."""
+    row, place = pl.program_id(0), jnp.arange(pl.next_power_of_2(size))
+    values = pltriton.load(values_ref.at[row, place], mask=place < size, other=-jnp.inf)
+
+    def keep(rank, top, chosen):
+        best_ref[row, rank] = top
+        places_ref[row, rank] = chosen
+        groups_ref[row, rank] = chosen // group
+
+    _take_largest(values, jnp.where(place < size, place, OUT), k, keep)
+
+
+def _top_pallas(values, *, k, group, interpret):
+    rows, size = values.shape
+    return pl.pallas_call(
+        functools.partial(_top_kernel, size=size, k=k, group=group),
+        grid=(rows,),
+        out_shape=[jax.ShapeDtypeStruct((rows, k), dtype) for dtype in (jnp.float32, jnp.int32, jnp.int32)],
+        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="top",
+    )(values)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "group", "implementation"))
+def top(
+    values: Float[Array, "rows size"], k: int, *, group: int = 1, implementation: Implementation = "auto"
+) -> tuple[Float[Array, "rows k"], Int32[Array, "rows k"], Int32[Array, "rows k"]]:
+    """As `jax.lax.top_k`, for a few values of a short row: one kernel instead of a copy, a sort and two slices.
+
+    Args:
+        group: neighbours that belong together.
+        implementation: as in `paged_attention`.
+
+    Returns:
+        The values, largest first, their places, and which group each is of.
+
+    Raises:
+        NotImplementedError: "pallas" with rows longer than the kernel holds.
+    """
+    kernel, reference = (functools.partial(run, k=k, group=group) for run in (_top_pallas, _top_reference))
+    return choose(implementation, _too_long(values), kernel, reference, values)
+
+
+def _in_order_reference(values, *, k):
+    return jnp.sort(_largest(values, k)[1], axis=1)
+
+
+def _in_order_kernel(values_ref, places_ref, *, size, k):
+    """One program: one row."""
+    row, place = pl.program_id(0), jnp.arange(pl.next_power_of_2(size))
+    values = pltriton.load(values_ref.at[row, place], mask=place < size, other=-jnp.inf)
+    order = jnp.where(place < size, _order(values), jnp.uint32(0))
+
+    def count(chosen):
+        return jnp.sum(chosen.astype(jnp.int32))
+
+    last = largest_bound(lambda c: count(order >= c), jnp.int32(k), jnp.min(order) & 0, jnp.max(order) + 1)
+    above, equal = order > last, order == last
+    chosen = above | (equal & (jnp.cumsum(equal.astype(jnp.int32)) <= k - count(above)))
+    rank = jnp.where(chosen, jnp.cumsum(chosen.astype(jnp.int32)) - 1, k + place)
+    pltriton.store(places_ref.at[row, rank], place, mask=chosen)
+
+
+def _in_order_pallas(values, *, k, interpret):
+    rows, size = values.shape
+    return pl.pallas_call(
+        functools.partial(_in_order_kernel, size=size, k=k),
+        grid=(rows,),
+        out_shape=jax.ShapeDtypeStruct((rows, k), jnp.int32),
+        compiler_params=pltriton.CompilerParams(num_warps=2, num_stages=1),
+        interpret=interpret,
+        name="top_in_order",
+    )(values)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "implementation"))
+def top_in_order(
+    values: Float[Array, "rows size"], k: int, *, implementation: Implementation = "auto"
+) -> Int32[Array, "rows k"]:
+    """Places of a row's k largest values, the first among equals, in ascending order: one kernel instead of two sorts.
+
+    Args:
+        k: at most the size.
+        implementation: as in `paged_attention`.
+
+    Raises:
+        NotImplementedError: "pallas" with rows longer than the kernel holds.
+    """
+    kernel, reference = (functools.partial(run, k=k) for run in (_in_order_pallas, _in_order_reference))
+    return choose(implementation, _too_long(values), kernel, reference, values)
+
+
+def _too_long(values: Array) -> str | None:
+    """Says that a kernel cannot hold a row, if it cannot."""
+    return None if values.shape[1] <= MOST_KEPT else f"rows of at most {MOST_KEPT}, got {values.shape[1]}"

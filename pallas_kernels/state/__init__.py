@@ -1,0 +1,1 @@
+"""Gather and scatter of the rows of per-slot state."""

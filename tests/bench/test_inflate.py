@@ -1,0 +1,285 @@
+"""`jspec bench inflate`: a larger model computes what the small one does, and so does its head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import Eagle3, Engine, Model, SamplingParams, Tree
+from jspec.core.records import TokenBatch
+from jspec.draft.eagle_head import EagleHead, enter, finish, fuse, through
+from jspec.models.config import Rope
+from jspec.models.kv_cache import PoolShape, create
+from jspec.tools import demo
+from jspec.tools.bench import inflate, padding, shapes, sizes
+from jspec.tools.bench.sizes import Sizes
+from jspec.tools.replay import run_texts
+from pallas_kernels.layers.quantized import add_up
+from tests.support.inflating import (
+    CARRIED,
+    DEMO_SIZES,
+    DRAFTED,
+    LAYERS,
+    NORMED,
+    SIZES,
+    TOLERANCE,
+    VOCAB,
+    compare,
+    demo_pair,
+    head_of,
+    large_pair,
+    target,
+    text_tokens,
+    tokens,
+    variant,
+)
+
+pytestmark = pytest.mark.once
+
+# ---- the target
+
+
+@pytest.mark.parametrize(
+    ("model", "larger"),
+    [
+        (dict(), dict()),
+        (
+            dict(kv_heads=1, rope=Rope()),
+            dict(num_kv_heads=1, num_heads=4, hidden_size=17, head_dim=4, num_layers=LAYERS),
+        ),
+        (dict(kv_heads=4, tied=True), dict(num_kv_heads=4, num_heads=8, head_dim=16)),
+        (dict(tied=True), dict(vocab_size=VOCAB, hidden_size=16, draft_vocab_size=None)),
+    ],
+    ids=["grouped queries, llama3", "one kv head, one channel more", "a kv head each, tied", "its vocabulary, tied"],
+)
+def test_a_larger_target_computes_the_same(model: dict[str, Any], larger: dict[str, int]) -> None:
+    small, wanted = target(**model), replace(SIZES, **larger)
+    large, none = inflate.pair(small, wanted)
+    assert none is None and large.head is not None
+    layers = wanted.num_layers
+    got = asdict(large.config)
+    assert {name: got[name] for name in sizes_of(wanted)} == sizes_of(wanted)
+    match = compare(small, large, (2, 3, 4), (2, layers // 2, layers - 3), tokens())
+    assert match.same, match
+
+
+def sizes_of(wanted: Sizes) -> dict[str, int]:
+    return {name: size for name, size in asdict(wanted).items() if name != "draft_vocab_size"}
+
+
+def test_the_embedded_target_computes_the_same() -> None:
+    large, head = large_pair()
+    assert head.config.feature_layers == (2, 4, 6)
+    match = compare(demo_pair()[0], large, (2, 4, 5), (2, 4, 6), text_tokens())
+    assert match.same, match
+
+
+def test_in_bfloat16_it_is_as_near_as_the_small_one() -> None:
+    """Both round differently, so neither is the other's measure, but float32 is."""
+    small, _ = demo_pair()
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), small)
+    large, _ = inflate.pair(small, replace(DEMO_SIZES, hidden_size=128), dtype="bfloat16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(large)} == {jnp.dtype("bfloat16")}
+    exact, own, logits = (np.asarray(run_texts(model, text_tokens()).logits) for model in (small, rounded, large))
+    assert logits[..., 256:].max() < exact.min() - 100
+    errors = [np.sqrt(np.mean((x[..., :256] - exact) ** 2)) for x in (own, logits)]
+    assert errors[1] < 1.5 * errors[0] < 0.1 * exact.std()
+
+
+# ---- negative controls: each step left out or done otherwise is seen
+
+
+@pytest.fixture
+def wrong() -> Iterator[pytest.MonkeyPatch]:
+    """Patches for what compiled functions have read."""
+    with pytest.MonkeyPatch.context() as patch:
+        clear()
+        yield patch
+    clear()
+
+
+def clear() -> None:
+    for function in (inflate._layer, inflate._target_embedding, inflate._target_output):
+        function.clear_cache()
+
+
+def scaled(dims: int) -> Callable[..., Any]:
+    """`padding.pad`, deaf to the scale of weights of so many dimensions."""
+    pad = padding.pad
+
+    def deaf(x: jax.Array, *axes: padding.Axis, scale: float = 1.0, dtype: str) -> jax.Array:
+        return pad(x, *axes, scale=1.0 if x.ndim == dims else scale, dtype=dtype)
+
+    return deaf
+
+
+def contiguous(factor: padding.Factor) -> tuple[int, int, int]:
+    return 0, factor.new - factor.old, 0
+
+
+def heads_in_one_row(growth: padding.Growth, *group: padding.Factor) -> padding.Axis:
+    heads = "num_heads" if group else "num_kv_heads"
+    return padding.Factor(getattr(growth.old, heads), getattr(growth.new, heads)), *growth._channels
+
+
+def unmasked(growth: padding.Growth, weight: jax.Array, rows: padding.Factor) -> jax.Array:
+    return growth.pad(weight, (rows,), (growth.hidden,))
+
+
+def behind_all(old: int, new: int, moved: dict[int, int]) -> tuple[int | None, ...]:
+    return (*range(old), *[None] * (new - old))
+
+
+STEPS: dict[str, tuple[Any, str, Any, str]] = {
+    "scale of the queries": (padding, "pad", scaled(2), "logits"),
+    "scale of the norms": (padding, "pad", scaled(1), "logits"),
+    "eps": (sizes, "_eps", lambda old, new: old.norm_eps, "logits"),
+    "places of the channels": (padding.Factor, "padding", property(contiguous), "logits"),
+    "places of the heads": (padding.Growth, "_heads", heads_in_one_row, "logits"),
+    "a constant for the mask that norms do not see": (padding, "NEGLIGIBLE", 1.0, "logits"),
+    "the mask": (padding.Growth, "output_head", unmasked, "margin"),
+    "places of the layers": (sizes, "insert_layers", behind_all, "features"),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_every_step_is_needed(step: str, wrong: pytest.MonkeyPatch) -> None:
+    where, name, instead, seen = STEPS[step]
+    wrong.setattr(where, name, instead)
+    small = target()
+    large, _ = inflate.pair(small, SIZES)
+    match = compare(small, large, (2, 3, 4), (2, 6, 9), tokens())
+    assert not match.same
+    assert match.margin < 100 if seen == "margin" else getattr(match, seen) > 10 * TOLERANCE, match
+
+
+# ---- the head
+
+
+def drafted(head: EagleHead, model: Model, features: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Logits of a head behind pairs of a text with a target's features, and behind its own features again."""
+    bound = Eagle3(head, Tree.chain(1)).bind(model)
+    count = features.shape[1]
+    pool = PoolShape(1, 8, 16, 2 * count, "float32", "float32")
+    draft_cache = create(len(head.layers), head.config, pool, "float32")
+    own, logits = fuse(bound, features), []
+    for part in range(2):
+        pairs = TokenBatch(
+            tokens=tokens()[:, :count],
+            positions=part * count + jnp.arange(count)[None],
+            valid=jnp.ones((1, count), bool),
+            first_row=jnp.full(1, 1 + part * count, jnp.int32),
+            page_table=jnp.arange(1, 8, dtype=jnp.int32)[None],
+            bits=None,
+            implementation="auto",
+        )
+        *attended, draft_cache = through(bound, draft_cache, pairs, *enter(bound, pairs, own), attends=True)
+        out, product = finish(bound, *attended, pairs.implementation)
+        own = out.hidden
+        logits.append(np.asarray(add_up(product, jnp.float32)))
+    return logits[0], logits[1]
+
+
+@pytest.mark.parametrize("name", [*CARRIED, *NORMED, "shared output"])
+def test_every_kind_of_head_computes_the_same(name: str) -> None:
+    model = target()
+    head = variant(name, model)
+    vocab = {**dict.fromkeys(CARRIED, 16), **dict.fromkeys(NORMED, None), "shared output": None}[name]
+    large, large_head = inflate.pair(model, replace(SIZES, draft_vocab_size=vocab), head=head)
+    assert large_head is not None and large_head.config.draft_vocab_size == (
+        64 if name == "shared output" else vocab or DRAFTED
+    )
+    states, new_states = head.config.states_of(LAYERS), large_head.config.states_of(12)
+    features, new_features = (run_texts(m, tokens(), at).features for m, at in ((model, states), (large, new_states)))
+    for one, other in zip(drafted(head, model, features), drafted(large_head, large, new_features), strict=True):
+        count = one.shape[-1]
+        assert np.abs(other[..., :count] - one).max() < TOLERANCE * np.abs(one).max()
+        assert (one.min() - other[..., count:]).min(initial=np.inf) > 100
+        assert np.isfinite(other).all()
+
+
+def test_padded_draft_tokens_are_padded_tokens() -> None:
+    _, head = large_pair()
+    ids = np.asarray(head.draft_to_target)
+    old = np.asarray(demo_pair()[1].draft_to_target)
+    assert ids.tolist() == [*old.tolist(), *range(256, 256 + 100 - len(old))]
+
+
+@cache
+def short_pairs() -> list[tuple[Model, EagleHead]]:
+    """The embedded pair without the target's last three layers, which compiles sooner: small and large."""
+    whole, head = demo_pair()
+    model = whole.replace(layers=whole.layers[:5], config=replace(whole.config, num_layers=5))
+    large, large_head = inflate.pair(model, replace(DEMO_SIZES, num_layers=6), head=head, feature_layers=(2, 5, 6))
+    assert large_head is not None
+    return [(model, head), (large, large_head)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tree", [pytest.param(Tree.chain(2), marks=pytest.mark.matrix), Tree.topk(6, 2, 3)], ids=str)
+def test_pairs_emit_the_same_tokens_in_as_many_rounds(tree: Tree) -> None:
+    size, seen = len(demo.PROMPT), []
+    # For greedy rows all rules are one; this one is compiled soonest.
+    options = dict(slots=1, max_len=size + 64, prefill_buckets=(size,), tokenizer="bytes", accept="multi_candidate")
+    for model, head in short_pairs():
+        with Engine(model, drafter=Eagle3(head, tree), **options) as engine:
+            (done,) = engine.generate(demo.PROMPT, SamplingParams(max_tokens=48, temperature=0))
+        seen.append((done.token_ids, done.metrics.num_drafts, done.metrics.mean_acceptance_length))
+    assert seen[0] == seen[1]
+    assert seen[0][2] > 1.3
+
+
+# ---- states and layers
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "moved", "expected"),
+    [
+        (2, 4, {}, (None, None, 0, 1)),
+        (2, 4, {1: 1}, (0, None, None, 1)),
+        (2, 4, {0: 1, 2: 3}, (None, 0, 1, None)),
+        (2, 4, {3: 5, 1: 2}, (None, 0, None, 1)),
+        (7, 9, {2: 2, 3: 4, 4: 6}, (0, 1, None, 2, None, 3, 4, 5, 6)),
+        (2, 2, {2: 2}, (0, 1)),
+    ],
+)
+def test_layers_stand_between_the_states_they_stood_between(
+    old: int, new: int, moved: dict[int, int], expected: tuple[int | None, ...]
+) -> None:
+    assert sizes.insert_layers(old, new, moved) == expected
+
+
+@pytest.mark.parametrize(
+    "moved", [{1: 0}, {1: 2, 2: 2}, {1: 4}, {3: 4}, {2: 5}, {3: 6}], ids=lambda moved: f"{moved} of 2 in 4"
+)
+def test_states_that_cannot_be_there_are_refused(moved: dict[int, int]) -> None:
+    with pytest.raises(ValueError, match="layers: expected room"):
+        sizes.insert_layers(2, 4, moved)
+
+
+def test_other_states_stay_or_go_where_they_are_wanted() -> None:
+    model = target()
+    head = head_of(model, feature_layers=(1, 5, LAYERS))
+    for wanted, expected in ((None, (1, 5, LAYERS)), ((3, 8, 10), (3, 8, 10))):
+        large, large_head = inflate.pair(model, SIZES, head=head, feature_layers=wanted)
+        assert large_head is not None and large_head.config.feature_layers == expected
+        match = compare(model, large, (1, 5, LAYERS), expected, tokens())
+        assert match.same, match
+
+
+def test_the_embedded_pair_fits_an_eight_billion_shape() -> None:
+    model, head = demo_pair()
+    made = sizes.plan(model, Sizes.of("llama3-8b"), head=head, feature_layers=None, dtype="bfloat16")
+    own = made.target.old
+    assert made.target.new == replace(
+        shapes.TARGETS["llama3-8b"], rope=own.rope, max_position=own.max_position, norm_eps=own.norm_eps / 64
+    )
+    assert made.head is not None and made.head.new.feature_layers == (2, 16, 29)
+    assert [made.layer_at.index(old) for old in range(8)] == [0, 1, 14, 15, 28, 29, 30, 31]

@@ -1,0 +1,135 @@
+"""The conversion command: what it prints, how it fails, how much memory it takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jspec.draft.head_config import HeadConfig
+from jspec.models import load
+from jspec.tools.convert import main
+from tests.support import folders
+from tests.support.folders import BFLOAT16, DRAFT_IDS, HEAD, TARGET
+
+pytestmark = pytest.mark.once
+
+
+def test_the_command_lists_every_tensor_with_its_parameter(tmp_path, capsys):
+    tensors = folders.head_tensors()
+    source = folders.write(tmp_path / "src", HEAD, tensors)
+    assert main([str(source), str(tmp_path / "dst"), "--feature-layers", "2,16,29"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, tensor in tensors.items():
+        (line,) = (line for line in lines if line.startswith(f"{name} "))
+        assert str(list(tensor.shape)) in line
+        assert str(tensor.dtype) in line
+    assert "midlayer.mlp.up_proj.weight [24, 16] float32 -> layers.0.gate_up" in lines
+    assert "MiB" in lines[-1]
+
+
+@pytest.mark.parametrize("fault", ["no source", "unknown tensor", "existing destination", "truncated", "bad values"])
+def test_the_command_fails_with_one_message_and_leaves_nothing(tmp_path, capsys, fault):
+    tensors = folders.head_tensors()
+    if fault == "unknown tensor":
+        tensors["surprise"] = np.zeros(2, np.float32)
+    if fault == "bad values":  # found while writing, after the destination was begun
+        tensors["d2t"] = DRAFT_IDS
+    source, target = folders.write(tmp_path / "src", HEAD, tensors), tmp_path / "out" / "dst"
+    if fault == "no source":
+        source = tmp_path / "nowhere"
+    if fault == "truncated":
+        file = source / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:1000])
+    if fault == "existing destination":
+        target.mkdir(parents=True)
+        (target / "precious").touch()
+    before = sorted(tmp_path.rglob("*"))
+    assert main([str(source), str(target)]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    after = [path for path in sorted(tmp_path.rglob("*")) if path != target.parent]
+    assert after == [path for path in before if path != target.parent]
+
+
+def test_the_command_stores_what_the_caller_decided(tmp_path, capsys):
+    source = folders.write(tmp_path / "src", {**HEAD, "norm_output": True}, folders.head_tensors())
+    assert main([str(source), str(tmp_path / "undecided")]) == 2
+    assert "norm_output=" in capsys.readouterr().err
+    options = ["--rope-theta", "5e5", "--norm-output", "--norm-before-residual"]
+    assert main([str(source), str(tmp_path / "a"), *options]) == 0
+    assert main([str(source), str(tmp_path / "b"), "--no-norm-output"]) == 0
+    yes, no = (load.read_header(tmp_path / name).config for name in "ab")
+    assert isinstance(yes, HeadConfig) and isinstance(no, HeadConfig)
+    assert (yes.norm_output, yes.norm_before_residual, yes.rope.theta) == (True, True, 5e5)
+    assert (no.norm_output, no.norm_before_residual, no.rope.theta) == (False, False, 1e4)
+
+
+# ---- memory
+
+MEASURE = """
+import re, sys
+from pathlib import Path
+from jspec.tools import convert as command
+
+def memory(field):
+    return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+small, large, work, batch = sys.argv[1:]
+assert command.main([small, work + "/small"]) == 0
+start = memory("VmRSS")
+if int(batch):
+    hf.BATCH_BYTES = int(batch)
+assert command.main([large, work + "/large"]) == 0
+print(memory("VmHWM") - start)
+"""
+
+
+@pytest.mark.long
+def test_conversion_holds_less_than_a_shard_and_a_tensor(tmp_path):
+    """0.6 GB in shards of 70 MB; beyond what a tiny conversion takes (imports, first use of orbax)."""
+    if not Path("/proc/self/status").is_file():
+        pytest.skip("peak memory is read from /proc")
+    config = {
+        **TARGET, "vocab_size": 16000, "hidden_size": 2048, "intermediate_size": 5632,
+        "num_hidden_layers": 5, "num_attention_heads": 32, "num_key_value_heads": 32,
+    }  # fmt: skip
+    rng, shard, size, part = np.random.default_rng(0), 0, 0, {}
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "config.json").write_text(json.dumps(config))
+    index, largest_shard, largest_tensor = {}, 0, 0
+    shapes = list(folders.target_shapes(config).items())
+    for name, shape in shapes:
+        count = int(np.prod(shape))
+        part[name] = np.frombuffer(rng.bytes(2 * count), np.uint16).view(BFLOAT16).reshape(shape)
+        size += 2 * count
+        largest_tensor = max(largest_tensor, 2 * count)
+        if size > 45e6 or name == shapes[-1][0]:
+            file = f"model-{shard}.safetensors"
+            save_file(part, tmp_path / "large" / file)
+            index |= dict.fromkeys(part, file)
+            largest_shard = max(largest_shard, size)
+            shard, size, part = shard + 1, 0, {}
+    (tmp_path / "large" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    small = folders.write(tmp_path / "small", TARGET, folders.target_tensors(dtype=BFLOAT16))
+
+    def peak(batch: int) -> int:
+        command = [
+            sys.executable,
+            "-c",
+            MEASURE,
+            small,
+            tmp_path / "large",
+            tmp_path / f"out{batch}",
+            str(batch),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return int(done.stdout.splitlines()[-1])
+
+    limit = 1.3 * largest_shard + largest_tensor
+    assert peak(0) < limit
+    assert peak(2**40) > limit  # the whole model in one batch: the measurement sees it

@@ -1,0 +1,196 @@
+"""Reading Hugging Face folders: every array against the file's own, dtypes, and tensors that do not match."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from convert import huggingface
+from jspec.draft import auto
+from tests.support import folders
+from tests.support.folders import BFLOAT16, EAGLE, HEAD, TARGET, assert_same, expected_target, loaded, stored
+
+pytestmark = pytest.mark.once
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+# ---- what is read
+
+
+def test_the_sharded_golden_target_is_read_bit_by_bit(golden):
+    tensors = stored(golden / "target")
+    expected = expected_target(tensors, layers=8)
+    expected |= {"embed": tensors["model.embed_tokens.weight"], "head": tensors["lm_head.weight"]}
+    assert_same(loaded(golden / "target"), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "embedding"),
+    [("stories260k", 5, "model.embed_tokens.weight"), ("tinystories656k", 2, "lm_head.weight")],
+)
+def test_a_tied_embedding_is_found_under_either_name(data, name, layers, embedding):
+    tensors = stored(data / name)
+    assert_same(loaded(data / name), expected_target(tensors, layers) | {"embed": tensors[embedding]})
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=str)
+@pytest.mark.parametrize("piece", [None, 100], ids=["one piece", "many pieces"])
+def test_shards_and_pieces_change_nothing(tmp_path, monkeypatch, dtype, piece):
+    tensors = folders.target_tensors(dtype=dtype)
+    single = folders.write(tmp_path / "single", TARGET, tensors)
+    sharded = folders.write(tmp_path / "sharded", TARGET, tensors, shards=3)
+    if piece:
+        monkeypatch.setattr(huggingface, "PIECE_BYTES", piece)
+        monkeypatch.setattr(huggingface, "BATCH_BYTES", 1)
+    expected = expected_target(tensors, 3)
+    expected |= {"embed": tensors["model.embed_tokens.weight"], "head": tensors["lm_head.weight"]}
+    assert_same(loaded(single), expected)
+    assert_same(loaded(sharded), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_torch_files_are_read_as_safetensors_are(tmp_path, dtype, shards):
+    torch = pytest.importorskip("torch", reason="writes .bin files")
+    tensors = folders.target_tensors(dtype=np.dtype(dtype) if dtype != "bfloat16" else BFLOAT16)
+    safe = folders.write(tmp_path / "safe", TARGET, tensors)
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TARGET))
+    state = {n: torch.tensor(t.astype(np.float32)).to(getattr(torch, dtype)) for n, t in tensors.items()}
+    state["model.norm.weight"] = torch.nn.Parameter(state["model.norm.weight"])
+    state[Q_PROJ] = state[Q_PROJ].T.contiguous().T  # strides other than row by row
+    names = [f"pytorch_model-{i}.bin" for i in range(shards)] if shards > 1 else ["pytorch_model.bin"]
+    index = {}
+    for i, name in enumerate(names):
+        part = dict(list(state.items())[i::shards])
+        torch.save(part, folder / name)
+        index |= dict.fromkeys(part, name)
+    if shards > 1:
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    assert_same(loaded(folder), loaded(safe))
+
+
+def test_old_rotary_buffers_are_passed_over(tmp_path):
+    tensors = folders.target_tensors()
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
+    with_buffer = loaded(folders.write(tmp_path / "a", TARGET, tensors | extra))
+    assert_same(with_buffer, loaded(folders.write(tmp_path / "b", TARGET, tensors)))
+
+
+def test_an_explicit_head_dim_and_target_width_set_the_shapes(tmp_path):
+    config = {**TARGET, "head_dim": 8}
+    assert loaded(folders.write(tmp_path / "a", config, folders.target_tensors(config)))["layers.0.qkv"].shape == (
+        (4 + 2 + 2) * 8,
+        16,
+    )
+    tensors = folders.head_tensors() | {"fc.weight": np.zeros((16, 2 * 20), np.float32)}
+    folder = folders.write(tmp_path / "b", {**HEAD, "target_hidden_size": 20}, tensors)
+    assert loaded(folder, feature_layers=(1, 2))["fc"].shape == (16, 40)
+
+
+# ---- dtypes
+
+
+def test_float16_becomes_bfloat16_by_one_rounding_from_float32(tmp_path):
+    tensors = folders.target_tensors(dtype=np.float16)
+    tensors["lm_head.weight"][0, 0] = 6e-8  # a float16 subnormal
+    arrays = loaded(folders.write(tmp_path, TARGET, tensors), "bfloat16")
+    head = tensors["lm_head.weight"].astype(np.float32)
+    bits = head.view(np.uint32)
+    nearest_even = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    assert arrays["head"].view(np.uint16).tobytes() == nearest_even.tobytes()
+
+
+def test_values_beyond_float16_are_refused_and_not_made_infinite(tmp_path):
+    tensors = folders.target_tensors()
+    tensors[Q_PROJ][2, 3] = 1e5
+    folder = folders.write(tmp_path, TARGET, tensors)
+    with pytest.raises(ValueError, match=f"{Q_PROJ}.*65504"):
+        loaded(folder, "float16")
+    loaded(folder, "bfloat16")
+
+
+def test_a_file_of_mixed_dtypes_needs_an_explicit_one(tmp_path):
+    tensors = folders.target_tensors() | {"lm_head.weight": np.zeros((40, 16), np.float16)}
+    folder = folders.write(tmp_path, TARGET, tensors)
+    with pytest.raises(ValueError, match=r"float16.*float32"):
+        loaded(folder)
+    assert {array.dtype for array in loaded(folder, "float32").values()} == {np.dtype(np.float32)}
+
+
+def test_integer_weights_are_refused_as_not_floating_point(tmp_path):
+    tensors = folders.target_tensors() | {"lm_head.weight": np.zeros((40, 16), np.int8)}
+    with pytest.raises(ValueError, match=r"not floating point: lm_head\.weight"):
+        auto.plan(folders.write(tmp_path, TARGET, tensors))
+
+
+# ---- tensors that do not match
+
+
+def test_missing_unknown_and_misshapen_tensors_are_all_listed_at_once(tmp_path):
+    tensors = folders.target_tensors()
+    del tensors[Q_PROJ], tensors["model.norm.weight"]
+    tensors["model.layers.9.extra.weight"] = np.zeros(3, np.float32)
+    tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(16, np.float32)
+    tensors["lm_head.weight"] = np.zeros((41, 16), np.float32)
+    with pytest.raises(ValueError, match="do not match") as error:
+        auto.plan(folders.write(tmp_path, TARGET, tensors))
+    message = str(error.value)
+    assert f"missing: {Q_PROJ}, model.norm.weight;" in message
+    assert "unknown: model.layers.0.self_attn.q_proj.bias, model.layers.9.extra.weight;" in message
+    assert "lm_head.weight (expected (40, 16), got (41, 16))" in message
+
+
+def test_a_weight_map_that_uses_a_tensor_or_fills_a_parameter_twice_is_a_bug():
+    tensors = {name: huggingface.Tensor((2,), "float32", Path()) for name in "xy"}
+    row = huggingface.stacked
+    huggingface.check([row("a", {"x": (2,)}), row("b", {"y": (2,)})], tensors)
+    with pytest.raises(AssertionError, match="'x'"):
+        huggingface.check([row("a", {"x": (2,), "y": (2,)}), row("b", {"x": (2,)})], tensors)
+    with pytest.raises(AssertionError, match="'a'"):
+        huggingface.check([row("a", {"x": (2,)}), row("a", {"y": (2,)})], tensors)
+
+
+def every_single_fault() -> list:
+    """Each tensor of a target and of heads, removed, misshapen, or doubled under a new name."""
+    wholes = {
+        "target": (TARGET, folders.target_tensors()),
+        "eagle3": (HEAD, folders.head_tensors()),
+        "eagle": (EAGLE, folders.eagle_tensors()),
+        "medusa": ({}, folders.medusa_tensors()),
+    }
+    return [
+        pytest.param(config, tensors, name, id=f"{kind}-{name}")
+        for kind, (config, tensors) in wholes.items()
+        for name in tensors
+    ]
+
+
+@pytest.mark.parametrize(("config", "tensors", "name"), every_single_fault())
+def test_no_tensor_can_be_absent_added_or_misshapen_unseen(tmp_path, config, tensors, name):
+    auto.plan(folders.write(tmp_path / "whole", config, tensors))
+    rest = {other: tensor for other, tensor in tensors.items() if other != name}
+    faults = {"added": tensors | {f"{name}_copy": tensors[name]}}
+    if name != "0.1.weight":  # the sizes of Medusa heads are read from it
+        faults["misshapen"] = rest | {name: np.concatenate([tensors[name], tensors[name][:1]])}
+    if name != "t2d":  # a head is whole without it
+        faults["absent"] = rest
+    for fault, faulty in faults.items():
+        with pytest.raises(ValueError) as error:
+            auto.plan(folders.write(tmp_path / fault, config, faulty))
+        assert name in str(error.value)
+
+
+def test_a_tied_head_in_the_file_must_equal_the_embedding(tmp_path):
+    tensors = folders.target_tensors()
+    tied = {**TARGET, "tie_word_embeddings": True}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    arrays = loaded(folders.write(tmp_path / "equal", tied, tensors))
+    assert "head" not in arrays
+    tensors["lm_head.weight"][-1, -1] += 1
+    with pytest.raises(ValueError, match=r"lm_head\.weight.*tied"):
+        loaded(folders.write(tmp_path / "other", tied, tensors))

@@ -1,0 +1,447 @@
+"""Orbax folders and loading: round trips, placement, writing all or nothing, damage, descriptions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from convert import hub, orbax
+from jspec.draft.head_config import HeadConfig
+from jspec.models import load
+from jspec.models.config import ModelConfig
+from jspec.tools.convert import main
+from jspec.tools.info import describe
+from tests.support import folders
+from tests.support.folders import BFLOAT16, DRAFT_IDS, EAGLE, HEAD, TARGET, assert_same
+
+pytestmark = pytest.mark.once
+
+CONFIG = ModelConfig.from_hf(TARGET)
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+def parameters(dtype: str = "float32") -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(3)
+    names = ["embed", "norm", *(f"layers.{i}.{part}" for i in range(12) for part in ("qkv", "o"))]
+    arrays = {name: rng.standard_normal((6, 4)).astype(jnp.dtype(dtype)) for name in names}
+    return arrays | {"draft_to_target": np.arange(5, dtype=np.int32)}
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    return folders.write(tmp_path / "target", TARGET, folders.target_tensors())
+
+
+@pytest.fixture
+def head(tmp_path) -> Path:
+    return folders.write(tmp_path / "head", HEAD, folders.head_tensors())
+
+
+@pytest.fixture
+def eagle(tmp_path) -> Path:
+    return folders.write(tmp_path / "eagle", EAGLE, folders.eagle_tensors())
+
+
+@pytest.fixture
+def medusa(tmp_path) -> Path:
+    folder = folders.write(tmp_path / "medusa", {"medusa_num_heads": 2}, folders.medusa_tensors())
+    return (folder / "model.safetensors").rename(folder / "medusa_lm_head.safetensors").parent
+
+
+@pytest.fixture
+def converted(tmp_path, target) -> Path:
+    assert main([str(target), str(tmp_path / "converted")]) == 0
+    return tmp_path / "converted"
+
+
+@pytest.fixture
+def converted_head(tmp_path, head) -> Path:
+    assert main([str(head), str(tmp_path / "converted_head")]) == 0
+    return tmp_path / "converted_head"
+
+
+# ---- round trips
+
+
+def test_a_tree_and_its_flat_names_are_inverse():
+    tree = {"embed": 0, "layers": [{"o": i, "qkv": -i} for i in range(12)], "layer": {"o": 1}}
+    flat = orbax.flatten(tree)
+    assert flat["layers.11.qkv"] == -11
+    assert orbax.unflatten(dict(sorted(flat.items()))) == tree
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batches", [1, 5])
+def test_a_saved_checkpoint_comes_back_bit_by_bit(tmp_path, dtype, batches):
+    arrays = parameters(dtype)
+    parts = [dict(list(arrays.items())[i::batches]) for i in range(batches)]
+    orbax.save(tmp_path / "c", "target", CONFIG, parts)
+    header = orbax.read_header(tmp_path / "c")
+    assert (header.kind, ModelConfig.from_json(header.config)) == ("target", CONFIG)
+    assert {n: (p.shape, p.dtype) for n, p in header.parameters.items()} == {
+        n: (a.shape, a.dtype) for n, a in arrays.items()
+    }
+    assert_same(orbax.read_arrays(header), arrays)
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("wanted", DTYPES)
+def test_restoring_casts_floats_through_float32_and_keeps_integers(tmp_path, monkeypatch, stored, wanted):
+    monkeypatch.setattr(orbax, "READ_AHEAD", 1)  # one array at a time, as for a model of many gigabytes
+    arrays = parameters(stored)
+    orbax.save(tmp_path / "c", "target", CONFIG, [arrays])
+    expected = {
+        name: array if array.dtype == np.int32 else array.astype(np.float32).astype(jnp.dtype(wanted))
+        for name, array in arrays.items()
+    }
+    assert_same(orbax.read_arrays(orbax.read_header(tmp_path / "c"), dtype=wanted), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["target", "head", "eagle", "medusa"])
+def test_a_converted_folder_loads_to_the_arrays_of_its_source(tmp_path, request, dtype, kind):
+    source, out = request.getfixturevalue(kind), tmp_path / "out"
+    assert main([str(source), str(out)]) == 0
+    direct, converted = load.load(source, dtype=dtype), load.load(out, dtype=dtype)
+    assert (converted.kind, converted.config) == (direct.kind, direct.config)
+    assert_same(orbax.flatten(converted.weights), orbax.flatten(direct.weights))
+    assert jax.tree.structure(converted.weights) == jax.tree.structure(direct.weights)
+
+
+def test_the_golden_pair_survives_conversion(golden, tmp_path):
+    for name in ("target", "draft_specforge_like"):
+        assert main([str(golden / name), str(tmp_path / name)]) == 0
+        direct, converted = load.load(golden / name), load.load(tmp_path / name)
+        assert_same(orbax.flatten(converted.weights), orbax.flatten(direct.weights))
+
+
+def test_the_command_chooses_the_stored_dtype(tmp_path, target):
+    assert main([str(target), str(tmp_path / "c"), "--dtype", "bfloat16"]) == 0
+    dtypes = {p.dtype for p in orbax.read_header(tmp_path / "c").parameters.values()}
+    assert dtypes == {BFLOAT16}
+
+
+@pytest.mark.parametrize("form", ["source", "converted"])
+def test_parameters_go_to_the_shardings_asked_for(target, converted, form):
+    mesh = jax.make_mesh((1,), ("model",))
+    spec = jax.sharding.PartitionSpec("model")
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    folder = target if form == "source" else converted
+    loaded = load.load(folder, placement=lambda name: sharding)
+    assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(loaded.weights))
+    default = load.load(folder)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    assert all(leaf.sharding == device for leaf in jax.tree.leaves(default.weights))
+
+
+def test_the_default_dtype_is_float32_on_cpu(target):
+    if jax.default_backend() != "cpu":
+        pytest.skip("says what holds on CPU")
+    folder = target
+    assert {leaf.dtype for leaf in jax.tree.leaves(load.load(folder).weights)} == {jnp.dtype("float32")}
+
+
+def test_tokenizer_and_generation_config_come_along(data, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    source, out = data / "tinystories656k", tmp_path / "out"
+    assert main([str(source), str(out)]) == 0
+    text = "Once upon a time there was a dog. "
+    before = transformers.AutoTokenizer.from_pretrained(source)
+    after = transformers.AutoTokenizer.from_pretrained(out)
+    assert before(text).input_ids == after(text).input_ids
+    assert hub.eos_ids(out) == hub.eos_ids(source) == (2,)
+
+
+# ---- writing all or nothing
+
+
+def failing():
+    yield parameters()
+    raise RuntimeError("disk on fire")
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_an_interrupted_save_leaves_what_was_there(tmp_path, existing):
+    folder = tmp_path / "c"
+    if existing:
+        orbax.save(folder, "target", CONFIG, [parameters()])
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(RuntimeError, match="fire"):
+        orbax.save(folder, "target", CONFIG, failing(), overwrite=True)
+    assert sorted(tmp_path.rglob("*")) == before
+    if existing:
+        assert_same(orbax.read_arrays(orbax.read_header(folder)), parameters())
+
+
+def test_overwrite_replaces_a_checkpoint_whole(tmp_path):
+    folder = tmp_path / "c"
+    orbax.save(folder, "target", CONFIG, [parameters()])
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        orbax.save(folder, "target", CONFIG, [{"a": np.ones(3)}])
+    orbax.save(folder, "target", CONFIG, [{"a": np.ones(3, np.float32)}], overwrite=True)
+    assert set(orbax.read_header(folder).parameters) == {"a"}
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_overwrite_replaces_nothing_but_checkpoints(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letters").touch()
+    with pytest.raises(FileExistsError, match="something else"):
+        orbax.save(tmp_path / "home", "target", CONFIG, [parameters()], overwrite=True)
+    assert (tmp_path / "home" / "letters").exists()
+
+
+# ---- damage
+
+
+def test_another_format_version_is_refused(converted):
+    manifest = json.loads((converted / "jspec.json").read_text())
+    (converted / "jspec.json").write_text(json.dumps({**manifest, "version": 99}))
+    with pytest.raises(ValueError, match="version 2, got 99"):
+        load.load(converted)
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"version": 2}', '{"version": 2, "kind": "x", "config": {}}'])
+def test_a_damaged_manifest_is_named(converted, content):
+    (converted / "jspec.json").write_text(content)
+    with pytest.raises(ValueError, match=r"damaged.*convert the model again"):
+        load.load(converted)
+
+
+@pytest.mark.parametrize("how", ["absent", "truncated", "emptied"])
+def test_damaged_weights_are_named(converted, how):
+    if how == "absent":
+        shutil.rmtree(converted / "weights")
+    else:
+        largest = max((f for f in (converted / "weights").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+        content = largest.read_bytes()
+        largest.write_bytes(content[: len(content) // 2] if how == "truncated" else b"")
+    with pytest.raises(ValueError, match=r"damaged.*convert the model again"):
+        load.load(converted)
+
+
+def test_values_beyond_float16_are_refused_when_restored(tmp_path):
+    orbax.save(tmp_path / "c", "target", CONFIG, [{"big": np.full(3, 1e5, np.float32), "ok": np.ones(3)}])
+    header = orbax.read_header(tmp_path / "c")
+    with pytest.raises(ValueError, match=r"65504.* big;"):
+        orbax.read_arrays(header, dtype="float16")
+
+
+# ---- loading
+
+
+@pytest.mark.parametrize("form", ["source", "converted"])
+def test_a_checkpoint_of_another_kind_is_refused(head, converted_head, form):
+    with pytest.raises(ValueError, match="kind 'target', got 'eagle3'"):
+        load.load(head if form == "source" else converted_head, kind="target")
+
+
+@pytest.mark.parametrize("form", ["source", "converted"])
+def test_overrides_hold_for_every_form(head, converted_head, form):
+    folder = head if form == "source" else converted_head
+    options = dict(feature_layers=[1, 2, 3], norm_before_residual=True, norm_output=True)
+    got = load.load(folder, rope_theta=5e5, **options)
+    plain = load.load(folder)
+    assert isinstance(got.config, HeadConfig)
+    assert (got.config.rope.theta, got.config.feature_layers) == (5e5, (1, 2, 3))
+    assert got.config.norm_before_residual and got.config.norm_output
+    assert not (plain.config.norm_before_residual or plain.config.norm_output or plain.config.feature_layers)
+    assert_same(orbax.flatten(got.weights), orbax.flatten(plain.weights))
+    with pytest.raises(ValueError, match=r"feature_layers|fc"):
+        load.load(folder, feature_layers=[1, 2])
+
+
+def test_an_override_of_false_replaces_a_stored_true(tmp_path, head):
+    out = tmp_path / "out"
+    assert main([str(head), str(out), "--norm-output"]) == 0
+    assert load.load(out).config.norm_output
+    assert not load.load(out, norm_output=False).config.norm_output
+
+
+def test_overrides_that_a_converted_checkpoint_does_not_have_are_refused(tmp_path, eagle, medusa):
+    for name, source in (("eagle", eagle), ("medusa", medusa)):
+        assert main([str(source), str(tmp_path / "out" / name)]) == 0
+        with pytest.raises(ValueError, match=f"norm_output: .*'{name}'"):
+            load.load(tmp_path / "out" / name, norm_output=True)
+    assert load.load(tmp_path / "out" / "eagle", rope_theta=5e5).config.rope.theta == 5e5
+
+
+def test_feature_layers_for_a_converted_target_are_refused(converted):
+    with pytest.raises(ValueError, match=r"feature_layers.*target"):
+        load.load(converted, feature_layers=[1, 2, 3])
+
+
+def test_an_unknown_dtype_is_refused_before_anything_is_read():
+    with pytest.raises(ValueError, match=r"dtype.*float32, bfloat16, float16.*int8"):
+        load.load("/nowhere", dtype="int8")
+
+
+@pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere", "a/b/c"])
+def test_a_path_to_nothing_is_named_without_asking_the_hub(path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere|a/b/c"):
+        load.load(path)
+
+
+def test_a_file_in_place_of_a_folder_is_named(target):
+    with pytest.raises(FileNotFoundError, match="got a file"):
+        load.load(target / "config.json")
+
+
+def test_a_hub_id_is_downloaded_without_bin_files_where_safetensors_are(target, monkeypatch):
+    asked = []
+
+    def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append((name, [pattern for pattern in allow_patterns if "bin" in pattern]))
+        return str(target)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert load.load("owner/name").folder == target
+    assert asked == [("owner/name", [])]
+    (target / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="pytorch_model"):
+        load.load("owner/name")
+    assert asked[-1] == ("owner/name", ["pytorch_model*.bin"])
+
+
+@pytest.mark.parametrize(
+    ("files", "fetched"),
+    [
+        (["medusa_lm_head.safetensors", "medusa_lm_head.pt"], ["medusa_lm_head.safetensors"]),
+        (["medusa_lm_head.pt"], ["medusa_lm_head.pt"]),
+        (["pytorch_model.bin"], ["pytorch_model.bin"]),
+        (["model.safetensors", "pytorch_model.bin"], ["model.safetensors"]),
+    ],
+)
+def test_the_hubs_patterns_reach_every_kind_of_weights_once(tmp_path, monkeypatch, files, fetched):
+    def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        for file in files:
+            if any(fnmatch(file, pattern) for pattern in allow_patterns):
+                (tmp_path / file).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert hub.find("owner/name") == tmp_path
+    assert sorted(file.name for file in tmp_path.iterdir()) == fetched
+
+
+def test_a_hub_that_cannot_answer_is_an_error_with_the_name(monkeypatch):
+    def download(*_, **__):
+        raise OSError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(FileNotFoundError, match=r"owner/name.*offline"):
+        load.load("owner/name")
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ids"),
+    [
+        ({"eos_token_id": [5, 7]}, {"eos_token_id": 2}, (5, 7)),
+        ({"eos_token_id": 5}, {"eos_token_id": 2}, (5,)),
+        ({"eos_token_id": None}, {"eos_token_id": 2}, (2,)),
+        (None, {"eos_token_id": [0]}, (0,)),
+        ({}, {}, ()),
+        (None, None, ()),
+    ],
+)
+def test_eos_ids_come_from_the_generation_config_else_the_config(tmp_path, generation, config, ids):
+    for name, content in (("generation_config.json", generation), ("config.json", config)):
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    assert hub.eos_ids(tmp_path) == ids
+
+
+# ---- descriptions
+
+
+@pytest.mark.parametrize("form", ["source", "converted"])
+def test_a_head_is_described_with_what_decides_about_its_use(head, converted_head, form):
+    text = describe(head if form == "source" else converted_head)
+    count = sum(t.size for t in folders.head_tensors().values()) - DRAFT_IDS.size - HEAD["vocab_size"]
+    for words in (
+        "EAGLE-3 head (official format), hidden 16",
+        "flags beside plain EAGLE-3: none",
+        "target states 2, N//2, N-3 (the default)",
+        "10 of the target's 40 ids, ascending map",
+        "embedding: shared with the target",
+        "output head: own",
+        "theta 10000",
+        f"parameters: {count:,} (float32)",
+        "tokenizer: none",
+        "EOS ids: 2",
+    ):
+        assert words in text
+
+
+def test_a_description_names_what_sets_a_head_apart(tmp_path):
+    flags = {"norm_before_residual": True, "norm_output": True, "speculators_model_type": "eagle3"}
+    config = {**flags, "draft_vocab_size": 10, "transformer_layer_config": {**TARGET, "num_hidden_layers": 1}}
+    text = describe(folders.write(tmp_path, config, folders.head_tensors()))
+    assert "EAGLE-3 head (speculators format)" in text
+    assert "flags beside plain EAGLE-3: norm_before_residual, norm_output" in text
+
+
+def test_a_head_without_fusion_is_described_with_the_state_it_reads(tmp_path):
+    tensors = folders.head_tensors()
+    del tensors["fc.weight"]
+    options = {"use_aux_hidden_state": False, "use_last_layernorm": True}
+    text = describe(folders.write(tmp_path, {**HEAD, "eagle_config": options}, tensors))
+    assert "EAGLE-3 head (modelopt format)" in text
+    assert "flags beside plain EAGLE-3: no fuse" in text
+    assert "features: target state N+1, after the final norm" in text
+
+
+@pytest.mark.parametrize("form", ["source", "converted"])
+def test_eagle_1_and_medusa_heads_are_described(tmp_path, eagle, medusa, form):
+    folder = {"eagle": eagle, "medusa": medusa}
+    if form == "converted":
+        for name, source in folder.items():
+            folder[name] = tmp_path / "out" / name
+            assert main([str(source), str(folder[name])]) == 0
+    text = {name: describe(path) for name, path in folder.items()}
+    for words in (
+        "EAGLE-1/2 head (official format)",
+        "flags beside plain EAGLE-1/2: none",
+        "target state N+1, after the final norm",
+        "vocabulary: the target's 40 ids",
+        "output head: shared with the target",
+    ):
+        assert words in text["eagle"]
+    assert "Medusa, 3 heads, residual blocks in each: 1, hidden 16" in text["medusa"]
+    assert "target state N+1, after the final norm" in text["medusa"]
+
+
+def test_a_description_says_what_to_pass_where_a_file_leaves_doubt(tmp_path):
+    text = describe(folders.write(tmp_path, {**HEAD, "norm_output": True}, folders.head_tensors()))
+    assert "cannot be loaded: norm_output" in text
+    assert "pass norm_output=True" in text
+
+
+def test_a_vocabulary_map_out_of_order_is_described_as_such(tmp_path):
+    tensors = folders.head_tensors() | folders.vocabulary(DRAFT_IDS[::-1])
+    assert "not monotone map" in describe(folders.write(tmp_path, HEAD, tensors))
+
+
+def test_a_description_reads_no_weights(converted):
+    for file in (converted / "weights").rglob("ocdbt.process_*/d/*"):
+        file.write_bytes(bytes(file.stat().st_size))
+    text = describe(converted)
+    assert "converted by jspec" in text
+    assert "llama, 3 layers, hidden 16" in text
+    assert "cannot be loaded" not in text
+
+
+def test_a_description_says_what_keeps_a_folder_from_loading(tmp_path):
+    tensors = folders.target_tensors()
+    del tensors["model.norm.weight"]
+    text = describe(folders.write(tmp_path, TARGET, tensors))
+    assert "cannot be loaded" in text
+    assert "missing: model.norm.weight" in text

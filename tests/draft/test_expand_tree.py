@@ -1,0 +1,207 @@
+"""Growing trees, against the methods' definitions spelled out in plain Python over a model that is a hash table."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import Tree
+from jspec.draft.expand_tree import Grown, Level, Vocabulary, grow
+from jspec.sampling import sampler
+from tests.support.views import view_of_rows
+
+pytestmark = pytest.mark.once
+
+VOCAB, ROWS = 13, 3
+PATHS = [(0,), (1,), (3,), (0, 0), (0, 2), (3, 1), (0, 2, 0), (0, 2, 1), (3, 1, 2)]
+TREES = [Tree.chain(1), Tree.chain(4), Tree.static(PATHS), Tree.topk(16, 4, 4), Tree.topk(9, 8, 2), Tree.topk(5, 1, 6)]
+PRIME = 100003
+
+
+def table(kind: str) -> np.ndarray:
+    """Logits behind each of 512 hashed texts."""
+    rng = np.random.default_rng(0)
+    if kind == "equal":
+        return np.zeros((512, VOCAB), np.float32)
+    if kind == "one-hot":  # log-probabilities of exactly 0 and practically minus infinity
+        return np.eye(VOCAB, dtype=np.float32)[rng.integers(0, VOCAB, 512)] * 1000
+    logits = rng.normal(0, 2, (512, VOCAB)).astype(np.float32)
+    return np.asarray(logits, jnp.bfloat16).astype(np.float32).round(0) if kind == "coarse" else logits
+
+
+def place(text: tuple[int, ...]) -> int:
+    """A hash that can be carried on token by token."""
+    value = 7
+    for token in text:
+        value = (value * 31 + token + 1) % PRIME
+    return value
+
+
+def run(tree: Tree, logits: np.ndarray, roots: list[int]) -> Grown:
+    """The code under test, with a model that knows a node's text by its hash alone."""
+    view = view_of_rows(roots)
+    start = jnp.asarray([[place((root,))] for root in roots])
+
+    def feed(hashes: jax.Array, level: Level) -> tuple[jax.Array, jax.Array]:
+        own = jnp.take_along_axis(hashes, level.parents, axis=1)
+        hashes = (own * 31 + level.tokens + 1) % PRIME
+        return jnp.asarray(logits)[None, hashes % 512], hashes
+
+    return grow(tree, view, Vocabulary(None, VOCAB), jnp.asarray(logits)[None, start % 512], start, feed)[0]
+
+
+def log_softmax(row: np.ndarray) -> np.ndarray:
+    wide = row.astype(np.float64) - row.max()
+    return wide - np.log(np.exp(wide).sum())
+
+
+def children(text: tuple[int, ...], logits: np.ndarray) -> list[tuple[float, int]]:
+    """All followers, likeliest first, the smaller id among equals."""
+    row = log_softmax(logits[place(text) % 512])
+    return [(row[token], token) for token in sorted(range(VOCAB), key=lambda token: (-row[token], token))]
+
+
+def dynamic(tree: Tree, logits: np.ndarray, root: int) -> list[tuple[tuple[int, ...], float]]:
+    """EAGLE-2 as its paper has it: texts of the chosen nodes with their scores, in candidate order."""
+    beam, candidates = [((root,), 0.0)], []
+    for _ in range(tree.depth):
+        level = [((*text, t), s + p) for text, s in beam for p, t in children(text, logits)[: tree.k]]
+        candidates += level
+        beam = [level[i] for i in sorted(range(len(level)), key=lambda i: (-round(level[i][1], 4), i))[: tree.k]]
+    best = sorted(range(len(candidates)), key=lambda i: (-round(candidates[i][1], 4), i))[: tree.nodes - 1]
+    return [candidates[i] for i in sorted(best)]
+
+
+def static(tree: Tree, logits: np.ndarray, root: int) -> list[tuple[tuple[int, ...], float]]:
+    known: dict[tuple, tuple] = {(): ((root,), 0.0)}
+    for path in tree.paths or ():
+        text, score = known[path[:-1]]
+        p, token = children(text, logits)[path[-1]]
+        known[path] = ((*text, token), score + p)
+    return [known[path] for path in tree.paths or ()]
+
+
+# Ties matter where nodes are chosen by score.
+KINDS = [(tree, kind) for tree in TREES for kind in ("random", "coarse", "equal", "one-hot")[: 1 if tree.paths else 4]]
+
+
+@pytest.mark.parametrize(("tree", "kind"), KINDS, ids=str)
+def test_a_tree_is_the_one_of_the_definition(tree: Tree, kind: str) -> None:
+    logits, roots = table(kind), [3, 5, 11]
+    grown = run(tree, logits, roots)
+    for row, root in enumerate(roots):
+        expected = (dynamic if tree.paths is None else static)(tree, logits, root)
+        texts = read(grown, row)
+        assert texts == [text for text, _ in expected]
+        np.testing.assert_allclose(grown.draft.scores[row, 1:], [score for _, score in expected], rtol=1e-4, atol=1e-4)
+
+
+def read(grown: Grown, row: int) -> list[tuple[int, ...]]:
+    """The text of every node, after the contract of a draft is checked."""
+    tokens, parents = np.asarray(grown.draft.tokens[row]), np.asarray(grown.draft.parents[row])
+    assert parents[0] == -1
+    assert (parents[1:] < np.arange(1, len(parents))).all()
+    assert (parents[1:] >= 0).all()
+    texts: list[tuple[int, ...]] = [(int(tokens[0]),)]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        texts.append((*texts[parent], int(token)))
+    assert len(set(texts)) == len(texts), "siblings carry distinct tokens"
+    return texts[1:]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+def test_a_level_sees_its_own_ancestors_and_nothing_else(tree: Tree) -> None:
+    """Bits of every fed level against the rows of the ancestors; and the rows that the nodes are said to have."""
+    logits, seen, texts_of_row = table("random"), [], {}
+
+    def feed(texts: Any, level: Level) -> tuple[jax.Array, Any]:
+        own = []
+        for index in range(level.tokens.shape[1]):
+            text = (*texts[int(level.parents[0, index])], int(level.tokens[0, index]))
+            row = level.first + index
+            texts_of_row[text] = row
+            if level.bits is None:
+                assert row == len(text) - 1
+            else:
+                words = np.asarray(level.bits[0, index])
+                seen.append(({b for b in range(len(words) * 32) if words[b // 32] >> (b % 32) & 1}, text))
+            own.append(text)
+        hashes = np.array([[place(text) % 512 for text in own]])
+        return jnp.asarray(logits)[None, hashes], own
+
+    root = (4,)
+    texts_of_row[root] = 0
+    start = jnp.asarray(logits)[None, np.array([[place(root) % 512]])]
+    grown, _ = grow(tree, view_of_rows([4]), Vocabulary(None, VOCAB), start, [root], feed)
+    for rows, text in seen:
+        assert rows == {texts_of_row[text[:length]] for length in range(1, len(text) + 1)}
+    for node, text in enumerate([root, *read(grown, 0)]):
+        assert int(grown.rows[0, node]) == texts_of_row.get(text, -1)
+    assert max(texts_of_row.values()) < tree.draft_rows
+
+
+@pytest.mark.parametrize("accept", ["rejection", "block"])
+def test_drawn_siblings_come_without_replacement_from_the_law_that_is_told(accept: str) -> None:
+    """The first draw has the law's frequencies, the second the law's without the first."""
+    rows = 4000
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05])), (rows, 1, 4))
+    view = view_of_rows([0] * rows, temperature=1.0, accept=accept)
+    ids, law = sampler.child_chooser(view, 1, None, 4)(logits[None], 1, 2)
+    assert law is not None
+    np.testing.assert_allclose(law[0, 0], [0.5, 0.3, 0.15, 0.05], rtol=1e-5)
+    pairs = np.asarray(ids[:, 0])
+    q = np.asarray(law[0, 0], np.float64)
+    for a, b in itertools.permutations(range(4), 2):
+        expected = q[a] * q[b] / (1 - q[a])
+        got = np.mean((pairs[:, 0] == a) & (pairs[:, 1] == b))
+        assert abs(got - expected) < 5 * np.sqrt(expected * (1 - expected) / rows)
+    assert (pairs[:, 0] != pairs[:, 1]).all()
+
+
+def test_coupled_children_are_the_likeliest_under_the_target_noise() -> None:
+    """With equal distributions the target's own token is the first child, for every seed."""
+    rows, vocab = 64, 9
+    logits = jax.random.normal(jax.random.key(0), (rows, 1, vocab))
+    view = view_of_rows([0] * rows, temperature=1.0)
+    ids, law = sampler.child_chooser(view, 3, None, vocab)(logits[None], 3, 4)
+    assert law is None
+    target = sampler.target_tokens(logits[None], view, jnp.full((rows, 1), 3))
+    np.testing.assert_array_equal(ids[:, 0, 0], target[:, 0])
+    deterministic, _ = sampler.child_chooser(view.replace(accept="typical"), 3, None, vocab)(logits[None], 3, 4)
+    np.testing.assert_array_equal(deterministic, jax.lax.top_k(logits, 4)[1])
+
+
+@pytest.mark.parametrize("has_map", [False, True])
+def test_one_coupled_child_is_the_first_of_several(has_map: bool) -> None:
+    """A single follower is drawn by another way, without noise in memory; greedy rows beside sampled ones."""
+    rows, fed, vocab = 32, 2, 50
+    to_target = jax.random.permutation(jax.random.key(1), 4 * vocab)[:vocab].astype(jnp.int32) if has_map else None
+    logits = jax.random.normal(jax.random.key(0), (rows, fed, vocab))
+    view = view_of_rows([0] * rows, temperature=1.0)
+    temperature = jnp.where(jnp.arange(rows) % 2 == 0, 0.0, 1.3)
+    view = view.replace(sampling=view.sampling.replace(temperature=temperature, top_k=view.sampling.top_k + 20))
+    choose = sampler.child_chooser(view, 3, to_target, 4 * vocab if has_map else vocab)
+    (one, law), (several, _) = choose(logits[None], 2, 1), choose(logits[None], 2, 3)
+    assert law is None and one.shape == (rows, fed, 1)
+    np.testing.assert_array_equal(one[..., 0], several[..., 0])
+    np.testing.assert_array_equal(one[::2, :, 0], logits.argmax(axis=-1)[::2])
+    another = np.asarray(choose(logits[None], 3, 1)[0])
+    assert (np.asarray(one) != another)[1::2].any(), "control: noise of another position"
+
+
+def test_the_vocabulary_map_is_applied() -> None:
+    to_target = jnp.asarray([3, 6, 7])
+    logits = jnp.asarray([[[[0.0, 5.0, 3.0]]]])
+
+    def feed(state: Any, level: Level) -> tuple[jax.Array, Any]:
+        assert level.tokens.tolist() == [[6]] and level.ids.tolist() == [[1]]
+        return logits, state
+
+    grown, _ = grow(Tree.chain(2), view_of_rows([2]), Vocabulary(to_target, 9), logits, None, feed)
+    assert grown.draft.tokens.tolist() == [[2, 6, 6]]
+    assert grown.draft.vocab_map is to_target

@@ -1,0 +1,178 @@
+"""Layers of heads: every layer's cache must be right, and what is known of drafted tokens beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import Eagle3, Engine, SamplingParams, Tree
+from jspec.core.records import KVCache, TokenBatch
+from jspec.draft import eagle_head
+from jspec.draft.eagle_head import EagleHead, HeadOut, enter, enter_drafted
+from jspec.models.kv_cache import PoolShape
+from jspec.models.quantize import quantize_weights
+from jspec.step import decode
+from jspec.step.prefill import prefill_step
+from pallas_kernels.layers.quantized import add_up, matmul
+from pallas_kernels.layers.residual_norm import add_rms_norm
+from tests.support import tiny
+
+pytestmark = pytest.mark.once
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7, 1, 8], [1]]
+TARGET = tiny.model(16, layers=2)
+
+
+def two_layers() -> EagleHead:
+    """A random head with a second, ordinary layer."""
+    head = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2))
+    config = replace(head.config, num_layers=2)
+    other = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0,), seed=5).layers[0]
+    width = config.hidden_size
+    second = other.replace(qkv=other.qkv[:, :width], hidden_norm=None, input_norm=jnp.ones(width))
+    return head.replace(layers=[head.layers[0], second], config=config)
+
+
+def scores(chunk: int, fill: float) -> list[np.ndarray]:
+    """The draft scores of every round, with prompts in chunks and whatever was in the cache before."""
+    engine = Engine(
+        TARGET,
+        drafter=Eagle3(two_layers(), Tree.topk(6, 3, 2)),
+        slots=2,
+        max_len=40,
+        page_size=4,
+        buckets=(2,),
+        prefill_buckets=(chunk,),
+        prefix_cache=False,
+        controls=False,
+    )
+    cache = engine._device.state.draft.cache
+    dirty = KVCache(*([jnp.full_like(pool, fill) for pool in pools] for pools in (cache.k, cache.v)))
+    engine._device.state = replace(engine._device.state, draft=replace(engine._device.state.draft, cache=dirty))
+    done = engine.generate(PROMPTS, SamplingParams(max_tokens=8, temperature=0), trace=True)
+    return [np.concatenate([one.scores for one in completion.rounds or []]) for completion in done]
+
+
+def test_drafts_depend_neither_on_chunks_nor_on_what_the_cache_held() -> None:
+    for one, other in zip(scores(16, 0.0), scores(3, np.nan), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def entered(
+    head: EagleHead, tokens: np.ndarray, features: jnp.ndarray, ids: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Residual and projection of pairs, as of any tokens or as of drafted ones."""
+    shape = tokens.shape
+    pairs = TokenBatch(
+        tokens=jnp.asarray(tokens),
+        positions=jnp.zeros(shape, jnp.int32),
+        valid=jnp.ones(shape, bool),
+        first_row=jnp.zeros(shape[0], jnp.int32),
+        page_table=jnp.zeros((shape[0], 1), jnp.int32),
+        bits=None,
+        implementation="auto",
+    )
+    if ids is None:
+        residual, qkv = enter(head, pairs, features)
+    else:
+        assert head.drafted is not None
+        normed = features * jax.lax.rsqrt(jnp.mean(features**2, -1, keepdims=True) + head.config.norm_eps)
+        projected = add_up(matmul(normed * head.layers[0].hidden_norm, head.drafted.qkv)[None], jnp.float32)
+        residual, qkv = enter_drafted(head, pairs, jnp.asarray(ids), HeadOut(features, projected))
+    return np.asarray(residual), np.asarray(add_up(qkv, jnp.float32))
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "fp8_dynamic"])
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_a_drafted_tokens_projection_is_that_of_any_token(kind: str | None, norm_before_residual: bool) -> None:
+    head = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2))
+    head = head.replace(config=replace(head.config, norm_before_residual=norm_before_residual))
+    head = head if kind is None else quantize_weights(head, kind)
+    bound = Eagle3(head, Tree.chain(2)).bind(TARGET)
+    assert bound.drafted is not None and head.drafted is None
+    rng = np.random.default_rng(0)
+    ids, features = (
+        rng.integers(0, 12, (3, 5)),
+        jnp.asarray(rng.normal(size=(3, 5, head.config.hidden_size)), "float32"),
+    )
+    tokens = np.asarray(head.draft_to_target)[ids]
+    expected, found = entered(bound, tokens, features), entered(bound, tokens, features, ids)
+    np.testing.assert_array_equal(found[0], expected[0])
+    size = np.abs(expected[1]).max()
+    tolerance = {None: 1e-5, "int8": 1e-5, "fp8_dynamic": 0.1}[kind]  # float8: inputs are rounded to other scales
+    np.testing.assert_allclose(found[1], expected[1], atol=tolerance * size)
+    others = entered(bound, tokens, features, (ids + 1) % 12)[1]  # the negative control
+    assert np.abs(others - expected[1]).max() > 2 * tolerance * size
+
+
+def drafts(head: EagleHead, tree: Tree, *, table: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and scores of two rounds of two requests, with or without what is known of drafted tokens."""
+    drafter = Eagle3(head, tree)
+    program = decode.Program(drafter, drafter.feature_layers(TARGET), "coupled", "reference", trace=True)
+    bound = drafter.bind(TARGET)
+    params = decode.Params(target=TARGET, draft=bound if table else bound.replace(drafted=None))
+    state = decode.init_state(program, params, PoolShape(2, 20, 4, 28, "float32", "float32"))
+    for slot, ids in enumerate(PROMPTS[:2]):
+        row = np.zeros(state.page_table.shape[1], np.int32)
+        row[:8] = np.arange(8) * 2 + 1 + slot
+        chunk = tiny.prefill_input([*ids, *[0] * 11][:11], page_row=row, slot=slot)
+        state, _ = prefill_step(program, params, state, jnp.asarray(chunk._replace(count=np.int32(len(ids))).pack()))
+    traces = []
+    for _ in range(2):
+        state, _, trace, _ = decode.spec_round(program, params, state, jnp.arange(2))
+        assert trace is not None
+        traces.append(trace)
+    tokens, scores = (np.stack([getattr(trace, name) for trace in traces]) for name in ("tokens", "scores"))
+    return tokens, scores
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+@pytest.mark.parametrize("norm_output", [False, True])
+def test_what_is_fed_back_is_projected_as_in_one_product(norm_output: bool, norm_before_residual: bool) -> None:
+    head, rng = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2)), np.random.default_rng(3)
+    norms = [jnp.asarray(rng.uniform(0.5, 1.5, head.config.hidden_size), "float32") for _ in range(3)]
+    layer = head.layers[0].replace(input_norm=norms[0], hidden_norm=norms[1])
+    config = replace(head.config, norm_output=norm_output, norm_before_residual=norm_before_residual)
+    head = head.replace(layers=[layer], norm=norms[2], config=config)
+    tree = Tree.topk(6, 3, 2)
+    tokens, scores = drafts(head, tree, table=True)
+    expected_tokens, expected_scores = drafts(head, tree, table=False)
+    np.testing.assert_array_equal(tokens, expected_tokens)
+    np.testing.assert_allclose(scores, expected_scores, atol=1e-5)
+    other = head.replace(config=replace(config, norm_output=not norm_output))  # the negative control
+    assert np.abs(drafts(other, tree, table=True)[1] - scores).max() > 1e-2
+
+
+def test_a_head_over_the_whole_vocabulary_keeps_one_projection() -> None:
+    """A table of the whole vocabulary would be larger than the head."""
+    head = tiny.eagle_head(TARGET, draft_vocab=16, feature_layers=(0, 2))
+    assert Eagle3(head, Tree.chain(2)).bind(TARGET).drafted is None
+
+
+@pytest.mark.parametrize("norm_output", [False, True])
+def test_what_is_normed_is_rounded_as_it_would_be_afterwards(
+    norm_output: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel of the norm, unless it is fed back as well; with two layers inner norms too."""
+    head = quantize_weights(two_layers(), "fp8_dynamic")
+    head = head.replace(config=replace(head.config, norm_output=norm_output))
+    tree, seen = Tree.topk(6, 3, 2), []
+
+    def noted(*arrays: Any, is_rounded: bool = False, **options: Any) -> Any:
+        seen.append(is_rounded)
+        return add_rms_norm(*arrays, is_rounded=is_rounded, **options)
+
+    monkeypatch.setattr(eagle_head, "add_rms_norm", noted)
+    found = drafts(head, tree, table=True)
+    assert True in seen and (False in seen) == norm_output
+    monkeypatch.setattr(eagle_head, "rounds_inputs", lambda weight: False)
+    seen.clear()
+    expected = drafts(head, tree, table=True)
+    assert seen and True not in seen
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

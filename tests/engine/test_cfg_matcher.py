@@ -1,0 +1,318 @@
+"""Grammars that fit no table, on the host: what may follow each node of a draft, by recursive descent."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jspec import SamplingParams
+from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher, Spellings, compile_lark
+from jspec.engine.grammar.compiler import GrammarInput
+from jspec.engine.grammar.json_schema import holds_itself
+from tests.reference import descent
+from tests.support import lettered
+
+pytestmark = pytest.mark.once
+pytest.importorskip("llguidance")
+
+ENDS = (0, 19)
+
+
+def compiled(texts: Sequence[bytes | None], stop_ids: tuple[int, ...], vocab_size: int = 0, **fields: Any) -> Any:
+    """The grammar that a request gets."""
+    return GrammarInput(lettered.Lettered(texts), vocab_size or len(texts), 2**18).of(
+        SamplingParams(**fields), stop_ids, ()
+    )
+
+
+CASES = {
+    "lists": (descent.lists, lettered.TEXTS, (0, 14), dict(grammar=descent.LISTS)),
+    "pairs": (descent.pairs, lettered.TEXTS, (0, 13), dict(grammar=descent.PAIRS)),  # a letter ends it, too
+    "objects": (descent.objects, lettered.JSON_TEXTS, ENDS, dict(json_schema=descent.OBJECTS)),
+}
+
+
+def tokens_of(mask: np.ndarray, vocab_size: int) -> set[int]:
+    return {token for token in range(vocab_size) if mask[token // 32] >> np.uint32(token % 32) & 1}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_may_follow_is_what_recursive_descent_finds(name: str) -> None:
+    """Along random texts, token by token: also two spellings of one text, and bytes of pieces that span rules."""
+    read, texts, ends, fields = CASES[name]
+    grammar, rng, whole = compiled(texts, ends, **fields), np.random.default_rng(1), 0
+    assert isinstance(grammar, LarkGrammar)
+    for _ in range(40):
+        matcher, output = Matcher(grammar), list[int]()
+        for _ in range(30):
+            may_follow = tokens_of(matcher.first()[0], len(texts))
+            written = b"".join(texts[token] or b"" for token in output)
+            assert may_follow == descent.allowed(read, texts, written, ends), written
+            output.append(int(rng.choice(sorted(may_follow))))
+            matcher.follow(output)
+            if output[-1] in ends:
+                whole += 1
+                break
+    assert whole > 5
+
+
+def random_tree(matcher: Matcher, vocab_size: int, rng: np.random.Generator, *, chain: bool) -> Any:
+    """Most of whose nodes may come behind their parents."""
+    size = 10
+    parents = np.array([-1, *(n if chain else rng.integers(0, n + 1) for n in range(size - 1))])
+    tokens, valid = rng.integers(0, vocab_size, size), np.ones(size, bool)
+    for node in range(1, size):
+        may = sorted(tokens_of(matcher.masks(tokens[:node], parents[:node], valid[:node])[parents[node]], vocab_size))
+        if rng.random() < 0.8:
+            tokens[node] = rng.choice(may)
+    valid[rng.integers(size // 2, size) :] = chain
+    return tokens, parents, valid
+
+
+def check_tree(name: str, *, chain: bool, masks_of: Any = Matcher.masks) -> None:
+    read, texts, ends, fields = CASES[name]
+    grammar, rng, cases = compiled(texts, ends, **fields), np.random.default_rng(2), [0, 0]
+    for _ in range(25):
+        matcher, output = Matcher(grammar), list[int]()
+        for _ in range(rng.integers(0, 8)):
+            may = tokens_of(matcher.first()[0], len(texts)) - set(ends)
+            output += [int(rng.choice(sorted(may)))] if may else []
+            matcher.follow(output)
+        tokens, parents, valid = random_tree(matcher, len(texts), rng, chain=chain)
+        masks = masks_of(matcher, tokens, parents, valid)
+        assert masks.any(axis=1).all()
+        for node in range(len(tokens)):
+            path, at = list[int](), node
+            while at > 0:
+                path, at = [int(tokens[at]), *path], int(parents[at])
+            written = b"".join(texts[token] or b"" for token in [*output, *path])
+            is_reached = valid[node] and not set(path) & set(ends) and descent.fits(read, written)[0]
+            is_reached &= all(texts[token] for token in path)
+            cases[int(is_reached)] += 1
+            if is_reached:
+                assert tokens_of(masks[node], len(texts)) == descent.allowed(read, texts, written, ends), written
+    assert min(cases) > 10
+
+
+@pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_node_has_its_own_mask(name: str, chain: bool) -> None:
+    check_tree(name, chain=chain)
+
+
+def test_a_mask_of_the_parent_is_caught() -> None:
+    """Negative control."""
+
+    def parents_mask(matcher: Matcher, tokens: Any, parents: Any, valid: Any) -> Any:
+        return matcher.masks(tokens, parents, valid)[np.maximum(parents, 0)]
+
+    with pytest.raises(AssertionError):
+        check_tree("lists", chain=False, masks_of=parents_mask)
+
+
+def test_masks_leave_the_matcher_where_it_is() -> None:
+    matcher = Matcher(compiled(lettered.TEXTS, (0,), grammar=descent.LISTS))
+    matcher.follow([5, 1])
+    before = matcher.first()
+    matcher.masks(np.array([1, 9, 5, 6]), np.array([-1, 0, 1, 2]), np.ones(4, bool))
+    np.testing.assert_array_equal(matcher.first(), before)
+    assert matcher.count == 2
+
+
+def test_a_dead_end_is_told_and_does_not_spoil_its_neighbours() -> None:
+    """Of "x" there is no token: behind "b" nothing may follow, which is no matter if "b" is not taken."""
+    matcher = Matcher(compiled(lettered.TEXTS, (0,), grammar='start: "a" ("b" "x" | "a" "1")'))
+    matcher.follow([1])
+    masks = matcher.masks(np.array([1, 2, 1, 7]), np.array([-1, 0, 0, 2]), np.ones(4, bool))
+    assert [tokens_of(mask, 16) for mask in masks] == [{1, 2}, {0}, {7}, {0}]
+    other = Matcher(matcher.grammar)
+    other.follow([1, 2])
+    with pytest.raises(ValueError, match=r"behind 2 tokens nothing was left .* in the tokenizer's tokens"):
+        other.follow([1, 2, 0])
+    matcher.follow([1, 1, 7, 0])
+    assert matcher.count == 4
+
+
+def test_the_models_vocabulary_may_be_larger_or_smaller_than_the_tokenizers() -> None:
+    for size in (12, 70):
+        matcher = Matcher(compiled(lettered.TEXTS, (0,), size, grammar=descent.LISTS))
+        assert matcher.grammar.words == -(-size // 32) and tokens_of(matcher.first()[0], size) == {5}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        ('start: "{" foo', 'unknown name: "foo"'),
+        ("start: (", "expected a grammar that llguidance reads"),
+        ('start: "x" start | "y"', r"none of its texts can be written .*NoExtension"),
+        ("start: <think> /a/", "unknown special token"),
+        ("start: x /b/\nx[temperature=0.5]: /a+/", "no rule with temperature="),
+        ('start: x "b"\nx[max_tokens=3]: /a+/', "rollback not supported with max_tokens"),
+        ('start: x "b"\nx[stop="b"]: /a+/', "rollback not supported"),
+        ('start: %json {"type": "string", "not": {"const": "a"}}', r"Unimplemented keys: \[\"not\"\]"),
+    ],
+)
+def test_what_the_library_does_not_follow_is_refused(grammar: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"grammar='(?s:.*){message}"):
+        compiled(lettered.TEXTS, (0,), grammar=grammar)
+
+
+def test_a_chain_of_rules_beyond_the_library_s_stack_is_refused() -> None:
+    rules = [f'r{index}: r{index + 1} "a"' for index in range(3000)]
+    with pytest.raises(ValueError, match="expected at most 1000 rules and terminals, got 3002; take fewer"):
+        compiled(lettered.TEXTS, (0,), grammar="\n".join(["start: r0", *rules, 'r3000: "a"']))
+
+
+def test_blank_lines_take_no_time() -> None:
+    start = time.perf_counter()
+    assert isinstance(compiled(lettered.TEXTS, (0,), grammar="\n" * 40000 + 'start: "a"'), LarkGrammar)
+    assert time.perf_counter() - start < 10  # of a minute and more, with a search that begins anew at each
+
+
+def test_tokens_of_which_none_begins_a_text_are_refused() -> None:
+    maker = GrammarInput(lettered.tokenizer(), 16, 400)
+    begins = sorted(maker.of(SamplingParams(grammar='start: "a" "b"'), (0,), ()).beginnings())
+    others = tuple(token for token in range(16) if token not in begins)
+    with pytest.raises(ValueError, match=rf"allowed_token_ids: .*some of {re.escape(str(begins))}, got"):
+        maker.of(SamplingParams(grammar='start: "a" "b"', allowed_token_ids=others), (0,), ())
+    assert maker.of(SamplingParams(grammar='start: "a" "b"', allowed_token_ids=(0, begins[0])), (0,), ())
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ('{"not":' * 100000 + "{}" + "}" * 100000, "nested so deep"),
+        (
+            {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{(i + 1) % 5000}"} for i in range(5000)}},
+            "not nested so deep",
+        ),
+        ({"$defs": [], "type": "string"}, r"'\$defs' at #: expected schemas by name, got \[\]"),
+    ],
+    ids=["levels", "references", "no names"],
+)
+def test_a_schema_that_cannot_be_walked_is_refused(schema: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GrammarInput(lettered.tokenizer(), 16, 400).of(SamplingParams(json_schema=schema), (0,), ())
+
+
+def test_a_schema_may_hold_itself_through_a_list() -> None:
+    assert holds_itself({"anyOf": [{"type": "null"}, {"items": {"$ref": "#/anyOf/1"}}]})
+    assert not holds_itself({"anyOf": [{"type": "null"}, {"items": {"$ref": "#/anyOf/0"}}]})
+
+
+def test_a_text_that_looks_like_an_option_is_none() -> None:
+    text = compiled(lettered.TEXTS, (0,), grammar='start: "a" | x\nx[suffix="temperature=]"]: /ab*/')
+    assert isinstance(text, LarkGrammar)
+
+
+# What a keyword rules out, by the library jsonschema: what is taken must rule it out, too.
+KEYWORDS: list[tuple[dict[str, Any], Any, bool]] = [  # beside a schema that holds itself, a value, whether it is taken
+    ({"minLength": 3}, "ab", True),
+    ({"maxLength": 1}, "ab", True),
+    ({"pattern": "b"}, "aa", True),
+    ({"minimum": 3}, 2, True),
+    ({"maximum": 3}, 4, True),
+    ({"exclusiveMinimum": 3}, 3, True),
+    ({"exclusiveMaximum": 3}, 3, True),
+    ({"multipleOf": 2}, 3, True),
+    ({"minItems": 1}, [], True),
+    ({"maxItems": 0}, [[]], True),
+    ({"prefixItems": [{"const": 1}]}, [2], True),
+    ({"items": False}, [1], True),
+    ({"minProperties": 1}, {}, True),
+    ({"maxProperties": 0}, {"a": 1}, True),
+    ({"required": ["a"]}, {}, True),
+    ({"patternProperties": {"^a": {"type": "null"}}}, {"ab": 1}, True),
+    ({"additionalProperties": False, "properties": {"a": True}}, {"b": 1}, True),
+    ({"allOf": [{"type": "integer"}, {"minimum": 4}]}, 3, True),
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}], "minimum": 4}, 3, True),
+    ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, None, True),
+    ({"enum": [1, 2]}, 3, True),
+    ({"const": 1}, 2, True),
+    ({"$ref": "#/$defs/n", "minLength": 3, "$defs": {"n": {"type": "string"}}}, "a", True),
+    ({"oneOf": [{"type": "integer"}, {"minimum": 4}]}, 5, False),
+    ({"uniqueItems": True}, [1, 1], False),
+    ({"contains": {"const": 3}}, [1], False),
+    ({"minContains": 2, "contains": {"const": 1}}, [1], False),
+    ({"unevaluatedItems": False}, [1], False),
+    ({"propertyNames": {"maxLength": 1}}, {"ab": 1}, False),
+    ({"dependentRequired": {"a": ["b"]}}, {"a": 1}, False),
+    ({"dependencies": {"a": ["b"]}}, {"a": 1}, False),
+    ({"dependentSchemas": {"a": {"required": ["b"]}}}, {"a": 1}, False),
+    ({"unevaluatedProperties": False}, {"a": 1}, False),
+    ({"not": {"type": "integer"}}, 3, False),
+    ({"if": {"type": "integer"}, "then": {"minimum": 4}}, 3, False),
+    ({"type": "string", "format": "iri"}, "a b", False),
+    ({"minLenght": 3}, "a", False),
+    ({"$ref": "http://example.com/x"}, 1, False),
+]
+
+
+@pytest.mark.parametrize(("schema", "value", "is_taken"), KEYWORDS, ids=[json.dumps(s) for s, *_ in KEYWORDS])
+def test_no_part_of_a_schema_is_dropped(schema: dict[str, Any], value: Any, is_taken: bool) -> None:
+    bytes_ = [None, *[bytes([byte]) for byte in range(256)]]
+
+    def holder(own: Any) -> dict[str, Any]:
+        return {
+            "type": "object",
+            "properties": {"own": own, "more": {"$ref": "#"}},
+            "required": ["own"],
+            "$defs": schema.get("$defs", {}),
+        }
+
+    if not is_taken:
+        with pytest.raises(ValueError, match="json_schema"):
+            compiled(bytes_, (0,), json_schema=holder(schema))
+        return
+    jsonschema, whole = pytest.importorskip("jsonschema"), {"own": value}
+    assert not jsonschema.Draft202012Validator(holder(schema)).is_valid(whole)
+    output = [byte + 1 for byte in json.dumps(whole).encode()]
+    Matcher(compiled(bytes_, (0,), json_schema=holder({}))).follow([*output, 0])
+    with pytest.raises(ValueError, match="nothing was left"):
+        Matcher(compiled(bytes_, (0,), json_schema=holder(schema))).follow([*output, 0])
+
+
+def test_which_schemas_hold_themselves() -> None:
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/a~1b"}}}
+    assert holds_itself(descent.OBJECTS) and holds_itself({"$ref": "#/$defs/a~1b", "$defs": {"a/b": node}})
+    assert holds_itself({"properties": {"default": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}})
+    for schema in (
+        {"properties": {"a": {"$ref": "#/$defs/n"}, "b": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "null"}}},
+        {"type": "null", "$defs": {"a/b": node}},  # of which nothing is made
+        {"const": {"$ref": "#"}},
+        {"$ref": "#/nowhere"},
+        True,
+    ):
+        assert not holds_itself(schema)
+
+
+def test_the_way_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("outlines_core")
+    with caplog.at_level("INFO", logger="jspec.engine.grammar.compiler"):
+        compiled(lettered.JSON_TEXTS, ENDS, json_schema=descent.OBJECTS)
+        compiled(lettered.TEXTS, (0,), regex="a+")
+    assert [("two launches" in line, "a table of" in line) for line in caplog.messages] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+def test_options_of_the_library_do_not_come_with_a_schema() -> None:
+    with pytest.raises(ValueError, match="json_schema: 'x-guidance' at #"):
+        compiled(lettered.JSON_TEXTS, ENDS, json_schema={**descent.OBJECTS, "x-guidance": {"lenient": True}})
+    with pytest.raises(ValueError, match=r"SamplingParams.grammar: expected its default beside regex"):
+        SamplingParams(regex="a", grammar=descent.LISTS)
+    with pytest.raises(ValueError, match="grammar: needs a token that ends the request"):
+        compiled(lettered.TEXTS, (), grammar=descent.LISTS)
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(ImportError, match=r"pip install 'jspec\[grammar\]'"):
+        compile_lark("grammar", descent.LISTS, Spellings(lettered.TEXTS, 16), (0,))

@@ -1,0 +1,216 @@
+"""The loop around the step: batches, chunks, slots, pages; what it does must not show in the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jspec import Engine, SamplingParams
+from jspec.engine.request import Request
+from tests.support import small
+
+PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], [3, 8, 4, 6, 2, 6, 4], [3, 3]]
+PARAMS = [
+    SamplingParams(max_tokens=9, temperature=0),
+    SamplingParams(max_tokens=14, seed=1),
+    SamplingParams(max_tokens=5, seed=2, temperature=0.7, top_k=5),
+    SamplingParams(max_tokens=1, seed=3),
+    SamplingParams(max_tokens=20, temperature=0, draft=1),
+]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return small.eagle3(rounds=1, page_size=16)
+
+
+@pytest.fixture(scope="module")
+def engine_of_three() -> Engine:
+    """Three rounds a dispatch, and pages of one row."""
+    return small.eagle3(rounds=3, page_size=1)
+
+
+@pytest.fixture(params=["engine", "engine_of_three"])
+def either(request: pytest.FixtureRequest) -> Engine:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Engine) -> list[list[int]]:
+    """One request at a time, each read before the next step."""
+    return [tokens(engine, [prompt], [p])[0] for prompt, p in zip(PROMPTS, PARAMS, strict=True)]
+
+
+@pytest.fixture(autouse=True)
+def _all_comes_back(engine: Engine, engine_of_three: Engine) -> Iterator[None]:
+    """After every test: no page, slot or text is kept."""
+    yield
+    for one in (engine, engine_of_three):
+        one.scheduler.pages.check()
+        assert one.pages_in_use == 0 and not one.scheduler.has_work
+        assert sorted(one.scheduler._free_slots) == [0, 1]
+        assert not one._texts and not one._added_at
+
+
+def queue(engine: Engine) -> list[Request]:
+    """All requests, to be stepped by hand."""
+    requests = engine._requests(PROMPTS, PARAMS, trace=False)
+    for request in requests:
+        engine._queue(request)
+    return requests
+
+
+def forget(engine: Engine, requests: list[Request]) -> None:
+    for request in requests:
+        engine._forget(request)
+
+
+def tokens(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    return [completion.token_ids for completion in engine.generate(prompts, params)]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("overlap", [True, False])
+def test_rounds_per_dispatch_overlap_and_page_size_do_not_show(
+    either: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """Five requests for two slots, so each runs beside others and after others."""
+    monkeypatch.setattr(either, "config", replace(either.config, overlap=overlap))
+    done = either.generate(PROMPTS, PARAMS)
+    assert [completion.token_ids for completion in done] == expected
+    assert [len(completion.token_ids) for completion in done] == [p.max_tokens for p in PARAMS]
+    assert all(completion.finish_reason == "length" for completion in done)
+
+
+@pytest.mark.parametrize("budget", [1, 16, 64])
+def test_the_prefill_budget_does_not_show(
+    either: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    """A long answer goes on beside prompts in chunks of 6 or 16, and with all at once before it goes on."""
+    monkeypatch.setattr(either.scheduler, "_prefill_budget", budget)
+    order = [4, 2, 1, 0, 3]
+    got = tokens(either, [PROMPTS[i] for i in order], [PARAMS[i] for i in order])
+    assert got == [expected[i] for i in order]
+
+
+def test_acceptance_does_not_depend_on_rounds_per_dispatch(engine: Engine, engine_of_three: Engine) -> None:
+    one, three = (e.generate(PROMPTS, PARAMS) for e in (engine, engine_of_three))
+    for a, b in zip(one, three, strict=True):
+        assert a.from_draft == b.from_draft
+        assert a.metrics.accepted_at == b.metrics.accepted_at
+        assert a.metrics.num_draft_tokens == b.metrics.num_draft_tokens
+
+
+def test_order_and_batch_mates_do_not_show(engine: Engine, expected: list[list[int]]) -> None:
+    order = [4, 2, 0, 3, 1]
+    assert tokens(engine, [PROMPTS[i] for i in order], [PARAMS[i] for i in order]) == [expected[i] for i in order]
+
+
+def test_prompts_in_chunks_are_prompts_in_one(either: Engine) -> None:
+    """Chunks of 16 and 6: their ends fall on page ends and inside pages, the last chunk has one token to sixteen."""
+    lengths = [1, 15, 16, 17, 31, 32, 33, 37]
+    prompts = [np.random.default_rng(n).integers(0, small.VOCAB, n).tolist() for n in lengths]
+    greedy = SamplingParams(max_tokens=10, temperature=0)
+    expected = small.plain().generate(prompts, greedy)
+    for prompt, one in zip(prompts, expected, strict=True):
+        assert tokens(either, [prompt], [greedy]) == [one.token_ids]
+    assert tokens(either, prompts, [greedy] * len(prompts)) == [one.token_ids for one in expected]
+
+
+def test_pages_are_right_after_every_step(either: Engine) -> None:
+    requests = queue(either)
+    most = 0
+    while either.scheduler.has_work:
+        either.step()
+        pages, running = either.scheduler.pages, either.scheduler.running
+        pages.check()
+        held = {page for r in running for page in pages.pages_of(r.id)}
+        assert either.pages_in_use == len(held)
+        for r in running:
+            least, enough = r.rows_committed, r.rows_needed + small.LENGTH + 1
+            assert pages.needed(least) <= len(pages.pages_of(r.id)) <= pages.needed(enough)
+        most = max(most, len(running))
+    assert most == 2
+    forget(either, requests)
+
+
+def test_an_abort_at_any_time_leaves_the_others_alone(either: Engine, expected: list[list[int]]) -> None:
+    for steps in range(9):
+        requests = queue(either)
+        for _ in range(steps):
+            either.step()
+        reason = requests[1].finish_reason or "abort"
+        either.abort(requests[1])
+        either.abort(requests[1])
+        assert requests[1].finish_reason == reason
+        assert requests[1] not in [*either.scheduler.running, *either.scheduler.waiting]
+        so_far = list(requests[1].token_ids)
+        while either.scheduler.has_work:
+            either.step()
+            either.scheduler.pages.check()
+        assert requests[1].token_ids == so_far == expected[1][: len(so_far)]
+        for i in (0, 2, 3, 4):
+            assert requests[i].token_ids == expected[i]
+        forget(either, requests)
+
+
+def test_admission_waits_for_pages(engine_of_three: Engine, expected: list[list[int]]) -> None:
+    """So many pages taken that two slots' requests do not always fit, though slots are free."""
+    engine, pages = engine_of_three, engine_of_three.scheduler.pages
+    longest = max(len(prompt) + p.max_tokens for prompt, p in zip(PROMPTS, PARAMS, strict=True)) + small.LENGTH + 1
+    pages.reserve(-1, pages.num_free - longest)
+    requests, waited = queue(engine), False
+    while engine.scheduler.has_work:
+        engine.step()
+        waited |= bool(engine.scheduler.waiting and engine.scheduler._free_slots)
+    assert waited, "no request waited for pages while a slot was free"
+    assert [request.token_ids for request in requests] == expected
+    pages.release(-1)
+    forget(engine, requests)
+
+
+def test_an_interrupted_generate_gives_everything_back(
+    engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = iter([engine.step] * 4)
+
+    def interrupted() -> None:
+        next(steps, _interrupt)()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPTS, PARAMS)
+    assert engine.pages_in_use == 0 and not engine.scheduler.has_work
+    assert tokens(engine, PROMPTS, PARAMS) == expected
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 2, 3])
+def test_closing_a_stream_half_way_gives_its_pages_back(engine: Engine, expected: list[list[int]], chunks: int) -> None:
+    stream = engine.stream(PROMPTS[4], PARAMS[4])
+    got = [token for _ in range(chunks) for token in next(stream).token_ids]
+    assert (engine.pages_in_use > 0) == (chunks > 0)
+    stream.close()
+    assert engine.pages_in_use == 0 and not engine.scheduler.has_work
+    assert got == expected[4][: len(got)]
+    assert tokens(engine, PROMPTS, PARAMS) == expected
+
+
+def test_streams_and_generate_may_take_turns(engine: Engine, expected: list[list[int]]) -> None:
+    """A request moves on while another is stepped; none of its tokens may be lost."""
+    streams = {i: engine.stream(PROMPTS[i], PARAMS[i]) for i in (0, 4)}
+    got: dict[int, list[int]] = {i: list(next(stream).token_ids) for i, stream in streams.items()}
+    got[0] += next(streams[0]).token_ids
+    got[1] = tokens(engine, [PROMPTS[1]], [PARAMS[1]])[0]
+    for i, stream in streams.items():
+        chunks = list(stream)
+        assert chunks[-1].finish_reason == "length"
+        got[i] += [token for chunk in chunks for token in chunk.token_ids]
+    assert got == {i: expected[i] for i in (0, 4, 1)}

@@ -1,0 +1,190 @@
+"""deterministic=True: a token's logits are the same bits whoever drafts, in any batch, bucket, page size and chunk."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import Completion, DraftModel, Engine, Model, SamplingParams, Tree
+from jspec.core.ancestors import ancestors, by_depth, depths
+from jspec.core.records import KVCache, TokenBatch
+from jspec.models.decoder import forward
+from jspec.models.quantize import quantize_weights
+from tests.support import tiny
+
+VOCAB, TEXT = 64, 24
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, TEXT)
+PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (5, 23, 11)]
+
+
+@cache
+def model(dtype: str, layers: int = 2) -> Model:
+    """Nearly flat distributions."""
+    return jax.tree.map(lambda x: x.astype(dtype), tiny.model(VOCAB, layers=layers, hidden=64, sharpness=0.3))
+
+
+class Texts:
+    """The target's forward over equal texts, with pools of its own."""
+
+    def __init__(
+        self, dtype: str, *, page: int, rows: int = 1, deterministic: bool = True, implementation: str
+    ) -> None:
+        columns = 64 // page
+        self.target = model(dtype)
+        self.table = jnp.asarray(1 + np.arange(rows * columns).reshape(rows, columns), jnp.int32)
+        shape = (1 + rows * columns, 2, page, 16)
+        self.cache = KVCache(k=[jnp.zeros(shape, dtype)] * 2, v=[jnp.zeros(shape, dtype)] * 2)
+        self.options: dict[str, Any] = dict(deterministic=deterministic, implementation=implementation)
+        options = {"xla_allow_excess_precision": False}
+        self.forward = jax.jit(forward, compiler_options=options if deterministic else None)
+
+    def feed(self, tokens: Any, first: int, parents: Any = None) -> np.ndarray:
+        """Logits [tokens, V] of the last row's; the rows before it hold the same tokens at other places."""
+        rows, tokens = self.table.shape[0], np.asarray(tokens)
+        firsts = np.array([*range(rows - 1), first])
+        offsets, paths = np.arange(len(tokens)), None
+        if parents is not None:
+            reach = ancestors(jnp.asarray([parents] * rows, jnp.int32))
+            offsets, paths = np.asarray(depths(reach)[0]), by_depth(reach, 3)
+        batch = TokenBatch(
+            tokens=jnp.asarray(np.tile(tokens, (rows, 1)), jnp.int32),
+            positions=jnp.asarray(firsts[:, None] + offsets, jnp.int32),
+            valid=jnp.ones((rows, len(tokens)), bool),
+            first_row=jnp.asarray(firsts, jnp.int32),
+            page_table=self.table,
+            bits=None,
+            paths=paths,
+            **self.options,
+        )
+        out, self.cache = self.forward(self.target, self.cache, batch)
+        return np.asarray(out.logits)[-1]
+
+    def fed_in(self, size: int) -> np.ndarray:
+        """Logits of the whole text, so many tokens at a time."""
+        return np.concatenate([self.feed(TOKENS[at : at + size], at) for at in range(0, TEXT, size)])
+
+
+def check_every_way(dtype: str, implementation: str) -> None:
+    make = partial(Texts, dtype, implementation=implementation)
+    alone = make(page=16)
+    one_by_one = alone.fed_in(1)
+    np.testing.assert_array_equal(make(page=4, rows=3).fed_in(6), one_by_one)
+    # Nodes 1, 3 and 5 are the text's next tokens, the others are not; 6 is padding.
+    begun = TEXT - 4
+    nodes = np.array([TOKENS[begun], TOKENS[begun + 1], 3, TOKENS[begun + 2], 9, TOKENS[begun + 3], 0])
+    logits = alone.feed(nodes, begun, parents=[-1, 0, 0, 1, 2, 3, -1])
+    np.testing.assert_array_equal(logits[[0, 1, 3, 5]], one_by_one[begun:])
+    assert (logits[4] != one_by_one[begun + 2]).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tokens_logits_are_the_same_bits_in_every_forward(dtype: str) -> None:
+    """One token at a time, three rows in chunks on other pages, and nodes of a tree."""
+    check_every_way(dtype, "reference")
+
+
+@pytest.mark.long
+def test_so_they_are_with_the_kernels_interpreted() -> None:
+    check_every_way("bfloat16", "pallas")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_so_they_are_on_a_gpu(dtype: str) -> None:
+    check_every_way(dtype, "pallas")
+
+
+def test_control_without_the_flag_bits_differ() -> None:
+    make = partial(Texts, "bfloat16", implementation="reference", deterministic=False)
+    assert (make(page=4, rows=3).fed_in(6) != make(page=16).fed_in(1)).any()
+
+
+def params(index: int) -> SamplingParams:
+    """Greedy; by a seed, cut; greedy under penalties."""
+    own: dict[str, Any] = [
+        dict(temperature=0.0),
+        dict(temperature=1.0, seed=3, top_k=20, top_p=0.9, min_p=0.01),
+        dict(temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.3),
+    ][index]
+    return SamplingParams(max_tokens=24, logprobs=20, **own)
+
+
+def engine(*, deterministic: bool = True, tree: Tree | None = None, **options: Any) -> Engine:
+    target = model("bfloat16", layers=1)
+    drafter = None
+    if tree is not None:
+        head = target.head.at[: VOCAB // 4].set(0)  # wrong now and then
+        drafter = DraftModel(target.replace(head=head), tree)
+    options = {"slots": 3, "max_len": 64, "buckets": (3,), "prefill_buckets": (32,), **options}
+    return Engine(target, drafter=drafter, deterministic=deterministic, **options)
+
+
+def seen(completions: list[Completion]) -> list[Any]:
+    """Tokens, and the bits of everything the target says of them."""
+    return [(done.token_ids, [(one.logprob, one.top) for one in done.logprobs or ()]) for done in completions]
+
+
+def one_by_one(engine: Engine) -> list[Any]:
+    return seen([engine.generate(prompt, params(index))[0] for index, prompt in enumerate(PROMPTS)])
+
+
+def at_once(engine: Engine) -> list[Completion]:
+    return engine.generate(PROMPTS, [params(index) for index in range(3)])
+
+
+@cache
+def plain_alone() -> list[Any]:
+    return one_by_one(engine(buckets=(1,), slots=1, prefix_cache=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tree", "options"),
+    [
+        pytest.param("chain:1", dict(buckets=(1, 3)), marks=pytest.mark.matrix),
+        pytest.param("chain:4", dict(page_size=4, pages=22, prefill_buckets=(7,)), marks=pytest.mark.matrix),
+        pytest.param(  # too few pages for three
+            "topk:9,3,3",
+            dict(page_size=4, pages=24, prefill_buckets=(7,), rounds_per_dispatch=2),
+            marks=pytest.mark.once,
+        ),
+    ],
+)
+def test_an_engine_emits_the_same_bits_with_and_without_a_draft(tree: str, options: dict[str, Any]) -> None:
+    """Greedy, seeded and penalised requests in one batch, against each alone in plain decoding."""
+    drafted = engine(tree=Tree.parse(tree), **options)
+    together = at_once(drafted)
+    assert seen(together) == plain_alone()
+    assert seen(at_once(drafted)) == plain_alone(), "their prompts are in the cache now"
+    lengths = [done.metrics.mean_acceptance_length for done in together]
+    assert 1.1 < np.mean(lengths) < Tree.parse(tree).depth + 0.95, lengths
+    if "pages" in options:
+        assert drafted.metrics.num_preemptions > 0
+
+
+@pytest.mark.once
+@pytest.mark.slow
+def test_control_an_engine_without_the_flag_says_something_else_in_another_bucket() -> None:
+    ordinary = engine(deterministic=False, buckets=(1, 3), prefix_cache=False)
+    assert one_by_one(ordinary) != seen(at_once(ordinary))
+
+
+def test_quantised_weights_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"deterministic: expected quantize=None, got 'int8'"):
+        engine(quantize="int8")
+    quantised = quantize_weights(model("float32"), "fp8")
+    with pytest.raises(ValueError, match="deterministic: expected a target whose weights are not quantised, got fp8"):
+        Engine(quantised, deterministic=True)
+    with pytest.raises(ValueError, match="deterministic: expected a bool"):
+        engine(deterministic=1)  # type: ignore[arg-type]
+
+
+def test_a_path_lists_ancestors_by_depth() -> None:
+    reach = ancestors(jnp.asarray([[-1, 0, 0, 1, -1, 3]]))
+    wanted = [[0, -1, -1, -1], [0, 1, -1, -1], [0, 2, -1, -1], [0, 1, 3, -1], [4, -1, -1, -1], [0, 1, 3, 5]]
+    np.testing.assert_array_equal(by_depth(reach, 3)[0], wanted)

@@ -1,0 +1,284 @@
+"""Around a dispatch: no compilation, no wait for the device, buffers donated, no page read that must not be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.array import ArrayImpl
+
+from jspec import Engine, SamplingParams
+from jspec.core.records import KVCache, SlotState
+from tests.support import small
+
+VOCAB, MAX_LEN = small.VOCAB, small.MAX_LEN
+PROMPT = [3, 1, 4, 1, 5, 9, 2]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return small.eagle3(rounds=1, page_size=16)
+
+
+@pytest.fixture(scope="module")
+def engine_of_three() -> Engine:
+    """Three rounds a dispatch, and pages of one row."""
+    return small.eagle3(rounds=3, page_size=1)
+
+
+@pytest.fixture(params=["engine", pytest.param("engine_of_three", marks=pytest.mark.long)])
+def either(request: pytest.FixtureRequest) -> Engine:
+    return request.getfixturevalue(request.param)
+
+
+# -- compilation
+
+
+def varied_work(engine: Engine) -> None:
+    """Other lengths, batches, parameters, a stream, an abort, a refused request."""
+    rng = np.random.default_rng(0)
+    for count in (1, 2, 3):
+        prompts = [rng.integers(0, VOCAB, rng.integers(1, 20)).tolist() for _ in range(count)]
+        engine.generate(prompts, [SamplingParams(max_tokens=7, temperature=i % 2, seed=i) for i in range(count)])
+    engine.generate(PROMPT, SamplingParams(top_k=3, top_p=0.5, min_p=0.1, draft=2, stop_token_ids=(1, 2)))
+    engine.generate(PROMPT[:1], SamplingParams(max_tokens=1, draft=False))
+    stream = engine.stream(PROMPT)
+    next(stream)
+    stream.close()
+    with pytest.raises(ValueError):
+        engine.generate([VOCAB])
+
+
+def test_nothing_is_compiled_after_warm_up(either: Engine, compilations: list[str]) -> None:
+    either.generate(PROMPT)
+    compilations.clear()
+    varied_work(either)
+    assert compilations == []
+
+
+def test_an_eager_operation_in_the_loop_is_seen(
+    engine: Engine, compilations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: one jnp operation on the host side of the loop."""
+    engine.generate(PROMPT)
+    original = engine._device._pack
+    monkeypatch.setattr(engine._device, "_pack", lambda plan: np.asarray(jnp.flip(jnp.flip(original(plan)))))
+    compilations.clear()
+    engine.generate(PROMPT)
+    assert any("backend_compile" in event for event in compilations)
+
+
+# -- waiting for the device
+
+
+@pytest.fixture
+def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Device arrays turned into host values: each is a wait for the device, and on a GPU a copy."""
+    seen: list[str] = []
+    value, as_numpy = ArrayImpl._value.fget, ArrayImpl.__array__
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **options: Any) -> Any:
+            seen.append(name)
+            return original(*args, **options)
+
+        return wrapper
+
+    monkeypatch.setattr(ArrayImpl, "_value", property(counted("_value", value)))
+    monkeypatch.setattr(ArrayImpl, "__array__", counted("__array__", as_numpy))
+    return seen
+
+
+def dispatches(engine: Engine, seen: list[str], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Conversions during each dispatch from now on."""
+    counts: list[int] = []
+    original = engine._dispatch
+
+    def counting(plan: Any) -> Any:
+        before = len(seen)
+        output = original(plan)
+        counts.append(len(seen) - before)
+        return output
+
+    monkeypatch.setattr(engine, "_dispatch", counting)
+    return counts
+
+
+def test_a_dispatch_reads_nothing_from_the_device(
+    either: Engine, conversions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = dispatches(either, conversions, monkeypatch)
+    varied_work(either)
+    assert len(counts) > 15
+    assert sum(counts) == 0
+
+
+def test_a_read_during_a_dispatch_is_counted(
+    engine: Engine, conversions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control."""
+    original = engine._dispatch
+
+    def reading(plan: Any) -> Any:
+        int(engine._device.state.root[0])
+        return original(plan)
+
+    monkeypatch.setattr(engine, "_dispatch", reading)
+    counts = dispatches(engine, conversions, monkeypatch)
+    engine.generate(PROMPT)
+    assert len(counts) > 3 and all(count >= 1 for count in counts)
+
+
+# -- transfers
+
+DEVICES = ["here", pytest.param("gpu", marks=pytest.mark.gpu)]  # a CPU shares its memory: only uploads are seen there
+
+
+def guard_dispatches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """From now on a transfer that a dispatch does not ask for by name is an error; the plans dispatched."""
+    plans: list[Any] = []
+    original, start_copy = engine._dispatch, jax.copy_to_host_async
+
+    def copy(output: Any) -> None:  # named as it is, the guard takes it for an implicit transfer
+        with jax.transfer_guard_device_to_host("allow"):
+            start_copy(output)
+
+    def guarded(plan: Any) -> Any:
+        plans.append(plan)
+        with jax.transfer_guard("disallow"):
+            return original(plan)
+
+    monkeypatch.setattr(engine, "_dispatch", guarded)
+    monkeypatch.setattr(jax, "copy_to_host_async", copy)
+    return plans
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_dispatch_transfers_only_by_name(either: Engine, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = guard_dispatches(either, monkeypatch)
+    varied_work(either)
+    assert len(plans) > 15
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_implicit_upload_is_caught(engine: Engine, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the packed numbers handed to the executable as they are."""
+    request = engine._requests(PROMPT, SamplingParams(max_tokens=2), trace=False)[0]
+    guard_dispatches(engine, monkeypatch)
+    monkeypatch.setattr(jax, "device_put", lambda packed: packed)
+    engine._queue(request)
+    engine.step()
+    assert request.finish_reason == "error" and "Disallowed host-to-device transfer" in str(request.error)
+    engine._forget(request)
+
+
+@pytest.mark.gpu
+def test_an_implicit_download_is_caught(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    original = engine._dispatch
+
+    def reading(plan: Any) -> Any:
+        np.asarray(engine._device.state.root)
+        return original(plan)
+
+    monkeypatch.setattr(engine, "_dispatch", reading)
+    guard_dispatches(engine, monkeypatch)
+    (done,) = engine.generate(PROMPT)
+    assert "Disallowed device-to-host transfer" in str(done.error)
+
+
+def test_the_state_is_donated_and_the_weights_are_not(either: Engine) -> None:
+    request = either._requests(PROMPT, SamplingParams(max_tokens=8), trace=False)[0]
+    either._queue(request)
+    while either.scheduler.has_work:
+        before = jax.tree.leaves(either._device.state)
+        planned = len(either._in_flight)
+        either.step()
+        if len(either._in_flight) or planned == 0:
+            assert all(leaf.is_deleted() for leaf in before)
+    either._forget(request)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves([either._device.params, either._device.state]))
+
+
+def test_two_dispatches_are_in_flight_with_overlap(either: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 2 in in_flight_while_reading(either, monkeypatch)
+
+
+# -- pages
+
+
+def in_flight_while_reading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """How many dispatches were not read yet, at each read of a run to max_len."""
+    depths: set[int] = set()
+    original = engine._read
+
+    def reading(*args: Any) -> np.ndarray:
+        depths.add(len(engine._in_flight) + 1)
+        return original(*args)
+
+    monkeypatch.setattr(engine, "_read", reading)
+    to_the_end(engine)
+    return depths
+
+
+def to_the_end(engine: Engine) -> list[int]:
+    """A request that ends exactly at max_len."""
+    (done,) = engine.generate(PROMPT, SamplingParams(max_tokens=2**40, temperature=0))
+    assert len(PROMPT) + len(done.token_ids) == MAX_LEN and done.finish_reason == "length"
+    return done.token_ids
+
+
+def change_pools(state: SlotState, change: Callable[[jax.Array], jax.Array]) -> SlotState:
+    """The state with every page of the target's and the draft's pools changed."""
+
+    def pools(cache: KVCache) -> KVCache:
+        return jax.tree.map(change, cache)
+
+    return state.replace(target=pools(state.target), draft=state.draft.replace(cache=pools(state.draft.cache)))
+
+
+def poisoned(state: SlotState, kept: list[int]) -> SlotState:
+    """NaN in every page, the null page and those free or soon to be written included; known values in the kept ones."""
+
+    def pour(pool: jax.Array) -> jax.Array:
+        new = np.full(pool.shape, np.nan, np.float32)
+        new[kept] = np.random.default_rng(0).normal(size=new[kept].shape)
+        return jnp.array(new)
+
+    return change_pools(state, pour)
+
+
+def pages_of(state: SlotState, pages: list[int]) -> list[np.ndarray]:
+    pools = jax.tree.leaves([state.target, state.draft.cache])
+    return [np.asarray(pool)[pages] for pool in pools]
+
+
+def test_the_last_row_of_the_last_page_and_no_other_slots(either: Engine) -> None:
+    """The draft reaches beyond max_len at the end, and the rounds dispatched ahead of the news run behind it."""
+    expected = to_the_end(either)
+    either.scheduler.pages.forget()
+    others = either.scheduler.pages.reserve(-1, 30)
+    either._device.state = poisoned(either._device.state, others)
+    before = pages_of(either._device.state, others)
+    assert to_the_end(either) == expected
+    for old, new in zip(before, pages_of(either._device.state, others), strict=True):
+        np.testing.assert_array_equal(old, new)
+        assert np.isfinite(new).all()
+    either.scheduler.pages.release(-1)
+
+
+def test_nan_in_committed_pages_would_show(either: Engine) -> None:
+    """Negative control: the same NaN, poured when the prompt's rows are in place."""
+    expected = to_the_end(either)
+    either.scheduler.pages.forget()
+    stream = either.stream(PROMPT, SamplingParams(max_tokens=2**40, temperature=0))
+    tokens = list(next(stream).token_ids)
+    either._device.state = poisoned(either._device.state, [])
+    tokens += [token for chunk in stream for token in chunk.token_ids]
+    either.scheduler.pages.forget()
+    assert tokens != expected
+    assert to_the_end(either) == expected, "the poison outlived its request"

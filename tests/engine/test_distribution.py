@@ -1,0 +1,178 @@
+"""Through the whole engine, over several rounds: the tokens have the target's processed joint law."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from jspec import DraftModel, Engine, Model, SamplingParams, Tree
+from jspec.core.records import Draft, SlotView
+from jspec.draft.base import DraftState, Params, StatelessDrafter
+from jspec.sampling import sampler
+from tests.reference import decoder, processors
+from tests.support import tiny
+
+pytestmark = pytest.mark.once
+
+VOCAB, TOKENS, PROMPT, SAMPLES = 5, 5, [1, 3], 1200
+CONTROLS = {
+    "plain": dict(temperature=1.0),
+    "restricted": dict(temperature=0.8, top_k=4, top_p=0.9, min_p=0.02),
+    "penalised": dict(temperature=1.0, repetition_penalty=1.5, presence_penalty=0.4, frequency_penalty=0.7),
+    "banned": dict(temperature=1.2, bad_words=[[2, 2], [3, 1, 2]], logit_bias={3: 1.0}, top_p=0.95),
+}
+
+
+@cache
+def model() -> Model:
+    return tiny.model(VOCAB, seed=1, sharpness=1.5)
+
+
+@pytest.fixture(scope="module")
+def target() -> Model:
+    return model()
+
+
+def deviation(completions: list, expected: np.ndarray) -> float:
+    """z of Pearson's chi-square against the exact joint law; cells that expect under 5 are pooled into one."""
+    cells = np.array([np.ravel_multi_index(c.token_ids, expected.shape) for c in completions])
+    counts = np.bincount(cells, minlength=expected.size)
+    wanted = expected.ravel() * len(completions)
+    rare = wanted < 5
+    counts = np.append(counts[~rare], counts[rare].sum())
+    wanted = np.append(wanted[~rare], wanted[rare].sum())
+    if wanted[-1] < 5:  # impossible tokens must not occur at all
+        assert counts[-1] <= stats.poisson.isf(1e-7, max(wanted[-1], 1e-12))
+        counts, wanted = counts[:-1], wanted[:-1]
+    df = len(wanted) - 1
+    return float((((counts - wanted) ** 2 / wanted).sum() - df) / np.sqrt(2 * df))
+
+
+def draw(engine: Engine, count: int, *controls: dict[str, Any]) -> list[list]:
+    """Samples of the joint law under each of several controls, all mixed in one batch, with greedy rows too."""
+    params = [SamplingParams(max_tokens=TOKENS, seed=seed, **own) for seed in range(count) for own in controls]
+    greedy = [SamplingParams(max_tokens=TOKENS, temperature=0)] * (count // 20)
+    done = engine.generate([PROMPT] * (len(params) + len(greedy)), [*params, *greedy])
+    alone = engine.generate([PROMPT], greedy[0])[0].token_ids
+    assert all(c.token_ids == alone for c in done[len(params) :]), "greedy rows are touched by sampled ones"
+    return [done[index : len(params) : len(controls)] for index in range(len(controls))]
+
+
+@cache
+def expected_law(name: str, counted: int = TOKENS) -> np.ndarray:
+    """By enumeration of all texts, the logits edited by transformers' processors.
+
+    Args:
+        counted: tokens of the output that they are shown.
+    """
+    params = SamplingParams(**CONTROLS[name])
+
+    def edit(row: np.ndarray, output: np.ndarray) -> np.ndarray:
+        return processors.edited(row, PROMPT, output[:counted].tolist(), params, ())
+
+    if params.controls_used:
+        cuts = dict(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+        return decoder.joint_law(model(), PROMPT, TOKENS, edit, **cuts)
+    return decoder.joint_law(model(), PROMPT, TOKENS, **CONTROLS[name])
+
+
+def make(target, drafter, accept: str) -> Engine:
+    return Engine(
+        target,
+        drafter=drafter,
+        accept=accept,
+        slots=16,
+        max_len=32,
+        page_size=8,
+        buckets=(16,),
+        prefill_buckets=(4,),
+        prefill_budget=64,  # texts are short: all slots are filled before a round
+        prefix_cache=False,
+    )
+
+
+@final
+class Table(StatelessDrafter):
+    """A static tree whose followers depend on their parent's token alone, by a random table of laws.
+
+    Where the rule uses the law they are drawn from it without replacement (Gumbel top-k), else they are the likeliest.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+
+    def feature_layers(self, target: Model) -> tuple[int, ...]:
+        return ()
+
+    def bind(self, target: Model) -> Params:
+        return jnp.asarray(np.random.default_rng(3).dirichlet(np.ones(VOCAB), VOCAB), jnp.float32)
+
+    def draft(self, params: Params, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
+        is_drawn = view.accept in sampler.RULES_WITH_LAW
+        parents = self.tree.parents
+        tokens = [view.root] * self.tree.nodes
+        for node in self.tree.fed:
+            children = [child for child, parent in enumerate(parents) if parent == node]
+            scores, place = jnp.log(params[tokens[node]]), jnp.full_like(view.lengths, node)
+            if is_drawn:
+                key = sampler.keys(view.sampling.seed, sampler.Purpose.DRAFT, view.lengths, place)
+                scores = scores + sampler.gumbel(key, VOCAB)
+            best = jax.lax.top_k(scores, len(children))[1]
+            for rank, child in enumerate(children):
+                tokens[child] = best[:, rank]
+        all_tokens = jnp.stack(tokens, axis=1)
+        draft = Draft(
+            tokens=all_tokens,
+            parents=jnp.broadcast_to(jnp.asarray(parents, jnp.int32), all_tokens.shape),
+            scores=jnp.zeros(all_tokens.shape),
+            valid=jnp.ones(all_tokens.shape, bool),
+            probs=params[all_tokens] if is_drawn else None,
+            vocab_map=None,
+        )
+        return draft, state
+
+
+PAIRS = Tree.static([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)])
+CASES = {
+    "coupled chain": ("coupled", Tree.chain(3)),
+    "rejection chain": ("rejection", Tree.chain(3)),
+    "block chain": ("block", Tree.chain(3)),
+    "rejection tree": ("rejection", PAIRS),
+    "multi_candidate tree": ("multi_candidate", PAIRS),
+}
+QUICK = ("rejection chain",)  # whose draft, acceptance and residual have noise of their own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in CASES]
+)
+def test_every_lossless_rule_gives_the_targets_joint_law(target, name: str) -> None:
+    accept, tree = CASES[name]
+    drafter = DraftModel(tiny.model(VOCAB, seed=2), tree) if tree.is_chain else Table(tree)
+    engine = make(target, drafter, accept)
+    for control, done in zip(CONTROLS, draw(engine, SAMPLES, *CONTROLS.values()), strict=True):
+        assert np.mean([c.metrics.num_drafts for c in done]) > 1.5, "the law must span several rounds"
+        assert abs(deviation(done, expected_law(control))) < 5
+        if control in ("penalised", "banned"):
+            assert deviation(done, expected_law(control, counted=1)) > 20, "negative control: later tokens ignored"
+
+
+@pytest.mark.slow
+def test_noise_keyed_by_position_alone_is_caught(target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: draft, acceptance and residual share the noise of a position."""
+    original = sampler.keys
+
+    def by_position(seed, purpose, *place):
+        return original(seed, sampler.Purpose.TOKEN, sum(place[1:], start=place[0]))
+
+    monkeypatch.setattr(sampler, "keys", by_position)
+    engine = make(target, DraftModel(tiny.model(VOCAB, seed=2), Tree.chain(3)), "rejection")
+    (done,) = draw(engine, SAMPLES, CONTROLS["plain"])
+    assert deviation(done, decoder.joint_law(target, PROMPT, TOKENS, temperature=1.0)) > 20

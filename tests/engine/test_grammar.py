@@ -1,0 +1,244 @@
+"""Tables of grammars: the library regex says what may follow every text, outlines_core what over whole vocabularies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jspec import SamplingParams
+from jspec.engine.grammar.compiler import GrammarInput
+from jspec.engine.grammar.token_table import (
+    Grammar,
+    TablePool,
+    TokenTexts,
+    check_size,
+    compile_grammar,
+    regex_of_schema,
+)
+from jspec.engine.tokenizer import ByteTokenizer, load_tokenizer
+from tests.reference import regular
+from tests.support import lettered
+
+pytestmark = pytest.mark.once
+outlines_core = pytest.importorskip("outlines_core")
+
+SIZE = len(lettered.TEXTS)
+EXPRESSIONS = [
+    "a",
+    "a(b|ab)*c",
+    r"\{(1|12|(é))+(,1)*\}",
+    '"[abc]{0,4}"',
+    "(ab|a)(a|ba)?",
+    "[ac1]{2,3}",
+    "((a|b){2}c)*",
+    "(é)*1?",
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"enum": ["x", "yy"]}, "maxItems": 2},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["name", "age", "tags", "ok"],
+}
+
+
+def compiled(regex: str, texts: Sequence[bytes | None] = lettered.TEXTS, **options: Any) -> Grammar:
+    size = options.pop("size", len(texts))
+    return compile_grammar("regex", regex, TokenTexts(texts, size), **{"stop_ids": (0,)} | options)
+
+
+def allowed(grammar: Grammar, state: int) -> set[int]:
+    return set(np.flatnonzero(grammar.next[state, grammar.class_of] >= 0).tolist())
+
+
+@pytest.mark.parametrize("regex", EXPRESSIONS)
+@pytest.mark.parametrize("stops", [(0,), (0, 14, 15)], ids=str)
+def test_the_table_allows_what_the_expression_does(regex: str, stops: tuple[int, ...]) -> None:
+    """Behind every text of up to five tokens; a stop id that has a text comes at the end alone."""
+    texts = [None if token in stops else text for token, text in enumerate(lettered.TEXTS)]
+    grammar, frontier = compiled(regex, lettered.TEXTS, stop_ids=stops), {b"": 0}
+    for _ in range(5):
+        following: dict[bytes, int] = {}
+        for text, state in frontier.items():
+            found = allowed(grammar, state)
+            assert found == regular.allowed(regex, texts, text, stops), text
+            following |= {text + (texts[t] or b""): grammar.follow([t], state) for t in found - set(stops)}
+        frontier = following
+    assert grammar.follow([0, 0, 1, 1, 1, 1, 1, 1]) < 0
+
+
+def test_a_token_from_which_no_text_can_be_ended_does_not_come() -> None:
+    """There is no x, a letter has two halves, and a token may be banned."""
+    assert allowed(compiled("ax|b"), 0) == {2}
+    assert allowed(compiled("a(é|b)", [None, b"a", b"b", b"\xc3"]), 1) == {2}
+    assert allowed(compiled("ab|b", banned=(3,)), 0) == {1, 2}
+
+
+def test_what_cannot_be_written_at_all_is_refused() -> None:
+    for regex, options in (("x", {}), ("ab|b", dict(banned=(3, 2))), ("[abc]c", dict(banned=(13,)))):
+        with pytest.raises(ValueError, match="none of its texts can be written in the tokens that may come"):
+            compiled(regex, **options)
+
+
+def test_ids_beyond_the_tokenizers_never_come() -> None:
+    grammar = compiled("[a-c]*", size=20)
+    assert allowed(grammar, 0) == {0, 1, 2, 3, 4, 13, 15}
+
+
+@pytest.mark.parametrize("name", ["stories260k", "tokenizers/gpt2"])
+def test_a_whole_vocabulary_is_what_outlines_makes_of_it(data: Path, name: str) -> None:
+    """Walks of 40 tokens through both; every set of tokens on the way is the same. (Where a text may end and go on,
+    outlines_core itself leaves tokens out; of these there is none.)
+    """
+    tokenizer = load_tokenizer(data / name)
+    assert tokenizer is not None
+    texts, end = tokenizer.token_bytes(), 2 if "260" in name else 50256
+    by_text: dict[bytes, list[int]] = {}
+    for token, text in enumerate(texts):
+        if text:
+            by_text.setdefault(text, []).append(token)
+    vocabulary = outlines_core.Vocabulary(end, by_text)
+    for regex in (regex_of_schema(SCHEMA), r"[A-Z][a-zé]{1,9}( [a-z]+){0,4}[.!]"):
+        grammar, index = compiled(regex, texts, stop_ids=(end,)), outlines_core.Index(regex, vocabulary)
+        rng, sizes = np.random.default_rng(0), set()
+        for _ in range(4):
+            state, other = 0, index.get_initial_state()
+            for _ in range(40):
+                expected = set(index.get_allowed_tokens(other))
+                assert allowed(grammar, state) == expected
+                sizes.add(len(expected))
+                token = int(rng.choice(sorted(expected)))
+                if token == end:
+                    break
+                state, other = grammar.follow([token], state), index.get_next_state(other, token)
+        assert len(sizes) > 5
+
+
+def test_walks_through_a_schemas_table_fit_the_schema(data: Path) -> None:
+    tokenizer = load_tokenizer(data / "tokenizers/gpt2")
+    assert tokenizer is not None
+    grammar = compiled(regex_of_schema(json.dumps(SCHEMA)), tokenizer.token_bytes(), stop_ids=(50256,))
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        ids: list[int] = []
+        while ids[-1:] != [50256]:
+            ids.append(int(rng.choice(sorted(allowed(grammar, grammar.follow(ids))))))
+        value = json.loads(tokenizer.decode(ids))
+        assert list(value) == SCHEMA["required"] and set(value["tags"]) <= {"x", "yy"} and len(value["tags"]) <= 2
+        assert len(value["name"]) <= 12 and isinstance(value["age"], int) and isinstance(value["ok"], bool)
+
+
+@pytest.mark.parametrize("name", ["stories260k", "tinystories656k", "tokenizers/gpt2", "tokenizers/qwen2.5"])
+def test_the_bytes_of_tokens_are_what_decoding_adds(data: Path, name: str) -> None:
+    """Behind another token, so that a leading blank stays; halves of a letter show no text of their own."""
+    tokenizer = load_tokenizer(data / name)
+    assert tokenizer is not None
+    texts, front = tokenizer.token_bytes(), tokenizer.encode("so")
+    before, checked = tokenizer.decode(front), 0
+    assert len(texts) == tokenizer.vocab_size
+    for token in range(0, len(texts), max(1, len(texts) // 3000)):
+        text, found = texts[token], tokenizer.decode([*front, token])
+        if token in tokenizer.hidden_ids:
+            assert text is None
+        elif text is not None and "\ufffd" not in found:
+            assert found == before + text.decode()
+            checked += 1
+    assert checked > 0.5 * min(len(texts), 3000) - 256
+    assert ByteTokenizer().token_bytes()[65] == b"A"
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    (dict(regex="("), r"regex='\(': expected a regular expression without look-around"),
+    (dict(regex="(?=a)b"), "without look-around"),
+    (dict(regex="x"), "regex='x': none of its texts can be written"),
+    (dict(json_schema={"type": "foo"}), "json_schema: expected a schema that outlines_core knows"),
+    (dict(json_schema="{"), "json_schema: expected JSON, got {"),
+    (
+        dict(json_schema={"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}}),
+        "json_schema='.*none of its texts can be written",  # of "[" there is no token
+    ),
+    (dict(regex="[abc]{999}"), "table takes 1000 states x .* allowed are 400"),
+    (
+        dict(regex="[abc]", allowed_token_ids=[1, 2]),
+        r"allowed_token_ids: expected one of \(0,\) among them beside regex",
+    ),
+    (dict(regex="[abc]", bad_words=[[1, 0]]), r"bad_words: expected none beside regex that ends with"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), BAD, ids=str)
+def test_grammars_that_cannot_be_held_are_refused(given: dict[str, Any], message: str) -> None:
+    params = SamplingParams(**given)
+    words = tuple(word for word in params.bad_words if not isinstance(word, str))
+    with pytest.raises(ValueError, match=message):
+        GrammarInput(lettered.tokenizer(), SIZE, 400).of(params, (0,), words)
+
+
+def test_an_engine_that_cannot_have_grammars_says_why() -> None:
+    params, tokenizer = SamplingParams(regex="a"), lettered.tokenizer()
+    for engine, stops, message in (
+        (GrammarInput(None, SIZE, 100), (0,), r"regex: needs a tokenizer; pass tokenizer="),
+        (GrammarInput(tokenizer, SIZE, 0), (0,), "built with grammar_cells=0"),
+        (GrammarInput(tokenizer, SIZE, 100), (), "needs a token that ends the request; pass eos_ids="),
+        (GrammarInput(object(), SIZE, 100), (0,), "tokenizer: a grammar needs its token_bytes"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.of(params, stops, ())
+        assert engine.of(SamplingParams(), stops, ()) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(regex=""), "regex: expected None or a text"),
+        (dict(json_schema=[1]), "json_schema: expected None, a schema as a dict, or its text"),
+        (dict(json_schema={1: {2}}), "json_schema: expected None"),
+        (dict(regex="a", json_schema={}), "json_schema: expected its default beside regex"),
+        (dict(grammar=""), "grammar: expected None or a text"),
+        (dict(json_schema={}, grammar="start: /a/"), "grammar: expected its default beside json_schema"),
+        (dict(grammar="start: /a/", ignore_eos=True), "ignore_eos: expected its default beside grammar"),
+        (dict(regex="a", ignore_eos=True), "ignore_eos: expected its default beside regex, .* got True"),
+        (dict(json_schema={}, min_tokens=2), "min_tokens: expected its default beside json_schema"),
+    ],
+    ids=str,
+)
+def test_impossible_combinations_are_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**given)
+
+
+def test_without_the_library_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "outlines_core", None)
+    with pytest.raises(ImportError, match=r"install outlines_core \(pip install 'jspec\[grammar\]'\)"):
+        compiled("a")
+
+
+def test_equal_grammars_are_compiled_once_and_share_a_table() -> None:
+    maker = GrammarInput(lettered.tokenizer(), SIZE, 400)
+    one, same, other, banned = (
+        maker.of(SamplingParams(**given), (0,), ())
+        for given in (
+            dict(regex="a+"),
+            dict(regex="a+", seed=3),
+            dict(regex="b+"),
+            dict(regex="a+", allowed_token_ids=[0, 1]),
+        )
+    )
+    assert one is not None and one is same and other is not None and banned is not None and banned is not one
+    check_size(one, 100)
+    pool = TablePool(2)
+    assert pool.place(one, {one}) == (0, True)
+    assert pool.place(other, {one, other}) == (1, True)
+    assert pool.place(one, {one}) == (0, False)
+    assert pool.place(banned, {one, banned}) == (1, True)  # the longest unused went
+    assert pool.place(other, {banned, other}) == (0, True)  # the one that is used stayed
+    pool.forget()
+    assert pool.place(one, {one}) == (0, True)

@@ -1,0 +1,88 @@
+"""deterministic=True on a GPU, at 8B: 64 prompts by 256 tokens with and without drafting, to the last token."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import Completion, Eagle3, Engine, Model, SamplingParams, Tree
+from jspec.draft.eagle_head import EagleHead
+from jspec.tools.bench import shapes
+from jspec.tools.testing import Scripted
+
+SHAPE, DTYPE, PROMPTS, TOKENS = "llama3-8b", "bfloat16", 64, 256
+PULL = 12.0  # length of an embedding: the row it points at gets a logit near the largest of 128256 normal numbers
+SHARPER = 4.0  # queries: else every token attends to all alike, and after many layers one text is as the other
+GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def target() -> Model:
+    """Random weights whose laws are not flat: each token's embedding points at one row of the output head."""
+    target = shapes.random_target(SHAPE, DTYPE)
+    queries = slice(target.config.num_heads * target.config.head_dim)
+    layers = [layer.replace(qkv=layer.qkv.at[queries].multiply(SHARPER)) for layer in target.layers]
+    head = jnp.roll(target.embed, 1, axis=0)
+    return target.replace(embed=target.embed * PULL, head=head, layers=type(target.layers)(layers))
+
+
+@pytest.fixture(scope="module")
+def head() -> EagleHead:
+    return shapes.random_head(SHAPE, DTYPE)
+
+
+def decode(target: Model, drafter: Any, *, deterministic: bool = True, **options: Any) -> list[Completion]:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, target.config.vocab_size, int(size)).tolist() for size in rng.integers(4, 400, PROMPTS)]
+    options = {"slots": 64, "max_len": 768, "buckets": (64,), "prefill_buckets": (512,), **options}
+    engine = Engine(target, drafter=drafter, deterministic=deterministic, controls=False, **options)
+    done = engine.generate(prompts, GREEDY)
+    engine.close()
+    del engine
+    gc.collect()  # its pools take most of the device
+    return done
+
+
+def differing(ours: list[Completion], others: list[Completion]) -> int:
+    return sum(one.token_ids != other.token_ids for one, other in zip(ours, others, strict=True))
+
+
+@pytest.fixture(scope="module")
+def plain(target: Model) -> list[Completion]:
+    return decode(target, None, slots=16, buckets=(1, 4, 16))
+
+
+@pytest.mark.h200
+def test_texts_are_neither_constant_nor_alike(plain: list[Completion]) -> None:
+    assert all(len(set(done.token_ids)) > TOKENS // 8 for done in plain)
+    assert len({tuple(done.token_ids) for done in plain}) == PROMPTS
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("tree", ["chain:4", "chain:1", "topk:60,8,10"])
+def test_every_token_is_that_of_plain_decoding(tree: str, target: Model, head: EagleHead, plain: Any) -> None:
+    batch = 16 if tree.startswith("topk") else 64
+    drafted = decode(target, Eagle3(head, Tree.parse(tree)), slots=batch, buckets=(batch,), prefill_buckets=(128,))
+    assert differing(drafted, plain) == 0
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("shift", [0, 1])
+def test_so_it_is_where_drafts_are_always_right_or_always_wrong(shift: int, target: Model, plain: Any) -> None:
+    drafter = Scripted(plain, [GREEDY] * PROMPTS, Tree.chain(5), shift=shift)
+    drafted = decode(target, drafter, page_size=32, rounds_per_dispatch=2)
+    assert differing(drafted, plain) == 0
+    accepted = np.mean([done.metrics.mean_acceptance_length for done in drafted])
+    assert accepted > 5 if shift == 0 else accepted < 1.1
+
+
+@pytest.mark.h200
+def test_control_without_the_flag_some_texts_differ(target: Model, head: EagleHead) -> None:
+    ordinary = decode(target, None, slots=16, buckets=(1, 4, 16), deterministic=False)
+    drafted = decode(target, Eagle3(head, Tree.chain(4)), deterministic=False)
+    print(f"without the flag {differing(drafted, ordinary)} of {PROMPTS} texts differ")
+    assert differing(drafted, ordinary) > 0

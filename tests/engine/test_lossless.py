@@ -1,0 +1,279 @@
+"""The claim of the project: with or without drafting, by whatever drafter, the tokens are the same."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jspec import (
+    Completion,
+    Drafter,
+    DraftModel,
+    Eagle,
+    Eagle3,
+    Engine,
+    Medusa,
+    Model,
+    NGram,
+    SamplingParams,
+    Suffix,
+    Tree,
+)
+from jspec.draft.eagle_head import EagleHead
+from jspec.engine.tokenizer import load_tokenizer
+from jspec.tools.testing import NEAR_TIE, Random, Scripted, always_right, differences
+from tests.support import cover, tiny
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runs_long")]  # slow together
+LONGEST_PROMPT = 250
+STATIC = "static:0,1,2,0.0,0.1,1.0,2.0,2.1,2.1.0"  # the deepest path is the last sibling's everywhere
+DYNAMIC = "topk:12,4,3"
+TREES = ("chain:1", "chain:2", "chain:5", STATIC, DYNAMIC)
+DRAFTERS = ("eagle3", "eagle", "medusa", "small", "ngram", "suffix", "right", "wrong", "random")
+FAKES = ("right", "wrong", "random")
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "pair": ("golden", "stories"),
+    "drafter": DRAFTERS,
+    "tree": TREES,
+    "page": (1, 64),  # 16 is the default, which other tests run with
+    "buckets": ((20,), (1, 20)),
+}
+ROUNDS = {"chain:2": 3, STATIC: 2}  # rounds per dispatch, by tree
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target with prompts, a head and a small draft model."""
+
+    target: Model
+    head: EagleHead | None
+    small: Model
+    prompts: list[list[int]]
+
+
+@cache
+def pair(name: str, golden: Path, data: Path) -> Pair:
+    cuts = tiny.text_cuts(data, 100, longest=LONGEST_PROMPT)
+    if name == "golden":
+        target = tiny.load_target(golden / "target")
+        head = tiny.load_head(golden / "draft_specforge_like")
+        return Pair(target, head, tiny.one_layer(target), [list(cut.encode())[:LONGEST_PROMPT] for cut in cuts])
+    target = tiny.load_target(data / "stories260k")
+    tokenizer = load_tokenizer(data / "stories260k")
+    assert tokenizer is not None
+    prompts = [tokenizer.encode(cut)[:LONGEST_PROMPT] for cut in cuts]
+    head = tiny.eagle_head(target, draft_vocab=200, feature_layers=(1, 3, 4))
+    return Pair(target, head, tiny.model(512, layers=1, seed=3), prompts)
+
+
+def is_long(case: dict[str, Any]) -> bool:
+    """The library's drafters on the pair whose head was trained: they decode many long texts."""
+    return case["pair"] == "golden" and case["drafter"] not in FAKES
+
+
+def make_drafter(name: str, tree: Tree, pair: Pair, known: list[Completion], params: list[SamplingParams]) -> Drafter:
+    """Fake drafters know the plain output, so they are right or wrong at every single token."""
+    target = pair.target
+    makers: dict[str, Callable[[], Drafter]] = {
+        "eagle3": lambda: Eagle3(pair.head, tree),
+        "eagle": lambda: Eagle(tiny.eagle1_head(target), tree),
+        "medusa": lambda: Medusa(tiny.medusa_heads(target, heads=5), tree),
+        "small": lambda: DraftModel(pair.small, tree),
+        "ngram": lambda: NGram(tree),
+        "suffix": lambda: Suffix(tree, scope="engine", corpus_tokens=2048),
+        "right": lambda: Scripted(known, params, tree),
+        "wrong": lambda: Scripted(known, params, tree, shift=3),
+        "random": lambda: Random(tree),
+    }
+    return makers[name]()
+
+
+CONTROLS: dict[str, Any] = dict(  # ids that both vocabularies have
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=0.2,
+    logit_bias={101: 2.0, 116: -1.0},
+    bad_words=[[115], [101, 32], [32, 116, 104]],
+    stop_token_ids=(97, 105),
+    min_tokens=40,
+)
+
+
+def parameters(count: int, tokens: int, temperature: float) -> list[SamplingParams]:
+    """Greedy, or sampled with a seed a prompt and every fourth row greedy.
+
+    Every fifth is cut by rank and probability, every fifth has penalties, bias, bad words and a least length.
+    """
+    return [
+        SamplingParams(
+            max_tokens=tokens,
+            temperature=0 if temperature == 0 or index % 4 == 3 else temperature,
+            seed=index,
+            top_k=7 if temperature and index % 5 == 0 else 0,
+            top_p=0.9 if temperature and index % 5 == 0 else 1.0,
+            **CONTROLS if index % 5 == 1 else {},
+        )
+        for index in range(count)
+    ]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is decoded."""
+
+    prompts: int
+    longest: int  # prompt tokens
+    tokens: int
+
+    @property
+    def max_len(self) -> int:
+        return self.longest + self.tokens + 1
+
+
+FULL = Size(prompts=100, longest=LONGEST_PROMPT, tokens=200)
+LONG = Size(prompts=40, longest=120, tokens=200)
+SHORT = Size(prompts=20, longest=120, tokens=64)
+
+
+Sizes = dict[float, Size]  # by temperature
+
+
+@cache
+def plain(name: str, golden: Path, data: Path, longest: int) -> Engine:
+    target = pair(name, golden, data).target
+    return Engine(target, slots=20, max_len=longest + FULL.tokens + 1, buckets=(20,), prefill_buckets=(longest,))
+
+
+@cache
+def baseline(name: str, golden: Path, data: Path, size: Size, temperature: float) -> list[Completion]:
+    prompts = [prompt[: size.longest] for prompt in pair(name, golden, data).prompts[: size.prompts]]
+    params = parameters(size.prompts, size.tokens, temperature)
+    return plain(name, golden, data, size.longest).generate(prompts, params)
+
+
+def check(case: dict[str, Any], golden: Path, data: Path, sizes: Sizes) -> None:
+    """Every bucket, greedy and sampled: the largest bucket serves all prompts, a smaller one a batch of its size."""
+    one = pair(case["pair"], golden, data)
+    expected = {t: baseline(case["pair"], golden, data, size, t) for t, size in sizes.items()}
+    params = {t: parameters(size.prompts, size.tokens, t) for t, size in sizes.items()}
+    known, made_with = distinct(expected, params)
+    drafter, tree = case["drafter"], case["tree"]
+    largest = max(sizes.values(), key=lambda size: size.max_len)
+    engine = Engine(
+        one.target,
+        drafter=make_drafter(drafter, Tree.parse(tree), one, known, made_with),
+        slots=case["buckets"][-1],
+        max_len=largest.max_len,
+        page_size=case["page"],
+        buckets=case["buckets"],
+        prefill_buckets=(largest.longest,),
+        rounds_per_dispatch=ROUNDS.get(tree, 1),
+    )
+    for temperature, rows in itertools.product(sizes, case["buckets"]):
+        used = len(params[temperature]) if rows == case["buckets"][-1] else rows
+        prompts = [completion.prompt_token_ids for completion in expected[temperature][:used]]
+        done = engine.generate(prompts, params[temperature][:used])
+        same_tokens(one.target, expected[temperature][:used], done, params[temperature][:used])
+    assert engine.pages_in_use == 0
+    engine.scheduler.pages.check()
+    check_acceptance(case, engine)
+
+
+def distinct(
+    completions: dict[float, list[Completion]], params: dict[float, list[SamplingParams]]
+) -> tuple[list[Completion], list[SamplingParams]]:
+    """All of them, the greedy rows that both temperatures share only once."""
+    kept: dict[tuple, tuple[Completion, SamplingParams]] = {}
+    for temperature in completions:
+        for completion, p in zip(completions[temperature], params[temperature], strict=True):
+            seed = None if p.temperature == 0 else p.seed
+            kept.setdefault((tuple(completion.prompt_token_ids), seed), (completion, p))
+    known, made_with = zip(*kept.values(), strict=True)
+    return list(known), list(made_with)
+
+
+def check_acceptance(case: dict[str, Any], engine: Engine) -> None:
+    """The fake drafters must have been as right and as wrong as they claim."""
+    metrics = engine.metrics
+    drafter, tree = case["drafter"], case["tree"]
+    if drafter == "wrong":
+        assert metrics.num_accepted_tokens == 0
+    if drafter == "right":  # the last round of a request is cut where it ends
+        assert metrics.acceptance_per_position[-1] > 0.9
+        assert len(metrics.acceptance_per_position) == Tree.parse(tree).depth
+
+
+def same_tokens(
+    target: Model, expected: list[Completion], done: list[Completion], params: list[SamplingParams]
+) -> None:
+    """Every token, but for near ties in float32."""
+    for a, b, p in zip(expected, done, params, strict=True):
+        if a.token_ids == b.token_ids and a.finish_reason == b.finish_reason:
+            continue
+        assert p.top_k == 0 and not p.controls_used, "a row with controls differs"
+        seeds = None if p.temperature == 0 else (p.temperature, [p.seed])
+        (found,) = differences(target, [a], [b], seeds)
+        assert found.gap < NEAR_TIE, found
+
+
+# Drafters with a cache of their own, and one that is always wrong. Medusa's tokens are compared in
+# tests/engine/test_draft_length.py too, those of n-gram and suffix in tests/draft/test_lookup.py.
+COVER = (
+    ("stories", "eagle3", DYNAMIC, 64, (20,)),
+    ("stories", "eagle", DYNAMIC, 1, (20,)),
+    ("golden", "small", "chain:2", 1, (20,)),
+    ("stories", "wrong", "chain:1", 64, (1, 20)),
+)
+MORE = (  # -m long; the whole product: -m matrix
+    ("stories", "medusa", STATIC, 64, (20,)),
+    ("stories", "ngram", STATIC, 64, (20,)),
+    ("golden", "eagle3", "chain:2", 64, (20,)),
+    ("golden", "suffix", "chain:2", 64, (20,)),
+    ("golden", "right", "chain:5", 1, (1, 20)),
+    ("stories", "eagle3", "chain:5", 1, (20,)),
+    ("stories", "small", STATIC, 1, (1, 20)),
+    ("stories", "suffix", DYNAMIC, 64, (20,)),
+    ("stories", "right", STATIC, 1, (1, 20)),
+    ("stories", "random", "chain:2", 1, (20,)),
+)
+
+
+def cases() -> list[Any]:
+    """The first is decoded in both environments."""
+    marks = [[], *[[pytest.mark.once]] * (len(COVER) - 1), *[[pytest.mark.long]] * len(MORE)]
+    named = [dict(zip(FACTORS, case, strict=True)) for case in COVER + MORE]
+    return [pytest.param(case, marks=own, id=cover.label(case)) for case, own in zip(named, marks, strict=True)]
+
+
+@pytest.mark.parametrize("case", cases())
+def test_tokens_equal_plain_decoding(case: dict[str, Any], golden: Path, data: Path) -> None:
+    check(case, golden, data, {0.0: LONG if is_long(case) else SHORT, 1.0: SHORT})
+
+
+@pytest.mark.once
+def test_acceptance_never_decays(golden: Path, data: Path) -> None:
+    """The target drafts for itself, 200 rounds: the draft row that the bonus token lacks is made good every time."""
+    one = pair("golden", golden, data)
+    drafter = always_right(one.target, Tree.chain(2))
+    engine = Engine(one.target, drafter=drafter, slots=1, max_len=700, prefill_buckets=(64,), page_size=64)
+    (done,) = engine.generate(one.prompts[3][:60], SamplingParams(max_tokens=601, temperature=0))
+    assert done.metrics.num_drafts == 200
+    assert done.metrics.mean_acceptance_length == 3.0
+
+
+@pytest.mark.once
+def test_a_wrong_token_of_the_target_is_caught(golden: Path, data: Path) -> None:
+    """The negative control: a target that differs by one weight fails the comparison."""
+    one = pair("golden", golden, data)
+    other = one.target.replace(norm=one.target.norm.at[0].mul(1.5))
+    engine = Engine(other, slots=20, max_len=SHORT.max_len, buckets=(20,), prefill_buckets=(SHORT.longest,))
+    expected = baseline("golden", golden, data, SHORT, 0.0)
+    done = engine.generate([c.prompt_token_ids for c in expected], parameters(20, 64, 0.0))
+    with pytest.raises(AssertionError):
+        same_tokens(one.target, expected, done, parameters(20, 64, 0.0))

@@ -1,0 +1,28 @@
+"""The same claim on the whole product of drafters, trees, page sizes, buckets and models: greedy at full length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.test_lossless import DYNAMIC, FACTORS, FAKES, FULL, SHORT, check
+from tests.support import cover
+
+STATIC_ONLY = ("medusa", *FAKES)
+
+
+def possible(case: dict[str, Any]) -> bool:
+    return case["tree"] != DYNAMIC or case["drafter"] not in STATIC_ONLY
+
+
+# One engine serves all buckets: 100 prompts in the largest, a batch of its size in each of the others.
+WHOLE = [case for case in cover.product(FACTORS | {"page": (1, 16, 64), "buckets": ((1, 4, 25),)}) if possible(case)]
+
+
+@pytest.mark.matrix
+@pytest.mark.usefixtures("runs_long")
+@pytest.mark.parametrize("case", WHOLE, ids=cover.label)
+def test_tokens_equal_plain_decoding_everywhere(case: dict[str, Any], golden: Path, data: Path) -> None:
+    check(case, golden, data, {0.0: FULL, 1.0: SHORT})

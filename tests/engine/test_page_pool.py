@@ -1,0 +1,215 @@
+"""The page allocator: every page is free, idle or held by as many owners as share it, whatever happens."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jspec.engine.page_pool import Digest, PagePool, page_digests
+
+pytestmark = pytest.mark.once
+
+TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=24)  # of two tokens, so that beginnings are met again
+
+
+class Pages(RuleBasedStateMachine):
+    """Owners come, share, grow, keep and go; dictionaries are the model."""
+
+    @initialize(pages=st.integers(2, 14), page_size=st.integers(1, 4))
+    def start(self, pages: int, page_size: int) -> None:
+        self.pool = PagePool(pages, page_size)
+        self.owned: dict[int, list[int]] = {}
+        self.kept: dict[int, tuple[int, ...]] = {}  # the text up to the end of each page that may be found
+        self.idle: list[int] = []  # the page that must go first stands first
+
+    @rule(owner=st.integers(0, 4), text=TEXTS, extra=st.integers(0, 6))
+    def reserve(self, owner: int, text: list[int], extra: int) -> None:
+        rows, size = len(text) + extra, self.pool.page_size
+        shared = self.pool.match(page_digests(text, size))
+        assert shared == self.expected_match(text)
+        needed = -(-rows // size) - len(shared)
+        fits = needed <= self.free() - sum(page in self.idle for page in shared)
+        assert self.pool.can_reserve(rows, shared) == fits
+        if owner in self.owned or not fits:
+            before = self.pool.num_free
+            with pytest.raises(ValueError, match="has pages already" if owner in self.owned else "free"):
+                self.pool.reserve(owner, rows, shared)
+            assert self.pool.num_free == before, "a refused reservation took pages"
+            return
+        self.idle = [page for page in self.idle if page not in shared]
+        self.take(owner, self.pool.reserve(owner, rows, shared), shared)
+
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data(), more=st.integers(0, 8))
+    def grow(self, data: st.DataObject, more: int) -> None:
+        owner = data.draw(st.sampled_from(sorted(self.owned)))
+        had, size = self.owned[owner], self.pool.page_size
+        fits = -(-more // size) <= self.free()
+        assert self.pool.grow(owner, len(had) * size + more) == fits
+        now = list(self.pool.pages_of(owner))
+        assert now[: len(had)] == had and len(now) == len(had) + (-(-more // size) if fits else 0)
+        self.take(owner, now, had)
+
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data(), text=TEXTS)
+    def keep(self, data: st.DataObject, text: list[int]) -> None:
+        """The owner's rows hold this text: of those that are kept already the text must be the one they hold."""
+        owner, size = data.draw(st.sampled_from(sorted(self.owned))), self.pool.page_size
+        known = [self.kept[page] for page in self.owned[owner] if page in self.kept]
+        text = [*(known[-1] if known else ()), *text]
+        first = data.draw(st.integers(0, len(known)))
+        self.pool.keep(owner, page_digests(text, size)[first:], first=first)
+        for column, page in enumerate(self.owned[owner]):
+            beginning = tuple(text[: (column + 1) * size])
+            is_full = len(beginning) == (column + 1) * size
+            if is_full and column >= first and page not in self.kept and beginning not in self.kept.values():
+                self.kept[page] = beginning
+
+    @rule(owner=st.integers(0, 4))
+    def release(self, owner: int) -> None:
+        pages = self.owned.pop(owner, [])
+        self.pool.release(owner)
+        held = {page for others in self.owned.values() for page in others}
+        self.idle += [page for page in reversed(pages) if page in self.kept and page not in held]
+
+    @precondition(lambda self: not self.owned)
+    @rule()
+    def forget(self) -> None:
+        self.pool.forget()
+        self.kept, self.idle = {}, []
+
+    def take(self, owner: int, pages: list[int], had: list[int]) -> None:
+        """New pages are free ones; once there are none, the idle ones, from the first on."""
+        new = pages[len(had) :]
+        evicted = [page for page in new if page in self.idle]
+        assert evicted == self.idle[: len(evicted)], "another page should have gone first"
+        assert not evicted or self.pool.num_free == len(self.idle) - len(evicted), "a free page was passed over"
+        self.idle = self.idle[len(evicted) :]
+        for page in evicted:
+            del self.kept[page]
+        self.owned[owner] = pages
+
+    def expected_match(self, text: list[int]) -> list[int]:
+        where, size = {beginning: page for page, beginning in self.kept.items()}, self.pool.page_size
+        found: list[int] = []
+        for end in range(size, len(text) + 1, size):
+            if tuple(text[:end]) not in where:
+                break
+            found.append(where[tuple(text[:end])])
+        return found
+
+    def free(self) -> int:
+        held = {page for pages in self.owned.values() for page in pages}
+        return self.pool.pages - 1 - len(held)
+
+    @invariant()
+    def every_page_is_somewhere_once(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check()
+        holders = Counter(page for pages in self.owned.values() for page in pages)
+        assert all(0 < page < self.pool.pages for page in holders)
+        assert all(page in self.kept for page, count in holders.items() if count > 1)
+        assert [self.pool._holders[page] for page in sorted(holders)] == [holders[page] for page in sorted(holders)]
+        assert (self.pool.num_used, self.pool.num_free) == (len(holders), self.free())
+        assert self.pool.num_kept == len(self.kept) and list(self.pool._idle) == self.idle
+
+    def teardown(self) -> None:
+        """Nothing leaks: when all are gone every page can be had."""
+        if hasattr(self, "pool"):
+            for owner in list(self.owned):
+                self.release(owner)
+            assert self.pool.num_free == self.pool.pages - 1
+            self.pool.reserve(9, (self.pool.pages - 1) * self.pool.page_size)
+            self.pool.check()
+
+
+TestPages = Pages.TestCase
+TestPages.settings = settings(max_examples=60, stateful_step_count=20)
+
+
+def forgets_holders(self: PagePool, owner: int) -> None:
+    """A page goes back though others hold it."""
+    for page in self._owned.pop(owner, []):
+        self._holders[page] = 0
+        (self._idle.update({page: None}) if page in self._digest_of else self._free.append(page))
+
+
+def newest_first(self: PagePool) -> int:
+    page = list(self._idle)[-1]
+    del self._idle[page]
+    del self._page_of[self._digest_of.pop(page)]
+    return page
+
+
+@pytest.mark.parametrize(("name", "broken"), [("release", forgets_holders), ("_evict", newest_first)])
+def test_the_machine_finds_a_broken_pool(monkeypatch: pytest.MonkeyPatch, name: str, broken: object) -> None:
+    """Negative controls."""
+    monkeypatch.setattr(PagePool, name, broken)
+    quick = settings(TestPages.settings, max_examples=2000, phases=[Phase.generate])
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Pages, settings=quick)
+
+
+def test_digests_are_chained() -> None:
+    """A page's digest tells all tokens up to its end, wherever the computation was taken up."""
+    text = [1, 2, 3, 4, 5, 6, 7]
+    whole = page_digests(text, 2)
+    assert len(whole) == 3 and page_digests(text[2:], 2, whole[0]) == whole[1:]
+    other = page_digests([9, *text[1:]], 2)
+    assert not set(other) & set(whole)
+    collected: set[Digest] = {page_digests([a, b], 2)[0] for a in range(20) for b in range(20)}
+    assert len(collected) == 400
+
+
+def test_kept_pages_are_evicted_from_the_end_of_the_oldest_text() -> None:
+    pool = PagePool(5, 1)
+    digests = page_digests([1, 2, 3, 4], 1)
+    first, second = pool.reserve(1, 2), pool.reserve(2, 2)
+    pool.keep(1, digests[:2])
+    pool.keep(2, page_digests([7, 8], 1))
+    pool.release(1)
+    pool.release(2)
+    assert pool.match(digests) == first
+    assert pool.reserve(3, 3) == [first[1], first[0], second[1]]
+    assert pool.match(digests) == [] and pool.match(page_digests([7, 8], 1)) == [second[0]]
+
+
+def test_a_returned_list_is_the_callers_own() -> None:
+    pool = PagePool(4, 2)
+    pool.reserve(1, 4).clear()
+    pool.release(1)
+    pool.check()
+    assert pool.num_used == 0
+
+
+def test_check_sees_a_lost_a_doubled_and_a_miscounted_page() -> None:
+    """Negative controls."""
+    lost, doubled, miscounted = PagePool(5, 1), PagePool(5, 1), PagePool(5, 1)
+    lost._free.pop()
+    doubled._free.append(3)
+    miscounted._holders[2] = 1
+    for pool, message in (
+        (lost, "lost or handed out twice"),
+        (doubled, "lost or handed out twice"),
+        (miscounted, "miscounted"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            pool.check()
+
+
+@pytest.mark.parametrize(("pages", "page_size"), [(1, 16), (0, 16), (4, 0)])
+def test_an_impossible_pool_is_refused(pages: int, page_size: int) -> None:
+    with pytest.raises(ValueError, match=f"pages >= 2 and page_size >= 1, got {pages} and {page_size}"):
+        PagePool(pages, page_size)

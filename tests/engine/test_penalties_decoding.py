@@ -1,0 +1,177 @@
+"""Controls through the engine: with drafters what they are without, and without what transformers' processors give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import DraftModel, Engine, SamplingParams, Tree
+from jspec.core.config import EngineConfig
+from jspec.engine.input_processor import Admission
+from jspec.engine.penalty_input import bad_words
+from jspec.engine.tokenizer import ByteTokenizer
+from jspec.sampling import sampler
+from tests.reference import decoder, processors
+from tests.support import small, tiny
+
+pytestmark = pytest.mark.once
+
+PROMPTS = [[1, 2, 3], [4] * 6, list(range(1, 12)), [5, 1, 5, 1, 5], [7], [9, 9, 2, 1], [3, 1, 2, 3, 1, 2, 3], [6, 2]]
+LENGTH = 24
+BOTH = dict(repetition_penalty=1.4, frequency_penalty=0.3)
+ENGINE_PARAMS = [
+    SamplingParams(temperature=0, max_tokens=LENGTH, **BOTH, presence_penalty=0.2),
+    SamplingParams(temperature=0, max_tokens=LENGTH, bad_words=[[14], [15, 6, 15], [6, 15, 3], [1, 6]]),
+    SamplingParams(seed=3, max_tokens=LENGTH, allowed_token_ids=[1, 5, 6, 7, 11], frequency_penalty=-0.5, draft=2),
+    SamplingParams(seed=4, max_tokens=LENGTH, stop_token_ids=(1, 2, 3, 6), min_tokens=11, **BOTH, top_k=6, top_p=0.9),
+    SamplingParams(temperature=0, max_tokens=LENGTH),
+    SamplingParams(seed=5, max_tokens=2, logit_bias={2: 4.0, 3: -100}, draft=False),
+    SamplingParams(temperature=0, max_tokens=3, stop_token_ids=tuple(range(8)), min_tokens=3, presence_penalty=1.5),
+    SamplingParams(seed=7, max_tokens=1, logit_bias={11: 100}, min_p=0.1),
+]
+
+
+@cache
+def plain_tokens() -> list[list[int]]:
+    done = small.plain().generate(PROMPTS, ENGINE_PARAMS)
+    return [completion.raise_for_error().token_ids for completion in done]
+
+
+def by_processors(prompt: list[int], params: SamplingParams) -> list[int]:
+    """Decode token by token: a forward over the whole text, transformers' processors, the project's noise."""
+    output: list[int] = []
+    while len(output) < params.max_tokens and not set(output[-1:]) & set(params.stop_token_ids):
+        text = np.array([[*prompt, *output]])
+        logits = decoder.logits(small.target(), text)[0, -1].astype(np.float32)
+        logits = processors.edited(logits, prompt, output, params, params.stop_token_ids)
+        if params.temperature:
+            key = sampler.keys(jnp.asarray([[0, params.seed]], jnp.uint32), 0, jnp.asarray([text.shape[1]]))
+            logits = processors.processed(logits, params) + np.asarray(sampler.gumbel(key, small.VOCAB))[0]
+        output.append(int(logits.argmax()))
+    return output
+
+
+def test_plain_decoding_is_a_loop_over_transformers_processors() -> None:
+    """A second time the prompts' pages are found, and no slot remembers whom it served."""
+    assert plain_tokens() == [by_processors(*each) for each in zip(PROMPTS, ENGINE_PARAMS, strict=True)]
+    for order in (range(8), range(7, -1, -1)):
+        done = small.plain().generate([PROMPTS[i] for i in order], [ENGINE_PARAMS[i] for i in order])
+        assert [completion.token_ids for completion in done] == [plain_tokens()[i] for i in order]
+
+
+def test_controls_are_what_makes_the_difference() -> None:
+    """Negative control: without its controls every row but the one that has none decodes otherwise."""
+    off = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None, bad_words=())
+    off |= dict(allowed_token_ids=None, min_tokens=0)
+    done = small.plain().generate(PROMPTS, [replace(params, **off) for params in ENGINE_PARAMS])
+    same = [completion.token_ids == expected for completion, expected in zip(done, plain_tokens(), strict=True)]
+    assert same == [not params.controls_used for params in ENGINE_PARAMS]
+
+
+def test_a_chain_decodes_as_without_a_drafter() -> None:
+    engine = small.eagle3(rounds=3, page_size=1)
+    check_engine(engine)
+
+
+@pytest.mark.long
+def test_a_dynamic_tree_decodes_as_without_a_drafter_while_requests_are_preempted() -> None:
+    """What was lost is counted once more when a request comes back, its output as output."""
+    drafter = DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3))
+    engine = Engine(
+        small.target(),
+        drafter=drafter,
+        slots=4,
+        max_len=small.MAX_LEN,
+        page_size=4,
+        pages=26,
+        buckets=(4,),
+        prefill_buckets=(small.MAX_LEN,),
+    )
+    check_engine(engine)
+    assert engine.metrics.num_preemptions > 0
+
+
+def check_engine(engine: Engine) -> None:
+    done = engine.generate(PROMPTS, ENGINE_PARAMS)
+    assert [completion.token_ids for completion in done] == plain_tokens()
+    assert engine.metrics.num_accepted_tokens > 0
+    assert not any(done[5].from_draft)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    (dict(logit_bias={16: 1.0}), r"logit_bias: expected ids in \[0, 16\), got 16"),
+    (dict(allowed_token_ids=[3, 99]), r"allowed_token_ids: expected ids in \[0, 16\), got 99"),
+    (dict(bad_words=[[1, 20]]), r"bad_words: expected ids in \[0, 16\), got 20"),
+    (dict(bad_words=["no"]), r"bad_words: 'no' needs a tokenizer; pass tokenizer= or give token ids"),
+    (dict(bad_words=[[1] * 17]), r"words of at most 16 tokens, got one of 17"),
+    (
+        dict(bad_words=[[1, i % 16, i // 16] for i in range(129)]),
+        r"bad_words: expected at most 128 of more than one token, got 129",
+    ),
+    (dict(min_tokens=50, max_tokens=60), r"min_tokens: expected at most 47, what max_len leaves, got 50"),
+    (
+        dict(min_tokens=1, allowed_token_ids=[1, 2], stop_token_ids=(2, 1)),
+        r"expected a token that neither bad_words=\(\) nor min_tokens=1 takes out, got \(1, 2\); allow more or ban",
+    ),
+    (
+        dict(bad_words=[[token] for token in range(16)]),
+        r"expected a token that neither bad_words=.*, got None; allow more or ban less",
+    ),
+    (
+        dict(allowed_token_ids=[1, 2], bad_words=[[1], [3, 3, 2]]),
+        r"neither bad_words=\(\(1,\), \(3, 3, 2\)\) nor min_tokens=0 takes out behind \(3, 3\), got \(1, 2\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), BAD, ids=str)
+def test_controls_that_cannot_be_held_are_refused_before_anything_is_queued(given: dict, message: str) -> None:
+    engine = small.plain()
+    with pytest.raises(ValueError, match=message):
+        engine.generate([[1], [2]], [SamplingParams(), SamplingParams(**given)])
+    assert not engine.scheduler.has_work
+
+
+def test_an_engine_built_without_controls_says_so() -> None:
+    admission = Admission(None, small.VOCAB, (), EngineConfig(controls=False))
+    admission.requests([1], SamplingParams(top_k=3), trace=False)
+    with pytest.raises(ValueError, match="presence_penalty, min_tokens: this engine was built with controls=False"):
+        admission.requests([1], SamplingParams(presence_penalty=1, min_tokens=1), trace=False)
+
+
+def test_words_that_cannot_come_together_leave_a_choice() -> None:
+    """After 5 comes 6 and after 6 comes 5: each takes out another token."""
+    params = SamplingParams(temperature=0, max_tokens=8, allowed_token_ids=[5, 6], bad_words=[[5, 5], [6, 6]])
+    (done,) = small.plain().generate([1, 5], params)
+    assert done.token_ids == [6, 5] * 4
+
+
+def test_texts_are_banned_with_and_without_a_blank_in_front() -> None:
+    params = SamplingParams(bad_words=["ab", " ab", [1]])
+    assert bad_words(params, ByteTokenizer()) == (tuple(b"ab"), tuple(b" ab"), (1,))
+
+
+class Blanks:
+    """Puts a blank in front of a text, as SentencePiece does, and makes a token of every character."""
+
+    hidden_ids = frozenset({0})
+
+    def encode(self, text: str) -> list[int]:
+        return [0, *map(ord, " " + text)]
+
+
+def test_a_bad_word_is_banned_behind_a_lines_end_too() -> None:
+    words = bad_words(SamplingParams(bad_words=["ab"]), Blanks())  # type: ignore[arg-type]
+    assert words == ((32, 97, 98), (32, 32, 97, 98), (97, 98))
+
+
+def test_numbers_too_large_for_a_float() -> None:
+    assert SamplingParams(max_tokens=2**64).max_tokens == 2**64
+    for field in ("temperature", "presence_penalty", "min_tokens"):
+        with pytest.raises(ValueError, match=field):
+            SamplingParams(**{field: 10**400})

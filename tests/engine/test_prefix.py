@@ -1,0 +1,308 @@
+"""Requests that begin alike share pages, and nobody can tell by their tokens, nor by what is drafted for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import Completion, Drafter, DraftModel, Eagle3, Engine, SamplingParams, Suffix, Tree
+from jspec.core.records import PrefillInput
+from jspec.engine.model_runner import Device
+from tests.support import small, tiny
+
+pytestmark = pytest.mark.once
+
+PAGE, MAX_LEN, LENGTH = 4, 64, 3
+TOLERANCE = 1e-4  # float32 scores of other chunks
+DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
+    "plain": lambda: None,
+    "eagle3": lambda: Eagle3(
+        tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1)), Tree.chain(LENGTH)
+    ),
+    "draft model": lambda: DraftModel(tiny.model(small.VOCAB, layers=1, seed=1), Tree.chain(LENGTH)),
+    "suffix": lambda: Suffix(Tree.chain(LENGTH), max_n=3, scope="engine", corpus_tokens=64),
+}
+WITH_CACHE: list[Engine] = []
+GREEDY, SAMPLED = dict(temperature=0.0), dict(temperature=1.0, seed=7)
+
+
+@cache
+def engine(name: str, *, cached: bool, page_size: int = PAGE) -> Engine:
+    """Two slots. The draft model is drawn from its own law, so that the tokens depend on what its cache holds."""
+    made = Engine(
+        small.target(),
+        drafter=DRAFTERS[name](),
+        slots=2,
+        max_len=MAX_LEN,
+        page_size=page_size,
+        buckets=(2,),
+        prefill_buckets=(6, 16),
+        accept="rejection" if name == "draft model" else "coupled",
+        prefix_cache=cached,
+        controls=False,
+    )
+    WITH_CACHE.extend([made] * cached)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _all_comes_back() -> Iterator[None]:
+    """Every test begins and ends with nothing held, and every page somewhere."""
+    for one in WITH_CACHE:
+        one.scheduler.pages.forget()
+    yield
+    for one in WITH_CACHE:
+        one.scheduler.pages.check()
+        assert one.pages_in_use == 0 and not one.scheduler.has_work
+
+
+def prompt(size: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, small.VOCAB, size).tolist()
+
+
+def chat(one: Engine, controls: dict[str, Any], turns: tuple[tuple[int, int], ...], *, trace: bool = False) -> Any:
+    """A conversation: each turn adds tokens to all that was said and lets the model answer."""
+    said: list[int] = []
+    done: list[Completion] = []
+    for turn, (asked, answered) in enumerate(turns):
+        said += prompt(asked, seed=turn)
+        params = SamplingParams(max_tokens=answered, **controls)
+        done += one.generate(said, params, trace=trace)
+        said += done[-1].token_ids
+    return done
+
+
+def tokens(done: list[Completion]) -> list[list[int]]:
+    return [one.token_ids for one in done]
+
+
+def cached_tokens(done: list[Completion]) -> list[int]:
+    return [one.metrics.num_cached_tokens for one in done]
+
+
+TURNS = ((9, 6), (1, 3), (3, 8), (1, 1), (2, 7), (5, 5))
+
+
+@pytest.mark.parametrize("controls", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_hits_change_neither_tokens_nor_drafts(name: str, controls: dict[str, Any]) -> None:
+    one, other = (chat(engine(name, cached=cached), controls, TURNS) for cached in (True, False))
+    assert tokens(one) == tokens(other)
+    assert [done.from_draft for done in one] == [done.from_draft for done in other]
+    assert [done.metrics.accepted_at for done in one] == [done.metrics.accepted_at for done in other]
+    assert sum(cached_tokens(one)) > 50 and sum(cached_tokens(other)) == 0
+    if name != "plain" and controls == GREEDY:
+        assert sum(done.metrics.num_accepted_tokens for done in one) > 0
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_full_page_of_what_was_said_is_found(name: str) -> None:
+    """Also those filled while decoding, and the rows of a request's very last round: with any drafter as without."""
+    done = chat(engine(name, cached=True), SAMPLED, TURNS)
+    held = 0
+    for turn in done:
+        size = len(turn.prompt_token_ids)
+        assert turn.metrics.num_cached_tokens == min(held // PAGE * PAGE, size - 1)
+        assert turn.metrics.num_prompt_tokens == size
+        held = size + len(turn.token_ids) - 1  # the newest token was never fed
+
+
+def traced(one: Engine, turns: tuple[tuple[int, int], ...] = TURNS) -> list[np.ndarray]:
+    return [round.scores for done in chat(one, GREEDY, turns, trace=True) for round in done.rounds]
+
+
+@pytest.fixture(scope="module")
+def expected_scores() -> list[np.ndarray]:
+    return traced(engine("eagle3", cached=False))
+
+
+def test_the_draft_rows_of_shared_pages_are_whole(expected_scores: list[np.ndarray]) -> None:
+    """The head gives every node the score it has without the cache: so its rows and its feature are the right ones."""
+    np.testing.assert_allclose(traced(engine("eagle3", cached=True)), expected_scores, atol=TOLERANCE)
+
+
+def test_with_pages_of_one_row_too(expected_scores: list[np.ndarray]) -> None:
+    one = engine("eagle3", cached=True, page_size=1)
+    np.testing.assert_allclose(traced(one), expected_scores, atol=TOLERANCE)
+    done = chat(one, GREEDY, TURNS)
+    assert cached_tokens(done) == [len(turn.prompt_token_ids) - 1 for turn in done], "a row was lost"
+
+
+def no_catch_up(one: Engine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(one._device.programs, "catch_up", lambda params, state, packed: state)
+
+
+def no_edges(one: Engine, patch: pytest.MonkeyPatch) -> None:
+    original = one._dispatch
+
+    def dispatch(plan: Any) -> Any:
+        draft = one._device.state.draft
+        one._device.state = replace(one._device.state, draft=replace(draft, edges=jnp.ones_like(draft.edges)))
+        return original(plan)
+
+    patch.setattr(one, "_dispatch", dispatch)
+
+
+@pytest.mark.parametrize("spoil", [no_catch_up, no_edges])
+def test_a_page_that_is_not_whole_shows(
+    expected_scores: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., None]
+) -> None:
+    """Negative controls."""
+    one = engine("eagle3", cached=True)
+    traced(one, TURNS[:1])  # so that its programs are compiled before one of them is replaced
+    one.scheduler.pages.forget()
+    spoil(one, monkeypatch)
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(traced(one), expected_scores, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("size", [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 16, 17, 24, 29])
+def test_the_same_prompt_twice(size: int) -> None:
+    """Prompts that are multiples of the page, and chunks of 6 and 16 that end inside a page."""
+    plain = SamplingParams(max_tokens=6, **GREEDY)
+    one = engine("eagle3", cached=True)
+    first, second = (one.generate(prompt(size), plain)[0] for _ in range(2))
+    (expected,) = engine("eagle3", cached=False).generate(prompt(size), plain)
+    assert first.token_ids == second.token_ids == expected.token_ids
+    assert first.from_draft == second.from_draft == expected.from_draft
+    assert cached_tokens([first, second]) == [0, min(size // PAGE * PAGE, size - 1)]
+
+
+def test_live_requests_share_pages() -> None:
+    """The second of two equal prompts takes the pages of the first, which is still running."""
+    one = engine("eagle3", cached=True)
+    params = [SamplingParams(max_tokens=8, seed=seed) for seed in (1, 2)]
+    requests = one._requests([prompt(16)] * 2, params, trace=False)
+    for request in requests:
+        one._queue(request)
+    most = 0
+    while one.scheduler.has_work:
+        one.step()
+        one.scheduler.pages.check()
+        most = max(most, one.pages_in_use)
+    own = one.scheduler.pages.needed(16 + 8 + LENGTH + 1)
+    assert most == 2 * own - 4
+    expected = engine("eagle3", cached=False).generate([prompt(16)] * 2, params)
+    assert [request.token_ids for request in requests] == tokens(expected)
+    for request in requests:
+        one._forget(request)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "draft model"])
+def test_a_shared_page_is_never_written(name: str) -> None:
+    """The rows of a prompt that is a multiple of the page are the same bits after it came again, whole.
+
+    Also where they are not what it would write: the draft's hold a mark in their last rows.
+    """
+    one, params = engine(name, cached=True), SamplingParams(max_tokens=1, **GREEDY)
+    one.generate(prompt(16), params)
+    pages = one.scheduler.pages.match(list(one.scheduler.pages._page_of))
+    marked = jax.tree.map(lambda pool: pool.at[pages[-1], :, PAGE - 1].add(1), one._device.state.draft.cache)
+    one._device.state = replace(one._device.state, draft=replace(one._device.state.draft, cache=marked))
+
+    def rows() -> list[np.ndarray]:
+        pools = [one._device.state.target, one._device.state.draft.cache]
+        return [np.array(pool)[pages] for pool in jax.tree.leaves(pools)]
+
+    before = rows()
+    (again,) = one.generate(prompt(16), SamplingParams(max_tokens=9, **GREEDY))
+    assert len(pages) == 4 and again.metrics.num_cached_tokens == 15
+    for old, new in zip(before, rows(), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_another_beginning_hits_nothing() -> None:
+    """A page is found by all tokens before it too, not by its own alone."""
+    one, params = engine("plain", cached=True), SamplingParams(max_tokens=1, **GREEDY)
+    one.generate(prompt(16), params)
+    other = [(prompt(16)[0] + 1) % small.VOCAB, *prompt(16)[1:]]
+    (done,) = one.generate(other, params)
+    assert done.metrics.num_cached_tokens == 0
+    (done,) = one.generate([*prompt(16)[:8], *other[8:12], 1], params)
+    assert done.metrics.num_cached_tokens == 12, "the pages that agree"
+
+
+def test_kept_pages_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many prompts fill the pool; the pages kept are taken for those that come, the oldest first."""
+    one, params = engine("plain", cached=True), SamplingParams(max_tokens=4, **GREEDY)
+    prompts = [prompt(12, seed=seed) for seed in range(30)]
+    expected = engine("plain", cached=False).generate(prompts, params)
+    assert tokens(one.generate(prompts, params)) == tokens(expected)
+    pages = one.scheduler.pages
+    assert pages.num_kept > pages.pages // 2
+    (latest,) = one.generate(prompts[-1], params)
+    (oldest,) = one.generate(prompts[0], params)
+    assert (latest.metrics.num_cached_tokens, oldest.metrics.num_cached_tokens) == (11, 0)
+
+
+def test_the_engine_tells_its_hit_rate() -> None:
+    one = engine("plain", cached=True)
+    before = one.metrics
+    one.generate([prompt(16), prompt(16)], SamplingParams(max_tokens=2))
+    now = one.metrics
+    hits, asked = (getattr(now, name) - getattr(before, name) for name in ("num_cached_tokens", "num_prompt_tokens"))
+    assert (hits, asked) == (15, 32)
+    assert now.prefix_hit_rate == now.num_cached_tokens / now.num_prompt_tokens
+
+
+# -- preemption
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_preemption_changes_neither_tokens_nor_drafts(name: str, cached: bool) -> None:
+    """Two rows in a pool that holds little more than one of them: the later one gives way, again and again."""
+    one = engine(name, cached=cached)
+    prompts = [prompt(9, seed=seed) for seed in range(4)]
+    params = [
+        SamplingParams(max_tokens=size, seed=seed, temperature=seed % 2)
+        for seed, size in enumerate((25, 30, 17, 22), start=3)
+    ]
+    expected = one.generate(prompts, params)
+    pages = one.scheduler.pages
+    pages.forget()
+    pages.reserve(-1, (pages.num_free - 12) * PAGE)
+    done = one.generate(prompts, params)
+    pages.release(-1)
+    assert [turn.metrics.num_preemptions for turn in expected] == [0] * 4
+    assert sum(turn.metrics.num_preemptions for turn in done) >= 2 and done[0].metrics.num_preemptions == 0
+    assert tokens(done) == tokens(expected)
+    if name != "suffix":  # which drafts from what it saw of others, the first run among it
+        assert [turn.from_draft for turn in done] == [turn.from_draft for turn in expected]
+        assert [turn.metrics.accepted_at for turn in done] == [turn.metrics.accepted_at for turn in expected]
+
+
+def test_a_root_that_is_drawn_anew_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a preempted request that samples its newest token once more, by the prefill's noise."""
+    original = Device._pack
+
+    def forgets_root(self: Device, plan: Any) -> np.ndarray:
+        packed = original(self, plan)
+        packed[PrefillInput._fields.index("root")] = -1
+        return packed
+
+    monkeypatch.setattr(Device, "_pack", forgets_root)
+    with pytest.raises(AssertionError):
+        test_preemption_changes_neither_tokens_nor_drafts("draft model", False)
+
+
+def test_the_more_urgent_are_served_first() -> None:
+    one = engine("plain", cached=False)
+    params = [SamplingParams(max_tokens=4, priority=priority, **GREEDY) for priority in (1, 1, 0, 2, 0)]
+    requests = one._requests([prompt(5)] * 5, params, trace=False)
+    for request in requests:
+        one._queue(request)
+    served: list[int] = []
+    while one.scheduler.has_work:
+        one.step()
+        served += [index for index, r in enumerate(requests) if r.token_ids and index not in served]
+    assert served == [2, 4, 0, 1, 3]
+    for request in requests:
+        one._forget(request)

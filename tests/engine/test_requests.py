@@ -1,0 +1,175 @@
+"""Bad input: a clear error with what was expected, what was got and what to do, before anything is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jspec import Engine, Model, SamplingParams
+from tests.support import small
+
+pytestmark = pytest.mark.once
+
+MAX_LEN = 32
+
+
+@pytest.fixture(scope="module")
+def target() -> Model:
+    return small.target()
+
+
+@pytest.fixture(scope="module")
+def engine(target: Model) -> Engine:
+    """Seven pages of four rows to give: a whole max_len does not fit."""
+    return Engine(
+        target,
+        slots=2,
+        max_len=MAX_LEN,
+        page_size=4,
+        pages=8,
+        buckets=(2,),
+        prefill_buckets=(8,),
+        eos_ids=(2, 3, 4),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _the_other_request_goes_on(engine: Engine) -> Iterator[None]:
+    """Every test runs while a request is under way, whose tokens must not change."""
+    params = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
+    (expected,) = engine.generate([1, 2], params)
+    stream = engine.stream([1, 2], params)
+    tokens = list(next(stream).token_ids)
+    yield
+    if not engine._closed:
+        assert len(engine.scheduler.running) == 1 and not engine.scheduler.waiting, "something was queued"
+        tokens += [token for chunk in stream for token in chunk.token_ids]
+        assert tokens == expected.token_ids and engine.pages_in_use == 0
+
+
+GREEDY = SamplingParams(temperature=0)
+BAD_REQUESTS: dict[str, tuple[Any, Any, type[Exception], str]] = {
+    "empty prompt": ([[]], None, ValueError, r"prompt is empty; give at least one token"),
+    "one of several is empty": ([[1], []], None, ValueError, r"prompt is empty"),
+    "prompt of max_len": ([1] * 32, None, ValueError, r"has 32 tokens; max_len=32 leaves no room.*shorten it or raise"),
+    "prompt beyond max_len": ([[1], [1] * 99], None, ValueError, r"has 99 tokens; max_len=32"),
+    "token too large": ([1, 16], None, ValueError, r"prompt token 16: expected ids in \[0, 16\)"),
+    "token negative": ([1, -1], None, ValueError, r"prompt token -1: expected ids in \[0, 16\)"),
+    "token not whole": ([[1.5]], None, TypeError, r"expected a text or a list of int token ids, got \[1\.5\]"),
+    "prompt a number": ([[1], 7], None, TypeError, r"expected a text or a list of int token ids, got 7"),
+    "text without tokenizer": (
+        "hello",
+        None,
+        ValueError,
+        r"text prompt needs a tokenizer; pass tokenizer= or give token ids",
+    ),
+    "too few parameters": ([[1], [1]], [GREEDY], ValueError, r"expected one or 2, one a prompt, got 1"),
+    "too many parameters": ([1], [GREEDY, GREEDY], ValueError, r"expected one or 1, one a prompt, got 2"),
+    "parameters of another kind": (
+        [1],
+        [{"max_tokens": 3}],
+        TypeError,
+        r"expected SamplingParams.*got \{'max_tokens': 3\}",
+    ),
+    "too many pages": (
+        [1] * 8,
+        SamplingParams(max_tokens=30),
+        ValueError,
+        r"needs 9 pages \(33 rows\), the pool has 7; lower max_tokens or raise pages",
+    ),
+    "too many stop ids": (
+        [1],
+        SamplingParams(stop_token_ids=(5, 6, 7, 8, 9, 10)),
+        ValueError,
+        r"at most 8 with the EOS ids, got 9; name fewer, or set ignore_eos",
+    ),
+    "stop id out of range": (
+        [1],
+        SamplingParams(stop_token_ids=(16,)),
+        ValueError,
+        r"stop_token_ids: expected ids in \[0, 16\), got 16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REQUESTS)
+def test_a_bad_request_is_refused(engine: Engine, case: str) -> None:
+    prompts, params, error, message = BAD_REQUESTS[case]
+    with pytest.raises(error, match=message):
+        engine.generate(prompts, params)
+    if isinstance(prompts, str) or (not isinstance(prompts[0], list) and not isinstance(params, list)):
+        with pytest.raises(error, match=message):
+            engine.stream(prompts, params)
+
+
+def test_a_stream_takes_one_prompt(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="prompt is empty"):
+        engine.stream([])
+    with pytest.raises(TypeError, match="expected a text or a list of int token ids"):
+        engine.stream([[1], [2]])  # type: ignore[list-item]
+
+
+def test_chat_without_tokenizer_or_template(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jspec.engine.tokenizer import ByteTokenizer
+
+    with pytest.raises(ValueError, match="no tokenizer; pass tokenizer="):
+        engine.chat([{"role": "user", "content": "hi"}])
+    monkeypatch.setattr(engine._admission, "tokenizer", ByteTokenizer())
+    with pytest.raises(ValueError, match="no chat template: write the prompt as text"):
+        engine.chat([{"role": "user", "content": "hi"}])
+
+
+BAD_PARAMS: list[tuple[str, Any]] = [
+    *(("max_tokens", value) for value in (0, -1, 1.5, True, None, "3")),
+    *(("temperature", value) for value in (-0.1, float("nan"), float("inf"), None, True)),
+    *(("top_k", value) for value in (-2, 0.5, None)),
+    *(("top_p", value) for value in (0, -0.1, 1.01, float("nan"))),
+    *(("min_p", value) for value in (-0.1, 1.01, float("nan"))),
+    *(("seed", value) for value in (-1, 2**64, 1.0, True)),
+    *(("stop_token_ids", value) for value in ((-1,), (1.5,), 5, None, "ab")),
+    *(("ignore_eos", value) for value in (1, None)),
+    *(("repetition_penalty", value) for value in (0, -1.0, 1e4, float("nan"), None)),
+    *((name, value) for name in ("presence_penalty", "frequency_penalty") for value in (2.1, -2.1, float("inf"), "1")),
+    *(("logit_bias", value) for value in ({-1: 1.0}, {1.5: 1.0}, {"1": 1.0}, {1: 101}, {1: float("-inf")}, [1], 5)),
+    *(("bad_words", value) for value in ("word", 5, (5,), ((),), ("",), ((-1,),), (" ",), None, {"a": 1})),
+    *(("allowed_token_ids", value) for value in ((), (-1,), (1.5,), 5, "ab")),
+    *(("min_tokens", value) for value in (-1, 17, 1.5, True, None)),
+    *(("draft", value) for value in (-1, 1.5, None)),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_PARAMS, ids=str)
+def test_an_impossible_parameter_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"SamplingParams\.{field}: expected .*, got ") as error:
+        SamplingParams(**{field: value})
+    assert repr(value) in str(error.value)
+
+
+def test_an_unknown_parameter_is_named() -> None:
+    with pytest.raises(TypeError, match="max_token"):
+        SamplingParams(max_token=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        dict(top_k=2**40),
+        dict(top_k=-1),
+        dict(seed=2**64 - 1),
+        dict(seed=np.int32(7)),
+        dict(seed=np.uint64(7)),
+        dict(max_tokens=np.int64(3)),
+        dict(stop_token_ids=[np.int64(5)]),
+        dict(draft=2**40),
+        dict(repetition_penalty=np.float32(1.5), presence_penalty=-2, frequency_penalty=np.int64(2)),
+        dict(logit_bias={np.int64(5): 100, 0: -100.0}, bad_words=[], allowed_token_ids={1, 5}),
+        dict(logit_bias={}, bad_words=[[np.int64(3), 5], (2,)], min_tokens=np.int32(3)),
+    ],
+    ids=str,
+)
+def test_odd_but_possible_parameters_are_served(engine: Engine, odd: dict[str, Any]) -> None:
+    (done,) = engine.generate(np.array([1, 2]), SamplingParams(**({"max_tokens": 3, "ignore_eos": True} | odd)))
+    assert len(done.token_ids) == 3 or done.finish_reason == "stop"

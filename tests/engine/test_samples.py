@@ -1,0 +1,118 @@
+"""`n` completions of one prompt: each is what its own seed gives alone, and the prompt is computed once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from jspec import Chunk, Engine, SamplingParams
+from jspec.engine.sampling_params import sample_seed
+from tests.support import small
+
+pytestmark = pytest.mark.once
+
+PAGE, N = 16, 5
+PROMPT = np.random.default_rng(0).integers(0, small.VOCAB, 37).tolist()  # two full pages and a third of one
+SAMPLED = SamplingParams(max_tokens=11, temperature=1.0, seed=2**63 + 11, n=N)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """More completions than its two slots."""
+    return small.eagle3(rounds=1, page_size=PAGE)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_held(engine: Engine) -> None:
+    engine.scheduler.pages.forget()
+    assert engine.pages_in_use == 0 and not engine._texts
+
+
+def alone(engine: Engine, prompt: list[int], seed: int, tokens: int) -> list[int]:
+    return engine.generate(prompt, SamplingParams(max_tokens=tokens, seed=seed))[0].token_ids
+
+
+def test_each_completion_has_the_tokens_of_its_own_seed(engine: Engine) -> None:
+    """Also beside another prompt's, whose completions keep their own place; without n there is one, as ever."""
+    other = SamplingParams(max_tokens=7, seed=3, n=2)
+    done, beside = engine.generate([PROMPT, PROMPT[:5]], [SAMPLED, other])
+    assert SAMPLED.seed is not None and other.seed is not None
+    for first, prompt, params in ((done, PROMPT, SAMPLED), (beside, PROMPT[:5], other)):
+        seeds = [sample_seed(params.seed or 0, index) for index in range(params.n)]
+        assert [one.token_ids for one in first.samples] == [alone(engine, prompt, s, params.max_tokens) for s in seeds]
+        assert first.samples[0] is first and seeds[0] == params.seed
+        assert all(one.prompt_token_ids == prompt and one.samples == [one] for one in first.others)
+    assert len({tuple(one.token_ids) for one in done.samples}) == N  # else one seed would do for all
+    assert engine.generate(PROMPT, SamplingParams(max_tokens=11, seed=SAMPLED.seed))[0].samples[1:] == []
+
+
+def test_the_prompt_is_computed_once(engine: Engine) -> None:
+    """The others find its full pages, though there are more of them than slots; the rest is each one's own."""
+    before = engine.metrics
+    done = engine.generate(PROMPT, SAMPLED)[0]
+    assert [one.metrics.num_cached_tokens for one in done.samples] == [0] + [len(PROMPT) // PAGE * PAGE] * (N - 1)
+    assert engine.metrics.num_cached_tokens - before.num_cached_tokens == (N - 1) * 2 * PAGE
+    assert engine.metrics.num_prompt_tokens - before.num_prompt_tokens == N * len(PROMPT)
+
+
+def test_greedy_completions_are_equal(engine: Engine) -> None:
+    done = engine.generate(PROMPT, SamplingParams(max_tokens=9, temperature=0.0, n=3))[0]
+    assert [one.token_ids for one in done.samples] == [done.token_ids] * 3 and len(done.token_ids) == 9
+
+
+def test_without_a_seed_they_differ(engine: Engine) -> None:
+    done = engine.generate(PROMPT, SamplingParams(max_tokens=11, n=3))[0]
+    assert len({tuple(one.token_ids) for one in done.samples}) == 3
+
+
+def by_index(chunks: list[Chunk]) -> list[list[int]]:
+    return [[token for chunk in chunks if chunk.index == i for token in chunk.token_ids] for i in range(N)]
+
+
+def test_streams_name_the_completion_of_each_piece(engine: Engine) -> None:
+    expected = [one.token_ids for one in engine.generate(PROMPT, SAMPLED)[0].samples]
+    chunks = list(engine.stream(PROMPT, SAMPLED))
+
+    async def collect() -> list[Chunk]:
+        return [chunk async for chunk in engine.astream(PROMPT, SAMPLED)]
+
+    for got in (chunks, asyncio.run(collect())):
+        assert by_index(got) == expected
+        ends = [chunk.index for chunk in got if chunk.finish_reason is not None]
+        assert sorted(ends) == list(range(N))
+    first_end = next(place for place, chunk in enumerate(chunks) if chunk.finish_reason is not None)
+    assert {chunk.index for chunk in chunks[:first_end]} >= {0, 1}  # side by side, not one after the other
+
+
+def test_an_abort_ends_all_of_them(engine: Engine) -> None:
+    request = engine.submit(PROMPT, SAMPLED)
+    while len(request.token_ids) < 3:
+        engine.step()
+    engine.abort(request)
+    done = engine.result(request)
+    assert [one.finish_reason for one in done.samples] == ["abort"] * N
+    stream = engine.stream(PROMPT, SAMPLED)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert engine.pages_in_use == 0 and not engine.scheduler.has_work
+
+
+def test_a_request_waits_for_all_of_them(engine: Engine) -> None:
+    """The others end later than the first here, for there are two slots."""
+    done = engine.result(engine.submit(PROMPT, SAMPLED))
+    assert [one.finish_reason for one in done.samples] == ["length"] * N
+
+
+def test_seeds_are_apart() -> None:
+    """By seed and by index; and from those that requests without a seed get."""
+    seeds = [sample_seed(seed, index) for seed in (0, 1, 2**32, 2**64 - 1) for index in range(50)]
+    drawn = [int(np.random.SeedSequence([0, number]).generate_state(1, np.uint64)[0]) for number in range(50)]
+    assert len({*seeds, *drawn}) == len(seeds) + len(drawn) and all(0 <= seed < 2**64 for seed in seeds)
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, True, None])
+def test_no_other_n(n: object) -> None:
+    with pytest.raises(ValueError, match=r"SamplingParams.n: expected an int >= 1"):
+        SamplingParams(n=n)  # type: ignore[arg-type]

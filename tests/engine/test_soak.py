@@ -1,0 +1,276 @@
+"""Requests of all kinds come, are aborted and fail, where pages are few: each gets the tokens it gets alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jspec import Drafter, DraftModel, Eagle3, Engine, SamplingParams, Suffix, Tree
+from jspec.engine.request import Request
+from tests.support import small, tiny
+
+pytestmark = pytest.mark.once
+
+MAX_LEN, PAGE, LENGTH = 48, 4, 3
+FULL = 2000  # requests of the long runs
+NESTED = 'start: "a" (start | /[c-f]/)* "b"'
+
+
+class Letters:
+    """A letter a token; it fails once when told to."""
+
+    vocab_size = small.VOCAB
+    hidden_ids: frozenset[int] = frozenset()
+    byte_ids: frozenset[int] = frozenset()
+    fails = False
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - 97 for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        if self.fails:
+            self.fails = False
+            raise KeyError("no such token")
+        return "".join(chr(97 + token) for token in ids)
+
+    def token_bytes(self) -> list[bytes | None]:
+        return [bytes([97 + token]) for token in range(self.vocab_size)]
+
+    def chat(self, messages: Any) -> list[int]:
+        raise ValueError("no chat template")
+
+
+@dataclass
+class Wish:
+    """What a caller wants, when, and what becomes of it."""
+
+    prompt: list[int]
+    params: SamplingParams
+    arrives: int
+    aborted_at: int | None
+
+
+def wishes(count: int, rng: np.random.Generator) -> Iterator[Wish]:
+    """Prompts that begin alike, in groups; everything else by lot."""
+    bases = rng.integers(0, small.VOCAB, (5, 24)).tolist()
+    step = 0
+    for index in range(count):
+        base = bases[rng.integers(0, len(bases))][: rng.integers(1, 25)]
+        prompt = [*base, *rng.integers(0, small.VOCAB, rng.integers(0, 6)).tolist()]
+        params = SamplingParams(
+            max_tokens=int(rng.integers(1, 25)),
+            temperature=float(rng.choice([0.0, 0.7, 1.0])),
+            top_k=int(rng.choice([0, 5])),
+            seed=int(rng.integers(0, 3)),
+            stop_token_ids=(int(rng.integers(0, small.VOCAB)),) if rng.random() < 0.2 else (),
+            draft=[True, False, 1, 2][rng.integers(0, 4)],
+            priority=int(rng.integers(-1, 2)),
+        )
+        own = np.random.default_rng(index)
+        limit = min(params.max_tokens, MAX_LEN - len(prompt))
+        edits = some_grammar(own, nested=count >= FULL) or some_controls(own, limit)
+        params = replace(params, **edits, **some_output(own))
+        step += int(rng.integers(0, 5))
+        yield Wish(prompt, params, step, step + int(rng.integers(0, 30)) if rng.random() < 0.15 else None)
+
+
+def some_grammar(rng: np.random.Generator, *, nested: bool) -> dict[str, Any]:
+    """Of one request in ten, the form of its text, which the last letter ends.
+
+    Args:
+        nested: of every second one texts within texts, which take programs of their own.
+    """
+    if rng.random() < 0.9:
+        return {}
+    if nested and rng.random() < 0.5:
+        return dict(grammar=NESTED, stop_token_ids=(small.VOCAB - 1,), presence_penalty=0.4)
+    regex = str(rng.choice(["(ab|c[d-g]*h)+", "[a-h]{2,12}", "(a|bc){3}(d[e-o]){0,4}"]))
+    return dict(regex=regex, stop_token_ids=(small.VOCAB - 1,), frequency_penalty=0.4)
+
+
+def some_output(rng: np.random.Generator) -> dict[str, Any]:
+    """Of one request in seven a text that ends it, and one in seven in two completions."""
+    letters = "".join(chr(97 + token) for token in rng.integers(0, small.VOCAB, 3))
+    stops = dict(stop=(letters[:1] * 2, letters[1:])) if rng.random() < 0.15 else {}
+    return stops | (dict(n=2) if rng.random() < 0.15 else {})
+
+
+def some_controls(rng: np.random.Generator, limit: int) -> dict[str, Any]:
+    """Of two requests in five, what edits their logits."""
+    if rng.random() < 0.6:
+        return {}
+    words = [rng.integers(0, small.VOCAB, size).tolist() for size in (1, 2, 2, 3)]
+    every = dict(
+        repetition_penalty=1.5,
+        presence_penalty=0.7,
+        frequency_penalty=0.4,
+        logit_bias={int(rng.integers(0, small.VOCAB)): 2.5},
+        bad_words=words,
+        allowed_token_ids=rng.choice(small.VOCAB, 10, replace=False).tolist(),
+        min_tokens=limit,
+    )
+    return {name: value for name, value in every.items() if rng.random() < 0.4}
+
+
+def head() -> Any:
+    return tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1))
+
+
+DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
+    "eagle3": lambda: Eagle3(head(), Tree.chain(LENGTH)),
+    "tree": lambda: Eagle3(head(), Tree.topk(6, 2, 3)),
+    "draft model": lambda: DraftModel(tiny.model(small.VOCAB, layers=1, seed=1), Tree.chain(LENGTH)),
+    "suffix": lambda: Suffix(Tree.chain(LENGTH), max_n=3),
+}
+
+
+@cache
+def engine_with(name: str, rounds: int) -> Engine:
+    """Pages for little more than two long requests, and slots for four."""
+    return Engine(
+        small.target(),
+        drafter=DRAFTERS[name](),
+        tokenizer=Letters(),
+        slots=4,
+        max_len=MAX_LEN,
+        page_size=PAGE,
+        pages=31,
+        buckets=(2, 4),
+        prefill_buckets=(8, 32),
+        prefill_budget=16,
+        rounds_per_dispatch=rounds,
+        log_interval=None,
+    )
+
+
+def alone(all_wishes: list[Wish]) -> list[list[list[int]]]:
+    """The completions of each by plain decoding, one after the other: nobody runs beside it, nothing is kept."""
+    plain = Engine(
+        small.target(),
+        tokenizer=Letters(),
+        slots=1,
+        max_len=MAX_LEN,
+        buckets=(1,),
+        prefill_buckets=(MAX_LEN,),
+        prefix_cache=False,
+    )
+    done = [plain.generate(wish.prompt, wish.params)[0] for wish in all_wishes]
+    return [[sample.token_ids for sample in one.samples] for one in done]
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Names of the events while the test runs."""
+    seen: list[str] = []
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+class Lost:
+    """A result that never comes."""
+
+    def block_until_ready(self) -> None:
+        raise RuntimeError("device lost")
+
+
+class Faults:
+    """Makes some steps fail, stage after stage, and the tokenizer now and then."""
+
+    STAGES = ("dispatch", "block", "read", "interrupt")
+
+    def __init__(self, engine: Engine, rng: np.random.Generator, patch: pytest.MonkeyPatch) -> None:
+        self.engine, self.rng, self.due, self.count = engine, rng, "", 0
+        dispatch, read = engine._dispatch, engine._read
+
+        def dispatches(plan: Any) -> Any:
+            if self.is_due("dispatch"):
+                raise RuntimeError("RESOURCE_EXHAUSTED")
+            if self.is_due("interrupt"):
+                raise KeyboardInterrupt
+            output = dispatch(plan)
+            return replace(output, report=Lost()) if self.is_due("block") else output
+
+        def reads(plan: Any, output: Any) -> Any:
+            if self.is_due("read"):
+                raise RuntimeError("lost on its way")
+            return read(plan, output)
+
+        patch.setattr(engine, "_dispatch", dispatches)
+        patch.setattr(engine, "_read", reads)
+
+    def is_due(self, stage: str) -> bool:
+        if self.due != stage:
+            return False
+        self.due, self.count = "", self.count + 1
+        return True
+
+    def maybe(self) -> None:
+        if not self.due and self.rng.random() < 0.015:
+            self.due = self.STAGES[self.count % len(self.STAGES)]
+        if self.rng.random() < 0.012:
+            self.engine.tokenizer.fails = True  # type: ignore[union-attr]
+
+
+def full(name: str, rounds: int) -> Any:
+    return pytest.param(name, rounds, FULL, marks=pytest.mark.matrix)
+
+
+@pytest.mark.parametrize(
+    ("name", "rounds", "count"),
+    [pytest.param("eagle3", 1, 120, marks=pytest.mark.long), *(full(name, 1) for name in DRAFTERS), full("eagle3", 3)],
+)
+def test_every_request_is_answered_or_ends_with_its_own_error(
+    monkeypatch: pytest.MonkeyPatch, compiled: list[str], name: str, rounds: int, count: int
+) -> None:
+    engine = engine_with(name, rounds)
+    rng = np.random.default_rng(count)
+    all_wishes = list(wishes(count, rng))
+    expected = alone(all_wishes)
+    faults = Faults(engine, rng, monkeypatch)
+    if count >= FULL:
+        engine.generate([1], replace(next(w.params for w in all_wishes if w.params.grammar), n=1))
+    compiled.clear()
+    requests: dict[int, Request] = {}
+    step, waits = 0, list(range(count))
+    while waits or engine.scheduler.has_work:
+        while waits and all_wishes[waits[0]].arrives <= step:
+            wish = all_wishes[waits.pop(0)]
+            requests[len(requests)] = engine.submit(wish.prompt, wish.params)
+        for index, request in requests.items():
+            if all_wishes[index].aborted_at == step:
+                engine.abort(request)
+        faults.maybe()
+        with suppress(KeyboardInterrupt):
+            engine.step()
+        engine.tokenizer.fails = False  # type: ignore[union-attr]
+        step += 1
+        engine.scheduler.pages.check()
+        held = {page for r in engine.scheduler.running for page in engine.scheduler.pages.pages_of(r.id)}
+        assert engine.pages_in_use == len(held), "a page leaked"
+    engine.step()
+    assert not any("backend_compile" in event for event in compiled), "something was compiled on the way"
+    reasons: dict[str, int] = {}
+    for index, request in requests.items():
+        for done, tokens in zip(engine.result(request).samples, expected[index], strict=True):
+            reasons[done.finish_reason] = reasons.get(done.finish_reason, 0) + 1
+            assert (done.error is not None) == (done.finish_reason == "error")
+            is_whole = done.finish_reason not in ("abort", "error")
+            assert done.token_ids == (tokens if is_whole else tokens[: len(done.token_ids)]), index
+    assert faults.count >= len(Faults.STAGES)
+    assert set(reasons) >= {"length", "stop", "abort", "error"}, reasons
+    metrics = engine.metrics
+    assert metrics.num_preemptions > 0 and metrics.num_cached_tokens > 0 and metrics.num_accepted_tokens > 0
+    assert engine.pages_in_use == 0 and not engine._texts and not engine._added_at and not engine._orphans
+    print(f"{step} steps, {reasons}, {metrics}")

@@ -1,0 +1,99 @@
+"""`fixed_matmul` against float64, and its rows against themselves among others."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.layers.deterministic_matmul import fixed_matmul, fixed_parts
+from pallas_kernels.layers.quantized import add_up, matmul
+from pallas_kernels.layers.row_blocks import in_row_blocks
+
+COUNTS = (1, 5, 8, 9, 80)  # rows
+
+
+def problem(rows: int, out: int, inner: int, dtype: str) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(rows, inner)), dtype)
+    return x, jnp.asarray(rng.normal(size=(out, inner)) / np.sqrt(inner), dtype)
+
+
+def same_bits(one: jax.Array, other: jax.Array) -> bool:
+    return np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize(("rows", "out", "inner", "parts"), [(5, 1024, 2048, 4), (70, 128, 192, 1)])
+def test_it_is_the_product(rows: int, out: int, inner: int, parts: int, implementation: str, dtype: str) -> None:
+    x, weight = problem(rows, out, inner, dtype)
+    got = fixed_matmul(x[None], weight, jnp.dtype("float32"), implementation=implementation)
+    assert got.shape == (parts, 1, rows, out)
+    wanted = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    assert np.abs(np.asarray(add_up(got, jnp.float32)[0], np.float64) - wanted).max() < 2e-5  # float32 sums
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_gate_and_up_are_multiplied_first(implementation: str) -> None:
+    x, weight = problem(3, 64, 64, "float32")
+    both = jnp.concatenate([x, x[::-1]], axis=1)
+    got = fixed_matmul(both, weight, is_gated=True, implementation=implementation)[0]
+    gate, up = np.asarray(x, np.float64), np.asarray(x[::-1], np.float64)
+    wanted = (gate / (1 + np.exp(-gate)) * up) @ np.asarray(weight, np.float64).T
+    np.testing.assert_allclose(np.asarray(got), wanted, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("implementation", "out", "inner"),
+    [("reference", 300, 1024), ("reference", 48, 16), ("pallas", 128, 256)],
+)
+def test_a_row_has_the_same_bits_in_any_number_of_rows(implementation: str, out: int, inner: int, dtype: str) -> None:
+    x, weight = problem(COUNTS[-1], out, inner, dtype)
+    product = jax.jit(partial(fixed_matmul, dtype=jnp.dtype("float32"), implementation=implementation))
+    everything = product(x, weight)
+    for count in COUNTS if implementation == "reference" else (1, 9):
+        for first in (0, COUNTS[-1] - count):
+            own = slice(first, first + count)
+            assert same_bits(product(x[own], weight), everything[:, own]), (count, first)
+
+
+def test_control_the_ordinary_product_has_other_bits_for_one_row() -> None:
+    x, weight = problem(COUNTS[-1], 300, 1024, "float32")
+    product = jax.jit(matmul)
+    assert not same_bits(product(x[:1], weight), product(x, weight)[:1])
+
+
+def test_how_a_sum_is_cut_does_not_depend_on_rows_or_their_dtype() -> None:
+    llama = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+    parts = {name: fixed_parts(*shape, jnp.dtype("bfloat16")) for name, shape in llama.items()}
+    assert parts == {"qkv": 2, "o": 4, "gate_up": 1, "down": 4}
+
+
+def test_what_the_kernel_cannot_hold_is_refused_by_name() -> None:
+    x, weight = problem(2, 48, 64, "float32")
+    with pytest.raises(NotImplementedError, match=r"multiple of 64.*\(48, 64\)"):
+        fixed_matmul(x, weight, implementation="pallas")
+
+
+def test_blocks_are_cut_and_joined_in_order() -> None:
+    rows = jnp.arange(26.0).reshape(13, 2)
+    doubled, sums = in_row_blocks(lambda x, y: (2 * x, x.sum(-1) + y), rows, jnp.arange(13.0))
+    np.testing.assert_array_equal(doubled, 2 * rows)
+    np.testing.assert_array_equal(sums, rows.sum(-1) + jnp.arange(13.0))
+    np.testing.assert_array_equal(in_row_blocks(lambda x: x + 1, rows[:1], size=1), rows[:1] + 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("out", "inner"), [(6144, 4096), (4096, 14336), (28672, 4096)])
+def test_on_a_gpu_a_row_has_the_same_bits_in_any_number_of_rows(out: int, inner: int, dtype: str) -> None:
+    x, weight = problem(320, out, inner, dtype)
+    product = jax.jit(partial(fixed_matmul, implementation="pallas"))
+    everything = product(x, weight)
+    for count in (1, 2, 5, 8, 32, 40, 61, 64, 65, 160):
+        assert same_bits(product(x[:count], weight), everything[:, :count]), count

@@ -1,0 +1,95 @@
+"""What is said about the choice between kernels and references is what is chosen."""
+
+from __future__ import annotations
+
+import logging
+from collections import namedtuple
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+
+from jspec import Engine
+from jspec.core.config import EngineConfig
+from jspec.draft.base import NoDraft
+from jspec.step.decode import Program
+from jspec.step.executables import Programs
+from pallas_kernels.dispatch import choose, explain, settled
+from tests.support import tiny
+
+pytestmark = pytest.mark.once
+
+DEVICES = {
+    "cuda": SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0"),
+    "rocm": SimpleNamespace(platform="gpu", device_kind="AMD Instinct", compute_capability="gfx942"),
+    "tpu": SimpleNamespace(platform="tpu", device_kind="TPU v5e"),
+    "cpu": SimpleNamespace(platform="cpu", device_kind="cpu"),
+}
+
+
+def chosen(implementation: str, platform: str) -> str:
+    """Which branch a program for that platform holds."""
+
+    def kernel(x: jax.Array, *, interpret: bool) -> jax.Array:
+        return jnp.sin(x) if interpret else jnp.cos(x)
+
+    jitted = jax.jit(lambda x: choose(implementation, None, kernel, jnp.tanh, x))
+    text = jitted.trace(jnp.ones(3)).lower(lowering_platforms=(platform,)).as_text()
+    names = {"cosine": "Pallas kernels on", "sine": "Pallas kernels interpreted on", "tanh": "references on"}
+    (found,) = [said for operation, said in names.items() if f"stablehlo.{operation} " in text]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("implementation", "platform"),
+    [
+        *[("auto", platform) for platform in DEVICES],
+        *[("reference", platform) for platform in DEVICES],
+        ("pallas", "cuda"),
+        ("pallas", "cpu"),
+    ],
+)
+def test_it_says_what_is_chosen(implementation: str, platform: str) -> None:
+    said = explain(implementation, DEVICES[platform])
+    assert said.startswith(f"{chosen(implementation, platform)} {DEVICES[platform].device_kind}")
+    assert ("compute capability 9.0" in said) == (platform == "cuda")
+    assert ("asked for" in said) == (implementation != "auto")
+    assert said.startswith(chosen(settled(implementation, DEVICES[platform]), platform))
+    assert (settled(implementation, DEVICES[platform]) == "reference") == said.startswith("references")
+
+
+def test_an_engine_says_it_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(Programs, "_compile", lambda *args, **options: None)
+    state: Any = namedtuple("State", "root page_table")(jnp.zeros(2), jnp.zeros((2, 3)))
+    for implementation in ("auto", "reference"):
+        program = Program(drafter=NoDraft(), feature_layers=(), accept="coupled", implementation=implementation)
+        with caplog.at_level(logging.INFO, "jspec"):
+            caplog.clear()
+            Programs(program, None, state, EngineConfig(), (0,))  # type: ignore[arg-type]
+        assert [record.getMessage() for record in caplog.records] == [explain(implementation, jax.devices()[0])]
+
+
+def test_an_engine_traces_no_kernel_that_it_will_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    if jax.default_backend() == "gpu":
+        pytest.skip("here an engine holds kernels")
+    traced: list[str] = []
+
+    def counted(*args: Any, name: str, **options: Any) -> Any:
+        traced.append(name)
+        return pallas_call(*args, name=name, **options)
+
+    def only_traced(self: Programs, programs: Iterable[Any], check: Any = None) -> None:
+        assert list(programs)
+
+    pallas_call = pl.pallas_call
+    monkeypatch.setattr(pl, "pallas_call", counted)
+    monkeypatch.setattr(Programs, "_compile", only_traced)
+    for implementation, some in (("auto", False), ("pallas", True)):
+        traced.clear()
+        target = tiny.model(24, layers=1, hidden=64)  # of shapes that nothing else traced
+        Engine(target, slots=3, max_len=40, buckets=(3,), prefill_buckets=(7,), implementation=implementation)
+        assert bool(traced) == some, traced

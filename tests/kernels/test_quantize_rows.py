@@ -1,0 +1,86 @@
+"""`round_rows` against ml_dtypes in float64, and what a GPU launches for it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import round_rows
+from tests.support.h200 import compile_for_h200
+
+
+def rows(inner: int, dtype: str) -> jax.Array:
+    """Rows that differ in size by up to a million; the last is zero."""
+    rng = np.random.default_rng(inner)
+    x = rng.normal(size=(2, 3, inner)) * 10.0 ** rng.uniform(-3, 3, (2, 3, 1))
+    x[1, 2] = 0
+    return jnp.asarray(x, dtype)
+
+
+def expected(x: jax.Array, is_gated: bool) -> np.ndarray:
+    """What is rounded, in float64 but for the one rounding to x's dtype."""
+    wide = np.asarray(x, np.float64)
+    if not is_gated:
+        return wide
+    gate, up = np.split(wide, 2, axis=-1)
+    return np.asarray(jnp.asarray(gate / (1 + np.exp(-gate)) * up, x.dtype), np.float64)
+
+
+def off(values: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, wanted: np.ndarray) -> float:
+    """The largest distance from what should be there, in halves of the step that float8 has at that size."""
+    scale = np.asarray(scale, np.float64)[..., None]
+    got, exact = np.asarray(values, np.float64), wanted / scale
+    step = 2.0 ** np.maximum(np.floor(np.log2(np.maximum(np.abs(exact), 2.0**-6))) - 3, -9)
+    return float((np.abs(got - exact) / (step / 2)).max())
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("inner", [64, 200])
+def test_numbers_go_to_the_nearest_at_the_scale_of_their_row(
+    inner: int, is_gated: bool, dtype: str, implementation: str
+) -> None:
+    x = rows(inner, dtype)
+    wanted = expected(x, is_gated)
+    values, scale = round_rows(x, is_gated=is_gated, implementation=implementation)
+    assert values.dtype == jnp.float8_e4m3fn and values.shape == wanted.shape
+    loose = 2**-7 if is_gated and dtype == "bfloat16" else 2**-20  # the gate's own rounding may go the other way
+    np.testing.assert_allclose(scale, np.abs(wanted).max(-1) / 448, rtol=loose, atol=1e-37)
+    # Halfway cases and the gate's rounding: a little more than half a step.
+    assert off(values, scale, wanted) < 1.01 + 32 * loose
+    assert not np.asarray(values, np.float32)[1, 2].any(), "a row of zeros stays one"
+
+
+def test_a_scale_of_the_whole_array_is_caught() -> None:
+    """Negative control: small rows would be rounded in the steps of large ones."""
+    x = rows(64, "float32")
+    wanted = expected(x, is_gated=False)
+    common, own = np.abs(wanted).max() / 448, np.maximum(np.abs(wanted).max(-1), 1e-37) / 448
+    values = (wanted / common).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    assert off(values * common / own[..., None], own, wanted) > 2
+
+
+def test_too_wide_rows_are_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match="32768 columns, got 40000"):
+        round_rows(jnp.zeros((1, 40000)), implementation="pallas")
+
+
+@pytest.mark.parametrize(("inner", "is_gated"), [(4096, False), (8192, False), (28672, True)])
+def test_it_is_one_launch_without_spills(inner: int, is_gated: bool) -> None:
+    def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return round_rows(x, is_gated=is_gated, implementation="pallas")
+
+    program = compile_for_h200(run, jax.ShapeDtypeStruct((320, inner), jnp.bfloat16), fail_on_spills=True)
+    assert [launch.name for launch in program.launches] == ["round_rows"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_the_kernel_on_a_gpu(is_gated: bool) -> None:
+    x = rows(28672, "bfloat16")
+    values, scale = round_rows(x, is_gated=is_gated, implementation="pallas")
+    assert off(values, scale, expected(x, is_gated)) < 1.3

@@ -1,0 +1,88 @@
+"""`put_rows` against numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import put_rows
+from tests.support.h200 import compile_for_h200
+
+ROWS = np.array([3, 5, 0, 7, 5, 4], np.int32)  # three beyond the last, two of them alike
+
+
+def problem(width: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays, and new rows; of one array the first row of two."""
+    rng = np.random.default_rng(width)
+
+    def numbers(*shape: int) -> dict[str, Any]:
+        return {
+            "one": rng.normal(size=shape[0]).astype(np.float32),
+            "flags": rng.random(shape[0]) < 0.5,
+            "more": [rng.normal(size=(shape[0], width)).astype(np.float32)],
+            "part": rng.integers(-9, 9, (*shape, width)).astype(np.int32),
+        }
+
+    return numbers(5, 2), numbers(len(ROWS), 1)
+
+
+def expected(array: np.ndarray, new: np.ndarray) -> np.ndarray:
+    put = array.copy()
+    for own, row in zip(new, ROWS, strict=True):
+        if row < len(array):
+            put.reshape(len(put), -1)[row, : own.size] = own.ravel()
+    return put
+
+
+def check(width: int, implementation: str) -> None:
+    arrays, new = problem(width)
+    put = put_rows(arrays, ROWS, new, implementation=implementation)
+    jax.tree.map(
+        lambda own, *given: np.testing.assert_array_equal(own, expected(*given), strict=True), put, arrays, new
+    )
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("width", [1, 75, 2500])
+def test_rows_are_those_of_numpy(width: int, implementation: str) -> None:
+    check(width, implementation)
+
+
+def test_a_row_put_elsewhere_would_be_seen() -> None:
+    """The negative control."""
+    arrays, new = problem(75)
+    put = put_rows(arrays, ROWS[::-1].copy(), new, implementation="pallas")
+    assert not np.array_equal(put["one"], expected(arrays["one"], new["one"]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((5, 4), "float32"), ((4, 2), "float32"), ((5, 2), "int32"), ((5,), "float32")]
+)
+def test_what_is_not_alike_is_refused(shape: tuple[int, ...], dtype: str) -> None:
+    with pytest.raises(ValueError, match=r"expected \(5, 3\) float32, or fewer in the second dimension, got"):
+        put_rows([jnp.zeros((6, 3))], jnp.arange(5), [jnp.zeros(shape, dtype)])
+
+
+def test_rows_of_another_tree_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected a tree"):
+        put_rows({"a": jnp.zeros((6, 3))}, jnp.arange(5), {"b": jnp.zeros((5, 3))})
+
+
+def test_it_is_one_kernel_on_an_h200_that_copies_nothing() -> None:
+    def shapes(rows: int) -> list[jax.ShapeDtypeStruct]:
+        sizes: Any = [((), jnp.int32), ((), jnp.bool), ((5, 4096), jnp.bfloat16)]
+        return [jax.ShapeDtypeStruct((rows, *own), dtype) for own, dtype in sizes]
+
+    rows = jax.ShapeDtypeStruct((8,), jnp.int32)
+    program = compile_for_h200(lambda *given: put_rows(*given), shapes(64), rows, shapes(8), donate_argnums=0)
+    assert [launch.name for launch in program.launches] == ["put_rows"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [1, 75, 2500])
+def test_on_a_gpu_rows_are_those_of_numpy(width: int) -> None:
+    check(width, "pallas")

@@ -1,0 +1,152 @@
+"""`keep_bound` against sorting in float64."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import keep_bound
+from tests.reference.decoder import law
+from tests.support.h200 import compile_for_h200
+
+CONTROLS = [
+    (t, k, p, m)
+    for k in (0, 1, 5, 50, 2999, 4000)
+    for p in (1.0, 0.999, 0.5, 0.01)
+    for t, m in zip((1.0, 0.7, 1.5), (0.0, 0.1, 0.5), strict=True)
+]  # temperature, top_k, top_p, min_p; 4000 exceeds the vocabulary
+VOCAB = 3000
+KERNEL = "pallas_kernels.sampling.threshold"
+
+
+LARGE = 20000  # more groups than a program holds
+
+
+def problem(vocab: int = VOCAB, scale: float = 3.0) -> tuple[np.ndarray, list[np.ndarray]]:
+    logits = np.random.default_rng(0).normal(0, scale, (len(CONTROLS), vocab)).astype(np.float32)
+    types = (np.float32, np.int32, np.float32, np.float32)
+    return logits, [np.array(column, dtype) for column, dtype in zip(zip(*CONTROLS, strict=True), types, strict=True)]
+
+
+def mismatches(bounds: np.ndarray, logits: np.ndarray, cases: Sequence[tuple] = CONTROLS) -> list[tuple]:
+    """Cases that keep other tokens; at the nucleus's edge float32 sums may let in or leave out a token of 1e-5."""
+    found = []
+    for case, bound, row in zip(cases, bounds, logits, strict=True):
+        t, k, p, m = case
+        differ = (law(row, temperature=t, top_k=k, top_p=p, min_p=m) > 0) != (row >= bound)
+        if law(row, temperature=t)[differ].sum() > 1e-5 * (p < 1):
+            found.append(case)
+    return found
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_the_kept_tokens_are_those_that_sorting_keeps(implementation: str) -> None:
+    logits, controls = problem()
+    assert not mismatches(np.asarray(keep_bound(logits, *controls, implementation=implementation)), logits)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("scale", [0.5, 6.0])
+def test_so_it_is_in_laws_wider_than_what_a_program_holds(scale: float) -> None:
+    logits, controls = problem(LARGE, scale)
+    assert not mismatches(np.asarray(keep_bound(logits, *controls, implementation="pallas")), logits)
+
+
+@pytest.mark.once
+def test_only_flat_laws_are_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: where reading the whole row finds nothing, the flat ones are wrong and no others."""
+
+    def nothing(*_: Any) -> Any:
+        return (lambda _: jnp.float32(0),) * 2
+
+    monkeypatch.setattr(sys.modules[KERNEL], "_of_row", nothing)
+    jax.clear_caches()
+    for scale, is_right in ((0.5, False), (6.0, True)):
+        logits, controls = problem(LARGE, scale)
+        t, k, p, m = controls
+        controls = [t, np.minimum(k, 50), np.minimum(p, np.float32(0.9)), m]
+        cases = list(zip(*controls, strict=True))
+        bounds = np.asarray(keep_bound(logits, *controls, implementation="pallas"))
+        assert (not mismatches(bounds, logits, cases)) == is_right
+    jax.clear_caches()
+
+
+def test_a_temperature_left_out_is_caught() -> None:
+    logits, (t, *controls) = problem()
+    assert mismatches(np.asarray(keep_bound(logits, np.ones_like(t), *controls)), logits)
+
+
+def test_a_top_p_before_top_k_is_caught() -> None:
+    """The negative control: without renormalising what top-k left, the nucleus is another."""
+    logits, (t, k, p, m) = problem()
+    apart = np.maximum(keep_bound(logits, t, k, np.ones_like(p), m), keep_bound(logits, t, 0 * k, p, m))
+    assert mismatches(np.asarray(apart), logits)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_ties_stay_together_and_the_likeliest_always_stays(implementation: str) -> None:
+    logits = jnp.asarray([[2.0, 5.0, 5.0, 5.0, -jnp.inf, 1.0], [0.0] * 6])
+    bound = keep_bound(
+        logits, jnp.ones(2), jnp.asarray([2, 1]), jnp.asarray([1.0, 0.1]), jnp.zeros(2), implementation=implementation
+    )
+    assert bound.tolist() == [5.0, 0.0]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_tokens_taken_out_before_weigh_nothing(implementation: str) -> None:
+    """Two thirds are -inf, so that some top-k ask for more than are left: the bounds are those of the others alone."""
+    logits, controls = problem()
+    left = logits[:, ::3]
+    logits[:, 1::3] = logits[:, 2::3] = -np.inf
+    bounds = np.asarray(keep_bound(logits, *controls, implementation=implementation))
+    assert not mismatches(bounds, left)
+
+
+def test_a_row_without_controls_keeps_everything() -> None:
+    bound = keep_bound(jnp.zeros((2, 9)), jnp.ones(2), jnp.zeros(2, jnp.int32), jnp.ones(2), jnp.zeros(2))
+    assert bound.tolist() == [-jnp.inf] * 2
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_neighbouring_rows_share_controls_and_temperature_0_has_none(implementation: str) -> None:
+    logits = problem()[0][:12]
+    controls = [np.array([0.7, 0.0, 1.5, 1.0], np.float32), np.array([5, 5, 0, 0], np.int32)]
+    controls += [np.array([1.0, 0.5, 0.9, 1.0], np.float32), np.array([0.0, 0.1, 0.0, 0.3], np.float32)]
+    bounds = np.asarray(keep_bound(logits, *controls, implementation=implementation))
+    assert (bounds[3:6] == -np.inf).all()
+    own = [np.repeat(control, 3) for control in controls]
+    own[0][3:6], own[1][3:6], own[2][3:6], own[3][3:6] = 1, 0, 1, 0
+    assert not mismatches(bounds, logits, list(zip(*own, strict=True)))
+    dealt_out = [np.tile(control, 3) for control in controls]  # the negative control
+    other = np.asarray(keep_bound(logits, *dealt_out, implementation=implementation))
+    assert mismatches(other, logits, list(zip(*own, strict=True)))
+
+
+def test_unequal_groups_are_refused() -> None:
+    logits, controls = problem()
+    with pytest.raises(ValueError, match="as many groups each"):
+        keep_bound(logits[:5], *(control[:2] for control in controls))
+
+
+def test_it_is_two_kernels_on_an_h200() -> None:
+    shape, rows = jax.ShapeDtypeStruct, 160
+    controls = [shape((rows,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32, jnp.float32)]
+    program = compile_for_h200(keep_bound, shape((rows, 128256), jnp.float32), *controls, fail_on_spills=True)
+    names = [launch.name for launch in program.launches]
+    assert names == ["keep_bound_survey", "keep_bound"]
+    assert program.temp_bytes < 8 << 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("vocab", "scale"), [(VOCAB, 3.0), (LARGE, 0.5), (LARGE, 6.0), (128256, 1.0)])
+def test_on_a_gpu_the_kept_tokens_are_those_that_sorting_keeps(vocab: int, scale: float) -> None:
+    logits, controls = problem(vocab, scale)
+    assert not mismatches(np.asarray(keep_bound(logits, *controls, implementation="pallas")), logits)

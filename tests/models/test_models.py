@@ -1,0 +1,121 @@
+"""The decoder against transformers, and the real small models against their recorded greedy texts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import Engine, Model, SamplingParams
+from jspec.core.records import TokenBatch
+from jspec.engine.tokenizer import load_tokenizer
+from jspec.models import decoder
+from jspec.models.kv_cache import PoolShape, create
+from jspec.tools.testing import last_logits
+from pallas_kernels import ancestor_bits
+from tests.support import tiny
+
+TOLERANCE = 1e-4  # float32 on both sides, in another order of summation
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CONFIGS = {
+    "llama 2": dict(num_attention_heads=4, num_key_value_heads=4),
+    "grouped": dict(num_attention_heads=8, num_key_value_heads=2),
+    "tied": dict(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True),
+    "explicit head_dim": dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32),
+    "llama3 rope": dict(num_attention_heads=4, num_key_value_heads=2, rope_parameters=LLAMA3),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="transformers' models need torch")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=112, num_hidden_layers=3)
+    theirs = LlamaForCausalLM(LlamaConfig(**sizes, **CONFIGS[name])).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = Model.from_pretrained(tmp_path, dtype="float32")
+    ids = np.random.default_rng(0).integers(0, 97, 80).tolist()
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([ids])).logits[0, -1].numpy()
+    np.testing.assert_allclose(last_logits(ours, ids), wanted, atol=TOLERANCE)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", ["stories260k", "tinystories656k"])
+def test_the_real_models_say_what_was_recorded(name: str, data: Path) -> None:
+    target, cases = tiny.load_target(data / name), tiny.greedy_cases(data / name)
+    engine = Engine(target, slots=4, max_len=256, buckets=(4,), prefill_buckets=(64,))
+    params = [SamplingParams(max_tokens=len(case["greedy_ids"]), temperature=0) for case in cases]
+    done = engine.generate([case["prompt_ids"] for case in cases], params)
+    for completion, case in zip(done, cases, strict=True):
+        assert completion.token_ids == case["greedy_ids"]
+
+
+@pytest.mark.parametrize("name", ["stories260k", "tinystories656k"])
+def test_the_real_models_logits_equal_transformers(name: str, data: Path) -> None:
+    torch = pytest.importorskip("torch", reason="transformers' models need torch")
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = load_tokenizer(data / name)
+    assert tokenizer is not None
+    ids = tokenizer.encode("Once upon a time, there was a little girl ")
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(data / name)(torch.tensor([ids])).logits[0, -1].numpy()
+    np.testing.assert_allclose(last_logits(tiny.load_target(data / name), ids), wanted, atol=TOLERANCE)
+
+
+def test_a_wrong_rope_base_is_caught(data: Path) -> None:
+    """The negative control."""
+    target = tiny.load_target(data / "stories260k")
+    case = tiny.greedy_cases(data / "stories260k")[0]
+    other = Model.from_weights(
+        tiny.replace(target.config, rope=tiny.replace(target.config.rope, theta=500000.0)),
+        dict(embed=target.embed, layers=[vars(layer) for layer in target.layers], norm=target.norm),
+    )
+    difference = last_logits(other, case["prompt_ids"]) - last_logits(target, case["prompt_ids"])
+    assert np.abs(difference).max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_rows_that_fill_a_product_up_change_nothing(is_tree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither logits nor features nor caches: where a kernel takes rows by the eight, others are added behind them."""
+    model, rng = tiny.model(40), np.random.default_rng(0)
+    pool = PoolShape(2, 9, 4, 16, "float32", "float32")
+    parents = jnp.asarray([[-1, 0, 0, 1, 2], [-1, 0, 1, 1, 0]], jnp.int32)
+    batch = TokenBatch(
+        tokens=jnp.asarray(rng.integers(0, 40, (2, 5)), jnp.int32),
+        positions=jnp.asarray([[3, 4, 4, 5, 5], [6, 7, 8, 8, 7]], jnp.int32),
+        valid=jnp.ones((2, 5), bool),
+        first_row=jnp.asarray([3, 6], jnp.int32),
+        page_table=jnp.arange(1, 9, dtype=jnp.int32).reshape(2, 4),
+        bits=ancestor_bits(parents) if is_tree else None,
+        implementation="auto",
+    )
+    cache = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), create(2, model.config, pool, "float32")
+    )
+
+    def run(more: int) -> tuple:
+        monkeypatch.setattr(decoder, "missing_rows", lambda *shapes: more)
+        return decoder.forward(model, cache, batch, feature_layers=(0, 1, 3))
+
+    wanted = run(0)
+    for more in (1, 3):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), run(more), wanted)
+    written = batch.filled(3)
+    monkeypatch.setattr(TokenBatch, "filled", lambda self, more: replace(written, valid=written.valid.at[:].set(True)))
+    changed = run(3)[1]
+    assert np.abs(changed.k[0] - wanted[1].k[0]).max() > 0.1, "control: rows that are written show"

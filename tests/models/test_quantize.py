@@ -1,0 +1,292 @@
+"""Weights of one byte: the product's numbers, what is quantised, loading and converting, and that nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import convert.huggingface
+from jspec import DraftModel, Eagle3, Engine, SamplingParams, Tree
+from jspec.engine.tokenizer import load_tokenizer
+from jspec.models.decoder import Model
+from jspec.models.quantize import NAMES, check_device, quantize_weights, quantized_as
+from jspec.tools import check_head, demo
+from jspec.tools.bench import accuracy, shapes
+from jspec.tools.convert import STORED
+from jspec.tools.convert import main as convert_main
+from jspec.tools.info import describe
+from pallas_kernels import split_matmul
+from pallas_kernels.layers.quantized import KINDS, Quantized, add_up, matmul, quantize
+from tests.support import folders, tiny
+from tests.support.h200 import compile_for_h200
+
+# An input halfway between two numbers may go to either: a step of 1/16 of one product among many.
+TOLERANCE = {"int8": 1e-6, "fp8": 1e-6, "fp8_dynamic": 1e-3}
+PROMPT = "class Config:\n    def _interpolate"
+
+
+def problem(rows: int, out: int, inner: int, dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
+    """Rows of x and of the weight differ in size by up to a thousand, so that a scale at the wrong place shows."""
+    rng = np.random.default_rng(rows + out)
+    x = rng.normal(size=(rows, inner)) * 10.0 ** rng.uniform(-1, 2, (rows, 1))
+    weight = rng.normal(size=(out, inner)) * 10.0 ** rng.uniform(-2, 1, (out, 1))
+    return jnp.asarray(x, dtype), jnp.asarray(weight, jnp.float32)
+
+
+def dequantized(weight: Quantized) -> np.ndarray:
+    return np.asarray(weight.values, np.float64) * np.asarray(weight.scale, np.float64)[:, None]
+
+
+def expected(x: jax.Array, weight: Quantized) -> np.ndarray:
+    """The product of the rounded numbers in float64; inputs are rounded by ml_dtypes."""
+    left = np.asarray(x, np.float64)
+    if weight.kind == "fp8_dynamic":
+        scale = np.abs(left).max(-1, keepdims=True) / 448
+        left = scale * (left / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    return left @ dequantized(weight).T
+
+
+def error(got: jax.Array, wanted: np.ndarray, x: jax.Array, weight: jax.Array) -> float:
+    """Largest error beside the norms of the rows that were multiplied."""
+    lengths = [np.linalg.norm(np.asarray(side, np.float64), axis=1) for side in (x, weight)]
+    return float((np.abs(np.asarray(got, np.float64) - wanted) / np.outer(*lengths)).max())
+
+
+# ---- the product
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_number_goes_to_the_nearest(kind: str) -> None:
+    _, weight = problem(7, 40, 96)
+    got, wide = quantize(weight, kind), np.asarray(weight, np.float64)
+    scale = np.abs(wide).max(-1, keepdims=True) / (127 if kind == "int8" else 448)
+    np.testing.assert_allclose(got.scale, scale[:, 0], rtol=1e-6)
+    # float8_e4m3fn has three bits of mantissa, and steps of 1/512 below 1/64.
+    half_step = scale / 2 if kind == "int8" else np.maximum(np.abs(wide) / 16, scale / 1024)
+    error = np.abs(dequantized(got) - wide) / half_step
+    assert 0.5 < error.max() < 1 + 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_product_is_that_of_the_rounded_numbers(kind: str) -> None:
+    x, weight = problem(7, 40, 96)
+    own = quantize(weight, kind)
+    got, wanted = matmul(x, own), expected(x, own)
+    assert error(got, wanted, x, weight) < TOLERANCE[kind]
+    assert error(got, np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T, x, weight) > 1e-3, "no rounding"
+    other = own.replace(scale=jnp.roll(own.scale, 1))
+    assert error(matmul(x, other), wanted, x, weight) > 0.1, "another row's scale must show"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_does_not_depend_on_those_beside_it(kind: str) -> None:
+    x, weight = problem(7, 40, 96)
+    weight = quantize(weight, kind)
+    product = jax.jit(matmul, compiler_options={"xla_backend_optimization_level": 1})  # as users compile
+    together = product(x, weight)
+    for row in range(7):
+        np.testing.assert_allclose(product(x[row : row + 1], weight)[0], together[row], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_and_the_largest_number_survive(kind: str) -> None:
+    weight = jnp.asarray([[0.0, 0.0], [3.0, -3.0], [1e-20, 0.0]])
+    got = matmul(jnp.eye(2), quantize(weight, kind))
+    np.testing.assert_allclose(got, weight.T, rtol=1e-6)
+    assert not matmul(jnp.zeros((1, 2)), quantize(weight, kind)).any()
+    least = jnp.asarray([[1e-36, -3e-37], [1e-38, 0.0]])  # its scale would be below the smallest normal number
+    assert jnp.isfinite(matmul(jnp.concatenate([jnp.eye(2), least]), quantize(least, kind))).all()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_split_product_is_the_same(kind: str, rows: int, implementation: str) -> None:
+    x, weight = problem(rows, 1024, 2048, "bfloat16")
+    own = quantize(weight, kind)
+    parts = split_matmul(x, own, implementation=implementation)
+    assert (parts.shape[0], parts.dtype) == (4, jnp.float32)
+    wanted = expected(x, own)
+    assert error(add_up(parts, jnp.dtype("float32")), wanted, x, weight) < TOLERANCE[kind]
+    assert error(add_up(parts[1:], jnp.dtype("float32")), wanted, x, weight) > 0.01, "a part that is left out must show"
+
+
+@pytest.mark.parametrize("rows", [1, 5, 60])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_split_product_is_one_kernel_without_spills(kind: str, rows: int) -> None:
+    x = jax.ShapeDtypeStruct((1, rows, 4096), "bfloat16")
+    weight = jax.eval_shape(lambda: quantize(jnp.zeros((6144, 4096)), kind))
+    program = compile_for_h200(
+        lambda *arrays: split_matmul(*arrays, implementation="pallas"), x, weight, fail_on_spills=True
+    )
+    assert program.count("split_matmul") == 1
+    assert program.temp_bytes < 1 << 20, "the weight must not be written out in another type"
+
+
+# ---- what is quantised
+
+
+def test_products_are_quantised_and_nothing_else() -> None:
+    model = tiny.model(40)
+    got = quantize_weights(model, "int8")
+    assert quantized_as(model) is None
+    assert quantized_as(got) == "int8"
+    assert isinstance(got.head, Quantized)
+    head = quantize_weights(tiny.eagle_head(tiny.model(40, layers=6), draft_vocab=12, feature_layers=(1, 2, 4)), "fp8")
+    assert isinstance(head.fc, Quantized)
+    assert isinstance(head.head, Quantized)
+    for layer, own in zip(got.layers, model.layers, strict=True):
+        assert all(isinstance(getattr(layer, name), Quantized) for name in ("qkv", "o", "gate_up", "down"))
+        assert layer.attn_norm is own.attn_norm
+        assert layer.mlp_norm is own.mlp_norm
+    assert got.embed is model.embed
+    assert quantized_as(quantize_weights(got, "int8")) == "int8"
+    dynamic = quantize_weights(quantize_weights(model, "fp8"), "fp8_dynamic")
+    assert quantized_as(dynamic) == "fp8_dynamic"
+    assert quantized_as(quantize_weights(dynamic, "fp8")) == "fp8"
+
+
+@pytest.mark.once
+def test_bad_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny.model(40)
+    with pytest.raises(
+        ValueError, match=r"quantize: expected one of \(None, 'int8', 'fp8', 'fp8_dynamic'\), got 'int4'"
+    ):
+        Engine(model, quantize="int4", slots=1, max_len=32)
+    with pytest.raises(ValueError, match="got 'int4'"):
+        Model.from_pretrained(demo.TARGET, quantize="int4")
+    with pytest.raises(ValueError, match="expected unquantised weights, got int8"):
+        quantize_weights(quantize_weights(model, "int8"), "fp8")
+    with pytest.raises(ValueError, match=r"expected weights named qkv, .*got none"):
+        quantize_weights(tiny.medusa_heads(model, 2), "int8")
+    with pytest.raises(ValueError, match="expected a target as it was trained, got int8"):
+        accuracy.measure(quantize_weights(model, "int8"), np.zeros((1, 8), np.int32), KINDS)
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 3, "medusa_num_layers": 1}')
+    save_file(folders.medusa_tensors(), tmp_path / "medusa_lm_head.safetensors")
+    assert convert_main([str(tmp_path), str(tmp_path / "out"), "--quantize", "int8"]) == 2
+    assert "expected a model or an EAGLE head, got Medusa heads" in capsys.readouterr().err
+
+
+def _quantized_leaves(model: Model) -> list[jax.Array]:
+    weights = [getattr(layer, name) for layer in model.layers for name in NAMES if hasattr(layer, name)]
+    return jax.tree.leaves([*weights, model.head])
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("batch_bytes", [1, 2**25], ids=["many batches", "one batch"])
+@pytest.mark.parametrize("kind", STORED)
+def test_a_converted_folder_holds_what_loading_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, batch_bytes: int
+) -> None:
+    """In a batch of its own, an embedding has nothing to quantise."""
+    monkeypatch.setattr(convert.huggingface, "BATCH_BYTES", batch_bytes)
+    source = folders.write(tmp_path / "source", folders.TARGET, folders.target_tensors())
+    assert convert_main([str(source), str(tmp_path / "out"), "--quantize", kind]) == 0
+    loaded = Model.from_pretrained(source, quantize=kind)
+    for dtype in (None, "bfloat16"):
+        stored = Model.from_pretrained(tmp_path / "out", dtype=dtype)
+        assert quantized_as(stored) == kind
+        pairs = zip(_quantized_leaves(stored), _quantized_leaves(loaded), strict=True)
+        assert all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
+    assert quantized_as(Model.from_pretrained(tmp_path / "out", quantize=kind)) == kind
+    whole, rounded = (describe(folder).splitlines() for folder in (source, tmp_path / "out"))
+    (count,) = (line.split(" (")[0] for line in whole if line.startswith("parameters: "))
+    assert any(line.startswith(count) and kind[:3] in line.replace("float8", "fp8") for line in rounded), rounded
+    with pytest.raises(ValueError, match=f"expected unquantised weights, got {kind}"):
+        Model.from_pretrained(tmp_path / "out", quantize="fp8" if kind == "int8" else "int8")
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bench_makes_quantised_weights(kind: str) -> None:
+    target, head = shapes.random_target("tiny", "float32", kind), shapes.random_head("tiny", "float32", kind)
+    assert quantized_as(target) == quantized_as(head) == kind
+    assert isinstance(target.head, Quantized)
+    assert target.embed.dtype == jnp.float32
+
+
+# ---- what it costs, and what it does not
+
+
+@pytest.mark.long
+def test_accuracy_of_the_embedded_target(capsys: pytest.CaptureFixture[str]) -> None:
+    target = Model.from_pretrained(demo.TARGET)
+    cuts = check_head.windows(check_head.TEXT, load_tokenizer("bytes"), 64)
+    own, int8, fp8, dynamic = accuracy.measure(target, cuts, KINDS)
+    assert (own.divergence, own.agreement) == (0.0, 1.0)
+    assert 0 < int8.divergence < 2e-3
+    assert int8.divergence < fp8.divergence < dynamic.divergence < 0.05
+    assert int8.agreement > 0.97
+    assert min(fp8.agreement, dynamic.agreement) > 0.9
+    assert int8.bytes == fp8.bytes == dynamic.bytes < own.bytes / 3
+    spoiled = jax.tree.map(lambda x: x * 1.2 if x.ndim == 1 else x, quantize_weights(target, "int8"))
+    assert accuracy.compare("spoiled", target, spoiled, cuts[:2]).divergence > 3 * dynamic.divergence
+    assert "int8" in accuracy.text([own, int8])
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("kind", "make", "accepted"),
+    [
+        pytest.param(  # the same weights
+            "int8", partial(DraftModel.from_pretrained, demo.TARGET, tree=Tree.chain(3)), 3.7, marks=pytest.mark.long
+        ),
+        ("fp8", partial(Eagle3.from_pretrained, demo.HEAD, tree=Tree.topk(12, 4, 3)), 1.5),
+    ],
+)
+def test_drafting_changes_no_token_of_a_quantised_target(kind: str, make: Callable[..., Any], accepted: float) -> None:
+    """Drafters are rounded too; one with the target's own weights, rounded alike, drafts the same tokens."""
+    options = dict(slots=2, max_len=160, prefill_buckets=(64,), buckets=(2,), tokenizer="bytes", dtype="float32")
+    options |= dict(prefix_cache=False, controls=False)
+    params = [SamplingParams(max_tokens=64, temperature=t, seed=3) for t in (0.0, 1.0)]
+    runs = []
+    for drafter in (None, make(quantize=kind)):
+        with Engine.from_pretrained(demo.TARGET, drafter=drafter, quantize=kind, **options) as engine:
+            assert quantized_as(engine._device.params.target) == kind
+            assert drafter is None or quantized_as(engine._device.params.draft) == kind
+            runs.append(engine.generate([PROMPT, PROMPT], params))
+    plain, drafted = runs
+    assert [done.token_ids for done in drafted] == [done.token_ids for done in plain]
+    assert drafted[0].metrics.mean_acceptance_length > accepted
+
+
+@pytest.mark.once
+def test_a_cache_of_one_byte_a_number() -> None:
+    """Its numbers are checked in tests/kernels; here that the engine takes it for both pools and still drafts well."""
+    options = dict(slots=1, max_len=160, prefill_buckets=(64,), tokenizer="bytes", dtype="float32")
+    options |= dict(prefix_cache=False, controls=False)
+    head = Eagle3.from_pretrained(demo.HEAD, tree=Tree.chain(3))
+    dtypes = dict(kv_dtype="float8_e4m3fn", draft_kv_dtype="float8_e4m3fn")
+    with Engine.from_pretrained(demo.TARGET, drafter=head, **options, **dtypes) as engine:
+        pools = [*engine._device.state.target.k, *engine._device.state.draft.cache.v]
+        assert {str(pool.dtype) for pool in pools} == {"float8_e4m3fn"}
+        (done,) = engine.generate(PROMPT, SamplingParams(max_tokens=64, temperature=0.0))
+    assert done.text is not None
+    assert done.text.startswith("_some(self, "), done.text
+    assert done.metrics.mean_acceptance_length > 1.8
+    with pytest.raises(ValueError, match=r"kv_dtype: expected one of .*float8_e4m3fn.*got 'float8_e5m2'"):
+        Engine(tiny.model(40), slots=1, max_len=32, kv_dtype="float8_e5m2")
+
+
+def test_float8_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantize_weights(tiny.model(40), "fp8")
+    check_device(model, "float8_e4m3fn")  # a CPU has no such number
+    for capability, refused in (("8.0", True), ("8.9", False), ("12.0", False)):
+        device = SimpleNamespace(compute_capability=capability)
+        monkeypatch.setattr(jax, "devices", lambda device=device: [device])
+        for tree, dtype in ((model, "bfloat16"), (tiny.model(40), "float8_e4m3fn")):
+            with pytest.raises(ValueError, match=r"8\.9 or later, got 8\.0") if refused else nullcontext():
+                check_device(tree, dtype)
+    check_device(quantize_weights(tiny.model(40), "int8"), "bfloat16")

@@ -1,0 +1,152 @@
+"""The EAGLE-3 chain against recordings of the authors' own code, round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import Eagle3, Engine, SamplingParams, Tree
+from jspec.core.records import SlotView
+from jspec.draft import eagle
+from jspec.draft.eagle_head import EagleHead
+from jspec.draft.expand_tree import Level
+from jspec.models.config import Rope
+from jspec.models.kv_cache import PoolShape
+from jspec.step import decode
+from jspec.step.prefill import prefill_step
+from pallas_kernels.layers.quantized import add_up
+from tests.support import tiny
+from tests.support.recordings import TOLERANCE, engine_of, recording, replay, same_rounds
+
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture(scope="module")
+def chain(golden: Path) -> dict[str, np.ndarray]:
+    return recording(golden / "chain_d4_k1_t6.npz")
+
+
+@pytest.fixture(scope="module")
+def drafter(golden: Path) -> Eagle3:
+    pytest.importorskip("torch", reason="the recorded head is a .bin file")
+    return Eagle3(tiny.load_head(golden / "draft"), Tree.chain(5))
+
+
+@pytest.fixture(scope="module")
+def engine(golden: Path, drafter: Eagle3) -> Engine:
+    return engine_of(golden, drafter)
+
+
+def test_the_rounds_and_the_mean_acceptance_length_are_the_recorded_ones(
+    golden: Path, engine: Engine, chain: dict[str, np.ndarray]
+) -> None:
+    assert same_rounds(replay(engine, golden, chain), chain) == 477
+    assert engine.metrics.mean_acceptance_length == pytest.approx(3.327, abs=5e-4)
+
+
+def test_the_first_draft_logits_are_the_recorded_ones(
+    golden: Path, drafter: Eagle3, chain: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Theta, feature layers, norms and concat order all show here, where acceptance hardly moves."""
+    seen: list[np.ndarray] = []
+    original = eagle.catch_up
+
+    def spy(params: eagle.EagleHead, state: eagle.EagleState, view: SlotView, window: int | None) -> tuple:
+        out, product, cache_ = original(params, state, view, window)
+        logits = add_up(product, jnp.float32)[:, 0]
+        jax.debug.callback(lambda x: seen.append(np.asarray(x)), logits, ordered=True)
+        return out, product, cache_
+
+    monkeypatch.setattr(eagle, "catch_up", spy)
+    target = tiny.load_target(golden / "target")
+    spied = Engine(target, drafter=drafter, slots=1, max_len=512, buckets=(1,), prefill_buckets=(128,), overlap=False)
+    for prompt, ids in enumerate(tiny.recorded_prompts(golden)):
+        seen.clear()
+        tokens = int(np.diff(chain["out_offset"])[prompt]) + 1
+        spied.generate(ids, SamplingParams(max_tokens=tokens, temperature=0))
+        jax.effects_barrier()
+        first, last = chain["iter_offset"][prompt : prompt + 2]
+        np.testing.assert_allclose(np.concatenate(seen), chain["first_logits"][first:last], atol=TOLERANCE)
+
+
+def concatenated_the_other_way_round(head: EagleHead) -> EagleHead:
+    """The feature where the embedding belongs, and the other way round."""
+    (layer,), hidden = head.layers, head.config.hidden_size
+    return head.replace(layers=[layer.replace(qkv=jnp.roll(layer.qkv, hidden, axis=1))])
+
+
+def with_absolute_d2t(head: EagleHead) -> EagleHead:
+    """The file's offsets taken for the target's ids."""
+    assert head.draft_to_target is not None
+    return head.replace(draft_to_target=head.draft_to_target - jnp.arange(len(head.draft_to_target)))
+
+
+def with_config(**changes: object) -> Callable[[EagleHead], EagleHead]:
+    return lambda head: head.replace(config=replace(head.config, **changes))
+
+
+MISTAKES: dict[str, Callable[[EagleHead], EagleHead]] = {
+    "rope theta of the target": with_config(rope=Rope(500000.0)),
+    "feature layers one too low": with_config(feature_layers=(1, 3, 4)),
+    "feature layers one too high": with_config(feature_layers=(3, 5, 6)),
+    "feature layers in reverse": with_config(feature_layers=(5, 4, 2)),
+    "normed feature as residual": with_config(norm_before_residual=True),
+    "normed output fed back": with_config(norm_output=True),
+    "concat order": concatenated_the_other_way_round,
+    "d2t as absolute ids": with_absolute_d2t,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_head_shows_in_the_scores(
+    golden: Path, drafter: Eagle3, chain: dict[str, np.ndarray], mistake: str
+) -> None:
+    wrong = Eagle3(MISTAKES[mistake](drafter.head), drafter.tree)
+    assert score_error(golden, chain, wrong) > 100 * TOLERANCE
+
+
+def test_a_gap_in_the_positions_shows_in_the_scores(
+    golden: Path, drafter: Eagle3, chain: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first drafted token one position too far, as an engine in the field had it."""
+    original = Level.batch
+    assert score_error(golden, chain, drafter) < TOLERANCE
+    monkeypatch.setattr(Level, "batch", lambda level, view, at, *more: original(level, view, at + 1, *more))
+    assert score_error(golden, chain, drafter) > 100 * TOLERANCE
+
+
+def score_error(golden: Path, chain: dict[str, np.ndarray], drafter: Eagle3) -> float:
+    """Largest deviation from the recorded scores in the second prompt's first round, computed op by op."""
+    target, prompt = tiny.load_target(golden / "target"), 1
+    program = decode.Program(drafter, drafter.feature_layers(target), "coupled", "reference")
+    params = decode.Params(target=target, draft=drafter.bind(target))
+    ids = tiny.recorded_prompts(golden)[prompt]
+    state = decode.init_state(program, params, PoolShape(1, 2, 128, 100, "float32", "float32"))
+    chunk = tiny.prefill_input(ids, page_row=[1])
+    state, _ = prefill_step(program, params, state, jnp.asarray(chunk.pack()))
+    view = decode.view_of(state, jnp.zeros(1, jnp.int32), program).replace(all_greedy=True)
+    draft, _ = drafter.draft(params.draft, state.draft, view)
+    recorded = chain["sel_scores"][chain["iter_offset"][prompt]]
+    return float(np.abs(np.asarray(draft.scores)[0, 1:] - recorded).max())
+
+
+def test_plain_decoding_gives_the_recorded_greedy_tokens(golden: Path) -> None:
+    recorded = recording(golden / "greedy_ar.npz")["greedy"]
+    target = tiny.load_target(golden / "target")
+    engine = Engine(target, slots=4, max_len=512, buckets=(4,), prefill_buckets=(128,), controls=False)
+    done = engine.generate(tiny.recorded_prompts(golden), SamplingParams(max_tokens=recorded.shape[1], temperature=0))
+    for completion, expected in zip(done, recorded, strict=True):
+        assert completion.token_ids == expected.tolist()
+
+
+def test_speculation_gives_the_recorded_greedy_tokens(golden: Path, engine: Engine) -> None:
+    recorded = recording(golden / "greedy_ar.npz")["greedy"]
+    done = engine.generate(tiny.recorded_prompts(golden), SamplingParams(max_tokens=recorded.shape[1], temperature=0))
+    for completion, expected in zip(done, recorded, strict=True):
+        assert completion.token_ids == expected.tolist()

@@ -1,0 +1,160 @@
+"""A whole round of an 8B model compiled for an H200: one graph, nothing beside it, no pool copied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache, partial
+
+import jax
+import pytest
+
+from jspec import Tree
+from jspec.draft.eagle_head import EagleHead
+from jspec.models.decoder import Model
+from jspec.models.quantize import quantize_weights
+from jspec.step.decode import init_state, spec_step
+from jspec.tools.bench import rounds, shapes
+from tests.support.h200 import H200Program, compile_for_h200
+
+SHAPE = "llama3-8b"
+
+
+@lru_cache(maxsize=4)  # with -m matrix a chain's is looked at twice
+def compile_round(
+    tree: Tree | None,
+    quantize: str | None = None,
+    kv_dtype: str | None = None,
+    *,
+    prefix_cache: bool = False,
+    controls: bool = False,
+    deterministic: bool = False,
+    batch: int = 1,
+    depth: int | None = None,
+) -> tuple[H200Program, int]:
+    """The compiled round, its tree cut at a depth, and the bytes of its state."""
+    target = Model.from_weights(shapes.TARGETS[SHAPE], shapes.target_shapes(SHAPE, "bfloat16"))
+    head = EagleHead.from_weights(shapes.head_config(SHAPE), shapes.head_shapes(SHAPE, "bfloat16"))
+    if quantize is not None:
+        target, head = (jax.eval_shape(partial(quantize_weights, kind=quantize), model) for model in (target, head))
+    case = rounds.Case(
+        SHAPE,
+        batch=batch,
+        context=1024,
+        tree=tree,
+        quantize=quantize,
+        kv_dtype=kv_dtype,
+        deterministic=deterministic,
+    )
+    program, params, pool = rounds.build(case, target, head)
+    pool, program = replace(pool, prefix_cache=prefix_cache), replace(program, controls=controls)
+    state = jax.eval_shape(lambda p: init_state(program, p, pool), params)
+    if depth is not None:
+        program = replace(program, drafter=program.drafter.cut(depth))
+    slots = jax.ShapeDtypeStruct((batch,), "int32")
+    options = program.compiler_options
+    compiled = compile_for_h200(partial(spec_step, program), params, state, slots, donate_argnums=1, options=options)
+    return compiled, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def check(program: H200Program, state_bytes: int, *, launches: int, temp_mib: int) -> H200Program:
+    """One graph of fewer launches, which writes to the state where it lies and copies nothing large."""
+    print(len(program.launches), "launches,", program.temp_bytes >> 20, "MiB")
+    assert len(program.graphs) == 1
+    assert not program.outside_graphs
+    assert program.alias_bytes == state_bytes
+    assert not program.copies(1 << 20)
+    assert program.temp_bytes < temp_mib << 20
+    assert len(program.launches) < launches
+    return program
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tree", "launches", "temp_mib"),
+    [pytest.param(None, 310, 12, marks=pytest.mark.long), (Tree.chain(4), 375, 12), (Tree.topk(60, 8, 10), 485, 72)],
+    ids=str,
+)
+def test_the_round_is_one_graph_in_place(tree: Tree | None, launches: int, temp_mib: int) -> None:
+    """Its memory: logits (of 60 nodes: 30 MB) and partial sums; a pool would be 70 MB."""
+    program = check(*compile_round(tree), launches=launches, temp_mib=temp_mib)
+    assert not [launch for launch in program.launches if launch.kind == "kConditional"], "each takes 13 us"
+    has_few_rows = tree != Tree.topk(60, 8, 10)
+    drafted = tree.depth if tree == Tree.chain(4) else 0  # tokens; all but the last are fed
+    assert program.count("append_attention") == 32 * has_few_rows + max(drafted - 1, 0)
+    assert program.count("paged_attention") >= 32 * (1 if has_few_rows else 2)
+    assert program.count("sample_tokens") == 2 * (1 + drafted)
+    if jax.__version_info__ >= (0, 11):  # gate and up of 64 rows, four of which fill the tree up
+        assert program.count("kCustomCall") == (32 if tree == Tree.topk(60, 8, 10) else 0)
+
+
+@pytest.mark.matrix
+def test_a_round_that_drafts_nothing_reads_no_context_for_the_draft() -> None:
+    """It writes the draft's rows, for later rounds."""
+    program = check(*compile_round(Tree.chain(4), depth=0), launches=320, temp_mib=12)
+    assert program.count("append_attention") == 32 and program.count("rotate_append") == 1
+    assert program.count("paged_attention") == 32  # merges
+
+
+@pytest.mark.matrix
+def test_keeping_pages_for_others_costs_a_round_a_scatter() -> None:
+    """The feature behind a page's end goes to its place in the round's own graph."""
+    (plain, _), (kept, _) = compile_round(Tree.chain(4)), compile_round(Tree.chain(4), prefix_cache=True)
+    assert len(kept.graphs) == 1
+    assert not kept.outside_graphs
+    assert not kept.copies(1 << 20)
+    assert len(kept.launches) <= len(plain.launches) + 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("tree", "launches", "temp_mib"),
+    [(Tree.chain(4), 395, 12), pytest.param(Tree.topk(60, 8, 10), 515, 96, marks=pytest.mark.matrix)],
+    ids=str,
+)
+def test_controls_stay_in_the_rounds_graph(tree: Tree, launches: int, temp_mib: int) -> None:
+    """Counts are read, and added to where they lie; beside the logits there are the edited ones, and those scaled."""
+    check(*compile_round(tree, controls=True), launches=launches, temp_mib=temp_mib)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("tree", "batch", "launches", "temp_mib"),
+    [
+        pytest.param(None, 1, 345, 12, marks=pytest.mark.matrix),
+        (Tree.chain(4), 32, 415, 200),
+        pytest.param(Tree.topk(60, 8, 10), 1, 525, 112, marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
+def test_a_deterministic_round_is_one_graph_of_our_own_kernels(
+    tree: Tree | None, batch: int, launches: int, temp_mib: int
+) -> None:
+    """The target's products, norms and attention are none of XLA's, which chooses by the number of rows."""
+    compiled = compile_round(tree, deterministic=True, batch=batch)
+    program = check(*compiled, launches=launches, temp_mib=temp_mib)
+    assert program.count("fixed_matmul") == 4 * 32 + 1
+    assert program.count("paged_attention") >= 2 * 32
+    assert program.count("add_rms_norm") >= 2 * 32 + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("quantize", "launches"),
+    [pytest.param("fp8", 410, marks=pytest.mark.matrix), pytest.param("fp8_dynamic", 412, marks=pytest.mark.long)],
+)
+def test_weights_and_cache_of_one_byte_are_read_where_they_lie(quantize: str, launches: int) -> None:
+    """No weight is written out in another type: the smallest would be 34 MB."""
+    program = check(*compile_round(Tree.chain(4), quantize, "float8_e4m3fn"), launches=launches, temp_mib=12)
+    rounded = program.count("paged_attention_merge_and_round")  # in every layer, and in each of the draft's passes
+    assert rounded == (32 + 4 if quantize == "fp8_dynamic" else 0)
+
+
+@pytest.mark.long
+def test_float8_products_of_many_rows_are_scaled_by_who_reads_them() -> None:
+    """A kernel that scales the logits alone would read and write 82 MB; one for a layer's products, 2 to 4 MB each."""
+    program, _ = compile_round(Tree.chain(4), "fp8_dynamic", "float8_e4m3fn", batch=32)
+    lines = program.compiled.as_text().split("\nENTRY")[1].splitlines()
+    logits = [line.split(" = ")[0] for line in lines if " = f32[32,5,128256]" in line or " = f32[160,128256]" in line]
+    assert logits and not [name for name in logits if "multiply" in name or "convert" in name], logits
+    assert program.count("rotate_append") >= 32
+    assert len(program.launches) <= 418

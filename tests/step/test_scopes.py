@@ -1,0 +1,96 @@
+"""Operations are named as the code is: every one of a step belongs to a stage, so that a trace can be read."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jspec import Tree
+from jspec.draft.eagle_head import EagleHead
+from jspec.models.decoder import Model
+from jspec.step.decode import Params, Program, init_state, spec_step
+from jspec.step.executables import PREFILL_HEAD
+from jspec.step.prefill import prefill_step
+from jspec.tools.bench import rounds, shapes
+
+pytestmark = pytest.mark.once
+
+SHAPE = "tiny"
+STAGES = ["view", "draft", "verify", "accept", "commit", "trace", "report"]  # in their order
+OWN = "broadcast_in_dim"  # the axis of rounds
+
+
+def build(tree: Tree | None) -> tuple[Program, Params, Any]:
+    """Program, and weights and state as shapes."""
+    target = Model.from_weights(shapes.TARGETS[SHAPE], shapes.target_shapes(SHAPE, "float32"))
+    head = EagleHead.from_weights(shapes.head_config(SHAPE), shapes.head_shapes(SHAPE, "float32"))
+    program, params, pool = rounds.build(rounds.Case(SHAPE, 1, 64, tree, dtype="float32"), target, head)
+    return program, params, jax.eval_shape(lambda p: init_state(program, p, pool), params)
+
+
+def lowered_paths(step: Any, params: Params, state: Any, words: int) -> list[str]:
+    """The names in the program, of operations and of functions, scopes before them."""
+    lowered = jax.jit(step).lower(params, state, jax.ShapeDtypeStruct((words,), jnp.int32))
+    return re.findall(r'loc\("([^"]*)"', lowered.as_text(debug_info=True))
+
+
+def inside(paths: Sequence[str], prefix: str) -> list[list[str]]:
+    """What follows a prefix, by scopes."""
+    return [path[found.end() :].split("/") for path in paths if (found := re.match(prefix, path))]
+
+
+def round_names(tree: Tree | None, rounds: int = 1) -> list[list[str]]:
+    program, params, state = build(tree)
+    paths = lowered_paths(partial(spec_step, replace(program, rounds=rounds, trace=True)), params, state, words=1)
+    if rounds == 1:
+        return [name for name in inside(paths, r"jit\(spec_step\)/") if name[0] != OWN]
+    # The body of the loop is a function of its own: in jax 0.10 its names begin anew, in 0.11 they name the call.
+    return [
+        name for name in inside(paths, r"(jit\(spec_step\)/while/body/((closed_call|eval_jaxpr)/)?)?") if len(name) > 1
+    ]
+
+
+def has(names: Sequence[list[str]], path: str) -> bool:
+    words = path.split("/")
+    return any(name[: len(words)] == words for name in names)
+
+
+@pytest.mark.parametrize("tree", [None, Tree.chain(2), Tree.topk(8, 3, 2)], ids=str)
+def test_every_operation_of_a_round_is_in_its_stage(tree: Tree | None) -> None:
+    names = round_names(tree)
+    assert {name[0] for name in names} == set(STAGES)
+    expected = ["verify/layer0", "verify/layer7", "verify/head"]
+    if tree is not None:
+        expected += ["draft/root", "draft/draft1/head", "commit/fuse"]
+    if tree == Tree.topk(8, 3, 2):
+        expected += ["draft/draft2/head", "draft/select"]
+    assert not [path for path in expected if not has(names, path)]
+
+
+def test_so_it_is_in_the_loop_over_rounds() -> None:
+    assert {name[0] for name in round_names(Tree.chain(2), rounds=3)} >= set(STAGES)
+
+
+@pytest.mark.parametrize("tree", [None, Tree.chain(2)], ids=str)
+def test_every_operation_of_a_prefill_is_named(tree: Tree | None) -> None:
+    program, params, state = build(tree)
+    words = PREFILL_HEAD + state.page_table.shape[1] + 8
+    names = inside(lowered_paths(partial(prefill_step, program), params, state, words), r"jit\(prefill_step\)/")
+    assert {name[0] for name in names} == {"prefill"}
+    expected = ["admit", "view", "target/layer7", "target/head", "first_token"]
+    expected += [] if tree is None else ["draft/fuse"]
+    assert not [path for path in expected if not has(names, f"prefill/{path}")]
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_control_without_scopes_nothing_is_named(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "named_scope", lambda name: contextlib.nullcontext())
+    assert not {name[0] for name in round_names(None, rounds)} & set(STAGES)

@@ -1,0 +1,138 @@
+"""Small pairs to inflate, and how a larger model is compared with the small one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec import Model
+from jspec.draft.eagle_head import EagleHead, EagleLayer
+from jspec.models.config import Rope
+from jspec.tools import demo
+from jspec.tools.bench import inflate, sizes
+from jspec.tools.bench.sizes import Sizes
+from jspec.tools.replay import run_texts
+from tests.support import tiny
+
+VOCAB, DRAFTED, LAYERS = 40, 12, 7
+SIZES = Sizes(
+    hidden_size=40,
+    intermediate_size=48,
+    num_layers=12,
+    num_heads=18,
+    num_kv_heads=3,
+    head_dim=8,
+    vocab_size=64,
+    draft_vocab_size=16,
+)
+TOLERANCE = 1e-4  # of the largest value
+LLAMA3 = Rope(theta=500.0, kind="llama3", factor=8.0, original_max_position=64)  # slows some of few channels down
+# Few layers, to compile quickly; one more of everything.
+DEMO_SIZES = Sizes(96, 208, 9, 9, 3, 32, 300, 100)
+TEXT = (demo.PROMPT * 3).encode()[:96]
+
+
+def target(*, kv_heads: int = 2, rope: Rope = LLAMA3, tied: bool = False) -> Model:
+    """A random target whose norms are changed by their eps."""
+    model = tiny.model(VOCAB, layers=LAYERS)
+    own = replace(
+        model.config, num_kv_heads=kv_heads, rope=rope, tie_word_embeddings=tied, norm_eps=0.1, max_position=64
+    )
+    rows = (own.num_heads + 2 * kv_heads) * own.head_dim
+    layers = [layer.replace(qkv=jnp.resize(layer.qkv, (rows, own.hidden_size))) for layer in model.layers]
+    return model.replace(layers=layers, head=None if tied else model.head, config=own)
+
+
+def head_of(model: Model, **changes: Any) -> EagleHead:
+    """A random EAGLE-3 head at the default states; ``changes`` are fields of its config."""
+    head = tiny.eagle_head(model, draft_vocab=DRAFTED, feature_layers=sizes.default_states(LAYERS))
+    return head.replace(config=replace(head.config, norm_eps=0.05, **changes))
+
+
+def tokens(vocab: int = VOCAB) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(3).integers(0, vocab, (1, 48)), jnp.int32)
+
+
+class Match(NamedTuple):
+    """How far a larger target is from the small one, relative to the largest value."""
+
+    logits: float
+    margin: float  # from the least logit of a real token down to the largest padded one
+    features: float
+
+    @property
+    def same(self) -> bool:
+        return self.logits < TOLERANCE and self.features < TOLERANCE and self.margin > 100
+
+
+def compare(small: Model, large: Model, states: tuple[int, ...], new_states: tuple[int, ...], text: jax.Array) -> Match:
+    vocab, hidden = small.config.vocab_size, small.config.hidden_size
+    one, other = run_texts(small, text, states), run_texts(large, text, new_states)
+    logits, features = np.asarray(one.logits), np.asarray(one.features).reshape(-1, hidden)
+    large_logits = np.asarray(other.logits)
+    large_features = np.asarray(other.features).reshape(-1, large.config.hidden_size)[:, :hidden]
+    assert np.isfinite(large_logits).all()
+    return Match(
+        logits=np.abs(large_logits[..., :vocab] - logits).max() / np.abs(logits).max(),
+        margin=(logits.min() - large_logits[..., vocab:]).min(initial=np.inf),
+        features=np.abs(large_features - features).max() / np.abs(features).max(),
+    )
+
+
+@cache
+def demo_pair() -> tuple[Model, EagleHead]:
+    return tiny.load_target(demo.TARGET), tiny.load_head(demo.HEAD)
+
+
+@cache
+def large_pair() -> tuple[Model, EagleHead]:
+    small, head = demo_pair()
+    large, large_head = inflate.pair(small, DEMO_SIZES, head=head)
+    assert large_head is not None
+    return large, large_head
+
+
+def text_tokens() -> jax.Array:
+    return jnp.asarray(np.frombuffer(TEXT, np.uint8).astype(np.int32))[None]
+
+
+def variant(name: str, model: Model) -> EagleHead:
+    """Heads of every kind of EAGLE-3, with random weights where they have more of them."""
+    rng, hidden = np.random.default_rng(5), model.config.hidden_size
+
+    def weight(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.uniform(0.5, 1.5, shape), jnp.float32)
+
+    head = head_of(model, **({} if name in ("plain", "two layers", "no fc", "shared output") else {name: True}))
+    layer = head.layers[0]
+    if name == "norm_before_fc":
+        return head.replace(input_norm=weight(3 * hidden))
+    if name == "fc_norm":
+        return head.replace(fc_norm=weight(3, hidden))
+    if name == "fc_bias":
+        return head.replace(fc_bias=weight(hidden))
+    if name == "qkv_bias":
+        return head.replace(layers=[layer.replace(qkv_bias=weight(layer.qkv.shape[0]))])
+    if name == "qk_norm":
+        norms = dict(q_norm=weight(head.config.head_dim), k_norm=weight(head.config.head_dim))
+        return head.replace(layers=[layer.replace(**norms)])
+    if name == "two layers":
+        parts = {k: v for k, v in vars(layer).items() if k not in ("hidden_norm", "qkv")}
+        more = EagleLayer(**parts | {"qkv": layer.qkv[:, :hidden], "input_norm": weight(hidden)})
+        return head.replace(
+            layers=[layer, more], embed=4 * weight(VOCAB, hidden), config=replace(head.config, num_layers=2)
+        )
+    if name == "no fc":
+        return head.replace(fc=None, config=replace(head.config, fuse=False, feature_layers=(LAYERS,)))
+    if name == "shared output":
+        return head.replace(head=None, draft_to_target=None, config=replace(head.config, draft_vocab_size=VOCAB))
+    return head
+
+
+CARRIED = ("plain", "two layers", "no fc", "fc_bias", "qkv_bias", "qk_norm")  # with a larger draft vocabulary
+NORMED = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")

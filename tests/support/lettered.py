@@ -1,0 +1,90 @@
+"""A tokenizer of sixteen tokens for the small models: letters, pieces of several letters, halves of a letter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+from jspec import DraftModel, Eagle3, Engine, Tree
+from jspec.engine.tokenizer import Tokenizer
+from tests.support import small, tiny
+
+END, MARK = 0, 14
+TEXTS: list[bytes | None] = [
+    None, b"a", b"b", b"ab", b"ba", b"{", b"}", b"1", b"12", b",", b'"', b"\xc3", b"\xa9", b"c", None, b"aab",
+]  # fmt: skip
+JSON_TEXTS: list[bytes | None] = [  # two spell the same
+    None, b" ", b"{", b"}", b"[", b"]", b'"', b":", b",", b"a",
+    b"b", b'{"', b'b"', b'":', b"[{", b"]}", b"ab", b"a", b"1", None,
+]  # fmt: skip
+
+
+class Lettered:
+    """Longest piece first.
+
+    Args:
+        texts: of the tokens, None for those that are not shown.
+    """
+
+    byte_ids: frozenset[int] = frozenset()
+
+    def __init__(self, texts: Sequence[bytes | None] = TEXTS) -> None:
+        self.vocab_size, self._texts = len(texts), list(texts)
+        self.hidden_ids = frozenset(token for token, text in enumerate(texts) if text is None)
+
+    def encode(self, text: str) -> list[int]:
+        rest, ids = text.encode(), []
+        while rest:
+            found = [(len(piece), token) for token, piece in enumerate(self._texts) if piece and rest.startswith(piece)]
+            size, token = max(found)
+            rest = rest[size:]
+            ids.append(token)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(self._texts[token] or b"" for token in ids).decode(errors="replace")
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        raise ValueError("no template")
+
+    def token_bytes(self) -> list[bytes | None]:
+        return self._texts
+
+
+def tokenizer() -> Tokenizer:
+    return Lettered()
+
+
+@cache
+def chain() -> Engine:
+    """An EAGLE-3 head, three rounds a dispatch, prompts in chunks of six tokens."""
+    head = tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1))
+    return Engine(
+        small.target(),
+        drafter=Eagle3(head, Tree.chain(3)),
+        slots=2,
+        max_len=small.MAX_LEN,
+        page_size=1,
+        buckets=(2,),
+        prefill_buckets=(6,),
+        rounds_per_dispatch=3,
+        tokenizer=tokenizer(),
+        eos_ids=(END,),
+    )
+
+
+@cache
+def tree() -> Engine:
+    """A draft model's dynamic tree, pages too few for all at once."""
+    return Engine(
+        small.target(),
+        drafter=DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3)),
+        slots=4,
+        max_len=small.MAX_LEN,
+        page_size=4,
+        pages=26,
+        buckets=(4,),
+        prefill_buckets=(small.MAX_LEN,),
+        tokenizer=tokenizer(),
+        eos_ids=(END,),
+    )

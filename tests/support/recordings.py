@@ -1,0 +1,75 @@
+"""Rounds of the methods' authors' own code, and how ours are compared with them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from jspec import Completion, Drafter, Engine, SamplingParams
+from jspec.engine.request import Round
+from tests.support import tiny
+
+TOLERANCE = 1e-4  # float32 on another summation order; the recordings' own second implementation agrees to 8e-6
+NEAR_TIE = 1e-5  # margins of the authors' choices below which another correct implementation may choose otherwise
+
+
+@cache
+def recording(file: Path) -> dict[str, np.ndarray]:
+    with np.load(file) as arrays:
+        return dict(arrays)
+
+
+def engine_of(golden: Path, drafter: Drafter) -> Engine:
+    """The recordings' target with a drafter."""
+    target = tiny.load_target(golden / "target")
+    options = dict(slots=4, max_len=512, buckets=(4,), prefill_buckets=(128,), prefix_cache=False, controls=False)
+    return Engine(target, drafter=drafter, **options)
+
+
+def replay(engine: Engine, golden: Path, recorded: dict[str, np.ndarray]) -> list[Completion]:
+    """Every recorded prompt, as many tokens as were recorded for it."""
+    lengths = np.diff(recorded["out_offset"]) + 1
+    params = [SamplingParams(max_tokens=int(n), temperature=0) for n in lengths]
+    return engine.generate(tiny.recorded_prompts(golden), params, trace=True)
+
+
+def same_rounds(completions: list[Completion], recorded: dict[str, np.ndarray]) -> int:
+    """Compare round by round; returns how many were compared in full."""
+    compared = 0
+    for prompt, completion in enumerate(completions):
+        first, last = recorded["iter_offset"][prompt : prompt + 2]
+        assert completion.rounds is not None
+        assert len(completion.rounds) == last - first
+        for index, got in zip(range(first, last), completion.rounds, strict=True):
+            assert got.accept_len == recorded["accept_len"][index]
+            if "bonus" in recorded:
+                assert got.emitted[-1] == recorded["bonus"][index]
+            if margin(recorded, index) >= NEAR_TIE:
+                same_tree(got, recorded, index)
+                compared += 1
+        a, b = recorded["out_offset"][prompt : prompt + 2]
+        assert completion.token_ids[:-1] == recorded["output"][a:b].tolist()
+    return compared
+
+
+def margin(recorded: dict[str, np.ndarray], index: int) -> float:
+    """How close a round's closest choice was."""
+    margins = [recorded[name][index].min() for name in ("rerank_margin", "level_margin") if name in recorded]
+    return min([np.inf, *margins])
+
+
+def same_tree(got: Round, recorded: dict[str, np.ndarray], index: int) -> None:
+    """Nodes, parents, scores, depths and the accepted path of one round."""
+    parents = recorded["parent"] if recorded["parent"].ndim == 1 else recorded["parent"][index]
+    np.testing.assert_array_equal(got.tokens, recorded["tree_tokens"][index])
+    np.testing.assert_array_equal(got.parents, parents)
+    depth = np.zeros(len(parents), int)
+    for node, parent in enumerate(parents[1:], 1):
+        depth[node] = depth[parent] + 1
+    positions = recorded["tree_pos"] if recorded["tree_pos"].ndim == 1 else recorded["tree_pos"][index]
+    np.testing.assert_array_equal(depth, positions)
+    assert [depth[node] for node in got.path] == list(range(got.accept_len + 1))
+    if "sel_scores" in recorded:
+        np.testing.assert_allclose(got.scores[1:], recorded["sel_scores"][index], atol=TOLERANCE)

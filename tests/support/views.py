@@ -1,0 +1,31 @@
+"""A bucket's view made by hand, for tests of one stage."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.core.records import Sampling, SlotView
+
+
+def view_of_rows(
+    roots: list[int], *, temperature: float = 0.0, accept: str = "coupled", length: int = 5, page_size: int = 64
+) -> SlotView:
+    """Active rows of one length, one page each, a seed a row."""
+    rows = len(roots)
+    controls = Sampling.greedy(rows).replace(
+        temperature=jnp.full(rows, temperature, jnp.float32),
+        seed=jnp.asarray(np.stack([np.zeros(rows), np.arange(rows)], axis=1), jnp.uint32),
+    )
+    return SlotView(
+        slots=jnp.arange(rows, dtype=jnp.int32),
+        root=jnp.asarray(roots, jnp.int32),
+        lengths=jnp.full(rows, length, jnp.int32),
+        active=jnp.ones(rows, bool),
+        remaining=jnp.full(rows, 1000, jnp.int32),
+        page_table=jnp.arange(1, rows + 1, dtype=jnp.int32)[:, None],
+        sampling=controls,
+        accept=accept,
+        all_greedy=False,
+        implementation="reference",
+    )

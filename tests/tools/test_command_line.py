@@ -1,0 +1,193 @@
+"""`jspec generate` and `jspec info`: every drafter, every form of tree, and mistakes in one line."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jspec import Model, NGram, Suffix, Tree
+from jspec import __main__ as command_line
+from jspec.__main__ import main
+from jspec.core.config import ACCEPT_RULES, EngineConfig
+from jspec.core.tree import TREE_FORMS
+from jspec.engine.tokenizer import ByteTokenizer
+from jspec.models.quantize import quantized_as
+from jspec.step.executables import Programs
+from jspec.tools.replay import continue_greedily
+from tests.support import folders
+
+pytestmark = pytest.mark.once
+
+PROMPT = '!"#$%!"#$%!"'  # bytes below 40, the tokens of the small target
+TOKENS = 20
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A target of one layer and, of random weights, whatever can draft for it."""
+    root = tmp_path_factory.mktemp("small")
+    config = {**folders.TARGET, "num_hidden_layers": 1, "eos_token_id": None}
+    states = {"eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    folders.write(root / "target", config, folders.target_tensors(config))
+    folders.write(root / "eagle3", {**folders.HEAD, **states}, folders.head_tensors())
+    folders.write(root / "eagle", folders.EAGLE, folders.eagle_tensors())
+    medusa = folders.write(root / "medusa", {"medusa_num_heads": 3, "medusa_num_layers": 1}, {})
+    (medusa / "model.safetensors").unlink()
+    folders.save_file(folders.medusa_tensors(3), medusa / "medusa_lm_head.safetensors")
+    return {path.name: str(path) for path in root.iterdir()} | {"draft-model": str(root / "target")}
+
+
+def generate(small: dict[str, str], *words: str) -> int:
+    options = ["--tokenizer", "bytes", "--max-len", "64", "--max-tokens", str(TOKENS)]
+    return main(["generate", "--target", small["target"], *options, *words, PROMPT])
+
+
+@pytest.fixture(scope="module")
+def plain(small: dict[str, str]) -> str:
+    """What the target says, token by token without an engine."""
+    prompt = np.frombuffer(PROMPT.encode(), np.uint8).astype(np.int32)
+    text = continue_greedily(Model.from_pretrained(small["target"], dtype="float32"), prompt[None], TOKENS)
+    return ByteTokenizer().decode(text[0, len(prompt) :].tolist())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--eagle3", "topk:6,2,2", "--accept", "rejection"),
+        pytest.param(("--medusa", "static:0,1,0.0", "--accept", "multi_candidate"), marks=pytest.mark.long),
+        pytest.param(("--draft-model", None), marks=pytest.mark.long),
+    ],
+    ids=lambda words: words[0],
+)
+def test_drafters_say_what_the_target_says(
+    small: dict[str, str], plain: str, words: tuple[str | None, ...], capsys: pytest.CaptureFixture
+) -> None:
+    method, tree, *more = words
+    path = [small[method.removeprefix("--")]] if method.removeprefix("--") in small else []
+    assert generate(small, method, *path, *(["--tree", tree] if tree else []), *more) == 0
+    said = capsys.readouterr()
+    assert said.out == plain + "\n"
+    assert f"{TOKENS} tokens" in said.err
+    rounds = int(said.err.split(", ")[1].split()[0])
+    assert rounds < TOKENS - 1 if method == "--draft-model" else rounds <= TOKENS - 1  # the target drafts for itself
+
+
+def options(**given: object) -> Namespace:
+    names = ("eagle3", "eagle", "medusa", "draft_model", "ngram", "suffix", "tree", "dtype", "draft_quantize")
+    return Namespace(**{**dict.fromkeys(names), **given})
+
+
+def test_the_tree_reaches_the_drafter(small: dict[str, str]) -> None:
+    for text, tree in (
+        (None, Tree.chain(4)),
+        ("chain:2", Tree.chain(2)),
+        ("topk:6,2,3", Tree.topk(6, 2, 3)),
+        ("static:0,1,0.0", Tree.static([(0,), (1,), (0, 0)])),
+    ):
+        for given in ({"ngram": True}, {"suffix": True}, {"eagle": small["eagle"]}):
+            drafter = command_line._drafter(options(tree=text, **given))
+            assert drafter is not None and drafter.tree == tree
+    assert isinstance(command_line._drafter(options(ngram=True)), NGram)
+    assert isinstance(command_line._drafter(options(suffix=True)), Suffix)
+    assert command_line._drafter(options()) is None
+
+
+def cache_dtypes(cache: Any) -> set[str]:
+    return {str(leaf.dtype) for leaf in jax.tree.leaves(cache) if leaf.ndim == 4}
+
+
+def test_weights_and_caches_are_as_asked(small: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reaches the engine: the rounded weights themselves, and the caches' dtypes."""
+    built: list[Any] = []
+
+    def compiled(self: Any, program: Any, params: Any, state: Any, config: EngineConfig, depths: Any) -> None:
+        built.append((params, state, config))
+        raise ValueError("that will do")
+
+    monkeypatch.setattr(Programs, "__init__", compiled)
+    draft = ("--draft-model", small["draft-model"])
+    words = ("--quantize", "int8", "--kv-dtype", "bfloat16", "--draft-kv-dtype", "float16", "--draft-quantize", "fp8")
+    assert generate(small, *draft, *words) == 2
+    assert generate(small, *draft) == 2
+    (params, state, config), (plain_params, plain_state, _) = built
+    assert (quantized_as(params.target), quantized_as(params.draft)) == ("int8", "fp8")
+    assert (cache_dtypes(state.target), cache_dtypes(state.draft)) == ({"bfloat16"}, {"float16"})
+    assert (config.quantize, config.kv_dtype, config.draft_kv_dtype) == ("int8", "bfloat16", "float16")
+    assert quantized_as(plain_params) is None, "negative control"
+    assert (cache_dtypes(plain_state.target), cache_dtypes(plain_state.draft)) == ({"float32"}, {"float32"})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--eagle3", "medusa"), "expected a checkpoint of kind 'eagle3', got 'medusa'"),
+        (("--medusa", "medusa", "--tree", "chain:4"), "there are 3 heads"),
+        (("--medusa", "medusa", "--tree", "topk:4,2,2"), "expected a chain or a static tree"),
+        (("--ngram", "--tree", "chain"), "expected chain:LENGTH, topk:NODES,DEPTH,K or static:0,1,0.0"),
+        (("--tree", "chain:4"), "expected a drafter"),
+        (("--ngram", "--accept", "sometimes"), "accept: expected one of"),
+        (("--suffix", "--tree", "topk:6,2,2", "--accept", "block"), "block"),
+        (("--max-tokens", "0"), "max_tokens"),
+        (("--quantize", "int4"), "quantize: expected one of (None, 'int8', 'fp8', 'fp8_dynamic'), got 'int4'"),
+        (("--kv-dtype", "int8"), "kv_dtype: expected one of"),
+        (("--draft-kv-dtype", "int8"), "draft_kv_dtype: expected one of"),
+        (("--eagle", "eagle", "--draft-quantize", "int4"), "quantize: expected None or one of int8"),
+        (("--ngram", "--draft-quantize", "int8"), "--draft-quantize: expected one of --eagle3, --eagle, --draft-model"),
+        (("--medusa", "medusa", "--tree", "chain:3", "--draft-quantize", "int8"), "--draft-quantize: expected one of"),
+        (("--draft-quantize", "int8"), "--draft-quantize: expected one of"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    small: dict[str, str], words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert generate(small, *(small.get(word, word) for word in words)) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("jspec: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("generate --target a --ngram --suffix hello", "--suffix: not allowed with argument --ngram"),
+        ("generate --target a --eagle b --eagle3 c hello", "not allowed with argument"),
+        ("generate --target a --beam 4 hello", "unrecognized arguments: --beam"),
+        ("generate hello", "required: --target"),
+        ("info --check head", "--check: expected 2 arguments"),
+        ("fly", "invalid choice: 'fly'"),
+    ],
+)
+def test_words_that_are_not_understood_are_one_line_too(
+    words: str, message: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(words.split())
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("info", "expected a folder or --check HEAD TARGET"),
+        ("info a --check b c", "expected a folder or --check HEAD TARGET"),
+        ("info a --text b", "expected text with --check"),
+    ],
+)
+def test_info_is_asked_one_thing(words: str, message: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_help_names_the_forms_of_a_tree_and_the_rules(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert TREE_FORMS in out
+    assert all(rule in out for rule in ACCEPT_RULES)

@@ -1,0 +1,33 @@
+"""What a newcomer runs first."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from jspec.__main__ import main
+from jspec.tools import demo
+
+
+@pytest.mark.once
+def test_the_demo_shows_two_equal_texts() -> None:
+    out = io.StringIO()
+    assert demo.run(out) == 0
+    lines = out.getvalue().splitlines()
+    assert lines[-1] == "the two texts are equal"
+    assert any("EAGLE-3 chain of 3" in line for line in lines)
+    assert "[" in out.getvalue()
+
+
+def test_info_names_the_head(capsys: pytest.CaptureFixture) -> None:
+    assert main(["info", str(demo.HEAD)]) == 0
+    out = capsys.readouterr().out
+    assert "EAGLE-3" in out
+    assert out.splitlines()[-1].startswith("kernels: references on cpu")
+
+
+def test_a_missing_folder_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    assert main(["info", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"""The notebooks run top to bottom, draw something, define nothing, and are committed as they were run."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.once
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+TIMEOUT = 300  # seconds for a cell
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+
+nbformat = pytest.importorskip("nbformat", reason='needs nbformat: pip install "jspec[notebooks]"')
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
+
+
+def test_there_are_notebooks() -> None:
+    assert NOTEBOOKS
+
+
+# A minute each.
+LONG = ("1_quickstart", "3_draft_methods", "4_trees_and_acceptance")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.long] * (path.stem in LONG), id=path.stem) for path in NOTEBOOKS],
+)
+def test_runs_top_to_bottom_and_draws(path: Path) -> None:
+    nbclient = pytest.importorskip("nbclient", reason='needs nbclient: pip install "jspec[notebooks]"')
+    pytest.importorskip("ipykernel", reason='needs ipykernel: pip install "jspec[notebooks]"')
+    notebook = read(path)
+    client = nbclient.NotebookClient(
+        notebook, timeout=TIMEOUT, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+    )
+    client.execute(env=kernel_environment())  # a cell that raises ends the test with its traceback
+    check_outputs(notebook)
+
+
+@each_notebook
+def test_is_committed_with_the_outputs_of_one_clean_run(path: Path) -> None:
+    notebook = read(path)
+    counts = [cell.execution_count for cell in code_cells(notebook)]
+    assert counts == list(range(1, len(counts) + 1))
+    check_outputs(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+
+
+@each_notebook
+def test_defines_no_function_and_no_class(path: Path) -> None:
+    for cell in code_cells(read(path)):
+        found = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, DEFINITIONS)]
+        assert not found, f"move this into jspec:\n{cell.source}"
+
+
+def check_outputs(notebook: Any) -> None:
+    """No error, nothing on standard error (warnings, progress, logs), and at least one picture."""
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert not [output.text for output in outputs if output.get("name") == "stderr"]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+def kernel_environment() -> dict[str, str]:
+    """Of this process, on the CPU, with this repository's packages first and pictures in the notebook."""
+    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
+    return environment | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def read(path: Path) -> Any:
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -1,0 +1,338 @@
+"""Accepting: every rule on batches of trees, the cut where a row ends, which rule fits which tree."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import Engine, SamplingParams, verify
+from jspec.core.ancestors import ancestors, by_depth, depths
+from jspec.core.config import ACCEPT_RULES, EngineConfig
+from jspec.core.records import Draft, Sampling, SlotView, Verdict
+from jspec.core.tree import Tree
+from jspec.sampling import sampler
+from jspec.tools.testing import Random
+from tests.reference import accept, enumeration
+from tests.support import small
+
+pytestmark = pytest.mark.once
+
+TYPICAL = verify.Typical()
+PAIRS = Tree.static([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)])
+CHAIN = Tree.chain(3)
+ROWS, VOCAB = 64, 5  # the same everywhere, so that a rule compiles once
+
+
+def decide(logits: object, draft: Draft, here: SlotView, tree: Tree, options: verify.Typical = TYPICAL) -> Verdict:
+    """`verify.accept` as a compiled step calls it, its verdict in numpy."""
+    compiled = jax.jit(verify.accept, static_argnames="tree")
+    verdict = compiled(jnp.asarray(logits)[None], draft, ancestors(draft.parents), here, tree=tree, options=options)
+    return jax.tree.map(np.asarray, verdict)
+
+
+def view(rows: int, **fields: object) -> SlotView:
+    zeros = jnp.zeros(rows, jnp.int32)
+    controls = Sampling(
+        temperature=jnp.zeros(rows),
+        top_k=zeros,
+        top_p=jnp.ones(rows),
+        min_p=jnp.zeros(rows),
+        seed=jnp.zeros((rows, 2), jnp.uint32),
+        stop_ids=jnp.full((rows, 8), -1),
+        draft_cap=zeros + 99,
+    )
+    record = SlotView(
+        slots=jnp.arange(rows),
+        root=zeros,
+        lengths=zeros + 7,
+        active=jnp.ones(rows, bool),
+        remaining=zeros + 100,
+        page_table=jnp.zeros((rows, 1), jnp.int32),
+        sampling=controls,
+        accept="coupled",
+        all_greedy=False,
+        implementation="reference",
+    )
+    return record.replace(**fields)
+
+
+def random_tree(rng: np.random.Generator, nodes: int, padding: int) -> np.ndarray:
+    parents = np.array([-1] + [rng.integers(0, i) for i in range(1, nodes)])
+    parents[nodes - padding :] = -1
+    return parents
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_coupled_walks_every_tree_as_a_plain_loop_does(seed: int) -> None:
+    """Against a loop over dictionaries: the deepest chain of children that equal the target's argmax."""
+    rng = np.random.default_rng(seed)
+    nodes, rows, vocab = 12, 16, 3
+    parents = np.stack([random_tree(rng, nodes, rng.integers(0, 4)) for _ in range(rows)])
+    tokens, expected = np.zeros((rows, nodes), int), []
+    logits = rng.normal(size=(rows, nodes, vocab)).astype(np.float32)
+    for row in range(rows):
+        taken: dict[int, list[int]] = {}
+        for node in range(1, nodes):
+            siblings = taken.setdefault(int(parents[row, node]), [])
+            free = [t for t in range(vocab) if t not in siblings]
+            if not free:  # siblings carry distinct tokens: the surplus becomes padding
+                parents[row, node] = -1
+                continue
+            tokens[row, node] = rng.choice(free)
+            siblings.append(tokens[row, node])
+        for node in range(1, nodes):  # nobody hangs under padding
+            if parents[row, node] > 0 and parents[row, parents[row, node]] == -1:
+                parents[row, node] = -1
+        node, path = 0, [0]
+        while True:
+            wanted = int(np.argmax(logits[row, node]))
+            match = [n for n in range(1, nodes) if parents[row, n] == node and tokens[row, n] == wanted]
+            if not match:
+                break
+            node = match[0]
+            path.append(node)
+        expected.append((path, [*tokens[row, path[1:]], wanted]))
+    draft = Draft(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        parents=jnp.asarray(parents, jnp.int32),
+        scores=jnp.zeros((rows, nodes)),
+        valid=jnp.asarray((parents >= 0) | (np.arange(nodes) == 0)),
+        probs=None,
+        vocab_map=None,
+    )
+    verdict = decide(logits, draft, view(rows), Tree.topk(nodes, nodes - 1, 1))
+    for row, (path, emitted) in enumerate(expected):
+        assert int(verdict.accept_len[row]) == len(path) - 1
+        assert verdict.path[row, : len(path)].tolist() == path
+        assert verdict.tokens[row, : len(emitted)].tolist() == emitted
+        assert (np.asarray(verdict.tokens[row, len(emitted) :]) == -1).all()
+
+
+def test_ancestors_agree_with_climbing_the_parents() -> None:
+    parents = np.stack([random_tree(np.random.default_rng(s), 40, s % 5) for s in range(8)])
+    reach = np.asarray(ancestors(jnp.asarray(parents, jnp.int32)))
+    for row, node in itertools.product(range(8), range(40)):
+        climbed, at = {node}, int(parents[row, node])
+        while at >= 0:
+            climbed.add(at)
+            at = int(parents[row, at])
+        assert set(np.flatnonzero(reach[row, node])) == climbed
+
+
+def test_the_geometry_of_a_known_tree_is_worked_out_beforehand() -> None:
+    """It is that of a traced one, by another way, and no sum or search of it is left to the program."""
+    rng = np.random.default_rng(3)
+    parents = np.stack([random_tree(rng, 12, padding) for padding in range(4)]).astype(np.int32)
+
+    def geometry(parents: np.ndarray | jax.Array) -> tuple[jax.Array, ...]:
+        reach = ancestors(parents)
+        return jnp.asarray(reach), depths(reach), by_depth(reach, 11)
+
+    known, traced = jax.make_jaxpr(lambda: geometry(parents))(), jax.make_jaxpr(geometry)(parents)
+    for array, other in zip(jax.jit(lambda: geometry(parents))(), jax.jit(geometry)(parents), strict=True):
+        np.testing.assert_array_equal(array, other)
+    work = ("reduce", "gather", "argmax", "shift")
+    assert all(one in str(traced) for one in work) and not any(one in str(known) for one in work)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stops", "remaining", "count", "ended"),
+    [
+        ([3, 4, 2, 9], (), 100, 4, False),
+        ([3, 4, 2, 9], (2,), 100, 3, True),
+        ([2, 4, 2, 9], (2,), 100, 1, True),
+        ([3, 4, 2, 9], (), 4, 4, True),
+        ([3, 4, 2, 9], (), 2, 2, True),
+        ([3, 4, 2, 9], (2,), 2, 2, True),
+        ([3, 4, 2, 9], (9, 4), 100, 2, True),
+        ([3, 4, -1, -1], (), 2, 2, True),
+        ([3, 4, -1, -1], (9,), 3, 2, False),
+    ],
+)
+def test_rows_are_cut_at_the_first_stop_id_then_at_what_remains(
+    tokens: list[int], stops: tuple[int, ...], remaining: int, count: int, ended: bool
+) -> None:
+    here = view(1)
+    ids = np.full((1, 8), -1)
+    ids[0, : len(stops)] = stops
+    here = here.replace(remaining=jnp.asarray([remaining]), sampling=here.sampling.replace(stop_ids=jnp.asarray(ids)))
+    length = sum(token >= 0 for token in tokens)
+    verdict = Verdict(
+        accept_len=jnp.asarray([length - 1]),
+        path=jnp.zeros((1, 4), jnp.int32),
+        tokens=jnp.asarray([tokens]),
+        counts=jnp.asarray([length]),
+        ended=jnp.asarray([False]),
+    )
+    cut = verify.cut(verdict, here)
+    assert (int(cut.counts[0]), bool(cut.ended[0])) == (count, ended)
+    assert cut.tokens[0].tolist() == [t if i < count else -1 for i, t in enumerate(tokens)]
+
+
+def sampled_view(rule: str, temperature: np.ndarray | float = 1.0, *, one_seed: int | None = None) -> SlotView:
+    """A view with a seed of its own for every row, or one for all."""
+    here = view(ROWS, accept=rule)
+    low = jnp.arange(ROWS, dtype=jnp.uint32) if one_seed is None else jnp.full(ROWS, one_seed, jnp.uint32)
+    controls = here.sampling.replace(
+        temperature=jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (ROWS,)),
+        seed=jnp.stack([jnp.zeros_like(low), low], axis=1),
+    )
+    return here.replace(sampling=controls)
+
+
+def random_tokens(rng: np.random.Generator, tree: Tree) -> np.ndarray:
+    """Tokens of ROWS drafts with distinct siblings."""
+    tokens = np.zeros((ROWS, tree.nodes), int)
+    for row in tokens:
+        for parent in tree.fed:
+            children = [n for n, p in enumerate(tree.parents) if p == parent]
+            row[children] = rng.permutation(VOCAB)[: len(children)]
+    return tokens
+
+
+def test_coupled_tokens_are_those_of_plain_decoding_whatever_is_drafted() -> None:
+    """A draft decides how many of the tokens come in this round, never which: so their law is the target's."""
+    rng = np.random.default_rng(0)
+    target = enumeration.random_laws(rng, VOCAB, 2, zeros=0)
+    tokens, seen = random_tokens(rng, PAIRS), set()
+    draft = enumeration.record(PAIRS, tokens, None)
+    logits = np.log(enumeration.along(PAIRS, tokens, target)).astype(np.float32)
+    drafted = [{enumeration.prefix(PAIRS, tuple(row), n) for n in range(PAIRS.nodes)} for row in tokens.tolist()]
+    for seed in range(12):
+        here = sampled_view("coupled", one_seed=seed)
+        key = sampler.keys(here.sampling.seed[:1], sampler.Purpose.TOKEN, here.lengths[0] + jnp.arange(1, 4))
+        plain: tuple[int, ...] = ()
+        for law, noise in zip(target, np.asarray(sampler.gumbel(key, VOCAB)), strict=True):
+            plain = (*plain, int(np.argmax(np.log(law[plain]) + noise)))
+        verdict = decide(logits, draft, here, PAIRS)
+        for row, known in enumerate(drafted):
+            length = max(d for d in range(3) if plain[:d] in known)
+            assert verdict.accept_len[row] == length
+            assert verdict.tokens[row].tolist() == [*plain[: length + 1], *[-1] * (2 - length)]
+        seen.add(plain)
+    assert len(seen) > 5
+
+
+@pytest.mark.parametrize(
+    ("tree", "rule"),
+    [(tree, rule) for tree in (CHAIN, PAIRS) for rule in ACCEPT_RULES if (tree, rule) != (PAIRS, "block")],
+)
+def test_greedy_rows_are_exact_under_every_rule_and_beside_sampled_ones(tree: Tree, rule: str) -> None:
+    """They may be drawn from any q: the target's law is one-hot, so nothing but the argmax can stand."""
+    rng = np.random.default_rng(5)
+    logits = rng.normal(size=(ROWS, tree.nodes, VOCAB)).astype(np.float32)
+    draft = enumeration.record(tree, random_tokens(rng, tree), None)
+    law = jnp.asarray(rng.dirichlet(np.ones(VOCAB), draft.tokens.shape), jnp.float32)
+    greedy = np.arange(ROWS) % 2 == 0
+    alone = decide(logits, draft, view(ROWS), tree)
+    drawn = draft.replace(probs=law) if rule in ("rejection", "block") else draft
+    options = verify.Typical(2.0, 6.0)  # no probability exceeds them
+    together = decide(logits, drawn, sampled_view(rule, np.where(greedy, 0.0, 1.0)), tree, options)
+    np.testing.assert_array_equal(alone.tokens[greedy], together.tokens[greedy])
+    assert (alone.tokens[~greedy] != together.tokens[~greedy]).any()
+    assert (alone.accept_len[greedy] > 0).any()
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_draft_without_its_law_is_judged_by_the_sibling_rule(rule: str) -> None:
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(ROWS, CHAIN.nodes, VOCAB)).astype(np.float32)
+    draft = enumeration.record(CHAIN, random_tokens(rng, CHAIN), None)
+    law = jnp.asarray(rng.dirichlet(np.ones(VOCAB), draft.tokens.shape), jnp.float32)
+    without, points = (decide(logits, draft, sampled_view(name), CHAIN) for name in (rule, "multi_candidate"))
+    np.testing.assert_array_equal(without.tokens, points.tokens)
+    own = decide(logits, draft.replace(probs=law), sampled_view(rule), CHAIN)
+    assert (own.tokens != points.tokens).any()
+
+
+def test_siblings_and_rounds_have_draws_of_their_own() -> None:
+    """One seed, roots at different positions: three equally likely tokens come equally often.
+
+    With one draw for both siblings the second would come with probability 1/2 - 1/3.
+    """
+    tokens = np.broadcast_to([0, 0, 1, 0, 1, 0, 1], (ROWS, 7))
+    draft = enumeration.record(PAIRS, tokens, None)
+    logits = np.full((ROWS, 7, VOCAB), -np.inf, np.float32)
+    logits[..., :3] = 0
+    count = np.zeros(3)
+    for turn in range(10):
+        here = sampled_view("multi_candidate", one_seed=0).replace(lengths=turn * ROWS + jnp.arange(ROWS))
+        count += np.bincount(decide(logits, draft, here, PAIRS).tokens[:, 0], minlength=3)
+    np.testing.assert_allclose(count / count.sum(), 1 / 3, atol=0.06)
+
+
+def typical_case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Logits, tokens, valid and temperatures; where the draft is capped only the first level is valid."""
+    rng = np.random.default_rng(seed)
+    logits = (rng.normal(size=(ROWS, PAIRS.nodes, VOCAB)) * 3).astype(np.float32)
+    valid = np.arange(PAIRS.nodes) <= np.where(rng.random(ROWS) < 0.2, 2, 6)[:, None]
+    return logits, random_tokens(rng, PAIRS), valid, rng.uniform(0.5, 2, ROWS)
+
+
+@pytest.mark.parametrize("options", [(0.09, 0.3), (0.3, 0.09), (0.4, 0.9)])
+def test_typical_acceptance_is_that_of_a_plain_loop(options: tuple[float, float]) -> None:
+    """Three batches; the exchanged options, as a negative control, accept otherwise."""
+    parents, found, exchanged = np.array(PAIRS.parents), set(), 0
+    for seed in range(3):
+        logits, tokens, valid, temperature = typical_case(seed)
+        draft, here = enumeration.record(PAIRS, tokens, None, valid), sampled_view("typical", temperature)
+        verdict = decide(logits, draft, here, PAIRS, verify.Typical(*options))
+        for row in range(ROWS):
+            path, last = accept.typical(logits[row], temperature[row], tokens[row], parents, valid[row], options)
+            assert verdict.path[row, : len(path)].tolist() == path
+            assert verdict.tokens[row, : len(path)].tolist() == [*tokens[row, path[1:]].tolist(), last]
+            found.add(tuple(path))
+        other = decide(logits, draft, here, PAIRS, verify.Typical(*options[::-1]))
+        exchanged += (other.accept_len != verdict.accept_len).sum()
+    assert len(found) == PAIRS.nodes, "every path must occur"
+    assert exchanged > 0
+
+
+GAP = Tree.static([(0,), (2,)])
+DEEP_GAP = Tree.static([(0,), (1,), (1, 1)])
+
+
+@pytest.mark.parametrize("rule", ACCEPT_RULES[:-1])
+@pytest.mark.parametrize("tree", [CHAIN, PAIRS, GAP, DEEP_GAP, Tree.topk(8, 3, 2)], ids=str)
+def test_a_rule_that_does_not_fit_the_tree_is_refused(rule: str, tree: Tree) -> None:
+    wanted = None
+    if rule == "block" and not tree.is_chain:
+        wanted = r'accept="block" expects a chain, got .*; use Tree\.chain\(length\) or accept="rejection"'
+    if rule == "rejection" and tree in (GAP, DEEP_GAP):
+        wanted = r'accept="rejection" expects sibling ranks without gaps, got \(.*\) without \(.*\); add that path or'
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if wanted is None:
+            verify.check_rule(rule, tree)
+        else:
+            with pytest.raises(ValueError, match=wanted):
+                verify.check_rule(rule, tree)
+
+
+def test_an_engine_checks_its_rule_first() -> None:
+    with pytest.raises(ValueError, match='accept="block" expects a chain'):
+        Engine(small.target(), drafter=Random(PAIRS), accept="block")
+
+
+def test_an_engine_says_that_typical_acceptance_is_lossy() -> None:
+    """It says so once; greedy output is exact all the same."""
+    with pytest.warns(UserWarning, match='"typical" does not keep the target\'s distribution') as caught:
+        engine = Engine(
+            small.target(), drafter=Random(PAIRS), accept="typical", slots=2, max_len=small.MAX_LEN, buckets=(2,)
+        )
+    assert len(caught) == 1
+    params = SamplingParams(max_tokens=20, temperature=0)
+    own, plain = (one.generate([3, 1, 4], params)[0].token_ids for one in (engine, small.plain()))
+    assert own == plain
+
+
+@pytest.mark.parametrize("name", ["typical_threshold", "typical_alpha"])
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), "0.1"])
+def test_an_option_of_typical_acceptance_is_a_positive_number(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected a number > 0, got {value!r}"):
+        EngineConfig(**{name: value})
