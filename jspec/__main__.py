@@ -23,7 +23,7 @@ from jspec.engine.sampling_params import SamplingParams
 from jspec.tools import check_head, convert, demo
 from jspec.tools.bench import cli as bench
 from jspec.tools.info import describe
-from pallas_kernels.dispatch import explain
+from pallas_kernels import dispatch
 
 PRETRAINED: dict[str, Callable[..., Drafter]] = {
     "eagle3": Eagle3.from_pretrained,
@@ -95,7 +95,7 @@ def _info(arguments: argparse.Namespace) -> int:
                 f"info: expected {', '.join(given)} with --check HEAD TARGET alone; leave it out or add that"
             )
         print(describe(arguments.path))
-        print(f"kernels: {explain('auto', jax.devices()[0])}")
+        print(f"kernels: {dispatch.describe('auto', jax.devices()[0])}")
         return 0
     if arguments.text is not None:
         given["text"] = arguments.text.read_text(encoding="utf-8")

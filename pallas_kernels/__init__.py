@@ -5,16 +5,16 @@ from pallas_kernels.attention.append_attention import append_attention
 from pallas_kernels.attention.kv_pages import append, move_rows
 from pallas_kernels.attention.paged_attention import paged_attention
 from pallas_kernels.attention.rope_append import rotate_append
-from pallas_kernels.layers.deterministic_matmul import fixed_matmul
+from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
 from pallas_kernels.layers.gated_matmul import gated_matmul
-from pallas_kernels.layers.quantize_rows import round_rows
+from pallas_kernels.layers.quantize_rows import quantize_rows
 from pallas_kernels.layers.residual_norm import add_rms_norm
 from pallas_kernels.layers.split_matmul import split_matmul
 from pallas_kernels.sampling.sample_tokens import sample_tokens
-from pallas_kernels.sampling.threshold import keep_bound
+from pallas_kernels.sampling.threshold import sampling_threshold
 from pallas_kernels.sampling.top_log_probs import top_log_probs
-from pallas_kernels.state.gather_rows import take_rows
-from pallas_kernels.state.scatter_rows import put_rows
+from pallas_kernels.state.gather_rows import gather_rows
+from pallas_kernels.state.scatter_rows import scatter_rows
 
 __all__ = [
     "add_rms_norm",
@@ -22,16 +22,16 @@ __all__ = [
     "append",
     "append_attention",
     "causal_bits",
-    "fixed_matmul",
+    "deterministic_matmul",
     "gated_matmul",
-    "keep_bound",
+    "gather_rows",
     "move_rows",
     "paged_attention",
-    "put_rows",
+    "quantize_rows",
     "rotate_append",
-    "round_rows",
     "sample_tokens",
+    "sampling_threshold",
+    "scatter_rows",
     "split_matmul",
-    "take_rows",
     "top_log_probs",
 ]

@@ -9,7 +9,7 @@ import jax
 Implementation = Literal["auto", "pallas", "reference"]
 
 
-def choose(
+def dispatch(
     implementation: Implementation,
     unsupported: str | None,
     kernel: Callable,
@@ -43,7 +43,7 @@ def choose(
     return jax.lax.platform_dependent(*arguments, cuda=compiled, default=reference)
 
 
-def settled(implementation: str, device: jax.Device) -> str:
+def resolve(implementation: str, device: jax.Device) -> str:
     """What "auto" comes to in programs for one device alone; kernels that they would not hold are not traced then."""
     return "reference" if implementation == "auto" and not _capability(device) else implementation
 
@@ -54,8 +54,8 @@ def _capability(device: jax.Device) -> str:
     return capability if capability.replace(".", "").isdecimal() else ""  # AMD's is a name
 
 
-def explain(implementation: str, device: jax.Device) -> str:
-    """Says what `choose` takes on a device, and why; a call that a kernel does not support takes its reference."""
+def describe(implementation: str, device: jax.Device) -> str:
+    """Says what `dispatch` takes on a device, and why; a call that a kernel does not support takes its reference."""
     capability = _capability(device)
     where = device.device_kind + (f", compute capability {capability}" if capability else "")
     if implementation == "reference":

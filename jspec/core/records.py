@@ -151,7 +151,7 @@ class TokenBatch:
     deterministic: bool = struct.field(pytree_node=False, default=False)  # a row's bits do not depend on the others
     paths: Int[Array, "batch tokens depths"] | None = None  # where deterministic: what a tree's nodes see, by depth
 
-    def filled(self, more: int) -> TokenBatch:
+    def pad(self, more: int) -> TokenBatch:
         """The batch with so many rows more of each sequence, which are not written and which no other sees."""
 
         def fill(field: Array) -> Array:
@@ -166,7 +166,7 @@ class TokenBatch:
 
 
 # Who stands on the way to each node (`jspec.core.ancestors.ancestors`); numpy's of trees that are known beforehand.
-Reach = Bool[Array | np.ndarray, "batch nodes nodes"]
+AncestorMask = Bool[Array | np.ndarray, "batch nodes nodes"]
 
 
 @struct.dataclass
@@ -222,13 +222,13 @@ class LogProbs:
 class StepOutput:
     """The small, undonated result of a dispatch: copied to the host while the next one runs."""
 
-    report: Int[Array, "rounds batch columns"]  # see `Report`
+    report: Int[Array, "rounds batch columns"]  # see `StepResult`
     trace: Trace | None
     logprobs: LogProbs | None = None  # of the report's tokens, [rounds, batch, depth + 1]
     prompt: LogProbs | None = None  # of the token behind each of a chunk's, [tokens]
 
 
-class Report(NamedTuple):
+class StepResult(NamedTuple):
     """A `StepOutput.report` as the host reads it; every array is ``[rounds, batch]`` but tokens ``[.., depth + 1]``.
 
     From `rounds`, of one row's round, the fields are ints, and tokens a list of them; they have no `depth`.
@@ -246,12 +246,12 @@ class Report(NamedTuple):
         return self.tokens.shape[-1] - 1
 
     @classmethod
-    def read(cls, report: np.ndarray) -> Report:
+    def read(cls, report: np.ndarray) -> StepResult:
         """All rounds and rows at once."""
         return cls(report[..., :-4], *(report[..., column] for column in range(-4, 0)))
 
     @classmethod
-    def rounds(cls, report: np.ndarray) -> list[Report]:
+    def rounds(cls, report: np.ndarray) -> list[StepResult]:
         """One row's, round by round: with plain ints the host takes a third less time for 64 rows.
 
         Args:
@@ -260,8 +260,8 @@ class Report(NamedTuple):
         return [cls(columns[:-4], *columns[-4:]) for columns in report.tolist()]
 
 
-def pack_report(verdict: Verdict, num_drafted: Int[Array, "batch"]) -> Int[Array, "batch columns"]:
-    """One int32 array for one copy to the host; columns as `Report.read` splits them."""
+def pack_result(verdict: Verdict, num_drafted: Int[Array, "batch"]) -> Int[Array, "batch columns"]:
+    """One int32 array for one copy to the host; columns as `StepResult.read` splits them."""
     tail = jnp.stack([verdict.counts, verdict.accept_len, num_drafted, verdict.ended.astype(jnp.int32)], axis=-1)
     return jnp.concatenate([verdict.tokens, tail], axis=-1)
 

@@ -35,7 +35,9 @@ class Drafter(abc.ABC):
 
     tree: Tree
     reads_text: ClassVar[bool] = False  # `prefill` wants ``view.text``, for a prompt may begin with cached pages
-    lags: ClassVar[bool] = False  # the draft's cache lags behind the target's, and `catch_up` makes it good
+    has_pending_rows: ClassVar[bool] = (
+        False  # the draft's cache lags behind the target's, and `write_pending_rows` makes it good
+    )
     draft_window: int | None = None  # tokens back that the draft attends to, the newest included; None: all
 
     @abc.abstractmethod
@@ -95,7 +97,7 @@ class Drafter(abc.ABC):
             f"draft_window: expected a drafter with a window (EAGLE, DraftModel), got {name}; leave it out"
         )
 
-    def catch_up(self, params: Params, state: DraftState, view: SlotView) -> DraftState:
+    def write_pending_rows(self, params: Params, state: DraftState, view: SlotView) -> DraftState:
         """Write what `draft` would write for committed tokens, the root's included, and draft nothing.
 
         A round that does not draft calls it instead of `draft`, so that any later round may.

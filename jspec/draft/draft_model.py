@@ -14,10 +14,10 @@ from jaxtyping import Array, Int
 from jspec.core.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.core.tree import Tree
 from jspec.draft.base import Drafter, active_slots, check_window
-from jspec.draft.expand_tree import Level, Vocabulary, grow
+from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.kv_cache import PoolShape, commit, create
-from pallas_kernels.layers.quantized import Parts
+from pallas_kernels.layers.quantized import PartialSums
 
 
 @struct.dataclass
@@ -48,7 +48,7 @@ class DraftModel(Drafter):
             deep.
     """
 
-    lags = True
+    has_pending_rows = True
 
     def __init__(self, model: Model, tree: Tree, *, draft_window: int | None = None) -> None:
         if tree.branching > model.config.vocab_size:
@@ -110,11 +110,11 @@ class DraftModel(Drafter):
 
         assert out.product is not None
 
-        def feed(cache: KVCache, level: Level) -> tuple[Parts, KVCache]:
+        def feed(cache: KVCache, level: Level) -> tuple[PartialSums, KVCache]:
             return _feed_level(params, cache, view, level, self.draft_window)
 
         vocabulary = Vocabulary(None, params.config.vocab_size)
-        grown, cache = grow(self.tree, view, vocabulary, out.product, cache, feed)
+        grown, cache = expand_tree(self.tree, view, vocabulary, out.product, cache, feed)
         rows = state.rows.at[view.slots, : self.tree.nodes].set(grown.rows, mode="drop")
         return grown.draft, replace(state, cache=cache, rows=rows)
 
@@ -135,7 +135,7 @@ class DraftModel(Drafter):
         slots = active_slots(view, state.previous.shape[0])
         return replace(state, cache=cache, previous=state.previous.at[slots].set(previous, mode="drop"))
 
-    def catch_up(self, params: Model, state: DraftModelState, view: SlotView) -> DraftModelState:
+    def write_pending_rows(self, params: Model, state: DraftModelState, view: SlotView) -> DraftModelState:
         previous = state.previous.at[view.slots].get(mode="fill", fill_value=0)
         window = self.draft_window
         _, cache = _feed_root(params, state.cache, view, previous, window=window, with_logits=False)
@@ -171,7 +171,7 @@ def _feed_root(
 
 def _feed_level(
     params: Model, cache: KVCache, view: SlotView, level: Level, window: int | None
-) -> tuple[Parts, KVCache]:
+) -> tuple[PartialSums, KVCache]:
     """Feed the nodes of a level, all at one position; logits behind each."""
     out, cache = forward(params, cache, level.batch(view, view.lengths + level.depth, window))
     assert out.product is not None

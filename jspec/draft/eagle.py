@@ -32,13 +32,13 @@ from jspec.draft.eagle_head import (
     through,
     with_drafted,
 )
-from jspec.draft.expand_tree import Level, Vocabulary, grow
+from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.models import load
 from jspec.models.attention import attend
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape, create, places
-from pallas_kernels.layers.quantized import Parts, rounds_inputs
-from pallas_kernels.state.scatter_rows import put_rows
+from pallas_kernels.layers.quantized import PartialSums, has_dynamic_activations
+from pallas_kernels.state.scatter_rows import scatter_rows
 
 
 @struct.dataclass
@@ -69,7 +69,7 @@ class EagleDrafter(Drafter):
     """
 
     method: ClassVar[str]
-    lags = True
+    has_pending_rows = True
 
     def __init__(self, head: EagleHead, tree: Tree, *, draft_window: int | None = None) -> None:
         name, config = type(self).__name__, head.config
@@ -127,9 +127,9 @@ class EagleDrafter(Drafter):
 
     def draft(self, params: EagleHead, state: EagleState, view: SlotView) -> tuple[Draft, EagleState]:
         with jax.named_scope("root"):
-            out, product, cache = catch_up(params, state, view, self.draft_window)
+            out, product, cache = write_pending_rows(params, state, view, self.draft_window)
 
-        def feed(carry: tuple[HeadOut, KVCache], level: Level) -> tuple[Parts, tuple[HeadOut, KVCache]]:
+        def feed(carry: tuple[HeadOut, KVCache], level: Level) -> tuple[PartialSums, tuple[HeadOut, KVCache]]:
             parents, cache = carry
             if not self.tree.is_chain:
                 rows = jnp.arange(level.parents.shape[0])[:, None]
@@ -138,7 +138,7 @@ class EagleDrafter(Drafter):
             return product, (out, cache)
 
         vocabulary = Vocabulary(params.draft_to_target, params.config.vocab_size)
-        grown, (_, cache) = grow(self.tree, view, vocabulary, product, (out, cache), feed)
+        grown, (_, cache) = expand_tree(self.tree, view, vocabulary, product, (out, cache), feed)
         return grown.draft, replace(state, cache=cache)
 
     def commit(
@@ -159,11 +159,11 @@ class EagleDrafter(Drafter):
         new = {"features": accepted, "tokens": verdict.tokens, "count": verdict.counts}  # all, unless the tree is cut
         return replace(
             state,
-            **put_rows(old, slots, new, implementation=view.implementation),
+            **scatter_rows(old, slots, new, implementation=view.implementation),
             edges=_keep_edges(state, view, view.lengths[:, None] + steps, is_row, accepted),
         )
 
-    def catch_up(self, params: EagleHead, state: EagleState, view: SlotView) -> EagleState:
+    def write_pending_rows(self, params: EagleHead, state: EagleState, view: SlotView) -> EagleState:
         return replace(state, cache=_write_waiting(params, state, view, self.draft_window)[-1])
 
 
@@ -238,9 +238,9 @@ class Eagle(EagleDrafter):
         return cls(EagleHead.from_weights(checkpoint.config, checkpoint.weights), tree, draft_window=draft_window)
 
 
-def catch_up(
+def write_pending_rows(
     params: EagleHead, state: EagleState, view: SlotView, window: int | None = None
-) -> tuple[HeadOut, Parts, KVCache]:
+) -> tuple[HeadOut, PartialSums, KVCache]:
     """Write the rows of the waiting pairs and run the head on the root's.
 
     In the last layer the other rows need only their K and V: what they predict is known already.
@@ -249,8 +249,8 @@ def catch_up(
     q = jnp.take_along_axis(q, last[..., None, None], axis=1)
     residual = jnp.take_along_axis(residual, last[..., None], axis=1)
     root = _pairs(view, view.root[:, None], view.lengths, view.active[:, None], window)
-    is_rounded = rounds_inputs(params.layers[-1].o)
-    attended = attend(q, cache.k[-1], cache.v[-1], root, start=FIRST_ROW, is_rounded=is_rounded)
+    quantize_output = has_dynamic_activations(params.layers[-1].o)
+    attended = attend(q, cache.k[-1], cache.v[-1], root, start=FIRST_ROW, quantize_output=quantize_output)
     return *finish(params, attended, residual, view.implementation), cache
 
 
@@ -303,7 +303,7 @@ def self_feed(
     level: Level,
     parents: HeadOut,
     window: int | None = None,
-) -> tuple[HeadOut, Parts, KVCache]:
+) -> tuple[HeadOut, PartialSums, KVCache]:
     """Run the head on drafted tokens, each with its parent's output as its feature.
 
     All nodes of a level stand at one position; a feature stands one before its token.

@@ -23,7 +23,16 @@ from jspec.core.records import KVCache, TokenBatch
 from jspec.draft.head_config import HeadConfig
 from jspec.models.attention import project, project_and_attend
 from jspec.models.decoder import mlp, rms_norm
-from pallas_kernels.layers.quantized import Inputs, Parts, Quantized, Weight, add_up, lazy_matmul, matmul, rounds_inputs
+from pallas_kernels.layers.quantized import (
+    Inputs,
+    PartialSums,
+    Quantized,
+    Weight,
+    has_dynamic_activations,
+    matmul,
+    matmul_unscaled,
+    reduce_partials,
+)
 from pallas_kernels.layers.residual_norm import add_rms_norm
 from pallas_kernels.layers.split_matmul import split_matmul
 
@@ -131,7 +140,9 @@ def _columns(weight: Weight, part: slice) -> Weight:
     return replace(weight, values=weight.values[:, part]) if isinstance(weight, Quantized) else weight[:, part]
 
 
-def enter(head: EagleHead, pairs: TokenBatch, features: Float[Array, "batch tokens hidden"]) -> tuple[Array, Parts]:
+def enter(
+    head: EagleHead, pairs: TokenBatch, features: Float[Array, "batch tokens hidden"]
+) -> tuple[Array, PartialSums]:
     """Residual stream and projection of layer 0, of any (feature, token) pairs."""
     assert head.embed is not None
     layer, eps = head.layers[0], head.config.norm_eps
@@ -150,7 +161,7 @@ def enter(head: EagleHead, pairs: TokenBatch, features: Float[Array, "batch toke
 
 def enter_drafted(
     head: EagleHead, pairs: TokenBatch, ids: Int[Array, "batch tokens"], parents: HeadOut
-) -> tuple[Array, Parts]:
+) -> tuple[Array, PartialSums]:
     """`enter` for drafted tokens.
 
     Args:
@@ -171,7 +182,7 @@ def _normed(head: EagleHead, features: Array) -> Array:
 
 
 def through(
-    head: EagleHead, cache: KVCache, pairs: TokenBatch, residual: Array, qkv: Parts, *, attends: bool
+    head: EagleHead, cache: KVCache, pairs: TokenBatch, residual: Array, qkv: PartialSums, *, attends: bool
 ) -> tuple[Any, Array, KVCache]:
     """Take pairs that were entered as far as the last layer's attention, and write all their keys and values.
 
@@ -184,7 +195,7 @@ def through(
     k_pools, v_pools = [], []
     for index, layer in enumerate(head.layers):
         is_last = index + 1 == len(head.layers)
-        run: Any = partial(project_and_attend, start=FIRST_ROW, is_rounded=rounds_inputs(layer.o))
+        run: Any = partial(project_and_attend, start=FIRST_ROW, quantize_output=has_dynamic_activations(layer.o))
         if is_last and not attends:
             run = project
         pools = cache.k[index], cache.v[index]
@@ -199,7 +210,7 @@ def through(
     return out, residual, KVCache(k=k_pools, v=v_pools)
 
 
-def finish(head: EagleHead, attended: Inputs, residual: Array, implementation: str) -> tuple[HeadOut, Parts]:
+def finish(head: EagleHead, attended: Inputs, residual: Array, implementation: str) -> tuple[HeadOut, PartialSums]:
     """Run what is left of the last layer, the output norm and the output head, whose logits may be still to be scaled.
 
     Where a graph's launches run side by side, the next token's projection does so beside the choice of that token, not
@@ -213,19 +224,19 @@ def finish(head: EagleHead, attended: Inputs, residual: Array, implementation: s
     hidden, *normed = _after_attention(head, len(head.layers) - 1, attended, residual, norms, implementation)
     hidden, projected = normed[0] if is_fed_back else hidden, None
     with jax.named_scope("head"):
-        product = lazy_matmul(normed[0], head.head, jnp.float32)
+        product = matmul_unscaled(normed[0], head.head, jnp.float32)
     if head.drafted is not None:
         feature = normed[1] if len(norms) == 2 else _normed(head, hidden)
         parts = split_matmul(feature, head.drafted.qkv, after=product, implementation=implementation)
-        projected = add_up(parts, jnp.float32)
+        projected = reduce_partials(parts, jnp.float32)
     return HeadOut(hidden, projected), product
 
 
-def _norm_heads(parts: Parts, layer: EagleLayer, head: EagleHead) -> Parts:
+def _norm_heads(parts: PartialSums, layer: EagleLayer, head: EagleHead) -> PartialSums:
     """Add the bias of the fused projection and norm every query and key head, where the layer does that (Qwen)."""
     if layer.qkv_bias is None and layer.q_norm is None:
         return parts
-    config, qkv = head.config, add_up(parts, head.dtype)
+    config, qkv = head.config, reduce_partials(parts, head.dtype)
     qkv = qkv if layer.qkv_bias is None else qkv + layer.qkv_bias
     if layer.q_norm is not None and layer.k_norm is not None:
         heads = qkv.reshape(*qkv.shape[:-1], -1, config.head_dim)
@@ -251,10 +262,10 @@ def _after_attention(
     layer = head.layers[index]
     add_norm = partial(add_rms_norm, eps=head.config.norm_eps, implementation=implementation)
     delta = split_matmul(attended, layer.o, implementation=implementation)
-    hidden, normed = add_norm(residual, delta, layer.mlp_norm, is_rounded=rounds_inputs(layer.gate_up))
+    hidden, normed = add_norm(residual, delta, layer.mlp_norm, quantize_output=has_dynamic_activations(layer.gate_up))
     delta = mlp(normed, layer.gate_up, layer.down, implementation)
     if not norms:
-        hidden = hidden + add_up(delta, hidden.dtype)
+        hidden = hidden + reduce_partials(delta, hidden.dtype)
         return hidden, hidden
-    is_rounded = all(weight is not None and rounds_inputs(weight) for _, weight in norms)
-    return add_norm(hidden, delta, *(norm for norm, _ in norms), is_rounded=is_rounded)
+    quantize_output = all(weight is not None and has_dynamic_activations(weight) for _, weight in norms)
+    return add_norm(hidden, delta, *(norm for norm, _ in norms), quantize_output=quantize_output)

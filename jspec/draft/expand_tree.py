@@ -21,7 +21,7 @@ from jspec.core.tree import Tree
 from jspec.draft.base import static_draft
 from jspec.sampling import sampler
 from pallas_kernels.attention.ancestor_bits import WORD, num_words, own_bits
-from pallas_kernels.layers.quantized import Parts, add_up
+from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 from pallas_kernels.sampling.top_log_probs import top, top_in_order, top_log_probs
 
 
@@ -59,7 +59,7 @@ class Level:
 
 
 @struct.dataclass
-class Grown:
+class ExpandedTree:
     """A tree, and where the draft's cache holds its nodes: rows counted from the root's, -1 if not fed."""
 
     draft: Draft
@@ -68,7 +68,7 @@ class Grown:
 
 # The drafter's forward pass: (state, level) -> (logits [1, batch, fed, vocab] of each fed node over the draft
 # vocabulary, perhaps to be scaled, and the state).
-Feed = Callable[[Any, Level], tuple[Parts, Any]]
+Feed = Callable[[Any, Level], tuple[PartialSums, Any]]
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class Vocabulary:
         return ids if self.to_target is None else self.to_target[ids]
 
 
-def grow(
-    tree: Tree, view: SlotView, vocabulary: Vocabulary, product: Parts, state: Any, feed: Feed
-) -> tuple[Grown, Any]:
+def expand_tree(
+    tree: Tree, view: SlotView, vocabulary: Vocabulary, product: PartialSums, state: Any, feed: Feed
+) -> tuple[ExpandedTree, Any]:
     """Grow the tree from the root's logits on.
 
     Args:
@@ -97,19 +97,19 @@ def grow(
 
 
 def _grow_static(
-    tree: Tree, view: SlotView, vocabulary: Vocabulary, product: Parts, state: Any, feed: Feed
-) -> tuple[Grown, Any]:
+    tree: Tree, view: SlotView, vocabulary: Vocabulary, product: PartialSums, state: Any, feed: Feed
+) -> tuple[ExpandedTree, Any]:
     """Fill the places of a tree whose shape is known: a node of rank r is its parent's r-th choice."""
     rows = view.root.shape[0]
     tokens, log_probs = [], []
     laws: dict[int, Array] = {}
-    choose = sampler.child_chooser(view, tree.depth, vocabulary.to_target, vocabulary.target_size)
+    dispatch = sampler.child_chooser(view, tree.depth, vocabulary.to_target, vocabulary.target_size)
     bits, fed = _root_bits(tree, rows), [0]
     for depth, level in enumerate(tree.levels[1:], 1):
         with jax.named_scope(f"draft{depth}"):
-            ids, law = choose(product, depth, max(level.ranks) + 1)
+            ids, law = dispatch(product, depth, max(level.ranks) + 1)
             chosen = (slice(None), np.array(level.fed_parents), np.array(level.ranks))
-            log_probs.append(sampler.log_prob(add_up(product, jnp.float32), ids)[chosen])
+            log_probs.append(sampler.log_prob(reduce_partials(product, jnp.float32), ids)[chosen])
             tokens.append(vocabulary.lift(ids[chosen]))
             if law is not None:
                 laws |= {node: law[:, index] for index, node in enumerate(fed)}
@@ -122,7 +122,7 @@ def _grow_static(
                 product, state = feed(state, Level(*of_level, depth, first, tree.draft_rows))
     row_of = [tree.fed.index(node) if node in tree.fed else -1 for node in range(tree.nodes)]
     draft = static_draft(tree, view, tokens, log_probs, laws, vocabulary.to_target)
-    return Grown(draft, jnp.broadcast_to(jnp.array(row_of, jnp.int32), (rows, tree.nodes))), state
+    return ExpandedTree(draft, jnp.broadcast_to(jnp.array(row_of, jnp.int32), (rows, tree.nodes))), state
 
 
 @struct.dataclass
@@ -136,8 +136,8 @@ class _Candidates:
 
 
 def _grow_dynamic(
-    tree: Tree, view: SlotView, vocabulary: Vocabulary, product: Parts, state: Any, feed: Feed
-) -> tuple[Grown, Any]:
+    tree: Tree, view: SlotView, vocabulary: Vocabulary, product: PartialSums, state: Any, feed: Feed
+) -> tuple[ExpandedTree, Any]:
     """EAGLE-2 (arXiv:2406.16858, section 4): the k best of a level are fed, the best of all candidates verified.
 
     A score is the sum of untempered log-probabilities, so it never grows along a path; every choice among equals
@@ -149,7 +149,7 @@ def _grow_dynamic(
     bits, levels, count = _root_bits(tree, rows), [], 0
     for depth in range(1, tree.depth + 1):
         with jax.named_scope(f"draft{depth}"):
-            level = _children(scores, own, add_up(product, jnp.float32), k, view.implementation)
+            level = _children(scores, own, reduce_partials(product, jnp.float32), k, view.implementation)
             if depth < tree.depth:
                 first = 1 + (depth - 1) * k
                 scores, slots, parents = top(level.scores, k, group=k, implementation=view.implementation)
@@ -180,7 +180,7 @@ def _children(scores: Array, own: Array, logits: Array, k: int, implementation: 
     )
 
 
-def _select(tree: Tree, view: SlotView, vocabulary: Vocabulary, candidates: _Candidates) -> Grown:
+def _select(tree: Tree, view: SlotView, vocabulary: Vocabulary, candidates: _Candidates) -> ExpandedTree:
     """The best candidates as nodes, in the candidates' order."""
     chosen = top_in_order(candidates.scores, tree.nodes - 1, implementation=view.implementation)
 
@@ -201,7 +201,7 @@ def _select(tree: Tree, view: SlotView, vocabulary: Vocabulary, candidates: _Can
         probs=None,
         vocab_map=vocabulary.to_target,
     )
-    return Grown(draft, behind(zero, take(candidates.rows)))
+    return ExpandedTree(draft, behind(zero, take(candidates.rows)))
 
 
 def _put(field: Array, at: Array, values: Array) -> Array:

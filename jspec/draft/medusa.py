@@ -125,13 +125,13 @@ class Medusa(Drafter):
 
     def draft(self, params: MedusaHeads, state: MedusaState, view: SlotView) -> tuple[Draft, MedusaState]:
         hidden = state.hidden.at[view.slots].get(mode="fill", fill_value=0)[:, None]
-        choose = sampler.child_chooser(view, self.tree.depth, None, params.config.vocab_size)
+        dispatch = sampler.child_chooser(view, self.tree.depth, None, params.config.vocab_size)
         tokens, log_probs, fed = [], [], [0]
         laws: dict[int, Array] = {}
         for depth, level in enumerate(self.tree.levels[1:], 1):
             with jax.named_scope(f"head{depth}"):
                 logits = head_logits(params.heads[depth - 1], hidden)
-                ids, law = choose(logits[None], depth, max(level.ranks) + 1)
+                ids, law = dispatch(logits[None], depth, max(level.ranks) + 1)
                 ranks = np.array(level.ranks)
                 tokens.append(ids[:, 0, ranks])
                 log_probs.append(sampler.log_prob(logits, ids)[:, 0, ranks])

@@ -92,5 +92,5 @@ class NGram(Drafter):
     ) -> History:
         return take_verdict(state, view, verdict)
 
-    def catch_up(self, params: Params, state: History, view: SlotView) -> History:
+    def write_pending_rows(self, params: Params, state: History, view: SlotView) -> History:
         return take_roots(state, view)

@@ -147,7 +147,7 @@ class Suffix(Drafter):
     ) -> SuffixState:
         return replace(state, history=take_verdict(state.history, view, verdict))
 
-    def catch_up(self, params: Params, state: SuffixState, view: SlotView) -> SuffixState:
+    def write_pending_rows(self, params: Params, state: SuffixState, view: SlotView) -> SuffixState:
         return replace(state, history=take_roots(state.history, view))
 
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from jspec.engine.input_processor import Prompt
 from jspec.engine.metrics import Metrics
-from jspec.engine.output_processor import OutputText, completion_of
+from jspec.engine.output_processor import OutputState, completion_of
 from jspec.engine.request import Chunk, Completion, Request
 from jspec.engine.sampling_params import SamplingParams
 from jspec.engine.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ class Interface(abc.ABC):
     """
 
     def __init__(self) -> None:
-        self._texts: dict[int, OutputText] = {}
+        self._texts: dict[int, OutputState] = {}
         self._added_at: dict[int, float] = {}
         self._steps: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Future[None]] = WeakKeyDictionary()
 
@@ -54,7 +54,7 @@ class Interface(abc.ABC):
         """Check everything before anything is queued."""
 
     @abc.abstractmethod
-    def _add(self, texts: dict[Request, OutputText], asked_at: float) -> None:
+    def _add(self, texts: dict[Request, OutputState], asked_at: float) -> None:
         """Let the scheduler have requests, all in one turn; one that was dropped meanwhile is left out."""
 
     @abc.abstractmethod
@@ -217,7 +217,7 @@ class Interface(abc.ABC):
 
     def _queue(self, *requests: Request) -> None:
         asked_at = time.perf_counter()
-        self._add({request: OutputText(self.tokenizer, request) for request in requests}, asked_at)
+        self._add({request: OutputState(self.tokenizer, request) for request in requests}, asked_at)
 
     def _clock(self, request: Request) -> None:
         elapsed = time.perf_counter() - self._added_at[request.id]

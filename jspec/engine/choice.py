@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from jspec.engine.request import Request
 from jspec.engine.scheduler import PrefillPlan, RoundPlan
-from jspec.step.executables import Programs
-from jspec.step.split_decode import Step, first_token, round_in_two
+from jspec.step.executables import Executables
+from jspec.step.split_decode import Step, first_token, split_step
 
 
-def prefill_program(programs: Programs, plan: PrefillPlan) -> Step:
+def prefill_program(programs: Executables, plan: PrefillPlan) -> Step:
     """For a chunk; with a mask where it gives the first token of a grammar that the host follows."""
     scored = scores(plan.request)
     if plan.emits and plan.request.matcher is not None:
@@ -21,12 +21,12 @@ def prefill_program(programs: Programs, plan: PrefillPlan) -> Step:
     return programs.prefill[plan.bucket]
 
 
-def round_program(programs: Programs, plan: RoundPlan, depth: int) -> Step:
+def round_program(programs: Executables, plan: RoundPlan, depth: int) -> Step:
     """For rounds of some depth; in two launches where the host follows the grammar of any row."""
     is_scored = any(request.params.logprobs is not None for request in plan.requests)
     if wants_newest(plan.requests):
         draft, verify = programs.drafts[plan.bucket, depth], programs.verifies[plan.bucket, depth, is_scored]
-        return round_in_two(draft, verify, [request.matcher for request in plan.requests])
+        return split_step(draft, verify, [request.matcher for request in plan.requests])
     if is_scored:
         return programs.scored_rounds[plan.bucket, depth]
     return programs.rounds[plan.bucket, depth, any(request.trace for request in plan.requests)]

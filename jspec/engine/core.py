@@ -16,23 +16,23 @@ import numpy as np
 from convert import hub
 from jspec import verify
 from jspec.core.config import EngineConfig
-from jspec.core.records import Report, StepOutput
+from jspec.core.records import StepOutput, StepResult
 from jspec.draft.base import Drafter, NoDraft
 from jspec.engine.api import Interface
 from jspec.engine.choice import wants_newest
 from jspec.engine.draft_length import Adaptive, Fixed, Policy, Reading, Stopwatch, halvings
 from jspec.engine.errors import RESTART, caused_by, error_of_requests
-from jspec.engine.fair_lock import Turns
+from jspec.engine.fair_lock import FairLock
 from jspec.engine.grammar.compiler import follow
-from jspec.engine.input_processor import Admission, Prompt, draft_cap
+from jspec.engine.input_processor import InputProcessor, Prompt, draft_cap
 from jspec.engine.metrics import Metrics
-from jspec.engine.model_runner import Device
-from jspec.engine.output_processor import OutputText, take_prompt, take_report
+from jspec.engine.model_runner import ModelRunner
+from jspec.engine.output_processor import OutputState, process_prompt_logprobs, process_step_output
 from jspec.engine.page_pool import PagePool
 from jspec.engine.prometheus import Gauges, Latencies, exposition
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
-from jspec.engine.stats_logger import AcceptanceWatch, IntervalLog
+from jspec.engine.stats_logger import LowAcceptanceWarner, StatsLogger
 from jspec.engine.tokenizer import Tokenizer, load_tokenizer
 from jspec.models import load
 from jspec.models.decoder import Model
@@ -94,7 +94,7 @@ class Engine(Interface):
         verify.check_rule(self.config.accept, drafter.tree)
         depths = _depths(self.config, drafter)
         processors.check(logits_processor, self.config, drafter.tree, target.config.vocab_size)
-        self._admission = Admission(tokenizer, target.config.vocab_size, tuple(eos_ids), self.config)
+        self._admission = InputProcessor(tokenizer, target.config.vocab_size, tuple(eos_ids), self.config)
         program = Program(
             drafter=drafter,
             feature_layers=drafter.feature_layers(target),
@@ -107,7 +107,7 @@ class Engine(Interface):
             processor=logits_processor,
             processor_args=self.config.processor_args,
         )
-        self._device = Device(program, Params(target=target, draft=drafter.bind(target)), self.config, depths)
+        self._device = ModelRunner(program, Params(target=target, draft=drafter.bind(target)), self.config, depths)
         is_static = drafter.tree.paths is not None
         # Another one may be put in its place while nothing is under way.
         self.policy: Policy = Adaptive(depths, shares=is_static) if self.config.adaptive else Fixed(depths[-1])
@@ -125,13 +125,13 @@ class Engine(Interface):
             prefill_budget=self.config.prefill_budget,
         )
         self._in_flight: deque[tuple[Plan, StepOutput]] = deque()
-        self._turns = Turns()
+        self._turns = FairLock()
         self._orphans: list[tuple[Request, bool]] = []  # to be ended when the step is over; whether to be forgotten too
         self._closed = False
         self._lost: BaseException | None = None  # the error of a step after which the state is still to be made anew
         self.healthy = True
-        self._watch = AcceptanceWatch(drafter)
-        self._log = IntervalLog(self.config.log_interval)
+        self._watch = LowAcceptanceWarner(drafter)
+        self._log = StatsLogger(self.config.log_interval)
         self._metrics = Metrics()
         self._latencies = Latencies()
 
@@ -268,7 +268,7 @@ class Engine(Interface):
         if isinstance(plan, PrefillPlan):
             self._read_chunk(plan, output)
             return report[:, :0]
-        fields, is_usual = Report.read(report), output.trace is None and output.logprobs is None
+        fields, is_usual = StepResult.read(report), output.trace is None and output.logprobs is None
         self._learn(plan, fields, seconds if is_usual else None)
         # Others ended in an earlier step; this one was dispatched before that was known.
         live = [(row, request) for row, request in enumerate(plan.requests) if request.finish_reason is None]
@@ -286,7 +286,7 @@ class Engine(Interface):
             return
         if request.scores_prompt:
             assert output.prompt is not None
-            take_prompt(request, output.prompt, plan.start, plan.count)
+            process_prompt_logprobs(request, output.prompt, plan.start, plan.count)
         if plan.emits:
             self._take(request, output, 0, is_round=False)
 
@@ -294,7 +294,7 @@ class Engine(Interface):
         """Take one row of a step's result, which may be the end of its request."""
         text = self._texts[request.id]
         try:
-            reason = take_report(request, text, output, row, is_round, self._admission.eos_ids)
+            reason = process_step_output(request, text, output, row, is_round, self._admission.eos_ids)
             follow(request)
         except Exception as error:  # of a tokenizer, for instance: nobody else's affair
             request.error, reason = error, "error"
@@ -302,11 +302,11 @@ class Engine(Interface):
         if reason is None or text.stop is not None:  # behind a cut the device is further, and so is what the draft lags
             self._keep(request)
         elif request.error is None:
-            self._catch_up(request)
+            self._write_pending_rows(request)
         if reason is not None:
             self._end(request, reason)
 
-    def _learn(self, plan: RoundPlan, report: Report, seconds: float | None) -> None:
+    def _learn(self, plan: RoundPlan, report: StepResult, seconds: float | None) -> None:
         """Tell the policy what its choice came to, if any of the requests was still there."""
         if all(request.finish_reason is not None for request in plan.requests):
             return
@@ -315,14 +315,14 @@ class Engine(Interface):
 
     def _keep(self, request: Request) -> None:
         """Let other requests find the pages that are whole by now."""
-        lags = self._device.program.drafter.lags
-        self.scheduler.keep(request, request.whole_rows if lags else request.rows_committed)
+        has_pending_rows = self._device.program.drafter.has_pending_rows
+        self.scheduler.keep(request, request.num_draft_cached_tokens if has_pending_rows else request.rows_committed)
 
-    def _catch_up(self, request: Request) -> None:
+    def _write_pending_rows(self, request: Request) -> None:
         """Make the pages of a request that ended whole: no round will write what the draft's cache lags by."""
         if request.slot is None:
             return  # it was preempted meanwhile
-        self._device.catch_up(request, self.scheduler.pages.pages_of(request.id))
+        self._device.write_pending_rows(request, self.scheduler.pages.pages_of(request.id))
         self.scheduler.keep(request, request.rows_committed)
 
     def _requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
@@ -339,7 +339,7 @@ class Engine(Interface):
         if not self.healthy:
             raise RuntimeError(RESTART)
 
-    def _add(self, texts: dict[Request, OutputText], asked_at: float) -> None:
+    def _add(self, texts: dict[Request, OutputState], asked_at: float) -> None:
         with self._turns:
             self._check_open()
             for request, text in texts.items():

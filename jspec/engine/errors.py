@@ -10,7 +10,7 @@ import jax
 RESTART = "the device failed and its state could not be made anew; restart the process"
 
 
-def let_go(state: Any, error: BaseException) -> None:
+def delete_buffers(state: Any, error: BaseException) -> None:
     """Free a state's buffers at once.
 
     The frames of the error refer to them, and the requests keep the error: new ones would have to fit in beside them.

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 
 
-class Turns:
+class FairLock:
     """A fair lock: who steps an engine in a loop does not keep others from submitting or aborting.
 
     `threading.Lock` may go back to the thread that just released it, again and again. Who holds it may take it again.

@@ -26,7 +26,7 @@ Prompt = str | Sequence[int]
 
 
 @dataclass
-class Admission:
+class InputProcessor:
     """Makes requests of prompts and parameters; whatever is wrong with them is said here, before anything is queued."""
 
     tokenizer: Tokenizer | None
@@ -200,7 +200,7 @@ def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) ->
     ).pack()
 
 
-def pack_catch_up(request: Request, pages: Sequence[int], *, width: int) -> np.ndarray:
-    """A request that has ended, as `jspec.step.prefill.catch_up_step` reads it."""
+def pack_pending_rows(request: Request, pages: Sequence[int], *, width: int) -> np.ndarray:
+    """A request that has ended, as `jspec.step.prefill.write_pending_rows_step` reads it."""
     padding = [0] * (width - len(pages))
     return np.array([request.slot, request.token_ids[-1], request.rows_committed, *pages, *padding], np.int32)

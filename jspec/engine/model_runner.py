@@ -12,9 +12,9 @@ import numpy as np
 from jspec.core.config import EngineConfig
 from jspec.core.records import StepOutput
 from jspec.engine.choice import prefill_program, round_program, scores
-from jspec.engine.errors import let_go
+from jspec.engine.errors import delete_buffers
 from jspec.engine.grammar.token_table import TablePool
-from jspec.engine.input_processor import pack_catch_up, pack_chunk
+from jspec.engine.input_processor import pack_chunk, pack_pending_rows
 from jspec.engine.penalty_input import pack_controls
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan
@@ -22,13 +22,13 @@ from jspec.models.kv_cache import PoolShape
 from jspec.models.quantize import check_device
 from jspec.step import memory
 from jspec.step.decode import Params, Program, init_state
-from jspec.step.executables import Programs
+from jspec.step.executables import Executables
 
 logger = logging.getLogger(__name__)
 
 
 @final
-class Device:
+class ModelRunner:
     """Plans the memory, compiles everything, then dispatches what it is told to.
 
     Args:
@@ -52,7 +52,7 @@ class Device:
         with memory.explained(self.room, self.pool):
             self.state = init_state(program, params, self.pool)
             jax.block_until_ready(self.state)
-            self.programs = Programs(program, params, self.state, config, depths)
+            self.programs = Executables(program, params, self.state, config, depths)
         self._measure(self.programs.executables)
         self._tables = TablePool(config.slots)
         self._rows: tuple[int | None, ...] = ()
@@ -109,12 +109,12 @@ class Device:
             self._rows, self._slots = rows, jax.device_put(np.array(rows, np.int32))
         return self._slots
 
-    def catch_up(self, request: Request, pages: Sequence[int]) -> None:
+    def write_pending_rows(self, request: Request, pages: Sequence[int]) -> None:
         """Make the pages of a request that ended whole: no round will write what the draft's cache lags by."""
-        lengths, page_size = (request.whole_rows, request.rows_committed), self._config.page_size
-        if self.programs.catch_up is not None and lengths[0] // page_size < lengths[1] // page_size:
-            packed = pack_catch_up(request, pages, width=self.state.page_table.shape[1])
-            self.state = self.programs.catch_up(self.params, self.state, jax.device_put(packed))
+        lengths, page_size = (request.num_draft_cached_tokens, request.rows_committed), self._config.page_size
+        if self.programs.write_pending_rows is not None and lengths[0] // page_size < lengths[1] // page_size:
+            packed = pack_pending_rows(request, pages, width=self.state.page_table.shape[1])
+            self.state = self.programs.write_pending_rows(self.params, self.state, jax.device_put(packed))
 
     def ensure(self, requests: Sequence[Request]) -> None:
         """Compile what nobody asked for before; others step meanwhile, and only who needs it waits."""
@@ -134,7 +134,7 @@ class Device:
 
     def renew(self, error: BaseException) -> None:
         """Make the state anew after a step that failed, from the weights, which no step is given."""
-        let_go(self.state, error)
+        delete_buffers(self.state, error)
         self.state = None  # type: ignore[assignment]
         self.state = init_state(self.program, self.params, self.pool)
         jax.block_until_ready(self.state)

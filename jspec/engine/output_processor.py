@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jspec.core.records import LogProbs, Report, StepOutput, Trace
+from jspec.core.records import LogProbs, StepOutput, StepResult, Trace
 from jspec.engine.request import Chunk, Completion, Request, Round
-from jspec.engine.stop_strings import StopStrings
+from jspec.engine.stop_strings import StopStringMatcher
 from jspec.engine.token_logprobs import TokenLogprob, token_logprobs
 from jspec.engine.tokenizer import IncrementalDetokenizer, Tokenizer, front_ids
 
 
-class OutputText:
+class OutputState:
     """The text of one request, token by token; nothing without a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, request: Request) -> None:
@@ -22,7 +22,7 @@ class OutputText:
             is_seen = not tokenizer.hidden_ids.issuperset(prompt)
             prompt = prompt if is_seen else front_ids(tokenizer)  # else a first blank is lost, which the grammar counts
         self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, prompt)
-        self._stops = StopStrings(request.params.stop)
+        self._stops = StopStringMatcher(request.params.stop)
         self._stop_ids, self._min_tokens = request.stop_ids, request.params.min_tokens
         self.pieces: list[str] = []  # one a token; what is held back comes with a later one
         self.tail = ""
@@ -76,9 +76,9 @@ class OutputText:
         )
 
 
-def take_report(
+def process_step_output(
     request: Request,
-    text: OutputText,
+    text: OutputState,
     output: StepOutput,
     row: int,
     is_round: bool,
@@ -95,14 +95,16 @@ def take_report(
         Why the request ended, or None.
     """
     trace = output.trace
-    for index, fields in enumerate(Report.rounds(np.asarray(output.report)[:, row])):
+    for index, fields in enumerate(StepResult.rounds(np.asarray(output.report)[:, row])):
         accept_len = fields.accept_len
         if fields.counts == 0:
             continue  # ended in an earlier round of this dispatch
         pieces = text.read(fields.tokens[: fields.counts])
         count = len(pieces)
         emitted = fields.tokens[:count]
-        request.whole_rows = len(request.prompt_token_ids) + len(request.token_ids)  # a round writes up to its root
+        request.num_draft_cached_tokens = len(request.prompt_token_ids) + len(
+            request.token_ids
+        )  # a round writes up to its root
         if request.params.logprobs is not None:
             request.logprobs += token_logprobs(output.logprobs, (index, row), emitted, request.params.logprobs)
         request.token_ids += emitted
@@ -125,7 +127,7 @@ def take_report(
     return None
 
 
-def take_prompt(request: Request, scores: LogProbs, start: int, count: int) -> None:
+def process_prompt_logprobs(request: Request, scores: LogProbs, start: int, count: int) -> None:
     """Add what a chunk's result says of the prompt's tokens to its request.
 
     Args:
@@ -162,7 +164,7 @@ def _round(trace: Trace, index: int, row: int, accept_len: int, emitted: list[in
     )
 
 
-def completion_of(request: Request, output: OutputText) -> Completion:
+def completion_of(request: Request, output: OutputState) -> Completion:
     """The request as its user gets it."""
     assert request.finish_reason is not None
     return Completion(

@@ -82,10 +82,10 @@ class Request:
     prefill_len: int = field(init=False)  # tokens to prefill: the prompt, and of the output what a preemption lost
     prefilled: int = 0  # of these, those whose chunks were dispatched or that were found in kept pages
     cached_rows: int = 0  # those found in kept pages, at the beginning
-    whole_rows: int = 0  # committed for good in both pools, as far as is known
+    num_draft_cached_tokens: int = 0  # committed for good in both pools, as far as is known
     digests: list[bytes] = field(default_factory=list)  # of its text's full pages
-    kept_pages: int = 0  # of these, those that others can find
-    shown_pages: int = 0  # of its pages, those that the device's table tells
+    num_shared_pages: int = 0  # of these, those that others can find
+    num_synced_pages: int = 0  # of its pages, those that the device's table tells
     steps_in_flight: int = 0  # chunks and dispatches of rounds that were not read yet
     rounds_in_flight: int = 0
     token_ids: list[int] = field(default_factory=list)

@@ -153,11 +153,11 @@ class Scheduler:
         What follows in the device's order may read them, even before that is known to be done.
         """
         count = rows // self.pages.page_size
-        if not self._prefix_cache or request.slot is None or count <= request.kept_pages:
+        if not self._prefix_cache or request.slot is None or count <= request.num_shared_pages:
             return
         self._digest(request, count)
-        self.pages.keep(request.id, request.digests[request.kept_pages : count], first=request.kept_pages)
-        request.kept_pages = count
+        self.pages.keep(request.id, request.digests[request.num_shared_pages : count], first=request.num_shared_pages)
+        request.num_shared_pages = count
 
     @property
     def has_work(self) -> bool:
@@ -183,7 +183,7 @@ class Scheduler:
         self._refused = None
         self.pages.reserve(request.id, rows, shared)
         request.slot = self._free_slots.pop()
-        request.kept_pages = len(shared)
+        request.num_shared_pages = len(shared)
         request.cached_rows = len(shared) * self.pages.page_size
         # Somebody must give the logits behind the prompt, so its last token runs in any case.
         request.prefilled = min(request.cached_rows, request.prefill_len - 1)
@@ -224,7 +224,7 @@ class Scheduler:
         request.prefilled += count
         request.steps_in_flight += 1
         self.keep(request, request.prefilled)
-        request.shown_pages = len(self.pages.pages_of(request.id))
+        request.num_synced_pages = len(self.pages.pages_of(request.id))
         return PrefillPlan(
             request,
             start,
@@ -247,7 +247,7 @@ class Scheduler:
                 ready.append(request)
         if not ready:
             return None
-        if any(len(self.pages.pages_of(request.id)) > request.shown_pages for request in ready):
+        if any(len(self.pages.pages_of(request.id)) > request.num_synced_pages for request in ready):
             self._get_ahead(ready)
         new_pages = [page for request in ready for page in self._show(request)]
         return RoundPlan(ready, next(size for size in self._buckets if size >= len(ready)), new_pages)
@@ -255,8 +255,8 @@ class Scheduler:
     def _show(self, request: Request) -> list[tuple[int, int, int]]:
         """What the device's table lacks of a request's pages."""
         assert request.slot is not None
-        pages, first = self.pages.pages_of(request.id), request.shown_pages
-        request.shown_pages = len(pages)
+        pages, first = self.pages.pages_of(request.id), request.num_synced_pages
+        request.num_synced_pages = len(pages)
         return [(request.slot, column, pages[column]) for column in range(first, len(pages))]
 
     def _make_room(self, request: Request) -> bool:
@@ -289,7 +289,7 @@ class Scheduler:
             ahead = request.rounds_in_flight * self._round_tokens
             rows = min(request.rows_committed + ahead, request.rows_needed) + self._scratch_rows
             self.pages.shrink(request.id, rows)
-            request.shown_pages = min(request.shown_pages, len(self.pages.pages_of(request.id)))
+            request.num_synced_pages = min(request.num_synced_pages, len(self.pages.pages_of(request.id)))
 
     def _rows(self, request: Request) -> int:
         """Rows that may be written until the next rounds are done."""

@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 from jaxtyping import Int
 
-from jspec.core.records import Report
+from jspec.core.records import StepResult
 from jspec.draft.base import Drafter
 from jspec.draft.draft_model import DraftModel
 from jspec.draft.eagle import EagleDrafter
@@ -26,7 +26,7 @@ PROMPT = "the prompt template (raw text where a chat is expected, or the reverse
 CHECK = "run: jspec info --check HEAD TARGET"
 
 
-class AcceptanceWatch:
+class LowAcceptanceWarner:
     """Counts drafted rounds over an engine's life, with what was accepted before a request's end cut it."""
 
     def __init__(self, drafter: Drafter) -> None:
@@ -38,7 +38,7 @@ class AcceptanceWatch:
         """Take the drafted rows of a step into account; warn if it is time to."""
         if self._advice is None:
             return
-        fields = Report.read(report)
+        fields = StepResult.read(report)
         is_round = fields.counts > 0  # else the row had ended in an earlier one
         self._rounds += int(is_round.sum())
         self._accepted += int(fields.accept_len[is_round].sum())
@@ -69,7 +69,7 @@ def advice(drafter: Drafter) -> str | None:
             return None
 
 
-class IntervalLog:
+class StatsLogger:
     """One line an interval, through `logging`, while steps are made.
 
     Args:

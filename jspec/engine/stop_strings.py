@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class StopStrings:
+class StopStringMatcher:
     """Looks for the first stop string in a text that comes in pieces; where the pieces are cut does not matter.
 
     The match that ends first counts, for the text can be cut there without waiting for more; of several that end at the

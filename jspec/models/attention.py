@@ -15,7 +15,7 @@ from jspec.models.config import Rope
 from pallas_kernels.attention.append_attention import append_attention
 from pallas_kernels.attention.paged_attention import paged_attention
 from pallas_kernels.attention.rope_append import rotate_append
-from pallas_kernels.layers.quantized import Inputs, Parts, Rounded
+from pallas_kernels.layers.quantized import Inputs, PartialSums, QuantizedActivation
 
 
 class AttentionShape(Protocol):
@@ -48,7 +48,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def project(
-    qkv: Parts,
+    qkv: PartialSums,
     k_pool: Array,
     v_pool: Array,
     batch: TokenBatch,
@@ -76,7 +76,7 @@ def _rows(batch: TokenBatch, shape: AttentionShape) -> tuple[Array, ...]:
 
 
 def project_and_attend(
-    qkv: Parts,
+    qkv: PartialSums,
     k_pool: Array,
     v_pool: Array,
     batch: TokenBatch,
@@ -84,7 +84,7 @@ def project_and_attend(
     dtype: jnp.dtype,
     *,
     start: int = 0,
-    is_rounded: bool = False,
+    quantize_output: bool = False,
 ) -> tuple[Inputs, Array, Array]:
     """`project`, then `attend`; in one kernel where no query sees more than committed rows and those of the batch.
 
@@ -93,15 +93,15 @@ def project_and_attend(
     """
     if batch.base is not None or batch.deterministic or batch.window is not None:
         q, k_pool, v_pool = project(qkv, k_pool, v_pool, batch, shape, dtype)
-        return attend(q, k_pool, v_pool, batch, start=start, is_rounded=is_rounded), k_pool, v_pool
+        return attend(q, k_pool, v_pool, batch, start=start, quantize_output=quantize_output), k_pool, v_pool
     run = partial(append_attention, heads=shape.num_heads, dtype=dtype, implementation=batch.implementation)
     rows = _rows(batch, shape)
-    out, *pools = run(k_pool, v_pool, qkv, *rows, batch.bits, start=start, is_rounded=is_rounded)
+    out, *pools = run(k_pool, v_pool, qkv, *rows, batch.bits, start=start, quantize_output=quantize_output)
     return _side_by_side(out), *pools
 
 
-def _side_by_side(out: Array | Rounded) -> Inputs:
-    return out if isinstance(out, Rounded) else out.reshape(*out.shape[:2], -1)
+def _side_by_side(out: Array | QuantizedActivation) -> Inputs:
+    return out if isinstance(out, QuantizedActivation) else out.reshape(*out.shape[:2], -1)
 
 
 def attend(
@@ -111,13 +111,13 @@ def attend(
     batch: TokenBatch,
     *,
     start: int = 0,
-    is_rounded: bool = False,
+    quantize_output: bool = False,
 ) -> Inputs:
     """Let every query see what its `TokenBatch` allows; heads side by side come back, [batch, tokens, width].
 
     Args:
         start: first cache row that exists (a draft head's row 0 does not).
-        is_rounded: they come back as `Rounded`, for a weight that would round them.
+        quantize_output: they come back as `QuantizedActivation`, for a weight that would round them.
     """
     out = paged_attention(
         q,
@@ -129,7 +129,7 @@ def attend(
         new_rows=batch.new_rows,
         start=start,
         window=batch.window,
-        is_rounded=is_rounded,
+        quantize_output=quantize_output,
         deterministic=batch.deterministic,
         paths=batch.paths,
         implementation=batch.implementation,

@@ -20,9 +20,17 @@ from jspec.core.records import KVCache, TokenBatch
 from jspec.models import load
 from jspec.models.attention import project_and_attend
 from jspec.models.config import ModelConfig
-from pallas_kernels.layers.deterministic_matmul import fixed_matmul
-from pallas_kernels.layers.gated_matmul import gated_matmul, missing_rows, tiles_for
-from pallas_kernels.layers.quantized import Inputs, Parts, Weight, add_up, lazy_matmul, matmul, rounds_inputs
+from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
+from pallas_kernels.layers.gated_matmul import gated_matmul, kernel_padding, tiles_for
+from pallas_kernels.layers.quantized import (
+    Inputs,
+    PartialSums,
+    Weight,
+    has_dynamic_activations,
+    matmul,
+    matmul_unscaled,
+    reduce_partials,
+)
 from pallas_kernels.layers.residual_norm import add_rms_norm
 from pallas_kernels.layers.split_matmul import split_matmul
 
@@ -81,14 +89,16 @@ class Model:
 class TargetOut:
     """What a forward pass of the target yields."""
 
-    product: Parts | None  # the output head's, for the rows asked for, in one part; the logits, perhaps to be scaled
+    product: (
+        PartialSums | None
+    )  # the output head's, for the rows asked for, in one part; the logits, perhaps to be scaled
     features: Float[Array, "batch tokens features"] | None  # the hidden states asked for, side by side
 
     @property
     def logits(self) -> Float[Array, "batch rows vocab"]:
         """Float32."""
         assert self.product is not None, "the forward pass was taken with_logits=False"
-        return add_up(self.product, jnp.float32)
+        return reduce_partials(self.product, jnp.float32)
 
 
 def rms_norm(
@@ -100,12 +110,12 @@ def rms_norm(
     return wide.astype(x.dtype) * weight
 
 
-def mlp(x: Inputs, gate_up: Weight, down: Weight, implementation: str, *, deterministic: bool = False) -> Parts:
+def mlp(x: Inputs, gate_up: Weight, down: Weight, implementation: str, *, deterministic: bool = False) -> PartialSums:
     """SiLU-gated feed-forward (arXiv:2002.05202), in parts as `split_matmul` leaves them."""
     if deterministic:
-        (gate_and_up,) = fixed_matmul(x, gate_up, is_whole=True, implementation=implementation)
-        return fixed_matmul(gate_and_up, down, is_gated=True, implementation=implementation)
-    if rounds_inputs(down) and tiles_for(x, gate_up) is None:  # silu is in the rounding's kernel
+        (gate_and_up,) = deterministic_matmul(x, gate_up, is_whole=True, implementation=implementation)
+        return deterministic_matmul(gate_and_up, down, is_gated=True, implementation=implementation)
+    if has_dynamic_activations(down) and tiles_for(x, gate_up) is None:  # silu is in the rounding's kernel
         gate_and_up = matmul(x, gate_up, implementation=implementation)
         return split_matmul(gate_and_up, down, is_gated=True, implementation=implementation)
     return split_matmul(gated_matmul(x, gate_up, implementation=implementation), down, implementation=implementation)
@@ -115,13 +125,13 @@ def logits_of(
     x: Float[Array, "... hidden"], head: Weight, implementation: str = "auto", *, deterministic: bool = False
 ) -> Float[Array, "... vocab"]:
     """Scores over a vocabulary, accumulated and returned in float32."""
-    return add_up(_head_product(x, head, implementation, deterministic=deterministic), jnp.float32)
+    return reduce_partials(_head_product(x, head, implementation, deterministic=deterministic), jnp.float32)
 
 
-def _head_product(x: Array, head: Weight, implementation: str, *, deterministic: bool) -> Parts:
+def _head_product(x: Array, head: Weight, implementation: str, *, deterministic: bool) -> PartialSums:
     if deterministic:
-        return fixed_matmul(x, head, jnp.float32, is_whole=True, implementation=implementation)
-    return lazy_matmul(x, head, jnp.float32)
+        return deterministic_matmul(x, head, jnp.float32, is_whole=True, implementation=implementation)
+    return matmul_unscaled(x, head, jnp.float32)
 
 
 def forward(
@@ -147,10 +157,10 @@ def forward(
     """
     sequences, tokens = batch.tokens.shape
     if not batch.deterministic:
-        batch = batch.filled(missing_rows(sequences, tokens, model.layers[0].gate_up, model.embed.dtype))
+        batch = batch.pad(kernel_padding(sequences, tokens, model.layers[0].gate_up, model.embed.dtype))
     eps = model.config.norm_eps
     fixed: dict[str, Any] = {"implementation": batch.implementation, "deterministic": batch.deterministic}
-    split = partial(fixed_matmul if batch.deterministic else split_matmul, implementation=batch.implementation)
+    split = partial(deterministic_matmul if batch.deterministic else split_matmul, implementation=batch.implementation)
     add_norm = partial(add_rms_norm, eps=eps, **fixed)
     x = model.embed[batch.tokens]
     if batch.deterministic:
@@ -158,17 +168,21 @@ def forward(
     else:
         normed = rms_norm(x, model.layers[0].attn_norm, eps)
     states, k_pools, v_pools = [x], [], []
-    following = [(layer.attn_norm, rounds_inputs(layer.qkv)) for layer in model.layers[1:]] + [(model.norm, False)]
-    for index, (layer, (next_norm, is_rounded)) in enumerate(zip(model.layers, following, strict=True)):
+    following = [(layer.attn_norm, has_dynamic_activations(layer.qkv)) for layer in model.layers[1:]] + [
+        (model.norm, False)
+    ]
+    for index, (layer, (next_norm, quantize_output)) in enumerate(zip(model.layers, following, strict=True)):
         with jax.named_scope(f"layer{index}"):
             qkv = split(normed, layer.qkv)
             pools = cache.k[index], cache.v[index]
             attended, k_pool, v_pool = project_and_attend(
-                qkv, *pools, batch, model.config, x.dtype, is_rounded=rounds_inputs(layer.o)
+                qkv, *pools, batch, model.config, x.dtype, quantize_output=has_dynamic_activations(layer.o)
             )
-            x, normed = add_norm(x, split(attended, layer.o), layer.mlp_norm, is_rounded=rounds_inputs(layer.gate_up))
+            x, normed = add_norm(
+                x, split(attended, layer.o), layer.mlp_norm, quantize_output=has_dynamic_activations(layer.gate_up)
+            )
             delta = mlp(normed, layer.gate_up, layer.down, **fixed)
-            x, normed = add_norm(x, delta, next_norm, is_rounded=is_rounded)
+            x, normed = add_norm(x, delta, next_norm, quantize_output=quantize_output)
         states.append(x)
         k_pools.append(k_pool)
         v_pools.append(v_pool)

@@ -80,7 +80,9 @@ def places(
     return jnp.where(valid, page, pages), rows % page_size
 
 
-def show_pages(page_table: Int[Array, "slots pages"], updates: Int[Array, "updates 3"]) -> Int[Array, "slots pages"]:
+def update_page_table(
+    page_table: Int[Array, "slots pages"], updates: Int[Array, "updates 3"]
+) -> Int[Array, "slots pages"]:
     """The page table (donated) with (slot, column, page) entered; those of no slot are dropped."""
     slot, column, page = updates.T
     return page_table.at[slot, column].set(page, mode="drop")

@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec.core.records import NO_TOKEN, Controls, Draft, Reach, SlotView
+from jspec.core.records import NO_TOKEN, AncestorMask, Controls, Draft, SlotView
 from jspec.sampling import grammar_mask, logits_processor
-from pallas_kernels.layers.quantized import Parts, add_up
+from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 
 MAX_BAD_WORDS = 128  # of more than one token, a request
 MAX_BAD_WORD_TOKENS = 16
@@ -122,24 +122,24 @@ def advance(
     )
 
 
-def paths(draft: Draft, reach: Reach, depth: int) -> Int[Array, "batch nodes depth"]:
+def paths(draft: Draft, ancestor_mask: AncestorMask, depth: int) -> Int[Array, "batch nodes depth"]:
     """The tokens from behind the root to each node, itself the last; `NO_TOKEN` beyond.
 
     Args:
-        reach: ancestors of each node (`jspec.core.ancestors.ancestors`).
+        ancestor_mask: ancestors of each node (`jspec.core.ancestors.ancestors`).
         depth: of the tree.
     """
-    node_depth = reach.sum(axis=-1, dtype=np.int32) - 1
-    is_there = reach[:, :, None] & (node_depth[:, None] == np.arange(1, depth + 1)[:, None])[:, None]
+    node_depth = ancestor_mask.sum(axis=-1, dtype=np.int32) - 1
+    is_there = ancestor_mask[:, :, None] & (node_depth[:, None] == np.arange(1, depth + 1)[:, None])[:, None]
     token = jnp.sum(jnp.where(is_there, draft.tokens[:, None, None], 0), axis=-1, dtype=jnp.int32)
     return jnp.where(is_there.any(axis=-1), token, NO_TOKEN)
 
 
 def by_use(
     view: SlotView,
-    product: Parts,
+    product: PartialSums,
     path: Callable[[], Int[Array, "batch nodes depth"]],
-    run: Callable[[Parts], Decision],
+    run: Callable[[PartialSums], Decision],
 ) -> tuple[Decision, Int[Array, "batch"] | None]:
     """Run a decision by logits, or, where a row uses controls, by logits edited.
 
@@ -157,7 +157,7 @@ def by_use(
 
     def with_controls() -> tuple[Decision, Array | None]:
         to_nodes = path()
-        best, bonus = run(edit(add_up(product, jnp.float32), view, to_nodes)[None])
+        best, bonus = run(edit(reduce_partials(product, jnp.float32), view, to_nodes)[None])
         if none is None:
             return (best, bonus), None
         kept = jnp.take_along_axis(to_nodes, best[:, None, None], axis=1)

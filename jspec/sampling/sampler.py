@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.core.records import Sampling, SlotView
-from pallas_kernels.layers.quantized import Parts, add_up
+from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 from pallas_kernels.layers.row_blocks import in_row_blocks_off_gpu
 from pallas_kernels.sampling.sample_tokens import sample_tokens
-from pallas_kernels.sampling.threshold import keep_bound
+from pallas_kernels.sampling.threshold import sampling_threshold
 from pallas_kernels.sampling.top_log_probs import top_log_probs
 
 
@@ -85,7 +85,7 @@ def process(
     last one kept are kept too.
     """
     rows = logits.reshape(-1, logits.shape[-1])
-    bound = keep_bound(rows, *_controls(sampling), implementation=implementation).reshape(logits.shape[:2])
+    bound = sampling_threshold(rows, *_controls(sampling), implementation=implementation).reshape(logits.shape[:2])
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
     return jnp.where(logits >= bound[..., None], logits / temperature[:, None, None], -jnp.inf)
 
@@ -95,7 +95,7 @@ def _controls(sampling: Sampling) -> tuple[Array, ...]:
     return sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
 
 
-def target_tokens(product: Parts, view: SlotView, behind: Int[Array, "batch nodes"]) -> Int[Array, "batch nodes"]:
+def target_tokens(product: PartialSums, view: SlotView, behind: Int[Array, "batch nodes"]) -> Int[Array, "batch nodes"]:
     """The token plain decoding would emit at each position: argmax for greedy rows, else drawn.
 
     Args:
@@ -111,14 +111,14 @@ def target_tokens(product: Parts, view: SlotView, behind: Int[Array, "batch node
         return _draw(logits[None], first, behind, sampling, None, view.implementation)
 
     # No bit of a law or of its noise depends on how many there are: each row is a batch.
-    rows, each = add_up(product, jnp.float32).reshape(behind.size, -1), behind.shape[1]
+    rows, each = reduce_partials(product, jnp.float32).reshape(behind.size, -1), behind.shape[1]
     shared = jax.tree.map(lambda field: jnp.repeat(field, each, axis=0), (view.lengths, view.sampling))
     arguments = rows, shared[0], behind.reshape(-1), shared[1]
     return in_row_blocks_off_gpu(draw, *arguments, implementation=view.implementation).reshape(behind.shape)
 
 
 def _draw(
-    product: Parts,
+    product: PartialSums,
     root: Int[Array, "batch"],
     behind: Int[Array, "*rows"],
     sampling: Sampling,
@@ -140,7 +140,7 @@ def law(
 
 
 RULES_WITH_LAW = ("rejection", "block")  # accept rules that want drafts drawn from a law that they are told
-Chooser = Callable[[Parts, int, int], tuple[Array, Array | None]]
+Chooser = Callable[[PartialSums, int, int], tuple[Array, Array | None]]
 
 
 def child_chooser(
@@ -163,12 +163,12 @@ def child_chooser(
     """
     noise = functools.cache(lambda: _draft_noise(view, depth, vocab_map, target_vocab))
 
-    def choose(product: Parts, level: int, count: int) -> tuple[Array, Array | None]:
+    def dispatch(product: PartialSums, level: int, count: int) -> tuple[Array, Array | None]:
         if view.accept == "coupled" and count == 1:
             behind = jnp.full(product.shape[1:3], level, jnp.int32)
             drawn = _draw(product, view.lengths, behind, view.sampling, vocab_map, view.implementation)
             return drawn[..., None], None
-        logits = add_up(product, jnp.float32)
+        logits = reduce_partials(product, jnp.float32)
         if view.accept in RULES_WITH_LAW:
             return by_temperature(view, lambda branch: _drawn(logits, branch, level, count))
         if view.accept == "coupled":
@@ -176,7 +176,7 @@ def child_chooser(
             logits = jnp.where(view.sampling.temperature[:, None, None] > 0, noisy, logits)
         return _largest(logits, count, view), None
 
-    return choose
+    return dispatch
 
 
 def _draft_noise(

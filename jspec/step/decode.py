@@ -37,7 +37,7 @@ from jspec.core.records import (
     TokenBatch,
     Trace,
     Verdict,
-    pack_report,
+    pack_result,
 )
 from jspec.draft.base import Drafter, static_draft
 from jspec.models import kv_cache
@@ -45,8 +45,8 @@ from jspec.models.decoder import Model, TargetOut, forward
 from jspec.sampling import grammar_mask, logprobs, penalties
 from jspec.sampling.logits_processor import LogitsProcessor
 from pallas_kernels.attention.ancestor_bits import ancestor_bits
-from pallas_kernels.state.gather_rows import take_rows
-from pallas_kernels.state.scatter_rows import put_rows
+from pallas_kernels.state.gather_rows import gather_rows
+from pallas_kernels.state.scatter_rows import scatter_rows
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> S
     with jax.named_scope("view"):
         names = ("root", "lengths", "active", "remaining", "page_table", "sampling")
         fields = {name: getattr(state, name) for name in names}
-        taken = take_rows(fields, slots, state.active, implementation=program.implementation)
+        taken = gather_rows(fields, slots, state.active, implementation=program.implementation)
         return SlotView(
             slots=slots,
             **taken,
@@ -157,10 +157,10 @@ def spec_round(
     """One round: the five stages in order, and what else of it is asked for."""
     view = view_of(state, slots, program)
     draft, draft_state = draft_stage(program, params, state, view)
-    return judge(program, params, replace(state, draft=draft_state), view, draft)
+    return verify_and_commit(program, params, replace(state, draft=draft_state), view, draft)
 
 
-def judge(
+def verify_and_commit(
     program: Program, params: Params, state: SlotState, view: SlotView, draft: Draft
 ) -> tuple[SlotState, Int[Array, "batch columns"], Trace | None, LogProbs | None]:
     """The stages of a round behind the draft's.
@@ -184,7 +184,7 @@ def draft_stage(program: Program, params: Params, state: SlotState, view: SlotVi
     """Propose, and leave out what lies deeper than a row's cap; with nothing to draft, keep the draft's state true."""
     with jax.named_scope("draft"):
         if program.drafter.tree.depth == 0:
-            draft_state = program.drafter.catch_up(params.draft, state.draft, view)
+            draft_state = program.drafter.write_pending_rows(params.draft, state.draft, view)
             return static_draft(program.drafter.tree, view, [], []), draft_state
         draft, draft_state = program.drafter.draft(params.draft, state.draft, view)
         within_cap = depths(ancestors(draft.parents)) <= view.sampling.draft_cap[:, None]
@@ -248,7 +248,7 @@ def commit_stage(
             remaining=view.remaining - verdict.counts,
         )
         fields = {name: getattr(state, name) for name in moved}
-        put = put_rows(fields, view.slots, moved, implementation=view.implementation)
+        put = scatter_rows(fields, view.slots, moved, implementation=view.implementation)
         if state.text is not None:
             rows = jnp.concatenate([view.root[:, None], verdict.tokens[:, :-1]], axis=1)
             count = jnp.where(view.active, verdict.counts, 0)
@@ -264,7 +264,7 @@ def report_stage(view: SlotView, draft: Draft, verdict: Verdict) -> Int[Array, "
     """What the host reads of the round."""
     with jax.named_scope("report"):
         num_drafted = jnp.where(view.active, jnp.sum(draft.valid[:, 1:], axis=1, dtype=jnp.int32), 0)
-        return pack_report(verdict, num_drafted)
+        return pack_result(verdict, num_drafted)
 
 
 def init_state(program: Program, params: Params, pool: kv_cache.PoolShape) -> SlotState:

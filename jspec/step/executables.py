@@ -25,12 +25,12 @@ from jax.experimental.compilation_cache import compilation_cache
 from jspec.core.config import EngineConfig
 from jspec.core.records import MAX_STOP_IDS, PrefillInput, SlotState
 from jspec.engine.grammar.token_table import Grammar
-from jspec.models.kv_cache import show_pages
+from jspec.models.kv_cache import update_page_table
 from jspec.sampling import grammar_mask, penalties
 from jspec.step.decode import Params, Program, spec_step
-from jspec.step.prefill import catch_up_step, prefill_step
+from jspec.step.prefill import prefill_step, write_pending_rows_step
 from jspec.step.split_decode import draft_step, mask_shape, verify_step
-from pallas_kernels.dispatch import explain, settled
+from pallas_kernels.dispatch import describe, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def keep_compiled(folder: str | Path | None) -> None:
     compilation_cache.reset_cache()  # else the folder of the first compilation stays in use
 
 
-class Programs:
+class Executables:
     """Holds the executables. Calling one never traces or compiles.
 
     Args:
@@ -74,7 +74,7 @@ class Programs:
         self, program: Program, params: Params, state: SlotState, config: EngineConfig, depths: Sequence[int]
     ) -> None:
         (device, *_) = state.root.devices()
-        self._program = replace(program, implementation=settled(program.implementation, device))
+        self._program = replace(program, implementation=resolve(program.implementation, device))
         self._depths = depths
         self._params = params
         self._config = config
@@ -88,20 +88,20 @@ class Programs:
         self.masked_prefill: dict[tuple[int, bool, bool], Any] = {}  # with log-probabilities or not, also of prompts
         self._shapes = jax.eval_shape(lambda: state)
         self._later = threading.Lock()  # held while more is compiled
-        self.page_updates = config.slots * 2  # that `show_pages` takes
-        self.show_pages: Any = None
-        self.catch_up: Any = None  # where the drafter lags and pages are kept
+        self.page_updates = config.slots * 2  # that `update_page_table` takes
+        self.update_page_table: Any = None
+        self.write_pending_rows: Any = None  # where the drafter lags and pages are kept
         self.admit_controls: Any = None  # where the engine serves them
         self.load_grammar: Any = None  # likewise
         self.seconds: dict[str, float] = {}
         self.lower_seconds: dict[str, float] = {}
-        logger.info("%s", explain(program.implementation, device))
+        logger.info("%s", describe(program.implementation, device))
         self._compile(self._lowered())
 
     @property
     def executables(self) -> list[Any]:
         """All that is compiled."""
-        others = [self.show_pages, self.admit_controls, self.load_grammar, self.catch_up]
+        others = [self.update_page_table, self.admit_controls, self.load_grammar, self.write_pending_rows]
         others = [one for one in others if one is not None]
         scored = [*self.scored_prefill.values(), *self.scored_rounds.values()]
         masked = [*self.drafts.values(), *self.verifies.values(), *self.masked_prefill.values()]
@@ -192,7 +192,7 @@ class Programs:
         for start in range(0, len(new), self.page_updates):
             packed = np.full((self.page_updates, 3), self._config.slots, np.int32)  # no slot: dropped
             packed[: len(new) - start] = new[start : start + self.page_updates]
-            state = replace(state, page_table=self.show_pages(state.page_table, jax.device_put(packed)))
+            state = replace(state, page_table=self.update_page_table(state.page_table, jax.device_put(packed)))
         return state
 
     def with_controls(self, state: SlotState, packed: np.ndarray) -> SlotState:
@@ -255,7 +255,11 @@ class Programs:
     def _lowered_others(self) -> Iterator[Lowered]:
         keep, state = partial(partial, setattr, self), self._shapes
         updates = jax.ShapeDtypeStruct((self.page_updates, 3), jnp.int32)
-        yield "show_pages", keep("show_pages"), self._lower_entry("show_pages", show_pages, state.page_table, updates)
+        yield (
+            "update_page_table",
+            keep("update_page_table"),
+            self._lower_entry("update_page_table", update_page_table, state.page_table, updates),
+        )
         if state.controls is not None:
             packed = jax.ShapeDtypeStruct((penalties.packed_size(state.controls),), jnp.int32)
             lowered = self._lower_entry("controls", penalties.admit, state.controls, packed)
@@ -264,10 +268,10 @@ class Programs:
             packed = jax.ShapeDtypeStruct((grammar_mask.packed_size(state.grammars),), jnp.int16)
             lowered = self._lower_entry("grammar", grammar_mask.load, state.grammars, packed)
             yield "grammar", keep("load_grammar"), lowered
-        if self._program.drafter.lags and self._config.prefix_cache:
+        if self._program.drafter.has_pending_rows and self._config.prefix_cache:
             words = CATCH_UP_HEAD + self._pages
-            lowered = self._lower("catch_up", partial(catch_up_step, self._program), words)
-            yield "catch_up", keep("catch_up"), lowered
+            lowered = self._lower("write_pending_rows", partial(write_pending_rows_step, self._program), words)
+            yield "write_pending_rows", keep("write_pending_rows"), lowered
 
     def _lower(self, name: str, step: Callable[..., Any], words: int) -> Any:
         return self._lower_step(name, step, jax.ShapeDtypeStruct((words,), jnp.int32))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
 from jspec import verify
-from jspec.core.records import PrefillInput, Sampling, SlotState, SlotView, StepOutput, TokenBatch, Verdict, pack_report
+from jspec.core.records import PrefillInput, Sampling, SlotState, SlotView, StepOutput, TokenBatch, Verdict, pack_result
 from jspec.models import kv_cache
 from jspec.models.decoder import TargetOut, forward
 from jspec.sampling import grammar_mask, logprobs, penalties, sampler
@@ -123,10 +123,12 @@ def _first_token(
             state, controls=penalties.advance(state.controls, view.slots, token, is_new.astype(jnp.int32)[None], behind)
         )
     scores = jax.tree.map(lambda x: x[None], scores)
-    return state, StepOutput(report=pack_report(verdict, 0 * one)[None], trace=None, logprobs=scores)
+    return state, StepOutput(report=pack_result(verdict, 0 * one)[None], trace=None, logprobs=scores)
 
 
-def catch_up_step(program: Program, params: Params, state: SlotState, packed: Int[Array, "packed"]) -> SlotState:
+def write_pending_rows_step(
+    program: Program, params: Params, state: SlotState, packed: Int[Array, "packed"]
+) -> SlotState:
     """Write the rows by which the draft's cache lags behind the target's, for a request that has just ended.
 
     No round will do it, and without them its last page could not serve others.
@@ -143,6 +145,6 @@ def catch_up_step(program: Program, params: Params, state: SlotState, packed: In
         active=state.active.at[slot].set(True),
         page_table=state.page_table.at[slot].set(packed[3:]),
     )
-    with jax.named_scope("catch_up"):
-        draft = program.drafter.catch_up(params.draft, state.draft, view_of(running, slot[None], program))
+    with jax.named_scope("write_pending_rows"):
+        draft = program.drafter.write_pending_rows(params.draft, state.draft, view_of(running, slot[None], program))
     return replace(state, draft=draft)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Int, UInt32
 
 from jspec.core.records import Draft, SlotState, StepOutput
 from jspec.engine.grammar.cfg_matcher import EVERYTHING, Matcher, words_of
-from jspec.step.decode import Params, Program, draft_stage, judge, output_of_one, view_of
+from jspec.step.decode import Params, Program, draft_stage, output_of_one, verify_and_commit, view_of
 
 Step = Callable[[Params, SlotState, Any], tuple[SlotState, StepOutput]]
 
@@ -53,11 +53,11 @@ def verify_step(
         masks: tokens that may follow each node, as bits.
     """
     view = replace(view_of(state, slots, program), masks=masks)
-    state, *results = judge(program, params, state, view, draft)
+    state, *results = verify_and_commit(program, params, state, view, draft)
     return state, output_of_one(results)
 
 
-def round_in_two(draft: Any, verify: Any, matchers: Sequence[Matcher | None]) -> Step:
+def split_step(draft: Any, verify: Any, matchers: Sequence[Matcher | None]) -> Step:
     """A round as one call, like the fused program's.
 
     Args:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jspec.core.records import Draft, Reach
+from jspec.core.records import AncestorMask, Draft
 from jspec.verify.rejection import normalised, spread
-from jspec.verify.tree_walk import Ruling
+from jspec.verify.tree_walk import AcceptResult
 
 
 def block_verification(
     law: Float[Array, "batch nodes vocab"],
     draft: Draft,
-    reach: Reach,
+    ancestor_mask: AncestorMask,
     uniforms: Float[Array, "batch nodes"],
-) -> Ruling:
+) -> AcceptResult:
     """The rule, with its draws given: one uniform for each node; the longest chain whose end stands is accepted.
 
     A chain's weight is w[0] = 1, w[i] = min(1, w[i-1] p(x[i]) / q(x[i])). Node i stands with probability
@@ -52,4 +52,4 @@ def block_verification(
             own_p, own_q = (jnp.take_along_axis(x, token, axis=1)[:, 0] for x in (p, q))
             ratio = own_p / jnp.maximum(own_q, jnp.finfo(q.dtype).tiny)
             weight = jnp.where((weight >= 1) & (mass == 0), 1.0, jnp.minimum(weight * ratio, 1.0))
-    return Ruling(best, normalised(last_law), jnp.stack(accept_probs, axis=1))
+    return AcceptResult(best, normalised(last_law), jnp.stack(accept_probs, axis=1))

@@ -17,16 +17,24 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from jspec.core.ancestors import ancestors
-from jspec.core.records import Draft, Reach
-from jspec.verify.tree_walk import Ruling, at_node, candidates, child_probs, ranks, siblings, walk
+from jspec.core.records import AncestorMask, Draft
+from jspec.verify.tree_walk import (
+    AcceptResult,
+    at_node,
+    candidates,
+    child_probs,
+    longest_accepted_path,
+    ranks,
+    siblings,
+)
 
 
-def point_masses(
+def multi_candidate_accept(
     law: Float[Array, "batch nodes vocab"],
     draft: Draft,
-    reach: Reach,
+    ancestor_mask: AncestorMask,
     uniforms: Float[Array, "batch nodes"],
-) -> Ruling:
+) -> AcceptResult:
     """The rule, with its draws given: one uniform for each node.
 
     Lossless whatever law the tokens came from, as long as the uniforms do not depend on them.
@@ -38,9 +46,9 @@ def point_masses(
     accept_probs = _accept_probs(law, draft, jnp.sum(untried, axis=-1))
     stands = uniforms < accept_probs  # strictly: a uniform may be exactly 0
     is_beaten = jnp.any(jnp.tril(siblings(draft)) & stands[:, None], axis=-1)
-    _, best = walk(stands & candidates(draft) & ~is_beaten, draft, reach)
+    _, best = longest_accepted_path(stands & candidates(draft) & ~is_beaten, draft, ancestor_mask)
     left = at_node(untried, best)
-    return Ruling(best, left / jnp.sum(left, axis=-1, keepdims=True), accept_probs)
+    return AcceptResult(best, left / jnp.sum(left, axis=-1, keepdims=True), accept_probs)
 
 
 def _without_children(law: Float[Array, "batch nodes vocab"], draft: Draft) -> Float[Array, "batch nodes vocab"]:
@@ -97,23 +105,25 @@ def multi_candidate(p: ArrayLike, tokens: ArrayLike, parents: ArrayLike, uniform
         probs=None,
         vocab_map=None,
     )
-    reach = ancestors(draft.parents)
-    turn = np.asarray(_turns(draft, reach)[0])
+    ancestor_mask = ancestors(draft.parents)
+    turn = np.asarray(_turns(draft, ancestor_mask)[0])
     draws = np.full(nodes, np.nan, np.float32)  # the last one is the root's
     draws[:-1][: len(given)] = given[: nodes - 1]
-    ruling = jax.jit(point_masses)(jnp.asarray(law)[None], draft, reach, jnp.asarray(draws[turn])[None])
+    ruling = jax.jit(multi_candidate_accept)(
+        jnp.asarray(law)[None], draft, ancestor_mask, jnp.asarray(draws[turn])[None]
+    )
     best = int(ruling.best[0])
     tried = np.append(turn[node_parents == best], turn[best]).max() + 1
     if np.isnan(draws[:tried]).any():
         raise ValueError(f"uniforms: expected one for each of {tried} tried children, got {given}")
-    path = np.flatnonzero(np.asarray(reach[0, best]))
+    path = np.flatnonzero(np.asarray(ancestor_mask[0, best]))
     return Candidate(len(path) - 1, path, np.asarray(ruling.last_law[0]))
 
 
-def _turns(draft: Draft, reach: Reach) -> Int[Array, "batch nodes"]:
+def _turns(draft: Draft, ancestor_mask: AncestorMask) -> Int[Array, "batch nodes"]:
     """How many children are tried before a node, if all its ancestors are accepted; -1 for the root."""
     tries = jnp.where(candidates(draft), ranks(draft) + 1, 0)
-    return jnp.sum(jnp.where(reach, tries[:, None], 0), axis=-1, dtype=jnp.int32) - 1
+    return jnp.sum(jnp.where(ancestor_mask, tries[:, None], 0), axis=-1, dtype=jnp.int32) - 1
 
 
 def _check_tree(law: tuple[int, ...], tokens: np.ndarray, parents: np.ndarray) -> None:

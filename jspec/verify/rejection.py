@@ -13,8 +13,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.core.records import Draft, Reach
-from jspec.verify.tree_walk import Ruling
+from jspec.core.records import AncestorMask, Draft
+from jspec.verify.tree_walk import AcceptResult
 
 
 class Trial(NamedTuple):
@@ -28,9 +28,9 @@ class Trial(NamedTuple):
 def without_replacement(
     law: Float[Array, "batch nodes vocab"],
     draft: Draft,
-    reach: Reach,
+    ancestor_mask: AncestorMask,
     uniforms: Float[Array, "batch nodes"],
-) -> Ruling:
+) -> AcceptResult:
     """The rule, with its draws given: one uniform for each node.
 
     One pass over the nodes in order: a node has its turn if its parent is the last accepted node by then.
@@ -52,7 +52,7 @@ def without_replacement(
         q = jnp.where(stands[:, None], behind, jnp.where(turn[:, None], trial.q_left, q))
         best = jnp.where(stands, node, best)
         accept_probs.append(trial.accept_prob)
-    return Ruling(best, p, jnp.stack(accept_probs, axis=1))
+    return AcceptResult(best, p, jnp.stack(accept_probs, axis=1))
 
 
 def try_token(p: Float[Array, "batch vocab"], q: Float[Array, "batch vocab"], token: Int[Array, "batch"]) -> Trial:

@@ -29,16 +29,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.core.ancestors import ancestors, by_depth, depths
-from jspec.core.records import Draft, Reach, SlotView, Verdict
+from jspec.core.records import AncestorMask, Draft, SlotView, Verdict
 from jspec.core.tree import Tree
 from jspec.sampling import penalties, sampler
 from jspec.sampling.sampler import Purpose
 from jspec.verify.block import block_verification
-from jspec.verify.multi_candidate import Candidate, multi_candidate, point_masses
+from jspec.verify.multi_candidate import Candidate, multi_candidate, multi_candidate_accept
 from jspec.verify.rejection import without_replacement
-from jspec.verify.tree_walk import Ruling, at_node, ranks, walk
+from jspec.verify.tree_walk import AcceptResult, at_node, longest_accepted_path, ranks
 from jspec.verify.typical import Typical, typical_acceptance
-from pallas_kernels.layers.quantized import Parts, add_up
+from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 
 __all__ = [
     "Candidate",
@@ -79,9 +79,9 @@ def check_rule(rule: str, tree: Tree) -> None:
 
 
 def accept(
-    product: Parts,
+    product: PartialSums,
     draft: Draft,
-    reach: Reach,
+    ancestor_mask: AncestorMask,
     view: SlotView,
     tree: Tree,
     options: Typical,
@@ -90,33 +90,33 @@ def accept(
 
     Args:
         product: the target's raw logits at every node, [1, batch, nodes, vocab], perhaps to be scaled.
-        reach: ancestors of each node (`ancestors`).
+        ancestor_mask: ancestors of each node (`ancestors`).
         options: of the rule "typical".
     """
 
-    def decide(product: Parts) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
+    def decide(product: PartialSums) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
         if view.accept == "coupled":  # whose kernel itself tells greedy rows from others
-            return coupled(product, draft, reach, view)
+            return coupled(product, draft, ancestor_mask, view)
         return sampler.by_temperature(view, lambda branch: by_law(product, branch))
 
-    def by_law(product: Parts, branch: SlotView) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
+    def by_law(product: PartialSums, branch: SlotView) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
         if branch.all_greedy:  # at temperature 0 all rules are one
-            return coupled(product, draft, reach, branch)
-        logits = add_up(product, jnp.float32)
+            return coupled(product, draft, ancestor_mask, branch)
+        logits = reduce_partials(product, jnp.float32)
         if branch.accept == "typical":
-            return typical_acceptance(logits, draft, reach, branch, options)
-        return sampled(logits, draft, reach, branch)
+            return typical_acceptance(logits, draft, ancestor_mask, branch, options)
+        return sampled(logits, draft, ancestor_mask, branch)
 
     (best, bonus), grammar_state = penalties.by_use(
-        view, product, lambda: penalties.paths(draft, reach, tree.depth), decide
+        view, product, lambda: penalties.paths(draft, ancestor_mask, tree.depth), decide
     )
-    return replace(verdict_of(best, bonus, draft, reach, view, tree), grammar_state=grammar_state)
+    return replace(verdict_of(best, bonus, draft, ancestor_mask, view, tree), grammar_state=grammar_state)
 
 
 def coupled(
-    product: Parts,
+    product: PartialSums,
     draft: Draft,
-    reach: Reach,
+    ancestor_mask: AncestorMask,
     view: SlotView,
 ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
     """Sample and match: a node stands if it and all its ancestors are the tokens the target draws there.
@@ -127,16 +127,16 @@ def coupled(
     Returns:
         The deepest node that stands, and the target's token behind it.
     """
-    wanted = sampler.target_tokens(product, view, depths(reach) + 1)
+    wanted = sampler.target_tokens(product, view, depths(ancestor_mask) + 1)
     matches = draft.tokens == jnp.take_along_axis(wanted, jnp.maximum(draft.parents, 0), axis=1)
-    _, best = walk(matches & draft.valid, draft, reach)
+    _, best = longest_accepted_path(matches & draft.valid, draft, ancestor_mask)
     return best, at_node(wanted, best)
 
 
 def sampled(
     logits: Float[Array, "batch nodes vocab"],
     draft: Draft,
-    reach: Reach,
+    ancestor_mask: AncestorMask,
     view: SlotView,
 ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
     """Apply a sampling rule with draws that occur in this round only; greedy rows have one-hot laws.
@@ -146,17 +146,17 @@ def sampled(
     """
     rank = ranks(draft)
     seed, root = view.sampling.seed, view.lengths
-    keys = sampler.keys(seed[:, None], Purpose.ACCEPT, root[:, None], depths(reach), rank)
+    keys = sampler.keys(seed[:, None], Purpose.ACCEPT, root[:, None], depths(ancestor_mask), rank)
     ruling = _rule(view.accept, draft)(
-        sampler.law(logits, view.sampling, view.implementation), draft, reach, sampler.uniform(keys)
+        sampler.law(logits, view.sampling, view.implementation), draft, ancestor_mask, sampler.uniform(keys)
     )
     noise = sampler.gumbel(sampler.keys(seed, Purpose.RESIDUAL, root), logits.shape[-1])
     return ruling.best, jnp.argmax(jnp.log(ruling.last_law) + noise, axis=-1).astype(jnp.int32)
 
 
-def _rule(name: str, draft: Draft) -> Callable[[Array, Draft, Reach, Array], Ruling]:
+def _rule(name: str, draft: Draft) -> Callable[[Array, Draft, AncestorMask, Array], AcceptResult]:
     if draft.probs is None or name == "multi_candidate":
-        return point_masses
+        return multi_candidate_accept
     return block_verification if name == "block" else without_replacement
 
 
@@ -164,7 +164,7 @@ def verdict_of(
     best: Int[Array, "batch"],
     bonus: Int[Array, "batch"],
     draft: Draft,
-    reach: Reach,
+    ancestor_mask: AncestorMask,
     view: SlotView,
     tree: Tree,
 ) -> Verdict:
@@ -174,7 +174,7 @@ def verdict_of(
         best: the last accepted node.
         bonus: the target's token behind it.
     """
-    path, accept_len = at_node(by_depth(reach, tree.depth), best), at_node(depths(reach), best)
+    path, accept_len = at_node(by_depth(ancestor_mask, tree.depth), best), at_node(depths(ancestor_mask), best)
     steps = jnp.arange(tree.depth + 1)
     drafted = jnp.take_along_axis(draft.tokens, jnp.maximum(jnp.roll(path, -1, axis=1), 0), axis=1)
     tokens = jnp.where(steps < accept_len[:, None], drafted, -1)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.ancestors import depths
-from jspec.core.records import Draft, Reach
+from jspec.core.records import AncestorMask, Draft
 
 
-class Ruling(NamedTuple):
+class AcceptResult(NamedTuple):
     """What a sampling rule makes of a draft; the last token is still to be drawn."""
 
     best: Int[Array, "batch"]  # the last accepted node
@@ -43,8 +43,8 @@ def child_probs(law: Float[Array, "batch nodes vocab"], draft: Draft) -> Float[A
     return law[row, jnp.maximum(draft.parents, 0), draft.tokens]
 
 
-def walk(
-    matches: Bool[Array, "batch nodes"], draft: Draft, reach: Reach
+def longest_accepted_path(
+    matches: Bool[Array, "batch nodes"], draft: Draft, ancestor_mask: AncestorMask
 ) -> tuple[Bool[Array, "batch nodes"], Int[Array, "batch"]]:
     """Keep the nodes whose whole way from the root matches; the root stands always, a padding node never.
 
@@ -53,8 +53,8 @@ def walk(
     """
     is_root = jnp.arange(matches.shape[1]) == 0
     matches = (matches & (draft.parents >= 0)) | is_root
-    accepted = jnp.all(matches[:, None] | ~reach, axis=-1)
-    best = jnp.argmax(jnp.where(accepted, depths(reach), -1), axis=-1).astype(jnp.int32)
+    accepted = jnp.all(matches[:, None] | ~ancestor_mask, axis=-1)
+    best = jnp.argmax(jnp.where(accepted, depths(ancestor_mask), -1), axis=-1).astype(jnp.int32)
     return accepted, best
 
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.core.ancestors import depths
-from jspec.core.records import Draft, Reach, SlotView
+from jspec.core.records import AncestorMask, Draft, SlotView
 from jspec.sampling import sampler
-from jspec.verify.tree_walk import at_node, candidates, child_probs, walk
+from jspec.verify.tree_walk import at_node, candidates, child_probs, longest_accepted_path
 
 INSIDE_LOG = 1e-5  # the authors' guard against log(0); part of the rule, as it moves the threshold
 
@@ -29,7 +29,7 @@ class Typical(NamedTuple):
 def typical_acceptance(
     logits: Float[Array, "batch nodes vocab"],
     draft: Draft,
-    reach: Reach,
+    ancestor_mask: AncestorMask,
     view: SlotView,
     options: Typical,
 ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
@@ -47,10 +47,10 @@ def typical_acceptance(
     bound = jnp.where(view.sampling.temperature[:, None] > 0, bound, 0.5)  # greedy laws are one-hot
     own = child_probs(law, draft)
     stands = own > jnp.take_along_axis(bound, jnp.maximum(draft.parents, 0), axis=1)
-    accepted, deepest = walk(stands & candidates(draft), draft, reach)
-    depth = depths(reach)
+    accepted, deepest = longest_accepted_path(stands & candidates(draft), draft, ancestor_mask)
+    depth = depths(ancestor_mask)
     is_longest = accepted & (depth == at_node(depth, deepest)[:, None])
     steps = jnp.where(accepted & candidates(draft), jnp.log(own), 0.0)
-    path_log_prob = jnp.sum(jnp.where(reach, steps[:, None], 0.0), axis=-1)
+    path_log_prob = jnp.sum(jnp.where(ancestor_mask, steps[:, None], 0.0), axis=-1)
     best = jnp.argmax(jnp.where(is_longest, path_log_prob, -jnp.inf), axis=-1).astype(jnp.int32)
     return best, jnp.argmax(at_node(logits, best), axis=-1).astype(jnp.int32)

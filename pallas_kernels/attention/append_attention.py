@@ -22,8 +22,8 @@ from pallas_kernels.attention.paged_attention import paged_attention, run_kernel
 from pallas_kernels.attention.reference import compute_dtype
 from pallas_kernels.attention.rope_append import check_width, columns_of, new_rows, rotate_append, rotated, turn_of
 from pallas_kernels.attention.tiling import choose_tiles
-from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.layers.quantized import FP8, Parts, Rounded, Scaled
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.layers.quantized import FP8, PartialSums, QuantizedActivation, Scaled
 
 MOST_ROWS = 8  # of a sequence: a tree of 60 nodes took 19.5 us so, and 12.5 and 2.9 in two kernels
 
@@ -81,7 +81,7 @@ def _pallas(
     heads,
     start,
     dtype,
-    is_rounded,
+    quantize_output,
     interpret,
 ):
     q = jax.ShapeDtypeStruct((*valid.shape, heads, k_pool.shape[3]), dtype)
@@ -90,25 +90,25 @@ def _pallas(
     qkv, *new = new_rows(qkv, positions, speeds, page_table, lengths, valid, k_pool.shape[2])
     inputs = (qkv, k_pool, v_pool, page_table, lengths, *([] if bits is None else [bits]), *new)
     kernel = functools.partial(_kernel, heads=heads, dtype=dtype)
-    options = {"q": q, "k_pool": k_pool, "tiles": tiles, "is_rounded": is_rounded, "interpret": interpret}
+    options = {"q": q, "k_pool": k_pool, "tiles": tiles, "quantize_output": quantize_output, "interpret": interpret}
     scale = 1.0 / math.sqrt(q.shape[-1])
     return tuple(run_kernels(kernel, inputs, name="append_attention", pools=(1, 2), scale=scale, **options))
 
 
-def _two(*arguments, heads, start, dtype, is_rounded, implementation):
+def _two(*arguments, heads, start, dtype, quantize_output, implementation):
     *inputs, bits = arguments
     q, *pools = rotate_append(*inputs, heads=heads, dtype=dtype, implementation=implementation)
     page_table, lengths = inputs[5:7]
-    options = {"start": start, "is_rounded": is_rounded, "implementation": implementation}
+    options = {"start": start, "quantize_output": quantize_output, "implementation": implementation}
     out = paged_attention(q, *pools, page_table, lengths, bits, **options)
     return out, *pools
 
 
-@functools.partial(jax.jit, static_argnames=("heads", "start", "dtype", "is_rounded", "implementation"))
+@functools.partial(jax.jit, static_argnames=("heads", "start", "dtype", "quantize_output", "implementation"))
 def append_attention(
     k_pool: Pool,
     v_pool: Pool,
-    qkv: Parts,
+    qkv: PartialSums,
     positions: Int32[Array, "B T"],
     speeds: Float[Array, " half"],
     page_table: Int32[Array, "B P"],
@@ -119,9 +119,9 @@ def append_attention(
     heads: int,
     dtype: jnp.dtype,
     start: int = 0,
-    is_rounded: bool = False,
+    quantize_output: bool = False,
     implementation: Implementation = "auto",
-) -> tuple[Float[Array, "B T H D"] | Rounded, Pool, Pool]:
+) -> tuple[Float[Array, "B T H D"] | QuantizedActivation, Pool, Pool]:
     """Attention of new rows, of which keys and values are written from row lengths[b] on.
 
     It is one kernel for up to 8 rows a sequence, pools of two or four bytes a number, and a projection that is scaled;
@@ -144,9 +144,9 @@ def append_attention(
     if bits is not None and bits.shape != (*valid.shape, num_words(tokens)):
         raise ValueError(f"bits must be {(*valid.shape, num_words(tokens))}, got {bits.shape}")
     arguments = (k_pool, v_pool, qkv, positions, speeds, page_table, lengths, valid, bits)
-    options = {"heads": heads, "start": start, "dtype": dtype, "is_rounded": is_rounded}
+    options = {"heads": heads, "start": start, "dtype": dtype, "quantize_output": quantize_output}
     kernel, two = (functools.partial(run, **options) for run in (_pallas, _two))
     q = jax.ShapeDtypeStruct((*valid.shape, heads, k_pool.shape[3]), jnp.dtype(dtype))
     if tokens > MOST_ROWS or k_pool.dtype == FP8 or isinstance(qkv, Scaled) or unsupported(q, k_pool, bits):
         return two(*arguments, implementation=implementation)
-    return choose(implementation, None, kernel, functools.partial(two, implementation="reference"), *arguments)
+    return dispatch(implementation, None, kernel, functools.partial(two, implementation="reference"), *arguments)

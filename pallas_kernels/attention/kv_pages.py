@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantize_rows import FP8, LARGEST
 
 LAYERS = 8  # whose rows one kernel moves: what it does for each is code of its own
@@ -187,7 +187,7 @@ def append(
     _check_alike(k_pool, v_pool, k_pool.shape, "K and V pools")
     _check_alike(k, v, (batch, tokens, k_pool.shape[1], k_pool.shape[3]), "k and v")
     arguments = (k_pool, v_pool, k, v, page_table, first_row, valid)
-    return choose(implementation, _unsupported(k_pool, 0), _append_pallas, _append_reference, *arguments)
+    return dispatch(implementation, _unsupported(k_pool, 0), _append_pallas, _append_reference, *arguments)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
@@ -223,7 +223,7 @@ def move_rows(
     for first in range(0, len(k_pools), LAYERS):
         some = slice(first, first + LAYERS)
         arguments = (k_pools[some], v_pools[some], page_table, source_rows, target_rows, valid)
-        k, v = choose(implementation, unsupported, _move_pallas, _move_reference, *arguments)
+        k, v = dispatch(implementation, unsupported, _move_pallas, _move_reference, *arguments)
         moved_k += k
         moved_v += v
     return moved_k, moved_v

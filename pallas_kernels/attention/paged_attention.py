@@ -31,19 +31,19 @@ from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES
 from pallas_kernels.attention.merge import MERGED, merge_and_round_kernel, merge_kernel
 from pallas_kernels.attention.reference import compute_dtype
 from pallas_kernels.attention.tiling import MMA_ROWS, Tiles, choose_tiles, fixed_tiles
-from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.layers.quantized import FP8, Rounded, rounded
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.layers.quantized import FP8, QuantizedActivation, rounded
 
 LEAST_SCALE = 1e-30  # float32 holds it times log2(e)
 MOST_QUERIES = 128  # of one deterministic call: its parts are the same for any context, and wide
 
 
-def _reference(*arguments, is_rounded, **options):
+def _reference(*arguments, quantize_output, **options):
     out = attention_reference.reference(*arguments, **options)
-    return _as_row(out, "reference") if is_rounded else out
+    return _as_row(out, "reference") if quantize_output else out
 
 
-def _as_row(out: Array, implementation: str) -> Rounded:
+def _as_row(out: Array, implementation: str) -> QuantizedActivation:
     return rounded(out.reshape(*out.shape[:2], -1), implementation=implementation)
 
 
@@ -60,7 +60,7 @@ def _fixed_pallas(q, k_pool, v_pool, page_table, lengths, paths, *, start, scale
         part, path = q[:, own], None if paths is None else paths[:, own]
         before = lengths if path is not None else lengths + first  # as if committed
         tiles = fixed_tiles(part, k_pool, page_table, path, start=start, wide=wide)
-        options = {"tiles": tiles, "scale": scale, "is_rounded": False, "interpret": interpret}
+        options = {"tiles": tiles, "scale": scale, "quantize_output": False, "interpret": interpret}
         outputs.append(_run(part, k_pool, v_pool, page_table, before, path, **options))
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
 
@@ -78,7 +78,7 @@ def run_kernels(
     k_pool: Array,
     tiles: Tiles,
     scale: float,
-    is_rounded: bool,
+    quantize_output: bool,
     interpret: bool,
     name: str,
     pools: Sequence[int] = (),
@@ -114,7 +114,7 @@ def run_kernels(
         name=name,
     )(*inputs)
     attended, others = found[: len(attended)], found[len(attended) :]
-    if is_rounded and 1 < tiles.splits <= MERGED:
+    if quantize_output and 1 < tiles.splits <= MERGED:
         return [_merge_and_round(attended, inputs[4], q.dtype, tiles=tiles, interpret=interpret), *others]
     merged = attended[0]
     if tiles.splits > 1:
@@ -126,7 +126,7 @@ def run_kernels(
             interpret=interpret,
             name="paged_attention_merge",
         )(*attended, inputs[4])
-    return [_as_row(merged, "pallas" if interpret else "auto") if is_rounded else merged, *others]
+    return [_as_row(merged, "pallas" if interpret else "auto") if quantize_output else merged, *others]
 
 
 def _merge_and_round(attended, lengths, dtype, *, tiles, interpret):
@@ -143,7 +143,7 @@ def _merge_and_round(attended, lengths, dtype, *, tiles, interpret):
         interpret=interpret,
         name="paged_attention_merge_and_round",
     )(*attended, lengths)
-    return Rounded(values.reshape(batch, queries, -1), scale, dtype)
+    return QuantizedActivation(values.reshape(batch, queries, -1), scale, dtype)
 
 
 def _pairs(pool: Array) -> Array:
@@ -190,7 +190,7 @@ def _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows, window, scale
 
 @functools.partial(
     jax.jit,
-    static_argnames=("new_rows", "start", "window", "scale", "is_rounded", "deterministic", "implementation"),
+    static_argnames=("new_rows", "start", "window", "scale", "quantize_output", "deterministic", "implementation"),
 )
 def paged_attention(
     q: Float[Array, "B T H D"],
@@ -204,11 +204,11 @@ def paged_attention(
     start: int = 0,
     window: int | None = None,
     scale: float | None = None,
-    is_rounded: bool = False,
+    quantize_output: bool = False,
     deterministic: bool = False,
     paths: Int32[Array, "B T depths"] | None = None,
     implementation: Implementation = "auto",
-) -> Float[Array, "B T H D"] | Rounded:
+) -> Float[Array, "B T H D"] | QuantizedActivation:
     """Attention of T queries a sequence over its committed rows and over new ones, mostly their own.
 
     The new rows' K and V are already in the pools, from row lengths[b] on. What a query does not see may hold
@@ -224,7 +224,7 @@ def paged_attention(
         window: rows from lengths[b] - window down are hidden, and without bits for each query after the first one row
             more; pages that hold only such are not read. None hides none.
         scale: of the scores, above 1e-30; 1 / sqrt(D) if None.
-        is_rounded: a query's heads come back side by side, as one row of `Rounded`.
+        quantize_output: a query's heads come back side by side, as one row of `QuantizedActivation`.
         deterministic: a query's last bits depend on nothing but itself and the keys and values it sees, in their order.
         paths: with `deterministic`, instead of bits: the new row that query t sees at each depth, its own the last; -1
             beyond. None is causal.
@@ -243,14 +243,20 @@ def paged_attention(
     if paths is not None and not deterministic:
         raise ValueError("paths: expected deterministic=True, or bits instead")
     if deterministic:
-        if bits is not None or window is not None or is_rounded:
+        if bits is not None or window is not None or quantize_output:
             expected = "neither bits nor a window, which a draft alone has, nor is_rounded"
             raise ValueError(f"deterministic: expected {expected}; name paths instead of bits, leave out the others")
         runs = _fixed_pallas, attention_reference.fixed_reference
         kernel, reference = (functools.partial(run, start=start, scale=scale) for run in runs)
         arguments = (q, k_pool, v_pool, page_table, lengths, paths)
-        return choose(implementation, unsupported(q, k_pool, None), kernel, reference, *arguments)
+        return dispatch(implementation, unsupported(q, k_pool, None), kernel, reference, *arguments)
     arguments = (q, k_pool, v_pool, page_table, lengths, bits)
-    options = {"new_rows": new_rows, "start": start, "window": window, "scale": scale, "is_rounded": is_rounded}
+    options = {
+        "new_rows": new_rows,
+        "start": start,
+        "window": window,
+        "scale": scale,
+        "quantize_output": quantize_output,
+    }
     reference, kernel = (functools.partial(run, **options) for run in (_reference, _pallas))
-    return choose(implementation, unsupported(q, k_pool, bits), kernel, reference, *arguments)
+    return dispatch(implementation, unsupported(q, k_pool, bits), kernel, reference, *arguments)

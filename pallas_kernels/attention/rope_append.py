@@ -15,8 +15,8 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES, Pool, append, locate, rounded
-from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.layers.quantized import Parts, add_up, summed, taken_apart
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.layers.quantized import PartialSums, reduce_partials, split_scales, sum_f32
 from pallas_kernels.layers.row_blocks import in_row_blocks
 
 
@@ -38,7 +38,7 @@ def rotate(
 
 def _apart(qkv, positions, speeds, *, heads, kv_heads, dtype):
     """Queries and keys, rotated, and values, of one group of rows."""
-    heads_apart = add_up(qkv, dtype).reshape(*positions.shape, heads + 2 * kv_heads, -1)
+    heads_apart = reduce_partials(qkv, dtype).reshape(*positions.shape, heads + 2 * kv_heads, -1)
     q, k, v = jnp.split(heads_apart, [heads, heads + kv_heads], axis=2)
     return rotate(q, positions, speeds), rotate(k, positions, speeds), v
 
@@ -65,7 +65,7 @@ def columns_of(qkv_ref, scale_refs, sequence, token, dtype):
     """
 
     def load(columns, hidden):
-        total = summed([pltriton.load(qkv_ref.at[part, sequence, token, columns], **hidden) for part in range(count)])
+        total = sum_f32([pltriton.load(qkv_ref.at[part, sequence, token, columns], **hidden) for part in range(count)])
         if scale_refs:
             row_scale = pltriton.load(scale_refs[0].at[sequence, token])
             total = total * row_scale * pltriton.load(scale_refs[1].at[columns], **hidden)
@@ -129,7 +129,7 @@ def new_rows(qkv, positions, speeds, page_table, first_row, valid, page):
 
     A place counts the rows of all pages; -1 is none.
     """
-    qkv, scales = taken_apart(qkv)
+    qkv, scales = split_scales(qkv)
     rows = first_row[:, None] + jnp.arange(valid.shape[1], dtype=jnp.int32)
     pages, places, known = locate(page_table, rows, page)
     return qkv, turns(positions, speeds), jnp.where(valid & known, pages * page + places, -1), *scales
@@ -160,7 +160,7 @@ def _unsupported(k_pool: Array) -> str | None:
     return None
 
 
-def check_width(qkv: Parts, k_pool: Array, heads: int) -> None:
+def check_width(qkv: PartialSums, k_pool: Array, heads: int) -> None:
     """Raises ValueError where a projection is not of so many heads beside those of a pool."""
     kv_heads, dim = k_pool.shape[1], k_pool.shape[3]
     if qkv.shape[-1] != (heads + 2 * kv_heads) * dim or heads % kv_heads:
@@ -171,7 +171,7 @@ def check_width(qkv: Parts, k_pool: Array, heads: int) -> None:
 def rotate_append(
     k_pool: Pool,
     v_pool: Pool,
-    qkv: Parts,
+    qkv: PartialSums,
     positions: Int32[Array, "B T"],
     speeds: Float[Array, " half"],
     page_table: Int32[Array, "B P"],
@@ -204,4 +204,4 @@ def rotate_append(
     kernel = functools.partial(_pallas, heads=heads, dtype=dtype)
     reference = functools.partial(_reference, heads=heads, dtype=dtype, deterministic=deterministic)
     arguments = (k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid)
-    return choose(implementation, _unsupported(k_pool), kernel, reference, *arguments)
+    return dispatch(implementation, _unsupported(k_pool), kernel, reference, *arguments)

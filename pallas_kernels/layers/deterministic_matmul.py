@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantize_rows import gated
 from pallas_kernels.layers.row_blocks import in_row_blocks, in_row_blocks_off_gpu
 from pallas_kernels.layers.split_matmul import INNER_BYTES, LEAST_INNER, LEAST_OUT, NARROW_OUT, WIDEST_OUT
@@ -70,7 +70,7 @@ def _pallas(x, weight, *, parts, dtype, interpret):
         out_shape=jax.ShapeDtypeStruct((parts, rows, out), dtype),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=4 if wide else 6),
         interpret=interpret,
-        name="fixed_matmul",
+        name="deterministic_matmul",
     )(x, weight)
 
 
@@ -92,7 +92,7 @@ def _unsupported(x: Array, weight: Array) -> str | None:
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "is_gated", "is_whole", "implementation"))
-def fixed_matmul(
+def deterministic_matmul(
     x: Float[Array, "*rows width"],
     weight: Float[Array, "out inner"],
     dtype: jnp.dtype | None = None,
@@ -121,5 +121,5 @@ def fixed_matmul(
     parts = 1 if is_whole else fixed_parts(out, inner, weight.dtype)
     options = {"parts": parts, "dtype": (dtype or x.dtype) if parts == 1 else jnp.float32}
     kernel, reference = functools.partial(_pallas, **options), functools.partial(_reference, **options)
-    product = choose(implementation, _unsupported(x, weight), kernel, reference, flat, weight)
+    product = dispatch(implementation, _unsupported(x, weight), kernel, reference, flat, weight)
     return product.reshape(parts, *rows, out)

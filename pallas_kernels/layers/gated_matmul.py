@@ -37,7 +37,7 @@ def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight) -> Tiles | None:
     return choose_tiles(rows, inner, both // 2, dtype, multiprocessors, halves=2)
 
 
-def missing_rows(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype) -> int:
+def kernel_padding(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype) -> int:
     """How many rows more a sequence needs for a product of at least 32 that the kernel takes; 0 if not fewer than 8."""
     more = -rows % (8 // math.gcd(sequences, 8))
     if sequences * rows < LEAST_ROWS or sequences * more >= 8:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.hopper_tiling import HEIGHT, INNER_BYTES, MOST_COLUMNS, PLACES, Tiles
 
 
@@ -224,13 +224,13 @@ def multiply(x: Array, weight: Array, *scales: Array, tiles: Tiles, dtype: jnp.d
 
 
 def choose_compiled(implementation: Implementation, kernel: Callable, reference: Callable, *arguments: Any) -> Any:
-    """As `choose`, for a kernel that is this one: a CPU has the reference, with "pallas" too.
+    """As `dispatch`, for a kernel that is this one: a CPU has the reference, with "pallas" too.
 
     jax interprets the kernel only with parameters of its own, and with effects that a branch for one platform may not
     have: also a CPU beside a Hopper GPU, for which the kernel's tiles were chosen, has no other way.
     """
     compiled: Implementation = "auto" if implementation == "pallas" else implementation
-    return choose(compiled, None, kernel, reference, *arguments)
+    return dispatch(compiled, None, kernel, reference, *arguments)
 
 
 def multiprocessors() -> int | None:

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Num
 
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.dispatch import Implementation, dispatch
 
 INT8, FP8 = jnp.dtype("int8"), jnp.dtype("float8_e4m3fn")
 LARGEST = {INT8: 127.0, FP8: 448.0}
@@ -70,13 +70,13 @@ def _pallas(x, *, is_gated, interpret):
         ],
         compiler_params=pltriton.CompilerParams(num_warps=min(max(pl.next_power_of_2(inner) // columns, 1), 32)),
         interpret=interpret,
-        name="round_rows",
+        name="quantize_rows",
     )(rows)
     return values.reshape(*x.shape[:-1], inner), scale.reshape(x.shape[:-1])
 
 
 @functools.partial(jax.jit, static_argnames=("is_gated", "implementation"))
-def round_rows(
+def quantize_rows(
     x: Float[Array, "*rows width"], *, is_gated: bool = False, implementation: Implementation = "auto"
 ) -> tuple[Float[Array, "*rows inner"], Float[Array, "*rows"]]:
     """Values of float8_e4m3fn and the float32 scale of each row.
@@ -90,4 +90,4 @@ def round_rows(
     """
     unsupported = None if x.shape[-1] <= WIDEST else f"rows of at most {WIDEST} columns, got {x.shape[-1]}"
     kernel, reference = (functools.partial(run, is_gated=is_gated) for run in (_pallas, _reference))
-    return choose(implementation, unsupported, kernel, reference, x)
+    return dispatch(implementation, unsupported, kernel, reference, x)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Num
 
-from pallas_kernels.layers.quantize_rows import FP8, INT8, gated, round_rows, scaled_rows
+from pallas_kernels.layers.quantize_rows import FP8, INT8, gated, quantize_rows, scaled_rows
 
 Kind = Literal["int8", "fp8", "fp8_dynamic"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -44,7 +44,7 @@ class Quantized:
 
 
 @struct.dataclass
-class Rounded:
+class QuantizedActivation:
     """Rows that were rounded for "fp8_dynamic" already, values * scale[..., None]."""
 
     values: Float[Array, "*rows inner"]  # float8_e4m3fn
@@ -69,12 +69,12 @@ class Scaled:
         return self.values.shape
 
 
-Parts = Float[Array, "parts *rows out"] | Scaled  # to be added up by whoever reads them
+PartialSums = Float[Array, "parts *rows out"] | Scaled  # to be added up by whoever reads them
 Weight = Float[Array, "_ _"] | Quantized  # [out, inner]
-Inputs = Float[Array, "*rows inner"] | Rounded
+Inputs = Float[Array, "*rows inner"] | QuantizedActivation
 
 
-def rounds_inputs(weight: Weight) -> bool:
+def has_dynamic_activations(weight: Weight) -> bool:
     """Whether what this weight is multiplied by is rounded."""
     return isinstance(weight, Quantized) and weight.dynamic
 
@@ -99,10 +99,10 @@ class Factors(NamedTuple):
         return product * self.scale
 
 
-def rounded(x: Array, *, is_gated: bool = False, implementation: str = "auto") -> Rounded:
+def rounded(x: Array, *, is_gated: bool = False, implementation: str = "auto") -> QuantizedActivation:
     """Rows rounded for "fp8_dynamic"; arguments as in `factors`."""
-    values, scale = round_rows(x, is_gated=is_gated, implementation=implementation)
-    return Rounded(values, scale, x.dtype)
+    values, scale = quantize_rows(x, is_gated=is_gated, implementation=implementation)
+    return QuantizedActivation(values, scale, x.dtype)
 
 
 def factors(x: Inputs, weight: Weight, *, is_gated: bool = False, implementation: str = "auto") -> Factors:
@@ -113,9 +113,9 @@ def factors(x: Inputs, weight: Weight, *, is_gated: bool = False, implementation
         implementation: of the rounding, as in `paged_attention`.
     """
     if isinstance(weight, Quantized) and weight.dynamic:
-        x = x if isinstance(x, Rounded) else rounded(x, is_gated=is_gated, implementation=implementation)
+        x = x if isinstance(x, QuantizedActivation) else rounded(x, is_gated=is_gated, implementation=implementation)
         return Factors(x.values, weight.values, x.scale, weight.scale)
-    if isinstance(x, Rounded):
+    if isinstance(x, QuantizedActivation):
         raise TypeError("rounded inputs are for weights of fp8_dynamic; pass them as they were")
     x = gated(x) if is_gated else x
     if isinstance(weight, Quantized):
@@ -123,14 +123,14 @@ def factors(x: Inputs, weight: Weight, *, is_gated: bool = False, implementation
     return Factors(x, weight, None, None)
 
 
-def lazy_matmul(
+def matmul_unscaled(
     x: Inputs,
     weight: Weight,
     dtype: jnp.dtype | None = None,
     *,
     is_gated: bool = False,
     implementation: str = "auto",
-) -> Parts:
+) -> PartialSums:
     """`matmul` in one part, with "fp8_dynamic" still to be scaled: where one kernel alone reads it, it can do so."""
     f = factors(x, weight, is_gated=is_gated, implementation=implementation)
     dtype = dtype or x.dtype
@@ -163,22 +163,22 @@ def matmul(
         is_gated, implementation: as in `factors`.
     """
     dtype = dtype or x.dtype
-    return add_up(lazy_matmul(x, weight, dtype, is_gated=is_gated, implementation=implementation), dtype)
+    return reduce_partials(matmul_unscaled(x, weight, dtype, is_gated=is_gated, implementation=implementation), dtype)
 
 
-def taken_apart(parts: Parts) -> tuple[Array, tuple[Array, ...]]:
+def split_scales(parts: PartialSums) -> tuple[Array, tuple[Array, ...]]:
     """The parts, and the scales of rows and columns if they are still to be applied."""
     return (parts.values, (parts.row_scale, parts.scale)) if isinstance(parts, Scaled) else (parts, ())
 
 
-def summed(parts: Iterable[Array]) -> Array:
+def sum_f32(parts: Iterable[Array]) -> Array:
     """Their sum in float32, in their order; in a kernel too. (On a CPU jax 0.11.2's reduction is less exact.)"""
     first, *others = (part.astype(jnp.float32) for part in parts)
     return sum(others, first)
 
 
-def add_up(parts: Parts, dtype: jnp.dtype) -> Float[Array, "*rows out"]:
+def reduce_partials(parts: PartialSums, dtype: jnp.dtype) -> Float[Array, "*rows out"]:
     """The sum of the parts, scaled, rounded once."""
-    values, scales = taken_apart(parts)
-    total = summed(values)
+    values, scales = split_scales(parts)
+    total = sum_f32(values)
     return (total * scales[0][..., None] * scales[1] if scales else total).astype(dtype)

@@ -2,7 +2,7 @@
 
 sum = x + delta, normed = sum / sqrt(mean(sum^2) + eps) * weight, for every row of [..., hidden]: delta, the sum of its
 parts, and the sum rounded to the model's dtype, the mean in float32, the quotient rounded before it is scaled. What
-is normed may be rounded to float8 here too, for a product that would do that first (`round_rows`).
+is normed may be rounded to float8 here too, for a product that would do that first (`quantize_rows`).
 XLA makes two kernels of the norm alone, which for a few rows is all launch time.
 """
 
@@ -15,9 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantize_rows import FP8, scaled_rows
-from pallas_kernels.layers.quantized import Parts, Rounded, add_up, summed, taken_apart
+from pallas_kernels.layers.quantized import PartialSums, QuantizedActivation, reduce_partials, split_scales, sum_f32
 from pallas_kernels.layers.row_blocks import in_row_blocks
 
 WIDEST = 16384  # columns a program holds in registers
@@ -29,31 +29,31 @@ def _quotient(total: Array, eps: float, size: int) -> Array:
     return (wide * jax.lax.rsqrt(mean + eps)).astype(total.dtype)
 
 
-def _reference(x, parts, *weights, eps, is_rounded):
-    total = x + add_up(parts, x.dtype)
+def _reference(x, parts, *weights, eps, quantize_output):
+    total = x + reduce_partials(parts, x.dtype)
     quotient = _quotient(total, eps, x.shape[-1])
     normed = [quotient * weight for weight in weights]
-    return total, *(array for one in normed for array in (scaled_rows(one, FP8) if is_rounded else (one,)))
+    return total, *(array for one in normed for array in (scaled_rows(one, FP8) if quantize_output else (one,)))
 
 
-def _reference_in_blocks(x, parts, *weights, eps, is_rounded):
+def _reference_in_blocks(x, parts, *weights, eps, quantize_output):
     flat = parts.reshape(parts.shape[0], -1, x.shape[-1]).swapaxes(0, 1)
-    options = {"eps": eps, "is_rounded": is_rounded}
+    options = {"eps": eps, "quantize_output": quantize_output}
     left = in_row_blocks(
         lambda x, parts: _reference(x, parts.swapaxes(0, 1), *weights, **options), x.reshape(-1, x.shape[-1]), flat
     )
     return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in left)
 
 
-def _kernel(x_ref, parts_ref, *refs, eps, hidden, norms, is_rounded):
+def _kernel(x_ref, parts_ref, *refs, eps, hidden, norms, quantize_output):
     """One program: one row; columns past the last are zero and not written."""
-    each = 1 + is_rounded  # arrays that come back of each norm
+    each = 1 + quantize_output  # arrays that come back of each norm
     weight_refs, scale_refs, out = refs[:norms], refs[norms : -1 - each * norms], refs[-1 - each * norms :]
     row, column = pl.program_id(0), jnp.arange(pl.next_power_of_2(hidden))
     inside = column < hidden
     total = pltriton.load(x_ref.at[row, column], mask=inside, other=0)
     count = parts_ref.shape[0]
-    delta = summed([pltriton.load(parts_ref.at[part, row, column], mask=inside, other=0) for part in range(count)])
+    delta = sum_f32([pltriton.load(parts_ref.at[part, row, column], mask=inside, other=0) for part in range(count)])
     if scale_refs:
         delta = delta * scale_refs[0][row] * pltriton.load(scale_refs[1].at[column], mask=inside, other=0)
     total = total + delta.astype(total.dtype)
@@ -62,23 +62,23 @@ def _kernel(x_ref, parts_ref, *refs, eps, hidden, norms, is_rounded):
     quotient = _quotient(total, eps, hidden)
     for index, weight in enumerate(weights):
         own = quotient * weight
-        if is_rounded:
+        if quantize_output:
             own, out[2 + each * index][row] = scaled_rows(own, FP8)
         pltriton.store(out[1 + each * index].at[row, column], own, mask=inside)
 
 
-def _pallas(x, parts, *weights, eps, is_rounded, interpret):
-    hidden, (parts, scales) = x.shape[-1], taken_apart(parts)
+def _pallas(x, parts, *weights, eps, quantize_output, interpret):
+    hidden, (parts, scales) = x.shape[-1], split_scales(parts)
     rows = x.reshape(-1, hidden)
     parts, scales = parts.reshape(-1, *rows.shape), tuple(scale.ravel() for scale in scales)
     same, scale = jax.ShapeDtypeStruct(rows.shape, x.dtype), jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32)
-    of_norm = [jax.ShapeDtypeStruct(rows.shape, FP8), scale] if is_rounded else [same]
+    of_norm = [jax.ShapeDtypeStruct(rows.shape, FP8), scale] if quantize_output else [same]
     out = [same, *of_norm * len(weights)]
     # Columns of a warp: of several parts a thread loads 16 bytes each.
     columns = 512 if parts.shape[0] == 1 else 512 // parts.dtype.itemsize
     warps = min(max(pl.next_power_of_2(hidden) // columns, 1), 32)
     left = pl.pallas_call(
-        functools.partial(_kernel, eps=eps, hidden=hidden, norms=len(weights), is_rounded=is_rounded),
+        functools.partial(_kernel, eps=eps, hidden=hidden, norms=len(weights), quantize_output=quantize_output),
         grid=(rows.shape[0],),
         out_shape=out,
         compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=1),
@@ -88,14 +88,14 @@ def _pallas(x, parts, *weights, eps, is_rounded, interpret):
     return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in left)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "is_rounded", "deterministic", "implementation"))
+@functools.partial(jax.jit, static_argnames=("eps", "quantize_output", "deterministic", "implementation"))
 def add_rms_norm(
     x: Float[Array, "*rows hidden"],
-    delta: Parts,
+    delta: PartialSums,
     weight: Float[Array, " hidden"],
     *others: Float[Array, " hidden"],
     eps: float,
-    is_rounded: bool = False,
+    quantize_output: bool = False,
     deterministic: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[Any, ...]:
@@ -104,7 +104,7 @@ def add_rms_norm(
     Args:
         delta: [parts, *rows, hidden] to be added up, as `split_matmul` leaves them.
         others: more weights.
-        is_rounded: the norms come back as `Rounded`.
+        quantize_output: the norms come back as `QuantizedActivation`.
         deterministic: a row's last bits are the same among any number of rows; the kernel's always are.
         implementation: as in `paged_attention`.
 
@@ -113,10 +113,12 @@ def add_rms_norm(
     """
     unsupported = None if x.shape[-1] <= WIDEST else f"rows of at most {WIDEST} columns, got {x.shape[-1]}"
     kernel, reference = (
-        functools.partial(run, eps=eps, is_rounded=is_rounded)
+        functools.partial(run, eps=eps, quantize_output=quantize_output)
         for run in (_pallas, _reference_in_blocks if deterministic else _reference)
     )
-    total, *normed = choose(implementation, unsupported, kernel, reference, x, delta, weight, *others)
-    if is_rounded:
-        normed = [Rounded(values, scale, x.dtype) for values, scale in zip(normed[::2], normed[1::2], strict=True)]
+    total, *normed = dispatch(implementation, unsupported, kernel, reference, x, delta, weight, *others)
+    if quantize_output:
+        normed = [
+            QuantizedActivation(values, scale, x.dtype) for values, scale in zip(normed[::2], normed[1::2], strict=True)
+        ]
     return total, *normed

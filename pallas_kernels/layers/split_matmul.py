@@ -15,21 +15,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers import hopper_kernel
 from pallas_kernels.layers.hopper_tiling import Tiles, choose_tiles
 from pallas_kernels.layers.quantize_rows import FP8
 from pallas_kernels.layers.quantized import (
     Factors,
     Inputs,
-    Parts,
+    PartialSums,
     Quantized,
     Scaled,
     Weight,
     factors,
-    lazy_matmul,
-    rounds_inputs,
-    taken_apart,
+    has_dynamic_activations,
+    matmul_unscaled,
+    split_scales,
 )
 
 MOST_ROWS = 64  # of the kernel; beyond, XLA takes the parts one by one
@@ -46,17 +46,17 @@ XLA_TILE = 64, 128  # rows and columns of one
 
 
 def parts_of(
-    rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes: int = 2, *, is_rounded: bool = False
+    rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes: int = 2, *, quantize_output: bool = False
 ) -> int:
     """How many parts a product comes in: a matter of its shape alone, but for `hopper_tiles`. 1: it is not split.
 
     Args:
-        is_rounded: so are the inputs, to the weight's dtype.
+        quantize_output: so are the inputs, to the weight's dtype.
     """
     if dtype not in (jnp.bfloat16, jnp.float16) or out > WIDEST_OUT:
         return 1
     tiles = math.ceil(rows / OUT_TILE) * math.ceil(out / OUT_TILE)
-    if rows > MOST_ROWS and (tiles >= TILES or not (weight_bytes == 2 or is_rounded)):
+    if rows > MOST_ROWS and (tiles >= TILES or not (weight_bytes == 2 or quantize_output)):
         return 1
     tile, step = _out_tile(rows), INNER_BYTES // weight_bytes
     if out < LEAST_OUT or inner < LEAST_INNER or out % tile or inner % (4 * step):
@@ -137,7 +137,7 @@ def _hopper(x, weight, row_scale, scale, after, *, tiles, interpret):
 def hopper_tiles(rows: int, weight: Weight) -> Tiles | None:
     """How the Hopper kernel takes a product, in parts: float8 by more rows than are few, where it is faster."""
     multiprocessors = hopper_kernel.multiprocessors()
-    if multiprocessors is None or not rounds_inputs(weight) or not FEW_ROWS < rows <= MOST_ROWS:
+    if multiprocessors is None or not has_dynamic_activations(weight) or not FEW_ROWS < rows <= MOST_ROWS:
         return None
     out, inner = weight.shape
     return choose_tiles(rows, inner, out, FP8, multiprocessors, parts=2)
@@ -151,7 +151,7 @@ def split_matmul(
     is_gated: bool = False,
     after: Float[Array, "..."] | Scaled | None = None,
     implementation: Implementation = "auto",
-) -> Parts:
+) -> PartialSums:
     """x @ weight.T as parts to be added up in float32: if one, of x's dtype; if several, float32.
 
     But several parts of more than 64 rows of bfloat16, whose bytes count, are rounded to it: together such errors are
@@ -167,9 +167,9 @@ def split_matmul(
     """
     (out, inner), shape = weight.shape, x.shape[:-1]
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else 2
-    parts = parts_of(rows, out, inner, x.dtype, width, is_rounded=rounds_inputs(weight))
+    parts = parts_of(rows, out, inner, x.dtype, width, quantize_output=has_dynamic_activations(weight))
     if parts == 1:
-        return lazy_matmul(x, weight, is_gated=is_gated, implementation=implementation)
+        return matmul_unscaled(x, weight, is_gated=is_gated, implementation=implementation)
     taken = factors(x, weight, is_gated=is_gated, implementation=implementation)
     flat = taken.x.reshape(-1, inner)
     if rows > MOST_ROWS:
@@ -180,7 +180,7 @@ def split_matmul(
             return product
         return Scaled(product, taken.row_scale, taken.scale)
     row_scale = None if taken.row_scale is None else taken.row_scale.reshape(-1)
-    before = None if after is None else taken_apart(after)[0]
+    before = None if after is None else split_scales(after)[0]
     arguments = flat, taken.weight, row_scale, taken.scale, before
     tiles = hopper_tiles(rows, weight)
     parts = tiles.parts if tiles else parts
@@ -189,5 +189,5 @@ def split_matmul(
         kernel = functools.partial(_hopper, tiles=tiles)
         product = hopper_kernel.choose_compiled(implementation, kernel, reference, *arguments)
     else:
-        product = choose(implementation, None, functools.partial(_pallas, parts=parts), reference, *arguments)
+        product = dispatch(implementation, None, functools.partial(_pallas, parts=parts), reference, *arguments)
     return product.reshape(parts, *shape, out)

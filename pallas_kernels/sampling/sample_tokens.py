@@ -2,14 +2,15 @@
 
     argmax_v l[v] / T + g(key, id v)   over l[v] >= bound,      g = -log(-log u)      (argmax l where T is 0)
 
-The bound is that of top-k, top-p and min-p (`keep_bound`). A row's key is its seed with a purpose and a position folded
-in, as `jax.random.fold_in` does; u is what `jax.random.gumbel(key, [vocab])` takes for a token: threefry-2x32 (Salmon
+The bound is that of top-k, top-p and min-p (`sampling_threshold`). A row's key is its seed with a purpose and a
+position folded in, as `jax.random.fold_in` does; u is what `jax.random.gumbel(key, [vocab])` takes for a token:
+threefry-2x32 (Salmon
 et al., SC 2011) of the key and the token's id, in JAX's partitionable form. So a draw can be repeated anywhere by seed,
 position and token, over another vocabulary too.
 
 The first kernel reads all logits once. Of a row whose every token may be drawn, and of one of temperature 0, it leaves
-the best token of each slice; of the others what `keep_bound` surveys. So noise is written down for none, and made for
-no more tokens of the latter than a program of the second kernel holds, unless the law is very flat.
+the best token of each slice; of the others what `sampling_threshold` surveys. So noise is written down for none, and
+made for no more tokens of the latter than a program of the second kernel holds, unless the law is very flat.
 """
 
 import functools
@@ -21,8 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32, UInt32
 
-from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.layers.quantized import Parts, add_up, taken_apart
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.layers.quantized import PartialSums, reduce_partials, split_scales
 from pallas_kernels.sampling.threshold import (
     GROUP,
     MOST,
@@ -32,9 +33,9 @@ from pallas_kernels.sampling.threshold import (
     check_groups,
     controls_of,
     group_of,
-    keep_bound,
     put_first,
     restricts,
+    sampling_threshold,
     slice_columns,
     survey_shapes,
     survey_slice,
@@ -75,7 +76,7 @@ def _gumbel(key: Sequence[Array], token: Array) -> Array:
 
 
 def _reference(product, seed, first, offsets, ids, *controls, purpose):
-    logits = add_up(product, jnp.float32).reshape(-1, product.shape[-1])
+    logits = reduce_partials(product, jnp.float32).reshape(-1, product.shape[-1])
     shared = (controls[0], first, seed[:, 0], seed[:, 1])
     temperature, first, *words = (jnp.repeat(of, len(logits) // len(of)) for of in shared)
 
@@ -84,7 +85,7 @@ def _reference(product, seed, first, offsets, ids, *controls, purpose):
         key = _key(words, purpose, first + offsets.ravel())
         noise = _gumbel([word[:, None] for word in key], tokens[None])
         tempered = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
-        bound = keep_bound(logits, *controls, implementation="reference")
+        bound = sampling_threshold(logits, *controls, implementation="reference")
         scores = jnp.where(logits >= bound[:, None], tempered + noise, -jnp.inf)
         return jnp.argmax(jnp.where(temperature[:, None] > 0, scores, logits), axis=-1)
 
@@ -190,7 +191,7 @@ def _choose_kernel(*refs, inputs, purpose, interpret):
 
 
 def _pallas(product, seed, first, offsets, ids, *controls, purpose, interpret):
-    logits, scales = taken_apart(product)
+    logits, scales = split_scales(product)
     logits, scales = logits.reshape(-1, product.shape[-1]), tuple(scale.ravel() for scale in scales)
     rows, vocab = logits.shape
     arrays = (logits, seed, first, offsets.reshape(rows), *controls, *scales, *([] if ids is None else [ids]))
@@ -221,7 +222,7 @@ def _pallas(product, seed, first, offsets, ids, *controls, purpose, interpret):
 
 @functools.partial(jax.jit, static_argnames=("purpose", "implementation"))
 def sample_tokens(
-    product: Parts,
+    product: PartialSums,
     seed: UInt32[Array, "groups 2"],
     first: Int32[Array, " groups"],
     offsets: Int32[Array, "*rows"],
@@ -244,7 +245,7 @@ def sample_tokens(
         first, offsets: their sum is a row's position.
         purpose: folded into the seed before the position.
         temperature: 0 takes the likeliest token, whatever the other controls say.
-        top_k, top_p, min_p: as in `keep_bound`.
+        top_k, top_p, min_p: as in `sampling_threshold`.
         ids: whose noise each of the tokens gets; None: its own.
         implementation: as in `paged_attention`.
 
@@ -254,4 +255,4 @@ def sample_tokens(
     controls = (temperature, top_k, top_p, min_p)
     check_groups(offsets.size, (seed, first, *controls))
     kernel, reference = (functools.partial(run, purpose=purpose) for run in (_pallas, _reference))
-    return choose(implementation, None, kernel, reference, product, seed, first, offsets, ids, *controls)
+    return dispatch(implementation, None, kernel, reference, product, seed, first, offsets, ids, *controls)

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.sampling.ordered_floats import float_of, largest_bound, ordered
 
 GROUP = 32  # tokens
@@ -234,14 +234,14 @@ def _pallas(logits, *controls, interpret):
         grid=(rows, left.top.shape[1]),
         out_shape=list(left),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
-        name="keep_bound_survey",
+        name="sampling_threshold_survey",
     )(logits, *controls)
     bound = call(
         functools.partial(_bound_kernel, interpret=interpret),
         grid=(rows,),
         out_shape=[jax.ShapeDtypeStruct((rows,), jnp.float32), held],
         compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=1),
-        name="keep_bound",
+        name="sampling_threshold",
     )(logits, *surveyed, *controls)
     return bound[0]
 
@@ -254,7 +254,7 @@ def check_groups(rows: int, controls: Sequence[Array]) -> None:
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
-def keep_bound(
+def sampling_threshold(
     logits: Float[Array, "rows vocab"],
     temperature: Float[Array, " groups"],
     top_k: Int32[Array, " groups"],
@@ -279,4 +279,4 @@ def keep_bound(
     """
     controls = (temperature, top_k, top_p, min_p)
     check_groups(logits.shape[0], controls)
-    return choose(implementation, None, _pallas, _reference, logits, *controls)
+    return dispatch(implementation, None, _pallas, _reference, logits, *controls)

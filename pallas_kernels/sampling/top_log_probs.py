@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.sampling.ordered_floats import float_of, largest_bound, ordered
 
 BLOCK = 1024  # logits a program of the first kernel holds
@@ -155,7 +155,7 @@ def top_log_probs(
     """
     arrays = (logits,) if base is None else (logits, base)
     kernel, reference = functools.partial(_pallas, k=k), functools.partial(_reference, k=k)
-    return choose(implementation, _unsupported(logits, k), kernel, reference, *arrays)
+    return dispatch(implementation, _unsupported(logits, k), kernel, reference, *arrays)
 
 
 def _top_reference(values, *, k, group):
@@ -205,7 +205,7 @@ def top(
         NotImplementedError: "pallas" with rows longer than the kernel holds.
     """
     kernel, reference = (functools.partial(run, k=k, group=group) for run in (_top_pallas, _top_reference))
-    return choose(implementation, _too_long(values), kernel, reference, values)
+    return dispatch(implementation, _too_long(values), kernel, reference, values)
 
 
 def _in_order_reference(values, *, k):
@@ -254,7 +254,7 @@ def top_in_order(
         NotImplementedError: "pallas" with rows longer than the kernel holds.
     """
     kernel, reference = (functools.partial(run, k=k) for run in (_in_order_pallas, _in_order_reference))
-    return choose(implementation, _too_long(values), kernel, reference, values)
+    return dispatch(implementation, _too_long(values), kernel, reference, values)
 
 
 def _too_long(values: Array) -> str | None:

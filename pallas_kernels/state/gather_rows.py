@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Int32
 
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.dispatch import Implementation, dispatch
 
 BLOCK = 1024  # numbers that are read at once
 
@@ -48,13 +48,13 @@ def _pallas(rows, exists, *arrays, interpret):
         out_shape=[jax.ShapeDtypeStruct((rows.shape[0], array.shape[1]), array.dtype) for array in flat],
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-        name="take_rows",
+        name="gather_rows",
     )(rows, exists, *flat)
     return tuple(own.reshape(-1, *array.shape[1:]) for own, array in zip(taken, arrays, strict=True))
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
-def take_rows(
+def gather_rows(
     arrays: Any, rows: Int32[Array, " batch"], exists: Bool[Array, " slots"], *, implementation: Implementation = "auto"
 ) -> Any:
     """Returns some rows of every array; zeros for a row that does not exist or lies beyond the last.
@@ -65,4 +65,4 @@ def take_rows(
         implementation: as in `paged_attention`.
     """
     leaves, structure = jax.tree.flatten(arrays)
-    return jax.tree.unflatten(structure, choose(implementation, None, _pallas, _reference, rows, exists, *leaves))
+    return jax.tree.unflatten(structure, dispatch(implementation, None, _pallas, _reference, rows, exists, *leaves))

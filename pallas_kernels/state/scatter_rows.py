@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Int32
 
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.state.gather_rows import BLOCK
 
 
@@ -45,13 +45,15 @@ def _pallas(rows, arrays, replacing, *, interpret):
         input_output_aliases={1 + len(new) + index: index for index in range(len(old))},
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-        name="put_rows",
+        name="scatter_rows",
     )(rows, *new, *old)
     return [own.reshape(array.shape) for own, array in zip(put, arrays, strict=True)]
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
-def put_rows(arrays: Any, rows: Int32[Array, " batch"], new: Any, *, implementation: Implementation = "auto") -> Any:
+def scatter_rows(
+    arrays: Any, rows: Int32[Array, " batch"], new: Any, *, implementation: Implementation = "auto"
+) -> Any:
     """Returns the arrays with some rows replaced, in the memory of the old ones if donated.
 
     Args:
@@ -70,4 +72,4 @@ def put_rows(arrays: Any, rows: Int32[Array, " batch"], new: Any, *, implementat
         if not is_alike or own.shape > most or own.ndim != array.ndim:
             expected = f"{most} {array.dtype}, or fewer in the second dimension"
             raise ValueError(f"new rows: expected {expected}, got {own.shape} {own.dtype}")
-    return jax.tree.unflatten(structure, choose(implementation, None, _pallas, _reference, rows, old, replacing))
+    return jax.tree.unflatten(structure, dispatch(implementation, None, _pallas, _reference, rows, old, replacing))

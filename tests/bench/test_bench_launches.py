@@ -78,5 +78,5 @@ def test_on_a_gpu_a_rounds_launches_are_listed(tmp_path: Path, capsys: pytest.Ca
     found = launches.by_name(launches.events(trace), rounds.GROUP)
     one = {launch.name: launch.count for launch in found}
     layers = sum(count for name, count in one.items() if name.startswith("append_attention"))
-    assert one["take_rows"] == 1 and layers >= 8
+    assert one["gather_rows"] == 1 and layers >= 8
     assert launches.text(found) in capsys.readouterr().out

@@ -17,7 +17,7 @@ import pytest
 from jspec import Tree
 from jspec.__main__ import main
 from jspec.core.config import ACCEPT_RULES, EngineConfig
-from jspec.core.records import Draft, Report, SlotState, Verdict
+from jspec.core.records import Draft, SlotState, StepResult, Verdict
 from jspec.step.decode import Params, Program, init_state
 from jspec.tools.bench import rounds, shapes, synthetic, throughput
 from jspec.tools.bench.synthetic import RATES
@@ -145,7 +145,7 @@ def test_rows_emit_their_tokens_and_caches_grow_by_what_was_accepted(compiled: C
         before, at_work = np.asarray(state.lengths), left > 0
         state, output = compiled.synthetic(compiled.params, state, slots, jnp.asarray(accepted))
         expected = np.minimum(accepted + 1, left)
-        (seen,) = Report.read(np.asarray(output.report)).counts
+        (seen,) = StepResult.read(np.asarray(output.report)).counts
         assert seen.tolist() == expected.tolist()
         assert (np.asarray(state.lengths) - before)[at_work].tolist() == expected[at_work].tolist()
         waiting = np.asarray(state.draft.count)  # pairs that the head has to catch up with
@@ -159,7 +159,7 @@ def test_with_what_the_rule_accepts_imposed_the_round_is_the_products(compiled: 
     slots, states = jnp.arange(ROWS), [compiled.fresh(), compiled.fresh()]
     for _ in range(3):
         states[0], own = compiled.own(compiled.params, states[0], slots)
-        accepted = jnp.asarray(Report.read(np.asarray(own.report)).accept_len[0])
+        accepted = jnp.asarray(StepResult.read(np.asarray(own.report)).accept_len[0])
         states[1], imposed = compiled.synthetic(compiled.params, states[1], slots, accepted)
         assert np.asarray(own.report).tolist() == np.asarray(imposed.report).tolist()
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *states)

@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jspec import Engine
 from jspec.__main__ import main
-from jspec.step.executables import Programs
+from jspec.step.executables import Executables
 from tests.support import folders, small
 
 pytestmark = pytest.mark.once
@@ -48,7 +48,9 @@ def test_the_second_process_finds_every_program(tmp_path: Path, capfd: pytest.Ca
     compiled = len(list(cache.glob("*-cache")))
     assert cold["asked"] - cold["hits"] == compiled > 2, "negative control: the first one had to compile"
     assert warm["hits"] == warm["asked"] == cold["asked"]
-    programs = [f"chain:1: {name}" for name in ("round[1]", "prefill[8]", "show_pages", "controls", "catch_up")]
+    programs = [
+        f"chain:1: {name}" for name in ("round[1]", "prefill[8]", "update_page_table", "controls", "write_pending_rows")
+    ]
     assert sorted(cold["compile"]) == sorted(warm["lower"]) == sorted(programs)
     assert sum(warm["compile"].values()) < sum(cold["compile"].values()) / 2
     stages = ["process, imports", "device", "weights", "chain:1: engine"]
@@ -95,7 +97,7 @@ def test_an_engine_keeps_what_it_compiles(tmp_path: Path, monkeypatch: pytest.Mo
         jax.jit(lambda x: x * 7).lower(3.0).compile()
         raise ValueError("that will do")
 
-    monkeypatch.setattr(Programs, "__init__", compiled)
+    monkeypatch.setattr(Executables, "__init__", compiled)
     for folder, expected in ((None, 0), (tmp_path / "a" / "b", 1), (str(tmp_path / "c"), 1)):
         with pytest.raises(ValueError, match="that will do"):
             Engine(small.target(), compile_cache=folder)

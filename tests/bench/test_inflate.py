@@ -21,7 +21,7 @@ from jspec.tools import demo
 from jspec.tools.bench import inflate, padding, shapes, sizes
 from jspec.tools.bench.sizes import Sizes
 from jspec.tools.replay import run_texts
-from pallas_kernels.layers.quantized import add_up
+from pallas_kernels.layers.quantized import reduce_partials
 from tests.support.inflating import (
     CARRIED,
     DEMO_SIZES,
@@ -183,7 +183,7 @@ def drafted(head: EagleHead, model: Model, features: jax.Array) -> tuple[np.ndar
         *attended, draft_cache = through(bound, draft_cache, pairs, *enter(bound, pairs, own), attends=True)
         out, product = finish(bound, *attended, pairs.implementation)
         own = out.hidden
-        logits.append(np.asarray(add_up(product, jnp.float32)))
+        logits.append(np.asarray(reduce_partials(product, jnp.float32)))
     return logits[0], logits[1]
 
 

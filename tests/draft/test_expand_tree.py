@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jspec import Tree
-from jspec.draft.expand_tree import Grown, Level, Vocabulary, grow
+from jspec.draft.expand_tree import ExpandedTree, Level, Vocabulary, expand_tree
 from jspec.sampling import sampler
 from tests.support.views import view_of_rows
 
@@ -42,7 +42,7 @@ def place(text: tuple[int, ...]) -> int:
     return value
 
 
-def run(tree: Tree, logits: np.ndarray, roots: list[int]) -> Grown:
+def run(tree: Tree, logits: np.ndarray, roots: list[int]) -> ExpandedTree:
     """The code under test, with a model that knows a node's text by its hash alone."""
     view = view_of_rows(roots)
     start = jnp.asarray([[place((root,))] for root in roots])
@@ -52,7 +52,7 @@ def run(tree: Tree, logits: np.ndarray, roots: list[int]) -> Grown:
         hashes = (own * 31 + level.tokens + 1) % PRIME
         return jnp.asarray(logits)[None, hashes % 512], hashes
 
-    return grow(tree, view, Vocabulary(None, VOCAB), jnp.asarray(logits)[None, start % 512], start, feed)[0]
+    return expand_tree(tree, view, Vocabulary(None, VOCAB), jnp.asarray(logits)[None, start % 512], start, feed)[0]
 
 
 def log_softmax(row: np.ndarray) -> np.ndarray:
@@ -101,7 +101,7 @@ def test_a_tree_is_the_one_of_the_definition(tree: Tree, kind: str) -> None:
         np.testing.assert_allclose(grown.draft.scores[row, 1:], [score for _, score in expected], rtol=1e-4, atol=1e-4)
 
 
-def read(grown: Grown, row: int) -> list[tuple[int, ...]]:
+def read(grown: ExpandedTree, row: int) -> list[tuple[int, ...]]:
     """The text of every node, after the contract of a draft is checked."""
     tokens, parents = np.asarray(grown.draft.tokens[row]), np.asarray(grown.draft.parents[row])
     assert parents[0] == -1
@@ -137,7 +137,7 @@ def test_a_level_sees_its_own_ancestors_and_nothing_else(tree: Tree) -> None:
     root = (4,)
     texts_of_row[root] = 0
     start = jnp.asarray(logits)[None, np.array([[place(root) % 512]])]
-    grown, _ = grow(tree, view_of_rows([4]), Vocabulary(None, VOCAB), start, [root], feed)
+    grown, _ = expand_tree(tree, view_of_rows([4]), Vocabulary(None, VOCAB), start, [root], feed)
     for rows, text in seen:
         assert rows == {texts_of_row[text[:length]] for length in range(1, len(text) + 1)}
     for node, text in enumerate([root, *read(grown, 0)]):
@@ -202,6 +202,6 @@ def test_the_vocabulary_map_is_applied() -> None:
         assert level.tokens.tolist() == [[6]] and level.ids.tolist() == [[1]]
         return logits, state
 
-    grown, _ = grow(Tree.chain(2), view_of_rows([2]), Vocabulary(to_target, 9), logits, None, feed)
+    grown, _ = expand_tree(Tree.chain(2), view_of_rows([2]), Vocabulary(to_target, 9), logits, None, feed)
     assert grown.draft.tokens.tolist() == [[2, 6, 6]]
     assert grown.draft.vocab_map is to_target

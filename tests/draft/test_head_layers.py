@@ -18,7 +18,7 @@ from jspec.models.kv_cache import PoolShape
 from jspec.models.quantize import quantize_weights
 from jspec.step import decode
 from jspec.step.prefill import prefill_step
-from pallas_kernels.layers.quantized import add_up, matmul
+from pallas_kernels.layers.quantized import matmul, reduce_partials
 from pallas_kernels.layers.residual_norm import add_rms_norm
 from tests.support import tiny
 
@@ -82,9 +82,9 @@ def entered(
     else:
         assert head.drafted is not None
         normed = features * jax.lax.rsqrt(jnp.mean(features**2, -1, keepdims=True) + head.config.norm_eps)
-        projected = add_up(matmul(normed * head.layers[0].hidden_norm, head.drafted.qkv)[None], jnp.float32)
+        projected = reduce_partials(matmul(normed * head.layers[0].hidden_norm, head.drafted.qkv)[None], jnp.float32)
         residual, qkv = enter_drafted(head, pairs, jnp.asarray(ids), HeadOut(features, projected))
-    return np.asarray(residual), np.asarray(add_up(qkv, jnp.float32))
+    return np.asarray(residual), np.asarray(reduce_partials(qkv, jnp.float32))
 
 
 @pytest.mark.parametrize("kind", [None, "int8", "fp8_dynamic"])
@@ -164,14 +164,14 @@ def test_what_is_normed_is_rounded_as_it_would_be_afterwards(
     head = head.replace(config=replace(head.config, norm_output=norm_output))
     tree, seen = Tree.topk(6, 3, 2), []
 
-    def noted(*arrays: Any, is_rounded: bool = False, **options: Any) -> Any:
-        seen.append(is_rounded)
-        return add_rms_norm(*arrays, is_rounded=is_rounded, **options)
+    def noted(*arrays: Any, quantize_output: bool = False, **options: Any) -> Any:
+        seen.append(quantize_output)
+        return add_rms_norm(*arrays, quantize_output=quantize_output, **options)
 
     monkeypatch.setattr(eagle_head, "add_rms_norm", noted)
     found = drafts(head, tree, table=True)
     assert True in seen and (False in seen) == norm_output
-    monkeypatch.setattr(eagle_head, "rounds_inputs", lambda weight: False)
+    monkeypatch.setattr(eagle_head, "has_dynamic_activations", lambda weight: False)
     seen.clear()
     expected = drafts(head, tree, table=True)
     assert seen and True not in seen

@@ -18,11 +18,11 @@ import pytest
 
 from jspec import Engine, Metrics, SamplingParams
 from jspec.engine.errors import RESTART
-from jspec.engine.fair_lock import Turns
+from jspec.engine.fair_lock import FairLock
 from jspec.engine.metrics import LowAcceptanceWarning
-from jspec.engine.output_processor import OutputText
+from jspec.engine.output_processor import OutputState
 from jspec.engine.prometheus import Gauges, Histogram, Latencies, exposition
-from jspec.engine.stats_logger import IntervalLog
+from jspec.engine.stats_logger import StatsLogger
 from jspec.engine.tokenizer import ByteTokenizer
 from jspec.step.decode import init_state
 from tests.support import tiny
@@ -151,9 +151,9 @@ def test_a_thread_may_abort_what_another_waits_for(engine: Engine, monkeypatch: 
 def test_many_requests_take_one_turn(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """To queue them; to drop those that ended takes none, and to drop the others one."""
     taken: list[str] = []
-    enter, step = Turns.__enter__, Engine.step
+    enter, step = FairLock.__enter__, Engine.step
 
-    def counted(self: Turns) -> None:
+    def counted(self: FairLock) -> None:
         taken.append("turn")
         enter(self)
 
@@ -161,7 +161,7 @@ def test_many_requests_take_one_turn(engine: Engine, monkeypatch: pytest.MonkeyP
         step(self)
         taken.pop()
 
-    monkeypatch.setattr(Turns, "__enter__", counted)
+    monkeypatch.setattr(FairLock, "__enter__", counted)
     monkeypatch.setattr(Engine, "step", steps)
     engine.generate(PROMPTS, PARAMS)
     assert len(taken) == 1
@@ -200,7 +200,7 @@ def test_a_task_cancelled_while_it_is_queued_leaves_nothing(engine: Engine, monk
     """The thread that queues its request goes on, and comes too late."""
     is_queueing, go_on = _events(2)
 
-    class Slow(OutputText):
+    class Slow(OutputState):
         def __init__(self, *args: Any) -> None:
             is_queueing.set()
             assert go_on.wait(PATIENCE)
@@ -219,7 +219,7 @@ def test_a_task_cancelled_while_it_is_queued_leaves_nothing(engine: Engine, monk
         go_on.set()
 
     with monkeypatch.context() as patch:
-        patch.setattr("jspec.engine.api.OutputText", Slow)
+        patch.setattr("jspec.engine.api.OutputState", Slow)
         asyncio.run(main())  # waits for its threads
     assert not engine.scheduler.has_work
 
@@ -324,7 +324,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 def test_a_lock_is_handed_on_in_order() -> None:
     """Whoever had it comes behind those that asked meanwhile."""
-    turns, order = Turns(), []
+    turns, order = FairLock(), []
 
     def asks(number: int) -> None:
         with turns, turns:  # also from within
@@ -369,7 +369,7 @@ class Interrupts:
 
 @pytest.mark.parametrize("behind", [False, True])
 def test_an_interrupt_while_it_is_given_back_wakes_the_next(behind: bool) -> None:
-    turns, served = Turns(), []
+    turns, served = FairLock(), []
 
     def waits() -> None:
         with turns:
@@ -387,7 +387,7 @@ def test_an_interrupt_while_it_is_given_back_wakes_the_next(behind: bool) -> Non
 
 
 def test_an_interrupt_as_it_is_taken_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = Turns()
+    turns = FairLock()
     with monkeypatch.context() as patch:
         patch.setattr("jspec.engine.fair_lock.threading.get_ident", Fault(threading.get_ident, 2, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
@@ -396,7 +396,7 @@ def test_an_interrupt_as_it_is_taken_gives_it_back(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_interrupted_wait_leaves_no_place_in_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = Turns()
+    turns = FairLock()
 
     class Interrupted:
         def __init__(self) -> None:
@@ -483,10 +483,10 @@ def test_a_line_is_logged_once_an_interval(
     caplog.set_level(logging.INFO, logger="jspec.engine.stats_logger")
     engine.generate(PROMPTS[0], PARAMS[0])
     assert not caplog.records, "no interval was given"
-    monkeypatch.setattr(engine, "_log", IntervalLog(3600.0))
+    monkeypatch.setattr(engine, "_log", StatsLogger(3600.0))
     engine.generate(PROMPTS[0], PARAMS[0])
     assert not caplog.records
-    monkeypatch.setattr(engine, "_log", IntervalLog(0.0))
+    monkeypatch.setattr(engine, "_log", StatsLogger(0.0))
     request = engine.submit(PROMPTS[0], PARAMS[0])
     for _ in range(3):
         engine.step()
@@ -525,7 +525,7 @@ def test_a_tokenizer_that_fails_at_the_very_end_too(engine: Engine, monkeypatch:
         raise KeyError("no such token")
 
     with monkeypatch.context() as patch:
-        patch.setattr("jspec.engine.output_processor.OutputText.finish", finish)
+        patch.setattr("jspec.engine.output_processor.OutputState.finish", finish)
         (done,) = engine.generate(PROMPTS[0], PARAMS[0])
     assert done.finish_reason == "error" and isinstance(done.error, KeyError)
 
@@ -603,7 +603,9 @@ def test_an_interrupt_while_a_request_ends(engine: Engine, monkeypatch: pytest.M
     """It ends all the same; the next answer is right."""
     request = engine.submit(PROMPTS[0], PARAMS[0])
     with monkeypatch.context() as patch:
-        patch.setattr("jspec.engine.output_processor.OutputText.finish", Fault(lambda *_: None, 1, KeyboardInterrupt()))
+        patch.setattr(
+            "jspec.engine.output_processor.OutputState.finish", Fault(lambda *_: None, 1, KeyboardInterrupt())
+        )
         with pytest.raises(KeyboardInterrupt):
             engine.result(request)
         assert request.finish_reason == "error"
@@ -683,14 +685,14 @@ def test_the_old_pools_are_gone_before_the_new_ones_are_made(engine: Engine, mon
 def test_an_interrupt_while_it_waits_loses_nothing(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Report:
+    class StepResult:
         def block_until_ready(self) -> None:
             raise KeyboardInterrupt
 
     stream = engine.stream(PROMPTS[3], PARAMS[3])
     got = list(next(stream).token_ids)
     plan, output = engine._in_flight[0]
-    engine._in_flight[0] = plan, replace(output, report=Report())  # type: ignore[type-var]
+    engine._in_flight[0] = plan, replace(output, report=StepResult())  # type: ignore[type-var]
     request = engine.submit(PROMPTS[0], PARAMS[0])
     with pytest.raises(KeyboardInterrupt):
         engine.step()

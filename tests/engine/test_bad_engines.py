@@ -9,7 +9,7 @@ import pytest
 
 from jspec import DraftModel, Eagle, Eagle3, Engine, Medusa, SamplingParams, Tree
 from jspec.core.config import QUANTIZE
-from jspec.step.executables import Programs
+from jspec.step.executables import Executables
 from jspec.tools.testing import Random, Scripted
 from pallas_kernels.layers.quantized import KINDS
 from tests.support import small, tiny
@@ -25,7 +25,7 @@ def _nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def compiled(*args: Any, **options: Any) -> None:
         raise AssertionError("it came to compiling")
 
-    monkeypatch.setattr(Programs, "__init__", compiled)
+    monkeypatch.setattr(Executables, "__init__", compiled)
 
 
 def test_a_good_engine_comes_to_compiling() -> None:

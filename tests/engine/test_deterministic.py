@@ -49,8 +49,8 @@ class Texts:
         firsts = np.array([*range(rows - 1), first])
         offsets, paths = np.arange(len(tokens)), None
         if parents is not None:
-            reach = ancestors(jnp.asarray([parents] * rows, jnp.int32))
-            offsets, paths = np.asarray(depths(reach)[0]), by_depth(reach, 3)
+            ancestor_mask = ancestors(jnp.asarray([parents] * rows, jnp.int32))
+            offsets, paths = np.asarray(depths(ancestor_mask)[0]), by_depth(ancestor_mask, 3)
         batch = TokenBatch(
             tokens=jnp.asarray(np.tile(tokens, (rows, 1)), jnp.int32),
             positions=jnp.asarray(firsts[:, None] + offsets, jnp.int32),
@@ -185,6 +185,6 @@ def test_quantised_weights_are_refused_by_name() -> None:
 
 
 def test_a_path_lists_ancestors_by_depth() -> None:
-    reach = ancestors(jnp.asarray([[-1, 0, 0, 1, -1, 3]]))
+    ancestor_mask = ancestors(jnp.asarray([[-1, 0, 0, 1, -1, 3]]))
     wanted = [[0, -1, -1, -1], [0, 1, -1, -1], [0, 2, -1, -1], [0, 1, 3, -1], [4, -1, -1, -1], [0, 1, 3, 5]]
-    np.testing.assert_array_equal(by_depth(reach, 3)[0], wanted)
+    np.testing.assert_array_equal(by_depth(ancestor_mask, 3)[0], wanted)

@@ -429,7 +429,7 @@ def without_draft_rows(one: Engine) -> Any:
     """A round of depth 0 that does all it should but write them."""
     program, slots = replace(one._device.program, drafter=one._device.program.drafter.cut(0)), one.config.slots
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(program.drafter), "catch_up", lambda self, params, state, view: state)
+        patch.setattr(type(program.drafter), "write_pending_rows", lambda self, params, state, view: state)
         return one._device.programs._lower("broken", partial(spec_step, program), slots).compile()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jspec import Completion, Engine, Metrics, Model, SamplingParams, Tree
 from jspec.core.records import StepOutput
-from jspec.engine.output_processor import OutputText, take_report
+from jspec.engine.output_processor import OutputState, process_step_output
 from jspec.engine.request import Request
 from jspec.engine.tokenizer import ByteTokenizer
 from jspec.tools.testing import Scripted
@@ -247,7 +247,7 @@ def test_a_report_of_several_rounds_stops_where_the_row_ended() -> None:
     request = Request(1, (5,), SamplingParams(), 0, (9,), 10, token_ids=[3], from_draft=[False])
     report = np.asarray([[[4, 6, 7, 3, 2, 2, 0]], [[8, 9, -1, 2, 2, 2, 1]], [[-1, -1, -1, 0, 0, 0, 0]]])
     output = StepOutput(report=report, trace=None)  # type: ignore[arg-type]
-    assert take_report(request, OutputText(None, request), output, 0, True, eos_ids=[]) == "stop"
+    assert process_step_output(request, OutputState(None, request), output, 0, True, eos_ids=[]) == "stop"
     assert request.token_ids == [3, 4, 6, 7, 8, 9] and request.stop_reason == 9
     assert request.from_draft == [False, True, True, False, True, True]
     assert (request.metrics.num_drafts, request.metrics.num_accepted_tokens) == (2, 4)

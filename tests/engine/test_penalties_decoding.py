@@ -12,7 +12,7 @@ import pytest
 
 from jspec import DraftModel, Engine, SamplingParams, Tree
 from jspec.core.config import EngineConfig
-from jspec.engine.input_processor import Admission
+from jspec.engine.input_processor import InputProcessor
 from jspec.engine.penalty_input import bad_words
 from jspec.engine.tokenizer import ByteTokenizer
 from jspec.sampling import sampler
@@ -138,7 +138,7 @@ def test_controls_that_cannot_be_held_are_refused_before_anything_is_queued(give
 
 
 def test_an_engine_built_without_controls_says_so() -> None:
-    admission = Admission(None, small.VOCAB, (), EngineConfig(controls=False))
+    admission = InputProcessor(None, small.VOCAB, (), EngineConfig(controls=False))
     admission.requests([1], SamplingParams(top_k=3), trace=False)
     with pytest.raises(ValueError, match="presence_penalty, min_tokens: this engine was built with controls=False"):
         admission.requests([1], SamplingParams(presence_penalty=1, min_tokens=1), trace=False)

@@ -14,7 +14,7 @@ import pytest
 
 from jspec import Completion, Drafter, DraftModel, Eagle3, Engine, SamplingParams, Suffix, Tree
 from jspec.core.records import PrefillInput
-from jspec.engine.model_runner import Device
+from jspec.engine.model_runner import ModelRunner
 from tests.support import small, tiny
 
 pytestmark = pytest.mark.once
@@ -135,8 +135,8 @@ def test_with_pages_of_one_row_too(expected_scores: list[np.ndarray]) -> None:
     assert cached_tokens(done) == [len(turn.prompt_token_ids) - 1 for turn in done], "a row was lost"
 
 
-def no_catch_up(one: Engine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(one._device.programs, "catch_up", lambda params, state, packed: state)
+def no_pending_rows(one: Engine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(one._device.programs, "write_pending_rows", lambda params, state, packed: state)
 
 
 def no_edges(one: Engine, patch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def no_edges(one: Engine, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(one, "_dispatch", dispatch)
 
 
-@pytest.mark.parametrize("spoil", [no_catch_up, no_edges])
+@pytest.mark.parametrize("spoil", [no_pending_rows, no_edges])
 def test_a_page_that_is_not_whole_shows(
     expected_scores: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., None]
 ) -> None:
@@ -281,14 +281,14 @@ def test_preemption_changes_neither_tokens_nor_drafts(name: str, cached: bool) -
 
 def test_a_root_that_is_drawn_anew_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a preempted request that samples its newest token once more, by the prefill's noise."""
-    original = Device._pack
+    original = ModelRunner._pack
 
-    def forgets_root(self: Device, plan: Any) -> np.ndarray:
+    def forgets_root(self: ModelRunner, plan: Any) -> np.ndarray:
         packed = original(self, plan)
         packed[PrefillInput._fields.index("root")] = -1
         return packed
 
-    monkeypatch.setattr(Device, "_pack", forgets_root)
+    monkeypatch.setattr(ModelRunner, "_pack", forgets_root)
     with pytest.raises(AssertionError):
         test_preemption_changes_neither_tokens_nor_drafts("draft model", False)
 

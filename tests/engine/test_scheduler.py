@@ -258,10 +258,10 @@ def takes_too_much(self: Scheduler) -> None:
 
 def shows_once(self: Scheduler, request: Request) -> list[tuple[int, int, int]]:
     """A page that comes where one was taken back is not shown."""
-    known = getattr(request, "known", request.shown_pages)
-    request.shown_pages = max(known, request.shown_pages)
+    known = getattr(request, "known", request.num_synced_pages)
+    request.num_synced_pages = max(known, request.num_synced_pages)
     new = SHOW(self, request)
-    request.known = request.shown_pages  # type: ignore[attr-defined]
+    request.known = request.num_synced_pages  # type: ignore[attr-defined]
     return new
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from jspec import Chunk, Engine, SamplingParams
 from jspec.core.records import StepOutput
-from jspec.engine.output_processor import OutputText, completion_of, take_report
+from jspec.engine.output_processor import OutputState, completion_of, process_step_output
 from jspec.engine.request import Request
-from jspec.engine.stop_strings import StopStrings
+from jspec.engine.stop_strings import StopStringMatcher
 from jspec.engine.tokenizer import ByteTokenizer
 from tests.support import small
 
@@ -40,7 +40,7 @@ STOPS = st.lists(st.text("ab€", min_size=1, max_size=5), min_size=1, max_size=
 @given(pieces=st.lists(st.text("ab€", max_size=5), max_size=9), stops=STOPS, exempt=st.integers(0, 3))
 def test_pieces_are_cut_as_the_whole_text_is(pieces: list[str], stops: list[str], exempt: int) -> None:
     """Nothing is held back that no stop string could take, and nothing is handed out that one does."""
-    searched, handed = StopStrings(stops), ""
+    searched, handed = StopStringMatcher(stops), ""
     for index, piece in enumerate(pieces):
         handed += searched.push(piece, may_end=index >= exempt)
         text = "".join(pieces[: index + 1])
@@ -70,7 +70,7 @@ def test_pieces_are_cut_as_the_whole_text_is(pieces: list[str], stops: list[str]
 )
 def test_which_of_overlapping_ones_counts(stops: list[str], text: str, expected: str, found: str) -> None:
     for cut in range(len(text)):
-        searched = StopStrings(stops)
+        searched = StopStringMatcher(stops)
         handed = searched.push(text[:cut]) + searched.push(text[cut:]) + searched.finish()
         assert (handed, searched.found) == (expected, found)
 
@@ -111,10 +111,10 @@ def test_rounds_are_cut_at_the_token_that_completes_a_stop_string(
     tokens, rounds, stops, min_tokens = case
     params = SamplingParams(max_tokens=len(tokens), stop=stops, min_tokens=min_tokens)
     request = Request(1, (97,), params, 0, (), len(tokens))
-    text, chunks = OutputText(ByteTokenizer(), request), list[Chunk]()
+    text, chunks = OutputState(ByteTokenizer(), request), list[Chunk]()
     for one in report_of(tokens, rounds):
         output = StepOutput(report=one[None], trace=None)  # type: ignore[arg-type]
-        reason = take_report(request, text, output, 0, True, eos_ids=[])
+        reason = process_step_output(request, text, output, 0, True, eos_ids=[])
         chunks.append(text.chunk(request, len([t for chunk in chunks for t in chunk.token_ids])))
         if reason is not None:
             break

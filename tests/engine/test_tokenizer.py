@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspec import SamplingParams
-from jspec.engine.output_processor import OutputText
+from jspec.engine.output_processor import OutputState
 from jspec.engine.request import Request
 from jspec.engine.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
 
@@ -149,7 +149,7 @@ def test_with_a_grammar_the_text_is_the_bytes_of_its_tokens(data: Path, name: st
     for prompt in ([front], [front, blank], [blank]):
         texts = []
         for params in (SamplingParams(regex=".*"), SamplingParams(json_schema={}), SamplingParams()):
-            text = OutputText(tokenizer, Request(1, tuple(prompt), params, 0, (), 9))
+            text = OutputState(tokenizer, Request(1, tuple(prompt), params, 0, (), 9))
             text.pieces += text.read([blank, blank])
             text.finish()
             texts.append(text.text)

@@ -140,7 +140,7 @@ def test_a_query_may_come_back_rounded(is_shared: bool, implementation: str, req
         request.getfixturevalue("is_one_of_many")
     p, _ = problem(**EXAMPLE | {"dtype": "bfloat16"} if is_shared else FEW)
     out, *pools = append_attention(**p, implementation=implementation)
-    row, *same = append_attention(**p, is_rounded=True, implementation=implementation)
+    row, *same = append_attention(**p, quantize_output=True, implementation=implementation)
     wanted = np.asarray(out, np.float64).reshape(row.shape)
     assert row.dtype == out.dtype and off(row.values, row.scale, wanted) < 1.1
     np.testing.assert_allclose(row.scale, np.abs(wanted).max(-1) / 448, rtol=2**-7, atol=1e-37)
@@ -186,13 +186,13 @@ def test_what_one_kernel_does_not_take_two_do(tokens: int, page: int, pool: str)
     assert max(errors(append_attention(**p), p, parents)) < 1
 
 
-def compile_attention(batch: int, rows: int, parts: int, start: int, *, is_rounded: bool = False) -> Any:
+def compile_attention(batch: int, rows: int, parts: int, start: int, *, quantize_output: bool = False) -> Any:
     shape = jax.ShapeDtypeStruct
     pools = [shape((batch * 75 + 1, 8, 16, 128), "bfloat16")] * 2
     qkv = shape((parts, batch, rows, 6144), "float32" if parts > 1 and batch * rows <= 64 else "bfloat16")
     where = shape((batch, 75), "int32"), shape((batch,), "int32"), shape((batch, rows), "bool")
     arrays = (*pools, qkv, shape((batch, rows), "int32"), shape((64,), "float32"), *where)
-    options = {"heads": 32, "start": start, "dtype": jnp.dtype("bfloat16"), "is_rounded": is_rounded}
+    options = {"heads": 32, "start": start, "dtype": jnp.dtype("bfloat16"), "quantize_output": quantize_output}
     call = partial(append_attention, bits=None, **options)
     return compile_for_h200(call, *arrays, donate_argnums=(0, 1), fail_on_spills=True)
 
@@ -223,8 +223,8 @@ def test_the_pools_are_written_in_place_on_an_h200(batch: int, rows: int, parts:
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
 def test_what_is_rounded_costs_no_launch_where_a_context_is_shared(batch: int) -> None:
-    program = compile_attention(batch, 5, 2, 0, is_rounded=True)
-    names = ["paged_attention_merge_and_round"] if batch < 32 else ["round_rows"]
+    program = compile_attention(batch, 5, 2, 0, quantize_output=True)
+    names = ["paged_attention_merge_and_round"] if batch < 32 else ["quantize_rows"]
     assert [launch.name for launch in program.launches][-2:] == ["append_attention", *names]
 
 

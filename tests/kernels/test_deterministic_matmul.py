@@ -1,4 +1,4 @@
-"""`fixed_matmul` against float64, and its rows against themselves among others."""
+"""`deterministic_matmul` against float64, and its rows against themselves among others."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.layers.deterministic_matmul import fixed_matmul, fixed_parts
-from pallas_kernels.layers.quantized import add_up, matmul
+from pallas_kernels.layers.deterministic_matmul import deterministic_matmul, fixed_parts
+from pallas_kernels.layers.quantized import matmul, reduce_partials
 from pallas_kernels.layers.row_blocks import in_row_blocks
 
 COUNTS = (1, 5, 8, 9, 80)  # rows
@@ -31,17 +31,17 @@ def same_bits(one: jax.Array, other: jax.Array) -> bool:
 @pytest.mark.parametrize(("rows", "out", "inner", "parts"), [(5, 1024, 2048, 4), (70, 128, 192, 1)])
 def test_it_is_the_product(rows: int, out: int, inner: int, parts: int, implementation: str, dtype: str) -> None:
     x, weight = problem(rows, out, inner, dtype)
-    got = fixed_matmul(x[None], weight, jnp.dtype("float32"), implementation=implementation)
+    got = deterministic_matmul(x[None], weight, jnp.dtype("float32"), implementation=implementation)
     assert got.shape == (parts, 1, rows, out)
     wanted = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
-    assert np.abs(np.asarray(add_up(got, jnp.float32)[0], np.float64) - wanted).max() < 2e-5  # float32 sums
+    assert np.abs(np.asarray(reduce_partials(got, jnp.float32)[0], np.float64) - wanted).max() < 2e-5  # float32 sums
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_gate_and_up_are_multiplied_first(implementation: str) -> None:
     x, weight = problem(3, 64, 64, "float32")
     both = jnp.concatenate([x, x[::-1]], axis=1)
-    got = fixed_matmul(both, weight, is_gated=True, implementation=implementation)[0]
+    got = deterministic_matmul(both, weight, is_gated=True, implementation=implementation)[0]
     gate, up = np.asarray(x, np.float64), np.asarray(x[::-1], np.float64)
     wanted = (gate / (1 + np.exp(-gate)) * up) @ np.asarray(weight, np.float64).T
     np.testing.assert_allclose(np.asarray(got), wanted, atol=2e-6)
@@ -54,7 +54,7 @@ def test_gate_and_up_are_multiplied_first(implementation: str) -> None:
 )
 def test_a_row_has_the_same_bits_in_any_number_of_rows(implementation: str, out: int, inner: int, dtype: str) -> None:
     x, weight = problem(COUNTS[-1], out, inner, dtype)
-    product = jax.jit(partial(fixed_matmul, dtype=jnp.dtype("float32"), implementation=implementation))
+    product = jax.jit(partial(deterministic_matmul, dtype=jnp.dtype("float32"), implementation=implementation))
     everything = product(x, weight)
     for count in COUNTS if implementation == "reference" else (1, 9):
         for first in (0, COUNTS[-1] - count):
@@ -77,7 +77,7 @@ def test_how_a_sum_is_cut_does_not_depend_on_rows_or_their_dtype() -> None:
 def test_what_the_kernel_cannot_hold_is_refused_by_name() -> None:
     x, weight = problem(2, 48, 64, "float32")
     with pytest.raises(NotImplementedError, match=r"multiple of 64.*\(48, 64\)"):
-        fixed_matmul(x, weight, implementation="pallas")
+        deterministic_matmul(x, weight, implementation="pallas")
 
 
 def test_blocks_are_cut_and_joined_in_order() -> None:
@@ -93,7 +93,7 @@ def test_blocks_are_cut_and_joined_in_order() -> None:
 @pytest.mark.parametrize(("out", "inner"), [(6144, 4096), (4096, 14336), (28672, 4096)])
 def test_on_a_gpu_a_row_has_the_same_bits_in_any_number_of_rows(out: int, inner: int, dtype: str) -> None:
     x, weight = problem(320, out, inner, dtype)
-    product = jax.jit(partial(fixed_matmul, implementation="pallas"))
+    product = jax.jit(partial(deterministic_matmul, implementation="pallas"))
     everything = product(x, weight)
     for count in (1, 2, 5, 8, 32, 40, 61, 64, 65, 160):
         assert same_bits(product(x[:count], weight), everything[:, :count]), count

@@ -17,8 +17,8 @@ from jspec import Engine
 from jspec.core.config import EngineConfig
 from jspec.draft.base import NoDraft
 from jspec.step.decode import Program
-from jspec.step.executables import Programs
-from pallas_kernels.dispatch import choose, explain, settled
+from jspec.step.executables import Executables
+from pallas_kernels.dispatch import describe, dispatch, resolve
 from tests.support import tiny
 
 pytestmark = pytest.mark.once
@@ -37,7 +37,7 @@ def chosen(implementation: str, platform: str) -> str:
     def kernel(x: jax.Array, *, interpret: bool) -> jax.Array:
         return jnp.sin(x) if interpret else jnp.cos(x)
 
-    jitted = jax.jit(lambda x: choose(implementation, None, kernel, jnp.tanh, x))
+    jitted = jax.jit(lambda x: dispatch(implementation, None, kernel, jnp.tanh, x))
     text = jitted.trace(jnp.ones(3)).lower(lowering_platforms=(platform,)).as_text()
     names = {"cosine": "Pallas kernels on", "sine": "Pallas kernels interpreted on", "tanh": "references on"}
     (found,) = [said for operation, said in names.items() if f"stablehlo.{operation} " in text]
@@ -54,23 +54,23 @@ def chosen(implementation: str, platform: str) -> str:
     ],
 )
 def test_it_says_what_is_chosen(implementation: str, platform: str) -> None:
-    said = explain(implementation, DEVICES[platform])
+    said = describe(implementation, DEVICES[platform])
     assert said.startswith(f"{chosen(implementation, platform)} {DEVICES[platform].device_kind}")
     assert ("compute capability 9.0" in said) == (platform == "cuda")
     assert ("asked for" in said) == (implementation != "auto")
-    assert said.startswith(chosen(settled(implementation, DEVICES[platform]), platform))
-    assert (settled(implementation, DEVICES[platform]) == "reference") == said.startswith("references")
+    assert said.startswith(chosen(resolve(implementation, DEVICES[platform]), platform))
+    assert (resolve(implementation, DEVICES[platform]) == "reference") == said.startswith("references")
 
 
 def test_an_engine_says_it_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(Programs, "_compile", lambda *args, **options: None)
+    monkeypatch.setattr(Executables, "_compile", lambda *args, **options: None)
     state: Any = namedtuple("State", "root page_table")(jnp.zeros(2), jnp.zeros((2, 3)))
     for implementation in ("auto", "reference"):
         program = Program(drafter=NoDraft(), feature_layers=(), accept="coupled", implementation=implementation)
         with caplog.at_level(logging.INFO, "jspec"):
             caplog.clear()
-            Programs(program, None, state, EngineConfig(), (0,))  # type: ignore[arg-type]
-        assert [record.getMessage() for record in caplog.records] == [explain(implementation, jax.devices()[0])]
+            Executables(program, None, state, EngineConfig(), (0,))  # type: ignore[arg-type]
+        assert [record.getMessage() for record in caplog.records] == [describe(implementation, jax.devices()[0])]
 
 
 def test_an_engine_traces_no_kernel_that_it_will_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,12 +82,12 @@ def test_an_engine_traces_no_kernel_that_it_will_not_hold(monkeypatch: pytest.Mo
         traced.append(name)
         return pallas_call(*args, name=name, **options)
 
-    def only_traced(self: Programs, programs: Iterable[Any], check: Any = None) -> None:
+    def only_traced(self: Executables, programs: Iterable[Any], check: Any = None) -> None:
         assert list(programs)
 
     pallas_call = pl.pallas_call
     monkeypatch.setattr(pl, "pallas_call", counted)
-    monkeypatch.setattr(Programs, "_compile", only_traced)
+    monkeypatch.setattr(Executables, "_compile", only_traced)
     for implementation, some in (("auto", False), ("pallas", True)):
         traced.clear()
         target = tiny.model(24, layers=1, hidden=64)  # of shapes that nothing else traced

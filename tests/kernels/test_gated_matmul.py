@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import gated_matmul, round_rows
+from pallas_kernels import gated_matmul, quantize_rows
 from pallas_kernels.layers import hopper_kernel
-from pallas_kernels.layers.gated_matmul import missing_rows, tiles_for
+from pallas_kernels.layers.gated_matmul import kernel_padding, tiles_for
 from pallas_kernels.layers.hopper_kernel import multiply
 from pallas_kernels.layers.hopper_tiling import Tiles, choose_tiles
-from pallas_kernels.layers.quantized import Quantized, Rounded, quantize
+from pallas_kernels.layers.quantized import Quantized, QuantizedActivation, quantize
 from tests.support.gpus import GPUS, compile_for
 from tests.support.h200 import compile_for_h200
 
@@ -35,7 +35,7 @@ def wanted(x: Any, weight: Any) -> np.ndarray:
     return gate / (1 + np.exp(-gate)) * up
 
 
-def exact(rounded: Rounded | Quantized) -> np.ndarray:
+def exact(rounded: QuantizedActivation | Quantized) -> np.ndarray:
     return np.asarray(rounded.values, np.float64) * np.asarray(rounded.scale, np.float64)[:, None]
 
 
@@ -161,8 +161,8 @@ def test_the_interpreted_kernel_leaves_parts(rows: int, columns: int, programs: 
 @mosaic
 def test_the_interpreted_kernel_scales_parts() -> None:
     x, weight = problem(40, 192, 1024)
-    rows, quantized = round_rows(x), quantize(weight, "fp8_dynamic")
-    right = exact(Rounded(*rows, BF16)) @ exact(quantized).T
+    rows, quantized = quantize_rows(x), quantize(weight, "fp8_dynamic")
+    right = exact(QuantizedActivation(*rows, BF16)) @ exact(quantized).T
     tiles = Tiles(groups=1, columns=96, inner=128, stages=3, store=16, programs=5, parts=2, kept=2)
 
     def largest_error(row_scale: jax.Array, scale: jax.Array) -> float:
@@ -205,7 +205,7 @@ def test_the_interpreted_kernel_scales_parts() -> None:
 def test_the_interpreted_kernel_scales_rows_of_float8(many: int, tiles: Tiles) -> None:
     out = 256 if tiles.turned else 4 * tiles.columns if tiles.lent else 192
     x, weight = problem(many, out, 640)
-    rows, quantized = Rounded(*round_rows(x), BF16), quantize(weight, "fp8_dynamic")
+    rows, quantized = QuantizedActivation(*quantize_rows(x), BF16), quantize(weight, "fp8_dynamic")
     call = partial(interpreted, tiles=tiles)
     factors = exact(rows), exact(quantized)
     assert error(call(rows.values, quantized.values, rows.scale, quantized.scale), *factors) < 4e-3
@@ -236,7 +236,7 @@ def test_it_is_one_launch_without_spills(
     shape = jax.ShapeDtypeStruct
     x, weight = shape((2, rows // 2, inner), dtype), shape((2 * out, inner), dtype)
     if dtype == FP8:
-        x = Rounded(x, shape((2, rows // 2), F32), BF16)
+        x = QuantizedActivation(x, shape((2, rows // 2), F32), BF16)
         weight = Quantized(weight, shape((2 * out,), F32), dynamic=True)
     program = compile_for_h200(gated_matmul, x, weight)
     assert [launch.name for launch in program.launches] == ["kCustomCall"]
@@ -259,11 +259,11 @@ def test_what_is_not_of_two_bytes_is_xlas(monkeypatch: pytest.MonkeyPatch) -> No
     rows = {dtype: jnp.zeros((320, inner), dtype) for dtype in (BF16, F16, F32)}
     taken = {(str(dtype), name) for dtype in rows for name in weights if tiles_for(rows[dtype], weights[name])}
     assert taken == {("bfloat16", "bf16"), ("bfloat16", "fp8_dynamic"), ("float16", "fp8_dynamic")}
-    rounded = Rounded(jnp.zeros((320, inner), FP8), jnp.ones(320, F32), F32)
+    rounded = QuantizedActivation(jnp.zeros((320, inner), FP8), jnp.ones(320, F32), F32)
     assert tiles_for(rounded.replace(dtype=BF16), weights["fp8_dynamic"])
     few = {dtype: jnp.zeros((24, inner), dtype) for dtype in (BF16, FP8)}
     assert not tiles_for(few[BF16], weights["bf16"]), "XLA's is as fast"
-    assert tiles_for(Rounded(few[FP8], jnp.ones(24, F32), BF16), weights["fp8_dynamic"])
+    assert tiles_for(QuantizedActivation(few[FP8], jnp.ones(24, F32), BF16), weights["fp8_dynamic"])
     assert not tiles_for(rounded, weights["fp8_dynamic"])
 
 
@@ -281,10 +281,10 @@ def test_rows_are_added_where_they_help(monkeypatch: pytest.MonkeyPatch) -> None
         (1, 321): 0,
         (33, 1): 0,
     }
-    assert not any(missing_rows(*shape, weight, BF16) for shape in wanted), "XLA's product takes any"
+    assert not any(kernel_padding(*shape, weight, BF16) for shape in wanted), "XLA's product takes any"
     monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 132)
-    assert {shape: missing_rows(*shape, weight, BF16) for shape in wanted} == wanted
-    assert missing_rows(1, 60, weight, F32) == 0
+    assert {shape: kernel_padding(*shape, weight, BF16) for shape in wanted} == wanted
+    assert kernel_padding(1, 60, weight, F32) == 0
 
 
 @mosaic
@@ -331,7 +331,7 @@ def test_the_kernel_scales_float8_on_a_gpu(rows: int) -> None:
     """The tensor core adds up products of float8 with some 14 bits."""
     x, weight = problem(rows, 14336, 4096)
     quantized = quantize(weight, "fp8_dynamic")
-    rounded = Rounded(*round_rows(x), BF16)
+    rounded = QuantizedActivation(*quantize_rows(x), BF16)
     factors = exact(rounded), exact(quantized)
     assert error(gated_matmul(rounded, quantized), *factors) < 2e-2
     assert error(gated_matmul(x, quantized), *factors) < 2e-2

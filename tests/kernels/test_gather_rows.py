@@ -1,4 +1,4 @@
-"""`take_rows` against numpy, with NaN wherever nothing may be read."""
+"""`gather_rows` against numpy, with NaN wherever nothing may be read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import take_rows
+from pallas_kernels import gather_rows
 from tests.support.h200 import compile_for_h200
 
 EXISTS = np.array([True, False, True, True, False])
@@ -38,7 +38,7 @@ def expected(array: np.ndarray) -> np.ndarray:
 
 def check(width: int, implementation: str) -> None:
     arrays = problem(width)
-    taken = take_rows(arrays, ROWS, EXISTS, implementation=implementation)
+    taken = gather_rows(arrays, ROWS, EXISTS, implementation=implementation)
     jax.tree.map(lambda own, array: np.testing.assert_array_equal(own, expected(array), strict=True), taken, arrays)
 
 
@@ -51,15 +51,15 @@ def test_rows_are_those_of_numpy(width: int, implementation: str) -> None:
 def test_a_row_that_does_not_exist_would_be_seen() -> None:
     """The negative control."""
     arrays = problem(75)
-    taken = take_rows(arrays, ROWS, np.ones(5, bool), implementation="pallas")
+    taken = gather_rows(arrays, ROWS, np.ones(5, bool), implementation="pallas")
     assert np.isnan(taken["one"][1]) and not np.array_equal(taken["words"], expected(arrays["words"]))
 
 
 def test_it_is_one_kernel_on_an_h200() -> None:
     shape = jax.ShapeDtypeStruct
     arrays = [shape((64,), jnp.float32), shape((64,), jnp.bool), shape((64, 2048), jnp.int32)]
-    program = compile_for_h200(take_rows, arrays, shape((8,), jnp.int32), shape((64,), jnp.bool), fail_on_spills=True)
-    assert [launch.name for launch in program.launches] == ["take_rows"]
+    program = compile_for_h200(gather_rows, arrays, shape((8,), jnp.int32), shape((64,), jnp.bool), fail_on_spills=True)
+    assert [launch.name for launch in program.launches] == ["gather_rows"]
 
 
 @pytest.mark.gpu

@@ -18,18 +18,18 @@ from pallas_kernels import (
     ancestor_bits,
     append,
     append_attention,
-    keep_bound,
+    gather_rows,
     move_rows,
     paged_attention,
-    put_rows,
+    quantize_rows,
     rotate_append,
-    round_rows,
     sample_tokens,
+    sampling_threshold,
+    scatter_rows,
     split_matmul,
-    take_rows,
     top_log_probs,
 )
-from pallas_kernels.layers.deterministic_matmul import fixed_matmul
+from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
 from pallas_kernels.layers.quantized import Quantized, matmul
 from pallas_kernels.sampling.top_log_probs import top, top_in_order
 from tests.support.gpus import GPUS, compile_for
@@ -87,12 +87,12 @@ def rotation(dim: int, dtype: Any = BF16) -> Case:
     return rotate, (*pools(dim, dtype), qkv, shape(1, 5, dtype=I32), speeds, *rows)
 
 
-def appended(rows: int, dim: int, start: int = 0, *, is_rounded: bool = False) -> Case:
+def appended(rows: int, dim: int, start: int = 0, *, quantize_output: bool = False) -> Case:
     qkv, speeds = shape(2, 1, rows, (HEADS + 2 * KV_HEADS) * dim, dtype=F32), shape(dim // 2, dtype=F32)
     where = (shape(1, 128, dtype=I32), shape(1, dtype=I32), shape(1, rows, dtype=jnp.bool))
 
     def attend(*arrays: Any) -> Any:
-        options = {"start": start, "is_rounded": is_rounded, "implementation": "pallas"}
+        options = {"start": start, "quantize_output": quantize_output, "implementation": "pallas"}
         found = append_attention(*arrays, None, heads=HEADS, dtype=BF16, **options)
         return jax.tree.leaves(found)
 
@@ -119,7 +119,7 @@ def product(rows: int, kind: str | None = None) -> Case:
 
 def fixed_product(rows: int, dtype: Any = BF16) -> Case:
     arrays = shape(rows, HIDDEN, dtype=dtype), shape(6144, HIDDEN, dtype=dtype)
-    return partial(fixed_matmul, implementation="pallas"), arrays
+    return partial(deterministic_matmul, implementation="pallas"), arrays
 
 
 def whole_product(kind: str) -> Case:
@@ -135,7 +135,7 @@ def norm(rows: int, parts: int) -> Case:
 
 def bound(rows: int) -> Case:
     controls = [shape(rows, dtype=dtype) for dtype in (F32, I32, F32, F32)]
-    return partial(keep_bound, implementation="pallas"), (shape(rows, VOCAB, dtype=F32), *controls)
+    return partial(sampling_threshold, implementation="pallas"), (shape(rows, VOCAB, dtype=F32), *controls)
 
 
 def draw(rows: int) -> Case:
@@ -146,14 +146,14 @@ def draw(rows: int) -> Case:
 def view() -> Case:
     arrays = [shape(64, dtype=F32), shape(64, dtype=jnp.bool), shape(64, 2048, dtype=I32)]
     where = shape(8, dtype=I32), shape(64, dtype=jnp.bool)
-    return lambda *given: take_rows(list(given[:3]), *given[3:], implementation="pallas"), (*arrays, *where)
+    return lambda *given: gather_rows(list(given[:3]), *given[3:], implementation="pallas"), (*arrays, *where)
 
 
 def end() -> Case:
     def rows(count: int) -> list[jax.ShapeDtypeStruct]:
         return [shape(count, dtype=I32), shape(count, dtype=jnp.bool), shape(count, 5, 4096)]
 
-    return partial(put_rows, implementation="pallas"), (rows(64), shape(8, dtype=I32), rows(8))
+    return partial(scatter_rows, implementation="pallas"), (rows(64), shape(8, dtype=I32), rows(8))
 
 
 CASES: dict[str, Case] = {
@@ -186,12 +186,12 @@ CASES: dict[str, Case] = {
 }
 FLOAT8: dict[str, Case] = {
     **{f"attention {rows} x {dim} fp8": attention(rows, dim, FP8) for rows, dim in ((1, 256), (5, 128), (61, 128))},
-    "attention behind append, rounded": appended(5, 128, is_rounded=True),
+    "attention behind append, rounded": appended(5, 128, quantize_output=True),
     "rotate fp8": rotation(128, FP8),
     "append fp8": rows_of_pages(FP8, move=False),
     "move fp8": rows_of_pages(FP8, move=True),
-    "round rows": (partial(round_rows, implementation="pallas"), (shape(5, HIDDEN),)),
-    "gate and round": (partial(round_rows, is_gated=True, implementation="pallas"), (shape(5, 28672),)),
+    "round rows": (partial(quantize_rows, implementation="pallas"), (shape(5, HIDDEN),)),
+    "gate and round": (partial(quantize_rows, is_gated=True, implementation="pallas"), (shape(5, 28672),)),
     **{f"product {rows} {kind}": product(rows, kind) for rows, kind in ((5, "fp8_dynamic"), (61, "fp8"))},
     **{f"whole product {kind}": whole_product(kind) for kind in ("fp8", "fp8_dynamic")},
 }

@@ -89,7 +89,7 @@ def check_rounded(case: Case, implementation: str) -> None:
     """Half a step of float8 is 2**-4 of a number, or 2**-10 of the scale; the scale is that of a query's largest."""
     problem = PROBLEMS(case)
     rounded = paged_attention(
-        *problem.arrays, start=case.start, window=case.window, is_rounded=True, implementation=implementation
+        *problem.arrays, start=case.start, window=case.window, quantize_output=True, implementation=implementation
     )
     values, scale = (np.asarray(array, np.float64) for array in (rounded.values, rounded.scale))
     assert rounded.values.dtype == jnp.float8_e4m3fn and rounded.dtype == problem.q.dtype
@@ -119,7 +119,7 @@ def test_large_scores_overflow_nowhere(implementation):
     """Hundreds of them, in base 2: sums are taken beside their largest term, in each part and in both merges."""
     problem = make_problem(Case(), scale=30.0)
     attend = functools.partial(paged_attention, *problem.arrays, scale=30.0, implementation=implementation)
-    out, row = attend(), attend(is_rounded=True)
+    out, row = attend(), attend(quantize_output=True)
     assert problem.error(out) <= 100 * problem.tolerance
     real = problem.real
     assert off(row.values[real], row.scale[real], np.asarray(out, np.float64).reshape(row.shape)[real]) < 1.1

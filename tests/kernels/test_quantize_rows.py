@@ -1,4 +1,4 @@
-"""`round_rows` against ml_dtypes in float64, and what a GPU launches for it."""
+"""`quantize_rows` against ml_dtypes in float64, and what a GPU launches for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import round_rows
+from pallas_kernels import quantize_rows
 from tests.support.h200 import compile_for_h200
 
 
@@ -46,7 +46,7 @@ def test_numbers_go_to_the_nearest_at_the_scale_of_their_row(
 ) -> None:
     x = rows(inner, dtype)
     wanted = expected(x, is_gated)
-    values, scale = round_rows(x, is_gated=is_gated, implementation=implementation)
+    values, scale = quantize_rows(x, is_gated=is_gated, implementation=implementation)
     assert values.dtype == jnp.float8_e4m3fn and values.shape == wanted.shape
     loose = 2**-7 if is_gated and dtype == "bfloat16" else 2**-20  # the gate's own rounding may go the other way
     np.testing.assert_allclose(scale, np.abs(wanted).max(-1) / 448, rtol=loose, atol=1e-37)
@@ -66,21 +66,21 @@ def test_a_scale_of_the_whole_array_is_caught() -> None:
 
 def test_too_wide_rows_are_refused_by_name() -> None:
     with pytest.raises(NotImplementedError, match="32768 columns, got 40000"):
-        round_rows(jnp.zeros((1, 40000)), implementation="pallas")
+        quantize_rows(jnp.zeros((1, 40000)), implementation="pallas")
 
 
 @pytest.mark.parametrize(("inner", "is_gated"), [(4096, False), (8192, False), (28672, True)])
 def test_it_is_one_launch_without_spills(inner: int, is_gated: bool) -> None:
     def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return round_rows(x, is_gated=is_gated, implementation="pallas")
+        return quantize_rows(x, is_gated=is_gated, implementation="pallas")
 
     program = compile_for_h200(run, jax.ShapeDtypeStruct((320, inner), jnp.bfloat16), fail_on_spills=True)
-    assert [launch.name for launch in program.launches] == ["round_rows"]
+    assert [launch.name for launch in program.launches] == ["quantize_rows"]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_the_kernel_on_a_gpu(is_gated: bool) -> None:
     x = rows(28672, "bfloat16")
-    values, scale = round_rows(x, is_gated=is_gated, implementation="pallas")
+    values, scale = quantize_rows(x, is_gated=is_gated, implementation="pallas")
     assert off(values, scale, expected(x, is_gated)) < 1.3

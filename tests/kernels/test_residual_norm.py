@@ -63,7 +63,7 @@ def test_parts_that_are_rounded_are_added_up_in_float32(implementation: str) -> 
 @pytest.mark.parametrize(("hidden", "parts"), [(96, 1), (4096, 4)])
 def test_the_norm_is_rounded_as_it_would_be_afterwards(hidden: int, parts: int, implementation: str) -> None:
     x, delta, weight = inputs(hidden, "bfloat16", parts)
-    total, rounded = add_rms_norm(x, delta, weight, eps=EPS, is_rounded=True, implementation=implementation)
+    total, rounded = add_rms_norm(x, delta, weight, eps=EPS, quantize_output=True, implementation=implementation)
     wanted, normed = add_rms_norm(x, delta, weight, eps=EPS, implementation=implementation)
     np.testing.assert_array_equal(np.asarray(total, np.float32), np.asarray(wanted, np.float32))
     # A compiler may leave out the rounding to bfloat16 in between: a little more than half a step of float8.
@@ -72,21 +72,23 @@ def test_the_norm_is_rounded_as_it_would_be_afterwards(hidden: int, parts: int, 
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize("is_rounded", [False, True])
+@pytest.mark.parametrize("quantize_output", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_sum_may_be_normed_by_several_weights(is_rounded: bool, deterministic: bool, implementation: str) -> None:
+def test_a_sum_may_be_normed_by_several_weights(
+    quantize_output: bool, deterministic: bool, implementation: str
+) -> None:
     x, delta, weight = inputs(96, "float32", 2)
     call = partial(add_rms_norm, x, delta, eps=EPS, deterministic=deterministic, implementation=implementation)
-    total, first, second = call(weight, weight[::-1], is_rounded=is_rounded)
+    total, first, second = call(weight, weight[::-1], quantize_output=quantize_output)
     np.testing.assert_allclose(total, added(x, delta), rtol=1e-6, atol=1e-6)
     own, other = oracle(x, delta, weight[::-1]), oracle(x, delta, weight)
-    if is_rounded:
+    if quantize_output:
         assert off(second.values, second.scale, own) < 1.1
         assert off(second.values, second.scale, other) > 2, "control"
     else:
         np.testing.assert_allclose(second, own, rtol=1e-5, atol=1e-5)
         assert np.abs(np.asarray(second) - other).max() > 0.1, "control"
-    alone = call(weight, is_rounded=is_rounded)[1]
+    alone = call(weight, quantize_output=quantize_output)[1]
     jax.tree.map(np.testing.assert_array_equal, first, alone)
 
 
@@ -102,7 +104,7 @@ def test_a_product_may_wait_for_its_scales(parts: int, implementation: str) -> N
         call(x, waiting, weight), call(x, delta * row_scale[..., None] * scale, weight), strict=True
     ):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
-    rounded = call(x, waiting, weight, is_rounded=True)[1]
+    rounded = call(x, waiting, weight, quantize_output=True)[1]
     assert off(rounded.values, rounded.scale, np.asarray(call(x, waiting, weight)[1], np.float64)) < 1.3
     for wrong in (waiting.replace(scale=scale[::-1]), waiting.replace(row_scale=row_scale[:, ::-1])):
         assert np.abs(np.asarray(call(x, wrong, weight)[0] - call(x, waiting, weight)[0])).max() > 0.1

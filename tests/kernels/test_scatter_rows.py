@@ -1,4 +1,4 @@
-"""`put_rows` against numpy."""
+"""`scatter_rows` against numpy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import put_rows
+from pallas_kernels import scatter_rows
 from tests.support.h200 import compile_for_h200
 
 ROWS = np.array([3, 5, 0, 7, 5, 4], np.int32)  # three beyond the last, two of them alike
@@ -40,7 +40,7 @@ def expected(array: np.ndarray, new: np.ndarray) -> np.ndarray:
 
 def check(width: int, implementation: str) -> None:
     arrays, new = problem(width)
-    put = put_rows(arrays, ROWS, new, implementation=implementation)
+    put = scatter_rows(arrays, ROWS, new, implementation=implementation)
     jax.tree.map(
         lambda own, *given: np.testing.assert_array_equal(own, expected(*given), strict=True), put, arrays, new
     )
@@ -55,7 +55,7 @@ def test_rows_are_those_of_numpy(width: int, implementation: str) -> None:
 def test_a_row_put_elsewhere_would_be_seen() -> None:
     """The negative control."""
     arrays, new = problem(75)
-    put = put_rows(arrays, ROWS[::-1].copy(), new, implementation="pallas")
+    put = scatter_rows(arrays, ROWS[::-1].copy(), new, implementation="pallas")
     assert not np.array_equal(put["one"], expected(arrays["one"], new["one"]))
 
 
@@ -64,12 +64,12 @@ def test_a_row_put_elsewhere_would_be_seen() -> None:
 )
 def test_what_is_not_alike_is_refused(shape: tuple[int, ...], dtype: str) -> None:
     with pytest.raises(ValueError, match=r"expected \(5, 3\) float32, or fewer in the second dimension, got"):
-        put_rows([jnp.zeros((6, 3))], jnp.arange(5), [jnp.zeros(shape, dtype)])
+        scatter_rows([jnp.zeros((6, 3))], jnp.arange(5), [jnp.zeros(shape, dtype)])
 
 
 def test_rows_of_another_tree_are_refused() -> None:
     with pytest.raises(ValueError, match="expected a tree"):
-        put_rows({"a": jnp.zeros((6, 3))}, jnp.arange(5), {"b": jnp.zeros((5, 3))})
+        scatter_rows({"a": jnp.zeros((6, 3))}, jnp.arange(5), {"b": jnp.zeros((5, 3))})
 
 
 def test_it_is_one_kernel_on_an_h200_that_copies_nothing() -> None:
@@ -78,8 +78,8 @@ def test_it_is_one_kernel_on_an_h200_that_copies_nothing() -> None:
         return [jax.ShapeDtypeStruct((rows, *own), dtype) for own, dtype in sizes]
 
     rows = jax.ShapeDtypeStruct((8,), jnp.int32)
-    program = compile_for_h200(lambda *given: put_rows(*given), shapes(64), rows, shapes(8), donate_argnums=0)
-    assert [launch.name for launch in program.launches] == ["put_rows"]
+    program = compile_for_h200(lambda *given: scatter_rows(*given), shapes(64), rows, shapes(8), donate_argnums=0)
+    assert [launch.name for launch in program.launches] == ["scatter_rows"]
 
 
 @pytest.mark.gpu

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import round_rows, split_matmul
+from pallas_kernels import quantize_rows, split_matmul
 from pallas_kernels.layers import hopper_kernel
-from pallas_kernels.layers.quantized import Quantized, Rounded, Scaled, add_up, quantize
+from pallas_kernels.layers.quantized import Quantized, QuantizedActivation, Scaled, quantize, reduce_partials
 from pallas_kernels.layers.split_matmul import MOST_ROWS, parts_of
 from tests.support.h200 import compile_for_h200
 
@@ -29,7 +29,7 @@ def problem(rows: int, out: int, inner: int, dtype: str) -> tuple[jax.Array, jax
 
 def error(parts: jax.Array, x: jax.Array, weight: jax.Array) -> float:
     wanted = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
-    return float(np.abs(np.asarray(add_up(parts, jnp.float32), np.float64) - wanted).max())
+    return float(np.abs(np.asarray(reduce_partials(parts, jnp.float32), np.float64) - wanted).max())
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
@@ -55,8 +55,8 @@ def test_parts_of_many_rows_are_rounded_and_no_worse_for_it(inner: int, parts: i
         return float(np.std(np.asarray(values, np.float64) - exact))
 
     once = spread(jnp.asarray(exact, BF16))
-    assert 0.5 * once < spread(add_up(got, jnp.float32)) < 1.2 * once
-    assert spread(add_up(got[1:], jnp.float32)) > 100 * once, "a part that is left out must show"
+    assert 0.5 * once < spread(reduce_partials(got, jnp.float32)) < 1.2 * once
+    assert spread(reduce_partials(got[1:], jnp.float32)) > 100 * once, "a part that is left out must show"
 
 
 @pytest.mark.parametrize("rows", [60, 72])
@@ -67,7 +67,7 @@ def test_parts_beyond_float16_are_none_of_it(rows: int) -> None:
     got = split_matmul(x, weight)
     assert got.shape[0] > 1
     assert np.abs(np.asarray(got)).max() * got.shape[0] == 2**17
-    np.testing.assert_array_equal(add_up(got, jnp.float32), 0)
+    np.testing.assert_array_equal(reduce_partials(got, jnp.float32), 0)
 
 
 @pytest.mark.once
@@ -171,7 +171,7 @@ def test_float8_by_some_rows_is_the_hopper_kernels(
 ) -> None:
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     shape = jax.ShapeDtypeStruct
-    x = Rounded(shape((1, rows, 4096), FP8), shape((1, rows), jnp.float32), BF16)
+    x = QuantizedActivation(shape((1, rows, 4096), FP8), shape((1, rows), jnp.float32), BF16)
     weight = Quantized(shape((6144, 4096), FP8), shape((6144,), jnp.float32), dynamic=True)
     program = compile_for_h200(split_matmul, x, weight)
     assert program.count("kCustomCall") == hopper
@@ -200,12 +200,12 @@ def test_many_rows_of_float8_wait_for_their_scales(rows: int, dtype: str, parts:
     x, quantized = jnp.abs(x), quantize(jnp.abs(weight), "fp8_dynamic")
     got = split_matmul(x, quantized)
     assert got.shape == (parts, 1, rows, 1024)
-    factors = (round_rows(x), (quantized.values, quantized.scale))
+    factors = (quantize_rows(x), (quantized.values, quantized.scale))
     exact = [np.asarray(values, np.float64) * np.asarray(scale, np.float64)[..., None] for values, scale in factors]
     right = exact[0] @ exact[1].T
 
     def largest_error(product: Any) -> float:
-        return float((np.abs(np.asarray(add_up(product, jnp.float32)) - right) / right).max())
+        return float((np.abs(np.asarray(reduce_partials(product, jnp.float32)) - right) / right).max())
 
     assert largest_error(got) < 1e-2
     assert isinstance(got, Scaled)
@@ -218,12 +218,12 @@ def test_many_rows_of_float8_wait_for_their_scales(rows: int, dtype: str, parts:
 def test_the_hopper_kernels_parts_add_up_on_a_gpu(rows: int) -> None:
     for out, inner in ((6144, 4096), (4096, 14336)):
         x, weight = problem(rows, out, inner, "bfloat16")
-        quantized, rounded = quantize(weight, "fp8_dynamic"), round_rows(x)
+        quantized, rounded = quantize(weight, "fp8_dynamic"), quantize_rows(x)
         exact = [
             np.asarray(v, np.float32) * np.asarray(s)[..., None]
             for v, s in (rounded, (quantized.values, quantized.scale))
         ]
-        got = split_matmul(Rounded(*rounded, BF16), quantized)
+        got = split_matmul(QuantizedActivation(*rounded, BF16), quantized)
         assert got.shape[0] == 2
         assert error(got, *exact) < 5e-2  # the tensor core adds up 7168 products with some 14 bits
         assert error(got[1:], *exact) > 0.5

@@ -1,4 +1,4 @@
-"""`keep_bound` against sorting in float64."""
+"""`sampling_threshold` against sorting in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import keep_bound
+from pallas_kernels import sampling_threshold
 from tests.reference.decoder import law
 from tests.support.h200 import compile_for_h200
 
@@ -48,14 +48,14 @@ def mismatches(bounds: np.ndarray, logits: np.ndarray, cases: Sequence[tuple] = 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_the_kept_tokens_are_those_that_sorting_keeps(implementation: str) -> None:
     logits, controls = problem()
-    assert not mismatches(np.asarray(keep_bound(logits, *controls, implementation=implementation)), logits)
+    assert not mismatches(np.asarray(sampling_threshold(logits, *controls, implementation=implementation)), logits)
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("scale", [0.5, 6.0])
 def test_so_it_is_in_laws_wider_than_what_a_program_holds(scale: float) -> None:
     logits, controls = problem(LARGE, scale)
-    assert not mismatches(np.asarray(keep_bound(logits, *controls, implementation="pallas")), logits)
+    assert not mismatches(np.asarray(sampling_threshold(logits, *controls, implementation="pallas")), logits)
 
 
 @pytest.mark.once
@@ -72,27 +72,27 @@ def test_only_flat_laws_are_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> 
         t, k, p, m = controls
         controls = [t, np.minimum(k, 50), np.minimum(p, np.float32(0.9)), m]
         cases = list(zip(*controls, strict=True))
-        bounds = np.asarray(keep_bound(logits, *controls, implementation="pallas"))
+        bounds = np.asarray(sampling_threshold(logits, *controls, implementation="pallas"))
         assert (not mismatches(bounds, logits, cases)) == is_right
     jax.clear_caches()
 
 
 def test_a_temperature_left_out_is_caught() -> None:
     logits, (t, *controls) = problem()
-    assert mismatches(np.asarray(keep_bound(logits, np.ones_like(t), *controls)), logits)
+    assert mismatches(np.asarray(sampling_threshold(logits, np.ones_like(t), *controls)), logits)
 
 
 def test_a_top_p_before_top_k_is_caught() -> None:
     """The negative control: without renormalising what top-k left, the nucleus is another."""
     logits, (t, k, p, m) = problem()
-    apart = np.maximum(keep_bound(logits, t, k, np.ones_like(p), m), keep_bound(logits, t, 0 * k, p, m))
+    apart = np.maximum(sampling_threshold(logits, t, k, np.ones_like(p), m), sampling_threshold(logits, t, 0 * k, p, m))
     assert mismatches(np.asarray(apart), logits)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_ties_stay_together_and_the_likeliest_always_stays(implementation: str) -> None:
     logits = jnp.asarray([[2.0, 5.0, 5.0, 5.0, -jnp.inf, 1.0], [0.0] * 6])
-    bound = keep_bound(
+    bound = sampling_threshold(
         logits, jnp.ones(2), jnp.asarray([2, 1]), jnp.asarray([1.0, 0.1]), jnp.zeros(2), implementation=implementation
     )
     assert bound.tolist() == [5.0, 0.0]
@@ -105,12 +105,12 @@ def test_tokens_taken_out_before_weigh_nothing(implementation: str) -> None:
     logits, controls = problem()
     left = logits[:, ::3]
     logits[:, 1::3] = logits[:, 2::3] = -np.inf
-    bounds = np.asarray(keep_bound(logits, *controls, implementation=implementation))
+    bounds = np.asarray(sampling_threshold(logits, *controls, implementation=implementation))
     assert not mismatches(bounds, left)
 
 
 def test_a_row_without_controls_keeps_everything() -> None:
-    bound = keep_bound(jnp.zeros((2, 9)), jnp.ones(2), jnp.zeros(2, jnp.int32), jnp.ones(2), jnp.zeros(2))
+    bound = sampling_threshold(jnp.zeros((2, 9)), jnp.ones(2), jnp.zeros(2, jnp.int32), jnp.ones(2), jnp.zeros(2))
     assert bound.tolist() == [-jnp.inf] * 2
 
 
@@ -120,28 +120,28 @@ def test_neighbouring_rows_share_controls_and_temperature_0_has_none(implementat
     logits = problem()[0][:12]
     controls = [np.array([0.7, 0.0, 1.5, 1.0], np.float32), np.array([5, 5, 0, 0], np.int32)]
     controls += [np.array([1.0, 0.5, 0.9, 1.0], np.float32), np.array([0.0, 0.1, 0.0, 0.3], np.float32)]
-    bounds = np.asarray(keep_bound(logits, *controls, implementation=implementation))
+    bounds = np.asarray(sampling_threshold(logits, *controls, implementation=implementation))
     assert (bounds[3:6] == -np.inf).all()
     own = [np.repeat(control, 3) for control in controls]
     own[0][3:6], own[1][3:6], own[2][3:6], own[3][3:6] = 1, 0, 1, 0
     assert not mismatches(bounds, logits, list(zip(*own, strict=True)))
     dealt_out = [np.tile(control, 3) for control in controls]  # the negative control
-    other = np.asarray(keep_bound(logits, *dealt_out, implementation=implementation))
+    other = np.asarray(sampling_threshold(logits, *dealt_out, implementation=implementation))
     assert mismatches(other, logits, list(zip(*own, strict=True)))
 
 
 def test_unequal_groups_are_refused() -> None:
     logits, controls = problem()
     with pytest.raises(ValueError, match="as many groups each"):
-        keep_bound(logits[:5], *(control[:2] for control in controls))
+        sampling_threshold(logits[:5], *(control[:2] for control in controls))
 
 
 def test_it_is_two_kernels_on_an_h200() -> None:
     shape, rows = jax.ShapeDtypeStruct, 160
     controls = [shape((rows,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32, jnp.float32)]
-    program = compile_for_h200(keep_bound, shape((rows, 128256), jnp.float32), *controls, fail_on_spills=True)
+    program = compile_for_h200(sampling_threshold, shape((rows, 128256), jnp.float32), *controls, fail_on_spills=True)
     names = [launch.name for launch in program.launches]
-    assert names == ["keep_bound_survey", "keep_bound"]
+    assert names == ["sampling_threshold_survey", "sampling_threshold"]
     assert program.temp_bytes < 8 << 20
 
 
@@ -149,4 +149,4 @@ def test_it_is_two_kernels_on_an_h200() -> None:
 @pytest.mark.parametrize(("vocab", "scale"), [(VOCAB, 3.0), (LARGE, 0.5), (LARGE, 6.0), (128256, 1.0)])
 def test_on_a_gpu_the_kept_tokens_are_those_that_sorting_keeps(vocab: int, scale: float) -> None:
     logits, controls = problem(vocab, scale)
-    assert not mismatches(np.asarray(keep_bound(logits, *controls, implementation="pallas")), logits)
+    assert not mismatches(np.asarray(sampling_threshold(logits, *controls, implementation="pallas")), logits)

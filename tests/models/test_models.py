@@ -109,13 +109,13 @@ def test_rows_that_fill_a_product_up_change_nothing(is_tree: bool, monkeypatch: 
     )
 
     def run(more: int) -> tuple:
-        monkeypatch.setattr(decoder, "missing_rows", lambda *shapes: more)
+        monkeypatch.setattr(decoder, "kernel_padding", lambda *shapes: more)
         return decoder.forward(model, cache, batch, feature_layers=(0, 1, 3))
 
     wanted = run(0)
     for more in (1, 3):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), run(more), wanted)
-    written = batch.filled(3)
-    monkeypatch.setattr(TokenBatch, "filled", lambda self, more: replace(written, valid=written.valid.at[:].set(True)))
+    written = batch.pad(3)
+    monkeypatch.setattr(TokenBatch, "pad", lambda self, more: replace(written, valid=written.valid.at[:].set(True)))
     changed = run(3)[1]
     assert np.abs(changed.k[0] - wanted[1].k[0]).max() > 0.1, "control: rows that are written show"

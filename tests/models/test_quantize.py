@@ -27,7 +27,7 @@ from jspec.tools.convert import STORED
 from jspec.tools.convert import main as convert_main
 from jspec.tools.info import describe
 from pallas_kernels import split_matmul
-from pallas_kernels.layers.quantized import KINDS, Quantized, add_up, matmul, quantize
+from pallas_kernels.layers.quantized import KINDS, Quantized, matmul, quantize, reduce_partials
 from tests.support import folders, tiny
 from tests.support.h200 import compile_for_h200
 
@@ -119,8 +119,10 @@ def test_a_split_product_is_the_same(kind: str, rows: int, implementation: str) 
     parts = split_matmul(x, own, implementation=implementation)
     assert (parts.shape[0], parts.dtype) == (4, jnp.float32)
     wanted = expected(x, own)
-    assert error(add_up(parts, jnp.dtype("float32")), wanted, x, weight) < TOLERANCE[kind]
-    assert error(add_up(parts[1:], jnp.dtype("float32")), wanted, x, weight) > 0.01, "a part that is left out must show"
+    assert error(reduce_partials(parts, jnp.dtype("float32")), wanted, x, weight) < TOLERANCE[kind]
+    assert error(reduce_partials(parts[1:], jnp.dtype("float32")), wanted, x, weight) > 0.01, (
+        "a part that is left out must show"
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 5, 60])

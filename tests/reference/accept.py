@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import numpy as np
 
-Ruling = tuple[list[int], np.ndarray]
+AcceptResult = tuple[list[int], np.ndarray]
 
 
 def children(parents: np.ndarray, valid: np.ndarray, node: int) -> list[int]:
     return [n for n in range(1, len(parents)) if parents[n] == node and valid[n]]
 
 
-def point_masses(p: np.ndarray, tokens: np.ndarray, parents: np.ndarray, valid: np.ndarray, u: np.ndarray) -> Ruling:
+def multi_candidate_accept(
+    p: np.ndarray, tokens: np.ndarray, parents: np.ndarray, valid: np.ndarray, u: np.ndarray
+) -> AcceptResult:
     """EAGLE's rule: a rejected child's token loses its mass, the rest is renormalised."""
     path, law = [0], p[0].astype(np.float64)
     while True:
@@ -32,7 +34,7 @@ def point_masses(p: np.ndarray, tokens: np.ndarray, parents: np.ndarray, valid: 
 
 def without_replacement(
     p: np.ndarray, q: np.ndarray, tokens: np.ndarray, parents: np.ndarray, valid: np.ndarray, u: np.ndarray
-) -> Ruling:
+) -> AcceptResult:
     """Recursive rejection sampling without replacement (arXiv:2402.14160)."""
     path = [0]
     while True:
@@ -51,7 +53,7 @@ def without_replacement(
             return path, law
 
 
-def block(p: np.ndarray, q: np.ndarray, tokens: np.ndarray, length: int, u: np.ndarray) -> Ruling:
+def block(p: np.ndarray, q: np.ndarray, tokens: np.ndarray, length: int, u: np.ndarray) -> AcceptResult:
     """Algorithm 2 of arXiv:2403.10444 for a chain of ``length`` tokens."""
     accepted, weights = 0, [1.0]
     for i in range(1, length + 1):

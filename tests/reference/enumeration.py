@@ -122,11 +122,11 @@ def emitted(
     p = along(tree, tokens, target)
     q = None if drafted is None else along(tree, tokens, drafted)
     draft = record(tree, tokens, q, valid)
-    reach = ancestors(draft.parents)
-    ruling = rule(jnp.asarray(p, jnp.float32), draft, reach, jnp.asarray(1.0 - accepts, jnp.float32))
+    ancestor_mask = ancestors(draft.parents)
+    ruling = rule(jnp.asarray(p, jnp.float32), draft, ancestor_mask, jnp.asarray(1.0 - accepts, jnp.float32))
     best, last = np.asarray(ruling.best), np.asarray(ruling.last_law, np.float64)
     probs = np.minimum(np.asarray(ruling.accept_probs, np.float64), 1)
-    had_turn = _had_turn(tree, np.asarray(reach)[np.arange(len(best)), best]) | all_at_once
+    had_turn = _had_turn(tree, np.asarray(ancestor_mask)[np.arange(len(best)), best]) | all_at_once
     each = np.where(had_turn & valid, np.where(accepts == 1, probs, 1 - probs), 0.5)
     weight = weight * np.prod(each[:, 1:], axis=1)
     out = np.zeros([target[0].shape[-1]] * (tree.depth + 1))

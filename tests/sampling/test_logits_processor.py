@@ -16,7 +16,7 @@ from jspec.core.ancestors import ancestors
 from jspec.core.config import EngineConfig
 from jspec.core.records import Draft
 from jspec.draft.base import NoDraft
-from jspec.engine.input_processor import Admission
+from jspec.engine.input_processor import InputProcessor
 from jspec.sampling import logits_processor, penalties
 from tests.reference.masking import decoded
 from tests.support import lettered, small
@@ -232,7 +232,7 @@ def test_what_goes_with_a_processor() -> None:
     with pytest.raises(ValueError, match="processor_args: expected a tuple of finite numbers"):
         SamplingParams(processor_args=(float("nan"),))
     with pytest.raises(ValueError, match=r"processor_args: expected 0 numbers, as this engine was built for.*\(1.0,\)"):
-        Admission(None, 16, (), EngineConfig()).requests([1], SamplingParams(processor_args=(1.0,)), trace=False)
+        InputProcessor(None, 16, (), EngineConfig()).requests([1], SamplingParams(processor_args=(1.0,)), trace=False)
 
 
 def test_an_engine_made_of_a_folder_has_one(data: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jspec import DraftModel, Eagle3, Tree
-from jspec.core.records import Report, SlotState
+from jspec.core.records import SlotState, StepResult
 from jspec.models.kv_cache import PoolShape
 from jspec.step import decode
 from jspec.step.prefill import prefill_step
@@ -92,7 +92,7 @@ def prefilled(drafter: str, temperature: float) -> SlotState:
 
 def run(
     one_round: Callable[..., Any], drafter: str, temperature: float, rounds: int = ROUNDS
-) -> tuple[Report, np.ndarray, SlotState]:
+) -> tuple[StepResult, np.ndarray, SlotState]:
     """Several rounds: reports, draft scores of the active rows, the state behind them."""
     state, reports, scores = prefilled(drafter, temperature), [], []
     for _ in range(rounds):
@@ -100,16 +100,16 @@ def run(
         reports.append(np.asarray(report))
         row_scores = np.asarray(getattr(extra, "scores", extra))
         scores.append(np.where(reports[-1][:, -4:-3] > 0, row_scores, 0))
-    return Report.read(np.stack(reports)), np.stack(scores), state
+    return StepResult.read(np.stack(reports)), np.stack(scores), state
 
 
 @cache
-def fused(drafter: str, temperature: float, rounds: int = ROUNDS) -> tuple[Report, np.ndarray, SlotState]:
+def fused(drafter: str, temperature: float, rounds: int = ROUNDS) -> tuple[StepResult, np.ndarray, SlotState]:
     return run(case(drafter).fused, drafter, temperature, rounds)
 
 
-def same(one: tuple[Report, np.ndarray, SlotState], other: tuple[Report, np.ndarray, SlotState]) -> None:
-    for name, a, b in zip(Report._fields, one[0], other[0], strict=True):
+def same(one: tuple[StepResult, np.ndarray, SlotState], other: tuple[StepResult, np.ndarray, SlotState]) -> None:
+    for name, a, b in zip(StepResult._fields, one[0], other[0], strict=True):
         np.testing.assert_array_equal(a[:, :2], b[:, :2], err_msg=name)
     np.testing.assert_allclose(one[1], other[1], atol=TOLERANCE)
     for name in ("root", "lengths", "active", "remaining"):

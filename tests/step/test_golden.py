@@ -20,7 +20,7 @@ from jspec.models.config import Rope
 from jspec.models.kv_cache import PoolShape
 from jspec.step import decode
 from jspec.step.prefill import prefill_step
-from pallas_kernels.layers.quantized import add_up
+from pallas_kernels.layers.quantized import reduce_partials
 from tests.support import tiny
 from tests.support.recordings import TOLERANCE, engine_of, recording, replay, same_rounds
 
@@ -55,15 +55,15 @@ def test_the_first_draft_logits_are_the_recorded_ones(
 ) -> None:
     """Theta, feature layers, norms and concat order all show here, where acceptance hardly moves."""
     seen: list[np.ndarray] = []
-    original = eagle.catch_up
+    original = eagle.write_pending_rows
 
     def spy(params: eagle.EagleHead, state: eagle.EagleState, view: SlotView, window: int | None) -> tuple:
         out, product, cache_ = original(params, state, view, window)
-        logits = add_up(product, jnp.float32)[:, 0]
+        logits = reduce_partials(product, jnp.float32)[:, 0]
         jax.debug.callback(lambda x: seen.append(np.asarray(x)), logits, ordered=True)
         return out, product, cache_
 
-    monkeypatch.setattr(eagle, "catch_up", spy)
+    monkeypatch.setattr(eagle, "write_pending_rows", spy)
     target = tiny.load_target(golden / "target")
     spied = Engine(target, drafter=drafter, slots=1, max_len=512, buckets=(1,), prefill_buckets=(128,), overlap=False)
     for prompt, ids in enumerate(tiny.recorded_prompts(golden)):

@@ -132,7 +132,7 @@ def test_a_deterministic_round_is_one_graph_of_our_own_kernels(
     """The target's products, norms and attention are none of XLA's, which chooses by the number of rows."""
     compiled = compile_round(tree, deterministic=True, batch=batch)
     program = check(*compiled, launches=launches, temp_mib=temp_mib)
-    assert program.count("fixed_matmul") == 4 * 32 + 1
+    assert program.count("deterministic_matmul") == 4 * 32 + 1
     assert program.count("paged_attention") >= 2 * 32
     assert program.count("add_rms_norm") >= 2 * 32 + 1
 

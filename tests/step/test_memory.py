@@ -19,7 +19,7 @@ from jspec.draft.base import Drafter, NoDraft
 from jspec.models.kv_cache import PoolShape
 from jspec.step import memory
 from jspec.step.decode import Params, Program, init_state
-from jspec.step.executables import Programs
+from jspec.step.executables import Executables
 from jspec.step.memory import DeviceMemory, Room, fit
 from tests.support import small, tiny
 
@@ -153,7 +153,7 @@ def test_the_engine_asks_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(state.target.k[0].shape[0])
         raise RuntimeError("enough")
 
-    monkeypatch.setattr(Programs, "__init__", compiled)
+    monkeypatch.setattr(Executables, "__init__", compiled)
     for pages in (27, 33):
         monkeypatch.setattr(memory, "device_memory", lambda pages=pages: limit_for(room, pool, pages))
         with pytest.raises(RuntimeError, match="enough"):
@@ -181,7 +181,7 @@ def test_memory_that_runs_out_at_start_is_explained(monkeypatch: pytest.MonkeyPa
         raise error
 
     monkeypatch.setattr(
-        *(("jspec.engine.model_runner.init_state", fails) if where == "pools" else (Programs, "__init__", fails))
+        *(("jspec.engine.model_runner.init_state", fails) if where == "pools" else (Executables, "__init__", fails))
     )
     monkeypatch.setattr(memory, "device_memory", lambda: room.device)
     with pytest.raises(

@@ -16,7 +16,7 @@ from jspec import DraftModel, Eagle, Eagle3, Engine, Medusa, NGram, SamplingPara
 from jspec.__main__ import main
 from jspec.draft.base import NoDraft
 from jspec.engine.metrics import LowAcceptanceWarning
-from jspec.engine.stats_logger import ROUNDS, AcceptanceWatch, advice
+from jspec.engine.stats_logger import ROUNDS, LowAcceptanceWarner, advice
 from jspec.engine.tokenizer import ByteTokenizer
 from jspec.tools import check_head, testing
 from jspec.tools.check_head import OWN, Measurement, Setting
@@ -295,10 +295,10 @@ def step_report(accept_len: int, rows: int) -> np.ndarray:
     return np.tile(np.array([0, 0, 0, 1, accept_len, 2, 0], np.int32), (1, rows, 1))
 
 
-def watch_of_a_head() -> AcceptanceWatch:
+def watch_of_a_head() -> LowAcceptanceWarner:
     target = tiny.model(16, layers=1)
     head = tiny.eagle_head(target, draft_vocab=8, feature_layers=(0, 1))
-    return AcceptanceWatch(Eagle3(head, Tree.chain(2)))
+    return LowAcceptanceWarner(Eagle3(head, Tree.chain(2)))
 
 
 def test_the_warning_comes_once_after_64_rounds_below_the_bound() -> None:
@@ -363,7 +363,7 @@ def test_each_method_has_its_own_advice_and_a_search_of_the_text_none() -> None:
     assert "rope theta" in str(advice(Eagle(tiny.eagle1_head(target), chain)))
     for drafter in (NGram(), Suffix(), NoDraft(), testing.Random(chain)):
         assert advice(drafter) is None
-    silent = AcceptanceWatch(NGram())
+    silent = LowAcceptanceWarner(NGram())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         silent.count(step_report(0, 500))

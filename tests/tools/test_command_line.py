@@ -16,7 +16,7 @@ from jspec.core.config import ACCEPT_RULES, EngineConfig
 from jspec.core.tree import TREE_FORMS
 from jspec.engine.tokenizer import ByteTokenizer
 from jspec.models.quantize import quantized_as
-from jspec.step.executables import Programs
+from jspec.step.executables import Executables
 from jspec.tools.replay import continue_greedily
 from tests.support import folders
 
@@ -108,7 +108,7 @@ def test_weights_and_caches_are_as_asked(small: dict[str, str], monkeypatch: pyt
         built.append((params, state, config))
         raise ValueError("that will do")
 
-    monkeypatch.setattr(Programs, "__init__", compiled)
+    monkeypatch.setattr(Executables, "__init__", compiled)
     draft = ("--draft-model", small["draft-model"])
     words = ("--quantize", "int8", "--kv-dtype", "bfloat16", "--draft-kv-dtype", "float16", "--draft-quantize", "fp8")
     assert generate(small, *draft, *words) == 2

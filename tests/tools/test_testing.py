@@ -79,12 +79,12 @@ def test_rejection_sampling_passes_where_rows_are_greedy(plain: Engine) -> None:
 
 def test_accepting_everything_is_caught(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the walk takes every valid node."""
-    original = rules.walk
+    original = rules.longest_accepted_path
 
-    def credulous(matches: Array, draft: Draft, reach: Array) -> Any:
-        return original(jnp.ones_like(matches), draft, reach)
+    def credulous(matches: Array, draft: Draft, ancestor_mask: Array) -> Any:
+        return original(jnp.ones_like(matches), draft, ancestor_mask)
 
-    monkeypatch.setattr(rules, "walk", credulous)
+    monkeypatch.setattr(rules, "longest_accepted_path", credulous)
     with pytest.raises(AssertionError, match=r"not lossless at temperature 0\.0: Difference\(prompt="):
         check(plain, Random(Tree.chain(LENGTH)), temperatures=(0.0,))
 

@@ -14,13 +14,17 @@ from jspec.core.ancestors import ancestors
 from jspec.core.records import Draft
 from jspec.verify import rejection, tree_walk
 from jspec.verify.block import block_verification
-from jspec.verify.multi_candidate import multi_candidate, point_masses
+from jspec.verify.multi_candidate import multi_candidate, multi_candidate_accept
 from tests.reference import accept, enumeration
 from tests.reference.enumeration import distance, emitted, joint, likeliest, random_laws
 
 pytestmark = pytest.mark.once
 
-drawn, block, point = jax.jit(rejection.without_replacement), jax.jit(block_verification), jax.jit(point_masses)
+drawn, block, point = (
+    jax.jit(rejection.without_replacement),
+    jax.jit(block_verification),
+    jax.jit(multi_candidate_accept),
+)
 
 CHAIN = Tree.chain(3)
 PAIRS = Tree.static([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)])
@@ -168,28 +172,28 @@ def random_draft(seed: int, *, rows: int, nodes: int, vocab: int) -> tuple[Draft
     return record, p, q
 
 
-@pytest.mark.parametrize("name", ["point_masses", "without_replacement", "block"])
+@pytest.mark.parametrize("name", ["multi_candidate_accept", "without_replacement", "block"])
 def test_rulings_are_those_of_a_plain_loop(name: str) -> None:
     """Random trees, uniforms and laws; compared are the path and the law behind it."""
     draft, p, q = random_draft(3, rows=400, nodes=10, vocab=6)
     if name == "block":
         chain = jnp.broadcast_to(jnp.arange(-1, 9, dtype=jnp.int32), draft.parents.shape)
         draft = draft.replace(parents=chain, valid=jnp.cumprod(draft.valid, axis=1).astype(bool))
-    reach = ancestors(draft.parents)
+    ancestor_mask = ancestors(draft.parents)
     u = np.random.default_rng(4).random(draft.tokens.shape)
-    rule = {"point_masses": point, "without_replacement": drawn, "block": block}[name]
-    ruling = rule(jnp.asarray(p, jnp.float32), draft, reach, jnp.asarray(u, jnp.float32))
+    rule = {"multi_candidate_accept": point, "without_replacement": drawn, "block": block}[name]
+    ruling = rule(jnp.asarray(p, jnp.float32), draft, ancestor_mask, jnp.asarray(u, jnp.float32))
     tokens, parents, valid = (np.asarray(x) for x in (draft.tokens, draft.parents, draft.valid))
     lengths = set()
     for row in range(len(u)):
         here = p[row], q[row], tokens[row], parents[row], valid[row], u[row]
         if name == "block":
             path, law = accept.block(p[row], q[row], tokens[row], int(valid[row].sum()) - 1, u[row])
-        elif name == "point_masses":
-            path, law = accept.point_masses(here[0], *here[2:])
+        elif name == "multi_candidate_accept":
+            path, law = accept.multi_candidate_accept(here[0], *here[2:])
         else:
             path, law = accept.without_replacement(*here)
-        assert np.flatnonzero(reach[row, ruling.best[row]]).tolist() == path
+        assert np.flatnonzero(ancestor_mask[row, ruling.best[row]]).tolist() == path
         np.testing.assert_allclose(ruling.last_law[row], law, atol=1e-5)
         lengths.add(len(path))
     assert len(lengths) > 3, "the cases must reach different depths"
@@ -236,7 +240,7 @@ def test_a_certain_target_is_followed_whatever_the_draws(rule, draw: float) -> N
     q = np.full_like(p, 1 / 3)
     draft = enumeration.record(tree, tokens, q)
     ruling = rule(jnp.asarray(p), draft, ancestors(draft.parents), jnp.full(tokens.shape, draw, jnp.float32))
-    _, best = tree_walk.walk(jnp.asarray(tokens == 2), draft, ancestors(draft.parents))
+    _, best = tree_walk.longest_accepted_path(jnp.asarray(tokens == 2), draft, ancestors(draft.parents))
     np.testing.assert_array_equal(ruling.best, best)
     np.testing.assert_allclose(ruling.last_law, p[:, 0], atol=1e-6)
 

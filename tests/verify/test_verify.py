@@ -115,13 +115,13 @@ def test_coupled_walks_every_tree_as_a_plain_loop_does(seed: int) -> None:
 
 def test_ancestors_agree_with_climbing_the_parents() -> None:
     parents = np.stack([random_tree(np.random.default_rng(s), 40, s % 5) for s in range(8)])
-    reach = np.asarray(ancestors(jnp.asarray(parents, jnp.int32)))
+    ancestor_mask = np.asarray(ancestors(jnp.asarray(parents, jnp.int32)))
     for row, node in itertools.product(range(8), range(40)):
         climbed, at = {node}, int(parents[row, node])
         while at >= 0:
             climbed.add(at)
             at = int(parents[row, at])
-        assert set(np.flatnonzero(reach[row, node])) == climbed
+        assert set(np.flatnonzero(ancestor_mask[row, node])) == climbed
 
 
 def test_the_geometry_of_a_known_tree_is_worked_out_beforehand() -> None:
@@ -130,8 +130,8 @@ def test_the_geometry_of_a_known_tree_is_worked_out_beforehand() -> None:
     parents = np.stack([random_tree(rng, 12, padding) for padding in range(4)]).astype(np.int32)
 
     def geometry(parents: np.ndarray | jax.Array) -> tuple[jax.Array, ...]:
-        reach = ancestors(parents)
-        return jnp.asarray(reach), depths(reach), by_depth(reach, 11)
+        ancestor_mask = ancestors(parents)
+        return jnp.asarray(ancestor_mask), depths(ancestor_mask), by_depth(ancestor_mask, 11)
 
     known, traced = jax.make_jaxpr(lambda: geometry(parents))(), jax.make_jaxpr(geometry)(parents)
     for array, other in zip(jax.jit(lambda: geometry(parents))(), jax.jit(geometry)(parents), strict=True):

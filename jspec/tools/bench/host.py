@@ -138,13 +138,13 @@ def ready_engine(case: Case) -> Engine:
     first, chain = _answer(1, case.length, 0), _answer(case.rows, case.length, case.accepted)
     programs.prefill.update(dict.fromkeys(programs.prefill, first))
     programs.rounds.update(dict.fromkeys(programs.rounds, chain))
-    programs.show_pages = lambda table, new: table
-    programs.catch_up = lambda params, state, request: state
+    programs.update_page_table = lambda table, new: table
+    programs.write_pending_rows = lambda params, state, request: state
     return engine
 
 
 def _answer(rows: int, length: int, accepted: int) -> Callable[..., Any]:
-    """A program that accepts so many draft tokens in every row, by `jspec.core.records.Report`'s columns."""
+    """A program that accepts so many draft tokens in every row, by `jspec.core.records.StepResult`'s columns."""
     columns = [TOKEN] * (accepted + 1) + [-1] * (length - accepted) + [accepted + 1, accepted, length, 0]
     report = np.array([[columns] * rows], np.int32).view(Ready)
     output = StepOutput(report=report, trace=None)  # type: ignore[arg-type]

@@ -96,11 +96,11 @@ def impose(verdict: Verdict, draft: Draft, view: SlotView, tree: Tree, accepted:
         verdict: of the program's own rule.
         accepted: draft tokens to accept, at most the tree's depth.
     """
-    reach = ancestors(draft.parents)
-    within = draft.valid & (depths(reach) <= accepted[:, None])
-    best = jnp.argmax(jnp.where(within, depths(reach), -1), axis=-1).astype(jnp.int32)
+    ancestor_mask = ancestors(draft.parents)
+    within = draft.valid & (depths(ancestor_mask) <= accepted[:, None])
+    best = jnp.argmax(jnp.where(within, depths(ancestor_mask), -1), axis=-1).astype(jnp.int32)
     newest = jnp.take_along_axis(verdict.tokens, jnp.maximum(verdict.counts - 1, 0)[:, None], axis=1)[:, 0]
-    return verify.verdict_of(best, newest, draft, reach, view, tree)
+    return verify.verdict_of(best, newest, draft, ancestor_mask, view, tree)
 
 
 def synthetic_step(

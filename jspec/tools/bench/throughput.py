@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jspec.core.records import Report, SlotState
+from jspec.core.records import SlotState, StepResult
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
 from jspec.step.decode import Params, Program, init_state
@@ -125,7 +125,7 @@ def restart(state: SlotState, case: Case) -> SlotState:
 
 def run(
     step: Any, params: Params, state: SlotState, lots: Int[np.ndarray, "rounds batch"]
-) -> tuple[SlotState, float, Report]:
+) -> tuple[SlotState, float, StepResult]:
     """Rounds dispatched back to back, one for each line of lots: the state behind them, seconds, what they reported."""
     slots = jnp.arange(lots.shape[1], dtype=jnp.int32)
     accepted = [jnp.asarray(line) for line in lots]
@@ -137,10 +137,10 @@ def run(
         reports.append(output.report)
     jax.block_until_ready((state, reports))
     seconds = time.perf_counter() - began
-    return state, seconds, Report.read(np.concatenate([np.asarray(one) for one in reports]))
+    return state, seconds, StepResult.read(np.concatenate([np.asarray(one) for one in reports]))
 
 
-def _result(case: Case, seconds: Sequence[float], seen: Report, compile_seconds: float) -> Throughput:
+def _result(case: Case, seconds: Sequence[float], seen: StepResult, compile_seconds: float) -> Throughput:
     at_work, median = seen.counts > 0, statistics.median(seconds)
     count, rows = at_work.shape
     midway = replace(case.point, context=case.point.context + case.tokens // 2)
