@@ -40,8 +40,8 @@ from jspec.models.quantize import quantize_weights, quantized_as
 from jspec.sampling import logits_processor as processors
 from jspec.sampling.logits_processor import LogitsProcessor
 from jspec.step import memory
-from jspec.step.decode import Params, Program
 from jspec.step.executables import keep_compiled
+from jspec.step.program import Params, Program
 from pallas_kernels.layers.deterministic_matmul import unsupported_weight
 
 logger = logging.getLogger(__name__)

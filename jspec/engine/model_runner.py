@@ -21,8 +21,8 @@ from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan
 from jspec.models.kv_cache import PoolShape
 from jspec.models.quantize import check_device
 from jspec.step import memory
-from jspec.step.decode import Params, Program, init_state
 from jspec.step.executables import Executables
+from jspec.step.program import Params, Program, init_state
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,9 @@ from jspec.core.records import MAX_STOP_IDS, PrefillInput, SlotState
 from jspec.engine.grammar.token_table import Grammar
 from jspec.models.kv_cache import update_page_table
 from jspec.sampling import grammar_mask, penalties
-from jspec.step.decode import Params, Program, spec_step
+from jspec.step.decode import spec_step
 from jspec.step.prefill import prefill_step, write_pending_rows_step
+from jspec.step.program import Params, Program
 from jspec.step.split_decode import draft_step, mask_shape, verify_step
 from pallas_kernels.dispatch import describe, resolve
 

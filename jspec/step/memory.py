@@ -17,7 +17,7 @@ import jax
 from jspec.core.config import EngineConfig
 from jspec.core.records import KVCache, SlotState
 from jspec.models.kv_cache import MAX_POOL_ELEMENTS, PoolShape
-from jspec.step.decode import Params, Program, init_state
+from jspec.step.program import Params, Program, init_state
 
 KEPT = 4  # times the pages that all slots can fill: so much is of use to requests that begin like ended ones
 UNITS = {"": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

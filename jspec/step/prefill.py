@@ -13,7 +13,7 @@ from jspec.core.records import PrefillInput, Sampling, SlotState, SlotView, Step
 from jspec.models import kv_cache
 from jspec.models.decoder import TargetOut, forward
 from jspec.sampling import grammar_mask, logprobs, penalties, sampler
-from jspec.step.decode import Params, Program, text_of, view_of
+from jspec.step.program import Params, Program, token_history, view_of
 
 
 @jax.named_scope("prefill")
@@ -42,7 +42,7 @@ def prefill_step(
         count = jnp.where(chunk.write == 1, chunk.count, 0)[None]
         text = kv_cache.write_text(state.text, view.page_table, chunk.start[None], chunk.tokens[None], count)
         state = replace(state, text=text)
-        view = replace(view, text=text_of(state, view.page_table))
+        view = replace(view, text=token_history(state, view.page_table))
     batch = TokenBatch(
         tokens=chunk.tokens[None],
         positions=(chunk.start + offsets)[None],

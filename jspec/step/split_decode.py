@@ -19,7 +19,8 @@ from jaxtyping import Array, Int, UInt32
 
 from jspec.core.records import Draft, SlotState, StepOutput
 from jspec.engine.grammar.cfg_matcher import EVERYTHING, Matcher, words_of
-from jspec.step.decode import Params, Program, draft_stage, output_of_one, verify_and_commit, view_of
+from jspec.step.decode import draft_stage, output_of_one, verify_and_commit
+from jspec.step.program import Params, Program, view_of
 
 Step = Callable[[Params, SlotState, Any], tuple[SlotState, StepOutput]]
 

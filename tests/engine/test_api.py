@@ -24,7 +24,7 @@ from jspec.engine.output_processor import OutputState
 from jspec.engine.prometheus import Gauges, Histogram, Latencies, exposition
 from jspec.engine.stats_logger import StatsLogger
 from jspec.engine.tokenizer import ByteTokenizer
-from jspec.step.decode import init_state
+from jspec.step.program import init_state
 from tests.support import tiny
 
 pytestmark = pytest.mark.once

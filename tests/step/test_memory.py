@@ -18,9 +18,9 @@ from jspec.core.config import EngineConfig
 from jspec.draft.base import Drafter, NoDraft
 from jspec.models.kv_cache import PoolShape
 from jspec.step import memory
-from jspec.step.decode import Params, Program, init_state
 from jspec.step.executables import Executables
 from jspec.step.memory import DeviceMemory, Room, fit
+from jspec.step.program import Params, Program, init_state
 from tests.support import small, tiny
 
 pytestmark = pytest.mark.once
