@@ -89,7 +89,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="module")
 def runs_long() -> Iterator[None]:
     """For files whose engines run longer than they compile: with some of what `cpu_flags` leaves out."""
-    from jspec.step.decode import Program
+    from jspec.step.program import Program
 
     options: dict[str, Any] = {"xla_backend_optimization_level": 1}
     if "--xla_cpu_use_fusion_emitters=false" in os.environ["XLA_FLAGS"]:

@@ -19,14 +19,13 @@ from jspec.core.config import EngineConfig
 from jspec.core.records import StepOutput, StepResult
 from jspec.draft.base import Drafter, NoDraft
 from jspec.engine.api import Interface
-from jspec.engine.choice import wants_newest
 from jspec.engine.draft_length import Adaptive, Fixed, Policy, Reading, Stopwatch, halvings
 from jspec.engine.errors import RESTART, caused_by, error_of_requests
 from jspec.engine.fair_lock import FairLock
 from jspec.engine.grammar.compiler import follow
 from jspec.engine.input_processor import InputProcessor, Prompt, draft_cap
 from jspec.engine.metrics import Metrics
-from jspec.engine.model_runner import ModelRunner
+from jspec.engine.model_runner import ModelRunner, wants_newest
 from jspec.engine.output_processor import OutputState, process_prompt_logprobs, process_step_output
 from jspec.engine.page_pool import PagePool
 from jspec.engine.prometheus import Gauges, Latencies, exposition
@@ -40,8 +39,8 @@ from jspec.models.quantize import quantize_weights, quantized_as
 from jspec.sampling import logits_processor as processors
 from jspec.sampling.logits_processor import LogitsProcessor
 from jspec.step import memory
-from jspec.step.decode import Params, Program
 from jspec.step.executables import keep_compiled
+from jspec.step.program import Params, Program
 from pallas_kernels.layers.deterministic_matmul import unsupported_weight
 
 logger = logging.getLogger(__name__)

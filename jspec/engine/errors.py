@@ -2,23 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
-from typing import Any
-
-import jax
-
 RESTART = "the device failed and its state could not be made anew; restart the process"
-
-
-def delete_buffers(state: Any, error: BaseException) -> None:
-    """Free a state's buffers at once.
-
-    The frames of the error refer to them, and the requests keep the error: new ones would have to fit in beside them.
-    """
-    for leaf in jax.tree.leaves(state):
-        if not leaf.is_deleted():
-            leaf.delete()
-    traceback.clear_frames(error.__traceback__)
 
 
 def error_of_requests(error: BaseException) -> Exception:

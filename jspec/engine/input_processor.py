@@ -1,4 +1,4 @@
-"""What a caller asks for, checked and made a request; and a request's chunks, packed for the device."""
+"""What a caller asks for, checked and made a request."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 
 from jspec.core.config import EngineConfig
-from jspec.core.records import MAX_STOP_IDS, PrefillInput
+from jspec.core.records import MAX_STOP_IDS
 from jspec.engine import penalty_input
 from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher
 from jspec.engine.grammar.compiler import GrammarInput
 from jspec.engine.grammar.token_table import Grammar
 from jspec.engine.request import Request
 from jspec.engine.sampling_params import SamplingParams, sample_seed
-from jspec.engine.scheduler import PrefillPlan
 from jspec.engine.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -162,45 +161,3 @@ def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int, m
 def draft_cap(params: SamplingParams, depth: int) -> int:
     """Draft tokens that a request allows in a round, of those that the drafter's tree is deep."""
     return depth if params.draft is True else min(int(params.draft), depth)
-
-
-def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) -> np.ndarray:
-    """A chunk as the prefill program reads it.
-
-    Args:
-        width: pages a slot may have.
-        depth: of the drafter's tree.
-    """
-    request, params = plan.request, plan.request.params
-    assert request.slot is not None
-    tokens, end = np.zeros(plan.bucket, np.int32), plan.start + plan.count
-    tokens[: plan.count] = request.text(plan.start, end)
-    page_row = np.zeros(width, np.int32)
-    page_row[: len(plan.pages)] = plan.pages
-    stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
-    stop_ids[: len(request.stop_ids)] = request.stop_ids
-    return PrefillInput(
-        slot=np.int32(request.slot),
-        start=np.int32(plan.start),
-        count=np.int32(plan.count),
-        last=np.int32(plan.is_last),
-        write=np.int32(plan.is_written),
-        root=np.int32(next(iter(request.text(end, end + 1)), -1)),
-        remaining=np.int32(request.limit - max(len(request.token_ids) - 1, 0)),
-        top_k=np.int32(max(min(params.top_k, vocab_size), 0)),
-        draft_cap=np.int32(draft_cap(params, depth)),
-        controlled=np.int32(bool(params.controls_used)),
-        temperature=np.float32(params.temperature),
-        top_p=np.float32(params.top_p),
-        min_p=np.float32(params.min_p),
-        seed=np.array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32),
-        stop_ids=stop_ids,
-        page_row=page_row,
-        tokens=tokens,
-    ).pack()
-
-
-def pack_pending_rows(request: Request, pages: Sequence[int], *, width: int) -> np.ndarray:
-    """A request that has ended, as `jspec.step.prefill.write_pending_rows_step` reads it."""
-    padding = [0] * (width - len(pages))
-    return np.array([request.slot, request.token_ids[-1], request.rows_committed, *pages, *padding], np.int32)

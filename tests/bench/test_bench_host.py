@@ -115,7 +115,8 @@ def slow(ready: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
         return read(*args)
 
     programs = ready._device.programs
-    monkeypatch.setattr(programs, "rounds", {key: late(one) for key, one in programs.rounds.items()})
+    late_rounds = {key: late(one) for key, one in programs.compiled.items() if key.kind == "round"}
+    monkeypatch.setattr(programs, "compiled", programs.compiled | late_rounds)
     monkeypatch.setattr(ready, "_read", reads)
     return ready
 

@@ -18,6 +18,7 @@ from jspec.models.kv_cache import PoolShape
 from jspec.models.quantize import quantize_weights
 from jspec.step import decode
 from jspec.step.prefill import prefill_step
+from jspec.step.program import Params, Program, init_state
 from pallas_kernels.layers.quantized import matmul, reduce_partials
 from pallas_kernels.layers.residual_norm import add_rms_norm
 from tests.support import tiny
@@ -113,10 +114,10 @@ def test_a_drafted_tokens_projection_is_that_of_any_token(kind: str | None, norm
 def drafts(head: EagleHead, tree: Tree, *, table: bool) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and scores of two rounds of two requests, with or without what is known of drafted tokens."""
     drafter = Eagle3(head, tree)
-    program = decode.Program(drafter, drafter.feature_layers(TARGET), "coupled", "reference", trace=True)
+    program = Program(drafter, drafter.feature_layers(TARGET), "coupled", "reference", trace=True)
     bound = drafter.bind(TARGET)
-    params = decode.Params(target=TARGET, draft=bound if table else bound.replace(drafted=None))
-    state = decode.init_state(program, params, PoolShape(2, 20, 4, 28, "float32", "float32"))
+    params = Params(target=TARGET, draft=bound if table else bound.replace(drafted=None))
+    state = init_state(program, params, PoolShape(2, 20, 4, 28, "float32", "float32"))
     for slot, ids in enumerate(PROMPTS[:2]):
         row = np.zeros(state.page_table.shape[1], np.int32)
         row[:8] = np.arange(8) * 2 + 1 + slot

@@ -24,7 +24,8 @@ from jspec.engine.output_processor import OutputState
 from jspec.engine.prometheus import Gauges, Histogram, Latencies, exposition
 from jspec.engine.stats_logger import StatsLogger
 from jspec.engine.tokenizer import ByteTokenizer
-from jspec.step.decode import init_state
+from jspec.step.executable_key import ExecutableKey
+from jspec.step.program import init_state
 from tests.support import tiny
 
 pytestmark = pytest.mark.once
@@ -561,10 +562,11 @@ def test_a_lost_step_ends_who_was_in_it_and_the_engine_goes_on(
         if where == "read":
             patch.setattr(engine, "_read", Fault(engine._read, at, error))
         elif where == "round":
-            key = (3, 0, False)
-            patch.setitem(programs.rounds, key, Fault(programs.rounds[key], at, error))
+            key = ExecutableKey.round(3, 0)
+            patch.setitem(programs.compiled, key, Fault(programs.compiled[key], at, error))
         else:
-            patch.setitem(programs.prefill, 16, Fault(programs.prefill[16], at, error))
+            key = ExecutableKey("prefill", 16)
+            patch.setitem(programs.compiled, key, Fault(programs.compiled[key], at, error))
         done = engine.generate(PROMPTS, PARAMS)
     failed = [one for one in done if one.finish_reason == "error"]
     assert 1 <= len(failed) <= 3 and all(one.error is error for one in failed)
@@ -675,7 +677,7 @@ def test_the_old_pools_are_gone_before_the_new_ones_are_made(engine: Engine, mon
 
     with monkeypatch.context() as patch:
         patch.setattr("jspec.engine.model_runner.init_state", init)
-        patch.setitem(programs.prefill, 16, refuses)
+        patch.setitem(programs.compiled, ExecutableKey("prefill", 16), refuses)
         (done,) = engine.generate(PROMPTS[0], PARAMS[0])
     assert done.finish_reason == "error" and is_gone and all(is_gone)
     frames = [frame for frame, _ in traceback.walk_tb(done.error.__traceback__) if frame.f_code.co_name == "refuses"]

@@ -29,6 +29,7 @@ from jspec.engine.draft_length import (
 )
 from jspec.engine.prometheus import Gauges, Latencies, exposition
 from jspec.step.decode import spec_step
+from jspec.step.executable_key import ExecutableKey
 from jspec.tools import demo
 from tests.support import small, tiny
 
@@ -430,7 +431,8 @@ def without_draft_rows(one: Engine) -> Any:
     program, slots = replace(one._device.program, drafter=one._device.program.drafter.cut(0)), one.config.slots
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(program.drafter), "write_pending_rows", lambda self, params, state, view: state)
-        return one._device.programs._lower("broken", partial(spec_step, program), slots).compile()
+        rows = jax.ShapeDtypeStruct((slots,), jnp.int32)
+        return one._device.programs._lower_step("broken", partial(spec_step, program), rows).compile()
 
 
 def rows_of_both_caches(one: Engine) -> tuple[np.ndarray, np.ndarray]:
@@ -450,7 +452,7 @@ def test_plain_rounds_write_the_draft_s_rows(spoilt: bool, monkeypatch: pytest.M
     one = engine("draft model")
     wipe(one)
     if spoilt:
-        monkeypatch.setitem(one._device.programs.rounds, (2, 0, False), without_draft_rows(one))
+        monkeypatch.setitem(one._device.programs.compiled, ExecutableKey.round(2, 0), without_draft_rows(one))
     generate(one, Fixed(0), 0.0)
     draft, target = rows_of_both_caches(one)
     assert len(target) > 40
@@ -517,7 +519,7 @@ def test_behind_plain_rounds_as_much_is_accepted_as_if_there_had_been_none(round
 @pytest.mark.parametrize("rounds", [30, 200])
 def test_if_those_rounds_wrote_no_draft_rows_it_would_show(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: what is accepted differs, though a head that sees less of a long text may even do better."""
-    monkeypatch.setitem(pair()._device.programs.rounds, (1, 0, False), broken_pair())
+    monkeypatch.setitem(pair()._device.programs.compiled, ExecutableKey.round(1, 0), broken_pair())
     tokens, after, always = after_a_pause(rounds)
     assert tokens == always_drafting()[0], "the tokens are the target's all the same"
     assert after != always

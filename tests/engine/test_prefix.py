@@ -15,6 +15,7 @@ import pytest
 from jspec import Completion, Drafter, DraftModel, Eagle3, Engine, SamplingParams, Suffix, Tree
 from jspec.core.records import PrefillInput
 from jspec.engine.model_runner import ModelRunner
+from jspec.step.executable_key import ExecutableKey
 from tests.support import small, tiny
 
 pytestmark = pytest.mark.once
@@ -136,7 +137,8 @@ def test_with_pages_of_one_row_too(expected_scores: list[np.ndarray]) -> None:
 
 
 def no_pending_rows(one: Engine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(one._device.programs, "write_pending_rows", lambda params, state, packed: state)
+    key = ExecutableKey("write_pending_rows")
+    patch.setitem(one._device.programs.compiled, key, lambda params, state, packed: state)
 
 
 def no_edges(one: Engine, patch: pytest.MonkeyPatch) -> None:

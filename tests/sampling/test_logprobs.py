@@ -116,7 +116,7 @@ def test_nothing_is_compiled_for_it_before_it_is_asked_for(monkeypatch: pytest.M
     monkeypatch.setattr(engine._device.programs, "_compile_one", fails)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         engine.generate([1, 2], SamplingParams(max_tokens=2, logprobs=1))
-    assert not engine._device.programs.scored_rounds and not engine._device.programs.scored_prefill
+    assert not any(key.logprobs for key in engine._device.programs.compiled)
     assert not engine.scheduler.has_work
 
 

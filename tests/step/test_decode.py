@@ -17,6 +17,7 @@ from jspec.core.records import SlotState, StepResult
 from jspec.models.kv_cache import PoolShape
 from jspec.step import decode
 from jspec.step.prefill import prefill_step
+from jspec.step.program import Params, Program, init_state, view_of
 from tests.support import tiny
 
 VOCAB, LENGTH, ROUNDS, PAGE = 8, 2, 4, 4
@@ -30,8 +31,8 @@ jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  
 
 @dataclass(frozen=True)
 class Case:
-    program: decode.Program
-    params: decode.Params
+    program: Program
+    params: Params
     fused: Callable[..., Any]
     staged: Callable[..., Any]
 
@@ -45,21 +46,21 @@ def case(drafter: str) -> Case:
         method, rule = Eagle3(head, Tree.chain(LENGTH)), "coupled"
     else:
         method, rule = DraftModel(tiny.model(VOCAB, layers=1, seed=1), Tree.chain(LENGTH)), "rejection"
-    program = decode.Program(method, method.feature_layers(target), rule, "reference", trace=True)
-    params = decode.Params(target=target, draft=method.bind(target))
+    program = Program(method, method.feature_layers(target), rule, "reference", trace=True)
+    params = Params(target=target, draft=method.bind(target))
     return Case(program, params, jit(partial(decode.spec_round, program)), stages(program))
 
 
-def stages(program: decode.Program) -> Callable[..., Any]:
+def stages(program: Program) -> Callable[..., Any]:
     """A round put together from its stages, each jitted on its own; reports as the fused one."""
-    view_of = jit(lambda state, slots: decode.view_of(state, slots, program))
+    gather_view = jit(lambda state, slots: view_of(state, slots, program))
     draft_stage = jit(partial(decode.draft_stage, program))
     verify_stage = jit(partial(decode.verify_stage, program))
     accept_stage = jit(partial(decode.accept_stage, program))
     commit_stage = jit(partial(decode.commit_stage, program))
 
-    def one_round(params: decode.Params, state: SlotState, slots: Any) -> tuple[SlotState, np.ndarray, np.ndarray]:
-        view = view_of(state, slots)
+    def one_round(params: Params, state: SlotState, slots: Any) -> tuple[SlotState, np.ndarray, np.ndarray]:
+        view = gather_view(state, slots)
         draft, draft_state = draft_stage(params, state, view)
         out, target = verify_stage(params, state, view, draft)
         verdict = accept_stage(out, view, draft)
@@ -76,7 +77,7 @@ def stages(program: decode.Program) -> Callable[..., Any]:
 def prefilled(drafter: str, temperature: float) -> SlotState:
     """Two of three slots with a prompt; the shorter one ends after three tokens."""
     one = case(drafter)
-    state = decode.init_state(one.program, one.params, PoolShape(3, 20, PAGE, 28, "float32", "float32"))
+    state = init_state(one.program, one.params, PoolShape(3, 20, PAGE, 28, "float32", "float32"))
     width = state.page_table.shape[1]
     prefill = jit(partial(prefill_step, one.program))
     for slot, ids in enumerate(PROMPTS):
@@ -150,7 +151,7 @@ def test_a_lost_draft_state_shows(drafter: str) -> None:
     """Negative control: a round that forgets what the drafter wrote differs."""
     one = case(drafter)
 
-    def forgetful(params: decode.Params, state: SlotState, slots: Any) -> tuple[SlotState, Any, Any]:
+    def forgetful(params: Params, state: SlotState, slots: Any) -> tuple[SlotState, Any, Any]:
         new, report, trace, _ = one.fused(params, state, slots)
         return new.replace(draft=state.draft), report, trace
 

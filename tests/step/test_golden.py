@@ -18,8 +18,8 @@ from jspec.draft.eagle_head import EagleHead
 from jspec.draft.expand_tree import Level
 from jspec.models.config import Rope
 from jspec.models.kv_cache import PoolShape
-from jspec.step import decode
 from jspec.step.prefill import prefill_step
+from jspec.step.program import Params, Program, init_state, view_of
 from pallas_kernels.layers.quantized import reduce_partials
 from tests.support import tiny
 from tests.support.recordings import TOLERANCE, engine_of, recording, replay, same_rounds
@@ -124,13 +124,13 @@ def test_a_gap_in_the_positions_shows_in_the_scores(
 def score_error(golden: Path, chain: dict[str, np.ndarray], drafter: Eagle3) -> float:
     """Largest deviation from the recorded scores in the second prompt's first round, computed op by op."""
     target, prompt = tiny.load_target(golden / "target"), 1
-    program = decode.Program(drafter, drafter.feature_layers(target), "coupled", "reference")
-    params = decode.Params(target=target, draft=drafter.bind(target))
+    program = Program(drafter, drafter.feature_layers(target), "coupled", "reference")
+    params = Params(target=target, draft=drafter.bind(target))
     ids = tiny.recorded_prompts(golden)[prompt]
-    state = decode.init_state(program, params, PoolShape(1, 2, 128, 100, "float32", "float32"))
+    state = init_state(program, params, PoolShape(1, 2, 128, 100, "float32", "float32"))
     chunk = tiny.prefill_input(ids, page_row=[1])
     state, _ = prefill_step(program, params, state, jnp.asarray(chunk.pack()))
-    view = decode.view_of(state, jnp.zeros(1, jnp.int32), program).replace(all_greedy=True)
+    view = view_of(state, jnp.zeros(1, jnp.int32), program).replace(all_greedy=True)
     draft, _ = drafter.draft(params.draft, state.draft, view)
     recorded = chain["sel_scores"][chain["iter_offset"][prompt]]
     return float(np.abs(np.asarray(draft.scores)[0, 1:] - recorded).max())

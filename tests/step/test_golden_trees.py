@@ -21,8 +21,8 @@ from jspec.draft.base import DraftState
 from jspec.draft.eagle import EagleDrafter
 from jspec.draft.expand_tree import Level
 from jspec.models.kv_cache import PoolShape
-from jspec.step import decode
 from jspec.step.prefill import prefill_step
+from jspec.step.program import Params, Program, init_state, view_of
 from jspec.tools.replay import observe
 from tests.support import tiny
 from tests.support.recordings import TOLERANCE, engine_of, recording, replay, same_rounds
@@ -71,14 +71,14 @@ class Detail:
         children = growing._children
         monkeypatch.setattr(growing, "_children", lambda *args: self._kept(children(*args)))
         target = tiny.load_target(golden / "target")
-        self.program = decode.Program(drafter, drafter.feature_layers(target), "coupled", "reference")
-        self.params = decode.Params(target=target, draft=drafter.bind(target))
+        self.program = Program(drafter, drafter.feature_layers(target), "coupled", "reference")
+        self.params = Params(target=target, draft=drafter.bind(target))
         ids = tiny.recorded_prompts(golden)[0]
-        state = decode.init_state(self.program, self.params, PoolShape(1, 2, 256, 150, "float32", "float32"))
+        state = init_state(self.program, self.params, PoolShape(1, 2, 256, 150, "float32", "float32"))
         chunk = tiny.prefill_input(ids, page_row=[1])
         prefill = jax.jit(partial(prefill_step, self.program))
         self.state, _ = prefill(self.params, state, jnp.asarray(chunk.pack()))
-        view = decode.view_of(self.state, jnp.zeros(1, jnp.int32), self.program).replace(all_greedy=True)
+        view = view_of(self.state, jnp.zeros(1, jnp.int32), self.program).replace(all_greedy=True)
         self._watch_levels(monkeypatch)
 
         def draft(state: DraftState) -> tuple[Any, ...]:

@@ -12,7 +12,8 @@ from jspec import Tree
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
 from jspec.models.quantize import quantize_weights
-from jspec.step.decode import init_state, spec_step
+from jspec.step.decode import spec_step
+from jspec.step.program import init_state
 from jspec.tools.bench import rounds, shapes
 from tests.support.h200 import H200Program, compile_for_h200
 

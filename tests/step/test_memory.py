@@ -18,9 +18,9 @@ from jspec.core.config import EngineConfig
 from jspec.draft.base import Drafter, NoDraft
 from jspec.models.kv_cache import PoolShape
 from jspec.step import memory
-from jspec.step.decode import Params, Program, init_state
 from jspec.step.executables import Executables
-from jspec.step.memory import DeviceMemory, Room, fit
+from jspec.step.memory import DeviceMemory, MemoryPlanner, fit
+from jspec.step.program import Params, Program, init_state
 from tests.support import small, tiny
 
 pytestmark = pytest.mark.once
@@ -33,14 +33,14 @@ def eagle3() -> Eagle3:
     return Eagle3(tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1)), Tree.chain(3))
 
 
-def room_of(device: DeviceMemory, drafter: Drafter | None = None, **options: Any) -> tuple[Room, PoolShape]:
+def planner_of(device: DeviceMemory, drafter: Drafter | None = None, **options: Any) -> tuple[MemoryPlanner, PoolShape]:
     """What an engine puts together before it allocates."""
     target, config = small.target(), EngineConfig(**OPTIONS | options)
     drafter = NoDraft() if drafter is None else drafter
     layers = drafter.feature_layers(target)
     program = Program(drafter, layers, config.accept, "reference", controls=config.controls)
-    room = Room(program, Params(target=target, draft=drafter.bind(target)), config, device)
-    return room, PoolShape.of(config, drafter.tree, "float32")
+    planner = MemoryPlanner(program, Params(target=target, draft=drafter.bind(target)), config, device)
+    return planner, PoolShape.of(config, drafter.tree, "float32")
 
 
 def device(limit: int, in_use: int = 0, *, is_reported: bool = True) -> DeviceMemory:
@@ -52,8 +52,8 @@ def held(tree: Any) -> int:
     return sum({leaf.unsafe_buffer_pointer(): leaf.nbytes for leaf in jax.tree.leaves(tree)}.values())
 
 
-def state_of(room: Room, pool: PoolShape) -> Any:
-    return init_state(room.program, room.params, pool)
+def state_of(planner: MemoryPlanner, pool: PoolShape) -> Any:
+    return init_state(planner.program, planner.params, pool)
 
 
 def test_the_plan_is_what_the_engine_holds(caplog: pytest.LogCaptureFixture) -> None:
@@ -67,7 +67,8 @@ def test_the_plan_is_what_the_engine_holds(caplog: pytest.LogCaptureFixture) -> 
     rest = [state.draft.features, state.draft.tokens, state.draft.count, state.draft.edges]
     assert plan.features == held(rest)
     assert plan.state == held(state)
-    sizes = [program.memory_analysis().temp_size_in_bytes for program in engine._device.programs.rounds.values()]
+    rounds = [program for key, program in engine._device.programs.compiled.items() if key.kind == "round"]
+    sizes = [program.memory_analysis().temp_size_in_bytes for program in rounds]
     assert plan.is_measured and plan.workspace >= max(sizes) > 0
     parts = [getattr(plan, field.name) for field in fields(plan)]
     assert plan.total == sum(parts[:8]) and plan.pages == engine.scheduler.pages.pages
@@ -80,32 +81,32 @@ def test_the_plan_is_what_the_engine_holds(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize("drafter", [None, eagle3(), DraftModel(tiny.model(16, layers=2), Tree.topk(6, 3, 2))])
 def test_pages_fill_what_the_device_has_left(drafter: Drafter | None) -> None:
     """To the page, of arrays really made; beside what others hold."""
-    room, pool = room_of(device(PLENTY), drafter)
-    base = room.plan(replace(pool, pages=2))
-    page = held(state_of(room, replace(pool, pages=3))) - held(state_of(room, replace(pool, pages=2)))
+    planner, pool = planner_of(device(PLENTY), drafter)
+    base = planner.plan(replace(pool, pages=2))
+    page = held(state_of(planner, replace(pool, pages=3))) - held(state_of(planner, replace(pool, pages=2)))
     for pages, others in ((40, 0), (70, 12_345)):
         available = base.total + (pages - 2) * page + page // 2 + others
-        in_use = held(room.params) + others
-        found, plan = fit(replace(room, device=device(int(available / 0.9) + 1, in_use)), pool)
+        in_use = held(planner.params) + others
+        found, plan = fit(replace(planner, device=device(int(available / 0.9) + 1, in_use)), pool)
         assert (found.pages, plan.pages, plan.other) == (pages, pages, others)
-        assert held(room.params) + held(state_of(room, found)) + plan.workspace + others == plan.total
+        assert held(planner.params) + held(state_of(planner, found)) + plan.workspace + others == plan.total
         assert plan.total <= plan.limit < plan.total + page
 
 
 def test_there_are_no_more_pages_than_are_of_use() -> None:
     """For every slot to reach max_len; where ended requests' pages are kept, four times as many."""
-    room, pool = room_of(device(PLENTY))
-    assert fit(room, pool)[0].pages == 4 * 3 * 26 + 1
-    room, pool = room_of(device(PLENTY), prefix_cache=False)
-    assert fit(room, pool)[0].pages == 3 * 26 + 1
-    assert fit(*room_of(device(PLENTY, is_reported=False)))[0].pages == 3 * 26 + 1
-    assert fit(*room_of(device(PLENTY), pages=17))[0].pages == 17
+    planner, pool = planner_of(device(PLENTY))
+    assert fit(planner, pool)[0].pages == 4 * 3 * 26 + 1
+    planner, pool = planner_of(device(PLENTY), prefix_cache=False)
+    assert fit(planner, pool)[0].pages == 3 * 26 + 1
+    assert fit(*planner_of(device(PLENTY, is_reported=False)))[0].pages == 3 * 26 + 1
+    assert fit(*planner_of(device(PLENTY), pages=17))[0].pages == 17
 
 
-def limit_for(room: Room, pool: PoolShape, pages: int) -> DeviceMemory:
+def limit_for(planner: MemoryPlanner, pool: PoolShape, pages: int) -> DeviceMemory:
     """A device on which so many pages just fit."""
-    total = room.plan(replace(pool, pages=pages)).total
-    return replace(room.device, limit=int(total / 0.9) + 1)
+    total = planner.plan(replace(pool, pages=pages)).total
+    return replace(planner.device, limit=int(total / 0.9) + 1)
 
 
 NAMED = re.compile(r"lower (max_len|slots) to at most (\d+)|pass (pages)=(\d+)")
@@ -119,17 +120,17 @@ def named(message: str) -> dict[str, int]:
 @pytest.mark.parametrize("is_reported", [True, False])
 def test_what_does_not_fit_is_refused_with_numbers_that_do(is_reported: bool) -> None:
     """Each one named is accepted, one more is not. A device that reports its memory serves one request at a time."""
-    room, pool = room_of(device(PLENTY, is_reported=is_reported), eagle3())
-    room = replace(room, device=limit_for(room, pool, 20))
+    planner, pool = planner_of(device(PLENTY, is_reported=is_reported), eagle3())
+    planner = replace(planner, device=limit_for(planner, pool, 20))
     with pytest.raises(
         ValueError, match=r"out of memory: max_len=100, slots=3 and \d+ pages need .* available"
     ) as error:
-        fit(room, pool)
+        fit(planner, pool)
     found = named(str(error.value))
     assert {"max_len", "pages"} <= set(found) and found["pages"] == 20
     assert ("slots" in found) == (found.get("slots", 0) >= 1)
     for name, value in found.items():
-        fits, one_more = (room_of(room.device, eagle3(), **_options(name, value + more)) for more in (0, 1))
+        fits, one_more = (planner_of(planner.device, eagle3(), **_options(name, value + more)) for more in (0, 1))
         fit(*fits)
         with pytest.raises(ValueError, match="out of memory"):
             fit(*one_more)
@@ -141,12 +142,12 @@ def _options(name: str, value: int) -> dict[str, Any]:
 
 def test_weights_that_leave_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="not one page is left beside the weights; take quantize="):
-        fit(*room_of(device(1000)))
+        fit(*planner_of(device(1000)))
 
 
 def test_the_engine_asks_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes to compiling with the memory that is there, and no further without."""
-    room, pool = room_of(device(PLENTY))
+    planner, pool = planner_of(device(PLENTY))
     made: list[int] = []
 
     def compiled(self: Any, program: Any, params: Any, state: Any, config: Any, depths: Any) -> None:
@@ -155,11 +156,11 @@ def test_the_engine_asks_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Executables, "__init__", compiled)
     for pages in (27, 33):
-        monkeypatch.setattr(memory, "device_memory", lambda pages=pages: limit_for(room, pool, pages))
+        monkeypatch.setattr(memory, "device_memory", lambda pages=pages: limit_for(planner, pool, pages))
         with pytest.raises(RuntimeError, match="enough"):
             Engine(small.target(), **OPTIONS)
     assert made == [27, 33]
-    monkeypatch.setattr(memory, "device_memory", lambda: limit_for(room, pool, 26))
+    monkeypatch.setattr(memory, "device_memory", lambda: limit_for(planner, pool, 26))
     with pytest.raises(ValueError, match="lower max_len to at most 99"):  # with the root that comes behind, 25 pages
         Engine(small.target(), **OPTIONS)
 
@@ -171,9 +172,9 @@ def out_of_memory() -> None:
 
 @pytest.mark.parametrize("where", ["pools", "compiler"])
 def test_memory_that_runs_out_at_start_is_explained(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    room, full = room_of(device(PLENTY), eagle3())
-    room = replace(room, device=limit_for(room, full, 60))
-    pool, plan = fit(room, full)
+    planner, full = planner_of(device(PLENTY), eagle3())
+    planner = replace(planner, device=limit_for(planner, full, 60))
+    pool, plan = fit(planner, full)
     missing = plan.state // 4
     error = RuntimeError(f"RESOURCE_EXHAUSTED: Out of memory while trying to allocate {missing} bytes.")
 
@@ -183,7 +184,7 @@ def test_memory_that_runs_out_at_start_is_explained(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         *(("jspec.engine.model_runner.init_state", fails) if where == "pools" else (Executables, "__init__", fails))
     )
-    monkeypatch.setattr(memory, "device_memory", lambda: room.device)
+    monkeypatch.setattr(memory, "device_memory", lambda: planner.device)
     with pytest.raises(
         ValueError, match=f"out of memory at start: missing are {memory.size(missing)} or more"
     ) as found:
@@ -194,24 +195,24 @@ def test_memory_that_runs_out_at_start_is_explained(monkeypatch: pytest.MonkeyPa
         named(str(found.value))["pages"],
         re.search(r"memory_fraction=0.9 to at most ([\d.]+)", str(found.value)),
     )
-    less = [plan.total - room.plan(replace(pool, pages=count)).total for count in (pages, pages + 1)]
+    less = [plan.total - planner.plan(replace(pool, pages=count)).total for count in (pages, pages + 1)]
     assert less[0] >= missing > less[1]
     assert share is not None
-    config = replace(room.config, memory_fraction=float(share[1]))
-    assert fit(replace(room, config=config), full)[1].total <= plan.total - missing
+    config = replace(planner.config, memory_fraction=float(share[1]))
+    assert fit(replace(planner, config=config), full)[1].total <= plan.total - missing
 
 
 def test_the_devices_own_message_is_read() -> None:
     """A real one; one without a number; and errors that are of another kind."""
-    room, pool = room_of(device(PLENTY, is_reported=False))
-    with pytest.raises(ValueError, match=r"missing are 64\.00 TiB or more"), memory.explained(room, pool):
+    planner, pool = planner_of(device(PLENTY, is_reported=False))
+    with pytest.raises(ValueError, match=r"missing are 64\.00 TiB or more"), memory.explain_oom(planner, pool):
         out_of_memory()
     for text, asked in (("allocate 16.50GiB (rounded)", 16.5 * 2**30), ("allocating 12 bytes", 12), ("none", None)):
         assert memory._bytes_asked(text) == asked
-    with pytest.raises(ValueError, match="for instance, as the device does not say"), memory.explained(room, pool):
+    with pytest.raises(ValueError, match="for instance, as the device does not say"), memory.explain_oom(planner, pool):
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
     for other in ("RESOURCE_EXHAUSTED: Shared memory size limit exceeded", "INTERNAL: something else"):
-        with pytest.raises(RuntimeError, match=other), memory.explained(room, pool):
+        with pytest.raises(RuntimeError, match=other), memory.explain_oom(planner, pool):
             raise RuntimeError(other)
 
 
@@ -244,29 +245,29 @@ def test_an_engine_that_is_dropped_frees_its_memory_at_once() -> None:
 def test_programs_compiled_later_are_planned_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they take more than there is, the request is refused before it is queued, and nothing of them stays."""
     engine, scored = Engine(small.target(), **OPTIONS), SamplingParams(logprobs=3)
-    plan, count, room = engine.memory_plan, len(engine._device.programs.executables), engine._device.room
-    monkeypatch.setattr(engine._device, "room", replace(room, device=device(plan.total + 10)))
+    plan, count, planner = engine.memory_plan, len(engine._device.programs.compiled), engine._device.planner
+    monkeypatch.setattr(engine._device, "planner", replace(planner, device=device(plan.total + 10)))
     with pytest.raises(ValueError, match=r"out of memory: the compiled programs need .* more than the device has"):
         engine.generate([1, 2], scored)
-    assert len(engine._device.programs.executables) == count and engine.memory_plan == plan
+    assert len(engine._device.programs.compiled) == count and engine.memory_plan == plan
     assert engine.generate([1, 2])[0].error is None
-    monkeypatch.setattr(engine._device, "room", room)
+    monkeypatch.setattr(engine._device, "planner", planner)
     assert engine.generate([1, 2], scored)[0].error is None
-    executables = engine._device.programs.executables
-    assert len(executables) > count and engine.memory_plan == memory.measured(room, engine._device.pool, executables)
+    executables = list(engine._device.programs.compiled.values())
+    assert len(executables) > count and engine.memory_plan == memory.measured(planner, engine._device.pool, executables)
     assert engine.memory_plan.workspace > plan.workspace
 
 
 def test_the_largest_program_is_what_the_workspace_takes() -> None:
-    room, pool = room_of(device(PLENTY))
-    estimate = room.plan(pool)
+    planner, pool = planner_of(device(PLENTY))
+    estimate = planner.plan(pool)
     programs = [program(temp=10, output=500, alias=450), program(temp=70, output=100, alias=100)]
-    plan = memory.measured(room, pool, programs)
+    plan = memory.measured(planner, pool, programs)
     assert (plan.workspace, plan.is_measured, plan.state) == (70, True, estimate.state)
-    unknown = memory.measured(room, pool, [SimpleNamespace(memory_analysis=lambda: None)])
+    unknown = memory.measured(planner, pool, [SimpleNamespace(memory_analysis=lambda: None)])
     assert unknown == estimate and "noise and workspace (estimate)" in str(unknown)
     with pytest.raises(ValueError, match=r"the compiled programs need .* more than the device has"):
-        memory.measured(room, pool, [program(temp=PLENTY, output=0, alias=0)])
+        memory.measured(planner, pool, [program(temp=PLENTY, output=0, alias=0)])
 
 
 @pytest.mark.parametrize(

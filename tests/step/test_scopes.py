@@ -16,9 +16,10 @@ import pytest
 from jspec import Tree
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
-from jspec.step.decode import Params, Program, init_state, spec_step
+from jspec.step.decode import spec_step
 from jspec.step.executables import PREFILL_HEAD
 from jspec.step.prefill import prefill_step
+from jspec.step.program import Params, Program, init_state
 from jspec.tools.bench import rounds, shapes
 
 pytestmark = pytest.mark.once

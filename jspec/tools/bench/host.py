@@ -136,10 +136,13 @@ def ready_engine(case: Case) -> Engine:
     )
     programs = engine._device.programs
     first, chain = _answer(1, case.length, 0), _answer(case.rows, case.length, case.accepted)
-    programs.prefill.update(dict.fromkeys(programs.prefill, first))
-    programs.rounds.update(dict.fromkeys(programs.rounds, chain))
-    programs.update_page_table = lambda table, new: table
-    programs.write_pending_rows = lambda params, state, request: state
+    answers: dict[str, Callable[..., Any]] = {
+        "prefill": first,
+        "round": chain,
+        "update_page_table": lambda table, new: table,
+        "write_pending_rows": lambda params, state, request: state,
+    }
+    programs.compiled.update({key: answers[key.kind] for key in programs.compiled if key.kind in answers})
     return engine
 
 
