@@ -17,7 +17,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from jspec import verify
+from jspec.core.accept_rule import AcceptRule
 from jspec.core.ancestors import ancestors, by_depth, depths
 from jspec.core.records import (
     Draft,
@@ -55,11 +56,10 @@ class Program:
 
     drafter: Drafter
     feature_layers: tuple[int, ...]
-    accept: str
+    accept: AcceptRule | str  # a rule, or the name of one
     implementation: str
     rounds: int = 1
     trace: bool = False
-    typical: verify.Typical = field(default_factory=verify.Typical)
     controls: bool = False  # serves requests that use `jspec.sampling.penalties`
     grammar_cells: int = 0  # of a table of `jspec.sampling.grammar_mask`; 0: no grammars
     processor: LogitsProcessor | None = None  # a user's own; wants controls
@@ -99,7 +99,7 @@ def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> S
         return SlotView(
             slots=slots,
             **taken,
-            accept=program.accept,
+            accept=verify.resolve(program.accept),
             all_greedy=False,
             implementation=program.implementation,
             deterministic=program.deterministic,
@@ -215,7 +215,7 @@ def accept_stage(program: Program, out: TargetOut, view: SlotView, draft: Draft)
     """Apply the accept rule and cut the result where the row ends."""
     with jax.named_scope("accept"):
         assert out.product is not None
-        return verify.accept(out.product, draft, ancestors(draft.parents), view, program.drafter.tree, program.typical)
+        return verify.accept(out.product, draft, ancestors(draft.parents), view, program.drafter.tree)
 
 
 def logprobs_stage(program: Program, out: TargetOut, view: SlotView, draft: Draft, verdict: Verdict) -> LogProbs | None:

@@ -226,7 +226,7 @@ def test_no_rule_accepts_or_draws_what_violates_the_grammar(rule: str) -> None:
     tree = Tree.chain(DEPTH)
 
     def run(logits: jax.Array, draft: Draft, view: SlotView) -> Any:
-        return verify.accept(logits[None], draft, ancestors(draft.parents), view, tree, verify.Typical())
+        return verify.accept(logits[None], draft, ancestors(draft.parents), view, tree)
 
     accept, accepted = jax.jit(run), 0
     for seed in range(8):
@@ -253,7 +253,7 @@ def test_processed_logprobs_are_of_what_the_grammar_leaves() -> None:
     tree = Tree.chain(DEPTH)
 
     def run(logits: jax.Array, draft: Draft, view: SlotView) -> Any:
-        verdict = verify.accept(logits[None], draft, ancestors(draft.parents), view, tree, verify.Typical())
+        verdict = verify.accept(logits[None], draft, ancestors(draft.parents), view, tree)
         return verdict, logprobs.of_round(logprobs.PROCESSED, logits, draft, verdict, view, tree)
 
     logits, draft, requests = random_case(2, chain=False)
