@@ -90,16 +90,16 @@ class Engine(Interface):
             target = quantize_weights(target, self.config.quantize)
         if self.config.deterministic:
             _check_deterministic(target, self.config.implementation)
-        verify.check_rule(self.config.accept, drafter.tree)
+        rule = verify.resolve(self.config.accept, **self.config.accept_options)
+        rule.check(drafter.tree)
         depths = _depths(self.config, drafter)
         processors.check(logits_processor, self.config, drafter.tree, target.config.vocab_size)
         self._admission = InputProcessor(tokenizer, target.config.vocab_size, tuple(eos_ids), self.config)
         program = Program(
             drafter=drafter,
             feature_layers=drafter.feature_layers(target),
-            accept=self.config.accept,
+            accept=rule,
             implementation=self.config.implementation,
-            typical=verify.Typical(self.config.typical_threshold, self.config.typical_alpha),
             controls=self.config.controls,
             deterministic=self.config.deterministic,
             grammar_cells=self.config.grammar_cells if self.config.controls and tokenizer is not None else 0,

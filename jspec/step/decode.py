@@ -141,7 +141,7 @@ def accept_stage(program: Program, out: TargetOut, view: SlotView, draft: Draft)
     """Apply the accept rule and truncate the result at stop ids and length limits."""
     with jax.named_scope("accept"):
         assert out.product is not None
-        return verify.accept(out.product, draft, ancestors(draft.parents), view, program.drafter.tree, program.typical)
+        return verify.accept(out.product, draft, ancestors(draft.parents), view, program.drafter.tree)
 
 
 def logprobs_stage(program: Program, out: TargetOut, view: SlotView, draft: Draft, verdict: Verdict) -> LogProbs | None:

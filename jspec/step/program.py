@@ -28,7 +28,7 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from jspec import verify
+from jspec.core.accept_rule import AcceptRule
 from jspec.core.records import Sampling, SlotState, SlotView
 from jspec.draft.base import Drafter
 from jspec.models import kv_cache
@@ -53,11 +54,10 @@ class Program:
     Attributes:
         drafter: the draft method, with its tree.
         feature_layers: indices of the target's hidden states that the drafter reads.
-        accept: name of the accept rule.
+        accept: the accept rule, or its name.
         implementation: of the kernels, as `pallas_kernels.dispatch` names it.
         rounds: draft-verify rounds in one dispatch.
         trace: whether the result contains the drafts.
-        typical: thresholds of typical acceptance.
         controls: whether the step can apply `jspec.sampling.penalties`.
         grammar_cells: cells of one grammar table of `jspec.sampling.grammar_mask`; 0: no grammars.
         processor: the user's logits processor; needs ``controls``.
@@ -69,11 +69,10 @@ class Program:
 
     drafter: Drafter
     feature_layers: tuple[int, ...]
-    accept: str
+    accept: AcceptRule | str
     implementation: str
     rounds: int = 1
     trace: bool = False
-    typical: verify.Typical = field(default_factory=verify.Typical)
     controls: bool = False
     grammar_cells: int = 0
     processor: LogitsProcessor | None = None
@@ -113,7 +112,7 @@ def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> S
         return SlotView(
             slots=slots,
             **taken,
-            accept=program.accept,
+            accept=verify.resolve(program.accept),
             all_greedy=False,
             implementation=program.implementation,
             deterministic=program.deterministic,

@@ -21,6 +21,7 @@ from jspec.core.records import UNLIMITED, Sampling, SlotView, TokenBatch, Verdic
 from jspec.draft.base import Drafter
 from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.kv_cache import PoolShape, create
+from jspec.verify import MultiCandidate
 
 PAGE_SIZE = 16
 
@@ -178,7 +179,7 @@ def _view(tokens: Array, roots: Array, active: Array, table: Array) -> SlotView:
         remaining=jnp.full(rows, UNLIMITED, jnp.int32),
         page_table=jnp.where(active[:, None], table, 0),
         sampling=Sampling.greedy(rows),
-        accept="multi_candidate",  # for greedy rows all rules are one; this one makes no noise
+        accept=MultiCandidate(),  # for greedy rows all rules are one; this one makes no noise
         all_greedy=True,
         implementation="auto",
     )

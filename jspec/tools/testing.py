@@ -12,6 +12,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Int, UInt32
 
+from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
 from jspec.core.tree import Tree
 from jspec.draft.base import Drafter, DraftState, StatelessDrafter, require_static, static_draft
@@ -177,7 +178,7 @@ class Random(StatelessDrafter):
             log_probs.append(jnp.full(tokens[-1].shape, -np.log(params.size), jnp.float32))
             laws |= dict.fromkeys(fed, uniform)
             fed = [level.nodes[i] for i in level.with_children]
-        is_drawn = view.accept in sampler.RULES_WITH_LAW
+        is_drawn = view.accept.draft_sampling is DraftSampling.OWN_DISTRIBUTION
         return static_draft(self.tree, view, tokens, log_probs, laws if is_drawn else None), state
 
 

@@ -12,6 +12,7 @@ import pytest
 from scipy import stats
 
 from jspec import DraftModel, Engine, Model, SamplingParams, Tree
+from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Draft, SlotView
 from jspec.draft.base import DraftState, Params, StatelessDrafter
 from jspec.sampling import sampler
@@ -78,8 +79,8 @@ def expected_law(name: str, counted: int = TOKENS) -> np.ndarray:
 
     if params.controls_used:
         cuts = dict(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
-        return decoder.joint_law(model(), PROMPT, TOKENS, edit, **cuts)
-    return decoder.joint_law(model(), PROMPT, TOKENS, **CONTROLS[name])
+        return decoder.joint_probs(model(), PROMPT, TOKENS, edit, **cuts)
+    return decoder.joint_probs(model(), PROMPT, TOKENS, **CONTROLS[name])
 
 
 def make(target, drafter, accept: str) -> Engine:
@@ -114,7 +115,7 @@ class Table(StatelessDrafter):
         return jnp.asarray(np.random.default_rng(3).dirichlet(np.ones(VOCAB), VOCAB), jnp.float32)
 
     def draft(self, params: Params, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
-        is_drawn = view.accept in sampler.RULES_WITH_LAW
+        is_drawn = view.accept.draft_sampling is DraftSampling.OWN_DISTRIBUTION
         parents = self.tree.parents
         tokens = [view.root] * self.tree.nodes
         for node in self.tree.fed:
@@ -175,4 +176,4 @@ def test_noise_keyed_by_position_alone_is_caught(target, monkeypatch: pytest.Mon
     monkeypatch.setattr(sampler, "keys", by_position)
     engine = make(target, DraftModel(tiny.model(VOCAB, seed=2), Tree.chain(3)), "rejection")
     (done,) = draw(engine, SAMPLES, CONTROLS["plain"])
-    assert deviation(done, decoder.joint_law(target, PROMPT, TOKENS, temperature=1.0)) > 20
+    assert deviation(done, decoder.joint_probs(target, PROMPT, TOKENS, temperature=1.0)) > 20

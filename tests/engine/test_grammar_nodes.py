@@ -139,7 +139,7 @@ def test_accept_rule_with_a_table_emits_only_allowed_tokens(rule: str) -> None:
     tree = Tree.chain(DEPTH)
 
     def run(logits: jax.Array, draft: Draft, view: SlotView) -> Any:
-        return verify.accept(logits[None], draft, ancestors(draft.parents), view, tree, verify.Typical())
+        return verify.accept(logits[None], draft, ancestors(draft.parents), view, tree)
 
     accept, accepted = jax.jit(run), 0
     for seed in range(8):
@@ -166,7 +166,7 @@ def test_processed_logprobs_with_a_table_are_of_the_masked_logits() -> None:
     tree = Tree.chain(DEPTH)
 
     def run(logits: jax.Array, draft: Draft, view: SlotView) -> Any:
-        verdict = verify.accept(logits[None], draft, ancestors(draft.parents), view, tree, verify.Typical())
+        verdict = verify.accept(logits[None], draft, ancestors(draft.parents), view, tree)
         return verdict, logprobs.of_round(logprobs.PROCESSED, logits, draft, verdict, view, tree)
 
     logits, draft, requests = random_case(2, chain=False)

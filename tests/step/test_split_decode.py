@@ -253,7 +253,7 @@ def test_processed_logprobs_with_host_masks_are_of_the_masked_logits() -> None:
     view = view_of_rows([1, 1]).replace(controls=state.replace(used=jnp.ones(2, bool)), masks=jnp.asarray(words))
 
     def run(logits: jax.Array, draft: Draft, view: SlotView) -> Any:
-        verdict = verify.accept(logits[None], draft, ancestors(draft.parents), view, tree, verify.Typical())
+        verdict = verify.accept(logits[None], draft, ancestors(draft.parents), view, tree)
         return verdict, logprobs.of_round(logprobs.PROCESSED, logits, draft, verdict, view, tree)
 
     verdict, scores = jax.jit(run)(jnp.asarray(logits), draft, view)

@@ -15,7 +15,7 @@ from jspec import Drafter, Engine, Model, SamplingParams, Tree
 from jspec.core.records import Draft, SlotView
 from jspec.draft.base import DraftState, Params, StatelessDrafter, static_draft
 from jspec.tools.testing import Random, Scripted, check_lossless, differences
-from jspec.verify import rules
+from jspec.verify import coupled
 from tests.support import small
 
 pytestmark = pytest.mark.once
@@ -79,12 +79,12 @@ def test_rejection_sampling_passes_where_rows_are_greedy(plain: Engine) -> None:
 
 def test_accepting_everything_is_caught(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the walk takes every valid node."""
-    original = rules.longest_accepted_path
+    original = coupled.longest_accepted_path
 
     def credulous(matches: Array, draft: Draft, ancestor_mask: Array) -> Any:
         return original(jnp.ones_like(matches), draft, ancestor_mask)
 
-    monkeypatch.setattr(rules, "longest_accepted_path", credulous)
+    monkeypatch.setattr(coupled, "longest_accepted_path", credulous)
     with pytest.raises(AssertionError, match=r"not lossless at temperature 0\.0: Difference\(prompt="):
         check(plain, Random(Tree.chain(LENGTH)), temperatures=(0.0,))
 
