@@ -26,7 +26,7 @@ JAX = {"jax", "flax", "orbax"}
 HOST = "jspec.engine"  # one file of it names jax
 HOST_JAX = "jspec.engine.model_runner"
 ALONE = "jspec.engine.grammar.regex_dfa"  # is run as a script in a process of its own
-KERNEL_LIBRARIES = {"jax", "flax", "numpy", "jaxtyping"}
+KERNEL_LIBRARIES = {"jax", "numpy", "jaxtyping"}
 # Arrows that still go up or across; each cut deletes its line.
 EXCEPTIONS = {
     "jspec.engine.core imports jax",

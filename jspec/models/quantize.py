@@ -6,6 +6,7 @@ The embedding, and with it the output head of a model that ties them, stays as i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -74,6 +75,6 @@ def _leaf(kind: str, path: tuple[Any, ...], leaf: Any) -> Any:
     if _is_quantized(leaf):
         if "int8" in (kind, leaf.kind) and leaf.kind != kind:
             raise ValueError(f"quantize: expected unquantised weights, got {leaf.kind}; start from the original")
-        return leaf.replace(dynamic=kind == "fp8_dynamic")
+        return replace(leaf, dynamic=kind == "fp8_dynamic")
     name = jax.tree_util.keystr(path[-1:], simple=True).rpartition(".")[2]
     return _quantize(leaf, kind=kind) if name in NAMES else leaf

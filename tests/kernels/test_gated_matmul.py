@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from functools import partial
 from typing import Any
@@ -260,7 +261,7 @@ def test_what_is_not_of_two_bytes_is_xlas(monkeypatch: pytest.MonkeyPatch) -> No
     taken = {(str(dtype), name) for dtype in rows for name in weights if tiles_for(rows[dtype], weights[name])}
     assert taken == {("bfloat16", "bf16"), ("bfloat16", "fp8_dynamic"), ("float16", "fp8_dynamic")}
     rounded = QuantizedActivation(jnp.zeros((320, inner), FP8), jnp.ones(320, F32), F32)
-    assert tiles_for(rounded.replace(dtype=BF16), weights["fp8_dynamic"])
+    assert tiles_for(dataclasses.replace(rounded, dtype=BF16), weights["fp8_dynamic"])
     few = {dtype: jnp.zeros((24, inner), dtype) for dtype in (BF16, FP8)}
     assert not tiles_for(few[BF16], weights["bf16"]), "XLA's is as fast"
     assert tiles_for(QuantizedActivation(few[FP8], jnp.ones(24, F32), BF16), weights["fp8_dynamic"])
