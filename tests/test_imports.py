@@ -31,11 +31,6 @@ KERNEL_LIBRARIES = {"jax", "flax", "numpy", "jaxtyping"}
 EXCEPTIONS = {
     "jspec.engine.core imports jax",
     "jspec.engine.errors imports jax",
-    "jspec.models.families.llama imports jspec.draft.head_config.HeadConfig",
-    "jspec.models.load imports jspec.draft.auto",
-    "jspec.models.load imports jspec.draft.head_config.HeadConfig",
-    "jspec.models.load imports jspec.draft.head_config.MedusaConfig",
-    "jspec.models.load imports jspec.draft.head_config.Overrides",
     "jspec.sampling.logprobs imports jspec.engine.limits.MAX_LOGPROBS",
     "jspec.sampling.logprobs imports jspec.models.decoder.logits_of",
     "jspec.step.executables imports jspec.engine.grammar.token_table.Grammar",
