@@ -10,7 +10,7 @@ import abc
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, final
@@ -244,6 +244,11 @@ def _first_of_same(source: Source, row: Row, dtype: str) -> np.ndarray:
     return _stack(source, stacked(row.parameter, {first: row.shape}), dtype)
 
 
+def renamed(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
+    """The rows with other tensor names; a tensor that `names` does not hold keeps its own."""
+    return [replace(row, sources={names.get(name, name): shape for name, shape in row.sources.items()}) for row in rows]
+
+
 def cast(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
     """Rounds once, through float32: float16 and bfloat16 have no exact path to each other."""
     wanted = np.dtype(dtype)
@@ -297,35 +302,3 @@ def batches(source: Source, rows: Iterable[Row], dtype: str) -> Iterator[dict[st
         batch[row.parameter] = row.fill(source, row, row.dtype or dtype)
         size += row.nbytes(dtype)
     yield batch
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A folder that was understood: what it is, and how each parameter is filled from its tensors."""
-
-    folder: Path
-    kind: str
-    config: Any
-    rows: tuple[Row, ...]
-    source: Source
-
-    def dtype(self, wanted: str | None = None) -> str:
-        """The wanted floating dtype, or the one that all the file's tensors share."""
-        if wanted is not None:
-            if wanted not in FLOATS:
-                raise ValueError(f"dtype: expected one of {', '.join(FLOATS)}, got {wanted!r}; pass one of them")
-            return wanted
-        found = {self.source.tensors[name].dtype for row in self.rows if row.dtype is None for name in row.sources}
-        if len(found) > 1 or not found <= set(FLOATS):
-            raise ValueError(
-                f"dtype: expected one of {', '.join(FLOATS)} in the file, got {sorted(found)}; pass a dtype"
-            )
-        return found.pop()
-
-    def row_dtype(self, row: Row) -> str:
-        """The dtype that the file gives a parameter."""
-        return row.dtype or self.source.tensors[next(iter(row.sources))].dtype
-
-    def batches(self, dtype: str) -> Iterator[dict[str, np.ndarray]]:
-        """All parameters by name, a few at a time; drop a batch before taking the next."""
-        return batches(self.source, self.rows, dtype)

@@ -30,11 +30,6 @@ KERNEL_LIBRARIES = {"jax", "numpy", "jaxtyping"}
 # Arrows that still go up or across; each cut deletes its line.
 EXCEPTIONS = {
     "jspec.engine.core imports jax",
-    "jspec.models.families.llama imports jspec.draft.head_config.HeadConfig",
-    "jspec.models.load imports jspec.draft.auto",
-    "jspec.models.load imports jspec.draft.head_config.HeadConfig",
-    "jspec.models.load imports jspec.draft.head_config.MedusaConfig",
-    "jspec.models.load imports jspec.draft.head_config.Overrides",
     "jspec.sampling.logprobs imports jspec.engine.limits.MAX_LOGPROBS",
 }
 

@@ -10,6 +10,7 @@ overwrites them with rows made from the target's true features.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self, final
 
@@ -21,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.core.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.core.tree import Tree
 from jspec.draft.base import Drafter, active_slots, check_window
+from jspec.draft.eagle_formats import head_format
 from jspec.draft.eagle_head import (
     FIRST_ROW,
     EagleHead,
@@ -33,6 +35,7 @@ from jspec.draft.eagle_head import (
     with_drafted,
 )
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
+from jspec.draft.head_config import Overrides
 from jspec.models import load
 from jspec.models.attention import attend
 from jspec.models.decoder import Model
@@ -197,17 +200,10 @@ class Eagle3(EagleDrafter):
             quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`).
             draft_window: tokens back that the head attends to; None: all.
         """
-        checkpoint = load.load(
-            path,
-            dtype=dtype,
-            kind="eagle3",
-            rope_theta=rope_theta,
-            feature_layers=feature_layers,
-            norm_before_residual=norm_before_residual,
-            norm_output=norm_output,
-            quantize=quantize,
-        )
-        return cls(EagleHead.from_weights(checkpoint.config, checkpoint.weights), tree, draft_window=draft_window)
+        layers = None if feature_layers is None else tuple(feature_layers)
+        overrides = Overrides(rope_theta, layers, norm_before_residual, norm_output)
+        head = _load_head(path, cls.method, overrides, dtype=dtype, quantize=quantize)
+        return cls(head, tree, draft_window=draft_window)
 
 
 @final
@@ -234,8 +230,16 @@ class Eagle(EagleDrafter):
             quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`).
             draft_window: tokens back that the head attends to; None: all.
         """
-        checkpoint = load.load(path, dtype=dtype, kind="eagle", rope_theta=rope_theta, quantize=quantize)
-        return cls(EagleHead.from_weights(checkpoint.config, checkpoint.weights), tree, draft_window=draft_window)
+        head = _load_head(path, cls.method, Overrides(rope_theta), dtype=dtype, quantize=quantize)
+        return cls(head, tree, draft_window=draft_window)
+
+
+def _load_head(
+    path: str | Path, method: str, overrides: Overrides, *, dtype: str | None, quantize: str | None
+) -> EagleHead:
+    format_of = partial(head_format, overrides=overrides)
+    found = load.read_checkpoint(path, format_of, kind=method, dtype=dtype, quantize=quantize)
+    return EagleHead.from_weights(found.config, found.weights)
 
 
 def write_pending_rows(

@@ -6,12 +6,20 @@ layer's config as `transformer_layer_config`; vLLM's EAGLE-1 files wrap the auth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
+from jaxtyping import Bool, Int
+
+from convert.detect import bare_name
+from convert.huggingface import Row, Source, renamed, side_by_side, stacked
 from jspec.draft.head_config import HeadConfig, Overrides
-from jspec.models.fields import Rope, layer_sizes, require, unsupported
+from jspec.models.config import require, unsupported
+from jspec.models.families.llama import layer_weights, read_rope, read_sizes
+from jspec.models.load import Format
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 TARGET_LAYERS = ("num_target_layers", "target_num_hidden_layers")
@@ -87,6 +95,23 @@ class Parts:
         return found[0] if found else default
 
 
+def head_format(method: str, overrides: Overrides | None = None) -> Format:
+    """The format of EAGLE heads of any exporter.
+
+    Args:
+        method: "eagle3", or "eagle" for EAGLE-1 and 2.
+        overrides: values that replace those of the file.
+    """
+    given = overrides or Overrides()
+
+    def from_hf(fields: Mapping[str, Any], source: Source) -> tuple[HeadConfig, list[Row]]:
+        config = read_head(fields, method, given)
+        names = {bare_name(name): name for name in source.tensors}
+        return config, renamed(head_weights(config, names), names)
+
+    return Format(from_hf, HeadConfig.from_json, given.apply)
+
+
 def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | None = None) -> HeadConfig:
     """Reads the config.json of an EAGLE head.
 
@@ -107,12 +132,12 @@ def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | Non
     _check_options(parts, EAGLE3 if method == "eagle3" else EAGLE)
     # The count in other EAGLE-3 files is often the target's; they have one layer.
     counted = ("num_hidden_layers",) if method == "eagle" or parts.source_format == "speculators" else ()
-    fields = layer_sizes(parts.layer, _families(parts, method), *counted)
+    fields = read_sizes(parts.layer, _families(parts, method), *counted)
     return HeadConfig(
         **fields,
         draft_vocab_size=int(parts.one("draft_vocab_size", "truncated_vocab_size") or fields["vocab_size"]),
         target_hidden_size=int(parts.one("target_hidden_size") or fields["hidden_size"]),
-        rope=Rope.from_hf(parts.layer, theta=overrides.rope_theta),
+        rope=read_rope(parts.layer, theta=overrides.rope_theta),
         feature_layers=_feature_layers(parts, method) if overrides.feature_layers is None else overrides.feature_layers,
         source_format=parts.source_format,
         method=method,
@@ -188,3 +213,107 @@ def _feature_layers(parts: Parts, method: str) -> tuple[int, ...] | None:
             f"{sorted(found)}; pass feature_layers= with the target state indices"
         )
     return next(iter(found), None)
+
+
+def head_weights(config: HeadConfig, names: Collection[str]) -> list[Row]:
+    """An EAGLE head of any exporter.
+
+    Args:
+        config: of the head.
+        names: the tensors that the file holds: `embed_tokens`, `t2d`, and `d2t` and `lm_head` of a head over the
+            whole vocabulary may be absent; the first layer is `midlayer` or `layers.0`.
+
+    Returns:
+        The rows of the weight map.
+    """
+    vocab, hidden, drafted = config.vocab_size, config.hidden_size, config.draft_vocab_size
+    rows = []
+    if "embed_tokens.weight" in names:
+        rows.append(stacked("embed", {"embed_tokens.weight": (vocab, hidden)}))
+    rows += _fusion(config)
+    midlayer = any(name.startswith("midlayer.") for name in names)
+    for index in range(config.num_layers):
+        rows += _layer(config, index, "midlayer" if midlayer and index == 0 else f"layers.{index}")
+    if config.method == "eagle":
+        return rows
+    rows.append(stacked("norm", {"norm.weight": (hidden,)}))
+    if "lm_head.weight" in names or drafted < vocab:
+        rows.append(stacked("head", {"lm_head.weight": (drafted, hidden)}))
+    maps = {"d2t": (drafted,)} if "d2t" in names or drafted < vocab else {}
+    maps |= {"t2d": (vocab,)} if "t2d" in names else {}
+    rows.append(Row("draft_to_target", maps, (drafted,), partial(_vocabulary, vocab), dtype="int32"))
+    return rows
+
+
+def _fusion(config: HeadConfig) -> list[Row]:
+    """What makes a feature of the target's states, or, in EAGLE-1 and 2, joins it with the embedding."""
+    hidden, width = config.hidden_size, config.num_features * config.target_hidden_size
+    rows = []
+    if config.norm_before_fc:
+        rows.append(stacked("input_norm", {"input_norm.weight": (width,)}))
+    if config.fc_norm:
+        norms = [f"fc_norm.{index}.weight" for index in range(config.num_features)]
+        rows.append(side_by_side("fc_norm", dict.fromkeys(norms, (config.target_hidden_size,))))
+    if config.fuse:
+        rows.append(stacked("fc", {"fc.weight": (hidden, 2 * hidden if config.method == "eagle" else width)}))
+        if config.fc_bias:
+            rows.append(stacked("fc_bias", {"fc.bias": (hidden,)}))
+    return rows
+
+
+def _layer(config: HeadConfig, index: int, source: str) -> list[Row]:
+    """A layer of the head. The first one reads embedding and feature side by side, or, in EAGLE-1, what fc made."""
+    to, hidden = f"layers.{index}", config.hidden_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    joined = index == 0 and config.method == "eagle3"
+    rows = layer_weights(to, source, config, width=2 * hidden if joined else hidden)
+    if joined or index > 0:
+        rows.append(stacked(f"{to}.input_norm", {f"{source}.input_layernorm.weight": (hidden,)}))
+    if joined:
+        rows.append(stacked(f"{to}.hidden_norm", {f"{source}.hidden_norm.weight": (hidden,)}))
+    if config.qkv_bias:
+        biases = {f"{source}.self_attn.{part}_proj.bias": (q if part == "q" else kv,) for part in "qkv"}
+        rows.append(stacked(f"{to}.qkv_bias", biases))
+    if config.qk_norm:
+        rows += [
+            stacked(f"{to}.{part}_norm", {f"{source}.self_attn.{part}_norm.weight": (config.head_dim,)})
+            for part in "qk"
+        ]
+    return rows
+
+
+def _vocabulary(vocab: int, source: Source, row: Row, dtype: str) -> np.ndarray:
+    tables = {bare_name(name): np.concatenate(list(source.pieces(name))) for name in row.sources}
+    if floats := [name for name, table in tables.items() if table.dtype.kind not in "biu"]:
+        raise ValueError(f"{floats[0]}: expected integers, got {tables[floats[0]].dtype}; rounding has lost ids")
+    ids = draft_to_target(tables.get("d2t", np.zeros(row.shape, np.int64)), vocab)
+    if "t2d" in tables:
+        check_members(ids, tables["t2d"])
+    return ids.astype(dtype)
+
+
+def draft_to_target(offsets: Int[np.ndarray, "draft_vocab"], vocab: int) -> Int[np.ndarray, "draft_vocab"]:
+    """Target ids of draft ids: `d2t` holds offsets, target id = draft id + d2t[draft id], in any order.
+
+    Raises:
+        ValueError: if two draft ids share a target id, or one is outside the target's vocabulary.
+    """
+    ids = np.arange(len(offsets)) + offsets
+    repeated = len(ids) - len(np.unique(ids))
+    if repeated or ids.min() < 0 or ids.max() >= vocab:
+        raise ValueError(
+            f"d2t: expected offsets (target id minus draft id) to distinct ids in 0..{vocab - 1}, "
+            f"got {repeated} repeated ids in {ids.min()}..{ids.max()}; the head is damaged"
+        )
+    return ids
+
+
+def check_members(ids: Int[np.ndarray, "draft_vocab"], member: Bool[np.ndarray, "vocab"]) -> None:
+    """Raises ValueError unless `t2d` marks exactly the target ids of the draft vocabulary."""
+    expected = np.flatnonzero(member)
+    if not np.array_equal(np.sort(ids), expected):
+        wrong = np.setxor1d(ids, expected)
+        raise ValueError(
+            f"t2d: expected to mark the {len(ids)} target ids that d2t gives, got {len(expected)}; "
+            f"they differ in {wrong[:8].tolist()}; the file is inconsistent"
+        )

@@ -1,12 +1,11 @@
-"""What a draft head is, as frozen records: EAGLE heads, Medusa heads, and what a caller may override."""
+"""The configs of EAGLE heads as frozen records, and the values that a caller may override."""
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from jspec.models.config import ModelConfig
-from jspec.models.fields import Rope, check_layer, positive, unsupported
+from jspec.models.config import Rope, check_layer, positive, unsupported
 
 METHODS = ("eagle3", "eagle")
 # The fields of `Overrides` that a checkpoint of each kind has.
@@ -143,32 +142,6 @@ class HeadConfig:
 
 
 @dataclass(frozen=True)
-class MedusaConfig:
-    """Medusa heads: `num_heads` of them, each with `num_layers` residual blocks; sizes are the target's."""
-
-    vocab_size: int
-    hidden_size: int
-    num_heads: int
-    num_layers: int
-    source_format: str = "official"
-
-    def __post_init__(self) -> None:
-        positive("heads", self, ("vocab_size", "hidden_size", "num_heads", "num_layers"))
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the fields as JSON values, for `from_json`."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Builds the config that `to_json` wrote."""
-        return cls(**fields)
-
-
-Config = ModelConfig | HeadConfig | MedusaConfig
-
-
-@dataclass(frozen=True)
 class Overrides:
     """What a caller knows better than a checkpoint's file; None: as the file says."""
 
@@ -189,16 +162,13 @@ class Overrides:
                 "leave it out"
             )
 
-    def apply(self, config: Config) -> Config:
-        """Puts these values in place of those of a converted checkpoint.
+    def apply(self, config: HeadConfig) -> HeadConfig:
+        """Replaces the values of a converted head by those given.
 
         Raises: ValueError if a weight would need another shape.
         """
-        changes = self.given()
-        if isinstance(config, MedusaConfig):
-            return config
-        layers = self.feature_layers
-        if isinstance(config, HeadConfig) and layers is not None and len(layers) != config.num_features:
+        changes, layers = self.given(), self.feature_layers
+        if layers is not None and len(layers) != config.num_features:
             raise ValueError(
                 f"feature_layers: expected {config.num_features} target states, got {layers}; pass that many"
             )

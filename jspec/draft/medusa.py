@@ -7,7 +7,9 @@ alone, and nothing is cached but that one state a slot.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -17,15 +19,41 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float
 
+from convert.detect import MEDUSA_BLOCK, bare_name
+from convert.huggingface import Row, Source, Tensor, renamed, stacked
 from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
 from jspec.core.tree import Tree
 from jspec.draft.base import Drafter, require_static, static_draft
-from jspec.draft.head_config import MedusaConfig
 from jspec.models import load
+from jspec.models.config import positive
 from jspec.models.decoder import Model, logits_of
 from jspec.models.kv_cache import PoolShape
+from jspec.models.load import Format
 from jspec.sampling import sampler
 from pallas_kernels.layers.quantized import matmul
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """Medusa heads: `num_heads` of them, each with `num_layers` residual blocks; sizes are the target's."""
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_layers: int
+    source_format: str = "official"
+
+    def __post_init__(self) -> None:
+        positive("heads", self, ("vocab_size", "hidden_size", "num_heads", "num_layers"))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields as JSON values, for `from_json`."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Builds the config that `to_json` wrote."""
+        return cls(**fields)
 
 
 @struct.dataclass
@@ -94,7 +122,7 @@ class Medusa(Drafter):
     @classmethod
     def from_pretrained(cls, path: str | Path, *, tree: Tree, dtype: str | None = None) -> Self:
         """Load heads from a folder as released, a converted folder or a hub id."""
-        checkpoint = load.load(path, dtype=dtype, kind="medusa")
+        checkpoint = load.read_checkpoint(path, head_format, kind="medusa", dtype=dtype)
         return cls(MedusaHeads.from_weights(checkpoint.config, checkpoint.weights), tree)
 
     def feature_layers(self, target: Model) -> tuple[int, ...]:
@@ -165,3 +193,55 @@ def _keep(state: MedusaState, view: SlotView, features: Array, at: Array) -> Med
     """Remember the feature at one place of each row."""
     newest = jnp.take_along_axis(features, at[:, None, None], axis=1)[:, 0]
     return MedusaState(state.hidden.at[view.slots].set(newest.astype(state.hidden.dtype), mode="drop"))
+
+
+# ---- files
+
+
+def head_format(kind: str = "medusa") -> Format:
+    """The format of Medusa heads."""
+    return Format(_read_heads, MedusaConfig.from_json)
+
+
+def _read_heads(fields: Mapping[str, Any], source: Source) -> tuple[MedusaConfig, list[Row]]:
+    names = {bare_name(name): name for name in source.tensors}
+    config = medusa_config({bare: source.tensors[name] for bare, name in names.items()})
+    return config, renamed(head_weights(config), names)
+
+
+def medusa_config(tensors: Mapping[str, Tensor]) -> MedusaConfig:
+    """Sizes of Medusa heads by their tensors, named without prefix: config.json has few, and a wrong number of heads.
+
+    Raises:
+        ValueError: if there is no vocabulary matrix to read the sizes from.
+    """
+    layers = 1 + max(int(match[2]) for match in map(MEDUSA_BLOCK.fullmatch, tensors) if match)
+    heads = 1 + max(int(name.partition(".")[0]) for name in tensors if name[:1].isdigit())
+    output = f"0.{layers}.weight"
+    if output not in tensors or len(tensors[output].shape) != 2:
+        raise ValueError(
+            f"expected {output}, the first head's matrix [vocabulary, hidden], got {', '.join(sorted(tensors))}; "
+            "the file is incomplete"
+        )
+    vocab, hidden = tensors[output].shape
+    return MedusaConfig(vocab_size=vocab, hidden_size=hidden, num_heads=heads, num_layers=layers)
+
+
+def head_weights(config: MedusaConfig) -> list[Row]:
+    """Medusa heads: residual blocks, then a matrix over the vocabulary.
+
+    Args:
+        config: of the heads.
+
+    Returns:
+        The rows of the weight map.
+    """
+    hidden, rows = config.hidden_size, []
+    for head in range(config.num_heads):
+        for index in range(config.num_layers):
+            to, source = f"heads.{head}.blocks.{index}", f"{head}.{index}.linear"
+            rows.append(stacked(f"{to}.weight", {f"{source}.weight": (hidden, hidden)}))
+            rows.append(stacked(f"{to}.bias", {f"{source}.bias": (hidden,)}))
+        output = {f"{head}.{config.num_layers}.weight": (config.vocab_size, hidden)}
+        rows.append(stacked(f"heads.{head}.output", output))
+    return rows

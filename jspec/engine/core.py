@@ -155,7 +155,7 @@ class Engine(Interface):
             return cls(path, drafter=drafter, tokenizer=tokenizer, logits_processor=logits_processor, **options)
         config = EngineConfig(**{name: value for name, value in options.items() if name != "eos_ids"})
         keep_compiled(config.compile_cache)
-        checkpoint = load.load(path, dtype=dtype, kind="target", quantize=options.get("quantize"))
+        checkpoint = load.load(path, dtype=dtype, quantize=options.get("quantize"))
         options.setdefault("eos_ids", hub.eos_ids(checkpoint.folder))
         return cls(
             Model.from_weights(checkpoint.config, checkpoint.weights),

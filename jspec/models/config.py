@@ -1,15 +1,35 @@
-"""What a checkpoint is, as frozen records: models (target or draft), EAGLE heads, Medusa heads."""
+"""What a decoder is, as frozen records: the rotary embedding, the sizes; and checks with their messages."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from jspec.models.fields import Rope, check_layer, layer_sizes, positive, unsupported
+ROPE_KINDS = ("default", "llama3")
 
-__all__ = ["ModelConfig", "Rope"]
 
-FAMILIES = ("llama",)
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding: base and, for kind "llama3", the frequency scaling of Llama 3.1."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_KINDS:
+            raise unsupported("rope type", self.kind, " or ".join(map(repr, ROPE_KINDS)))
+        positive("rope", self, ("theta", "factor"))
+        if self.kind == "llama3":
+            positive("rope", self, ("low_freq_factor", "original_max_position"))
+            if self.high_freq_factor <= self.low_freq_factor:
+                raise ValueError(
+                    f"rope: expected high_freq_factor > low_freq_factor, got {self.high_freq_factor} and "
+                    f"{self.low_freq_factor}; correct config.json"
+                )
 
 
 @dataclass(frozen=True)
@@ -30,29 +50,8 @@ class ModelConfig:
     max_position: int
 
     def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
-            raise unsupported("model_type", self.family, " or ".join(map(repr, FAMILIES)))
         check_layer(self)
         positive("config", self, ("max_position",))
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any], *, rope_theta: float | None = None) -> Self:
-        """Reads a Hugging Face config.json.
-
-        Args:
-            config: the parsed file.
-            rope_theta: replaces the rotary base that the file gives.
-        Returns: the config.
-        Raises: ValueError listing missing keys; NotImplementedError naming an option that is not supported.
-        """
-        return cls(
-            **layer_sizes(config, FAMILIES, "num_hidden_layers"),
-            family=config["model_type"],
-            num_layers=int(config["num_hidden_layers"]),
-            rope=Rope.from_hf(config, theta=rope_theta),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            max_position=int(config.get("max_position_embeddings", 2048)),
-        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as JSON values, for `from_json`."""
@@ -62,3 +61,32 @@ class ModelConfig:
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Builds the config that `to_json` wrote."""
         return cls(**{**fields, "rope": Rope(**fields["rope"])})
+
+
+def check_layer(record: Any) -> None:
+    """Raises ValueError for sizes of a layer that cannot be."""
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    positive("config", record, (*names, "norm_eps"))
+    if record.num_heads % record.num_kv_heads:
+        raise ValueError(
+            f"num_key_value_heads: expected a divisor of num_attention_heads {record.num_heads}, "
+            f"got {record.num_kv_heads}; correct config.json"
+        )
+    if record.head_dim % 2:
+        raise ValueError(f"head_dim: expected an even number, got {record.head_dim}; correct config.json")
+
+
+def positive(where: str, record: Any, names: Iterable[str]) -> None:
+    for name in names:
+        if not getattr(record, name) > 0:
+            raise ValueError(f"{where}: expected {name} > 0, got {getattr(record, name)!r}; correct config.json")
+
+
+def require(where: str, config: Mapping[str, Any], names: Iterable[str]) -> None:
+    missing = [name for name in names if config.get(name) is None]
+    if missing:
+        raise ValueError(f"{where}: missing {', '.join(missing)}; got {', '.join(sorted(config))}; add the keys")
+
+
+def unsupported(name: str, got: Any, expected: str) -> NotImplementedError:
+    return NotImplementedError(f"{name}: expected {expected}, got {got!r}; this checkpoint is not supported yet")

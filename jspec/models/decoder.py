@@ -77,7 +77,7 @@ class Model:
             dtype: of the weights; None: float32 on CPU, bfloat16 elsewhere.
             quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`).
         """
-        checkpoint = load.load(path, dtype=dtype, kind="target", quantize=quantize)
+        checkpoint = load.load(path, dtype=dtype, quantize=quantize)
         return cls.from_weights(checkpoint.config, checkpoint.weights)
 
     @property

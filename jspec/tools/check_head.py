@@ -18,13 +18,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jspec.core.tree import Tree
+from jspec.draft import auto
 from jspec.draft.base import Drafter
-from jspec.draft.draft_model import DraftModel
-from jspec.draft.eagle import Eagle, Eagle3, EagleDrafter
-from jspec.draft.eagle_head import EagleHead
+from jspec.draft.eagle import EagleDrafter
 from jspec.draft.head_config import HeadConfig
-from jspec.draft.medusa import Medusa, MedusaHeads
 from jspec.engine.tokenizer import Tokenizer, load_tokenizer
 from jspec.models import load
 from jspec.models.decoder import Model
@@ -121,7 +118,7 @@ def check(
     if max_tokens < 2 * LENGTH:
         raise ValueError(f"max_tokens: expected at least {2 * LENGTH}, two full rounds, got {max_tokens}; raise it")
     model, words = load_target(target, tokenizer)
-    settings = settings_of(load_drafter(head), model)
+    settings = settings_of(auto.load_drafter(head, length=LENGTH), model)
     runs = {setting.drafter: Replay(setting.drafter, model) for setting in settings}  # what does not fit raises here
     cuts = windows(TEXT if text is None else text, words, PROMPT + max_tokens)
     if cuts.max() >= model.config.vocab_size:
@@ -136,28 +133,13 @@ def load_target(
     path: str | Path, tokenizer: Tokenizer | str | None, *, dtype: str | None = None
 ) -> tuple[Model, Tokenizer]:
     """A target with its tokenizer, or the one that is named."""
-    found = load.load(path, kind="target", dtype=dtype)
+    found = load.load(path, dtype=dtype)
     model = Model.from_weights(found.config, found.weights)
     words = load_tokenizer(found.folder) if tokenizer is None else tokenizer
     words = load_tokenizer(words) if isinstance(words, str) else words
     if words is None:
         raise ValueError(f'{found.folder}: expected a tokenizer in the folder, got none; pass --tokenizer "bytes"')
     return model, words
-
-
-def load_drafter(path: str | Path, tree: Tree | None = None, *, dtype: str | None = None) -> Drafter:
-    """Whatever drafts from a folder; without a tree a chain, of Medusa heads as many as there are."""
-    found, chain = load.load(path, dtype=dtype), tree or Tree.chain(LENGTH)
-    match found.kind:
-        case "eagle3":
-            return Eagle3(EagleHead.from_weights(found.config, found.weights), chain)
-        case "eagle":
-            return Eagle(EagleHead.from_weights(found.config, found.weights), chain)
-        case "medusa":
-            heads = MedusaHeads.from_weights(found.config, found.weights)
-            return Medusa(heads, tree or Tree.chain(min(LENGTH, len(heads.heads))))
-        case _:
-            return DraftModel(Model.from_weights(found.config, found.weights), chain)
 
 
 def settings_of(drafter: Drafter, target: Model) -> list[Setting]:

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from convert import orbax
-from convert.huggingface import FLOATS, Plan
+from convert.huggingface import FLOATS
+from convert.plan import Plan
 from jspec.draft.auto import plan
 from jspec.draft.head_config import Overrides
 from jspec.models.quantize import check_scope, quantize_parameters

@@ -8,8 +8,9 @@ import numpy as np
 
 from convert import hub, orbax
 from convert.orbax import Header
-from jspec.draft.head_config import HeadConfig, MedusaConfig
-from jspec.models import load
+from jspec.draft import auto
+from jspec.draft.head_config import HeadConfig
+from jspec.draft.medusa import MedusaConfig
 from jspec.models.config import ModelConfig
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -31,7 +32,7 @@ def describe(path: str | Path) -> str:
     folder = hub.find(path)
     origin = "converted by jspec" if orbax.is_checkpoint(folder) else "Hugging Face folder"
     try:
-        contents = _contents(load.header(folder))
+        contents = _contents(auto.read_header(folder))
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
         contents = [f"cannot be loaded: {error}"]
     return "\n".join([f"{folder}: {origin}", *contents, *_companions(folder)])
@@ -97,7 +98,7 @@ def _features(config: HeadConfig) -> str:
 def _vocabulary(found: Header, config: HeadConfig) -> str:
     if config.method == "eagle":
         return f"the target's {config.vocab_size} ids"
-    ids = load.draft_to_target(found)
+    ids = auto.read_draft_to_target(found)
     order = "ascending" if (np.diff(ids) > 0).all() else "not monotone"
     return f"{len(ids)} of the target's {config.vocab_size} ids, {order} map"
 

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.records import MAX_STOP_IDS, PrefillInput
+from jspec.draft import auto
 from jspec.draft.eagle_head import EagleHead
-from jspec.draft.head_config import HeadConfig, MedusaConfig
-from jspec.draft.medusa import MedusaHeads
+from jspec.draft.head_config import HeadConfig
+from jspec.draft.medusa import MedusaConfig, MedusaHeads
 from jspec.models import load
 from jspec.models.config import ModelConfig, Rope
 from jspec.models.decoder import Layer, Model
@@ -143,20 +144,20 @@ def _head_layer(rng: np.random.Generator, c: HeadConfig, inputs: int) -> dict[st
 
 @cache
 def load_target(folder: Path) -> Model:
-    checkpoint = load.load(folder, dtype="float32", kind="target")
+    checkpoint = load.load(folder, dtype="float32")
     return Model.from_weights(checkpoint.config, checkpoint.weights)
 
 
 @cache
 def load_head(folder: Path) -> EagleHead:
     """An EAGLE head of any version."""
-    checkpoint = load.load(folder, dtype="float32")
+    checkpoint = auto.load_checkpoint(folder, dtype="float32")
     return EagleHead.from_weights(checkpoint.config, checkpoint.weights)
 
 
 @cache
 def load_medusa(folder: Path) -> MedusaHeads:
-    checkpoint = load.load(folder, dtype="float32", kind="medusa")
+    checkpoint = auto.load_checkpoint(folder, dtype="float32", kind="medusa")
     return MedusaHeads.from_weights(checkpoint.config, checkpoint.weights)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jspec.core.tree import TREE_FORMS, Tree
+from jspec.draft import auto
 from jspec.draft.base import Drafter
 from jspec.engine.core import Engine
 from jspec.engine.metrics import Metrics
@@ -84,7 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
     written = source() if arguments.text is None else arguments.text.read_text(encoding="utf-8")
     results = measure(
         target,
-        [check_head.load_drafter(arguments.head, tree, dtype=arguments.dtype) for tree in arguments.tree],
+        [auto.load_drafter(arguments.head, tree, dtype=arguments.dtype) for tree in arguments.tree],
         words.encode(written),
         contexts=arguments.context,
         windows=arguments.draft_window,
