@@ -1,5 +1,6 @@
-"""Lossless speculative decoding in JAX: a whole round is one compiled program."""
+"""Lossless speculative decoding in JAX: draft, verify, accept and commit in one compiled program."""
 
+from jspec import plot, testing
 from jspec.core.tree import Tree
 from jspec.draft.base import Drafter
 from jspec.draft.draft_model import DraftModel
@@ -14,7 +15,6 @@ from jspec.engine.sampling_params import SamplingParams
 from jspec.engine.token_logprobs import TokenLogprob
 from jspec.models.decoder import Model
 from jspec.sampling.logits_processor import LogitsContext
-from jspec.tools import plot, testing
 
 __all__ = [
     "Chunk",

@@ -1,5 +1,5 @@
-"""Pictures of rounds, trees and acceptance: `jspec.tools.plot` under its public name."""
+"""`jspec.tools.plot` under its public name: pictures of rounds, trees, acceptance and drafters."""
 
-from jspec.tools.plot import acceptance, calibration, rounds, tree
+from jspec.tools.plot import acceptance, calibration, methods, rounds, tree
 
-__all__ = ["acceptance", "calibration", "rounds", "tree"]
+__all__ = ["acceptance", "calibration", "methods", "rounds", "tree"]

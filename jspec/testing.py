@@ -1,5 +1,5 @@
-"""Checks and fake drafters for your own drafters: `jspec.tools.testing` under its public name."""
+"""`jspec.tools.testing` under its public name: `check_lossless` and drafters for tests."""
 
-from jspec.tools.testing import Random, Scripted, always_right, check_lossless
+from jspec.tools.testing import Difference, Random, Scripted, check_lossless, differences
 
-__all__ = ["Random", "Scripted", "always_right", "check_lossless"]
+__all__ = ["Difference", "Random", "Scripted", "check_lossless", "differences"]

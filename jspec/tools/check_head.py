@@ -1,11 +1,14 @@
-"""Which options a draft head wants (`jspec info --check`): the file's own against others that exporters confuse.
+"""`jspec info --check`: compare a draft head's options as its config.json has them with values that exporters confuse.
 
-Two quantities are measured. The agreement is the share of first draft tokens that are the target's argmax, at every
-place of a given text. The mean acceptance length is that of greedy decoding with chains, over a few hundred tokens.
-Advice rests on the agreement: it has ten times the samples, two settings are compared place by place, and long chains
-in one repetitive text cannot make up for misses. The acceptance length decides only where the agreement cannot tell, as
-for what is fed back behind the first draft token. Texts are short for a reason: beyond the length that a head was
-trained on, a wrong rope theta may do better by either quantity than the right one.
+Two quantities are measured for each setting:
+
+- agreement: share of first draft tokens equal to the target's argmax, over all positions of a given text;
+- mean acceptance length: of greedy decoding with chains, over a few hundred tokens.
+
+The advice rests on the agreement: it has ten times as many samples, two settings are compared position by position, and
+long accepted chains in one repetitive text cannot hide misses. The acceptance length decides only if the agreements are
+equal, for example between options that act only after the first draft token. The texts are short because beyond the
+length that a head was trained on, a wrong rope theta may score higher than the right one on both quantities.
 """
 
 from __future__ import annotations
@@ -26,19 +29,19 @@ from jspec.engine.tokenizer import Tokenizer, load_tokenizer
 from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.tools.replay import Replay, Texts, continue_greedily, observe
-from jspec.tools.sample_text import TEXT
 from jspec.tools.table import table
 
+TEXT = (Path(__file__).parent / "sample_text.txt").read_text(encoding="utf-8")  # English prose, then Python
 LENGTH = 4  # draft tokens a round
-PROMPT = 64  # tokens in front of what is decoded
-PROMPTS = 4
-WINDOWS = 16  # cuts of the text, at most
-FIRST = 8  # position of the first root in a cut
+PROMPT = 64  # tokens of a prompt
+PROMPTS = 4  # number of prompts
+WINDOWS = 16  # maximum number of windows of the text
+FIRST = 8  # position of the first root in a window
 MAX_TOKENS = 48
-CLEAR = 3.0  # standard errors by which a setting is clearly better
+CLEAR = 3.0  # standard errors; a setting that is better by more is clearly better
 OFFICIAL_THETA = 10000.0
 OWN = "as the file says"
-ELSE = (
+OTHER_CAUSES = (
     "if drafts are still refused, check the prompt template (give a text as the model is used) and that the draft was "
     "trained for this very target."
 )
@@ -46,7 +49,12 @@ ELSE = (
 
 @dataclass(frozen=True)
 class Setting:
-    """A drafter and the target's states that it is given; settings that differ in these alone share the drafter."""
+    """A drafter and the target's hidden states that it reads; settings that differ only in these share the drafter.
+
+    Attributes:
+        name: as in the report: "as the file says", or the argument that changes the option.
+        layers: indices of the hidden states, in the order in which they are concatenated.
+    """
 
     name: str
     drafter: Drafter
@@ -55,7 +63,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Material:
-    """Texts with the target's part of them: cuts of a given text, then greedy texts of the target's own."""
+    """Texts with the target's outputs: first windows of the given text, then greedy continuations by the target.
+
+    Attributes:
+        start: position of the first root of each text.
+        stepwise: per text, whether every position is a root (windows) or the roots are those of decoding.
+    """
 
     texts: Texts
     start: tuple[int, ...]
@@ -64,11 +77,11 @@ class Material:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A setting's results."""
+    """The results of one setting."""
 
     name: str
-    hits: Bool[np.ndarray, "places"]  # the first draft token is the target's argmax
-    lengths: Int[np.ndarray, "rounds"]  # tokens a round, the bonus token counted
+    hits: Bool[np.ndarray, "positions"]  # whether the first draft token is the target's argmax
+    lengths: Int[np.ndarray, "rounds"]  # tokens a round, including the bonus token
 
     @property
     def agreement(self) -> float:
@@ -79,10 +92,10 @@ class Measurement:
         return float(self.lengths.mean())
 
     def beats(self, other: Measurement) -> bool:
-        """Whether it is better by more than chance, `CLEAR` standard errors.
+        """Whether this setting is better than `other` by more than `CLEAR` standard errors.
 
-        By the agreement: of the places where one of the two is right, as many should be the one's as the other's
-        (McNemar's test). Where both are right at the same places: by the acceptance lengths.
+        Agreement decides by McNemar's test: of the positions where exactly one of the two is right, each should have
+        half. If both are right at the same positions, the mean acceptance lengths decide.
         """
         won, lost = np.sum(self.hits & ~other.hits), np.sum(other.hits & ~self.hits)
         if won + lost > 0:
@@ -99,27 +112,29 @@ def check(
     text: str | None = None,
     max_tokens: int = MAX_TOKENS,
 ) -> str:
-    """Measures a draft head on its target, as its file says and with other options; of others than EAGLE heads that.
+    """Measure a drafter on its target: with the options of its file and, for EAGLE heads, with other options.
 
     Args:
-        head: an EAGLE head, Medusa heads or a draft model; folder or hub id, as `target`.
-        tokenizer: "bytes" for byte-level models; None: the target folder's.
-        text: its first `WINDOWS` cuts of ``PROMPT + max_tokens`` tokens are read; None: an English and Python text.
-        max_tokens: decoded behind each of `PROMPTS` prompts; ``PROMPT + max_tokens`` should not exceed the length that
-            the head was trained on.
+        head: folder or hub id of an EAGLE head, Medusa heads or a draft model.
+        target: folder or hub id of the target.
+        tokenizer: "bytes" for byte-level models; None takes the tokenizer of the target's folder.
+        text: read in at most `WINDOWS` windows of ``PROMPT + max_tokens`` tokens; None takes the built-in text.
+        max_tokens: tokens decoded after each of `PROMPTS` prompts; ``PROMPT + max_tokens`` should not exceed the length
+            that the head was trained on.
 
     Returns:
         A table and one sentence of advice.
 
     Raises:
-        ValueError, NotImplementedError, FileNotFoundError: what does not load, does not fit together, or a text that
-            is too short.
+        ValueError: head, target and tokenizer do not match, `max_tokens` is too small, or the text is too short.
+        NotImplementedError: an unsupported checkpoint.
+        FileNotFoundError: no such folder.
     """
     if max_tokens < 2 * LENGTH:
         raise ValueError(f"max_tokens: expected at least {2 * LENGTH}, two full rounds, got {max_tokens}; raise it")
     model, words = load_target(target, tokenizer)
     settings = settings_of(auto.load_drafter(head, length=LENGTH), model)
-    runs = {setting.drafter: Replay(setting.drafter, model) for setting in settings}  # what does not fit raises here
+    runs = {setting.drafter: Replay(setting.drafter, model) for setting in settings}  # raises if a head does not match
     cuts = windows(TEXT if text is None else text, words, PROMPT + max_tokens)
     if cuts.max() >= model.config.vocab_size:
         raise ValueError(
@@ -132,7 +147,14 @@ def check(
 def load_target(
     path: str | Path, tokenizer: Tokenizer | str | None, *, dtype: str | None = None
 ) -> tuple[Model, Tokenizer]:
-    """A target with its tokenizer, or the one that is named."""
+    """Load a target and a tokenizer.
+
+    Args:
+        tokenizer: a tokenizer, its folder, or "bytes"; None takes the tokenizer of the target's folder.
+
+    Raises:
+        ValueError: the folder has no tokenizer.
+    """
     found = load.load(path, dtype=dtype)
     model = Model.from_weights(found.config, found.weights)
     words = load_tokenizer(found.folder) if tokenizer is None else tokenizer
@@ -143,7 +165,7 @@ def load_target(
 
 
 def settings_of(drafter: Drafter, target: Model) -> list[Setting]:
-    """The drafter as it is; of an EAGLE head each of its other settings too, named as the argument that loads it."""
+    """The drafter as loaded; for an EAGLE head also each other setting, named as the argument that selects it."""
     layers = drafter.feature_layers(target)
     settings = [Setting(OWN, drafter, layers)]
     if not isinstance(drafter, EagleDrafter):
@@ -157,14 +179,14 @@ def settings_of(drafter: Drafter, target: Model) -> list[Setting]:
 
 
 def _other_layers(layers: tuple[int, ...], last: int) -> list[tuple[int, ...]]:
-    """One lower, one higher, in reverse, as far as there are such states."""
+    """Feature layers all one lower, all one higher, and in reverse order, if such hidden states exist."""
     lower, higher = (tuple(layer + step for layer in layers) for step in (-1, 1))
     others = dict.fromkeys((lower, higher, layers[::-1]))
     return [other for other in others if other != layers and min(other) >= 0 and max(other) <= last]
 
 
 def _changes(config: HeadConfig, target: Model) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Other values of the head's options, by the argument's name and as fields of its config."""
+    """Other values of a head's options: the argument as text, and the changed fields of its config."""
     for theta in dict.fromkeys((OFFICIAL_THETA, target.config.rope.theta)):
         if theta != config.rope.theta:
             yield f"rope_theta={theta:g}", {"rope": replace(config.rope, theta=theta)}
@@ -174,11 +196,14 @@ def _changes(config: HeadConfig, target: Model) -> Iterator[tuple[str, dict[str,
             yield f"{name}={value}", {name: value}
 
 
-def windows(text: str, tokenizer: Tokenizer, size: int) -> Int[np.ndarray, "cuts size"]:
-    """Cuts of a text, one behind the other, each behind the tokens that every text of the model begins with.
+def windows(text: str, tokenizer: Tokenizer, size: int) -> Int[np.ndarray, "windows size"]:
+    """Cut a text into consecutive windows; each starts with the tokens that the tokenizer puts before any text (BOS).
+
+    Args:
+        size: tokens of a window, including those.
 
     Raises:
-        ValueError: the text is shorter than one.
+        ValueError: the text is shorter than one window.
     """
     begin = tokenizer.encode("")
     ids = tokenizer.encode(text)[len(begin) :]
@@ -189,8 +214,8 @@ def windows(text: str, tokenizer: Tokenizer, size: int) -> Int[np.ndarray, "cuts
     return np.asarray([[*begin, *ids[i * body : (i + 1) * body]] for i in range(count)], np.int32)
 
 
-def prepare(target: Model, cuts: Int[np.ndarray, "cuts size"], settings: Sequence[Setting]) -> Material:
-    """Everything that is asked of the target, for all settings at once."""
+def prepare(target: Model, cuts: Int[np.ndarray, "windows size"], settings: Sequence[Setting]) -> Material:
+    """Run the target once for all settings: its greedy texts, and its choices and hidden states at every position."""
     greedy = continue_greedily(target, cuts[:PROMPTS, :PROMPT], cuts.shape[1] - PROMPT)
     return Material(
         texts=observe(target, np.concatenate([cuts, greedy]), [layer for one in settings for layer in one.layers]),
@@ -200,7 +225,7 @@ def prepare(target: Model, cuts: Int[np.ndarray, "cuts size"], settings: Sequenc
 
 
 def measure(setting: Setting, run: Replay, material: Material) -> Measurement:
-    """One setting, by its drafter's replay."""
+    """Measure one setting by replaying its drafter."""
     rounds = run(material.texts, layers=setting.layers, start=material.start, stepwise=material.stepwise)
     stepwise = np.asarray(material.stepwise)
     return Measurement(
@@ -211,21 +236,21 @@ def measure(setting: Setting, run: Replay, material: Material) -> Measurement:
 
 
 def report(measured: Sequence[Measurement]) -> str:
-    """The table of all settings, the file's own first, and the advice."""
+    """The table of all settings, starting with the file's own, and the advice."""
     best = max(measured, key=lambda one: (one.agreement, one.mean_acceptance_length))
     rows = [["setting", "mean acceptance length", "first draft agrees", ""]]
     for one in measured:
-        marks = [word for word, is_it in (("file", one is measured[0]), ("best", one is best)) if is_it]
+        marks = ["file"] * (one is measured[0]) + ["best"] * (one is best)
         rows.append([one.name, f"{one.mean_acceptance_length:.2f}", f"{one.agreement:.1%}", ", ".join(marks)])
     return f"{table(rows)}\n{advice(measured)}"
 
 
 def advice(measured: Sequence[Measurement]) -> str:
-    """One sentence; another setting is named only if it is clearly better than the file's own, the first."""
+    """One sentence of advice; it names another setting only if that is clearly better than the file's, the first."""
     own, *others = measured
     better = [one for one in others if one.beats(own)]
     if not better:
-        return f"{'No other setting is clearly better' if others else 'It has no other settings'}; {ELSE}"
+        return f"{'No other setting is clearly better' if others else 'It has no other settings'}; {OTHER_CAUSES}"
     best = max(better, key=lambda one: (one.agreement, one.mean_acceptance_length))
     return (
         f"{best.name} is clearly better than what the file says (first drafts agree at {best.agreement:.1%} against "

@@ -1,7 +1,6 @@
-"""Pictures of what drafters did: tokens a round, a round's tree, acceptance by position and by score. Needs matplotlib.
+"""Pictures: tokens of each round, a round's tree, acceptance by position, by drafter and by score. Needs matplotlib.
 
-Two colours throughout, told apart by colour-blind eyes too: blue for what the drafter proposed, orange for
-the target's own tokens.
+All use two colours that colour-blind readers can tell apart: blue for draft tokens, orange for the target's own tokens.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ FONT, FONT_SIZE = "DejaVu Sans Mono", 8.0  # comes with matplotlib; points
 CHARACTER = 0.61 * FONT_SIZE / 72  # inches of width in that font
 LONGEST = 10  # characters of a token's text
 ROW = 0.27  # inches between the tree's rows
-LEGEND = 6.5  # inches of width for a legend in one line
+LEGEND = 6.5  # inches: width of a legend in one line
 VISIBLE = str.maketrans({" ": "·", "\n": "↵", "\t": "→", "\r": "↵"})
 
 
 def rounds(completion: Completion, ax: Axes | None = None) -> Axes:
-    """Tokens of each round: the accepted draft tokens and the target's own, with the mean acceptance length.
+    """Draw the tokens of each round: accepted draft tokens, the target's own token, and the mean acceptance length.
 
     Args:
-        completion: made with ``trace=True``.
-        ax: where to draw; None makes a figure.
+        completion: generated with ``trace=True``.
+        ax: axes to draw on; None makes a figure.
 
     Raises:
-        ValueError: the completion carries no rounds.
+        ValueError: the completion has no rounds.
     """
     if completion.rounds is None:
         raise ValueError("expected a completion with rounds, got one without: pass trace=True to generate")
@@ -57,7 +56,7 @@ def rounds(completion: Completion, ax: Axes | None = None) -> Axes:
 
 
 def acceptance(metrics: Metrics, ax: Axes | None = None) -> Axes:
-    """The share of rounds that accepted the draft token at each position, the first being 1."""
+    """Draw the share of rounds that accepted the draft token at each position, counted from 1."""
     shares = metrics.acceptance_per_position
     ax = ax or _new_axes(width=max(4.0, 0.5 * len(shares)), height=3.0)
     bars = ax.bar(range(1, len(shares) + 1), shares, color=DRAFT)
@@ -70,7 +69,7 @@ def acceptance(metrics: Metrics, ax: Axes | None = None) -> Axes:
 
 
 def methods(metrics: Mapping[str, Metrics], ax: Axes | None = None) -> Axes:
-    """Mean acceptance length of several methods, by name: accepted draft tokens and the target's own."""
+    """Draw mean acceptance lengths by drafter's name: accepted draft tokens and the target's own token."""
     ax = ax or _new_axes(width=LEGEND, height=0.7 + 0.4 * len(metrics))
     accepted = [one.mean_acceptance_length - 1 for one in metrics.values()]
     ax.barh(list(metrics), 1, color=TARGET, label="the target's own token")
@@ -83,20 +82,21 @@ def methods(metrics: Mapping[str, Metrics], ax: Axes | None = None) -> Axes:
 
 
 def calibration(rounds: Sequence[Round], ax: Axes | None = None, *, bins: int = 10) -> Axes:
-    """Probability that the drafter gave a token against the share of such tokens that was accepted.
+    """Draw the acceptance rate of draft tokens by their draft probability, as a calibration curve.
 
-    On the diagonal a drafter knows how far it can be trusted. Each point says how many tokens it stands for.
+    On the diagonal tokens are accepted as often as their probability says. Each point shows its number of tokens.
 
     Args:
-        rounds: of completions made with ``trace=True``.
-        bins: of equal width.
+        rounds: of completions generated with ``trace=True``.
+        ax: axes to draw on; None makes a figure.
+        bins: number of bins of equal width.
     """
     points = _calibration(rounds, bins)
     ax = ax or _new_axes(width=5.0, height=4.0)
     ax.plot([0, 1], [0, 1], color=FAINT, linewidth=1, label="accepted as often as predicted")
     ax.plot([p.predicted for p in points], [p.accepted for p in points], color=DRAFT, marker="o", label="measured")
     for point in points:
-        below = point.accepted > 0.5  # so that no label leaves the axes
+        below = point.accepted > 0.5  # keeps the label inside the axes
         ax.annotate(
             str(point.tokens),
             (point.predicted, point.accepted),
@@ -113,15 +113,15 @@ def calibration(rounds: Sequence[Round], ax: Axes | None = None, *, bins: int = 
 
 
 class _Bin(NamedTuple):
-    """Drafted tokens of similar probability."""
+    """Draft tokens of similar probability."""
 
-    predicted: float  # mean probability
-    accepted: float  # share
-    tokens: int
+    predicted: float  # mean draft probability
+    accepted: float  # share of tokens accepted
+    tokens: int  # number of tokens
 
 
 def _calibration(rounds: Sequence[Round], bins: int) -> list[_Bin]:
-    """The bins that hold anything, of tokens behind an accepted node: only those had their turn."""
+    """The bins that are not empty. Only children of accepted nodes count: the target has judged no others."""
     pairs = [
         (float(np.exp(r.scores[node] - r.scores[r.parents[node]])), node in r.path)
         for r in rounds
@@ -135,14 +135,14 @@ def _calibration(rounds: Sequence[Round], bins: int) -> list[_Bin]:
 
 
 def tree(round: Round, tokenizer: Tokenizer | None = None, ax: Axes | None = None) -> Axes:
-    """One round's tree, a column a depth, with each node's text and score.
+    """Draw one round's tree with the text and score of each node; nodes of one depth share a column.
 
-    The accepted path is filled; the root and the token after the path, which are the target's, are orange.
+    The accepted path is filled. The root and the token after the path are the target's own and are orange.
 
     Args:
-        round: of ``completion.rounds``.
-        tokenizer: turns tokens into text; None shows ids.
-        ax: where to draw, with a smaller font if need be; None makes a figure large enough.
+        round: an element of ``completion.rounds``.
+        tokenizer: decodes the labels; None shows token ids.
+        ax: axes to draw on, with a smaller font if necessary; None makes a figure that is large enough.
     """
     nodes = _place(_nodes(round, tokenizer))
     column = CHARACTER * max(len(node.label) for node in nodes) + 0.45  # inches
@@ -160,7 +160,7 @@ def tree(round: Round, tokenizer: Tokenizer | None = None, ax: Axes | None = Non
 
 @dataclass
 class _Node:
-    """A node as it is drawn; depth and row are its place in columns and rows."""
+    """A node of the picture, drawn in column `depth` and row `row`."""
 
     label: str
     parent: int
@@ -171,7 +171,7 @@ class _Node:
 
 
 def _nodes(round: Round, tokenizer: Tokenizer | None) -> list[_Node]:
-    """The root, the draft nodes without padding, and last the token that the target added, if emitted."""
+    """The root, the draft nodes without padding, and the target's own token after the path, if it was emitted."""
     count = 1 + int((round.parents >= 0).sum())
     path = {int(node) for node in round.path}
     nodes = [_Node(_token_text(int(round.tokens[0]), tokenizer), -1, is_target=True)]
@@ -185,7 +185,7 @@ def _nodes(round: Round, tokenizer: Tokenizer | None) -> list[_Node]:
 
 
 def _place(nodes: list[_Node]) -> list[_Node]:
-    """Set depth and row: leaves on rows of their own in sibling order, a parent amid its children."""
+    """Set depth and row: each leaf has its own row, in sibling order; a parent is centred on its children."""
     children: list[list[_Node]] = [[] for _ in nodes]
     for node in nodes[1:]:
         children[node.parent].append(node)
@@ -238,14 +238,14 @@ def _draw(ax: Axes, nodes: Sequence[_Node], font_size: float) -> None:
         ax.scatter([], [], marker="s", color=face, edgecolor=edge, label=label)
     ax.set_xlim(-0.5, max(node.depth for node in nodes) + 0.5)
     ax.set_ylim(max(node.row for node in nodes) + 0.6, -0.6)
-    ax.set(yticks=[], xticks=range(1 + max(node.depth for node in nodes)), xlabel="depth (tokens behind the root)")
+    ax.set(yticks=[], xticks=range(1 + max(node.depth for node in nodes)), xlabel="depth (tokens after the root)")
     ax.tick_params(length=0)
     ax.set_frame_on(False)
     _legend_above(ax)
 
 
 def _token_text(token: int, tokenizer: Tokenizer | None) -> str:
-    """A token for a label, blanks visible, shortened; its id for no text, half a character or no glyph."""
+    """Label of a token: its text, shortened, with visible blanks; its id if the text cannot be shown in the font."""
     text = "" if tokenizer is None else tokenizer.decode([token]).translate(VISIBLE)
     if len(text) > LONGEST:
         text = text[: LONGEST - 1] + "…"
@@ -266,7 +266,7 @@ def _legend_above(ax: Axes) -> None:
 
 
 def _inches(ax: Axes) -> tuple[float, float]:
-    """Width and height of the axes as they stand."""
+    """Current width and height of the axes."""
     figure: Any = ax.get_figure(root=True)
     extent = ax.get_window_extent().transformed(figure.dpi_scale_trans.inverted())
     return extent.width, extent.height
@@ -281,10 +281,10 @@ def _font_manager() -> Any:
 
 
 def matplotlib_module(module: str) -> Any:
-    """A module of matplotlib, which is no dependency of jspec.
+    """Import a module of matplotlib, which is an optional dependency.
 
     Raises:
-        ImportError: it is not installed; the message names the extra that brings it.
+        ImportError: matplotlib is not installed; the message names the extra.
     """
     try:
         return importlib.import_module(f"matplotlib.{module}")

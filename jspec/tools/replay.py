@@ -1,7 +1,7 @@
-"""How good a drafter's chains are, measured on texts of which the target's part is known already.
+"""Measure a drafter's chains on texts for which the target's outputs are known already.
 
-Greedy decoding gives the same text whatever drafts. So the target runs first and once; what of a drafter's chains it
-would have accepted is then found by drafting alone, and another option of the drafter compiles no target again.
+Greedy decoding gives the same text with any drafter. So the target runs once, first; which draft tokens it would have
+accepted then follows from drafting alone, and measuring another option of the drafter compiles no target again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ PAGE_SIZE = 16
 
 @struct.dataclass
 class Texts:
-    """Texts of one length and what the target makes of them; all fields begin with ``[rows, size]``.
+    """Texts of one length with the target's outputs; the shape of every field starts with ``[rows, size]``.
 
     Attributes:
-        choices: the target's argmax behind each token.
-        states: hidden states by index, as `forward` counts them.
+        tokens: token ids.
+        choices: the target's argmax for the token after each position.
+        states: hidden states at each position, by their index in `forward`.
     """
 
     tokens: Int[Array, "rows size"]
@@ -41,50 +42,50 @@ class Texts:
 
 
 class Rounds(NamedTuple):
-    """What came of the drafts; a row's rounds stand in order, from `False` in ``is_round`` on it has none."""
+    """Results of every round; a row's rounds are in order and end at the first False of ``is_round``."""
 
     is_round: Bool[np.ndarray, "rounds rows"]
-    positions: Int[np.ndarray, "rounds rows"]  # of the roots
-    hits: Bool[np.ndarray, "rounds rows"]  # the first draft token is the target's argmax behind the root
-    accept_len: Int[np.ndarray, "rounds rows"]  # draft tokens that stand in the text, up to the first that does not
+    positions: Int[np.ndarray, "rounds rows"]  # positions of the roots
+    hits: Bool[np.ndarray, "rounds rows"]  # whether the first draft token is the target's argmax after the root
+    accept_len: Int[np.ndarray, "rounds rows"]  # number of draft tokens before the first that differs from the text
 
 
 def observe(target: Model, tokens: Int[np.ndarray, "rows size"], layers: Sequence[int]) -> Texts:
-    """The target's part of texts, by one forward over each.
+    """Run the target over texts, one forward pass a text.
 
     Args:
-        layers: indices of the states to keep.
+        layers: indices of the hidden states to keep.
     """
-    kept = tuple(sorted(set(layers)))
-    look = jax.jit(partial(_look, kept))
-    parts = [look(target, jnp.asarray(row[None], jnp.int32)) for row in tokens]
+    run = jax.jit(partial(_target_outputs, tuple(sorted(set(layers)))))
+    parts = [run(target, jnp.asarray(row[None], jnp.int32)) for row in tokens]
     return jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts)
 
 
 def continue_greedily(
     target: Model, prompts: Int[np.ndarray, "rows prompt"], count: int
 ) -> Int[np.ndarray, "rows size"]:
-    """Prompts of one length with ``count`` tokens more, each the target's argmax.
+    """Prompts of one length, each continued by ``count`` tokens of greedy decoding.
 
-    The whole text is run again for every token: for a few short texts that is quicker than to compile a cached step.
+    Every token runs the whole text again: for a few short texts that is faster than compiling a step with a cache.
     """
     rows, size = prompts.shape
     tokens = np.concatenate([prompts, np.zeros((rows, count), prompts.dtype)], axis=1)
-    look = jax.jit(partial(_look, ()))
-    for place in range(size, size + count):
-        tokens[:, place] = np.asarray(look(target, jnp.asarray(tokens, jnp.int32)).choices[:, place - 1])
+    run = jax.jit(partial(_target_outputs, ()))
+    for position in range(size, size + count):
+        tokens[:, position] = np.asarray(run(target, jnp.asarray(tokens, jnp.int32)).choices[:, position - 1])
     return tokens
 
 
 class Replay:
     """Drafts chains along texts, round by round; a call with other texts of the same shape compiles nothing.
 
-    A round moves a row on as decoding would where the text is the target's own greedy one: by the draft tokens that
-    are right and one. A row that is stepwise moves on by one token, whatever is right: every place of any text is
-    then a root once. A row ends where a round could reach beyond its text.
+    A round advances a row by the number of correct draft tokens plus one, as greedy decoding does if the text is the
+    target's own greedy text. A stepwise row advances by one token, so every position of any text is a root once.
+    A row ends when a round could pass the end of its text.
 
     Args:
-        drafter: drafts chains, from a row's own text alone.
+        drafter: drafts chains, each from the text of its own row only.
+        target: the model that the drafter is bound to.
     """
 
     def __init__(self, drafter: Drafter, target: Model) -> None:
@@ -94,11 +95,13 @@ class Replay:
     def __call__(
         self, texts: Texts, *, layers: Sequence[int], start: Sequence[int], stepwise: Sequence[bool]
     ) -> Rounds:
-        """All rounds of all rows.
+        """Replay all rounds of all rows.
 
         Args:
-            layers: of ``texts.states``, which become the features, in this order.
+            texts: texts with the target's outputs.
+            layers: keys of ``texts.states`` that are concatenated to the features, in this order.
             start: position of each row's first root, at least 1.
+            stepwise: per row, whether it advances by one token a round.
         """
         features = jnp.concatenate([texts.states[layer] for layer in layers], axis=-1) if layers else None
         seen = self._run(self._params, texts, features, jnp.asarray(start, jnp.int32), jnp.asarray(stepwise))
@@ -106,7 +109,7 @@ class Replay:
 
 
 def run_texts(target: Model, tokens: Int[Array, "rows size"], layers: Sequence[int] = ()) -> TargetOut:
-    """The target's logits and hidden states at every token of texts, by one forward over all of them."""
+    """The target's logits and hidden states at every token of texts, from one forward pass over all of them."""
     rows, size = tokens.shape
     pool = _pool(rows, size, size, str(target.embed.dtype))
     cache = create(target.config.num_layers, target.config, pool, pool.dtype)
@@ -114,7 +117,7 @@ def run_texts(target: Model, tokens: Int[Array, "rows size"], layers: Sequence[i
     return forward(target, cache, _prompts(tokens, every, _page_table(pool)), feature_layers=tuple(layers))[0]
 
 
-def _look(layers: tuple[int, ...], target: Model, tokens: Int[Array, "rows size"]) -> Texts:
+def _target_outputs(layers: tuple[int, ...], target: Model, tokens: Int[Array, "rows size"]) -> Texts:
     out = run_texts(target, tokens, layers)
     states = [] if out.features is None else jnp.split(out.features, len(layers), axis=-1)
     choices = jnp.argmax(out.logits, axis=-1).astype(jnp.int32)
@@ -124,7 +127,7 @@ def _look(layers: tuple[int, ...], target: Model, tokens: Int[Array, "rows size"
 def _rounds(
     drafter: Drafter, params: Any, texts: Texts, features: Array | None, start: Array, stepwise: Array
 ) -> tuple[Array, ...]:
-    """The fields of `Rounds`. An ended row goes on drafting for nothing."""
+    """The fields of `Rounds`. Rows that have ended keep drafting; ``is_round`` is False for them."""
     rows, size = texts.tokens.shape
     depth = drafter.tree.depth
     dtype = next(str(leaf.dtype) for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating))
@@ -140,14 +143,14 @@ def _rounds(
         active = roots + depth + 1 < size
         view = _view(texts.tokens, roots, active, table)
         draft, state = drafter.draft(params, state, view)
-        places = roots[:, None] + nodes
-        ahead = jnp.take_along_axis(texts.tokens, jnp.minimum(places + 1, size - 1), axis=1)
+        positions = roots[:, None] + nodes
+        ahead = jnp.take_along_axis(texts.tokens, jnp.minimum(positions + 1, size - 1), axis=1)
         right = draft.valid[:, 1:] & (draft.tokens[:, 1:] == ahead[:, :-1])
         accept_len = jnp.sum(jnp.cumprod(right, axis=1), axis=1)
         choice = jnp.take_along_axis(texts.choices, roots[:, None], axis=1)[:, 0]
         hits = draft.valid[:, 1] & (draft.tokens[:, 1] == choice)
         taken = jnp.where(stepwise, 0, accept_len)
-        known = None if features is None else jnp.take_along_axis(features, places[..., None], axis=1)
+        known = None if features is None else jnp.take_along_axis(features, positions[..., None], axis=1)
         state = drafter.commit(params, state, view, draft, _verdict(taken, ahead), known)
         return (jnp.where(active, roots + taken + 1, roots), state), (active, roots, hits, accept_len)
 
@@ -156,7 +159,7 @@ def _rounds(
 
 
 def _verdict(taken: Int[Array, "rows"], ahead: Int[Array, "rows depth1"]) -> Verdict:
-    """``taken`` draft tokens and the one behind them."""
+    """Accepts ``taken`` draft tokens and emits the token after them."""
     nodes = jnp.arange(ahead.shape[1])
     kept = nodes <= taken[:, None]
     return Verdict(
@@ -169,7 +172,7 @@ def _verdict(taken: Int[Array, "rows"], ahead: Int[Array, "rows depth1"]) -> Ver
 
 
 def _view(tokens: Array, roots: Array, active: Array, table: Array) -> SlotView:
-    """Greedy rows, each with its own slot; ended ones read and write nothing."""
+    """Greedy rows, row i in slot i; rows that have ended read and write nothing."""
     rows = tokens.shape[0]
     return SlotView(
         slots=jnp.arange(rows),
@@ -179,7 +182,7 @@ def _view(tokens: Array, roots: Array, active: Array, table: Array) -> SlotView:
         remaining=jnp.full(rows, UNLIMITED, jnp.int32),
         page_table=jnp.where(active[:, None], table, 0),
         sampling=Sampling.greedy(rows),
-        accept=MultiCandidate(),  # for greedy rows all rules are one; this one makes no noise
+        accept=MultiCandidate(),  # for greedy rows all rules agree; this one generates no noise
         all_greedy=True,
         implementation="auto",
     )

@@ -1,4 +1,4 @@
-"""Proof that a drafter is lossless, for users' own drafters too, and fake drafters that go wrong on purpose."""
+"""`check_lossless`, a test for any drafter, and two drafters for tests: `Scripted` and `Random`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
 from jspec.core.tree import Tree
 from jspec.draft.base import Drafter, DraftState, StatelessDrafter, require_static, static_draft
-from jspec.draft.draft_model import DraftModel
 from jspec.engine.core import Engine
 from jspec.engine.request import Completion
 from jspec.engine.sampling_params import SamplingParams
@@ -26,39 +25,37 @@ from jspec.sampling import sampler
 from jspec.sampling.sampler import Purpose
 from jspec.tools.replay import run_texts
 
-NEAR_TIE = 1e-5  # a float32 forward of another width may round the other way where the best two logits are this close
-
-
-def always_right(target: Model, tree: Tree) -> DraftModel:
-    """The target drafts for itself: every draft token is accepted, round after round."""
-    return DraftModel(target, tree)
+NEAR_TIE = 1e-5  # logits closer than this may swap places when a float32 forward pass has another number of tokens
 
 
 @struct.dataclass
 class Script:
-    """Known outputs, one a line; a line is found by a hash of its prompt, its seed and whether it is greedy."""
+    """Known outputs, one a line, each found by the hash of its prompt, its seed and whether it is greedy."""
 
-    names: UInt32[Array, "lines"]
+    hashes: UInt32[Array, "lines"]
     tokens: Int[Array, "lines longest"]
     vocab: int = struct.field(pytree_node=False)
 
 
 @struct.dataclass
 class ScriptState:
-    """What has been seen of each slot's prompt."""
+    """Hash and length of each slot's prompt, as far as it has been prefilled."""
 
-    names: UInt32[Array, "slots"]
+    hashes: UInt32[Array, "slots"]
     prompt_len: Int[Array, "slots"]
 
 
 @final
 class Scripted(Drafter):
-    """Drafts what is known to come, moved on by ``shift``: always right with 0, always wrong with 1 or more.
+    """Drafts known outputs, each token plus ``shift``: with 0 all drafts are right, with 1 or more all are wrong.
 
-    Of several siblings the last is the right one and those before it are off by one each.
+    Among siblings the last has the right token; the siblings before it have the tokens 1, 2, ... higher.
 
     Args:
-        known: completions of plain decoding, with the parameters each was made with.
+        known: completions of plain decoding.
+        params: the sampling parameters of each completion.
+        tree: a chain or a static tree.
+        shift: added to every draft token, modulo the vocabulary size.
     """
 
     reads_text = True
@@ -70,24 +67,24 @@ class Scripted(Drafter):
         self._shift = shift
         longest = max(len(completion.token_ids) for completion in known) + tree.depth
         self._tokens = np.zeros((len(known), longest), np.int32)
-        self._names = np.zeros(len(known), np.uint32)
+        self._hashes = np.zeros(len(known), np.uint32)
         for line, (completion, p) in enumerate(zip(known, params, strict=True)):
             self._tokens[line, : len(completion.token_ids)] = completion.token_ids
             ids = np.asarray(completion.prompt_token_ids)
-            self._names[line] = _prompt_name(ids, np.arange(len(ids)), xp=np).sum(dtype=np.uint32) + _run_name(
+            self._hashes[line] = _prompt_hash(ids, np.arange(len(ids)), xp=np).sum(dtype=np.uint32) + _run_hash(
                 np.uint32(p.temperature > 0), np.uint32(p.seed or 0)
             )
-        assert len(set(self._names.tolist())) == len(known), "two lines have one name"
+        assert len(set(self._hashes.tolist())) == len(known), "two completions have the same hash"
 
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return ()
 
     def bind(self, target: Model) -> Script:
         vocab = target.config.vocab_size
-        return Script(names=jnp.asarray(self._names), tokens=jnp.asarray(self._tokens), vocab=vocab)
+        return Script(hashes=jnp.asarray(self._hashes), tokens=jnp.asarray(self._tokens), vocab=vocab)
 
     def init(self, params: Script, pool: PoolShape) -> ScriptState:
-        return ScriptState(names=jnp.zeros(pool.slots, jnp.uint32), prompt_len=jnp.zeros(pool.slots, jnp.int32))
+        return ScriptState(hashes=jnp.zeros(pool.slots, jnp.uint32), prompt_len=jnp.zeros(pool.slots, jnp.int32))
 
     def prefill(
         self, params: Script, state: ScriptState, view: SlotView, batch: TokenBatch, features: Array | None
@@ -95,31 +92,29 @@ class Scripted(Drafter):
         ends = batch.first_row + jnp.maximum(jnp.sum(batch.valid, axis=1), 1)
         if view.text is not None:
             positions = jnp.arange(view.text.shape[1])
-            named = jnp.where(positions < ends[:, None], _prompt_name(view.text, positions, xp=jnp), 0)
-            names = jnp.sum(named, axis=1, dtype=jnp.uint32)
+            terms = jnp.where(positions < ends[:, None], _prompt_hash(view.text, positions, xp=jnp), 0)
+            hashes = jnp.sum(terms, axis=1, dtype=jnp.uint32)
         else:
-            seen = state.names.at[view.slots].get(mode="fill", fill_value=0)
-            new = jnp.where(batch.valid, _prompt_name(batch.tokens, batch.positions, xp=jnp), 0)
-            names = jnp.where(batch.first_row == 0, 0, seen) + jnp.sum(new, axis=1, dtype=jnp.uint32)
+            earlier = state.hashes.at[view.slots].get(mode="fill", fill_value=0)
+            terms = jnp.where(batch.valid, _prompt_hash(batch.tokens, batch.positions, xp=jnp), 0)
+            hashes = jnp.where(batch.first_row == 0, 0, earlier) + jnp.sum(terms, axis=1, dtype=jnp.uint32)
         return ScriptState(
-            names=state.names.at[view.slots].set(names, mode="drop"),
+            hashes=state.hashes.at[view.slots].set(hashes, mode="drop"),
             prompt_len=state.prompt_len.at[view.slots].set(ends, mode="drop"),
         )
 
     def draft(self, params: Script, state: ScriptState, view: SlotView) -> tuple[Draft, ScriptState]:
         is_sampled = (view.sampling.temperature > 0).astype(jnp.uint32)
-        name = state.names.at[view.slots].get(mode="fill", fill_value=0)
-        name = name + _run_name(is_sampled, view.sampling.seed[:, 1])
-        line = jnp.argmax(params.names == name[:, None], axis=1)
-        done = view.lengths - state.prompt_len.at[view.slots].get(mode="fill", fill_value=0)
+        wanted = state.hashes.at[view.slots].get(mode="fill", fill_value=0)
+        wanted = wanted + _run_hash(is_sampled, view.sampling.seed[:, 1])
+        line = jnp.argmax(params.hashes == wanted[:, None], axis=1)
+        generated = view.lengths - state.prompt_len.at[view.slots].get(mode="fill", fill_value=0)
         tokens = []
         for depth, level in enumerate(self.tree.levels[1:], 1):
-            last = {
-                parent: max(r for r, p in zip(level.ranks, level.parents, strict=True) if p == parent)
-                for parent in level.parents
-            }
-            off = np.array([last[parent] - rank for rank, parent in zip(level.ranks, level.parents, strict=True)])
-            tokens.append((params.tokens[line, done + depth][:, None] + self._shift + off) % params.vocab)
+            siblings = list(zip(level.ranks, level.parents, strict=True))
+            last_rank = {parent: max(r for r, p in siblings if p == parent) for parent in level.parents}
+            off = np.array([last_rank[parent] - rank for rank, parent in siblings])
+            tokens.append((params.tokens[line, generated + depth][:, None] + self._shift + off) % params.vocab)
         return static_draft(self.tree, view, tokens, [jnp.zeros(level.shape) for level in tokens]), state
 
     def commit(
@@ -134,27 +129,28 @@ class Scripted(Drafter):
         return state
 
 
-def _prompt_name(tokens: Any, positions: Any, *, xp: Any) -> Any:
-    """A hash of each token at its place; those of a prompt are added up, modulo 2**32."""
+def _prompt_hash(tokens: Any, positions: Any, *, xp: Any) -> Any:
+    """Hash of each token with its position; the hash of a prompt is their sum modulo 2**32."""
     mixed = (tokens.astype(xp.uint32) + xp.uint32(1)) * xp.uint32(2654435761)
     mixed = mixed ^ (positions.astype(xp.uint32) * xp.uint32(2246822519) + xp.uint32(374761393))
     return (mixed ^ (mixed >> xp.uint32(15))) * xp.uint32(3266489917)
 
 
-def _run_name(is_sampled: Any, seed: Any) -> Any:
+def _run_hash(is_sampled: Any, seed: Any) -> Any:
+    """Added to a prompt's hash: tells greedy from sampled requests and one seed from another."""
     return is_sampled * (seed * 2 + 1)
 
 
 @struct.dataclass
-class Alphabet:
-    """The size of the vocabulary to draw from."""
+class Vocabulary:
+    """Size of the vocabulary to draw from."""
 
     size: int = struct.field(pytree_node=False)
 
 
 @final
 class Random(StatelessDrafter):
-    """Uniformly random tokens, siblings drawn without replacement."""
+    """Drafts uniformly random tokens; siblings are drawn without replacement."""
 
     def __init__(self, tree: Tree) -> None:
         self.tree = require_static("Random", tree)
@@ -162,44 +158,50 @@ class Random(StatelessDrafter):
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return ()
 
-    def bind(self, target: Model) -> Alphabet:
-        return Alphabet(target.config.vocab_size)
+    def bind(self, target: Model) -> Vocabulary:
+        return Vocabulary(target.config.vocab_size)
 
-    def draft(self, params: Alphabet, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
+    def draft(self, params: Vocabulary, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
         rows, tokens, log_probs = view.root.shape[0], [], []
-        laws: dict[int, Array] = {}
+        probs: dict[int, Array] = {}
         uniform = jnp.full((rows, params.size), 1 / params.size)
         fed = [0]
         for depth, level in enumerate(self.tree.levels[1:], 1):
-            place = (view.lengths[:, None], jnp.asarray([[depth]]), jnp.arange(len(fed))[None])
-            noise = sampler.gumbel(sampler.keys(view.sampling.seed[:, None], Purpose.DRAFT, *place), params.size)
+            counters = (view.lengths[:, None], jnp.asarray([[depth]]), jnp.arange(len(fed))[None])
+            noise = sampler.gumbel(sampler.keys(view.sampling.seed[:, None], Purpose.DRAFT, *counters), params.size)
             drawn = jax.lax.top_k(noise, max(level.ranks) + 1)[1]
             tokens.append(drawn[:, np.array(level.fed_parents), np.array(level.ranks)])
             log_probs.append(jnp.full(tokens[-1].shape, -np.log(params.size), jnp.float32))
-            laws |= dict.fromkeys(fed, uniform)
+            probs |= dict.fromkeys(fed, uniform)
             fed = [level.nodes[i] for i in level.with_children]
         is_drawn = view.accept.draft_sampling is DraftSampling.OWN_DISTRIBUTION
-        return static_draft(self.tree, view, tokens, log_probs, laws if is_drawn else None), state
+        return static_draft(self.tree, view, tokens, log_probs, probs if is_drawn else None), state
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a speculative output leaves plain decoding's."""
+    """The first token in which a speculative output differs from plain decoding."""
 
-    prompt: int
-    position: int  # in the output
-    plain: int
-    speculative: int
-    gap: float  # between the best two (perturbed) logits of the target there
+    prompt: int  # index of the prompt
+    position: int  # index in the output
+    plain: int  # token of plain decoding; -1: its output ended before
+    speculative: int  # token of speculative decoding; -1: its output ended before
+    gap: float  # difference between the target's two highest (perturbed) logits at this position
 
 
 def differences(
     target: Model, plain: Sequence[Completion], other: Sequence[Completion], seeds: Any
 ) -> list[Difference]:
-    """The first token of each output that differs, with the target's gap between its best two choices there.
+    """Compare outputs token by token.
 
     Args:
-        seeds: None for greedy outputs; else (temperature, seed of each prompt), without other controls.
+        target: the model that recomputes the logits at a difference.
+        plain: completions of plain decoding.
+        other: completions of the same prompts with speculation.
+        seeds: None for greedy outputs; else (temperature, seed of each prompt); no other sampling control may be set.
+
+    Returns:
+        One `Difference` for each prompt whose outputs differ.
     """
     found = []
     for index, (one, two) in enumerate(zip(plain, other, strict=True)):
@@ -211,17 +213,17 @@ def differences(
         scores = last_logits(target, context)
         if seeds is not None:
             temperature, all_seeds = seeds
-            words = jnp.asarray([[all_seeds[index] >> 32, all_seeds[index] & 0xFFFFFFFF]], jnp.uint32)
-            key = sampler.keys(words, Purpose.TOKEN, jnp.asarray([len(context)]))
+            halves = jnp.asarray([[all_seeds[index] >> 32, all_seeds[index] & 0xFFFFFFFF]], jnp.uint32)
+            key = sampler.keys(halves, Purpose.TOKEN, jnp.asarray([len(context)]))
             scores = scores / temperature + np.asarray(sampler.gumbel(key, scores.shape[-1]))[0]
-        best = np.sort(scores)[-2:]
+        second, first = np.sort(scores)[-2:]
         a, b = (ids[position] if position < len(ids) else -1 for ids in (one.token_ids, two.token_ids))
-        found.append(Difference(index, position, plain=a, speculative=b, gap=float(best[1] - best[0])))
+        found.append(Difference(index, position, plain=a, speculative=b, gap=float(first - second)))
     return found
 
 
 def last_logits(target: Model, ids: Sequence[int]) -> np.ndarray:
-    """The target's logits behind a text, [vocab], by one forward over all of it."""
+    """The target's logits [vocab] for the token after a text, from one forward pass over the whole text."""
     logits = run_texts(target, jnp.asarray([ids], jnp.int32)).logits
     assert logits is not None
     return np.asarray(logits[0, -1])
@@ -237,23 +239,27 @@ def check_lossless(
     make_engine: Callable[..., Engine] = Engine,
     **options: Any,
 ) -> dict[float, list[Difference]]:
-    """Decode prompts with and without a drafter and compare token by token, greedy and sampled.
+    """Decode prompts with and without a drafter, greedy and sampled, and compare every token.
 
-    Under the default accept rule every token must be the same. A difference is forgiven, and returned, only where the
-    target's best two (perturbed) logits are closer than `NEAR_TIE` in float32.
+    Under the default accept rule ("coupled") all tokens must be equal. A difference is tolerated only where the
+    target's two highest (perturbed) logits differ by less than `NEAR_TIE` in float32.
 
     Args:
-        target: float32 weights.
-        prompts: token ids.
-        options: for both engines.
+        drafter: the drafter to test.
+        target: a model with float32 weights.
+        prompts: token ids of each prompt.
+        max_tokens: tokens generated for each prompt.
+        temperatures: 0 is greedy decoding; others sample, prompt i with seed 1000 + i.
+        make_engine: called as `Engine` is, once without and once with ``drafter=``.
+        options: arguments of both engines, as of `Engine`.
 
     Returns:
-        The forgiven differences by temperature.
+        The tolerated differences by temperature.
 
     Raises:
-        AssertionError: naming the first token that differs.
+        AssertionError: a token differs; the message names the prompt, the position and both tokens.
     """
-    forgiven = {}
+    tolerated = {}
     with (
         make_engine(target, **options) as plain_engine,
         make_engine(target, drafter=drafter, **options) as engine,
@@ -268,5 +274,5 @@ def check_lossless(
             found = differences(target, plain, other, (temperature, seeds) if temperature else None)
             for difference in found:
                 assert difference.gap < NEAR_TIE, f"not lossless at temperature {temperature}: {difference}"
-            forgiven[temperature] = found
-    return forgiven
+            tolerated[temperature] = found
+    return tolerated

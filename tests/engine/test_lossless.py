@@ -27,7 +27,7 @@ from jspec import (
 )
 from jspec.draft.eagle_head import EagleHead
 from jspec.engine.tokenizer import load_tokenizer
-from jspec.tools.testing import NEAR_TIE, Random, Scripted, always_right, differences
+from jspec.tools.testing import NEAR_TIE, Random, Scripted, differences
 from tests.support import cover, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runs_long")]  # slow together
@@ -260,7 +260,7 @@ def test_tokens_equal_plain_decoding(case: dict[str, Any], golden: Path, data: P
 def test_acceptance_never_decays(golden: Path, data: Path) -> None:
     """The target drafts for itself, 200 rounds: the draft row that the bonus token lacks is made good every time."""
     one = pair("golden", golden, data)
-    drafter = always_right(one.target, Tree.chain(2))
+    drafter = DraftModel(one.target, Tree.chain(2))
     engine = Engine(one.target, drafter=drafter, slots=1, max_len=700, prefill_buckets=(64,), page_size=64)
     (done,) = engine.generate(one.prompts[3][:60], SamplingParams(max_tokens=601, temperature=0))
     assert done.metrics.num_drafts == 200

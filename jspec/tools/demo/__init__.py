@@ -1,6 +1,7 @@
-"""`jspec demo`: a small embedded pair, trained on Python source, so that speculation can be seen at once.
+"""`jspec demo`: shows speculative decoding with a small pair of models that is part of the package.
 
-The target is a Llama of 8 layers and 256 byte tokens, the head an EAGLE-3 head of it; both were trained for jspec.
+The target is a Llama with 8 layers and 256 byte tokens, the drafter an EAGLE-3 head of it; both were trained on Python
+source.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ RESET = "\033[0m"
 
 
 def engine(*, drafted: bool) -> Engine:
-    """The embedded target, with its head drafting chains or alone."""
+    """An engine of the embedded target: with its EAGLE-3 head drafting chains, or plain."""
     drafter = Eagle3.from_pretrained(HEAD, tree=Tree.chain(LENGTH), dtype="float32") if drafted else None
     return Engine.from_pretrained(TARGET, drafter=drafter, **OPTIONS)
 
 
 def run(out: TextIO = sys.stdout) -> int:
-    """Stream a completion with drafted tokens coloured apart, then compare with plain decoding.
+    """Stream a completion with draft tokens in their own colour, then compare it with plain decoding.
 
     Returns:
         0 if both texts are equal, else 1.
@@ -62,11 +63,11 @@ def _legend(out: TextIO, colour: bool) -> None:
     if colour:
         print(f"{COLOURS[True]}drafted and accepted{RESET}, {COLOURS[False]}the target's own{RESET}\n", file=out)
     else:
-        print("drafted and accepted text stands in [brackets]\n", file=out)
+        print("drafted and accepted text is in [brackets]\n", file=out)
 
 
 def _painted(text: str, from_draft: list[bool], colour: bool) -> str:
-    """One round's text: drafted bytes first, then the target's own; without colours, drafted text in brackets."""
+    """The text of one round, draft tokens first; without colours, text from draft tokens is in brackets."""
     drafted = sum(from_draft)
     parts = ((True, text[:drafted]), (False, text[drafted:]))
     if colour:
@@ -75,7 +76,7 @@ def _painted(text: str, from_draft: list[bool], colour: bool) -> str:
 
 
 def _timed(one: Engine, params: SamplingParams) -> tuple[Completion, float]:
-    """The best of three runs: the first ones warm up."""
+    """A completion and its tokens/s, the best of three runs; the first ones warm up."""
     best = float("inf")
     for _ in range(3):
         began = time.perf_counter()
