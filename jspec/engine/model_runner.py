@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, final
@@ -17,7 +16,7 @@ import numpy as np
 
 from jspec.core.config import EngineConfig
 from jspec.core.records import MAX_STOP_IDS, PrefillInput, StepOutput
-from jspec.engine.grammar.token_table import Grammar
+from jspec.engine.grammar.token_table import TablePool
 from jspec.engine.input_processor import draft_cap
 from jspec.engine.penalty_input import pack_controls
 from jspec.engine.request import Request
@@ -299,34 +298,3 @@ def pack_pending_rows(request: Request, pages: Sequence[int], *, width: int) -> 
     """
     padding = [0] * (width - len(pages))
     return np.array([request.slot, request.token_ids[-1], request.rows_committed, *pages, *padding], np.int32)
-
-
-class TablePool:
-    """Tracks which grammar each of the device's tables holds.
-
-    Requests with the same grammar share a table. If all tables are taken, the least recently used grammar that no
-    running request has is replaced; there are as many tables as slots, so there always is one.
-    """
-
-    def __init__(self, tables: int) -> None:
-        self._tables = tables
-        self._held: OrderedDict[Grammar, int] = OrderedDict()  # the least recently used first
-
-    def place(self, grammar: Grammar, in_use: Collection[Grammar]) -> tuple[int, bool]:
-        """The table of a grammar, and whether the grammar must be loaded into it.
-
-        Args:
-            in_use: grammars of running requests.
-        """
-        is_new = grammar not in self._held
-        if is_new:
-            table = len(self._held)
-            if table == self._tables:
-                table = self._held.pop(next(held for held in self._held if held not in in_use))
-            self._held[grammar] = table
-        self._held.move_to_end(grammar)
-        return self._held[grammar], is_new
-
-    def clear(self) -> None:
-        """Mark all tables as empty."""
-        self._held.clear()
