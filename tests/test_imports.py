@@ -29,7 +29,6 @@ ALONE = "jspec.engine.grammar.regex_dfa"  # is run as a script in a process of i
 KERNEL_LIBRARIES = {"jax", "flax", "numpy", "jaxtyping"}
 # Arrows that still go up or across; each cut deletes its line.
 EXCEPTIONS = {
-    "jspec.engine.core imports jax",
     "jspec.models.families.llama imports jspec.draft.head_config.HeadConfig",
     "jspec.models.load imports jspec.draft.auto",
     "jspec.models.load imports jspec.draft.head_config.HeadConfig",
