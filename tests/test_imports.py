@@ -29,7 +29,6 @@ ALONE = "jspec.engine.grammar.regex_dfa"  # is run as a script in a process of i
 KERNEL_LIBRARIES = {"jax", "numpy", "jaxtyping"}
 # Arrows that still go up or across; each cut deletes its line.
 EXCEPTIONS = {
-    "jspec.engine.core imports jax",
     "jspec.sampling.logprobs imports jspec.engine.limits.MAX_LOGPROBS",
 }
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, final
 
-import jax
 import numpy as np
 
 from convert import hub
@@ -25,7 +24,7 @@ from jspec.engine.fair_lock import FairLock
 from jspec.engine.grammar.compiler import follow
 from jspec.engine.input_processor import InputProcessor, Prompt, draft_cap
 from jspec.engine.metrics import Metrics
-from jspec.engine.model_runner import ModelRunner, wants_newest
+from jspec.engine.model_runner import ModelRunner, check_deterministic, wants_newest
 from jspec.engine.output_processor import OutputState, process_prompt_logprobs, process_step_output
 from jspec.engine.page_pool import PagePool
 from jspec.engine.prometheus import Gauges, Latencies, exposition
@@ -35,13 +34,12 @@ from jspec.engine.stats_logger import LowAcceptanceWarner, StatsLogger
 from jspec.engine.tokenizer import Tokenizer, load_tokenizer
 from jspec.models import load
 from jspec.models.decoder import Model
-from jspec.models.quantize import quantize_weights, quantized_as
+from jspec.models.quantize import quantize_weights
 from jspec.sampling import logits_processor as processors
 from jspec.sampling.logits_processor import LogitsProcessor
 from jspec.step import memory
 from jspec.step.executables import keep_compiled
 from jspec.step.program import Params, Program
-from pallas_kernels.layers.deterministic_matmul import unsupported_weight
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +87,7 @@ class Engine(Interface):
         if self.config.quantize is not None:
             target = quantize_weights(target, self.config.quantize)
         if self.config.deterministic:
-            _check_deterministic(target, self.config.implementation)
+            check_deterministic(target, self.config.implementation)
         rule = verify.resolve(self.config.accept, **self.config.accept_options)
         rule.check(drafter.tree)
         depths = _depths(self.config, drafter)
@@ -261,7 +259,7 @@ class Engine(Interface):
 
     def _read(self, plan: Plan, output: StepOutput) -> np.ndarray:
         """Take a step's result; gives back the rows of it that were drafted for."""
-        output, seconds = jax.tree.map(np.asarray, output), self._stopwatch.stop()
+        output, seconds = self._device.to_host(output), self._stopwatch.stop()
         report = np.asarray(output.report)
         self.scheduler.settle(plan)
         if isinstance(plan, PrefillPlan):
@@ -399,11 +397,11 @@ class Engine(Interface):
         self._in_flight.clear()
         self._stopwatch.reset()
         self.scheduler.lose_steps()
-        self._device.forget()
+        self._device.clear()
         theirs = error_of_requests(error)
         self._fail(self.scheduler.running, theirs)
         try:
-            self._device.renew(error)
+            self._device.reset_state(error)
         except Exception:
             self.healthy = False
             theirs.add_note(RESTART)
@@ -424,17 +422,6 @@ class Engine(Interface):
     def _gauges(self) -> Gauges:
         pages = self.scheduler.pages
         return Gauges(len(self.scheduler.running), len(self.scheduler.waiting), pages.num_used / (pages.pages - 1))
-
-
-def _check_deterministic(target: Model, implementation: str) -> None:
-    """Refuse a target of which some product has no kernel that gives a row the same bits in every program."""
-    if kind := quantized_as(target):
-        raise ValueError(f"deterministic: expected a target whose weights are not quantised, got {kind}")
-    if implementation == "reference" or jax.default_backend() != "gpu":
-        return
-    weights = [leaf for leaf in jax.tree.leaves([target.layers, target.output_head]) if leaf.ndim == 2]
-    for reason in filter(None, map(unsupported_weight, weights)):
-        raise ValueError(f"deterministic: on a GPU {reason}; leave it off")
 
 
 def _depths(config: EngineConfig, drafter: Drafter) -> tuple[int, ...]:

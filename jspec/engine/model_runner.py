@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, final
@@ -17,19 +16,21 @@ import numpy as np
 
 from jspec.core.config import EngineConfig
 from jspec.core.records import MAX_STOP_IDS, PrefillInput, StepOutput
-from jspec.engine.grammar.token_table import Grammar
+from jspec.engine.grammar.token_table import TablePool
 from jspec.engine.input_processor import draft_cap
 from jspec.engine.penalty_input import pack_controls
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan
+from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
-from jspec.models.quantize import check_device
+from jspec.models.quantize import check_device, quantized_as
 from jspec.sampling import grammar_mask
 from jspec.step import memory
 from jspec.step.executable_key import ExecutableKey
 from jspec.step.executables import Executables
 from jspec.step.program import Params, Program, init_state
 from jspec.step.split_decode import Step, masked_prefill, split_step
+from pallas_kernels.layers.deterministic_matmul import unsupported_weight
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,10 @@ class ModelRunner:
         self.state, output = executable(self.params, self.state, packed)
         jax.copy_to_host_async(output)
         return output
+
+    def to_host(self, output: StepOutput) -> StepOutput:
+        """A step's result as numpy arrays; waits for the step."""
+        return jax.tree.map(np.asarray, output)
 
     def edits(self, request: Request) -> bool:
         """Whether penalties, a grammar or a logits processor edit a request's logits."""
@@ -171,11 +176,11 @@ class ModelRunner:
                 masked_prefills=masked_prefills,
             )
 
-    def forget(self) -> None:
-        """Mark the device's grammar tables as empty, after the state was lost."""
+    def clear(self) -> None:
+        """Note that the contents of the state are lost: the device's grammar tables are empty."""
         self._tables.clear()
 
-    def renew(self, error: BaseException) -> None:
+    def reset_state(self, error: BaseException) -> None:
         """Replace the state after a step failed. The weights are not donated to steps, so they are intact."""
         delete_buffers(self.state, error)
         self.state = None  # type: ignore[assignment]
@@ -185,21 +190,6 @@ class ModelRunner:
     def close(self) -> None:
         """Free the pools."""
         self.state = None  # type: ignore[assignment]
-
-
-def host_arrays(output: StepOutput) -> StepOutput:
-    """A step's output with numpy arrays; waits for the step."""
-    return jax.tree.map(np.asarray, output)
-
-
-def backend() -> str:
-    """The name of the default backend: "cpu", "gpu" or "tpu"."""
-    return jax.default_backend()
-
-
-def matrices(tree: Any) -> list[jax.Array]:
-    """All two-dimensional arrays in a tree of weights."""
-    return [leaf for leaf in jax.tree.leaves(tree) if leaf.ndim == 2]
 
 
 def delete_buffers(state: Any, error: BaseException) -> None:
@@ -212,6 +202,21 @@ def delete_buffers(state: Any, error: BaseException) -> None:
         if not leaf.is_deleted():
             leaf.delete()
     traceback.clear_frames(error.__traceback__)
+
+
+def check_deterministic(target: Model, implementation: str) -> None:
+    """Refuse a target if a kernel of one of its matrix products may give a row other bits in another program.
+
+    Raises:
+        ValueError: names the weights or the kernel.
+    """
+    if kind := quantized_as(target):
+        raise ValueError(f"deterministic: expected a target whose weights are not quantised, got {kind}")
+    if implementation == "reference" or jax.default_backend() != "gpu":
+        return
+    weights = [leaf for leaf in jax.tree.leaves([target.layers, target.output_head]) if leaf.ndim == 2]
+    for reason in filter(None, map(unsupported_weight, weights)):
+        raise ValueError(f"deterministic: on a GPU {reason}; leave it off")
 
 
 def select_executable(programs: Executables, plan: Plan, depth: int) -> Step:
@@ -299,34 +304,3 @@ def pack_pending_rows(request: Request, pages: Sequence[int], *, width: int) -> 
     """
     padding = [0] * (width - len(pages))
     return np.array([request.slot, request.token_ids[-1], request.rows_committed, *pages, *padding], np.int32)
-
-
-class TablePool:
-    """Tracks which grammar each of the device's tables holds.
-
-    Requests with the same grammar share a table. If all tables are taken, the least recently used grammar that no
-    running request has is replaced; there are as many tables as slots, so there always is one.
-    """
-
-    def __init__(self, tables: int) -> None:
-        self._tables = tables
-        self._held: OrderedDict[Grammar, int] = OrderedDict()  # the least recently used first
-
-    def place(self, grammar: Grammar, in_use: Collection[Grammar]) -> tuple[int, bool]:
-        """The table of a grammar, and whether the grammar must be loaded into it.
-
-        Args:
-            in_use: grammars of running requests.
-        """
-        is_new = grammar not in self._held
-        if is_new:
-            table = len(self._held)
-            if table == self._tables:
-                table = self._held.pop(next(held for held in self._held if held not in in_use))
-            self._held[grammar] = table
-        self._held.move_to_end(grammar)
-        return self._held[grammar], is_new
-
-    def clear(self) -> None:
-        """Mark all tables as empty."""
-        self._held.clear()

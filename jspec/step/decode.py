@@ -167,23 +167,23 @@ def commit_stage(
         target = kv_cache.commit(state.target, tree, view, verdict)
         draft_state = program.drafter.commit(params.draft, state.draft, view, draft, verdict, out.features)
         newest = jnp.take_along_axis(verdict.tokens, jnp.maximum(verdict.counts - 1, 0)[:, None], axis=1)[:, 0]
-        moved = dict(
+        updates = dict(
             root=newest,
             lengths=view.lengths + verdict.counts,
             active=view.active & ~verdict.ended,
             remaining=view.remaining - verdict.counts,
         )
-        fields = {name: getattr(state, name) for name in moved}
-        put = scatter_rows(fields, view.slots, moved, implementation=view.implementation)
+        fields = {name: getattr(state, name) for name in updates}
+        written = scatter_rows(fields, view.slots, updates, implementation=view.implementation)
         if state.text is not None:
             rows = jnp.concatenate([view.root[:, None], verdict.tokens[:, :-1]], axis=1)
             count = jnp.where(view.active, verdict.counts, 0)
-            put["text"] = kv_cache.write_text(state.text, view.page_table, view.lengths, rows, count)
+            written["text"] = kv_cache.write_text(state.text, view.page_table, view.lengths, rows, count)
         if state.controls is not None:
-            put["controls"] = penalties.advance(
+            written["controls"] = penalties.advance(
                 state.controls, view.slots, verdict.tokens, verdict.counts, verdict.grammar_state
             )
-        return replace(state, target=target, draft=draft_state, **put)
+        return replace(state, target=target, draft=draft_state, **written)
 
 
 def report_stage(view: SlotView, draft: Draft, verdict: Verdict) -> Int[Array, "batch columns"]:

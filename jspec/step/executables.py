@@ -122,11 +122,6 @@ class Executables:
                     keys += self._prefill_keys(logprobs=tokens, prompt_logprobs=prompt, masked=True)
             self._compile(map(self._lower, [key for key in keys if key not in self.compiled]), check)
 
-    @property
-    def writes_pending_rows(self) -> bool:
-        """Whether the drafter has pending rows and full pages are kept for other requests."""
-        return self._program.drafter.has_pending_rows and self._config.prefix_cache
-
     def _initial_keys(self) -> Iterator[ExecutableKey]:
         """The executables that the engine needs whatever the requests ask for."""
         yield from self._round_keys()
@@ -136,7 +131,7 @@ class Executables:
             yield ExecutableKey("controls")
         if self._shapes.grammars is not None:
             yield ExecutableKey("grammar")
-        if self.writes_pending_rows:
+        if self._program.drafter.has_pending_rows and self._config.prefix_cache:
             yield ExecutableKey("write_pending_rows")
 
     def _round_keys(self, *, logprobs: bool = False, traced: bool = False) -> list[ExecutableKey]:
@@ -167,48 +162,43 @@ class Executables:
         )
 
     def _lower(self, key: ExecutableKey) -> tuple[ExecutableKey, Any]:
-        """Trace and lower one program. A step donates the whole state, a helper the part of the state that it edits."""
-        state = self._shapes
+        """Trace and lower one program."""
+        start = time.perf_counter()
+        function, donated, arguments = self._call(key)
+        lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
+        self.lower_seconds[self._name(key)] = time.perf_counter() - start
+        return key, lowered
+
+    def _call(self, key: ExecutableKey) -> tuple[Callable[..., Any], int, tuple[Any, ...]]:
+        """The function to compile, the index of the donated argument, and the shapes of the arguments.
+
+        A step donates the whole state; a helper donates the part of the state that it edits.
+        """
+        state, vocab = self._shapes, self._params.target.config.vocab_size
         match key.kind:
             case "update_page_table":
-                return self._lower_helper(key, update_page_table, state.page_table, _int32(self.page_updates, 3))
+                return update_page_table, 0, (state.page_table, _int32(self.page_updates, 3))
             case "controls":
-                words = penalties.packed_size(state.controls)
-                return self._lower_helper(key, penalties.admit, state.controls, _int32(words))
+                return penalties.admit, 0, (state.controls, _int32(penalties.packed_size(state.controls)))
             case "grammar":
                 packed = jax.ShapeDtypeStruct((grammar_mask.packed_size(state.grammars),), jnp.int16)
-                return self._lower_helper(key, grammar_mask.load, state.grammars, packed)
-        step, *inputs = self._step_and_inputs(key)
-        return key, self._lower_step(self._name(key), step, *inputs)
-
-    def _step_and_inputs(self, key: ExecutableKey) -> tuple[Any, ...]:
-        """The function to compile, and the shapes of its arguments after params and state."""
-        program, vocab = self._program_of(key), self._params.target.config.vocab_size
+                return grammar_mask.load, 0, (state.grammars, packed)
+        step: Callable[..., Any]
+        program, slots = self._program_of(key), _int32(key.size)
         match key.kind:
             case "round":
-                return partial(spec_step, program), _int32(key.size)
+                step, inputs = spec_step, [slots]
+            case "draft":
+                step, inputs = draft_step, [slots]
+            case "verify":
+                _, draft = jax.eval_shape(partial(draft_step, program), self._params, state, slots)
+                step, inputs = verify_step, [slots, draft, mask_shape(key.size, draft.tokens.shape[1], vocab)]
             case "prefill":
                 masks = [mask_shape(1, 1, vocab)] if key.masked else []
-                return partial(prefill_step, program), _int32(PREFILL_HEAD + self._pages + key.size), *masks
+                step, inputs = prefill_step, [_int32(PREFILL_HEAD + self._pages + key.size), *masks]
             case "write_pending_rows":
-                return partial(write_pending_rows_step, program), _int32(PENDING_ROWS_HEAD + self._pages)
-        draft, slots = partial(draft_step, program), _int32(key.size)
-        if key.kind == "draft":
-            return draft, slots
-        _, drafted = jax.eval_shape(draft, self._params, self._shapes, slots)
-        return partial(verify_step, program), slots, drafted, mask_shape(key.size, drafted.tokens.shape[1], vocab)
-
-    def _lower_step(self, name: str, step: Callable[..., Any], *inputs: Any) -> Any:
-        return self._timed(name, jax.jit(step, donate_argnums=1), self._params, self._shapes, *inputs)
-
-    def _lower_helper(self, key: ExecutableKey, edit: Callable[..., Any], part: Any, packed: Any) -> Any:
-        return key, self._timed(self._name(key), jax.jit(edit, donate_argnums=0), part, packed)
-
-    def _timed(self, name: str, function: Any, *arguments: Any) -> Any:
-        start = time.perf_counter()
-        lowered = function.lower(*arguments)
-        self.lower_seconds[name] = time.perf_counter() - start
-        return lowered
+                step, inputs = write_pending_rows_step, [_int32(PENDING_ROWS_HEAD + self._pages)]
+        return partial(step, program), 1, (self._params, state, *inputs)
 
     def _compile(self, lowered: Iterable[tuple[ExecutableKey, Any]], check: Check = lambda executables: None) -> None:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # one is lowered while others compile

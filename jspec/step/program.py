@@ -1,22 +1,23 @@
 """The static description of a compiled step, its weights, and the slot state that it reads and writes.
 
-The KV cache rows of one slot, before a step (N draft nodes with the root; ``[`` belongs to the interval, ``)`` not):
+One slot's rows in the KV caches at the start of a step (N: nodes of the draft, the root included):
 
-    row 0                    lengths   lengths + 1         lengths + N        lengths + scratch_rows
-    [ committed              )[ root   )[ drafted nodes     )[ scratch         )
-      read by every query      the step's N rows: written     written by drafters that need
-      of the slot              by verify, read through the    more rows than N; never read
-                               ancestor mask                  by the target
+    0                         lengths   lengths + 1             lengths + N     lengths + scratch_rows
+    |  committed              |  root   |  drafted nodes        |  scratch      |
+    |  written by earlier     |  written by this step's verify, |  written by   |
+    |  steps, read by all     |  read through the ancestor      |  drafters of  |
+    |  queries of the slot    |  mask                           |  wide trees   |
 
-Accepted nodes become the committed rows of the next step: ``lengths`` grows by ``1 + accept_len`` and the rest is
-overwritten. The target cache and the draft cache have the same rows and share the page table.
+Target cache and draft cache share the page table, so a row has the same page and offset in both; only the draft cache
+uses scratch. After the step, the accepted nodes are committed rows and the rest is overwritten by the next step.
 
 Invariants:
 1. ``root`` is the newest sampled token. Its KV is not in the cache yet.
 2. Rows ``[0, lengths[s])`` of slot s are committed. Later rows are never read by a later step, so a rejected node needs
    no clean-up.
-3. Verify writes the root and the nodes at rows ``[lengths, lengths + N)``. Commit adds ``1 + accept_len`` to lengths.
-   In a chain the accepted rows are in place already; in a tree commit moves them.
+3. Verify writes the root and the nodes at rows ``[lengths, lengths + N)``. Commit adds the number of emitted tokens
+   to lengths, ``1 + accept_len`` unless the row ends. In a chain the accepted rows are in place already; in a tree
+   commit moves them.
 4. The draft KV cache is missing the tokens accepted in the last step; the next step writes them first, even if it
    drafts nothing. The draft state has the shapes of the drafter's whole tree, also in a step that cuts the tree.
 5. Stop ids and length limits are checked on the device, so that a step can be dispatched before earlier results are

@@ -432,7 +432,8 @@ def without_draft_rows(one: Engine) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(program.drafter), "write_pending_rows", lambda self, params, state, view: state)
         rows = jax.ShapeDtypeStruct((slots,), jnp.int32)
-        return one._device.programs._lower_step("broken", partial(spec_step, program), rows).compile()
+        step = jax.jit(partial(spec_step, program), donate_argnums=1)
+        return step.lower(one._device.params, one._device.state, rows).compile()
 
 
 def rows_of_both_caches(one: Engine) -> tuple[np.ndarray, np.ndarray]:

@@ -14,12 +14,12 @@ from jspec import SamplingParams
 from jspec.engine.grammar.compiler import GrammarInput
 from jspec.engine.grammar.token_table import (
     Grammar,
+    TablePool,
     TokenTexts,
     check_size,
     compile_grammar,
     regex_of_schema,
 )
-from jspec.engine.model_runner import TablePool
 from jspec.engine.tokenizer import ByteTokenizer, load_tokenizer
 from tests.reference import regular
 from tests.support import lettered

@@ -39,7 +39,7 @@ class Case:
 
 @cache
 def case(drafter: str) -> Case:
-    """The draft model under rejection sampling, so that its law is exercised; EAGLE-3 under sample and match."""
+    """The draft model with rejection sampling, which reads the draft probabilities; EAGLE-3 with sample and match."""
     target = tiny.model(VOCAB, layers=1, sharpness=2.0)
     if drafter == "eagle3":
         head = tiny.eagle_head(target, draft_vocab=6, feature_layers=(0, 1))
@@ -52,7 +52,7 @@ def case(drafter: str) -> Case:
 
 
 def stages(program: Program) -> Callable[..., Any]:
-    """A round put together from its stages, each jitted on its own; reports as the fused one."""
+    """A round made of its stages, each jitted by itself; returns the same report as the fused round."""
     gather_view = jit(lambda state, slots: view_of(state, slots, program))
     draft_stage = jit(partial(decode.draft_stage, program))
     verify_stage = jit(partial(decode.verify_stage, program))
@@ -82,7 +82,7 @@ def prefilled(drafter: str, temperature: float) -> SlotState:
     prefill = jit(partial(prefill_step, one.program))
     for slot, ids in enumerate(PROMPTS):
         row = np.zeros(width, np.int32)
-        row[:8] = np.arange(8) * 2 + 1 + slot  # scattered, never shared
+        row[:8] = np.arange(8) * 2 + 1 + slot  # scattered pages, not shared
         chunk = tiny.prefill_input([*ids, 0, 0][:5], page_row=row, slot=slot, remaining=100 if slot == 0 else 3)
         chunk = chunk._replace(
             count=np.int32(len(ids)), temperature=np.float32(temperature), seed=np.array([slot, 7], np.uint32)
@@ -94,7 +94,7 @@ def prefilled(drafter: str, temperature: float) -> SlotState:
 def run(
     one_round: Callable[..., Any], drafter: str, temperature: float, rounds: int = ROUNDS
 ) -> tuple[StepResult, np.ndarray, SlotState]:
-    """Several rounds: reports, draft scores of the active rows, the state behind them."""
+    """Run several rounds; returns the reports, the draft scores of the active rows, and the last state."""
     state, reports, scores = prefilled(drafter, temperature), [], []
     for _ in range(rounds):
         state, report, extra, *_ = one_round(case(drafter).params, state, jnp.asarray(SLOTS))
@@ -119,13 +119,13 @@ def same(one: tuple[StepResult, np.ndarray, SlotState], other: tuple[StepResult,
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("drafter", [pytest.param(DRAFTERS[0], marks=pytest.mark.long), *DRAFTERS[1:]])
-def test_stages_jitted_one_by_one_make_the_same_rounds(drafter: str, temperature: float) -> None:
+def test_spec_round_equals_its_stages_jitted_separately(drafter: str, temperature: float) -> None:
     same(fused(drafter, temperature), run(case(drafter).staged, drafter, temperature))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("drafter", "temperature"), [("draft model", 0.0), ("eagle3", 1.0)])
-def test_rounds_without_jit_are_the_same(drafter: str, temperature: float) -> None:
+def test_spec_round_without_jit_is_the_same(drafter: str, temperature: float) -> None:
     expected = fused(drafter, temperature, rounds=2)
     with jax.disable_jit():
         same(expected, run(partial(decode.spec_round, case(drafter).program), drafter, temperature, rounds=2))
@@ -133,8 +133,8 @@ def test_rounds_without_jit_are_the_same(drafter: str, temperature: float) -> No
 
 @pytest.mark.once
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_the_rounds_compared_are_not_trivial(drafter: str) -> None:
-    """Some drafts were accepted, some not; one row ended on the way; the padding row did nothing."""
+def test_compared_rounds_accept_and_reject_and_end(drafter: str) -> None:
+    """Some drafts were accepted and some rejected; one row ended; the padding row emitted nothing."""
     reports = [fused(drafter, temperature)[0] for temperature in TEMPERATURES]
     for report in reports:
         assert report.ended[-1, 0] == 1 and report.counts[-1, 0] == 0  # the slot of three tokens
@@ -147,8 +147,8 @@ def test_the_rounds_compared_are_not_trivial(drafter: str) -> None:
 
 @pytest.mark.once
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_lost_draft_state_shows(drafter: str) -> None:
-    """Negative control: a round that forgets what the drafter wrote differs."""
+def test_spec_round_that_loses_the_draft_state_differs(drafter: str) -> None:
+    """Negative control: the round drops the rows that the drafter wrote."""
     one = case(drafter)
 
     def forgetful(params: Params, state: SlotState, slots: Any) -> tuple[SlotState, Any, Any]:

@@ -1,4 +1,4 @@
-"""Device memory: what is planned against what is allocated, pages that fit, and what is said where they do not."""
+"""Device memory: the plan against real allocations, the number of pages, and the errors when memory runs out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def eagle3() -> Eagle3:
 
 
 def planner_of(device: DeviceMemory, drafter: Drafter | None = None, **options: Any) -> tuple[MemoryPlanner, PoolShape]:
-    """What an engine puts together before it allocates."""
+    """The planner and pools that an engine creates before it allocates."""
     target, config = small.target(), EngineConfig(**OPTIONS | options)
     drafter = NoDraft() if drafter is None else drafter
     layers = drafter.feature_layers(target)
@@ -48,7 +48,7 @@ def device(limit: int, in_use: int = 0, *, is_reported: bool = True) -> DeviceMe
 
 
 def held(tree: Any) -> int:
-    """Bytes of the buffers behind a tree's arrays, each counted once."""
+    """Bytes of a tree's buffers; a buffer that several arrays share counts once."""
     return sum({leaf.unsafe_buffer_pointer(): leaf.nbytes for leaf in jax.tree.leaves(tree)}.values())
 
 
@@ -56,7 +56,7 @@ def state_of(planner: MemoryPlanner, pool: PoolShape) -> Any:
     return init_state(planner.program, planner.params, pool)
 
 
-def test_the_plan_is_what_the_engine_holds(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_plan_equals_the_engines_allocations(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="jspec.engine.model_runner"):
         engine = Engine(small.target(), drafter=eagle3(), **OPTIONS)
     plan, state, params = engine.memory_plan, engine._device.state, engine._device.params
@@ -79,8 +79,8 @@ def test_the_plan_is_what_the_engine_holds(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize("drafter", [None, eagle3(), DraftModel(tiny.model(16, layers=2), Tree.topk(6, 3, 2))])
-def test_pages_fill_what_the_device_has_left(drafter: Drafter | None) -> None:
-    """To the page, of arrays really made; beside what others hold."""
+def test_fit_on_a_reporting_device_fills_the_memory_with_pages(drafter: Drafter | None) -> None:
+    """Exact to one page, measured on allocated arrays; also with memory that other arrays use."""
     planner, pool = planner_of(device(PLENTY), drafter)
     base = planner.plan(replace(pool, pages=2))
     page = held(state_of(planner, replace(pool, pages=3))) - held(state_of(planner, replace(pool, pages=2)))
@@ -93,8 +93,8 @@ def test_pages_fill_what_the_device_has_left(drafter: Drafter | None) -> None:
         assert plan.total <= plan.limit < plan.total + page
 
 
-def test_there_are_no_more_pages_than_are_of_use() -> None:
-    """For every slot to reach max_len; where ended requests' pages are kept, four times as many."""
+def test_fit_with_plenty_of_memory_stops_at_the_useful_number_of_pages() -> None:
+    """Enough for max_len in every slot; with a prefix cache four times as many."""
     planner, pool = planner_of(device(PLENTY))
     assert fit(planner, pool)[0].pages == 4 * 3 * 26 + 1
     planner, pool = planner_of(device(PLENTY), prefix_cache=False)
@@ -104,7 +104,7 @@ def test_there_are_no_more_pages_than_are_of_use() -> None:
 
 
 def limit_for(planner: MemoryPlanner, pool: PoolShape, pages: int) -> DeviceMemory:
-    """A device on which so many pages just fit."""
+    """A device on which this many pages just fit."""
     total = planner.plan(replace(pool, pages=pages)).total
     return replace(planner.device, limit=int(total / 0.9) + 1)
 
@@ -113,13 +113,13 @@ NAMED = re.compile(r"lower (max_len|slots) to at most (\d+)|pass (pages)=(\d+)")
 
 
 def named(message: str) -> dict[str, int]:
-    """The remedies that an error names."""
+    """The settings that an error names."""
     return {a or c: int(b or d) for a, b, c, d in NAMED.findall(message)}
 
 
 @pytest.mark.parametrize("is_reported", [True, False])
-def test_what_does_not_fit_is_refused_with_numbers_that_do(is_reported: bool) -> None:
-    """Each one named is accepted, one more is not. A device that reports its memory serves one request at a time."""
+def test_fit_of_pools_that_are_too_large_names_settings_that_fit(is_reported: bool) -> None:
+    """Each named value fits and one more does not. A device that reports memory needs pages for one request only."""
     planner, pool = planner_of(device(PLENTY, is_reported=is_reported), eagle3())
     planner = replace(planner, device=limit_for(planner, pool, 20))
     with pytest.raises(
@@ -140,13 +140,13 @@ def _options(name: str, value: int) -> dict[str, Any]:
     return {name: value, "buckets": (value,)} if name == "slots" else {name: value}
 
 
-def test_weights_that_leave_nothing_are_refused() -> None:
+def test_fit_with_weights_that_fill_the_device_raises() -> None:
     with pytest.raises(ValueError, match="not one page is left beside the weights; take quantize="):
         fit(*planner_of(device(1000)))
 
 
-def test_the_engine_asks_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes to compiling with the memory that is there, and no further without."""
+def test_engine_sizes_its_pools_by_the_devices_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With enough memory the engine goes on to compiling; with less it raises before."""
     planner, pool = planner_of(device(PLENTY))
     made: list[int] = []
 
@@ -161,17 +161,19 @@ def test_the_engine_asks_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
             Engine(small.target(), **OPTIONS)
     assert made == [27, 33]
     monkeypatch.setattr(memory, "device_memory", lambda: limit_for(planner, pool, 26))
-    with pytest.raises(ValueError, match="lower max_len to at most 99"):  # with the root that comes behind, 25 pages
+    with pytest.raises(ValueError, match="lower max_len to at most 99"):  # 25 pages, as the root needs a row too
         Engine(small.target(), **OPTIONS)
 
 
 def out_of_memory() -> None:
-    """The device's own error."""
+    """Raise the device's own error."""
     jnp.zeros(2**44).block_until_ready()
 
 
 @pytest.mark.parametrize("where", ["pools", "compiler"])
-def test_memory_that_runs_out_at_start_is_explained(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_engine_that_runs_out_of_memory_at_start_names_settings_that_fit(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     planner, full = planner_of(device(PLENTY), eagle3())
     planner = replace(planner, device=limit_for(planner, full, 60))
     pool, plan = fit(planner, full)
@@ -190,20 +192,20 @@ def test_memory_that_runs_out_at_start_is_explained(monkeypatch: pytest.MonkeyPa
     ) as found:
         Engine(small.target(), drafter=eagle3(), **OPTIONS)
     assert found.value.__cause__ is error
-    assert set(named(str(found.value))) == {"pages"}  # what a lower max_len frees the next start fills with pages
+    assert set(named(str(found.value))) == {"pages"}  # the next start would fill the memory that a lower max_len frees
     pages, share = (
         named(str(found.value))["pages"],
         re.search(r"memory_fraction=0.9 to at most ([\d.]+)", str(found.value)),
     )
-    less = [plan.total - planner.plan(replace(pool, pages=count)).total for count in (pages, pages + 1)]
-    assert less[0] >= missing > less[1]
+    freed = [plan.total - planner.plan(replace(pool, pages=count)).total for count in (pages, pages + 1)]
+    assert freed[0] >= missing > freed[1]
     assert share is not None
     config = replace(planner.config, memory_fraction=float(share[1]))
     assert fit(replace(planner, config=config), full)[1].total <= plan.total - missing
 
 
-def test_the_devices_own_message_is_read() -> None:
-    """A real one; one without a number; and errors that are of another kind."""
+def test_explain_oom_reads_the_size_from_the_devices_message() -> None:
+    """A real message, one without a number, and other errors, which pass unchanged."""
     planner, pool = planner_of(device(PLENTY, is_reported=False))
     with pytest.raises(ValueError, match=r"missing are 64\.00 TiB or more"), memory.explain_oom(planner, pool):
         out_of_memory()
@@ -217,20 +219,22 @@ def test_the_devices_own_message_is_read() -> None:
 
 
 @pytest.mark.parametrize("stats", [None, {}, {"bytes_limit": 0}, {"bytes_limit": None}, {"bytes_limit": 7}])
-def test_a_device_without_a_limit_reports_none(monkeypatch: pytest.MonkeyPatch, stats: dict[str, Any] | None) -> None:
+def test_device_memory_without_a_limit_is_not_reported(
+    monkeypatch: pytest.MonkeyPatch, stats: dict[str, Any] | None
+) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
     found = memory.device_memory()
     assert (found.limit == 7, found.is_reported) == ((True, True) if stats == {"bytes_limit": 7} else (False, False))
 
 
 def program(**sizes: int) -> Any:
-    """A compiled program that says what it takes."""
+    """A compiled program with this memory analysis."""
     analysis = SimpleNamespace(**{f"{name}_size_in_bytes": count for name, count in sizes.items()})
     return SimpleNamespace(memory_analysis=lambda: analysis)
 
 
-def test_an_engine_that_is_dropped_frees_its_memory_at_once() -> None:
-    """Before any cycle is collected: the next engine plans with what is free."""
+def test_engine_dropped_frees_its_memory_at_once() -> None:
+    """Without garbage collection, because the next engine plans with the free memory."""
     engine = Engine(small.target(), **OPTIONS)
     engine.generate([1, 2])
     root = weakref.ref(engine._device.state.root)
@@ -242,8 +246,8 @@ def test_an_engine_that_is_dropped_frees_its_memory_at_once() -> None:
         gc.enable()
 
 
-def test_programs_compiled_later_are_planned_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they take more than there is, the request is refused before it is queued, and nothing of them stays."""
+def test_programs_compiled_later_update_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If they need too much memory, the request is refused unqueued and no new program is stored."""
     engine, scored = Engine(small.target(), **OPTIONS), SamplingParams(logprobs=3)
     plan, count, planner = engine.memory_plan, len(engine._device.programs.compiled), engine._device.planner
     monkeypatch.setattr(engine._device, "planner", replace(planner, device=device(plan.total + 10)))
@@ -258,7 +262,7 @@ def test_programs_compiled_later_are_planned_too(monkeypatch: pytest.MonkeyPatch
     assert engine.memory_plan.workspace > plan.workspace
 
 
-def test_the_largest_program_is_what_the_workspace_takes() -> None:
+def test_measured_workspace_is_that_of_the_largest_program() -> None:
     planner, pool = planner_of(device(PLENTY))
     estimate = planner.plan(pool)
     programs = [program(temp=10, output=500, alias=450), program(temp=70, output=100, alias=100)]
@@ -273,5 +277,5 @@ def test_the_largest_program_is_what_the_workspace_takes() -> None:
 @pytest.mark.parametrize(
     ("count", "words"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.50 KiB"), (2**31, "2.00 GiB")]
 )
-def test_sizes_in_words(count: int, words: str) -> None:
+def test_size_has_a_readable_unit(count: int, words: str) -> None:
     assert memory.size(count) == words

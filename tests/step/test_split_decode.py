@@ -199,7 +199,7 @@ def test_executables_that_do_not_fit_are_not_stored(monkeypatch: pytest.MonkeyPa
     """Either all programs that a request needs are stored or none; requests that need fewer still work."""
     programs, made, wanted = lettered.chain()._device.programs, [], dict(traced=False, prompt_logprobs=False)
     monkeypatch.setattr(programs, "compiled", {})
-    monkeypatch.setattr(programs, "_timed", lambda name, *_: name)
+    monkeypatch.setattr(programs, "_lower", lambda key: (key, programs._name(key)))
     monkeypatch.setattr(programs, "_compile_one", lambda name, lowered: made.append(name) or name)
 
     def nothing_more(executables: Any) -> None:

@@ -8,6 +8,7 @@ one column a class. States from which no final state can be reached in allowed t
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -229,3 +230,34 @@ def _too_large(states: int, classes: int, cells: int) -> str:
         f"its table takes {states} states x {classes} classes of tokens = {states * classes}, allowed are {cells} "
         f"(grammar_cells of the engine) and {MAX_STATES} states; lower its repetitions and lengths, or raise the cells"
     )
+
+
+class TablePool:
+    """Tracks which grammar each of the device's tables holds.
+
+    Requests with the same grammar share a table. If all tables are taken, the least recently used grammar that no
+    running request has is replaced; there are as many tables as slots, so there always is one.
+    """
+
+    def __init__(self, tables: int) -> None:
+        self._tables = tables
+        self._held: OrderedDict[Grammar, int] = OrderedDict()  # the least recently used first
+
+    def place(self, grammar: Grammar, in_use: Collection[Grammar]) -> tuple[int, bool]:
+        """The table of a grammar, and whether the grammar must be loaded into it.
+
+        Args:
+            in_use: grammars of running requests.
+        """
+        is_new = grammar not in self._held
+        if is_new:
+            table = len(self._held)
+            if table == self._tables:
+                table = self._held.pop(next(held for held in self._held if held not in in_use))
+            self._held[grammar] = table
+        self._held.move_to_end(grammar)
+        return self._held[grammar], is_new
+
+    def clear(self) -> None:
+        """Mark all tables as empty."""
+        self._held.clear()
