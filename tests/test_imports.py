@@ -32,7 +32,7 @@ EXCEPTIONS = {
     "jspec.engine.core imports jax",
     "jspec.engine.errors imports jax",
     "jspec.sampling.logprobs imports jspec.engine.limits.MAX_LOGPROBS",
-    "jspec.sampling.logprobs imports jspec.models.decoder.logits_of",
+    "jspec.sampling.logprobs imports jspec.models.layers.logits_of",
     "jspec.step.executables imports jspec.engine.grammar.token_table.Grammar",
     "jspec.step.split_decode imports jspec.engine.grammar.cfg_matcher.EVERYTHING",
     "jspec.step.split_decode imports jspec.engine.grammar.cfg_matcher.Matcher",

@@ -89,9 +89,8 @@ class DraftModel(Drafter):
         return self.model
 
     def init(self, params: Model, pool: PoolShape) -> DraftModelState:
-        config = params.config
         return DraftModelState(
-            cache=create(config.num_layers, config, pool, pool.draft_dtype),
+            cache=create(params.config.layers, pool, pool.draft_dtype),
             previous=jnp.full(pool.slots, -1, jnp.int32),
             rows=jnp.zeros((pool.slots, self.tree.nodes), jnp.int32),
         )

@@ -27,12 +27,12 @@ from jspec.draft.eagle_head import (
     FIRST_ROW,
     EagleHead,
     HeadOut,
-    enter,
-    enter_drafted,
-    finish,
     fuse,
-    through,
-    with_drafted,
+    output_logits,
+    precompute_first_layer,
+    project_draft_tokens,
+    project_inputs,
+    run_layers,
 )
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.draft.head_config import Overrides
@@ -55,7 +55,9 @@ class EagleState:
     features: Float[Array, "slots depth1 hidden"]
     tokens: Int[Array, "slots depth1"]
     count: Int[Array, "slots"]
-    edges: Float[Array, "pages hidden"] | None  # the feature of each page's last row, for whoever goes on behind it
+    # The feature of each page's last row, for prompts that begin with cached pages; None without a prefix cache.
+    # The feature of each page's last row, for prompts that begin with cached pages; None without a prefix cache.
+    page_end_features: Float[Array, "pages hidden"] | None
 
 
 class EagleDrafter(Drafter):
@@ -96,16 +98,16 @@ class EagleDrafter(Drafter):
     def bind(self, target: Model) -> EagleHead:
         _check_pair(type(self).__name__, self.head, target, self.feature_layers(target))
         head = self.head if self.head.embed is not None else replace(self.head, embed=target.embed)
-        return with_drafted(head if head.head is not None else replace(head, head=target.output_head))
+        return precompute_first_layer(head if head.head is not None else replace(head, head=target.output_head))
 
     def init(self, params: EagleHead, pool: PoolShape) -> EagleState:
         pairs, width = (pool.slots, self.tree.depth + 1), params.config.hidden_size
         return EagleState(
-            cache=create(len(params.layers), params.config, pool, pool.draft_dtype),
+            cache=create(params.config.layers, pool, pool.draft_dtype),
             features=jnp.zeros((*pairs, width), params.dtype),
             tokens=jnp.zeros(pairs, jnp.int32),
             count=jnp.zeros(pool.slots, jnp.int32),
-            edges=jnp.zeros((pool.pages, width), params.dtype) if pool.prefix_cache else None,
+            page_end_features=jnp.zeros((pool.pages, width), params.dtype) if pool.prefix_cache else None,
         )
 
     def prefill(
@@ -117,7 +119,7 @@ class EagleDrafter(Drafter):
         shifted = jnp.concatenate([waiting[:, None], fused[:, :-1]], axis=1)
         valid = batch.valid & (batch.positions >= FIRST_ROW)
         pairs = _pairs(view, batch.tokens, batch.first_row, valid, self.draft_window)
-        *_, cache = through(params, state.cache, pairs, *enter(params, pairs, shifted), attends=False)
+        *_, cache = run_layers(params, state.cache, pairs, *project_inputs(params, pairs, shifted), attends=False)
         last = jnp.maximum(jnp.sum(batch.valid, axis=1) - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(fused, last, axis=1)[:, 0]
         return replace(
@@ -125,7 +127,7 @@ class EagleDrafter(Drafter):
             cache=cache,
             features=state.features.at[view.slots, 0].set(newest, mode="drop"),
             count=state.count.at[view.slots].set(1, mode="drop"),
-            edges=_keep_edges(state, view, batch.positions, batch.valid, fused),
+            page_end_features=_keep_page_ends(state, view, batch.positions, batch.valid, fused),
         )
 
     def draft(self, params: EagleHead, state: EagleState, view: SlotView) -> tuple[Draft, EagleState]:
@@ -137,7 +139,7 @@ class EagleDrafter(Drafter):
             if not self.tree.is_chain:
                 rows = jnp.arange(level.parents.shape[0])[:, None]
                 parents = jax.tree.map(lambda of: of[rows, level.parents], parents)
-            out, product, cache = self_feed(params, cache, view, level, parents, self.draft_window)
+            out, product, cache = draft_step(params, cache, view, level, parents, self.draft_window)
             return product, (out, cache)
 
         vocabulary = Vocabulary(params.draft_to_target, params.config.vocab_size)
@@ -163,7 +165,7 @@ class EagleDrafter(Drafter):
         return replace(
             state,
             **scatter_rows(old, slots, new, implementation=view.implementation),
-            edges=_keep_edges(state, view, view.lengths[:, None] + steps, is_row, accepted),
+            page_end_features=_keep_page_ends(state, view, view.lengths[:, None] + steps, is_row, accepted),
         )
 
     def write_pending_rows(self, params: EagleHead, state: EagleState, view: SlotView) -> EagleState:
@@ -255,7 +257,7 @@ def write_pending_rows(
     root = _pairs(view, view.root[:, None], view.lengths, view.active[:, None], window)
     quantize_output = has_dynamic_activations(params.layers[-1].o)
     attended = attend(q, cache.k[-1], cache.v[-1], root, start=FIRST_ROW, quantize_output=quantize_output)
-    return *finish(params, attended, residual, view.implementation), cache
+    return *output_logits(params, attended, residual, view.implementation), cache
 
 
 def _write_waiting(
@@ -270,21 +272,21 @@ def _write_waiting(
     tokens = jnp.where(steps == last, view.root[:, None], waiting)
     valid = (steps <= last) & view.active[:, None]
     pairs = _pairs(view, tokens, view.lengths - last[:, 0], valid, window)
-    return last, *through(params, state.cache, pairs, *enter(params, pairs, features), attends=False)
+    return last, *run_layers(params, state.cache, pairs, *project_inputs(params, pairs, features), attends=False)
 
 
 def _feature_before(state: EagleState, view: SlotView, first_row: Int[Array, "batch"]) -> Float[Array, "batch hidden"]:
     """The feature of the row before a chunk: what waits in the slot, or, behind a page's end, the page's own."""
     waiting = state.features.at[view.slots, 0].get(mode="fill", fill_value=0)
-    if state.edges is None:
+    if state.page_end_features is None:
         return waiting
     page_size = state.cache.k[0].shape[2]
     column = jnp.maximum(first_row // page_size - 1, 0)[:, None]
-    edge = state.edges[jnp.take_along_axis(view.page_table, column, axis=1)[:, 0]]
+    edge = state.page_end_features[jnp.take_along_axis(view.page_table, column, axis=1)[:, 0]]
     return jnp.where((first_row % page_size == 0)[:, None], edge, waiting)
 
 
-def _keep_edges(
+def _keep_page_ends(
     state: EagleState,
     view: SlotView,
     rows: Int[Array, "batch rows"],
@@ -292,15 +294,15 @@ def _keep_edges(
     features: Float[Array, "batch rows hidden"],
 ) -> Float[Array, "pages hidden"] | None:
     """Of the rows just committed, keep the features of those that end a page."""
-    if state.edges is None:
+    if state.page_end_features is None:
         return None
-    shape = (state.edges.shape[0], state.cache.k[0].shape[2])
+    shape = (state.page_end_features.shape[0], state.cache.k[0].shape[2])
     pages, place = places(view.page_table, rows, valid, shape)
     pages = jnp.where(place == shape[1] - 1, pages, shape[0])
-    return state.edges.at[pages].set(features, mode="drop")
+    return state.page_end_features.at[pages].set(features, mode="drop")
 
 
-def self_feed(
+def draft_step(
     params: EagleHead,
     cache: KVCache,
     view: SlotView,
@@ -313,9 +315,9 @@ def self_feed(
     All nodes of a level stand at one position; a feature stands one before its token.
     """
     pairs = level.batch(view, view.lengths + level.depth - 1, window)
-    entered = enter_drafted(params, pairs, level.ids, parents)
-    attended, residual, cache = through(params, cache, pairs, *entered, attends=True)
-    return *finish(params, attended, residual, view.implementation), cache
+    entered = project_draft_tokens(params, pairs, level.ids, parents)
+    attended, residual, cache = run_layers(params, cache, pairs, *entered, attends=True)
+    return *output_logits(params, attended, residual, view.implementation), cache
 
 
 def _pairs(
@@ -352,7 +354,7 @@ def _check_pair(name: str, head: EagleHead, target: Model, feature_layers: tuple
         ("vocabulary", config.vocab_size, own.vocab_size),
         ("target hidden size", config.target_hidden_size, own.hidden_size),
     ]
-    if config.method == "eagle3" and head.fc is not None:
+    if head.fc is not None and config.fuses_states:
         checks.append(("fc input width", head.fc.shape[1], width))
     else:
         checks.append(("hidden size (it takes the target's state as it is)", config.hidden_size, own.hidden_size))

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 
 from convert.detect import bare_name
 from convert.huggingface import Row, Source, renamed, side_by_side, stacked
-from jspec.draft.head_config import HeadConfig, Overrides
+from jspec.draft.head_config import METHODS, Eagle3Config, HeadConfig, Overrides
 from jspec.models.config import require, unsupported
 from jspec.models.families.llama import layer_weights, read_rope, read_sizes
 from jspec.models.load import Format
@@ -133,14 +133,14 @@ def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | Non
     # The count in other EAGLE-3 files is often the target's; they have one layer.
     counted = ("num_hidden_layers",) if method == "eagle" or parts.source_format == "speculators" else ()
     fields = read_sizes(parts.layer, _families(parts, method), *counted)
-    return HeadConfig(
+    fuses = method == "eagle3" and bool(parts.one("use_aux_hidden_state", default=True))
+    return METHODS[method].of_method(
         **fields,
         draft_vocab_size=int(parts.one("draft_vocab_size", "truncated_vocab_size") or fields["vocab_size"]),
         target_hidden_size=int(parts.one("target_hidden_size") or fields["hidden_size"]),
         rope=read_rope(parts.layer, theta=overrides.rope_theta),
-        feature_layers=_feature_layers(parts, method) if overrides.feature_layers is None else overrides.feature_layers,
+        feature_layers=_feature_layers(parts, fuses) if overrides.feature_layers is None else overrides.feature_layers,
         source_format=parts.source_format,
-        method=method,
         num_layers=int(parts.layer["num_hidden_layers"]) if counted else 1,
         norm_before_residual=_norm_before_residual(parts, overrides.norm_before_residual),
         norm_before_fc=bool(parts.one("norm_before_fc")),
@@ -149,7 +149,7 @@ def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | Non
         qk_norm=parts.layer["model_type"] == "qwen3",
         qkv_bias=bool(parts.one("qkv_bias")),
         fc_bias=_fc_bias(parts, method),
-        fuse=method == "eagle" or bool(parts.one("use_aux_hidden_state", default=True)),
+        fuse=fuses,
     )
 
 
@@ -194,7 +194,7 @@ def _fc_bias(parts: Parts, method: str) -> bool:
     return bool(parts.one("bias", default=method == "eagle"))
 
 
-def _feature_layers(parts: Parts, method: str) -> tuple[int, ...] | None:
+def _feature_layers(parts: Parts, fuses: bool) -> tuple[int, ...] | None:
     """Target state indices from the ids of the file, ascending: all exporters join states in the order of layers.
 
     Ids inside `eagle_config` from 1 on count layer outputs (that of layer j is state j+1), unless one is the number
@@ -206,10 +206,9 @@ def _feature_layers(parts: Parts, method: str) -> tuple[int, ...] | None:
         if ids:
             outputs = where is parts.nested and ids[0] == 1 and ids[-1] not in parts.values(*TARGET_LAYERS)
             found.add(tuple(i + outputs for i in ids))
-    fused = method == "eagle3" and parts.one("use_aux_hidden_state", default=True)
-    if len(found) > 1 or (found and not fused):
+    if len(found) > 1 or (found and not fuses):
         raise ValueError(
-            f"{IDS}: expected {'one list' if fused else 'none, as use_aux_hidden_state is false'}, got the states "
+            f"{IDS}: expected {'one list' if fuses else 'none, as use_aux_hidden_state is false'}, got the states "
             f"{sorted(found)}; pass feature_layers= with the target state indices"
         )
     return next(iter(found), None)
@@ -249,12 +248,12 @@ def _fusion(config: HeadConfig) -> list[Row]:
     """What makes a feature of the target's states, or, in EAGLE-1 and 2, joins it with the embedding."""
     hidden, width = config.hidden_size, config.num_features * config.target_hidden_size
     rows = []
-    if config.norm_before_fc:
+    if isinstance(config, Eagle3Config) and config.norm_before_fc:
         rows.append(stacked("input_norm", {"input_norm.weight": (width,)}))
-    if config.fc_norm:
+    if isinstance(config, Eagle3Config) and config.fc_norm:
         norms = [f"fc_norm.{index}.weight" for index in range(config.num_features)]
         rows.append(side_by_side("fc_norm", dict.fromkeys(norms, (config.target_hidden_size,))))
-    if config.fuse:
+    if config.fuses_states or not isinstance(config, Eagle3Config):
         rows.append(stacked("fc", {"fc.weight": (hidden, 2 * hidden if config.method == "eagle" else width)}))
         if config.fc_bias:
             rows.append(stacked("fc_bias", {"fc.bias": (hidden,)}))

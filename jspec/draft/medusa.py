@@ -26,8 +26,9 @@ from jspec.core.tree import Tree
 from jspec.draft.base import Drafter, require_static, static_draft
 from jspec.models import load
 from jspec.models.config import positive
-from jspec.models.decoder import Model, logits_of
+from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
+from jspec.models.layers import logits_of
 from jspec.models.load import Format
 from jspec.sampling import sampler
 from pallas_kernels.layers.quantized import matmul

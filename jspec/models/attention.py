@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from jspec.core.records import TokenBatch
-from jspec.models.config import Rope
+from jspec.models.config import GQA, Rope
 from pallas_kernels.attention.append_attention import append_attention
 from pallas_kernels.attention.paged_attention import paged_attention
 from pallas_kernels.attention.rope_append import rotate_append
 from pallas_kernels.layers.quantized import Inputs, PartialSums, QuantizedActivation
-
-
-class AttentionShape(Protocol):
-    """What attention needs to know of a config."""
-
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def rope(self) -> Rope: ...
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
@@ -52,7 +38,7 @@ def project(
     k_pool: Array,
     v_pool: Array,
     batch: TokenBatch,
-    shape: AttentionShape,
+    config: GQA,
     dtype: jnp.dtype,
 ) -> tuple[Float[Array, "batch tokens heads head_dim"], Array, Array]:
     """Take a fused projection apart, rotate, and write the batch's keys and values into the pools.
@@ -64,14 +50,14 @@ def project(
     Returns:
         The rotated queries, and both pools.
     """
-    rows = _rows(batch, shape)
-    options = {"heads": shape.num_heads, "dtype": dtype, "implementation": batch.implementation}
+    rows = _rows(batch, config)
+    options = {"heads": config.heads, "dtype": dtype, "implementation": batch.implementation}
     return rotate_append(k_pool, v_pool, qkv, *rows, deterministic=batch.deterministic, **options)
 
 
-def _rows(batch: TokenBatch, shape: AttentionShape) -> tuple[Array, ...]:
+def _rows(batch: TokenBatch, config: GQA) -> tuple[Array, ...]:
     """Where the new rows stand, how they are rotated, and where they go."""
-    speeds = jnp.asarray(inverse_frequencies(shape.rope, shape.head_dim))
+    speeds = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
     return batch.positions, speeds, batch.page_table, batch.first_row, batch.valid
 
 
@@ -80,7 +66,7 @@ def project_and_attend(
     k_pool: Array,
     v_pool: Array,
     batch: TokenBatch,
-    shape: AttentionShape,
+    config: GQA,
     dtype: jnp.dtype,
     *,
     start: int = 0,
@@ -92,10 +78,10 @@ def project_and_attend(
         start, is_rounded: as in `attend`.
     """
     if batch.base is not None or batch.deterministic or batch.window is not None:
-        q, k_pool, v_pool = project(qkv, k_pool, v_pool, batch, shape, dtype)
+        q, k_pool, v_pool = project(qkv, k_pool, v_pool, batch, config, dtype)
         return attend(q, k_pool, v_pool, batch, start=start, quantize_output=quantize_output), k_pool, v_pool
-    run = partial(append_attention, heads=shape.num_heads, dtype=dtype, implementation=batch.implementation)
-    rows = _rows(batch, shape)
+    run = partial(append_attention, heads=config.heads, dtype=dtype, implementation=batch.implementation)
+    rows = _rows(batch, config)
     out, *pools = run(k_pool, v_pool, qkv, *rows, batch.bits, start=start, quantize_output=quantize_output)
     return _side_by_side(out), *pools
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jaxtyping import Array, Bool, Int
 from jspec.core.config import EngineConfig
 from jspec.core.records import KVCache, SlotView, Verdict
 from jspec.core.tree import Tree
-from jspec.models.attention import AttentionShape
+from jspec.models.config import LayerConfig
 from pallas_kernels.attention.kv_pages import move_rows
 
 MAX_POOL_ELEMENTS = 2**31
@@ -54,17 +55,18 @@ class PoolShape:
         return math.ceil((self.max_len + tree.scratch_rows) / self.page_size)
 
 
-def create(layers: int, shape: AttentionShape, pool: PoolShape, dtype: str) -> KVCache:
-    """Zeroed pools for a model of ``layers`` layers.
+def create(layers: Sequence[LayerConfig], pool: PoolShape, dtype: str) -> KVCache:
+    """Zeroed pools for these layers.
 
     Raises:
         ValueError: a pool would reach 2**31 elements, beyond what index arithmetic is checked for.
     """
-    dims = (pool.pages, shape.num_kv_heads, pool.page_size, shape.head_dim)
-    if math.prod(dims) >= MAX_POOL_ELEMENTS:
-        most = MAX_POOL_ELEMENTS // math.prod(dims[1:]) - 1
+    shapes = [(pool.pages, layer.attention.kv_heads, pool.page_size, layer.attention.head_dim) for layer in layers]
+    largest = max(shapes, key=math.prod)
+    if math.prod(largest) >= MAX_POOL_ELEMENTS:
+        most = MAX_POOL_ELEMENTS // math.prod(largest[1:]) - 1
         raise ValueError(f"a pool of {pool.pages} pages reaches 2**31 elements; lower pages to at most {most}")
-    return KVCache(k=[jnp.zeros(dims, dtype) for _ in range(layers)], v=[jnp.zeros(dims, dtype) for _ in range(layers)])
+    return KVCache(k=[jnp.zeros(shape, dtype) for shape in shapes], v=[jnp.zeros(shape, dtype) for shape in shapes])
 
 
 def places(

@@ -19,7 +19,7 @@ from jspec.core.ancestors import ancestors
 from jspec.core.records import Draft, LogProbs, PrefillInput, SlotView, Verdict
 from jspec.core.tree import Tree
 from jspec.engine.limits import MAX_LOGPROBS
-from jspec.models.decoder import logits_of
+from jspec.models.layers import logits_of
 from jspec.sampling import penalties, sampler
 from pallas_kernels.layers.quantized import Weight
 from pallas_kernels.layers.row_blocks import in_row_blocks

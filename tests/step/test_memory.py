@@ -64,7 +64,7 @@ def test_the_plan_is_what_the_engine_holds(caplog: pytest.LogCaptureFixture) -> 
     assert (plan.target_pool, plan.draft_pool) == tuple(map(held, caches))
     assert plan.target_weights == held(params.target)
     assert plan.target_weights + plan.draft_weights == held(params) < memory.tree_bytes(params)  # some are shared
-    rest = [state.draft.features, state.draft.tokens, state.draft.count, state.draft.edges]
+    rest = [state.draft.features, state.draft.tokens, state.draft.count, state.draft.page_end_features]
     assert plan.features == held(rest)
     assert plan.state == held(state)
     sizes = [program.memory_analysis().temp_size_in_bytes for program in engine._device.programs.rounds.values()]

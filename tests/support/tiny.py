@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import numpy as np
 from jspec.core.records import MAX_STOP_IDS, PrefillInput
 from jspec.draft import auto
 from jspec.draft.eagle_head import EagleHead
-from jspec.draft.head_config import HeadConfig
+from jspec.draft.head_config import METHODS, HeadConfig
 from jspec.draft.medusa import MedusaConfig, MedusaHeads
 from jspec.models import load
 from jspec.models.config import ModelConfig, Rope
@@ -22,7 +21,7 @@ from jspec.models.decoder import Layer, Model
 
 
 def config(vocab: int, *, layers: int = 2, hidden: int = 16) -> ModelConfig:
-    return ModelConfig(
+    return ModelConfig.of_sizes(
         family="llama",
         vocab_size=vocab,
         hidden_size=hidden,
@@ -110,8 +109,7 @@ def head_config(
     target: Model, *, draft_vocab: int, feature_layers: tuple[int, ...] | None, method: str = "eagle3"
 ) -> HeadConfig:
     own = target.config
-    return HeadConfig(
-        method=method,
+    return METHODS[method].of_sizes(
         vocab_size=own.vocab_size,
         draft_vocab_size=draft_vocab,
         hidden_size=own.hidden_size,
@@ -186,7 +184,7 @@ def prefill_input(ids: list[int], *, page_row: list[int], slot: int = 0, remaini
 
 def one_layer(target: Model) -> Model:
     """The target with its first layer only: a draft model that is often wrong."""
-    return target.replace(layers=target.layers[:1], config=replace(target.config, num_layers=1))
+    return target.replace(layers=target.layers[:1], config=target.config.resized(num_layers=1))
 
 
 def recorded_prompts(golden: Path) -> list[list[int]]:

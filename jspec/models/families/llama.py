@@ -16,7 +16,7 @@ class Llama:
     """Llama 2 and 3."""
 
     def config(self, fields: Mapping[str, Any], *, rope_theta: float | None = None) -> ModelConfig:
-        return ModelConfig(
+        return ModelConfig.of_sizes(
             **read_sizes(fields, MODEL_TYPES, "num_hidden_layers"),
             family=fields["model_type"],
             num_layers=int(fields["num_hidden_layers"]),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from convert.orbax import flatten, unflatten
 from jspec.draft.eagle_head import EagleHead
-from jspec.draft.head_config import HeadConfig
+from jspec.draft.head_config import Eagle3Config, HeadConfig
 from jspec.models.config import ModelConfig, Rope
 from jspec.models.decoder import Model
 from jspec.models.quantize import quantize_parameters
@@ -19,7 +19,7 @@ from jspec.models.quantize import quantize_parameters
 LLAMA3 = Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_position=8192)
 
 TARGETS = {
-    "llama3-8b": ModelConfig(
+    "llama3-8b": ModelConfig.of_sizes(
         family="llama",
         vocab_size=128256,
         hidden_size=4096,
@@ -33,7 +33,7 @@ TARGETS = {
         tie_word_embeddings=False,
         max_position=131072,
     ),
-    "tiny": ModelConfig(
+    "tiny": ModelConfig.of_sizes(
         family="llama",
         vocab_size=512,
         hidden_size=64,
@@ -47,7 +47,7 @@ TARGETS = {
         tie_word_embeddings=False,
         max_position=2048,
     ),
-    "least": ModelConfig(  # where the model does not matter
+    "least": ModelConfig.of_sizes(  # where the model does not matter
         family="llama",
         vocab_size=64,
         hidden_size=16,
@@ -80,8 +80,7 @@ def target_shapes(name: str, dtype: str) -> Any:
 def head_config(name: str) -> HeadConfig:
     """An EAGLE-3 head of the official kind for a target shape."""
     c = TARGETS[name]
-    return HeadConfig(
-        method="eagle3",
+    return Eagle3Config.of_sizes(
         vocab_size=c.vocab_size,
         draft_vocab_size=DRAFT_VOCAB[name],
         hidden_size=c.hidden_size,
