@@ -1,10 +1,11 @@
 """EAGLE drafting (EAGLE-1: arXiv:2401.15077, EAGLE-2: 2406.16858, EAGLE-3: 2503.01840).
 
 Row i of the draft's cache holds the pair (feature of position i - 1, token i), with rotary position i - 1; row 0 does
-not exist and is masked. So a page's draft rows depend only on the tokens up to the page's end.
-The cache lags the target by the rows accepted in the last round: their features wait in `EagleState` and are fed,
-with the root, by the next round's first forward. Drafted nodes write their rows behind the root's; the next round
-overwrites them with rows made from the target's true features.
+not exist and is masked. A page's draft rows therefore depend only on the tokens up to the page's end.
+
+The draft's cache is missing the rows of the tokens accepted in the last round: their features are kept in
+`EagleState`, and the first forward of the next round writes these rows together with the root's. Drafted nodes write
+their rows after the root's; the next round overwrites them with rows computed from the target's features.
 """
 
 from __future__ import annotations
@@ -46,22 +47,18 @@ from pallas_kernels.state.scatter_rows import scatter_rows
 
 @struct.dataclass
 class EagleState:
-    """The draft's cache and the pairs it has not seen yet: features (after `fuse`) with the token that followed each.
-
-    The last of the ``count`` pairs belongs to the root.
-    """
+    """The draft's cache, and the pending pairs, whose rows are not written yet; the last one is the root's."""
 
     cache: KVCache
-    features: Float[Array, "slots depth1 hidden"]
-    tokens: Int[Array, "slots depth1"]
-    count: Int[Array, "slots"]
-    # The feature of each page's last row, for prompts that begin with cached pages; None without a prefix cache.
+    features: Float[Array, "slots depth1 hidden"]  # of the pending pairs, after `fuse`
+    tokens: Int[Array, "slots depth1"]  # the token after each feature
+    count: Int[Array, "slots"]  # number of pending pairs
     # The feature of each page's last row, for prompts that begin with cached pages; None without a prefix cache.
     page_end_features: Float[Array, "pages hidden"] | None
 
 
 class EagleDrafter(Drafter):
-    """What the EAGLE methods share; they differ in the head's forward pass (`jspec.draft.eagle_head`).
+    """The EAGLE methods; they differ in the head's forward pass (`jspec.draft.eagle_head`).
 
     Args:
         head: the head's weights.
@@ -69,8 +66,8 @@ class EagleDrafter(Drafter):
         draft_window: tokens back that the head attends to, the newest included; None: all.
 
     Raises:
-        ValueError: the head is of another method, the tree asks for more children than there are tokens, or the window
-            is smaller than the tree is deep.
+        ValueError: the head is of another method, a node of the tree has more children than there are draft tokens, or
+            the window does not cover the tree's depth.
     """
 
     method: ClassVar[str]
@@ -115,8 +112,8 @@ class EagleDrafter(Drafter):
     ) -> EagleState:
         assert features is not None
         fused = fuse(params, features)
-        waiting = _feature_before(state, view, batch.first_row)
-        shifted = jnp.concatenate([waiting[:, None], fused[:, :-1]], axis=1)
+        previous = _feature_before(state, view, batch.first_row)
+        shifted = jnp.concatenate([previous[:, None], fused[:, :-1]], axis=1)
         valid = batch.valid & (batch.positions >= FIRST_ROW)
         pairs = _pairs(view, batch.tokens, batch.first_row, valid, self.draft_window)
         *_, cache = run_layers(params, state.cache, pairs, *project_inputs(params, pairs, shifted), attends=False)
@@ -161,7 +158,7 @@ class EagleDrafter(Drafter):
         is_row = view.active[:, None] & (steps < verdict.counts[:, None])
         slots = active_slots(view, state.count.shape[0])
         old = {"features": state.features, "tokens": state.tokens, "count": state.count}
-        new = {"features": accepted, "tokens": verdict.tokens, "count": verdict.counts}  # all, unless the tree is cut
+        new = {"features": accepted, "tokens": verdict.tokens, "count": verdict.counts}  # shorter if the tree is cut
         return replace(
             state,
             **scatter_rows(old, slots, new, implementation=view.implementation),
@@ -169,7 +166,7 @@ class EagleDrafter(Drafter):
         )
 
     def write_pending_rows(self, params: EagleHead, state: EagleState, view: SlotView) -> EagleState:
-        return replace(state, cache=_write_waiting(params, state, view, self.draft_window)[-1])
+        return replace(state, cache=_write_pending(params, state, view, self.draft_window)[-1])
 
 
 @final
@@ -247,11 +244,11 @@ def _load_head(
 def write_pending_rows(
     params: EagleHead, state: EagleState, view: SlotView, window: int | None = None
 ) -> tuple[HeadOut, PartialSums, KVCache]:
-    """Write the rows of the waiting pairs and run the head on the root's.
+    """Write the rows of the pending pairs and run the head on the root's pair.
 
-    In the last layer the other rows need only their K and V: what they predict is known already.
+    In the last layer the other rows need only K and V: the tokens after them are known already.
     """
-    last, q, residual, cache = _write_waiting(params, state, view, window)
+    last, q, residual, cache = _write_pending(params, state, view, window)
     q = jnp.take_along_axis(q, last[..., None, None], axis=1)
     residual = jnp.take_along_axis(residual, last[..., None], axis=1)
     root = _pairs(view, view.root[:, None], view.lengths, view.active[:, None], window)
@@ -260,30 +257,34 @@ def write_pending_rows(
     return *output_logits(params, attended, residual, view.implementation), cache
 
 
-def _write_waiting(
+def _write_pending(
     params: EagleHead, state: EagleState, view: SlotView, window: int | None
 ) -> tuple[Int[Array, "batch 1"], Array, Array, KVCache]:
-    """Write the rows of the waiting pairs, of which the root's is the ``last``: queries and residual of all."""
+    """Write the rows of the pending pairs.
+
+    Returns:
+        The index of the root's pair, the queries of the last layer and the residual stream of all pairs, the cache.
+    """
     features = state.features.at[view.slots].get(mode="fill", fill_value=0)
-    waiting = state.tokens.at[view.slots].get(mode="fill", fill_value=0)
+    pending = state.tokens.at[view.slots].get(mode="fill", fill_value=0)
     count = state.count.at[view.slots].get(mode="fill", fill_value=0)
     last = jnp.where(view.active, jnp.maximum(count - 1, 0), 0)[:, None]
     steps = jnp.arange(features.shape[1])
-    tokens = jnp.where(steps == last, view.root[:, None], waiting)
+    tokens = jnp.where(steps == last, view.root[:, None], pending)
     valid = (steps <= last) & view.active[:, None]
     pairs = _pairs(view, tokens, view.lengths - last[:, 0], valid, window)
     return last, *run_layers(params, state.cache, pairs, *project_inputs(params, pairs, features), attends=False)
 
 
 def _feature_before(state: EagleState, view: SlotView, first_row: Int[Array, "batch"]) -> Float[Array, "batch hidden"]:
-    """The feature of the row before a chunk: what waits in the slot, or, behind a page's end, the page's own."""
-    waiting = state.features.at[view.slots, 0].get(mode="fill", fill_value=0)
+    """The feature of the row before a chunk: the slot's pending one, or, after a page's end, the page's own."""
+    pending = state.features.at[view.slots, 0].get(mode="fill", fill_value=0)
     if state.page_end_features is None:
-        return waiting
+        return pending
     page_size = state.cache.k[0].shape[2]
     column = jnp.maximum(first_row // page_size - 1, 0)[:, None]
-    edge = state.page_end_features[jnp.take_along_axis(view.page_table, column, axis=1)[:, 0]]
-    return jnp.where((first_row % page_size == 0)[:, None], edge, waiting)
+    page_end = state.page_end_features[jnp.take_along_axis(view.page_table, column, axis=1)[:, 0]]
+    return jnp.where((first_row % page_size == 0)[:, None], page_end, pending)
 
 
 def _keep_page_ends(
@@ -293,7 +294,7 @@ def _keep_page_ends(
     valid: Bool[Array, "batch rows"],
     features: Float[Array, "batch rows hidden"],
 ) -> Float[Array, "pages hidden"] | None:
-    """Of the rows just committed, keep the features of those that end a page."""
+    """Store the features of those committed rows that end a page."""
     if state.page_end_features is None:
         return None
     shape = (state.page_end_features.shape[0], state.cache.k[0].shape[2])
@@ -310,13 +311,13 @@ def draft_step(
     parents: HeadOut,
     window: int | None = None,
 ) -> tuple[HeadOut, PartialSums, KVCache]:
-    """Run the head on drafted tokens, each with its parent's output as its feature.
+    """Run the head on the drafted tokens of a level, each with its parent's output as its feature.
 
-    All nodes of a level stand at one position; a feature stands one before its token.
+    All nodes of a level have one position, that of their features: one less than the tokens'.
     """
     pairs = level.batch(view, view.lengths + level.depth - 1, window)
-    entered = project_draft_tokens(params, pairs, level.ids, parents)
-    attended, residual, cache = run_layers(params, cache, pairs, *entered, attends=True)
+    projected = project_draft_tokens(params, pairs, level.ids, parents)
+    attended, residual, cache = run_layers(params, cache, pairs, *projected, attends=True)
     return *output_logits(params, attended, residual, view.implementation), cache
 
 
@@ -327,7 +328,7 @@ def _pairs(
     valid: Bool[Array, "batch tokens"],
     window: int | None,
 ) -> TokenBatch:
-    """Pairs for the draft's cache rows from ``first_row`` on; a pair's position is its feature's, one below its row."""
+    """The batch of pairs for the draft's cache rows from ``first_row`` on; a pair's position is one below its row."""
     return TokenBatch(
         tokens=tokens,
         positions=first_row[:, None] + jnp.arange(tokens.shape[1]) - 1,
@@ -341,7 +342,7 @@ def _pairs(
 
 
 def _check_pair(name: str, head: EagleHead, target: Model, feature_layers: tuple[int, ...]) -> None:
-    """Raise on every way in which a head cannot belong to a target."""
+    """Raises ValueError unless the head fits the target."""
     config, own = head.config, target.config
     wrong = [i for i in feature_layers if not 0 <= i <= own.num_layers + 1]
     if wrong or len(set(feature_layers)) != len(feature_layers):
@@ -362,8 +363,8 @@ def _check_pair(name: str, head: EagleHead, target: Model, feature_layers: tuple
         checks.append(("hidden size (it shares the target's output head)", config.hidden_size, own.hidden_size))
     if head.embed is None:
         checks.append(("hidden size (it shares the target's embedding)", config.hidden_size, own.hidden_size))
-    for what, got, expected in checks:
+    for size, got, expected in checks:
         if got != expected:
             raise ValueError(
-                f"{name}: {what}: the target needs {expected}, the head has {got}; use a head made for this target"
+                f"{name}: {size}: the target needs {expected}, the head has {got}; use a head made for this target"
             )

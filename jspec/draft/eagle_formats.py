@@ -15,11 +15,14 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from convert.detect import bare_name
-from convert.huggingface import Row, Source, renamed, side_by_side, stacked
-from jspec.draft.head_config import METHODS, Eagle3Config, HeadConfig, Overrides
+from convert.huggingface import Row, Source, renamed, side_by_side
+from jspec.draft.eagle_head import head_params
+from jspec.draft.head_config import METHODS, HeadConfig, Overrides
 from jspec.models.config import require, unsupported
-from jspec.models.families.llama import layer_weights, read_rope, read_sizes
+from jspec.models.families import llama
+from jspec.models.families.llama import layer_tensors, read_rope, read_sizes
 from jspec.models.load import Format
+from jspec.models.params import rows
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 TARGET_LAYERS = ("num_target_layers", "target_num_hidden_layers")
@@ -51,6 +54,15 @@ EAGLE = {
     "skip_output_norm": True,
     "logit_scale": 1.0,
 }
+TENSORS = {
+    "embed": "embed_tokens.weight",
+    "input_norm": "input_norm.weight",
+    "fc": "fc.weight",
+    "fc_bias": "fc.bias",
+    "norm": "norm.weight",
+    "head": "lm_head.weight",
+}
+LAYER = llama.LAYER | {"input_norm": ("input_layernorm.weight",), "hidden_norm": ("hidden_norm.weight",)}
 FAMILIES = {"speculators": ("llama", "qwen3"), "vllm": ("llama", "qwen2")}
 
 
@@ -215,70 +227,29 @@ def _feature_layers(parts: Parts, fuses: bool) -> tuple[int, ...] | None:
 
 
 def head_weights(config: HeadConfig, names: Collection[str]) -> list[Row]:
-    """An EAGLE head of any exporter.
+    """The rows of the weight map of an EAGLE head of any exporter.
 
     Args:
-        config: of the head.
-        names: the tensors that the file holds: `embed_tokens`, `t2d`, and `d2t` and `lm_head` of a head over the
-            whole vocabulary may be absent; the first layer is `midlayer` or `layers.0`.
-
-    Returns:
-        The rows of the weight map.
+        names: the tensors in the file, without the prefix `model.`. `embed_tokens`, `t2d`, and, for a head over the
+            whole vocabulary, `d2t` and `lm_head` may be absent; the first layer is `midlayer` or `layers.0`.
     """
-    vocab, hidden, drafted = config.vocab_size, config.hidden_size, config.draft_vocab_size
-    rows = []
-    if "embed_tokens.weight" in names:
-        rows.append(stacked("embed", {"embed_tokens.weight": (vocab, hidden)}))
-    rows += _fusion(config)
+    drafts_all = config.draft_vocab_size == config.vocab_size
+    has_head = "lm_head.weight" in names or not drafts_all
+    params = head_params(config, has_embed="embed_tokens.weight" in names, has_head=has_head)
+    tensors = {name: [tensor] for name, tensor in TENSORS.items() if name in params}
     midlayer = any(name.startswith("midlayer.") for name in names)
     for index in range(config.num_layers):
-        rows += _layer(config, index, "midlayer" if midlayer and index == 0 else f"layers.{index}")
-    if config.method == "eagle":
-        return rows
-    rows.append(stacked("norm", {"norm.weight": (hidden,)}))
-    if "lm_head.weight" in names or drafted < vocab:
-        rows.append(stacked("head", {"lm_head.weight": (drafted, hidden)}))
-    maps = {"d2t": (drafted,)} if "d2t" in names or drafted < vocab else {}
-    maps |= {"t2d": (vocab,)} if "t2d" in names else {}
-    rows.append(Row("draft_to_target", maps, (drafted,), partial(_vocabulary, vocab), dtype="int32"))
-    return rows
-
-
-def _fusion(config: HeadConfig) -> list[Row]:
-    """What makes a feature of the target's states, or, in EAGLE-1 and 2, joins it with the embedding."""
-    hidden, width = config.hidden_size, config.num_features * config.target_hidden_size
-    rows = []
-    if isinstance(config, Eagle3Config) and config.norm_before_fc:
-        rows.append(stacked("input_norm", {"input_norm.weight": (width,)}))
-    if isinstance(config, Eagle3Config) and config.fc_norm:
-        norms = [f"fc_norm.{index}.weight" for index in range(config.num_features)]
-        rows.append(side_by_side("fc_norm", dict.fromkeys(norms, (config.target_hidden_size,))))
-    if config.fuses_states or not isinstance(config, Eagle3Config):
-        rows.append(stacked("fc", {"fc.weight": (hidden, 2 * hidden if config.method == "eagle" else width)}))
-        if config.fc_bias:
-            rows.append(stacked("fc_bias", {"fc.bias": (hidden,)}))
-    return rows
-
-
-def _layer(config: HeadConfig, index: int, source: str) -> list[Row]:
-    """A layer of the head. The first one reads embedding and feature side by side, or, in EAGLE-1, what fc made."""
-    to, hidden = f"layers.{index}", config.hidden_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    joined = index == 0 and config.method == "eagle3"
-    rows = layer_weights(to, source, config, width=2 * hidden if joined else hidden)
-    if joined or index > 0:
-        rows.append(stacked(f"{to}.input_norm", {f"{source}.input_layernorm.weight": (hidden,)}))
-    if joined:
-        rows.append(stacked(f"{to}.hidden_norm", {f"{source}.hidden_norm.weight": (hidden,)}))
-    if config.qkv_bias:
-        biases = {f"{source}.self_attn.{part}_proj.bias": (q if part == "q" else kv,) for part in "qkv"}
-        rows.append(stacked(f"{to}.qkv_bias", biases))
-    if config.qk_norm:
-        rows += [
-            stacked(f"{to}.{part}_norm", {f"{source}.self_attn.{part}_norm.weight": (config.head_dim,)})
-            for part in "qk"
-        ]
-    return rows
+        source = "midlayer" if midlayer and index == 0 else f"layers.{index}"
+        tensors |= layer_tensors(params, f"layers.{index}", source, LAYER)
+    found = rows(params, tensors)
+    if (states := params.get("fc_norm")) is not None:
+        found.append(side_by_side("fc_norm", {f"fc_norm.{i}.weight": states.shape[1:] for i in range(states.shape[0])}))
+    if (ids := params.get("draft_to_target")) is not None:
+        maps = {"d2t": ids.shape} if "d2t" in names or not drafts_all else {}
+        maps |= {"t2d": (config.vocab_size,)} if "t2d" in names else {}
+        fill = partial(_vocabulary, config.vocab_size)
+        found.append(Row("draft_to_target", maps, ids.shape, fill, dtype=ids.dtype))
+    return found
 
 
 def _vocabulary(vocab: int, source: Source, row: Row, dtype: str) -> np.ndarray:

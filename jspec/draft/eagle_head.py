@@ -22,6 +22,7 @@ from jspec.core.records import KVCache, TokenBatch
 from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig
 from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part
 from jspec.models.layers import rms_norm
+from jspec.models.params import ParamSpec, layer_params, norm, prefixed
 from pallas_kernels.layers.quantized import (
     Inputs,
     PartialSums,
@@ -82,6 +83,42 @@ class EagleHead:
     @property
     def dtype(self) -> jnp.dtype:
         return self.layers[0].mlp_norm.dtype
+
+
+def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool = True) -> dict[str, ParamSpec]:
+    """The parameters of a head, by name.
+
+    Args:
+        has_embed, has_head: whether an EAGLE-3 head has an embedding and an output head of its own, or an EAGLE-1 head
+            an embedding; otherwise it uses the target's.
+    """
+    hidden, states, width = config.hidden_size, config.num_features, config.target_hidden_size
+    params: dict[str, ParamSpec] = {}
+    if has_embed:
+        params["embed"] = ParamSpec((config.vocab_size, hidden), ("vocab", "hidden"))
+    if isinstance(config, Eagle3Config) and config.norm_before_fc:
+        params["input_norm"] = norm(states * width, "features")
+    if isinstance(config, Eagle3Config) and config.fc_norm:
+        params["fc_norm"] = ParamSpec((states, width), ("states", "hidden"), init="ones")
+    if config.fuses_states or isinstance(config, EagleConfig):
+        inputs = states * width if config.fuses_states else 2 * hidden
+        params["fc"] = ParamSpec((hidden, inputs), ("hidden", "features"))
+        if config.fc_bias:
+            params["fc_bias"] = ParamSpec((hidden,), ("hidden",), init="zeros")
+    for index, layer in enumerate(config.layers):
+        is_joined = index == 0 and isinstance(config, Eagle3Config)  # reads embedding and feature side by side
+        own = layer_params(layer, hidden, 2 * hidden if is_joined else hidden)
+        if is_joined or index > 0:
+            own["input_norm"] = norm(hidden)
+        if is_joined:
+            own["hidden_norm"] = norm(hidden)
+        params |= prefixed(f"layers.{index}", own)
+    if isinstance(config, EagleConfig):
+        return params
+    params["norm"] = norm(hidden)
+    if has_head:
+        params["head"] = ParamSpec((config.draft_vocab_size, hidden), ("draft_vocab", "hidden"))
+    return params | {"draft_to_target": ParamSpec((config.draft_vocab_size,), ("draft_vocab",), "range", "int32")}
 
 
 class HeadOut(NamedTuple):
@@ -177,9 +214,9 @@ def _is_output_normed(config: HeadConfig) -> bool:
 
 def _norm_features(head: EagleHead, features: Array) -> Array:
     """Features under the norm of layer 0 of EAGLE-3."""
-    norm = head.layers[0].hidden_norm
-    assert norm is not None
-    return rms_norm(features, norm, head.config.norm_eps)
+    weight = head.layers[0].hidden_norm
+    assert weight is not None
+    return rms_norm(features, weight, head.config.norm_eps)
 
 
 def run_layers(

@@ -1,6 +1,5 @@
-"""The decoder: plain functions on a plain pytree of weights, layers unrolled.
+"""The decoder: a function on a pytree of weights, with its layers (`jspec.models.block`) unrolled.
 
-Layers are a list, never a stacked array under a scan: a scan copies each layer's weights and cache on a GPU.
 Linear weights are stored ``[out, in]``, as in the checkpoints, with Q, K and V fused and gate and up fused.
 """
 
@@ -27,7 +26,7 @@ from pallas_kernels.layers.residual_norm import add_rms_norm
 
 @struct.dataclass
 class Layer(LayerWeights):
-    """Weights of one decoder layer."""
+    """Weights of one layer of a target or a draft model."""
 
     attn_norm: Float[Array, "hidden"] = struct.field(kw_only=True)
 
@@ -72,16 +71,15 @@ class Model:
 
 @struct.dataclass
 class TargetOut:
-    """What a forward pass of the target yields."""
+    """The result of a forward pass."""
 
-    product: (
-        PartialSums | None
-    )  # the output head's, for the rows asked for, in one part; the logits, perhaps to be scaled
-    features: Float[Array, "batch tokens features"] | None  # the hidden states asked for, side by side
+    # The output head's product for the requested rows, in one part: the logits, before a quantised head's scales.
+    product: PartialSums | None
+    features: Float[Array, "batch tokens features"] | None  # the requested hidden states, concatenated
 
     @property
     def logits(self) -> Float[Array, "batch rows vocab"]:
-        """Float32."""
+        """The logits in float32."""
         assert self.product is not None, "the forward pass was taken with_logits=False"
         return reduce_partials(self.product, jnp.float32)
 
@@ -95,13 +93,13 @@ def forward(
     logit_rows: Int[Array, "batch rows"] | None = None,
     with_logits: bool = True,
 ) -> tuple[TargetOut, KVCache]:
-    """One pass over a batch of tokens, writing their rows into the cache.
+    """Run the model on a batch of tokens and write their rows into the cache.
 
     Args:
         cache: the model's pools; rows before ``batch.first_row`` are committed.
-        feature_layers: state indices wanted: state k enters layer k, state 0 is the embedding, state L leaves the
-            last layer before the final norm, state L + 1 is behind it.
-        logit_rows: the tokens of each row whose logits are wanted; None: all.
+        feature_layers: requested state indices: state k enters layer k, state 0 is the embedding, state L leaves the
+            last of L layers, state L + 1 is the output of the final norm.
+        logit_rows: indices of the tokens whose logits are requested; None: all.
         with_logits: False skips the final norm and the head.
 
     Returns:

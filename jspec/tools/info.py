@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds, in words, from its headers (`jspec info`)."""
+"""Describes a checkpoint folder from its headers (`jspec info`)."""
 
 from collections import Counter
 from dataclasses import fields
@@ -20,10 +20,10 @@ def describe(path: str | Path) -> str:
     """Describes a Hugging Face folder, a converted folder or a hub id.
 
     Args:
-        path: as for `pretrained.load`.
+        path: as for `jspec.models.load.load`.
 
     Returns:
-        Lines of text: family, sizes, parameters, and for a head its features and vocabulary; or why the
+        Lines of text: family, sizes, parameters, and for a head its features and vocabulary; or the reason why the
         folder cannot be loaded.
 
     Raises:
