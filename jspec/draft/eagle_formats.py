@@ -15,11 +15,14 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from convert.detect import bare_name
-from convert.huggingface import Row, Source, renamed, side_by_side, stacked
-from jspec.draft.head_config import HeadConfig, Overrides
+from convert.huggingface import Row, Source, renamed, side_by_side
+from jspec.draft.eagle_head import head_params
+from jspec.draft.head_config import METHODS, HeadConfig, Overrides
 from jspec.models.config import require, unsupported
-from jspec.models.families.llama import layer_weights, read_rope, read_sizes
+from jspec.models.families import llama
+from jspec.models.families.llama import layer_tensors, read_rope, read_sizes
 from jspec.models.load import Format
+from jspec.models.params import rows
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 TARGET_LAYERS = ("num_target_layers", "target_num_hidden_layers")
@@ -51,6 +54,15 @@ EAGLE = {
     "skip_output_norm": True,
     "logit_scale": 1.0,
 }
+TENSORS = {
+    "embed": "embed_tokens.weight",
+    "input_norm": "input_norm.weight",
+    "fc": "fc.weight",
+    "fc_bias": "fc.bias",
+    "norm": "norm.weight",
+    "head": "lm_head.weight",
+}
+LAYER = llama.LAYER | {"input_norm": ("input_layernorm.weight",), "hidden_norm": ("hidden_norm.weight",)}
 FAMILIES = {"speculators": ("llama", "qwen3"), "vllm": ("llama", "qwen2")}
 
 
@@ -133,14 +145,14 @@ def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | Non
     # The count in other EAGLE-3 files is often the target's; they have one layer.
     counted = ("num_hidden_layers",) if method == "eagle" or parts.source_format == "speculators" else ()
     fields = read_sizes(parts.layer, _families(parts, method), *counted)
-    return HeadConfig(
+    fuses = method == "eagle3" and bool(parts.one("use_aux_hidden_state", default=True))
+    return METHODS[method].of_method(
         **fields,
         draft_vocab_size=int(parts.one("draft_vocab_size", "truncated_vocab_size") or fields["vocab_size"]),
         target_hidden_size=int(parts.one("target_hidden_size") or fields["hidden_size"]),
         rope=read_rope(parts.layer, theta=overrides.rope_theta),
-        feature_layers=_feature_layers(parts, method) if overrides.feature_layers is None else overrides.feature_layers,
+        feature_layers=_feature_layers(parts, fuses) if overrides.feature_layers is None else overrides.feature_layers,
         source_format=parts.source_format,
-        method=method,
         num_layers=int(parts.layer["num_hidden_layers"]) if counted else 1,
         norm_before_residual=_norm_before_residual(parts, overrides.norm_before_residual),
         norm_before_fc=bool(parts.one("norm_before_fc")),
@@ -149,7 +161,7 @@ def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | Non
         qk_norm=parts.layer["model_type"] == "qwen3",
         qkv_bias=bool(parts.one("qkv_bias")),
         fc_bias=_fc_bias(parts, method),
-        fuse=method == "eagle" or bool(parts.one("use_aux_hidden_state", default=True)),
+        fuse=fuses,
     )
 
 
@@ -194,7 +206,7 @@ def _fc_bias(parts: Parts, method: str) -> bool:
     return bool(parts.one("bias", default=method == "eagle"))
 
 
-def _feature_layers(parts: Parts, method: str) -> tuple[int, ...] | None:
+def _feature_layers(parts: Parts, fuses: bool) -> tuple[int, ...] | None:
     """Target state indices from the ids of the file, ascending: all exporters join states in the order of layers.
 
     Ids inside `eagle_config` from 1 on count layer outputs (that of layer j is state j+1), unless one is the number
@@ -206,80 +218,38 @@ def _feature_layers(parts: Parts, method: str) -> tuple[int, ...] | None:
         if ids:
             outputs = where is parts.nested and ids[0] == 1 and ids[-1] not in parts.values(*TARGET_LAYERS)
             found.add(tuple(i + outputs for i in ids))
-    fused = method == "eagle3" and parts.one("use_aux_hidden_state", default=True)
-    if len(found) > 1 or (found and not fused):
+    if len(found) > 1 or (found and not fuses):
         raise ValueError(
-            f"{IDS}: expected {'one list' if fused else 'none, as use_aux_hidden_state is false'}, got the states "
+            f"{IDS}: expected {'one list' if fuses else 'none, as use_aux_hidden_state is false'}, got the states "
             f"{sorted(found)}; pass feature_layers= with the target state indices"
         )
     return next(iter(found), None)
 
 
 def head_weights(config: HeadConfig, names: Collection[str]) -> list[Row]:
-    """An EAGLE head of any exporter.
+    """The rows of the weight map of an EAGLE head of any exporter.
 
     Args:
-        config: of the head.
-        names: the tensors that the file holds: `embed_tokens`, `t2d`, and `d2t` and `lm_head` of a head over the
-            whole vocabulary may be absent; the first layer is `midlayer` or `layers.0`.
-
-    Returns:
-        The rows of the weight map.
+        names: the tensors in the file, without the prefix `model.`. `embed_tokens`, `t2d`, and, for a head over the
+            whole vocabulary, `d2t` and `lm_head` may be absent; the first layer is `midlayer` or `layers.0`.
     """
-    vocab, hidden, drafted = config.vocab_size, config.hidden_size, config.draft_vocab_size
-    rows = []
-    if "embed_tokens.weight" in names:
-        rows.append(stacked("embed", {"embed_tokens.weight": (vocab, hidden)}))
-    rows += _fusion(config)
+    drafts_all = config.draft_vocab_size == config.vocab_size
+    has_head = "lm_head.weight" in names or not drafts_all
+    params = head_params(config, has_embed="embed_tokens.weight" in names, has_head=has_head)
+    tensors = {name: [tensor] for name, tensor in TENSORS.items() if name in params}
     midlayer = any(name.startswith("midlayer.") for name in names)
     for index in range(config.num_layers):
-        rows += _layer(config, index, "midlayer" if midlayer and index == 0 else f"layers.{index}")
-    if config.method == "eagle":
-        return rows
-    rows.append(stacked("norm", {"norm.weight": (hidden,)}))
-    if "lm_head.weight" in names or drafted < vocab:
-        rows.append(stacked("head", {"lm_head.weight": (drafted, hidden)}))
-    maps = {"d2t": (drafted,)} if "d2t" in names or drafted < vocab else {}
-    maps |= {"t2d": (vocab,)} if "t2d" in names else {}
-    rows.append(Row("draft_to_target", maps, (drafted,), partial(_vocabulary, vocab), dtype="int32"))
-    return rows
-
-
-def _fusion(config: HeadConfig) -> list[Row]:
-    """What makes a feature of the target's states, or, in EAGLE-1 and 2, joins it with the embedding."""
-    hidden, width = config.hidden_size, config.num_features * config.target_hidden_size
-    rows = []
-    if config.norm_before_fc:
-        rows.append(stacked("input_norm", {"input_norm.weight": (width,)}))
-    if config.fc_norm:
-        norms = [f"fc_norm.{index}.weight" for index in range(config.num_features)]
-        rows.append(side_by_side("fc_norm", dict.fromkeys(norms, (config.target_hidden_size,))))
-    if config.fuse:
-        rows.append(stacked("fc", {"fc.weight": (hidden, 2 * hidden if config.method == "eagle" else width)}))
-        if config.fc_bias:
-            rows.append(stacked("fc_bias", {"fc.bias": (hidden,)}))
-    return rows
-
-
-def _layer(config: HeadConfig, index: int, source: str) -> list[Row]:
-    """A layer of the head. The first one reads embedding and feature side by side, or, in EAGLE-1, what fc made."""
-    to, hidden = f"layers.{index}", config.hidden_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    joined = index == 0 and config.method == "eagle3"
-    rows = layer_weights(to, source, config, width=2 * hidden if joined else hidden)
-    if joined or index > 0:
-        rows.append(stacked(f"{to}.input_norm", {f"{source}.input_layernorm.weight": (hidden,)}))
-    if joined:
-        rows.append(stacked(f"{to}.hidden_norm", {f"{source}.hidden_norm.weight": (hidden,)}))
-    if config.qkv_bias:
-        biases = {f"{source}.self_attn.{part}_proj.bias": (q if part == "q" else kv,) for part in "qkv"}
-        rows.append(stacked(f"{to}.qkv_bias", biases))
-    if config.qk_norm:
-        rows += [
-            stacked(f"{to}.{part}_norm", {f"{source}.self_attn.{part}_norm.weight": (config.head_dim,)})
-            for part in "qk"
-        ]
-    return rows
+        source = "midlayer" if midlayer and index == 0 else f"layers.{index}"
+        tensors |= layer_tensors(params, f"layers.{index}", source, LAYER)
+    found = rows(params, tensors)
+    if (states := params.get("fc_norm")) is not None:
+        found.append(side_by_side("fc_norm", {f"fc_norm.{i}.weight": states.shape[1:] for i in range(states.shape[0])}))
+    if (ids := params.get("draft_to_target")) is not None:
+        maps = {"d2t": ids.shape} if "d2t" in names or not drafts_all else {}
+        maps |= {"t2d": (config.vocab_size,)} if "t2d" in names else {}
+        fill = partial(_vocabulary, config.vocab_size)
+        found.append(Row("draft_to_target", maps, ids.shape, fill, dtype=ids.dtype))
+    return found
 
 
 def _vocabulary(vocab: int, source: Source, row: Row, dtype: str) -> np.ndarray:

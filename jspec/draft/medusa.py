@@ -1,8 +1,8 @@
-"""Medusa heads (arXiv:2401.10774): each guesses a token further on from the target's last state, all at once.
+"""Medusa heads (arXiv:2401.10774): every head predicts a later token from the same target state.
 
-Head h reads the target's state after its final norm at the position before the root, and predicts the token h + 1
-behind the root; it does not know what the heads before it chose. So a node's token depends on its depth and rank
-alone, and nothing is cached but that one state a slot.
+Head h reads the target's state after its final norm at the position before the root, and predicts token h + 1 after
+the root without seeing the choices of other heads. A node's token therefore depends only on its depth and rank, and
+the only state of a slot is that one target state.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from convert.detect import MEDUSA_BLOCK, bare_name
-from convert.huggingface import Row, Source, Tensor, renamed, stacked
+from convert.huggingface import Row, Source, Tensor, renamed
 from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
 from jspec.core.tree import Tree
 from jspec.draft.base import Drafter, require_static, static_draft
 from jspec.models import load
 from jspec.models.config import positive
-from jspec.models.decoder import Model, logits_of
+from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
+from jspec.models.layers import logits_of
 from jspec.models.load import Format
+from jspec.models.params import ParamSpec, rows
 from jspec.sampling import sampler
 from pallas_kernels.layers.quantized import matmul
 
@@ -66,7 +68,7 @@ class MedusaBlock:
 
 @struct.dataclass
 class MedusaHead:
-    """Residual blocks, then scores over the vocabulary."""
+    """Residual blocks, then logits over the vocabulary."""
 
     blocks: list[MedusaBlock]
     output: Float[Array, "vocab hidden"]
@@ -81,7 +83,7 @@ class MedusaHeads:
 
     @classmethod
     def from_weights(cls, config: MedusaConfig, weights: Mapping[str, Any]) -> MedusaHeads:
-        """Build from the tree of arrays that `jspec.models.load.load` returns."""
+        """Build from the tree of arrays that `jspec.models.load.read_checkpoint` returns."""
         heads = [
             MedusaHead([MedusaBlock(**block) for block in head["blocks"]], head["output"]) for head in weights["heads"]
         ]
@@ -105,7 +107,7 @@ class Medusa(Drafter):
 
     Raises:
         NotImplementedError: a dynamic tree.
-        ValueError: a tree that is too deep, or asks for more children than there are tokens.
+        ValueError: the tree is deeper than there are heads, or a node has more children than there are tokens.
     """
 
     def __init__(self, heads: MedusaHeads, tree: Tree) -> None:
@@ -130,13 +132,13 @@ class Medusa(Drafter):
 
     def bind(self, target: Model) -> MedusaHeads:
         own, config = target.config, self.heads.config
-        for what, got, expected in (
+        for size, got, expected in (
             ("hidden size", config.hidden_size, own.hidden_size),
             ("vocabulary", config.vocab_size, own.vocab_size),
         ):
             if got != expected:
                 raise ValueError(
-                    f"Medusa: {what}: the target has {expected}, the heads have {got}; use heads made for this target"
+                    f"Medusa: {size}: the target has {expected}, the heads have {got}; use heads made for this target"
                 )
         return self.heads
 
@@ -149,17 +151,17 @@ class Medusa(Drafter):
     ) -> MedusaState:
         assert features is not None
         last = jnp.maximum(jnp.sum(batch.valid, axis=1) - 1, 0)
-        return _keep(state, view, features, last)
+        return _store(state, view, features, last)
 
     def draft(self, params: MedusaHeads, state: MedusaState, view: SlotView) -> tuple[Draft, MedusaState]:
         hidden = state.hidden.at[view.slots].get(mode="fill", fill_value=0)[:, None]
-        dispatch = sampler.child_chooser(view, self.tree.depth, None, params.config.vocab_size)
+        choose_children = sampler.child_chooser(view, self.tree.depth, None, params.config.vocab_size)
         tokens, log_probs, fed = [], [], [0]
         laws: dict[int, Array] = {}
         for depth, level in enumerate(self.tree.levels[1:], 1):
             with jax.named_scope(f"head{depth}"):
                 logits = head_logits(params.heads[depth - 1], hidden)
-                ids, law = dispatch(logits[None], depth, max(level.ranks) + 1)
+                ids, law = choose_children(logits[None], depth, max(level.ranks) + 1)
                 ranks = np.array(level.ranks)
                 tokens.append(ids[:, 0, ranks])
                 log_probs.append(sampler.log_prob(logits, ids)[:, 0, ranks])
@@ -179,18 +181,18 @@ class Medusa(Drafter):
     ) -> MedusaState:
         assert features is not None
         last = jnp.take_along_axis(verdict.path, verdict.accept_len[:, None], axis=1)[:, 0]
-        return _keep(state, view, features, last)
+        return _store(state, view, features, last)
 
 
 def head_logits(head: MedusaHead, hidden: Float[Array, "batch rows hidden"]) -> Float[Array, "batch rows vocab"]:
-    """A head's scores over the vocabulary, float32."""
+    """A head's logits over the vocabulary, float32."""
     for block in head.blocks:
         hidden = hidden + jax.nn.silu(matmul(hidden, block.weight) + block.bias)
     return logits_of(hidden, head.output)
 
 
-def _keep(state: MedusaState, view: SlotView, features: Array, at: Array) -> MedusaState:
-    """Remember the feature at one place of each row."""
+def _store(state: MedusaState, view: SlotView, features: Array, at: Array) -> MedusaState:
+    """Store the feature of each row at index ``at``."""
     newest = jnp.take_along_axis(features, at[:, None, None], axis=1)[:, 0]
     return MedusaState(state.hidden.at[view.slots].set(newest.astype(state.hidden.dtype), mode="drop"))
 
@@ -210,7 +212,10 @@ def _read_heads(fields: Mapping[str, Any], source: Source) -> tuple[MedusaConfig
 
 
 def medusa_config(tensors: Mapping[str, Tensor]) -> MedusaConfig:
-    """Sizes of Medusa heads by their tensors, named without prefix: config.json has few, and a wrong number of heads.
+    """The sizes of Medusa heads from the shapes of their tensors: config.json lacks sizes and misstates the heads.
+
+    Args:
+        tensors: by name, without the prefix `model.`.
 
     Raises:
         ValueError: if there is no vocabulary matrix to read the sizes from.
@@ -227,21 +232,24 @@ def medusa_config(tensors: Mapping[str, Tensor]) -> MedusaConfig:
     return MedusaConfig(vocab_size=vocab, hidden_size=hidden, num_heads=heads, num_layers=layers)
 
 
-def head_weights(config: MedusaConfig) -> list[Row]:
-    """Medusa heads: residual blocks, then a matrix over the vocabulary.
-
-    Args:
-        config: of the heads.
-
-    Returns:
-        The rows of the weight map.
-    """
-    hidden, rows = config.hidden_size, []
+def medusa_params(config: MedusaConfig) -> dict[str, ParamSpec]:
+    """The parameters of all heads, by name: residual blocks, then a matrix over the vocabulary."""
+    hidden, params = config.hidden_size, {}
     for head in range(config.num_heads):
         for index in range(config.num_layers):
-            to, source = f"heads.{head}.blocks.{index}", f"{head}.{index}.linear"
-            rows.append(stacked(f"{to}.weight", {f"{source}.weight": (hidden, hidden)}))
-            rows.append(stacked(f"{to}.bias", {f"{source}.bias": (hidden,)}))
-        output = {f"{head}.{config.num_layers}.weight": (config.vocab_size, hidden)}
-        rows.append(stacked(f"heads.{head}.output", output))
-    return rows
+            block = f"heads.{head}.blocks.{index}"
+            params[f"{block}.weight"] = ParamSpec((hidden, hidden), ("hidden", "hidden"))
+            params[f"{block}.bias"] = ParamSpec((hidden,), ("hidden",), init="zeros")
+        params[f"heads.{head}.output"] = ParamSpec((config.vocab_size, hidden), ("vocab", "hidden"))
+    return params
+
+
+def head_weights(config: MedusaConfig) -> list[Row]:
+    """The rows of the weight map."""
+    tensors = {}
+    for head in range(config.num_heads):
+        for index in range(config.num_layers):
+            for name in ("weight", "bias"):
+                tensors[f"heads.{head}.blocks.{index}.{name}"] = [f"{head}.{index}.linear.{name}"]
+        tensors[f"heads.{head}.output"] = [f"{head}.{config.num_layers}.weight"]
+    return rows(medusa_params(config), tensors)

@@ -78,7 +78,7 @@ def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
         return config, families.family_of(config.family).weights(config, source.tensors)
 
     def override(config: ModelConfig) -> ModelConfig:
-        return config if rope_theta is None else replace(config, rope=replace(config.rope, theta=rope_theta))
+        return config if rope_theta is None else config.resized(rope=replace(config.rope, theta=rope_theta))
 
     def from_json(fields: Mapping[str, Any]) -> ModelConfig:
         families.family_of(fields["family"])  # an unknown family is refused by name

@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Int, UInt32
 from jspec import verify
 from jspec.core.records import PrefillInput, Sampling, SlotState, SlotView, StepOutput, TokenBatch, Verdict, pack_result
 from jspec.models import kv_cache
-from jspec.models.decoder import TargetOut, forward, logits_of
+from jspec.models.decoder import TargetOut, forward
+from jspec.models.layers import logits_of
 from jspec.sampling import grammar_mask, logprobs, penalties, sampler
 from jspec.step.program import Params, Program, token_history, view_of
 

@@ -144,7 +144,7 @@ def init_state(program: Program, params: Params, pool: kv_cache.PoolShape) -> Sl
         remaining=fill(0),
         page_table=fill(0, jnp.int32, pool.width(program.drafter.tree)),
         sampling=Sampling.greedy(pool.slots),
-        target=kv_cache.create(config.num_layers, config, pool, pool.dtype),
+        target=kv_cache.create(config.layers, pool, pool.dtype),
         draft=program.drafter.init(params.draft, pool),
         text=jnp.zeros((pool.pages, pool.page_size), jnp.int32) if _needs_token_history(program, pool) else None,
         controls=penalties.unused(pool.slots, config.vocab_size, program.processor_args) if program.controls else None,

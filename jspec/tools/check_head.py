@@ -24,7 +24,7 @@ from jaxtyping import Bool, Int
 from jspec.draft import auto
 from jspec.draft.base import Drafter
 from jspec.draft.eagle import EagleDrafter
-from jspec.draft.head_config import HeadConfig
+from jspec.draft.head_config import Eagle3Config, HeadConfig
 from jspec.engine.tokenizer import Tokenizer, load_tokenizer
 from jspec.models import load
 from jspec.models.decoder import Model
@@ -173,7 +173,7 @@ def settings_of(drafter: Drafter, target: Model) -> list[Setting]:
     others = _other_layers(layers, target.config.num_layers + 1)
     settings += [Setting(f"feature_layers={other}", drafter, other) for other in others]
     for name, change in _changes(drafter.head.config, target):
-        changed = replace(drafter.head, config=replace(drafter.head.config, **change))
+        changed = replace(drafter.head, config=drafter.head.config.resized(**change))
         settings.append(Setting(name, type(drafter)(changed, drafter.tree), layers))
     return settings
 
@@ -190,7 +190,7 @@ def _changes(config: HeadConfig, target: Model) -> Iterator[tuple[str, dict[str,
     for theta in dict.fromkeys((OFFICIAL_THETA, target.config.rope.theta)):
         if theta != config.rope.theta:
             yield f"rope_theta={theta:g}", {"rope": replace(config.rope, theta=theta)}
-    if config.method == "eagle3":
+    if isinstance(config, Eagle3Config):
         for name in ("norm_output", "norm_before_residual"):
             value = not getattr(config, name)
             yield f"{name}={value}", {name: value}

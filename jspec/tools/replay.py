@@ -112,7 +112,7 @@ def run_texts(target: Model, tokens: Int[Array, "rows size"], layers: Sequence[i
     """The target's logits and hidden states at every token of texts, from one forward pass over all of them."""
     rows, size = tokens.shape
     pool = _pool(rows, size, size, str(target.embed.dtype))
-    cache = create(target.config.num_layers, target.config, pool, pool.dtype)
+    cache = create(target.config.layers, pool, pool.dtype)
     every = jnp.full(rows, size, jnp.int32)
     return forward(target, cache, _prompts(tokens, every, _page_table(pool)), feature_layers=tuple(layers))[0]
 

@@ -65,7 +65,10 @@ def test_what_transformers_saves_is_read_back(tmp_path):
     )  # fmt: skip
     saved.save_pretrained(tmp_path)
     config = read_config(json.loads((tmp_path / "config.json").read_text()))
-    assert config == ModelConfig("llama", 40, 16, 24, 3, 4, 2, 4, 1e-6, SCALED, True, 32768)
+    assert config == ModelConfig.of_sizes(
+        family="llama", vocab_size=40, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=4, num_kv_heads=2,
+        head_dim=4, norm_eps=1e-6, rope=SCALED, tie_word_embeddings=True, max_position=32768,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

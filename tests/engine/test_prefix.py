@@ -146,7 +146,9 @@ def no_edges(one: Engine, patch: pytest.MonkeyPatch) -> None:
 
     def dispatch(plan: Any) -> Any:
         draft = one._device.state.draft
-        one._device.state = replace(one._device.state, draft=replace(draft, edges=jnp.ones_like(draft.edges)))
+        one._device.state = replace(
+            one._device.state, draft=replace(draft, page_end_features=jnp.ones_like(draft.page_end_features))
+        )
         return original(plan)
 
     patch.setattr(one, "_dispatch", dispatch)

@@ -92,14 +92,14 @@ class Detail:
         return found
 
     def _watch_levels(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        original = eagle.self_feed
+        original = eagle.draft_step
 
         def watched(params, cache, view, level, *more):  # type: ignore[no-untyped-def]
             out, product, cache = original(params, cache, view, level, *more)
             self.levels.append((level, out.hidden[0]))
             return out, product, cache
 
-        monkeypatch.setattr(eagle, "self_feed", watched)
+        monkeypatch.setattr(eagle, "draft_step", watched)
 
 
 def detail_drafter(golden: Path, folder: str) -> EagleDrafter:

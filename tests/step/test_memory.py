@@ -64,7 +64,7 @@ def test_memory_plan_equals_the_engines_allocations(caplog: pytest.LogCaptureFix
     assert (plan.target_pool, plan.draft_pool) == tuple(map(held, caches))
     assert plan.target_weights == held(params.target)
     assert plan.target_weights + plan.draft_weights == held(params) < memory.tree_bytes(params)  # some are shared
-    rest = [state.draft.features, state.draft.tokens, state.draft.count, state.draft.edges]
+    rest = [state.draft.features, state.draft.tokens, state.draft.count, state.draft.page_end_features]
     assert plan.features == held(rest)
     assert plan.state == held(state)
     rounds = [program for key, program in engine._device.programs.compiled.items() if key.kind == "round"]

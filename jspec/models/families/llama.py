@@ -1,14 +1,27 @@
 """The Llama family: what its config.json means and how its tensors are named."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from convert.huggingface import Row, same, stacked
+from convert.huggingface import Row, same
 from jspec.models.config import ModelConfig, Rope, require, unsupported
 from jspec.models.families import register
+from jspec.models.params import Params, model_params, rows
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps")
 MODEL_TYPES = ("llama",)
+TENSORS = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+LAYER = {  # the tensors that make each parameter of a layer, one after the other along axis 0
+    "attn_norm": ("input_layernorm.weight",),
+    "qkv": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
+    "qkv_bias": tuple(f"self_attn.{part}_proj.bias" for part in "qkv"),
+    "q_norm": ("self_attn.q_norm.weight",),
+    "k_norm": ("self_attn.k_norm.weight",),
+    "o": ("self_attn.o_proj.weight",),
+    "mlp_norm": ("post_attention_layernorm.weight",),
+    "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "down": ("mlp.down_proj.weight",),
+}
 
 
 @register(*MODEL_TYPES)
@@ -16,7 +29,7 @@ class Llama:
     """Llama 2 and 3."""
 
     def config(self, fields: Mapping[str, Any], *, rope_theta: float | None = None) -> ModelConfig:
-        return ModelConfig(
+        return ModelConfig.of_sizes(
             **read_sizes(fields, MODEL_TYPES, "num_hidden_layers"),
             family=fields["model_type"],
             num_layers=int(fields["num_hidden_layers"]),
@@ -26,36 +39,34 @@ class Llama:
         )
 
     def weights(self, config: ModelConfig, names: Collection[str]) -> list[Row]:
-        vocab, hidden = config.vocab_size, config.hidden_size
-        embed, head = "model.embed_tokens.weight", "lm_head.weight"
-        rows = []
-        if config.tie_word_embeddings:
-            found = [name for name in (embed, head) if name in names] or [embed]
-            rows.append(same("embed", dict.fromkeys(found, (vocab, hidden))))
-        else:
-            rows.append(stacked("embed", {embed: (vocab, hidden)}))
-            rows.append(stacked("head", {head: (vocab, hidden)}))
+        params = model_params(config)
+        tensors = {name: [tensor] for name, tensor in TENSORS.items() if name in params}
         for index in range(config.num_layers):
-            to, source = f"layers.{index}", f"model.layers.{index}"
-            rows.append(stacked(f"{to}.attn_norm", {f"{source}.input_layernorm.weight": (hidden,)}))
-            rows += layer_weights(to, source, config, width=hidden)
-        rows.append(stacked("norm", {"model.norm.weight": (hidden,)}))
-        return rows
+            tensors |= layer_tensors(params, f"layers.{index}", f"model.layers.{index}")
+        if not config.tie_word_embeddings:
+            return rows(params, tensors)
+        del tensors["embed"]
+        tied = [TENSORS[name] for name in ("embed", "head")]
+        found = [name for name in tied if name in names] or tied[:1]
+        return [same("embed", dict.fromkeys(found, params["embed"].shape)), *rows(params, tensors)]
 
 
-def layer_weights(to: str, source: str, config: Any, width: int) -> list[Row]:
-    """Attention and feed-forward of one layer, whose attention reads `width` channels."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention, mlp = f"{source}.self_attn", f"{source}.mlp"
-    qkv = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-    return [
-        stacked(f"{to}.qkv", {f"{attention}.{name}.weight": (size, width) for name, size in qkv.items()}),
-        stacked(f"{to}.o", {f"{attention}.o_proj.weight": (hidden, q)}),
-        stacked(f"{to}.mlp_norm", {f"{source}.post_attention_layernorm.weight": (hidden,)}),
-        stacked(f"{to}.gate_up", {f"{mlp}.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}),
-        stacked(f"{to}.down", {f"{mlp}.down_proj.weight": (hidden, inner)}),
-    ]
+def layer_tensors(
+    params: Params, to: str, source: str, layer: Mapping[str, Sequence[str]] = LAYER
+) -> dict[str, list[str]]:
+    """The tensors of each parameter of a layer.
+
+    Args:
+        params: of the model; a layer's parameter that is not among them has no tensors.
+        to: prefix of the layer's parameters.
+        source: prefix of the layer's tensors.
+        layer: the tensors of each parameter, both without prefix.
+    """
+    return {
+        f"{to}.{name}": [f"{source}.{tensor}" for tensor in tensors]
+        for name, tensors in layer.items()
+        if f"{to}.{name}" in params
+    }
 
 
 def read_sizes(fields: Mapping[str, Any], model_types: Collection[str], *required: str) -> dict[str, Any]:
