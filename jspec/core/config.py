@@ -12,6 +12,7 @@ KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 QUANTIZE = ("int8", "fp8", "fp8_dynamic")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 PREFILL_BUCKETS = (128, 512, 2048)
+MAX_LOGPROBS = 20  # likeliest tokens reported per position; vLLM's default limit
 
 
 @dataclass(frozen=True)

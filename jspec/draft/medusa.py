@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
 from jspec.core.tree import Tree
-from jspec.draft.base import Drafter, require_static, static_draft
+from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, require_static, static_draft
 from jspec.draft.head_config import MedusaConfig
 from jspec.models import load
 from jspec.models.decoder import Model, logits_of
@@ -96,6 +96,10 @@ class Medusa(Drafter):
         """Load heads from a folder as released, a converted folder or a hub id."""
         checkpoint = load.load(path, dtype=dtype, kind="medusa")
         return cls(MedusaHeads.from_weights(checkpoint.config, checkpoint.weights), tree)
+
+    @property
+    def advice(self) -> str:
+        return f"{CHECK_PROMPT} and that the heads were trained for this target, and {CHECK_HEAD}"
 
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return (target.config.num_layers + 1,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Collection, Sequence
 from typing import Any, final
 
@@ -12,17 +13,18 @@ import numpy as np
 from jspec.core.config import EngineConfig
 from jspec.core.records import StepOutput
 from jspec.engine.choice import prefill_program, round_program, scores
-from jspec.engine.errors import delete_buffers
 from jspec.engine.grammar.token_table import TablePool
 from jspec.engine.input_processor import pack_chunk, pack_pending_rows
 from jspec.engine.penalty_input import pack_controls
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan
+from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
-from jspec.models.quantize import check_device
+from jspec.models.quantize import check_device, quantized_as
 from jspec.step import memory
 from jspec.step.decode import Params, Program, init_state
 from jspec.step.executables import Executables
+from pallas_kernels.layers.deterministic_matmul import unsupported_weight
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,10 @@ class ModelRunner:
         jax.copy_to_host_async(output)
         return output
 
+    def to_host(self, output: StepOutput) -> StepOutput:
+        """A step's result as numpy arrays; waits for it."""
+        return jax.tree.map(np.asarray, output)
+
     def edits(self, request: Request) -> bool:
         """Whether a request's logits are edited."""
         return bool(request.params.controls_used) or self.program.processor is not None
@@ -104,14 +110,14 @@ class ModelRunner:
     def _slots_of(self, plan: RoundPlan) -> jax.Array:
         """The slot of each row, on the device; kept while the rows stay, for a copy costs a round 20 us."""
         slots = self._config.slots
-        rows = (*(request.slot for request in plan.requests), *[slots] * (plan.bucket - len(plan.requests)))
+        rows = (*(request.state.slot for request in plan.requests), *[slots] * (plan.bucket - len(plan.requests)))
         if rows != self._rows:
             self._rows, self._slots = rows, jax.device_put(np.array(rows, np.int32))
         return self._slots
 
     def write_pending_rows(self, request: Request, pages: Sequence[int]) -> None:
         """Make the pages of a request that ended whole: no round will write what the draft's cache lags by."""
-        lengths, page_size = (request.num_draft_cached_tokens, request.rows_committed), self._config.page_size
+        lengths, page_size = (request.state.num_draft_cached_tokens, request.rows_committed), self._config.page_size
         if self.programs.write_pending_rows is not None and lengths[0] // page_size < lengths[1] // page_size:
             packed = pack_pending_rows(request, pages, width=self.state.page_table.shape[1])
             self.state = self.programs.write_pending_rows(self.params, self.state, jax.device_put(packed))
@@ -128,12 +134,12 @@ class ModelRunner:
                 self._measure, traced=traced, scored=scored, scored_prompts=scored_prompts, first_tokens=first_tokens
             )
 
-    def forget(self) -> None:
-        """What was in the state is lost."""
+    def clear(self) -> None:
+        """Note that the contents of the state are lost."""
         self._tables.forget()
 
-    def renew(self, error: BaseException) -> None:
-        """Make the state anew after a step that failed, from the weights, which no step is given."""
+    def reset_state(self, error: BaseException) -> None:
+        """Make the state anew after a failed step, from the weights, which no step consumes."""
         delete_buffers(self.state, error)
         self.state = None  # type: ignore[assignment]
         self.state = init_state(self.program, self.params, self.pool)
@@ -142,3 +148,30 @@ class ModelRunner:
     def close(self) -> None:
         """Let the pools go."""
         self.state = None  # type: ignore[assignment]
+
+
+def delete_buffers(state: Any, error: BaseException) -> None:
+    """Free a state's buffers at once.
+
+    The frames of the error refer to them, and the requests keep the error: without this, new buffers would have to fit
+    into memory beside the old ones.
+    """
+    for leaf in jax.tree.leaves(state):
+        if not leaf.is_deleted():
+            leaf.delete()
+    traceback.clear_frames(error.__traceback__)
+
+
+def check_deterministic(target: Model, implementation: str) -> None:
+    """Refuse a target with a matrix product whose kernel may give a row other bits in another program.
+
+    Raises:
+        ValueError: naming the reason.
+    """
+    if kind := quantized_as(target):
+        raise ValueError(f"deterministic: expected a target whose weights are not quantised, got {kind}")
+    if implementation == "reference" or jax.default_backend() != "gpu":
+        return
+    weights = [leaf for leaf in jax.tree.leaves([target.layers, target.output_head]) if leaf.ndim == 2]
+    for reason in filter(None, map(unsupported_weight, weights)):
+        raise ValueError(f"deterministic: on a GPU {reason}; leave it off")

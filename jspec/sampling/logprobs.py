@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.core.ancestors import ancestors
+from jspec.core.config import MAX_LOGPROBS
 from jspec.core.records import Draft, LogProbs, PrefillInput, SlotView, Verdict
 from jspec.core.tree import Tree
-from jspec.engine.limits import MAX_LOGPROBS
 from jspec.models.decoder import logits_of
 from jspec.sampling import penalties, sampler
 from pallas_kernels.layers.quantized import Weight

@@ -20,8 +20,8 @@ from jspec import Engine, Metrics, SamplingParams
 from jspec.engine.errors import RESTART
 from jspec.engine.fair_lock import FairLock
 from jspec.engine.metrics import LowAcceptanceWarning
-from jspec.engine.output_processor import OutputState
 from jspec.engine.prometheus import Gauges, Histogram, Latencies, exposition
+from jspec.engine.request import Request
 from jspec.engine.stats_logger import StatsLogger
 from jspec.engine.tokenizer import ByteTokenizer
 from jspec.step.decode import init_state
@@ -73,7 +73,7 @@ def _all_comes_back(engine: Engine, expected: list[list[int]]) -> Iterator[None]
     engine.scheduler.pages.check()
     assert engine.pages_in_use == 0 and not engine.scheduler.has_work
     assert sorted(engine.scheduler._free_slots) == [0, 1, 2]
-    assert not engine._texts and not engine._added_at and not engine._turns._line
+    assert not engine._abort_after_step and not engine._lock._queue
     assert [done.token_ids for done in engine.generate(PROMPTS[:2], PARAMS[:2])] == expected[:2]
 
 
@@ -166,7 +166,7 @@ def test_many_requests_take_one_turn(engine: Engine, monkeypatch: pytest.MonkeyP
     engine.generate(PROMPTS, PARAMS)
     assert len(taken) == 1
     requests = [engine.submit(prompt) for prompt in PROMPTS]
-    engine._drop(*requests)
+    engine._abort(requests)
     assert len(taken) == 1 + len(PROMPTS) + 1
     engine.abort(requests[0])
     assert len(taken) == 1 + len(PROMPTS) + 1 and engine.metrics.finished["abort"] >= len(PROMPTS)
@@ -177,7 +177,7 @@ def test_a_loop_does_not_wait_for_a_turn(engine: Engine) -> None:
     is_held, gone_on = _events(2)
 
     def holds() -> None:
-        with engine._turns:
+        with engine._lock:
             is_held.set()
             assert gone_on.wait(PATIENCE), "the loop waits"
 
@@ -199,12 +199,12 @@ def test_a_loop_does_not_wait_for_a_turn(engine: Engine) -> None:
 def test_a_task_cancelled_while_it_is_queued_leaves_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that queues its request goes on, and comes too late."""
     is_queueing, go_on = _events(2)
+    queue = Engine._queue
 
-    class Slow(OutputState):
-        def __init__(self, *args: Any) -> None:
-            is_queueing.set()
-            assert go_on.wait(PATIENCE)
-            super().__init__(*args)
+    def slow(self: Engine, requests: Sequence[Request]) -> None:
+        is_queueing.set()
+        assert go_on.wait(PATIENCE)
+        queue(self, requests)
 
     async def reads() -> None:
         async for _ in engine.astream([1, 2, 3], SamplingParams(max_tokens=5)):
@@ -219,7 +219,7 @@ def test_a_task_cancelled_while_it_is_queued_leaves_nothing(engine: Engine, monk
         go_on.set()
 
     with monkeypatch.context() as patch:
-        patch.setattr("jspec.engine.api.OutputState", Slow)
+        patch.setattr(Engine, "_queue", slow)
         asyncio.run(main())  # waits for its threads
     assert not engine.scheduler.has_work
 
@@ -335,7 +335,7 @@ def test_a_lock_is_handed_on_in_order() -> None:
             for number in range(1, 4):
                 threads.append(threading.Thread(target=asks, args=(number,), daemon=True))
                 threads[-1].start()
-                wait_until(lambda count=number + 1: len(turns._line) == count)
+                wait_until(lambda count=number + 1: len(turns._queue) == count)
             order.append(0)
         asks(4)
 
@@ -343,7 +343,7 @@ def test_a_lock_is_handed_on_in_order() -> None:
     together([first])
     for thread in threads:
         thread.join(PATIENCE)
-    assert order == [0, 1, 2, 3, 4] and not turns._line
+    assert order == [0, 1, 2, 3, 4] and not turns._queue
 
 
 class Interrupts:
@@ -378,12 +378,12 @@ def test_an_interrupt_while_it_is_given_back_wakes_the_next(behind: bool) -> Non
     thread = threading.Thread(target=waits, daemon=True)
     turns.__enter__()
     thread.start()
-    wait_until(lambda: len(turns._line) == 2)
+    wait_until(lambda: len(turns._queue) == 2)
     turns._guard = Interrupts(turns._guard, behind=behind)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         turns.__exit__()
     thread.join(PATIENCE)
-    assert served and not turns._line and not turns.is_mine
+    assert served and not turns._queue and not turns.is_mine
 
 
 def test_an_interrupt_as_it_is_taken_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,7 +392,7 @@ def test_an_interrupt_as_it_is_taken_gives_it_back(monkeypatch: pytest.MonkeyPat
         patch.setattr("jspec.engine.fair_lock.threading.get_ident", Fault(threading.get_ident, 2, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             turns.__enter__()
-    assert not turns._line and not turns.is_mine
+    assert not turns._queue and not turns.is_mine
 
 
 def test_an_interrupted_wait_leaves_no_place_in_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,9 +415,9 @@ def test_an_interrupted_wait_leaves_no_place_in_the_line(monkeypatch: pytest.Mon
 
     with turns:
         together([wait])
-        assert len(turns._line) == 1
+        assert len(turns._queue) == 1
     together([lambda: turns.__enter__() or turns.__exit__()])
-    assert not turns._line
+    assert not turns._queue
 
 
 # -- what it says
@@ -465,7 +465,7 @@ def test_the_text_for_prometheus_says_what_the_metrics_say(engine: Engine) -> No
 
 
 def test_samples_by_position_and_reason_and_a_histogram_by_hand() -> None:
-    metrics = Metrics(accepted_at=[5, 2], finished={"eos": 2, "stop": 1, "error": 1})
+    metrics = Metrics(num_accepted_per_position=[5, 2], finished={"eos": 2, "stop": 1, "error": 1})
     latencies = Latencies(first_token=Histogram((1.0, 2.0)))
     for seconds in (0.5, 1.0, 1.5, 9.0):
         latencies.first_token.observe(seconds)
@@ -483,10 +483,10 @@ def test_a_line_is_logged_once_an_interval(
     caplog.set_level(logging.INFO, logger="jspec.engine.stats_logger")
     engine.generate(PROMPTS[0], PARAMS[0])
     assert not caplog.records, "no interval was given"
-    monkeypatch.setattr(engine, "_log", StatsLogger(3600.0))
+    monkeypatch.setattr(engine, "_stats_logger", StatsLogger(3600.0))
     engine.generate(PROMPTS[0], PARAMS[0])
     assert not caplog.records
-    monkeypatch.setattr(engine, "_log", StatsLogger(0.0))
+    monkeypatch.setattr(engine, "_stats_logger", StatsLogger(0.0))
     request = engine.submit(PROMPTS[0], PARAMS[0])
     for _ in range(3):
         engine.step()
@@ -525,7 +525,7 @@ def test_a_tokenizer_that_fails_at_the_very_end_too(engine: Engine, monkeypatch:
         raise KeyError("no such token")
 
     with monkeypatch.context() as patch:
-        patch.setattr("jspec.engine.output_processor.OutputState.finish", finish)
+        patch.setattr("jspec.engine.request.OutputState.finish_text", finish)
         (done,) = engine.generate(PROMPTS[0], PARAMS[0])
     assert done.finish_reason == "error" and isinstance(done.error, KeyError)
 
@@ -556,10 +556,10 @@ def test_a_lost_step_ends_who_was_in_it_and_the_engine_goes_on(
 ) -> None:
     """Those that wait are served by a state made anew, whose pages hold nothing of what was kept before."""
     error = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
-    programs = engine._device.programs
+    programs = engine.core.runner.programs
     with monkeypatch.context() as patch:
         if where == "read":
-            patch.setattr(engine, "_read", Fault(engine._read, at, error))
+            patch.setattr(engine.core, "_read", Fault(engine.core._read, at, error))
         elif where == "round":
             key = (3, 0, False)
             patch.setitem(programs.rounds, key, Fault(programs.rounds[key], at, error))
@@ -579,7 +579,7 @@ def test_a_warning_turned_into_an_error_is_the_callers(
 ) -> None:
     request, warning = engine.submit(PROMPTS[0], PARAMS[0]), LowAcceptanceWarning("the drafts hardly help")
     with monkeypatch.context() as patch:
-        patch.setattr(engine._watch, "count", Fault(engine._watch.count, 2, warning))
+        patch.setattr(engine._acceptance_warner, "count", Fault(engine._acceptance_warner.count, 2, warning))
         with pytest.raises(LowAcceptanceWarning):
             engine.generate(PROMPTS[1], PARAMS[1])
     assert engine.result(request).token_ids == expected[0]
@@ -591,7 +591,7 @@ def test_an_interrupt_while_a_step_is_dispatched_goes_to_the_caller(
     stream = engine.stream(PROMPTS[3], PARAMS[3])
     next(stream)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_dispatch", Fault(engine._dispatch, 3, KeyboardInterrupt()))
+        patch.setattr(engine.core, "_dispatch", Fault(engine.core._dispatch, 3, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPTS, PARAMS)
     with pytest.raises(RuntimeError, match="interrupted") as caught:  # its step was lost too: an error, and no gap
@@ -603,9 +603,7 @@ def test_an_interrupt_while_a_request_ends(engine: Engine, monkeypatch: pytest.M
     """It ends all the same; the next answer is right."""
     request = engine.submit(PROMPTS[0], PARAMS[0])
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "jspec.engine.output_processor.OutputState.finish", Fault(lambda *_: None, 1, KeyboardInterrupt())
-        )
+        patch.setattr("jspec.engine.request.OutputState.finish_text", Fault(lambda *_: None, 1, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             engine.result(request)
         assert request.finish_reason == "error"
@@ -621,11 +619,11 @@ def test_a_second_interrupt_while_the_state_is_made_anew(engine: Engine, monkeyp
         engine.step()
     for where in ("init_state", "jax.block_until_ready"):
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "_dispatch", Fault(engine._dispatch, 1, KeyboardInterrupt()))
+            patch.setattr(engine.core, "_dispatch", Fault(engine.core._dispatch, 1, KeyboardInterrupt()))
             patch.setattr(f"jspec.engine.model_runner.{where}", Fault(np.zeros, 1, KeyboardInterrupt()))
             with pytest.raises(KeyboardInterrupt):
                 engine.generate(PROMPTS[3], PARAMS[3])
-        assert engine._lost is not None and engine.scheduler.pages.num_kept == 0
+        assert engine._recovery.lost is not None and not engine.scheduler.pages._page_of
         assert engine.result(running).finish_reason == "error"
         (again,) = engine.generate(prompt, params)
         assert (again.token_ids, again.metrics.num_cached_tokens) == (expected, 0) and engine.healthy
@@ -639,20 +637,20 @@ def test_a_step_whose_result_cannot_be_read_holds_nobody_back(
 ) -> None:
     """Also not one that was preempted while it was under way, which waits and comes back."""
     pages = engine.scheduler.pages
-    pages.forget()
+    pages.clear()
     pages.reserve(-1, (pages.num_free - 11) * pages.page_size)
     params = SamplingParams(max_tokens=30, seed=1)
     prompts = [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
     requests = [engine.submit(prompt, params) for prompt in prompts]
-    read, failed = engine._read, []
+    read, failed = engine.core._read, []
 
     def fails(plan: Any, output: Any) -> Any:
-        if not failed and requests[1].slot is None and requests[1].steps_in_flight:
+        if not failed and requests[1].state.slot is None and requests[1].state.steps_in_flight:
             failed.append(plan)
             raise RuntimeError("lost on its way")
         return read(plan, output)
 
-    monkeypatch.setattr(engine, "_read", fails)
+    monkeypatch.setattr(engine.core, "_read", fails)
     for _ in range(300):
         engine.step()
     pages.release(-1)
@@ -664,7 +662,7 @@ def test_a_step_whose_result_cannot_be_read_holds_nobody_back(
 
 def test_the_old_pools_are_gone_before_the_new_ones_are_made(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the program that failed did not consume them, and its error's frames refer to them."""
-    old, programs, is_gone = jax.tree.leaves(engine._device.state), engine._device.programs, []
+    old, programs, is_gone = jax.tree.leaves(engine.core.runner.state), engine.core.runner.programs, []
 
     def refuses(params: Any, state: Any, packed: Any) -> Any:
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
@@ -691,12 +689,12 @@ def test_an_interrupt_while_it_waits_loses_nothing(
 
     stream = engine.stream(PROMPTS[3], PARAMS[3])
     got = list(next(stream).token_ids)
-    plan, output = engine._in_flight[0]
-    engine._in_flight[0] = plan, replace(output, report=StepResult())  # type: ignore[type-var]
+    plan, output = engine.core.in_flight[0]
+    engine.core.in_flight[0] = plan, replace(output, report=StepResult())  # type: ignore[type-var]
     request = engine.submit(PROMPTS[0], PARAMS[0])
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    engine._in_flight[0] = plan, output
+    engine.core.in_flight[0] = plan, output
     got += [token for chunk in stream for token in chunk.token_ids]
     assert got == expected[3] and engine.result(request).token_ids == expected[0]
 
@@ -705,7 +703,7 @@ def test_a_device_that_cannot_be_used_any_more(expected: list[list[int]], monkey
     one = Engine(tiny.model(VOCAB, layers=1), slots=1, max_len=64, buckets=(1,), prefill_buckets=(16,))
     gone = RuntimeError("device lost")
     monkeypatch.setattr("jspec.engine.model_runner.init_state", Fault(np.zeros, 1, gone))
-    monkeypatch.setattr(one, "_read", Fault(one._read, 2, gone))
+    monkeypatch.setattr(one.core, "_read", Fault(one.core._read, 2, gone))
     done = one.generate(PROMPTS, PARAMS)
     assert [turn.finish_reason for turn in done] == ["error"] * len(PROMPTS)
     assert not one.healthy

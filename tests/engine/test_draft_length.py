@@ -16,14 +16,14 @@ import pytest
 
 from jspec import Drafter, DraftModel, Eagle3, Engine, Medusa, Model, NGram, SamplingParams, Suffix, Tree
 from jspec.engine.draft_length import (
+    MAX_TRIES,
+    MIN_SAMPLES,
     PROBE_SHARE,
-    SAMPLES,
-    TRIES,
     Acceptance,
     Adaptive,
+    DispatchResult,
     Fixed,
     Policy,
-    Reading,
     Stopwatch,
     halvings,
 )
@@ -71,7 +71,7 @@ class World:
 
     def run(self, bucket: int, text: Text, rounds: int = ROUNDS, caps: Sequence[int] | None = None) -> World:
         caps = [DEPTHS[-1]] * bucket if caps is None else caps
-        unread: list[Reading] = []
+        unread: list[DispatchResult] = []
         for number in range(rounds):
             depth = self.policy.choose(bucket, caps)
             stands = self.rng.random((len(caps), DEPTHS[-1])) < np.array(text(number))
@@ -82,7 +82,7 @@ class World:
             self.seconds_at[depth] += seconds
             self.tokens += len(caps) + accepted.sum()
             self.chosen.append(depth)
-            unread.append(Reading(bucket, depth, caps, accepted[None], seconds))
+            unread.append(DispatchResult(bucket, depth, caps, accepted[None], seconds))
             if len(unread) > 1:
                 self.policy.learn(unread.pop(0))
         return self
@@ -126,11 +126,11 @@ def test_it_follows_the_text(bucket: int) -> None:
 def test_where_drafting_is_dear_it_stops() -> None:
     world = World(Adaptive(DEPTHS), lambda bucket, depth: 1.0 + depth).run(1, steady("usual"))
     assert Counter(world.chosen)[0] > 0.98 * ROUNDS
-    assert set(world.chosen[: (SAMPLES + 1) * len(DEPTHS)]) == set(DEPTHS)  # everything is tried at first
+    assert set(world.chosen[: (MIN_SAMPLES + 1) * len(DEPTHS)]) == set(DEPTHS)  # everything is tried at first
 
 
 def test_looking_again_costs_a_hundredth_of_the_time() -> None:
-    first = (SAMPLES + 1) * len(DEPTHS)
+    first = (MIN_SAMPLES + 1) * len(DEPTHS)
     world = World(Adaptive(DEPTHS)).run(64, steady("hopeless"), first)
     world.seconds_at.clear()
     world.run(64, steady("hopeless"), 8000)
@@ -182,13 +182,13 @@ def test_what_is_known_of_deep_positions_outlives_shallow_rounds() -> None:
 
 def test_depths_of_a_dynamic_tree_do_not_speak_for_each_other() -> None:
     for shares in (True, False):
-        policy = Adaptive((0, 1, 2), shares=shares)
+        policy = Adaptive((0, 1, 2), shared_acceptance=shares)
         for depth in (0, 1, 2):
-            for _ in range(SAMPLES):
-                policy.learn(Reading(1, depth, [2], np.array([[depth]]), 1.0))
+            for _ in range(MIN_SAMPLES):
+                policy.learn(DispatchResult(1, depth, [2], np.array([[depth]]), 1.0))
         before = policy.rate(1, 2, [2])
         for _ in range(20):
-            policy.learn(Reading(1, 1, [2], np.array([[0]]), 1.0))
+            policy.learn(DispatchResult(1, 1, [2], np.array([[0]]), 1.0))
         assert (policy.rate(1, 2, [2]) < before) == shares
 
 
@@ -229,8 +229,8 @@ def test_a_depth_of_which_nothing_is_heard_is_given_up() -> None:
     for _ in range(200):
         chosen.append(policy.choose(1, [4]))
         if chosen[-1] != 4:
-            policy.learn(Reading(1, chosen[-1], [4], np.array([[chosen[-1]]]), 1.0))
-    assert chosen[:TRIES] == [4] * TRIES and 4 not in chosen[TRIES:]
+            policy.learn(DispatchResult(1, chosen[-1], [4], np.array([[chosen[-1]]]), 1.0))
+    assert chosen[:MAX_TRIES] == [4] * MAX_TRIES and 4 not in chosen[MAX_TRIES:]
     assert chosen[-50:].count(2) >= 45  # the best of those that answer
 
 
@@ -241,7 +241,7 @@ def test_a_pause_of_a_streams_reader_is_no_cost_of_a_depth() -> None:
     options: dict[str, Any] = dict(slots=1, max_len=64, prefill_buckets=(8,), prefix_cache=False, controls=False)
     with Engine(small.target(), drafter=drafter, **options) as engine:
         engine.policy = policy
-        engine._stopwatch = Stopwatch(lambda: time.perf_counter() + passed[0])
+        engine.core.stopwatch = Stopwatch(lambda: time.perf_counter() + passed[0])
         for pause in (0.0, 3600.0):
             for _ in engine.stream([1, 2, 3], SamplingParams(max_tokens=9, temperature=0.0)):
                 passed[0] += pause
@@ -259,7 +259,7 @@ class Listening(Policy):
     def choose(self, bucket: int, caps: Sequence[int]) -> int:
         return 2
 
-    def learn(self, reading: Reading) -> None:
+    def learn(self, reading: DispatchResult) -> None:
         self.heard.append(reading.seconds)
 
 
@@ -301,12 +301,12 @@ class Forced(Policy):
 
     def __init__(self, depths: Sequence[int], default: int) -> None:
         self._depths, self._default = iter(depths), default
-        self.readings: list[Reading] = []
+        self.readings: list[DispatchResult] = []
 
     def choose(self, bucket: int, caps: Sequence[int]) -> int:
         return next(self._depths, self._default)
 
-    def learn(self, reading: Reading) -> None:
+    def learn(self, reading: DispatchResult) -> None:
         self.readings.append(reading)
 
     def accepted(self, row: int) -> list[int]:
@@ -367,17 +367,18 @@ def test_tokens_do_not_depend_on_what_is_chosen(name: str, temperature: float, c
         choices = np.random.default_rng(seed).choice(depths, 100).tolist()
         done = generate(one, Forced(choices, 3), temperature)
         assert [one.token_ids for one in done] == expected
-        ran = sum((one.metrics for one in done), start=type(done[0].metrics)()).rounds_at
+        ran = sum((one.metrics for one in done), start=type(done[0].metrics)()).num_rounds_per_depth
         assert set(ran) == set(depths) and sum(ran.values()) == sum(one.metrics.num_drafts for one in done)
     assert compilations == []
 
 
 def wipe(one: Engine) -> None:
     """Forget what the draft's caches hold: a request that comes again may get the same pages."""
-    one.scheduler.pages.forget()
-    if hasattr(one._device.state.draft, "cache"):
-        draft = replace(one._device.state.draft, cache=jax.tree.map(jnp.zeros_like, one._device.state.draft.cache))
-        one._device.state = replace(one._device.state, draft=draft)
+    one.scheduler.pages.clear()
+    state = one.core.runner.state
+    if hasattr(state.draft, "cache"):
+        draft = replace(state.draft, cache=jax.tree.map(jnp.zeros_like, state.draft.cache))
+        one.core.runner.state = replace(state, draft=draft)
 
 
 def resumed(one: Engine, prompt: list[int], pause: int, temperature: float) -> tuple[list[int], list[int]]:
@@ -419,7 +420,7 @@ def test_pages_that_plain_rounds_filled_serve_those_who_draft(name: str) -> None
 @pytest.mark.parametrize("name", ["n-gram", pytest.param("suffix", marks=pytest.mark.matrix)])
 def test_a_text_is_kept_while_nothing_is_drafted(name: str) -> None:
     (done,) = generate(engine(name), Fixed(0), 1.0, PROMPTS[:1])
-    state = engine(name)._device.state.draft
+    state = engine(name).core.runner.state.draft
     history = np.asarray(state.history if name == "suffix" else state)
     text = [*done.prompt_token_ids, *done.token_ids]
     assert text in [row[: len(text)].tolist() for row in history]
@@ -427,15 +428,15 @@ def test_a_text_is_kept_while_nothing_is_drafted(name: str) -> None:
 
 def without_draft_rows(one: Engine) -> Any:
     """A round of depth 0 that does all it should but write them."""
-    program, slots = replace(one._device.program, drafter=one._device.program.drafter.cut(0)), one.config.slots
+    program, slots = replace(one.core.runner.program, drafter=one.core.runner.program.drafter.cut(0)), one.config.slots
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(program.drafter), "write_pending_rows", lambda self, params, state, view: state)
-        return one._device.programs._lower("broken", partial(spec_step, program), slots).compile()
+        return one.core.runner.programs._lower("broken", partial(spec_step, program), slots).compile()
 
 
 def rows_of_both_caches(one: Engine) -> tuple[np.ndarray, np.ndarray]:
     """What draft model and target hold of the first layer's keys, all rows of slot 0 as far as they are committed."""
-    state = one._device.state
+    state = one.core.runner.state
     rows = np.arange(int(state.lengths[0]))
     pages = np.asarray(state.page_table)[0, rows // one.config.page_size]
     draft, target = (
@@ -450,7 +451,7 @@ def test_plain_rounds_write_the_draft_s_rows(spoilt: bool, monkeypatch: pytest.M
     one = engine("draft model")
     wipe(one)
     if spoilt:
-        monkeypatch.setitem(one._device.programs.rounds, (2, 0, False), without_draft_rows(one))
+        monkeypatch.setitem(one.core.runner.programs.rounds, (2, 0, False), without_draft_rows(one))
     generate(one, Fixed(0), 0.0)
     draft, target = rows_of_both_caches(one)
     assert len(target) > 40
@@ -517,7 +518,7 @@ def test_behind_plain_rounds_as_much_is_accepted_as_if_there_had_been_none(round
 @pytest.mark.parametrize("rounds", [30, 200])
 def test_if_those_rounds_wrote_no_draft_rows_it_would_show(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: what is accepted differs, though a head that sees less of a long text may even do better."""
-    monkeypatch.setitem(pair()._device.programs.rounds, (1, 0, False), broken_pair())
+    monkeypatch.setitem(pair().core.runner.programs.rounds, (1, 0, False), broken_pair())
     tokens, after, always = after_a_pause(rounds)
     assert tokens == always_drafting()[0], "the tokens are the target's all the same"
     assert after != always
@@ -534,7 +535,7 @@ class Priced(Policy):
         self.chosen.append(self._policy.choose(bucket, caps))
         return self.chosen[-1]
 
-    def learn(self, reading: Reading) -> None:
+    def learn(self, reading: DispatchResult) -> None:
         self._policy.learn(replace(reading, seconds=self._cost(reading.depth)))
 
 
@@ -545,8 +546,8 @@ def test_an_engine_settles_on_what_pays(price: float, depth: int) -> None:
     pair().policy = policy
     (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=200, temperature=0))
     assert done.token_ids == always_drafting()[0][:200]
-    assert Counter(policy.chosen[2 * (SAMPLES + 1) :]).most_common(1)[0][0] == depth
-    assert done.metrics.rounds_at[depth] > 0.8 * done.metrics.num_drafts
+    assert Counter(policy.chosen[2 * (MIN_SAMPLES + 1) :]).most_common(1)[0][0] == depth
+    assert done.metrics.num_rounds_per_depth[depth] > 0.8 * done.metrics.num_drafts
 
 
 @pytest.mark.parametrize(("draft", "depth"), [(False, 0), (0, 0), (2, 3), (True, 3)])
@@ -557,13 +558,14 @@ def test_a_request_s_own_cap_holds(draft: bool | int, depth: int) -> None:
     assert done.token_ids == always_drafting()[0][:40]
     assert policy.chosen[-1] == depth == max(policy.chosen)
     cap = 3 if draft is True else int(draft)
-    assert len(done.metrics.accepted_at) == cap and done.metrics.num_draft_tokens <= cap * done.metrics.num_drafts
+    assert len(done.metrics.num_accepted_per_position) == cap
+    assert done.metrics.num_draft_tokens <= cap * done.metrics.num_drafts
 
 
 def test_the_metrics_tell_the_rounds_by_depth() -> None:
     pair().policy = Forced([0, 0, 3, 0], 3)
     (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=20, temperature=0))
-    assert done.metrics.rounds_at == {0: 3, 3: done.metrics.num_drafts - 3}
+    assert done.metrics.num_rounds_per_depth == {0: 3, 3: done.metrics.num_drafts - 3}
     text = exposition(done.metrics, Latencies(), Gauges(0, 0, 0.0), "m")
     assert 'vllm:spec_decode_num_drafts_per_depth_total{model_name="m",depth="0"} 3.0' in text
 

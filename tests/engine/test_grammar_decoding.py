@@ -16,7 +16,7 @@ from jspec.core.ancestors import ancestors
 from jspec.core.records import Draft, SlotView
 from jspec.engine.grammar.token_table import Grammar, TokenTexts, compile_grammar
 from jspec.engine.penalty_input import pack_controls
-from jspec.engine.request import Request
+from jspec.engine.request import OutputState, Request, RequestState
 from jspec.engine.sampling_params import sample_seed
 from jspec.sampling import grammar_mask, logprobs, penalties
 from tests.reference import regular
@@ -107,7 +107,7 @@ def test_what_the_engine_cannot_follow_is_refused_before_anything_is_queued() ->
 
 def test_the_memory_of_the_tables_is_planned() -> None:
     """2 bytes a cell and a token of the vocabulary, for every slot."""
-    state, plan = lettered.chain()._device.state, lettered.chain().memory_plan
+    state, plan = lettered.chain().core.runner.state, lettered.chain().memory_plan
     bytes_ = sum(leaf.nbytes for leaf in jax.tree.leaves(state.grammars))
     assert bytes_ == 2 * 2 * (2**18 + small.VOCAB + 1) and plan.slots > bytes_
 
@@ -139,8 +139,10 @@ def random_case(seed: int, *, chain: bool) -> tuple[np.ndarray, Draft, list[Requ
                 tokens[row, node] = rng.choice(right)
         params = SamplingParams(regex=expressions[row]) if row < len(expressions) else SamplingParams()
         tokens[row, 0] = output[-1]
-        request = Request(row, (3,), params, 0, (0, 14), 100, token_ids=output)
-        request.slot, request.grammar = ROWS - 1 - row, grammar if params.regex else None
+        state, table = RequestState(slot=ROWS - 1 - row), grammar if params.regex else None
+        request = Request(
+            row, (3,), params, 0, (0, 14), 100, grammar=table, state=state, output=OutputState(token_ids=output)
+        )
         requests.append(request)
     draft = Draft(
         tokens=jnp.asarray(tokens, jnp.int32),
@@ -172,7 +174,7 @@ def view_of(requests: list[Request], **options: Any) -> SlotView:
             state = ADMIT(state, jnp.asarray(pack_controls(request, small.VOCAB, table)))
     view = view_of_rows([request.token_ids[-1] for request in requests], **options)
     stops = jnp.asarray([[0, 14, *[-1] * 6]] * ROWS, jnp.int32)
-    slots = jnp.asarray([request.slot for request in requests], jnp.int32)
+    slots = jnp.asarray([request.state.slot for request in requests], jnp.int32)
     return view.replace(slots=slots, sampling=view.sampling.replace(stop_ids=stops), controls=state, grammars=grammars)
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from jspec import Completion, Engine, Metrics, Model, SamplingParams, Tree
 from jspec.core.records import StepOutput
-from jspec.engine.output_processor import OutputState, process_step_output
-from jspec.engine.request import Request
+from jspec.engine.output_processor import process_step_output
+from jspec.engine.request import OutputState, Request
 from jspec.engine.tokenizer import ByteTokenizer
 from jspec.tools.testing import Scripted
 from tests.support import tiny
@@ -119,7 +119,7 @@ def test_a_cap_changes_the_rounds_and_no_token(engine: Engine, plain: list[Compl
     assert done.metrics.num_drafts == rounds
     assert done.metrics.num_draft_tokens == rounds * cap
     known = [[1 + (cap + 1) * r + i < LONGEST for r in range(rounds)] for i in range(cap)]  # the script ends there
-    assert done.metrics.accepted_at == [sum(at) for at in known]
+    assert done.metrics.num_accepted_per_position == [sum(at) for at in known]
     assert done.from_draft == flags(cap=cap)
 
 
@@ -165,7 +165,7 @@ def test_eos_inside_a_round(engine: Engine, plain: list[Completion], monkeypatch
     """The end token is kept in the ids and left out of the text; ignoring it goes on, text and all."""
     ids = plain[0].token_ids
     end = first_at(ids, 7, inside=lambda i: i % 5 in (2, 3))
-    monkeypatch.setattr(engine._admission, "eos_ids", (EOS, ids[end]))
+    monkeypatch.setattr(engine.input_processor, "eos_ids", (EOS, ids[end]))
     (done,) = engine.generate(PROMPTS[0], with_())
     assert done.token_ids == ids[: end + 1]
     assert (done.finish_reason, done.stop_reason) == ("eos", ids[end])
@@ -237,19 +237,22 @@ def test_metrics_by_hand() -> None:
     assert metrics.mean_acceptance_length == 1 + 7 / 4
     assert metrics.acceptance_rate == 7 / 16
     assert metrics.acceptance_per_position == [3 / 4, 3 / 4, 2 / 4, 1 / 4]
-    both = metrics + Metrics(num_drafts=1, num_draft_tokens=2, num_accepted_tokens=1, accepted_at=[1], num_tokens=2)
-    assert (both.num_drafts, both.accepted_at, both.num_tokens) == (5, [4, 3, 2, 1], 3)
+    both = metrics + Metrics(
+        num_drafts=1, num_draft_tokens=2, num_accepted_tokens=1, num_accepted_per_position=[1], num_tokens=2
+    )
+    assert (both.num_drafts, both.num_accepted_per_position, both.num_tokens) == (5, [4, 3, 2, 1], 3)
     assert Metrics().mean_acceptance_length == 1 and Metrics().acceptance_rate == 0
 
 
 def test_a_report_of_several_rounds_stops_where_the_row_ended() -> None:
     """Columns: three tokens, then count, accept_len, drafted, ended. The third round is of an ended row."""
-    request = Request(1, (5,), SamplingParams(), 0, (9,), 10, token_ids=[3], from_draft=[False])
+    output = OutputState(token_ids=[3], from_draft=[False], pieces=[""])
+    request = Request(1, (5,), SamplingParams(), 0, (9,), 10, output=output)
     report = np.asarray([[[4, 6, 7, 3, 2, 2, 0]], [[8, 9, -1, 2, 2, 2, 1]], [[-1, -1, -1, 0, 0, 0, 0]]])
-    output = StepOutput(report=report, trace=None)  # type: ignore[arg-type]
-    assert process_step_output(request, OutputState(None, request), output, 0, True, eos_ids=[]) == "stop"
-    assert request.token_ids == [3, 4, 6, 7, 8, 9] and request.stop_reason == 9
-    assert request.from_draft == [False, True, True, False, True, True]
+    step = StepOutput(report=report, trace=None)  # type: ignore[arg-type]
+    assert process_step_output(request, step, 0, is_round=True) == "stop"
+    assert request.token_ids == [3, 4, 6, 7, 8, 9] and output.stop_reason == 9
+    assert output.from_draft == [False, True, True, False, True, True]
     assert (request.metrics.num_drafts, request.metrics.num_accepted_tokens) == (2, 4)
 
 

@@ -124,7 +124,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         dict(allowed_token_ids=[1, 2], bad_words=[[1], [3, 3, 2]]),
-        r"neither bad_words=\(\(1,\), \(3, 3, 2\)\) nor min_tokens=0 takes out behind \(3, 3\), got \(1, 2\)",
+        r"neither bad_words=\(\(1,\), \(3, 3, 2\)\) nor min_tokens=0 takes out after \(3, 3\), got \(1, 2\)",
     ),
 ]
 

@@ -117,7 +117,7 @@ def test_chat_without_tokenizer_or_template(engine: Engine, monkeypatch: pytest.
 
     with pytest.raises(ValueError, match="no tokenizer; pass tokenizer="):
         engine.chat([{"role": "user", "content": "hi"}])
-    monkeypatch.setattr(engine._admission, "tokenizer", ByteTokenizer())
+    monkeypatch.setattr(engine.input_processor, "tokenizer", ByteTokenizer())
     with pytest.raises(ValueError, match="no chat template: write the prompt as text"):
         engine.chat([{"role": "user", "content": "hi"}])
 

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from jspec.engine.page_pool import PagePool
 from jspec.engine.request import Request
 from jspec.engine.sampling_params import SamplingParams
-from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
+from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler, SchedulerLimits
 
 pytestmark = pytest.mark.once
 
@@ -32,9 +32,9 @@ def request(number: int, prompt: int, limit: int, priority: int = 0) -> Request:
 
 
 def scheduler(*, slots: int, pages: int = 100, page_size: int = 4, rounds: int = 1, **options: object) -> Scheduler:
-    defaults = dict(buckets=tuple(sorted({1, slots})), prefill_buckets=(4, 8), scratch_rows=SCRATCH)
-    defaults["round_tokens"] = ROUND_TOKENS
-    return Scheduler(PagePool(pages, page_size), slots=slots, rounds=rounds, **(defaults | options))
+    sizes = dict(buckets=tuple(sorted({1, slots})), prefill_buckets=(4, 8), round_tokens=ROUND_TOKENS)
+    limits = SchedulerLimits(slots=slots, rounds=rounds, scratch_rows=SCRATCH, **(sizes | options))  # type: ignore[arg-type]
+    return Scheduler(PagePool(pages, page_size), limits)
 
 
 class Play(RuleBasedStateMachine):
@@ -105,8 +105,8 @@ class Play(RuleBasedStateMachine):
     def prefill(self, plan: PrefillPlan, tokens: int) -> dict[Request, list[int]]:
         r = plan.request
         text = [*r.prompt_token_ids, *r.token_ids[:-1]]
-        assert r.slot is not None
-        self.table[r.slot] = dict(enumerate(plan.pages))
+        assert r.state.slot is not None
+        self.table[r.state.slot] = dict(enumerate(plan.pages))
         left = len(text) - plan.start
         others = [o for o in self.scheduler.running if o is not r and o.is_prefilled and self.may_emit(o)]
         assert plan.bucket == (4 if left <= 4 or (others and self.budget < 8) else 8)
@@ -139,33 +139,33 @@ class Play(RuleBasedStateMachine):
         return {r: [token for _ in range(self.rounds) for token in self.one_round(r, tokens)] for r in plan.requests}
 
     def may_emit(self, r: Request) -> bool:
-        return max(len(r.token_ids), 1) + r.rounds_in_flight < r.limit
+        return max(len(r.token_ids), 1) + r.state.rounds_in_flight < r.max_new_tokens
 
     def one_round(self, r: Request, tokens: int) -> list[int]:
         """The root and the draft are written, some of it is committed; an ended row does nothing."""
         out = self.written[r]
-        if len(out) == r.limit:
+        if len(out) == r.max_new_tokens:
             return []
         committed = [*r.prompt_token_ids, *out[:-1]]
         self.check_rows(r, committed)
         self.write(r, len(committed), [out[-1]] + [-1] * (SCRATCH - 1))
-        new = [self.count % 2] * min(tokens, r.limit - len(out))
+        new = [self.count % 2] * min(tokens, r.max_new_tokens - len(out))
         self.write(r, len(committed), [out[-1], *new][: len(new)])
         self.written[r] = out + new
         return new
 
     def place(self, r: Request, row: int) -> tuple[int, int]:
         """Where the device has a row."""
-        assert r.slot is not None
+        assert r.state.slot is not None
         size = self.scheduler.pages.page_size
-        page = self.table[r.slot][row // size]
+        page = self.table[r.state.slot][row // size]
         assert page in self.scheduler.pages.pages_of(r.id), "a page that was taken back is used"
         return page, row % size
 
     def write(self, r: Request, first: int, tokens: list[int]) -> None:
         for row, token in enumerate(tokens, first):
             place = self.place(r, row)
-            held = self.scheduler.pages._holders[place[0]]
+            held = self.scheduler.pages._num_owners[place[0]]
             assert held == 1, "a page that others hold is written"
             self.rows[place] = token
 
@@ -176,13 +176,13 @@ class Play(RuleBasedStateMachine):
     @rule()
     def read(self) -> None:
         plan, emitted = self.in_flight.popleft()
-        self.scheduler.settle(plan)
+        self.scheduler.on_output_read(plan)
         for r, tokens in emitted.items():
             if r not in self.live:
                 continue
-            r.token_ids += tokens
-            self.scheduler.keep(r, r.rows_committed)
-            if len(r.token_ids) == r.limit:
+            r.output.token_ids += tokens
+            self.scheduler.cache_prefix(r, r.rows_committed)
+            if len(r.token_ids) == r.max_new_tokens:
                 self.end(r)
 
     def end(self, r: Request) -> None:
@@ -199,7 +199,7 @@ class Play(RuleBasedStateMachine):
         pool = self.scheduler.pages
         pool.check()
         running = self.scheduler.running
-        used = [r.slot for r in running]
+        used = [r.state.slot for r in running]
         assert len(set(used)) == len(used) <= self.slots
         assert all(slot is not None and 0 <= slot < self.slots for slot in used)
         assert set(pool._owned) == {r.id for r in running}
@@ -215,7 +215,7 @@ class Play(RuleBasedStateMachine):
         """Nobody starves: without new arrivals all requests end, though they may take each other's pages."""
         if not hasattr(self, "live"):
             return
-        most = sum(len(r.prompt_token_ids) + 2 * r.limit for r in self.live)
+        most = sum(len(r.prompt_token_ids) + 2 * r.max_new_tokens for r in self.live)
         for _ in range(10 + most * (1 + len(self.live))):
             if not self.live:
                 break
@@ -232,13 +232,13 @@ TestPlay.settings = settings(max_examples=150, stateful_step_count=40)
 
 def keeps_too_much(self: Scheduler, request: Request, rows: int) -> None:
     """Pages are shown to others a page before they are full."""
-    KEEP(self, request, rows + self.pages.page_size if request.token_ids else rows)
+    CACHE_PREFIX(self, request, rows + self.pages.page_size if request.token_ids else rows)
 
 
 def oldest_gives_way(self: Scheduler, request: Request) -> bool:
-    while not self.pages.grow(request.id, self._rows(request)):
+    while not self.pages.grow(request.id, self._rows_to_reserve(request)):
         first = self.running[0]
-        self._leave(first)
+        self._release(first)
         insort(self.waiting, first, key=lambda r: r.order)
         if first is request:
             return False
@@ -258,24 +258,24 @@ def takes_too_much(self: Scheduler) -> None:
 
 def shows_once(self: Scheduler, request: Request) -> list[tuple[int, int, int]]:
     """A page that comes where one was taken back is not shown."""
-    known = getattr(request, "known", request.num_synced_pages)
-    request.num_synced_pages = max(known, request.num_synced_pages)
-    new = SHOW(self, request)
-    request.known = request.num_synced_pages  # type: ignore[attr-defined]
+    state = request.state
+    state.num_synced_pages = max(getattr(state, "most_synced", 0), state.num_synced_pages)
+    new = UPDATES(self, request)
+    state.most_synced = state.num_synced_pages  # type: ignore[attr-defined]
     return new
 
 
-KEEP, SHOW = Scheduler.keep, Scheduler._show
+CACHE_PREFIX, UPDATES = Scheduler.cache_prefix, Scheduler._page_table_updates
 
 
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
-        ("keep", keeps_too_much),
-        ("_make_room", oldest_gives_way),
-        ("_rows", too_few),
-        ("_take_surplus", takes_too_much),
-        ("_show", shows_once),
+        ("cache_prefix", keeps_too_much),
+        ("_reserve_or_preempt", oldest_gives_way),
+        ("_rows_to_reserve", too_few),
+        ("_reclaim_unused", takes_too_much),
+        ("_page_table_updates", shows_once),
         ("_is_in_budget", lambda *_: True),
     ],
 )
@@ -308,18 +308,18 @@ def test_the_last_in_order_gives_its_pages_to_the_first_and_comes_back() -> None
         one.add(r)
         plans.append(one.plan())
         r.token_ids.append(7)
-    assert [r.slot for r in (first, second)] == [0, 1]
-    while second.slot is not None:
+    assert [r.state.slot for r in (first, second)] == [0, 1]
+    while second.state.slot is not None:
         plans.append(one.plan())
         for r in plans[-1].requests:
-            r.token_ids += [8, 9]
-        one.settle(plans[-1])
+            r.output.token_ids += [8, 9]
+        one.on_output_read(plans[-1])
     assert one.running == [first] and one.waiting == [second] and second.metrics.num_preemptions == 1
     assert plans[-1].requests == [first]
     had = list(second.token_ids)
     assert isinstance(one.plan(), RoundPlan), "its last step must be read first, and its pages are not free"
     one.finish(first)
-    one.settle(plans[1])
+    one.on_output_read(plans[1])
     back = one.plan()
     assert isinstance(back, PrefillPlan) and back.request is second
     assert (back.start, back.count, back.root, back.emits) == (0, 4 + len(had) - 1, had[-1], False)
@@ -372,11 +372,11 @@ def test_finishing_twice_or_unknown_is_harmless() -> None:
 def decode(one: Scheduler, plan: Plan | None, tokens: int = 1) -> None:
     """Read a plan at once; every round commits as many tokens."""
     assert plan is not None
-    one.settle(plan)
+    one.on_output_read(plan)
     for r in [plan.request] if isinstance(plan, PrefillPlan) else plan.requests:
         if isinstance(plan, RoundPlan) or plan.emits:
-            r.token_ids += [7] * min(tokens, r.limit - len(r.token_ids))
-        if len(r.token_ids) == r.limit:
+            r.output.token_ids += [7] * min(tokens, r.max_new_tokens - len(r.token_ids))
+        if len(r.token_ids) == r.max_new_tokens:
             one.finish(r)
 
 
@@ -419,12 +419,12 @@ def test_pages_ahead_are_taken_back_before_anybody_gives_way() -> None:
 def test_a_head_that_waits_for_pages_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until pages are given back, or the next one that it could share is kept."""
     one, looked = scheduler(slots=2, pages=12, prefix_cache=True), []
-    shared = Scheduler._shared
-    monkeypatch.setattr(Scheduler, "_shared", lambda self, r: [looked.append(r), shared(self, r)][1])
+    shared = Scheduler._cached_pages
+    monkeypatch.setattr(Scheduler, "_cached_pages", lambda self, r: [looked.append(r), shared(self, r)][1])
     first, head = request(1, 8, 24), request(2, 40, 1)
     for r in (first, head):
         one.add(r)
-    while not one.waiting or first.slot is None or len(first.token_ids) < 3:
+    while not one.waiting or first.state.slot is None or len(first.token_ids) < 3:
         decode(one, one.plan())
     looked.clear()
     for _ in range(8):

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from jspec import Chunk, Engine, SamplingParams
 from jspec.core.records import StepOutput
-from jspec.engine.output_processor import OutputState, completion_of, process_step_output
-from jspec.engine.request import Request
+from jspec.engine.detokenizer import TextDecoder
+from jspec.engine.output_processor import make_chunk, make_completion, process_step_output
+from jspec.engine.request import OutputState, Request
 from jspec.engine.stop_strings import StopStringMatcher
 from jspec.engine.tokenizer import ByteTokenizer
 from tests.support import small
@@ -110,20 +111,20 @@ def test_rounds_are_cut_at_the_token_that_completes_a_stop_string(
 ) -> None:
     tokens, rounds, stops, min_tokens = case
     params = SamplingParams(max_tokens=len(tokens), stop=stops, min_tokens=min_tokens)
-    request = Request(1, (97,), params, 0, (), len(tokens))
-    text, chunks = OutputState(ByteTokenizer(), request), list[Chunk]()
+    output = OutputState(TextDecoder(ByteTokenizer(), [97], stops, (), min_tokens))
+    request, chunks = Request(1, (97,), params, 0, (), len(tokens), output=output), list[Chunk]()
     for one in report_of(tokens, rounds):
-        output = StepOutput(report=one[None], trace=None)  # type: ignore[arg-type]
-        reason = process_step_output(request, text, output, 0, True, eos_ids=[])
-        chunks.append(text.chunk(request, len([t for chunk in chunks for t in chunk.token_ids])))
+        step = StepOutput(report=one[None], trace=None)  # type: ignore[arg-type]
+        reason = process_step_output(request, step, 0, is_round=True)
+        chunks.append(make_chunk(request, len([t for chunk in chunks for t in chunk.token_ids])))
         if reason is not None:
             break
-    text.finish()
-    request.finish_reason = reason if text.stop is None else "stop"
-    chunks.append(text.chunk(request, len(request.token_ids)))
-    done = completion_of(request, text)
+    output.finish_text()
+    output.finish_reason = reason if output.stop_string is None else "stop"
+    chunks.append(make_chunk(request, len(request.token_ids)))
+    done = make_completion(request)
     expected, count, found = by_hand(tokens, stops, min_tokens)
-    assert (done.text, done.token_ids, text.stop) == (expected, tokens[:count], found)
+    assert (done.text, done.token_ids, output.stop_string) == (expected, tokens[:count], found)
     assert done.metrics.num_tokens == len(done.from_draft) == count
     assert done.metrics.num_accepted_tokens == sum(done.from_draft) <= count
     assert "".join(chunk.text or "" for chunk in chunks) == expected
@@ -159,10 +160,10 @@ def three_rounds() -> Engine:
 def engine(three_rounds: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """With text; after every test: no page, slot or text is kept."""
     engine = three_rounds
-    monkeypatch.setattr(engine._admission, "tokenizer", ByteTokenizer())
+    monkeypatch.setattr(engine.input_processor, "tokenizer", ByteTokenizer())
     yield engine
     engine.scheduler.pages.check()
-    assert engine.pages_in_use == 0 and not engine.scheduler.has_work and not engine._texts
+    assert engine.pages_in_use == 0 and not engine.scheduler.has_work
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +212,7 @@ def test_slot_and_pages_are_free_at_once(engine: Engine, plain: list[list[int]])
     request = engine.submit(PROMPTS[0], replace(PARAMS[0], stop=text_of(plain[0][2:4])))
     while request.finish_reason is None:
         engine.step()
-    assert engine._in_flight and engine.pages_in_use == 0 and len(engine.scheduler._free_slots) == 2
+    assert engine.core.in_flight and engine.pages_in_use == 0 and len(engine.scheduler._free_slots) == 2
     done = engine.result(request)
     assert done.token_ids == plain[0][: len(done.token_ids)] and len(done.token_ids) < LENGTH
     (after,) = engine.generate(PROMPTS[0] + done.token_ids, SamplingParams(max_tokens=8, temperature=0))
@@ -261,6 +262,6 @@ def test_one_text_or_several() -> None:
 
 
 def test_texts_need_a_tokenizer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine._admission, "tokenizer", None)
+    monkeypatch.setattr(engine.input_processor, "tokenizer", None)
     with pytest.raises(ValueError, match=r"stop: \('a',\) needs a tokenizer; pass tokenizer= or use stop_token_ids"):
         engine.generate([1], SamplingParams(stop="a"))

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspec import SamplingParams
-from jspec.engine.output_processor import OutputState
-from jspec.engine.request import Request
-from jspec.engine.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
+from jspec.core.config import EngineConfig
+from jspec.engine.detokenizer import IncrementalDetokenizer
+from jspec.engine.input_processor import InputProcessor
+from jspec.engine.tokenizer import Tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.once
 
@@ -144,15 +145,15 @@ def test_with_a_grammar_the_text_is_the_bytes_of_its_tokens(data: Path, name: st
     """Which the grammar counts: also the first blank behind a prompt that is not seen, which is lost without one."""
     tokenizer = load_tokenizer(data / name)
     assert tokenizer is not None
+    processor = InputProcessor(tokenizer, tokenizer.vocab_size, (), EngineConfig())
     spelled, front = tokenizer.token_bytes(), next(iter(tokenizer.hidden_ids))
     blank = next(i for i, text in enumerate(spelled) if text is not None and re.fullmatch(rb" [a-z]+", text))
     for prompt in ([front], [front, blank], [blank]):
         texts = []
         for params in (SamplingParams(regex=".*"), SamplingParams(json_schema={}), SamplingParams()):
-            text = OutputState(tokenizer, Request(1, tuple(prompt), params, 0, (), 9))
-            text.pieces += text.read([blank, blank])
-            text.finish()
-            texts.append(text.text)
+            decoder = processor._text_decoder(tuple(prompt), params, ())
+            pieces = decoder.push([blank, blank], 0)
+            texts.append("".join(pieces) + decoder.finish(2))
         expected = 2 * (spelled[blank] or b"").decode()
         assert texts[0] == texts[1] == expected
         is_lost = prompt == [front] and "gpt2" not in name

@@ -59,7 +59,7 @@ def state_of(room: Room, pool: PoolShape) -> Any:
 def test_the_plan_is_what_the_engine_holds(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="jspec.engine.model_runner"):
         engine = Engine(small.target(), drafter=eagle3(), **OPTIONS)
-    plan, state, params = engine.memory_plan, engine._device.state, engine._device.params
+    plan, state, params = engine.memory_plan, engine.core.runner.state, engine.core.runner.params
     caches = [(cache.k, cache.v) for cache in (state.target, state.draft.cache)]
     assert (plan.target_pool, plan.draft_pool) == tuple(map(held, caches))
     assert plan.target_weights == held(params.target)
@@ -67,7 +67,7 @@ def test_the_plan_is_what_the_engine_holds(caplog: pytest.LogCaptureFixture) -> 
     rest = [state.draft.features, state.draft.tokens, state.draft.count, state.draft.edges]
     assert plan.features == held(rest)
     assert plan.state == held(state)
-    sizes = [program.memory_analysis().temp_size_in_bytes for program in engine._device.programs.rounds.values()]
+    sizes = [program.memory_analysis().temp_size_in_bytes for program in engine.core.runner.programs.rounds.values()]
     assert plan.is_measured and plan.workspace >= max(sizes) > 0
     parts = [getattr(plan, field.name) for field in fields(plan)]
     assert plan.total == sum(parts[:8]) and plan.pages == engine.scheduler.pages.pages
@@ -232,7 +232,7 @@ def test_an_engine_that_is_dropped_frees_its_memory_at_once() -> None:
     """Before any cycle is collected: the next engine plans with what is free."""
     engine = Engine(small.target(), **OPTIONS)
     engine.generate([1, 2])
-    root = weakref.ref(engine._device.state.root)
+    root = weakref.ref(engine.core.runner.state.root)
     gc.disable()
     try:
         del engine
@@ -244,16 +244,17 @@ def test_an_engine_that_is_dropped_frees_its_memory_at_once() -> None:
 def test_programs_compiled_later_are_planned_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they take more than there is, the request is refused before it is queued, and nothing of them stays."""
     engine, scored = Engine(small.target(), **OPTIONS), SamplingParams(logprobs=3)
-    plan, count, room = engine.memory_plan, len(engine._device.programs.executables), engine._device.room
-    monkeypatch.setattr(engine._device, "room", replace(room, device=device(plan.total + 10)))
+    plan, count, room = engine.memory_plan, len(engine.core.runner.programs.executables), engine.core.runner.room
+    monkeypatch.setattr(engine.core.runner, "room", replace(room, device=device(plan.total + 10)))
     with pytest.raises(ValueError, match=r"out of memory: the compiled programs need .* more than the device has"):
         engine.generate([1, 2], scored)
-    assert len(engine._device.programs.executables) == count and engine.memory_plan == plan
+    assert len(engine.core.runner.programs.executables) == count and engine.memory_plan == plan
     assert engine.generate([1, 2])[0].error is None
-    monkeypatch.setattr(engine._device, "room", room)
+    monkeypatch.setattr(engine.core.runner, "room", room)
     assert engine.generate([1, 2], scored)[0].error is None
-    executables = engine._device.programs.executables
-    assert len(executables) > count and engine.memory_plan == memory.measured(room, engine._device.pool, executables)
+    executables = engine.core.runner.programs.executables
+    assert len(executables) > count
+    assert engine.memory_plan == memory.measured(room, engine.core.runner.pool, executables)
     assert engine.memory_plan.workspace > plan.workspace
 
 

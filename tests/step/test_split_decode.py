@@ -18,7 +18,7 @@ import pytest
 from jspec import Engine, NGram, SamplingParams, Tree, verify
 from jspec.core.ancestors import ancestors
 from jspec.core.records import Draft, SlotView
-from jspec.engine.draft_length import Policy, Reading
+from jspec.engine.draft_length import DispatchResult, Policy
 from jspec.engine.grammar.cfg_matcher import Matcher
 from jspec.engine.sampling_params import sample_seed
 from jspec.sampling import logprobs, penalties
@@ -110,14 +110,14 @@ class Launches:
         self.unread: Counter[str] = Counter()
         self._engine = engine
         for name in ("prefill", "rounds", "scored_rounds", "drafts", "verifies", "masked_prefill"):
-            programs = getattr(engine._device.programs, name)
+            programs = getattr(engine.core.runner.programs, name)
             for key in programs:
                 patch.setitem(programs, key, self._counted(name, programs[key]))
 
     def _counted(self, name: str, executable: Any) -> Any:
         def run(*arguments: Any) -> Any:
             self.names[name] += 1
-            self.unread[name] += len(self._engine._in_flight)
+            self.unread[name] += len(self._engine.core.in_flight)
             return executable(*arguments)
 
         return run
@@ -208,7 +208,7 @@ class Alternating(Policy):
     def choose(self, bucket: int, caps: Any) -> int:
         return next(self._next)
 
-    def learn(self, reading: Reading) -> None:
+    def learn(self, reading: DispatchResult) -> None:
         assert reading.seconds is None  # of rounds in two launches nothing is learnt for the others
 
 
@@ -236,7 +236,7 @@ def test_every_depth_has_its_launches() -> None:
         if done.finish_reason == "eos":
             whole += 1
             assert set(json.loads(done.text or "")) <= {"a", "b"}
-    rounds = engine.metrics.rounds_at
+    rounds = engine.metrics.num_rounds_per_depth
     assert rounds[0] > 3 and rounds[2] > 3 and engine.metrics.num_accepted_tokens > 0 and whole > 0
     with pytest.raises(ValueError, match="built with grammar_cells=0"):
         engine.generate([1], SamplingParams(regex="a"))
@@ -244,30 +244,30 @@ def test_every_depth_has_its_launches() -> None:
 
 def test_what_an_interrupt_left_unread_is_read_before_masks_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = lettered.chain()
-    request, reads = engine.submit(PROMPTS[0], PARAMS[0]), engine._read_down_to
+    request, reads = engine.submit(PROMPTS[0], PARAMS[0]), engine.core._read_down_to
 
     def interrupted(count: int) -> Any:
-        if engine._in_flight:
+        if engine.core.in_flight:
             raise KeyboardInterrupt
         return reads(count)
 
-    monkeypatch.setattr(engine, "_read_down_to", interrupted)
+    monkeypatch.setattr(engine.core, "_read_down_to", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    assert engine._in_flight
-    monkeypatch.setattr(engine, "_read_down_to", reads)
+    assert engine.core.in_flight
+    monkeypatch.setattr(engine.core, "_read_down_to", reads)
     assert engine.result(request).raise_for_error().token_ids == expected()[0]
 
 
 def test_others_step_on_while_the_programs_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, free = lettered.chain(), []
-    compiled = engine._device.programs._compile
+    compiled = engine.core.runner.programs._compile
 
     def watched(*arguments: Any) -> None:
-        free.append(not engine._turns.is_mine)
+        free.append(not engine._lock.is_mine)
         compiled(*arguments)
 
-    monkeypatch.setattr(engine._device.programs, "_compile", watched)
+    monkeypatch.setattr(engine.core.runner.programs, "_compile", watched)
     request = engine.submit(PROMPTS[6], PARAMS[6])
     engine.abort(engine.submit(PROMPTS[4], PARAMS[4]))  # nor does it wait for what is compiled elsewhere
     assert free and all(free) and engine.result(request).token_ids == expected()[6]
@@ -275,7 +275,7 @@ def test_others_step_on_while_the_programs_are_compiled(monkeypatch: pytest.Monk
 
 def test_programs_that_do_not_fit_leave_others_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what a request needs all is kept or nothing; those that need less go on."""
-    programs, made, wanted = lettered.chain()._device.programs, [], dict(traced=False, scored_prompts=False)
+    programs, made, wanted = lettered.chain().core.runner.programs, [], dict(traced=False, scored_prompts=False)
     for name in ("rounds", "scored_rounds", "scored_prefill", "drafts", "verifies", "masked_prefill"):
         monkeypatch.setattr(programs, name, {})
     monkeypatch.setattr(programs, "_timed", lambda name, *_: name)
