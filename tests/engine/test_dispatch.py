@@ -53,14 +53,14 @@ def varied_work(engine: Engine) -> None:
         engine.generate([VOCAB])
 
 
-def test_nothing_is_compiled_after_warm_up(either: Engine, compilations: list[str]) -> None:
+def test_engine_after_warm_up_compiles_nothing(either: Engine, compilations: list[str]) -> None:
     either.generate(PROMPT)
     compilations.clear()
     varied_work(either)
     assert compilations == []
 
 
-def test_an_eager_operation_in_the_loop_is_seen(
+def test_engine_eager_operation_in_the_loop_is_detected(
     engine: Engine, compilations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: one jnp operation on the host side of the loop."""
@@ -108,7 +108,7 @@ def dispatches(engine: Engine, seen: list[str], monkeypatch: pytest.MonkeyPatch)
     return counts
 
 
-def test_a_dispatch_reads_nothing_from_the_device(
+def test_dispatch_varied_work_reads_nothing_from_the_device(
     either: Engine, conversions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = dispatches(either, conversions, monkeypatch)
@@ -117,7 +117,7 @@ def test_a_dispatch_reads_nothing_from_the_device(
     assert sum(counts) == 0
 
 
-def test_a_read_during_a_dispatch_is_counted(
+def test_dispatch_with_a_read_is_detected(
     engine: Engine, conversions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control."""
@@ -158,14 +158,14 @@ def guard_dispatches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[An
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_dispatch_transfers_only_by_name(either: Engine, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dispatch_varied_work_has_no_implicit_transfer(either: Engine, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = guard_dispatches(either, monkeypatch)
     varied_work(either)
     assert len(plans) > 15
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_implicit_upload_is_caught(engine: Engine, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dispatch_with_an_implicit_upload_is_detected(engine: Engine, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the packed numbers handed to the executable as they are."""
     request = engine._make_requests(PROMPT, SamplingParams(max_tokens=2), trace=False)[0]
     guard_dispatches(engine, monkeypatch)
@@ -176,7 +176,7 @@ def test_an_implicit_upload_is_caught(engine: Engine, device: str, monkeypatch: 
 
 
 @pytest.mark.gpu
-def test_an_implicit_download_is_caught(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dispatch_with_an_implicit_download_is_detected(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
     original = engine.core._dispatch
 
@@ -190,7 +190,7 @@ def test_an_implicit_download_is_caught(engine: Engine, monkeypatch: pytest.Monk
     assert "Disallowed device-to-host transfer" in str(done.error)
 
 
-def test_the_state_is_donated_and_the_weights_are_not(either: Engine) -> None:
+def test_step_state_is_donated_and_weights_are_not(either: Engine) -> None:
     request = either._make_requests(PROMPT, SamplingParams(max_tokens=8), trace=False)[0]
     either._queue([request])
     while either.scheduler.has_work:
@@ -202,7 +202,7 @@ def test_the_state_is_donated_and_the_weights_are_not(either: Engine) -> None:
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves([either.core.runner.params, either.core.runner.state]))
 
 
-def test_two_dispatches_are_in_flight_with_overlap(either: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlap_two_dispatches_are_in_flight(either: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 2 in in_flight_while_reading(either, monkeypatch)
 
 
@@ -255,7 +255,7 @@ def pages_of(state: SlotState, pages: list[int]) -> list[np.ndarray]:
     return [np.asarray(pool)[pages] for pool in pools]
 
 
-def test_the_last_row_of_the_last_page_and_no_other_slots(either: Engine) -> None:
+def test_request_to_max_len_writes_no_page_of_others(either: Engine) -> None:
     """The draft reaches beyond max_len at the end, and the rounds dispatched ahead of the news run behind it."""
     expected = to_the_end(either)
     either.scheduler.pages.clear()
@@ -269,7 +269,7 @@ def test_the_last_row_of_the_last_page_and_no_other_slots(either: Engine) -> Non
     either.scheduler.pages.release(-1)
 
 
-def test_nan_in_committed_pages_would_show(either: Engine) -> None:
+def test_nan_in_committed_pages_changes_tokens(either: Engine) -> None:
     """Negative control: the same NaN, poured when the prompt's rows are in place."""
     expected = to_the_end(either)
     either.scheduler.pages.clear()

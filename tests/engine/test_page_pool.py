@@ -154,7 +154,7 @@ def newest_first(self: PagePool) -> int:
 
 
 @pytest.mark.parametrize(("name", "broken"), [("release", forgets_num_owners), ("_evict", newest_first)])
-def test_the_machine_finds_a_broken_pool(monkeypatch: pytest.MonkeyPatch, name: str, broken: object) -> None:
+def test_pool_broken_is_found_by_the_machine(monkeypatch: pytest.MonkeyPatch, name: str, broken: object) -> None:
     """Negative controls."""
     monkeypatch.setattr(PagePool, name, broken)
     quick = settings(TestPages.settings, max_examples=2000, phases=[Phase.generate])
@@ -162,7 +162,7 @@ def test_the_machine_finds_a_broken_pool(monkeypatch: pytest.MonkeyPatch, name: 
         run_state_machine_as_test(Pages, settings=quick)
 
 
-def test_digests_are_chained() -> None:
+def test_page_digests_are_chained() -> None:
     """A page's digest tells all tokens up to its end, wherever the computation was taken up."""
     text = [1, 2, 3, 4, 5, 6, 7]
     whole = page_digests(text, 2)
@@ -173,7 +173,7 @@ def test_digests_are_chained() -> None:
     assert len(collected) == 400
 
 
-def test_kept_pages_are_evicted_from_the_end_of_the_oldest_text() -> None:
+def test_pool_full_evicts_last_pages_of_the_oldest_owner() -> None:
     pool = PagePool(5, 1)
     digests = page_digests([1, 2, 3, 4], 1)
     first, second = pool.reserve(1, 2), pool.reserve(2, 2)
@@ -186,7 +186,7 @@ def test_kept_pages_are_evicted_from_the_end_of_the_oldest_text() -> None:
     assert pool.match(digests) == [] and pool.match(page_digests([7, 8], 1)) == [second[0]]
 
 
-def test_a_returned_list_is_the_callers_own() -> None:
+def test_pool_reserved_list_belongs_to_the_caller() -> None:
     pool = PagePool(4, 2)
     pool.reserve(1, 4).clear()
     pool.release(1)
@@ -194,7 +194,7 @@ def test_a_returned_list_is_the_callers_own() -> None:
     assert pool.num_used == 0
 
 
-def test_check_sees_a_lost_a_doubled_and_a_miscounted_page() -> None:
+def test_pool_check_detects_lost_doubled_and_miscounted_pages() -> None:
     """Negative controls."""
     lost, doubled, miscounted = PagePool(5, 1), PagePool(5, 1), PagePool(5, 1)
     lost._free.pop()
@@ -210,6 +210,6 @@ def test_check_sees_a_lost_a_doubled_and_a_miscounted_page() -> None:
 
 
 @pytest.mark.parametrize(("pages", "page_size"), [(1, 16), (0, 16), (4, 0)])
-def test_an_impossible_pool_is_refused(pages: int, page_size: int) -> None:
+def test_pool_impossible_sizes_are_refused(pages: int, page_size: int) -> None:
     with pytest.raises(ValueError, match=f"pages >= 2 and page_size >= 1, got {pages} and {page_size}"):
         PagePool(pages, page_size)

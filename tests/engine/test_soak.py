@@ -231,7 +231,7 @@ def full(name: str, rounds: int) -> Any:
     ("name", "rounds", "count"),
     [pytest.param("eagle3", 1, 120, marks=pytest.mark.long), *(full(name, 1) for name in DRAFTERS), full("eagle3", 3)],
 )
-def test_every_request_is_answered_or_ends_with_its_own_error(
+def test_engine_random_faults_answers_or_fails_each_request(
     monkeypatch: pytest.MonkeyPatch, compiled: list[str], name: str, rounds: int, count: int
 ) -> None:
     engine = engine_with(name, rounds)
