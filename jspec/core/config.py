@@ -17,6 +17,7 @@ QUANTIZE = ("int8", "fp8", "fp8_dynamic")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 PREFILL_BUCKETS = (128, 512, 2048)
 TYPICAL_OPTIONS = {"typical_threshold": 0.09, "typical_alpha": 0.3}
+MAX_LOGPROBS = 20  # likeliest tokens reported per position; vLLM's default limit
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from jspec.core.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.core.tree import Tree
-from jspec.draft.base import Drafter, active_slots, check_window
+from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, active_slots, check_window
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.kv_cache import PoolShape, commit, create
@@ -75,6 +75,10 @@ class DraftModel(Drafter):
     ) -> Self:
         """Load a Hugging Face folder, a converted folder or a hub id; other arguments as `Model.from_pretrained`."""
         return cls(Model.from_pretrained(path, dtype=dtype, quantize=quantize), tree, draft_window=draft_window)
+
+    @property
+    def advice(self) -> str:
+        return f"{CHECK_PROMPT} and that the draft model has the target's tokenizer, and {CHECK_HEAD}"
 
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return ()

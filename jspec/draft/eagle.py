@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.core.tree import Tree
-from jspec.draft.base import Drafter, active_slots, check_window
+from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, active_slots, check_window
 from jspec.draft.eagle_formats import head_format
 from jspec.draft.eagle_head import (
     FIRST_ROW,
@@ -88,6 +88,10 @@ class EagleDrafter(Drafter):
 
     def with_window(self, draft_window: int) -> Self:
         return type(self)(self.head, self.tree, draft_window=draft_window)
+
+    @property
+    def advice(self) -> str:
+        return f"{CHECK_PROMPT}, the head's feature layers, rope theta and vocabulary map, and {CHECK_HEAD}"
 
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return self.head.config.states_of(target.config.num_layers)

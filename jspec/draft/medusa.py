@@ -23,7 +23,7 @@ from convert.detect import MEDUSA_BLOCK, bare_name
 from convert.huggingface import Row, Source, Tensor, renamed
 from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
 from jspec.core.tree import Tree
-from jspec.draft.base import Drafter, require_static, static_draft
+from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, require_static, static_draft
 from jspec.models import load
 from jspec.models.config import positive
 from jspec.models.decoder import Model
@@ -126,6 +126,10 @@ class Medusa(Drafter):
         """Load heads from a folder as released, a converted folder or a hub id."""
         checkpoint = load.read_checkpoint(path, head_format, kind="medusa", dtype=dtype)
         return cls(MedusaHeads.from_weights(checkpoint.config, checkpoint.weights), tree)
+
+    @property
+    def advice(self) -> str:
+        return f"{CHECK_PROMPT} and that the heads were trained for this target, and {CHECK_HEAD}"
 
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return (target.config.num_layers + 1,)

@@ -141,7 +141,7 @@ class ModelRunner:
     def _slots_of(self, plan: RoundPlan) -> jax.Array:
         """The slot of each bucket row, on the device; reused while the rows stay the same, as a copy takes 20 us."""
         slots = self._config.slots
-        rows = (*(request.slot for request in plan.requests), *[slots] * (plan.bucket - len(plan.requests)))
+        rows = (*(request.state.slot for request in plan.requests), *[slots] * (plan.bucket - len(plan.requests)))
         if rows != self._rows:
             self._rows, self._slots = rows, jax.device_put(np.array(rows, np.int32))
         return self._slots
@@ -151,7 +151,7 @@ class ModelRunner:
 
         No further round would write them.
         """
-        lengths, page_size = (request.num_draft_cached_tokens, request.rows_committed), self._config.page_size
+        lengths, page_size = (request.state.num_draft_cached_tokens, request.rows_committed), self._config.page_size
         write = self.programs.compiled.get(ExecutableKey("write_pending_rows"))
         if write is not None and lengths[0] // page_size < lengths[1] // page_size:
             packed = pack_pending_rows(request, pages, width=self.state.page_table.shape[1])
@@ -268,21 +268,21 @@ def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) ->
         depth: depth of the drafter's tree.
     """
     request, params = plan.request, plan.request.params
-    assert request.slot is not None
+    assert request.state.slot is not None
     tokens, end = np.zeros(plan.bucket, np.int32), plan.start + plan.count
-    tokens[: plan.count] = request.text(plan.start, end)
+    tokens[: plan.count] = request.tokens_between(plan.start, end)
     page_row = np.zeros(width, np.int32)
     page_row[: len(plan.pages)] = plan.pages
     stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
     stop_ids[: len(request.stop_ids)] = request.stop_ids
     return PrefillInput(
-        slot=np.int32(request.slot),
+        slot=np.int32(request.state.slot),
         start=np.int32(plan.start),
         count=np.int32(plan.count),
         last=np.int32(plan.is_last),
         write=np.int32(plan.is_written),
-        root=np.int32(next(iter(request.text(end, end + 1)), -1)),
-        remaining=np.int32(request.limit - max(len(request.token_ids) - 1, 0)),
+        root=np.int32(next(iter(request.tokens_between(end, end + 1)), -1)),
+        remaining=np.int32(request.max_new_tokens - max(len(request.token_ids) - 1, 0)),
         top_k=np.int32(max(min(params.top_k, vocab_size), 0)),
         draft_cap=np.int32(draft_cap(params, depth)),
         controlled=np.int32(bool(params.controls_used)),
@@ -303,4 +303,4 @@ def pack_pending_rows(request: Request, pages: Sequence[int], *, width: int) -> 
         width: columns of the page table.
     """
     padding = [0] * (width - len(pages))
-    return np.array([request.slot, request.token_ids[-1], request.rows_committed, *pages, *padding], np.int32)
+    return np.array([request.state.slot, request.token_ids[-1], request.rows_committed, *pages, *padding], np.int32)

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.core.ancestors import ancestors
+from jspec.core.config import MAX_LOGPROBS
 from jspec.core.records import Draft, LogProbs, PrefillInput, SlotView, Verdict
 from jspec.core.tree import Tree
-from jspec.engine.limits import MAX_LOGPROBS
 from jspec.sampling import penalties, sampler
 from pallas_kernels.layers.row_blocks import in_row_blocks
 from pallas_kernels.sampling.top_log_probs import top_log_probs

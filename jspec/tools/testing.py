@@ -16,7 +16,7 @@ from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
 from jspec.core.tree import Tree
 from jspec.draft.base import Drafter, DraftState, StatelessDrafter, require_static, static_draft
-from jspec.engine.core import Engine
+from jspec.engine.api import Engine
 from jspec.engine.request import Completion
 from jspec.engine.sampling_params import SamplingParams
 from jspec.models.decoder import Model

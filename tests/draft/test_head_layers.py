@@ -53,9 +53,10 @@ def scores(chunk: int, fill: float) -> list[np.ndarray]:
         prefix_cache=False,
         controls=False,
     )
-    cache = engine._device.state.draft.cache
+    cache = engine.core.runner.state.draft.cache
     dirty = KVCache(*([jnp.full_like(pool, fill) for pool in pools] for pools in (cache.k, cache.v)))
-    engine._device.state = replace(engine._device.state, draft=replace(engine._device.state.draft, cache=dirty))
+    state = engine.core.runner.state
+    engine.core.runner.state = replace(state, draft=replace(state.draft, cache=dirty))
     done = engine.generate(PROMPTS, SamplingParams(max_tokens=8, temperature=0), trace=True)
     return [np.concatenate([one.scores for one in completion.rounds or []]) for completion in done]
 

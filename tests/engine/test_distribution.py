@@ -154,7 +154,7 @@ QUICK = ("rejection chain",)  # whose draft, acceptance and residual have noise 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in CASES]
 )
-def test_every_lossless_rule_gives_the_targets_joint_law(target, name: str) -> None:
+def test_lossless_rules_sampled_give_the_target_distribution(target, name: str) -> None:
     accept, tree = CASES[name]
     drafter = DraftModel(tiny.model(VOCAB, seed=2), tree) if tree.is_chain else Table(tree)
     engine = make(target, drafter, accept)
@@ -166,7 +166,7 @@ def test_every_lossless_rule_gives_the_targets_joint_law(target, name: str) -> N
 
 
 @pytest.mark.slow
-def test_noise_keyed_by_position_alone_is_caught(target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_keyed_by_position_alone_is_detected(target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: draft, acceptance and residual share the noise of a position."""
     original = sampler.keys
 

@@ -80,6 +80,6 @@ def test_engine_with_an_invalid_grammar_refuses_before_queueing(case: Case) -> N
 
 def test_memory_plan_includes_the_grammar_tables() -> None:
     """2 bytes for each cell and each token of the vocabulary, in every slot's table."""
-    state, plan = lettered.chain()._device.state, lettered.chain().memory_plan
+    state, plan = lettered.chain().core.runner.state, lettered.chain().memory_plan
     bytes_ = sum(leaf.nbytes for leaf in jax.tree.leaves(state.grammars))
     assert bytes_ == 2 * 2 * (2**18 + small.VOCAB + 1) and plan.slots > bytes_

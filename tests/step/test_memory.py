@@ -59,7 +59,7 @@ def state_of(planner: MemoryPlanner, pool: PoolShape) -> Any:
 def test_memory_plan_equals_the_engines_allocations(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="jspec.engine.model_runner"):
         engine = Engine(small.target(), drafter=eagle3(), **OPTIONS)
-    plan, state, params = engine.memory_plan, engine._device.state, engine._device.params
+    plan, state, params = engine.memory_plan, engine.core.runner.state, engine.core.runner.params
     caches = [(cache.k, cache.v) for cache in (state.target, state.draft.cache)]
     assert (plan.target_pool, plan.draft_pool) == tuple(map(held, caches))
     assert plan.target_weights == held(params.target)
@@ -67,7 +67,7 @@ def test_memory_plan_equals_the_engines_allocations(caplog: pytest.LogCaptureFix
     rest = [state.draft.features, state.draft.tokens, state.draft.count, state.draft.page_end_features]
     assert plan.features == held(rest)
     assert plan.state == held(state)
-    rounds = [program for key, program in engine._device.programs.compiled.items() if key.kind == "round"]
+    rounds = [program for key, program in engine.core.runner.programs.compiled.items() if key.kind == "round"]
     sizes = [program.memory_analysis().temp_size_in_bytes for program in rounds]
     assert plan.is_measured and plan.workspace >= max(sizes) > 0
     parts = [getattr(plan, field.name) for field in fields(plan)]
@@ -237,7 +237,7 @@ def test_engine_dropped_frees_its_memory_at_once() -> None:
     """Without garbage collection, because the next engine plans with the free memory."""
     engine = Engine(small.target(), **OPTIONS)
     engine.generate([1, 2])
-    root = weakref.ref(engine._device.state.root)
+    root = weakref.ref(engine.core.runner.state.root)
     gc.disable()
     try:
         del engine
@@ -249,16 +249,18 @@ def test_engine_dropped_frees_its_memory_at_once() -> None:
 def test_programs_compiled_later_update_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """If they need too much memory, the request is refused unqueued and no new program is stored."""
     engine, scored = Engine(small.target(), **OPTIONS), SamplingParams(logprobs=3)
-    plan, count, planner = engine.memory_plan, len(engine._device.programs.compiled), engine._device.planner
-    monkeypatch.setattr(engine._device, "planner", replace(planner, device=device(plan.total + 10)))
+    plan, count, planner = engine.memory_plan, len(engine.core.runner.programs.compiled), engine.core.runner.planner
+    monkeypatch.setattr(engine.core.runner, "planner", replace(planner, device=device(plan.total + 10)))
     with pytest.raises(ValueError, match=r"out of memory: the compiled programs need .* more than the device has"):
         engine.generate([1, 2], scored)
-    assert len(engine._device.programs.compiled) == count and engine.memory_plan == plan
+    assert len(engine.core.runner.programs.compiled) == count and engine.memory_plan == plan
     assert engine.generate([1, 2])[0].error is None
-    monkeypatch.setattr(engine._device, "planner", planner)
+    monkeypatch.setattr(engine.core.runner, "planner", planner)
     assert engine.generate([1, 2], scored)[0].error is None
-    executables = list(engine._device.programs.compiled.values())
-    assert len(executables) > count and engine.memory_plan == memory.measured(planner, engine._device.pool, executables)
+    executables = list(engine.core.runner.programs.compiled.values())
+    assert len(executables) > count and engine.memory_plan == memory.measured(
+        planner, engine.core.runner.pool, executables
+    )
     assert engine.memory_plan.workspace > plan.workspace
 
 

@@ -16,7 +16,7 @@ import pytest
 from jspec import Engine, NGram, SamplingParams, Tree, verify
 from jspec.core.ancestors import ancestors
 from jspec.core.records import Draft, SlotView
-from jspec.engine.draft_length import Policy, Reading
+from jspec.engine.draft_length import DispatchResult, Policy
 from jspec.engine.grammar.cfg_matcher import Matcher
 from jspec.sampling import logprobs, penalties
 from jspec.step.executable_key import ExecutableKey
@@ -48,7 +48,7 @@ class Launches:
         self.names: Counter[str] = Counter()
         self.unread: Counter[str] = Counter()
         self._engine = engine
-        compiled = engine._device.programs.compiled
+        compiled = engine.core.runner.programs.compiled
         for key in [key for key in compiled if key.kind in ("prefill", "round", "draft", "verify")]:
             patch.setitem(compiled, key, self._counted(key, compiled[key]))
 
@@ -57,7 +57,7 @@ class Launches:
 
         def run(*arguments: Any) -> Any:
             self.names[name] += 1
-            self.unread[name] += len(self._engine._in_flight)
+            self.unread[name] += len(self._engine.core.in_flight)
             return executable(*arguments)
 
         return run
@@ -130,7 +130,7 @@ class Alternating(Policy):
     def choose(self, bucket: int, caps: Any) -> int:
         return next(self._next)
 
-    def learn(self, reading: Reading) -> None:
+    def learn(self, reading: DispatchResult) -> None:
         assert reading.seconds is None  # the timing of a split step says nothing about fused steps
 
 
@@ -158,7 +158,7 @@ def test_adaptive_engine_with_a_recursive_schema_splits_steps_of_every_depth() -
         if done.finish_reason == "eos":
             whole += 1
             assert set(json.loads(done.text or "")) <= {"a", "b"}
-    rounds = engine.metrics.rounds_at
+    rounds = engine.metrics.num_rounds_per_depth
     assert rounds[0] > 3 and rounds[2] > 3 and engine.metrics.num_accepted_tokens > 0 and whole > 0
     with pytest.raises(ValueError, match="built with grammar_cells=0"):
         engine.generate([1], SamplingParams(regex="a"))
@@ -166,30 +166,30 @@ def test_adaptive_engine_with_a_recursive_schema_splits_steps_of_every_depth() -
 
 def test_step_after_an_interrupt_reads_results_before_computing_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = lettered.chain()
-    request, reads = engine.submit(PROMPTS[0], PARAMS[0]), engine._read_down_to
+    request, reads = engine.submit(PROMPTS[0], PARAMS[0]), engine.core._read_down_to
 
     def interrupted(count: int) -> Any:
-        if engine._in_flight:
+        if engine.core.in_flight:
             raise KeyboardInterrupt
         return reads(count)
 
-    monkeypatch.setattr(engine, "_read_down_to", interrupted)
+    monkeypatch.setattr(engine.core, "_read_down_to", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    assert engine._in_flight
-    monkeypatch.setattr(engine, "_read_down_to", reads)
+    assert engine.core.in_flight
+    monkeypatch.setattr(engine.core, "_read_down_to", reads)
     assert engine.result(request).raise_for_error().token_ids == expected()[0]
 
 
 def test_submit_that_compiles_programs_does_not_hold_the_engines_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, free = lettered.chain(), []
-    compiled = engine._device.programs._compile
+    compiled = engine.core.runner.programs._compile
 
     def watched(*arguments: Any) -> None:
-        free.append(not engine._turns.is_mine)
+        free.append(not engine._lock.is_mine)
         compiled(*arguments)
 
-    monkeypatch.setattr(engine._device.programs, "_compile", watched)
+    monkeypatch.setattr(engine.core.runner.programs, "_compile", watched)
     request = engine.submit(PROMPTS[6], PARAMS[6])
     engine.abort(engine.submit(PROMPTS[4], PARAMS[4]))  # needs no new program, so it does not wait
     assert free and all(free) and engine.result(request).token_ids == expected()[6]
@@ -197,7 +197,7 @@ def test_submit_that_compiles_programs_does_not_hold_the_engines_lock(monkeypatc
 
 def test_executables_that_do_not_fit_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Either all programs that a request needs are stored or none; requests that need fewer still work."""
-    programs, made, wanted = lettered.chain()._device.programs, [], dict(traced=False, prompt_logprobs=False)
+    programs, made, wanted = lettered.chain().core.runner.programs, [], dict(traced=False, prompt_logprobs=False)
     monkeypatch.setattr(programs, "compiled", {})
     monkeypatch.setattr(programs, "_lower", lambda key: (key, programs._name(key)))
     monkeypatch.setattr(programs, "_compile_one", lambda name, lowered: made.append(name) or name)

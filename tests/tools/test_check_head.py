@@ -16,7 +16,7 @@ from jspec import DraftModel, Eagle, Eagle3, Engine, Medusa, NGram, SamplingPara
 from jspec.__main__ import main
 from jspec.draft.base import NoDraft
 from jspec.engine.metrics import LowAcceptanceWarning
-from jspec.engine.stats_logger import ROUNDS, LowAcceptanceWarner, advice
+from jspec.engine.stats_logger import MIN_ROUNDS, LowAcceptanceWarner
 from jspec.engine.tokenizer import ByteTokenizer
 from jspec.tools import check_head, testing
 from jspec.tools.check_head import OWN, Measurement, Setting
@@ -305,7 +305,7 @@ def test_the_warning_comes_once_after_64_rounds_below_the_bound() -> None:
     watch = watch_of_a_head()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        watch.count(step_report(0, ROUNDS - 13))
+        watch.count(step_report(0, MIN_ROUNDS - 13))
         watch.count(step_report(1, 12))
     with pytest.warns(LowAcceptanceWarning, match=r"length 1\.19 after 64 rounds.*jspec info --check HEAD TARGET"):
         watch.count(step_report(0, 1))
@@ -322,7 +322,7 @@ def test_no_warning_at_the_bound_or_of_rows_that_had_ended() -> None:
         warnings.simplefilter("error")
         watch.count(step_report(1, 13))
         watch.count(ended)
-        watch.count(step_report(0, ROUNDS - 13))
+        watch.count(step_report(0, MIN_ROUNDS - 13))
 
 
 def test_an_engine_warns_of_a_head_that_fits_nothing(request: pytest.FixtureRequest) -> None:
@@ -352,17 +352,17 @@ def test_an_engine_with_a_good_draft_does_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.generate([[1, 2, 3]] * 6, SamplingParams(max_tokens=40, temperature=0))
-    assert engine.metrics.num_drafts > ROUNDS
+    assert engine.metrics.num_drafts > MIN_ROUNDS
 
 
 def test_each_method_has_its_own_advice_and_a_search_of_the_text_none() -> None:
     target = tiny.model(16, layers=1)
     chain = Tree.chain(2)
-    assert "heads were trained for this target" in str(advice(Medusa(tiny.medusa_heads(target, 2), chain)))
-    assert "has the target's tokenizer" in str(advice(DraftModel(target, chain)))
-    assert "rope theta" in str(advice(Eagle(tiny.eagle1_head(target), chain)))
+    assert "heads were trained for this target" in str(Medusa(tiny.medusa_heads(target, 2), chain).advice)
+    assert "has the target's tokenizer" in str(DraftModel(target, chain).advice)
+    assert "rope theta" in str(Eagle(tiny.eagle1_head(target), chain).advice)
     for drafter in (NGram(), Suffix(), NoDraft(), testing.Random(chain)):
-        assert advice(drafter) is None
+        assert drafter.advice is None
     silent = LowAcceptanceWarner(NGram())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -179,10 +179,10 @@ def follow(request: Request) -> None:
         request.matcher.follow(request.token_ids)
     if request.grammar is None:
         return
-    done, state = request.grammar_at
+    done, state = request.state.grammar_position
     for count, token in enumerate(request.token_ids[done:], done):
         state = request.grammar.follow([token], state)
-        request.grammar_at = count + 1, state
+        request.state.grammar_position = count + 1, state
         if state < 0:
             raise ValueError(
                 f"{request.grammar.source}: after {count} tokens bad_words={request.params.bad_words!r} or the "

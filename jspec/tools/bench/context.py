@@ -17,10 +17,9 @@ from typing import Any
 from jspec.core.tree import TREE_FORMS, Tree
 from jspec.draft import auto
 from jspec.draft.base import Drafter
-from jspec.engine.core import Engine
-from jspec.engine.metrics import Metrics
+from jspec.engine.api import Engine
+from jspec.engine.metrics import LowAcceptanceWarning, Metrics
 from jspec.engine.sampling_params import SamplingParams
-from jspec.engine.stats_logger import LowAcceptanceWarning
 from jspec.models.decoder import Model
 from jspec.tools import check_head, demo
 from jspec.tools.bench.acceptance import standard_error

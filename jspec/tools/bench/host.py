@@ -20,7 +20,7 @@ import numpy as np
 from jspec.core.records import StepOutput
 from jspec.core.tree import Tree
 from jspec.draft.eagle import Eagle3
-from jspec.engine.core import Engine
+from jspec.engine.api import Engine
 from jspec.engine.request import Request
 from jspec.engine.sampling_params import SamplingParams
 from jspec.tools.bench import report, shapes
@@ -134,7 +134,7 @@ def ready_engine(case: Case) -> Engine:
         prefill_budget=case.rows * (max_len + CHUNK),  # all prompts come before the first round
         log_interval=None,
     )
-    programs = engine._device.programs
+    programs = engine.core.runner.programs
     first, chain = _answer(1, case.length, 0), _answer(case.rows, case.length, case.accepted)
     answers: dict[str, Callable[..., Any]] = {
         "prefill": first,

@@ -13,7 +13,7 @@ from jspec.draft import auto
 from jspec.draft.base import Drafter
 from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
-from jspec.engine.core import Engine
+from jspec.engine.api import Engine
 from jspec.engine.tokenizer import Tokenizer
 from jspec.models.decoder import Model
 from jspec.tools import check_head, demo
