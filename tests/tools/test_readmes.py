@@ -1,9 +1,10 @@
-"""The READMEs are true: their commands parse, their Python names and options exist, and so do the paths they name."""
+"""READMEs and notebooks are true: their commands parse, their Python names and options exist, and so do their paths."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import shlex
 from pathlib import Path
@@ -21,12 +22,24 @@ pytestmark = pytest.mark.once
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 READMES = [REPOSITORY / folder / "README.md" for folder in (".", "jspec", "jspec/draft", "jspec/models/families")]
 LONGEST = 200  # lines of the first README
-# Named by the READMEs and not in the tree yet; whoever adds one deletes its entry.
-PENDING = {"jspec/models/block.py", "jspec/models/params.py", "jspec bench kernels", "jspec bench serve"} | {
-    "jspec bench startup"
+PENDING = {  # named by the READMEs but not in the tree yet; the change that adds one deletes its entry
+    "jspec/models/block.py",
+    "jspec/models/params.py",
+    "jspec bench kernels",
+    "jspec bench serve",
+    "jspec bench startup",
 }
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 
-each_readme = pytest.mark.parametrize("path", READMES, ids=[str(path.relative_to(REPOSITORY)) for path in READMES])
+each_document = pytest.mark.parametrize("path", READMES + NOTEBOOKS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+
+
+def text_of(path: Path) -> str:
+    """A README, or the text cells of a notebook."""
+    if path.suffix != ".ipynb":
+        return path.read_text()
+    cells = json.loads(path.read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -103,25 +116,25 @@ def wrong_keywords(call: ast.Call, called: Any) -> list[str]:
     return [keyword.arg for keyword in call.keywords if keyword.arg and keyword.arg not in allowed]
 
 
-@each_readme
-def test_readme_paths_exist(path: Path) -> None:
-    missing = wrong_paths(path.read_text(), path.parent)
+@each_document
+def test_document_paths_exist(path: Path) -> None:
+    missing = wrong_paths(text_of(path), path.parent)
     assert [name for name in missing if name not in PENDING] == []
 
 
-@each_readme
-def test_readme_commands_parse(path: Path) -> None:
-    wrong = [command for command in commands(path.read_text()) if not parses(command)]
+@each_document
+def test_document_commands_parse(path: Path) -> None:
+    wrong = [command for command in commands(text_of(path)) if not parses(command)]
     assert [command for command in wrong if f"jspec {command}" not in PENDING] == []
 
 
-@each_readme
-def test_readme_python_names_and_options_exist(path: Path) -> None:
-    assert [name for block in blocks(path.read_text(), "python") for name in wrong_names(block)] == []
+@each_document
+def test_document_python_names_and_options_exist(path: Path) -> None:
+    assert [name for block in blocks(text_of(path), "python") for name in wrong_names(block)] == []
 
 
 def test_first_readme_has_its_commands_and_length() -> None:
-    text = READMES[0].read_text()
+    text = text_of(READMES[0])
     assert len(text.splitlines()) <= LONGEST
     assert {command.split()[0] for command in commands(text)} == {"demo", "info", "generate", "convert", "bench"}
     assert blocks(text, "python")
