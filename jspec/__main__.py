@@ -33,29 +33,29 @@ PRETRAINED: dict[str, Callable[..., Drafter]] = {
 }
 QUANTIZABLE = ("eagle3", "eagle", "draft_model")
 TREE = "chain:4"
-TEXT_OPTIONS = ("text", "tokenizer", "max_tokens")  # of `info --check`
+CHECK_OPTIONS = ("text", "tokenizer", "max_tokens")  # options of `info` that need --check
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; the usage is in --help."""
+    """Prints an error as one line without the usage, which --help shows."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; an error that a user can mend is one line and exit code 2."""
-    parser = Parser(prog="jspec", description="Lossless speculative decoding in JAX.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("demo", help="the embedded pair, plain against speculative").set_defaults(run=_demo)
-    _generate_arguments(commands.add_parser("generate", help="complete a prompt"))
-    bench.add_arguments(commands.add_parser("bench", help="measure"))
-    _info_arguments(commands.add_parser("info", help="what a checkpoint folder holds; how well a head fits"))
-    commands.add_parser("convert", help="Hugging Face folder to orbax folder; see jspec convert --help", add_help=False)
+    """Run one command.
+
+    Args:
+        argv: the command line without the program's name; None: that of the process.
+
+    Returns:
+        The exit code; 2 after one line that says what is wrong with the arguments or files.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["convert"]:
         return convert.main(words[1:])
-    arguments = parser.parse_args(words)
+    arguments = make_parser().parse_args(words)
     try:
         return arguments.run(arguments)
     except (ValueError, OSError, NotImplementedError, ImportError) as error:
@@ -63,30 +63,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; `convert` has a parser of its own."""
+    parser = Parser(prog="jspec", description="Lossless speculative decoding in JAX.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("demo", help="plain and speculative decoding of the embedded models").set_defaults(run=_demo)
+    _generate_arguments(commands.add_parser("generate", help="complete a prompt"))
+    bench.add_arguments(commands.add_parser("bench", help="measure"))
+    _info_arguments(commands.add_parser("info", help="describe a checkpoint folder, or measure how well a head fits"))
+    commands.add_parser("convert", help="write an orbax folder; see jspec convert --help", add_help=False)
+    return parser
+
+
 def _demo(arguments: argparse.Namespace) -> int:
     return demo.run()
 
 
 def _info_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", nargs="?", help="folder or hub id; what it holds")
+    parser.add_argument("path", nargs="?", help="folder or hub id to describe")
     parser.add_argument(
         "--check",
         nargs=2,
         metavar=("HEAD", "TARGET"),
-        help="measure a head on its target, as its file says and with other rope thetas, feature layers and norms",
+        help="measure a head on its target, with its own and with other rope thetas, feature layers and norms",
     )
     parser.add_argument(
-        "--text", metavar="FILE", type=Path, help="for --check: as the model is used, chat template too"
+        "--text", metavar="FILE", type=Path, help="for --check: text like that of the requests, chat template included"
     )
-    parser.add_argument("--tokenizer", help='for --check: "bytes" for byte-level models; else the target folder\'s own')
+    parser.add_argument("--tokenizer", help='for --check: "bytes" for byte-level models; default: the target folder\'s')
     parser.add_argument(
-        "--max-tokens", type=int, help=f"for --check: decoded behind each of {check_head.PROMPTS} prompts"
+        "--max-tokens", type=int, help=f"for --check: tokens decoded after each of {check_head.PROMPTS} prompts"
     )
     parser.set_defaults(run=_info)
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    given = {name: value for name in TEXT_OPTIONS if (value := getattr(arguments, name)) is not None}
+    given = {name: value for name in CHECK_OPTIONS if (value := getattr(arguments, name)) is not None}
     if (arguments.path is None) == (arguments.check is None):
         raise ValueError("info: expected a folder or --check HEAD TARGET, one of the two")
     if arguments.check is None:
@@ -107,31 +119,31 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt")
     parser.add_argument("--target", required=True, metavar="PATH", help="folder or hub id")
     drafters = parser.add_mutually_exclusive_group()
-    drafters.add_argument("--eagle3", metavar="PATH", help="an EAGLE-3 head drafts")
-    drafters.add_argument("--eagle", metavar="PATH", help="an EAGLE-1 or EAGLE-2 head drafts")
-    drafters.add_argument("--medusa", metavar="PATH", help="Medusa heads draft")
-    drafters.add_argument("--draft-model", metavar="PATH", help="a smaller model drafts")
-    drafters.add_argument("--ngram", action="store_true", help="what followed in the text before is drafted")
-    drafters.add_argument("--suffix", action="store_true", help="what most often followed in the text is drafted")
-    parser.add_argument("--tree", help=f"what is drafted: {TREE_FORMS}; {TREE} if left out")
+    drafters.add_argument("--eagle3", metavar="PATH", help="draft with an EAGLE-3 head")
+    drafters.add_argument("--eagle", metavar="PATH", help="draft with an EAGLE-1 or EAGLE-2 head")
+    drafters.add_argument("--medusa", metavar="PATH", help="draft with Medusa heads")
+    drafters.add_argument("--draft-model", metavar="PATH", help="draft with a smaller model")
+    drafters.add_argument("--ngram", action="store_true", help="draft what followed the newest tokens earlier")
+    drafters.add_argument("--suffix", action="store_true", help="draft what most often followed the newest tokens")
+    parser.add_argument("--tree", help=f"draft tree: {TREE_FORMS}; default: {TREE}")
     parser.add_argument("--accept", default=ACCEPT_RULES[0], metavar="RULE", help=", ".join(ACCEPT_RULES))
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--dtype", help="of the weights; float32 on CPU, bfloat16 elsewhere")
+    parser.add_argument("--dtype", help="dtype of the weights; default: float32 on CPU, bfloat16 elsewhere")
     kinds, dtypes = ", ".join(QUANTIZE), ", ".join(KV_DTYPES)
-    parser.add_argument("--quantize", metavar="KIND", help=f"the target's products: {kinds}")
-    parser.add_argument("--draft-quantize", metavar="KIND", help="likewise of an EAGLE head or a draft model")
+    parser.add_argument("--quantize", metavar="KIND", help=f"quantise the target's weights: {kinds}")
+    parser.add_argument("--draft-quantize", metavar="KIND", help="quantise an EAGLE head or a draft model")
     parser.add_argument(
-        "--kv-dtype", metavar="DTYPE", help=f"of the target's cache: {dtypes}; the weights' if left out"
+        "--kv-dtype", metavar="DTYPE", help=f"dtype of the target's cache: {dtypes}; default: the weights'"
     )
-    parser.add_argument("--draft-kv-dtype", metavar="DTYPE", help="likewise of the drafter's cache")
-    parser.add_argument("--draft-window", type=int, metavar="W", help="tokens back that the drafter attends to")
+    parser.add_argument("--draft-kv-dtype", metavar="DTYPE", help="dtype of the drafter's cache")
+    parser.add_argument("--draft-window", type=int, metavar="W", help="newest tokens that the drafter attends to")
     parser.add_argument("--max-len", type=int, default=2048)
-    parser.add_argument("--tokenizer", help='"bytes" for byte-level models; else the folder\'s own')
-    parser.add_argument("--compile-cache", metavar="DIR", help="keeps compiled programs for the next start")
+    parser.add_argument("--tokenizer", help='"bytes" for byte-level models; default: the target folder\'s')
+    parser.add_argument("--compile-cache", metavar="DIR", help="folder that keeps compiled programs for the next start")
     parser.set_defaults(run=_generate)
 
 

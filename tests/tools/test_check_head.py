@@ -1,4 +1,4 @@
-"""The diagnosis of a head: the authors' own numbers under every setting, the advice, the warning of an engine."""
+"""`jspec info --check`: the recorded numbers for every setting, the advice, and an engine's warning."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tests.support import folders, recordings, tiny
 pytestmark = pytest.mark.once
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-ROUNDED = 6e-4  # the recorded means have three digits
+ROUNDED = 6e-4  # rounding error of the recorded means, which have three digits
 CUT = check_head.PROMPT + check_head.MAX_TOKENS
-TOKENS = 96  # the recordings decode until they have more
-RECORDED = {  # our settings of the recorded head, in the words of the recordings
+TOKENS = 96  # the recordings stop after more tokens than this
+RECORDED = {  # our names of the settings, and those in the recordings
     OWN: "correct",
     "rope_theta=500000": "draft rope_theta 500000 (target's)",
     "feature_layers=(1, 3, 4)": "aux states 1,3,4 (ids of outputs read as inputs)",
@@ -41,9 +41,9 @@ RECORDED = {  # our settings of the recorded head, in the words of the recording
 
 
 class Recorded:
-    """The recorded prompts with their recorded greedy texts, cuts of the embedded text, what each setting drafts there.
+    """Recorded prompts with their greedy texts, windows of the built-in text, and replays of settings on both.
 
-    Both have one shape, so that a setting compiles once.
+    Both groups of texts have the same shape, so each setting compiles once.
     """
 
     def __init__(self, golden: Path) -> None:
@@ -66,7 +66,7 @@ class Recorded:
         return check_head.settings_of(Eagle3(tiny.load_head(head), Tree.chain(5)), self.target)
 
     def rounds(self, setting: Setting, *, stepwise: bool) -> Rounds:
-        """On the recorded texts, with the roots that were recorded."""
+        """Rounds on the recorded texts, up to the last recorded root."""
         return self._rounds(setting, self.texts, self.start, self.start + TOKENS, stepwise)
 
     def measurement(self, setting: Setting) -> Measurement:
@@ -75,7 +75,7 @@ class Recorded:
         return Measurement(setting.name, cuts.hits[cuts.is_round], chains.accept_len[chains.is_round] + 1)
 
     def _rounds(self, setting: Setting, texts: Texts, start: np.ndarray, last: np.ndarray | int, step: bool) -> Rounds:
-        # What a file says of layers and of its writer is in no program: `Setting.layers` is what counts.
+        # `feature_layers` and `source_format` do not change the program; `Setting.layers` selects the features.
         config = replace(setting.drafter.head.config, feature_layers=None, source_format="")
         key = (config, setting.layers, texts is self.cuts, step)
         if config not in self._replays:
@@ -97,10 +97,10 @@ def chain(golden: Path) -> dict[str, np.ndarray]:
     return recordings.recording(golden / "chain_d4_k1_t6.npz")
 
 
-# -- the replay against the authors' own code
+# -- replay against the EAGLE authors' code
 
 
-def test_the_rounds_are_the_recorded_ones(recorded: Recorded, chain: dict[str, np.ndarray]) -> None:
+def test_replay_of_recorded_texts_gives_recorded_rounds(recorded: Recorded, chain: dict[str, np.ndarray]) -> None:
     rounds = recorded.rounds(recorded.settings[OWN], stepwise=False)
     for row, (first, last) in enumerate(itertools.pairwise(chain["iter_offset"])):
         own = rounds.is_round[:, row]
@@ -108,9 +108,7 @@ def test_the_rounds_are_the_recorded_ones(recorded: Recorded, chain: dict[str, n
         assert rounds.accept_len[own, row].tolist() == chain["accept_len"][first:last].tolist()
 
 
-def test_the_first_draft_tokens_hit_where_the_recorded_ones_do(
-    recorded: Recorded, chain: dict[str, np.ndarray]
-) -> None:
+def test_replay_stepwise_hits_where_recorded_drafts_hit(recorded: Recorded, chain: dict[str, np.ndarray]) -> None:
     rounds = recorded.rounds(recorded.settings[OWN], stepwise=True)
     expected = chain["tree_tokens"][:, 1] == chain["target_argmax"][:, 0]
     for row, (first, last) in enumerate(itertools.pairwise(chain["iter_offset"])):
@@ -121,7 +119,7 @@ def test_the_first_draft_tokens_hit_where_the_recorded_ones_do(
 
 
 @pytest.mark.long
-def test_all_settings_are_tried_and_each_gives_the_recorded_mean(recorded: Recorded) -> None:
+def test_settings_of_recorded_head_each_give_recorded_mean(recorded: Recorded) -> None:
     assert recorded.settings.keys() == RECORDED.keys()
     expected = json.loads((recorded.golden / "sensitivity.json").read_text())
     for name, setting in recorded.settings.items():
@@ -133,14 +131,14 @@ def test_all_settings_are_tried_and_each_gives_the_recorded_mean(recorded: Recor
 
 
 @pytest.mark.long
-def test_the_right_setting_agrees_best_though_not_the_longest(recorded: Recorded) -> None:
+def test_report_right_setting_agrees_best_without_longest_chains(recorded: Recorded) -> None:
     measured = [recorded.measurement(setting) for setting in recorded.settings.values()]
     own, *others = measured
     feedback = [other for other in others if other.name.startswith("norm_output")]
-    assert all(np.array_equal(one.hits, own.hits) for one in feedback)  # it acts behind the first draft token
+    assert all(np.array_equal(one.hits, own.hits) for one in feedback)  # it acts after the first draft token
     assert all(one.agreement < own.agreement for one in others if one not in feedback)
     theta = next(one for one in others if one.name.startswith("rope_theta"))
-    assert theta.mean_acceptance_length > own.mean_acceptance_length  # so that advice by this would be wrong
+    assert theta.mean_acceptance_length > own.mean_acceptance_length  # advice by length would be wrong
     assert not any(one.beats(own) for one in others)
     text = check_head.report(measured)
     assert [line.split()[-2:] for line in text.splitlines() if "best" in line] == [["file,", "best"]]
@@ -150,13 +148,17 @@ def test_the_right_setting_agrees_best_though_not_the_longest(recorded: Recorded
 @pytest.mark.parametrize(
     ("change", "name", "is_clear"),
     [
-        ({"eagle_config": {}, IDS: [1, 3, 4]}, "feature_layers=(2, 4, 5)", True),  # the same ids, read as of states
+        (
+            {"eagle_config": {}, IDS: [1, 3, 4]},
+            "feature_layers=(2, 4, 5)",
+            True,
+        ),  # the same ids, read as states
         ({"eagle_config": {}, IDS: [3, 5, 6]}, "feature_layers=(2, 4, 5)", False),
         ({"rope_theta": 500000.0}, "rope_theta=10000", True),
     ],
     ids=["layers one too low", "layers one too high", "theta"],
 )
-def test_of_a_file_with_a_wrong_value_the_right_one_is_best(
+def test_report_file_with_wrong_value_names_right_setting(
     recorded: Recorded, tmp_path: Path, change: dict, name: str, is_clear: bool
 ) -> None:
     source = recorded.golden / "draft_specforge_like"
@@ -171,8 +173,8 @@ def test_of_a_file_with_a_wrong_value_the_right_one_is_best(
     assert (f"{name} is clearly better than what the file says" in text) == is_clear
 
 
-def test_better_is_what_chance_does_not_explain() -> None:
-    """By hand: 3 standard errors of 100 places where one of two is right are 30."""
+def test_beats_needs_three_standard_errors() -> None:
+    """By hand: with 100 positions where exactly one of two is right, 3 standard errors are 30."""
     hits = np.arange(400) < 200
     own = Measurement(OWN, hits, lengths=np.array([1, 2, 3] * 30))
 
@@ -189,7 +191,7 @@ def test_better_is_what_chance_does_not_explain() -> None:
     assert not other(0, 0, np.array([1, 2, 3] * 20 + [2, 3, 4] * 10)).beats(own)
 
 
-def test_what_does_not_exist_or_apply_is_not_tried() -> None:
+def test_settings_of_leaves_out_layers_that_do_not_exist() -> None:
     target = tiny.model(16, layers=3)
 
     def names(layers: tuple[int, ...]) -> list[str]:
@@ -206,7 +208,7 @@ def test_what_does_not_exist_or_apply_is_not_tried() -> None:
 # -- texts
 
 
-def test_greedy_texts_are_the_recorded_ones(recorded: Recorded) -> None:
+def test_continue_greedily_gives_recorded_texts(recorded: Recorded) -> None:
     greedy = recordings.recording(recorded.golden / "greedy_ar.npz")["greedy"]
     rows = [row for row, size in enumerate(recorded.start) if size == 64]
     prompts = np.asarray(recorded.texts.tokens)[rows, :64]
@@ -215,7 +217,7 @@ def test_greedy_texts_are_the_recorded_ones(recorded: Recorded) -> None:
     np.testing.assert_array_equal(texts[:, 64:], greedy[rows, :24])
 
 
-def test_cuts_follow_each_other_and_each_begins_as_texts_do() -> None:
+def test_windows_are_consecutive_and_start_with_bos() -> None:
     class WithStart(ByteTokenizer):
         def encode(self, text: str) -> list[int]:
             return [1, *super().encode(text)]
@@ -232,7 +234,7 @@ def test_cuts_follow_each_other_and_each_begins_as_texts_do() -> None:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target of one layer, and a text of its 40 tokens."""
+    """A target of one layer, and a text over its 40 tokens."""
     folder = tmp_path_factory.mktemp("pair")
     config = {**folders.TARGET, "num_hidden_layers": 1}
     folders.write(folder / "target", config, folders.target_tensors(config))
@@ -241,7 +243,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "target", folder / "text"
 
 
-def test_a_target_that_drafts_for_itself_agrees_everywhere(
+def test_check_target_as_its_own_draft_agrees_everywhere(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture
 ) -> None:
     target, text = map(str, pair)
@@ -251,10 +253,10 @@ def test_a_target_that_drafts_for_itself_agrees_everywhere(
     assert row[-4:] == ["5.00", "100.0%", "file,", "best"]
 
 
-def test_heads_that_know_nothing_show_it(
+def test_check_random_heads_agree_rarely(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Negative control; and fewer heads than a chain of four needs."""
+    """Negative control, with fewer heads than a chain of four needs."""
     target, text = map(str, pair)
     config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "none"}
     heads = folders.write(tmp_path / "heads", config, {})
@@ -278,7 +280,7 @@ def test_heads_that_know_nothing_show_it(
         (["--text", "nowhere"], "nowhere"),
     ],
 )
-def test_a_check_that_cannot_be_made_is_one_line(
+def test_check_impossible_arguments_print_one_line(
     pair: tuple[Path, Path], options: list[str], message: str, capsys: pytest.CaptureFixture
 ) -> None:
     target, text = map(str, pair)
@@ -291,7 +293,7 @@ def test_a_check_that_cannot_be_made_is_one_line(
 
 
 def step_report(accept_len: int, rows: int) -> np.ndarray:
-    """Columns: three tokens, then how many are emitted, accept_len, how many were drafted, whether the row ended."""
+    """Columns: three tokens, number emitted, accept_len, number drafted, whether the row ended."""
     return np.tile(np.array([0, 0, 0, 1, accept_len, 2, 0], np.int32), (1, rows, 1))
 
 
@@ -301,7 +303,7 @@ def watch_of_a_head() -> LowAcceptanceWarner:
     return LowAcceptanceWarner(Eagle3(head, Tree.chain(2)))
 
 
-def test_the_warning_comes_once_after_64_rounds_below_the_bound() -> None:
+def test_warner_warns_once_after_64_rounds_below_bound() -> None:
     watch = watch_of_a_head()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -314,7 +316,7 @@ def test_the_warning_comes_once_after_64_rounds_below_the_bound() -> None:
         watch.count(step_report(0, 100))
 
 
-def test_no_warning_at_the_bound_or_of_rows_that_had_ended() -> None:
+def test_warner_at_bound_or_for_ended_rows_is_silent() -> None:
     watch = watch_of_a_head()
     ended = step_report(0, 500)
     ended[..., 3] = 0
@@ -325,7 +327,7 @@ def test_no_warning_at_the_bound_or_of_rows_that_had_ended() -> None:
         watch.count(step_report(0, MIN_ROUNDS - 13))
 
 
-def test_an_engine_warns_of_a_head_that_fits_nothing(request: pytest.FixtureRequest) -> None:
+def test_engine_with_random_head_warns(request: pytest.FixtureRequest) -> None:
     target = tiny.model(64, layers=1)
     head = tiny.eagle_head(target, draft_vocab=60, feature_layers=(0, 1))
     engine = Engine(
@@ -334,7 +336,7 @@ def test_an_engine_warns_of_a_head_that_fits_nothing(request: pytest.FixtureRequ
     prompts = [[1, 2, 3], [4, 5]]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(2):  # rows that ask for no drafts do not count
+        for _ in range(2):  # rows with draft=False do not count
             engine.generate(prompts, SamplingParams(max_tokens=40, draft=False))
     with pytest.warns(
         LowAcceptanceWarning, match="prompt template.*feature layers, rope theta and vocabulary"
@@ -345,7 +347,7 @@ def test_an_engine_warns_of_a_head_that_fits_nothing(request: pytest.FixtureRequ
         assert caught[0].filename == __file__
 
 
-def test_an_engine_with_a_good_draft_does_not_warn() -> None:
+def test_engine_with_accepted_drafts_does_not_warn() -> None:
     target = tiny.model(16, layers=1)
     drafter = DraftModel(target, Tree.chain(1))  # the target drafts for itself
     engine = Engine(target, drafter=drafter, slots=2, max_len=64, buckets=(2,), prefill_buckets=(8,))
@@ -355,7 +357,7 @@ def test_an_engine_with_a_good_draft_does_not_warn() -> None:
     assert engine.metrics.num_drafts > MIN_ROUNDS
 
 
-def test_each_method_has_its_own_advice_and_a_search_of_the_text_none() -> None:
+def test_advice_by_method_is_its_own_and_none_for_lookup() -> None:
     target = tiny.model(16, layers=1)
     chain = Tree.chain(2)
     assert "heads were trained for this target" in str(Medusa(tiny.medusa_heads(target, 2), chain).advice)

@@ -1,4 +1,4 @@
-"""`jspec generate` and `jspec info`: every drafter, every form of tree, and mistakes in one line."""
+"""`jspec generate` and `jspec info`: every drafter, every form of tree, and errors as one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENS = 20
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A target of one layer and, of random weights, whatever can draft for it."""
+    """A target of one layer and a drafter of every kind, with random weights."""
     root = tmp_path_factory.mktemp("small")
     config = {**folders.TARGET, "num_hidden_layers": 1, "eos_token_id": None}
     states = {"eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
@@ -48,7 +48,7 @@ def generate(small: dict[str, str], *words: str) -> int:
 
 @pytest.fixture(scope="module")
 def plain(small: dict[str, str]) -> str:
-    """What the target says, token by token without an engine."""
+    """The target's greedy text, decoded without an engine."""
     prompt = np.frombuffer(PROMPT.encode(), np.uint8).astype(np.int32)
     text = continue_greedily(Model.from_pretrained(small["target"], dtype="float32"), prompt[None], TOKENS)
     return ByteTokenizer().decode(text[0, len(prompt) :].tolist())
@@ -63,7 +63,7 @@ def plain(small: dict[str, str]) -> str:
     ],
     ids=lambda words: words[0],
 )
-def test_drafters_say_what_the_target_says(
+def test_generate_with_drafter_prints_target_text(
     small: dict[str, str], plain: str, words: tuple[str | None, ...], capsys: pytest.CaptureFixture
 ) -> None:
     method, tree, *more = words
@@ -81,7 +81,7 @@ def options(**given: object) -> Namespace:
     return Namespace(**{**dict.fromkeys(names), **given})
 
 
-def test_the_tree_reaches_the_drafter(small: dict[str, str]) -> None:
+def test_drafter_of_tree_option_has_that_tree(small: dict[str, str]) -> None:
     for text, tree in (
         (None, Tree.chain(4)),
         ("chain:2", Tree.chain(2)),
@@ -100,13 +100,13 @@ def cache_dtypes(cache: Any) -> set[str]:
     return {str(leaf.dtype) for leaf in jax.tree.leaves(cache) if leaf.ndim == 4}
 
 
-def test_weights_and_caches_are_as_asked(small: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reaches the engine: the rounded weights themselves, and the caches' dtypes."""
+def test_generate_dtypes_reach_weights_and_caches(small: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine receives quantised weights and caches of the given dtypes."""
     built: list[Any] = []
 
     def compiled(self: Any, program: Any, params: Any, state: Any, config: EngineConfig, depths: Any) -> None:
         built.append((params, state, config))
-        raise ValueError("that will do")
+        raise ValueError("stop here")
 
     monkeypatch.setattr(Executables, "__init__", compiled)
     draft = ("--draft-model", small["draft-model"])
@@ -142,7 +142,7 @@ def test_weights_and_caches_are_as_asked(small: dict[str, str], monkeypatch: pyt
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
+def test_generate_wrong_value_prints_one_line_and_exits_2(
     small: dict[str, str], words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture
 ) -> None:
     assert generate(small, *(small.get(word, word) for word in words)) == 2
@@ -162,7 +162,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
         ("fly", "invalid choice: 'fly'"),
     ],
 )
-def test_words_that_are_not_understood_are_one_line_too(
+def test_main_wrong_arguments_print_one_line_and_exit_2(
     words: str, message: str, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -180,12 +180,12 @@ def test_words_that_are_not_understood_are_one_line_too(
         ("info a --text b", "expected text with --check"),
     ],
 )
-def test_info_is_asked_one_thing(words: str, message: str, capsys: pytest.CaptureFixture) -> None:
+def test_info_needs_folder_or_check_not_both(words: str, message: str, capsys: pytest.CaptureFixture) -> None:
     assert main(words.split()) == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_help_names_the_forms_of_a_tree_and_the_rules(capsys: pytest.CaptureFixture) -> None:
+def test_generate_help_names_tree_forms_and_accept_rules(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         main(["generate", "--help"])
     out = " ".join(capsys.readouterr().out.split())

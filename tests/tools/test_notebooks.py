@@ -1,4 +1,4 @@
-"""The notebooks run top to bottom, draw something, define nothing, and are committed as they were run."""
+"""Notebooks run from top to bottom, draw or print, define nothing, and are committed with the outputs of one run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ pytestmark = pytest.mark.once
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+GUIDES = {path.stem for path in NOTEBOOKS if path.stem >= "5"}  # print tables; the others draw
 TIMEOUT = 300  # seconds for a cell
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
@@ -20,19 +21,18 @@ nbformat = pytest.importorskip("nbformat", reason='needs nbformat: pip install "
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 
 
-def test_there_are_notebooks() -> None:
-    assert NOTEBOOKS
+def test_notebooks_exist_and_some_are_guides() -> None:
+    assert 0 < len(GUIDES) < len(NOTEBOOKS)
 
 
-# A minute each.
-LONG = ("1_quickstart", "3_draft_methods", "4_trees_and_acceptance")
+LONG = ("1_quickstart", "3_draft_methods", "4_trees_and_acceptance")  # a minute each
 
 
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=[pytest.mark.long] * (path.stem in LONG), id=path.stem) for path in NOTEBOOKS],
 )
-def test_runs_top_to_bottom_and_draws(path: Path) -> None:
+def test_notebook_runs_top_to_bottom(path: Path) -> None:
     nbclient = pytest.importorskip("nbclient", reason='needs nbclient: pip install "jspec[notebooks]"')
     pytest.importorskip("ipykernel", reason='needs ipykernel: pip install "jspec[notebooks]"')
     notebook = read(path)
@@ -40,35 +40,38 @@ def test_runs_top_to_bottom_and_draws(path: Path) -> None:
         notebook, timeout=TIMEOUT, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
     )
     client.execute(env=kernel_environment())  # a cell that raises ends the test with its traceback
-    check_outputs(notebook)
+    check_outputs(notebook, path.stem in GUIDES)
 
 
 @each_notebook
-def test_is_committed_with_the_outputs_of_one_clean_run(path: Path) -> None:
+def test_notebook_is_committed_with_outputs_of_one_run(path: Path) -> None:
     notebook = read(path)
     counts = [cell.execution_count for cell in code_cells(notebook)]
     assert counts == list(range(1, len(counts) + 1))
-    check_outputs(notebook)
+    check_outputs(notebook, path.stem in GUIDES)
     assert notebook.metadata.kernelspec.name == "python3"
 
 
 @each_notebook
-def test_defines_no_function_and_no_class(path: Path) -> None:
+def test_notebook_defines_no_function_and_no_class(path: Path) -> None:
     for cell in code_cells(read(path)):
         found = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, DEFINITIONS)]
         assert not found, f"move this into jspec:\n{cell.source}"
 
 
-def check_outputs(notebook: Any) -> None:
-    """No error, nothing on standard error (warnings, progress, logs), and at least one picture."""
+def check_outputs(notebook: Any, is_guide: bool) -> None:
+    """No error, nothing on standard error (warnings, progress, logs), and a picture, of a guide a printed table."""
     outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
     assert not [output.text for output in outputs if output.get("name") == "stderr"]
-    assert any("image/png" in output.get("data", {}) for output in outputs)
+    if is_guide:
+        assert any("---" in output.text for output in outputs if output.get("name") == "stdout")
+    else:
+        assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
 def kernel_environment() -> dict[str, str]:
-    """Of this process, on the CPU, with this repository's packages first and pictures in the notebook."""
+    """This process's environment, with the CPU as platform, this repository first, and pictures in the notebook."""
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
     return environment | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -1,4 +1,4 @@
-"""Pictures: what is drawn where, and that no two labels of a large tree overlap."""
+"""`jspec.plot`: heights, positions and labels of what is drawn; labels of large trees do not overlap."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_completion(rounds: list[Round] | None) -> Completion:
 
 
 def golden_round(golden: Path, iteration: int, name: str = "tree_d7_k10_t60") -> Round:
-    """An iteration recorded by EAGLE-3's authors."""
+    """One iteration recorded from the EAGLE-3 authors' code."""
     with np.load(golden / f"{name}.npz") as file:
         tokens, parents = file["tree_tokens"][iteration], file["parent"][iteration]
         scores = np.concatenate([[0.0], file["sel_scores"][iteration]])
@@ -59,12 +59,12 @@ def labels_of(ax: Any) -> list[str]:
 
 
 def check_apart(ax: Any) -> None:
-    """No two labels of a drawn tree overlap, and none leaves the figure, legend and all."""
+    """No two labels of a drawn tree overlap, and labels and legend are inside the figure."""
     figure = ax.get_figure()
     figure.canvas.draw()
     boxes = [text.get_bbox_patch().get_window_extent() for text in ax.texts]
     for (i, one), (j, other) in itertools.combinations(enumerate(boxes), 2):
-        assert not one.overlaps(other), f"{labels_of(ax)[i]} lies over {labels_of(ax)[j]}"
+        assert not one.overlaps(other), f"{labels_of(ax)[i]} overlaps {labels_of(ax)[j]}"
     check_inside(figure, [*boxes, ax.get_legend().get_window_extent()])
 
 
@@ -73,7 +73,7 @@ def check_inside(figure: Any, boxes: list[Any]) -> None:
     assert all(whole.x0 <= b.x0 and b.x1 <= whole.x1 and whole.y0 <= b.y0 and b.y1 <= whole.y1 for b in boxes)
 
 
-def test_rounds_stack_draft_tokens_and_the_targets_own() -> None:
+def test_rounds_stack_draft_tokens_and_target_token() -> None:
     first, second = make_round([-1, 0, 1], [0, 1, 2]), make_round([-1, 0, 1], [0])
     cut = make_round([-1, 0, 1], [0, 1, 2], bonus=None)
     ax = plot.rounds(make_completion([first, second, cut]))
@@ -83,29 +83,29 @@ def test_rounds_stack_draft_tokens_and_the_targets_own() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 200])
-def test_the_legend_of_rounds_fits(count: int) -> None:
+def test_rounds_legend_fits_into_figure(count: int) -> None:
     ax = plot.rounds(make_completion([make_round([-1, 0, 1], [0, 1, 2])] * count))
     ax.get_figure().canvas.draw()
     check_inside(ax.get_figure(), [ax.get_legend().get_window_extent()])
 
 
-def test_rounds_need_a_trace() -> None:
+def test_rounds_without_trace_raise() -> None:
     with pytest.raises(ValueError, match="trace=True"):
         plot.rounds(make_completion(None))
 
 
-def test_acceptance_draws_the_share_at_each_position() -> None:
+def test_acceptance_bars_are_share_at_each_position() -> None:
     metrics = make_completion([make_round([-1, 0, 1], [0, 1, 2]), make_round([-1, 0, 1], [0, 1])]).metrics
     ax = plot.acceptance(metrics)
     assert [bar.get_height() for bar in ax.patches] == [1.0, 0.5]
     assert "2.50" in ax.get_title()
 
 
-def test_acceptance_of_nothing_says_so() -> None:
+def test_acceptance_without_accepted_tokens_says_so() -> None:
     assert "no draft token" in plot.acceptance(Metrics()).get_title()
 
 
-def test_methods_stack_the_targets_own_token_and_accepted_ones() -> None:
+def test_methods_stack_target_token_and_accepted_tokens() -> None:
     metrics = {"none": Metrics(num_drafts=9), "some": Metrics(num_drafts=10, num_accepted_tokens=24)}
     ax = plot.methods(metrics)
     assert [[bar.get_width() for bar in bars] for bars in ax.containers] == [[1, 1], [0, pytest.approx(2.4)]]
@@ -116,15 +116,15 @@ def test_methods_stack_the_targets_own_token_and_accepted_ones() -> None:
 
 
 def scored_round(parents: list[int], probs: list[float], path: list[int]) -> Round:
-    """A round whose nodes have these probabilities, each given its parent."""
+    """A round whose nodes have these probabilities given their parents."""
     scores = np.zeros(len(parents))
     for node in range(1, len(parents)):
         scores[node] = scores[max(parents[node], 0)] + np.log(probs[node])
     return Round(np.arange(len(parents)), np.array(parents), scores, path, len(path) - 1, [])
 
 
-def test_calibration_counts_the_children_of_accepted_nodes_alone() -> None:
-    """Behind a rejected node nothing had its turn: nodes 4 and 6 do not count, nor does padding."""
+def test_calibration_counts_only_children_of_accepted_nodes() -> None:
+    """Children of rejected nodes were not judged: nodes 4 and 6 do not count, nor does padding."""
     first = scored_round([-1, 0, 0, 1, 2, -1], [1, 0.9, 0.06, 0.84, 0.5, 0.5], [0, 1])
     second = scored_round([-1, 0, 0, 1, 1, 3, 4], [1, 0.86, 0.08, 0.3, 0.1, 1.0, 0.7], [0, 1, 3, 5])
     ax = plot.calibration([first, second], bins=5)
@@ -134,30 +134,30 @@ def test_calibration_counts_the_children_of_accepted_nodes_alone() -> None:
     assert labels_of(ax) == ["3", "1", "4"]
 
 
-def test_calibration_of_nothing_is_empty() -> None:
+def test_calibration_without_drafts_has_no_points() -> None:
     assert labels_of(plot.calibration([make_round([-1], [0])])) == []
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
-def test_a_drafter_that_knows_its_odds_lies_on_the_diagonal(temperature: float) -> None:
-    """Chains accepted with the very probability they claim; a claim that is too sharp leaves the diagonal."""
+def test_calibration_of_calibrated_drafter_is_diagonal(temperature: float) -> None:
+    """Chains accepted with exactly their draft probability; too sharp probabilities leave the diagonal."""
     rng = np.random.default_rng(0)
     rounds = []
     for _ in range(4000):
         probs = rng.uniform(0.05, 1.0, 3)
-        stands = np.cumprod(rng.uniform(size=3) < probs).sum()
-        rounds.append(scored_round([-1, 0, 1, 2], [1, *probs**temperature], list(range(stands + 1))))
+        accepted_count = np.cumprod(rng.uniform(size=3) < probs).sum()
+        rounds.append(scored_round([-1, 0, 1, 2], [1, *probs**temperature], list(range(accepted_count + 1))))
     predicted, accepted = plot.calibration(rounds).lines[1].get_xydata().T
     assert (np.abs(predicted - accepted).max() < 0.06) == (temperature == 1.0)
 
 
-def test_tree_labels_every_node_and_leaves_padding_out() -> None:
+def test_tree_labels_every_node_but_padding() -> None:
     ax = plot.tree(make_round([-1, 0, 0, 1, -1, -1], [0, 1, 3], bonus=120), load_tokenizer("bytes"))
     assert labels_of(ax) == ["a", "b -0.25", "c -0.50", "d -0.75", "x"]
     assert labels_of(plot.tree(make_round([-1, 0], [0], bonus=None))) == ["#97", "#98 -0.25"]
 
 
-def test_tree_puts_depth_across_and_siblings_in_order_down() -> None:
+def test_tree_columns_are_depths_and_siblings_are_in_order() -> None:
     ax = plot.tree(make_round([-1, 0, 0, 1, 1, 2], [0, 2, 5], bonus=None))
     places = [text.get_position() for text in ax.texts]
     assert [x for x, _ in places] == [0, 1, 1, 2, 2, 2]
@@ -166,7 +166,7 @@ def test_tree_puts_depth_across_and_siblings_in_order_down() -> None:
     assert [label.get_text() for label in ax.get_xticklabels()] == ["0", "1", "2"]
 
 
-def test_a_round_as_text_shows_what_the_picture_shows() -> None:
+def test_round_to_text_marks_accepted_nodes_and_shows_tokens() -> None:
     r, tokenizer = make_round([-1, 0, 0, 1], [0, 1, 3], bonus=255), load_tokenizer("bytes")
     assert tokenizer is not None
     r.tokens[1:] = [10, 255, 120]
@@ -175,14 +175,14 @@ def test_a_round_as_text_shows_what_the_picture_shows() -> None:
     assert r.to_text().splitlines()[1].split()[:2] == ["*", "10"]
 
 
-def test_tree_fills_the_accepted_path() -> None:
+def test_tree_fills_accepted_path() -> None:
     ax = plot.tree(make_round([-1, 0, 0, 1], [0, 1, 3]))
     faces = [matplotlib.colors.to_hex(text.get_bbox_patch().get_facecolor()).upper() for text in ax.texts]
     assert faces == [plot.TARGET, plot.DRAFT, "#FFFFFF", plot.DRAFT, plot.TARGET]
 
 
 @pytest.mark.parametrize("iteration", [0, 57, 200])
-def test_labels_of_the_authors_sixty_node_trees_stay_apart(golden: Path, iteration: int) -> None:
+def test_tree_labels_of_recorded_60_node_trees_do_not_overlap(golden: Path, iteration: int) -> None:
     check_apart(plot.tree(golden_round(golden, iteration), load_tokenizer("bytes")))
 
 
@@ -197,19 +197,19 @@ def test_labels_of_the_authors_sixty_node_trees_stay_apart(golden: Path, iterati
     ],
     ids=["root", "chain", "star", "binary", "bushy"],
 )
-def test_labels_of_any_tree_stay_apart(parents: list[int]) -> None:
+def test_tree_labels_of_extreme_trees_do_not_overlap(parents: list[int]) -> None:
     check_apart(plot.tree(make_round(parents, [0])))
 
 
-def test_a_tree_fits_the_axes_it_is_given(golden: Path) -> None:
+def test_tree_on_given_axes_fits(golden: Path) -> None:
     _, axes = plt.subplots(1, 2, figsize=(12, 8))
     ax = plot.tree(golden_round(golden, 3), load_tokenizer("bytes"), ax=axes[1])
     assert ax is axes[1]
     check_apart(ax)
 
 
-def test_odd_tokens_are_readable(data: Path, recwarn: pytest.WarningsRecorder) -> None:
-    """Blanks are seen, long tokens are cut, and what the font lacks is shown by its id."""
+def test_tree_labels_of_unusual_tokens_are_readable(data: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Spaces are visible, long tokens are shortened, and a token that the font cannot show is shown by its id."""
     tokenizer = load_tokenizer(data / "tokenizers/gpt2")
     assert tokenizer is not None
     texts = [" a", "\n", "$x$", " internationalization", "你"]
@@ -221,7 +221,7 @@ def test_odd_tokens_are_readable(data: Path, recwarn: pytest.WarningsRecorder) -
     assert not [str(w.message) for w in recwarn if "Glyph" in str(w.message)]
 
 
-def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_without_matplotlib_names_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_matplotlib(name: str, *args: Any) -> Any:
         raise ImportError(name)
 
@@ -230,7 +230,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
         plot.acceptance(Metrics())
 
 
-def test_pictures_are_written(golden: Path, tmp_path: Path) -> None:
+def test_plot_pictures_save_to_files(golden: Path, tmp_path: Path) -> None:
     rounds = [golden_round(golden, iteration) for iteration in range(24)]
     completion = make_completion(rounds)
     pictures = {

@@ -1,0 +1,167 @@
+"""READMEs and notebooks are true: their commands parse, their Python names and options exist, and so do their paths."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jspec
+from jspec.__main__ import make_parser
+from jspec.core.config import EngineConfig
+from jspec.tools import convert
+
+pytestmark = pytest.mark.once
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+READMES = [REPOSITORY / folder / "README.md" for folder in (".", "jspec", "jspec/draft", "jspec/models/families")]
+LONGEST = 200  # lines of the first README
+PENDING = {  # named by the READMEs but not in the tree yet; the change that adds one deletes its entry
+    "jspec/models/block.py",
+    "jspec/models/params.py",
+    "jspec bench kernels",
+    "jspec bench serve",
+    "jspec bench startup",
+}
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+
+each_document = pytest.mark.parametrize("path", READMES + NOTEBOOKS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+
+
+def text_of(path: Path) -> str:
+    """A README, or the text cells of a notebook."""
+    if path.suffix != ".ipynb":
+        return path.read_text()
+    cells = json.loads(path.read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Fenced blocks of a language; "" for those without one."""
+    return [body for kind, body in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S) if kind == language]
+
+
+def inline_code(text: str) -> list[str]:
+    """Words between backticks and targets of links, outside of fenced blocks."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    return re.findall(r"`([^`\n]+)`", prose) + re.findall(r"\]\(([^)\s]+)\)", prose)
+
+
+def wrong_paths(text: str, folder: Path) -> list[str]:
+    """Paths that exist neither from the README's folder nor from the repository's root."""
+    words = [word for word in inline_code(text) if re.fullmatch(r"[\w./-]+", word)]
+    paths = [word for word in words if "/" in word or re.search(r"\.(py|md|ipynb|json)$", word)]
+    return [path for path in paths if not any((base / path).exists() for base in (folder, REPOSITORY))]
+
+
+def commands(text: str) -> list[str]:
+    """Command lines of `jspec`, from fenced blocks and from inline code; lines that end in a backslash are joined."""
+    lines = "\n".join(blocks(text, "")).replace("\\\n", " ").splitlines() + inline_code(text)
+    found = [re.search(r"(?:^|/| )jspec ([a-z].*)", line) for line in lines]
+    return [match[1].strip() for match in found if match]
+
+
+def parses(command: str) -> bool:
+    """Whether the command line accepts a command; without any arguments: whether it exists."""
+    words = shlex.split(command)
+    names = [word for word in words if re.fullmatch("[a-z]+", word)]
+    parser = convert._parser() if words[0] == "convert" else make_parser()
+    arguments = words[1:] if words[0] == "convert" else words
+    if words == names:
+        arguments = [*arguments, "--help"]  # required arguments may be missing
+    try:
+        parser.parse_args(arguments)
+    except SystemExit as stop:
+        return stop.code == 0
+    return True
+
+
+def resolve(node: ast.expr) -> Any:
+    """The object that `jspec.a.b` names; None for other expressions. Raises AttributeError if there is none."""
+    if isinstance(node, ast.Name):
+        return jspec if node.id == "jspec" else None
+    if isinstance(node, ast.Attribute):
+        owner = resolve(node.value)
+        return None if owner is None else getattr(owner, node.attr)
+    return None
+
+
+def wrong_names(source: str) -> list[str]:
+    """Names of jspec that do not exist, and keyword arguments that their function does not take."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        try:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jspec"):
+                exec(ast.unparse(node), {})
+            if isinstance(node, ast.Attribute):
+                resolve(node)
+            called = resolve(node.func) if isinstance(node, ast.Call) else None
+        except (AttributeError, ImportError) as error:
+            found.append(str(error))
+            continue
+        if called is not None:
+            found += [f"{ast.unparse(node.func)}: {name}" for name in wrong_keywords(node, called)]
+    return list(dict.fromkeys(found))
+
+
+def wrong_keywords(call: ast.Call, called: Any) -> list[str]:
+    parameters = inspect.signature(called).parameters
+    allowed = set(parameters) | (set(EngineConfig.__dataclass_fields__) if "options" in parameters else set())
+    return [keyword.arg for keyword in call.keywords if keyword.arg and keyword.arg not in allowed]
+
+
+@each_document
+def test_document_paths_exist(path: Path) -> None:
+    missing = wrong_paths(text_of(path), path.parent)
+    assert [name for name in missing if name not in PENDING] == []
+
+
+@each_document
+def test_document_commands_parse(path: Path) -> None:
+    wrong = [command for command in commands(text_of(path)) if not parses(command)]
+    assert [command for command in wrong if f"jspec {command}" not in PENDING] == []
+
+
+@each_document
+def test_document_python_names_and_options_exist(path: Path) -> None:
+    assert [name for block in blocks(text_of(path), "python") for name in wrong_names(block)] == []
+
+
+def test_first_readme_has_its_commands_and_length() -> None:
+    text = text_of(READMES[0])
+    assert len(text.splitlines()) <= LONGEST
+    assert {command.split()[0] for command in commands(text)} == {"demo", "info", "generate", "convert", "bench"}
+    assert blocks(text, "python")
+
+
+@pytest.mark.parametrize("name", ["jspec/engine/nowhere.py", "nowhere.md", "engine/"])
+def test_wrong_paths_of_a_missing_path_names_it(name: str) -> None:
+    """Negative control; `jspec/README.md` may say `engine/`, the first README may not."""
+    assert wrong_paths(f"see `{name}` and [this]({name}) and `jspec/core/`", REPOSITORY) == [name, name]
+
+
+@pytest.mark.parametrize("command", ["jspec fly", "jspec bench fly", "jspec info --fly a", "jspec convert a b --fly"])
+def test_parses_of_a_wrong_command_is_false(command: str) -> None:
+    """Negative control."""
+    assert [parses(one) for one in commands(f"`{command}`\n```\n$ .venv/bin/{command}\n```")] == [False, False]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "jspec.Enginge",
+        "jspec.Tree.chains(4)",
+        "jspec.SamplingParams(max_token=3)",
+        "jspec.Engine.from_pretrained('a', slot=3)",
+        "from jspec.draft.base import Draft_er",
+    ],
+)
+def test_wrong_names_of_a_wrong_line_names_it(source: str) -> None:
+    """Negative control."""
+    assert len(wrong_names(source)) == 1
