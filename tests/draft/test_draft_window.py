@@ -137,7 +137,7 @@ def differences(name: str, window: int) -> np.ndarray:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * name.endswith("dynamic")) for name in DRAFTERS]
 )
-def test_scores_are_those_of_dense_attention_under_a_sliding_mask(name: str) -> None:
+def test_draft_window_scores_equal_dense_attention_with_sliding_mask(name: str) -> None:
     """And one token more or less in the window, the control, is seen."""
     assert differences(name, WINDOW).max() < 2e-4
     for other in (WINDOW - 1, WINDOW + 1):
@@ -145,12 +145,12 @@ def test_scores_are_those_of_dense_attention_under_a_sliding_mask(name: str) -> 
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_tokens_are_the_targets_with_any_window(name: str) -> None:
+def test_draft_window_tokens_equal_plain_decoding(name: str) -> None:
     assert completed(name).token_ids == plain()
 
 
 @pytest.mark.parametrize("window", [0, -1, 3, 2.0, True])
-def test_a_window_too_small_for_the_tree_is_refused(window: Any) -> None:
+def test_draft_window_smaller_than_tree_raises(window: Any) -> None:
     head, eagle1 = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2)), tiny.eagle1_head(TARGET)
     for make in (
         lambda: Eagle3(head, CHAIN, draft_window=window),
@@ -164,7 +164,7 @@ def test_a_window_too_small_for_the_tree_is_refused(window: Any) -> None:
 
 
 @pytest.mark.parametrize("drafter", [None, NGram(CHAIN), Medusa(tiny.medusa_heads(TARGET, heads=3), CHAIN)])
-def test_a_drafter_without_a_cache_has_no_window(drafter: Drafter | None) -> None:
+def test_draft_window_of_drafter_without_cache_raises(drafter: Drafter | None) -> None:
     with pytest.raises(ValueError, match=r"draft_window: expected a drafter with a window .* leave it out"):
         Engine(TARGET, drafter=drafter, draft_window=8)
 
@@ -173,7 +173,7 @@ LONG, ROOM = 16_400, 12
 
 
 @pytest.mark.matrix
-def test_far_beyond_any_length_a_head_was_trained_at() -> None:
+def test_draft_long_context_tokens_equal_plain_decoding() -> None:
     """Rotary positions have no end and no table; greedy tokens are plain decoding's, with a window and without."""
     target = tiny.model(16, layers=1, seed=3)
     prompt = np.random.default_rng(0).integers(0, 16, LONG).tolist()

@@ -59,7 +59,7 @@ def scores(chunk: int, fill: float) -> list[np.ndarray]:
     return [np.concatenate([one.scores for one in completion.rounds or []]) for completion in done]
 
 
-def test_drafts_depend_neither_on_chunks_nor_on_what_the_cache_held() -> None:
+def test_eagle3_two_layers_scores_do_not_depend_on_chunks_or_old_cache() -> None:
     for one, other in zip(scores(16, 0.0), scores(3, np.nan), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
@@ -92,7 +92,7 @@ def entered(
 
 @pytest.mark.parametrize("kind", [None, "int8", "fp8_dynamic"])
 @pytest.mark.parametrize("norm_before_residual", [False, True])
-def test_a_drafted_tokens_projection_is_that_of_any_token(kind: str | None, norm_before_residual: bool) -> None:
+def test_project_draft_tokens_equals_project_inputs(kind: str | None, norm_before_residual: bool) -> None:
     head = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2))
     head = head.replace(config=replace(head.config, norm_before_residual=norm_before_residual))
     head = head if kind is None else quantize_weights(head, kind)
@@ -137,7 +137,7 @@ def drafts(head: EagleHead, tree: Tree, *, table: bool) -> tuple[np.ndarray, np.
 @pytest.mark.long
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 @pytest.mark.parametrize("norm_output", [False, True])
-def test_what_is_fed_back_is_projected_as_in_one_product(norm_output: bool, norm_before_residual: bool) -> None:
+def test_precomputed_first_layer_drafts_equal_those_without(norm_output: bool, norm_before_residual: bool) -> None:
     head, rng = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2)), np.random.default_rng(3)
     norms = [jnp.asarray(rng.uniform(0.5, 1.5, head.config.hidden_size), "float32") for _ in range(3)]
     layer = head.layers[0].replace(input_norm=norms[0], hidden_norm=norms[1])
@@ -152,16 +152,14 @@ def test_what_is_fed_back_is_projected_as_in_one_product(norm_output: bool, norm
     assert np.abs(drafts(other, tree, table=True)[1] - scores).max() > 1e-2
 
 
-def test_a_head_over_the_whole_vocabulary_keeps_one_projection() -> None:
+def test_precompute_first_layer_whole_vocabulary_is_skipped() -> None:
     """A table of the whole vocabulary would be larger than the head."""
     head = tiny.eagle_head(TARGET, draft_vocab=16, feature_layers=(0, 2))
     assert Eagle3(head, Tree.chain(2)).bind(TARGET).precomputed is None
 
 
 @pytest.mark.parametrize("norm_output", [False, True])
-def test_what_is_normed_is_rounded_as_it_would_be_afterwards(
-    norm_output: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlp_part_quantised_norms_equal_later_quantisation(norm_output: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernel of the norm, unless it is fed back as well; with two layers inner norms too."""
     head = quantize_weights(two_layers(), "fp8_dynamic")
     head = head.replace(config=replace(head.config, norm_output=norm_output))
