@@ -1,4 +1,4 @@
-"""Reads what the exporters of EAGLE heads write into config.json.
+"""Reads the files of EAGLE heads, by exporter: config.json, tensor names, vocabulary maps.
 
 The authors' own file is a Llama config. SpecForge and ModelOpt keep that and add `eagle_config`; speculators wraps the
 layer's config as `transformer_layer_config`; vLLM's EAGLE-1 files wrap the authors' as `model`.
@@ -144,8 +144,8 @@ def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | Non
         The config. The rotary base is 10000 where the file gives none; the target's base is never used.
 
     Raises:
-        ValueError: listing missing keys, or naming fields that contradict each other and what to pass to decide.
-        NotImplementedError: naming an option that is not computed.
+        ValueError: listing missing keys, or naming contradictory fields and the argument that decides.
+        NotImplementedError: naming an unsupported option.
     """
     overrides = overrides or Overrides()
     parts = Parts.of(config)

@@ -1,4 +1,4 @@
-"""The conversion command: what it prints, how it fails, how much memory it takes."""
+"""The conversion command: output, errors, peak memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_convert_command_fails_with_one_message_and_no_files(tmp_path, capsys, f
     tensors = folders.head_tensors()
     if fault == "unknown tensor":
         tensors["surprise"] = np.zeros(2, np.float32)
-    if fault == "bad values":  # found while writing, after the destination was begun
+    if fault == "bad values":  # found only while the destination is being written
         tensors["d2t"] = DRAFT_IDS
     source, target = folders.write(tmp_path / "src", HEAD, tensors), tmp_path / "out" / "dst"
     if fault == "no source":
@@ -92,7 +92,7 @@ print(memory("VmHWM") - start)
 
 @pytest.mark.long
 def test_convert_command_peak_memory_is_below_a_shard_and_a_tensor(tmp_path):
-    """0.6 GB in shards of 70 MB; beyond what a tiny conversion takes (imports, first use of orbax)."""
+    """0.6 GB in shards of 70 MB; the memory of a tiny conversion (imports, first use of orbax) is subtracted."""
     if not Path("/proc/self/status").is_file():
         pytest.skip("peak memory is read from /proc")
     config = {
@@ -133,4 +133,4 @@ def test_convert_command_peak_memory_is_below_a_shard_and_a_tensor(tmp_path):
 
     limit = 1.3 * largest_shard + largest_tensor
     assert peak(0) < limit
-    assert peak(2**40) > limit  # the whole model in one batch: the measurement sees it
+    assert peak(2**40) > limit  # control: the whole model in one batch exceeds the limit

@@ -1,4 +1,4 @@
-"""Hugging Face folders with files that are damaged, absent or dangerous: each fault is named."""
+"""Hugging Face folders with damaged, absent or dangerous files: every error names the file and the fault."""
 
 from __future__ import annotations
 

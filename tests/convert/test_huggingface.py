@@ -1,4 +1,4 @@
-"""Reading Hugging Face folders: every array against the file's own, dtypes, and tensors that do not match."""
+"""Reading of Hugging Face folders: arrays against the file's tensors, dtypes, tensors that do not match the config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.once
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
-# ---- what is read
+# ---- arrays
 
 
 def test_batches_golden_sharded_target_equal_its_tensors(golden):
@@ -62,7 +62,7 @@ def test_batches_torch_files_equal_safetensors(tmp_path, dtype, shards):
     (folder / "config.json").write_text(json.dumps(TARGET))
     state = {n: torch.tensor(t.astype(np.float32)).to(getattr(torch, dtype)) for n, t in tensors.items()}
     state["model.norm.weight"] = torch.nn.Parameter(state["model.norm.weight"])
-    state[Q_PROJ] = state[Q_PROJ].T.contiguous().T  # strides other than row by row
+    state[Q_PROJ] = state[Q_PROJ].T.contiguous().T  # strides that are not row-major
     names = [f"pytorch_model-{i}.bin" for i in range(shards)] if shards > 1 else ["pytorch_model.bin"]
     index = {}
     for i, name in enumerate(names):
@@ -156,7 +156,7 @@ def test_check_weight_map_with_duplicates_fails_assertion():
 
 
 def every_single_fault() -> list:
-    """Each tensor of a target and of heads, removed, misshapen, or doubled under a new name."""
+    """Each tensor of a target and of heads, removed, misshapen, or copied under a new name."""
     wholes = {
         "target": (TARGET, folders.target_tensors()),
         "eagle3": (HEAD, folders.head_tensors()),
@@ -177,7 +177,7 @@ def test_check_any_absent_added_or_misshapen_tensor_raises(tmp_path, config, ten
     faults = {"added": tensors | {f"{name}_copy": tensors[name]}}
     if name != "0.1.weight":  # the sizes of Medusa heads are read from it
         faults["misshapen"] = rest | {name: np.concatenate([tensors[name], tensors[name][:1]])}
-    if name != "t2d":  # a head is whole without it
+    if name != "t2d":  # optional
         faults["absent"] = rest
     for fault, faulty in faults.items():
         with pytest.raises(ValueError) as error:

@@ -1,4 +1,4 @@
-"""Orbax folders and loading: round trips, placement, writing all or nothing, damage, descriptions."""
+"""Converted folders: round trips, placement, atomic writes, damage, loading, descriptions."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_load_checkpoint_placement_sets_shardings(target, converted, form):
 
 def test_load_checkpoint_default_dtype_is_float32_on_cpu(target):
     if jax.default_backend() != "cpu":
-        pytest.skip("says what holds on CPU")
+        pytest.skip("the default dtype is float32 on CPU only")
     folder = target
     assert {leaf.dtype for leaf in jax.tree.leaves(auto.load_checkpoint(folder).weights)} == {jnp.dtype("float32")}
 

@@ -1,4 +1,4 @@
-"""Configs: what is read from a config.json, what is refused, and the messages."""
+"""Config records: reading a config.json, refusals with their messages, JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What exporters write into a head's config.json: what it means, what contradicts itself, what is not computed."""
+"""Reading the config.json of EAGLE heads: meaning, contradictions, unsupported options."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_read_head_speculators_without_residual_flag_raises():
         read(silent)
     assert read(silent, norm_before_residual=True).norm_before_residual
     assert not read(silent, norm_before_residual=False).norm_before_residual
-    for config in (HEAD, specforge(), modelopt()):  # elsewhere it is the raw hidden state
+    for config in (HEAD, specforge(), modelopt()):  # the default of other exporters: the raw hidden state
         assert not read(config).norm_before_residual
 
 
@@ -250,7 +250,7 @@ def test_read_head_flag_with_two_values_raises():
         read({**specforge(fc_norm=True), "eagle_config": {"fc_norm": False}})
 
 
-# ---- what is refused
+# ---- refusals
 
 
 @pytest.mark.parametrize("layers", [(), (2, 2, 5), (-1, 4, 5)])

@@ -1,4 +1,4 @@
-"""Files of draft heads: one head in every exporter's layout, every option's tensors, and how kinds are told apart."""
+"""Files of draft heads: one head in every exporter's layout, the tensors of every option, detection of kinds."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_plan_golden_specforge_layout_gives_the_official_head(golden):
 
 
 def test_plan_swapped_norms_change_the_head(golden, tmp_path):
-    """Negative control: the first layer's two norms have one shape, only their names tell them apart."""
+    """Negative control: the first layer's two norms have the same shape and differ only in name."""
     folder = golden / "draft_specforge_like"
     tensors = stored(folder)
     first, second = "midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"
@@ -119,7 +119,7 @@ def test_plan_modelopt_vocabulary_by_frequency_gives_the_same_map(golden, tmp_pa
     assert rows_by_target_id(arrays) == rows_by_target_id(expected)
     vocabulary = ("draft_to_target", "head")
     assert_same(without(arrays, *vocabulary), without(expected, *vocabulary))
-    # Negative control: the ids moved without their rows are another map.
+    # Negative control: permuting the ids without their rows gives another map.
     wrong = loaded(folders.write(tmp_path / "wrong", config, written | {"d2t": offsets}))
     assert rows_by_target_id(wrong) != rows_by_target_id(expected)
 

@@ -1,4 +1,4 @@
-"""Files of Medusa heads: both formats, counted by their tensors."""
+"""Files of Medusa heads in both formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoder against transformers, and the real small models against their recorded greedy texts."""
+"""The decoder against transformers, and small real models against their recorded greedy texts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_forward_real_models_logits_equal_transformers(name: str, data: Path) ->
 
 
 def test_forward_wrong_rope_base_changes_logits(data: Path) -> None:
-    """The negative control."""
+    """Negative control of the comparisons above."""
     target = tiny.load_target(data / "stories260k")
     case = tiny.greedy_cases(data / "stories260k")[0]
     other = Model.from_weights(
@@ -91,7 +91,7 @@ def test_forward_wrong_rope_base_changes_logits(data: Path) -> None:
 
 @pytest.mark.parametrize("is_tree", [False, True])
 def test_forward_padding_rows_change_nothing(is_tree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither logits nor features nor caches: where a kernel takes rows by the eight, others are added behind them."""
+    """Rows that pad a sequence to a kernel's multiple of eight change no logits, features or caches."""
     model, rng = tiny.model(40), np.random.default_rng(0)
     pool = PoolShape(2, 9, 4, 16, "float32", "float32")
     parents = jnp.asarray([[-1, 0, 0, 1, 2], [-1, 0, 1, 1, 0]], jnp.int32)
@@ -118,4 +118,4 @@ def test_forward_padding_rows_change_nothing(is_tree: bool, monkeypatch: pytest.
     written = batch.pad(3)
     monkeypatch.setattr(TokenBatch, "pad", lambda self, more: replace(written, valid=written.valid.at[:].set(True)))
     changed = run(3)[1]
-    assert np.abs(changed.k[0] - wanted[1].k[0]).max() > 0.1, "control: rows that are written show"
+    assert np.abs(changed.k[0] - wanted[1].k[0]).max() > 0.1, "control: padding rows that are written change the cache"

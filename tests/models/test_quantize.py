@@ -1,4 +1,4 @@
-"""Weights of one byte: the product's numbers, what is quantised, loading and converting, and that nothing is lost."""
+"""Quantisation: products, which weights are quantised, loading and conversion, accuracy, losslessness."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROMPT = "class Config:\n    def _interpolate"
 
 
 def problem(rows: int, out: int, inner: int, dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
-    """Rows of x and of the weight differ in size by up to a thousand, so that a scale at the wrong place shows."""
+    """Rows of x and of the weight differ in size by up to a thousand, which shows a misplaced scale."""
     rng = np.random.default_rng(rows + out)
     x = rng.normal(size=(rows, inner)) * 10.0 ** rng.uniform(-1, 2, (rows, 1))
     weight = rng.normal(size=(out, inner)) * 10.0 ** rng.uniform(-2, 1, (out, 1))
@@ -49,7 +49,7 @@ def dequantized(weight: Quantized) -> np.ndarray:
 
 
 def expected(x: jax.Array, weight: Quantized) -> np.ndarray:
-    """The product of the rounded numbers in float64; inputs are rounded by ml_dtypes."""
+    """The product of the quantised values in float64; ml_dtypes rounds dynamic inputs."""
     left = np.asarray(x, np.float64)
     if weight.kind == "fp8_dynamic":
         scale = np.abs(left).max(-1, keepdims=True) / 448
@@ -58,7 +58,7 @@ def expected(x: jax.Array, weight: Quantized) -> np.ndarray:
 
 
 def error(got: jax.Array, wanted: np.ndarray, x: jax.Array, weight: jax.Array) -> float:
-    """Largest error beside the norms of the rows that were multiplied."""
+    """Largest error relative to the norms of the multiplied rows."""
     lengths = [np.linalg.norm(np.asarray(side, np.float64), axis=1) for side in (x, weight)]
     return float((np.abs(np.asarray(got, np.float64) - wanted) / np.outer(*lengths)).max())
 
@@ -137,7 +137,7 @@ def test_split_matmul_quantized_compiles_to_one_kernel_without_spills(kind: str,
     assert program.temp_bytes < 1 << 20, "the weight must not be written out in another type"
 
 
-# ---- what is quantised
+# ---- which weights are quantised
 
 
 def test_quantize_weights_changes_linear_weights_only() -> None:
@@ -192,7 +192,7 @@ def _quantized_leaves(model: Model) -> list[jax.Array]:
 def test_convert_command_quantize_stores_the_weights_that_loading_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, batch_bytes: int
 ) -> None:
-    """In a batch of its own, an embedding has nothing to quantise."""
+    """With small batches, one batch holds the embedding alone and nothing to quantise."""
     monkeypatch.setattr(convert.huggingface, "BATCH_BYTES", batch_bytes)
     source = folders.write(tmp_path / "source", folders.TARGET, folders.target_tensors())
     assert convert_main([str(source), str(tmp_path / "out"), "--quantize", kind]) == 0
@@ -219,7 +219,7 @@ def test_random_weights_quantize_makes_quantised_weights(kind: str) -> None:
     assert target.embed.dtype == jnp.float32
 
 
-# ---- what it costs, and what it does not
+# ---- accuracy and losslessness
 
 
 @pytest.mark.long
@@ -251,7 +251,7 @@ def test_quantize_weights_embedded_target_keeps_accuracy(capsys: pytest.CaptureF
 def test_engine_quantised_target_tokens_equal_plain_decoding(
     kind: str, make: Callable[..., Any], accepted: float
 ) -> None:
-    """Drafters are rounded too; one with the target's own weights, rounded alike, drafts the same tokens."""
+    """Drafters are quantised too; one with the target's own weights, quantised alike, drafts the same tokens."""
     options = dict(slots=2, max_len=160, prefill_buckets=(64,), buckets=(2,), tokenizer="bytes", dtype="float32")
     options |= dict(prefix_cache=False, controls=False)
     params = [SamplingParams(max_tokens=64, temperature=t, seed=3) for t in (0.0, 1.0)]
@@ -268,7 +268,7 @@ def test_engine_quantised_target_tokens_equal_plain_decoding(
 
 @pytest.mark.once
 def test_engine_float8_caches_still_draft_well() -> None:
-    """Its numbers are checked in tests/kernels; here that the engine takes it for both pools and still drafts well."""
+    """tests/kernels check the values; here the engine uses float8 for both pools and still accepts drafts."""
     options = dict(slots=1, max_len=160, prefill_buckets=(64,), tokenizer="bytes", dtype="float32")
     options |= dict(prefix_cache=False, controls=False)
     head = Eagle3.from_pretrained(demo.HEAD, tree=Tree.chain(3))
@@ -286,7 +286,7 @@ def test_engine_float8_caches_still_draft_well() -> None:
 
 def test_check_device_gpu_without_float8_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     model = quantize_weights(tiny.model(40), "fp8")
-    check_device(model, "float8_e4m3fn")  # a CPU has no such number
+    check_device(model, "float8_e4m3fn")  # a CPU reports no compute capability
     for capability, refused in (("8.0", True), ("8.9", False), ("12.0", False)):
         device = SimpleNamespace(compute_capability=capability)
         monkeypatch.setattr(jax, "devices", lambda device=device: [device])

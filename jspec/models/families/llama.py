@@ -1,4 +1,4 @@
-"""The Llama family: what its config.json means and how its tensors are named."""
+"""The Llama family: the reader of its config.json and the names of its tensors."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -79,9 +79,9 @@ def read_sizes(fields: Mapping[str, Any], *required: str) -> dict[str, Any]:
 
     Args:
         fields: the parsed config.json, or the part of it that describes the layers.
-        required: keys that must be present beside the sizes.
+        required: further keys that must be present.
 
-    Raises: ValueError listing missing keys; NotImplementedError naming an option that changes what layers compute.
+    Raises: ValueError listing missing keys; NotImplementedError naming an unsupported option of the layers.
     """
     if fields.get("hidden_act", "silu") != "silu":
         raise unsupported("hidden_act", fields["hidden_act"], "'silu'")
