@@ -120,7 +120,7 @@ def _torch_load(file: Path) -> Mapping[str, Any]:
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except UnpicklingError:
-        raise others from None  # torch's own message advises to switch its protection off
+        raise others from None  # torch's own message recommends to disable its protection
     except (RuntimeError, ValueError, EOFError, OSError) as error:
         raise _incomplete(file, "torch", error) from error
     if not isinstance(tensors, Mapping) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
@@ -230,7 +230,7 @@ def side_by_side(parameter: str, sources: Mapping[str, Shape]) -> Row:
 
 def _stack(source: Source, row: Row, dtype: str) -> np.ndarray:
     filled, at = np.empty(row.shape, np.dtype(dtype)), 0
-    flat = filled.reshape(-1)  # in memory, concatenated and stacked tensors lie alike
+    flat = filled.reshape(-1)  # concatenated and stacked tensors have the same memory layout
     for name in row.sources:
         for piece in source.pieces(name):
             flat[at : at + piece.size] = cast(piece, dtype, name).reshape(-1)

@@ -38,7 +38,7 @@ COMPANIONS = (
 )
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZED = {"values", "scale"}  # the names under a quantised weight
-READ_AHEAD = 2**30  # bytes that a restore may hold on the host beside its largest array
+READ_AHEAD = 2**30  # bytes that a restore may hold on the host in addition to its largest array
 
 
 class WritesJson(Protocol):

@@ -1,4 +1,4 @@
-"""A plan of a Hugging Face folder: what it holds and how its tensors fill parameters, before any weight is read."""
+"""Plans of Hugging Face folders: kind, config and weight map, made before any weight is read."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def plan_folder(folder: str | Path, read_format: ReadFormat, *, kind: str | None
         FileNotFoundError: if a file is missing.
         ValueError: if the files are damaged or contradict themselves, the folder is of another kind, or tensors and
             config do not match (the message lists every name).
-        NotImplementedError: naming what is not supported.
+        NotImplementedError: naming an unsupported option or method.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""Reads a folder whatever it holds: a target, a draft model, an EAGLE head or Medusa heads."""
+"""Reads folders of any kind: targets, draft models, EAGLE heads and Medusa heads."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def load_checkpoint(
     Args:
         path: an existing folder, else a hub id ("owner/name").
         overrides: values that replace those of the file.
-        kind: what the caller needs, "target", "eagle3", "eagle" (1 and 2) or "medusa"; None: any.
+        kind: the kind that the caller needs, "target", "eagle3", "eagle" (1 and 2) or "medusa"; None: any.
         dtype, quantize, placement: as for `jspec.models.load.load`.
 
     Raises:
-        FileNotFoundError, ValueError, NotImplementedError: with what was expected, what was got, what to do.
+        FileNotFoundError, ValueError, NotImplementedError: naming the expected value, the value found and the remedy.
     """
     options: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "placement": placement}
     return load.read_checkpoint(path, _formats(overrides), kind=kind, **options)
@@ -81,7 +81,7 @@ def plan(folder: str | Path, overrides: Overrides | None = None) -> Plan:
 
 
 def read_header(path: str | Path) -> Header:
-    """Reads what a folder holds, without its weights; arguments and errors as `load_checkpoint`."""
+    """Reads kind, config and parameter shapes of a folder, but no weights; arguments as `load_checkpoint`."""
     return load.read_header(path, _formats(None))
 
 

@@ -73,7 +73,12 @@ class DraftModel(Drafter):
         quantize: str | None = None,
         draft_window: int | None = None,
     ) -> Self:
-        """Load a Hugging Face folder, a converted folder or a hub id; other arguments as `Model.from_pretrained`."""
+        """Load a Hugging Face folder, a converted folder or a hub id.
+
+        Args:
+            dtype, quantize: as for `Model.from_pretrained`.
+            draft_window: tokens back that the model attends to; None: all.
+        """
         return cls(Model.from_pretrained(path, dtype=dtype, quantize=quantize), tree, draft_window=draft_window)
 
     @property
@@ -113,13 +118,13 @@ class DraftModel(Drafter):
 
         assert out.product is not None
 
-        def feed(cache: KVCache, level: Level) -> tuple[PartialSums, KVCache]:
+        def run_level(cache: KVCache, level: Level) -> tuple[PartialSums, KVCache]:
             return _run_level(params, cache, view, level, self.draft_window)
 
         vocabulary = Vocabulary(None, params.config.vocab_size)
-        grown, cache = expand_tree(self.tree, view, vocabulary, out.product, cache, feed)
-        rows = state.rows.at[view.slots, : self.tree.nodes].set(grown.rows, mode="drop")
-        return grown.draft, replace(state, cache=cache, rows=rows)
+        expanded, cache = expand_tree(self.tree, view, vocabulary, out.product, cache, run_level)
+        rows = state.rows.at[view.slots, : self.tree.nodes].set(expanded.rows, mode="drop")
+        return expanded.draft, replace(state, cache=cache, rows=rows)
 
     def commit(
         self,

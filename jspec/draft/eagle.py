@@ -135,7 +135,7 @@ class EagleDrafter(Drafter):
         with jax.named_scope("root"):
             out, product, cache = write_pending_rows(params, state, view, self.draft_window)
 
-        def feed(carry: tuple[HeadOut, KVCache], level: Level) -> tuple[PartialSums, tuple[HeadOut, KVCache]]:
+        def run_level(carry: tuple[HeadOut, KVCache], level: Level) -> tuple[PartialSums, tuple[HeadOut, KVCache]]:
             parents, cache = carry
             if not self.tree.is_chain:
                 rows = jnp.arange(level.parents.shape[0])[:, None]
@@ -144,8 +144,8 @@ class EagleDrafter(Drafter):
             return product, (out, cache)
 
         vocabulary = Vocabulary(params.draft_to_target, params.config.vocab_size)
-        grown, (_, cache) = expand_tree(self.tree, view, vocabulary, product, (out, cache), feed)
-        return grown.draft, replace(state, cache=cache)
+        expanded, (_, cache) = expand_tree(self.tree, view, vocabulary, product, (out, cache), run_level)
+        return expanded.draft, replace(state, cache=cache)
 
     def commit(
         self,

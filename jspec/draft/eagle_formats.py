@@ -1,4 +1,4 @@
-"""Reads what the exporters of EAGLE heads write into config.json.
+"""Reads the files of EAGLE heads, by exporter: config.json, tensor names, vocabulary maps.
 
 The authors' own file is a Llama config. SpecForge and ModelOpt keep that and add `eagle_config`; speculators wraps the
 layer's config as `transformer_layer_config`; vLLM's EAGLE-1 files wrap the authors' as `model`.
@@ -27,7 +27,7 @@ from jspec.models.params import rows
 IDS = "eagle_aux_hidden_state_layer_ids"
 TARGET_LAYERS = ("num_target_layers", "target_num_hidden_layers")
 
-# Options that change a head's forward pass, each with the only value that is computed; those of ModelOpt first.
+# Options that change a head's forward pass, each with the only value that is computed.
 MODELOPT = {
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
@@ -63,17 +63,25 @@ TENSORS = {
     "head": "lm_head.weight",
 }
 LAYER = llama.LAYER | {"input_norm": ("input_layernorm.weight",), "hidden_norm": ("hidden_norm.weight",)}
-FAMILIES = {"speculators": ("llama", "qwen3"), "vllm": ("llama", "qwen2")}
+# Values of `model_type` whose layers are computed, by exporter.
+MODEL_TYPES = {"speculators": ("llama", "qwen3"), "vllm": ("llama", "qwen2")}
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A head's config.json taken apart: who wrote it, what describes the layer, and where options may stand."""
+    """The parts of a head's config.json.
+
+    Attributes:
+        source_format: name of the exporter.
+        layer: describes the decoder layer.
+        outer: the file's top level.
+        nested: its `eagle_config`.
+    """
 
     source_format: str
     layer: Mapping[str, Any]
     outer: Mapping[str, Any]
-    nested: Mapping[str, Any]  # eagle_config
+    nested: Mapping[str, Any]
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Parts:
@@ -90,16 +98,16 @@ class Parts:
         return cls("specforge" if specforge else "official", config, config, nested)
 
     def values(self, *names: str) -> list[Any]:
-        """What the file says under these names, wherever; no value twice."""
-        places = (self.outer, self.nested, self.layer)
-        given = [where[name] for where in places for name in names if where.get(name) is not None]
+        """The distinct values under these names in any part of the file."""
+        parts = (self.outer, self.nested, self.layer)
+        given = [part[name] for part in parts for name in names if part.get(name) is not None]
         return [value for index, value in enumerate(given) if value not in given[:index]]
 
     def one(self, *names: str, default: Any = None, remedy: str = "correct config.json") -> Any:
-        """The one value under these names, or the default.
+        """The value under these names, or the default.
 
         Raises:
-            ValueError: if the file gives several.
+            ValueError: if the file gives several values.
         """
         found = self.values(*names)
         if len(found) > 1:
@@ -130,21 +138,22 @@ def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | Non
     Args:
         config: the parsed file.
         method: "eagle3", or "eagle" for EAGLE-1 and 2.
-        overrides: what replaces the file's word.
+        overrides: values that replace those of the file.
 
     Returns:
-        The config. The rotary base is 10000 where the file gives none, never the target's.
+        The config. The rotary base is 10000 where the file gives none; the target's base is never used.
 
     Raises:
-        ValueError: listing missing keys, or naming fields that contradict each other and what to pass to decide.
-        NotImplementedError: naming an option that is not computed.
+        ValueError: listing missing keys, or naming contradictory fields and the argument that decides.
+        NotImplementedError: naming an unsupported option.
     """
     overrides = overrides or Overrides()
     parts = Parts.of(config)
     _check_options(parts, EAGLE3 if method == "eagle3" else EAGLE)
-    # The count in other EAGLE-3 files is often the target's; they have one layer.
+    # The count in other EAGLE-3 files is often the target's; their heads have one layer.
     counted = ("num_hidden_layers",) if method == "eagle" or parts.source_format == "speculators" else ()
-    fields = read_sizes(parts.layer, _families(parts, method), *counted)
+    _check_model_type(parts, method)
+    fields = read_sizes(parts.layer, *counted)
     fuses = method == "eagle3" and bool(parts.one("use_aux_hidden_state", default=True))
     return METHODS[method].of_method(
         **fields,
@@ -172,8 +181,10 @@ def _check_options(parts: Parts, supported: Mapping[str, Any]) -> None:
                 raise unsupported(name, got, "none" if value is None else str(value))
 
 
-def _families(parts: Parts, method: str) -> tuple[str, ...]:
-    return FAMILIES.get(parts.source_format, ("llama", "qwen2") if method == "eagle" else ("llama",))
+def _check_model_type(parts: Parts, method: str) -> None:
+    allowed = MODEL_TYPES.get(parts.source_format, ("llama", "qwen2") if method == "eagle" else ("llama",))
+    if (got := parts.layer.get("model_type")) not in (None, *allowed):
+        raise unsupported("model_type", got, " or ".join(map(repr, allowed)))
 
 
 def _norm_before_residual(parts: Parts, override: bool | None) -> bool:
@@ -200,24 +211,24 @@ def _norm_output(parts: Parts, override: bool | None) -> bool:
 
 
 def _fc_bias(parts: Parts, method: str) -> bool:
-    """The authors' EAGLE-1 code takes an absent key for true, vLLM takes its own for false."""
+    """The EAGLE-1 authors' code has a bias unless the key is false; vLLM has one only if its own key is true."""
     if parts.source_format == "vllm":
         return bool(parts.one("eagle_fc_bias"))
     return bool(parts.one("bias", default=method == "eagle"))
 
 
 def _feature_layers(parts: Parts, fuses: bool) -> tuple[int, ...] | None:
-    """Target state indices from the ids of the file, ascending: all exporters join states in the order of layers.
+    """Target state indices from the ids in the file, ascending: all exporters join states in the order of layers.
 
-    Ids inside `eagle_config` from 1 on count layer outputs (that of layer j is state j+1), unless one is the number
-    of layers, which no layer's output has; all others are state indices already.
+    Ids in `eagle_config` that begin at 1 are layer indices, and the output of layer j is state j+1; but if one of them
+    is the number of layers, they are state indices. All other ids are state indices.
     """
     found = set()
-    for where in (parts.nested, parts.outer):
-        ids = sorted(int(i) for i in where.get(IDS) or ())
+    for part in (parts.nested, parts.outer):
+        ids = sorted(int(i) for i in part.get(IDS) or ())
         if ids:
-            outputs = where is parts.nested and ids[0] == 1 and ids[-1] not in parts.values(*TARGET_LAYERS)
-            found.add(tuple(i + outputs for i in ids))
+            are_layers = part is parts.nested and ids[0] == 1 and ids[-1] not in parts.values(*TARGET_LAYERS)
+            found.add(tuple(i + are_layers for i in ids))
     if len(found) > 1 or (found and not fuses):
         raise ValueError(
             f"{IDS}: expected {'one list' if fuses else 'none, as use_aux_hidden_state is false'}, got the states "
@@ -247,12 +258,13 @@ def head_weights(config: HeadConfig, names: Collection[str]) -> list[Row]:
     if (ids := params.get("draft_to_target")) is not None:
         maps = {"d2t": ids.shape} if "d2t" in names or not drafts_all else {}
         maps |= {"t2d": (config.vocab_size,)} if "t2d" in names else {}
-        fill = partial(_vocabulary, config.vocab_size)
+        fill = partial(_fill_vocabulary, config.vocab_size)
         found.append(Row("draft_to_target", maps, ids.shape, fill, dtype=ids.dtype))
     return found
 
 
-def _vocabulary(vocab: int, source: Source, row: Row, dtype: str) -> np.ndarray:
+def _fill_vocabulary(vocab: int, source: Source, row: Row, dtype: str) -> np.ndarray:
+    """Fills `draft_to_target` from `d2t`, or with all ids, and checks it against `t2d`."""
     tables = {bare_name(name): np.concatenate(list(source.pieces(name))) for name in row.sources}
     if floats := [name for name, table in tables.items() if table.dtype.kind not in "biu"]:
         raise ValueError(f"{floats[0]}: expected integers, got {tables[floats[0]].dtype}; rounding has lost ids")
@@ -263,7 +275,11 @@ def _vocabulary(vocab: int, source: Source, row: Row, dtype: str) -> np.ndarray:
 
 
 def draft_to_target(offsets: Int[np.ndarray, "draft_vocab"], vocab: int) -> Int[np.ndarray, "draft_vocab"]:
-    """Target ids of draft ids: `d2t` holds offsets, target id = draft id + d2t[draft id], in any order.
+    """Target ids of draft ids, in any order: target id = draft id + d2t[draft id].
+
+    Args:
+        offsets: `d2t`.
+        vocab: tokens of the target's vocabulary.
 
     Raises:
         ValueError: if two draft ids share a target id, or one is outside the target's vocabulary.

@@ -252,8 +252,8 @@ def output_logits(
 ) -> tuple[HeadOut, PartialSums]:
     """Finish the last layer and run the output norm and the output head; a quantised head's scales are not applied yet.
 
-    Where a graph's launches run side by side, the next token's projection runs beside the choice of that token, not
-    beside the output head: two products at once take as long as one after the other.
+    Launches of one graph may run concurrently. The next token's projection waits for the output head's product, so it
+    overlaps with the choice of that token: two products at once take as long as one after the other.
     """
     assert head.head is not None
     is_fed_back, feature_norm = _is_output_normed(head.config), head.layers[0].hidden_norm

@@ -98,7 +98,7 @@ def mlp_part(
     Args:
         attended: as `attention_part` returns it.
         residual: the residual stream before the layer's attention.
-        norms: of the layer's output, for what reads it next.
+        norms: of the layer's output, one for each operation that reads it next.
         eps: of the norms.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What a decoder is, as frozen and hashable records: one `LayerConfig` a layer; and checks with their messages."""
+"""Configs of decoders as frozen, hashable records with one `LayerConfig` a layer, and checks with their messages."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class GQA:
         return self.kv_heads * self.head_dim
 
     def check(self) -> None:
-        """Raises ValueError for impossible sizes, NotImplementedError for what is not computed."""
+        """Raises ValueError for impossible sizes, NotImplementedError for unsupported options."""
         named = {"num_heads": self.heads, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim}
         _positive("config", named)
         if self.heads % self.kv_heads:
@@ -132,7 +132,7 @@ class LayerConfig:
     norms: str = "pre"
 
     def check(self) -> None:
-        """Raises ValueError for impossible sizes, NotImplementedError naming what is not computed."""
+        """Raises ValueError for impossible sizes, NotImplementedError naming an unsupported option."""
         self.attention.check()
         self.mlp.check()
         if self.norms not in NORMS:

@@ -63,7 +63,7 @@ def load(
         The checkpoint, its weights on the devices.
 
     Raises:
-        FileNotFoundError, ValueError, NotImplementedError: with what was expected, what was got, what to do.
+        FileNotFoundError, ValueError, NotImplementedError: naming the expected value, the value found and the remedy.
     """
     format_of = partial(target_format, rope_theta=rope_theta)
     return read_checkpoint(path, format_of, kind="target", dtype=dtype, quantize=quantize, placement=placement)

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=FLOATS, help="of the weights; default: as in the file")
     parser.add_argument("--quantize", choices=STORED, help="quantise the linear weights")
     parser.add_argument("--overwrite", action="store_true", help="replace a converted folder at DST")
-    overrides = parser.add_argument_group("instead of what the source's config.json says")
+    overrides = parser.add_argument_group("values that replace those of the source's config.json")
     overrides.add_argument("--rope-theta", type=float, help="rotary base")
     overrides.add_argument("--feature-layers", type=_ids, metavar="2,16,29", help="target state indices, for a head")
     either = argparse.BooleanOptionalAction

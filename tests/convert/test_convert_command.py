@@ -1,4 +1,4 @@
-"""The conversion command: what it prints, how it fails, how much memory it takes."""
+"""The conversion command: output, errors, peak memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.folders import BFLOAT16, DRAFT_IDS, HEAD, TARGET
 pytestmark = pytest.mark.once
 
 
-def test_the_command_lists_every_tensor_with_its_parameter(tmp_path, capsys):
+def test_convert_command_prints_every_tensor_with_its_parameter(tmp_path, capsys):
     tensors = folders.head_tensors()
     source = folders.write(tmp_path / "src", HEAD, tensors)
     assert main([str(source), str(tmp_path / "dst"), "--feature-layers", "2,16,29"]) == 0
@@ -34,11 +34,11 @@ def test_the_command_lists_every_tensor_with_its_parameter(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("fault", ["no source", "unknown tensor", "existing destination", "truncated", "bad values"])
-def test_the_command_fails_with_one_message_and_leaves_nothing(tmp_path, capsys, fault):
+def test_convert_command_fails_with_one_message_and_no_files(tmp_path, capsys, fault):
     tensors = folders.head_tensors()
     if fault == "unknown tensor":
         tensors["surprise"] = np.zeros(2, np.float32)
-    if fault == "bad values":  # found while writing, after the destination was begun
+    if fault == "bad values":  # found only while the destination is being written
         tensors["d2t"] = DRAFT_IDS
     source, target = folders.write(tmp_path / "src", HEAD, tensors), tmp_path / "out" / "dst"
     if fault == "no source":
@@ -56,7 +56,7 @@ def test_the_command_fails_with_one_message_and_leaves_nothing(tmp_path, capsys,
     assert after == [path for path in before if path != target.parent]
 
 
-def test_the_command_stores_what_the_caller_decided(tmp_path, capsys):
+def test_convert_command_with_overrides_stores_them(tmp_path, capsys):
     source = folders.write(tmp_path / "src", {**HEAD, "norm_output": True}, folders.head_tensors())
     assert main([str(source), str(tmp_path / "undecided")]) == 2
     assert "norm_output=" in capsys.readouterr().err
@@ -74,6 +74,7 @@ def test_the_command_stores_what_the_caller_decided(tmp_path, capsys):
 MEASURE = """
 import re, sys
 from pathlib import Path
+from convert import huggingface as hf
 from jspec.tools import convert as command
 
 def memory(field):
@@ -90,8 +91,8 @@ print(memory("VmHWM") - start)
 
 
 @pytest.mark.long
-def test_conversion_holds_less_than_a_shard_and_a_tensor(tmp_path):
-    """0.6 GB in shards of 70 MB; beyond what a tiny conversion takes (imports, first use of orbax)."""
+def test_convert_command_peak_memory_is_below_a_shard_and_a_tensor(tmp_path):
+    """0.6 GB in shards of 70 MB; the memory of a tiny conversion (imports, first use of orbax) is subtracted."""
     if not Path("/proc/self/status").is_file():
         pytest.skip("peak memory is read from /proc")
     config = {
@@ -132,4 +133,4 @@ def test_conversion_holds_less_than_a_shard_and_a_tensor(tmp_path):
 
     limit = 1.3 * largest_shard + largest_tensor
     assert peak(0) < limit
-    assert peak(2**40) > limit  # the whole model in one batch: the measurement sees it
+    assert peak(2**40) > limit  # control: the whole model in one batch exceeds the limit

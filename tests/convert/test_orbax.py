@@ -1,4 +1,4 @@
-"""Orbax folders and loading: round trips, placement, writing all or nothing, damage, descriptions."""
+"""Converted folders: round trips, placement, atomic writes, damage, loading, descriptions."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def converted_head(tmp_path, head) -> Path:
 # ---- round trips
 
 
-def test_a_tree_and_its_flat_names_are_inverse():
+def test_unflatten_inverts_flatten():
     tree = {"embed": 0, "layers": [{"o": i, "qkv": -i} for i in range(12)], "layer": {"o": 1}}
     flat = orbax.flatten(tree)
     assert flat["layers.11.qkv"] == -11
@@ -82,7 +82,7 @@ def test_a_tree_and_its_flat_names_are_inverse():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batches", [1, 5])
-def test_a_saved_checkpoint_comes_back_bit_by_bit(tmp_path, dtype, batches):
+def test_save_then_read_gives_the_same_bits(tmp_path, dtype, batches):
     arrays = parameters(dtype)
     parts = [dict(list(arrays.items())[i::batches]) for i in range(batches)]
     orbax.save(tmp_path / "c", "target", CONFIG, parts)
@@ -96,7 +96,7 @@ def test_a_saved_checkpoint_comes_back_bit_by_bit(tmp_path, dtype, batches):
 
 @pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("wanted", DTYPES)
-def test_restoring_casts_floats_through_float32_and_keeps_integers(tmp_path, monkeypatch, stored, wanted):
+def test_read_arrays_casts_floats_and_keeps_integers(tmp_path, monkeypatch, stored, wanted):
     monkeypatch.setattr(orbax, "READ_AHEAD", 1)  # one array at a time, as for a model of many gigabytes
     arrays = parameters(stored)
     orbax.save(tmp_path / "c", "target", CONFIG, [arrays])
@@ -109,7 +109,7 @@ def test_restoring_casts_floats_through_float32_and_keeps_integers(tmp_path, mon
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["target", "head", "eagle", "medusa"])
-def test_a_converted_folder_loads_to_the_arrays_of_its_source(tmp_path, request, dtype, kind):
+def test_load_checkpoint_converted_folder_equals_its_source(tmp_path, request, dtype, kind):
     source, out = request.getfixturevalue(kind), tmp_path / "out"
     assert main([str(source), str(out)]) == 0
     direct, converted = auto.load_checkpoint(source, dtype=dtype), auto.load_checkpoint(out, dtype=dtype)
@@ -118,21 +118,21 @@ def test_a_converted_folder_loads_to_the_arrays_of_its_source(tmp_path, request,
     assert jax.tree.structure(converted.weights) == jax.tree.structure(direct.weights)
 
 
-def test_the_golden_pair_survives_conversion(golden, tmp_path):
+def test_load_checkpoint_converted_golden_pair_equals_its_source(golden, tmp_path):
     for name in ("target", "draft_specforge_like"):
         assert main([str(golden / name), str(tmp_path / name)]) == 0
         direct, converted = auto.load_checkpoint(golden / name), auto.load_checkpoint(tmp_path / name)
         assert_same(orbax.flatten(converted.weights), orbax.flatten(direct.weights))
 
 
-def test_the_command_chooses_the_stored_dtype(tmp_path, target):
+def test_convert_command_dtype_is_stored(tmp_path, target):
     assert main([str(target), str(tmp_path / "c"), "--dtype", "bfloat16"]) == 0
     dtypes = {p.dtype for p in orbax.read_header(tmp_path / "c").parameters.values()}
     assert dtypes == {BFLOAT16}
 
 
 @pytest.mark.parametrize("form", ["source", "converted"])
-def test_parameters_go_to_the_shardings_asked_for(target, converted, form):
+def test_load_checkpoint_placement_sets_shardings(target, converted, form):
     mesh = jax.make_mesh((1,), ("model",))
     spec = jax.sharding.PartitionSpec("model")
     sharding = jax.sharding.NamedSharding(mesh, spec)
@@ -144,14 +144,14 @@ def test_parameters_go_to_the_shardings_asked_for(target, converted, form):
     assert all(leaf.sharding == device for leaf in jax.tree.leaves(default.weights))
 
 
-def test_the_default_dtype_is_float32_on_cpu(target):
+def test_load_checkpoint_default_dtype_is_float32_on_cpu(target):
     if jax.default_backend() != "cpu":
-        pytest.skip("says what holds on CPU")
+        pytest.skip("the default dtype is float32 on CPU only")
     folder = target
     assert {leaf.dtype for leaf in jax.tree.leaves(auto.load_checkpoint(folder).weights)} == {jnp.dtype("float32")}
 
 
-def test_tokenizer_and_generation_config_come_along(data, tmp_path):
+def test_convert_command_copies_tokenizer_and_generation_config(data, tmp_path):
     transformers = pytest.importorskip("transformers")
     source, out = data / "tinystories656k", tmp_path / "out"
     assert main([str(source), str(out)]) == 0
@@ -171,7 +171,7 @@ def failing():
 
 
 @pytest.mark.parametrize("existing", [False, True])
-def test_an_interrupted_save_leaves_what_was_there(tmp_path, existing):
+def test_save_interrupted_leaves_previous_files(tmp_path, existing):
     folder = tmp_path / "c"
     if existing:
         orbax.save(folder, "target", CONFIG, [parameters()])
@@ -183,7 +183,7 @@ def test_an_interrupted_save_leaves_what_was_there(tmp_path, existing):
         assert_same(orbax.read_arrays(orbax.read_header(folder)), parameters())
 
 
-def test_overwrite_replaces_a_checkpoint_whole(tmp_path):
+def test_save_overwrite_replaces_whole_checkpoint(tmp_path):
     folder = tmp_path / "c"
     orbax.save(folder, "target", CONFIG, [parameters()])
     with pytest.raises(FileExistsError, match="--overwrite"):
@@ -193,7 +193,7 @@ def test_overwrite_replaces_a_checkpoint_whole(tmp_path):
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_overwrite_replaces_nothing_but_checkpoints(tmp_path):
+def test_save_overwrite_of_other_folder_raises(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letters").touch()
     with pytest.raises(FileExistsError, match="something else"):
@@ -204,7 +204,7 @@ def test_overwrite_replaces_nothing_but_checkpoints(tmp_path):
 # ---- damage
 
 
-def test_another_format_version_is_refused(converted):
+def test_read_header_other_version_raises(converted):
     manifest = json.loads((converted / "jspec.json").read_text())
     (converted / "jspec.json").write_text(json.dumps({**manifest, "version": 99}))
     with pytest.raises(ValueError, match="version 2, got 99"):
@@ -212,14 +212,14 @@ def test_another_format_version_is_refused(converted):
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"version": 2}', '{"version": 2, "kind": "x", "config": {}}'])
-def test_a_damaged_manifest_is_named(converted, content):
+def test_read_header_damaged_manifest_raises(converted, content):
     (converted / "jspec.json").write_text(content)
     with pytest.raises(ValueError, match=r"damaged.*convert the model again"):
         auto.load_checkpoint(converted)
 
 
 @pytest.mark.parametrize("how", ["absent", "truncated", "emptied"])
-def test_damaged_weights_are_named(converted, how):
+def test_read_header_damaged_weights_raises(converted, how):
     if how == "absent":
         shutil.rmtree(converted / "weights")
     else:
@@ -230,7 +230,7 @@ def test_damaged_weights_are_named(converted, how):
         auto.load_checkpoint(converted)
 
 
-def test_values_beyond_float16_are_refused_when_restored(tmp_path):
+def test_read_arrays_values_beyond_float16_raises(tmp_path):
     orbax.save(tmp_path / "c", "target", CONFIG, [{"big": np.full(3, 1e5, np.float32), "ok": np.ones(3)}])
     header = orbax.read_header(tmp_path / "c")
     with pytest.raises(ValueError, match=r"65504.* big;"):
@@ -241,13 +241,13 @@ def test_values_beyond_float16_are_refused_when_restored(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["source", "converted"])
-def test_a_checkpoint_of_another_kind_is_refused(head, converted_head, form):
+def test_load_checkpoint_of_other_kind_raises(head, converted_head, form):
     with pytest.raises(ValueError, match="kind 'target', got 'eagle3'"):
         load.load(head if form == "source" else converted_head)
 
 
 @pytest.mark.parametrize("form", ["source", "converted"])
-def test_overrides_hold_for_every_form(head, converted_head, form):
+def test_load_checkpoint_overrides_apply_to_both_forms(head, converted_head, form):
     folder = head if form == "source" else converted_head
     options = dict(feature_layers=(1, 2, 3), norm_before_residual=True, norm_output=True)
     got = auto.load_checkpoint(folder, Overrides(rope_theta=5e5, **options))
@@ -261,14 +261,14 @@ def test_overrides_hold_for_every_form(head, converted_head, form):
         auto.load_checkpoint(folder, Overrides(feature_layers=(1, 2)))
 
 
-def test_an_override_of_false_replaces_a_stored_true(tmp_path, head):
+def test_load_checkpoint_override_false_replaces_stored_true(tmp_path, head):
     out = tmp_path / "out"
     assert main([str(head), str(out), "--norm-output"]) == 0
     assert auto.load_checkpoint(out).config.norm_output
     assert not auto.load_checkpoint(out, Overrides(norm_output=False)).config.norm_output
 
 
-def test_overrides_that_a_converted_checkpoint_does_not_have_are_refused(tmp_path, eagle, medusa):
+def test_load_checkpoint_override_of_absent_field_raises(tmp_path, eagle, medusa):
     for name, source in (("eagle", eagle), ("medusa", medusa)):
         assert main([str(source), str(tmp_path / "out" / name)]) == 0
         with pytest.raises(ValueError, match=f"norm_output: .*'{name}'"):
@@ -276,28 +276,28 @@ def test_overrides_that_a_converted_checkpoint_does_not_have_are_refused(tmp_pat
     assert auto.load_checkpoint(tmp_path / "out" / "eagle", Overrides(rope_theta=5e5)).config.rope.theta == 5e5
 
 
-def test_feature_layers_for_a_converted_target_are_refused(converted):
+def test_load_checkpoint_feature_layers_of_target_raises(converted):
     with pytest.raises(ValueError, match=r"feature_layers.*target"):
         auto.load_checkpoint(converted, Overrides(feature_layers=(1, 2, 3)))
 
 
-def test_an_unknown_dtype_is_refused_before_anything_is_read():
+def test_load_checkpoint_unknown_dtype_raises_before_reading():
     with pytest.raises(ValueError, match=r"dtype.*float32, bfloat16, float16.*int8"):
         auto.load_checkpoint("/nowhere", dtype="int8")
 
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere", "a/b/c"])
-def test_a_path_to_nothing_is_named_without_asking_the_hub(path):
+def test_find_path_to_nothing_raises_without_hub(path):
     with pytest.raises(FileNotFoundError, match=r"nowhere|a/b/c"):
         auto.load_checkpoint(path)
 
 
-def test_a_file_in_place_of_a_folder_is_named(target):
+def test_find_file_instead_of_folder_raises(target):
     with pytest.raises(FileNotFoundError, match="got a file"):
         auto.load_checkpoint(target / "config.json")
 
 
-def test_a_hub_id_is_downloaded_without_bin_files_where_safetensors_are(target, monkeypatch):
+def test_find_hub_id_downloads_bin_files_only_without_safetensors(target, monkeypatch):
     asked = []
 
     def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
@@ -322,7 +322,7 @@ def test_a_hub_id_is_downloaded_without_bin_files_where_safetensors_are(target, 
         (["model.safetensors", "pytorch_model.bin"], ["model.safetensors"]),
     ],
 )
-def test_the_hubs_patterns_reach_every_kind_of_weights_once(tmp_path, monkeypatch, files, fetched):
+def test_find_hub_patterns_match_each_kind_of_weights_once(tmp_path, monkeypatch, files, fetched):
     def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         for file in files:
             if any(fnmatch(file, pattern) for pattern in allow_patterns):
@@ -334,7 +334,7 @@ def test_the_hubs_patterns_reach_every_kind_of_weights_once(tmp_path, monkeypatc
     assert sorted(file.name for file in tmp_path.iterdir()) == fetched
 
 
-def test_a_hub_that_cannot_answer_is_an_error_with_the_name(monkeypatch):
+def test_find_hub_error_raises_with_name(monkeypatch):
     def download(*_, **__):
         raise OSError("offline")
 
@@ -354,7 +354,7 @@ def test_a_hub_that_cannot_answer_is_an_error_with_the_name(monkeypatch):
         (None, None, ()),
     ],
 )
-def test_eos_ids_come_from_the_generation_config_else_the_config(tmp_path, generation, config, ids):
+def test_eos_ids_prefer_generation_config(tmp_path, generation, config, ids):
     for name, content in (("generation_config.json", generation), ("config.json", config)):
         if content is not None:
             (tmp_path / name).write_text(json.dumps(content))
@@ -365,7 +365,7 @@ def test_eos_ids_come_from_the_generation_config_else_the_config(tmp_path, gener
 
 
 @pytest.mark.parametrize("form", ["source", "converted"])
-def test_a_head_is_described_with_what_decides_about_its_use(head, converted_head, form):
+def test_describe_eagle3_head_lists_its_properties(head, converted_head, form):
     text = describe(head if form == "source" else converted_head)
     count = sum(t.size for t in folders.head_tensors().values()) - DRAFT_IDS.size - HEAD["vocab_size"]
     for words in (
@@ -383,7 +383,7 @@ def test_a_head_is_described_with_what_decides_about_its_use(head, converted_hea
         assert words in text
 
 
-def test_a_description_names_what_sets_a_head_apart(tmp_path):
+def test_describe_head_names_its_flags(tmp_path):
     flags = {"norm_before_residual": True, "norm_output": True, "speculators_model_type": "eagle3"}
     config = {**flags, "draft_vocab_size": 10, "transformer_layer_config": {**TARGET, "num_hidden_layers": 1}}
     text = describe(folders.write(tmp_path, config, folders.head_tensors()))
@@ -391,7 +391,7 @@ def test_a_description_names_what_sets_a_head_apart(tmp_path):
     assert "flags beside plain EAGLE-3: norm_before_residual, norm_output" in text
 
 
-def test_a_head_without_fusion_is_described_with_the_state_it_reads(tmp_path):
+def test_describe_head_without_fusion_names_its_state(tmp_path):
     tensors = folders.head_tensors()
     del tensors["fc.weight"]
     options = {"use_aux_hidden_state": False, "use_last_layernorm": True}
@@ -402,7 +402,7 @@ def test_a_head_without_fusion_is_described_with_the_state_it_reads(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["source", "converted"])
-def test_eagle_1_and_medusa_heads_are_described(tmp_path, eagle, medusa, form):
+def test_describe_eagle1_and_medusa_heads_lists_their_properties(tmp_path, eagle, medusa, form):
     folder = {"eagle": eagle, "medusa": medusa}
     if form == "converted":
         for name, source in folder.items():
@@ -421,18 +421,18 @@ def test_eagle_1_and_medusa_heads_are_described(tmp_path, eagle, medusa, form):
     assert "target state N+1, after the final norm" in text["medusa"]
 
 
-def test_a_description_says_what_to_pass_where_a_file_leaves_doubt(tmp_path):
+def test_describe_ambiguous_file_says_what_to_pass(tmp_path):
     text = describe(folders.write(tmp_path, {**HEAD, "norm_output": True}, folders.head_tensors()))
     assert "cannot be loaded: norm_output" in text
     assert "pass norm_output=True" in text
 
 
-def test_a_vocabulary_map_out_of_order_is_described_as_such(tmp_path):
+def test_describe_unordered_vocabulary_map_says_so(tmp_path):
     tensors = folders.head_tensors() | folders.vocabulary(DRAFT_IDS[::-1])
     assert "not monotone map" in describe(folders.write(tmp_path, HEAD, tensors))
 
 
-def test_a_description_reads_no_weights(converted):
+def test_describe_reads_no_weights(converted):
     for file in (converted / "weights").rglob("ocdbt.process_*/d/*"):
         file.write_bytes(bytes(file.stat().st_size))
     text = describe(converted)
@@ -441,7 +441,7 @@ def test_a_description_reads_no_weights(converted):
     assert "cannot be loaded" not in text
 
 
-def test_a_description_says_what_keeps_a_folder_from_loading(tmp_path):
+def test_describe_unloadable_folder_gives_the_reason(tmp_path):
     tensors = folders.target_tensors()
     del tensors["model.norm.weight"]
     text = describe(folders.write(tmp_path, TARGET, tensors))

@@ -1,4 +1,4 @@
-"""Configs: what is read from a config.json, what is refused, and the messages."""
+"""Config records: reading a config.json, refusals with their messages, JSON."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from functools import partial
 import pytest
 
 from jspec.draft.eagle_formats import read_head
+from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig
 from jspec.draft.medusa import MedusaConfig
-from jspec.models.config import ModelConfig, Rope
+from jspec.models.config import GQA, Dense, LayerConfig, ModelConfig, Rope
 from jspec.models.families import read_config
 from tests.support.folders import EAGLE, HEAD, TARGET, without
 
@@ -27,13 +28,13 @@ READERS = [read_config, partial(read_head, method="eagle3"), partial(read_head, 
 SCALED = Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
 
 
-def test_absent_options_take_the_defaults_of_the_llama_format():
+def test_read_config_absent_options_take_llama_defaults():
     config = read_config(without(TARGET, "num_key_value_heads"))
     assert (config.num_kv_heads, config.head_dim, config.rope) == (4, 4, Rope(10000.0))
     assert not config.tie_word_embeddings
 
 
-def test_an_explicit_head_dim_is_kept():
+def test_read_config_explicit_head_dim_is_kept():
     assert read_config({**TARGET, "head_dim": 32}).head_dim == 32
 
 
@@ -52,11 +53,11 @@ def test_an_explicit_head_dim_is_kept():
     ids=["transformers 4", "old type key", "transformers 5", "both"],
 )
 @pytest.mark.parametrize("read", READERS)
-def test_every_spelling_of_the_rotary_scaling_reads_the_same(spelling, read):
+def test_read_rope_every_spelling_gives_the_same_scaling(spelling, read):
     assert read({**TARGET, **spelling}).rope == SCALED
 
 
-def test_what_transformers_saves_is_read_back(tmp_path):
+def test_read_config_of_transformers_file_gives_its_sizes(tmp_path):
     transformers = pytest.importorskip("transformers")
     saved = transformers.LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
@@ -88,14 +89,14 @@ def test_what_transformers_saves_is_read_back(tmp_path):
     ],
 )
 @pytest.mark.parametrize("read", READERS)
-def test_an_option_that_is_not_computed_is_refused_by_name(change, named, read):
+def test_read_config_unsupported_option_raises_with_name(change, named, read):
     with pytest.raises(NotImplementedError, match=named) as error:
         read({**TARGET, **change})
     assert "expected" in str(error.value)
 
 
 @pytest.mark.parametrize("read", READERS)
-def test_all_missing_keys_are_listed_at_once(read):
+def test_read_config_missing_keys_raises_with_all(read):
     with pytest.raises(ValueError, match="hidden_size, rms_norm_eps"):
         read(without(TARGET, "hidden_size", "rms_norm_eps"))
 
@@ -112,12 +113,12 @@ def test_all_missing_keys_are_listed_at_once(read):
         ({"rope_scaling": LLAMA3, "rope_parameters": {**LLAMA3, "factor": 4.0}}, "agree"),
     ],
 )
-def test_an_impossible_value_is_refused_by_name(change, named):
+def test_read_config_impossible_value_raises_with_name(change, named):
     with pytest.raises(ValueError, match=named):
         read_config({**TARGET, **change})
 
 
-def test_two_rotary_bases_are_an_error_until_one_is_chosen():
+def test_read_rope_two_bases_raises_without_override():
     config = {**TARGET, "rope_theta": 10000.0, "rope_parameters": {"rope_theta": 500000.0}}
     with pytest.raises(ValueError, match="rope_theta"):
         read_config(config)
@@ -135,5 +136,64 @@ def test_two_rotary_bases_are_an_error_until_one_is_chosen():
     ],
     ids=["target", "EAGLE-3", "EAGLE-3 with options", "EAGLE-1", "Medusa"],
 )
-def test_a_config_survives_json(config):
+def test_from_json_inverts_to_json(config):
     assert type(config).from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+# The manifests of folders that were converted before there were records of layers.
+FLAT = {
+    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4,
+    "norm_eps": 1e-5,
+    "rope": {
+        "theta": 5e5, "kind": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position": 8192,
+    },
+}  # fmt: skip
+FLAT_MODEL = {**FLAT, "family": "llama", "num_layers": 3, "tie_word_embeddings": False, "max_position": 2048}
+FLAT_HEAD = {
+    **FLAT, "draft_vocab_size": 10, "target_hidden_size": 16, "feature_layers": [2, 4, 5], "source_format": "official",
+    "method": "eagle3", "num_layers": 1, "norm_before_residual": False, "norm_before_fc": False, "fc_norm": True,
+    "norm_output": True, "qk_norm": True, "qkv_bias": False, "fc_bias": False, "fuse": True,
+}  # fmt: skip
+FLAT_EAGLE = {
+    **FLAT_HEAD, "draft_vocab_size": 40, "feature_layers": None, "method": "eagle", "fc_norm": False,
+    "norm_output": False, "qk_norm": False, "fc_bias": True,
+}  # fmt: skip
+
+
+def test_from_json_flat_manifest_gives_layers() -> None:
+    rope = Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
+    layer = LayerConfig(GQA(4, 2, 4, rope=rope), Dense(24))
+    model = ModelConfig.from_json(FLAT_MODEL)
+    assert (model.layers, model.num_layers, model.rope) == ((layer,) * 3, 3, rope)
+    assert model.to_json() == FLAT_MODEL
+    head = HeadConfig.from_json(FLAT_HEAD)
+    assert isinstance(head, Eagle3Config)
+    assert (head.layers[0].attention.qk_norm, head.fc_norm, head.norm_output, head.fuse) == (True, True, True, True)
+    assert (head.feature_layers, head.draft_vocab_size) == ((2, 4, 5), 10)
+    eagle = HeadConfig.from_json(FLAT_EAGLE)
+    assert isinstance(eagle, EagleConfig)
+    assert eagle.layers == (layer,) and eagle.fc_bias
+
+
+@pytest.mark.parametrize(
+    ("layer", "named"),
+    [
+        (LayerConfig(GQA(4, 2, 4, window=8), Dense(24)), "sliding_window"),
+        (LayerConfig(GQA(4, 2, 4), Dense(24, activation="gelu")), "hidden_act"),
+        (LayerConfig(GQA(4, 2, 4), Dense(24), norms="sandwich"), "norms"),
+    ],
+)
+def test_layer_config_that_is_not_computed_raises_with_name(layer, named):
+    config = ModelConfig.from_json(FLAT_MODEL)
+    with pytest.raises(NotImplementedError, match=f"^{named}: expected"):
+        replace(config, layers=(*config.layers, layer))
+
+
+def test_model_config_with_layers_that_differ_is_hashable_and_has_no_flat_form():
+    config = ModelConfig.from_json(FLAT_MODEL)
+    wide = replace(config.layers[0], mlp=Dense(32))
+    mixed = replace(config, layers=(*config.layers, wide))
+    assert hash(mixed) != hash(config) and mixed.num_layers == 4
+    with pytest.raises(NotImplementedError, match="layers: expected layers that are all alike"):
+        mixed.to_json()

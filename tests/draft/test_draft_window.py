@@ -1,4 +1,4 @@
-"""A draft window: what is drafted, against dense attention under a sliding mask; and that it costs no token."""
+"""The draft window: scores against dense attention with a sliding mask, and unchanged output tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DRAFTERS: dict[str, Drafter] = {
 
 
 def run(drafter: Drafter | None, **options: Any) -> Completion:
-    """The prompt in chunks that end inside a page."""
+    """Decode the prompt, prefilled in chunks that end inside a page."""
     options |= dict(slots=1, max_len=40, page_size=4, buckets=(1,), prefill_buckets=(6,))
     options |= dict(prefix_cache=False, controls=False)
     with Engine(TARGET, drafter=drafter, **options) as engine:
@@ -45,7 +45,7 @@ def run(drafter: Drafter | None, **options: Any) -> Completion:
 
 @cache
 def completed(name: str) -> Completion:
-    """Where the drafter says nothing of a window, the engine does."""
+    """The completion; the engine sets the window where the drafter has none."""
     drafter = DRAFTERS[name]
     return run(drafter, **({} if drafter.draft_window else {"draft_window": WINDOW}))
 
@@ -57,7 +57,7 @@ def plain() -> list[int]:
 
 @cache
 def features() -> np.ndarray:
-    """The target's states 0 and 2 at the prompt and the completion, side by side, by one forward."""
+    """The target's states 0 and 2 over prompt and completion, concatenated, from one forward pass."""
     tokens = jnp.asarray([PROMPT + plain()])
     c, count = TARGET.config, tokens.shape[1]
     pages = -(-count // 8)
@@ -80,7 +80,7 @@ def normed(x: np.ndarray, weight: Any) -> np.ndarray:
 
 
 def head_pass(head: EagleHead, feature: np.ndarray, tokens: list[int], window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Dense: the head's hidden state and log-probabilities behind the last of (feature, token) pairs."""
+    """The head's hidden state and log-probabilities after the last (feature, token) pair, with dense attention."""
     embedded, hidden = np.asarray(TARGET.embed, np.float64)[tokens], feature
     for index, layer in enumerate(head.layers):
         w = {n: np.asarray(a, np.float64) for n in layer.__dataclass_fields__ if (a := getattr(layer, n)) is not None}
@@ -98,24 +98,24 @@ def log_softmax(row: np.ndarray) -> np.ndarray:
 
 
 def eagle_scores(head: EagleHead, text: list[int], path: list[int], window: int) -> float:
-    """The score of the last token of a path behind the text, whose last token is the root."""
+    """The score of the last token of a path after the text, whose last token is the root."""
     ids = np.asarray(head.draft_to_target).tolist()
     fused = features()[: len(text) - 1] @ np.asarray(head.fc, np.float64).T
     tokens, score = text[1:], 0.0
     for token in path:
-        hidden, law = head_pass(head, fused, tokens, window)
-        score += law[ids.index(token)]
+        hidden, log_probs = head_pass(head, fused, tokens, window)
+        score += log_probs[ids.index(token)]
         fused, tokens = np.concatenate([fused, hidden[None]]), [*tokens, token]
     return score
 
 
 def model_scores(model: Model, text: list[int], path: list[int], window: int) -> float:
-    laws = decoder.logits(model, np.array([text + path]), window)[0]
-    return sum(log_softmax(laws[len(text) - 1 + i])[token] for i, token in enumerate(path))
+    logits = decoder.logits(model, np.array([text + path]), window)[0]
+    return sum(log_softmax(logits[len(text) - 1 + i])[token] for i, token in enumerate(path))
 
 
 def differences(name: str, window: int) -> np.ndarray:
-    """Of every drafted node's score, every round: what the engine says less what dense attention says."""
+    """The differences between the engine's scores and those of dense attention, for every drafted node."""
     drafter, done = DRAFTERS[name], completed(name)
     text, found = [*PROMPT, done.token_ids[0]], []
     for one in done.rounds or []:
@@ -137,20 +137,20 @@ def differences(name: str, window: int) -> np.ndarray:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * name.endswith("dynamic")) for name in DRAFTERS]
 )
-def test_scores_are_those_of_dense_attention_under_a_sliding_mask(name: str) -> None:
-    """And one token more or less in the window, the control, is seen."""
+def test_draft_window_scores_equal_dense_attention_with_sliding_mask(name: str) -> None:
+    """Control: a window of one token more or less gives other scores."""
     assert differences(name, WINDOW).max() < 2e-4
     for other in (WINDOW - 1, WINDOW + 1):
         assert np.median(differences(name, other)) > 1e-3
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_tokens_are_the_targets_with_any_window(name: str) -> None:
+def test_draft_window_tokens_equal_plain_decoding(name: str) -> None:
     assert completed(name).token_ids == plain()
 
 
 @pytest.mark.parametrize("window", [0, -1, 3, 2.0, True])
-def test_a_window_too_small_for_the_tree_is_refused(window: Any) -> None:
+def test_draft_window_smaller_than_tree_raises(window: Any) -> None:
     head, eagle1 = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2)), tiny.eagle1_head(TARGET)
     for make in (
         lambda: Eagle3(head, CHAIN, draft_window=window),
@@ -164,26 +164,26 @@ def test_a_window_too_small_for_the_tree_is_refused(window: Any) -> None:
 
 
 @pytest.mark.parametrize("drafter", [None, NGram(CHAIN), Medusa(tiny.medusa_heads(TARGET, heads=3), CHAIN)])
-def test_a_drafter_without_a_cache_has_no_window(drafter: Drafter | None) -> None:
+def test_draft_window_of_drafter_without_cache_raises(drafter: Drafter | None) -> None:
     with pytest.raises(ValueError, match=r"draft_window: expected a drafter with a window .* leave it out"):
         Engine(TARGET, drafter=drafter, draft_window=8)
 
 
-LONG, ROOM = 16_400, 12
+LONG, NEW = 16_400, 12
 
 
 @pytest.mark.matrix
-def test_far_beyond_any_length_a_head_was_trained_at() -> None:
-    """Rotary positions have no end and no table; greedy tokens are plain decoding's, with a window and without."""
+def test_draft_long_context_tokens_equal_plain_decoding() -> None:
+    """At a context longer than any head was trained on, with and without a window; rotary positions have no limit."""
     target = tiny.model(16, layers=1, seed=3)
     prompt = np.random.default_rng(0).integers(0, 16, LONG).tolist()
     head = tiny.eagle_head(target, draft_vocab=12, feature_layers=(0, 1))
     drafters = [None, Eagle3(head, CHAIN), DraftModel(target, CHAIN, draft_window=8192)]
     texts = []
     for drafter in drafters:
-        options: dict[str, Any] = dict(slots=1, max_len=LONG + ROOM, page_size=128, prefix_cache=False)
+        options: dict[str, Any] = dict(slots=1, max_len=LONG + NEW, page_size=128, prefix_cache=False)
         with Engine(target, drafter=drafter, buckets=(1,), prefill_buckets=(512,), **options) as engine:
-            (done,) = engine.generate(prompt, SamplingParams(max_tokens=ROOM, temperature=0))
+            (done,) = engine.generate(prompt, SamplingParams(max_tokens=NEW, temperature=0))
         texts.append(done.raise_for_error().token_ids)
-    assert len(texts[0]) == ROOM and texts[1:] == [texts[0]] * 2
+    assert len(texts[0]) == NEW and texts[1:] == [texts[0]] * 2
     assert done.metrics.mean_acceptance_length > 2  # the draft model is the target itself

@@ -1,4 +1,4 @@
-"""What exporters write into a head's config.json: what it means, what contradicts itself, what is not computed."""
+"""Reading the config.json of EAGLE heads: meaning, contradictions, unsupported options."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def specforge(**options: Any) -> dict[str, Any]:
         (WRAPPED, "eagle", "vllm"),
     ],
 )
-def test_the_exporter_is_recognised_and_the_sizes_are_the_same(config, method, name):
+def test_read_head_every_exporter_gives_the_same_sizes(config, method, name):
     head = read(config, method)
     assert head.source_format == name
     drafted = 10 if method == "eagle3" else 40
@@ -67,14 +67,14 @@ def test_the_exporter_is_recognised_and_the_sizes_are_the_same(config, method, n
     assert (head.method, head.num_layers, head.norm_eps, head.rope) == (method, 1, 1e-5, Rope(10000.0))
 
 
-def test_the_vocabulary_and_the_targets_width_default_to_the_heads_own():
+def test_read_head_vocabulary_and_target_width_default_to_its_own():
     head = read(without(HEAD, "draft_vocab_size"))
     assert (head.draft_vocab_size, head.target_hidden_size, head.num_features) == (40, 16, 3)
     assert read({**HEAD, "target_hidden_size": 20, "head_dim": 8}).target_hidden_size == 20
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_layers_are_counted_where_the_count_is_the_heads(count):
+def test_read_head_counts_layers_where_the_file_counts_its_own(count):
     assert read({**HEAD, "num_hidden_layers": 40}).num_layers == 1
     assert read({**EAGLE, "num_hidden_layers": count}, "eagle").num_layers == count
     layer = {**LAYER, "num_hidden_layers": count}
@@ -85,7 +85,7 @@ def test_layers_are_counted_where_the_count_is_the_heads(count):
     ("file", "override", "theta"),
     [({}, None, 10000.0), ({"rope_theta": 1e6}, None, 1e6), ({"rope_theta": 1e6}, 10000.0, 10000.0)],
 )
-def test_a_heads_rotary_base_is_10000_unless_the_file_or_the_caller_says_otherwise(file, override, theta):
+def test_read_head_rotary_base_defaults_to_10000(file, override, theta):
     for config, method in (
         ({**HEAD, **file}, "eagle3"),
         ({**SPECULATORS, "transformer_layer_config": {**LAYER, **file}}, "eagle3"),
@@ -94,7 +94,7 @@ def test_a_heads_rotary_base_is_10000_unless_the_file_or_the_caller_says_otherwi
         assert read(config, method, rope_theta=override).rope == Rope(theta)
 
 
-def test_scaling_and_head_dim_of_a_modelopt_file_are_kept():
+def test_read_head_modelopt_scaling_and_head_dim_are_kept():
     scaling = {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
@@ -114,17 +114,17 @@ def test_scaling_and_head_dim_of_a_modelopt_file_are_kept():
         (without(WRAPPED, "eagle_fc_bias"), False),
     ],
 )
-def test_the_authors_fc_has_a_bias_unless_they_say_no_and_vllms_only_if_it_says_so(config, biased):
+def test_read_head_eagle1_fc_bias_default_depends_on_exporter(config, biased):
     assert read(config, "eagle").fc_bias is biased
     assert not read(HEAD).fc_bias
 
 
-def test_biases_of_queries_keys_and_values_are_read():
+def test_read_head_qkv_bias_is_read():
     assert read({**EAGLE, "model_type": "llama", "qkv_bias": True}, "eagle").qkv_bias
     assert not read(EAGLE, "eagle").qkv_bias
 
 
-def test_a_qwen3_layer_norms_its_heads():
+def test_read_head_qwen3_layer_has_qk_norm():
     qwen = {**SPECULATORS, "transformer_layer_config": {**LAYER, "model_type": "qwen3"}}
     assert read(qwen).qk_norm
     assert not read(SPECULATORS).qk_norm
@@ -137,21 +137,21 @@ def test_a_qwen3_layer_norms_its_heads():
 
 @pytest.mark.parametrize("flag", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"])
 @pytest.mark.parametrize("value", [True, False])
-def test_the_flags_of_the_speculators_format_are_read(flag, value):
+def test_read_head_speculators_flags_are_read(flag, value):
     head = read({**SPECULATORS, flag: value})
     assert getattr(head, flag) is value
     assert head == HeadConfig.from_json({**read(SPECULATORS).to_json(), flag: value})
 
 
 @pytest.mark.parametrize("name", ["norm_output", "return_hidden_post_norm"])
-def test_modelopt_says_in_two_ways_that_the_normed_output_is_fed_back(name):
+def test_read_head_modelopt_norm_output_has_two_names(name):
     assert read(modelopt(**{name: True})).norm_output
     assert not read(modelopt(**{name: False})).norm_output
     assert read({**modelopt(norm_output=True, return_hidden_post_norm=True), "norm_output": True}).norm_output
     assert read(modelopt(norm_before_fc=True)).norm_before_fc
 
 
-def test_without_fusion_the_feature_is_one_state():
+def test_read_head_without_fusion_reads_one_state():
     head = read(modelopt(use_aux_hidden_state=False, **{IDS: []}))
     assert (head.fuse, head.feature_layers, head.num_features) == (False, None, 1)
     eagle = read(EAGLE, "eagle")
@@ -159,7 +159,7 @@ def test_without_fusion_the_feature_is_one_state():
     assert read(modelopt(use_aux_hidden_state=False), feature_layers=(3,)).feature_layers == (3,)
 
 
-def test_specforges_norm_output_is_an_error_until_the_caller_decides():
+def test_read_head_specforge_norm_output_raises_without_override():
     for config in (specforge(norm_output=True), {**HEAD, "norm_output": True}):
         with pytest.raises(ValueError, match=r"norm_output: .*SpecForge.*pass norm_output=True"):
             read(config)
@@ -169,18 +169,18 @@ def test_specforges_norm_output_is_an_error_until_the_caller_decides():
     assert not read(specforge()).norm_output
 
 
-def test_speculators_must_say_what_the_residual_is():
+def test_read_head_speculators_without_residual_flag_raises():
     silent = without(SPECULATORS, "norm_before_residual")
     with pytest.raises(ValueError, match=r"norm_before_residual: .*got none; pass norm_before_residual="):
         read(silent)
     assert read(silent, norm_before_residual=True).norm_before_residual
     assert not read(silent, norm_before_residual=False).norm_before_residual
-    for config in (HEAD, specforge(), modelopt()):  # elsewhere it is the raw hidden state
+    for config in (HEAD, specforge(), modelopt()):  # the default of other exporters: the raw hidden state
         assert not read(config).norm_before_residual
 
 
 @pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output"])
-def test_the_caller_outweighs_the_file(flag):
+def test_read_head_override_replaces_file(flag):
     assert getattr(read({**SPECULATORS, flag: False}, **{flag: True}), flag)
     assert not getattr(read({**SPECULATORS, flag: True}, **{flag: False}), flag)
 
@@ -203,11 +203,11 @@ def test_the_caller_outweighs_the_file(flag):
         ({IDS: [1, 15, 28]}, (1, 15, 28)),
     ],
 )
-def test_feature_ids_become_target_state_indices(file, states):
+def test_read_head_feature_ids_become_state_indices(file, states):
     assert read({**HEAD, **file}).feature_layers == states
 
 
-def test_the_ids_of_the_speculators_format_are_states_already():
+def test_read_head_speculators_ids_are_state_indices():
     assert read({**SPECULATORS, IDS: [1, 15, 28]}).feature_layers == (1, 15, 28)
     assert read({**SPECULATORS, IDS: None}).feature_layers is None
 
@@ -231,7 +231,7 @@ CONTRADICTIONS = {
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_a_contradiction_names_what_to_pass(case):
+def test_read_head_contradiction_says_what_to_pass(case):
     config, decision = CONTRADICTIONS[case]
     ((name, value),) = decision.items()
     with pytest.raises(ValueError, match=f"pass {name}="):
@@ -240,21 +240,21 @@ def test_a_contradiction_names_what_to_pass(case):
     assert (got.rope.theta if name == "rope_theta" else getattr(got, name)) == value
 
 
-def test_two_kinds_of_norm_before_fc_are_a_contradiction():
+def test_read_head_two_norms_before_fc_raises():
     with pytest.raises(ValueError, match="norm_before_fc, fc_norm: expected at most one"):
         read({**SPECULATORS, "norm_before_fc": True, "fc_norm": True})
 
 
-def test_another_flag_that_is_given_twice_and_differs_is_named():
+def test_read_head_flag_with_two_values_raises():
     with pytest.raises(ValueError, match=r"fc_norm: expected one value.*correct config\.json"):
         read({**specforge(fc_norm=True), "eagle_config": {"fc_norm": False}})
 
 
-# ---- what is refused
+# ---- refusals
 
 
 @pytest.mark.parametrize("layers", [(), (2, 2, 5), (-1, 4, 5)])
-def test_impossible_feature_layers_are_refused(layers):
+def test_read_head_impossible_feature_layers_raises(layers):
     with pytest.raises(ValueError, match="feature_layers"):
         read(HEAD, feature_layers=layers)
 
@@ -271,13 +271,13 @@ def test_impossible_feature_layers_are_refused(layers):
         ({**modelopt(use_aux_hidden_state=False), "target_hidden_size": 20}, "eagle3", "target_hidden_size"),
     ],
 )
-def test_impossible_or_missing_sizes_are_named(config, method, named):
+def test_read_head_impossible_or_missing_sizes_raises(config, method, named):
     with pytest.raises(ValueError, match=named):
         read(config, method)
 
 
 @pytest.mark.parametrize("states", [(1, 2, 3), (1, 2)])
-def test_several_states_for_a_head_that_fuses_none_are_refused(states):
+def test_read_head_several_states_without_fusion_raises(states):
     with pytest.raises(ValueError, match="feature_layers: expected one target state"):
         read(modelopt(use_aux_hidden_state=False), feature_layers=states)
 
@@ -298,7 +298,7 @@ def test_several_states_for_a_head_that_fuses_none_are_refused(states):
     ],
 )
 @pytest.mark.parametrize("nested", [False, True])
-def test_an_option_that_is_not_computed_is_refused_by_name(flag, value, nested):
+def test_read_head_unsupported_option_raises_with_name(flag, value, nested):
     config = modelopt(**{flag: value}) if nested else {**HEAD, flag: value}
     with pytest.raises(NotImplementedError, match=f"^{flag}: expected"):
         read(config)
@@ -319,12 +319,12 @@ def test_an_option_that_is_not_computed_is_refused_by_name(flag, value, nested):
         ({"fc_norm": True}, "fc_norm"),
     ],
 )
-def test_a_variant_of_eagle_1_that_is_not_computed_is_refused_by_name(change, named):
+def test_read_head_unsupported_eagle1_variant_raises_with_name(change, named):
     with pytest.raises(NotImplementedError, match=named):
         read({**WRAPPED, **change}, "eagle")
     read({**WRAPPED, "truncated_vocab_size": 40}, "eagle")
 
 
-def test_an_unknown_method_is_refused():
+def test_head_config_unknown_method_raises():
     with pytest.raises(ValueError, match="method: expected one of eagle3, eagle, got 'eagle4'"):
         HeadConfig.from_json({**read(HEAD).to_json(), "method": "eagle4"})

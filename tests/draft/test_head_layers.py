@@ -1,4 +1,4 @@
-"""Layers of heads: every layer's cache must be right, and what is known of drafted tokens beforehand."""
+"""The layers of EAGLE heads: caches of several layers, and the precomputed first layer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def two_layers() -> EagleHead:
 
 
 def scores(chunk: int, fill: float) -> list[np.ndarray]:
-    """The draft scores of every round, with prompts in chunks and whatever was in the cache before."""
+    """The draft scores of every round, for prompts in chunks of a size and a cache filled with a value before."""
     engine = Engine(
         TARGET,
         drafter=Eagle3(two_layers(), Tree.topk(6, 3, 2)),
@@ -61,15 +61,19 @@ def scores(chunk: int, fill: float) -> list[np.ndarray]:
     return [np.concatenate([one.scores for one in completion.rounds or []]) for completion in done]
 
 
-def test_drafts_depend_neither_on_chunks_nor_on_what_the_cache_held() -> None:
+def test_eagle3_two_layers_scores_do_not_depend_on_chunks_or_old_cache() -> None:
     for one, other in zip(scores(16, 0.0), scores(3, np.nan), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-def entered(
+def projected(
     head: EagleHead, tokens: np.ndarray, features: jnp.ndarray, ids: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Residual and projection of pairs, as of any tokens or as of drafted ones."""
+    """Residual and projection of pairs.
+
+    Args:
+        ids: draft ids of the tokens, for `project_draft_tokens`; None: `project_inputs`.
+    """
     shape = tokens.shape
     pairs = TokenBatch(
         tokens=jnp.asarray(tokens),
@@ -94,7 +98,7 @@ def entered(
 
 @pytest.mark.parametrize("kind", [None, "int8", "fp8_dynamic"])
 @pytest.mark.parametrize("norm_before_residual", [False, True])
-def test_a_drafted_tokens_projection_is_that_of_any_token(kind: str | None, norm_before_residual: bool) -> None:
+def test_project_draft_tokens_equals_project_inputs(kind: str | None, norm_before_residual: bool) -> None:
     head = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2))
     head = head.replace(config=replace(head.config, norm_before_residual=norm_before_residual))
     head = head if kind is None else quantize_weights(head, kind)
@@ -106,17 +110,17 @@ def test_a_drafted_tokens_projection_is_that_of_any_token(kind: str | None, norm
         jnp.asarray(rng.normal(size=(3, 5, head.config.hidden_size)), "float32"),
     )
     tokens = np.asarray(head.draft_to_target)[ids]
-    expected, found = entered(bound, tokens, features), entered(bound, tokens, features, ids)
+    expected, found = projected(bound, tokens, features), projected(bound, tokens, features, ids)
     np.testing.assert_array_equal(found[0], expected[0])
     size = np.abs(expected[1]).max()
-    tolerance = {None: 1e-5, "int8": 1e-5, "fp8_dynamic": 0.1}[kind]  # float8: inputs are rounded to other scales
+    tolerance = {None: 1e-5, "int8": 1e-5, "fp8_dynamic": 0.1}[kind]  # float8: inputs are quantised with other scales
     np.testing.assert_allclose(found[1], expected[1], atol=tolerance * size)
-    others = entered(bound, tokens, features, (ids + 1) % 12)[1]  # the negative control
+    others = projected(bound, tokens, features, (ids + 1) % 12)[1]  # the negative control
     assert np.abs(others - expected[1]).max() > 2 * tolerance * size
 
 
 def drafts(head: EagleHead, tree: Tree, *, table: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and scores of two rounds of two requests, with or without what is known of drafted tokens."""
+    """Tokens and scores of two rounds of two requests, with or without the precomputed first layer (``table``)."""
     drafter = Eagle3(head, tree)
     program = Program(drafter, drafter.feature_layers(TARGET), "coupled", "reference", trace=True)
     bound = drafter.bind(TARGET)
@@ -139,7 +143,7 @@ def drafts(head: EagleHead, tree: Tree, *, table: bool) -> tuple[np.ndarray, np.
 @pytest.mark.long
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 @pytest.mark.parametrize("norm_output", [False, True])
-def test_what_is_fed_back_is_projected_as_in_one_product(norm_output: bool, norm_before_residual: bool) -> None:
+def test_precomputed_first_layer_drafts_equal_those_without(norm_output: bool, norm_before_residual: bool) -> None:
     head, rng = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2)), np.random.default_rng(3)
     norms = [jnp.asarray(rng.uniform(0.5, 1.5, head.config.hidden_size), "float32") for _ in range(3)]
     layer = head.layers[0].replace(input_norm=norms[0], hidden_norm=norms[1])
@@ -154,17 +158,15 @@ def test_what_is_fed_back_is_projected_as_in_one_product(norm_output: bool, norm
     assert np.abs(drafts(other, tree, table=True)[1] - scores).max() > 1e-2
 
 
-def test_a_head_over_the_whole_vocabulary_keeps_one_projection() -> None:
+def test_precompute_first_layer_whole_vocabulary_is_skipped() -> None:
     """A table of the whole vocabulary would be larger than the head."""
     head = tiny.eagle_head(TARGET, draft_vocab=16, feature_layers=(0, 2))
     assert Eagle3(head, Tree.chain(2)).bind(TARGET).precomputed is None
 
 
 @pytest.mark.parametrize("norm_output", [False, True])
-def test_what_is_normed_is_rounded_as_it_would_be_afterwards(
-    norm_output: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the kernel of the norm, unless it is fed back as well; with two layers inner norms too."""
+def test_mlp_part_quantised_norms_equal_later_quantisation(norm_output: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm's kernel quantises its output unless that is fed back; with two layers also between layers."""
     head = quantize_weights(two_layers(), "fp8_dynamic")
     head = head.replace(config=replace(head.config, norm_output=norm_output))
     tree, seen, in_head = Tree.topk(6, 3, 2), [], []

@@ -1,4 +1,4 @@
-"""The decoder against transformers, and the real small models against their recorded greedy texts."""
+"""The decoder against transformers, and small real models against their recorded greedy texts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+def test_forward_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="transformers' models need torch")
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -55,7 +55,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", ["stories260k", "tinystories656k"])
-def test_the_real_models_say_what_was_recorded(name: str, data: Path) -> None:
+def test_engine_real_models_reproduce_recorded_texts(name: str, data: Path) -> None:
     target, cases = tiny.load_target(data / name), tiny.greedy_cases(data / name)
     engine = Engine(target, slots=4, max_len=256, buckets=(4,), prefill_buckets=(64,))
     params = [SamplingParams(max_tokens=len(case["greedy_ids"]), temperature=0) for case in cases]
@@ -65,7 +65,7 @@ def test_the_real_models_say_what_was_recorded(name: str, data: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["stories260k", "tinystories656k"])
-def test_the_real_models_logits_equal_transformers(name: str, data: Path) -> None:
+def test_forward_real_models_logits_equal_transformers(name: str, data: Path) -> None:
     torch = pytest.importorskip("torch", reason="transformers' models need torch")
     from transformers import AutoModelForCausalLM
 
@@ -77,8 +77,8 @@ def test_the_real_models_logits_equal_transformers(name: str, data: Path) -> Non
     np.testing.assert_allclose(last_logits(tiny.load_target(data / name), ids), wanted, atol=TOLERANCE)
 
 
-def test_a_wrong_rope_base_is_caught(data: Path) -> None:
-    """The negative control."""
+def test_forward_wrong_rope_base_changes_logits(data: Path) -> None:
+    """Negative control of the comparisons above."""
     target = tiny.load_target(data / "stories260k")
     case = tiny.greedy_cases(data / "stories260k")[0]
     other = Model.from_weights(
@@ -90,8 +90,8 @@ def test_a_wrong_rope_base_is_caught(data: Path) -> None:
 
 
 @pytest.mark.parametrize("is_tree", [False, True])
-def test_rows_that_fill_a_product_up_change_nothing(is_tree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither logits nor features nor caches: where a kernel takes rows by the eight, others are added behind them."""
+def test_forward_padding_rows_change_nothing(is_tree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that pad a sequence to a kernel's multiple of eight change no logits, features or caches."""
     model, rng = tiny.model(40), np.random.default_rng(0)
     pool = PoolShape(2, 9, 4, 16, "float32", "float32")
     parents = jnp.asarray([[-1, 0, 0, 1, 2], [-1, 0, 1, 1, 0]], jnp.int32)
@@ -118,4 +118,4 @@ def test_rows_that_fill_a_product_up_change_nothing(is_tree: bool, monkeypatch: 
     written = batch.pad(3)
     monkeypatch.setattr(TokenBatch, "pad", lambda self, more: replace(written, valid=written.valid.at[:].set(True)))
     changed = run(3)[1]
-    assert np.abs(changed.k[0] - wanted[1].k[0]).max() > 0.1, "control: rows that are written show"
+    assert np.abs(changed.k[0] - wanted[1].k[0]).max() > 0.1, "control: padding rows that are written change the cache"

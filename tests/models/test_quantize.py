@@ -1,4 +1,4 @@
-"""Weights of one byte: the product's numbers, what is quantised, loading and converting, and that nothing is lost."""
+"""Quantisation: products, which weights are quantised, loading and conversion, accuracy, losslessness."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROMPT = "class Config:\n    def _interpolate"
 
 
 def problem(rows: int, out: int, inner: int, dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
-    """Rows of x and of the weight differ in size by up to a thousand, so that a scale at the wrong place shows."""
+    """Rows of x and of the weight differ in size by up to a thousand, which shows a misplaced scale."""
     rng = np.random.default_rng(rows + out)
     x = rng.normal(size=(rows, inner)) * 10.0 ** rng.uniform(-1, 2, (rows, 1))
     weight = rng.normal(size=(out, inner)) * 10.0 ** rng.uniform(-2, 1, (out, 1))
@@ -49,7 +49,7 @@ def dequantized(weight: Quantized) -> np.ndarray:
 
 
 def expected(x: jax.Array, weight: Quantized) -> np.ndarray:
-    """The product of the rounded numbers in float64; inputs are rounded by ml_dtypes."""
+    """The product of the quantised values in float64; ml_dtypes rounds dynamic inputs."""
     left = np.asarray(x, np.float64)
     if weight.kind == "fp8_dynamic":
         scale = np.abs(left).max(-1, keepdims=True) / 448
@@ -58,7 +58,7 @@ def expected(x: jax.Array, weight: Quantized) -> np.ndarray:
 
 
 def error(got: jax.Array, wanted: np.ndarray, x: jax.Array, weight: jax.Array) -> float:
-    """Largest error beside the norms of the rows that were multiplied."""
+    """Largest error relative to the norms of the multiplied rows."""
     lengths = [np.linalg.norm(np.asarray(side, np.float64), axis=1) for side in (x, weight)]
     return float((np.abs(np.asarray(got, np.float64) - wanted) / np.outer(*lengths)).max())
 
@@ -67,7 +67,7 @@ def error(got: jax.Array, wanted: np.ndarray, x: jax.Array, weight: jax.Array) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_number_goes_to_the_nearest(kind: str) -> None:
+def test_quantize_rounds_to_nearest(kind: str) -> None:
     _, weight = problem(7, 40, 96)
     got, wide = quantize(weight, kind), np.asarray(weight, np.float64)
     scale = np.abs(wide).max(-1, keepdims=True) / (127 if kind == "int8" else 448)
@@ -79,7 +79,7 @@ def test_every_number_goes_to_the_nearest(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_product_is_that_of_the_rounded_numbers(kind: str) -> None:
+def test_matmul_quantized_equals_product_of_rounded_values(kind: str) -> None:
     x, weight = problem(7, 40, 96)
     own = quantize(weight, kind)
     got, wanted = matmul(x, own), expected(x, own)
@@ -90,7 +90,7 @@ def test_the_product_is_that_of_the_rounded_numbers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_does_not_depend_on_those_beside_it(kind: str) -> None:
+def test_matmul_quantized_row_does_not_depend_on_other_rows(kind: str) -> None:
     x, weight = problem(7, 40, 96)
     weight = quantize(weight, kind)
     product = jax.jit(matmul, compiler_options={"xla_backend_optimization_level": 1})  # as users compile
@@ -101,7 +101,7 @@ def test_a_row_does_not_depend_on_those_beside_it(kind: str) -> None:
 
 @pytest.mark.once
 @pytest.mark.parametrize("kind", KINDS)
-def test_zeros_and_the_largest_number_survive(kind: str) -> None:
+def test_quantize_keeps_zeros_and_the_largest_value(kind: str) -> None:
     weight = jnp.asarray([[0.0, 0.0], [3.0, -3.0], [1e-20, 0.0]])
     got = matmul(jnp.eye(2), quantize(weight, kind))
     np.testing.assert_allclose(got, weight.T, rtol=1e-6)
@@ -113,7 +113,7 @@ def test_zeros_and_the_largest_number_survive(kind: str) -> None:
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("rows", [1, 20])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_split_product_is_the_same(kind: str, rows: int, implementation: str) -> None:
+def test_split_matmul_quantized_equals_matmul(kind: str, rows: int, implementation: str) -> None:
     x, weight = problem(rows, 1024, 2048, "bfloat16")
     own = quantize(weight, kind)
     parts = split_matmul(x, own, implementation=implementation)
@@ -127,7 +127,7 @@ def test_a_split_product_is_the_same(kind: str, rows: int, implementation: str) 
 
 @pytest.mark.parametrize("rows", [1, 5, 60])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_split_product_is_one_kernel_without_spills(kind: str, rows: int) -> None:
+def test_split_matmul_quantized_compiles_to_one_kernel_without_spills(kind: str, rows: int) -> None:
     x = jax.ShapeDtypeStruct((1, rows, 4096), "bfloat16")
     weight = jax.eval_shape(lambda: quantize(jnp.zeros((6144, 4096)), kind))
     program = compile_for_h200(
@@ -137,10 +137,10 @@ def test_a_split_product_is_one_kernel_without_spills(kind: str, rows: int) -> N
     assert program.temp_bytes < 1 << 20, "the weight must not be written out in another type"
 
 
-# ---- what is quantised
+# ---- which weights are quantised
 
 
-def test_products_are_quantised_and_nothing_else() -> None:
+def test_quantize_weights_changes_linear_weights_only() -> None:
     model = tiny.model(40)
     got = quantize_weights(model, "int8")
     assert quantized_as(model) is None
@@ -161,7 +161,7 @@ def test_products_are_quantised_and_nothing_else() -> None:
 
 
 @pytest.mark.once
-def test_bad_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantize_weights_bad_requests_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.model(40)
     with pytest.raises(
         ValueError, match=r"quantize: expected one of \(None, 'int8', 'fp8', 'fp8_dynamic'\), got 'int4'"
@@ -189,10 +189,10 @@ def _quantized_leaves(model: Model) -> list[jax.Array]:
 @pytest.mark.once
 @pytest.mark.parametrize("batch_bytes", [1, 2**25], ids=["many batches", "one batch"])
 @pytest.mark.parametrize("kind", STORED)
-def test_a_converted_folder_holds_what_loading_makes(
+def test_convert_command_quantize_stores_the_weights_that_loading_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, batch_bytes: int
 ) -> None:
-    """In a batch of its own, an embedding has nothing to quantise."""
+    """With small batches, one batch holds the embedding alone and nothing to quantise."""
     monkeypatch.setattr(convert.huggingface, "BATCH_BYTES", batch_bytes)
     source = folders.write(tmp_path / "source", folders.TARGET, folders.target_tensors())
     assert convert_main([str(source), str(tmp_path / "out"), "--quantize", kind]) == 0
@@ -212,18 +212,18 @@ def test_a_converted_folder_holds_what_loading_makes(
 
 @pytest.mark.once
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bench_makes_quantised_weights(kind: str) -> None:
+def test_random_weights_quantize_makes_quantised_weights(kind: str) -> None:
     target, head = shapes.random_target("tiny", "float32", kind), shapes.random_head("tiny", "float32", kind)
     assert quantized_as(target) == quantized_as(head) == kind
     assert isinstance(target.head, Quantized)
     assert target.embed.dtype == jnp.float32
 
 
-# ---- what it costs, and what it does not
+# ---- accuracy and losslessness
 
 
 @pytest.mark.long
-def test_accuracy_of_the_embedded_target(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantize_weights_embedded_target_keeps_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
     target = Model.from_pretrained(demo.TARGET)
     cuts = check_head.windows(check_head.TEXT, load_tokenizer("bytes"), 64)
     own, int8, fp8, dynamic = accuracy.measure(target, cuts, KINDS)
@@ -248,8 +248,10 @@ def test_accuracy_of_the_embedded_target(capsys: pytest.CaptureFixture[str]) -> 
         ("fp8", partial(Eagle3.from_pretrained, demo.HEAD, tree=Tree.topk(12, 4, 3)), 1.5),
     ],
 )
-def test_drafting_changes_no_token_of_a_quantised_target(kind: str, make: Callable[..., Any], accepted: float) -> None:
-    """Drafters are rounded too; one with the target's own weights, rounded alike, drafts the same tokens."""
+def test_engine_quantised_target_tokens_equal_plain_decoding(
+    kind: str, make: Callable[..., Any], accepted: float
+) -> None:
+    """Drafters are quantised too; one with the target's own weights, quantised alike, drafts the same tokens."""
     options = dict(slots=2, max_len=160, prefill_buckets=(64,), buckets=(2,), tokenizer="bytes", dtype="float32")
     options |= dict(prefix_cache=False, controls=False)
     params = [SamplingParams(max_tokens=64, temperature=t, seed=3) for t in (0.0, 1.0)]
@@ -265,8 +267,8 @@ def test_drafting_changes_no_token_of_a_quantised_target(kind: str, make: Callab
 
 
 @pytest.mark.once
-def test_a_cache_of_one_byte_a_number() -> None:
-    """Its numbers are checked in tests/kernels; here that the engine takes it for both pools and still drafts well."""
+def test_engine_float8_caches_still_draft_well() -> None:
+    """tests/kernels check the values; here the engine uses float8 for both pools and still accepts drafts."""
     options = dict(slots=1, max_len=160, prefill_buckets=(64,), tokenizer="bytes", dtype="float32")
     options |= dict(prefix_cache=False, controls=False)
     head = Eagle3.from_pretrained(demo.HEAD, tree=Tree.chain(3))
@@ -282,9 +284,9 @@ def test_a_cache_of_one_byte_a_number() -> None:
         Engine(tiny.model(40), slots=1, max_len=32, kv_dtype="float8_e5m2")
 
 
-def test_float8_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_device_gpu_without_float8_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     model = quantize_weights(tiny.model(40), "fp8")
-    check_device(model, "float8_e4m3fn")  # a CPU has no such number
+    check_device(model, "float8_e4m3fn")  # a CPU reports no compute capability
     for capability, refused in (("8.0", True), ("8.9", False), ("12.0", False)):
         device = SimpleNamespace(compute_capability=capability)
         monkeypatch.setattr(jax, "devices", lambda device=device: [device])

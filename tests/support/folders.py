@@ -1,4 +1,4 @@
-"""Hugging Face folders with small random weights, written to disk; what is in one, and what should be read from it."""
+"""Hugging Face folders with small random weights; their tensors, and the parameters that reading must give."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def head_tensors(dtype: Any = np.float32) -> dict[str, np.ndarray]:
 
 
 def without(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Tensors or config fields but those."""
+    """The tensors or config fields without the named ones."""
     return {name: value for name, value in values.items() if name not in names}
 
 
@@ -131,14 +131,14 @@ def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndar
     index: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
-        part = dict(list(tensors.items())[shard::shards])  # neighbours, as q and k, fall into different shards
+        part = dict(list(tensors.items())[shard::shards])  # neighbours, such as q and k, go to different shards
         save_file(part, folder / file)
         index |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return folder
 
 
-# ---- what is in a folder, and what should be read from it
+# ---- the tensors in a folder, and the parameters that reading must give
 
 BLOCK = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -150,7 +150,7 @@ BLOCK = {
 
 
 def loaded(folder: Path, dtype: str | None = None, **overrides: Any) -> dict[str, np.ndarray]:
-    """All parameters of a folder, as the project reads them."""
+    """All parameters of a folder, as jspec reads them."""
     plan = auto.plan(folder, Overrides(**overrides))
     arrays: dict[str, np.ndarray] = {}
     for batch in plan.batches(plan.dtype(dtype)):
@@ -159,7 +159,7 @@ def loaded(folder: Path, dtype: str | None = None, **overrides: Any) -> dict[str
 
 
 def stored(folder: Path) -> dict[str, np.ndarray]:
-    """All tensors of a folder, straight from the library that wrote them."""
+    """All tensors of a folder, read by the library that wrote them."""
     tensors = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "numpy") as opened:
@@ -201,7 +201,7 @@ def expected_head(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def assert_same(got: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """The same names, and under each the same bits."""
+    """Assert that both have the same names with the same bits."""
     assert got.keys() == expected.keys()
     for name, array in expected.items():
         assert got[name].dtype == array.dtype, name

@@ -1,4 +1,4 @@
-"""Small models with random weights, and the real small pairs, loaded once a run."""
+"""Small models with random weights, and small real models, loaded once a run."""
 
 from __future__ import annotations
 
@@ -52,11 +52,12 @@ def model(vocab: int, *, seed: int = 0, layers: int = 2, hidden: int = 16, sharp
     return Model.from_weights(c, unflatten(weights))
 
 
-# The order in which values are drawn: weights of a seed stay the same.
+# The order in which values are drawn; tests depend on the weights that a seed gives.
 ORDER = ("attn_norm", "qkv", "o", "mlp_norm", "gate_up", "down", "embed", "norm", "head")
 
 
 def layers_first(name: str) -> tuple[bool, int, int]:
+    """Sort key: layers in order, then the other parameters."""
     prefix, _, kind = name.rpartition(".")
     return not prefix, int(prefix.rpartition(".")[2] or 0), ORDER.index(kind)
 
@@ -66,7 +67,7 @@ def _normal(rng: np.random.Generator, spec: ParamSpec, gain: float = 1.0) -> np.
 
 
 def _draw(rng: np.random.Generator, params: Params, *names: str) -> dict[str, jnp.ndarray]:
-    """Values of these parameters: normal ones drawn in this order, norms 1."""
+    """Normal values for the named parameters, drawn in this order, and all norms, which are 1."""
     return {name: jnp.asarray(_normal(rng, params[name]), jnp.float32) for name in names} | {
         name: jnp.ones(spec.shape) for name, spec in params.items() if spec.init == "ones"
     }
@@ -87,7 +88,7 @@ def eagle_head(target: Model, *, draft_vocab: int, feature_layers: tuple[int, ..
 
 
 def eagle1_head(target: Model, *, seed: int = 1) -> EagleHead:
-    """A random EAGLE-1 head: the feature behind the final norm, the target's vocabulary and output head."""
+    """A random EAGLE-1 head: its feature is the output of the final norm; the target's vocabulary and output head."""
     rng = np.random.default_rng(seed)
     c = head_config(target, draft_vocab=target.config.vocab_size, feature_layers=None, method="eagle")
     weights = _draw(rng, head_params(c), "fc")
@@ -141,7 +142,7 @@ def load_target(folder: Path) -> Model:
 
 @cache
 def load_head(folder: Path) -> EagleHead:
-    """An EAGLE head of any version."""
+    """An EAGLE head of either method."""
     checkpoint = auto.load_checkpoint(folder, dtype="float32")
     return EagleHead.from_weights(checkpoint.config, checkpoint.weights)
 
@@ -176,7 +177,7 @@ def prefill_input(ids: list[int], *, page_row: list[int], slot: int = 0, remaini
 
 
 def one_layer(target: Model) -> Model:
-    """The target with its first layer only: a draft model that is often wrong."""
+    """The target cut to its first layer: a draft model whose tokens are often rejected."""
     return target.replace(layers=target.layers[:1], config=target.config.resized(num_layers=1))
 
 

@@ -1,4 +1,4 @@
-"""The Llama family: what its config.json means and how its tensors are named."""
+"""The Llama family: the reader of its config.json and the names of its tensors."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,6 @@ from jspec.models.families import register
 from jspec.models.params import Params, model_params, rows
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps")
-MODEL_TYPES = ("llama",)
 TENSORS = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 LAYER = {  # the tensors that make each parameter of a layer, one after the other along axis 0
     "attn_norm": ("input_layernorm.weight",),
@@ -24,13 +23,19 @@ LAYER = {  # the tensors that make each parameter of a layer, one after the othe
 }
 
 
-@register(*MODEL_TYPES)
+@register("llama")
 class Llama:
-    """Llama 2 and 3."""
+    """Llama 2 and 3, and the base class of families that differ from Llama in flags of their layers."""
 
-    def config(self, fields: Mapping[str, Any], *, rope_theta: float | None = None) -> ModelConfig:
+    def config(self, fields: Mapping[str, Any], *, rope_theta: float | None = None, **flags: bool) -> ModelConfig:
+        """Reads a parsed config.json; arguments and errors as `jspec.models.families.Family.config`.
+
+        Args:
+            flags: `qkv_bias` and `qk_norm` of all layers, for derived families.
+        """
         return ModelConfig.of_sizes(
-            **read_sizes(fields, MODEL_TYPES, "num_hidden_layers"),
+            **read_sizes(fields, "num_hidden_layers"),
+            **flags,
             family=fields["model_type"],
             num_layers=int(fields["num_hidden_layers"]),
             rope=read_rope(fields, theta=rope_theta),
@@ -69,19 +74,15 @@ def layer_tensors(
     }
 
 
-def read_sizes(fields: Mapping[str, Any], model_types: Collection[str], *required: str) -> dict[str, Any]:
+def read_sizes(fields: Mapping[str, Any], *required: str) -> dict[str, Any]:
     """The sizes of a decoder layer as the fields of a config record, with the defaults of the Llama format.
 
     Args:
         fields: the parsed config.json, or the part of it that describes the layers.
-        model_types: values of `model_type` whose layers are computed.
-        required: keys that must be present beside the sizes.
+        required: further keys that must be present.
 
-    Raises: ValueError listing missing keys; NotImplementedError naming an option that changes what layers compute.
+    Raises: ValueError listing missing keys; NotImplementedError naming an unsupported option of the layers.
     """
-    allowed = " or ".join(map(repr, model_types))
-    if fields.get("model_type") not in (None, *model_types):
-        raise unsupported("model_type", fields["model_type"], allowed)
     if fields.get("hidden_act", "silu") != "silu":
         raise unsupported("hidden_act", fields["hidden_act"], "'silu'")
     for flag in ("attention_bias", "mlp_bias", "use_sliding_window"):
