@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -161,6 +163,17 @@ def test_admission_too_few_pages_waits(engine_of_three: Engine, expected: list[l
     assert waited, "no request waited for pages while a slot was free"
     assert [request.token_ids for request in requests] == expected
     pages.release(-1)
+
+
+def test_engine_ended_requests_are_not_retained(either: Engine) -> None:
+    requests = queue(either)
+    while either.scheduler.has_work:
+        either.step()
+    either.step()  # reads what is still in flight
+    references = [weakref.ref(request) for request in requests]
+    del requests
+    gc.collect()
+    assert all(reference() is None for reference in references)
 
 
 def test_generate_interrupted_releases_slots_and_pages(
