@@ -38,7 +38,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [2, 7, 1, 8, 2, 8]]
 
 
 class Forced(Policy):
-    """Takes its depths from a list, then from a default; keeps what it is told."""
+    """Takes its depths from a list, then a default depth; keeps the results."""
 
     def __init__(self, depths: Sequence[int], default: int) -> None:
         self._depths, self._default = iter(depths), default
@@ -51,7 +51,7 @@ class Forced(Policy):
         self.readings.append(reading)
 
     def accepted(self, row: int) -> list[int]:
-        """Of each round of a row, while it ran."""
+        """Accepted draft tokens of each round of a row, while it ran."""
         return [int(n) for reading in self.readings for n in reading.accepted[:, row] if n >= 0]
 
 
@@ -62,7 +62,7 @@ def head(target: Model) -> Any:
 DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
     "eagle3": lambda target: Eagle3(head(target), Tree.topk(12, 3, 4)),
     "medusa": lambda target: Medusa(tiny.medusa_heads(target, 3), STATIC),
-    "draft model": lambda target: DraftModel(target, STATIC),  # it is right wherever its cache is
+    "draft model": lambda target: DraftModel(target, STATIC),  # the target itself: right wherever its cache is complete
     "n-gram": lambda target: NGram(Tree.chain(3)),
     "suffix": lambda target: Suffix(Tree.topk(6, 3, 2), max_n=4, scope="engine", corpus_tokens=64),
 }
@@ -75,7 +75,7 @@ ALL = [pytest.param(name, marks=[pytest.mark.matrix] * (name == "suffix")) for n
 
 @cache
 def engine(name: str) -> Engine:
-    """Two slots; the n-gram's runs two rounds a dispatch."""
+    """Two slots; the n-gram drafter's engine runs two rounds per dispatch."""
     return Engine(
         small.target(),
         drafter=DRAFTERS[name](small.target()),
@@ -114,7 +114,7 @@ def test_tokens_any_choice_of_depths_are_equal(name: str, temperature: float, co
 
 
 def wipe(one: Engine) -> None:
-    """Forget what the draft's caches hold: a request that comes again may get the same pages."""
+    """Clear the draft's caches: a repeated request may get the same pages."""
     one.scheduler.pages.clear()
     state = one.core.runner.state
     if hasattr(state.draft, "cache"):
@@ -123,7 +123,7 @@ def wipe(one: Engine) -> None:
 
 
 def resumed(one: Engine, prompt: list[int], pause: int, temperature: float) -> tuple[list[int], list[int]]:
-    """What rounds accept behind the first ``pause`` ones, and what they do where those drafted nothing."""
+    """Accepted tokens of the rounds after the first ``pause`` ones: if those drafted, and if they drafted nothing."""
     always, paused = Forced([], 3), Forced([], 3)
     generate(one, always, temperature, [prompt])
     accepted = always.accepted(0)
@@ -168,7 +168,7 @@ def test_lookup_drafter_plain_rounds_keep_the_history(name: str) -> None:
 
 
 def without_draft_rows(one: Engine) -> Any:
-    """A round of depth 0 that does all it should but write them."""
+    """A round of depth 0 that does not write the draft's rows."""
     program, slots = replace(one.core.runner.program, drafter=one.core.runner.program.drafter.cut(0)), one.config.slots
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(program.drafter), "write_pending_rows", lambda self, params, state, view: state)
@@ -176,7 +176,7 @@ def without_draft_rows(one: Engine) -> Any:
 
 
 def rows_of_both_caches(one: Engine) -> tuple[np.ndarray, np.ndarray]:
-    """What draft model and target hold of the first layer's keys, all rows of slot 0 as far as they are committed."""
+    """The first layer's keys of all committed rows of slot 0, of draft model and target."""
     state = one.core.runner.state
     rows = np.arange(int(state.lengths[0]))
     pages = np.asarray(state.page_table)[0, rows // one.config.page_size]
@@ -201,8 +201,8 @@ def test_plain_rounds_write_the_draft_rows(spoilt: bool, monkeypatch: pytest.Mon
 
 
 def test_stopwatch_stream_reader_pauses_is_not_counted() -> None:
-    """What is under way then is read an hour later."""
-    policy, passed = Listening(), [0.0]
+    """The dispatch in flight during the pause is read an hour later."""
+    policy, passed = Recording(), [0.0]
     drafter = DraftModel(small.target(), Tree.chain(2))
     options: dict[str, Any] = dict(slots=1, max_len=64, prefill_buckets=(8,), prefix_cache=False, controls=False)
     with Engine(small.target(), drafter=drafter, **options) as engine:
@@ -216,8 +216,8 @@ def test_stopwatch_stream_reader_pauses_is_not_counted() -> None:
     assert told and max(told) < 3600.0
 
 
-class Listening(Policy):
-    """Always the whole tree; remembers what it was told."""
+class Recording(Policy):
+    """Always the whole tree; keeps the seconds it was told."""
 
     def __init__(self) -> None:
         self.heard: list[float | None] = []
@@ -254,7 +254,7 @@ def broken_pair() -> Any:
 
 @cache
 def always_drafting() -> tuple[list[int], list[int]]:
-    """Tokens, and what each round accepted."""
+    """Tokens, and accepted draft tokens of each round."""
     return decode(Forced([], 3))
 
 
@@ -265,7 +265,7 @@ def decode(policy: Forced) -> tuple[list[int], list[int]]:
 
 
 def after_a_pause(rounds: int) -> tuple[list[int], list[int], list[int]]:
-    """Tokens, what rounds accept behind so many plain ones or a few more, and what they do where all draft."""
+    """Tokens; accepted draft tokens after ``rounds`` or a few more plain rounds; the same if all rounds draft."""
     _, accepted = always_drafting()
     ends = np.cumsum(np.array(accepted) + 1)
     first = int(np.searchsorted(ends, rounds))
@@ -281,13 +281,13 @@ def test_eagle_after_plain_rounds_accepts_as_much(rounds: int) -> None:
     tokens, after, always = after_a_pause(rounds)
     assert tokens == always_drafting()[0]
     assert after == always and len(always) > 50
-    assert np.mean(always) > (0.7 if rounds == 30 else 0.3)  # this head drafts worse far behind its prompt
+    assert np.mean(always) > (0.7 if rounds == 30 else 0.3)  # this head drafts worse far from its prompt
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("rounds", [30, 200])
 def test_eagle_without_draft_rows_accepts_otherwise(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: what is accepted differs, though a head that sees less of a long text may even do better."""
+    """Negative control: acceptance differs, though a head that sees less of a long text may even accept more."""
     monkeypatch.setitem(pair().core.runner.programs.compiled, ExecutableKey.round(1, 0), broken_pair())
     tokens, after, always = after_a_pause(rounds)
     assert tokens == always_drafting()[0], "the tokens are the target's all the same"
@@ -295,7 +295,7 @@ def test_eagle_without_draft_rows_accepts_otherwise(rounds: int, monkeypatch: py
 
 
 class Priced(Policy):
-    """An adaptive policy that is told what each depth costs, not what it took."""
+    """An adaptive policy that gets a given cost per depth instead of the measured time."""
 
     def __init__(self, policy: Policy, cost: Callable[[int], float]) -> None:
         self._policy, self._cost = policy, cost
@@ -311,7 +311,7 @@ class Priced(Policy):
 
 @pytest.mark.parametrize(("price", "depth"), [(0.02, 3), (2.0, 0)])
 def test_adaptive_engine_settles_on_the_cheaper_depth(price: float, depth: int) -> None:
-    """With a price of a draft token, in plain rounds."""
+    """The price of a draft token is in units of a plain round."""
     policy = Priced(Adaptive((0, 3)), lambda depth: 1 + price * depth)
     pair().policy = policy
     (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=200, temperature=0))

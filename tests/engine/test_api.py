@@ -31,7 +31,7 @@ def expected() -> list[list[int]]:
 
 
 def test_engine_threads_at_once_each_get_their_own_tokens(engine: Engine, expected: list[list[int]]) -> None:
-    """Each generates, streams or submits, over and over, beside the others."""
+    """Threads generate, stream and submit at the same time."""
 
     def generates(i: int) -> None:
         assert engine.generate(PROMPTS[i], PARAMS[i])[0].token_ids == expected[i]
@@ -50,7 +50,7 @@ def test_engine_threads_at_once_each_get_their_own_tokens(engine: Engine, expect
 
 
 def test_abort_from_another_thread_ends_the_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whatever step; here every one waits for the abort once there are tokens."""
+    """Every step waits for the abort once there are tokens."""
     request, has_tokens, is_aborted = engine.submit([1, 2], SamplingParams(max_tokens=50)), *make_events(2)
     done: list[Any] = []
     step = engine.step
@@ -72,12 +72,12 @@ def test_abort_from_another_thread_ends_the_request(engine: Engine, monkeypatch:
 
 
 def test_lock_many_requests_is_taken_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To queue them; to drop those that ended takes none, and to drop the others one."""
+    """Queueing many requests takes the lock once, aborting live ones once, and aborting ended ones not at all."""
     taken: list[str] = []
     enter, step = FairLock.__enter__, Engine.step
 
     def counted(self: FairLock) -> None:
-        taken.append("turn")
+        taken.append("lock")
         enter(self)
 
     def steps(self: Engine) -> None:
@@ -96,7 +96,7 @@ def test_lock_many_requests_is_taken_once(engine: Engine, monkeypatch: pytest.Mo
 
 
 def test_astream_closed_while_the_lock_is_held_does_not_block_the_loop(engine: Engine) -> None:
-    """Someone has the turn until the loop has gone on, beside a stream that is closed meanwhile."""
+    """A thread holds the lock until the event loop has gone on, while a stream is closed."""
     is_held, gone_on = make_events(2)
 
     def holds() -> None:
@@ -122,7 +122,7 @@ def test_astream_closed_while_the_lock_is_held_does_not_block_the_loop(engine: E
 def test_astream_cancelled_while_queueing_leaves_nothing_queued(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that queues its request goes on, and comes too late."""
+    """The thread that queues the request goes on and comes too late."""
     is_queueing, go_on = make_events(2)
     queue = Engine._queue
 
@@ -159,7 +159,7 @@ def test_metrics_request_never_queued_is_not_counted(engine: Engine, monkeypatch
 
 
 def test_astream_more_tasks_than_slots_get_their_tokens(engine: Engine, expected: list[list[int]]) -> None:
-    """Four times as many as there are slots; some leave early, and the loop stays free."""
+    """Four times as many tasks as slots; some leave early, and the event loop stays free."""
     ticks = 0
 
     async def one(i: int) -> list[int]:
@@ -207,7 +207,7 @@ def test_astream_bad_prompt_raises_at_the_call(engine: Engine) -> None:
 
 @pytest.mark.parametrize("is_later", [False, True])
 def test_stream_closed_within_a_step_is_aborted(engine: Engine, expected: list[list[int]], is_later: bool) -> None:
-    """A garbage collector may run anywhere, also where the engine holds its own lock and before the stream's row."""
+    """A garbage collector may close a stream while the engine holds its lock, before the stream's row is read."""
     first = engine.submit(PROMPTS[1], PARAMS[1]) if is_later else None
     stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=40))
     next(stream)

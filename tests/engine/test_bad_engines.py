@@ -93,7 +93,7 @@ def test_engine_unknown_option_is_named() -> None:
 
 
 def test_engine_too_many_slots_names_pages_that_fit() -> None:
-    """The number it names is one that is accepted."""
+    """The number of pages in the message is accepted."""
     options: dict[str, Any] = dict(memory_fraction=0.001, slots=8, page_size=16)
     with pytest.raises(ValueError, match="pass pages=") as error:
         Engine(small.target(), max_len=100_000 * 16, **options)

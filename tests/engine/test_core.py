@@ -1,7 +1,9 @@
-"""The loop around the step: batches, chunks, slots, pages; what it does must not show in the tokens."""
+"""The loop: batches, chunks, slots and pages must not change any token."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -29,7 +31,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def engine_of_three() -> Engine:
-    """Three rounds a dispatch, and pages of one row."""
+    """Three rounds per dispatch, and pages of one row."""
     return small.eagle3(rounds=3, page_size=1)
 
 
@@ -46,7 +48,7 @@ def expected(engine: Engine) -> list[list[int]]:
 
 @pytest.fixture(autouse=True)
 def _all_comes_back(engine: Engine, engine_of_three: Engine) -> Iterator[None]:
-    """After every test: no page, slot or text is kept."""
+    """After every test no page or slot is held."""
     yield
     for one in (engine, engine_of_three):
         one.scheduler.pages.check()
@@ -55,7 +57,7 @@ def _all_comes_back(engine: Engine, engine_of_three: Engine) -> Iterator[None]:
 
 
 def queue(engine: Engine) -> list[Request]:
-    """All requests, to be stepped by hand."""
+    """All requests, queued, to be stepped by hand."""
     requests = engine._make_requests(PROMPTS, PARAMS, trace=False)
     engine._queue(requests)
     return requests
@@ -70,7 +72,7 @@ def tokens(engine: Engine, prompts: list[list[int]], params: list[SamplingParams
 def test_tokens_rounds_per_dispatch_overlap_or_page_size_are_equal(
     either: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    """Five requests for two slots, so each runs beside others and after others."""
+    """Five requests for two slots, so each runs beside and after others."""
     monkeypatch.setattr(either, "config", replace(either.config, overlap=overlap))
     done = either.generate(PROMPTS, PARAMS)
     assert [completion.token_ids for completion in done] == expected
@@ -82,7 +84,7 @@ def test_tokens_rounds_per_dispatch_overlap_or_page_size_are_equal(
 def test_tokens_any_prefill_budget_are_equal(
     either: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, budget: int
 ) -> None:
-    """A long answer goes on beside prompts in chunks of 6 or 16, and with all at once before it goes on."""
+    """A long answer decodes between prompt chunks of 6 or 16, or after all prompts at once."""
     limits = replace(either.scheduler.limits, prefill_budget=budget)
     monkeypatch.setattr(either.scheduler, "limits", limits)
     order = [4, 2, 1, 0, 3]
@@ -104,7 +106,7 @@ def test_tokens_other_order_are_equal(engine: Engine, expected: list[list[int]])
 
 
 def test_tokens_prompt_in_chunks_are_equal(either: Engine) -> None:
-    """Chunks of 16 and 6: their ends fall on page ends and inside pages, the last chunk has one token to sixteen."""
+    """Chunks of 16 and 6 end at page ends and inside pages; the last one has 1 to 16 tokens."""
     lengths = [1, 15, 16, 17, 31, 32, 33, 37]
     prompts = [np.random.default_rng(n).integers(0, small.VOCAB, n).tolist() for n in lengths]
     greedy = SamplingParams(max_tokens=10, temperature=0)
@@ -150,7 +152,7 @@ def test_abort_at_any_step_leaves_other_requests_unchanged(either: Engine, expec
 
 
 def test_admission_too_few_pages_waits(engine_of_three: Engine, expected: list[list[int]]) -> None:
-    """So many pages taken that two slots' requests do not always fit, though slots are free."""
+    """So few free pages that requests of two slots do not always fit, though slots are free."""
     engine, pages = engine_of_three, engine_of_three.scheduler.pages
     longest = max(len(prompt) + p.max_tokens for prompt, p in zip(PROMPTS, PARAMS, strict=True)) + small.LENGTH + 1
     pages.reserve(-1, pages.num_free - longest)
@@ -161,6 +163,17 @@ def test_admission_too_few_pages_waits(engine_of_three: Engine, expected: list[l
     assert waited, "no request waited for pages while a slot was free"
     assert [request.token_ids for request in requests] == expected
     pages.release(-1)
+
+
+def test_engine_ended_requests_are_not_retained(either: Engine) -> None:
+    requests = queue(either)
+    while either.scheduler.has_work:
+        either.step()
+    either.step()  # reads what is still in flight
+    references = [weakref.ref(request) for request in requests]
+    del requests
+    gc.collect()
+    assert all(reference() is None for reference in references)
 
 
 def test_generate_interrupted_releases_slots_and_pages(
@@ -195,7 +208,7 @@ def test_stream_closed_early_releases_its_pages(engine: Engine, expected: list[l
 
 
 def test_streams_interleaved_with_generate_lose_no_token(engine: Engine, expected: list[list[int]]) -> None:
-    """A request moves on while another is stepped; none of its tokens may be lost."""
+    """A request advances while another caller steps; none of its tokens may be lost."""
     streams = {i: engine.stream(PROMPTS[i], PARAMS[i]) for i in (0, 4)}
     got: dict[int, list[int]] = {i: list(next(stream).token_ids) for i, stream in streams.items()}
     got[0] += next(streams[0]).token_ids

@@ -1,4 +1,4 @@
-"""deterministic=True: a token's logits are the same bits whoever drafts, in any batch, bucket, page size and chunk."""
+"""deterministic=True: a token's logits have the same bits with any drafter, batch, bucket, page size and chunk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model(dtype: str, layers: int = 2) -> Model:
 
 
 class Texts:
-    """The target's forward over equal texts, with pools of its own."""
+    """The target's forward over rows with equal tokens, with its own pools."""
 
     def __init__(
         self, dtype: str, *, page: int, rows: int = 1, deterministic: bool = True, implementation: str
@@ -44,7 +44,7 @@ class Texts:
         self.forward = jax.jit(forward, compiler_options=options if deterministic else None)
 
     def feed(self, tokens: Any, first: int, parents: Any = None) -> np.ndarray:
-        """Logits [tokens, V] of the last row's; the rows before it hold the same tokens at other places."""
+        """Logits [tokens, V] of the last row; the rows before it hold the same tokens at other positions."""
         rows, tokens = self.table.shape[0], np.asarray(tokens)
         firsts = np.array([*range(rows - 1), first])
         offsets, paths = np.arange(len(tokens)), None
@@ -65,7 +65,7 @@ class Texts:
         return np.asarray(out.logits)[-1]
 
     def fed_in(self, size: int) -> np.ndarray:
-        """Logits of the whole text, so many tokens at a time."""
+        """Logits of the whole text in chunks of the given sizes."""
         return np.concatenate([self.feed(TOKENS[at : at + size], at) for at in range(0, TEXT, size)])
 
 
@@ -125,7 +125,7 @@ def engine(*, deterministic: bool = True, tree: Tree | None = None, **options: A
 
 
 def seen(completions: list[Completion]) -> list[Any]:
-    """Tokens, and the bits of everything the target says of them."""
+    """Tokens and log-probabilities, for bitwise comparison."""
     return [(done.token_ids, [(one.logprob, one.top) for one in done.logprobs or ()]) for done in completions]
 
 
@@ -148,7 +148,7 @@ def plain_alone() -> list[Any]:
     [
         pytest.param("chain:1", dict(buckets=(1, 3)), marks=pytest.mark.matrix),
         pytest.param("chain:4", dict(page_size=4, pages=22, prefill_buckets=(7,)), marks=pytest.mark.matrix),
-        pytest.param(  # too few pages for three
+        pytest.param(  # too few pages for three requests
             "topk:9,3,3",
             dict(page_size=4, pages=24, prefill_buckets=(7,), rounds_per_dispatch=2),
             marks=pytest.mark.once,

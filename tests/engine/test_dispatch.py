@@ -1,4 +1,4 @@
-"""Around a dispatch: no compilation, no wait for the device, buffers donated, no page read that must not be."""
+"""A dispatch compiles nothing, does not wait for the device, donates its buffers and touches no foreign page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def engine_of_three() -> Engine:
-    """Three rounds a dispatch, and pages of one row."""
+    """Three rounds per dispatch, and pages of one row."""
     return small.eagle3(rounds=3, page_size=1)
 
 
@@ -77,7 +77,7 @@ def test_engine_eager_operation_in_the_loop_is_detected(
 
 @pytest.fixture
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Device arrays turned into host values: each is a wait for the device, and on a GPU a copy."""
+    """Conversions of device arrays to host values: each waits for the device, and on a GPU copies."""
     seen: list[str] = []
     value, as_numpy = ArrayImpl._value.fget, ArrayImpl.__array__
 
@@ -135,15 +135,18 @@ def test_dispatch_with_a_read_is_detected(
 
 # -- transfers
 
-DEVICES = ["here", pytest.param("gpu", marks=pytest.mark.gpu)]  # a CPU shares its memory: only uploads are seen there
+DEVICES = [
+    "here",
+    pytest.param("gpu", marks=pytest.mark.gpu),
+]  # a CPU shares the host's memory, so only uploads are detected there
 
 
 def guard_dispatches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """From now on a transfer that a dispatch does not ask for by name is an error; the plans dispatched."""
+    """Make an implicit transfer in a dispatch an error from now on; returns the list of dispatched plans."""
     plans: list[Any] = []
     original, start_copy = engine.core._dispatch, jax.copy_to_host_async
 
-    def copy(output: Any) -> None:  # named as it is, the guard takes it for an implicit transfer
+    def copy(output: Any) -> None:  # the guard takes this explicit copy for an implicit transfer
         with jax.transfer_guard_device_to_host("allow"):
             start_copy(output)
 
@@ -170,7 +173,7 @@ def test_dispatch_varied_work_has_no_implicit_transfer(
 def test_dispatch_with_an_implicit_upload_is_detected(
     engine: Engine, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: the packed numbers handed to the executable as they are."""
+    """Negative control: the packed host array is passed to the executable."""
     request = engine._make_requests(PROMPT, SamplingParams(max_tokens=2), trace=False)[0]
     guard_dispatches(engine, monkeypatch)
     monkeypatch.setattr(jax, "device_put", lambda packed: packed)
@@ -214,7 +217,7 @@ def test_overlap_two_dispatches_are_in_flight(either: Engine, monkeypatch: pytes
 
 
 def in_flight_while_reading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """How many dispatches were not read yet, at each read of a run to max_len."""
+    """Numbers of unread dispatches at each read of a run to max_len."""
     depths: set[int] = set()
     original = engine.core._read
 
@@ -244,7 +247,7 @@ def change_pools(state: SlotState, change: Callable[[jax.Array], jax.Array]) -> 
 
 
 def poisoned(state: SlotState, kept: list[int]) -> SlotState:
-    """NaN in every page, the null page and those free or soon to be written included; known values in the kept ones."""
+    """NaN in every page, null page and free pages included; known values in the pages ``kept``."""
 
     def pour(pool: jax.Array) -> jax.Array:
         new = np.full(pool.shape, np.nan, np.float32)
@@ -260,7 +263,7 @@ def pages_of(state: SlotState, pages: list[int]) -> list[np.ndarray]:
 
 
 def test_request_to_max_len_writes_no_page_of_others(either: Engine) -> None:
-    """The draft reaches beyond max_len at the end, and the rounds dispatched ahead of the news run behind it."""
+    """At the end the draft reaches beyond max_len, and rounds that were dispatched ahead run after it."""
     expected = to_the_end(either)
     either.scheduler.pages.clear()
     others = either.scheduler.pages.reserve(-1, 30)
@@ -274,7 +277,7 @@ def test_request_to_max_len_writes_no_page_of_others(either: Engine) -> None:
 
 
 def test_nan_in_committed_pages_changes_tokens(either: Engine) -> None:
-    """Negative control: the same NaN, poured when the prompt's rows are in place."""
+    """Negative control: the same NaN, written when the prompt's rows are in place."""
     expected = to_the_end(either)
     either.scheduler.pages.clear()
     stream = either.stream(PROMPT, SamplingParams(max_tokens=2**40, temperature=0))

@@ -1,4 +1,4 @@
-"""Through the whole engine, over several rounds: the tokens have the target's processed joint law."""
+"""Tokens sampled by the engine over several rounds have the target's processed joint distribution."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def target() -> Model:
 
 
 def deviation(completions: list, expected: np.ndarray) -> float:
-    """z of Pearson's chi-square against the exact joint law; cells that expect under 5 are pooled into one."""
+    """z of Pearson's chi-square against the exact joint distribution; cells that expect fewer than 5 are pooled."""
     cells = np.array([np.ravel_multi_index(c.token_ids, expected.shape) for c in completions])
     counts = np.bincount(cells, minlength=expected.size)
     wanted = expected.ravel() * len(completions)
@@ -56,7 +56,7 @@ def deviation(completions: list, expected: np.ndarray) -> float:
 
 
 def draw(engine: Engine, count: int, *controls: dict[str, Any]) -> list[list]:
-    """Samples of the joint law under each of several controls, all mixed in one batch, with greedy rows too."""
+    """Samples under each of several sets of penalties, mixed in one batch with greedy rows."""
     params = [SamplingParams(max_tokens=TOKENS, seed=seed, **own) for seed in range(count) for own in controls]
     greedy = [SamplingParams(max_tokens=TOKENS, temperature=0)] * (count // 20)
     done = engine.generate([PROMPT] * (len(params) + len(greedy)), [*params, *greedy])
@@ -66,7 +66,7 @@ def draw(engine: Engine, count: int, *controls: dict[str, Any]) -> list[list]:
 
 
 @cache
-def expected_law(name: str, counted: int = TOKENS) -> np.ndarray:
+def expected_probs(name: str, counted: int = TOKENS) -> np.ndarray:
     """By enumeration of all texts, the logits edited by transformers' processors.
 
     Args:
@@ -100,9 +100,9 @@ def make(target, drafter, accept: str) -> Engine:
 
 @final
 class Table(StatelessDrafter):
-    """A static tree whose followers depend on their parent's token alone, by a random table of laws.
+    """A static tree whose tokens are sampled given their parent's token, from a random table of distributions.
 
-    Where the rule uses the law they are drawn from it without replacement (Gumbel top-k), else they are the likeliest.
+    Rules that use draft probabilities get tokens sampled without replacement (Gumbel top-k), others the likeliest.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -147,7 +147,7 @@ CASES = {
     "rejection tree": ("rejection", PAIRS),
     "multi_candidate tree": ("multi_candidate", PAIRS),
 }
-QUICK = ("rejection chain",)  # whose draft, acceptance and residual have noise of their own
+QUICK = ("rejection chain",)  # with separate noise for draft, acceptance and residual
 
 
 @pytest.mark.slow
@@ -159,15 +159,15 @@ def test_lossless_rules_sampled_give_the_target_distribution(target, name: str) 
     drafter = DraftModel(tiny.model(VOCAB, seed=2), tree) if tree.is_chain else Table(tree)
     engine = make(target, drafter, accept)
     for control, done in zip(CONTROLS, draw(engine, SAMPLES, *CONTROLS.values()), strict=True):
-        assert np.mean([c.metrics.num_drafts for c in done]) > 1.5, "the law must span several rounds"
-        assert abs(deviation(done, expected_law(control))) < 5
+        assert np.mean([c.metrics.num_drafts for c in done]) > 1.5, "the samples must span several rounds"
+        assert abs(deviation(done, expected_probs(control))) < 5
         if control in ("penalised", "banned"):
-            assert deviation(done, expected_law(control, counted=1)) > 20, "negative control: later tokens ignored"
+            assert deviation(done, expected_probs(control, counted=1)) > 20, "negative control: later tokens ignored"
 
 
 @pytest.mark.slow
 def test_noise_keyed_by_position_alone_is_detected(target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: draft, acceptance and residual share the noise of a position."""
+    """Negative control: draft, acceptance and residual share the noise of a position."""
     original = sampler.keys
 
     def by_position(seed, purpose, *place):

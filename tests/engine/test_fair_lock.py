@@ -23,19 +23,19 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def test_fair_lock_contended_serves_threads_in_order() -> None:
-    """Whoever had it comes behind those that asked meanwhile."""
-    turns, order = FairLock(), []
+    """A thread that releases the lock is served after those that asked in the meantime."""
+    lock, order = FairLock(), []
 
     def asks(number: int) -> None:
-        with turns, turns:  # also from within
+        with lock, lock:  # also from within
             order.append(number)
 
     def first() -> None:
-        with turns:
+        with lock:
             for number in range(1, 4):
                 threads.append(threading.Thread(target=asks, args=(number,), daemon=True))
                 threads[-1].start()
-                wait_until(lambda count=number + 1: len(turns._queue) == count)
+                wait_until(lambda count=number + 1: len(lock._queue) == count)
             order.append(0)
         asks(4)
 
@@ -43,17 +43,17 @@ def test_fair_lock_contended_serves_threads_in_order() -> None:
     run_together([first])
     for thread in threads:
         thread.join(PATIENCE)
-    assert order == [0, 1, 2, 3, 4] and not turns._queue
+    assert order == [0, 1, 2, 3, 4] and not lock._queue
 
 
 class Interrupts:
-    """A lock that an interrupt comes into once, in the thread that made it."""
+    """A lock in which one interrupt occurs, in the thread that made it."""
 
-    def __init__(self, original: Any, *, behind: bool) -> None:
-        self.original, self.behind, self.thread = original, behind, threading.get_ident()
+    def __init__(self, original: Any, *, on_exit: bool) -> None:
+        self.original, self.on_exit, self.thread = original, on_exit, threading.get_ident()
 
     def __enter__(self) -> None:
-        if not self.behind:
+        if not self.on_exit:
             self.interrupt()
         self.original.__enter__()
 
@@ -67,36 +67,36 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("behind", [False, True])
-def test_fair_lock_interrupted_release_wakes_the_next_thread(behind: bool) -> None:
-    turns, served = FairLock(), []
+@pytest.mark.parametrize("on_exit", [False, True])
+def test_fair_lock_interrupted_release_wakes_the_next_thread(on_exit: bool) -> None:
+    lock, served = FairLock(), []
 
     def waits() -> None:
-        with turns:
+        with lock:
             served.append(1)
 
     thread = threading.Thread(target=waits, daemon=True)
-    turns.__enter__()
+    lock.__enter__()
     thread.start()
-    wait_until(lambda: len(turns._queue) == 2)
-    turns._guard = Interrupts(turns._guard, behind=behind)  # type: ignore[assignment]
+    wait_until(lambda: len(lock._queue) == 2)
+    lock._guard = Interrupts(lock._guard, on_exit=on_exit)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
-        turns.__exit__()
+        lock.__exit__()
     thread.join(PATIENCE)
-    assert served and not turns._queue and not turns.is_mine
+    assert served and not lock._queue and not lock.is_mine
 
 
 def test_fair_lock_interrupted_acquire_releases_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = FairLock()
+    lock = FairLock()
     with monkeypatch.context() as patch:
         patch.setattr("jspec.engine.fair_lock.threading.get_ident", Fault(threading.get_ident, 2, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
-            turns.__enter__()
-    assert not turns._queue and not turns.is_mine
+            lock.__enter__()
+    assert not lock._queue and not lock.is_mine
 
 
 def test_fair_lock_interrupted_wait_leaves_no_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = FairLock()
+    lock = FairLock()
 
     class Interrupted:
         def __init__(self) -> None:
@@ -110,11 +110,11 @@ def test_fair_lock_interrupted_wait_leaves_no_ticket(monkeypatch: pytest.MonkeyP
     def wait() -> None:
         monkeypatch.setattr("jspec.engine.fair_lock.threading.Lock", Interrupted)
         with pytest.raises(KeyboardInterrupt):
-            turns.__enter__()
+            lock.__enter__()
         monkeypatch.undo()
 
-    with turns:
+    with lock:
         run_together([wait])
-        assert len(turns._queue) == 1
-    run_together([lambda: turns.__enter__() or turns.__exit__()])
-    assert not turns._queue
+        assert len(lock._queue) == 1
+    run_together([lambda: lock.__enter__() or lock.__exit__()])
+    assert not lock._queue

@@ -1,4 +1,4 @@
-"""deterministic=True on a GPU, at 8B: 64 prompts by 256 tokens with and without drafting, to the last token."""
+"""deterministic=True on a GPU, at 8B: 64 prompts by 256 tokens are equal with and without drafting."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jspec.tools.bench import shapes
 from jspec.tools.testing import Scripted
 
 SHAPE, DTYPE, PROMPTS, TOKENS = "llama3-8b", "bfloat16", 64, 256
-PULL = 12.0  # length of an embedding: the row it points at gets a logit near the largest of 128256 normal numbers
-SHARPER = 4.0  # queries: else every token attends to all alike, and after many layers one text is as the other
+PULL = 12.0  # length of an embedding; its target row gets a logit near the largest of 128256 normal numbers
+SHARPER = 4.0  # factor of the queries; without it attention is uniform, and after many layers all texts are alike
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
 def target() -> Model:
-    """Random weights whose laws are not flat: each token's embedding points at one row of the output head."""
+    """Random weights with peaked distributions: each token's embedding points at one row of the output head."""
     target = shapes.random_target(SHAPE, DTYPE)
     queries = slice(target.config.num_heads * target.config.head_dim)
     layers = [layer.replace(qkv=layer.qkv.at[queries].multiply(SHARPER)) for layer in target.layers]

@@ -1,4 +1,4 @@
-"""The claim of the project: with or without drafting, by whatever drafter, the tokens are the same."""
+"""Losslessness: with any drafter the tokens equal those of plain decoding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support import cover, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runs_long")]  # slow together
 LONGEST_PROMPT = 250
-STATIC = "static:0,1,2,0.0,0.1,1.0,2.0,2.1,2.1.0"  # the deepest path is the last sibling's everywhere
+STATIC = "static:0,1,2,0.0,0.1,1.0,2.0,2.1,2.1.0"  # the last sibling has the deepest path at every level
 DYNAMIC = "topk:12,4,3"
 TREES = ("chain:1", "chain:2", "chain:5", STATIC, DYNAMIC)
 DRAFTERS = ("eagle3", "eagle", "medusa", "small", "ngram", "suffix", "right", "wrong", "random")
@@ -41,7 +41,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "pair": ("golden", "stories"),
     "drafter": DRAFTERS,
     "tree": TREES,
-    "page": (1, 64),  # 16 is the default, which other tests run with
+    "page": (1, 64),  # other tests run with 16, the default
     "buckets": ((20,), (1, 20)),
 }
 ROUNDS = {"chain:2": 3, STATIC: 2}  # rounds per dispatch, by tree
@@ -73,12 +73,12 @@ def pair(name: str, golden: Path, data: Path) -> Pair:
 
 
 def is_long(case: dict[str, Any]) -> bool:
-    """The library's drafters on the pair whose head was trained: they decode many long texts."""
+    """Drafters on the embedded pair, whose head is trained: many long texts."""
     return case["pair"] == "golden" and case["drafter"] not in FAKES
 
 
 def make_drafter(name: str, tree: Tree, pair: Pair, known: list[Completion], params: list[SamplingParams]) -> Drafter:
-    """Fake drafters know the plain output, so they are right or wrong at every single token."""
+    """Fake drafters know the plain output, so they are right or wrong at every token."""
     target = pair.target
     makers: dict[str, Callable[[], Drafter]] = {
         "eagle3": lambda: Eagle3(pair.head, tree),
@@ -125,7 +125,7 @@ def parameters(count: int, tokens: int, temperature: float) -> list[SamplingPara
 
 @dataclass(frozen=True)
 class Size:
-    """How much is decoded."""
+    """Number and length of prompts and outputs."""
 
     prompts: int
     longest: int  # prompt tokens
@@ -188,7 +188,7 @@ def check(case: dict[str, Any], golden: Path, data: Path, sizes: Sizes) -> None:
 def distinct(
     completions: dict[float, list[Completion]], params: dict[float, list[SamplingParams]]
 ) -> tuple[list[Completion], list[SamplingParams]]:
-    """All of them, the greedy rows that both temperatures share only once."""
+    """All prompts; greedy rows that both temperatures share are compared once."""
     kept: dict[tuple, tuple[Completion, SamplingParams]] = {}
     for temperature in completions:
         for completion, p in zip(completions[temperature], params[temperature], strict=True):
@@ -199,7 +199,7 @@ def distinct(
 
 
 def check_acceptance(case: dict[str, Any], engine: Engine) -> None:
-    """The fake drafters must have been as right and as wrong as they claim."""
+    """The fake drafters must have been right or wrong throughout."""
     metrics = engine.metrics
     drafter, tree = case["drafter"], case["tree"]
     if drafter == "wrong":
@@ -212,7 +212,7 @@ def check_acceptance(case: dict[str, Any], engine: Engine) -> None:
 def same_tokens(
     target: Model, expected: list[Completion], done: list[Completion], params: list[SamplingParams]
 ) -> None:
-    """Every token, but for near ties in float32."""
+    """Every token, except near ties in float32."""
     for a, b, p in zip(expected, done, params, strict=True):
         if a.token_ids == b.token_ids and a.finish_reason == b.finish_reason:
             continue
@@ -258,7 +258,7 @@ def test_tokens_with_a_drafter_equal_plain_decoding(case: dict[str, Any], golden
 
 @pytest.mark.once
 def test_acceptance_right_drafts_never_decays(golden: Path, data: Path) -> None:
-    """The target drafts for itself, 200 rounds: the draft row that the bonus token lacks is made good every time."""
+    """The target drafts for itself for 200 rounds: the bonus token's draft row is written every time."""
     one = pair("golden", golden, data)
     drafter = DraftModel(one.target, Tree.chain(2))
     engine = Engine(one.target, drafter=drafter, slots=1, max_len=700, prefill_buckets=(64,), page_size=64)
@@ -269,7 +269,7 @@ def test_acceptance_right_drafts_never_decays(golden: Path, data: Path) -> None:
 
 @pytest.mark.once
 def test_check_lossless_wrong_target_token_is_detected(golden: Path, data: Path) -> None:
-    """The negative control: a target that differs by one weight fails the comparison."""
+    """Negative control: a target that differs in one weight fails the comparison."""
     one = pair("golden", golden, data)
     other = one.target.replace(norm=one.target.norm.at[0].mul(1.5))
     engine = Engine(other, slots=20, max_len=SHORT.max_len, buckets=(20,), prefill_buckets=(SHORT.longest,))

@@ -1,4 +1,4 @@
-"""The same claim on the whole product of drafters, trees, page sizes, buckets and models: greedy at full length."""
+"""Losslessness for all combinations of drafters, trees, page sizes, buckets and models, greedy at full length."""
 
 from __future__ import annotations
 

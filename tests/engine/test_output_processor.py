@@ -1,4 +1,4 @@
-"""What the user gets: tokens, text, reasons, counters, rounds. Drafts are right, so that ends fall inside a round."""
+"""Tokens, text, finish reasons, counters and rounds. All drafts are right, so requests end inside rounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support import tiny
 pytestmark = pytest.mark.once
 
 VOCAB, LENGTH, LONGEST = 256, 4, 30
-EOS = 255  # so unlikely that plain decoding does not meet it
+EOS = 255  # so unlikely that plain decoding never emits it
 PROMPTS = ["abc", "Zürich ", "\u20ac"]
 GREEDY = SamplingParams(max_tokens=LONGEST, temperature=0)
 
@@ -59,7 +59,7 @@ def with_(**changes: Any) -> SamplingParams:
 
 
 def first_at(ids: list[int], lowest: int, *, inside: Callable[[int], bool]) -> int:
-    """A place from ``lowest`` on whose token occurs there first."""
+    """The first index >= ``lowest`` whose token did not occur before and that satisfies ``inside``."""
     return next(i for i in range(lowest, len(ids)) if ids[i] not in ids[:i] and inside(i))
 
 
@@ -145,7 +145,7 @@ def test_max_tokens_inside_a_round_cuts_it(engine: Engine, plain: list[Completio
 
 @pytest.mark.parametrize("place", ["prefill", "inside a round", "bonus token"])
 def test_stop_token_anywhere_in_a_round_ends_the_request(engine: Engine, plain: list[Completion], place: str) -> None:
-    """Tokens 1-5 are the first round's, the fifth its bonus token."""
+    """Tokens 1 to 5 are the first round's, the fifth is its bonus token."""
     inside = {
         "prefill": lambda i: i == 0,
         "inside a round": lambda i: i % 5 in (2, 3),
@@ -164,7 +164,7 @@ def test_stop_token_anywhere_in_a_round_ends_the_request(engine: Engine, plain: 
 def test_eos_inside_a_round_ends_the_request(
     engine: Engine, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end token is kept in the ids and left out of the text; ignoring it goes on, text and all."""
+    """The EOS token is in the ids and not in the text; with ignore_eos decoding goes on and its text is shown."""
     ids = plain[0].token_ids
     end = first_at(ids, 7, inside=lambda i: i % 5 in (2, 3))
     monkeypatch.setattr(engine.input_processor, "eos_ids", (EOS, ids[end]))

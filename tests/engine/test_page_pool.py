@@ -1,4 +1,4 @@
-"""The page allocator: every page is free, idle or held by as many owners as share it, whatever happens."""
+"""The page pool: every page is free, idle or owned by as many owners as were counted, after any operations."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from jspec.engine.page_pool import Digest, PagePool, page_digests
 
 pytestmark = pytest.mark.once
 
-TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=24)  # of two tokens, so that beginnings are met again
+TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=24)  # of two tokens, so that prefixes repeat
 
 
 class Pages(RuleBasedStateMachine):
-    """Owners come, share, grow, keep and go; dictionaries are the model."""
+    """Owners reserve, share, grow, cache and release pages; dictionaries are the model."""
 
     @initialize(pages=st.integers(2, 14), page_size=st.integers(1, 4))
     def start(self, pages: int, page_size: int) -> None:
         self.pool = PagePool(pages, page_size)
         self.owned: dict[int, list[int]] = {}
-        self.kept: dict[int, tuple[int, ...]] = {}  # the text up to the end of each page that may be found
-        self.idle: list[int] = []  # the page that must go first stands first
+        self.kept: dict[int, tuple[int, ...]] = {}  # tokens up to the end of each cached page
+        self.idle: list[int] = []  # in the order of eviction
 
     @rule(owner=st.integers(0, 4), text=TEXTS, extra=st.integers(0, 6))
     def reserve(self, owner: int, text: list[int], extra: int) -> None:
@@ -64,7 +64,7 @@ class Pages(RuleBasedStateMachine):
     @precondition(lambda self: self.owned)
     @rule(data=st.data(), text=TEXTS)
     def keep(self, data: st.DataObject, text: list[int]) -> None:
-        """The owner's rows hold this text: of those that are kept already the text must be the one they hold."""
+        """The owner's rows hold this text; its shared pages must hold the same tokens already."""
         owner, size = data.draw(st.sampled_from(sorted(self.owned))), self.pool.page_size
         known = [self.kept[page] for page in self.owned[owner] if page in self.kept]
         text = [*(known[-1] if known else ()), *text]
@@ -90,7 +90,7 @@ class Pages(RuleBasedStateMachine):
         self.kept, self.idle = {}, []
 
     def take(self, owner: int, pages: list[int], had: list[int]) -> None:
-        """New pages are free ones; once there are none, the idle ones, from the first on."""
+        """New pages are free ones, then idle ones in the order of eviction."""
         new = pages[len(had) :]
         evicted = [page for page in new if page in self.idle]
         assert evicted == self.idle[: len(evicted)], "another page should have gone first"
@@ -126,7 +126,7 @@ class Pages(RuleBasedStateMachine):
         assert len(self.pool._page_of) == len(self.kept) and list(self.pool._idle) == self.idle
 
     def teardown(self) -> None:
-        """Nothing leaks: when all are gone every page can be had."""
+        """No leak: when all owners are gone every page can be reserved."""
         if hasattr(self, "pool"):
             for owner in list(self.owned):
                 self.release(owner)
@@ -140,7 +140,7 @@ TestPages.settings = settings(max_examples=60, stateful_step_count=20)
 
 
 def forgets_num_owners(self: PagePool, owner: int) -> None:
-    """A page goes back though others hold it."""
+    """A page becomes free although it has other owners."""
     for page in self._owned.pop(owner, []):
         self._num_owners[page] = 0
         (self._idle.update({page: None}) if page in self._digest_of else self._free.append(page))
@@ -163,7 +163,7 @@ def test_pool_broken_is_found_by_the_machine(monkeypatch: pytest.MonkeyPatch, na
 
 
 def test_page_digests_are_chained() -> None:
-    """A page's digest tells all tokens up to its end, wherever the computation was taken up."""
+    """A page's digest depends on all tokens up to its end, wherever the computation continues."""
     text = [1, 2, 3, 4, 5, 6, 7]
     whole = page_digests(text, 2)
     assert len(whole) == 3 and page_digests(text[2:], 2, whole[0]) == whole[1:]

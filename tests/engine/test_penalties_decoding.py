@@ -1,4 +1,4 @@
-"""Controls through the engine: with drafters what they are without, and without what transformers' processors give."""
+"""Penalties in the engine: plain decoding equals transformers' processors, and drafters equal plain decoding."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def by_processors(prompt: list[int], params: SamplingParams) -> list[int]:
 
 
 def test_penalties_plain_decoding_equals_transformers_processors() -> None:
-    """A second time the prompts' pages are found, and no slot remembers whom it served."""
+    """The second time the prompts' pages are cached and slots were used before."""
     assert plain_tokens() == [by_processors(*each) for each in zip(PROMPTS, ENGINE_PARAMS, strict=True)]
     for order in (range(8), range(7, -1, -1)):
         done = small.plain().generate([PROMPTS[i] for i in order], [ENGINE_PARAMS[i] for i in order])
@@ -65,7 +65,7 @@ def test_penalties_plain_decoding_equals_transformers_processors() -> None:
 
 
 def test_penalties_removed_change_the_tokens() -> None:
-    """Negative control: without its controls every row but the one that has none decodes otherwise."""
+    """Negative control: without their penalties all rows but the one that has none get other tokens."""
     off = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None, bad_words=())
     off |= dict(allowed_token_ids=None, min_tokens=0)
     done = small.plain().generate(PROMPTS, [replace(params, **off) for params in ENGINE_PARAMS])
@@ -80,7 +80,7 @@ def test_penalties_chain_equals_plain_decoding() -> None:
 
 @pytest.mark.long
 def test_penalties_dynamic_tree_with_preemption_equals_plain_decoding() -> None:
-    """What was lost is counted once more when a request comes back, its output as output."""
+    """After a preemption the counts of prompt and output are made anew."""
     drafter = DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3))
     engine = Engine(
         small.target(),
@@ -145,7 +145,7 @@ def test_penalties_engine_built_without_refuses_them() -> None:
 
 
 def test_bad_words_that_exclude_each_other_are_accepted() -> None:
-    """After 5 comes 6 and after 6 comes 5: each takes out another token."""
+    """The two words ban different tokens, each after another token."""
     params = SamplingParams(temperature=0, max_tokens=8, allowed_token_ids=[5, 6], bad_words=[[5, 5], [6, 6]])
     (done,) = small.plain().generate([1, 5], params)
     assert done.token_ids == [6, 5] * 4
@@ -157,7 +157,7 @@ def test_bad_words_text_is_banned_with_and_without_leading_blank() -> None:
 
 
 class Blanks:
-    """Puts a blank in front of a text, as SentencePiece does, and makes a token of every character."""
+    """Prepends a blank to a text, as SentencePiece does, and makes one token per character."""
 
     hidden_ids = frozenset({0})
 

@@ -1,4 +1,4 @@
-"""Requests that begin alike share pages, and nobody can tell by their tokens, nor by what is drafted for them."""
+"""Requests with a common prefix share pages, which changes neither their tokens nor their drafts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support import small, tiny
 pytestmark = pytest.mark.once
 
 PAGE, MAX_LEN, LENGTH = 4, 64, 3
-TOLERANCE = 1e-4  # float32 scores of other chunks
+TOLERANCE = 1e-4  # float32 scores with other chunk sizes
 DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "plain": lambda: None,
     "eagle3": lambda: Eagle3(
@@ -36,7 +36,7 @@ GREEDY, SAMPLED = dict(temperature=0.0), dict(temperature=1.0, seed=7)
 
 @cache
 def engine(name: str, *, cached: bool, page_size: int = PAGE) -> Engine:
-    """Two slots. The draft model is drawn from its own law, so that the tokens depend on what its cache holds."""
+    """Two slots. The draft model samples its drafts, so that they depend on its cache."""
     made = Engine(
         small.target(),
         drafter=DRAFTERS[name](),
@@ -55,7 +55,7 @@ def engine(name: str, *, cached: bool, page_size: int = PAGE) -> Engine:
 
 @pytest.fixture(autouse=True)
 def _all_comes_back() -> Iterator[None]:
-    """Every test begins and ends with nothing held, and every page somewhere."""
+    """Every test begins and ends with no page held or lost."""
     for one in WITH_CACHE:
         one.scheduler.pages.clear()
     yield
@@ -69,7 +69,7 @@ def prompt(size: int, seed: int = 0) -> list[int]:
 
 
 def chat(one: Engine, controls: dict[str, Any], turns: tuple[tuple[int, int], ...], *, trace: bool = False) -> Any:
-    """A conversation: each turn adds tokens to all that was said and lets the model answer."""
+    """A conversation: each turn appends tokens to the text so far and decodes an answer."""
     said: list[int] = []
     done: list[Completion] = []
     for turn, (asked, answered) in enumerate(turns):
@@ -109,14 +109,14 @@ def test_prefix_hits_keep_tokens_and_drafts(name: str, controls: dict[str, Any])
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_prefix_every_full_page_is_found(name: str) -> None:
-    """Also those filled while decoding, and the rows of a request's very last round: with any drafter as without."""
+    """Also pages filled while decoding, and the rows of a request's last round, with any drafter."""
     done = chat(engine(name, cached=True), SAMPLED, TURNS)
     held = 0
     for turn in done:
         size = len(turn.prompt_token_ids)
         assert turn.metrics.num_cached_tokens == min(held // PAGE * PAGE, size - 1)
         assert turn.metrics.num_prompt_tokens == size
-        held = size + len(turn.token_ids) - 1  # the newest token was never fed
+        held = size + len(turn.token_ids) - 1  # the newest token was never an input
 
 
 def traced(one: Engine, turns: tuple[tuple[int, int], ...] = TURNS) -> list[np.ndarray]:
@@ -129,7 +129,7 @@ def expected_scores() -> list[np.ndarray]:
 
 
 def test_shared_pages_draft_rows_are_complete(expected_scores: list[np.ndarray]) -> None:
-    """The head gives every node the score it has without the cache: so its rows and its feature are the right ones."""
+    """The head gives every node the same score as without the prefix cache, so its rows and features are right."""
     np.testing.assert_allclose(traced(engine("eagle3", cached=True)), expected_scores, atol=TOLERANCE)
 
 
@@ -164,7 +164,7 @@ def test_shared_pages_incomplete_are_detected(
 ) -> None:
     """Negative controls."""
     one = engine("eagle3", cached=True)
-    traced(one, TURNS[:1])  # so that its programs are compiled before one of them is replaced
+    traced(one, TURNS[:1])  # compiles the programs before one of them is replaced
     one.scheduler.pages.clear()
     spoil(one, monkeypatch)
     with pytest.raises(AssertionError):
@@ -184,7 +184,7 @@ def test_prefix_same_prompt_twice_hits_all_but_one_token(size: int) -> None:
 
 
 def test_prefix_live_requests_share_pages() -> None:
-    """The second of two equal prompts takes the pages of the first, which is still running."""
+    """The second of two equal prompts shares the pages of the first, which is still running."""
     one = engine("eagle3", cached=True)
     params = [SamplingParams(max_tokens=8, seed=seed) for seed in (1, 2)]
     requests = one._make_requests([prompt(16)] * 2, params, trace=False)
@@ -202,9 +202,9 @@ def test_prefix_live_requests_share_pages() -> None:
 
 @pytest.mark.parametrize("name", ["eagle3", "draft model"])
 def test_shared_page_hit_is_not_written(name: str) -> None:
-    """The rows of a prompt that is a multiple of the page are the same bits after it came again, whole.
+    """The rows of a prompt that fills whole pages have the same bits after the prompt was served again.
 
-    Also where they are not what it would write: the draft's hold a mark in their last rows.
+    The draft's rows are marked first, so a write would show.
     """
     one, params = engine(name, cached=True), SamplingParams(max_tokens=1, **GREEDY)
     one.generate(prompt(16), params)
@@ -224,7 +224,7 @@ def test_shared_page_hit_is_not_written(name: str) -> None:
 
 
 def test_prefix_other_beginning_hits_nothing() -> None:
-    """A page is found by all tokens before it too, not by its own alone."""
+    """A page is found by its own tokens and all tokens before them."""
     one, params = engine("plain", cached=True), SamplingParams(max_tokens=1, **GREEDY)
     one.generate(prompt(16), params)
     other = [(prompt(16)[0] + 1) % small.VOCAB, *prompt(16)[1:]]
@@ -235,7 +235,7 @@ def test_prefix_other_beginning_hits_nothing() -> None:
 
 
 def test_cached_pages_full_pool_are_evicted_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many prompts fill the pool; the pages kept are taken for those that come, the oldest first."""
+    """Many prompts fill the pool; cached pages are evicted for new prompts, the oldest first."""
     one, params = engine("plain", cached=True), SamplingParams(max_tokens=4, **GREEDY)
     prompts = [prompt(12, seed=seed) for seed in range(30)]
     expected = engine("plain", cached=False).generate(prompts, params)
@@ -263,7 +263,7 @@ def test_metrics_prefix_hit_rate_is_counted() -> None:
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_preemption_keeps_tokens_and_drafts(name: str, cached: bool) -> None:
-    """Two rows in a pool that holds little more than one of them: the later one gives way, again and again."""
+    """Two requests in a pool for little more than one: the later one is preempted again and again."""
     one = engine(name, cached=cached)
     prompts = [prompt(9, seed=seed) for seed in range(4)]
     params = [
@@ -279,13 +279,13 @@ def test_preemption_keeps_tokens_and_drafts(name: str, cached: bool) -> None:
     assert [turn.metrics.num_preemptions for turn in expected] == [0] * 4
     assert sum(turn.metrics.num_preemptions for turn in done) >= 2 and done[0].metrics.num_preemptions == 0
     assert tokens(done) == tokens(expected)
-    if name != "suffix":  # which drafts from what it saw of others, the first run among it
+    if name != "suffix":  # it drafts from the texts of earlier requests, the first run among them
         assert [turn.from_draft for turn in done] == [turn.from_draft for turn in expected]
         assert accepted(done) == accepted(expected)
 
 
 def test_preemption_with_a_resampled_root_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a preempted request that samples its newest token once more, by the prefill's noise."""
+    """Negative control: a preempted request samples its newest token again, with the prefill's noise."""
     original = ModelRunner._pack
 
     def forgets_root(self: ModelRunner, plan: Any) -> np.ndarray:

@@ -79,7 +79,7 @@ def test_tokenizer_error_before_queueing_leaves_nothing_queued(engine: Engine) -
 def test_step_error_ends_its_requests_and_the_engine_goes_on(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, where: str, at: int
 ) -> None:
-    """Those that wait are served by a state made anew, whose pages hold nothing of what was kept before."""
+    """Waiting requests are served with a new state, and nothing of the old prefix cache is found."""
     error = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
     programs = engine.core.runner.programs
     with monkeypatch.context() as patch:
@@ -120,13 +120,15 @@ def test_interrupt_while_dispatching_is_raised_and_ends_running_requests(
         patch.setattr(engine.core, "_dispatch", Fault(engine.core._dispatch, 3, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPTS, PARAMS)
-    with pytest.raises(RuntimeError, match="interrupted") as caught:  # its step was lost too: an error, and no gap
+    with pytest.raises(
+        RuntimeError, match="interrupted"
+    ) as caught:  # its step was lost too: an error instead of a gap in the text
         list(stream)
     assert isinstance(caught.value.__cause__, KeyboardInterrupt)
 
 
 def test_interrupt_while_a_request_ends_it_ends_with_an_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends all the same; the next answer is right."""
+    """The request still ends, and the next answer is right."""
     request = engine.submit(PROMPTS[0], PARAMS[0])
     with monkeypatch.context() as patch:
         patch.setattr("jspec.engine.request.OutputState.finish_text", Fault(lambda *_: None, 1, KeyboardInterrupt()))
@@ -139,7 +141,7 @@ def test_interrupt_while_a_request_ends_it_ends_with_an_error(engine: Engine, mo
 def test_interrupt_while_recovering_next_step_completes_the_recovery(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything is ended and forgotten by then; whoever steps next makes the state, and no zeroed page is found."""
+    """By then requests are ended and the prefix cache is empty; the next step makes the state anew."""
     prompt, params = PROMPTS[2] + PROMPTS[3], SamplingParams(max_tokens=12, temperature=0.0)
     expected = engine.generate(prompt, params)[0].token_ids
     running = engine.submit(PROMPTS[3], PARAMS[3])
@@ -163,7 +165,7 @@ def test_interrupt_while_recovering_next_step_completes_the_recovery(
 def test_read_error_of_a_preempted_request_it_is_served_again(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also not one that was preempted while it was under way, which waits and comes back."""
+    """A request that was preempted while the lost step was in flight waits and is served again."""
     pages = engine.scheduler.pages
     pages.clear()
     pages.reserve(-1, (pages.num_free - 11) * pages.page_size)
@@ -189,7 +191,7 @@ def test_read_error_of_a_preempted_request_it_is_served_again(
 
 
 def test_reset_state_old_buffers_are_freed_first(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the program that failed did not consume them, and its error's frames refer to them."""
+    """They are freed even if the failed program did not consume them and the error's frames refer to them."""
     old, programs, is_gone = jax.tree.leaves(engine.core.runner.state), engine.core.runner.programs, []
 
     def refuses(params: Any, state: Any, packed: Any) -> Any:
@@ -233,11 +235,11 @@ def test_reset_state_fails_engine_is_unhealthy(expected: list[list[int]], monkey
     monkeypatch.setattr("jspec.engine.model_runner.init_state", Fault(np.zeros, 1, gone))
     monkeypatch.setattr(one.core, "_read", Fault(one.core._read, 2, gone))
     done = one.generate(PROMPTS, PARAMS)
-    assert [turn.finish_reason for turn in done] == ["error"] * len(PROMPTS)
+    assert [completion.finish_reason for completion in done] == ["error"] * len(PROMPTS)
     assert not one.healthy
     assert done[0].error is gone and done[0].error.__notes__ == [RESTART]
-    for turn in done[1:]:
-        assert str(turn.error) == RESTART and turn.error.__cause__ is gone
+    for completion in done[1:]:
+        assert str(completion.error) == RESTART and completion.error.__cause__ is gone
     for use in (lambda: one.generate([1]), lambda: one.submit([1])):
         with pytest.raises(RuntimeError, match="restart the process"):
             use()

@@ -49,7 +49,7 @@ def test_scheduler_pages_run_out_preempts_lowest_priority() -> None:
 
 
 def test_scheduler_large_request_first_in_order_is_not_overtaken() -> None:
-    """4 pages of 4 rows are there; the second request needs all, the third but one."""
+    """There are 4 pages of 4 rows; the second request needs all of them, the third only one."""
     one = make_scheduler(slots=3, pages=5)
     first, large, small = make_request(1, 1, 1), make_request(2, 10, 3), make_request(3, 1, 1)
     for r in (first, large, small):
@@ -75,7 +75,7 @@ def test_scheduler_round_takes_the_smallest_bucket(ready: int, bucket: int) -> N
 
 
 def test_scheduler_rounds_in_flight_suffice_plans_no_round() -> None:
-    """Rounds in flight emit at least a token each, so the fourth token of four is under way after three rounds."""
+    """Each round in flight emits at least one token, so three rounds after the prefill suffice for four tokens."""
     one = make_scheduler(slots=1)
     one.add(make_request(1, 2, 4))
     kinds = [type(one.plan()) for _ in range(5)]
@@ -93,7 +93,7 @@ def test_scheduler_finish_twice_or_unknown_is_ignored() -> None:
 
 
 def decode(one: Scheduler, plan: Plan | None, tokens: int = 1) -> None:
-    """Read a plan at once; every round commits as many tokens."""
+    """Read a plan at once; every round commits ``tokens`` tokens."""
     assert plan is not None
     one.on_output_read(plan)
     for r in [plan.request] if isinstance(plan, PrefillPlan) else plan.requests:
@@ -105,7 +105,7 @@ def decode(one: Scheduler, plan: Plan | None, tokens: int = 1) -> None:
 
 @pytest.mark.parametrize("ahead", [8, 0])
 def test_scheduler_pages_ahead_make_most_rounds_bring_no_new_pages(ahead: int) -> None:
-    """Four requests that fill a page at different times, in a pool that holds just all of them.
+    """Four requests that fill a page at different times, in a pool that just fits them.
 
     With no page ahead, nearly every round brings some.
     """
@@ -123,7 +123,7 @@ def test_scheduler_pages_ahead_make_most_rounds_bring_no_new_pages(ahead: int) -
 
 
 def test_scheduler_pages_ahead_are_reclaimed_before_preemption() -> None:
-    """The first gets eight pages more than it needs; the second cannot do without them."""
+    """The first request gets eight pages beyond its need, and the second one needs them."""
     one = make_scheduler(slots=3, pages=30, pages_ahead=8)
     first = make_request(1, 4, 60)
     one.add(first)
@@ -140,7 +140,7 @@ def test_scheduler_pages_ahead_are_reclaimed_before_preemption() -> None:
 
 
 def test_scheduler_failed_admission_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until pages are given back, or the next one that it could share is kept."""
+    """It is tried again when pages are given back or its next page is cached."""
     one, looked = make_scheduler(slots=2, pages=12, prefix_cache=True), []
     shared = Scheduler._cached_pages
     monkeypatch.setattr(Scheduler, "_cached_pages", lambda self, r: [looked.append(r), shared(self, r)][1])
@@ -161,7 +161,7 @@ def test_scheduler_failed_admission_is_not_repeated(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("budget", [4, 8, 20])
 def test_scheduler_many_prompts_keep_within_the_budget(budget: int) -> None:
-    """However many prompts come: between two rounds there are no more tokens of them than the budget says."""
+    """However many prompts arrive, the prompt tokens between two rounds stay within the budget."""
     one = make_scheduler(slots=6, pages=400, prefill_budget=budget)
     first = make_request(0, 3, 40)
     one.add(first)

@@ -24,11 +24,11 @@ from tests.support.scheduling import ROUND_TOKENS, SCRATCH, make_request, make_s
 pytestmark = pytest.mark.once
 
 
-class Play(RuleBasedStateMachine):
+class SchedulerMachine(RuleBasedStateMachine):
     """Requests arrive, plans are dispatched and read late, requests end early or are aborted.
 
-    The device is played by the tokens that each row of each page holds: every step writes what it would write, when it
-    is dispatched, and finds what it needs.
+    The simulated device is the token in each row of each page: a step writes its rows when it is dispatched, and checks
+    that the rows it reads are there.
     """
 
     @initialize(
@@ -53,13 +53,13 @@ class Play(RuleBasedStateMachine):
             pages_ahead=ahead,
             prefill_budget=budget,
         )
-        self.table: dict[int, dict[int, int]] = {}  # the device's: page by slot and column
-        self.since_round = 0  # tokens of chunks
+        self.table: dict[int, dict[int, int]] = {}  # the device's page table: page by slot and column
+        self.since_round = 0  # chunk tokens since the last round
         self.live: list[Request] = []
         self.in_flight: deque[tuple[Plan, dict[Request, list[int]]]] = deque()
         self.count = 0
-        self.rows: dict[tuple[int, int], int] = {}  # of each page
-        self.written: dict[Request, list[int]] = {}  # all that the device has of a request, unread tokens included
+        self.rows: dict[tuple[int, int], int] = {}  # token by page and row
+        self.written: dict[Request, list[int]] = {}  # a request's tokens on the device, unread ones included
 
     @rule(prompt=st.integers(1, 20), limit=st.integers(1, 8), priority=st.integers(-1, 1))
     def arrive(self, prompt: int, limit: int, priority: int) -> None:
@@ -98,7 +98,7 @@ class Play(RuleBasedStateMachine):
         others = [o for o in self.scheduler.running if o is not r and o.is_prefilled and self.may_emit(o)]
         assert plan.bucket == (4 if left <= 4 or (others and self.budget < 8) else 8)
         assert plan.count == min(left, plan.bucket)
-        is_stuck = others == self.scheduler.running[-1:]  # who gives way to the others, if all need pages
+        is_stuck = others == self.scheduler.running[-1:]  # the one that is preempted first if all need pages
         assert not others or is_stuck or not self.since_round or self.since_round + plan.bucket <= self.budget
         self.since_round += plan.bucket
         assert plan.is_last == (plan.count == left)
@@ -115,8 +115,8 @@ class Play(RuleBasedStateMachine):
     def round(self, plan: RoundPlan, tokens: int) -> dict[Request, list[int]]:
         assert all(r.is_prefilled and r in self.scheduler.running for r in plan.requests)
         assert plan.bucket == (1 if len(plan.requests) == 1 else self.slots)
-        is_prompts_turn = self.since_round == 0 and not all(r.is_prefilled for r in self.scheduler.running)
-        assert not is_prompts_turn, "a prompt waits while others decode"
+        is_prefill_due = self.since_round == 0 and not all(r.is_prefilled for r in self.scheduler.running)
+        assert not is_prefill_due, "a prompt waits while others decode"
         self.since_round = 0
         for slot, column, page in plan.new_pages:
             self.table[slot][column] = page
@@ -129,7 +129,7 @@ class Play(RuleBasedStateMachine):
         return max(len(r.token_ids), 1) + r.state.rounds_in_flight < r.max_new_tokens
 
     def one_round(self, r: Request, tokens: int) -> list[int]:
-        """The root and the draft are written, some of it is committed; an ended row does nothing."""
+        """Write root and draft, commit some of them; an ended row does nothing."""
         out = self.written[r]
         if len(out) == r.max_new_tokens:
             return []
@@ -142,7 +142,7 @@ class Play(RuleBasedStateMachine):
         return new
 
     def place(self, r: Request, row: int) -> tuple[int, int]:
-        """Where the device has a row."""
+        """(page, row in the page) of a request's row."""
         assert r.state.slot is not None
         size = self.scheduler.pages.page_size
         page = self.table[r.state.slot][row // size]
@@ -193,13 +193,13 @@ class Play(RuleBasedStateMachine):
         assert pool.num_used == len({page for r in running for page in pool.pages_of(r.id)})
 
     @invariant()
-    def everybody_stands_in_order(self) -> None:
+    def requests_are_in_order(self) -> None:
         for line in (self.scheduler.running, self.scheduler.waiting):
             assert line == sorted(line, key=lambda r: (r.params.priority, r.id))
         assert {r.id for r in self.live} == {r.id for r in [*self.scheduler.running, *self.scheduler.waiting]}
 
     def teardown(self) -> None:
-        """Nobody starves: without new arrivals all requests end, though they may take each other's pages."""
+        """No starvation: without new arrivals all requests end, though they may preempt each other."""
         if not hasattr(self, "live"):
             return
         most = sum(len(r.prompt_token_ids) + 2 * r.max_new_tokens for r in self.live)
@@ -213,16 +213,16 @@ class Play(RuleBasedStateMachine):
         assert self.scheduler.pages.num_used == 0
 
 
-TestPlay = Play.TestCase
-TestPlay.settings = settings(max_examples=150, stateful_step_count=40)
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40)
 
 
-def keeps_too_much(self: Scheduler, request: Request, rows: int) -> None:
-    """Pages are shown to others a page before they are full."""
+def caches_too_much(self: Scheduler, request: Request, rows: int) -> None:
+    """Pages are cached one page before they are full."""
     CACHE_PREFIX(self, request, rows + self.pages.page_size if request.token_ids else rows)
 
 
-def oldest_gives_way(self: Scheduler, request: Request) -> bool:
+def preempts_the_first(self: Scheduler, request: Request) -> bool:
     while not self.pages.grow(request.id, self._rows_to_reserve(request)):
         first = self.running[0]
         self._release(first)
@@ -232,19 +232,19 @@ def oldest_gives_way(self: Scheduler, request: Request) -> bool:
     return True
 
 
-def too_few(self: Scheduler, request: Request) -> int:
-    """Pages for the next round only, not for those in flight."""
+def reserves_too_little(self: Scheduler, request: Request) -> int:
+    """Reserves pages for the next round only, not for the rounds in flight."""
     return request.rows_committed + SCRATCH
 
 
-def takes_too_much(self: Scheduler) -> None:
-    """Pages are taken back that rounds in flight write."""
+def reclaims_too_much(self: Scheduler) -> None:
+    """Frees pages that rounds in flight write."""
     for request in self.running:
         self.pages.shrink(request.id, request.rows_committed)
 
 
-def shows_once(self: Scheduler, request: Request) -> list[tuple[int, int, int]]:
-    """A page that comes where one was taken back is not shown."""
+def updates_once(self: Scheduler, request: Request) -> list[tuple[int, int, int]]:
+    """A page that replaces a freed one is missing from the updates."""
     state = request.state
     state.num_synced_pages = max(getattr(state, "most_synced", 0), state.num_synced_pages)
     new = UPDATES(self, request)
@@ -258,17 +258,17 @@ CACHE_PREFIX, UPDATES = Scheduler.cache_prefix, Scheduler._page_table_updates
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
-        ("cache_prefix", keeps_too_much),
-        ("_reserve_or_preempt", oldest_gives_way),
-        ("_rows_to_reserve", too_few),
-        ("_reclaim_unused", takes_too_much),
-        ("_page_table_updates", shows_once),
+        ("cache_prefix", caches_too_much),
+        ("_reserve_or_preempt", preempts_the_first),
+        ("_rows_to_reserve", reserves_too_little),
+        ("_reclaim_unused", reclaims_too_much),
+        ("_page_table_updates", updates_once),
         ("_is_in_budget", lambda *_: True),
     ],
 )
 def test_scheduler_broken_is_found_by_the_machine(monkeypatch: pytest.MonkeyPatch, name: str, broken: object) -> None:
     """Negative controls."""
     monkeypatch.setattr(Scheduler, name, broken)
-    quick = settings(TestPlay.settings, max_examples=1000, phases=[Phase.generate])
+    quick = settings(TestSchedulerMachine.settings, max_examples=1000, phases=[Phase.generate])
     with pytest.raises((AssertionError, IndexError, KeyError)):
-        run_state_machine_as_test(Play, settings=quick)
+        run_state_machine_as_test(SchedulerMachine, settings=quick)

@@ -1,4 +1,4 @@
-"""Requests of all kinds come, are aborted and fail, where pages are few: each gets the tokens it gets alone."""
+"""Requests of all kinds arrive, are aborted and fail while pages are few: each gets the tokens it gets alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NESTED = 'start: "a" (start | /[c-f]/)* "b"'
 
 
 class Letters:
-    """A letter a token; it fails once when told to."""
+    """One letter per token; fails once when asked to."""
 
     vocab_size = small.VOCAB
     hidden_ids: frozenset[int] = frozenset()
@@ -48,8 +48,8 @@ class Letters:
 
 
 @dataclass
-class Wish:
-    """What a caller wants, when, and what becomes of it."""
+class Submission:
+    """A prompt with its parameters, the step in which it arrives, and the step in which it is aborted."""
 
     prompt: list[int]
     params: SamplingParams
@@ -57,8 +57,8 @@ class Wish:
     aborted_at: int | None
 
 
-def wishes(count: int, rng: np.random.Generator) -> Iterator[Wish]:
-    """Prompts that begin alike, in groups; everything else by lot."""
+def make_submissions(count: int, rng: np.random.Generator) -> Iterator[Submission]:
+    """Prompts in groups with a common prefix; everything else at random."""
     bases = rng.integers(0, small.VOCAB, (5, 24)).tolist()
     step = 0
     for index in range(count):
@@ -78,11 +78,11 @@ def wishes(count: int, rng: np.random.Generator) -> Iterator[Wish]:
         edits = some_grammar(own, nested=count >= FULL) or some_controls(own, limit)
         params = replace(params, **edits, **some_output(own))
         step += int(rng.integers(0, 5))
-        yield Wish(prompt, params, step, step + int(rng.integers(0, 30)) if rng.random() < 0.15 else None)
+        yield Submission(prompt, params, step, step + int(rng.integers(0, 30)) if rng.random() < 0.15 else None)
 
 
 def some_grammar(rng: np.random.Generator, *, nested: bool) -> dict[str, Any]:
-    """Of one request in ten, the form of its text, which the last letter ends.
+    """A grammar for one request in ten; the last letter ends its text.
 
     Args:
         nested: of every second one texts within texts, which take programs of their own.
@@ -96,14 +96,14 @@ def some_grammar(rng: np.random.Generator, *, nested: bool) -> dict[str, Any]:
 
 
 def some_output(rng: np.random.Generator) -> dict[str, Any]:
-    """Of one request in seven a text that ends it, and one in seven in two completions."""
+    """A stop string for one request in seven, and n=2 for one in seven."""
     letters = "".join(chr(97 + token) for token in rng.integers(0, small.VOCAB, 3))
     stops = dict(stop=(letters[:1] * 2, letters[1:])) if rng.random() < 0.15 else {}
     return stops | (dict(n=2) if rng.random() < 0.15 else {})
 
 
 def some_controls(rng: np.random.Generator, limit: int) -> dict[str, Any]:
-    """Of two requests in five, what edits their logits."""
+    """Logit edits for two requests in five."""
     if rng.random() < 0.6:
         return {}
     words = [rng.integers(0, small.VOCAB, size).tolist() for size in (1, 2, 2, 3)]
@@ -150,8 +150,8 @@ def engine_with(name: str, rounds: int) -> Engine:
     )
 
 
-def alone(all_wishes: list[Wish]) -> list[list[list[int]]]:
-    """The completions of each by plain decoding, one after the other: nobody runs beside it, nothing is kept."""
+def alone(submissions: list[Submission]) -> list[list[list[int]]]:
+    """Tokens of each request alone, by plain decoding without prefix cache."""
     plain = Engine(
         small.target(),
         tokenizer=Letters(),
@@ -161,7 +161,7 @@ def alone(all_wishes: list[Wish]) -> list[list[list[int]]]:
         prefill_buckets=(MAX_LEN,),
         prefix_cache=False,
     )
-    done = [plain.generate(wish.prompt, wish.params)[0] for wish in all_wishes]
+    done = [plain.generate(submission.prompt, submission.params)[0] for submission in submissions]
     return [[sample.token_ids for sample in one.samples] for one in done]
 
 
@@ -179,14 +179,14 @@ def compiled() -> Iterator[list[str]]:
 
 
 class Lost:
-    """A result that never comes."""
+    """A result that never arrives."""
 
     def block_until_ready(self) -> None:
         raise RuntimeError("device lost")
 
 
 class Faults:
-    """Makes some steps fail, stage after stage, and the tokenizer now and then."""
+    """Makes steps fail at random, each stage in turn, and the tokenizer now and then."""
 
     STAGES = ("dispatch", "block", "read", "interrupt")
 
@@ -236,20 +236,20 @@ def test_engine_random_faults_answers_or_fails_each_request(
 ) -> None:
     engine = engine_with(name, rounds)
     rng = np.random.default_rng(count)
-    all_wishes = list(wishes(count, rng))
-    expected = alone(all_wishes)
+    submissions = list(make_submissions(count, rng))
+    expected = alone(submissions)
     faults = Faults(engine, rng, monkeypatch)
     if count >= FULL:
-        engine.generate([1], replace(next(w.params for w in all_wishes if w.params.grammar), n=1))
+        engine.generate([1], replace(next(w.params for w in submissions if w.params.grammar), n=1))
     compiled.clear()
     requests: dict[int, Request] = {}
     step, waits = 0, list(range(count))
     while waits or engine.scheduler.has_work:
-        while waits and all_wishes[waits[0]].arrives <= step:
-            wish = all_wishes[waits.pop(0)]
-            requests[len(requests)] = engine.submit(wish.prompt, wish.params)
+        while waits and submissions[waits[0]].arrives <= step:
+            submission = submissions[waits.pop(0)]
+            requests[len(requests)] = engine.submit(submission.prompt, submission.params)
         for index, request in requests.items():
-            if all_wishes[index].aborted_at == step:
+            if submissions[index].aborted_at == step:
                 engine.abort(request)
         faults.maybe()
         with suppress(KeyboardInterrupt):

@@ -31,7 +31,7 @@ def expected() -> list[list[int]]:
 
 
 def samples(text: str) -> dict[str, float]:
-    """By name and labels, the model's left out; every family must be announced."""
+    """Values by name and labels without the model's; every family must have a TYPE line."""
     found: dict[str, float] = {}
     kinds: dict[str, str] = {}
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""Stop strings: text is cut before the first, wherever tokens, rounds and chunks are cut; the oracle is `str.find`."""
+"""Stop strings: text is cut before the first one, wherever tokens, rounds and chunks end; the oracle is `str.find`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.support import small
 pytestmark = pytest.mark.once
 
 
-def first_stop(text: str, stops: Sequence[str], behind: int = 0) -> tuple[int, int] | None:
-    """Where the match that ends first ends, and which it is, of those that end behind some characters."""
+def first_stop(text: str, stops: Sequence[str], after: int = 0) -> tuple[int, int] | None:
+    """(end, index) of the match that ends first after the first ``after`` characters."""
     ends = []
     for index, stop in enumerate(stops):
-        start = text.find(stop, max(behind + 1 - len(stop), 0))
+        start = text.find(stop, max(after + 1 - len(stop), 0))
         ends += [(start + len(stop), index)] if start >= 0 else []
     return min(ends, default=None)
 
@@ -40,7 +40,7 @@ STOPS = st.lists(st.text("ab€", min_size=1, max_size=5), min_size=1, max_size=
 @settings(max_examples=400)
 @given(pieces=st.lists(st.text("ab€", max_size=5), max_size=9), stops=STOPS, exempt=st.integers(0, 3))
 def test_stop_strings_text_in_pieces_is_cut_as_a_whole(pieces: list[str], stops: list[str], exempt: int) -> None:
-    """Nothing is held back that no stop string could take, and nothing is handed out that one does."""
+    """Text is held back exactly while it may be part of a stop string."""
     searched, handed = StopStringMatcher(stops), ""
     for index, piece in enumerate(pieces):
         handed += searched.push(piece, may_end=index >= exempt)
@@ -51,7 +51,7 @@ def test_stop_strings_text_in_pieces_is_cut_as_a_whole(pieces: list[str], stops:
             assert handed == text[: len(text) - held]
     text = "".join(pieces)
     handed += searched.finish()
-    match = first_stop(text, stops, behind=len("".join(pieces[:exempt])))
+    match = first_stop(text, stops, after=len("".join(pieces[:exempt])))
     if match is None:
         assert (handed, searched.found) == (text, None)
     else:
@@ -62,10 +62,10 @@ def test_stop_strings_text_in_pieces_is_cut_as_a_whole(pieces: list[str], stops:
 @pytest.mark.parametrize(
     ("stops", "text", "expected", "found"),
     [
-        (["abcd", "bc"], "xabcd", "xa", "bc"),  # the first to end, though another began before
-        (["b", "ab"], "xab", "xa", "b"),  # of two that end at one place the first named
+        (["abcd", "bc"], "xabcd", "xa", "bc"),  # the first to end, though another one began earlier
+        (["b", "ab"], "xab", "xa", "b"),  # of two that end at the same place the first listed
         (["ab", "b"], "xab", "x", "ab"),
-        (["aab"], "aaab", "a", "aab"),  # begins inside of a beginning
+        (["aab"], "aaab", "a", "aab"),  # begins inside a partial match
         (["\n\n"], "a\n\n\n", "a", "\n\n"),
     ],
 )
@@ -82,7 +82,7 @@ CHARACTERS = "aé€\U0001f600"  # of one to four bytes
 
 
 def report_of(tokens: Sequence[int], rounds: Sequence[int]) -> np.ndarray:
-    """Rounds of so many tokens each, all but one drafted; the last one ends at the limit."""
+    """Reports of rounds with the given numbers of tokens, all but one drafted; the last one ends the request."""
     width, start, rows = max(rounds), 0, []
     for count in rounds:
         part = [*tokens[start : start + count], *[-1] * (width - count)]
@@ -93,7 +93,7 @@ def report_of(tokens: Sequence[int], rounds: Sequence[int]) -> np.ndarray:
 
 @st.composite
 def decoded(draw: Any) -> tuple[list[int], list[int], tuple[str, ...], int]:
-    """Bytes, rounds, stop strings (most of them from the text) and tokens in which none counts."""
+    """Tokens, tokens per round, stop strings (most of them from the text) and min_tokens."""
     text = draw(st.text(CHARACTERS, min_size=1, max_size=12))
     tokens = list(text.encode())[draw(st.integers(0, 1)) :] or [97]
     rounds: list[int] = []
@@ -132,13 +132,13 @@ def test_stop_strings_inside_a_round_cut_at_the_completing_token(
 
 
 def by_hand(tokens: list[int], stops: Sequence[str], min_tokens: int) -> tuple[str, int, str | None]:
-    """Text, tokens and stop string, decoded anew with every token; an end that is no character yet is unknown."""
+    """Text, number of tokens and stop string, by decoding everything anew for each token."""
     text, exempt = "", 0
     for count in range(1, len(tokens) + 1):
         text = bytes(tokens[:count]).decode("utf-8", "replace")
         text = text[:-1] if text.endswith("\ufffd") and count < len(tokens) else text
         exempt = len(text) if count <= min_tokens else exempt
-        if match := first_stop(text, stops, behind=exempt):
+        if match := first_stop(text, stops, after=exempt):
             return text[: match[0] - len(stops[match[1]])], count, stops[match[1]]
     return text, len(tokens), None
 
@@ -152,13 +152,13 @@ PARAMS = [SamplingParams(max_tokens=LENGTH, seed=seed, temperature=t) for seed, 
 
 @pytest.fixture(scope="module")
 def three_rounds() -> Engine:
-    """Three rounds a dispatch, and pages of one row."""
+    """Three rounds per dispatch, and pages of one row."""
     return small.eagle3(rounds=3, page_size=1)
 
 
 @pytest.fixture
 def engine(three_rounds: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """With text; after every test: no page, slot or text is kept."""
+    """With text; after every test no page or slot is held."""
     engine = three_rounds
     monkeypatch.setattr(engine.input_processor, "tokenizer", ByteTokenizer())
     yield engine
@@ -176,7 +176,7 @@ def text_of(ids: Sequence[int]) -> str:
 
 
 def test_engine_stop_string_at_any_place_cuts_there(engine: Engine, plain: list[list[int]]) -> None:
-    """Also beside one that has no stop string; a cut inside a round drops what the round has behind it."""
+    """Beside a request without stop string; a cut inside a round drops the round's later tokens."""
     for start in range(LENGTH - 3):
         stops = [text_of(plain[row][start : start + 1 + row]) for row in (0, 1)]
         params = [replace(PARAMS[row], stop=stops[row]) for row in (0, 1)] + [PARAMS[2]]
@@ -208,7 +208,7 @@ def test_stream_stop_strings_hold_back_possible_matches(engine: Engine, plain: l
 
 
 def test_engine_stop_string_frees_slot_and_pages_at_once(engine: Engine, plain: list[list[int]]) -> None:
-    """With rounds under way, which nobody reads then; what is kept of its pages is right for others."""
+    """Rounds in flight are not read then, and its cached pages are right for other requests."""
     request = engine.submit(PROMPTS[0], replace(PARAMS[0], stop=text_of(plain[0][2:4])))
     while request.finish_reason is None:
         engine.step()
@@ -242,7 +242,7 @@ def test_engine_min_tokens_ignores_early_stop_strings(engine: Engine, plain: lis
 
 
 def test_engine_stop_token_or_string_first_one_wins(engine: Engine, plain: list[list[int]]) -> None:
-    """Whichever comes first; a stop token has no text that could complete a stop string."""
+    """The first one wins; a stop token has no text that could complete a stop string."""
     ids = plain[0]
     place = next(i for i in range(4, LENGTH) if ids[i] not in ids[:i])
     for stop, reason in ((text_of(ids[place : place + 1]), ids[place]), (text_of(ids[2:4]), text_of(ids[2:4]))):

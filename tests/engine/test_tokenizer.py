@@ -64,7 +64,7 @@ def load(name: str, request: pytest.FixtureRequest) -> Tokenizer:
 
 
 def make_metaspace(folder: Path) -> Path:
-    """As T5 and some Llama conversions have it: bytes, then blanks put in front of words but the first."""
+    """As in T5 and some Llama conversions: byte fallback, and a blank before every word but the first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     words = ["<unk>", "</s>", "▁", "▁a", "▁and", "an", "d", ".", ",", "c", "x", "m", "é"]
@@ -98,7 +98,7 @@ def check_pieces(tokenizer: Tokenizer, prompt: Sequence[int], pieces: Sequence[S
 @pytest.mark.parametrize("name", ["bytes", "stories260k", "qwen2.5", "gpt2"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_tokenizer_decode_inverts_encode(name: str, text: str, request: pytest.FixtureRequest) -> None:
-    """Of the other two, one has no bytes for what it does not know and one drops a leading blank."""
+    """Of the other two, one has no byte fallback and one drops a leading blank."""
     tokenizer = load(name, request)
     text = unicodedata.normalize("NFC", text) if name == "qwen2.5" else text
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -126,7 +126,7 @@ def test_detokenizer_pieces_never_end_within_a_character(tokenizer: Tokenizer) -
 
 
 def test_detokenizer_final_text_comes_with_its_token(request: pytest.FixtureRequest) -> None:
-    """Nothing is held back that is settled: plain English arrives token by token."""
+    """Final text is not held back: plain English arrives token by token."""
     tokenizer = load("gpt2", request)
     ids = tokenizer.encode("Once upon a time")
     assert streamed(tokenizer, [], [[token] for token in ids]) == ["Once", " upon", " a", " time", ""]
@@ -142,7 +142,7 @@ def test_detokenizer_leading_blank_follows_a_visible_prompt_only(request: pytest
 
 @pytest.mark.parametrize("name", ["stories260k", "tinystories656k", "tokenizers/gpt2"])
 def test_text_decoder_with_a_grammar_keeps_the_first_blank(data: Path, name: str) -> None:
-    """Which the grammar counts: also the first blank behind a prompt that is not seen, which is lost without one."""
+    """The grammar counts the first blank after a prompt without text, which is dropped without a grammar."""
     tokenizer = load_tokenizer(data / name)
     assert tokenizer is not None
     processor = InputProcessor(tokenizer, tokenizer.vocab_size, (), EngineConfig())
@@ -161,7 +161,7 @@ def test_text_decoder_with_a_grammar_keeps_the_first_blank(data: Path, name: str
 
 
 def test_detokenizer_ids_without_text_hide_no_prompt(request: pytest.FixtureRequest) -> None:
-    """Models are padded beyond their tokenizer; such ids are no beginning, so the next blank stays."""
+    """Models are padded beyond their tokenizer; after such ids the next blank stays."""
     tokenizer = load("stories260k", request)
     ids = tokenizer.encode("Once")
     padding = [tokenizer.vocab_size + 7] * 30
@@ -188,7 +188,7 @@ def test_detokenizer_random_ids_give_the_whole_text(
 
 @pytest.mark.parametrize("name", ["stories260k", "metaspace"])
 def test_detokenizer_bad_byte_replaces_its_whole_run(name: str, request: pytest.FixtureRequest) -> None:
-    """Why a byte run is held back: decoders make it all text or all replacement characters."""
+    """The reason to hold back byte runs: a run decodes to text or to replacement characters as a whole."""
     tokenizer = load(name, request)
     by_byte = sorted(tokenizer.byte_ids)
     good = [by_byte[byte] for byte in "你".encode()]
@@ -207,7 +207,7 @@ def test_tokens_decoded_alone_give_another_text(request: pytest.FixtureRequest) 
 @pytest.mark.parametrize("name", ["bytes", "gpt2", "stories260k"])
 @pytest.mark.parametrize("kind", ["text", "broken", "hidden"])
 def test_detokenizer_long_text_has_constant_cost(name: str, kind: str, request: pytest.FixtureRequest) -> None:
-    """Characters handed to `decode` per pushed token stay bounded, whatever comes."""
+    """The number of ids decoded per pushed token is bounded for any input."""
     tokenizer = load(name, request)
     broken = {"bytes": 0xFF, "gpt2": 255, "stories260k": max(tokenizer.byte_ids, default=0)}[name]
     ids = {
