@@ -106,14 +106,14 @@ def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> S
             controls=state.controls,
             grammars=state.grammars,
             processor=program.processor,
-            text=None if program.processor is None else text_of(state, taken["page_table"]),
+            token_history=None if program.processor is None else text_of(state, taken["page_table"]),
         )
 
 
 def text_of(state: SlotState, page_table: Int[Array, "batch pages"]) -> Int[Array, "batch positions"]:
     """The tokens of all rows of some slots."""
-    assert state.text is not None
-    return state.text[page_table].reshape(page_table.shape[0], -1)
+    assert state.token_history is not None
+    return state.token_history[page_table].reshape(page_table.shape[0], -1)
 
 
 def spec_step(
@@ -249,10 +249,10 @@ def commit_stage(
         )
         fields = {name: getattr(state, name) for name in moved}
         put = scatter_rows(fields, view.slots, moved, implementation=view.implementation)
-        if state.text is not None:
+        if state.token_history is not None:
             rows = jnp.concatenate([view.root[:, None], verdict.tokens[:, :-1]], axis=1)
             count = jnp.where(view.active, verdict.counts, 0)
-            put["text"] = kv_cache.write_text(state.text, view.page_table, view.lengths, rows, count)
+            put["token_history"] = kv_cache.write_text(state.token_history, view.page_table, view.lengths, rows, count)
         if state.controls is not None:
             put["controls"] = penalties.advance(
                 state.controls, view.slots, verdict.tokens, verdict.counts, verdict.grammar_state
@@ -283,7 +283,7 @@ def init_state(program: Program, params: Params, pool: kv_cache.PoolShape) -> Sl
         sampling=Sampling.greedy(pool.slots),
         target=kv_cache.create(config.num_layers, config, pool, pool.dtype),
         draft=program.drafter.init(params.draft, pool),
-        text=jnp.zeros((pool.pages, pool.page_size), jnp.int32) if _keeps_text(program, pool) else None,
+        token_history=jnp.zeros((pool.pages, pool.page_size), jnp.int32) if _keeps_text(program, pool) else None,
         controls=penalties.unused(pool.slots, config.vocab_size, program.processor_args) if program.controls else None,
         grammars=grammar_mask.unused(pool.slots, cells, config.vocab_size) if cells else None,
     )

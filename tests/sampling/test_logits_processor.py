@@ -69,7 +69,7 @@ def jitted() -> Any:
 
 
 def edited(logits: jax.Array, draft: Draft, view: Any) -> jax.Array:
-    return penalties.edit(logits, view, penalties.paths(draft, ancestors(draft.parents), DEPTH))
+    return penalties.apply_penalties(logits, view, penalties.node_paths(draft, ancestors(draft.parents), DEPTH))
 
 
 def compare(seed: int, *, chain: bool, run: Any) -> None:

@@ -99,8 +99,8 @@ def view_of(requests: list[Request], params: list[SamplingParams]) -> SlotView:
 
 
 def edited_and_processed(logits: jax.Array, draft: Draft, view: SlotView) -> tuple[jax.Array, jax.Array]:
-    path = penalties.paths(draft, ancestors(draft.parents), DEPTH)
-    edited = penalties.edit(logits, view, path)
+    path = penalties.node_paths(draft, ancestors(draft.parents), DEPTH)
+    edited = penalties.apply_penalties(logits, view, path)
     return edited, sampler.process(edited, view.sampling)
 
 
@@ -178,8 +178,8 @@ def test_random_combinations_are_transformers_at_every_node(
 WRONG: dict[str, Any] = {
     "ancestors are not in the counts": ("paths", lambda right: lambda *a: only_last(right(*a), keep=True)),
     "the node itself is not in the counts": ("paths", lambda right: lambda *a: only_last(right(*a), keep=False)),
-    "penalties in the other order": ("_penalised", lambda _: other_order),
-    "the prompt is not in the counts": ("_penalised", lambda right: lambda x, row, p: right(x, no_prompt(row), p)),
+    "penalties in the other order": ("_apply_counts", lambda _: other_order),
+    "the prompt is not in the counts": ("_apply_counts", lambda right: lambda x, row, p: right(x, no_prompt(row), p)),
 }
 
 
@@ -201,7 +201,7 @@ def no_prompt(row: Any) -> Any:
     return row.replace(counts=row.counts // penalties.GENERATED * penalties.GENERATED)
 
 
-RIGHT_PENALTIES = penalties._penalised
+RIGHT_PENALTIES = penalties._apply_counts
 
 
 @pytest.mark.parametrize("fault", WRONG)
