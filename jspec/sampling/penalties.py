@@ -137,14 +137,14 @@ def node_paths(draft: Draft, ancestor_mask: AncestorMask, depth: int) -> Int[Arr
 def decide_with_penalties(
     view: SlotView,
     logits: PartialSums,
-    node_paths: Callable[[], Int[Array, "batch nodes depth"]],
+    get_paths: Callable[[], Int[Array, "batch nodes depth"]],
     decide: Callable[[PartialSums], Decision],
 ) -> tuple[Decision, Int[Array, "batch"] | None]:
     """Call ``decide`` with the logits, edited if any row uses controls.
 
     Args:
         logits: raw logits, [1, batch, nodes, vocab], perhaps still to be scaled.
-        node_paths: returns the tokens on the path to each node (`node_paths`); called only if they are needed.
+        get_paths: returns the tokens on the path to each node (`node_paths`); called only if they are needed.
         decide: function of logits in the same form.
 
     Returns:
@@ -155,7 +155,7 @@ def decide_with_penalties(
     no_state = None if view.grammars is None else jnp.full(view.lengths.shape, grammar_mask.NO_STATE, jnp.int32)
 
     def with_controls() -> tuple[Decision, Array | None]:
-        paths = node_paths()
+        paths = get_paths()
         last_node, bonus = decide(apply_penalties(reduce_partials(logits, jnp.float32), view, paths)[None])
         if no_state is None:
             return (last_node, bonus), None
