@@ -1,16 +1,19 @@
 """Device-side records: state kept between steps, and the values passed inside one.
 
 Shape letters: S slots, B rows of the step's bucket, T tokens per row, N draft nodes with the root,
-D tree depth, V vocabulary, F feature width, P pages per slot, R steps per dispatch.
+D tree depth, V vocabulary, F feature width, P pages per slot, R rounds (draft-verify steps) per dispatch.
 
 All records are frozen pytrees; a step takes the old state and returns the new one. A padding row of a bucket
 has slot index S: gathers fill it with zeros (which makes it inactive and of length 0), scatters drop it.
 
-The cache rows of a slot, in either pool:
+The rows of a slot in the target's pool, before a step of a tree of N nodes:
 
-    0 .. lengths-1     committed tokens
-    lengths            the root: the newest token, whose KV the next step writes
-    lengths+1 ..       draft nodes of the current step; rows after ``lengths`` are never read by later steps
+    0 .. lengths-1                committed tokens
+    lengths                       the root: the newest token, whose KV the step writes
+    lengths+1 .. lengths+N-1      the draft nodes, written by the step; the accepted ones become committed rows
+
+Rows from ``lengths`` on are written before they are read. The drafter's pool is laid out alike, but may miss the rows
+of the tokens accepted last (`Drafter.has_pending_rows`).
 """
 
 from __future__ import annotations
@@ -129,11 +132,10 @@ class SlotView:
     all_greedy: bool = struct.field(pytree_node=False)  # whether this branch of the program has greedy rows only
     implementation: str = struct.field(pytree_node=False)  # kernel implementation
     deterministic: bool = struct.field(pytree_node=False, default=False)  # a row's bits do not depend on other rows
-    token_history: Int[Array, "batch positions"] | None = None  # token of each committed row; in a prefill, or for a
-    # logits processor
+    token_history: Int[Array, "batch positions"] | None = None  # token of each row; for a prefill or a processor
     controls: Controls | None = None  # controls of all slots, ungathered: each row has a vocabulary of numbers
     grammars: Grammars | None = None
-    masks: UInt32[Array, "batch nodes words"] | None = None  # bit mask of the tokens allowed after each node, by host
+    masks: UInt32[Array, "batch nodes words"] | None = None  # host's bit mask of the tokens allowed after each node
     processor: Any = struct.field(pytree_node=False, default=None)  # user's `jspec.sampling.logits_processor`
 
 

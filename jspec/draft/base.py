@@ -35,10 +35,10 @@ class Drafter(abc.ABC):
     """
 
     tree: Tree
-    reads_text: ClassVar[bool] = False  # whether `prefill` needs ``view.token_history``: cached pages are not in batch
-    has_pending_rows: ClassVar[bool] = (
-        False  # whether the draft cache misses the tokens accepted last, until `write_pending_rows` or `draft`
-    )
+    # Whether `prefill` reads ``view.token_history``, because a prompt's cached pages are not in the batch.
+    reads_text: ClassVar[bool] = False
+    # Whether the draft cache misses the tokens accepted in the last step until `draft` or `write_pending_rows` runs.
+    has_pending_rows: ClassVar[bool] = False
     draft_window: int | None = None  # tokens back that the draft attends to, the newest included; None: all
 
     @abc.abstractmethod
