@@ -11,39 +11,39 @@ from pallas_kernels.attention.ancestor_bits import WORD, ancestor_bits
 
 
 def ancestors(parents: Int[Array | np.ndarray, "batch nodes"]) -> AncestorMask:
-    """Who stands on the way from the root to each node: ``[b, n, m]`` is True when m is n or an ancestor of n.
+    """The ancestor mask of a tree: ``[b, n, m]`` is True when m is n or an ancestor of n.
 
     Args:
-        parents: -1 for the root and for padding nodes (which have themselves alone), else ``parents[i] < i``. Of a
-            numpy array all is worked out while the program is traced, and numpy's comes back.
+        parents: parent of each node, ``parents[i] < i``; -1 for the root and for padding nodes, whose only ancestor is
+            the node itself. For a numpy array the mask is computed while the program is traced, and is numpy too.
     """
     if isinstance(parents, np.ndarray):
         rows, nodes = parents.shape
         ancestor_mask = np.tile(np.eye(nodes, dtype=bool), (rows, 1, 1))
-        for own, above in enumerate(parents.T):
-            ancestor_mask[:, own] |= ancestor_mask[np.arange(rows), above] & (above >= 0)[:, None]
+        for node, parent in enumerate(parents.T):
+            ancestor_mask[:, node] |= ancestor_mask[np.arange(rows), parent] & (parent >= 0)[:, None]
         return ancestor_mask
-    node = jnp.arange(parents.shape[1], dtype=jnp.uint32)
-    words = jnp.take(ancestor_bits(parents), node // WORD, axis=-1)
-    return (words >> (node % WORD)) & 1 == 1
+    bit = jnp.arange(parents.shape[1], dtype=jnp.uint32)
+    words = jnp.take(ancestor_bits(parents), bit // WORD, axis=-1)
+    return (words >> (bit % WORD)) & 1 == 1
 
 
 def depths(ancestor_mask: AncestorMask) -> Int[Array, "batch nodes"]:
-    """Edges between the root and each node; 0 for the root and for padding nodes."""
-    return jnp.asarray(_edges(ancestor_mask))
+    """Depth of each node; 0 for the root and for padding nodes."""
+    return jnp.asarray(_depths(ancestor_mask))
 
 
-def _edges(ancestor_mask: AncestorMask) -> Int[Array | np.ndarray, "batch nodes"]:
+def _depths(ancestor_mask: AncestorMask) -> Int[Array | np.ndarray, "batch nodes"]:
     return ancestor_mask.sum(axis=-1, dtype=np.int32) - 1
 
 
 def by_depth(ancestor_mask: AncestorMask, depth: int) -> Int[Array, "batch nodes depth1"]:
-    """The node that stands at each depth on the way to each node, itself the last; -1 beyond. Padding has itself alone.
+    """The path to each node: its ancestor at every depth, then the node, then -1. A padding node is its own path.
 
     Args:
-        depth: of the tree.
+        depth: depth of the tree.
     """
-    step, edges = np.arange(depth + 1)[:, None], _edges(ancestor_mask)
-    is_there = ancestor_mask[:, :, None] & (edges[:, None] == step)[:, None]
-    is_there |= (edges == 0)[:, :, None, None] & ancestor_mask[:, :, None] & (step == 0)
-    return jnp.where(is_there.any(axis=-1), is_there.argmax(axis=-1), -1).astype(jnp.int32)
+    step, node_depth = np.arange(depth + 1)[:, None], _depths(ancestor_mask)
+    is_at_depth = ancestor_mask[:, :, None] & (node_depth[:, None] == step)[:, None]
+    is_at_depth |= (node_depth == 0)[:, :, None, None] & ancestor_mask[:, :, None] & (step == 0)
+    return jnp.where(is_at_depth.any(axis=-1), is_at_depth.argmax(axis=-1), -1).astype(jnp.int32)

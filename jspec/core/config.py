@@ -40,8 +40,8 @@ class EngineConfig:
         prefill_buckets: tokens of the compiled prefill programs, ascending; longer prompts are prefilled in chunks.
         prefill_budget: prompt tokens, in whole programs, between two steps while a running request may emit; None: the
             largest of ``prefill_buckets``.
-        rounds_per_dispatch: steps that run on the device per dispatch.
-        overlap: dispatch the next step before the last one's result is read; the tokens are the same.
+        rounds_per_dispatch: draft-verify steps that run on the device per dispatch.
+        overlap: dispatch the next program before the last one's result is read; the tokens are the same.
 
     Attributes, draft and accept rule:
         accept: the accept rule, by name or as an object of `jspec.verify`; only "typical" changes the distribution.

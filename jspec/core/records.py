@@ -1,10 +1,19 @@
-"""The nouns: what lives on the device between and during rounds.
+"""Device-side records: state kept between steps, and the values passed inside one.
 
-Shape letters: S slots, B rows of this step's bucket, T tokens per row, N draft nodes with the root,
-D tree depth, V vocabulary, F feature width, P pages per slot, R rounds per dispatch.
+Shape letters: S slots, B rows of the step's bucket, T tokens per row, N draft nodes with the root,
+D tree depth, V vocabulary, F feature width, P pages per slot, R rounds (draft-verify steps) per dispatch.
 
 All records are frozen pytrees; a step takes the old state and returns the new one. A padding row of a bucket
-carries slot index S: gathers fill it with zeros (so it is inactive and of length 0), scatters drop it.
+has slot index S: gathers fill it with zeros (which makes it inactive and of length 0), scatters drop it.
+
+The rows of a slot in the target's pool, before a step of a tree of N nodes:
+
+    0 .. lengths-1                committed tokens
+    lengths                       the root: the newest token, whose KV the step writes
+    lengths+1 .. lengths+N-1      the draft nodes, written by the step; the accepted ones become committed rows
+
+Rows from ``lengths`` on are written before they are read. The drafter's pool is laid out alike, but may miss the rows
+of the tokens accepted last (`Drafter.has_pending_rows`).
 """
 
 from __future__ import annotations
@@ -20,14 +29,14 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jspec.core.accept_rule import AcceptRule
 
-MAX_STOP_IDS = 8
-NO_TOKEN = -1  # before a text's beginning, behind a path's end; in a bad word's beginning: anything
-UNLIMITED = 2**30  # more tokens than any row has
+MAX_STOP_IDS = 8  # stop ids per row
+NO_TOKEN = -1  # before a text's beginning, after a path's end; in the beginning of a bad word: any token
+UNLIMITED = 2**30  # a token count above any that occurs
 
 
 @struct.dataclass
 class KVCache:
-    """One K and one V pool a layer, each ``[pages, kv_heads, page_size, head_dim]``; page 0 is the null page."""
+    """One K and one V pool per layer, each ``[pages, kv_heads, page_size, head_dim]``; page 0 is the null page."""
 
     k: list[Array]
     v: list[Array]
@@ -35,19 +44,19 @@ class KVCache:
 
 @struct.dataclass
 class Sampling:
-    """How each row samples. Rows are slots in `SlotState`, bucket rows in `SlotView`."""
+    """Sampling parameters of each row. Rows are slots in `SlotState`, bucket rows in `SlotView`."""
 
-    temperature: Float[Array, "rows"]  # 0 is greedy
-    top_k: Int[Array, "rows"]  # 0 is off
-    top_p: Float[Array, "rows"]  # 1 is off
-    min_p: Float[Array, "rows"]  # 0 is off
-    seed: UInt32[Array, "rows 2"]  # the 64-bit seed, high word first
-    stop_ids: Int[Array, "rows 8"]  # tokens that end the row, -1 where unused
-    draft_cap: Int[Array, "rows"]  # draft tokens a round may accept at most
+    temperature: Float[Array, "rows"]  # temperature; 0: greedy
+    top_k: Int[Array, "rows"]  # number of most likely tokens kept; 0: off
+    top_p: Float[Array, "rows"]  # probability mass kept; 1: off
+    min_p: Float[Array, "rows"]  # least probability relative to the most likely token's; 0: off
+    seed: UInt32[Array, "rows 2"]  # 64-bit seed, high word first
+    stop_ids: Int[Array, "rows 8"]  # token ids that end the row; -1 where unused
+    draft_cap: Int[Array, "rows"]  # largest number of draft tokens accepted per step
 
     @classmethod
     def greedy(cls, rows: int) -> Sampling:
-        """Controls that choose the likeliest token, end nowhere and cap nothing; every array is its own."""
+        """Greedy rows without stop ids and caps; every field is an array of its own."""
         return cls(
             temperature=jnp.zeros(rows, jnp.float32),
             top_k=jnp.zeros(rows, jnp.int32),
@@ -61,100 +70,101 @@ class Sampling:
 
 @struct.dataclass
 class Controls:
-    """What `jspec.sampling.penalties` knows of each slot's text and of what may follow it.
+    """Penalties, bad words, bias and grammar state of each slot (`jspec.sampling.penalties`).
 
-    All but ``used`` has meaning only where that is set.
+    Where ``used`` is False the other fields are undefined, except ``prompt_size`` and ``processor_args``.
     """
 
-    used: Bool[Array, "slots"]
-    repetition: Float[Array, "slots"]  # 1 is off
-    presence: Float[Array, "slots"]  # 0 is off
-    frequency: Float[Array, "slots"]  # 0 is off
-    may_end_at: Int[Array, "slots"]  # the first position at which a stop id may stand
-    recent: Int[Array, "slots look_back"]  # the newest tokens, the root last; -1 before the text's beginning
-    bad_beginnings: Int[Array, "slots words look_back"]  # of bad words, flush right; -1: any token
-    bad_ends: Int[Array, "slots words"]  # the token that must not follow; V where unused
-    bias: Float[Array, "slots vocab"]  # -inf: never
-    counts: Int[Array, "slots vocab"]  # twice the times a token was generated, the root included; 1 more: in the prompt
-    table: Int[Array, "slots"]  # of `Grammars`; without meaning where ``grammar_state`` is -1
-    grammar_state: Int[Array, "slots"]  # behind the root; -1: no grammar
-    prompt_size: Int[Array, "slots"]  # with the next for a user's processor alone, whatever ``used`` says
-    processor_args: Float[Array, "slots args"]
+    used: Bool[Array, "slots"]  # whether the slot's request uses any of them
+    repetition: Float[Array, "slots"]  # repetition penalty; 1: off
+    presence: Float[Array, "slots"]  # presence penalty; 0: off
+    frequency: Float[Array, "slots"]  # frequency penalty; 0: off
+    may_end_at: Int[Array, "slots"]  # first position at which a stop id is allowed
+    recent: Int[Array, "slots look_back"]  # newest tokens, the root last; -1 before the text's beginning
+    bad_beginnings: Int[Array, "slots words look_back"]  # bad words without their last token, at the right; -1: any
+    bad_ends: Int[Array, "slots words"]  # last token of each bad word; V where unused
+    bias: Float[Array, "slots vocab"]  # bias added to the logits; -inf: banned for the whole request
+    counts: Int[Array, "slots vocab"]  # 2 x (occurrences in the output, root included) + 1 if in the prompt
+    table: Int[Array, "slots"]  # index into `Grammars`; undefined where ``grammar_state`` is -1
+    grammar_state: Int[Array, "slots"]  # grammar state after the root; -1: no grammar
+    prompt_size: Int[Array, "slots"]  # prompt tokens; kept for a user's logits processor
+    processor_args: Float[Array, "slots args"]  # values that the request passes to the logits processor
 
 
 @struct.dataclass
 class Grammars:
-    """Tables of `jspec.engine.grammar.token_table.Grammar`, which slots share; int16 all."""
+    """Tables of `jspec.engine.grammar.token_table.Grammar`, shared by the slots; all int16."""
 
-    class_of: Int[Array, "tables vocab"]
-    next: Int[Array, "tables cells"]  # the state behind a state and a class, -1: none; row by row, a row a state
-    classes: Int[Array, "tables"]  # of each table: the length of its rows
+    class_of: Int[Array, "tables vocab"]  # class of each token
+    next: Int[Array, "tables cells"]  # state after a state and a class, at state * classes + class; -1: not allowed
+    classes: Int[Array, "tables"]  # classes per table
 
 
 @struct.dataclass
 class SlotState:
-    """Everything a slot carries from round to round. Donated to every step."""
+    """State of every slot between steps. Donated to every step."""
 
     root: Int[Array, "slots"]  # newest sampled token; its KV is not in the cache yet
     lengths: Int[Array, "slots"]  # committed rows, which is the root's position
-    active: Bool[Array, "slots"]  # has a root and has not ended
-    remaining: Int[Array, "slots"]  # tokens it may still emit
-    page_table: Int[Array, "slots pages"]  # 0 beyond a slot's pages
+    active: Bool[Array, "slots"]  # whether the slot has a root and has not ended
+    remaining: Int[Array, "slots"]  # tokens that may still be emitted
+    page_table: Int[Array, "slots pages"]  # page of each block of rows; 0 after the slot's last page
     sampling: Sampling
     target: KVCache
     draft: Any  # the drafter's own pytree
-    text: Int[Array, "pages page_size"] | None = None  # the tokens of all rows, for drafters that read them
-    controls: Controls | None = None  # None: the engine serves no request that needs them
-    grammars: Grammars | None = None  # likewise
+    token_history: Int[Array, "pages page_size"] | None = None  # token of each cache row, for drafters that read it
+    controls: Controls | None = None  # None: the engine serves no request with penalties or grammars
+    grammars: Grammars | None = None  # None: the engine serves no request with a grammar
 
 
 @struct.dataclass
 class SlotView:
-    """The bucket's rows of `SlotState`, gathered once at the top of a round; never a pool."""
+    """The bucket's rows of `SlotState`, gathered once at the start of a step; contains no pool."""
 
-    slots: Int[Array, "batch"]
+    slots: Int[Array, "batch"]  # slot of each row; S: padding
     root: Int[Array, "batch"]
     lengths: Int[Array, "batch"]
     active: Bool[Array, "batch"]
     remaining: Int[Array, "batch"]
     page_table: Int[Array, "batch pages"]
     sampling: Sampling
-    accept: AcceptRule = struct.field(pytree_node=False)  # the accept rule of this program
-    all_greedy: bool = struct.field(pytree_node=False)  # this branch of the program serves greedy rows only
-    implementation: str = struct.field(pytree_node=False)  # of the kernels
-    deterministic: bool = struct.field(pytree_node=False, default=False)  # a row's bits do not depend on the others
-    text: Int[Array, "batch positions"] | None = None  # the tokens of all rows, in a prefill or for a processor
-    controls: Controls | None = None  # of all slots: rows are taken where they are used, a vocabulary each
+    accept: AcceptRule = struct.field(pytree_node=False)  # accept rule of this program
+    all_greedy: bool = struct.field(pytree_node=False)  # whether this branch of the program has greedy rows only
+    implementation: str = struct.field(pytree_node=False)  # kernel implementation
+    deterministic: bool = struct.field(pytree_node=False, default=False)  # a row's bits do not depend on other rows
+    token_history: Int[Array, "batch positions"] | None = None  # token of each row; for a prefill or a processor
+    controls: Controls | None = None  # controls of all slots, ungathered: each row has a vocabulary of numbers
     grammars: Grammars | None = None
-    masks: UInt32[Array, "batch nodes words"] | None = None  # tokens that may follow each node, as the host says
-    processor: Any = struct.field(pytree_node=False, default=None)  # a user's own (`jspec.sampling.logits_processor`)
+    masks: UInt32[Array, "batch nodes words"] | None = None  # host's bit mask of the tokens allowed after each node
+    processor: Any = struct.field(pytree_node=False, default=None)  # user's `jspec.sampling.logits_processor`
 
 
 @struct.dataclass
 class TokenBatch:
-    """Tokens for one forward pass and where they go.
+    """Tokens for one forward pass, and the cache rows they are written to.
 
-    Row t of sequence b is written at cache row ``first_row[b] + t``. It sees all rows before ``first_row[b]`` and,
-    of the rows written here, those whose bit is set in ``bits`` (None: causal, those up to t).
-    A level of a draft tree sees more than its own rows: then ``bits`` count from row ``base[b]``.
-    With a ``window`` the rows up to ``base[b] - window`` are hidden; where causal, row t's query misses t rows more.
+    Row t of sequence b is written at cache row ``first_row[b] + t``. It attends to all rows before ``first_row[b]``
+    and, of the rows written here, to those whose bit is set in ``bits`` (None: causal, rows up to t).
+    A level of a draft tree attends to rows of earlier levels too: then ``bits`` count from row ``base[b]``.
+    With a ``window``, rows up to ``base[b] - window`` are hidden; for causal queries the window slides: query t sees
+    rows from ``base[b] - window + 1 + t``.
     """
 
     tokens: Int[Array, "batch tokens"]
     positions: Int[Array, "batch tokens"]
-    valid: Bool[Array, "batch tokens"]  # the others are not written
-    first_row: Int[Array, "batch"]
+    valid: Bool[Array, "batch tokens"]  # whether the token's KV is written
+    first_row: Int[Array, "batch"]  # cache row of each sequence's first token
     page_table: Int[Array, "batch pages"]
-    bits: UInt32[Array, "batch tokens words"] | None
+    bits: UInt32[Array, "batch tokens words"] | None  # visible new rows, one bit each
     implementation: str = struct.field(pytree_node=False)
-    base: Int[Array, "batch"] | None = None  # None: first_row
-    new_rows: int | None = struct.field(pytree_node=False, default=None)  # that bits name; None: those here
-    window: int | None = struct.field(pytree_node=False, default=None)  # None: rows of any age are seen
-    deterministic: bool = struct.field(pytree_node=False, default=False)  # a row's bits do not depend on the others
-    paths: Int[Array, "batch tokens depths"] | None = None  # where deterministic: what a tree's nodes see, by depth
+    base: Int[Array, "batch"] | None = None  # cache row of bit 0; None: first_row
+    new_rows: int | None = struct.field(pytree_node=False, default=None)  # number of rows that bits cover; None: tokens
+    window: int | None = struct.field(pytree_node=False, default=None)  # newest rows attended to; None: all
+    deterministic: bool = struct.field(pytree_node=False, default=False)  # a row's bits do not depend on other rows
+    paths: Int[Array, "batch tokens depths"] | None = None  # visible nodes by depth; for deterministic trees
 
     def pad(self, more: int) -> TokenBatch:
-        """The batch with so many rows more of each sequence, which are not written and which no other sees."""
+        """The batch with ``more`` padding tokens per sequence, which are not written and not attended to."""
 
         def fill(field: Array) -> Array:
             return jnp.pad(field, [(0, 0), (0, more)] + [(0, 0)] * (field.ndim - 2))
@@ -167,137 +177,142 @@ class TokenBatch:
         )
 
 
-# Who stands on the way to each node (`jspec.core.ancestors.ancestors`); numpy's of trees that are known beforehand.
+# ``[b, n, m]``: whether node m is n or an ancestor of n (`jspec.core.ancestors.ancestors`); numpy for static trees.
 AncestorMask = Bool[Array | np.ndarray, "batch nodes nodes"]
 
 
 @struct.dataclass
 class Draft:
-    """A drafted tree. Node 0 is the root; a padding node is nobody's parent and can never be accepted.
+    """A drafted tree. Node 0 is the root; a padding node has no children and is never accepted.
 
-    ``probs[b, n]`` is the law from which the CHILDREN of node n were drawn, over the draft vocabulary, after every
-    processing that the drafter applied; None means that the draft is a deterministic function of the committed
-    tokens (and, under "coupled", of the target's own noise).
+    ``probs[b, n]`` are the probabilities from which the CHILDREN of node n were drawn, over the draft vocabulary, after
+    all of the drafter's processing. None: the draft is a deterministic function of the committed tokens (and, under
+    "coupled", of the target's noise).
     """
 
-    tokens: Int[Array, "batch nodes"]  # target vocabulary
-    parents: Int[Array | np.ndarray, "batch nodes"]  # -1: root and padding; numpy's where known beforehand
-    scores: Float[Array, "batch nodes"]  # cumulative untempered draft log-probability; root 0
-    valid: Bool[Array, "batch nodes"]  # prefix-closed
-    probs: Float[Array, "batch nodes draft_vocab"] | None
-    vocab_map: Int[Array, "draft_vocab"] | None  # draft id -> target id; None: the same ids
+    tokens: Int[Array, "batch nodes"]  # target-vocabulary id of each node
+    parents: Int[Array | np.ndarray, "batch nodes"]  # parent of each node, -1 for root and padding; numpy if static
+    scores: Float[Array, "batch nodes"]  # cumulative draft log-probability (natural, untempered); root 0
+    valid: Bool[Array, "batch nodes"]  # whether a node may be accepted; a valid node's ancestors are valid
+    probs: Float[Array, "batch nodes draft_vocab"] | None  # draft probabilities of each node's children
+    vocab_map: Int[Array, "draft_vocab"] | None  # target id of each draft id; None: the same ids
 
 
 @struct.dataclass
 class Verdict:
-    """What the target made of a draft."""
+    """The result of verifying a draft."""
 
     accept_len: Int[Array, "batch"]  # draft tokens accepted, before any cut
-    path: Int[Array, "batch depth1"]  # node ids from the root; -1 beyond accept_len
-    tokens: Int[Array, "batch depth1"]  # accepted, then the bonus token, then -1
+    path: Int[Array, "batch depth1"]  # accepted nodes, the root first; -1 after accept_len
+    tokens: Int[Array, "batch depth1"]  # accepted tokens, then the bonus token, then -1
     counts: Int[Array, "batch"]  # tokens emitted, after the cut at stop ids and at `remaining`
-    ended: Bool[Array, "batch"]
-    grammar_state: Int[Array, "batch"] | None = None  # behind the last token before any cut; -1: no grammar
+    ended: Bool[Array, "batch"]  # whether the row emits its last token
+    grammar_state: Int[Array, "batch"] | None = None  # grammar state after the bonus token; -1: no grammar
 
 
 @struct.dataclass
 class Trace:
     """The drafts of a dispatch, for pictures and tests; compiled in only when asked for."""
 
-    tokens: Int[Array, "rounds batch nodes"]
-    parents: Int[Array, "rounds batch nodes"]
-    scores: Float[Array, "rounds batch nodes"]
-    path: Int[Array, "rounds batch depth1"]
+    tokens: Int[Array, "rounds batch nodes"]  # as in `Draft`
+    parents: Int[Array, "rounds batch nodes"]  # as in `Draft`, -1 for invalid nodes too
+    scores: Float[Array, "rounds batch nodes"]  # as in `Draft`
+    path: Int[Array, "rounds batch depth1"]  # as in `Verdict`
 
 
 @struct.dataclass
 class LogProbs:
-    """What the target makes of tokens, each in its place; compiled in only when asked for."""
+    """Natural log-probabilities at given places of the output; compiled in only when asked for."""
 
-    chosen: Float[Array, "*places"]  # natural, of the token
-    ranks: Int[Array, "*places"]  # tokens that are likelier, and 1
-    top: Float[Array, "*places top"]  # of the likeliest tokens, best first
-    top_ids: Int[Array, "*places top"]
+    chosen: Float[Array, "*places"]  # log-probability of the token
+    ranks: Int[Array, "*places"]  # rank of the token, 1 for the most likely
+    top: Float[Array, "*places top"]  # log-probabilities of the most likely tokens, best first
+    top_ids: Int[Array, "*places top"]  # ids of the most likely tokens
 
 
 @struct.dataclass
 class StepOutput:
-    """The small, undonated result of a dispatch: copied to the host while the next one runs."""
+    """The small, undonated result of a dispatch: copied to the host while the next dispatch runs."""
 
-    report: Int[Array, "rounds batch columns"]  # see `StepResult`
+    report: Int[Array, "rounds batch columns"]  # tokens and counts, as `StepResult` splits them
     trace: Trace | None
-    logprobs: LogProbs | None = None  # of the report's tokens, [rounds, batch, depth + 1]
-    prompt: LogProbs | None = None  # of the token behind each of a chunk's, [tokens]
+    logprobs: LogProbs | None = None  # log-probabilities of the emitted tokens, [rounds, batch, depth + 1]
+    prompt: LogProbs | None = None  # log-probabilities of the token after each token of a chunk, [tokens]
 
 
 class StepResult(NamedTuple):
-    """A `StepOutput.report` as the host reads it; every array is ``[rounds, batch]`` but tokens ``[.., depth + 1]``.
+    """A `StepOutput.report` as the host reads it, in one of two forms.
 
-    From `rounds`, of one row's round, the fields are ints, and tokens a list of them; they have no `depth`.
+    `read` gives arrays ``[rounds, batch]``, tokens ``[rounds, batch, depth + 1]``. `rounds` gives one row's steps, with
+    ints and a list of tokens; these have no `depth`.
     """
 
-    tokens: Any
-    counts: Any
-    accept_len: Any
-    num_drafted: Any
-    ended: Any
+    tokens: Any  # emitted tokens, -1 after the last
+    counts: Any  # number of emitted tokens
+    accept_len: Any  # draft tokens accepted, before any cut
+    num_drafted: Any  # valid draft nodes without the root
+    ended: Any  # whether the row has ended
 
     @property
     def depth(self) -> int:
-        """Of the tree that was drafted."""
+        """Depth of the drafted tree."""
         return self.tokens.shape[-1] - 1
 
     @classmethod
     def read(cls, report: np.ndarray) -> StepResult:
-        """All rounds and rows at once."""
+        """All steps and rows as arrays."""
         return cls(report[..., :-4], *(report[..., column] for column in range(-4, 0)))
 
     @classmethod
     def rounds(cls, report: np.ndarray) -> list[StepResult]:
-        """One row's, round by round: with plain ints the host takes a third less time for 64 rows.
+        """One row's results step by step; plain ints save the host a third of its time at 64 rows.
 
         Args:
-            report: [rounds, columns].
+            report: one row of a report, [rounds, columns].
         """
         return [cls(columns[:-4], *columns[-4:]) for columns in report.tolist()]
 
 
 def pack_result(verdict: Verdict, num_drafted: Int[Array, "batch"]) -> Int[Array, "batch columns"]:
-    """One int32 array for one copy to the host; columns as `StepResult.read` splits them."""
+    """The result of a step as one int32 array, for a single copy to the host; `StepResult.read` splits it."""
     tail = jnp.stack([verdict.counts, verdict.accept_len, num_drafted, verdict.ended.astype(jnp.int32)], axis=-1)
     return jnp.concatenate([verdict.tokens, tail], axis=-1)
 
 
 class PrefillInput(NamedTuple):
-    """One chunk of one prompt. Host side numpy, sent as a single int32 vector by `pack`."""
+    """One chunk of one prompt: numpy on the host, sent as a single int32 vector by `pack`. Scalars are int32."""
 
-    slot: Any  # scalar int32
+    slot: Any  # slot index
     start: Any  # position of the chunk's first token
     count: Any  # tokens in the chunk
     last: Any  # 1 for the prompt's last chunk
-    write: Any  # 0: the rows are in the cache already, and others may be reading them
-    root: Any  # the token behind the chunk, where it is known; -1: it is sampled
-    remaining: Any  # tokens it may still emit, that root included
-    top_k: Any
-    draft_cap: Any
-    controlled: Any  # 1: the slot's `Controls` are the request's
+    write: Any  # 0: the rows are in the cache already, and other requests may be reading them
+    root: Any  # token after the chunk, if known; -1: it is sampled
+    remaining: Any  # tokens the request may still emit, the root included
+    top_k: Any  # as in `Sampling`
+    draft_cap: Any  # as in `Sampling`
+    controlled: Any  # 1: the slot's `Controls` hold this request's penalties
     temperature: Any  # float32
-    top_p: Any
-    min_p: Any
-    seed: Any  # uint32 [2]
+    top_p: Any  # float32
+    min_p: Any  # float32
+    seed: Any  # 64-bit seed, uint32 [2]
     stop_ids: Any  # int32 [8]
-    page_row: Any  # int32 [P]
-    tokens: Any  # int32 [T]
+    page_row: Any  # the slot's row of the page table, int32 [P]
+    tokens: Any  # the chunk's tokens, int32 [T]
 
     def pack(self) -> np.ndarray:
-        """A fresh int32 vector; floats and seeds travel by their bits."""
+        """A new int32 vector of all fields; floats and seeds keep their bits."""
         fields = [np.atleast_1d(field) for field in self]
         assert all(field.dtype.itemsize == 4 for field in fields), "every field is int32, uint32 or float32"
         return np.concatenate([field.view(np.int32) for field in fields])
 
     @classmethod
     def unpack(cls, packed: Int[Array, "packed"], *, pages: int) -> PrefillInput:
-        """The inverse of `pack`, on the device; pages is P."""
+        """The inverse of `pack`, on the device.
+
+        Args:
+            pages: pages per slot (P).
+        """
         count = cls._fields.index("seed")
         scalars = dict(zip(cls._fields[:count], packed[:count], strict=True))
         for name in ("temperature", "top_p", "min_p"):
@@ -312,6 +327,6 @@ class PrefillInput(NamedTuple):
         )
 
     def sampling(self) -> Sampling:
-        """The chunk's sampling controls as a record of one row."""
+        """The chunk's sampling parameters as a record of one row."""
         names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop_ids", "draft_cap")
         return Sampling(**{name: jnp.asarray(getattr(self, name))[None] for name in names})

@@ -1,11 +1,11 @@
-"""Shapes of draft trees: how many nodes hang how deep, known when a program is traced.
+"""Shapes of draft trees, known when a program is traced.
 
-A chain is the tree whose parents are ``i - 1``; no drafting at all is the tree of one node, the root.
-Node 0 is always the root, and ``parents[i] < i``.
+A chain is the tree whose parents are ``i - 1``; plain decoding is the tree of one node, the root. Node 0 is always the
+root, and ``parents[i] < i``.
 
-A static tree names its nodes by paths: node (2, 0) is the best child of the root's third best child. A dynamic tree
-(EAGLE-2, arXiv:2406.16858) has a fixed number of nodes; which candidates they are, the drafter's scores decide anew
-in every round.
+A static tree names its nodes by paths of ranks: node (2, 0) is the best child of the root's third best child. A dynamic
+tree (EAGLE-2, arXiv:2406.16858) has a fixed number of nodes; the drafter's scores choose in every step which candidates
+become nodes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-MAX_ROWS = 256  # rows that one round may write: the words of an ancestor mask hold so many bits
+MAX_ROWS = 256  # cache rows that one step may write: the number of bits in an ancestor mask's words
 
 TREE_FORMS = "chain:LENGTH, topk:NODES,DEPTH,K or static:0,1,0.0,0.1 (paths, ranks joined by dots)"
 
@@ -24,13 +24,18 @@ Path = tuple[int, ...]
 
 
 class TreeLevel(NamedTuple):
-    """The nodes of one level of a static tree, in order; all lists are alike long but ``with_children``."""
+    """The nodes of one level of a static tree, in order; ``with_children`` may be shorter than the other lists."""
 
-    nodes: list[int]
-    ranks: list[int]
-    parents: list[int]  # places of their parents in the level above
-    fed_parents: list[int]  # the same, counting only nodes with children
-    with_children: list[int]  # places in this level of the nodes that have any
+    nodes: list[int]  # node ids
+    ranks: list[int]  # rank of each node among its parent's candidates
+    parents: list[int]  # index of each node's parent in the level above
+    fed_parents: list[int]  # index of each node's parent among the nodes with children of the level above
+    with_children: list[int]  # indices in this level of the nodes with children
+
+    @property
+    def num_parents(self) -> int:
+        """Number of nodes with children in the level above."""
+        return max(self.fed_parents) + 1
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,10 @@ class Tree:
     """The static shape of a drafter's tree; made by `chain`, `static` or `topk`.
 
     Attributes:
-        nodes: nodes including the root (N); what one verification forward is wide.
-        depth: the deepest draft level (D); a round yields at most ``depth + 1`` tokens.
-        paths: of each node behind the root, sorted by length, then by values; None for a dynamic tree.
-        k: children of a node and nodes drafted on from a level, in a dynamic tree; 0 for a static one.
+        nodes: number of nodes, the root included (N); the verification forward has that many tokens a row.
+        depth: deepest draft level (D); a step emits at most ``depth + 1`` tokens.
+        paths: path of each node but the root, sorted by length, then by values; None for a dynamic tree.
+        k: children per node and nodes fed per level of a dynamic tree; 0 for a static one.
     """
 
     nodes: int
@@ -58,10 +63,10 @@ class Tree:
 
     @classmethod
     def chain(cls, length: int) -> Tree:
-        """A chain of ``length`` draft tokens behind the root.
+        """A chain of ``length`` draft tokens after the root.
 
         Raises:
-            ValueError: length < 1 (for no drafting use ``drafter=None``).
+            ValueError: length < 1 (for plain decoding use ``drafter=None``).
         """
         if not isinstance(length, int) or length < 1:
             raise ValueError(f"Tree.chain: expected length >= 1, got {length!r}; for plain decoding pass drafter=None")
@@ -69,10 +74,13 @@ class Tree:
 
     @classmethod
     def static(cls, paths: Iterable[Sequence[int]]) -> Tree:
-        """The tree of these paths, in any order: each is the ranks chosen on the way from the root, best child 0.
+        """The tree with a node for each path; a path lists the ranks from the root down, 0 for the best child.
+
+        Args:
+            paths: paths in any order.
 
         Raises:
-            ValueError: no path, one that repeats, is empty or negative, or whose beginning is not a path of its own.
+            ValueError: no path, a repeated, empty or negative path, or a path whose parent is not among them.
         """
         try:
             given = [tuple(operator.index(rank) for rank in path) for path in paths]
@@ -92,9 +100,9 @@ class Tree:
         """EAGLE-2's dynamic tree: of ``k + (depth - 1) * k * k`` candidates the best ``nodes - 1`` are verified.
 
         Args:
-            nodes: nodes with the root (the authors' total_token).
-            depth: the deepest draft level (the authors' depth + 1).
-            k: children of a node, and nodes of a level that are drafted on from.
+            nodes: number of nodes, the root included (the authors' total_token).
+            depth: deepest draft level (the authors' depth + 1).
+            k: children per node, and nodes fed per level.
 
         Raises:
             ValueError: sizes below 1, or fewer candidates than nodes.
@@ -111,10 +119,10 @@ class Tree:
 
     @classmethod
     def parse(cls, text: str) -> Tree:
-        """A tree from the words of a command line: ``chain:4``, ``topk:60,8,10``, ``static:0,1,0.0``.
+        """A tree from a text: ``chain:4``, ``topk:60,8,10``, ``static:0,1,0.0``.
 
         Raises:
-            ValueError: anything else.
+            ValueError: another text.
         """
         kind, _, sizes = text.partition(":")
         try:
@@ -131,7 +139,7 @@ class Tree:
         raise ValueError(f"tree: expected {TREE_FORMS}, got {text!r}")
 
     def cut(self, depth: int) -> Tree:
-        """This tree down to a depth, with as large a part of a dynamic one's nodes; 0 leaves the root alone.
+        """This tree cut at a depth; a dynamic tree keeps the same share of its nodes; 0 leaves only the root.
 
         Raises:
             ValueError: not ``0 <= depth <= self.depth``.
@@ -149,7 +157,7 @@ class Tree:
         return Tree(nodes=len(paths) + 1, depth=depth, paths=paths)
 
     def __str__(self) -> str:
-        """What `parse` reads; "none" for the root alone."""
+        """The text that `parse` reads; "none" for the root alone."""
         if self.paths is None:
             return f"topk:{self.nodes},{self.depth},{self.k}"
         if self.is_chain and not any(self.ranks):
@@ -158,7 +166,7 @@ class Tree:
 
     @property
     def is_chain(self) -> bool:
-        """Parents are ``i - 1``; then accepted rows are already in place in the cache. The root alone is a chain."""
+        """Whether parents are ``i - 1``: then accepted rows are in place in the cache. The root alone is a chain."""
         return self.paths is not None and self.nodes == self.depth + 1
 
     @cached_property
@@ -169,47 +177,47 @@ class Tree:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Rank of each node of a static tree among the children that its parent could have; 0 for the root."""
+        """Rank of each node of a static tree among its parent's candidates; 0 for the root."""
         return (0, *(path[-1] for path in self._static_paths))
 
     @cached_property
     def levels(self) -> tuple[TreeLevel, ...]:
-        """A static tree by depth, from the root's level on."""
+        """The levels of a static tree, the root's first."""
         depths = [0, *(len(path) for path in self._static_paths)]
         levels: list[TreeLevel] = []
         for depth in range(self.depth + 1):
             nodes = [node for node, own in enumerate(depths) if own == depth]
-            above = levels[-1].nodes if levels else []
-            fed = [node for node in above if node in self.fed]
+            previous = levels[-1].nodes if levels else []
+            fed = [node for node in previous if node in self.fed]
             levels.append(
                 TreeLevel(
                     nodes,
                     ranks=[self.ranks[node] for node in nodes],
-                    parents=[above.index(self.parents[node]) for node in nodes if depth],
+                    parents=[previous.index(self.parents[node]) for node in nodes if depth],
                     fed_parents=[fed.index(self.parents[node]) for node in nodes if depth],
-                    with_children=[place for place, node in enumerate(nodes) if node in self.fed],
+                    with_children=[index for index, node in enumerate(nodes) if node in self.fed],
                 )
             )
         return tuple(levels)
 
     @cached_property
     def fed(self) -> tuple[int, ...]:
-        """Nodes of a static tree from which a drafter drafts on: those with children, level by level."""
+        """Nodes of a static tree that are fed to a drafter: those with children, level by level."""
         return tuple(sorted(set(self.parents[1:])))
 
     @property
     def branching(self) -> int:
-        """Candidates that a node must have at least: a larger rank exists nowhere in the tree."""
+        """Number of candidates that a node must have: the largest rank in the tree + 1."""
         return self.k if self.paths is None else max(self.ranks) + 1
 
     @property
     def draft_rows(self) -> int:
-        """Cache rows from the root's on that a model that drafts this tree writes."""
+        """Cache rows that a draft model writes for this tree, the root's included."""
         return 1 + self.k * (self.depth - 1) if self.paths is None else max(len(self.fed), 1)
 
     @property
     def scratch_rows(self) -> int:
-        """Cache rows beyond the committed ones that a round may write, in either pool."""
+        """Cache rows after the committed ones that a step may write, in either pool."""
         return max(self.nodes, self.draft_rows)
 
     @property

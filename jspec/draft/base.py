@@ -1,7 +1,7 @@
 """The drafter interface: a draft method is an object with its own options and four device functions.
 
-A drafter holds its weights on the host side only until `bind`; the device functions get them as ``params`` and must
-not close over arrays, so that one compiled program serves and no weight becomes a constant of it.
+A drafter holds its weights on the host only until `bind`; the device functions get them as ``params`` and must not
+close over arrays: weights are arguments of the compiled program, never constants in it.
 Randomness comes from `jspec.sampling`, never from a key of the drafter's own.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any, ClassVar, Self, final
 
 import jax.numpy as jnp
@@ -29,18 +30,18 @@ CHECK_HEAD = "run: jspec info --check HEAD TARGET"
 
 
 class Drafter(abc.ABC):
-    """Proposes a tree of tokens behind the root, once a round.
+    """Proposes a tree of tokens after the root, once a step.
 
-    Contract of the returned `Draft`: node 0 is the root, ``parents[i] < i``, siblings carry distinct tokens, ``valid``
-    is prefix-closed, and ``probs`` is the law the tokens were really drawn from, or None if they were not drawn.
-    Any draft that keeps the contract leaves the output's distribution untouched.
+    Contract of the returned `Draft`: node 0 is the root, ``parents[i] < i``, siblings have distinct tokens, a valid
+    node's ancestors are valid, and ``probs`` are the probabilities the tokens were really drawn from, or None if they
+    were not drawn. Any draft that keeps the contract leaves the output's distribution unchanged.
     """
 
     tree: Tree
-    reads_text: ClassVar[bool] = False  # `prefill` wants ``view.text``, for a prompt may begin with cached pages
-    has_pending_rows: ClassVar[bool] = (
-        False  # the draft's cache lags behind the target's, and `write_pending_rows` makes it good
-    )
+    # Whether `prefill` reads ``view.token_history``, because a prompt's cached pages are not in the batch.
+    reads_text: ClassVar[bool] = False
+    # Whether the draft cache misses the tokens accepted in the last step until `draft` or `write_pending_rows` runs.
+    has_pending_rows: ClassVar[bool] = False
     draft_window: int | None = None  # tokens back that the draft attends to, the newest included; None: all
 
     @property
@@ -50,15 +51,15 @@ class Drafter(abc.ABC):
 
     @abc.abstractmethod
     def feature_layers(self, target: Model) -> tuple[int, ...]:
-        """State indices of the target that `prefill` and `commit` want; () for none."""
+        """Indices of the target's hidden states that `prefill` and `commit` read; () for none."""
 
     @abc.abstractmethod
     def bind(self, target: Model) -> Params:
-        """Own weights and what is shared with the target, by reference. Every mismatch raises here."""
+        """The drafter's weights, with those shared with the target by reference. Every mismatch raises here."""
 
     @abc.abstractmethod
     def init(self, params: Params, pool: PoolShape) -> DraftState:
-        """A fresh state for ``pool.slots`` slots."""
+        """A new state for ``pool.slots`` slots."""
 
     @abc.abstractmethod
     def prefill(
@@ -69,15 +70,15 @@ class Drafter(abc.ABC):
         batch: TokenBatch,
         features: Float[Array, "batch tokens features"] | None,
     ) -> DraftState:
-        """Take in one chunk of a prompt: ``batch.valid`` of its tokens, from position ``batch.first_row`` on.
+        """Process one chunk of a prompt: its ``batch.valid`` tokens, from position ``batch.first_row`` on.
 
-        A first chunk begins behind the rows that the cache holds already. If those are all of the prompt's, its last
-        token comes alone and is not ``valid``: nothing may be written for it.
+        The first chunk starts after the rows that are in the cache already. If all of the prompt's rows are, the batch
+        is its last token, which is not ``valid``: nothing may be written for it.
         """
 
     @abc.abstractmethod
     def draft(self, params: Params, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
-        """Propose a tree behind each row's root."""
+        """Propose a tree after each row's root."""
 
     @abc.abstractmethod
     def commit(
@@ -89,13 +90,14 @@ class Drafter(abc.ABC):
         verdict: Verdict,
         features: Float[Array, "batch nodes features"] | None,
     ) -> DraftState:
-        """Learn what was accepted. ``features`` are the target's, at every node.
+        """Update the state with the accepted tokens. Rows that are not active must stay unchanged.
 
-        Of a row that is not active anymore nothing may be changed.
+        Args:
+            features: the target's features at every node.
         """
 
     def with_window(self, draft_window: int) -> Drafter:
-        """The same with a window.
+        """The same drafter with a window.
 
         Raises:
             ValueError: the drafter does not attend to a cache.
@@ -106,24 +108,24 @@ class Drafter(abc.ABC):
         )
 
     def write_pending_rows(self, params: Params, state: DraftState, view: SlotView) -> DraftState:
-        """Write what `draft` would write for committed tokens, the root's included, and draft nothing.
+        """Write the rows that `draft` would write for committed tokens, the root's included, without drafting.
 
-        A round that does not draft calls it instead of `draft`, so that any later round may.
+        A step that does not draft calls it instead of `draft`; later steps can then draft again.
         """
         return state
 
     @final
     def cut(self, depth: int) -> Self:
-        """The same drafter with its tree cut at a depth; it works on the states of the whole one."""
+        """The same drafter with its tree cut at a depth; it uses the uncut drafter's states."""
         if depth == self.tree.depth:
             return self
         other = copy.copy(self)
-        object.__setattr__(other, "tree", self.tree.cut(depth))  # a user's may be frozen
+        object.__setattr__(other, "tree", self.tree.cut(depth))  # a user's drafter may be frozen
         return other
 
 
 class StatelessDrafter(Drafter):
-    """A drafter that remembers nothing: only `feature_layers`, `bind` and `draft` are its own."""
+    """A drafter without state: only `feature_layers`, `bind` and `draft` are to be implemented."""
 
     def init(self, params: Params, pool: PoolShape) -> DraftState:
         return ()
@@ -157,15 +159,15 @@ class NoDraft(StatelessDrafter):
 
 
 def active_slots(view: SlotView, slots: int) -> Int[Array, "batch"]:
-    """Slots to write to, `slots` in all: a row that has ended still names its own, which must stay as it is."""
+    """Slot of each active row; ``slots`` (which scatters drop) for rows that have ended, whose slots stay unchanged."""
     return jnp.where(view.active, view.slots, slots)
 
 
 def check_window(method: str, draft_window: int | None, tree: Tree) -> int | None:
-    """The window, if a tree's nodes can all see their ancestors.
+    """The window, if it lets all nodes of a tree attend to their ancestors.
 
     Raises:
-        ValueError: it is no int, or smaller than that.
+        ValueError: it is not an int, or too small.
     """
     is_int = isinstance(draft_window, int) and not isinstance(draft_window, bool)
     if draft_window is not None and not (is_int and draft_window > tree.depth):
@@ -177,7 +179,7 @@ def check_window(method: str, draft_window: int | None, tree: Tree) -> int | Non
 
 
 def require_static(method: str, tree: Tree) -> Tree:
-    """The tree, if its shape is known beforehand.
+    """The tree, if it is a chain or static.
 
     Raises:
         NotImplementedError: it is dynamic, and the method has no scores to choose nodes by.
@@ -192,29 +194,32 @@ def static_draft(
     view: SlotView,
     tokens: Sequence[Int[Array, "batch _"]],
     log_probs: Sequence[Float[Array, "batch _"]],
-    laws: Mapping[int, Float[Array, "batch vocab"]] | None = None,
+    probs: Sequence[Sequence[Float[Array, "batch vocab"]]] = (),
     vocab_map: Int[Array, "vocab"] | None = None,
 ) -> Draft:
     """The `Draft` of a chain or another static tree; its parents are a numpy array.
 
     Args:
-        tokens: target-vocabulary ids, level by level in the order of the tree's nodes.
-        log_probs: untempered draft log-probability of each, given its parent.
-        laws: what the children of each node with children were drawn from; None if they were not drawn.
+        tokens: target-vocabulary ids of each level, in the order of the tree's nodes.
+        log_probs: untempered draft log-probability of each token, given its parent.
+        probs: for each level, the probabilities its nodes were drawn from, one array for each parent (the nodes with
+            children of the level above); empty if they were not drawn.
+        vocab_map: target id of each id that ``probs`` are over; None: the same ids.
     """
     rows = view.root.shape[0]
     scores = [jnp.zeros((rows, 1), jnp.float32)]
     for level, own in zip(tree.levels[1:], log_probs, strict=True):
         scores.append(scores[-1][:, np.array(level.parents)] + own)
-    probs = None
-    if laws:
-        nothing = jnp.zeros_like(laws[0])
-        probs = jnp.stack([laws.get(node, nothing) for node in range(tree.nodes)], axis=1)
+    node_probs = None
+    if probs:
+        of_node = dict(zip(tree.fed, chain.from_iterable(probs), strict=True))
+        zeros = jnp.zeros_like(probs[0][0])
+        node_probs = jnp.stack([of_node.get(node, zeros) for node in range(tree.nodes)], axis=1)
     return Draft(
         tokens=jnp.concatenate([view.root[:, None], *tokens], axis=1),
         parents=np.tile(np.array(tree.parents, np.int32), (rows, 1)),
         scores=jnp.concatenate(scores, axis=1),
         valid=jnp.ones((rows, tree.nodes), bool),
-        probs=probs,
+        probs=node_probs,
         vocab_map=vocab_map,
     )

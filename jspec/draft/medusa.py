@@ -160,18 +160,16 @@ class Medusa(Drafter):
     def draft(self, params: MedusaHeads, state: MedusaState, view: SlotView) -> tuple[Draft, MedusaState]:
         hidden = state.hidden.at[view.slots].get(mode="fill", fill_value=0)[:, None]
         choose_children = sampler.child_chooser(view, self.tree.depth, None, params.config.vocab_size)
-        tokens, log_probs, parents = [], [], [0]
-        probs: dict[int, Array] = {}
+        tokens, log_probs, probs = [], [], []
         for depth, level in enumerate(self.tree.levels[1:], 1):
             with jax.named_scope(f"head{depth}"):
                 logits = head_logits(params.heads[depth - 1], hidden)
-                ids, child_probs = choose_children(logits[None], depth, max(level.ranks) + 1)
+                ids, parent_probs = choose_children(logits[None], depth, max(level.ranks) + 1)
                 ranks = np.array(level.ranks)
                 tokens.append(ids[:, 0, ranks])
                 log_probs.append(sampler.log_prob(logits, ids)[:, 0, ranks])
-                if child_probs is not None:
-                    probs |= dict.fromkeys(parents, child_probs[:, 0])
-                parents = [level.nodes[index] for index in level.with_children]
+                if parent_probs is not None:
+                    probs.append([parent_probs[:, 0]] * level.num_parents)
         return static_draft(self.tree, view, tokens, log_probs, probs), state
 
     def commit(

@@ -94,7 +94,7 @@ def update_page_table(
     return page_table.at[slot, column].set(page, mode="drop")
 
 
-def write_text(
+def write_token_history(
     text: Int[Array, "pages page_size"],
     page_table: Int[Array, "batch columns"],
     first_row: Int[Array, "batch"],

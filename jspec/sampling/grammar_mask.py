@@ -1,13 +1,12 @@
-"""Grammars on the device: each node's state follows its parent's, and what may not follow it becomes -inf.
+"""Grammars on the device: each node's state follows from its parent's, and disallowed tokens get -inf.
 
-The tables are those of `jspec.engine.grammar.token_table`. A token that violates a grammar leads to no state; from
-there everything may
-come, which never counts, for the token itself is taken out at its parent. For a grammar that fits no table the host
-gives masks (`jspec.engine.grammar.cfg_matcher`).
+The tables are those of `jspec.engine.grammar.token_table`. A token that violates a grammar leads to `NO_STATE`, after
+which every token is allowed; this has no effect, because the token itself is banned at its parent. For a grammar that
+fits no table the host gives masks (`jspec.engine.grammar.cfg_matcher`).
 
-From every state there is a way to the grammar's end, so something is always left, unless bad words of several tokens
-take it out: there nothing but a stop id may come, and outside a final state that tells the host what happened. So it
-does where a mask leaves nothing.
+Every state can reach the grammar's end, so some token is always allowed unless multi-token bad words ban the rest.
+Then only stop ids are allowed, and a stop id outside a final state tells the host what happened. The same holds where a
+host mask leaves no token.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ NO_STATE = -1
 
 
 def unused(tables: int, cells: int, vocab: int) -> Grammars:
-    """Empty tables."""
+    """Empty tables for an engine without requests."""
     return Grammars(
         class_of=jnp.zeros((tables, vocab), jnp.int16),
         next=jnp.zeros((tables, cells), jnp.int16),
@@ -33,24 +32,24 @@ def unused(tables: int, cells: int, vocab: int) -> Grammars:
 
 
 def pack(table: int, class_of: np.ndarray, next_state: np.ndarray, cells: int) -> np.ndarray:
-    """A grammar as the vector that `load` reads.
+    """A grammar as the int16 vector that `load` reads.
 
     Args:
-        class_of: [vocab] int16.
-        next_state: [states, classes] int16.
-        cells: of a table.
+        class_of: class of each token, int16 [vocab].
+        next_state: state after each state and class, int16 [states, classes]; -1: not allowed.
+        cells: cells per table.
     """
     padding = np.zeros(cells - next_state.size, np.int16)
     return np.concatenate([np.array([table, next_state.shape[1]], np.int16), class_of, next_state.reshape(-1), padding])
 
 
 def packed_size(grammars: Grammars) -> int:
-    """Numbers of a packed grammar."""
+    """Length of the vector that `pack` returns."""
     return 2 + grammars.class_of.shape[1] + grammars.next.shape[1]
 
 
 def load(grammars: Grammars, packed: Int[Array, "packed"]) -> Grammars:
-    """The tables (donated) with one of them replaced."""
+    """The tables (donated) with one table replaced."""
     table, classes = packed[0].astype(jnp.int32), packed[1]
     class_of, next_state = jnp.split(packed[2:], [grammars.class_of.shape[1]])
     return Grammars(
@@ -63,16 +62,16 @@ def load(grammars: Grammars, packed: Int[Array, "packed"]) -> Grammars:
 def follow(
     grammars: Grammars, table: Int[Array, "batch"], state: Int[Array, "batch *more"], token: Int[Array, "batch *more"]
 ) -> Int[Array, "batch *more"]:
-    """The states behind one token each; negative tokens leave them as they are."""
+    """The state after one token each; negative tokens leave a state unchanged."""
     table = table.reshape(-1, *(1,) * (state.ndim - 1))
     column = grammars.class_of[table, jnp.maximum(token, 0)].astype(jnp.int32)
     cell = jnp.maximum(state, 0) * grammars.classes[table].astype(jnp.int32) + column
-    behind = grammars.next[table, cell].astype(jnp.int32)
-    return jnp.where((token < 0) | (state < 0), state, behind)
+    next_state = grammars.next[table, cell].astype(jnp.int32)
+    return jnp.where((token < 0) | (state < 0), state, next_state)
 
 
 def states(view: SlotView, path: Int[Array, "batch nodes depth"]) -> Int[Array, "batch nodes"]:
-    """The states behind paths from the root; `NO_STATE` where there is no grammar, or the path violates it."""
+    """The state after each path from the root; `NO_STATE` without a grammar, or if the path violates it."""
     assert view.controls is not None and view.grammars is not None
     row = _rows(view.controls, view)
     state = jnp.broadcast_to(row[1][:, None], path.shape[:2])
@@ -81,13 +80,13 @@ def states(view: SlotView, path: Int[Array, "batch nodes depth"]) -> Int[Array, 
     return state
 
 
-def only_allowed(
+def apply_grammars(
     logits: Float[Array, "batch nodes vocab"], view: SlotView, path: Int[Array, "batch nodes depth"]
 ) -> Float[Array, "batch nodes vocab"]:
-    """The logits with -inf for every token that may not follow a node.
+    """The logits with -inf for every token that the grammar does not allow after a node.
 
     Args:
-        path: the tokens from behind the root to each node.
+        path: tokens on the path to each node (`jspec.sampling.penalties.node_paths`).
     """
     assert view.controls is not None and view.grammars is not None
     grammars, (table, root_state) = view.grammars, _rows(view.controls, view)
@@ -97,33 +96,33 @@ def only_allowed(
         state = states(view, path)[..., None]
         cell = jnp.maximum(state, 0) * grammars.classes[table].astype(jnp.int32)[:, None, None]
         cell = cell + grammars.class_of[table].astype(jnp.int32)[:, None]
-        may_come = (state < 0) | (grammars.next[table[:, None, None], cell] >= 0)
-        return _to_bits(_or_end(may_come, logits, view))
+        is_allowed = (state < 0) | (grammars.next[table[:, None, None], cell] >= 0)
+        return _to_bits(_or_stop_ids(is_allowed, logits, view))
 
     everything = jnp.full((*logits.shape[:2], words_of(vocab)), EVERYTHING)
-    # A conditional copies what it returns, so that is small.
+    # A conditional copies its result: bits are 32 times smaller than flags.
     bits = jax.lax.cond(jnp.any(root_state >= 0), allowed, lambda: everything)
     return jnp.where(_from_bits(bits, vocab), logits, -jnp.inf)
 
 
-def only_masked(logits: Float[Array, "batch nodes vocab"], view: SlotView) -> Float[Array, "batch nodes vocab"]:
-    """The logits with -inf for every token that the view's masks leave out."""
+def apply_host_masks(logits: Float[Array, "batch nodes vocab"], view: SlotView) -> Float[Array, "batch nodes vocab"]:
+    """The logits with -inf for every token that the view's masks do not allow."""
     assert view.masks is not None
-    may_come = _or_end(_from_bits(view.masks, logits.shape[-1]), logits, view)
-    return jnp.where(may_come, logits, -jnp.inf)
+    is_allowed = _or_stop_ids(_from_bits(view.masks, logits.shape[-1]), logits, view)
+    return jnp.where(is_allowed, logits, -jnp.inf)
 
 
-def _or_end(
-    may_come: Bool[Array, "batch nodes vocab"], logits: Float[Array, "batch nodes vocab"], view: SlotView
+def _or_stop_ids(
+    is_allowed: Bool[Array, "batch nodes vocab"], logits: Float[Array, "batch nodes vocab"], view: SlotView
 ) -> Bool[Array, "batch nodes vocab"]:
-    """What may come; where none of it is left, the tokens that end the request."""
-    is_left = jnp.any(may_come & (logits > -jnp.inf), axis=-1, keepdims=True)
-    is_end = jnp.any(jnp.arange(logits.shape[-1]) == view.sampling.stop_ids[..., None], axis=1)
-    return jnp.where(is_left, may_come, is_end[:, None])
+    """The allowed tokens; where none of them has a finite logit, the row's stop ids."""
+    has_token = jnp.any(is_allowed & (logits > -jnp.inf), axis=-1, keepdims=True)
+    is_stop = jnp.any(jnp.arange(logits.shape[-1]) == view.sampling.stop_ids[..., None], axis=1)
+    return jnp.where(has_token, is_allowed, is_stop[:, None])
 
 
 def _rows(controls: Controls, view: SlotView) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-    """Each row's table, and its state behind the root."""
+    """Each row's table, and its state after the root."""
     table, state, used = (
         field.at[view.slots].get(mode="fill", fill_value=0)
         for field in (controls.table, controls.grammar_state, controls.used)

@@ -1,10 +1,10 @@
-"""A user's own edit of the logits, traced into the program: what it is shown, and where it may not interfere.
+"""A user's own edit of the logits, traced into the program: its arguments, and what it cannot change.
 
-It comes behind the controls and the grammar and before temperature, at every node of a draft as if the node's
-ancestors and the node itself had been generated: so with it too drafting changes neither a token nor a law, as long as
-what it makes of a node depends on that node's row of the arguments alone. What controls or a grammar took out stays
-out, whatever it says; of the rest it must leave something. Where it leaves nothing that a grammar allows, the request
-ends with an error.
+It runs after penalties and grammar and before temperature, at every node of a draft as if the node's ancestors and the
+node itself had been generated. Drafting therefore changes no token and no distribution, as long as the processor's
+result for a node depends on that node's row of the arguments alone. Tokens banned by controls or a grammar stay banned
+whatever it returns; it must leave at least one of the others. Where it leaves no token that a grammar allows, the
+request ends with an error.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from jspec.core.tree import Tree
 
 @struct.dataclass
 class LogitsContext:
-    """What a logits processor is shown beside the logits ``[batch, nodes, vocab]``.
+    """Arguments of a logits processor beside the logits ``[batch, nodes, vocab]``.
 
-    The context at node n of row b is ``text[b]`` up to ``size[b]``, then ``path[b, n]``. How many nodes there are, and
-    how deep they may lie, differs from program to program: a processor is traced for each.
+    The context at node n of row b is ``text[b]`` up to ``size[b]``, then ``path[b, n]``. The number of nodes and the
+    depth differ between programs: a processor is traced for each.
     """
 
     text: Int[Array, "batch positions"]  # prompt and generated tokens by position; -1 from ``size`` on
-    size: Int[Array, "batch"]  # tokens of the text
-    prompt_size: Int[Array, "batch"]  # of these, the prompt's
-    path: Int[Array, "batch nodes depth"]  # drafted tokens behind the text, the node's own the last; -1 beyond
-    args: Float[Array, "batch args"]  # `SamplingParams.processor_args`; zeros where a request gives none
+    size: Int[Array, "batch"]  # number of tokens in text
+    prompt_size: Int[Array, "batch"]  # number of prompt tokens
+    path: Int[Array, "batch nodes depth"]  # drafted tokens after text, the node's own last; then -1
+    args: Float[Array, "batch args"]  # `SamplingParams.processor_args`; 0 where a request gives none
 
     @property
     def depth(self) -> Int[Array, "batch nodes"]:
-        """Drafted tokens of each node's context."""
+        """Number of drafted tokens in each node's context."""
         return jnp.sum(self.path != NO_TOKEN, axis=-1, dtype=jnp.int32)
 
     @property
     def generated(self) -> Int[Array, "batch nodes"]:
-        """Tokens of each node's context that are not the prompt's."""
+        """Number of tokens in each node's context after the prompt."""
         return (self.size - self.prompt_size)[:, None] + self.depth
 
     def newest(self, count: int) -> Int[Array, "batch nodes count"]:
         """The last tokens of each node's context, the newest last; -1 before its beginning."""
         back = jnp.arange(count - 1, -1, -1)
         place = self.size[:, None, None] + self.depth[..., None] - 1 - back
-        nodes, behind = self.path.shape[1], place - self.size[:, None, None]
+        nodes, path_place = self.path.shape[1], place - self.size[:, None, None]
         text = jnp.broadcast_to(self.text[:, None], (len(self.text), nodes, self.text.shape[1]))
-        of_text = jnp.take_along_axis(text, jnp.clip(place, 0, text.shape[-1] - 1), axis=-1)
+        tokens = jnp.take_along_axis(text, jnp.clip(place, 0, text.shape[-1] - 1), axis=-1)
         if self.path.shape[-1]:
-            of_path = jnp.take_along_axis(self.path, jnp.clip(behind, 0, self.path.shape[-1] - 1), axis=-1)
-            of_text = jnp.where(behind >= 0, of_path, of_text)
-        return jnp.where(place >= 0, of_text, NO_TOKEN)
+            from_path = jnp.take_along_axis(self.path, jnp.clip(path_place, 0, self.path.shape[-1] - 1), axis=-1)
+            tokens = jnp.where(path_place >= 0, from_path, tokens)
+        return jnp.where(place >= 0, tokens, NO_TOKEN)
 
 
 LogitsProcessor = Callable[[Array, LogitsContext], Array]
@@ -65,18 +65,18 @@ LogitsProcessor = Callable[[Array, LogitsContext], Array]
 def apply(
     logits: Float[Array, "batch nodes vocab"], view: SlotView, path: Int[Array, "batch nodes depth"]
 ) -> Float[Array, "batch nodes vocab"]:
-    """The logits as the view's processor leaves them.
+    """The logits edited by the view's processor.
 
     Args:
-        path: the tokens from behind the root to each node.
+        path: tokens on the path to each node (`jspec.sampling.penalties.node_paths`).
     """
-    assert view.processor is not None and view.controls is not None and view.text is not None
+    assert view.processor is not None and view.controls is not None and view.token_history is not None
     prompt_size, args = (
         field.at[view.slots].get(mode="fill", fill_value=0)
         for field in (view.controls.prompt_size, view.controls.processor_args)
     )
-    position = jnp.arange(view.text.shape[1])
-    text = jnp.where(position == view.lengths[:, None], view.root[:, None], view.text)
+    position = jnp.arange(view.token_history.shape[1])
+    text = jnp.where(position == view.lengths[:, None], view.root[:, None], view.token_history)
     text = jnp.where(position <= view.lengths[:, None], text, NO_TOKEN)
     context = LogitsContext(text=text, size=view.lengths + 1, prompt_size=prompt_size, path=path, args=args)
     with jax.named_scope("processor"):
@@ -84,14 +84,15 @@ def apply(
 
 
 def check(processor: LogitsProcessor | None, config: EngineConfig, tree: Tree, vocab: int) -> None:
-    """Trace a processor for the shapes that it will be given.
+    """Trace a processor for the shapes that it will be called with.
 
     Args:
-        tree: the drafter's.
+        tree: the drafter's tree.
+        vocab: vocabulary size.
 
     Raises:
-        ValueError: it is no function, raises, or returns no logits of the same shape and type; or the engine's options
-            do not go with it.
+        ValueError: it is not a function, raises, or returns other than logits of the same shape and dtype; or the
+            engine's options do not fit it.
     """
     if processor is None:
         if config.processor_args:

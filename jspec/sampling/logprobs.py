@@ -1,9 +1,8 @@
 """Log-probabilities of emitted tokens and of prompts, for the programs of batches that ask for them.
 
-Raw ones are those of the model itself, its logits' softmax. Processed ones are of the law that a token is drawn from,
-behind `jspec.sampling.penalties`, temperature and the cuts by rank and probability; a greedy row's, behind the
-controls alone.
-A prompt was not drawn, so its tokens' are raw.
+Raw log-probabilities are the log-softmax of the model's logits. Processed ones belong to the distribution that a token
+is drawn from, after `jspec.sampling.penalties`, temperature, top-k, top-p and min-p; for a greedy row after the
+penalties only. Prompt tokens were not drawn, so theirs are raw.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from pallas_kernels.layers.row_blocks import in_row_blocks
 from pallas_kernels.sampling.top_log_probs import top_log_probs
 
 PROCESSED = "processed_logprobs"
-BLOCK = 64  # rows of a chunk whose logits exist at one time
+BLOCK = 64  # rows of a chunk whose logits are in memory at once
 
 
 def score(logits: Float[Array, "*places vocab"], tokens: Int[Array, "*places"], view: SlotView) -> LogProbs:
-    """The log-probability of each place's token, its rank, and the likeliest tokens there.
+    """The log-probability and rank of each token, and the most likely tokens at its place.
 
     Args:
-        tokens: negative ones have results without meaning.
+        tokens: token ids; results of negative ids are undefined.
     """
     rows = (logits.reshape(-1, logits.shape[-1]), jnp.maximum(tokens, 0).reshape(-1, 1))
     one = partial(_score, implementation=view.implementation)
@@ -45,7 +44,7 @@ def _score(flat: Float[Array, "rows vocab"], ids: Int[Array, "rows 1"], *, imple
     top, top_ids = top_log_probs(flat, min(MAX_LOGPROBS, vocab), implementation=implementation)
     picked = jnp.take_along_axis(flat, ids, axis=-1)
     chosen = jnp.minimum(picked - jax.nn.logsumexp(flat, axis=-1, keepdims=True), 0.0)
-    is_chosen = top_ids == ids  # one number for one token, to the last bit
+    is_chosen = top_ids == ids  # the same bits for the same token
     chosen = jnp.where(jnp.any(is_chosen, axis=-1), jnp.sum(jnp.where(is_chosen, top, 0.0), axis=-1), chosen[:, 0])
     return LogProbs(chosen=chosen, ranks=1 + jnp.sum(flat > picked, axis=-1, dtype=jnp.int32), top=top, top_ids=top_ids)
 
@@ -53,19 +52,19 @@ def _score(flat: Float[Array, "rows vocab"], ids: Int[Array, "rows 1"], *, imple
 def of_round(
     mode: str, logits: Float[Array, "batch nodes vocab"], draft: Draft, verdict: Verdict, view: SlotView, tree: Tree
 ) -> LogProbs:
-    """Of the tokens that a round emits, ``[batch, depth + 1]``: each was drawn behind the accepted node before it.
+    """Log-probabilities of a step's tokens, ``[batch, depth + 1]``: each was chosen by the logits of the node before.
 
     Args:
-        logits: raw.
+        logits: the target's raw logits at every node.
     """
     node = jnp.maximum(verdict.path, 0)[..., None]
     rows = jnp.take_along_axis(logits, node, axis=1)
     if mode == PROCESSED:
         if view.controls is not None:
-            path = penalties.paths(draft, ancestors(draft.parents), tree.depth)
+            path = penalties.node_paths(draft, ancestors(draft.parents), tree.depth)
             if view.masks is not None:
                 view = replace(view, masks=jnp.take_along_axis(view.masks, node, axis=1))
-            rows = penalties.edit(rows, view, jnp.take_along_axis(path, node, axis=1))
+            rows = penalties.apply_penalties(rows, view, jnp.take_along_axis(path, node, axis=1))
         rows = sampler.process(rows, view.sampling, view.implementation)
     return score(rows, verdict.tokens, view)
 
@@ -77,10 +76,10 @@ def of_first(
     token: Int[Array, "1 1"],
     view: SlotView,
 ) -> LogProbs:
-    """Of the token behind a prompt.
+    """Log-probabilities of the first token after a prompt.
 
     Args:
-        edited: as `jspec.sampling.penalties` leaves them.
+        edited: the raw logits after `jspec.sampling.penalties`.
     """
     rows = sampler.process(edited, view.sampling, view.implementation) if mode == PROCESSED else raw
     return score(rows, token, view)
@@ -111,6 +110,6 @@ def of_chunk(
 def without_normed(
     features: Float[Array, "1 tokens features"], hidden: int
 ) -> tuple[Float[Array, "1 tokens others"] | None, Float[Array, "1 tokens hidden"]]:
-    """Take the last of the hidden states off again; None where there are no others."""
+    """Split features into those of the drafter (None if there are none) and the target's final normed states."""
     others = features[..., :-hidden]
     return (others if others.shape[-1] else None), features[..., -hidden:]

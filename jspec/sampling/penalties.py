@@ -1,18 +1,17 @@
-"""Controls that look at what a token follows: bias, penalties, bad words, the least length, allowed tokens.
+"""Edits of the logits that depend on earlier tokens: bias, penalties, bad words, minimum length, allowed tokens.
 
-They edit the target's raw logits at every node of a draft before any accept rule sees them, as if the node's ancestors
-and the node itself had been generated already: so drafting changes neither a token nor a law. What comes behind them,
-temperature and the cuts by rank and probability, is `jspec.sampling.process`.
+They edit the target's raw logits at every node of a draft before the accept rule sees them, as if the node's ancestors
+and the node itself had been generated: drafting therefore changes no token and no distribution. Temperature, top-k,
+top-p and min-p follow in `jspec.sampling.sampler.process`.
 
-In the order of transformers' processors: bias, repetition, presence and frequency, bad words, least length, allowed
-tokens and grammar (`jspec.sampling.grammar_mask`); then a user's own (`jspec.sampling.logits_processor`). Those before
-it that only take tokens out
-are never undone, so what holds for a whole request (tokens that are not allowed, bad words of one token) is -inf in the
-bias.
+The order is that of transformers' processors: bias, repetition, presence and frequency, bad words, minimum length,
+allowed tokens and grammar (`jspec.sampling.grammar_mask`); then a user's own (`jspec.sampling.logits_processor`).
+A banned token is never allowed again by a later edit. Tokens banned for the whole request (single-token bad words,
+tokens not in allowed_token_ids) are stored as -inf in the logit bias.
 
-A slot's counts are made once, when its request is admitted, and kept with every token that is committed; a node's
-ancestors are at most ``depth`` tokens more, compared where the logits are read. In a round of rows that use none of
-this nothing runs but the counting of what is committed, and nothing large is read.
+A slot's counts are computed when its request is admitted and updated with every committed token. The at most ``depth``
+tokens on the path to a node are counted where the logits are read. In a step whose rows use no control, only the
+counts of committed tokens are updated, and nothing of vocabulary size is read.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from jspec.core.records import NO_TOKEN, AncestorMask, Controls, Draft, SlotView
 from jspec.sampling import grammar_mask, logits_processor
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 
-MAX_BAD_WORDS = 128  # of more than one token, a request
+MAX_BAD_WORDS = 128  # multi-token bad words per request
 MAX_BAD_WORD_TOKENS = 16
-LOOK_BACK = MAX_BAD_WORD_TOKENS - 1  # tokens of the text that decide whether a bad word's last may follow
-Decision = tuple[Int[Array, "batch"], Int[Array, "batch"]]  # the last node that stands, and the token behind it
-IN_PROMPT, GENERATED = 1, 2  # what a token of the text adds to its count; the prompt's counts once
+LOOK_BACK = MAX_BAD_WORD_TOKENS - 1  # newest tokens that decide whether a bad word's last token is banned
+Decision = tuple[Int[Array, "batch"], Int[Array, "batch"]]  # the last accepted node, and the token after it
+IN_PROMPT, GENERATED = 1, 2  # added to a token's count: once if it is in the prompt, and for each generated occurrence
 
 
 def unused(slots: int, vocab: int, args: int = 0) -> Controls:
-    """Slots without controls; every array is its own.
+    """Slots without controls; every field is an array of its own.
 
     Args:
-        args: numbers that a request may give a processor.
+        args: number of values that a request may pass to a logits processor.
     """
     return Controls(
         used=jnp.zeros(slots, bool),
@@ -63,10 +62,10 @@ def unused(slots: int, vocab: int, args: int = 0) -> Controls:
 
 
 def pack(slot: int, row: Mapping[str, np.ndarray]) -> np.ndarray:
-    """One slot's controls as the vector that `admit` reads.
+    """One slot's controls as the int32 vector that `admit` reads.
 
     Args:
-        row: by the names of `Controls`, 4 bytes a number; floats travel by their bits.
+        row: fields of `Controls` by name, of 4-byte numbers; floats keep their bits.
     """
     fields = [np.ravel(row[field.name]) for field in dataclasses.fields(Controls)]
     assert len(fields) == len(row) and all(field.dtype.itemsize == 4 for field in fields)
@@ -74,12 +73,12 @@ def pack(slot: int, row: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def packed_size(controls: Controls) -> int:
-    """Words of a packed row."""
+    """Length of the vector that `pack` returns."""
     return 1 + sum(math.prod(field.shape[1:]) for field in jax.tree.leaves(controls))
 
 
 def admit(controls: Controls, packed: Int[Array, "packed"]) -> Controls:
-    """The controls (donated) with one slot's entered."""
+    """The controls (donated) with one slot's replaced."""
     slot, words = packed[0], packed[1:]
     fields, structure = jax.tree.flatten(controls)
     ends = np.cumsum([math.prod(field.shape[1:]) for field in fields])[:-1]
@@ -102,15 +101,15 @@ def advance(
     count: Int[Array, "batch"],
     grammar_state: Int[Array, "batch"] | None,
 ) -> Controls:
-    """The controls with the first ``count`` of each slot's new tokens taken into its text.
+    """The controls after the first ``count`` of each slot's new tokens.
 
     Args:
-        grammar_state: behind the last of them; of a slot that ends with them it has no meaning.
+        grammar_state: grammar state after the last of these tokens; undefined for a slot that ends with them.
     """
-    stands = jnp.arange(tokens.shape[1]) < count[:, None]
-    rows = jnp.where(stands, slots[:, None], controls.used.shape[0])
-    line = jnp.concatenate([controls.recent.at[slots].get(mode="fill", fill_value=NO_TOKEN), tokens], axis=1)
-    recent = jnp.take_along_axis(line, count[:, None] + jnp.arange(LOOK_BACK), axis=1)
+    is_committed = jnp.arange(tokens.shape[1]) < count[:, None]
+    rows = jnp.where(is_committed, slots[:, None], controls.used.shape[0])
+    history = jnp.concatenate([controls.recent.at[slots].get(mode="fill", fill_value=NO_TOKEN), tokens], axis=1)
+    recent = jnp.take_along_axis(history, count[:, None] + jnp.arange(LOOK_BACK), axis=1)
     if grammar_state is not None:
         moved = jnp.where(count > 0, slots, controls.used.shape[0])
         states = controls.grammar_state.at[moved].set(grammar_state, mode="drop")
@@ -122,60 +121,61 @@ def advance(
     )
 
 
-def paths(draft: Draft, ancestor_mask: AncestorMask, depth: int) -> Int[Array, "batch nodes depth"]:
-    """The tokens from behind the root to each node, itself the last; `NO_TOKEN` beyond.
+def node_paths(draft: Draft, ancestor_mask: AncestorMask, depth: int) -> Int[Array, "batch nodes depth"]:
+    """Tokens on the path from the root (excluded) to each node (included); `NO_TOKEN` after the node.
 
     Args:
         ancestor_mask: ancestors of each node (`jspec.core.ancestors.ancestors`).
-        depth: of the tree.
+        depth: depth of the tree.
     """
     node_depth = ancestor_mask.sum(axis=-1, dtype=np.int32) - 1
-    is_there = ancestor_mask[:, :, None] & (node_depth[:, None] == np.arange(1, depth + 1)[:, None])[:, None]
-    token = jnp.sum(jnp.where(is_there, draft.tokens[:, None, None], 0), axis=-1, dtype=jnp.int32)
-    return jnp.where(is_there.any(axis=-1), token, NO_TOKEN)
+    is_at_depth = ancestor_mask[:, :, None] & (node_depth[:, None] == np.arange(1, depth + 1)[:, None])[:, None]
+    token = jnp.sum(jnp.where(is_at_depth, draft.tokens[:, None, None], 0), axis=-1, dtype=jnp.int32)
+    return jnp.where(is_at_depth.any(axis=-1), token, NO_TOKEN)
 
 
-def by_use(
+def decide_with_penalties(
     view: SlotView,
-    product: PartialSums,
-    path: Callable[[], Int[Array, "batch nodes depth"]],
-    run: Callable[[PartialSums], Decision],
+    logits: PartialSums,
+    get_paths: Callable[[], Int[Array, "batch nodes depth"]],
+    decide: Callable[[PartialSums], Decision],
 ) -> tuple[Decision, Int[Array, "batch"] | None]:
-    """Run a decision by logits, or, where a row uses controls, by logits edited.
+    """Call ``decide`` with the logits, edited if any row uses controls.
 
     Args:
-        product: the logits, [1, batch, nodes, vocab], perhaps to be scaled.
-        path: gives the tokens from behind the root to each node (`paths`); called where they are needed.
-        run: takes the logits in the same form.
+        logits: raw logits, [1, batch, nodes, vocab], perhaps still to be scaled.
+        get_paths: returns the tokens on the path to each node (`node_paths`); called only if they are needed.
+        decide: function of logits in the same form.
 
     Returns:
-        What ``run`` decides, and the state of each row's grammar behind that.
+        The decision, and each row's grammar state after the decision's last token (None without grammars).
     """
     if view.controls is None:
-        return run(product), None
-    none = None if view.grammars is None else jnp.full(view.lengths.shape, grammar_mask.NO_STATE, jnp.int32)
+        return decide(logits), None
+    no_state = None if view.grammars is None else jnp.full(view.lengths.shape, grammar_mask.NO_STATE, jnp.int32)
 
     def with_controls() -> tuple[Decision, Array | None]:
-        to_nodes = path()
-        best, bonus = run(edit(reduce_partials(product, jnp.float32), view, to_nodes)[None])
-        if none is None:
-            return (best, bonus), None
-        kept = jnp.take_along_axis(to_nodes, best[:, None, None], axis=1)
-        return (best, bonus), grammar_mask.states(view, jnp.concatenate([kept, bonus[:, None, None]], axis=-1))[:, 0]
+        paths = get_paths()
+        last_node, bonus = decide(apply_penalties(reduce_partials(logits, jnp.float32), view, paths)[None])
+        if no_state is None:
+            return (last_node, bonus), None
+        accepted = jnp.take_along_axis(paths, last_node[:, None, None], axis=1)
+        path = jnp.concatenate([accepted, bonus[:, None, None]], axis=-1)
+        return (last_node, bonus), grammar_mask.states(view, path)[:, 0]
 
-    if view.processor is not None:  # which edits every row
+    if view.processor is not None:  # it edits every row
         return with_controls()
-    return jax.lax.cond(_is_used(view), with_controls, lambda: (run(product), none))
+    return jax.lax.cond(_is_used(view), with_controls, lambda: (decide(logits), no_state))
 
 
-def edit_one(logits: Float[Array, "batch 1 vocab"], view: SlotView) -> Float[Array, "batch 1 vocab"]:
-    """`edit` where there is nothing behind the root; small enough to be returned by a conditional."""
+def apply_penalties_at_root(logits: Float[Array, "batch 1 vocab"], view: SlotView) -> Float[Array, "batch 1 vocab"]:
+    """`apply_penalties` for the root alone; its logits are small enough to be returned by a conditional."""
     if view.controls is None:
         return logits
-    nothing = jnp.zeros((*logits.shape[:2], 0), jnp.int32)
+    no_path = jnp.zeros((*logits.shape[:2], 0), jnp.int32)
     if view.processor is not None:
-        return edit(logits, view, nothing)
-    return jax.lax.cond(_is_used(view), lambda: edit(logits, view, nothing), lambda: logits)
+        return apply_penalties(logits, view, no_path)
+    return jax.lax.cond(_is_used(view), lambda: apply_penalties(logits, view, no_path), lambda: logits)
 
 
 def _is_used(view: SlotView) -> Bool[Array, ""]:
@@ -183,37 +183,37 @@ def _is_used(view: SlotView) -> Bool[Array, ""]:
     return jnp.any(view.controls.used.at[view.slots].get(mode="fill", fill_value=False) & view.active)
 
 
-def edit(
+def apply_penalties(
     logits: Float[Array, "batch nodes vocab"], view: SlotView, path: Int[Array, "batch nodes depth"]
 ) -> Float[Array, "batch nodes vocab"]:
-    """The logits under each row's controls; those of a row without any are returned as they are.
+    """The logits edited by each row's controls; rows without controls are returned unchanged.
 
     Args:
-        logits: raw, behind every node.
-        path: the tokens from behind the root to each node, `NO_TOKEN` beyond; the slot's own text includes the root.
+        logits: raw logits of the token after every node.
+        path: tokens on the path to each node (`node_paths`); the slot's counts and recent tokens include the root.
     """
     assert view.controls is not None
     row: Controls = jax.tree.map(lambda field: field.at[view.slots].get(mode="fill", fill_value=0), view.controls)
     depth = jnp.sum(path != NO_TOKEN, axis=-1)
-    edited = _penalised(logits + row.bias[:, None], row, path)
+    edited = _apply_counts(logits + row.bias[:, None], row, path)
     vocab = jnp.arange(logits.shape[-1])
     is_early = view.lengths[:, None] + depth + 1 < row.may_end_at[:, None]
     for index in range(view.sampling.stop_ids.shape[1]):
-        is_end = vocab == view.sampling.stop_ids[:, None, index, None]
-        edited = jnp.where(is_early[..., None] & is_end, -jnp.inf, edited)
+        is_stop = vocab == view.sampling.stop_ids[:, None, index, None]
+        edited = jnp.where(is_early[..., None] & is_stop, -jnp.inf, edited)
     edited = jnp.where(row.used[:, None, None], edited, logits)
-    edited = _without_bad_words(edited, row, path, depth)  # last, in place: all before it is one pass over the logits
+    edited = _ban_bad_words(edited, row, path, depth)  # last and in place: the edits before it are one pass
     if view.grammars is not None:
-        edited = grammar_mask.only_allowed(edited, view, path)
+        edited = grammar_mask.apply_grammars(edited, view, path)
     if view.masks is not None:
-        edited = grammar_mask.only_masked(edited, view)
+        edited = grammar_mask.apply_host_masks(edited, view)
     return edited if view.processor is None else logits_processor.apply(edited, view, path)
 
 
-def _penalised(
+def _apply_counts(
     logits: Float[Array, "batch nodes vocab"], row: Controls, path: Int[Array, "batch nodes depth"]
 ) -> Float[Array, "batch nodes vocab"]:
-    """Repetition over the whole text, then presence and frequency over what was generated."""
+    """Repetition penalty over prompt and output, then presence and frequency penalties over the output."""
     vocab = jnp.arange(logits.shape[-1])
     counts = jnp.broadcast_to(row.counts[:, None], logits.shape)
     for index in range(path.shape[-1]):
@@ -226,19 +226,19 @@ def _penalised(
     return logits - penalty
 
 
-def _without_bad_words(
+def _ban_bad_words(
     logits: Float[Array, "batch nodes vocab"],
     row: Controls,
     path: Int[Array, "batch nodes depth"],
     depth: Int[Array, "batch nodes"],
 ) -> Float[Array, "batch nodes vocab"]:
-    """-inf for the last token of every bad word whose beginning the text ends with."""
+    """The logits with -inf for the last token of every bad word whose other tokens are the newest tokens."""
     batch, nodes, _ = path.shape
-    line = jnp.concatenate([jnp.broadcast_to(row.recent[:, None], (batch, nodes, LOOK_BACK)), path], axis=-1)
-    newest = jnp.take_along_axis(line, depth[..., None] + jnp.arange(LOOK_BACK), axis=-1)
+    history = jnp.concatenate([jnp.broadcast_to(row.recent[:, None], (batch, nodes, LOOK_BACK)), path], axis=-1)
+    newest = jnp.take_along_axis(history, depth[..., None] + jnp.arange(LOOK_BACK), axis=-1)
     beginnings = row.bad_beginnings[:, None]
     follows = jnp.all((beginnings == NO_TOKEN) | (beginnings == newest[:, :, None]), axis=-1)
     follows &= row.used[:, None, None]
     tokens = jnp.where(follows, row.bad_ends[:, None], logits.shape[-1])
-    where = jnp.arange(batch)[:, None, None], jnp.arange(nodes)[:, None], tokens
-    return logits.at[where].set(-jnp.inf, mode="drop")
+    index = jnp.arange(batch)[:, None, None], jnp.arange(nodes)[:, None], tokens
+    return logits.at[index].set(-jnp.inf, mode="drop")

@@ -175,10 +175,11 @@ def commit_stage(
         )
         fields = {name: getattr(state, name) for name in updates}
         written = scatter_rows(fields, view.slots, updates, implementation=view.implementation)
-        if state.text is not None:
+        if state.token_history is not None:
             rows = jnp.concatenate([view.root[:, None], verdict.tokens[:, :-1]], axis=1)
             count = jnp.where(view.active, verdict.counts, 0)
-            written["text"] = kv_cache.write_text(state.text, view.page_table, view.lengths, rows, count)
+            history = kv_cache.write_token_history(state.token_history, view.page_table, view.lengths, rows, count)
+            written["token_history"] = history
         if state.controls is not None:
             written["controls"] = penalties.advance(
                 state.controls, view.slots, verdict.tokens, verdict.counts, verdict.grammar_state

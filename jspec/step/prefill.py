@@ -40,11 +40,13 @@ def prefill_step(
     view = replace(view, masks=masks)
     offsets = jnp.arange(chunk.tokens.shape[0])
     is_written = (offsets < chunk.count) & (chunk.write == 1)
-    if state.text is not None:
+    if state.token_history is not None:
         count = jnp.where(chunk.write == 1, chunk.count, 0)[None]
-        text = kv_cache.write_text(state.text, view.page_table, chunk.start[None], chunk.tokens[None], count)
-        state = replace(state, text=text)
-        view = replace(view, text=token_history(state, view.page_table))
+        history = kv_cache.write_token_history(
+            state.token_history, view.page_table, chunk.start[None], chunk.tokens[None], count
+        )
+        state = replace(state, token_history=history)
+        view = replace(view, token_history=token_history(state, view.page_table))
     batch = TokenBatch(
         tokens=chunk.tokens[None],
         positions=(chunk.start + offsets)[None],
@@ -106,7 +108,7 @@ def _first_token(
     length = chunk.start + chunk.count
     newest = chunk.tokens[chunk.count - 1]
     of_newest = replace(view, root=newest[None], lengths=length[None] - 1)
-    logits = penalties.edit_one(out.logits, of_newest)
+    logits = penalties.apply_penalties_at_root(out.logits, of_newest)
     token = sampler.target_tokens(logits[None], of_newest, jnp.ones((1, 1), jnp.int32))
     token = jnp.where(chunk.root >= 0, chunk.root, token)
     scores = None

@@ -120,14 +120,14 @@ def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> S
             controls=state.controls,
             grammars=state.grammars,
             processor=program.processor,
-            text=None if program.processor is None else token_history(state, taken["page_table"]),
+            token_history=None if program.processor is None else token_history(state, taken["page_table"]),
         )
 
 
 def token_history(state: SlotState, page_table: Int[Array, "batch pages"]) -> Int[Array, "batch positions"]:
     """Gather the tokens of all committed rows, by position, for the slots whose page tables are given."""
-    assert state.text is not None
-    return state.text[page_table].reshape(page_table.shape[0], -1)
+    assert state.token_history is not None
+    return state.token_history[page_table].reshape(page_table.shape[0], -1)
 
 
 def init_state(program: Program, params: Params, pool: kv_cache.PoolShape) -> SlotState:
@@ -146,7 +146,9 @@ def init_state(program: Program, params: Params, pool: kv_cache.PoolShape) -> Sl
         sampling=Sampling.greedy(pool.slots),
         target=kv_cache.create(config.layers, pool, pool.dtype),
         draft=program.drafter.init(params.draft, pool),
-        text=jnp.zeros((pool.pages, pool.page_size), jnp.int32) if _needs_token_history(program, pool) else None,
+        token_history=jnp.zeros((pool.pages, pool.page_size), jnp.int32)
+        if _needs_token_history(program, pool)
+        else None,
         controls=penalties.unused(pool.slots, config.vocab_size, program.processor_args) if program.controls else None,
         grammars=grammar_mask.unused(pool.slots, cells, config.vocab_size) if cells else None,
     )

@@ -90,9 +90,9 @@ class Scripted(Drafter):
         self, params: Script, state: ScriptState, view: SlotView, batch: TokenBatch, features: Array | None
     ) -> ScriptState:
         ends = batch.first_row + jnp.maximum(jnp.sum(batch.valid, axis=1), 1)
-        if view.text is not None:
-            positions = jnp.arange(view.text.shape[1])
-            terms = jnp.where(positions < ends[:, None], _prompt_hash(view.text, positions, xp=jnp), 0)
+        if view.token_history is not None:
+            positions = jnp.arange(view.token_history.shape[1])
+            terms = jnp.where(positions < ends[:, None], _prompt_hash(view.token_history, positions, xp=jnp), 0)
             hashes = jnp.sum(terms, axis=1, dtype=jnp.uint32)
         else:
             earlier = state.hashes.at[view.slots].get(mode="fill", fill_value=0)
@@ -162,20 +162,17 @@ class Random(StatelessDrafter):
         return Alphabet(target.config.vocab_size)
 
     def draft(self, params: Alphabet, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
-        rows, tokens, log_probs = view.root.shape[0], [], []
-        probs: dict[int, Array] = {}
+        rows, tokens, log_probs, probs = view.root.shape[0], [], [], []
         uniform = jnp.full((rows, params.size), 1 / params.size)
-        fed = [0]
         for depth, level in enumerate(self.tree.levels[1:], 1):
-            place = (view.lengths[:, None], jnp.asarray([[depth]]), jnp.arange(len(fed))[None])
+            place = (view.lengths[:, None], jnp.asarray([[depth]]), jnp.arange(level.num_parents)[None])
             noise = sampler.gumbel(sampler.keys(view.sampling.seed[:, None], Purpose.DRAFT, *place), params.size)
             drawn = jax.lax.top_k(noise, max(level.ranks) + 1)[1]
             tokens.append(drawn[:, np.array(level.fed_parents), np.array(level.ranks)])
             log_probs.append(jnp.full(tokens[-1].shape, -np.log(params.size), jnp.float32))
-            probs |= dict.fromkeys(fed, uniform)
-            fed = [level.nodes[i] for i in level.with_children]
+            probs.append([uniform] * level.num_parents)
         is_drawn = view.accept.draft_sampling is DraftSampling.OWN_DISTRIBUTION
-        return static_draft(self.tree, view, tokens, log_probs, probs if is_drawn else None), state
+        return static_draft(self.tree, view, tokens, log_probs, probs if is_drawn else ()), state
 
 
 @dataclass(frozen=True)

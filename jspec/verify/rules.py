@@ -66,8 +66,8 @@ def accept(logits: PartialSums, draft: Draft, ancestor_mask: AncestorMask, view:
     def decide(edited: PartialSums) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
         return view.accept.decide(edited, draft, ancestor_mask, view)
 
-    (last_node, bonus), grammar_state = penalties.by_use(
-        view, logits, lambda: penalties.paths(draft, ancestor_mask, tree.depth), decide
+    (last_node, bonus), grammar_state = penalties.decide_with_penalties(
+        view, logits, lambda: penalties.node_paths(draft, ancestor_mask, tree.depth), decide
     )
     return replace(verdict_of(last_node, bonus, draft, ancestor_mask, view, tree), grammar_state=grammar_state)
 

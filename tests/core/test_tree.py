@@ -1,4 +1,4 @@
-"""Shapes of trees: what is allowed, in which order nodes stand, which of them are drafted on from."""
+"""Shapes of trees: valid arguments, the order of nodes, levels and fed nodes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 
 from jspec import Tree
 
-BUSHY = [(0,), (1,), (0, 0), (0, 2), (1, 0), (0, 2, 1)]  # with a gap: the second child of (0,) is not there
+BUSHY = [(0,), (1,), (0, 0), (0, 2), (1, 0), (0, 2, 1)]  # with a gap: (0, 1) is missing
 
 
-def test_a_chain_is_the_tree_whose_parents_are_the_nodes_before() -> None:
+def test_chain_parents_are_previous_nodes() -> None:
     tree = Tree.chain(3)
     assert (tree.nodes, tree.depth, tree.is_chain, tree.parents) == (4, 3, True, (-1, 0, 1, 2))
     assert tree == Tree.static([(0, 0), (0,), (0, 0, 0)])
 
 
-def test_nodes_of_a_static_tree_are_sorted_by_length_then_values() -> None:
+def test_static_nodes_are_sorted_by_length_then_values() -> None:
     tree = Tree.static(reversed(BUSHY))
     assert tree.paths == tuple(BUSHY)
     assert tree.parents == (-1, 0, 0, 1, 1, 2, 4)
@@ -27,34 +27,36 @@ def test_nodes_of_a_static_tree_are_sorted_by_length_then_values() -> None:
     assert (tree.nodes, tree.depth, tree.is_chain, tree.branching, tree.scratch_rows) == (7, 3, False, 3, 7)
 
 
-def test_a_level_says_where_parents_stand() -> None:
+def test_levels_give_indices_of_parents() -> None:
     level = Tree.static(BUSHY).levels[3]
+    assert level.num_parents == 1
     assert (level.parents, level.fed_parents, level.ranks, level.with_children) == ([1], [0], [1], [])
     level = Tree.static(BUSHY).levels[2]
     assert (level.parents, level.fed_parents, level.with_children) == ([0, 0, 1], [0, 0, 1], [1])
+    assert level.num_parents == 2
 
 
-def test_a_dynamic_tree_writes_the_rows_of_every_level_it_drafts_on_from() -> None:
+def test_topk_draft_rows_count_fed_nodes_of_all_levels() -> None:
     tree = Tree.topk(60, 8, 10)
     assert (tree.nodes, tree.depth, tree.draft_rows, tree.scratch_rows, tree.is_chain) == (60, 8, 71, 71, False)
     assert Tree.topk(60, 5, 10).scratch_rows == 60
 
 
 @pytest.mark.parametrize("text", ["chain:4", "topk:60,8,10", "static:0,1,0.0,0.2,1.0,0.2.1"])
-def test_a_tree_is_written_as_it_is_read(text: str) -> None:
+def test_parse_text_of_tree_round_trips(text: str) -> None:
     assert str(Tree.parse(text)) == text
 
 
 @pytest.mark.parametrize(
     "text", ["", "4", "chain", "chain:", "chain:1.2", "star:4", "topk:60,8", "static:", "static:a"]
 )
-def test_other_words_are_refused(text: str) -> None:
+def test_parse_other_text_raises(text: str) -> None:
     with pytest.raises(ValueError, match=r"tree: expected chain:LENGTH, topk:NODES,DEPTH,K or static:"):
         Tree.parse(text)
 
 
 @pytest.mark.parametrize("length", [0, -1, 1.5, None])
-def test_a_chain_has_a_length(length: Any) -> None:
+def test_chain_wrong_length_raises(length: Any) -> None:
     with pytest.raises(
         ValueError, match=r"Tree\.chain: expected length >= 1, got .*; for plain decoding pass drafter=None"
     ):
@@ -73,7 +75,7 @@ def test_a_chain_has_a_length(length: Any) -> None:
         (3, "expected paths of ints"),
     ],
 )
-def test_impossible_paths_are_refused(paths: Any, message: str) -> None:
+def test_static_impossible_paths_raise(paths: Any, message: str) -> None:
     with pytest.raises(ValueError, match=rf"Tree\.static: {message}"):
         Tree.static(paths)
 
@@ -88,13 +90,13 @@ def test_impossible_paths_are_refused(paths: Any, message: str) -> None:
         ((8, 2, 2), "8 nodes need 7 candidates; depth 2 and k 2 give 6: take at most 7 nodes"),
     ],
 )
-def test_impossible_dynamic_trees_are_refused(sizes: tuple, message: str) -> None:
+def test_topk_impossible_sizes_raise(sizes: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Tree.topk(*sizes)
 
 
 @pytest.mark.parametrize("make", [lambda: Tree.chain(256), lambda: Tree.topk(60, 27, 10)])
-def test_a_tree_larger_than_the_mask_is_refused(make: Any) -> None:
+def test_tree_larger_than_mask_raises(make: Any) -> None:
     with pytest.raises(ValueError, match=r"Tree: expected at most 256 nodes.*; got \d+ and \d+; take a smaller tree"):
         make()
     assert Tree.chain(255).nodes == 256

@@ -1,4 +1,4 @@
-"""Growing trees, against the methods' definitions spelled out in plain Python over a model that is a hash table."""
+"""Expanded trees, against the methods' definitions in plain Python over a model that is a hash table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PRIME = 100003
 
 
 def table(kind: str) -> np.ndarray:
-    """Logits behind each of 512 hashed texts."""
+    """Logits after each of 512 hashed texts."""
     rng = np.random.default_rng(0)
     if kind == "equal":
         return np.zeros((512, VOCAB), np.float32)
@@ -36,7 +36,7 @@ def table(kind: str) -> np.ndarray:
 
 
 def place(text: tuple[int, ...]) -> int:
-    """A hash that can be carried on token by token."""
+    """A hash that can be updated token by token."""
     value = 7
     for token in text:
         value = (value * 31 + token + 1) % PRIME
@@ -44,13 +44,13 @@ def place(text: tuple[int, ...]) -> int:
 
 
 def run(tree: Tree, logits: np.ndarray, roots: list[int]) -> ExpandedTree:
-    """The code under test, with a model that knows a node's text by its hash alone."""
+    """The code under test, with a model whose state is the hash of each fed node's text."""
     view = view_of_rows(roots)
     start = jnp.asarray([[place((root,))] for root in roots])
 
     def feed(hashes: jax.Array, level: Level) -> tuple[jax.Array, jax.Array]:
-        own = jnp.take_along_axis(hashes, level.parents, axis=1)
-        hashes = (own * 31 + level.tokens + 1) % PRIME
+        parent = jnp.take_along_axis(hashes, level.parents, axis=1)
+        hashes = (parent * 31 + level.tokens + 1) % PRIME
         return jnp.asarray(logits)[None, hashes % 512], hashes
 
     return expand_tree(tree, view, Vocabulary(None, VOCAB), jnp.asarray(logits)[None, start % 512], start, feed)[0]
@@ -62,13 +62,13 @@ def log_softmax(row: np.ndarray) -> np.ndarray:
 
 
 def children(text: tuple[int, ...], logits: np.ndarray) -> list[tuple[float, int]]:
-    """All followers, likeliest first, the smaller id among equals."""
+    """All next tokens, most likely first, the smaller id first among equals."""
     row = log_softmax(logits[place(text) % 512])
     return [(row[token], token) for token in sorted(range(VOCAB), key=lambda token: (-row[token], token))]
 
 
 def dynamic(tree: Tree, logits: np.ndarray, root: int) -> list[tuple[tuple[int, ...], float]]:
-    """EAGLE-2 as its paper has it: texts of the chosen nodes with their scores, in candidate order."""
+    """EAGLE-2 by its paper: texts of the chosen nodes with their scores, in candidate order."""
     beam, candidates = [((root,), 0.0)], []
     for _ in range(tree.depth):
         level = [((*text, t), s + p) for text, s in beam for p, t in children(text, logits)[: tree.k]]
@@ -87,37 +87,39 @@ def static(tree: Tree, logits: np.ndarray, root: int) -> list[tuple[tuple[int, .
     return [known[path] for path in tree.paths or ()]
 
 
-# Ties matter where nodes are chosen by score.
+# Only dynamic trees choose nodes by score, where ties matter.
 KINDS = [(tree, kind) for tree in TREES for kind in ("random", "coarse", "equal", "one-hot")[: 1 if tree.paths else 4]]
 
 
 @pytest.mark.parametrize(("tree", "kind"), KINDS, ids=str)
-def test_a_tree_is_the_one_of_the_definition(tree: Tree, kind: str) -> None:
+def test_expand_tree_random_and_tied_logits_equal_definition(tree: Tree, kind: str) -> None:
     logits, roots = table(kind), [3, 5, 11]
-    grown = run(tree, logits, roots)
+    expanded = run(tree, logits, roots)
     for row, root in enumerate(roots):
         expected = (dynamic if tree.paths is None else static)(tree, logits, root)
-        texts = read(grown, row)
+        texts = read(expanded, row)
         assert texts == [text for text, _ in expected]
-        np.testing.assert_allclose(grown.draft.scores[row, 1:], [score for _, score in expected], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            expanded.draft.scores[row, 1:], [score for _, score in expected], rtol=1e-4, atol=1e-4
+        )
 
 
-def read(grown: ExpandedTree, row: int) -> list[tuple[int, ...]]:
-    """The text of every node, after the contract of a draft is checked."""
-    tokens, parents = np.asarray(grown.draft.tokens[row]), np.asarray(grown.draft.parents[row])
+def read(expanded: ExpandedTree, row: int) -> list[tuple[int, ...]]:
+    """The text of every node; checks the contract of a draft."""
+    tokens, parents = np.asarray(expanded.draft.tokens[row]), np.asarray(expanded.draft.parents[row])
     assert parents[0] == -1
     assert (parents[1:] < np.arange(1, len(parents))).all()
     assert (parents[1:] >= 0).all()
     texts: list[tuple[int, ...]] = [(int(tokens[0]),)]
     for token, parent in zip(tokens[1:], parents[1:], strict=True):
         texts.append((*texts[parent], int(token)))
-    assert len(set(texts)) == len(texts), "siblings carry distinct tokens"
+    assert len(set(texts)) == len(texts), "siblings have distinct tokens"
     return texts[1:]
 
 
 @pytest.mark.parametrize("tree", TREES, ids=str)
-def test_a_level_sees_its_own_ancestors_and_nothing_else(tree: Tree) -> None:
-    """Bits of every fed level against the rows of the ancestors; and the rows that the nodes are said to have."""
+def test_expand_tree_bits_are_rows_of_ancestors(tree: Tree) -> None:
+    """The bits of every fed level equal the rows of its ancestors; the returned rows equal those fed."""
     logits, seen, texts_of_row = table("random"), [], {}
 
     def feed(texts: Any, level: Level) -> tuple[jax.Array, Any]:
@@ -138,25 +140,25 @@ def test_a_level_sees_its_own_ancestors_and_nothing_else(tree: Tree) -> None:
     root = (4,)
     texts_of_row[root] = 0
     start = jnp.asarray(logits)[None, np.array([[place(root) % 512]])]
-    grown, _ = expand_tree(tree, view_of_rows([4]), Vocabulary(None, VOCAB), start, [root], feed)
+    expanded, _ = expand_tree(tree, view_of_rows([4]), Vocabulary(None, VOCAB), start, [root], feed)
     for rows, text in seen:
         assert rows == {texts_of_row[text[:length]] for length in range(1, len(text) + 1)}
-    for node, text in enumerate([root, *read(grown, 0)]):
-        assert int(grown.rows[0, node]) == texts_of_row.get(text, -1)
+    for node, text in enumerate([root, *read(expanded, 0)]):
+        assert int(expanded.rows[0, node]) == texts_of_row.get(text, -1)
     assert max(texts_of_row.values()) < tree.draft_rows
 
 
 @pytest.mark.parametrize("accept", ["rejection", "block"])
-def test_drawn_siblings_come_without_replacement_from_the_law_that_is_told(accept: str) -> None:
-    """The first draw has the law's frequencies, the second the law's without the first."""
+def test_child_chooser_drawn_siblings_follow_probs_without_replacement(accept: str) -> None:
+    """The first draw has the returned probabilities, the second those without the first token."""
     rows = 4000
     logits = jnp.broadcast_to(jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05])), (rows, 1, 4))
     view = view_of_rows([0] * rows, temperature=1.0, accept=accept)
-    ids, law = sampler.child_chooser(view, 1, None, 4)(logits[None], 1, 2)
-    assert law is not None
-    np.testing.assert_allclose(law[0, 0], [0.5, 0.3, 0.15, 0.05], rtol=1e-5)
+    ids, probs = sampler.child_chooser(view, 1, None, 4)(logits[None], 1, 2)
+    assert probs is not None
+    np.testing.assert_allclose(probs[0, 0], [0.5, 0.3, 0.15, 0.05], rtol=1e-5)
     pairs = np.asarray(ids[:, 0])
-    q = np.asarray(law[0, 0], np.float64)
+    q = np.asarray(probs[0, 0], np.float64)
     for a, b in itertools.permutations(range(4), 2):
         expected = q[a] * q[b] / (1 - q[a])
         got = np.mean((pairs[:, 0] == a) & (pairs[:, 1] == b))
@@ -164,13 +166,13 @@ def test_drawn_siblings_come_without_replacement_from_the_law_that_is_told(accep
     assert (pairs[:, 0] != pairs[:, 1]).all()
 
 
-def test_coupled_children_are_the_likeliest_under_the_target_noise() -> None:
+def test_child_chooser_coupled_first_child_is_target_token() -> None:
     """With equal distributions the target's own token is the first child, for every seed."""
     rows, vocab = 64, 9
     logits = jax.random.normal(jax.random.key(0), (rows, 1, vocab))
     view = view_of_rows([0] * rows, temperature=1.0)
-    ids, law = sampler.child_chooser(view, 3, None, vocab)(logits[None], 3, 4)
-    assert law is None
+    ids, probs = sampler.child_chooser(view, 3, None, vocab)(logits[None], 3, 4)
+    assert probs is None
     target = sampler.target_tokens(logits[None], view, jnp.full((rows, 1), 3))
     np.testing.assert_array_equal(ids[:, 0, 0], target[:, 0])
     deterministic, _ = sampler.child_chooser(view.replace(accept=Typical()), 3, None, vocab)(logits[None], 3, 4)
@@ -178,8 +180,8 @@ def test_coupled_children_are_the_likeliest_under_the_target_noise() -> None:
 
 
 @pytest.mark.parametrize("has_map", [False, True])
-def test_one_coupled_child_is_the_first_of_several(has_map: bool) -> None:
-    """A single follower is drawn by another way, without noise in memory; greedy rows beside sampled ones."""
+def test_child_chooser_one_coupled_child_equals_first_of_several(has_map: bool) -> None:
+    """A single child is drawn by a kernel without noise in memory; the batch has greedy and sampled rows."""
     rows, fed, vocab = 32, 2, 50
     to_target = jax.random.permutation(jax.random.key(1), 4 * vocab)[:vocab].astype(jnp.int32) if has_map else None
     logits = jax.random.normal(jax.random.key(0), (rows, fed, vocab))
@@ -187,15 +189,15 @@ def test_one_coupled_child_is_the_first_of_several(has_map: bool) -> None:
     temperature = jnp.where(jnp.arange(rows) % 2 == 0, 0.0, 1.3)
     view = view.replace(sampling=view.sampling.replace(temperature=temperature, top_k=view.sampling.top_k + 20))
     choose = sampler.child_chooser(view, 3, to_target, 4 * vocab if has_map else vocab)
-    (one, law), (several, _) = choose(logits[None], 2, 1), choose(logits[None], 2, 3)
-    assert law is None and one.shape == (rows, fed, 1)
+    (one, probs), (several, _) = choose(logits[None], 2, 1), choose(logits[None], 2, 3)
+    assert probs is None and one.shape == (rows, fed, 1)
     np.testing.assert_array_equal(one[..., 0], several[..., 0])
     np.testing.assert_array_equal(one[::2, :, 0], logits.argmax(axis=-1)[::2])
     another = np.asarray(choose(logits[None], 3, 1)[0])
     assert (np.asarray(one) != another)[1::2].any(), "control: noise of another position"
 
 
-def test_the_vocabulary_map_is_applied() -> None:
+def test_expand_tree_vocabulary_map_is_applied() -> None:
     to_target = jnp.asarray([3, 6, 7])
     logits = jnp.asarray([[[[0.0, 5.0, 3.0]]]])
 
@@ -203,6 +205,6 @@ def test_the_vocabulary_map_is_applied() -> None:
         assert level.tokens.tolist() == [[6]] and level.ids.tolist() == [[1]]
         return logits, state
 
-    grown, _ = expand_tree(Tree.chain(2), view_of_rows([2]), Vocabulary(to_target, 9), logits, None, feed)
-    assert grown.draft.tokens.tolist() == [[2, 6, 6]]
-    assert grown.draft.vocab_map is to_target
+    expanded, _ = expand_tree(Tree.chain(2), view_of_rows([2]), Vocabulary(to_target, 9), logits, None, feed)
+    assert expanded.draft.tokens.tolist() == [[2, 6, 6]]
+    assert expanded.draft.vocab_map is to_target

@@ -1,4 +1,4 @@
-"""A user's own edit of logits at every node, against transformers' processors token by token."""
+"""A user's logits processor at every node, against transformers' processors token by token."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ SEQUENCES = {(3, 5): 2.5, (1,): -1.0, (2, 2, 4): 6.0, (7, 1, 9): -np.inf}
 
 
 def edit(logits: jax.Array, context: LogitsContext) -> jax.Array:
-    """Sequence biases of any length, where asked for no pair twice, and from a place on a price for one token."""
+    """Sequence biases; a ban of repeated pairs where args[1] > 0; from `PLACE` on a bias args[0] for token 6."""
     vocab = jnp.arange(logits.shape[-1])
     for sequence, bias in SEQUENCES.items():
         begins = jnp.all(context.newest(len(sequence) - 1) == jnp.asarray(sequence[:-1], jnp.int32), axis=-1)
         logits = logits + jnp.where(begins[..., None] & (vocab == sequence[-1]), bias, 0.0)
     nodes, positions = logits.shape[1], context.text.shape[1] + context.path.shape[2]
-    line = jnp.pad(context.text, ((0, 0), (0, context.path.shape[2])), constant_values=-1)
-    line = jnp.broadcast_to(line[:, None], (len(line), nodes, positions))
-    behind = context.size[:, None, None] + jnp.arange(context.path.shape[2])
-    rows, columns = jnp.arange(len(line))[:, None, None], jnp.arange(nodes)[:, None]
-    line = line.at[rows, columns, behind].set(context.path)
-    is_seen = (line[..., :-1] == context.newest(NGRAM - 1)) & (line[..., 1:] >= 0)
-    banned = jnp.where(is_seen & (context.args[:, None, 1:] > 0), line[..., 1:], logits.shape[-1])
+    tokens = jnp.pad(context.text, ((0, 0), (0, context.path.shape[2])), constant_values=-1)
+    tokens = jnp.broadcast_to(tokens[:, None], (len(tokens), nodes, positions))
+    places = context.size[:, None, None] + jnp.arange(context.path.shape[2])
+    rows, columns = jnp.arange(len(tokens))[:, None, None], jnp.arange(nodes)[:, None]
+    tokens = tokens.at[rows, columns, places].set(context.path)
+    is_repeated = (tokens[..., :-1] == context.newest(NGRAM - 1)) & (tokens[..., 1:] >= 0)
+    banned = jnp.where(is_repeated & (context.args[:, None, 1:] > 0), tokens[..., 1:], logits.shape[-1])
     logits = logits.at[rows, columns, banned].set(-jnp.inf, mode="drop")
     is_late = context.generated >= PLACE
     return logits + jnp.where(is_late[..., None] & (vocab == 6), context.args[:, None, :1], 0.0)
@@ -49,15 +49,15 @@ def edit(logits: jax.Array, context: LogitsContext) -> jax.Array:
 def by_transformers(
     logits: np.ndarray, prompt: list[int], output: list[int], args: tuple[float, ...] | None
 ) -> np.ndarray:
-    """The same of one row of logits by transformers' own classes."""
-    price, bans = args or (0.0, 0.0)
+    """The same edit of one row of logits by transformers' own classes."""
+    bias, bans_repeats = args or (0.0, 0.0)
     torch = pytest.importorskip("torch")
     from transformers.generation import logits_process as hf
 
     ids, scores = torch.tensor([[*prompt, *output]]), torch.tensor(logits)[None]
     scores = hf.SequenceBiasLogitsProcessor({key: float(value) for key, value in SEQUENCES.items()})(ids, scores)
-    scores = hf.NoRepeatNGramLogitsProcessor(NGRAM)(ids, scores) if bans else scores
-    return scores.numpy()[0] + np.float32(price) * ((np.arange(len(logits)) == 6) & (len(output) >= PLACE))
+    scores = hf.NoRepeatNGramLogitsProcessor(NGRAM)(ids, scores) if bans_repeats else scores
+    return scores.numpy()[0] + np.float32(bias) * ((np.arange(len(logits)) == 6) & (len(output) >= PLACE))
 
 
 ROWS, NODES, DEPTH, WIDTH = 4, 7, 6, 40
@@ -69,7 +69,7 @@ def jitted() -> Any:
 
 
 def edited(logits: jax.Array, draft: Draft, view: Any) -> jax.Array:
-    return penalties.edit(logits, view, penalties.paths(draft, ancestors(draft.parents), DEPTH))
+    return penalties.apply_penalties(logits, view, penalties.node_paths(draft, ancestors(draft.parents), DEPTH))
 
 
 def compare(seed: int, *, chain: bool, run: Any) -> None:
@@ -79,7 +79,7 @@ def compare(seed: int, *, chain: bool, run: Any) -> None:
     texts = [rng.integers(0, 12, rng.integers(3, 30)).tolist() for _ in range(ROWS)]
     prompts = [int(rng.integers(1, len(text))) for text in texts]
     tokens[:, 0] = [text[-1] for text in texts]
-    rows = np.full((ROWS, WIDTH), 3)  # what lies beyond a text is another's
+    rows = np.full((ROWS, WIDTH), 3)  # positions after a text hold another text's tokens
     for row, text in enumerate(texts):
         rows[row, : len(text) - 1] = text[:-1]
     args = np.array([[2.0, 1.0], [-3.0, 1.0], [0.0, 0.0], [50.0, 1.0]], np.float32)
@@ -89,7 +89,7 @@ def compare(seed: int, *, chain: bool, run: Any) -> None:
     view = view_of_rows([text[-1] for text in texts]).replace(
         lengths=jnp.asarray([len(text) - 1 for text in texts], jnp.int32),
         controls=state,
-        text=jnp.asarray(rows, jnp.int32),
+        token_history=jnp.asarray(rows, jnp.int32),
         processor=edit,
     )
     draft = Draft(
@@ -104,23 +104,23 @@ def compare(seed: int, *, chain: bool, run: Any) -> None:
     found = np.asarray(run(jnp.asarray(logits), draft, view))
     for row, text in enumerate(texts):
         for node in range(NODES):
-            line, at = [], node
+            path, at = [], node
             while at > 0:
-                line.append(int(tokens[row, at]))
+                path.append(int(tokens[row, at]))
                 at = int(parents[row, at])
-            output = [*text[prompts[row] :], *line[::-1]]
+            output = [*text[prompts[row] :], *path[::-1]]
             expected = by_transformers(logits[row, node], text[: prompts[row]], output, tuple(args[row]))
             np.testing.assert_allclose(found[row, node], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
-def test_every_node_is_what_transformers_processors_make_of_its_context(chain: bool) -> None:
+def test_processor_random_trees_equal_transformers_at_every_node(chain: bool) -> None:
     for seed in range(6):
         compare(seed, chain=chain, run=jitted())
 
 
 @pytest.mark.parametrize("fault", ["ancestors", "root", "generated"])
-def test_a_wrong_context_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processor_wrong_context_differs_from_transformers(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls."""
     right = logits_processor.LogitsContext
 
@@ -168,14 +168,14 @@ PARAMS = [
 ]
 
 
-def by_hand(prompt: list[int], params: SamplingParams) -> list[int]:
-    """Decode token by token, by transformers' processors."""
+def decode_by_transformers(prompt: list[int], params: SamplingParams) -> list[int]:
+    """Tokens of decoding one by one with transformers' processors."""
     return decoded(prompt, params, edit=partial(by_transformers, args=params.processor_args))
 
 
 @cache
 def expected() -> list[list[int]]:
-    return [by_hand(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
+    return [decode_by_transformers(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,8 @@ def expected() -> list[list[int]]:
         pytest.param(Tree.static([(0,), (1,), (0, 0), (1, 0)]), id="tree", marks=pytest.mark.long),
     ],
 )
-def test_an_engine_decodes_as_transformers_processors_token_by_token(tree: Tree) -> None:
-    """A second time kept pages are found, whose tokens the processor must see too."""
+def test_engine_processor_decodes_as_transformers_token_by_token(tree: Tree) -> None:
+    """The second time prompts are in the prefix cache, and the processor must see their tokens too."""
     pytest.importorskip("outlines_core")
     for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
         done = engine(tree).generate([PROMPTS[i] for i in order], [PARAMS[i] for i in order])
@@ -195,8 +195,8 @@ def test_an_engine_decodes_as_transformers_processors_token_by_token(tree: Tree)
     assert metrics.num_accepted_tokens > 0 and metrics.num_cached_tokens > 0
 
 
-def test_a_processor_that_leaves_nothing_of_a_grammar_ends_that_request() -> None:
-    """No two tokens may come twice, so two letters alone run out."""
+def test_engine_processor_bans_all_grammar_tokens_ends_request_with_error() -> None:
+    """No pair of tokens may repeat, and the grammar's two letters run out of pairs."""
     pytest.importorskip("outlines_core")
     one = engine(Tree.chain(3))
     done = one.generate(
@@ -216,12 +216,12 @@ BAD = [
 
 
 @pytest.mark.parametrize(("processor", "message"), BAD)
-def test_a_processor_that_does_not_fit_is_refused_when_the_engine_is_made(processor: Any, message: str) -> None:
+def test_engine_unfit_processor_raises(processor: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"logits_processor: .*{message}|logits_processor: {message}"):
         Engine(small.target(), logits_processor=processor)
 
 
-def test_what_goes_with_a_processor() -> None:
+def test_processor_options_that_do_not_fit_raise() -> None:
     tree = NoDraft().tree
     with pytest.raises(ValueError, match="processor_args: expected 0 without a logits_processor, got 2"):
         logits_processor.check(None, EngineConfig(processor_args=2), tree, 16)
@@ -235,7 +235,7 @@ def test_what_goes_with_a_processor() -> None:
         InputProcessor(None, 16, (), EngineConfig()).requests([1], SamplingParams(processor_args=(1.0,)), trace=False)
 
 
-def test_an_engine_made_of_a_folder_has_one(data: Path) -> None:
+def test_from_pretrained_processor_is_checked(data: Path) -> None:
     processor, message = BAD[0]
     with pytest.raises(ValueError, match=message):
         Engine.from_pretrained(data / "stories260k", logits_processor=processor)

@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens and of prompts are those of scoring the whole text again, whoever drafts."""
+"""Log-probabilities of emitted tokens and prompts against one dense pass over the whole text, for several drafters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARAMS = [
 
 @cache
 def tree() -> Engine:
-    """A dynamic tree, processed log-probabilities, chunks of six tokens, and too few pages for all at once."""
+    """A dynamic tree, processed log-probabilities, chunks of six tokens, and too few pages for all requests."""
     return Engine(
         small.target(),
         drafter=DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3)),
@@ -51,7 +51,7 @@ def chain() -> Engine:
 
 
 def rows(target: Model, prompt: Sequence[int], output: Sequence[int], params: SamplingParams, mode: str) -> np.ndarray:
-    """The law of each emitted token, [tokens, vocab] log-probabilities, by one dense pass over the text."""
+    """Log-probabilities at each emitted token, [tokens, vocab], by one dense pass over the text."""
     logits = decoder.logits(target, np.array([[*prompt, *output]]))[0][len(prompt) - 1 : -1]
     if mode == "processed_logprobs":
         texts = [output[:count] for count in range(len(output))]
@@ -70,12 +70,12 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def check(found: Sequence[TokenLogprob], tokens: Sequence[int], expected: np.ndarray, count: int) -> None:
-    """Each token's number and rank, and the likeliest in its place; near ties may stand in either order."""
+    """Check each token's log-probability and rank, and the most likely tokens; near ties may be in either order."""
     assert [one.token_id for one in found] == list(tokens) and len(expected) == len(tokens)
     for one, row in zip(found, expected, strict=True):
         assert abs(one.logprob - row[one.token_id]) < TOLERANCE
-        own = row[one.token_id]
-        assert 1 + (row > own + TOLERANCE).sum() <= one.rank <= (row > own - TOLERANCE).sum()
+        value = row[one.token_id]
+        assert 1 + (row > value + TOLERANCE).sum() <= one.rank <= (row > value - TOLERANCE).sum()
         best = np.sort(row[np.isfinite(row)])[::-1][:count]
         np.testing.assert_allclose(list(one.top.values()), best, atol=TOLERANCE)
         np.testing.assert_allclose([row[token] for token in one.top], best, atol=TOLERANCE)
@@ -102,8 +102,8 @@ def expected() -> list[list[int]]:
     return [one.token_ids for one in small.plain().generate(PROMPTS, params)]
 
 
-def test_nothing_is_compiled_for_it_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is anything kept if a part of it does not compile: the next request that asks starts anew."""
+def test_logprobs_programs_are_compiled_on_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If one of them fails to compile none is kept, and the next request compiles them again."""
     engine = tree()
     engine.generate([1, 2], SamplingParams(max_tokens=2))
     assert not any("logprobs" in name for name in engine.compile_seconds)
@@ -121,8 +121,8 @@ def test_nothing_is_compiled_for_it_before_it_is_asked_for(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("make", [small.plain, chain, tree], ids=["plain", "chain", "tree"])
-def test_they_are_those_of_the_whole_text_scored_again(make: Any, expected: list[list[int]]) -> None:
-    """Beside a row that asks for none; and no token changes."""
+def test_logprobs_emitted_tokens_equal_dense_pass(make: Any, expected: list[list[int]]) -> None:
+    """One row of the batch asks for none; the tokens are those without log-probabilities."""
     engine = make()
     done = engine.generate(PROMPTS, PARAMS)
     assert [one.token_ids for one in done] == expected
@@ -131,8 +131,8 @@ def test_they_are_those_of_the_whole_text_scored_again(make: Any, expected: list
         assert engine.metrics.num_accepted_tokens > 0
 
 
-def test_raw_and_processed_are_not_the_same(expected: list[list[int]]) -> None:
-    """Negative control: each engine's numbers fail the other's test."""
+def test_logprobs_raw_and_processed_differ(expected: list[list[int]]) -> None:
+    """Negative control: each engine's values fail the other mode's check."""
     for make, mode in ((chain, "processed_logprobs"), (tree, "raw_logprobs")):
         (one,) = make().generate(PROMPTS[1], PARAMS[1])
         assert one.logprobs is not None
@@ -151,8 +151,8 @@ def check_prompt(one: Completion, prompt: Sequence[int], count: int) -> None:
     check(known, prompt[1:], prompt_rows(prompt), count)
 
 
-def test_prompts_are_scored_in_chunks_whatever_is_cached(expected: list[list[int]]) -> None:
-    """Raw, also where others are processed; twice, for pages kept have no logits; requests are preempted meanwhile."""
+def test_prompt_logprobs_chunked_cached_and_preempted_prompts_equal_dense_pass(expected: list[list[int]]) -> None:
+    """Prompts are raw in both modes; the second pass finds cached pages, which have no logits."""
     engine = tree()
     params = [replace(one, prompt_logprobs=count) for one, count in zip(PARAMS, (2, 16, 0, 5), strict=True)]
     before = engine.metrics.num_preemptions
@@ -170,8 +170,8 @@ def test_prompts_are_scored_in_chunks_whatever_is_cached(expected: list[list[int
     assert cached.metrics.num_cached_tokens > 0 and cached.prompt_logprobs is None
 
 
-def test_n_completions_share_the_prompts(expected: list[list[int]]) -> None:
-    """It is scored once: the others find its pages."""
+def test_prompt_logprobs_n_completions_share_one_scoring(expected: list[list[int]]) -> None:
+    """The prompt is scored once: the other completions find its pages."""
     done = tree().generate(PROMPTS[1], SamplingParams(max_tokens=4, seed=5, n=3, logprobs=1, prompt_logprobs=1))[0]
     assert [one.metrics.num_cached_tokens > 0 for one in done.samples] == [False, True, True]
     for one in done.samples:
@@ -179,7 +179,7 @@ def test_n_completions_share_the_prompts(expected: list[list[int]]) -> None:
         assert one.logprobs is not None and [each.token_id for each in one.logprobs] == one.token_ids
 
 
-def test_streams_carry_them(expected: list[list[int]]) -> None:
+def test_stream_chunks_carry_logprobs(expected: list[list[int]]) -> None:
     params = replace(PARAMS[1], prompt_logprobs=2)
     (done,) = tree().generate(PROMPTS[1], params)
     first, *others = tree().stream(PROMPTS[1], params)
@@ -189,7 +189,7 @@ def test_streams_carry_them(expected: list[list[int]]) -> None:
     assert all(chunk.logprobs is None for chunk in tree().stream(PROMPTS[1], PARAMS[2]))
 
 
-def test_a_stop_string_cuts_them_too(monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]) -> None:
+def test_logprobs_stop_string_cuts_them(monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]) -> None:
     engine = chain()
     monkeypatch.setattr(engine.input_processor, "tokenizer", ByteTokenizer())
     stop = "".join(map(chr, expected[1][4:6]))
@@ -198,14 +198,14 @@ def test_a_stop_string_cuts_them_too(monkeypatch: pytest.MonkeyPatch, expected: 
     check(done.logprobs, done.token_ids, rows(small.target(), PROMPTS[1], done.token_ids, PARAMS[1], "raw"), 16)
 
 
-def test_a_trace_may_be_asked_for_beside(expected: list[list[int]]) -> None:
+def test_logprobs_and_trace_together(expected: list[list[int]]) -> None:
     (done,) = small.plain().generate(PROMPTS[0], PARAMS[0], trace=True)
     assert done.rounds is not None and [round_.emitted[0] for round_ in done.rounds] == done.token_ids[1:]
     assert done.logprobs is not None and done.token_ids == expected[0]
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-def test_no_other_number(name: str) -> None:
+def test_params_wrong_number_of_logprobs_raises(name: str) -> None:
     for value in (-1, 21, 1.5, True, "3"):
         with pytest.raises(ValueError, match=rf"SamplingParams\.{name}: expected None or 0 to 20, got "):
             SamplingParams(**{name: value})  # type: ignore[arg-type]
@@ -213,7 +213,7 @@ def test_no_other_number(name: str) -> None:
         small.plain().generate([1], SamplingParams(**{name: 17}))  # type: ignore[arg-type]
 
 
-def test_no_other_mode() -> None:
+def test_config_wrong_logprobs_mode_raises() -> None:
     with pytest.raises(ValueError, match=r"logprobs_mode: expected one of \('raw_logprobs', 'processed_logprobs'\)"):
         EngineConfig(logprobs_mode="logits")
 
@@ -230,8 +230,8 @@ LONGEST_PROMPT = 250
         *(pytest.param(name, 80, 64, marks=pytest.mark.matrix) for name in ("none", "ngram", "suffix")),
     ],
 )
-def test_a_real_models_are_those_of_scoring_again(drafter: str, count: int, tokens: int, data: Path) -> None:
-    """Prompts of mt_bench, greedy and sampled in turn, on a chain, a dynamic tree and without a draft."""
+def test_logprobs_real_model_equal_dense_pass(drafter: str, count: int, tokens: int, data: Path) -> None:
+    """Prompts of mt_bench, greedy and sampled alternately, on a chain, a dynamic tree and without a draft."""
     drafters: dict[str, Drafter | None] = {
         "none": None,
         "ngram": NGram(Tree.chain(4)),

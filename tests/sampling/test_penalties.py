@@ -1,4 +1,4 @@
-"""Every control at every node of a draft, against transformers' processors run token by token on the same logits."""
+"""Penalties and bans at every node of a draft, against transformers' processors token by token on the same logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.views import view_of_rows
 
 pytestmark = pytest.mark.once
 
-ROWS, VOCAB, NODES, DEPTH = 4, 24, 7, 6  # the same everywhere, so that everything compiles once
+ROWS, VOCAB, NODES, DEPTH = 4, 24, 7, 6  # shared by all tests, so each function compiles once
 STOPS = (3, 8)
 TOLERANCE = 1e-5
 ALONE: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ ALONE: dict[str, dict[str, Any]] = {
 
 
 def random_case(seed: int, *, chain: bool) -> tuple[np.ndarray, Draft, list[Request]]:
-    """Logits, trees (or chains) of few distinct tokens so that many repeat, and texts of several lengths."""
+    """Logits, trees (or chains) of few distinct tokens with many repeats, and texts of several lengths."""
     rng = np.random.default_rng(seed)
     parents = np.array([[-1, *(node if chain else rng.integers(0, node + 1) for node in range(NODES - 1))]] * ROWS)
     tokens = rng.integers(0, 10, (ROWS, NODES))
@@ -81,7 +81,7 @@ def admit() -> Any:
 
 
 def view_of(requests: list[Request], params: list[SamplingParams]) -> SlotView:
-    """The view of a bucket whose slots got their controls as an engine gives them."""
+    """The view of a bucket whose slots hold the requests' controls, packed and admitted as by an engine."""
     state = penalties.unused(ROWS, VOCAB)
     for request, own in zip(requests, params, strict=True):
         if own.controls_used:
@@ -100,8 +100,8 @@ def view_of(requests: list[Request], params: list[SamplingParams]) -> SlotView:
 
 
 def edited_and_processed(logits: jax.Array, draft: Draft, view: SlotView) -> tuple[jax.Array, jax.Array]:
-    path = penalties.paths(draft, ancestors(draft.parents), DEPTH)
-    edited = penalties.edit(logits, view, path)
+    path = penalties.node_paths(draft, ancestors(draft.parents), DEPTH)
+    edited = penalties.apply_penalties(logits, view, path)
     return edited, sampler.process(edited, view.sampling)
 
 
@@ -111,7 +111,7 @@ def compiled() -> Any:
 
 
 def context(draft: Draft, row: int, node: int) -> list[int]:
-    """The tokens of a node's ancestors below the root, and its own."""
+    """Tokens on the path from the root (excluded) to a node (included)."""
     found, parents = [], np.asarray(draft.parents[row])
     while node > 0:
         found.append(int(draft.tokens[row, node]))
@@ -135,8 +135,8 @@ def compare(seed: int, params: list[SamplingParams], *, chain: bool, run: Any = 
 
 @pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", ALONE)
-def test_a_control_alone_is_transformers_at_every_node(name: str, chain: bool) -> None:
-    """Beside it in the batch a greedy row, one without controls, and one with all that are not ranks."""
+def test_penalties_single_control_equals_transformers_at_every_node(name: str, chain: bool) -> None:
+    """The batch also has a greedy row, one without controls, and one with several controls."""
     others = [SamplingParams(**ALONE[name] | {"temperature": 0}), SamplingParams()]
     every = ALONE["repetition"] | ALONE["frequency"] | ALONE["bad words"] | ALONE["min_tokens"]
     for seed in range(3):
@@ -170,29 +170,29 @@ def has_choice(params: SamplingParams) -> bool:
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 10**6), st.booleans(), st.lists(PARAMS.filter(has_choice), min_size=ROWS, max_size=ROWS))
-def test_random_combinations_are_transformers_at_every_node(
+def test_penalties_random_combinations_equal_transformers_at_every_node(
     seed: int, chain: bool, params: list[SamplingParams]
 ) -> None:
     compare(seed, params, chain=chain)
 
 
 WRONG: dict[str, Any] = {
-    "ancestors are not in the counts": ("paths", lambda right: lambda *a: only_last(right(*a), keep=True)),
-    "the node itself is not in the counts": ("paths", lambda right: lambda *a: only_last(right(*a), keep=False)),
-    "penalties in the other order": ("_penalised", lambda _: other_order),
-    "the prompt is not in the counts": ("_penalised", lambda right: lambda x, row, p: right(x, no_prompt(row), p)),
+    "ancestors are not in the counts": ("node_paths", lambda right: lambda *a: only_last(right(*a), keep=True)),
+    "the node itself is not in the counts": ("node_paths", lambda right: lambda *a: only_last(right(*a), keep=False)),
+    "penalties in the other order": ("_apply_counts", lambda _: other_order),
+    "the prompt is not in the counts": ("_apply_counts", lambda right: lambda x, row, p: right(x, no_prompt(row), p)),
 }
 
 
 def only_last(path: jax.Array, *, keep: bool) -> jax.Array:
-    """Paths in which either each node's own token or all before it are tokens that nothing asks for."""
+    """Paths in which all but each node's own token (keep), or the own token, are replaced by an unused token."""
     depth = jnp.sum(path != NO_TOKEN, axis=-1, keepdims=True)
     is_own = jnp.arange(DEPTH) == depth - 1
     return jnp.where((path != NO_TOKEN) & (is_own != keep), VOCAB + 1, path)
 
 
 def other_order(logits: jax.Array, row: Any, path: jax.Array) -> jax.Array:
-    """Presence and frequency first, then repetition, each by the right code with the other one off."""
+    """Presence and frequency first, then repetition, each by the right code with the others off."""
     off = row.replace(repetition=jnp.ones(ROWS))
     penalised = RIGHT_PENALTIES(logits, off, path)
     return RIGHT_PENALTIES(penalised, row.replace(presence=jnp.zeros(ROWS), frequency=jnp.zeros(ROWS)), path)
@@ -202,11 +202,11 @@ def no_prompt(row: Any) -> Any:
     return row.replace(counts=row.counts // penalties.GENERATED * penalties.GENERATED)
 
 
-RIGHT_PENALTIES = penalties._penalised
+RIGHT_PENALTIES = penalties._apply_counts
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_wrong_context_or_order_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_penalties_wrong_context_or_order_is_detected(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls."""
     name, change = WRONG[fault]
     monkeypatch.setattr(penalties, name, change(getattr(penalties, name)))

@@ -1,0 +1,144 @@
+"""Runs of n-gram and suffix drafters without a target, each draft compared with the oracle's."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
+from jspec.draft.ngram import NGram
+from jspec.draft.suffix import Suffix
+from jspec.models.kv_cache import PoolShape
+from jspec.verify import Coupled
+from tests.reference.lookup import Node, expected_nodes
+
+SLOTS, MAX_LEN, BUCKET, CHUNK = 3, 40, 5, 6
+POOL = PoolShape(slots=SLOTS, pages=9, page_size=16, max_len=MAX_LEN, dtype="float32", draft_dtype="float32")
+CORPUS = 30
+
+
+class LookupRun:
+    """Updates a drafter's state as an engine would, and keeps the same texts in lists."""
+
+    def __init__(self, drafter: NGram | Suffix) -> None:
+        self.drafter = drafter
+        self.state = drafter.init((), POOL)
+        self.texts: list[list[int]] = [[] for _ in range(SLOTS)]  # by slot
+        self.lengths, self.roots, self.active = [0] * SLOTS, [0] * SLOTS, [False] * SLOTS
+        self.corpus: list[int] = []
+        self._prefill = jax.jit(lambda s, v, b: drafter.prefill((), s, v, b, None), donate_argnums=0)
+        self._draft = jax.jit(lambda s, v: drafter.draft((), s, v), donate_argnums=0)
+        self._commit = jax.jit(lambda s, v, d, t: drafter.commit((), s, v, d, t, None), donate_argnums=0)
+
+    def prompt(self, slot: int, tokens: list[int], root: int) -> None:
+        """Start a new request, in chunks that are padded with tokens."""
+        if self.texts[slot]:
+            self.corpus = (self.corpus + self.texts[slot] + [-1])[-CORPUS:]
+        for start in range(0, len(tokens), CHUNK):
+            chunk = tokens[start : start + CHUNK]
+            batch = TokenBatch(
+                tokens=jnp.array([chunk + [1] * (CHUNK - len(chunk))]),
+                positions=jnp.arange(start, start + CHUNK)[None],
+                valid=jnp.arange(CHUNK)[None] < len(chunk),
+                first_row=jnp.array([start]),
+                page_table=None,
+                bits=None,
+                implementation="reference",
+            )
+            self.state = self._prefill(self.state, view_of([slot], [start], [0], [True]), batch)
+        self.texts[slot], self.lengths[slot], self.roots[slot] = list(tokens), len(tokens), root
+        self.active[slot] = True
+
+    def draft(self, slots: list[int]) -> tuple[Draft, SlotView]:
+        """Draft for some slots (`SLOTS`: padding) and check every row."""
+        live = [slot < SLOTS and self.active[slot] for slot in slots]
+        lengths = [self.lengths[s] if on else 0 for s, on in zip(slots, live, strict=True)]
+        roots = [self.roots[s] if s < SLOTS else 0 for s in slots]
+        view = view_of(slots, lengths, roots, live)
+        for slot, on in zip(slots, live, strict=True):
+            if on:
+                self.texts[slot] = [*self.texts[slot][: self.lengths[slot]], self.roots[slot]]
+        draft, self.state = self._draft(self.state, view)
+        for row, (slot, on) in enumerate(zip(slots, live, strict=True)):
+            nodes, scores = self.expected(slot) if on else ([], [])
+            check_row(draft, row, roots[row], nodes, scores)
+        return draft, view
+
+    def expected(self, slot: int) -> tuple[list[Node], list[float]]:
+        if getattr(self.drafter, "scope", "request") == "request":
+            return expected_nodes([self.texts[slot]], 0, self.drafter)
+        old, text = [], []
+        for token in self.corpus:
+            if token < 0:
+                old.append(text)
+                text = []
+            else:
+                text.append(token)
+        return expected_nodes(old + self.texts, len(old) + slot, self.drafter)
+
+    def step(self, slots: list[int], emitted: list[list[int]]) -> Draft:
+        """Draft and commit; rows that are not active emit tokens too, which must not be kept."""
+        draft, view = self.draft(slots)
+        tokens = np.full((len(slots), self.drafter.tree.depth + 1), -1, np.int32)
+        for row, (slot, new) in enumerate(zip(slots, emitted, strict=True)):
+            tokens[row, : len(new)] = new
+            if view.active[row]:
+                self.texts[slot] += new
+                self.lengths[slot] += len(new)
+                self.roots[slot] = new[-1]
+        verdict = Verdict(accept_len=None, path=None, tokens=jnp.array(tokens), counts=None, ended=None)
+        self.state = self._commit(self.state, view, draft, verdict)
+        return draft
+
+
+def view_of(slots: list[int], lengths: list[int], roots: list[int], active: list[bool]) -> SlotView:
+    return SlotView(
+        slots=jnp.array(slots, jnp.int32),
+        root=jnp.array(roots, jnp.int32),
+        lengths=jnp.array(lengths, jnp.int32),
+        active=jnp.array(active),
+        remaining=None,
+        page_table=None,
+        sampling=None,
+        accept=Coupled(),
+        all_greedy=False,
+        implementation="reference",
+    )
+
+
+def check_row(draft: Draft, row: int, root: int, nodes: list[Node], scores: list[float]) -> None:
+    """A row of a draft is the root, the expected nodes in order, then padding."""
+    padding = draft.tokens.shape[1] - 1 - len(nodes)
+    assert draft.probs is None and draft.vocab_map is None
+    assert draft.valid[row].tolist() == [True] * (1 + len(nodes)) + [False] * padding
+    assert draft.parents[row].tolist() == [-1, *(parent for parent, _, _ in nodes)] + [-1] * padding
+    assert draft.tokens[row].tolist() == [root, *(token for _, token, _ in nodes)] + [0] * padding
+    np.testing.assert_allclose(draft.scores[row], [0.0, *scores] + [0.0] * padding, atol=1e-6)
+
+
+def run_random_requests(drafter: NGram | Suffix, *, seed: int = 0, steps: int = 60) -> int:
+    """Requests of random tokens from small alphabets start, continue, end and are replaced in their slots.
+
+    Returns:
+        Number of drafted tokens.
+    """
+    rng, run = np.random.default_rng(seed), LookupRun(drafter)
+    drafted = 0
+
+    def tokens(count: int) -> list[int]:
+        return rng.integers(0, alphabet, count).tolist()
+
+    for step in range(steps):
+        alphabet = int(rng.integers(2, 5))
+        slot = step if step < SLOTS else int(rng.integers(0, SLOTS))
+        if step < SLOTS or rng.random() < 0.3:
+            run.prompt(slot, tokens(int(rng.integers(1, 16))), tokens(1)[0])
+        elif rng.random() < 0.1:
+            run.active[slot] = False
+        most = drafter.tree.depth + 1
+        full = [s for s in range(SLOTS) if run.lengths[s] + most >= MAX_LEN]
+        slots = [s for s in rng.permutation(SLOTS).tolist() if s not in full] + [SLOTS] * (BUCKET - SLOTS + len(full))
+        draft = run.step(slots, [tokens(int(rng.integers(1, most + 1))) for _ in slots])
+        drafted += int(draft.valid[:, 1:].sum())
+    return drafted
