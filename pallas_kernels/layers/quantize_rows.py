@@ -30,9 +30,7 @@ def scaled_rows(
 ) -> tuple[Num[Array, "*rows inner"], Array]:
     """Quantises to int8 or float8_e4m3fn; returns values and the float32 scale of each row, the last `dims` axes."""
     wide, axes = x.astype(jnp.float32), tuple(range(-dims, 0))
-    order = jax.lax.bitcast_convert_type(
-        jnp.abs(wide), jnp.int32
-    )  # one instruction finds a warp's largest integer
+    order = jax.lax.bitcast_convert_type(jnp.abs(wide), jnp.int32)  # one instruction finds a warp's largest integer
     largest = jax.lax.bitcast_convert_type(jnp.max(order, axis=axes), jnp.float32)
     scale = jnp.maximum(largest / LARGEST[dtype], jnp.finfo(jnp.float32).tiny)
     values = wide / jnp.expand_dims(scale, axes)
