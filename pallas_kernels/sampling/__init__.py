@@ -1,1 +1,1 @@
-"""Top-k, thresholds and draws over the vocabulary."""
+"""Top-k, sampling thresholds and draws over the vocabulary."""

@@ -1,4 +1,4 @@
-"""Floats as integers of the same order, and a bound among them found by halving."""
+"""Floats as integers of the same order, and bisection for a threshold among them."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from jax import Array
 
 
 def ordered(x: Array) -> Array:
-    """Unsigned integers in the order of the floats."""
+    """Maps float32 to uint32 with the same order."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -19,17 +19,19 @@ def float_of(order: Array) -> Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def largest_bound(weigh: Callable[[Array], Array], goal: Array, low: Array, high: Array) -> Array:
-    """The largest bound from `low` to below `high` above which there is at least `goal`; `low` if there is none.
+def largest_bound(weight_above: Callable[[Array], Array], goal: Array, low: Array, high: Array) -> Array:
+    """Bisects for the largest integer in [low, high) at or above which the weight is at least `goal`; else `low`.
 
     Args:
-        weigh: from a candidate to the weight at or above it.
+        weight_above: maps a candidate to the weight (count or probability) of the values at or above it.
+        goal: weight to reach.
+        low, high: bounds of the search.
     """
 
     def halve(ends):
         low, high = ends
         middle = low + ((high - low) >> 1)
-        is_enough = weigh(middle) >= goal
+        is_enough = weight_above(middle) >= goal
         return jnp.where(is_enough, middle, low), jnp.where(is_enough, high, middle)
 
     def is_open(ends):

@@ -1,12 +1,14 @@
-"""The logit from which on tokens are kept under top-k, top-p and min-p, without sorting a vocabulary.
+"""The smallest logit that top-k, top-p and min-p keep, found without sorting the vocabulary.
 
-For a row of logits l: top-k keeps the k largest; of what is left, renormalised, top-p keeps the fewest largest whose
-probability reaches p; of what is left then, min-p keeps those at least m times as likely as the likeliest. Tokens that
-tie with the last one kept are kept too, and the likeliest always is. So all three together are one bound per row.
+For a row of logits: top-k keeps the k largest; top-p keeps, of these renormalised, the fewest largest whose
+probability reaches p; min-p keeps, of the rest, tokens at least m times as probable as the most probable one. Tokens
+that tie with the last one kept are kept too, and the most probable token always is. So all three together are one
+threshold per row.
 
-Floats are mapped to unsigned integers of the same order, among which a bound is found by halving: some 25 times the
-weight (count or probability) at or above a candidate. The kernel reads a row once for the largest logit of every group
-of tokens; the best groups then stay in registers, and what weighs enough lies within them but for very flat laws.
+Floats are mapped to unsigned integers of the same order, and the threshold is found by bisection: some 25 evaluations
+of the weight (count or probability) at or above a candidate. A first kernel reads each row once and stores the largest
+logit of every group of tokens; a second one holds the best groups in registers, which contain all tokens that matter
+unless the probabilities are very flat: then it reads the whole row for every candidate.
 """
 
 import functools
@@ -22,17 +24,20 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.sampling.ordered_floats import float_of, largest_bound, ordered
 
-GROUP = 32  # tokens
+GROUP = 32  # tokens per group
 MOST = 256  # groups that a program holds
-SLICE = 4096  # tokens a program reads, where many share a row
-IN_FLIGHT = 8192  # tokens a program reads at once, where it has a row to itself
+SLICE = 4096  # tokens that a program reads in the survey: several programs share a row
+IN_FLIGHT = 8192  # tokens that a program reads at once from a whole row
 
 
-def _bound(top, controls, low, count_above, mass_above):
-    """The bound from two functions that weigh what lies at or above a candidate.
+def _threshold(top, controls, low, count_above, mass_above):
+    """The threshold of rows.
 
     Args:
-        low: above it lies all that is wanted.
+        top: largest logit.
+        controls: temperature, top_k, top_p and min_p.
+        low: integer at or above which all tokens lie that may be kept.
+        count_above, mass_above: number and weight of tokens whose integers are at or above a candidate.
     """
     temperature, top_k, top_p, min_p = controls
     end, nothing = ordered(top) + 1, low + 1
@@ -41,16 +46,16 @@ def _bound(top, controls, low, count_above, mass_above):
     goal = top_p * mass_above(kth)
     nucleus = largest_bound(lambda c: mass_above(jnp.maximum(c, kth)), goal, low, jnp.where(top_p < 1, end, nothing))
     kept = jnp.where(top_p < 1, jnp.maximum(kth, nucleus), kth)
-    bound = jnp.where(kept > 0, float_of(jnp.minimum(kept, ordered(top))), -jnp.inf)
+    threshold = jnp.where(kept > 0, float_of(jnp.minimum(kept, ordered(top))), -jnp.inf)
     likely = top + temperature * jnp.log(jnp.where(min_p > 0, min_p, 1.0))
-    return jnp.where(min_p > 0, jnp.maximum(bound, likely), bound)
+    return jnp.where(min_p > 0, jnp.maximum(threshold, likely), threshold)
 
 
 def _reference(logits, *controls):
-    temperature, *others = (jnp.repeat(control, logits.shape[0] // control.shape[0]) for control in controls)
-    is_bounded = restricts(temperature, *others)
+    temperature, *limits = (jnp.repeat(control, logits.shape[0] // control.shape[0]) for control in controls)
+    is_restricted = restricts(temperature, *limits)
 
-    def bound():
+    def threshold():
         above_zero = jnp.where(temperature > 0, temperature, 1.0)
         order, top = ordered(logits), jnp.max(logits, axis=-1)
         weights = jnp.exp((logits - top[:, None]) / above_zero[:, None])
@@ -59,65 +64,80 @@ def _reference(logits, *controls):
             return jnp.sum(jnp.where(order >= candidate[:, None], weight, 0.0), axis=1)
 
         low = jnp.zeros(top.shape, jnp.uint32)
-        bound = _bound(top, (above_zero, *others), low, lambda c: above(c, 1.0), lambda c: above(c, weights))
-        return jnp.where(is_bounded, bound, -jnp.inf)
+        count_above, mass_above = lambda c: above(c, 1.0), lambda c: above(c, weights)
+        found = _threshold(top, (above_zero, *limits), low, count_above, mass_above)
+        return jnp.where(is_restricted, found, -jnp.inf)
 
     unrestricted = jnp.full(logits.shape[:1], -jnp.inf)
-    return jax.lax.cond(jnp.any(is_bounded), bound, lambda: unrestricted)
+    return jax.lax.cond(jnp.any(is_restricted), threshold, lambda: unrestricted)
 
 
 def restricts(temperature: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
-    """Whether a row's controls take tokens out."""
+    """Whether a row's controls exclude tokens."""
     return (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
 
 
 def controls_of(row, rows, refs):
-    """In a kernel: a row's controls, which it shares with its neighbours."""
+    """In a kernel: a row's controls, which all rows of its group share."""
     return [ref[group_of(row, rows, ref)] for ref in refs]
 
 
 def group_of(row, rows, ref):
-    """In a kernel: which of the equal groups of neighbours that an array is of a row belongs to."""
+    """In a kernel: the group of a row; `ref` has one entry per group of neighbouring rows, all of the same size."""
     return row // (rows // ref.shape[0])
 
 
 class Survey(NamedTuple):
-    """What one reading leaves of each row: references in a kernel."""
+    """What the survey kernel stores of each row (references in a kernel), all float32."""
 
-    best: Any  # [rows, groups], the largest logit of each group of tokens
-    top: Any  # [rows, slices], that of a slice
-    mass: Any  # [rows, slices], its mass beside its largest
-
-
-def slice_columns(piece):
-    """In a kernel: the tokens of a slice, [groups, GROUP]."""
-    return piece * SLICE + jnp.arange(SLICE // GROUP)[:, None] * GROUP + jnp.arange(GROUP)[None, :]
+    best: Any  # [rows, groups], largest logit of each group of tokens
+    top: Any  # [rows, slices], largest logit of each slice
+    mass: Any  # [rows, slices], sum of exp((logit - top) / temperature) over each slice
 
 
-def survey_slice(values, row, piece, temperature, left):
-    """In a kernel: leaves the `Survey` of a slice's logits, [groups, GROUP]."""
+def slice_columns(index):
+    """In a kernel: the columns of a slice, [groups, GROUP]."""
+    return index * SLICE + jnp.arange(SLICE // GROUP)[:, None] * GROUP + jnp.arange(GROUP)[None, :]
+
+
+def survey_slice(values, row, index, temperature, survey):
+    """In a kernel: stores the `Survey` of a slice's logits [groups, GROUP]."""
     best = jnp.max(values, axis=1)
     top = jnp.max(best)
-    pltriton.store(left.best.at[row, piece * (SLICE // GROUP) + jnp.arange(SLICE // GROUP)], best)
-    left.top[row, piece] = top
+    pltriton.store(survey.best.at[row, index * (SLICE // GROUP) + jnp.arange(SLICE // GROUP)], best)
+    survey.top[row, index] = top
     below = values - jnp.where(top == -jnp.inf, 0.0, top)
-    left.mass[row, piece] = jnp.sum(jnp.exp(below / temperature))
+    survey.mass[row, index] = jnp.sum(jnp.exp(below / temperature))
 
 
-def _survey_kernel(logits_ref, *refs):
+def _survey_kernel(
+    # inputs
+    logits_ref,  # [rows, vocab] float32
+    temperature_ref,  # [groups] float32
+    top_k_ref,  # [groups] int32
+    top_p_ref,  # [groups] float32
+    min_p_ref,  # [groups] float32
+    # outputs
+    *survey_refs,  # as in `Survey`
+):
     """One program: a slice of a row."""
-    row, piece, (rows, vocab) = pl.program_id(0), pl.program_id(1), logits_ref.shape
-    temperature, *others = controls_of(row, rows, refs[:4])
+    row, index, (rows, vocab) = pl.program_id(0), pl.program_id(1), logits_ref.shape
+    temperature, *limits = controls_of(row, rows, (temperature_ref, top_k_ref, top_p_ref, min_p_ref))
 
-    @pl.when(restricts(temperature, *others))
+    @pl.when(restricts(temperature, *limits))
     def _():
-        column = slice_columns(piece)
+        column = slice_columns(index)
         values = pltriton.load(logits_ref.at[row, column], mask=column < vocab, other=-jnp.inf)
-        survey_slice(values, row, piece, temperature, Survey(*refs[4:]))
+        survey_slice(values, row, index, temperature, Survey(*survey_refs))
 
 
 def _best_groups(best_ref, groups_ref, row, most, interpret):
-    """Puts a row's groups in order, at most so many of the best first; returns how many, and what those reach."""
+    """Writes a row's group numbers to `groups_ref`, the best groups first.
+
+    Returns:
+        The number of best groups (at most `most`; fewer if groups tie), and an integer at or below the largest logit of
+        each of them and above those of all other groups.
+    """
     groups = best_ref.shape[1]
     group = jnp.arange(pl.next_power_of_2(groups))
     best = pltriton.load(best_ref.at[row, group], mask=group < groups, other=-jnp.inf)
@@ -128,44 +148,53 @@ def _best_groups(best_ref, groups_ref, row, most, interpret):
 
 
 def put_first(chosen, numbers, ref, row, interpret):
-    """In a kernel: writes a row's numbers, those that are chosen before the others; returns how many are."""
+    """In a kernel: writes numbers to a row of `ref`, the chosen ones first; returns how many are chosen."""
     place = jnp.arange(chosen.shape[0])
     count, before = jnp.sum(chosen.astype(jnp.int32)), jnp.cumsum(chosen.astype(jnp.int32))
     pltriton.store(ref.at[row, jnp.where(chosen, before - 1, count + place - before)], numbers)
     if not interpret:
-        pltriton.debug_barrier()  # every thread has written before one reads
+        pltriton.debug_barrier()  # all threads have written before any thread reads
     return count
 
 
-class Held(NamedTuple):
-    """Of a row's best groups."""
+class BestGroups(NamedTuple):
+    """The tokens of a row's best groups, in a program's registers."""
 
-    logits: Array
-    column: Array
-    has_all: Array  # that stays
+    logits: Array  # [tokens]; -inf for padding
+    column: Array  # [tokens]
+    has_all: Array  # whether every token that the threshold keeps is among them
 
 
-def bound_row(read, row, vocab, controls, left, groups_ref, *, interpret):
-    """In a kernel: the bound of a row, from its best groups or all of it if they are not enough, and what was `Held`.
+def row_threshold(read, row, vocab, controls, survey, groups_ref, *, interpret):
+    """In a kernel: the threshold of a row, from its best groups, or from the whole row if these do not suffice.
 
     Args:
-        read: loads logits of the row by their columns and a mask; others are -inf.
+        read: function (columns, mask) that loads logits of the row; -inf where the mask is false.
+        row, vocab: number and length of the row.
+        controls: temperature, top_k, top_p and min_p of the row.
+        survey: `Survey` references.
+        groups_ref: memory for the row's group numbers.
+
+    Returns:
+        The threshold, and the row's `BestGroups`.
     """
     temperature, top_k, top_p = controls[:3]
-    slices, most = left.top.shape[1], min(MOST, groups_ref.shape[1])
-    piece = jnp.arange(pl.next_power_of_2(slices))
-    tops = pltriton.load(left.top.at[row, piece], mask=piece < slices, other=-jnp.inf)
-    masses = pltriton.load(left.mass.at[row, piece], mask=piece < slices, other=0)
+    slices, most = survey.top.shape[1], min(MOST, groups_ref.shape[1])
+    # The row's largest logit and total weight.
+    index = jnp.arange(pl.next_power_of_2(slices))
+    tops = pltriton.load(survey.top.at[row, index], mask=index < slices, other=-jnp.inf)
+    masses = pltriton.load(survey.mass.at[row, index], mask=index < slices, other=0)
     top = jnp.max(tops)
     total = jnp.sum(masses * jnp.exp((tops - top) / temperature))
-    count, least = _best_groups(left.best, groups_ref, row, most, interpret)
+    # The tokens of the best groups.
+    count, least = _best_groups(survey.best, groups_ref, row, most, interpret)
     place = jnp.arange(most * GROUP)  # flat: one reduction is one barrier
-    is_held = place // GROUP < count
-    group = pltriton.load(groups_ref.at[row, place // GROUP], mask=is_held, other=0)
+    is_token = place // GROUP < count
+    group = pltriton.load(groups_ref.at[row, place // GROUP], mask=is_token, other=0)
     column = group * GROUP + place % GROUP
-    is_held &= column < vocab
-    values = read(column, is_held)
-    order = jnp.where(is_held, ordered(values), jnp.uint32(0))
+    is_token &= column < vocab
+    values = read(column, is_token)
+    order = jnp.where(is_token, ordered(values), jnp.uint32(0))
     weights = jnp.exp((values - top) / temperature)
 
     def count_above(candidate):
@@ -174,80 +203,98 @@ def bound_row(read, row, vocab, controls, left, groups_ref, *, interpret):
     def mass_above(candidate):
         return jnp.where(candidate == 0, total, jnp.sum(jnp.where(order >= candidate, weights, 0.0)))
 
+    # Bisection among them, or over the whole row.
     has_nucleus = (top_p >= 1) | (mass_above(least) >= top_p * total)
     is_enough = jnp.where(top_k > 0, count_above(least) >= top_k.astype(jnp.float32), has_nucleus)
-    bound = jax.lax.cond(
+    threshold = jax.lax.cond(
         is_enough,
-        lambda: _bound(top, controls, least, count_above, mass_above),
-        lambda: _bound(top, controls, least & 0, *_of_row(read, vocab, top, temperature)),
+        lambda: _threshold(top, controls, least, count_above, mass_above),
+        lambda: _threshold(top, controls, least & 0, *_weights_of_row(read, vocab, top, temperature)),
     )
-    is_finite = jnp.maximum(bound, jnp.finfo(jnp.float32).min)  # what is -inf is out, whatever the bound
-    return bound, Held(values, column, ordered(is_finite) >= least)
+    finite = jnp.maximum(threshold, jnp.finfo(jnp.float32).min)  # logits of -inf are never kept
+    return threshold, BestGroups(values, column, ordered(finite) >= least)
 
 
-def _bound_kernel(logits_ref, best_ref, top_ref, mass_ref, *refs, interpret):
-    """One program: the bound of a row."""
-    *control_refs, bound_ref, groups_ref = refs
+def _threshold_kernel(
+    # inputs
+    logits_ref,  # [rows, vocab] float32
+    best_ref,  # as in `Survey`, like the next two
+    top_ref,
+    mass_ref,
+    temperature_ref,  # [groups] float32
+    top_k_ref,  # [groups] int32
+    top_p_ref,  # [groups] float32
+    min_p_ref,  # [groups] float32
+    # outputs
+    threshold_ref,  # [rows] float32
+    groups_ref,  # [rows, groups of tokens, padded] int32: memory for group numbers
+    # static parameters
+    *,
+    interpret,
+):
+    """One program: the threshold of a row."""
     row, (rows, vocab) = pl.program_id(0), logits_ref.shape
-    controls, left = controls_of(row, rows, control_refs), Survey(best_ref, top_ref, mass_ref)
+    controls = controls_of(row, rows, (temperature_ref, top_k_ref, top_p_ref, min_p_ref))
+    survey = Survey(best_ref, top_ref, mass_ref)
 
     def read(column, mask):
         return pltriton.load(logits_ref.at[row, column], mask=mask, other=-jnp.inf)
 
-    is_bounded = restricts(*controls)
-    bound_ref[row] = jnp.where(is_bounded, controls[2], -jnp.inf)  # without controls, or the bound is to come
+    is_restricted = restricts(*controls)
+    # -inf for unrestricted rows; others are overwritten below.
+    threshold_ref[row] = jnp.where(is_restricted, controls[2], -jnp.inf)
 
-    @pl.when(is_bounded)
+    @pl.when(is_restricted)
     def _():
-        bound_ref[row], _ = bound_row(read, row, vocab, controls, left, groups_ref, interpret=interpret)
+        threshold_ref[row], _ = row_threshold(read, row, vocab, controls, survey, groups_ref, interpret=interpret)
 
 
-def _of_row(read, vocab, top, temperature):
-    """Functions that weigh what of a whole row lies at or above a candidate."""
+def _weights_of_row(read, vocab, top, temperature):
+    """Functions of a candidate: number and weight of a whole row's tokens at or above it."""
 
     def above(candidate, weight):
-        def step(index, weighed):
+        def step(index, sums):
             column = index * IN_FLIGHT + jnp.arange(IN_FLIGHT)
             values = read(column, column < vocab)
-            reached = (ordered(values) >= candidate) & (column < vocab)
-            return weighed + jnp.where(reached, weight(values), 0.0)
+            is_above = (ordered(values) >= candidate) & (column < vocab)
+            return sums + jnp.where(is_above, weight(values), 0.0)
 
-        weighed = jax.lax.fori_loop(0, pl.cdiv(vocab, IN_FLIGHT), step, jnp.zeros(IN_FLIGHT, jnp.float32))
-        return jnp.sum(weighed)
+        sums = jax.lax.fori_loop(0, pl.cdiv(vocab, IN_FLIGHT), step, jnp.zeros(IN_FLIGHT, jnp.float32))
+        return jnp.sum(sums)
 
     return lambda c: above(c, jnp.ones_like), lambda c: above(c, lambda values: jnp.exp((values - top) / temperature))
 
 
 def survey_shapes(rows: int, vocab: int) -> tuple[Survey, jax.ShapeDtypeStruct]:
-    """What a survey leaves, and room for the numbers of the groups that are held."""
+    """Shapes of a `Survey`, and of the memory for group numbers."""
     array, slices = jax.ShapeDtypeStruct, pl.cdiv(vocab, SLICE)
     groups, per_slice = slices * SLICE // GROUP, array((rows, slices), jnp.float32)
-    held = array((rows, pl.next_power_of_2(groups)), jnp.int32)
-    return Survey(array((rows, groups), jnp.float32), per_slice, per_slice), held
+    numbers = array((rows, pl.next_power_of_2(groups)), jnp.int32)
+    return Survey(array((rows, groups), jnp.float32), per_slice, per_slice), numbers
 
 
 def _pallas(logits, *controls, interpret):
     (rows, vocab), call = logits.shape, functools.partial(pl.pallas_call, interpret=interpret)
-    left, held = survey_shapes(rows, vocab)
-    surveyed = call(
+    shapes, group_numbers = survey_shapes(rows, vocab)
+    survey = call(
         _survey_kernel,
-        grid=(rows, left.top.shape[1]),
-        out_shape=list(left),
+        grid=(rows, shapes.top.shape[1]),
+        out_shape=list(shapes),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         name="sampling_threshold_survey",
     )(logits, *controls)
-    bound = call(
-        functools.partial(_bound_kernel, interpret=interpret),
+    threshold, _ = call(
+        functools.partial(_threshold_kernel, interpret=interpret),
         grid=(rows,),
-        out_shape=[jax.ShapeDtypeStruct((rows,), jnp.float32), held],
+        out_shape=[jax.ShapeDtypeStruct((rows,), jnp.float32), group_numbers],
         compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=1),
         name="sampling_threshold",
-    )(logits, *surveyed, *controls)
-    return bound[0]
+    )(logits, *survey, *controls)
+    return threshold
 
 
 def check_groups(rows: int, controls: Sequence[Array]) -> None:
-    """Raises ValueError where rows are no equal groups, or controls are of different ones."""
+    """Raises ValueError unless the controls have one number of groups, into which the rows divide equally."""
     groups = {control.shape[0] for control in controls}
     if len(groups) > 1 or rows % max(groups):
         raise ValueError(f"controls must be of as many groups each, equal ones of {rows} rows, got {groups}")
@@ -263,19 +310,20 @@ def sampling_threshold(
     *,
     implementation: Implementation = "auto",
 ) -> Float[Array, " rows"]:
-    """Returns for each row the smallest logit that stays; -inf for a row without controls, or of temperature 0.
+    """Returns the smallest logit that each row keeps; -inf for rows without controls or of temperature 0.
 
-    The rows are so many equal groups of neighbours, each under controls of its own.
+    Neighbouring rows form groups of equal size, each with its own controls.
 
     Args:
-        logits: float32, not divided by the temperature yet.
-        top_k: 0 is off.
-        top_p: 1 is off.
-        min_p: 0 is off.
+        logits: float32 [rows, vocab], not divided by the temperature.
+        temperature: [groups].
+        top_k: [groups]; 0: off.
+        top_p: [groups]; 1: off.
+        min_p: [groups]; 0: off.
         implementation: as in `paged_attention`.
 
     Raises:
-        ValueError: the rows are no equal groups, or controls are of different ones.
+        ValueError: the controls differ in their number of groups, or the rows do not divide equally into groups.
     """
     controls = (temperature, top_k, top_p, min_p)
     check_groups(logits.shape[0], controls)

@@ -1,9 +1,9 @@
-"""The k likeliest tokens of a row with their log-probabilities, in two kernels and without a sort; of short rows, one.
+"""The k most probable tokens of each row with their log-probabilities, in two kernels without a sort; `top`: in one.
 
     log p[i] = logits[i] - log sum_j exp(logits[j]);   the k largest, the smaller index first among equals
 
-The first kernel cuts a row into blocks and leaves of each its k largest logits and its log-sum-exp; the second does the
-same to what the blocks left. A maximum is taken out k times, so the time grows with k.
+The first kernel divides a row into blocks and stores the k largest logits and the log-sum-exp of each; the second
+merges the blocks. Both extract the maximum k times, so the time grows with k.
 """
 
 import functools
@@ -18,15 +18,15 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.sampling.ordered_floats import float_of, largest_bound, ordered
 
-BLOCK = 1024  # logits a program of the first kernel holds
-MOST_KEPT = 4096  # candidates the second kernel can hold
-OUT = np.int32(2**31 - 1)  # index of what is not there: behind all others
-LEAST, ZERO = np.uint32(0x007FFFFF), np.uint32(0x80000000)  # minus infinity and 0 among `ordered`
-MOST = np.uint32(0xFFFFFFFE)  # of NaNs, which come first: one more is a number still
+BLOCK = 1024  # logits that a program of the first kernel holds
+MOST_KEPT = 4096  # candidates that the second kernel can hold
+OUT = np.int32(2**31 - 1)  # index of padding and of extracted values: after all others
+LEAST, ZERO = np.uint32(0x007FFFFF), np.uint32(0x80000000)  # minus infinity and 0 as `ordered` integers
+MOST = np.uint32(0xFFFFFFFE)  # largest integer of NaNs, which come first: one more does not overflow
 
 
 def _largest(values, k):
-    """The k largest and their places; `top_k` by itself puts 0 before -0."""
+    """The k largest values and their indices; zeros of both signs are equal (`jax.lax.top_k` puts 0 before -0)."""
     places = jax.lax.top_k(jnp.where(values == 0, 0.0, values), k)[1]
     return jnp.take_along_axis(values, places, axis=1), places
 
@@ -37,25 +37,25 @@ def _reference(logits, *base, k):
     return (base[0][:, None] + log_probs if base else log_probs), ids
 
 
-def _take_largest(values, ids, k, keep):
-    """Takes the largest value out k times, the smallest id among equals, and hands each to `keep`.
+def _take_largest(values, ids, k, store):
+    """Extracts the largest value k times, the smallest id among equals, and calls store(rank, value, id) for each.
 
-    As integers of the same order, the largest of which a warp finds in one instruction.
+    Values are compared as integers of the same order, whose maximum a warp finds in one instruction.
     """
 
-    def step(rank, left):
-        order, ids = left
+    def step(rank, remaining):
+        order, ids = remaining
         top = jnp.max(order)
         chosen = jnp.min(jnp.where(order == top, ids, OUT))
-        keep(rank, float_of(top), chosen)
-        taken = ids == chosen  # no longer there, lest it be found again among others of minus infinity
+        store(rank, float_of(top), chosen)
+        taken = ids == chosen  # also loses its id: among values of minus infinity it would be found again
         return jnp.where(taken, LEAST, order), jnp.where(taken, OUT, ids)
 
     jax.lax.fori_loop(0, k, step, (_order(values), ids))
 
 
 def _order(values):
-    """As `ordered`, but zeros are equal, as they are in `_largest`."""
+    """As `ordered`, but zeros of both signs are equal, as in `_largest`."""
     order = jnp.minimum(ordered(values), MOST)
     return jnp.where(order == ZERO - 1, ZERO, order)
 
@@ -66,22 +66,43 @@ def _log_sum_exp(values):
     return base + jnp.log(jnp.sum(jnp.exp(values - base)))
 
 
-def _block_kernel(logits_ref, best_ref, ids_ref, sums_ref, *, vocab, k):
+def _block_kernel(
+    # inputs
+    logits_ref,  # [rows, vocab] float32
+    # outputs
+    best_ref,  # [rows, blocks, k] float32, largest logits
+    ids_ref,  # [rows, blocks, k] int32
+    sums_ref,  # [rows, blocks] float32, log-sum-exp
+    # static parameters
+    *,
+    vocab,
+    k,
+):
     """One program: one block of one row."""
     block, row = pl.program_id(0), pl.program_id(1)
     column = block * BLOCK + jnp.arange(BLOCK)
     values = pltriton.load(logits_ref.at[row, column], mask=column < vocab, other=-jnp.inf)
     sums_ref[row, block] = _log_sum_exp(values)
 
-    def keep(rank, top, chosen):
+    def store(rank, top, chosen):
         best_ref[row, block, rank] = top
         ids_ref[row, block, rank] = chosen
 
-    _take_largest(values, jnp.where(column < vocab, column, OUT), k, keep)
+    _take_largest(values, jnp.where(column < vocab, column, OUT), k, store)
 
 
-def _merge_kernel(best_ref, ids_ref, sums_ref, *refs, blocks, k):
-    """One program: all blocks of one row. The base comes before the two outputs, if there is one."""
+def _merge_kernel(
+    # inputs
+    best_ref,  # as in `_block_kernel`, like the next two
+    ids_ref,
+    sums_ref,
+    *refs,  # base_ref [rows] float32, if there is one;
+    # outputs: log_probs_ref [rows, k] float32, chosen_ref [rows, k] int32
+    # static parameters
+    blocks,
+    k,
+):
+    """One program: all blocks of one row."""
     *base_ref, log_probs_ref, chosen_ref = refs
     row = pl.program_id(0)
     place = jnp.arange(pl.next_power_of_2(blocks * k))
@@ -91,19 +112,19 @@ def _merge_kernel(best_ref, ids_ref, sums_ref, *refs, blocks, k):
     block = jnp.arange(pl.next_power_of_2(blocks))
     total = _log_sum_exp(pltriton.load(sums_ref.at[row, block], mask=block < blocks, other=-jnp.inf))
 
-    def keep(rank, top, chosen):
+    def store(rank, top, chosen):
         log_prob = jnp.minimum(top - total, 0.0)
         log_probs_ref[row, rank] = base_ref[0][row] + log_prob if base_ref else log_prob
         chosen_ref[row, rank] = chosen
 
-    _take_largest(values, ids, k, keep)
+    _take_largest(values, ids, k, store)
 
 
 def _pallas(logits, *base, k, interpret):
     rows, vocab = logits.shape
     blocks = pl.cdiv(vocab, BLOCK)
     params = pltriton.CompilerParams(num_warps=4, num_stages=1)
-    kept = pl.pallas_call(
+    candidates = pl.pallas_call(
         functools.partial(_block_kernel, vocab=vocab, k=k),
         grid=(blocks, rows),
         out_shape=[
@@ -122,11 +143,11 @@ def _pallas(logits, *base, k, interpret):
         compiler_params=params,
         interpret=interpret,
         name="top_log_probs_merge",
-    )(*kept, *base)
+    )(*candidates, *base)
 
 
 def _unsupported(logits: Array, k: int) -> str | None:
-    """Says which limit of the kernels a call breaks, if any."""
+    """Says which limit of the kernels a call exceeds; None if it is supported."""
     if logits.dtype != jnp.float32:
         return f"logits must be float32, got {logits.dtype}"
     if pl.cdiv(logits.shape[1], BLOCK) * k > MOST_KEPT:
@@ -142,12 +163,12 @@ def top_log_probs(
     base: Float[Array, " rows"] | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "rows k"], Int32[Array, "rows k"]]:
-    """The k largest log-probabilities (natural) of each row, largest first, and their ids.
+    """The k largest natural log-probabilities of each row, largest first, and their token ids.
 
     Args:
-        logits: float32; -inf is allowed, such tokens come last.
-        k: at most the vocabulary.
-        base: is added to a row's log-probabilities, of which rounding leaves none above 0.
+        logits: float32 [rows, vocab]; -inf is allowed, such tokens come last.
+        k: at most the size of the vocabulary.
+        base: added to a row's log-probabilities [rows], after these are clipped to at most 0.
         implementation: as in `paged_attention`.
 
     Raises:
@@ -163,17 +184,29 @@ def _top_reference(values, *, k, group):
     return best, places, places // group
 
 
-def _top_kernel(values_ref, best_ref, places_ref, groups_ref, *, size, k, group):
+def _top_kernel(
+    # inputs
+    values_ref,  # [rows, size] float32
+    # outputs
+    best_ref,  # [rows, k] float32
+    places_ref,  # [rows, k] int32
+    groups_ref,  # [rows, k] int32
+    # static parameters
+    *,
+    size,
+    k,
+    group,
+):
     """One program: one row."""
     row, place = pl.program_id(0), jnp.arange(pl.next_power_of_2(size))
     values = pltriton.load(values_ref.at[row, place], mask=place < size, other=-jnp.inf)
 
-    def keep(rank, top, chosen):
+    def store(rank, top, chosen):
         best_ref[row, rank] = top
         places_ref[row, rank] = chosen
         groups_ref[row, rank] = chosen // group
 
-    _take_largest(values, jnp.where(place < size, place, OUT), k, keep)
+    _take_largest(values, jnp.where(place < size, place, OUT), k, store)
 
 
 def _top_pallas(values, *, k, group, interpret):
@@ -192,14 +225,16 @@ def _top_pallas(values, *, k, group, interpret):
 def top(
     values: Float[Array, "rows size"], k: int, *, group: int = 1, implementation: Implementation = "auto"
 ) -> tuple[Float[Array, "rows k"], Int32[Array, "rows k"], Int32[Array, "rows k"]]:
-    """As `jax.lax.top_k`, for a few values of a short row: one kernel instead of a copy, a sort and two slices.
+    """As `jax.lax.top_k`, for a few values of short rows: one kernel instead of a copy, a sort and two slices.
 
     Args:
-        group: neighbours that belong together.
+        values: float32 [rows, size].
+        k: at most the size.
+        group: number of neighbouring values in a group.
         implementation: as in `paged_attention`.
 
     Returns:
-        The values, largest first, their places, and which group each is of.
+        The values, largest first, their indices, and the index of each value's group.
 
     Raises:
         NotImplementedError: "pallas" with rows longer than the kernel holds.
@@ -212,7 +247,16 @@ def _in_order_reference(values, *, k):
     return jnp.sort(_largest(values, k)[1], axis=1)
 
 
-def _in_order_kernel(values_ref, places_ref, *, size, k):
+def _in_order_kernel(
+    # inputs
+    values_ref,  # [rows, size] float32
+    # outputs
+    places_ref,  # [rows, k] int32
+    # static parameters
+    *,
+    size,
+    k,
+):
     """One program: one row."""
     row, place = pl.program_id(0), jnp.arange(pl.next_power_of_2(size))
     values = pltriton.load(values_ref.at[row, place], mask=place < size, other=-jnp.inf)
@@ -221,6 +265,7 @@ def _in_order_kernel(values_ref, places_ref, *, size, k):
     def count(chosen):
         return jnp.sum(chosen.astype(jnp.int32))
 
+    # The k-th largest value by bisection; of its equals the first ones. Then a running sum gives each its rank.
     last = largest_bound(lambda c: count(order >= c), jnp.int32(k), jnp.min(order) & 0, jnp.max(order) + 1)
     above, equal = order > last, order == last
     chosen = above | (equal & (jnp.cumsum(equal.astype(jnp.int32)) <= k - count(above)))
@@ -244,9 +289,10 @@ def _in_order_pallas(values, *, k, interpret):
 def top_in_order(
     values: Float[Array, "rows size"], k: int, *, implementation: Implementation = "auto"
 ) -> Int32[Array, "rows k"]:
-    """Places of a row's k largest values, the first among equals, in ascending order: one kernel instead of two sorts.
+    """Indices of the k largest values of each row (the first among equals), ascending: one kernel, not two sorts.
 
     Args:
+        values: float32 [rows, size].
         k: at most the size.
         implementation: as in `paged_attention`.
 
@@ -258,5 +304,5 @@ def top_in_order(
 
 
 def _too_long(values: Array) -> str | None:
-    """Says that a kernel cannot hold a row, if it cannot."""
+    """Says that rows are longer than a kernel can hold; None if they are not."""
     return None if values.shape[1] <= MOST_KEPT else f"rows of at most {MOST_KEPT}, got {values.shape[1]}"

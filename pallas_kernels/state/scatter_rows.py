@@ -1,6 +1,7 @@
-"""Rows of many small arrays written in one kernel: what a round leaves behind of its sequences.
+"""Writes rows of many small arrays in one kernel: the state of a step's sequences after the step.
 
-Each by itself is a launch, and XLA's scatter of rows of a draft's features takes four times what their bytes do.
+Separate scatters would be one launch each, and XLA's scatter of a draft's feature rows takes four times as long as
+their bytes need.
 """
 
 import functools
@@ -17,28 +18,32 @@ from pallas_kernels.state.gather_rows import BLOCK
 
 
 def _reference(rows, arrays, replacing):
-    def put(array, new):
-        place = (rows,) if array.ndim == 1 else (rows, slice(new.shape[1]))
-        return array.at[place].set(new, mode="drop")
+    def scatter(array, new):
+        index = (rows,) if array.ndim == 1 else (rows, slice(new.shape[1]))
+        return array.at[index].set(new, mode="drop")
 
-    return [put(array, new) for array, new in zip(arrays, replacing, strict=True)]
+    return [scatter(array, new) for array, new in zip(arrays, replacing, strict=True)]
 
 
-def _kernel(rows_ref, *refs):
-    """One program: a part of one row of every array."""
-    place, start = pl.program_id(0), pl.program_id(1) * BLOCK
-    row, inputs = rows_ref[place], refs[: len(refs) // 3]
+def _kernel(
+    # inputs
+    rows_ref,  # [batch] int32
+    *refs,  # new rows [batch, n], the arrays [slots, width], n <= width; outputs: the arrays, which alias the inputs
+):
+    """One program: one block of one row of every array."""
+    index, start = pl.program_id(0), pl.program_id(1) * BLOCK
+    row, inputs = rows_ref[index], refs[: len(refs) // 3]
     for source, target in zip(inputs, refs[-len(inputs) :], strict=True):
         slots, width = target.shape[0], source.shape[1]
         column = start + jnp.arange(min(BLOCK, pl.next_power_of_2(width)))
         inside = (column < width) & (row < slots)
-        value = pltriton.load(source.at[place, column], mask=inside, other=source.dtype.type(0))
+        value = pltriton.load(source.at[index, column], mask=inside, other=source.dtype.type(0))
         pltriton.store(target.at[row, column], value, mask=inside)
 
 
 def _pallas(rows, arrays, replacing, *, interpret):
     old, new = ([array.reshape(array.shape[0], -1) for array in flat] for flat in (arrays, replacing))
-    put = pl.pallas_call(
+    written = pl.pallas_call(
         _kernel,
         grid=(rows.shape[0], max(pl.cdiv(array.shape[1], BLOCK) for array in new)),
         out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in old],
@@ -47,20 +52,23 @@ def _pallas(rows, arrays, replacing, *, interpret):
         interpret=interpret,
         name="scatter_rows",
     )(rows, *new, *old)
-    return [own.reshape(array.shape) for own, array in zip(put, arrays, strict=True)]
+    return [new.reshape(array.shape) for new, array in zip(written, arrays, strict=True)]
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
 def scatter_rows(
     arrays: Any, rows: Int32[Array, " batch"], new: Any, *, implementation: Implementation = "auto"
 ) -> Any:
-    """Returns the arrays with some rows replaced, in the memory of the old ones if donated.
+    """Returns the arrays with rows replaced, in the memory of the old ones if donated.
 
     Args:
-        arrays: a tree of numbers [slots, ...].
-        rows: not negative; those beyond the last are dropped, and none of the others stands there twice.
-        new: a tree alike, of numbers [batch, ...] of the same dtypes; or [batch, n, ...]: the first n of a row's.
+        arrays: tree of arrays [slots, ...].
+        rows: row numbers [batch], not negative; rows beyond the last slot are dropped, others must be distinct.
+        new: tree of the same structure and dtypes: new rows [batch, ...], or their first n entries [batch, n, ...].
         implementation: as in `paged_attention`.
+
+    Raises:
+        ValueError: `new` differs from `arrays` in its structure, shapes or dtypes.
     """
     structure: Any = jax.tree.structure(arrays)
     if jax.tree.structure(new) != structure:

@@ -100,7 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_cache_holds_zeros(compiled: Compiled) -> None:
-    """The draft's neither, which a round reads as often as it drafts: zeros cost less power (NOTES, "Tried")."""
+    """The draft's neither, which a round reads as often as it drafts: zeros cost less power (`layers/NOTES.md`)."""
     state = compiled.fresh()
     pools = [*jax.tree.leaves(state.target), *jax.tree.leaves(state.draft.cache)]
     assert len(pools) == 2 * (len(compiled.params.target.layers) + 1)

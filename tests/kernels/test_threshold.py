@@ -65,7 +65,7 @@ def test_only_flat_laws_are_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> 
     def nothing(*_: Any) -> Any:
         return (lambda _: jnp.float32(0),) * 2
 
-    monkeypatch.setattr(sys.modules[KERNEL], "_of_row", nothing)
+    monkeypatch.setattr(sys.modules[KERNEL], "_weights_of_row", nothing)
     jax.clear_caches()
     for scale, is_right in ((0.5, False), (6.0, True)):
         logits, controls = problem(LARGE, scale)
