@@ -168,7 +168,11 @@ def load_target(
 
 
 def load_drafter(path: str | Path, tree: Tree | None = None, *, dtype: str | None = None) -> Drafter:
-    """Whatever drafts from a folder; without a tree a chain, of Medusa heads as many as there are."""
+    """Load the drafter that a folder holds.
+
+    Args:
+        tree: None is a chain of `LENGTH`, for Medusa no longer than the number of heads.
+    """
     found, chain = load.load(path, dtype=dtype), tree or Tree.chain(LENGTH)
     match found.kind:
         case "eagle3":

@@ -181,7 +181,7 @@ def _view(tokens: Array, roots: Array, active: Array, table: Array) -> SlotView:
         remaining=jnp.full(rows, UNLIMITED, jnp.int32),
         page_table=jnp.where(active[:, None], table, 0),
         sampling=Sampling.greedy(rows),
-        accept="multi_candidate",  # for greedy rows all rules are one; this one makes no noise
+        accept="multi_candidate",  # for greedy rows all rules agree; this one generates no noise
         all_greedy=True,
         implementation="auto",
     )

@@ -141,7 +141,7 @@ def _run_hash(is_sampled: Any, seed: Any) -> Any:
 
 
 @struct.dataclass
-class Alphabet:
+class Vocabulary:
     """Size of the vocabulary to draw from."""
 
     size: int = struct.field(pytree_node=False)
@@ -157,24 +157,24 @@ class Random(StatelessDrafter):
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return ()
 
-    def bind(self, target: Model) -> Alphabet:
-        return Alphabet(target.config.vocab_size)
+    def bind(self, target: Model) -> Vocabulary:
+        return Vocabulary(target.config.vocab_size)
 
-    def draft(self, params: Alphabet, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
+    def draft(self, params: Vocabulary, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
         rows, tokens, log_probs = view.root.shape[0], [], []
-        laws: dict[int, Array] = {}
+        probs: dict[int, Array] = {}
         uniform = jnp.full((rows, params.size), 1 / params.size)
         fed = [0]
         for depth, level in enumerate(self.tree.levels[1:], 1):
-            place = (view.lengths[:, None], jnp.asarray([[depth]]), jnp.arange(len(fed))[None])
-            noise = sampler.gumbel(sampler.keys(view.sampling.seed[:, None], Purpose.DRAFT, *place), params.size)
+            counters = (view.lengths[:, None], jnp.asarray([[depth]]), jnp.arange(len(fed))[None])
+            noise = sampler.gumbel(sampler.keys(view.sampling.seed[:, None], Purpose.DRAFT, *counters), params.size)
             drawn = jax.lax.top_k(noise, max(level.ranks) + 1)[1]
             tokens.append(drawn[:, np.array(level.fed_parents), np.array(level.ranks)])
             log_probs.append(jnp.full(tokens[-1].shape, -np.log(params.size), jnp.float32))
-            laws |= dict.fromkeys(fed, uniform)
+            probs |= dict.fromkeys(fed, uniform)
             fed = [level.nodes[i] for i in level.with_children]
         is_drawn = view.accept in sampler.RULES_WITH_LAW
-        return static_draft(self.tree, view, tokens, log_probs, laws if is_drawn else None), state
+        return static_draft(self.tree, view, tokens, log_probs, probs if is_drawn else None), state
 
 
 @dataclass(frozen=True)
