@@ -1,1 +1,1 @@
-"""Reads and writes checkpoints: Hugging Face folders, orbax folders, the hub. Knows bytes and names, no models."""
+"""Reads and writes checkpoints: Hugging Face folders, orbax folders, the hub. It knows bytes and names, not models."""

@@ -1,4 +1,4 @@
-"""Finds a model's folder: on disk, or a copy of what the hub has; and which ids end a text."""
+"""Finds a model's folder on disk or downloads it from the hub, and reads its EOS ids."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ SUBFOLDERS = ["*/*"]  # of a repository: other formats of the same weights
 
 
 def find(path: str | Path) -> Path:
-    """The folder itself if there is one, else a local copy of what the hub has under that id.
+    """The folder of a model: an existing one, else a local copy of the hub's.
+
+    Args:
+        path: a folder or a hub id ("owner/name").
 
     Raises:
-        FileNotFoundError: if neither has it.
+        FileNotFoundError: if there is neither.
     """
     folder = Path(path)
     if folder.is_dir():
@@ -40,7 +43,7 @@ def find(path: str | Path) -> Path:
 
 
 def eos_ids(folder: str | Path) -> tuple[int, ...]:
-    """The ids that end a text: of generation_config.json, else of config.json; () if neither names one."""
+    """The EOS ids of generation_config.json, else of config.json; () if neither has any."""
     for name in ("generation_config.json", "config.json"):
         file = Path(folder) / name
         ids = read_json(file).get("eos_token_id") if file.is_file() else None

@@ -1,7 +1,7 @@
-"""Streams the tensors of a Hugging Face folder and fills parameters from them by a table of rows.
+"""Streams the tensors of a Hugging Face folder into parameters, by a weight map of rows.
 
-Tensors are read piece by piece straight into the array that they fill, so peak memory is one batch of
-parameters (the size of the largest one) and one piece.
+Tensors are read piece by piece into the arrays that they fill. Peak memory is one batch of parameters, which is as
+large as the largest parameter, and one piece.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import abc
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, final
@@ -20,9 +20,9 @@ from ml_dtypes import bfloat16
 from safetensors import SafetensorError, safe_open
 
 PIECE_BYTES = 8 * 2**20
-BATCH_BYTES = 32 * 2**20  # smaller batches would only mean more files
+BATCH_BYTES = 32 * 2**20  # smaller batches only make more files
 FLOATS = ("float32", "bfloat16", "float16")
-IGNORED = ("rotary_emb.inv_freq",)  # buffers of old checkpoints, recomputed from the config
+IGNORED = ("rotary_emb.inv_freq",)  # buffers of old checkpoints; the config determines them
 SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 SAFETENSORS_DTYPES |= {"I64": "int64", "I32": "int32", "BOOL": "bool"}
 
@@ -39,7 +39,7 @@ class Tensor:
 
 
 class Source(abc.ABC):
-    """The tensors of a folder: headers by name, and rows on request."""
+    """The tensors of a folder: headers by name; rows are read on request."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -53,11 +53,14 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def _headers(self, file: Path) -> dict[str, Tensor]:
-        """The headers of one file; an incomplete file raises ValueError."""
+        """The headers of one file.
+
+        Raises: ValueError if the file is incomplete.
+        """
 
     @abc.abstractmethod
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows start..stop of a tensor, in its own dtype."""
+        """Rows start to stop of a tensor, in its own dtype."""
 
     def pieces(self, name: str) -> Iterator[np.ndarray]:
         """All rows of a tensor in order, a few megabytes at a time."""
@@ -69,7 +72,7 @@ class Source(abc.ABC):
 
 @final
 class Safetensors(Source):
-    """Safetensors files, opened for each read: a mapping kept open keeps every page it touched in memory."""
+    """Safetensors files, opened for each read: an open mapping keeps every page it has touched in memory."""
 
     def _headers(self, file: Path) -> dict[str, Tensor]:
         try:
@@ -89,7 +92,7 @@ class Safetensors(Source):
 
 @final
 class TorchFiles(Source):
-    """Files of torch.save, mapped for each read, as above."""
+    """Files of torch.save, mapped for each read, for the same reason."""
 
     def _headers(self, file: Path) -> dict[str, Tensor]:
         return {
@@ -125,9 +128,9 @@ def _torch_load(file: Path) -> Mapping[str, Any]:
     return tensors
 
 
-def _incomplete(file: Path, what: str, error: Exception) -> ValueError:
+def _incomplete(file: Path, form: str, error: Exception) -> ValueError:
     return ValueError(
-        f"{file}: expected a complete {what} file, got an error ({str(error).partition(chr(10))[0]}); "
+        f"{file}: expected a complete {form} file, got an error ({str(error).partition(chr(10))[0]}); "
         "download it again, or save it as safetensors"
     )
 
@@ -141,11 +144,11 @@ def open_source(folder: Path, *, heads_first: bool = False) -> Source:
     """Opens the weights of a folder, sharded or not: safetensors if there are any, else torch files.
 
     Args:
-        folder: that holds them.
-        heads_first: of Medusa heads and a whole model in one folder, takes the heads.
+        folder: with the weights.
+        heads_first: open the Medusa heads if the folder has both heads and a whole model.
 
     Raises:
-        FileNotFoundError: if there are none, or a file that the index names is absent.
+        FileNotFoundError: if there are no weights, or a file that the index names is absent.
         ValueError: if a file is incomplete, or index and files disagree.
     """
     for single, reader in (MEDUSA | MODEL if heads_first else MODEL | MEDUSA).items():
@@ -178,7 +181,10 @@ def _open_sharded(index: Path, reader: Reader) -> Source:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object, or says which file is not one."""
+    """Reads a JSON object.
+
+    Raises: ValueError naming a file that is not one.
+    """
     try:
         value = json.loads(file.read_text())
     except ValueError as error:
@@ -190,9 +196,14 @@ def read_json(file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a weight map: the parameter, the tensors it is made of with their shapes, and how.
+    """A row of a weight map: how one parameter is made of tensors.
 
-    `fill` gets the source, the row and the wanted dtype; `dtype` None stands for the checkpoint's.
+    Attributes:
+        parameter: its name.
+        sources: shapes of the tensors by name.
+        shape: of the parameter.
+        fill: makes the parameter from the source, the row and the wanted dtype.
+        dtype: None: that of the checkpoint.
     """
 
     parameter: str
@@ -206,20 +217,20 @@ class Row:
 
 
 def stacked(parameter: str, sources: Mapping[str, Shape]) -> Row:
-    """A parameter made of one tensor, or of several laid one after the other along axis 0."""
+    """A parameter made of one tensor, or of several concatenated along axis 0."""
     shapes = list(sources.values())
     return Row(parameter, sources, (sum(s[0] for s in shapes), *shapes[0][1:]), _stack)
 
 
 def side_by_side(parameter: str, sources: Mapping[str, Shape]) -> Row:
-    """A parameter made of tensors of one shape, along a new axis 0."""
+    """A parameter made of tensors of one shape, stacked along a new axis 0."""
     shapes = list(sources.values())
     return Row(parameter, sources, (len(shapes), *shapes[0]), _stack)
 
 
 def _stack(source: Source, row: Row, dtype: str) -> np.ndarray:
     filled, at = np.empty(row.shape, np.dtype(dtype)), 0
-    flat = filled.reshape(-1)  # tensors one after the other, whether or not their axis 0 is the parameter's
+    flat = filled.reshape(-1)  # in memory, concatenated and stacked tensors lie alike
     for name in row.sources:
         for piece in source.pieces(name):
             flat[at : at + piece.size] = cast(piece, dtype, name).reshape(-1)
@@ -228,7 +239,7 @@ def _stack(source: Source, row: Row, dtype: str) -> np.ndarray:
 
 
 def same(parameter: str, sources: Mapping[str, Shape]) -> Row:
-    """A parameter that the file may hold under several names, each time with the same values."""
+    """A parameter that the file may hold several times under different names, with the same values."""
     return Row(parameter, sources, next(iter(sources.values())), _first_of_same)
 
 
@@ -244,8 +255,13 @@ def _first_of_same(source: Source, row: Row, dtype: str) -> np.ndarray:
     return _stack(source, stacked(row.parameter, {first: row.shape}), dtype)
 
 
+def renamed(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
+    """The rows with other tensor names; a tensor that `names` does not hold keeps its own."""
+    return [replace(row, sources={names.get(name, name): shape for name, shape in row.sources.items()}) for row in rows]
+
+
 def cast(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
-    """Rounds once, through float32: float16 and bfloat16 have no exact path to each other."""
+    """The values in another dtype, by way of float32: float16 and bfloat16 do not convert exactly to each other."""
     wanted = np.dtype(dtype)
     if values.dtype == wanted:
         return values
@@ -257,7 +273,7 @@ def cast(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
 
 
 def check(rows: Iterable[Row], tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError unless every tensor is used once, every parameter filled once, and shapes agree."""
+    """Raises ValueError unless every tensor is used, every needed tensor exists, and shapes and dtypes are right."""
     rows = list(rows)
     wanted = {name: shape for row in rows for name, shape in row.sources.items()}
     twice = [name for name, n in Counter(name for row in rows for name in row.sources).items() if n > 1]
@@ -268,18 +284,20 @@ def check(rows: Iterable[Row], tensors: Mapping[str, Tensor]) -> None:
     both = sorted(name for name in wanted if name in tensors)
     misshapen = [f"{n} (expected {wanted[n]}, got {tensors[n].shape})" for n in both if tensors[n].shape != wanted[n]]
     floats = {name for row in rows if row.dtype is None for name in row.sources}
-    odd = [f"{n} ({tensors[n].dtype})" for n in both if n in floats and tensors[n].dtype not in (*FLOATS, "float64")]
-    faults = {"missing": missing, "unknown": unused, "wrong shape": misshapen, "not floating point": odd}
+    not_float = [
+        f"{n} ({tensors[n].dtype})" for n in both if n in floats and tensors[n].dtype not in (*FLOATS, "float64")
+    ]
+    faults = {"missing": missing, "unknown": unused, "wrong shape": misshapen, "not floating point": not_float}
     if any(faults.values()):
         listed = "; ".join(f"{fault}: {', '.join(names)}" for fault, names in faults.items() if names)
         raise ValueError(f"the tensors do not match the config ({listed}); check config.json against the weights")
 
 
 def batches(source: Source, rows: Iterable[Row], dtype: str) -> Iterator[dict[str, np.ndarray]]:
-    """Fills all parameters, as many at a time as the largest one weighs.
+    """Fills all parameters, in batches of at most the size of the largest one.
 
     Args:
-        source: the tensors, which `check` has passed.
+        source: tensors that `check` has passed.
         rows: the weight map.
         dtype: of floating-point parameters.
 
@@ -297,35 +315,3 @@ def batches(source: Source, rows: Iterable[Row], dtype: str) -> Iterator[dict[st
         batch[row.parameter] = row.fill(source, row, row.dtype or dtype)
         size += row.nbytes(dtype)
     yield batch
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A folder that was understood: what it is, and how each parameter is filled from its tensors."""
-
-    folder: Path
-    kind: str
-    config: Any
-    rows: tuple[Row, ...]
-    source: Source
-
-    def dtype(self, wanted: str | None = None) -> str:
-        """The wanted floating dtype, or the one that all the file's tensors share."""
-        if wanted is not None:
-            if wanted not in FLOATS:
-                raise ValueError(f"dtype: expected one of {', '.join(FLOATS)}, got {wanted!r}; pass one of them")
-            return wanted
-        found = {self.source.tensors[name].dtype for row in self.rows if row.dtype is None for name in row.sources}
-        if len(found) > 1 or not found <= set(FLOATS):
-            raise ValueError(
-                f"dtype: expected one of {', '.join(FLOATS)} in the file, got {sorted(found)}; pass a dtype"
-            )
-        return found.pop()
-
-    def row_dtype(self, row: Row) -> str:
-        """The dtype that the file gives a parameter."""
-        return row.dtype or self.source.tensors[next(iter(row.sources))].dtype
-
-    def batches(self, dtype: str) -> Iterator[dict[str, np.ndarray]]:
-        """All parameters by name, a few at a time; drop a batch before taking the next."""
-        return batches(self.source, self.rows, dtype)

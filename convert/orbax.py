@@ -1,7 +1,6 @@
-"""Orbax checkpoints: a folder of `jspec.json` (what it is), `weights/` (by orbax) and tokenizer files.
+"""Converted checkpoints: folders of `jspec.json` (the manifest), `weights/` (by orbax) and tokenizer files.
 
-Every use of orbax is here. The weight tree is stored flat, as "layers.3.qkv": its names are also those that
-conversion prints.
+Every use of orbax is here. The weight tree is stored flat, under names such as "layers.3.qkv", which conversion prints.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ COMPANIONS = (
     "chat_template.json",
 )
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZED = {"values", "scale"}  # in place of a weight
+QUANTIZED = {"values", "scale"}  # the names under a quantised weight
 READ_AHEAD = 2**30  # bytes that a restore may hold on the host beside its largest array
 
 
 class WritesJson(Protocol):
-    """A config that goes to the manifest."""
+    """A config that is stored in the manifest."""
 
     def to_json(self) -> dict[str, Any]: ...
 
@@ -53,8 +52,13 @@ Placement = Callable[[str], jax.sharding.Sharding]  # parameter name -> sharding
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model in memory: `weights` is a tree of dicts and lists of arrays, `config` the record
-    of its kind, `folder` where it came from.
+    """A model in memory.
+
+    Attributes:
+        kind: "target", "eagle3", "eagle" or "medusa".
+        config: the config record of the kind.
+        weights: tree of dicts and lists of arrays.
+        folder: the folder that it was read from.
     """
 
     kind: str
@@ -65,9 +69,13 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Header:
-    """What a folder holds, without its weights: `parameters` gives shape and dtype by name.
+    """The contents of a folder without the weights.
 
-    `config` holds the manifest's fields until `jspec.models.load` makes the record of the kind of them.
+    Attributes:
+        kind: "target", "eagle3", "eagle" or "medusa".
+        config: the manifest's fields as `read_header` returns it; the config record as jspec returns it.
+        parameters: shape and dtype by name.
+        folder: the folder that it was read from.
     """
 
     kind: str
@@ -77,7 +85,7 @@ class Header:
 
 
 def flatten(tree: Mapping[str, Any] | list[Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of a weight tree by name: {"layers": [{"o": x}]} -> {"layers.0.o": x}."""
+    """The leaves of a weight tree by name: {"layers": [{"o": x}]} becomes {"layers.0.o": x}."""
     flat: dict[str, Any] = {}
     for key, node in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
         node = {"values": node.values, "scale": node.scale} if isinstance(node, Quantized) else node
@@ -87,7 +95,7 @@ def flatten(tree: Mapping[str, Any] | list[Any], prefix: str = "") -> dict[str, 
 
 
 def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `flatten`; children named 0, 1, ... become a list, values with a scale a quantised weight."""
+    """The inverse of `flatten`: children 0, 1, ... become a list, `values` and `scale` become a `Quantized`."""
     children: dict[str, dict[str, Any]] = {}
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
@@ -103,12 +111,12 @@ def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether `save` wrote the folder."""
+    """Whether the folder was written by `save`."""
     return (folder / MANIFEST).is_file()
 
 
 def companions(folder: Path) -> list[Path]:
-    """The files of a model's folder that go along with its weights: tokenizer and configs."""
+    """The files of a model's folder that are copied with its weights: tokenizer and configs."""
     return [folder / name for name in COMPANIONS if (folder / name).is_file()]
 
 
@@ -122,16 +130,16 @@ def save(
     overwrite: bool = False,
     compress: bool = False,
 ) -> None:
-    """Writes a checkpoint folder, all or nothing: what is not finished never stands at `folder`.
+    """Writes a checkpoint folder, all or nothing: an unfinished folder never has the final name.
 
     Args:
-        folder: where to; its parent is made.
+        folder: the folder to write; its parent is created.
         kind: "target", "eagle3", "eagle" or "medusa".
-        config: goes to the manifest.
+        config: stored in the manifest.
         batches: flat parameters, a few at a time; one batch is held in memory.
-        files: copied into the folder (tokenizer files).
-        overwrite: replaces a checkpoint that is there.
-        compress: for weights that are mostly zeros; others only take longer and a second copy of a batch.
+        files: to copy into the folder (tokenizer files).
+        overwrite: replace an existing checkpoint.
+        compress: worth it only for weights that are mostly zeros; takes time and a second copy of a batch.
 
     Raises:
         FileExistsError: if the folder exists and may not be replaced.
@@ -147,7 +155,7 @@ def save(
         about = {"version": VERSION, "kind": kind, "config": config.to_json()}
         manifest = about | {"file_sizes": _file_sizes(work / WEIGHTS)}
         (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        work.chmod(0o755)  # mkdtemp's folder is the owner's alone
+        work.chmod(0o755)  # mkdtemp makes a folder that only its owner can read
         _move(work, folder)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
@@ -155,7 +163,7 @@ def save(
 
 
 def _move(work: Path, folder: Path) -> None:
-    """Renames `work` to `folder`; what stood there is deleted only when the new one is in its place."""
+    """Renames `work` to `folder`; an existing folder is deleted only after that."""
     if not folder.exists():
         work.rename(folder)
         return
@@ -170,7 +178,7 @@ def _move(work: Path, folder: Path) -> None:
 
 
 def check_vacant(folder: Path, overwrite: bool) -> None:
-    """Raises FileExistsError if something stands at a folder that `save` may not replace."""
+    """Raises FileExistsError if `folder` exists and `save` may not replace it."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not overwrite:
@@ -181,7 +189,7 @@ def check_vacant(folder: Path, overwrite: bool) -> None:
 
 def _write_weights(folder: Path, batches: Iterable[dict[str, np.ndarray]], compress: bool) -> None:
     context = ocp.Context()
-    # Compressing, and copying what nobody changes, would each hold a second copy of a batch.
+    # Compression and a defensive copy of the host arrays would each hold a second copy of a batch.
     context.array.saving.use_compression = compress
     context.memory.deepcopy_host_arrays = False
     with context:
@@ -192,7 +200,7 @@ def _write_weights(folder: Path, batches: Iterable[dict[str, np.ndarray]], compr
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
-    """Bytes of each file: orbax's own error for a truncated one is neither short nor of a class to catch."""
+    """Bytes of each file, to find truncated ones: orbax reports those with long errors of no common class."""
     return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
@@ -224,11 +232,11 @@ def read_arrays(
     placement: Placement | None = None,
     names: Iterable[str] | None = None,
 ) -> dict[str, jax.Array]:
-    """Restores parameters straight to their dtype and devices.
+    """Restores parameters in the wanted dtype on their devices.
 
     Args:
         header: of the folder.
-        dtype: of the floating-point parameters; None: as stored.
+        dtype: of the floating-point parameters; quantised ones and None: as stored.
         placement: sharding by parameter name; None: the default device.
         names: which parameters; None: all.
 
@@ -240,13 +248,13 @@ def read_arrays(
     wanted = {}
     for name in names:
         leaf = header.parameters[name]
-        kept = dtype is None or leaf.dtype.kind in "biu" or name.rpartition(".")[2] in QUANTIZED
+        is_kept = dtype is None or leaf.dtype.kind in "biu" or name.rpartition(".")[2] in QUANTIZED
         sharding = placement(name) if placement else device
-        wanted[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if kept else dtype, sharding=sharding)
+        wanted[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if is_kept else dtype, sharding=sharding)
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     largest = max(4 * leaf.size for leaf in wanted.values())
-    context.memory.read_concurrent_bytes = READ_AHEAD + largest  # orbax wants more than any one array has
+    context.memory.read_concurrent_bytes = READ_AHEAD + largest  # orbax needs more than the bytes of any single array
     with context:
         arrays = ocp.load(header.folder / WEIGHTS, wanted)
     narrowed = [name for name in names if wanted[name].dtype == "float16" != header.parameters[name].dtype]
@@ -260,7 +268,7 @@ def read_arrays(
 
 @contextlib.contextmanager
 def named_damage(folder: Path) -> Iterator[None]:
-    """Name the folder in what goes wrong while its manifest is read."""
+    """Turn errors while a manifest is read into a ValueError that names the folder."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -8,11 +8,10 @@ from jspec.draft.eagle import Eagle, Eagle3
 from jspec.draft.medusa import Medusa
 from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
-from jspec.engine.core import Engine
+from jspec.engine.api import Engine
 from jspec.engine.metrics import Metrics
-from jspec.engine.request import Chunk, Completion, Round
+from jspec.engine.request import Chunk, Completion, Round, TokenLogprob
 from jspec.engine.sampling_params import SamplingParams
-from jspec.engine.token_logprobs import TokenLogprob
 from jspec.models.decoder import Model
 from jspec.sampling.logits_processor import LogitsContext
 

@@ -18,7 +18,7 @@ from jspec.draft.eagle import Eagle, Eagle3
 from jspec.draft.medusa import Medusa
 from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
-from jspec.engine.core import Engine
+from jspec.engine.api import Engine
 from jspec.engine.sampling_params import SamplingParams
 from jspec.tools import check_head, convert, demo
 from jspec.tools.bench import cli as bench

@@ -1,4 +1,4 @@
-"""What XLA does not do fast enough, each as a reference written from the formula and a GPU kernel."""
+"""GPU kernels for what XLA does not do fast enough, each with a reference written from the formula."""
 
 from pallas_kernels.attention.ancestor_bits import ancestor_bits, causal_bits
 from pallas_kernels.attention.append_attention import append_attention

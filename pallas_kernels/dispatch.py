@@ -1,4 +1,4 @@
-"""Which implementation of a kernel runs: decided for the platform a program is compiled for."""
+"""Chooses between a kernel and its reference, for the platform that a program is compiled for."""
 
 import functools
 from collections.abc import Callable
@@ -18,17 +18,19 @@ def dispatch(
 ) -> Any:
     """Applies the kernel or the reference to `arguments`.
 
-    The platform is known when the program is lowered, not when it is traced, so that a program compiled on a
-    CPU-only machine for a GPU holds the kernel; only the chosen branch reaches the compiler.
+    The platform is known when the program is lowered, not when it is traced: a program compiled for a GPU on a CPU-only
+    machine holds the kernel, and only the chosen branch reaches the compiler.
 
     Args:
         implementation: "auto": the kernel on an NVIDIA GPU where the call is supported, else the reference;
-            "pallas": the kernel, interpreted on a CPU; "reference".
-        unsupported: the limit of the kernel that this call breaks, if any.
-        kernel: takes the arguments and `interpret`.
+            "pallas": the kernel, interpreted on a CPU; "reference": the reference.
+        unsupported: the limit of the kernel that this call exceeds; None if it is supported.
+        kernel: function of the arguments and `interpret`.
+        reference: function of the arguments.
 
     Raises:
-        NotImplementedError: "pallas" is asked for and unsupported.
+        ValueError: unknown implementation.
+        NotImplementedError: "pallas" for a call that is not supported.
     """
     if implementation not in ("auto", "pallas", "reference"):
         raise ValueError(f'implementation must be "auto", "pallas" or "reference", got {implementation!r}')
@@ -44,25 +46,25 @@ def dispatch(
 
 
 def resolve(implementation: str, device: jax.Device) -> str:
-    """What "auto" comes to in programs for one device alone; kernels that they would not hold are not traced then."""
+    """Resolves "auto" for a device to "reference" unless it is an NVIDIA GPU, so that unused kernels are not traced."""
     return "reference" if implementation == "auto" and not _capability(device) else implementation
 
 
 def _capability(device: jax.Device) -> str:
-    """Compute capability of an NVIDIA GPU; "" of any other device."""
+    """Compute capability of an NVIDIA GPU; "" for any other device."""
     capability = str(getattr(device, "compute_capability", ""))
-    return capability if capability.replace(".", "").isdecimal() else ""  # AMD's is a name
+    return capability if capability.replace(".", "").isdecimal() else ""  # AMD's is a name, like "gfx90a"
 
 
 def describe(implementation: str, device: jax.Device) -> str:
-    """Says what `dispatch` takes on a device, and why; a call that a kernel does not support takes its reference."""
+    """Says what `dispatch` runs on a device, and why; unsupported calls run the reference anyway."""
     capability = _capability(device)
-    where = device.device_kind + (f", compute capability {capability}" if capability else "")
+    name = device.device_kind + (f", compute capability {capability}" if capability else "")
     if implementation == "reference":
-        return f'references on {where}: asked for by implementation="reference"'
+        return f'references on {name}: asked for by implementation="reference"'
     if implementation == "pallas":
         how = "interpreted " if device.platform == "cpu" else ""
-        return f'Pallas kernels {how}on {where}: asked for by implementation="pallas"'
+        return f'Pallas kernels {how}on {name}: asked for by implementation="pallas"'
     if capability:
-        return f"Pallas kernels on {where}: an NVIDIA GPU"
-    return f"references on {where}: not an NVIDIA GPU"
+        return f"Pallas kernels on {name}: an NVIDIA GPU"
+    return f"references on {name}: not an NVIDIA GPU"

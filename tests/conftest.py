@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ QUICK_TO_COMPILE = (  # nearly all the time of a run is compilation for the CPU;
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--no-typecheck", action="store_true", help="check no array shapes and dtypes at run time")
+    parser.addoption("--typecheck", action="store_true", help="check array shapes and dtypes at run time")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
     hypothesis.settings.load_profile("repeatable")
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
-    if not config.getoption("--no-typecheck") and find_spec("beartype"):
+    if config.getoption("--typecheck"):
         from jaxtyping import install_import_hook
 
         from tests.support import typecheck
@@ -69,9 +68,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "flax"))
-    checked = not config.getoption("--no-typecheck") and find_spec("beartype")
+    checked = config.getoption("--typecheck")
     platforms = os.environ.get("JAX_PLATFORMS", "as jax finds")
-    return f"{versions}; platforms: {platforms}; array types {'checked' if checked else 'NOT checked'}"
+    return f"{versions}; platforms: {platforms}; array types {'checked' if checked else 'not checked'}"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -90,7 +89,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="module")
 def runs_long() -> Iterator[None]:
     """For files whose engines run longer than they compile: with some of what `cpu_flags` leaves out."""
-    from jspec.step.decode import Program
+    from jspec.step.program import Program
 
     options: dict[str, Any] = {"xla_backend_optimization_level": 1}
     if "--xla_cpu_use_fusion_emitters=false" in os.environ["XLA_FLAGS"]:

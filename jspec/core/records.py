@@ -18,6 +18,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jspec.core.accept_rule import AcceptRule
+
 MAX_STOP_IDS = 8
 NO_TOKEN = -1  # before a text's beginning, behind a path's end; in a bad word's beginning: anything
 UNLIMITED = 2**30  # more tokens than any row has
@@ -117,7 +119,7 @@ class SlotView:
     remaining: Int[Array, "batch"]
     page_table: Int[Array, "batch pages"]
     sampling: Sampling
-    accept: str = struct.field(pytree_node=False)  # the accept rule of this program
+    accept: AcceptRule = struct.field(pytree_node=False)  # the accept rule of this program
     all_greedy: bool = struct.field(pytree_node=False)  # this branch of the program serves greedy rows only
     implementation: str = struct.field(pytree_node=False)  # of the kernels
     deterministic: bool = struct.field(pytree_node=False, default=False)  # a row's bits do not depend on the others

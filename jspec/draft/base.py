@@ -24,6 +24,9 @@ from jspec.models.kv_cache import PoolShape
 Params = Any
 DraftState = Any
 
+CHECK_PROMPT = "check the prompt template (raw text where a chat is expected, or the reverse)"
+CHECK_HEAD = "run: jspec info --check HEAD TARGET"
+
 
 class Drafter(abc.ABC):
     """Proposes a tree of tokens behind the root, once a round.
@@ -39,6 +42,11 @@ class Drafter(abc.ABC):
         False  # the draft's cache lags behind the target's, and `write_pending_rows` makes it good
     )
     draft_window: int | None = None  # tokens back that the draft attends to, the newest included; None: all
+
+    @property
+    def advice(self) -> str | None:
+        """What to check if few drafts are accepted; None: acceptance depends on the text alone, or is not known."""
+        return None
 
     @abc.abstractmethod
     def feature_layers(self, target: Model) -> tuple[int, ...]:

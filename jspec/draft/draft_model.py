@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from jspec.core.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.core.tree import Tree
-from jspec.draft.base import Drafter, active_slots, check_window
+from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, active_slots, check_window
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.kv_cache import PoolShape, commit, create
@@ -22,16 +22,16 @@ from pallas_kernels.layers.quantized import PartialSums
 
 @struct.dataclass
 class DraftModelState:
-    """The small model's cache, the token before each root, and where the round's nodes lie.
+    """The draft model's cache, and which of its rows are missing.
 
-    A node without children is never fed, so where one is accepted its row is missing. Every round therefore first
-    feeds the last committed token, together with the root: the cache lags by at most that one row. Where it does not
-    lag, the row stays as it is, for its page may be shared.
+    The model never runs on a node without children, so the row of such a node is missing if it is accepted. Every
+    round therefore first runs the model on the last committed token, together with the root. Where that token's row
+    exists, it is not written again, as its page may be shared.
     """
 
     cache: KVCache
-    previous: Int[Array, "slots"]  # -1 where its row is written
-    rows: Int[Array, "slots nodes"]  # of each node of the last draft, counted from its root's; -1 if not fed
+    previous: Int[Array, "slots"]  # the last committed token; -1 where its row exists
+    rows: Int[Array, "slots nodes"]  # row of each node of the last draft, relative to the root's; -1: not written
 
 
 @final
@@ -39,13 +39,13 @@ class DraftModel(Drafter):
     """A draft model with the target's vocabulary.
 
     Args:
-        model: the small model.
+        model: the draft model.
         tree: of any kind.
         draft_window: tokens back that the model attends to, the newest included; None: all.
 
     Raises:
-        ValueError: the tree asks for more children of a node than there are tokens, or the window is smaller than it is
-            deep.
+        ValueError: a node of the tree has more children than there are tokens, or the window does not cover the tree's
+            depth.
     """
 
     has_pending_rows = True
@@ -76,6 +76,10 @@ class DraftModel(Drafter):
         """Load a Hugging Face folder, a converted folder or a hub id; other arguments as `Model.from_pretrained`."""
         return cls(Model.from_pretrained(path, dtype=dtype, quantize=quantize), tree, draft_window=draft_window)
 
+    @property
+    def advice(self) -> str:
+        return f"{CHECK_PROMPT} and that the draft model has the target's tokenizer, and {CHECK_HEAD}"
+
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return ()
 
@@ -89,9 +93,8 @@ class DraftModel(Drafter):
         return self.model
 
     def init(self, params: Model, pool: PoolShape) -> DraftModelState:
-        config = params.config
         return DraftModelState(
-            cache=create(config.num_layers, config, pool, pool.draft_dtype),
+            cache=create(params.config.layers, pool, pool.draft_dtype),
             previous=jnp.full(pool.slots, -1, jnp.int32),
             rows=jnp.zeros((pool.slots, self.tree.nodes), jnp.int32),
         )
@@ -106,12 +109,12 @@ class DraftModel(Drafter):
     def draft(self, params: Model, state: DraftModelState, view: SlotView) -> tuple[Draft, DraftModelState]:
         previous = state.previous.at[view.slots].get(mode="fill", fill_value=0)
         with jax.named_scope("root"):
-            out, cache = _feed_root(params, state.cache, view, previous, window=self.draft_window)
+            out, cache = _run_root(params, state.cache, view, previous, window=self.draft_window)
 
         assert out.product is not None
 
         def feed(cache: KVCache, level: Level) -> tuple[PartialSums, KVCache]:
-            return _feed_level(params, cache, view, level, self.draft_window)
+            return _run_level(params, cache, view, level, self.draft_window)
 
         vocabulary = Vocabulary(None, params.config.vocab_size)
         grown, cache = expand_tree(self.tree, view, vocabulary, out.product, cache, feed)
@@ -129,8 +132,8 @@ class DraftModel(Drafter):
     ) -> DraftModelState:
         last = jnp.take_along_axis(verdict.path, jnp.maximum(verdict.counts - 1, 0)[:, None], axis=1)
         rows = state.rows.at[view.slots, : self.tree.nodes].get(mode="fill", fill_value=-1)
-        is_fed = jnp.take_along_axis(rows, last, axis=1) >= 0
-        previous = jnp.where(is_fed, -1, jnp.take_along_axis(draft.tokens, last, axis=1))[:, 0]
+        is_written = jnp.take_along_axis(rows, last, axis=1) >= 0
+        previous = jnp.where(is_written, -1, jnp.take_along_axis(draft.tokens, last, axis=1))[:, 0]
         cache = commit(state.cache, self.tree, view, verdict, rows=rows)
         slots = active_slots(view, state.previous.shape[0])
         return replace(state, cache=cache, previous=state.previous.at[slots].set(previous, mode="drop"))
@@ -138,11 +141,11 @@ class DraftModel(Drafter):
     def write_pending_rows(self, params: Model, state: DraftModelState, view: SlotView) -> DraftModelState:
         previous = state.previous.at[view.slots].get(mode="fill", fill_value=0)
         window = self.draft_window
-        _, cache = _feed_root(params, state.cache, view, previous, window=window, with_logits=False)
+        _, cache = _run_root(params, state.cache, view, previous, window=window, with_logits=False)
         return replace(state, cache=cache)
 
 
-def _feed_root(
+def _run_root(
     params: Model,
     cache: KVCache,
     view: SlotView,
@@ -151,7 +154,7 @@ def _feed_root(
     window: int | None,
     with_logits: bool = True,
 ) -> tuple[TargetOut, KVCache]:
-    """Feed the last committed token, where its row is missing, and the root; logits behind the root."""
+    """Run the model on the last committed token, where its row is missing, and on the root; logits after the root."""
     first_row = jnp.maximum(view.lengths - 1, 0)
     is_missing = previous >= 0
     tokens = jnp.stack([jnp.where(is_missing, previous, 0), view.root], axis=1)
@@ -169,10 +172,10 @@ def _feed_root(
     return forward(params, cache, batch, logit_rows=newest, with_logits=with_logits)
 
 
-def _feed_level(
+def _run_level(
     params: Model, cache: KVCache, view: SlotView, level: Level, window: int | None
 ) -> tuple[PartialSums, KVCache]:
-    """Feed the nodes of a level, all at one position; logits behind each."""
+    """Run the model on the nodes of a level, all at one position; logits after each."""
     out, cache = forward(params, cache, level.batch(view, view.lengths + level.depth, window))
     assert out.product is not None
     return out.product, cache

@@ -1,15 +1,17 @@
 """EAGLE drafting (EAGLE-1: arXiv:2401.15077, EAGLE-2: 2406.16858, EAGLE-3: 2503.01840).
 
 Row i of the draft's cache holds the pair (feature of position i - 1, token i), with rotary position i - 1; row 0 does
-not exist and is masked. So a page's draft rows depend only on the tokens up to the page's end.
-The cache lags the target by the rows accepted in the last round: their features wait in `EagleState` and are fed,
-with the root, by the next round's first forward. Drafted nodes write their rows behind the root's; the next round
-overwrites them with rows made from the target's true features.
+not exist and is masked. A page's draft rows therefore depend only on the tokens up to the page's end.
+
+The draft's cache is missing the rows of the tokens accepted in the last round: their features are kept in
+`EagleState`, and the first forward of the next round writes these rows together with the root's. Drafted nodes write
+their rows after the root's; the next round overwrites them with rows computed from the target's features.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self, final
 
@@ -20,19 +22,21 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.core.tree import Tree
-from jspec.draft.base import Drafter, active_slots, check_window
+from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, active_slots, check_window
+from jspec.draft.eagle_formats import head_format
 from jspec.draft.eagle_head import (
     FIRST_ROW,
     EagleHead,
     HeadOut,
-    enter,
-    enter_drafted,
-    finish,
     fuse,
-    through,
-    with_drafted,
+    output_logits,
+    precompute_first_layer,
+    project_draft_tokens,
+    project_inputs,
+    run_layers,
 )
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
+from jspec.draft.head_config import Overrides
 from jspec.models import load
 from jspec.models.attention import attend
 from jspec.models.decoder import Model
@@ -43,20 +47,18 @@ from pallas_kernels.state.scatter_rows import scatter_rows
 
 @struct.dataclass
 class EagleState:
-    """The draft's cache and the pairs it has not seen yet: features (after `fuse`) with the token that followed each.
-
-    The last of the ``count`` pairs belongs to the root.
-    """
+    """The draft's cache, and the pending pairs, whose rows are not written yet; the last one is the root's."""
 
     cache: KVCache
-    features: Float[Array, "slots depth1 hidden"]
-    tokens: Int[Array, "slots depth1"]
-    count: Int[Array, "slots"]
-    edges: Float[Array, "pages hidden"] | None  # the feature of each page's last row, for whoever goes on behind it
+    features: Float[Array, "slots depth1 hidden"]  # of the pending pairs, after `fuse`
+    tokens: Int[Array, "slots depth1"]  # the token after each feature
+    count: Int[Array, "slots"]  # number of pending pairs
+    # The feature of each page's last row, for prompts that begin with cached pages; None without a prefix cache.
+    page_end_features: Float[Array, "pages hidden"] | None
 
 
 class EagleDrafter(Drafter):
-    """What the EAGLE methods share; they differ in the head's forward pass (`jspec.draft.eagle_head`).
+    """The EAGLE methods; they differ in the head's forward pass (`jspec.draft.eagle_head`).
 
     Args:
         head: the head's weights.
@@ -64,8 +66,8 @@ class EagleDrafter(Drafter):
         draft_window: tokens back that the head attends to, the newest included; None: all.
 
     Raises:
-        ValueError: the head is of another method, the tree asks for more children than there are tokens, or the window
-            is smaller than the tree is deep.
+        ValueError: the head is of another method, a node of the tree has more children than there are draft tokens, or
+            the window does not cover the tree's depth.
     """
 
     method: ClassVar[str]
@@ -87,22 +89,26 @@ class EagleDrafter(Drafter):
     def with_window(self, draft_window: int) -> Self:
         return type(self)(self.head, self.tree, draft_window=draft_window)
 
+    @property
+    def advice(self) -> str:
+        return f"{CHECK_PROMPT}, the head's feature layers, rope theta and vocabulary map, and {CHECK_HEAD}"
+
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return self.head.config.states_of(target.config.num_layers)
 
     def bind(self, target: Model) -> EagleHead:
         _check_pair(type(self).__name__, self.head, target, self.feature_layers(target))
         head = self.head if self.head.embed is not None else replace(self.head, embed=target.embed)
-        return with_drafted(head if head.head is not None else replace(head, head=target.output_head))
+        return precompute_first_layer(head if head.head is not None else replace(head, head=target.output_head))
 
     def init(self, params: EagleHead, pool: PoolShape) -> EagleState:
         pairs, width = (pool.slots, self.tree.depth + 1), params.config.hidden_size
         return EagleState(
-            cache=create(len(params.layers), params.config, pool, pool.draft_dtype),
+            cache=create(params.config.layers, pool, pool.draft_dtype),
             features=jnp.zeros((*pairs, width), params.dtype),
             tokens=jnp.zeros(pairs, jnp.int32),
             count=jnp.zeros(pool.slots, jnp.int32),
-            edges=jnp.zeros((pool.pages, width), params.dtype) if pool.prefix_cache else None,
+            page_end_features=jnp.zeros((pool.pages, width), params.dtype) if pool.prefix_cache else None,
         )
 
     def prefill(
@@ -110,11 +116,11 @@ class EagleDrafter(Drafter):
     ) -> EagleState:
         assert features is not None
         fused = fuse(params, features)
-        waiting = _feature_before(state, view, batch.first_row)
-        shifted = jnp.concatenate([waiting[:, None], fused[:, :-1]], axis=1)
+        previous = _feature_before(state, view, batch.first_row)
+        shifted = jnp.concatenate([previous[:, None], fused[:, :-1]], axis=1)
         valid = batch.valid & (batch.positions >= FIRST_ROW)
         pairs = _pairs(view, batch.tokens, batch.first_row, valid, self.draft_window)
-        *_, cache = through(params, state.cache, pairs, *enter(params, pairs, shifted), attends=False)
+        *_, cache = run_layers(params, state.cache, pairs, *project_inputs(params, pairs, shifted), attends=False)
         last = jnp.maximum(jnp.sum(batch.valid, axis=1) - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(fused, last, axis=1)[:, 0]
         return replace(
@@ -122,7 +128,7 @@ class EagleDrafter(Drafter):
             cache=cache,
             features=state.features.at[view.slots, 0].set(newest, mode="drop"),
             count=state.count.at[view.slots].set(1, mode="drop"),
-            edges=_keep_edges(state, view, batch.positions, batch.valid, fused),
+            page_end_features=_keep_page_ends(state, view, batch.positions, batch.valid, fused),
         )
 
     def draft(self, params: EagleHead, state: EagleState, view: SlotView) -> tuple[Draft, EagleState]:
@@ -134,7 +140,7 @@ class EagleDrafter(Drafter):
             if not self.tree.is_chain:
                 rows = jnp.arange(level.parents.shape[0])[:, None]
                 parents = jax.tree.map(lambda of: of[rows, level.parents], parents)
-            out, product, cache = self_feed(params, cache, view, level, parents, self.draft_window)
+            out, product, cache = draft_step(params, cache, view, level, parents, self.draft_window)
             return product, (out, cache)
 
         vocabulary = Vocabulary(params.draft_to_target, params.config.vocab_size)
@@ -156,15 +162,15 @@ class EagleDrafter(Drafter):
         is_row = view.active[:, None] & (steps < verdict.counts[:, None])
         slots = active_slots(view, state.count.shape[0])
         old = {"features": state.features, "tokens": state.tokens, "count": state.count}
-        new = {"features": accepted, "tokens": verdict.tokens, "count": verdict.counts}  # all, unless the tree is cut
+        new = {"features": accepted, "tokens": verdict.tokens, "count": verdict.counts}  # shorter if the tree is cut
         return replace(
             state,
             **scatter_rows(old, slots, new, implementation=view.implementation),
-            edges=_keep_edges(state, view, view.lengths[:, None] + steps, is_row, accepted),
+            page_end_features=_keep_page_ends(state, view, view.lengths[:, None] + steps, is_row, accepted),
         )
 
     def write_pending_rows(self, params: EagleHead, state: EagleState, view: SlotView) -> EagleState:
-        return replace(state, cache=_write_waiting(params, state, view, self.draft_window)[-1])
+        return replace(state, cache=_write_pending(params, state, view, self.draft_window)[-1])
 
 
 @final
@@ -197,17 +203,10 @@ class Eagle3(EagleDrafter):
             quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`).
             draft_window: tokens back that the head attends to; None: all.
         """
-        checkpoint = load.load(
-            path,
-            dtype=dtype,
-            kind="eagle3",
-            rope_theta=rope_theta,
-            feature_layers=feature_layers,
-            norm_before_residual=norm_before_residual,
-            norm_output=norm_output,
-            quantize=quantize,
-        )
-        return cls(EagleHead.from_weights(checkpoint.config, checkpoint.weights), tree, draft_window=draft_window)
+        layers = None if feature_layers is None else tuple(feature_layers)
+        overrides = Overrides(rope_theta, layers, norm_before_residual, norm_output)
+        head = _load_head(path, cls.method, overrides, dtype=dtype, quantize=quantize)
+        return cls(head, tree, draft_window=draft_window)
 
 
 @final
@@ -234,69 +233,81 @@ class Eagle(EagleDrafter):
             quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`).
             draft_window: tokens back that the head attends to; None: all.
         """
-        checkpoint = load.load(path, dtype=dtype, kind="eagle", rope_theta=rope_theta, quantize=quantize)
-        return cls(EagleHead.from_weights(checkpoint.config, checkpoint.weights), tree, draft_window=draft_window)
+        head = _load_head(path, cls.method, Overrides(rope_theta), dtype=dtype, quantize=quantize)
+        return cls(head, tree, draft_window=draft_window)
+
+
+def _load_head(
+    path: str | Path, method: str, overrides: Overrides, *, dtype: str | None, quantize: str | None
+) -> EagleHead:
+    format_of = partial(head_format, overrides=overrides)
+    found = load.read_checkpoint(path, format_of, kind=method, dtype=dtype, quantize=quantize)
+    return EagleHead.from_weights(found.config, found.weights)
 
 
 def write_pending_rows(
     params: EagleHead, state: EagleState, view: SlotView, window: int | None = None
 ) -> tuple[HeadOut, PartialSums, KVCache]:
-    """Write the rows of the waiting pairs and run the head on the root's.
+    """Write the rows of the pending pairs and run the head on the root's pair.
 
-    In the last layer the other rows need only their K and V: what they predict is known already.
+    In the last layer the other rows need only K and V: the tokens after them are known already.
     """
-    last, q, residual, cache = _write_waiting(params, state, view, window)
+    last, q, residual, cache = _write_pending(params, state, view, window)
     q = jnp.take_along_axis(q, last[..., None, None], axis=1)
     residual = jnp.take_along_axis(residual, last[..., None], axis=1)
     root = _pairs(view, view.root[:, None], view.lengths, view.active[:, None], window)
     quantize_output = has_dynamic_activations(params.layers[-1].o)
     attended = attend(q, cache.k[-1], cache.v[-1], root, start=FIRST_ROW, quantize_output=quantize_output)
-    return *finish(params, attended, residual, view.implementation), cache
+    return *output_logits(params, attended, residual, view.implementation), cache
 
 
-def _write_waiting(
+def _write_pending(
     params: EagleHead, state: EagleState, view: SlotView, window: int | None
 ) -> tuple[Int[Array, "batch 1"], Array, Array, KVCache]:
-    """Write the rows of the waiting pairs, of which the root's is the ``last``: queries and residual of all."""
+    """Write the rows of the pending pairs.
+
+    Returns:
+        The index of the root's pair, the queries of the last layer and the residual stream of all pairs, the cache.
+    """
     features = state.features.at[view.slots].get(mode="fill", fill_value=0)
-    waiting = state.tokens.at[view.slots].get(mode="fill", fill_value=0)
+    pending = state.tokens.at[view.slots].get(mode="fill", fill_value=0)
     count = state.count.at[view.slots].get(mode="fill", fill_value=0)
     last = jnp.where(view.active, jnp.maximum(count - 1, 0), 0)[:, None]
     steps = jnp.arange(features.shape[1])
-    tokens = jnp.where(steps == last, view.root[:, None], waiting)
+    tokens = jnp.where(steps == last, view.root[:, None], pending)
     valid = (steps <= last) & view.active[:, None]
     pairs = _pairs(view, tokens, view.lengths - last[:, 0], valid, window)
-    return last, *through(params, state.cache, pairs, *enter(params, pairs, features), attends=False)
+    return last, *run_layers(params, state.cache, pairs, *project_inputs(params, pairs, features), attends=False)
 
 
 def _feature_before(state: EagleState, view: SlotView, first_row: Int[Array, "batch"]) -> Float[Array, "batch hidden"]:
-    """The feature of the row before a chunk: what waits in the slot, or, behind a page's end, the page's own."""
-    waiting = state.features.at[view.slots, 0].get(mode="fill", fill_value=0)
-    if state.edges is None:
-        return waiting
+    """The feature of the row before a chunk: the slot's pending one, or, after a page's end, the page's own."""
+    pending = state.features.at[view.slots, 0].get(mode="fill", fill_value=0)
+    if state.page_end_features is None:
+        return pending
     page_size = state.cache.k[0].shape[2]
     column = jnp.maximum(first_row // page_size - 1, 0)[:, None]
-    edge = state.edges[jnp.take_along_axis(view.page_table, column, axis=1)[:, 0]]
-    return jnp.where((first_row % page_size == 0)[:, None], edge, waiting)
+    page_end = state.page_end_features[jnp.take_along_axis(view.page_table, column, axis=1)[:, 0]]
+    return jnp.where((first_row % page_size == 0)[:, None], page_end, pending)
 
 
-def _keep_edges(
+def _keep_page_ends(
     state: EagleState,
     view: SlotView,
     rows: Int[Array, "batch rows"],
     valid: Bool[Array, "batch rows"],
     features: Float[Array, "batch rows hidden"],
 ) -> Float[Array, "pages hidden"] | None:
-    """Of the rows just committed, keep the features of those that end a page."""
-    if state.edges is None:
+    """Store the features of those committed rows that end a page."""
+    if state.page_end_features is None:
         return None
-    shape = (state.edges.shape[0], state.cache.k[0].shape[2])
+    shape = (state.page_end_features.shape[0], state.cache.k[0].shape[2])
     pages, place = places(view.page_table, rows, valid, shape)
     pages = jnp.where(place == shape[1] - 1, pages, shape[0])
-    return state.edges.at[pages].set(features, mode="drop")
+    return state.page_end_features.at[pages].set(features, mode="drop")
 
 
-def self_feed(
+def draft_step(
     params: EagleHead,
     cache: KVCache,
     view: SlotView,
@@ -304,14 +315,14 @@ def self_feed(
     parents: HeadOut,
     window: int | None = None,
 ) -> tuple[HeadOut, PartialSums, KVCache]:
-    """Run the head on drafted tokens, each with its parent's output as its feature.
+    """Run the head on the drafted tokens of a level, each with its parent's output as its feature.
 
-    All nodes of a level stand at one position; a feature stands one before its token.
+    All nodes of a level have one position, that of their features: one less than the tokens'.
     """
     pairs = level.batch(view, view.lengths + level.depth - 1, window)
-    entered = enter_drafted(params, pairs, level.ids, parents)
-    attended, residual, cache = through(params, cache, pairs, *entered, attends=True)
-    return *finish(params, attended, residual, view.implementation), cache
+    projected = project_draft_tokens(params, pairs, level.ids, parents)
+    attended, residual, cache = run_layers(params, cache, pairs, *projected, attends=True)
+    return *output_logits(params, attended, residual, view.implementation), cache
 
 
 def _pairs(
@@ -321,7 +332,7 @@ def _pairs(
     valid: Bool[Array, "batch tokens"],
     window: int | None,
 ) -> TokenBatch:
-    """Pairs for the draft's cache rows from ``first_row`` on; a pair's position is its feature's, one below its row."""
+    """The batch of pairs for the draft's cache rows from ``first_row`` on; a pair's position is one below its row."""
     return TokenBatch(
         tokens=tokens,
         positions=first_row[:, None] + jnp.arange(tokens.shape[1]) - 1,
@@ -335,7 +346,7 @@ def _pairs(
 
 
 def _check_pair(name: str, head: EagleHead, target: Model, feature_layers: tuple[int, ...]) -> None:
-    """Raise on every way in which a head cannot belong to a target."""
+    """Raises ValueError unless the head fits the target."""
     config, own = head.config, target.config
     wrong = [i for i in feature_layers if not 0 <= i <= own.num_layers + 1]
     if wrong or len(set(feature_layers)) != len(feature_layers):
@@ -348,7 +359,7 @@ def _check_pair(name: str, head: EagleHead, target: Model, feature_layers: tuple
         ("vocabulary", config.vocab_size, own.vocab_size),
         ("target hidden size", config.target_hidden_size, own.hidden_size),
     ]
-    if config.method == "eagle3" and head.fc is not None:
+    if head.fc is not None and config.fuses_states:
         checks.append(("fc input width", head.fc.shape[1], width))
     else:
         checks.append(("hidden size (it takes the target's state as it is)", config.hidden_size, own.hidden_size))
@@ -356,8 +367,8 @@ def _check_pair(name: str, head: EagleHead, target: Model, feature_layers: tuple
         checks.append(("hidden size (it shares the target's output head)", config.hidden_size, own.hidden_size))
     if head.embed is None:
         checks.append(("hidden size (it shares the target's embedding)", config.hidden_size, own.hidden_size))
-    for what, got, expected in checks:
+    for size, got, expected in checks:
         if got != expected:
             raise ValueError(
-                f"{name}: {what}: the target needs {expected}, the head has {got}; use a head made for this target"
+                f"{name}: {size}: the target needs {expected}, the head has {got}; use a head made for this target"
             )

@@ -6,12 +6,23 @@ layer's config as `transformer_layer_config`; vLLM's EAGLE-1 files wrap the auth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from jspec.draft.head_config import HeadConfig, Overrides
-from jspec.models.fields import Rope, layer_sizes, require, unsupported
+import numpy as np
+from jaxtyping import Bool, Int
+
+from convert.detect import bare_name
+from convert.huggingface import Row, Source, renamed, side_by_side
+from jspec.draft.eagle_head import head_params
+from jspec.draft.head_config import METHODS, HeadConfig, Overrides
+from jspec.models.config import require, unsupported
+from jspec.models.families import llama
+from jspec.models.families.llama import layer_tensors, read_rope, read_sizes
+from jspec.models.load import Format
+from jspec.models.params import rows
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 TARGET_LAYERS = ("num_target_layers", "target_num_hidden_layers")
@@ -43,6 +54,15 @@ EAGLE = {
     "skip_output_norm": True,
     "logit_scale": 1.0,
 }
+TENSORS = {
+    "embed": "embed_tokens.weight",
+    "input_norm": "input_norm.weight",
+    "fc": "fc.weight",
+    "fc_bias": "fc.bias",
+    "norm": "norm.weight",
+    "head": "lm_head.weight",
+}
+LAYER = llama.LAYER | {"input_norm": ("input_layernorm.weight",), "hidden_norm": ("hidden_norm.weight",)}
 FAMILIES = {"speculators": ("llama", "qwen3"), "vllm": ("llama", "qwen2")}
 
 
@@ -87,6 +107,23 @@ class Parts:
         return found[0] if found else default
 
 
+def head_format(method: str, overrides: Overrides | None = None) -> Format:
+    """The format of EAGLE heads of any exporter.
+
+    Args:
+        method: "eagle3", or "eagle" for EAGLE-1 and 2.
+        overrides: values that replace those of the file.
+    """
+    given = overrides or Overrides()
+
+    def from_hf(fields: Mapping[str, Any], source: Source) -> tuple[HeadConfig, list[Row]]:
+        config = read_head(fields, method, given)
+        names = {bare_name(name): name for name in source.tensors}
+        return config, renamed(head_weights(config, names), names)
+
+    return Format(from_hf, HeadConfig.from_json, given.apply)
+
+
 def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | None = None) -> HeadConfig:
     """Reads the config.json of an EAGLE head.
 
@@ -107,15 +144,15 @@ def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | Non
     _check_options(parts, EAGLE3 if method == "eagle3" else EAGLE)
     # The count in other EAGLE-3 files is often the target's; they have one layer.
     counted = ("num_hidden_layers",) if method == "eagle" or parts.source_format == "speculators" else ()
-    fields = layer_sizes(parts.layer, _families(parts, method), *counted)
-    return HeadConfig(
+    fields = read_sizes(parts.layer, _families(parts, method), *counted)
+    fuses = method == "eagle3" and bool(parts.one("use_aux_hidden_state", default=True))
+    return METHODS[method].of_method(
         **fields,
         draft_vocab_size=int(parts.one("draft_vocab_size", "truncated_vocab_size") or fields["vocab_size"]),
         target_hidden_size=int(parts.one("target_hidden_size") or fields["hidden_size"]),
-        rope=Rope.from_hf(parts.layer, theta=overrides.rope_theta),
-        feature_layers=_feature_layers(parts, method) if overrides.feature_layers is None else overrides.feature_layers,
+        rope=read_rope(parts.layer, theta=overrides.rope_theta),
+        feature_layers=_feature_layers(parts, fuses) if overrides.feature_layers is None else overrides.feature_layers,
         source_format=parts.source_format,
-        method=method,
         num_layers=int(parts.layer["num_hidden_layers"]) if counted else 1,
         norm_before_residual=_norm_before_residual(parts, overrides.norm_before_residual),
         norm_before_fc=bool(parts.one("norm_before_fc")),
@@ -124,7 +161,7 @@ def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | Non
         qk_norm=parts.layer["model_type"] == "qwen3",
         qkv_bias=bool(parts.one("qkv_bias")),
         fc_bias=_fc_bias(parts, method),
-        fuse=method == "eagle" or bool(parts.one("use_aux_hidden_state", default=True)),
+        fuse=fuses,
     )
 
 
@@ -169,7 +206,7 @@ def _fc_bias(parts: Parts, method: str) -> bool:
     return bool(parts.one("bias", default=method == "eagle"))
 
 
-def _feature_layers(parts: Parts, method: str) -> tuple[int, ...] | None:
+def _feature_layers(parts: Parts, fuses: bool) -> tuple[int, ...] | None:
     """Target state indices from the ids of the file, ascending: all exporters join states in the order of layers.
 
     Ids inside `eagle_config` from 1 on count layer outputs (that of layer j is state j+1), unless one is the number
@@ -181,10 +218,72 @@ def _feature_layers(parts: Parts, method: str) -> tuple[int, ...] | None:
         if ids:
             outputs = where is parts.nested and ids[0] == 1 and ids[-1] not in parts.values(*TARGET_LAYERS)
             found.add(tuple(i + outputs for i in ids))
-    fused = method == "eagle3" and parts.one("use_aux_hidden_state", default=True)
-    if len(found) > 1 or (found and not fused):
+    if len(found) > 1 or (found and not fuses):
         raise ValueError(
-            f"{IDS}: expected {'one list' if fused else 'none, as use_aux_hidden_state is false'}, got the states "
+            f"{IDS}: expected {'one list' if fuses else 'none, as use_aux_hidden_state is false'}, got the states "
             f"{sorted(found)}; pass feature_layers= with the target state indices"
         )
     return next(iter(found), None)
+
+
+def head_weights(config: HeadConfig, names: Collection[str]) -> list[Row]:
+    """The rows of the weight map of an EAGLE head of any exporter.
+
+    Args:
+        names: the tensors in the file, without the prefix `model.`. `embed_tokens`, `t2d`, and, for a head over the
+            whole vocabulary, `d2t` and `lm_head` may be absent; the first layer is `midlayer` or `layers.0`.
+    """
+    drafts_all = config.draft_vocab_size == config.vocab_size
+    has_head = "lm_head.weight" in names or not drafts_all
+    params = head_params(config, has_embed="embed_tokens.weight" in names, has_head=has_head)
+    tensors = {name: [tensor] for name, tensor in TENSORS.items() if name in params}
+    midlayer = any(name.startswith("midlayer.") for name in names)
+    for index in range(config.num_layers):
+        source = "midlayer" if midlayer and index == 0 else f"layers.{index}"
+        tensors |= layer_tensors(params, f"layers.{index}", source, LAYER)
+    found = rows(params, tensors)
+    if (states := params.get("fc_norm")) is not None:
+        found.append(side_by_side("fc_norm", {f"fc_norm.{i}.weight": states.shape[1:] for i in range(states.shape[0])}))
+    if (ids := params.get("draft_to_target")) is not None:
+        maps = {"d2t": ids.shape} if "d2t" in names or not drafts_all else {}
+        maps |= {"t2d": (config.vocab_size,)} if "t2d" in names else {}
+        fill = partial(_vocabulary, config.vocab_size)
+        found.append(Row("draft_to_target", maps, ids.shape, fill, dtype=ids.dtype))
+    return found
+
+
+def _vocabulary(vocab: int, source: Source, row: Row, dtype: str) -> np.ndarray:
+    tables = {bare_name(name): np.concatenate(list(source.pieces(name))) for name in row.sources}
+    if floats := [name for name, table in tables.items() if table.dtype.kind not in "biu"]:
+        raise ValueError(f"{floats[0]}: expected integers, got {tables[floats[0]].dtype}; rounding has lost ids")
+    ids = draft_to_target(tables.get("d2t", np.zeros(row.shape, np.int64)), vocab)
+    if "t2d" in tables:
+        check_members(ids, tables["t2d"])
+    return ids.astype(dtype)
+
+
+def draft_to_target(offsets: Int[np.ndarray, "draft_vocab"], vocab: int) -> Int[np.ndarray, "draft_vocab"]:
+    """Target ids of draft ids: `d2t` holds offsets, target id = draft id + d2t[draft id], in any order.
+
+    Raises:
+        ValueError: if two draft ids share a target id, or one is outside the target's vocabulary.
+    """
+    ids = np.arange(len(offsets)) + offsets
+    repeated = len(ids) - len(np.unique(ids))
+    if repeated or ids.min() < 0 or ids.max() >= vocab:
+        raise ValueError(
+            f"d2t: expected offsets (target id minus draft id) to distinct ids in 0..{vocab - 1}, "
+            f"got {repeated} repeated ids in {ids.min()}..{ids.max()}; the head is damaged"
+        )
+    return ids
+
+
+def check_members(ids: Int[np.ndarray, "draft_vocab"], member: Bool[np.ndarray, "vocab"]) -> None:
+    """Raises ValueError unless `t2d` marks exactly the target ids of the draft vocabulary."""
+    expected = np.flatnonzero(member)
+    if not np.array_equal(np.sort(ids), expected):
+        wrong = np.setxor1d(ids, expected)
+        raise ValueError(
+            f"t2d: expected to mark the {len(ids)} target ids that d2t gives, got {len(expected)}; "
+            f"they differ in {wrong[:8].tolist()}; the file is inconsistent"
+        )

@@ -1,7 +1,7 @@
 """The forward pass of EAGLE heads: one or a few decoder layers over (feature, token) pairs.
 
 EAGLE-3 (arXiv:2503.01840): a pair's feature is the target's fused hidden states, or, for a drafted token, the head's
-own output before it. Layer 0 reads the normed embedding and the normed feature side by side, embedding first.
+own output for its parent. Layer 0 reads the normed embedding and the normed feature side by side, embedding first.
 EAGLE-1 and 2 (arXiv:2401.15077, 2406.16858): the feature is the target's state after its final norm; ``fc`` joins
 embedding and feature at every step, layer 0 has no norm before its attention, and the output goes to the target's
 own output head without a norm.
@@ -9,9 +9,8 @@ own output head without a norm.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,51 +19,42 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jspec.core.records import KVCache, TokenBatch
-from jspec.draft.head_config import HeadConfig
-from jspec.models.attention import project, project_and_attend
-from jspec.models.decoder import mlp, rms_norm
+from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig
+from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part
+from jspec.models.layers import rms_norm
+from jspec.models.params import ParamSpec, layer_params, norm, prefixed
 from pallas_kernels.layers.quantized import (
     Inputs,
     PartialSums,
     Quantized,
     Weight,
-    has_dynamic_activations,
     matmul,
     matmul_unscaled,
     reduce_partials,
 )
-from pallas_kernels.layers.residual_norm import add_rms_norm
 from pallas_kernels.layers.split_matmul import split_matmul
 
 FIRST_ROW = 1  # row 0 of the draft's cache does not exist
 
 
 @struct.dataclass
-class EagleLayer:
-    """Weights of one draft layer; ``inputs`` is twice the hidden size in layer 0 of EAGLE-3, else the hidden size."""
+class EagleLayer(LayerWeights):
+    """Weights of one layer of a head; ``qkv`` of layer 0 of EAGLE-3 reads twice the hidden size."""
 
-    qkv: Weight  # [(heads + 2 kv_heads) * head_dim, inputs]
-    o: Weight  # [hidden, heads * head_dim]
-    mlp_norm: Float[Array, "hidden"]
-    gate_up: Weight  # [2 * intermediate, hidden]
-    down: Weight  # [hidden, intermediate]
     input_norm: Float[Array, "hidden"] | None = None  # layer 0: of the embedding; further layers: of their input
     hidden_norm: Float[Array, "hidden"] | None = None  # layer 0 of EAGLE-3: of the feature
-    qkv_bias: Float[Array, "qkv"] | None = None
-    q_norm: Float[Array, "head_dim"] | None = None
-    k_norm: Float[Array, "head_dim"] | None = None
 
 
 @struct.dataclass
-class Drafted:
-    """Layer 0's projection taken apart for tokens of the draft's vocabulary: that of their embeddings is known already.
+class PrecomputedFirstLayer:
+    """The embedding half of layer 0's QKV projection, precomputed for every token of the draft vocabulary.
 
-    So a drafted token waits for a row to be looked up and added, not for a product, and half of the weight is not read.
-    (Precomputing a first layer: arXiv:2402.13388.)
+    The projection of a drafted token then needs a row lookup and a sum instead of a product, and half of the weight is
+    not read. (Precomputing a first layer: arXiv:2402.13388.)
     """
 
-    projected: Float[Array, "draft_vocab qkv"]  # what the projection makes of the normed embeddings
-    qkv: Weight  # [(heads + 2 kv_heads) * head_dim, hidden], of the normed feature
+    projected: Float[Array, "draft_vocab qkv"]  # projections of the normed embeddings
+    qkv: Weight  # [(heads + 2 kv_heads) * head_dim, hidden], the half for the normed feature
 
 
 @struct.dataclass
@@ -80,12 +70,12 @@ class EagleHead:
     norm: Float[Array, "hidden"] | None = None  # before the output head
     head: Weight | None = None  # [draft_vocab, hidden]
     draft_to_target: Int[Array, "draft_vocab"] | None = None  # None: the same ids
-    drafted: Drafted | None = None  # of an EAGLE-3 head that is bound and has a vocabulary of its own
+    precomputed: PrecomputedFirstLayer | None = None  # of a bound EAGLE-3 head with a reduced draft vocabulary
     config: HeadConfig = struct.field(pytree_node=False, kw_only=True)
 
     @classmethod
     def from_weights(cls, config: HeadConfig, weights: Mapping[str, Any]) -> EagleHead:
-        """Build from the tree of arrays that `jspec.models.load.load` returns."""
+        """Build from the tree of arrays that `jspec.models.load.read_checkpoint` returns."""
         own = {name: array for name, array in weights.items() if name not in ("embed", "layers")}
         layers = [EagleLayer(**layer) for layer in weights["layers"]]
         return cls(embed=weights.get("embed"), layers=layers, config=config, **own)
@@ -95,17 +85,53 @@ class EagleHead:
         return self.layers[0].mlp_norm.dtype
 
 
-class HeadOut(NamedTuple):
-    """What the head makes of a token."""
+def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool = True) -> dict[str, ParamSpec]:
+    """The parameters of a head, by name.
 
-    hidden: Float[Array, "batch tokens hidden"]  # the next token's feature
-    projected: Float[Array, "batch tokens qkv"] | None  # layer 0's, of ``hidden`` (`Drafted`)
+    Args:
+        has_embed, has_head: whether an EAGLE-3 head has an embedding and an output head of its own, or an EAGLE-1 head
+            an embedding; otherwise it uses the target's.
+    """
+    hidden, states, width = config.hidden_size, config.num_features, config.target_hidden_size
+    params: dict[str, ParamSpec] = {}
+    if has_embed:
+        params["embed"] = ParamSpec((config.vocab_size, hidden), ("vocab", "hidden"))
+    if isinstance(config, Eagle3Config) and config.norm_before_fc:
+        params["input_norm"] = norm(states * width, "features")
+    if isinstance(config, Eagle3Config) and config.fc_norm:
+        params["fc_norm"] = ParamSpec((states, width), ("states", "hidden"), init="ones")
+    if config.fuses_states or isinstance(config, EagleConfig):
+        inputs = states * width if config.fuses_states else 2 * hidden
+        params["fc"] = ParamSpec((hidden, inputs), ("hidden", "features"))
+        if config.fc_bias:
+            params["fc_bias"] = ParamSpec((hidden,), ("hidden",), init="zeros")
+    for index, layer in enumerate(config.layers):
+        is_joined = index == 0 and isinstance(config, Eagle3Config)  # reads embedding and feature side by side
+        own = layer_params(layer, hidden, 2 * hidden if is_joined else hidden)
+        if is_joined or index > 0:
+            own["input_norm"] = norm(hidden)
+        if is_joined:
+            own["hidden_norm"] = norm(hidden)
+        params |= prefixed(f"layers.{index}", own)
+    if isinstance(config, EagleConfig):
+        return params
+    params["norm"] = norm(hidden)
+    if has_head:
+        params["head"] = ParamSpec((config.draft_vocab_size, hidden), ("draft_vocab", "hidden"))
+    return params | {"draft_to_target": ParamSpec((config.draft_vocab_size,), ("draft_vocab",), "range", "int32")}
+
+
+class HeadOut(NamedTuple):
+    """The head's output for a token."""
+
+    hidden: Float[Array, "batch tokens hidden"]  # the feature of the next pair
+    projected: Float[Array, "batch tokens qkv"] | None  # layer 0's projection of ``hidden`` (`PrecomputedFirstLayer`)
 
 
 def fuse(head: EagleHead, features: Float[Array, "... features"]) -> Float[Array, "... hidden"]:
-    """The target's states as one feature of a pair."""
+    """The feature of a pair from the target's states."""
     features, eps = features.astype(head.dtype), head.config.norm_eps
-    if head.config.method == "eagle" or head.fc is None:
+    if head.fc is None or not head.config.fuses_states:
         return features
     with jax.named_scope("fuse"):
         if head.fc_norm is not None:
@@ -117,155 +143,130 @@ def fuse(head: EagleHead, features: Float[Array, "... features"]) -> Float[Array
         return fused if head.fc_bias is None else fused + head.fc_bias
 
 
-def with_drafted(head: EagleHead) -> EagleHead:
-    """A head whose embedding is bound, with the projections of the tokens it can draft; weights may be shapes."""
+def precompute_first_layer(head: EagleHead) -> EagleHead:
+    """A head whose embedding is bound, with its `PrecomputedFirstLayer`; weights may be shapes.
+
+    Heads that draft from the whole vocabulary get none: the table would be larger than the head.
+    """
     config = head.config
-    if config.method != "eagle3" or config.draft_vocab_size == config.vocab_size:
-        return head  # a table of the whole vocabulary would be larger than the head
+    if not isinstance(config, Eagle3Config) or config.draft_vocab_size == config.vocab_size:
+        return head
     is_abstract = isinstance(head.layers[0].mlp_norm, jax.ShapeDtypeStruct)
-    drafted = jax.eval_shape(_drafted, head) if is_abstract else jax.jit(_drafted)(head)
-    return replace(head, drafted=drafted)
+    precomputed = jax.eval_shape(_precomputed, head) if is_abstract else jax.jit(_precomputed)(head)
+    return replace(head, precomputed=precomputed)
 
 
-def _drafted(head: EagleHead) -> Drafted:
+def _precomputed(head: EagleHead) -> PrecomputedFirstLayer:
     assert head.embed is not None
     layer, size = head.layers[0], head.config.hidden_size
     assert layer.input_norm is not None
     embedded = head.embed[head.draft_to_target].astype(head.dtype)
     of_embedding, of_feature = _columns(layer.qkv, slice(size)), _columns(layer.qkv, slice(size, None))
-    return Drafted(matmul(rms_norm(embedded, layer.input_norm, head.config.norm_eps), of_embedding), of_feature)
+    normed = rms_norm(embedded, layer.input_norm, head.config.norm_eps)
+    return PrecomputedFirstLayer(matmul(normed, of_embedding), of_feature)
 
 
 def _columns(weight: Weight, part: slice) -> Weight:
     return replace(weight, values=weight.values[:, part]) if isinstance(weight, Quantized) else weight[:, part]
 
 
-def enter(
+def project_inputs(
     head: EagleHead, pairs: TokenBatch, features: Float[Array, "batch tokens hidden"]
 ) -> tuple[Array, PartialSums]:
-    """Residual stream and projection of layer 0, of any (feature, token) pairs."""
+    """The residual stream and the QKV projection of layer 0, for any (feature, token) pairs."""
     assert head.embed is not None
     layer, eps = head.layers[0], head.config.norm_eps
     embedded = head.embed[pairs.tokens].astype(features.dtype)
-    if head.config.method == "eagle":
+    if isinstance(head.config, EagleConfig):
         assert head.fc is not None
         joined = matmul(jnp.concatenate([embedded, features], axis=-1), head.fc)
         residual = x = joined if head.fc_bias is None else joined + head.fc_bias
     else:
         assert layer.input_norm is not None
-        normed = _normed(head, features)
-        residual = normed if head.config.norm_before_residual else features
+        normed = _norm_features(head, features)
+        residual = normed if _is_residual_normed(head.config) else features
         x = jnp.concatenate([rms_norm(embedded, layer.input_norm, eps), normed], axis=-1)
     return residual, split_matmul(x, layer.qkv, implementation=pairs.implementation)
 
 
-def enter_drafted(
+def project_draft_tokens(
     head: EagleHead, pairs: TokenBatch, ids: Int[Array, "batch tokens"], parents: HeadOut
 ) -> tuple[Array, PartialSums]:
-    """`enter` for drafted tokens.
+    """`project_inputs` for drafted tokens.
 
     Args:
-        ids: of the tokens in the draft's vocabulary.
-        parents: what the head made of each token's parent.
+        ids: the tokens as ids of the draft vocabulary.
+        parents: the head's output for each token's parent.
     """
-    if head.drafted is None or parents.projected is None:
-        return enter(head, pairs, parents.hidden)
-    residual = _normed(head, parents.hidden) if head.config.norm_before_residual else parents.hidden
-    return residual, (parents.projected + head.drafted.projected[ids])[None]
+    if head.precomputed is None or parents.projected is None:
+        return project_inputs(head, pairs, parents.hidden)
+    residual = _norm_features(head, parents.hidden) if _is_residual_normed(head.config) else parents.hidden
+    return residual, (parents.projected + head.precomputed.projected[ids])[None]
 
 
-def _normed(head: EagleHead, features: Array) -> Array:
-    """Features as layer 0 of EAGLE-3 reads them."""
-    norm = head.layers[0].hidden_norm
-    assert norm is not None
-    return rms_norm(features, norm, head.config.norm_eps)
+def _is_residual_normed(config: HeadConfig) -> bool:
+    return isinstance(config, Eagle3Config) and config.norm_before_residual
 
 
-def through(
+def _is_output_normed(config: HeadConfig) -> bool:
+    return isinstance(config, Eagle3Config) and config.norm_output
+
+
+def _norm_features(head: EagleHead, features: Array) -> Array:
+    """Features under the norm of layer 0 of EAGLE-3."""
+    weight = head.layers[0].hidden_norm
+    assert weight is not None
+    return rms_norm(features, weight, head.config.norm_eps)
+
+
+def run_layers(
     head: EagleHead, cache: KVCache, pairs: TokenBatch, residual: Array, qkv: PartialSums, *, attends: bool
 ) -> tuple[Any, Array, KVCache]:
-    """Take pairs that were entered as far as the last layer's attention, and write all their keys and values.
+    """Run projected pairs up to the last layer's attention, and write their keys and values in every layer.
 
     Args:
-        attends: False: in the last layer nobody does yet.
+        attends: False: stop before the last layer's attention.
 
     Returns:
-        What was attended to, or the last layer's queries, the residual stream and the cache.
+        The last layer's attended values, or its queries; the residual stream; and the cache.
     """
-    k_pools, v_pools = [], []
-    for index, layer in enumerate(head.layers):
+    k_pools, v_pools, eps = [], [], head.config.norm_eps
+    out: Any = None
+    for index, (layer, config) in enumerate(zip(head.layers, head.config.layers, strict=True)):
         is_last = index + 1 == len(head.layers)
-        run: Any = partial(project_and_attend, start=FIRST_ROW, quantize_output=has_dynamic_activations(layer.o))
-        if is_last and not attends:
-            run = project
         pools = cache.k[index], cache.v[index]
-        out, k_pool, v_pool = run(_norm_heads(qkv, layer, head), *pools, pairs, head.config, head.dtype)
+        options: dict[str, Any] = {"eps": eps, "start": FIRST_ROW, "attends": attends or not is_last}
+        out, k_pool, v_pool = attention_part(layer, config, qkv, pools, pairs, head.dtype, **options)
         k_pools.append(k_pool)
         v_pools.append(v_pool)
         if not is_last:
-            following = head.layers[index + 1]
-            norms = [] if following.input_norm is None else [(following.input_norm, following.qkv)]
-            residual, x = _after_attention(head, index, out, residual, norms, pairs.implementation)
-            qkv = split_matmul(x, following.qkv, implementation=pairs.implementation)
+            next_layer = head.layers[index + 1]
+            norms: list[Norm] = [] if next_layer.input_norm is None else [(next_layer.input_norm, next_layer.qkv)]
+            residual, x = mlp_part(layer, out, residual, norms, eps=eps, implementation=pairs.implementation)
+            qkv = split_matmul(x, next_layer.qkv, implementation=pairs.implementation)
     return out, residual, KVCache(k=k_pools, v=v_pools)
 
 
-def finish(head: EagleHead, attended: Inputs, residual: Array, implementation: str) -> tuple[HeadOut, PartialSums]:
-    """Run what is left of the last layer, the output norm and the output head, whose logits may be still to be scaled.
+def output_logits(
+    head: EagleHead, attended: Inputs, residual: Array, implementation: str
+) -> tuple[HeadOut, PartialSums]:
+    """Finish the last layer and run the output norm and the output head; a quantised head's scales are not applied yet.
 
-    Where a graph's launches run side by side, the next token's projection does so beside the choice of that token, not
-    beside the head: two products at once take as long as one after the other.
+    Where a graph's launches run side by side, the next token's projection runs beside the choice of that token, not
+    beside the output head: two products at once take as long as one after the other.
     """
     assert head.head is not None
-    is_fed_back, of_feature = head.config.norm_output, head.layers[0].hidden_norm
-    norms = [] if head.norm is None else [(head.norm, None if is_fed_back else head.head)]
-    if norms and head.drafted is not None and of_feature is not None and not is_fed_back:
-        norms += [(of_feature, head.drafted.qkv)]  # of the same sum
-    hidden, *normed = _after_attention(head, len(head.layers) - 1, attended, residual, norms, implementation)
+    is_fed_back, feature_norm = _is_output_normed(head.config), head.layers[0].hidden_norm
+    norms: list[Norm] = [] if head.norm is None else [(head.norm, None if is_fed_back else head.head)]
+    if norms and head.precomputed is not None and feature_norm is not None and not is_fed_back:
+        norms += [(feature_norm, head.precomputed.qkv)]  # both norms come from the same residual sum
+    options: dict[str, Any] = {"eps": head.config.norm_eps, "implementation": implementation}
+    hidden, *normed = mlp_part(head.layers[-1], attended, residual, norms, **options)
     hidden, projected = normed[0] if is_fed_back else hidden, None
     with jax.named_scope("head"):
         product = matmul_unscaled(normed[0], head.head, jnp.float32)
-    if head.drafted is not None:
-        feature = normed[1] if len(norms) == 2 else _normed(head, hidden)
-        parts = split_matmul(feature, head.drafted.qkv, after=product, implementation=implementation)
+    if head.precomputed is not None:
+        feature = normed[1] if len(norms) == 2 else _norm_features(head, hidden)
+        parts = split_matmul(feature, head.precomputed.qkv, after=product, implementation=implementation)
         projected = reduce_partials(parts, jnp.float32)
     return HeadOut(hidden, projected), product
-
-
-def _norm_heads(parts: PartialSums, layer: EagleLayer, head: EagleHead) -> PartialSums:
-    """Add the bias of the fused projection and norm every query and key head, where the layer does that (Qwen)."""
-    if layer.qkv_bias is None and layer.q_norm is None:
-        return parts
-    config, qkv = head.config, reduce_partials(parts, head.dtype)
-    qkv = qkv if layer.qkv_bias is None else qkv + layer.qkv_bias
-    if layer.q_norm is not None and layer.k_norm is not None:
-        heads = qkv.reshape(*qkv.shape[:-1], -1, config.head_dim)
-        q, k, v = jnp.split(heads, [config.num_heads, config.num_heads + config.num_kv_heads], axis=-2)
-        q, k = rms_norm(q, layer.q_norm, config.norm_eps), rms_norm(k, layer.k_norm, config.norm_eps)
-        qkv = jnp.concatenate([q, k, v], axis=-2).reshape(qkv.shape)
-    return qkv[None]
-
-
-def _after_attention(
-    head: EagleHead,
-    index: int,
-    attended: Inputs,
-    residual: Array,
-    norms: Sequence[tuple[Array, Weight | None]],
-    implementation: str,
-) -> tuple[Any, ...]:
-    """What a layer does with what it attended to: its output, and that output normed for whatever comes next.
-
-    Args:
-        norms: each with the weight that alone is multiplied by what is normed, if there is one.
-    """
-    layer = head.layers[index]
-    add_norm = partial(add_rms_norm, eps=head.config.norm_eps, implementation=implementation)
-    delta = split_matmul(attended, layer.o, implementation=implementation)
-    hidden, normed = add_norm(residual, delta, layer.mlp_norm, quantize_output=has_dynamic_activations(layer.gate_up))
-    delta = mlp(normed, layer.gate_up, layer.down, implementation)
-    if not norms:
-        hidden = hidden + reduce_partials(delta, hidden.dtype)
-        return hidden, hidden
-    quantize_output = all(weight is not None and has_dynamic_activations(weight) for _, weight in norms)
-    return add_norm(hidden, delta, *(norm for norm, _ in norms), quantize_output=quantize_output)

@@ -1,14 +1,17 @@
-"""What a draft head is, as frozen records: EAGLE heads, Medusa heads, and what a caller may override."""
+"""The configs of EAGLE heads as frozen records, one a method, and the values that a caller may override."""
+
+from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from jspec.models.config import ModelConfig
-from jspec.models.fields import Rope, check_layer, positive, unsupported
+from jspec.models.config import DecoderConfig, Rope, positive, unsupported
 
-METHODS = ("eagle3", "eagle")
+# Options of the forward pass that only EAGLE-3 heads have.
+EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "fuse")
 # The fields of `Overrides` that a checkpoint of each kind has.
 OVERRIDABLE = {
     "target": {"rope_theta"},
@@ -23,50 +26,29 @@ def default_states(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 3
 
 
-@dataclass(frozen=True)
-class HeadConfig:
-    """An EAGLE head: sizes in elements, `vocab_size` and `target_hidden_size` are the target's.
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig(DecoderConfig, ABC):
+    """An EAGLE head: the fields that all methods have; `vocab_size` is the target's.
 
     Attributes:
+        draft_vocab_size: tokens that the head can draft.
+        target_hidden_size: channels of one target state.
         feature_layers: target state indices, joined in this order. State k enters layer k, state N leaves the last
-            of N layers, state N+1 is that after the final norm. None: as `states_of` says.
-        source_format: the exporter's, for people to read.
-        method: "eagle3", or "eagle" for EAGLE-1 and 2, which share their checkpoints.
-        norm_before_residual: the first residual is the normed feature, not the feature itself.
-        norm_before_fc: one norm over all joined states before fc.
-        fc_norm: a norm of each state before fc.
-        norm_output: the normed output is fed back as the next feature (EAGLE-3.1).
-        qk_norm: every query and key head is normed before the rotary embedding.
-        fuse: False: the one feature enters the layer without fc.
+            of N layers, state N+1 is the output of the final norm. None: as `states_of` says.
+        source_format: name of the exporter, for people to read.
+        fc_bias: `fc` has a bias.
     """
 
-    vocab_size: int
+    method: ClassVar[str]
+
     draft_vocab_size: int
-    hidden_size: int
     target_hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    rope: Rope
     feature_layers: tuple[int, ...] | None
     source_format: str
-    method: str = "eagle3"
-    num_layers: int = 1
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    qk_norm: bool = False
-    qkv_bias: bool = False
     fc_bias: bool = False
-    fuse: bool = True
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}; pass one of them")
-        check_layer(self)
+        super().__post_init__()
         positive("head config", self, ("draft_vocab_size", "target_hidden_size"))
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
@@ -78,22 +60,32 @@ class HeadConfig:
             raise ValueError(
                 f"feature_layers: expected distinct target state indices from 0, got {layers}; pass others"
             )
-        self._check_features()
-        if self.method == "eagle":
-            self._refuse("method 'eagle'", "norm_before_residual", "norm_output")
-            if self.draft_vocab_size != self.vocab_size:
-                raise unsupported("draft_vocab_size", self.draft_vocab_size, f"the target's {self.vocab_size}")
+        if not self.fuses_states:
+            self._check_single_state()
 
-    def _check_features(self) -> None:
-        """One feature of the head's own width where nothing fuses several."""
-        if self.norm_before_fc and self.fc_norm:
-            raise ValueError(
-                "norm_before_fc, fc_norm: expected at most one of them, got both; correct config.json, "
-                "the head's file holds input_norm.weight for the former, fc_norm.0.weight for the latter"
-            )
-        if self.method == "eagle3" and self.fuse:
-            return
-        self._refuse("a head that fuses no states", "norm_before_fc", "fc_norm")
+    @property
+    @abstractmethod
+    def fuses_states(self) -> bool:
+        """Whether `fc` makes one feature of several target states; otherwise one state is the feature."""
+
+    @property
+    def num_features(self) -> int:
+        """Number of target states that make one feature."""
+        if self.feature_layers is not None:
+            return len(self.feature_layers)
+        return 3 if self.fuses_states else 1
+
+    def states_of(self, num_layers: int) -> tuple[int, ...]:
+        """The state indices that the head reads of a target of ``num_layers`` layers.
+
+        Where `feature_layers` is None: the `default_states` of a head that fuses states, else state N+1.
+        """
+        if self.feature_layers is not None:
+            return self.feature_layers
+        return default_states(num_layers) if self.fuses_states else (num_layers + 1,)
+
+    def _check_single_state(self) -> None:
+        """A head without fusion reads one state of its own width."""
         if self.num_features != 1:
             raise ValueError(
                 f"feature_layers: expected one target state for a head that fuses none, got {self.feature_layers}; "
@@ -105,72 +97,98 @@ class HeadConfig:
                 f"got {self.target_hidden_size}; correct config.json"
             )
 
-    def _refuse(self, what: str, *flags: str) -> None:
-        if given := [flag for flag in flags if getattr(self, flag)]:
-            raise unsupported(", ".join(given), True, f"False for {what}")
-
-    @property
-    def num_features(self) -> int:
-        """Number of target states that are joined into one feature."""
-        if self.feature_layers is not None:
-            return len(self.feature_layers)
-        return 3 if self.method == "eagle3" and self.fuse else 1
-
-    def states_of(self, num_layers: int) -> tuple[int, ...]:
-        """The states that are joined, of a target of so many layers.
-
-        Where `feature_layers` is None: the `default_states`, or, for method "eagle" and without `fuse`, state N+1.
-        """
-        if self.feature_layers is not None:
-            return self.feature_layers
-        return default_states(num_layers) if self.method == "eagle3" and self.fuse else (num_layers + 1,)
-
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields as JSON values, for `from_json`."""
-        return dataclasses.asdict(self)
+        return {**super().to_json(), "method": self.method}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Builds the config that `to_json` wrote."""
-        layers = fields["feature_layers"]
-        return cls(
-            **{
-                **fields,
-                "rope": Rope(**fields["rope"]),
-                "feature_layers": None if layers is None else tuple(layers),
-            }
-        )
+        """Builds the config that `to_json` wrote, of the method that it names."""
+        fields = dict(fields)
+        method, layers = fields.pop("method"), fields["feature_layers"]
+        if method not in METHODS:
+            raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}; pass one of them")
+        fields |= {"rope": Rope(**fields["rope"]), "feature_layers": None if layers is None else tuple(layers)}
+        config = METHODS[method].of_method(**fields)
+        assert isinstance(config, cls)
+        return config
+
+    @classmethod
+    def of_method(cls, **fields: Any) -> Self:
+        """As `of_sizes`, from the flags of all methods; the flags of another method must be off."""
+        return cls.of_sizes(**fields)
 
 
-@dataclass(frozen=True)
-class MedusaConfig:
-    """Medusa heads: `num_heads` of them, each with `num_layers` residual blocks; sizes are the target's."""
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(HeadConfig):
+    """An EAGLE-3 head (arXiv:2503.01840).
 
-    vocab_size: int
-    hidden_size: int
-    num_heads: int
-    num_layers: int
-    source_format: str = "official"
+    Attributes:
+        norm_before_residual: the first residual is the normed feature, not the feature itself.
+        norm_before_fc: one norm over all joined states before fc.
+        fc_norm: a norm of each state before fc.
+        norm_output: the normed output is fed back as the next feature (EAGLE-3.1).
+        fuse: False: the one target state enters the layer without fc.
+    """
+
+    method: ClassVar[str] = "eagle3"
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    fuse: bool = True
 
     def __post_init__(self) -> None:
-        positive("heads", self, ("vocab_size", "hidden_size", "num_heads", "num_layers"))
+        super().__post_init__()
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError(
+                "norm_before_fc, fc_norm: expected at most one of them, got both; correct config.json, "
+                "the head's file holds input_norm.weight for the former, fc_norm.0.weight for the latter"
+            )
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the fields as JSON values, for `from_json`."""
-        return dataclasses.asdict(self)
+    def _check_single_state(self) -> None:
+        _refuse(vars(self), "a head that fuses no states", "norm_before_fc", "fc_norm")
+        super()._check_single_state()
+
+    @property
+    def fuses_states(self) -> bool:
+        return self.fuse
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(HeadConfig):
+    """An EAGLE-1 or EAGLE-2 head (arXiv:2401.15077, 2406.16858), which share their checkpoints."""
+
+    method: ClassVar[str] = "eagle"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.draft_vocab_size != self.vocab_size:
+            raise unsupported("draft_vocab_size", self.draft_vocab_size, f"the target's {self.vocab_size}")
+
+    @property
+    def fuses_states(self) -> bool:
+        return False
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Builds the config that `to_json` wrote."""
-        return cls(**fields)
+    def of_method(cls, **fields: Any) -> Self:
+        given = {name: fields.pop(name, False) for name in EAGLE3_FLAGS}
+        _refuse(given, "a head that fuses no states", "norm_before_fc", "fc_norm")
+        _refuse(given, "method 'eagle'", "norm_before_residual", "norm_output")
+        return cls.of_sizes(**fields)
 
 
-Config = ModelConfig | HeadConfig | MedusaConfig
+METHODS: dict[str, type[Eagle3Config] | type[EagleConfig]] = {"eagle3": Eagle3Config, "eagle": EagleConfig}
+
+
+def _refuse(flags: Mapping[str, bool], where: str, *names: str) -> None:
+    if given := [name for name in names if flags.get(name)]:
+        raise unsupported(", ".join(given), True, f"False for {where}")
 
 
 @dataclass(frozen=True)
 class Overrides:
-    """What a caller knows better than a checkpoint's file; None: as the file says."""
+    """Values that a caller gives in place of those of a checkpoint's file; None: as the file says."""
 
     rope_theta: float | None = None
     feature_layers: tuple[int, ...] | None = None
@@ -182,26 +200,23 @@ class Overrides:
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
     def check(self, kind: str) -> None:
-        """Raises ValueError for what a checkpoint of this kind does not have."""
+        """Raises ValueError for values that a checkpoint of this kind does not have."""
         if extra := self.given().keys() - OVERRIDABLE[kind]:
             raise ValueError(
                 f"{', '.join(sorted(extra))}: expected a draft head that has this, got a checkpoint of kind {kind!r}; "
                 "leave it out"
             )
 
-    def apply(self, config: Config) -> Config:
-        """Puts these values in place of those of a converted checkpoint.
+    def apply(self, config: HeadConfig) -> HeadConfig:
+        """Replaces the values of a converted head by those given.
 
         Raises: ValueError if a weight would need another shape.
         """
-        changes = self.given()
-        if isinstance(config, MedusaConfig):
-            return config
-        layers = self.feature_layers
-        if isinstance(config, HeadConfig) and layers is not None and len(layers) != config.num_features:
+        changes, layers = self.given(), self.feature_layers
+        if layers is not None and len(layers) != config.num_features:
             raise ValueError(
                 f"feature_layers: expected {config.num_features} target states, got {layers}; pass that many"
             )
         if "rope_theta" in changes:
             changes["rope"] = dataclasses.replace(config.rope, theta=changes.pop("rope_theta"))
-        return dataclasses.replace(config, **changes)
+        return config.resized(**changes)

@@ -125,9 +125,9 @@ class Suffix(Drafter):
         return replace(state, history=take_chunk(state.history, view, batch))
 
     def draft(self, params: Params, state: SuffixState, view: SlotView) -> tuple[Draft, SuffixState]:
-        if self.scope == "engine" and view.accept != "coupled":
+        if self.scope == "engine" and not view.accept.is_draft_independent:
             raise ValueError(
-                f'Suffix: scope="engine" expects accept="coupled", got {view.accept!r}; use scope="request"'
+                f'Suffix: scope="engine" expects accept="coupled", got {view.accept.name!r}; use scope="request"'
             )
         history = take_roots(state.history, view)
         query = newest(history, view, self.max_n)

@@ -1,73 +1,125 @@
-"""What callers see of an engine: prompts in, completions or chunks out, from any thread or task."""
+"""The public engine: prompts in, completions or chunks out, from any thread or asyncio task."""
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, Self, final
 from weakref import WeakKeyDictionary
 
 from tqdm import tqdm
 
-from jspec.engine.input_processor import Prompt
+from convert import hub
+from jspec.core.config import EngineConfig
+from jspec.draft.base import Drafter
+from jspec.engine.build import build_core
+from jspec.engine.core import EngineCore
+from jspec.engine.draft_length import Policy
+from jspec.engine.errors import RESTART, Recovery
+from jspec.engine.fair_lock import FairLock
+from jspec.engine.input_processor import InputProcessor, Prompt
 from jspec.engine.metrics import Metrics
-from jspec.engine.output_processor import OutputState, completion_of
+from jspec.engine.output_processor import make_chunk, make_completion
+from jspec.engine.prometheus import exposition
 from jspec.engine.request import Chunk, Completion, Request
 from jspec.engine.sampling_params import SamplingParams
-from jspec.engine.tokenizer import Tokenizer
+from jspec.engine.scheduler import Scheduler
+from jspec.engine.stats_logger import LowAcceptanceWarner, StatsLogger
+from jspec.engine.tokenizer import Tokenizer, load_tokenizer
+from jspec.models import load
+from jspec.models.decoder import Model
+from jspec.sampling.logits_processor import LogitsProcessor
+from jspec.step.executables import keep_compiled
+from jspec.step.memory import MemoryPlan
 
 
-class Interface(abc.ABC):
-    """Whoever waits for a request steps the engine, which serves the others too: there is no thread in the background.
+@final
+class Engine:
+    """Decodes requests in rounds of one device program each.
 
-    All methods may be called from several threads at once.
+    There is no background thread: a caller that waits for its request steps the engine, which serves all other requests
+    too. All methods may be called from several threads at once.
+
+    Args:
+        target: the model whose distribution the output has.
+        drafter: proposes tokens; None is plain decoding through the same step.
+        tokenizer: a `Tokenizer`, a folder, "bytes", or None for ids in and ids out.
+        eos_ids: tokens that end a request.
+        logits_processor: a pure function of jax arrays, traced into every program: takes logits ``[batch, nodes,
+            vocab]`` and a `jspec.sampling.logits_processor.LogitsContext`, and returns logits. It is applied after
+            penalties and grammar and before temperature, in every round, for all requests; with it the code of the
+            penalties runs in every round.
+        options: fields of `EngineConfig`.
+
+    Attributes:
+        config: the options.
+        core: the loop with its scheduler and its model runner.
+        input_processor: makes requests from prompts.
+
+    Raises:
+        ValueError: options or models that do not fit together or into memory.
     """
 
-    def __init__(self) -> None:
-        self._texts: dict[int, OutputState] = {}
-        self._added_at: dict[int, float] = {}
-        self._steps: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Future[None]] = WeakKeyDictionary()
+    def __init__(
+        self,
+        target: Model,
+        *,
+        drafter: Drafter | None = None,
+        tokenizer: Tokenizer | str | None = None,
+        eos_ids: Sequence[int] = (),
+        logits_processor: LogitsProcessor | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = EngineConfig(**options)
+        keep_compiled(self.config.compile_cache)
+        tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self.input_processor = InputProcessor(tokenizer, target.config.vocab_size, tuple(eos_ids), self.config)
+        self.core: EngineCore = build_core(
+            self.config, target, drafter, logits_processor, has_tokenizer=tokenizer is not None
+        )
+        self._recovery = Recovery(self.core)
+        self._lock = FairLock()
+        self._abort_after_step: list[Request] = []
+        self._closed = False
+        self._acceptance_warner = LowAcceptanceWarner(self.core.runner.program.drafter)
+        self._stats_logger = StatsLogger(self.config.log_interval)
+        self._shared_steps: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Future[None]] = WeakKeyDictionary()
 
-    @property
-    @abc.abstractmethod
-    def metrics(self) -> Metrics:
-        """The sum over all requests, and what is held now."""
-
-    @property
-    @abc.abstractmethod
-    def tokenizer(self) -> Tokenizer | None:
-        """None: ids in and ids out."""
-
-    @abc.abstractmethod
-    def step(self) -> None:
-        """Dispatch what the scheduler plans and read what is due: with overlap, one step behind."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Abort what is left and let the device memory go."""
-
-    @abc.abstractmethod
-    def _requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
-        """Check everything before anything is queued."""
-
-    @abc.abstractmethod
-    def _add(self, texts: dict[Request, OutputState], asked_at: float) -> None:
-        """Let the scheduler have requests, all in one turn; one that was dropped meanwhile is left out."""
-
-    @abc.abstractmethod
-    def _take_back(self, requests: Sequence[Request], *, forget: bool) -> None:
-        """End requests, all in one turn; in the middle of a step that is left to the step's end.
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path | Model,
+        *,
+        drafter: Drafter | None = None,
+        dtype: str | None = None,
+        tokenizer: Tokenizer | str | None = None,
+        logits_processor: LogitsProcessor | None = None,
+        **options: Any,
+    ) -> Self:
+        """Load a Hugging Face folder, a folder written by ``python -m convert``, or a hub id.
 
         Args:
-            forget: keep nothing of them.
+            dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
+            tokenizer: "bytes" for byte-level models; None: the folder's, if it has one.
         """
+        if isinstance(path, Model):
+            return cls(path, drafter=drafter, tokenizer=tokenizer, logits_processor=logits_processor, **options)
+        config = EngineConfig(**{name: value for name, value in options.items() if name != "eos_ids"})
+        keep_compiled(config.compile_cache)
+        checkpoint = load.load(path, dtype=dtype, quantize=options.get("quantize"))
+        options.setdefault("eos_ids", hub.eos_ids(checkpoint.folder))
+        return cls(
+            Model.from_weights(checkpoint.config, checkpoint.weights),
+            drafter=drafter,
+            tokenizer=load_tokenizer(checkpoint.folder) if tokenizer is None else tokenizer,
+            logits_processor=logits_processor,
+            **options,
+        )
 
-    def abort(self, request: Request) -> None:
-        """End a request, all its completions; slots and pages are free at once. What has ended stays as it is."""
-        self._take_back(request.samples, forget=False)
+    # -- completions
 
     def generate(
         self,
@@ -77,37 +129,37 @@ class Interface(abc.ABC):
         trace: bool = False,
         progress: bool = False,
     ) -> list[Completion]:
-        """Complete prompts; the completions come in the prompts' order.
+        """Complete prompts; the completions are in the order of the prompts.
 
         A request that fails on its way ends with ``finish_reason="error"`` and its ``error``; the others go on.
 
         Args:
             prompts: one string or one list of token ids is one prompt; else a list of prompts.
-            params: one for all, or one a prompt.
-            trace: keep every round's tree in ``Completion.rounds``.
+            params: one for all prompts, or one per prompt.
+            trace: record every round's tree in ``Completion.rounds``.
             progress: show a bar with tokens/s and mean acceptance length.
 
         Raises:
             ValueError: a prompt or a parameter that cannot be served; nothing is queued then.
         """
-        asked = self._requests(prompts, params, trace=trace)
+        asked = self._make_requests(prompts, params, trace=trace)
         requests = [sample for request in asked for sample in request.samples]
         try:
-            self._queue(*requests)
-            with tqdm(total=sum(r.limit for r in requests), unit="tok", disable=not progress) as bar:
+            self._queue(requests)
+            with tqdm(total=sum(r.max_new_tokens for r in requests), unit="tok", disable=not progress) as bar:
                 for request in requests:
                     while request.finish_reason is None:
                         self.step()
                         if progress:
-                            self._show(bar, requests)
-            return [self._completion(request) for request in asked]
+                            self._update_bar(bar, requests)
+            return [make_completion(request) for request in asked]
         finally:
-            self._drop(*requests)
+            self._abort(requests)
 
     def chat(
         self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None, **options: Any
     ) -> list[Completion]:
-        """Complete a conversation laid out by the tokenizer's chat template.
+        """Complete a conversation that the tokenizer's chat template formats.
 
         Raises:
             ValueError: no tokenizer, or one without a chat template.
@@ -117,121 +169,143 @@ class Interface(abc.ABC):
         return self.generate(self.tokenizer.chat(list(messages)), params, **options)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
-        """Queue one prompt; `abort` ends it, and `result` waits for it and must be called in any case.
+        """Queue one prompt; `result` waits for it, `abort` ends it.
 
         Raises:
             ValueError: a prompt or a parameter that cannot be served.
         """
-        (request,) = self._requests([prompt], params, trace=False)
-        self._queue(*request.samples)
+        (request,) = self._make_requests([prompt], params, trace=False)
+        self._queue(request.samples)
         return request
 
     def result(self, request: Request) -> Completion:
-        """Step until a request from `submit` has ended; it is forgotten then."""
+        """Step until a request from `submit` has ended."""
         while any(sample.finish_reason is None for sample in request.samples):
             self.step()
-        completion = self._completion(request)
-        self._drop(*request.samples)
-        return completion
+        return make_completion(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request with all its completions; slots and pages are free at once. Ended ones stay as they are."""
+        self._abort(request.samples)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Complete one prompt, chunk by chunk as rounds are read.
 
-        The request is checked here and queued when the first chunk is asked for. Closing the iterator aborts it. A
-        request that fails raises its error behind the last chunk. Of ``n`` completions the chunks come as they are
-        ready, each with its completion's index.
+        The request is checked here and queued when the first chunk is asked for. Closing the iterator aborts it. If the
+        request fails, its error is raised after the last chunk. With ``n`` > 1 the chunks of all completions come as
+        they are ready, each with its completion's index.
 
         Raises:
             ValueError: a prompt or a parameter that cannot be served.
         """
-        (request,) = self._requests([prompt], params, trace=False)
+        (request,) = self._make_requests([prompt], params, trace=False)
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[Chunk]:
-        sent = dict.fromkeys(request.samples, 0)
+        num_sent = dict.fromkeys(request.samples, 0)
         try:
-            self._queue(*request.samples)
-            while sent:
-                # Steps of others move this request on too, so there may be news without a step of our own.
-                while not (news := self._news(sent)):
+            self._queue(request.samples)
+            while num_sent:
+                # Steps of other callers serve this request too, so there may be news without a step here.
+                while not (updated := _with_news(num_sent)):
                     self.step()
-                for sample in news:
-                    yield self._chunk(sample, sent)
+                for sample in updated:
+                    yield _next_chunk(sample, num_sent)
             _raise_error(request)
         finally:
-            self._drop(*request.samples)
+            self._abort(request.samples)
 
     def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
         """As `stream`, for any number of asyncio tasks at once; cancelling the task aborts the request."""
-        (request,) = self._requests([prompt], params, trace=False)
+        (request,) = self._make_requests([prompt], params, trace=False)
         return self._astream(request)
 
     async def _astream(self, request: Request) -> AsyncIterator[Chunk]:
-        sent = dict.fromkeys(request.samples, 0)
+        num_sent = dict.fromkeys(request.samples, 0)
         try:
-            await asyncio.to_thread(self._queue, *request.samples)
-            while sent:
-                while not (news := self._news(sent)):
+            await asyncio.to_thread(self._queue, request.samples)
+            while num_sent:
+                while not (updated := _with_news(num_sent)):
                     await self._astep()
-                for sample in news:
-                    yield self._chunk(sample, sent)
+                for sample in updated:
+                    yield _next_chunk(sample, num_sent)
             _raise_error(request)
         finally:
             if any(sample.finish_reason is None for sample in request.samples):
-                # To end them takes a turn, for which the loop must not wait.
-                await asyncio.shield(asyncio.to_thread(self._drop, *request.samples))
-            for sample in request.samples:
-                self._forget(sample)
+                # In a thread, as it takes the lock, for which the event loop must not wait.
+                await asyncio.shield(asyncio.to_thread(self._abort, request.samples))
 
     async def _astep(self) -> None:
-        """Wait for a step in a thread: the one that another task of this loop waits for, or a new one."""
+        """Wait for a step in a thread: the one that another task of this event loop waits for, or a new one."""
         loop = asyncio.get_running_loop()
-        step = self._steps.get(loop)
+        step = self._shared_steps.get(loop)
         if step is None or step.done():
-            step = self._steps[loop] = loop.run_in_executor(None, self.step)
+            step = self._shared_steps[loop] = loop.run_in_executor(None, self.step)
         await asyncio.shield(step)
 
-    def _news(self, sent: dict[Request, int]) -> list[Request]:
-        """Those of a stream's completions of which there is more than was sent."""
-        return [
-            sample
-            for sample, count in sent.items()
-            if len(self._texts[sample.id].pieces) > count or sample.finish_reason is not None
-        ]
-
-    def _chunk(self, sample: Request, sent: dict[Request, int]) -> Chunk:
-        """What is new of a completion; one of which all is sent is taken out."""
-        chunk = self._texts[sample.id].chunk(sample, sent[sample])
-        sent[sample] += len(chunk.token_ids)
-        if chunk.finish_reason is not None:
-            del sent[sample]
-        return chunk
-
-    def _completion(self, request: Request) -> Completion:
-        first, *others = (completion_of(sample, self._texts[sample.id]) for sample in request.samples)
-        return replace(first, others=tuple(others))
-
-    def _show(self, bar: tqdm, requests: Sequence[Request]) -> None:
+    def _update_bar(self, bar: tqdm, requests: Sequence[Request]) -> None:
         bar.update(sum(len(request.token_ids) for request in requests) - bar.n)
         bar.set_postfix(tau=f"{self.metrics.mean_acceptance_length:.2f}", refresh=False)
 
-    def _queue(self, *requests: Request) -> None:
-        asked_at = time.perf_counter()
-        self._add({request: OutputState(self.tokenizer, request) for request in requests}, asked_at)
+    # -- the loop, inside lock, recovery and log
 
-    def _clock(self, request: Request) -> None:
-        elapsed = time.perf_counter() - self._added_at[request.id]
-        if request.metrics.time_to_first_token == 0.0:
-            request.metrics.time_to_first_token = elapsed
-        request.metrics.decode_seconds = elapsed - request.metrics.time_to_first_token
+    def step(self) -> None:
+        """Dispatch one step and read the results that are due, for all requests."""
+        with self._lock:
+            self._recovery.resume()
+            with self._recovery:
+                self.core.step(overlap=self.config.overlap)
+            while self._abort_after_step:
+                self.core.finish(self._abort_after_step.pop(), "abort")
+            if self._stats_logger.is_due():
+                self._stats_logger.write(self.metrics, self.core.gauges())
+            for rows in self.core.take_drafted_rows():
+                self._acceptance_warner.count(rows)  # last: a filter may make its warning an error, for the caller
 
-    def _drop(self, *requests: Request) -> None:
-        """End requests that nobody waits for any more, and keep nothing of them."""
-        self._take_back(requests, forget=True)
+    def _make_requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
+        """Check everything that a caller asks for, and compile what it needs, before anything is queued."""
+        self._check_open()
+        requests = self.input_processor.requests(prompts, params, trace=trace)
+        for request in requests:
+            self.scheduler.check(request)
+        self.core.runner.ensure(requests)
+        return requests
 
-    def _forget(self, request: Request) -> None:
-        self._texts.pop(request.id, None)
-        self._added_at.pop(request.id, None)
+    def _queue(self, requests: Sequence[Request]) -> None:
+        """Add requests to the schedule; one that was aborted before is left out."""
+        queued_at = time.perf_counter()
+        with self._lock:
+            self._check_open()
+            for request in requests:
+                if request.finish_reason is None:
+                    self.core.add(request, queued_at)
+
+    def _abort(self, requests: Sequence[Request]) -> None:
+        """End the requests that have not ended yet.
+
+        Within a step of the same thread (a tokenizer's callback, a stream that the garbage collector closes) they end
+        at the end of the step.
+        """
+        live = [request for request in requests if request.finish_reason is None]
+        if self._lock.is_mine:
+            self._abort_after_step += live
+        elif live:
+            with self._lock:
+                for request in live:
+                    self.core.finish(request, "abort")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this engine is closed; make a new one")
+        if not self.healthy:
+            raise RuntimeError(RESTART)
+
+    def close(self) -> None:
+        """Abort all requests and free the device memory."""
+        with self._lock:
+            self.core.close()
+            self._closed = True
+            self.input_processor.close()
 
     def __enter__(self) -> Self:
         return self
@@ -239,9 +313,87 @@ class Interface(abc.ABC):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    # -- state
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None: ids in and ids out."""
+        return self.input_processor.tokenizer
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a request."""
+        return self.input_processor.eos_ids
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.core.scheduler
+
+    @property
+    def policy(self) -> Policy:
+        """Chooses the draft depth; another one may be set while nothing is in flight."""
+        return self.core.policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self.core.policy = policy
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine can serve: False once the device's state could not be made anew after an error."""
+        return self._recovery.healthy
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """Device memory of weights, pools and programs; `str` describes it."""
+        return self.core.runner.memory_plan
+
+    @property
+    def compile_seconds(self) -> dict[str, float]:
+        """Seconds each program took to compile."""
+        return dict(self.core.runner.programs.seconds)
+
+    @property
+    def lower_seconds(self) -> dict[str, float]:
+        """Seconds each program took to be traced and lowered, before it was compiled."""
+        return dict(self.core.runner.programs.lower_seconds)
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counters summed over all requests, and the pages in use now."""
+        with self._lock:
+            return replace(self.core.metrics(), pages_in_use=self.pages_in_use)
+
+    @property
+    def pages_in_use(self) -> int:
+        return self.scheduler.pages.num_used
+
+    def prometheus(self, model_name: str = "jspec") -> str:
+        """Counters, gauges and latencies as text for Prometheus, under vLLM's names."""
+        with self._lock:
+            return exposition(self.metrics, self.core.latencies, self.core.gauges(), model_name)
+
+
+def _with_news(num_sent: dict[Request, int]) -> list[Request]:
+    """The completions of a stream that have more tokens than were sent, or have ended."""
+    return [
+        sample
+        for sample, count in num_sent.items()
+        if len(sample.output.pieces) > count or sample.finish_reason is not None
+    ]
+
+
+def _next_chunk(sample: Request, num_sent: dict[Request, int]) -> Chunk:
+    """The unsent output of a completion; one that has ended is removed from ``num_sent``."""
+    chunk = make_chunk(sample, num_sent[sample])
+    num_sent[sample] += len(chunk.token_ids)
+    if chunk.finish_reason is not None:
+        del num_sent[sample]
+    return chunk
+
 
 def _raise_error(request: Request) -> None:
-    """Raise what ended a request, the first of its completions that failed."""
+    """Raise the error of the first completion that failed, if any."""
     for sample in request.samples:
         if sample.error is not None:
             raise sample.error

@@ -1,7 +1,7 @@
-"""How deep to draft: chosen before every dispatch, by what was accepted at each depth and by how long each one took.
+"""Draft depth: chosen before every dispatch from the acceptance at each depth and the time each depth takes.
 
-Host only, no jax. The more rows a batch has, the dearer are the tokens that a draft adds to it, and how many of them
-are accepted depends on the text. So an engine compiles its round for several depths, 0 too, and asks a `Policy`.
+Host only, no jax. The larger the batch, the more a drafted token costs, and acceptance depends on the text. So an
+adaptive engine compiles its round for several depths, 0 included, and asks a `Policy` for each dispatch.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from typing import final
 import numpy as np
 from jaxtyping import Int
 
-SAMPLES = 3  # dispatches of a depth that are timed before it is compared with others
-TRIES = 12  # dispatches of a depth after which it is given up if nothing was heard of any: it may have failed each time
-AWAY = 0.25  # share of a dispatch's time that the host may be away without making it worthless
-WINDOW = 5  # of the newest of them the median counts: a pause of the host spoils one, and makes the next too short
-PROBE_SHARE = 0.01  # of the time may go into dispatches of a depth that does not look best, to look again
-PRIOR = 0.5  # share of the drafts that a depth never tried is taken to accept
-MEMORY = 128.0  # drafted rows that an estimate of acceptance remembers
-STALE_MEMORY = 8.0  # and those that it remembers when nothing new was heard for long
-HALF_LIFE = 256.0  # dispatches in which the difference between the two halves
+MIN_SAMPLES = 3  # timed dispatches of a depth before it is compared with others
+MAX_TRIES = 12  # dispatches of a depth without a timing after which it is not tried again: its program may fail
+MAX_IDLE_SHARE = 0.25  # a timing is discarded if the host was outside `step` for more than this share of it
+WINDOW = 5  # newest timings whose median counts: a pause of the host spoils one, and makes the next one too short
+PROBE_SHARE = 0.01  # share of the time for dispatches of depths that do not look best, to update their estimates
+PRIOR = 0.5  # acceptance assumed for a position that was never drafted
+MEMORY = 128.0  # weight limit of an acceptance estimate, in drafted rows
+STALE_MEMORY = 8.0  # weight to which an estimate without new results decays
+HALF_LIFE = 256.0  # dispatches in which the weight above STALE_MEMORY halves
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What a dispatch came to.
+class DispatchResult:
+    """Result of one dispatch of rounds.
 
     Attributes:
         bucket: rows of its program.
-        depth: that it drafted.
-        caps: draft tokens that each request allows.
-        accepted: draft tokens that each round accepted; -1 where a request had ended before.
-        seconds: that it took; None: not known, for the host was away while it ran.
+        depth: drafted depth.
+        caps: draft tokens that each request accepts at most.
+        accepted: draft tokens accepted in each round and row; -1 where the request had ended before.
+        seconds: device time; None if not known, because the host was outside `step` while it ran.
     """
 
     bucket: int
@@ -53,16 +53,21 @@ class Reading:
 class Policy(abc.ABC):
     """Chooses the depth of the next dispatch.
 
-    It knows nothing but results that were read before: a choice by a round's own draws would not be lossless.
+    It may use only results of earlier rounds: a choice that depends on a round's own draws would not be lossless.
     """
 
     @abc.abstractmethod
     def choose(self, bucket: int, caps: Sequence[int]) -> int:
-        """The depth for a bucket of rows with these requests' caps."""
+        """The depth of a dispatch.
+
+        Args:
+            bucket: rows of the program.
+            caps: draft tokens that each request accepts at most.
+        """
 
     @abc.abstractmethod
-    def learn(self, reading: Reading) -> None:
-        """Take a result into account; they come in the order of the dispatches, with overlap one behind."""
+    def learn(self, result: DispatchResult) -> None:
+        """Update estimates with a result. Results come in dispatch order, with overlap one dispatch late."""
 
 
 @final
@@ -75,165 +80,171 @@ class Fixed(Policy):
     def choose(self, bucket: int, caps: Sequence[int]) -> int:
         return self._depth
 
-    def learn(self, reading: Reading) -> None:
+    def learn(self, result: DispatchResult) -> None:
         pass
 
 
 @final
 class Adaptive(Policy):
-    """The depth at which most tokens a second are to be expected.
+    """The depth with the highest expected number of tokens per second.
 
-    Every depth is run a few times in every bucket before any are compared. Later those that do not look best are run
-    now and then, the one first that was not for longest: costs change with the context, acceptance with the text.
+    Every depth is run a few times in every bucket before depths are compared. Later the others are probed now and then,
+    the one that was not run for longest first: costs change with the context, acceptance with the text.
 
     Args:
-        depths: to choose from, ascending.
-        shares: a tree cut at a depth accepts as much at each level as the whole one, so what is learnt of one depth
-            holds for all. That is so if the tree's shape is fixed.
+        depths: depths to choose from, ascending.
+        shared_acceptance: a tree cut at a depth accepts as many tokens at each level as the whole one, so one estimate
+            serves all depths. True for trees of a fixed shape.
     """
 
-    def __init__(self, depths: Sequence[int], *, shares: bool = True) -> None:
+    def __init__(self, depths: Sequence[int], *, shared_acceptance: bool = True) -> None:
         whole = Acceptance(depths[-1])
         self._depths = tuple(depths)
-        self._acceptance = {depth: whole if shares else Acceptance(depth) for depth in depths}
+        self._acceptance = {depth: whole if shared_acceptance else Acceptance(depth) for depth in depths}
         self._seconds: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
-        self._ran: dict[tuple[int, int], int] = {}  # when a depth was last chosen for a bucket
+        self._last_run: dict[tuple[int, int], int] = {}  # dispatch number, by bucket and depth
         self._tries: Counter[tuple[int, int]] = Counter()
-        self._dispatches = 0
-        self._credit = 0.0  # seconds saved up for the next look at another depth
+        self._num_dispatches = 0
+        self._probe_seconds = 0.0  # time saved up for the next probe
 
     def choose(self, bucket: int, caps: Sequence[int]) -> int:
         useful = self._useful(max(caps, default=0))
         untimed = [depth for depth in useful if self._is_untimed(bucket, depth)]
         depth = untimed[-1] if untimed else self._best_or_stalest(bucket, useful, caps)
-        self._dispatches += 1
-        self._ran[bucket, depth] = self._dispatches
+        self._num_dispatches += 1
+        self._last_run[bucket, depth] = self._num_dispatches
         self._tries[bucket, depth] += 1
         return depth
 
-    def learn(self, reading: Reading) -> None:
-        if reading.seconds is not None:
-            self._seconds[reading.bucket, reading.depth].append(reading.seconds)
-            self._credit += PROBE_SHARE * reading.seconds
-        offered = np.minimum(np.array(reading.caps), reading.depth)
-        self._acceptance[reading.depth].learn(reading.accepted, offered, now=self._dispatches)
+    def learn(self, result: DispatchResult) -> None:
+        if result.seconds is not None:
+            self._seconds[result.bucket, result.depth].append(result.seconds)
+            self._probe_seconds += PROBE_SHARE * result.seconds
+        offered = np.minimum(np.array(result.caps), result.depth)
+        self._acceptance[result.depth].learn(result.accepted, offered, now=self._num_dispatches)
 
     def rate(self, bucket: int, depth: int, caps: Sequence[int]) -> float:
-        """Tokens a second to be expected of rounds of a depth; 0 if nothing was heard of it."""
+        """Expected tokens per second of rounds of a depth; 0 if the depth was never timed."""
         return self._rate(bucket, depth, Counter(caps))
 
-    def _rate(self, bucket: int, depth: int, rows: Counter[int]) -> float:
-        """Likewise, of so many rows with each cap."""
+    def _rate(self, bucket: int, depth: int, rows_by_cap: Counter[int]) -> float:
+        """As `rate`, with the number of rows for each cap."""
         if not self._seconds[bucket, depth]:
             return 0.0
         expected = self._acceptance[depth].expected
-        tokens = sum(count * (1 + expected[min(cap, depth)]) for cap, count in rows.items())
+        tokens = sum(count * (1 + expected[min(cap, depth)]) for cap, count in rows_by_cap.items())
         return tokens / median(self._seconds[bucket, depth])
 
     def _useful(self, cap: int) -> tuple[int, ...]:
-        """The depths up to the first that drafts all that any request allows."""
+        """The depths up to the first one that reaches the highest cap."""
         return self._depths[: bisect_left(self._depths, cap) + 1]
 
     def _is_untimed(self, bucket: int, depth: int) -> bool:
-        return len(self._seconds[bucket, depth]) < SAMPLES and self._tries[bucket, depth] < TRIES
+        return len(self._seconds[bucket, depth]) < MIN_SAMPLES and self._tries[bucket, depth] < MAX_TRIES
 
     def _best_or_stalest(self, bucket: int, depths: Sequence[int], caps: Sequence[int]) -> int:
-        rows = Counter(caps)
-        best = max(reversed(depths), key=lambda depth: self._rate(bucket, depth, rows))
+        """The best depth, or the one that was not run for longest if enough time was saved up for a probe."""
+        rows_by_cap = Counter(caps)
+        best = max(reversed(depths), key=lambda depth: self._rate(bucket, depth, rows_by_cap))
         others = [depth for depth in depths if depth != best and self._seconds[bucket, depth]]
         if others:
-            stalest = min(others, key=lambda depth: self._ran.get((bucket, depth), 0))
-            if self._credit >= min(self._seconds[bucket, stalest]):
-                self._credit = 0.0
+            stalest = min(others, key=lambda depth: self._last_run.get((bucket, depth), 0))
+            if self._probe_seconds >= min(self._seconds[bucket, stalest]):
+                self._probe_seconds = 0.0
                 return stalest
         return best
 
 
 class Acceptance:
-    """Of the drafts whose first i tokens were accepted, the share whose next one was too, for each i.
+    """Acceptance probability of each draft position, given that all positions before it were accepted.
 
-    So a round tells of a position only if it drafted that far and came that far: what is known of deep positions stays
-    while rounds are shallow. An estimate of which nothing was heard for long keeps its value and loses weight.
+    A round counts for a position only if it drafted that far and accepted everything before it, so the estimates of
+    deep positions keep their values while rounds are shallow. An estimate without new results loses weight.
+
+    Attributes:
+        shares: the estimates, by position.
+        expected: expected number of accepted draft tokens, by depth from 0.
     """
 
     def __init__(self, depth: int) -> None:
         self.shares = [PRIOR] * depth
         self.expected = self._expected()
         self._weights = [1.0] * depth
-        self._heard = [0] * depth
+        self._last_update = [0] * depth
 
     def learn(self, accepted: Int[np.ndarray, "rounds rows"], offered: Int[np.ndarray, "rows"], *, now: int) -> None:
-        """Take rounds into account.
+        """Update the estimates with the rounds of a dispatch.
 
         Args:
-            accepted: draft tokens accepted; -1: none of this round counts.
-            offered: draft tokens that could have been.
-            now: the number of dispatches so far.
+            accepted: draft tokens accepted; -1: the round does not count.
+            offered: draft tokens that could be accepted.
+            now: number of dispatches so far.
         """
         for position, (tried, successes) in enumerate(self._count(accepted, offered)):
             if tried == 0:
                 break
-            stale = 0.5 ** ((now - self._heard[position]) / HALF_LIFE)
+            stale = 0.5 ** ((now - self._last_update[position]) / HALF_LIFE)
             weight = self._weights[position]
             weight = min(weight, STALE_MEMORY + (weight - STALE_MEMORY) * stale)
             self.shares[position] += tried / (weight + tried) * (successes / tried - self.shares[position])
             self._weights[position] = min(weight + tried, MEMORY)
-            self._heard[position] = now
+            self._last_update[position] = now
         self.expected = self._expected()
 
     def _count(self, accepted: np.ndarray, offered: np.ndarray) -> list[tuple[int, int]]:
-        """For each position the drafts that came that far, and those of them whose token there was accepted.
+        """(drafts that reached the position, drafts whose token was accepted there) for each position.
 
-        One table for all positions: the host has better to do than to compare every row with each of them.
+        One table of cumulative counts serves all positions, which is faster than a comparison of all rows for each.
         """
         size = len(self.shares) + 2
         table = np.bincount(((accepted + 1) + size * offered).ravel(), minlength=size * size).reshape(size, size)
-        least = table[::-1, ::-1].cumsum(0).cumsum(1)[::-1, ::-1].tolist()  # offered and accepted + 1, at least so many
-        return [(least[place][place], least[place][place + 1]) for place in range(1, size - 1)]
+        # at_least[i][j]: rows with offered >= i and accepted + 1 >= j
+        at_least = table[::-1, ::-1].cumsum(0).cumsum(1)[::-1, ::-1].tolist()
+        return [(at_least[i][i], at_least[i][i + 1]) for i in range(1, size - 1)]
 
     def _expected(self) -> list[float]:
-        """Draft tokens that a round accepts on average, by its depth."""
         return list(accumulate(accumulate(self.shares, mul), initial=0.0))
 
 
 class Stopwatch:
-    """Tells how long each dispatch took the device, which works in order: from its start, or from the end of the last.
+    """Measures how long each dispatch occupied the device, which works in order.
 
-    Where the host is what others wait for, it is the host's time; not so where the host was away between two steps, as
-    between two requests or while the reader of a stream was busy: nobody knows when the device was done then.
+    A dispatch takes from its start, or from the end of the one before if that is later. Where the host is the
+    bottleneck, this is the host's time. If the host was outside `step` in between (between two requests, or while the
+    reader of a stream was busy), the end of the dispatch is not known.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._started: deque[float] = deque()
-        self._ended = 0.0
-        self._left = 0.0
-        self._away = 0.0  # seconds of the oldest dispatch under way
+        self._start_times: deque[float] = deque()
+        self._last_end = 0.0
+        self._left_at = 0.0
+        self._idle = 0.0  # seconds outside `step` since the oldest dispatch in flight became the oldest
 
     def start(self) -> None:
-        """Something is about to be dispatched."""
-        self._started.append(self._clock())
+        """Call before a dispatch."""
+        self._start_times.append(self._clock())
 
     def stop(self) -> float | None:
-        """The oldest that was started is done; the seconds it took, if that can be told."""
-        began = max(self._started.popleft(), self._ended)
-        self._ended, away = self._clock(), self._away
-        seconds, self._away = self._ended - began, 0.0
-        return seconds if away <= AWAY * seconds else None
+        """Call when the oldest dispatch is done. Returns its seconds, None if they are not known."""
+        began = max(self._start_times.popleft(), self._last_end)
+        self._last_end, idle = self._clock(), self._idle
+        seconds, self._idle = self._last_end - began, 0.0
+        return seconds if idle <= MAX_IDLE_SHARE * seconds else None
 
     def leave(self) -> None:
-        """A step ends: nobody watches."""
-        self._left = self._clock()
+        """Call at the end of a step."""
+        self._left_at = self._clock()
 
     def come_back(self) -> None:
-        """A step begins."""
-        if self._started:
-            self._away += self._clock() - max(self._left, self._started[0])
+        """Call at the beginning of a step."""
+        if self._start_times:
+            self._idle += self._clock() - max(self._left_at, self._start_times[0])
 
     def reset(self) -> None:
-        """Nothing is under way any more."""
-        self._started.clear()
-        self._away = 0.0
+        """Note that no dispatch is in flight any more."""
+        self._start_times.clear()
+        self._idle = 0.0
 
 
 def halvings(depth: int) -> tuple[int, ...]:

@@ -1,33 +1,79 @@
-"""When a step has failed: the device memory it held goes, and the requests under way get an error of their own."""
+"""What happens when a step fails: its requests end with an error and the device's state is made anew."""
 
 from __future__ import annotations
 
-import traceback
-from typing import Any
+import logging
+from types import TracebackType
 
-import jax
+from jspec.engine.core import EngineCore
 
 RESTART = "the device failed and its state could not be made anew; restart the process"
 
+logger = logging.getLogger(__name__)
 
-def delete_buffers(state: Any, error: BaseException) -> None:
-    """Free a state's buffers at once.
 
-    The frames of the error refer to them, and the requests keep the error: new ones would have to fit in beside them.
+class Recovery:
+    """Context manager around a step of the loop.
+
+    An error inside, or an interrupt while `EngineCore.is_mid_step`, loses the steps in flight: the running requests
+    end with an error, the state is made anew, and waiting requests go on. Errors are handled here; interrupts are
+    handled and go on to the caller. An interrupt at any other moment loses nothing and goes straight to the caller.
+
+    Attributes:
+        lost: the error whose recovery an interrupt cut short; `resume` completes it.
+        healthy: False once the state could not be made anew.
     """
-    for leaf in jax.tree.leaves(state):
-        if not leaf.is_deleted():
-            leaf.delete()
-    traceback.clear_frames(error.__traceback__)
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self.lost: BaseException | None = None
+        self.healthy = True
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if error is None:
+            return False
+        is_interrupt = not isinstance(error, Exception)
+        if self._core.is_mid_step or not is_interrupt:
+            self._recover(error)
+        return not is_interrupt
+
+    def resume(self) -> None:
+        """Complete a recovery that an interrupt cut short."""
+        if self.lost is not None:
+            self._recover(self.lost)
+
+    def _recover(self, error: BaseException) -> None:
+        """End the running requests with the error and make the state anew.
+
+        The host's records are put in order before the device is used, so an interrupt finds them consistent.
+        """
+        self.lost = error
+        logger.error("a step failed; the requests under way end with its error", exc_info=error)
+        self._core.drop_in_flight()
+        request_error = error_of_requests(error)
+        self._core.fail(self._core.scheduler.running, request_error)
+        try:
+            self._core.runner.reset_state(error)
+        except Exception:
+            self.healthy = False
+            request_error.add_note(RESTART)
+            self._core.fail(self._core.scheduler.waiting, caused_by(error, RESTART))
+            logger.exception("the state could not be made anew: restart the process")
+        self.lost = None
 
 
 def error_of_requests(error: BaseException) -> Exception:
-    """What requests end with: an interrupt is meant for who is interrupted, not for the tasks of others."""
+    """The error that requests end with: an interrupt is replaced, as it is meant for one caller only."""
     return error if isinstance(error, Exception) else caused_by(error, "a step was interrupted and is lost; ask again")
 
 
 def caused_by(cause: BaseException, message: str) -> RuntimeError:
-    """An error that says what it means for a request, and why."""
+    """An error with a message for the user and its cause."""
     error = RuntimeError(message)
     error.__cause__ = cause
     return error

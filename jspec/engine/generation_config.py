@@ -1,4 +1,4 @@
-"""The sampling that a checkpoint's authors recommend, out of its generation_config.json. No jax here."""
+"""Sampling parameters that a checkpoint recommends in its generation_config.json. No jax here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-FIELDS = {  # transformers' name: ours
+FIELDS = {  # name in transformers: name in SamplingParams
     "temperature": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -18,7 +18,7 @@ FIELDS = {  # transformers' name: ours
     "bad_words_ids": "bad_words",
     "num_return_sequences": "n",
 }
-WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # what changes tokens and is not ours to do, and its values that do not
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # options that change tokens and are not supported: values without effect
     "num_beams": (1,),
     "num_beam_groups": (1,),
     "penalty_alpha": (0,),
@@ -49,15 +49,18 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # what changes tokens and is not
 
 
 def recommended(path: str | Path) -> dict[str, Any]:
-    """Fields of `SamplingParams` that a folder's generation_config.json, or the file itself, sets.
+    """Fields of `SamplingParams` that a generation_config.json sets.
 
-    As in transformers the temperature counts with ``do_sample`` alone: without it decoding is greedy. A field that the
-    file does not name keeps our default (transformers cuts at top_k 50 where the file is silent). ``max_length``, which
-    counts the prompt too, is for the engine's ``max_len`` and not read.
+    As in transformers, decoding is greedy without ``do_sample``, whatever the temperature. Fields that the file does
+    not name keep the default of `SamplingParams` (transformers' default for top_k is 50). ``max_length``, which
+    includes the prompt, is not read: the engine's ``max_len`` takes its place.
+
+    Args:
+        path: the file or its folder.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it is no JSON object, or asks for what changes the tokens and cannot be done.
+        ValueError: the file is not a JSON object, or sets an unsupported option that changes tokens.
     """
     file = Path(path)
     file = file / "generation_config.json" if file.is_dir() else file
@@ -71,16 +74,16 @@ def recommended(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{file}: expected JSON, got {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{file}: expected a JSON object, got {type(config).__name__}")
-    for name, neutral in WITHOUT_EFFECT.items():
+    for name, values_without_effect in UNSUPPORTED.items():
         value = config.get(name)
-        if value is not None and value not in neutral:
+        if value is not None and value not in values_without_effect:
             raise ValueError(
                 f"{file}: {name}={value!r} has no counterpart here; remove it from a copy of the file, or write out "
                 "the other fields"
             )
     if not isinstance(config.get("do_sample"), (bool, type(None))):
         raise ValueError(f"{file}: do_sample: expected true or false, got {config['do_sample']!r}")
-    fields = {ours: config[theirs] for theirs, ours in FIELDS.items() if config.get(theirs) is not None}
+    fields = {field: config[name] for name, field in FIELDS.items() if config.get(name) is not None}
     if not config.get("do_sample"):
         fields["temperature"] = 0.0
     return fields

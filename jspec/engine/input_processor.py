@@ -1,4 +1,4 @@
-"""What a caller asks for, checked and made a request; and a request's chunks, packed for the device."""
+"""From a caller's prompts and parameters to checked requests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from jspec.core.config import EngineConfig
-from jspec.core.records import MAX_STOP_IDS, PrefillInput
+from jspec.core.records import MAX_STOP_IDS
 from jspec.engine import penalty_input
+from jspec.engine.detokenizer import TextDecoder, visible_context
 from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher
 from jspec.engine.grammar.compiler import GrammarInput
 from jspec.engine.grammar.token_table import Grammar
-from jspec.engine.request import Request
+from jspec.engine.request import OutputState, Request, TokenLogprob
 from jspec.engine.sampling_params import SamplingParams, sample_seed
-from jspec.engine.scheduler import PrefillPlan
 from jspec.engine.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -27,7 +27,12 @@ Prompt = str | Sequence[int]
 
 @dataclass
 class InputProcessor:
-    """Makes requests of prompts and parameters; whatever is wrong with them is said here, before anything is queued."""
+    """Makes requests from prompts and parameters; all errors of a caller are raised here, before anything is queued.
+
+    Attributes:
+        eos_ids: the model's end-of-sequence tokens.
+        ids: numbers of the requests.
+    """
 
     tokenizer: Tokenizer | None
     vocab_size: int
@@ -41,10 +46,10 @@ class InputProcessor:
             raise ValueError(f"eos_ids: expected ids in [0, {self.vocab_size}), got {wrong[0]}")
 
     def requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
-        """One request a prompt, in order; where ``n`` is more than one, with its siblings.
+        """One request per prompt, in order; with ``n`` > 1 it has siblings.
 
         Raises:
-            TypeError, ValueError: naming the prompt or parameter, what was expected and what was got.
+            TypeError, ValueError: naming the prompt or parameter, the expected and the given value.
         """
         several = not isinstance(prompts, str) and not (len(prompts) and isinstance(prompts[0], (int, np.integer)))
         all_prompts: list[Any] = list(prompts) if several else [prompts]
@@ -59,26 +64,46 @@ class InputProcessor:
             raise TypeError(f"params: expected SamplingParams, one or a list of one a prompt, got {params!r}")
         ids = token_ids(prompt, self.tokenizer, vocab_size=self.vocab_size, max_len=self.config.max_len)
         stop_ids = self._stop_ids(params)
-        limit = min(params.max_tokens, self.config.max_len - len(ids))
-        words = self._bad_words(params, stop_ids, limit)
+        max_new_tokens = min(params.max_tokens, self.config.max_len - len(ids))
+        words = self._bad_words(params, stop_ids, max_new_tokens)
         grammar = self._grammars.of(params, stop_ids, words)
         self._check_output(params)
         numbers = [next(self.ids) for _ in range(params.n)]
-        seeds = [sample_seed(self._seed(params, numbers[0]), index) for index in range(params.n)]
-        first, *others = (
-            Request(number, ids, params, seed, stop_ids, limit, trace=trace, index=index, bad_words=words)
-            for index, (number, seed) in enumerate(zip(numbers, seeds, strict=True))
+        seed = self._seed(params, numbers[0])
+        prompt_logprobs: list[TokenLogprob | None] | None = (
+            None if params.prompt_logprobs is None else [None] * len(ids)  # one list, which the first completion fills
         )
-        for request in (first, *others):
-            request.grammar = grammar if isinstance(grammar, Grammar) else None
-            request.matcher = Matcher(grammar) if isinstance(grammar, LarkGrammar) else None
-        first.siblings = tuple(others)
-        for other in others:
-            other.prompt_logprobs = first.prompt_logprobs  # one list, which the first one fills
-        return first
 
-    def _bad_words(self, params: SamplingParams, stop_ids: tuple[int, ...], limit: int) -> penalty_input.Words:
-        """The bad words as token ids; all that edits logits is checked here."""
+        def sample(index: int, siblings: tuple[Request, ...] = ()) -> Request:
+            return Request(
+                id=numbers[index],
+                prompt_token_ids=ids,
+                params=params,
+                seed=sample_seed(seed, index),
+                stop_ids=stop_ids,
+                max_new_tokens=max_new_tokens,
+                eos_ids=() if params.ignore_eos else self.eos_ids,
+                trace=trace,
+                bad_words=words,
+                grammar=grammar if isinstance(grammar, Grammar) else None,
+                matcher=Matcher(grammar) if isinstance(grammar, LarkGrammar) else None,
+                index=index,
+                siblings=siblings,
+                output=OutputState(self._text_decoder(ids, params, stop_ids), prompt_logprobs=prompt_logprobs),
+            )
+
+        return sample(0, siblings=tuple(sample(index) for index in range(1, params.n)))
+
+    def _text_decoder(self, prompt: tuple[int, ...], params: SamplingParams, stop_ids: tuple[int, ...]) -> TextDecoder:
+        context: Sequence[int] = prompt
+        if self.tokenizer is not None and params.grammar_field is not None:
+            has_text = not self.tokenizer.hidden_ids.issuperset(prompt)
+            # After a prompt without text the first blank would be dropped, but the grammar counts it.
+            context = prompt if has_text else visible_context(self.tokenizer)
+        return TextDecoder(self.tokenizer, context, params.stop, stop_ids, params.min_tokens)
+
+    def _bad_words(self, params: SamplingParams, stop_ids: tuple[int, ...], max_new_tokens: int) -> penalty_input.Words:
+        """The bad words as token ids; checks all parameters that edit logits."""
         if not params.controls_used:
             return ()
         if not self.config.controls:
@@ -86,11 +111,11 @@ class InputProcessor:
                 f"{', '.join(params.controls_used)}: this engine was built with controls=False; build it without that"
             )
         words = penalty_input.bad_words(params, self.tokenizer)
-        penalty_input.check(params, words, stop_ids, vocab_size=self.vocab_size, limit=limit)
+        penalty_input.check(params, words, stop_ids, vocab_size=self.vocab_size, max_new_tokens=max_new_tokens)
         return words
 
     def close(self) -> None:
-        """End what runs beside."""
+        """End the process that compiles grammars."""
         self._grammars.close()
 
     @cached_property
@@ -98,7 +123,7 @@ class InputProcessor:
         return GrammarInput(self.tokenizer, self.vocab_size, self.config.grammar_cells)
 
     def _check_output(self, params: SamplingParams) -> None:
-        """Refuse what the engine cannot look for, hand on or tell."""
+        """Check processor arguments, stop strings and log-probability counts against the engine."""
         args = self.config.processor_args
         if params.processor_args and len(params.processor_args) != args:
             raise ValueError(
@@ -125,18 +150,18 @@ class InputProcessor:
         return stop_ids
 
     def _seed(self, params: SamplingParams, number: int) -> int:
-        """The request's own, or one drawn from the engine's and the request's number."""
+        """The request's seed, or one drawn from the engine's seed and the request's number."""
         if params.seed is not None:
             return int(params.seed)
         return int(np.random.SeedSequence([self.config.seed, number]).generate_state(1, np.uint64)[0])
 
 
 def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int, max_len: int) -> tuple[int, ...]:
-    """The ids of a prompt.
+    """Token ids of a prompt.
 
     Raises:
-        TypeError: neither a text nor ints.
-        ValueError: a text without a tokenizer, no token, too many, or one that is not in the vocabulary.
+        TypeError: the prompt is neither a text nor a sequence of ints.
+        ValueError: a text without a tokenizer, no token, too many tokens, or one outside the vocabulary.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -160,47 +185,9 @@ def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int, m
 
 
 def draft_cap(params: SamplingParams, depth: int) -> int:
-    """Draft tokens that a request allows in a round, of those that the drafter's tree is deep."""
-    return depth if params.draft is True else min(int(params.draft), depth)
-
-
-def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) -> np.ndarray:
-    """A chunk as the prefill program reads it.
+    """Draft tokens that a request accepts in a round at most.
 
     Args:
-        width: pages a slot may have.
-        depth: of the drafter's tree.
+        depth: depth of the drafter's tree.
     """
-    request, params = plan.request, plan.request.params
-    assert request.slot is not None
-    tokens, end = np.zeros(plan.bucket, np.int32), plan.start + plan.count
-    tokens[: plan.count] = request.text(plan.start, end)
-    page_row = np.zeros(width, np.int32)
-    page_row[: len(plan.pages)] = plan.pages
-    stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
-    stop_ids[: len(request.stop_ids)] = request.stop_ids
-    return PrefillInput(
-        slot=np.int32(request.slot),
-        start=np.int32(plan.start),
-        count=np.int32(plan.count),
-        last=np.int32(plan.is_last),
-        write=np.int32(plan.is_written),
-        root=np.int32(next(iter(request.text(end, end + 1)), -1)),
-        remaining=np.int32(request.limit - max(len(request.token_ids) - 1, 0)),
-        top_k=np.int32(max(min(params.top_k, vocab_size), 0)),
-        draft_cap=np.int32(draft_cap(params, depth)),
-        controlled=np.int32(bool(params.controls_used)),
-        temperature=np.float32(params.temperature),
-        top_p=np.float32(params.top_p),
-        min_p=np.float32(params.min_p),
-        seed=np.array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32),
-        stop_ids=stop_ids,
-        page_row=page_row,
-        tokens=tokens,
-    ).pack()
-
-
-def pack_pending_rows(request: Request, pages: Sequence[int], *, width: int) -> np.ndarray:
-    """A request that has ended, as `jspec.step.prefill.write_pending_rows_step` reads it."""
-    padding = [0] * (width - len(pages))
-    return np.array([request.slot, request.token_ids[-1], request.rows_committed, *pages, *padding], np.int32)
+    return depth if params.draft is True else min(int(params.draft), depth)

@@ -1,44 +1,56 @@
-"""What an engine has on its device: weights, pools, the slots' state and the compiled programs that move it on."""
+"""The engine's device side: weights, KV pools, slot state, and dispatch of the compiled programs.
+
+The only file of `jspec.engine` that imports jax. It also packs requests into the arrays that the programs read.
+"""
 
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import jax
 import numpy as np
 
 from jspec.core.config import EngineConfig
-from jspec.core.records import StepOutput
-from jspec.engine.choice import prefill_program, round_program, scores
-from jspec.engine.errors import delete_buffers
+from jspec.core.records import MAX_STOP_IDS, PrefillInput, StepOutput
 from jspec.engine.grammar.token_table import TablePool
-from jspec.engine.input_processor import pack_chunk, pack_pending_rows
+from jspec.engine.input_processor import draft_cap
 from jspec.engine.penalty_input import pack_controls
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan
+from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
-from jspec.models.quantize import check_device
+from jspec.models.quantize import check_device, quantized_as
+from jspec.sampling import grammar_mask
 from jspec.step import memory
-from jspec.step.decode import Params, Program, init_state
+from jspec.step.executable_key import ExecutableKey
 from jspec.step.executables import Executables
+from jspec.step.program import Params, Program, init_state
+from jspec.step.split_decode import Step, masked_prefill, split_step
+from pallas_kernels.layers.deterministic_matmul import unsupported_weight
 
 logger = logging.getLogger(__name__)
 
 
 @final
 class ModelRunner:
-    """Plans the memory, compiles everything, then dispatches what it is told to.
+    """Plans the memory, compiles all programs, then dispatches the scheduler's plans.
 
     Args:
-        depths: at which rounds may cut the drafter's tree.
+        depths: the depths at which rounds may cut the drafter's tree, ascending.
 
     Attributes:
-        memory_plan: what weights, pools and programs take; `str` says it in words.
+        memory_plan: device memory of weights, pools and programs; `str` gives a readable summary.
+        planner: the memory planner.
+        pool: the shapes of the KV pools.
+        state: the slot state, donated to every step.
+        programs: the compiled programs.
 
     Raises:
-        ValueError: it does not fit into memory; naming what to lower.
+        ValueError: the engine does not fit into memory; the message names what to lower.
     """
 
     def __init__(self, program: Program, params: Params, config: EngineConfig, depths: Sequence[int]) -> None:
@@ -47,98 +59,248 @@ class ModelRunner:
         self._vocab_size = target.config.vocab_size
         pool = PoolShape.of(config, program.drafter.tree, str(target.embed.dtype))
         check_device(params, pool.dtype, pool.draft_dtype)
-        self.room = memory.Room(program, params, config, memory.device_memory())
-        self.pool, _ = memory.fit(self.room, pool)
-        with memory.explained(self.room, self.pool):
+        self.planner = memory.MemoryPlanner(program, params, config, memory.device_memory())
+        self.pool, _ = memory.fit(self.planner, pool)
+        with memory.explain_oom(self.planner, self.pool):
             self.state = init_state(program, params, self.pool)
             jax.block_until_ready(self.state)
             self.programs = Executables(program, params, self.state, config, depths)
-        self._measure(self.programs.executables)
+        self._update_memory_plan(list(self.programs.compiled.values()))
         self._tables = TablePool(config.slots)
         self._rows: tuple[int | None, ...] = ()
         self._slots = jax.device_put(np.zeros(0, np.int32))
 
-    def _measure(self, executables: Sequence[Any]) -> None:
-        """Plan anew, with what programs take; refuses those with which it is more than there is."""
-        self.memory_plan = memory.measured(self.room, self.pool, executables)
+    def _update_memory_plan(self, executables: Sequence[Any]) -> None:
+        """Plan with the memory that the executables really need; raises if that is more than the device has."""
+        self.memory_plan = memory.measured(self.planner, self.pool, executables)
         logger.info("%s", self.memory_plan)
 
     def dispatch(self, plan: Plan, depth: int, running: Collection[Request]) -> StepOutput:
-        """Start a step; its result is on its way to the host.
+        """Start a step and the copy of its result to the host.
 
         Args:
-            depth: at which a round cuts the drafter's tree.
-            running: requests whose grammars stay where they are.
+            depth: depth at which a round cuts the drafter's tree.
+            running: requests whose grammars keep their device tables.
         """
         if isinstance(plan, PrefillPlan):
-            if plan.is_last and self.edits(plan.request):  # all of its text is known here
+            if plan.is_last and self.edits(plan.request):  # the tokens that penalties count are all known now
                 self._admit_controls(plan.request, running)
-            executable, packed = prefill_program(self.programs, plan), jax.device_put(self._pack(plan))
+            packed = jax.device_put(self._pack(plan))
         else:
-            executable = round_program(self.programs, plan, depth)
-            self.state = self.programs.with_pages(self.state, plan.new_pages)
+            self._enter_pages(plan.new_pages)
             packed = self._slots_of(plan)
+        executable = select_executable(self.programs, plan, depth)
         self.state, output = executable(self.params, self.state, packed)
         jax.copy_to_host_async(output)
         return output
 
+    def to_host(self, output: StepOutput) -> StepOutput:
+        """A step's result as numpy arrays; waits for the step."""
+        return jax.tree.map(np.asarray, output)
+
     def edits(self, request: Request) -> bool:
-        """Whether a request's logits are edited."""
+        """Whether penalties, a grammar or a logits processor edit a request's logits."""
         return bool(request.params.controls_used) or self.program.processor is not None
 
     def _admit_controls(self, request: Request, running: Collection[Request]) -> None:
-        """Give a request's slot its controls, and its grammar a table."""
+        """Load a request's grammar into a device table if it is in none, and its controls into its slot."""
         table = 0
         if request.grammar is not None:
             in_use = {other.grammar for other in running if other.grammar is not None}
             table, is_new = self._tables.place(request.grammar, in_use)
             if is_new:
-                self.state = self.programs.with_grammar(self.state, table, request.grammar)
-        controls = pack_controls(request, self._vocab_size, table, self._config.processor_args)
-        self.state = self.programs.with_controls(self.state, controls)
+                self._load_table(table, request.grammar.class_of, request.grammar.next)
+        packed = pack_controls(request, self._vocab_size, table, self._config.processor_args)
+        admit = self.programs.compiled[ExecutableKey("controls")]
+        self.state = replace(self.state, controls=admit(self.state.controls, jax.device_put(packed)))
+
+    def _load_table(self, table: int, class_of: np.ndarray, next_state: np.ndarray) -> None:
+        """Replace one of the device's grammar tables.
+
+        Args:
+            class_of: class of each token, [vocab] int16.
+            next_state: the transitions, [states, classes] int16.
+        """
+        assert self.state.grammars is not None
+        packed = grammar_mask.pack(table, class_of, next_state, self.state.grammars.next.shape[1])
+        load = self.programs.compiled[ExecutableKey("grammar")]
+        self.state = replace(self.state, grammars=load(self.state.grammars, jax.device_put(packed)))
+
+    def _enter_pages(self, new: Sequence[tuple[int, int, int]]) -> None:
+        """Enter (slot, column, page) triples into the device's page table."""
+        update, size = self.programs.compiled[ExecutableKey("update_page_table")], self.programs.page_updates
+        for start in range(0, len(new), size):
+            packed = np.full((size, 3), self._config.slots, np.int32)  # padding: this slot does not exist, so dropped
+            packed[: len(new) - start] = new[start : start + size]
+            self.state = replace(self.state, page_table=update(self.state.page_table, jax.device_put(packed)))
 
     def _pack(self, plan: PrefillPlan) -> np.ndarray:
         tree = self.program.drafter.tree
         return pack_chunk(plan, width=self.pool.width(tree), depth=tree.depth, vocab_size=self._vocab_size)
 
     def _slots_of(self, plan: RoundPlan) -> jax.Array:
-        """The slot of each row, on the device; kept while the rows stay, for a copy costs a round 20 us."""
+        """The slot of each bucket row, on the device; reused while the rows stay the same, as a copy takes 20 us."""
         slots = self._config.slots
-        rows = (*(request.slot for request in plan.requests), *[slots] * (plan.bucket - len(plan.requests)))
+        rows = (*(request.state.slot for request in plan.requests), *[slots] * (plan.bucket - len(plan.requests)))
         if rows != self._rows:
             self._rows, self._slots = rows, jax.device_put(np.array(rows, np.int32))
         return self._slots
 
     def write_pending_rows(self, request: Request, pages: Sequence[int]) -> None:
-        """Make the pages of a request that ended whole: no round will write what the draft's cache lags by."""
-        lengths, page_size = (request.num_draft_cached_tokens, request.rows_committed), self._config.page_size
-        if self.programs.write_pending_rows is not None and lengths[0] // page_size < lengths[1] // page_size:
+        """Write the draft cache rows that a request lacks when it ends, if that completes a page for the prefix cache.
+
+        No further round would write them.
+        """
+        lengths, page_size = (request.state.num_draft_cached_tokens, request.rows_committed), self._config.page_size
+        write = self.programs.compiled.get(ExecutableKey("write_pending_rows"))
+        if write is not None and lengths[0] // page_size < lengths[1] // page_size:
             packed = pack_pending_rows(request, pages, width=self.state.page_table.shape[1])
-            self.state = self.programs.write_pending_rows(self.params, self.state, jax.device_put(packed))
+            self.state = write(self.params, self.state, jax.device_put(packed))
 
     def ensure(self, requests: Sequence[Request]) -> None:
-        """Compile what nobody asked for before; others step meanwhile, and only who needs it waits."""
+        """Compile the programs that these requests need and no request needed before.
+
+        Other threads keep stepping meanwhile; only the caller waits.
+        """
         traced = any(request.trace for request in requests)
-        scored = any(request.params.logprobs is not None for request in requests)
-        scored_prompts = any(request.scores_prompt for request in requests)
+        logprobs = any(request.params.logprobs is not None for request in requests)
+        prompt_logprobs = any(request.scores_prompt for request in requests)
         samples = (sample for request in requests for sample in request.samples)
-        first_tokens = {scores(sample) for sample in samples if sample.matcher is not None}
-        if traced or scored or scored_prompts or first_tokens:
+        masked_prefills = {prefill_outputs(sample) for sample in samples if sample.matcher is not None}
+        if traced or logprobs or prompt_logprobs or masked_prefills:
             self.programs.ensure(
-                self._measure, traced=traced, scored=scored, scored_prompts=scored_prompts, first_tokens=first_tokens
+                self._update_memory_plan,
+                traced=traced,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                masked_prefills=masked_prefills,
             )
 
-    def forget(self) -> None:
-        """What was in the state is lost."""
-        self._tables.forget()
+    def clear(self) -> None:
+        """Note that the contents of the state are lost: the device's grammar tables are empty."""
+        self._tables.clear()
 
-    def renew(self, error: BaseException) -> None:
-        """Make the state anew after a step that failed, from the weights, which no step is given."""
+    def reset_state(self, error: BaseException) -> None:
+        """Replace the state after a step failed. The weights are not donated to steps, so they are intact."""
         delete_buffers(self.state, error)
         self.state = None  # type: ignore[assignment]
         self.state = init_state(self.program, self.params, self.pool)
         jax.block_until_ready(self.state)
 
     def close(self) -> None:
-        """Let the pools go."""
+        """Free the pools."""
         self.state = None  # type: ignore[assignment]
+
+
+def delete_buffers(state: Any, error: BaseException) -> None:
+    """Free a state's buffers at once.
+
+    The traceback frames of the error refer to them, and requests keep the error, so without this a new state would
+    have to fit into memory beside the old one.
+    """
+    for leaf in jax.tree.leaves(state):
+        if not leaf.is_deleted():
+            leaf.delete()
+    traceback.clear_frames(error.__traceback__)
+
+
+def check_deterministic(target: Model, implementation: str) -> None:
+    """Refuse a target if a kernel of one of its matrix products may give a row other bits in another program.
+
+    Raises:
+        ValueError: names the weights or the kernel.
+    """
+    if kind := quantized_as(target):
+        raise ValueError(f"deterministic: expected a target whose weights are not quantised, got {kind}")
+    if implementation == "reference" or jax.default_backend() != "gpu":
+        return
+    weights = [leaf for leaf in jax.tree.leaves([target.layers, target.output_head]) if leaf.ndim == 2]
+    for reason in filter(None, map(unsupported_weight, weights)):
+        raise ValueError(f"deterministic: on a GPU {reason}; leave it off")
+
+
+def select_executable(programs: Executables, plan: Plan, depth: int) -> Step:
+    """The compiled program of a plan.
+
+    Args:
+        depth: depth at which a round cuts the drafter's tree.
+    """
+    return _select_prefill(programs, plan) if isinstance(plan, PrefillPlan) else _select_round(programs, plan, depth)
+
+
+def _select_prefill(programs: Executables, plan: PrefillPlan) -> Step:
+    """A masked prefill if it samples the first token of a grammar that the host follows."""
+    (logprobs, prompt_logprobs), matcher = prefill_outputs(plan.request), plan.request.matcher
+    is_masked = plan.emits and matcher is not None
+    key = ExecutableKey("prefill", plan.bucket, logprobs=logprobs, prompt_logprobs=prompt_logprobs, masked=is_masked)
+    if is_masked:
+        assert matcher is not None
+        return masked_prefill(programs.compiled[key], matcher.first)
+    return programs.compiled[key]
+
+
+def _select_round(programs: Executables, plan: RoundPlan, depth: int) -> Step:
+    """A split step if the host follows the grammar of any request of the plan."""
+    logprobs = any(request.params.logprobs is not None for request in plan.requests)
+    if wants_newest(plan.requests):
+        draft, verify = ExecutableKey.split(plan.bucket, depth, logprobs=logprobs)
+        mask_functions = [None if request.matcher is None else request.matcher.masks for request in plan.requests]
+        return split_step(programs.compiled[draft], programs.compiled[verify], mask_functions)
+    traced = any(request.trace for request in plan.requests)
+    return programs.compiled[ExecutableKey.round(plan.bucket, depth, logprobs=logprobs, traced=traced)]
+
+
+def wants_newest(requests: Sequence[Request]) -> bool:
+    """Whether the host must read the newest tokens before the next round, because it computes masks from them."""
+    return any(request.matcher is not None and request.is_prefilled for request in requests)
+
+
+def prefill_outputs(request: Request) -> tuple[bool, bool]:
+    """Which log-probabilities a request's prefills return: any at all, and those of the prompt."""
+    return request.scores_prompt or request.params.logprobs is not None, request.scores_prompt
+
+
+def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) -> np.ndarray:
+    """Pack a chunk of a prompt for `jspec.step.prefill.prefill_step`.
+
+    Args:
+        width: columns of the page table.
+        depth: depth of the drafter's tree.
+    """
+    request, params = plan.request, plan.request.params
+    assert request.state.slot is not None
+    tokens, end = np.zeros(plan.bucket, np.int32), plan.start + plan.count
+    tokens[: plan.count] = request.tokens_between(plan.start, end)
+    page_row = np.zeros(width, np.int32)
+    page_row[: len(plan.pages)] = plan.pages
+    stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
+    stop_ids[: len(request.stop_ids)] = request.stop_ids
+    return PrefillInput(
+        slot=np.int32(request.state.slot),
+        start=np.int32(plan.start),
+        count=np.int32(plan.count),
+        last=np.int32(plan.is_last),
+        write=np.int32(plan.is_written),
+        root=np.int32(next(iter(request.tokens_between(end, end + 1)), -1)),
+        remaining=np.int32(request.max_new_tokens - max(len(request.token_ids) - 1, 0)),
+        top_k=np.int32(max(min(params.top_k, vocab_size), 0)),
+        draft_cap=np.int32(draft_cap(params, depth)),
+        controlled=np.int32(bool(params.controls_used)),
+        temperature=np.float32(params.temperature),
+        top_p=np.float32(params.top_p),
+        min_p=np.float32(params.min_p),
+        seed=np.array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32),
+        stop_ids=stop_ids,
+        page_row=page_row,
+        tokens=tokens,
+    ).pack()
+
+
+def pack_pending_rows(request: Request, pages: Sequence[int], *, width: int) -> np.ndarray:
+    """Pack a request that has ended for `jspec.step.prefill.write_pending_rows_step`.
+
+    Args:
+        width: columns of the page table.
+    """
+    padding = [0] * (width - len(pages))
+    return np.array([request.state.slot, request.token_ids[-1], request.rows_committed, *pages, *padding], np.int32)

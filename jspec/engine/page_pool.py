@@ -1,8 +1,8 @@
-"""Which request holds which page, and what pages hold for others. Host only; the device's page table is a copy.
+"""Which request owns which page, and the prefix cache over full pages. Host only; the device's page table is a copy.
 
-A page whose rows are all committed may be kept under a digest of its tokens and of all tokens before them. Requests
-that begin alike share such pages, while they live and after: a page that nobody holds any more stays until another is
-needed, and then those go first that were given back first. Target and draft use the same pages, so one index serves.
+A page whose rows are all committed may be cached under a digest of its tokens and of all tokens before them. Requests
+with a common prefix share such pages. A cached page without an owner stays until its memory is needed; the pages that
+were given back first are evicted first. Target and draft use the same page numbers, so one index serves both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ Digest = bytes
 
 
 def page_digests(tokens: Sequence[int], page_size: int, before: Digest = b"") -> list[Digest]:
-    """The chained digests of the full pages of a text, or of what follows a page with the digest ``before``."""
+    """Chained digests of the full pages of a token sequence.
+
+    Args:
+        before: digest of the page before the tokens; empty at the beginning.
+    """
     digests = []
     for start in range(0, len(tokens) - page_size + 1, page_size):
         page = np.asarray(tokens[start : start + page_size], "<i4").tobytes()
@@ -27,11 +31,16 @@ def page_digests(tokens: Sequence[int], page_size: int, before: Digest = b"") ->
 
 
 class PagePool:
-    """Hands out pages of the pools that target and draft share. Page 0 is the null page and never handed out.
+    """Allocates the pages that target and draft share. Page 0 is the null page and never allocated.
+
+    A page is in one of three states: free, owned by one or more requests, or idle (cached and without an owner).
 
     Args:
         pages: pages in a pool, the null page included.
         page_size: rows a page holds.
+
+    Attributes:
+        num_given_back: pages that owners gave back, over the pool's life.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
@@ -41,32 +50,27 @@ class PagePool:
         self.pages = pages
         self._free = list(range(pages - 1, 0, -1))
         self._owned: dict[int, list[int]] = {}
-        self._holders = [0] * pages
+        self._num_owners = [0] * pages
         self._digest_of: dict[int, Digest] = {}
         self._page_of: dict[Digest, int] = {}
-        self._idle: dict[int, None] = {}  # kept pages that nobody holds, the first to go first
-        self.given_back = 0  # pages, over its life
+        self._idle: dict[int, None] = {}  # in the order of eviction
+        self.num_given_back = 0
 
     @property
     def num_free(self) -> int:
-        """Pages that a request may have: free ones, and kept ones that nobody holds."""
+        """Pages that can be reserved: free and idle ones."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_used(self) -> int:
         return self.pages - 1 - self.num_free
 
-    @property
-    def num_kept(self) -> int:
-        """Pages whose tokens may be met again, held or not."""
-        return len(self._page_of)
-
     def needed(self, rows: int) -> int:
-        """Pages that hold ``rows`` rows."""
+        """Number of pages for ``rows`` rows."""
         return -(-rows // self.page_size)
 
     def match(self, digests: Sequence[Digest]) -> list[int]:
-        """The kept pages of a text, from its beginning up to the first that is not kept."""
+        """The cached pages of a token sequence, from its beginning up to the first page that is not cached."""
         found: list[int] = []
         for digest in digests:
             page = self._page_of.get(digest)
@@ -75,19 +79,19 @@ class PagePool:
             found.append(page)
         return found
 
-    def is_kept(self, digest: Digest) -> bool:
+    def is_cached(self, digest: Digest) -> bool:
         return digest in self._page_of
 
     def can_reserve(self, rows: int, shared: Sequence[int] = ()) -> bool:
-        """Whether `reserve` would succeed for an owner that has no pages."""
+        """Whether `reserve` would succeed for an owner without pages."""
         idle = sum(page in self._idle for page in shared)
         return self.needed(rows) - len(shared) <= self.num_free - idle
 
     def reserve(self, owner: int, rows: int, shared: Sequence[int] = ()) -> list[int]:
-        """Pages for ``rows`` rows of an owner that has none.
+        """Reserve pages for ``rows`` rows of an owner that has none.
 
         Args:
-            shared: kept pages, from `match`, that are its first ones.
+            shared: cached pages, from `match`, that become its first ones.
 
         Raises:
             ValueError: the owner has pages already, or not enough are free; nothing is reserved then.
@@ -98,22 +102,20 @@ class PagePool:
             raise ValueError(f"PagePool: {self.needed(rows)} pages needed for {rows} rows, {self.num_free} free")
         for page in shared:
             self._idle.pop(page, None)
-            self._holders[page] += 1
+            self._num_owners[page] += 1
         self._owned[owner] = list(shared)
         self._extend(owner, rows)
         return list(self._owned[owner])
 
     def grow(self, owner: int, rows: int) -> bool:
-        """See to it that an owner has pages for ``rows`` rows; False, and nothing done, where not enough are free."""
-        lacking = self.needed(rows) - len(self._owned[owner])
-        if lacking > 0:
-            if lacking > self.num_free:
-                return False
-            self._extend(owner, rows)
+        """Extend an owner's pages to ``rows`` rows; False, and no change, if too few pages are free."""
+        if self.needed(rows) - len(self._owned[owner]) > self.num_free:
+            return False
+        self._extend(owner, rows)
         return True
 
     def shrink(self, owner: int, rows: int) -> None:
-        """Take back the pages, at the end and nobody else's, that ``rows`` rows do not need."""
+        """Free the owner's trailing pages beyond the first ``rows`` rows."""
         owned = self._owned[owner]
         while len(owned) > self.needed(rows):
             self._give_back(owned.pop())
@@ -121,10 +123,10 @@ class PagePool:
     def pages_of(self, owner: int) -> list[int]:
         return self._owned[owner]
 
-    def keep(self, owner: int, digests: Sequence[Digest], first: int = 0) -> None:
-        """Let others find the owner's pages from its ``first`` one on, one a digest.
+    def cache(self, owner: int, digests: Sequence[Digest], first: int = 0) -> None:
+        """Put the owner's pages from number ``first`` on into the prefix cache, one per digest.
 
-        A text that is kept already stays where it is.
+        A digest that is cached already keeps its page.
         """
         for page, digest in zip(self._owned[owner][first:], digests, strict=False):
             if digest not in self._page_of and page not in self._digest_of:
@@ -132,35 +134,35 @@ class PagePool:
                 self._digest_of[page] = digest
 
     def release(self, owner: int) -> None:
-        """Take an owner's pages back; an owner without pages is fine.
+        """Give back an owner's pages; an owner without pages is ignored.
 
-        Of the pages kept, those at the end of its text will go before those at the beginning, which are of more use.
+        Its last pages are evicted before its first ones, which more requests can share.
         """
         for page in reversed(self._owned.pop(owner, [])):
             self._give_back(page)
 
-    def forget(self) -> None:
-        """Keep nothing: what the pages hold is lost, or of no use any more."""
+    def clear(self) -> None:
+        """Empty the prefix cache."""
         self._free.extend(self._idle)
         self._idle.clear()
         self._digest_of.clear()
         self._page_of.clear()
 
     def check(self) -> None:
-        """Assert that every page is free, idle or held by as many owners as counted, and one of these only."""
-        held = Counter(page for pages in self._owned.values() for page in pages)
-        assert sorted([*self._free, *self._idle, *held]) == list(range(1, self.pages)), (
-            "pages were lost or handed out twice"
+        """Assert that every page is in exactly one state, with the number of owners that was counted."""
+        owned = Counter(page for pages in self._owned.values() for page in pages)
+        assert sorted([*self._free, *self._idle, *owned]) == list(range(1, self.pages)), (
+            "pages were lost or allocated twice"
         )
-        assert all(self._holders[page] == held[page] for page in range(self.pages)), "holders were miscounted"
+        assert all(self._num_owners[page] == owned[page] for page in range(self.pages)), "owners were miscounted"
         assert all(self._digest_of[page] == digest for digest, page in self._page_of.items()), "the index is wrong"
         assert len(self._page_of) == len(self._digest_of) and self._idle.keys() <= self._digest_of.keys()
-        assert all(page in self._digest_of for page, count in held.items() if count > 1), "a page has two owners"
+        assert all(page in self._digest_of for page, count in owned.items() if count > 1), "a page has two owners"
 
     def _give_back(self, page: int) -> None:
-        self.given_back += 1
-        self._holders[page] -= 1
-        if self._holders[page]:
+        self.num_given_back += 1
+        self._num_owners[page] -= 1
+        if self._num_owners[page]:
             return
         if page in self._digest_of:
             self._idle[page] = None
@@ -171,11 +173,11 @@ class PagePool:
         owned = self._owned[owner]
         for _ in range(self.needed(rows) - len(owned)):
             page = self._free.pop() if self._free else self._evict()
-            self._holders[page] = 1
+            self._num_owners[page] = 1
             owned.append(page)
 
     def _evict(self) -> int:
-        """The page that was given back first, no longer kept."""
+        """Remove the page that was given back first from the cache and return it."""
         page = next(iter(self._idle))
         del self._idle[page]
         del self._page_of[self._digest_of.pop(page)]

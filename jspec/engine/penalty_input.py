@@ -1,4 +1,4 @@
-"""The host's side of `jspec.sampling.penalties`: what a request asks for, checked against its model and packed."""
+"""Host side of `jspec.sampling.penalties`: a request's logit edits, checked against the model and packed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Words = tuple[tuple[int, ...], ...]
 
 
 def bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Words:
-    """The bad words as token ids; a text in each of the tokenizer's spellings.
+    """The bad words as token ids; a text in each of the ways the tokenizer writes it.
 
-    These are with and without a blank in front, and behind a line's end, where some tokenizers write a word without the
-    blank that they put in front of a text.
+    These are: with and without a leading blank, and after a newline, where some tokenizers leave out the blank that
+    they put before the first word of a text.
 
     Raises:
         ValueError: a text without a tokenizer, or one that has no token.
@@ -32,10 +32,12 @@ def bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Words:
             continue
         if tokenizer is None:
             raise ValueError(f"bad_words: {word!r} needs a tokenizer; pass tokenizer= or give token ids")
-        plain, blank, line, behind = (
+        plain, blank, newline, after_newline = (
             _ids(text, tokenizer) for text in (word, " " + word.lstrip(" "), "\n", "\n" + word)
         )
-        spellings = [plain, blank] + [behind[len(line) :]] * (behind[: len(line)] == line)
+        spellings = [plain, blank]
+        if after_newline[: len(newline)] == newline:
+            spellings.append(after_newline[len(newline) :])
         if not all(spellings):
             raise ValueError(f"bad_words: {word!r} has no token but special ones; give token ids")
         words |= dict.fromkeys(spellings)
@@ -46,29 +48,31 @@ def _ids(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(token for token in tokenizer.encode(text) if token not in tokenizer.hidden_ids)
 
 
-def check(params: SamplingParams, words: Words, stop_ids: Sequence[int], *, vocab_size: int, limit: int) -> None:
-    """Refuse controls that the engine cannot hold, or under which there may be no token left to emit.
+def check(
+    params: SamplingParams, words: Words, stop_ids: Sequence[int], *, vocab_size: int, max_new_tokens: int
+) -> None:
+    """Refuse logit edits that the engine cannot store, or that may leave no token to emit.
 
     Args:
         words: `bad_words` of the parameters.
-        limit: tokens the request can emit at most.
+        max_new_tokens: tokens the request can emit at most.
 
     Raises:
         ValueError: naming the field, its value and what is allowed.
     """
-    named = {
+    ids_of = {
         "logit_bias": tuple(params.logit_bias or ()),
         "allowed_token_ids": params.allowed_token_ids or (),
         "bad_words": tuple(token for word in words for token in word),
     }
-    for name, ids in named.items():
+    for name, ids in ids_of.items():
         wrong = next((token for token in ids if token >= vocab_size), None)
         if wrong is not None:
             raise ValueError(f"{name}: expected ids in [0, {vocab_size}), got {wrong}")
-    several = [word for word in words if len(word) > 1]
-    if len(several) > MAX_BAD_WORDS:
+    long_words = [word for word in words if len(word) > 1]
+    if len(long_words) > MAX_BAD_WORDS:
         raise ValueError(
-            f"bad_words: expected at most {MAX_BAD_WORDS} of more than one token, got {len(several)} (a text counts "
+            f"bad_words: expected at most {MAX_BAD_WORDS} of more than one token, got {len(long_words)} (a text counts "
             "with and without a blank in front); name fewer"
         )
     longest = max(words, key=len, default=())
@@ -76,13 +80,16 @@ def check(params: SamplingParams, words: Words, stop_ids: Sequence[int], *, voca
         raise ValueError(
             f"bad_words: expected words of at most {MAX_BAD_WORD_TOKENS} tokens, got one of {len(longest)}: {longest}"
         )
-    if params.min_tokens > limit:
-        raise ValueError(f"min_tokens: expected at most {limit}, what max_len leaves, got {params.min_tokens}")
-    _check_choice(params, words, stop_ids, vocab_size)
+    if params.min_tokens > max_new_tokens:
+        raise ValueError(f"min_tokens: expected at most {max_new_tokens}, what max_len leaves, got {params.min_tokens}")
+    _check_tokens_left(params, words, stop_ids, vocab_size)
 
 
-def _check_choice(params: SamplingParams, words: Words, stop_ids: Sequence[int], vocab_size: int) -> None:
-    """Whatever the text, one token must be left: the words that can end at once are those that begin alike."""
+def _check_tokens_left(params: SamplingParams, words: Words, stop_ids: Sequence[int], vocab_size: int) -> None:
+    """Check that one token is allowed after any text.
+
+    It is enough to look at texts that are a bad word without its last token: they ban the most tokens at once.
+    """
     if params.allowed_token_ids is None and vocab_size > len(words) + len(stop_ids):
         return
     allowed = set(range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids)
@@ -93,19 +100,19 @@ def _check_choice(params: SamplingParams, words: Words, stop_ids: Sequence[int],
         if allowed <= banned:
             raise ValueError(
                 f"allowed_token_ids: expected a token that neither bad_words={params.bad_words} nor "
-                f"min_tokens={params.min_tokens} takes out{f' behind {text}' if text else ''}, got "
+                f"min_tokens={params.min_tokens} takes out{f' after {text}' if text else ''}, got "
                 f"{params.allowed_token_ids}; allow more or ban less"
             )
 
 
 def pack_controls(request: Request, vocab_size: int, table: int = 0, args: int = 0) -> np.ndarray:
-    """A request's controls and the counts of its text so far, as `jspec.sampling.penalties.admit` reads them.
+    """A request's logit edits and token counts so far, in the layout that `jspec.sampling.penalties.admit` reads.
 
     Args:
-        table: of its grammar.
-        args: numbers that a request may give a processor.
+        table: number of its grammar's table on the device.
+        args: numbers that the engine's logits processor takes per request.
     """
-    assert request.slot is not None
+    assert request.state.slot is not None
     params, prompt, output = request.params, request.prompt_token_ids, request.token_ids
     bias = np.zeros(vocab_size, np.float32)
     for token, value in (params.logit_bias or {}).items():
@@ -139,4 +146,4 @@ def pack_controls(request: Request, vocab_size: int, table: int = 0, args: int =
         prompt_size=np.array(len(prompt), np.int32),
         processor_args=np.array(params.processor_args or [0.0] * args, np.float32),
     )
-    return pack(request.slot, row)
+    return pack(request.state.slot, row)

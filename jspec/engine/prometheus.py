@@ -1,4 +1,4 @@
-"""An engine's counters as text for Prometheus, under the names that vLLM gives them."""
+"""An engine's counters as text for Prometheus, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from jspec.engine.metrics import Metrics
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 OUTPUT_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
-REASONS = {"eos": "stop"}  # vLLM's finished_reason where it differs from ours
+REASONS = {"eos": "stop"}  # vLLM's finished_reason, where it differs
 
 
 @dataclass
 class Histogram:
-    """How many values were at most as large as each bound, seconds."""
+    """Counts of values per interval between bounds, in seconds.
+
+    Attributes:
+        counts: entry i counts the values in (bounds[i - 1], bounds[i]]; the last one those above all bounds.
+        total: sum of the values.
+    """
 
     bounds: tuple[float, ...]
     counts: list[int] = field(init=False)
@@ -34,14 +39,14 @@ class Histogram:
 
 @dataclass
 class Latencies:
-    """Of the requests that ended by themselves."""
+    """Histograms over complete requests: neither aborted nor failed."""
 
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN))
     output_token: Histogram = field(default_factory=lambda: Histogram(OUTPUT_TOKEN))
     request: Histogram = field(default_factory=lambda: Histogram(REQUEST))
 
     def observe(self, metrics: Metrics) -> None:
-        """Take a request's times into account."""
+        """Add a request's times."""
         self.first_token.observe(metrics.time_to_first_token)
         self.request.observe(metrics.time_to_first_token + metrics.decode_seconds)
         if metrics.num_tokens > 1:
@@ -50,22 +55,35 @@ class Latencies:
 
 @dataclass(frozen=True)
 class Gauges:
-    """What an engine does now."""
+    """Current load of an engine.
+
+    Attributes:
+        running, waiting: number of requests.
+        pages_used: share of the pages that requests hold.
+    """
 
     running: int
     waiting: int
-    pages_used: float  # share of all
+    pages_used: float
 
 
 @dataclass
 class _Text:
-    """The text format, version 0.0.4, line by line."""
+    """Lines in Prometheus' text format, version 0.0.4.
+
+    Attributes:
+        label: label of every sample.
+    """
 
     label: str
     lines: list[str] = field(default_factory=list)
 
     def add(self, name: str, kind: str, about: str, samples: Iterable[tuple[str, str, float]]) -> None:
-        """One family: (suffix, labels, value) of each sample."""
+        """Add one metric family.
+
+        Args:
+            samples: (suffix of the name, labels, value) of each sample.
+        """
         self.lines += [f"# HELP vllm:{name} {about}", f"# TYPE vllm:{name} {kind}"]
         for suffix, labels, value in samples:
             joined = f"{self.label},{labels}" if labels else self.label
@@ -73,19 +91,29 @@ class _Text:
 
 
 def exposition(metrics: Metrics, latencies: Latencies, gauges: Gauges, model_name: str) -> str:
-    """All families, each with its help and type."""
+    """All metric families, each with its help and type."""
     escaped = model_name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     text = _Text(f'model_name="{escaped}"')
+    _add_gauges(text, gauges)
+    _add_counters(text, metrics)
+    _add_histograms(text, latencies)
+    return "\n".join(text.lines) + "\n"
+
+
+def _add_gauges(text: _Text, gauges: Gauges) -> None:
     for name, value, about in (
         ("num_requests_running", gauges.running, "Requests that have a slot."),
-        ("num_requests_waiting", gauges.waiting, "Requests that wait for one."),
+        ("num_requests_waiting", gauges.waiting, "Requests that wait for a slot."),
         ("kv_cache_usage_perc", gauges.pages_used, "Share of the cache's pages that requests hold; 1 is all."),
     ):
         text.add(name, "gauge", about, [("", "", value)])
+
+
+def _add_counters(text: _Text, metrics: Metrics) -> None:
     for name, value, about in (
-        ("prefix_cache_queries", metrics.num_prompt_tokens, "Prompt tokens looked for in kept pages."),
-        ("prefix_cache_hits", metrics.num_cached_tokens, "Prompt tokens found in kept pages."),
-        ("num_preemptions", metrics.num_preemptions, "Times that a request had to give its pages to another."),
+        ("prefix_cache_queries", metrics.num_prompt_tokens, "Prompt tokens looked up in the prefix cache."),
+        ("prefix_cache_hits", metrics.num_cached_tokens, "Prompt tokens found in the prefix cache."),
+        ("num_preemptions", metrics.num_preemptions, "Times that a request lost its pages to another."),
         ("prompt_tokens", metrics.num_prompt_tokens, "Tokens of prompts."),
         ("generation_tokens", metrics.num_tokens, "Tokens generated."),
         ("spec_decode_num_drafts", metrics.num_drafts, "Rounds."),
@@ -97,34 +125,32 @@ def exposition(metrics: Metrics, latencies: Latencies, gauges: Gauges, model_nam
         "spec_decode_num_accepted_tokens_per_pos_total",
         "counter",
         "Rounds that accepted the position.",
-        [("", f'position="{position}"', count) for position, count in enumerate(metrics.accepted_at)],
+        [("", f'position="{position}"', count) for position, count in enumerate(metrics.num_accepted_per_position)],
     )
     text.add(
         "spec_decode_num_drafts_per_depth_total",
         "counter",
         "Rounds by the depth that they drafted.",
-        [("", f'depth="{depth}"', count) for depth, count in sorted(metrics.rounds_at.items())],
+        [("", f'depth="{depth}"', count) for depth, count in sorted(metrics.num_rounds_per_depth.items())],
     )
     ended: Counter[str] = Counter()
     for reason, count in metrics.finished.items():
         ended[REASONS.get(reason, reason)] += count
     by_reason = [("", f'finished_reason="{reason}"', count) for reason, count in sorted(ended.items())]
     text.add("request_success_total", "counter", "Requests that ended, by reason.", by_reason)
+
+
+def _add_histograms(text: _Text, latencies: Latencies) -> None:
     for name, histogram, about in (
         ("time_to_first_token_seconds", latencies.first_token, "From arrival to the first token."),
-        (
-            "request_time_per_output_token_seconds",
-            latencies.output_token,
-            "A request's mean after its first token.",
-        ),
+        ("request_time_per_output_token_seconds", latencies.output_token, "A request's mean after its first token."),
         ("e2e_request_latency_seconds", latencies.request, "From arrival to the last token."),
     ):
         text.add(name, "histogram", about, _samples(histogram))
-    return "\n".join(text.lines) + "\n"
 
 
 def _samples(histogram: Histogram) -> list[tuple[str, str, float]]:
     bounds = [*(repr(float(bound)) for bound in histogram.bounds), "+Inf"]
-    reached = list(accumulate(histogram.counts))
-    buckets = [("_bucket", f'le="{bound}"', count) for bound, count in zip(bounds, reached, strict=True)]
-    return [*buckets, ("_sum", "", histogram.total), ("_count", "", reached[-1])]
+    cumulative = list(accumulate(histogram.counts))
+    buckets = [("_bucket", f'le="{bound}"', count) for bound, count in zip(bounds, cumulative, strict=True)]
+    return [*buckets, ("_sum", "", histogram.total), ("_count", "", cumulative[-1])]

@@ -1,9 +1,10 @@
-"""What a user may ask of one request. No jax here."""
+"""What a user may ask of one request, and what each value may be. No jax here."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,20 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from jspec.core.config import MAX_LOGPROBS
 from jspec.engine.generation_config import recommended
-from jspec.engine.limits import (
-    MAX_LOGPROBS,
-    are_ids,
-    are_texts,
-    are_words,
-    is_bias,
-    is_finite,
-    is_in,
-    is_int,
-    is_schema,
-)
 
-GRAMMARS = ("regex", "json_schema", "grammar")  # the fields of which one may give the text a grammar
+GRAMMARS = ("regex", "json_schema", "grammar")  # fields that constrain the text; at most one may be set
 
 
 @dataclass(frozen=True)
@@ -38,36 +29,35 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens whose probability reaches top_p; 1 is off.
         min_p: keep tokens at least min_p times as likely as the likeliest; 0 is off.
         seed: 0 <= seed < 2**64; None draws one from the engine's seed.
-        stop: a text or several that end the request; what is met first is cut off with all behind it. The token with
-            which it is complete is the last of ``token_ids``.
-        stop_token_ids: end (and are kept in ``token_ids``, not in the text).
+        stop: stop string or strings. The text is cut before the first match; the token that completes the match is
+            the last of ``token_ids``.
+        stop_token_ids: tokens that end the request; kept in ``token_ids``, left out of the text.
         ignore_eos: do not end at the model's end-of-sequence tokens.
-        repetition_penalty: logits of tokens in prompt or output are divided by it where positive, else multiplied; 1 is
-            off.
-        presence_penalty, frequency_penalty: taken from the logits of tokens in the output, once and as often as they
-            occur; 0 is off.
-        logit_bias: added to tokens' logits.
-        bad_words: never completed, in prompt and output together; texts or token ids. A text stands for the tokenizer's
-            own spellings with and without a blank in front.
-        allowed_token_ids: the only tokens that may come; None is off.
-        min_tokens: until so many are emitted, no token that would end the request may come, and no stop string counts.
+        repetition_penalty: logits of tokens in prompt or output are divided by it where positive, multiplied where
+            negative; 1 is off.
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens in the output, once and once per
+            occurrence; 0 is off.
+        logit_bias: number added to each token's logit.
+        bad_words: texts or token id lists that are never completed, in prompt and output together. A text stands for
+            its tokenisations with and without a leading blank.
+        allowed_token_ids: the only tokens that may be emitted; None is off.
+        min_tokens: number of tokens before which stop tokens are masked and stop strings do not match.
         regex: a regular expression (of the library outlines_core, without look-around and anchors) that the whole text
-            matches, in which nothing but a token that ends the request can follow its end. The text is cut where
-            max_tokens or a stop string ends it first. Tokens that end the request come where the text may end only.
-        json_schema: a schema, or its text, that the whole text fits; likewise. Not one with keywords that cannot be
-            followed (`jspec.engine.grammar.json_schema`). Kept as text. One that holds itself is followed as
-            ``grammar`` is.
-        grammar: a context-free grammar, in the form of Lark's that the library llguidance reads, that the whole text
-            matches; likewise. A round with such a request takes two launches, between which the host finds what may
-            follow each node of the draft (`jspec.step.split_decode`).
-        processor_args: numbers for the engine's ``logits_processor``, as many as its ``processor_args`` says, or none,
-            which is zeros.
-        draft: False for no speculation in this request, an int caps the accepted draft length.
-        logprobs: so many of the likeliest tokens in each token's place, with their log-probabilities; 0: of the token
-            alone; None: off. Raw or processed, as the engine's ``logprobs_mode`` says.
-        prompt_logprobs: likewise for each of the prompt's tokens, always raw; the prompt is computed anew for it,
-            whatever is cached.
-        priority: requests with lower numbers are served first, those with the same in the order they came.
+            matches. Tokens that end the request are allowed exactly where the text may end, and are the only tokens
+            allowed where it must end. max_tokens or a stop string may cut the text earlier.
+        json_schema: a JSON schema, as a mapping or its text, that the whole text satisfies; same rules as ``regex``.
+            Schemas with unsupported keywords are refused (`jspec.engine.grammar.json_schema`). Stored as text. A
+            recursive schema is followed as ``grammar`` is.
+        grammar: a context-free grammar, in the Lark form that the library llguidance reads, that the whole text
+            matches; same rules as ``regex``. A round with such a request runs as two launches; between them the host
+            computes the mask of each draft node (`jspec.step.split_decode`).
+        processor_args: numbers for the engine's ``logits_processor``, as many as the engine's ``processor_args``, or
+            none for zeros.
+        draft: False for no speculation in this request; an int caps the accepted draft length.
+        logprobs: number of likeliest tokens reported for each emitted token, with log-probabilities; 0: the emitted
+            token only; None: off. Raw or processed, by the engine's ``logprobs_mode``.
+        prompt_logprobs: the same for the prompt's tokens, always raw; the prompt is computed without the prefix cache.
+        priority: requests with lower numbers are served first, equal ones in order of arrival.
         n: completions of the prompt, which share its pages (by the engine's ``prefix_cache``); completion i has the
             seed ``sample_seed(seed, i)``.
 
@@ -102,89 +92,21 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            if isinstance(getattr(self, name), (list, set, frozenset, np.ndarray)):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
-        if isinstance(self.processor_args, (list, np.ndarray)):
-            object.__setattr__(self, "processor_args", tuple(self.processor_args))
-        if isinstance(self.stop, (str, list)) or self.stop is None:
-            object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        if isinstance(self.bad_words, (list, tuple)):
-            words = (tuple(word) if isinstance(word, (list, np.ndarray)) else word for word in self.bad_words)
-            object.__setattr__(self, "bad_words", tuple(words))
-        if isinstance(self.json_schema, Mapping) and is_schema(self.json_schema):
-            object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
-        if isinstance(self.logit_bias, Mapping):
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # its owner may change it later
-        limits = (
-            ("max_tokens", is_int(self.max_tokens) and self.max_tokens >= 1, "an int >= 1"),
-            ("temperature", is_finite(self.temperature) and self.temperature >= 0, "a finite number >= 0"),
-            ("top_k", is_int(self.top_k) and self.top_k >= -1, "an int >= -1 (0 or -1: off)"),
-            ("top_p", is_finite(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", is_finite(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]"),
-            (
-                "seed",
-                self.seed is None or (is_int(self.seed) and 0 <= self.seed < 2**64),
-                "None or in [0, 2**64)",
-            ),
-            ("stop", are_texts(self.stop), "a text or a list of texts, none empty"),
-            ("stop_token_ids", are_ids(self.stop_token_ids), "a tuple of token ids >= 0"),
-            ("ignore_eos", isinstance(self.ignore_eos, bool), "a bool"),
-            ("repetition_penalty", is_in(self.repetition_penalty, 1e-3, 1e3), "in [0.001, 1000] (1: off)"),
-            ("presence_penalty", is_in(self.presence_penalty, -2, 2), "in [-2, 2] (0: off)"),
-            ("frequency_penalty", is_in(self.frequency_penalty, -2, 2), "in [-2, 2] (0: off)"),
-            ("logit_bias", is_bias(self.logit_bias), "None or {token id >= 0: a number in [-100, 100]}"),
-            ("bad_words", are_words(self.bad_words), "a list of texts or of lists of token ids >= 0, none empty"),
-            (
-                "allowed_token_ids",
-                self.allowed_token_ids is None or (are_ids(self.allowed_token_ids) and self.allowed_token_ids != ()),
-                "None or a tuple of token ids >= 0, at least one",
-            ),
-            (
-                "min_tokens",
-                is_int(self.min_tokens) and is_in(self.min_tokens, 0, self.max_tokens),
-                f"an int from 0 to max_tokens={self.max_tokens}",
-            ),
-            ("regex", self.regex is None or (isinstance(self.regex, str) and self.regex != ""), "None or a text"),
-            ("json_schema", is_schema(self.json_schema), "None, a schema as a dict, or its text"),
-            (
-                "grammar",
-                self.grammar is None or (isinstance(self.grammar, str) and self.grammar != ""),
-                "None or a text",
-            ),
-            (
-                "processor_args",
-                isinstance(self.processor_args, tuple) and all(map(is_finite, self.processor_args)),
-                "a tuple of finite numbers",
-            ),
-            (
-                "draft",
-                isinstance(self.draft, bool) or (is_int(self.draft) and self.draft >= 0),
-                "a bool or int >= 0",
-            ),
-            *(
-                (
-                    name,
-                    value is None or (is_int(value) and is_in(value, 0, MAX_LOGPROBS)),
-                    f"None or 0 to {MAX_LOGPROBS}",
-                )
-                for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))
-            ),
-            ("priority", is_int(self.priority), "an int"),
-            ("n", is_int(self.n) and self.n >= 1, "an int >= 1"),
-        )
-        for name, holds, allowed in limits:
-            if not holds:
-                raise ValueError(f"SamplingParams.{name}: expected {allowed}, got {getattr(self, name)!r}")
+        for name, value in _normalised(self).items():
+            object.__setattr__(self, name, value)
+        for name, holds, allowed in RULES:
+            if not holds(self):
+                expected = allowed if isinstance(allowed, str) else allowed(self)
+                raise ValueError(f"SamplingParams.{name}: expected {expected}, got {getattr(self, name)!r}")
         self._check_grammar()
 
     def _check_grammar(self) -> None:
-        clashes = {
+        conflicts = {
             **{name: name != self.grammar_field and getattr(self, name) is not None for name in GRAMMARS},
             "ignore_eos": self.ignore_eos,
             "min_tokens": self.min_tokens > 0,
         }
-        name = next((name for name, clashes_ in clashes.items() if clashes_), None)
+        name = next((name for name, is_conflict in conflicts.items() if is_conflict), None)
         if self.grammar_field is not None and name is not None:
             raise ValueError(
                 f"SamplingParams.{name}: expected its default beside {self.grammar_field}, which alone says what the "
@@ -193,24 +115,24 @@ class SamplingParams:
 
     @property
     def grammar_field(self) -> str | None:
-        """The field that gives the text a grammar."""
+        """Name of the field that constrains the text, None if there is none."""
         return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
 
     @classmethod
     def from_generation_config(cls, path: str | Path, **fields: Any) -> SamplingParams:
-        """As a checkpoint's generation_config.json recommends.
+        """The sampling that a checkpoint's generation_config.json recommends.
 
         Args:
-            path: the file or its folder; what is read of it, and what is refused, says
-                `jspec.engine.generation_config.recommended`. Ids that end a text are the engine's to know.
-            fields: what is to be otherwise, by our names.
+            path: the file or its folder, read by `jspec.engine.generation_config.recommended`. EOS ids are not read
+                here: the engine has them.
+            fields: fields that override the file's.
         """
         return cls(**{**recommended(path), **fields})
 
     @cached_property
     def controls_used(self) -> tuple[str, ...]:
-        """The fields in use that edit logits before they are sampled from (`jspec.sampling.penalties`)."""
-        on = dict(
+        """Names of the set fields that edit logits before sampling (`jspec.sampling.penalties`)."""
+        is_set = dict(
             repetition_penalty=self.repetition_penalty != 1,
             presence_penalty=self.presence_penalty != 0,
             frequency_penalty=self.frequency_penalty != 0,
@@ -222,11 +144,139 @@ class SamplingParams:
             json_schema=self.json_schema is not None,
             grammar=self.grammar is not None,
         )
-        return tuple(name for name in on if on[name])
+        return tuple(name for name in is_set if is_set[name])
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of one of the ``n`` completions of a request: the first has the request's own."""
+    """Seed of completion ``index`` of a request; the first has the request's own seed."""
     if index == 0:
         return seed
     return int(np.random.SeedSequence(seed, spawn_key=(index,)).generate_state(1, np.uint64)[0])
+
+
+def _normalised(params: SamplingParams) -> dict[str, Any]:
+    """Fields whose value is stored in another form: sequences as tuples, a schema as text."""
+    values: dict[str, Any] = {}
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        if isinstance(getattr(params, name), (list, set, frozenset, np.ndarray)):
+            values[name] = tuple(getattr(params, name))
+    if isinstance(params.processor_args, (list, np.ndarray)):
+        values["processor_args"] = tuple(params.processor_args)
+    if isinstance(params.stop, (str, list)) or params.stop is None:
+        values["stop"] = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
+    if isinstance(params.bad_words, (list, tuple)):
+        values["bad_words"] = tuple(
+            tuple(word) if isinstance(word, (list, np.ndarray)) else word for word in params.bad_words
+        )
+    if isinstance(params.json_schema, Mapping) and is_schema(params.json_schema):
+        values["json_schema"] = json.dumps(params.json_schema)
+    if isinstance(params.logit_bias, Mapping):
+        values["logit_bias"] = dict(params.logit_bias)  # the caller may change theirs later
+    return values
+
+
+def is_int(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def is_finite(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int too large for a float
+        return False
+
+
+def is_in(value: Any, least: Any, most: Any) -> bool:
+    """Whether all three are finite numbers and least <= value <= most."""
+    return all(map(is_finite, (value, least, most))) and bool(least <= value <= most)
+
+
+def are_ids(value: object) -> bool:
+    return isinstance(value, tuple) and all(is_int(token) and token >= 0 for token in value)
+
+
+def are_texts(value: object) -> bool:
+    """Whether the value is a tuple of non-empty texts."""
+    return isinstance(value, tuple) and all(isinstance(text, str) and text != "" for text in value)
+
+
+def is_bias(value: object) -> bool:
+    """Whether the value is None or maps token ids to numbers in OpenAI's range."""
+    if not isinstance(value, Mapping):
+        return value is None
+    return are_ids(tuple(value)) and all(is_in(bias, -100, 100) for bias in value.values())
+
+
+def are_words(value: object) -> bool:
+    """Whether the value is a tuple of non-empty texts and non-empty token id tuples."""
+    if not isinstance(value, tuple):
+        return False
+    return all(word.strip() != "" if isinstance(word, str) else are_ids(word) and word != () for word in value)
+
+
+def is_schema(value: object) -> bool:
+    """Whether the value is None, a text, or a mapping that can be written as JSON."""
+    if not isinstance(value, Mapping):
+        return value is None or isinstance(value, str)
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def is_int_from(least: int, value: object) -> bool:
+    return is_int(value) and value >= least  # type: ignore[operator]
+
+
+def is_logprobs(value: object) -> bool:
+    return value is None or (is_int(value) and is_in(value, 0, MAX_LOGPROBS))
+
+
+def is_text_or_none(value: object) -> bool:
+    """Whether the value is None or a non-empty text."""
+    return value is None or (isinstance(value, str) and value != "")
+
+
+Rule = tuple[str, Callable[[SamplingParams], bool], str | Callable[[SamplingParams], str]]
+RULES: tuple[Rule, ...] = (  # field, whether its value is allowed, which values are
+    ("max_tokens", lambda p: is_int_from(1, p.max_tokens), "an int >= 1"),
+    ("temperature", lambda p: is_finite(p.temperature) and p.temperature >= 0, "a finite number >= 0"),
+    ("top_k", lambda p: is_int_from(-1, p.top_k), "an int >= -1 (0 or -1: off)"),
+    ("top_p", lambda p: is_finite(p.top_p) and 0 < p.top_p <= 1, "in (0, 1]"),
+    ("min_p", lambda p: is_in(p.min_p, 0, 1), "in [0, 1]"),
+    ("seed", lambda p: p.seed is None or (is_int_from(0, p.seed) and p.seed < 2**64), "None or in [0, 2**64)"),
+    ("stop", lambda p: are_texts(p.stop), "a text or a list of texts, none empty"),
+    ("stop_token_ids", lambda p: are_ids(p.stop_token_ids), "a tuple of token ids >= 0"),
+    ("ignore_eos", lambda p: isinstance(p.ignore_eos, bool), "a bool"),
+    ("repetition_penalty", lambda p: is_in(p.repetition_penalty, 1e-3, 1e3), "in [0.001, 1000] (1: off)"),
+    ("presence_penalty", lambda p: is_in(p.presence_penalty, -2, 2), "in [-2, 2] (0: off)"),
+    ("frequency_penalty", lambda p: is_in(p.frequency_penalty, -2, 2), "in [-2, 2] (0: off)"),
+    ("logit_bias", lambda p: is_bias(p.logit_bias), "None or {token id >= 0: a number in [-100, 100]}"),
+    ("bad_words", lambda p: are_words(p.bad_words), "a list of texts or of lists of token ids >= 0, none empty"),
+    (
+        "allowed_token_ids",
+        lambda p: p.allowed_token_ids is None or (are_ids(p.allowed_token_ids) and p.allowed_token_ids != ()),
+        "None or a tuple of token ids >= 0, at least one",
+    ),
+    (
+        "min_tokens",
+        lambda p: is_int(p.min_tokens) and is_in(p.min_tokens, 0, p.max_tokens),
+        lambda p: f"an int from 0 to max_tokens={p.max_tokens}",
+    ),
+    ("regex", lambda p: is_text_or_none(p.regex), "None or a text"),
+    ("json_schema", lambda p: is_schema(p.json_schema), "None, a schema as a dict, or its text"),
+    ("grammar", lambda p: is_text_or_none(p.grammar), "None or a text"),
+    (
+        "processor_args",
+        lambda p: isinstance(p.processor_args, tuple) and all(map(is_finite, p.processor_args)),
+        "a tuple of finite numbers",
+    ),
+    ("draft", lambda p: isinstance(p.draft, bool) or is_int_from(0, p.draft), "a bool or int >= 0"),
+    ("logprobs", lambda p: is_logprobs(p.logprobs), f"None or 0 to {MAX_LOGPROBS}"),
+    ("prompt_logprobs", lambda p: is_logprobs(p.prompt_logprobs), f"None or 0 to {MAX_LOGPROBS}"),
+    ("priority", lambda p: is_int(p.priority), "an int"),
+    ("n", lambda p: is_int_from(1, p.n), "an int >= 1"),
+)

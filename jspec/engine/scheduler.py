@@ -1,4 +1,7 @@
-"""What runs next: by priority, then first come, first served, into fixed slots. Host only, no jax."""
+"""The scheduler: which request runs next, in which slot, with which pages. Host only, no jax.
+
+Requests are served by priority, then in order of arrival.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,30 @@ from jspec.engine.request import Request
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """One chunk of one prompt."""
+    """One chunk of one prompt.
+
+    Attributes:
+        start: position of the chunk's first token.
+        count: tokens in the chunk.
+        bucket: tokens of the compiled program.
+        pages: pages of the request.
+        is_last: whether the chunk ends the prefill.
+        is_written: whether its rows are written; False: they are in shared pages already.
+        root: the token after the chunk, if it was sampled before a preemption.
+    """
 
     request: Request
     start: int
     count: int
-    bucket: int  # tokens the program takes
+    bucket: int
     pages: list[int]
     is_last: bool
-    is_written: bool  # False: its rows are in shared pages already
-    root: int | None  # the token behind it, where that was sampled before a preemption
+    is_written: bool
+    root: int | None
+
+    @property
+    def requests(self) -> list[Request]:
+        return [self.request]
 
     @property
     def emits(self) -> bool:
@@ -30,74 +47,85 @@ class PrefillPlan:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """One dispatch of rounds for these requests."""
+    """One dispatch of rounds.
+
+    Attributes:
+        requests: one per row.
+        bucket: rows of the compiled program.
+        new_pages: (slot, column of its page table, page) of pages that the device's table lacks.
+    """
 
     requests: list[Request]
-    bucket: int  # rows the program takes
-    new_pages: list[tuple[int, int, int]]  # slot, column of its page table, page
+    bucket: int
+    new_pages: list[tuple[int, int, int]]
 
 
 Plan = PrefillPlan | RoundPlan
 
 
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Sizes and options of a `Scheduler`.
+
+    Attributes:
+        slots: requests that may run at once.
+        buckets: rows of the round programs, ascending; the last is ``slots``.
+        prefill_buckets: tokens of the prefill programs, ascending.
+        scratch_rows: rows that a round writes after the committed ones.
+        rounds: rounds per dispatch.
+        round_tokens: tokens that a round may commit.
+        prefix_cache: let requests share the pages of a common prefix.
+        pages_ahead: pages that a request gets beyond its need while many are free, so that few rounds bring the device
+            new pages; taken back when pages run out.
+        prefill_budget: prompt tokens between two rounds while any request may emit; None: the largest prefill bucket.
+    """
+
+    slots: int
+    buckets: tuple[int, ...]
+    prefill_buckets: tuple[int, ...]
+    scratch_rows: int
+    rounds: int
+    round_tokens: int
+    prefix_cache: bool = False
+    pages_ahead: int = 8
+    prefill_budget: int | None = None
+
+
 class Scheduler:
     """Admits waiting requests into slots and decides between a prefill chunk and a round.
 
-    A running request has pages for what it has, for the rounds in flight and for the next ones. When a round needs more
-    than are left, the request that is to be served last gives back its slot and its pages: it waits, and what it had
-    is computed once more when its turn comes. One that nobody can make room for waits in its slot. As whatever passed
-    `check` fits into the pool alone, the first in order always moves on, and so everybody's turn comes.
+    A running request has pages for its committed rows, for the rounds in flight and for the next rounds. When a round
+    needs more pages than are free, the running request that is last in order is preempted: it loses slot and pages,
+    waits, and recomputes its rows when it is admitted again. If the request that needs pages is itself the last, it
+    waits in its slot. No starvation: a request that passed `check` fits the pool by itself, so the first in order can
+    always run.
 
-    Args:
-        pages: the pool.
-        slots: requests that may run at once.
-        buckets: rows a round may have, ascending; the last is ``slots``.
-        prefill_buckets: tokens a chunk may have, ascending.
-        scratch_rows: rows a round writes beyond the committed ones.
-        rounds: rounds per dispatch.
-        round_tokens: tokens a round may commit.
-        prefix_cache: let requests share the pages of what they have in common.
-        pages_ahead: pages more than it needs that a request gets where there are plenty: the device need not be told
-            of new pages in every round then. Where they become few the surplus is taken back.
-        prefill_budget: tokens of prompts between two rounds while any request may emit.
+    Attributes:
+        waiting, running: both in the order in which they are served.
     """
 
-    def __init__(
-        self,
-        pages: PagePool,
-        *,
-        slots: int,
-        buckets: tuple[int, ...],
-        prefill_buckets: tuple[int, ...],
-        scratch_rows: int,
-        rounds: int,
-        round_tokens: int,
-        prefix_cache: bool = False,
-        pages_ahead: int = 8,
-        prefill_budget: int | None = None,
-    ) -> None:
+    def __init__(self, pages: PagePool, limits: SchedulerLimits) -> None:
         self.pages = pages
-        self.waiting: list[Request] = []  # both in the order in which they are served
+        self.limits = limits
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self._free_slots = list(range(slots - 1, -1, -1))
-        self._buckets = buckets
-        self._prefill_buckets = prefill_buckets
-        self._scratch_rows = scratch_rows
-        self._rounds = rounds
-        self._round_tokens = round_tokens
-        self._prefix_cache = prefix_cache
-        self._pages_ahead = pages_ahead
-        self._prefill_budget = prefill_buckets[-1] if prefill_budget is None else prefill_budget
-        self._since_round = 0  # tokens that the chunks since the last round took
-        self._refused: _Refusal | None = None
+        self._free_slots = list(range(limits.slots - 1, -1, -1))
+        self._tokens_since_round = 0  # bucket tokens of the chunks since the last round
+        self._failed_admission: _FailedAdmission | None = None
+
+    @property
+    def prefill_budget(self) -> int:
+        """Prompt tokens between two rounds while any request may emit."""
+        budget = self.limits.prefill_budget
+        return self.limits.prefill_buckets[-1] if budget is None else budget
 
     def check(self, request: Request) -> None:
-        """Refuse what could never be admitted.
+        """Refuse a request that could never be admitted.
 
         Raises:
             ValueError: the request needs more pages than the pool has.
         """
-        rows = request.rows_needed + self._scratch_rows
+        rows = request.rows_needed + self.limits.scratch_rows
         needed, total = self.pages.needed(rows), self.pages.pages - 1
         if needed > total:
             raise ValueError(
@@ -109,219 +137,243 @@ class Scheduler:
         insort(self.waiting, request, key=_order)
 
     def plan(self) -> Plan | None:
-        """The next dispatch: prompts first, up to the budget, so that rounds run with as many rows as can be had.
+        """The next dispatch; None if there is nothing to do until results are read.
 
-        A request is admitted when those before it are prefilled: only then is it known which pages it can share.
+        Prompts come first, up to the budget, to run rounds with as many rows as possible. A request is admitted when
+        all running ones are prefilled: only then is it known which pages it can share.
         """
         request = next((request for request in self.running if not request.is_prefilled), None) or self._admit()
         if request is None or not self._is_in_budget(request):
-            plan = self._round()
+            plan = self._plan_round()
             if plan is not None:
-                self._since_round = 0
+                self._tokens_since_round = 0
                 return plan
-        if request is None or request.slot is None:
+        if request is None or request.state.slot is None:  # preempted while the round was planned
             return None
-        return self._prefill(request)
+        return self._plan_prefill(request)
 
-    def settle(self, plan: Plan) -> None:
-        """Take note that a plan's result was read."""
-        for request in [plan.request] if isinstance(plan, PrefillPlan) else plan.requests:
-            request.steps_in_flight -= 1
+    def on_output_read(self, plan: Plan) -> None:
+        """Note that a plan's result was read."""
+        for request in plan.requests:
+            request.state.steps_in_flight -= 1
             if isinstance(plan, RoundPlan):
-                request.rounds_in_flight -= self._rounds
+                request.state.rounds_in_flight -= self.limits.rounds
 
-    def lose_steps(self) -> None:
-        """Take note that nothing will be read of what is in flight, and that no page holds anything."""
+    def drop_in_flight(self) -> None:
+        """Note that no result in flight will be read and that no page holds valid rows."""
         for request in [*self.running, *self.waiting]:
-            request.steps_in_flight = request.rounds_in_flight = 0
-        self.pages.forget()
+            request.state.steps_in_flight = request.state.rounds_in_flight = 0
+        self.pages.clear()
 
     def finish(self, request: Request) -> None:
-        """Take a request out, running or waiting; its slot and pages are free at once.
+        """Remove a request, running or waiting; its slot and pages are free at once.
 
-        That is safe while steps dispatched with it still run: the device works in order, has itself made an ended row
-        inactive, and whoever gets the pages writes them in a later step.
+        This is safe while steps dispatched with it still run: the device works in order, has itself made an ended row
+        inactive, and the next owner of a page writes it in a later step.
         """
         if request in self.running:
-            self._leave(request)
+            self._release(request)
         elif request in self.waiting:
             self.waiting.remove(request)
 
-    def keep(self, request: Request, rows: int) -> None:
-        """Let others find the pages of a running request's first rows, which are committed in both pools.
+    def cache_prefix(self, request: Request, rows: int) -> None:
+        """Put the full pages of a running request's first rows into the prefix cache.
 
-        What follows in the device's order may read them, even before that is known to be done.
+        The rows must be committed in both the target's and the draft's pool, or dispatched to be: the device works in
+        order, so later steps may read them.
         """
-        count = rows // self.pages.page_size
-        if not self._prefix_cache or request.slot is None or count <= request.num_shared_pages:
+        state, count = request.state, rows // self.pages.page_size
+        if not self.limits.prefix_cache or state.slot is None or count <= state.num_shared_pages:
             return
-        self._digest(request, count)
-        self.pages.keep(request.id, request.digests[request.num_shared_pages : count], first=request.num_shared_pages)
-        request.num_shared_pages = count
+        self._extend_digests(request, count)
+        digests = state.page_digests[state.num_shared_pages : count]
+        self.pages.cache(request.id, digests, first=state.num_shared_pages)
+        state.num_shared_pages = count
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
     def _admit(self) -> Request | None:
-        """Give the first of those that wait a slot and pages, as far as possible such as hold its beginning."""
+        """Give the first waiting request a slot and pages, shared ones for its cached prefix; None if not possible."""
         if not self.waiting or not self._free_slots:
             return None
         request = self.waiting[0]
-        if request.steps_in_flight:
-            return None  # it was preempted: what was under way then may still add to it
-        if self._refused is not None and self._refused.stands(request, self.pages):
+        state = request.state
+        if state.steps_in_flight:
+            return None  # preempted; a result in flight may still add tokens to it
+        if self._failed_admission is not None and self._failed_admission.still_holds(request, self.pages):
             return None
-        request.prefill_len = request.rows_committed
-        rows, shared = self._rows(request), self._shared(request)
+        state.prefill_len = request.rows_committed
+        rows, shared = self._rows_to_reserve(request), self._cached_pages(request)
         if not self.pages.can_reserve(rows, shared):
-            self._take_surplus()
+            self._reclaim_unused()
         if not self.pages.can_reserve(rows, shared):
-            wanted = request.digests[len(shared)] if len(shared) < len(request.digests) else None
-            self._refused = _Refusal(request, self.pages.given_back, wanted)
+            missing = state.page_digests[len(shared)] if len(shared) < len(state.page_digests) else None
+            self._failed_admission = _FailedAdmission(request, self.pages.num_given_back, missing)
             return None
-        self._refused = None
+        self._failed_admission = None
         self.pages.reserve(request.id, rows, shared)
-        request.slot = self._free_slots.pop()
-        request.num_shared_pages = len(shared)
-        request.cached_rows = len(shared) * self.pages.page_size
-        # Somebody must give the logits behind the prompt, so its last token runs in any case.
-        request.prefilled = min(request.cached_rows, request.prefill_len - 1)
-        if request.metrics.num_prompt_tokens == 0:  # else it comes back
+        state.slot = self._free_slots.pop()
+        state.num_shared_pages = len(shared)
+        state.num_cached_rows = len(shared) * self.pages.page_size
+        # The last token always runs: its logits give the next token.
+        state.num_prefilled = min(state.num_cached_rows, state.prefill_len - 1)
+        if request.metrics.num_prompt_tokens == 0:  # not admitted before
             request.metrics.num_prompt_tokens = len(request.prompt_token_ids)
-            request.metrics.num_cached_tokens = request.prefilled
+            request.metrics.num_cached_tokens = state.num_prefilled
         insort(self.running, self.waiting.pop(0), key=_order)
         return request
 
-    def _shared(self, request: Request) -> list[int]:
-        if not self._prefix_cache or request.scores_prompt:  # kept pages have no logits
+    def _cached_pages(self, request: Request) -> list[int]:
+        """The pages of the prefix cache that hold the beginning of a request's tokens."""
+        if not self.limits.prefix_cache or request.scores_prompt:  # cached pages have no logits
             return []
-        self._digest(request, request.prefill_len // self.pages.page_size)
-        return self.pages.match(request.digests[: request.prefill_len // self.pages.page_size])
+        count = request.state.prefill_len // self.pages.page_size
+        self._extend_digests(request, count)
+        return self.pages.match(request.state.page_digests[:count])
 
-    def _digest(self, request: Request, count: int) -> None:
-        """Know the digests of a request's first ``count`` pages."""
-        known, size = request.digests, self.pages.page_size
-        text = request.text(len(known) * size, count * size)
-        known += page_digests(text, size, known[-1] if known else b"")
+    def _extend_digests(self, request: Request, count: int) -> None:
+        """Compute the digests of a request's first ``count`` pages, as far as they are missing."""
+        digests, size = request.state.page_digests, self.pages.page_size
+        tokens = request.tokens_between(len(digests) * size, count * size)
+        digests += page_digests(tokens, size, digests[-1] if digests else b"")
 
     def _is_in_budget(self, request: Request) -> bool:
-        """Whether a chunk of it may come before the next round; there is always one between two rounds."""
-        return self._since_round == 0 or self._since_round + self._bucket(request) <= self._prefill_budget
+        """Whether a chunk of the request may come before the next round; one chunk always may."""
+        since = self._tokens_since_round
+        return since == 0 or since + self._prefill_bucket(request) <= self.prefill_budget
 
-    def _bucket(self, request: Request) -> int:
-        """The tokens its next chunk takes of a program: within the budget, if any program is and others would wait."""
-        sizes = self._prefill_buckets
+    def _prefill_bucket(self, request: Request) -> int:
+        """Tokens of the program for the next chunk.
+
+        While other requests could decode it is within the budget, or the smallest program if none is.
+        """
+        sizes = self.limits.prefill_buckets
         if any(other.is_prefilled and self._may_emit(other) for other in self.running):
-            sizes = tuple(size for size in sizes if size <= self._prefill_budget) or sizes[:1]
-        left = request.prefill_len - request.prefilled
+            sizes = tuple(size for size in sizes if size <= self.prefill_budget) or sizes[:1]
+        left = request.state.prefill_len - request.state.num_prefilled
         return next((size for size in sizes if size >= left), sizes[-1])
 
-    def _prefill(self, request: Request) -> PrefillPlan:
-        start, left, bucket = request.prefilled, request.prefill_len - request.prefilled, self._bucket(request)
-        count = min(left, bucket)
-        self._since_round += bucket
-        request.prefilled += count
-        request.steps_in_flight += 1
-        self.keep(request, request.prefilled)
-        request.num_synced_pages = len(self.pages.pages_of(request.id))
+    def _plan_prefill(self, request: Request) -> PrefillPlan:
+        """The next chunk of a request's prompt."""
+        state, bucket = request.state, self._prefill_bucket(request)
+        start = state.num_prefilled
+        count = min(state.prefill_len - start, bucket)
+        self._tokens_since_round += bucket
+        state.num_prefilled += count
+        state.steps_in_flight += 1
+        self.cache_prefix(request, state.num_prefilled)
+        pages = self.pages.pages_of(request.id)
+        state.num_synced_pages = len(pages)
         return PrefillPlan(
             request,
             start,
             count,
             bucket,
-            self.pages.pages_of(request.id),
+            pages,
             is_last=request.is_prefilled,
-            is_written=start >= request.cached_rows,
+            is_written=start >= state.num_cached_rows,
             root=request.token_ids[-1] if request.is_prefilled and request.token_ids else None,
         )
 
-    def _round(self) -> RoundPlan | None:
+    def _plan_round(self) -> RoundPlan | None:
+        """A dispatch of rounds for all requests that may emit and have pages; None if there is no such request."""
         ready: list[Request] = []
         for request in list(self.running):
-            if request.slot is None or not request.is_prefilled or not self._may_emit(request):
-                continue
-            if self._make_room(request):
-                request.steps_in_flight += 1
-                request.rounds_in_flight += self._rounds
+            state = request.state
+            if state.slot is None or not request.is_prefilled or not self._may_emit(request):
+                continue  # no slot: preempted in this loop
+            if self._reserve_or_preempt(request):
+                state.steps_in_flight += 1
+                state.rounds_in_flight += self.limits.rounds
                 ready.append(request)
         if not ready:
             return None
-        if any(len(self.pages.pages_of(request.id)) > request.num_synced_pages for request in ready):
-            self._get_ahead(ready)
-        new_pages = [page for request in ready for page in self._show(request)]
-        return RoundPlan(ready, next(size for size in self._buckets if size >= len(ready)), new_pages)
+        if any(len(self.pages.pages_of(request.id)) > request.state.num_synced_pages for request in ready):
+            self._reserve_ahead(ready)
+        new_pages = [page for request in ready for page in self._page_table_updates(request)]
+        bucket = next(size for size in self.limits.buckets if size >= len(ready))
+        return RoundPlan(ready, bucket, new_pages)
 
-    def _show(self, request: Request) -> list[tuple[int, int, int]]:
-        """What the device's table lacks of a request's pages."""
-        assert request.slot is not None
-        pages, first = self.pages.pages_of(request.id), request.num_synced_pages
-        request.num_synced_pages = len(pages)
-        return [(request.slot, column, pages[column]) for column in range(first, len(pages))]
+    def _page_table_updates(self, request: Request) -> list[tuple[int, int, int]]:
+        """(slot, column, page) of a request's pages that the device's table lacks; they count as synced from now on."""
+        state, pages = request.state, self.pages.pages_of(request.id)
+        assert state.slot is not None
+        first, state.num_synced_pages = state.num_synced_pages, len(pages)
+        return [(state.slot, column, pages[column]) for column in range(first, len(pages))]
 
-    def _make_room(self, request: Request) -> bool:
-        """Get a request the pages for its next rounds, if need be from those that come after it."""
-        if self.pages.grow(request.id, self._rows(request)):
+    def _reserve_or_preempt(self, request: Request) -> bool:
+        """Reserve the pages for a request's next rounds, preempting requests after it if need be."""
+        if self.pages.grow(request.id, self._rows_to_reserve(request)):
             return True
-        self._take_surplus()
-        while not self.pages.grow(request.id, self._rows(request)):
+        self._reclaim_unused()
+        while not self.pages.grow(request.id, self._rows_to_reserve(request)):
             last = self.running[-1]
             if last is request:
                 return False
-            self._leave(last)
+            self._release(last)
             last.metrics.num_preemptions += 1
             insort(self.waiting, last, key=_order)
         return True
 
-    def _get_ahead(self, ready: list[Request]) -> None:
-        """All at once, up to half of what is free; not while somebody waits for pages."""
+    def _reserve_ahead(self, ready: list[Request]) -> None:
+        """Pre-allocate pages for all ready requests, at most half of the free ones; not while a request waits."""
         if self.waiting and self._free_slots:
             return
-        extra = min(self._pages_ahead, self.pages.num_free // (2 * len(ready)))
+        extra = min(self.limits.pages_ahead, self.pages.num_free // (2 * len(ready)))
         for request in ready:
-            most = request.rows_needed + self._scratch_rows
-            ahead = len(self.pages.pages_of(request.id)) + extra
-            self.pages.grow(request.id, min(most, ahead * self.pages.page_size))
+            max_rows = request.rows_needed + self.limits.scratch_rows
+            num_pages = len(self.pages.pages_of(request.id)) + extra
+            self.pages.grow(request.id, min(max_rows, num_pages * self.pages.page_size))
 
-    def _take_surplus(self) -> None:
-        """Take back the pages that no round in flight can come to."""
+    def _reclaim_unused(self) -> None:
+        """Free the pages that no round in flight can write."""
         for request in self.running:
-            ahead = request.rounds_in_flight * self._round_tokens
-            rows = min(request.rows_committed + ahead, request.rows_needed) + self._scratch_rows
-            self.pages.shrink(request.id, rows)
-            request.num_synced_pages = min(request.num_synced_pages, len(self.pages.pages_of(request.id)))
+            self.pages.shrink(request.id, self._rows_after(request, request.state.rounds_in_flight))
+            num_pages = len(self.pages.pages_of(request.id))
+            request.state.num_synced_pages = min(request.state.num_synced_pages, num_pages)
 
-    def _rows(self, request: Request) -> int:
-        """Rows that may be written until the next rounds are done."""
-        ahead = (request.rounds_in_flight + self._rounds) * self._round_tokens
-        return min(request.rows_committed + ahead, request.rows_needed) + self._scratch_rows
+    def _rows_to_reserve(self, request: Request) -> int:
+        """Rows that may be written until the next dispatch of rounds is done."""
+        return self._rows_after(request, request.state.rounds_in_flight + self.limits.rounds)
 
-    def _leave(self, request: Request) -> None:
-        """Give a running request's slot and pages back."""
-        assert request.slot is not None
+    def _rows_after(self, request: Request, rounds: int) -> int:
+        """Rows that a request may have written after so many more rounds, scratch rows included."""
+        rows = request.rows_committed + rounds * self.limits.round_tokens
+        return min(rows, request.rows_needed) + self.limits.scratch_rows
+
+    def _release(self, request: Request) -> None:
+        """Take slot and pages from a running request."""
+        assert request.state.slot is not None
         self.running.remove(request)
-        self._free_slots.append(request.slot)
+        self._free_slots.append(request.state.slot)
         self.pages.release(request.id)
-        request.slot = None
+        request.state.slot = None
 
     def _may_emit(self, request: Request) -> bool:
-        """Whether rounds in flight, each of at least one token, can leave it anything to do."""
-        known = max(len(request.token_ids), 1)  # the prefill's token may not have been read yet
-        return known + request.rounds_in_flight < request.limit
+        """Whether tokens are left to emit after the rounds in flight, each of which emits at least one."""
+        num_tokens = max(len(request.token_ids), 1)  # the prefill's token may not have been read yet
+        return num_tokens + request.state.rounds_in_flight < request.max_new_tokens
 
 
 @dataclass(frozen=True)
-class _Refusal:
-    """That a request found too few pages: to look for them again takes time in proportion to its text."""
+class _FailedAdmission:
+    """A request found too few pages; remembered because another try costs time in proportion to its length.
+
+    Attributes:
+        num_given_back: pages that the pool had got back by then.
+        missing: digest of its first page that was not in the prefix cache; None: all were.
+    """
 
     request: Request
-    given_back: int  # pages the pool had got back by then
-    wanted: bytes | None  # the digest of the first page that it could not share
+    num_given_back: int
+    missing: bytes | None
 
-    def stands(self, request: Request, pages: PagePool) -> bool:
-        """Whether it would be refused again."""
-        is_same = self.request is request and self.given_back == pages.given_back
-        return is_same and (self.wanted is None or not pages.is_kept(self.wanted))
+    def still_holds(self, request: Request, pages: PagePool) -> bool:
+        """Whether admission would fail again."""
+        is_same = self.request is request and self.num_given_back == pages.num_given_back
+        return is_same and (self.missing is None or not pages.is_cached(self.missing))
 
 
 def _order(request: Request) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What an engine says of itself while it runs: now and then what it does, and once that its drafts hardly help."""
+"""An engine's messages while it runs: a line of statistics at intervals, and one warning about low acceptance."""
 
 from __future__ import annotations
 
@@ -11,94 +11,76 @@ from jaxtyping import Int
 
 from jspec.core.records import StepResult
 from jspec.draft.base import Drafter
-from jspec.draft.draft_model import DraftModel
-from jspec.draft.eagle import EagleDrafter
-from jspec.draft.medusa import Medusa
 from jspec.engine.metrics import LowAcceptanceWarning, Metrics
 from jspec.engine.prometheus import Gauges
 
 logger = logging.getLogger(__name__)
 
-ROUNDS = 64  # before which nothing is said
-LOW = 1.2  # mean acceptance length below which something is
-
-PROMPT = "the prompt template (raw text where a chat is expected, or the reverse)"
-CHECK = "run: jspec info --check HEAD TARGET"
+MIN_ROUNDS = 64  # drafted rounds before which no warning is given
+LOW = 1.2  # mean acceptance length below which the warning is given
 
 
 class LowAcceptanceWarner:
-    """Counts drafted rounds over an engine's life, with what was accepted before a request's end cut it."""
+    """Counts the accepted tokens of all drafted rounds, and warns once if they are few.
+
+    It counts what a round accepted, even where the end of the request cut it. Drafters without `Drafter.advice` are not
+    watched.
+    """
 
     def __init__(self, drafter: Drafter) -> None:
-        self._advice = advice(drafter)
-        self._rounds = 0
-        self._accepted = 0
+        self._advice = drafter.advice
+        self._num_rounds = 0
+        self._num_accepted = 0
 
     def count(self, report: Int[np.ndarray, "rounds rows columns"]) -> None:
-        """Take the drafted rows of a step into account; warn if it is time to."""
+        """Count the rounds of a step's drafted rows; warn if acceptance is low after enough rounds."""
         if self._advice is None:
             return
         fields = StepResult.read(report)
-        is_round = fields.counts > 0  # else the row had ended in an earlier one
-        self._rounds += int(is_round.sum())
-        self._accepted += int(fields.accept_len[is_round].sum())
-        mean = 1 + self._accepted / max(self._rounds, 1)
-        if self._rounds < ROUNDS or mean >= LOW:
+        is_round = fields.counts > 0  # else the row had ended in an earlier round
+        self._num_rounds += int(is_round.sum())
+        self._num_accepted += int(fields.accept_len[is_round].sum())
+        mean = 1 + self._num_accepted / max(self._num_rounds, 1)
+        if self._num_rounds < MIN_ROUNDS or mean >= LOW:
             return
-        said, self._advice = self._advice, None
+        advice, self._advice = self._advice, None
         warnings.warn(
-            f"mean acceptance length {mean:.2f} after {self._rounds} rounds: the drafts hardly help; {said}",
+            f"mean acceptance length {mean:.2f} after {self._num_rounds} rounds: the drafts hardly help; {advice}",
             LowAcceptanceWarning,
-            stacklevel=4,  # the caller of Engine.generate: above it are step and generate
+            stacklevel=4,  # the caller of Engine.generate, which calls step, which calls this
         )
 
 
-def advice(drafter: Drafter) -> str | None:
-    """What to check where a drafter's tokens are refused.
-
-    None for drafters that look for repetitions, whose luck lies in the text alone, and for a user's own.
-    """
-    match drafter:
-        case EagleDrafter():
-            return f"check {PROMPT}, the head's feature layers, rope theta and vocabulary map, and {CHECK}"
-        case Medusa():
-            return f"check {PROMPT} and that the heads were trained for this target, and {CHECK}"
-        case DraftModel():
-            return f"check {PROMPT} and that the draft model has the target's tokenizer, and {CHECK}"
-        case _:
-            return None
-
-
 class StatsLogger:
-    """One line an interval, through `logging`, while steps are made.
+    """Logs one line of statistics per interval, while steps are made.
 
     Args:
-        interval: seconds; None: nothing is said.
+        interval: seconds; None: no lines.
     """
 
     def __init__(self, interval: float | None) -> None:
         self._interval = interval
-        self._last = time.perf_counter()
-        self._before = Metrics()
+        self._last_time = time.perf_counter()
+        self._last_metrics = Metrics()
 
     def is_due(self) -> bool:
-        return self._interval is not None and time.perf_counter() - self._last >= self._interval
+        return self._interval is not None and time.perf_counter() - self._last_time >= self._interval
 
     def write(self, metrics: Metrics, gauges: Gauges) -> None:
-        """Say what was done since the last line."""
-        now, was = time.perf_counter(), self._before
-        rounds = metrics.num_drafts - was.num_drafts
-        accepted = metrics.num_accepted_tokens - was.num_accepted_tokens
-        asked = metrics.num_prompt_tokens - was.num_prompt_tokens
+        """Log what changed since the last line."""
+        now, last = time.perf_counter(), self._last_metrics
+        num_rounds = metrics.num_drafts - last.num_drafts
+        num_accepted = metrics.num_accepted_tokens - last.num_accepted_tokens
+        num_prompt_tokens = metrics.num_prompt_tokens - last.num_prompt_tokens
         logger.info(
             "%d running, %d waiting, %.0f %% of the pages held, %.1f tokens/s, mean acceptance length %.2f, "
             "%.0f %% of the prompts' tokens cached, %d preempted",
             gauges.running,
             gauges.waiting,
             100 * gauges.pages_used,
-            (metrics.num_tokens - was.num_tokens) / (now - self._last),
-            1 + accepted / max(rounds, 1),
-            100 * (metrics.num_cached_tokens - was.num_cached_tokens) / max(asked, 1),
-            metrics.num_preemptions - was.num_preemptions,
+            (metrics.num_tokens - last.num_tokens) / (now - self._last_time),
+            1 + num_accepted / max(num_rounds, 1),
+            100 * (metrics.num_cached_tokens - last.num_cached_tokens) / max(num_prompt_tokens, 1),
+            metrics.num_preemptions - last.num_preemptions,
         )
-        self._last, self._before = now, metrics
+        self._last_time, self._last_metrics = now, metrics

@@ -1,4 +1,4 @@
-"""Stop strings: text that ends a request and is cut off with all behind it. Host only."""
+"""Stop strings: texts that end a request; the output is cut before the first one. Host only."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 
 class StopStringMatcher:
-    """Looks for the first stop string in a text that comes in pieces; where the pieces are cut does not matter.
+    """Finds the first stop string in a text that comes in pieces, wherever the pieces are cut.
 
-    The match that ends first counts, for the text can be cut there without waiting for more; of several that end at the
-    same character the one that is named first, as in vLLM. No text is handed out that a match may still take back, and
-    all other text at once.
+    The match that ends first wins, because the text can be cut there without waiting for more; of several that end at
+    the same character, the one that is listed first, as in vLLM. Text that may be part of a match is held back; all
+    other text is returned at once.
 
     Attributes:
-        found: the stop string that was met; nothing is handed out any more then.
+        found: the stop string that was found; no text is returned after it.
 
     Source: Knuth, Morris, Pratt, "Fast pattern matching in strings" (1977).
     """
@@ -21,15 +21,15 @@ class StopStringMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self.found: str | None = None
         self._stops = [(stop, _borders(stop)) for stop in stops]
-        self._matched = [0] * len(stops)  # of each, the longest beginning with which the text ends
-        self._held = ""  # as long as the longest of these
+        self._matched = [0] * len(stops)  # for each, length of the longest prefix of it that the text ends with
+        self._held = ""  # end of the text that is held back; as long as the longest of these prefixes
 
     def __bool__(self) -> bool:
         """Whether there is any stop string."""
         return bool(self._stops)
 
     def push(self, text: str, *, may_end: bool = True) -> str:
-        """Take the text's next piece; returns what is certain by now.
+        """Add a piece of text; returns the text that cannot be part of a match any more.
 
         Args:
             may_end: False: a match that ends in this piece does not count.
@@ -44,17 +44,17 @@ class StopStringMatcher:
                 assert self.found is not None
                 self._held = ""
                 return held[: end - len(self.found)]
-        certain = len(held) - max(self._matched)
-        self._held = held[certain:]
-        return held[:certain]
+        size = len(held) - max(self._matched)
+        self._held = held[size:]
+        return held[:size]
 
     def finish(self) -> str:
-        """What was held back, for the text has ended."""
+        """The text that was held back; call it when the text has ended."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, character: str, may_end: bool) -> bool:
-        """Whether a stop string ends with this character and counts."""
+        """Add one character to all matches; whether a stop string ends with it and counts."""
         for index, (stop, borders) in enumerate(self._stops):
             size = self._matched[index]
             while size and stop[size] != character:
@@ -70,7 +70,7 @@ class StopStringMatcher:
 
 
 def _borders(stop: str) -> list[int]:
-    """``[n]``: characters of the longest text, shorter than n, with which the first n both begin and end."""
+    """Entry n: length of the longest proper prefix of the first n characters that is also their suffix."""
     borders, size = [0, 0], 0
     for character in stop[1:]:
         while size and stop[size] != character:

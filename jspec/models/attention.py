@@ -1,50 +1,36 @@
-"""Attention over the paged cache, shared by target, draft models and draft heads: project, rotate, write, attend."""
+"""Attention over the paged cache, for targets, draft models and draft heads: split, rotate, write, attend."""
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from jspec.core.records import TokenBatch
-from jspec.models.config import Rope
+from jspec.models.config import GQA, Rope
 from pallas_kernels.attention.append_attention import append_attention
 from pallas_kernels.attention.paged_attention import paged_attention
 from pallas_kernels.attention.rope_append import rotate_append
 from pallas_kernels.layers.quantized import Inputs, PartialSums, QuantizedActivation
 
 
-class AttentionShape(Protocol):
-    """What attention needs to know of a config."""
-
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def rope(self) -> Rope: ...
-
-
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Rotation speeds per pair of channels, radians per position, float32 [head_dim / 2].
+    """Rotary frequency of each pair of channels in radians per position, float32 [head_dim / 2].
 
-    Source: RoFormer (arXiv:2104.09864) section 3.4.2; "llama3" stretches the slow ones as Llama 3.1's release does:
-    wavelengths beyond ``original / low_freq_factor`` are divided by ``factor``, those below
-    ``original / high_freq_factor`` kept, linear in between.
+    Source: RoFormer (arXiv:2104.09864) section 3.4.2. "llama3" scales low frequencies as the release of Llama 3.1 does:
+    frequencies with wavelengths above ``original / low_freq_factor`` are divided by ``factor``, those with wavelengths
+    below ``original / high_freq_factor`` are kept, and those between are interpolated linearly.
     """
-    speeds = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    inv_freq = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.kind == "llama3":
-        turns = rope.original_max_position * speeds / (2 * math.pi)
-        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        keep = np.clip(keep, 0.0, 1.0)
-        speeds = keep * speeds + (1 - keep) * speeds / rope.factor
-    return speeds.astype(np.float32)
+        periods = rope.original_max_position * inv_freq / (2 * math.pi)  # in the original context
+        kept = (periods - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        kept = np.clip(kept, 0.0, 1.0)
+        inv_freq = kept * inv_freq + (1 - kept) * inv_freq / rope.factor
+    return inv_freq.astype(np.float32)
 
 
 def project(
@@ -52,27 +38,27 @@ def project(
     k_pool: Array,
     v_pool: Array,
     batch: TokenBatch,
-    shape: AttentionShape,
+    config: GQA,
     dtype: jnp.dtype,
 ) -> tuple[Float[Array, "batch tokens heads head_dim"], Array, Array]:
-    """Take a fused projection apart, rotate, and write the batch's keys and values into the pools.
+    """Split a fused projection, rotate queries and keys, and write the batch's keys and values into the pools.
 
     Args:
-        qkv: [parts, batch, tokens, width], as `split_matmul` leaves it.
+        qkv: partial sums of the projection, [parts, batch, tokens, width].
         dtype: of the model.
 
     Returns:
-        The rotated queries, and both pools.
+        The rotated queries and both pools.
     """
-    rows = _rows(batch, shape)
-    options = {"heads": shape.num_heads, "dtype": dtype, "implementation": batch.implementation}
+    rows = _rows(batch, config)
+    options = {"heads": config.heads, "dtype": dtype, "implementation": batch.implementation}
     return rotate_append(k_pool, v_pool, qkv, *rows, deterministic=batch.deterministic, **options)
 
 
-def _rows(batch: TokenBatch, shape: AttentionShape) -> tuple[Array, ...]:
-    """Where the new rows stand, how they are rotated, and where they go."""
-    speeds = jnp.asarray(inverse_frequencies(shape.rope, shape.head_dim))
-    return batch.positions, speeds, batch.page_table, batch.first_row, batch.valid
+def _rows(batch: TokenBatch, config: GQA) -> tuple[Array, ...]:
+    """Positions, rotary frequencies, page table, first row and validity of the batch's rows, for the kernels."""
+    inv_freq = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
+    return batch.positions, inv_freq, batch.page_table, batch.first_row, batch.valid
 
 
 def project_and_attend(
@@ -80,27 +66,27 @@ def project_and_attend(
     k_pool: Array,
     v_pool: Array,
     batch: TokenBatch,
-    shape: AttentionShape,
+    config: GQA,
     dtype: jnp.dtype,
     *,
     start: int = 0,
     quantize_output: bool = False,
 ) -> tuple[Inputs, Array, Array]:
-    """`project`, then `attend`; in one kernel where no query sees more than committed rows and those of the batch.
+    """`project`, then `attend`; in one kernel where queries see only committed rows and rows of the batch.
 
     Args:
-        start, is_rounded: as in `attend`.
+        start, quantize_output: as in `attend`.
     """
     if batch.base is not None or batch.deterministic or batch.window is not None:
-        q, k_pool, v_pool = project(qkv, k_pool, v_pool, batch, shape, dtype)
+        q, k_pool, v_pool = project(qkv, k_pool, v_pool, batch, config, dtype)
         return attend(q, k_pool, v_pool, batch, start=start, quantize_output=quantize_output), k_pool, v_pool
-    run = partial(append_attention, heads=shape.num_heads, dtype=dtype, implementation=batch.implementation)
-    rows = _rows(batch, shape)
+    run = partial(append_attention, heads=config.heads, dtype=dtype, implementation=batch.implementation)
+    rows = _rows(batch, config)
     out, *pools = run(k_pool, v_pool, qkv, *rows, batch.bits, start=start, quantize_output=quantize_output)
-    return _side_by_side(out), *pools
+    return _concat_heads(out), *pools
 
 
-def _side_by_side(out: Array | QuantizedActivation) -> Inputs:
+def _concat_heads(out: Array | QuantizedActivation) -> Inputs:
     return out if isinstance(out, QuantizedActivation) else out.reshape(*out.shape[:2], -1)
 
 
@@ -113,11 +99,14 @@ def attend(
     start: int = 0,
     quantize_output: bool = False,
 ) -> Inputs:
-    """Let every query see what its `TokenBatch` allows; heads side by side come back, [batch, tokens, width].
+    """Attend to the cache rows that the batch's mask allows.
 
     Args:
         start: first cache row that exists (a draft head's row 0 does not).
-        quantize_output: they come back as `QuantizedActivation`, for a weight that would round them.
+        quantize_output: return a `QuantizedActivation`, for a weight with dynamic activations.
+
+    Returns:
+        The attended values, heads concatenated, [batch, tokens, width].
     """
     out = paged_attention(
         q,
@@ -134,4 +123,4 @@ def attend(
         paths=batch.paths,
         implementation=batch.implementation,
     )
-    return _side_by_side(out)
+    return _concat_heads(out)

@@ -1,56 +1,62 @@
-"""Loads models from a Hugging Face folder, a folder written by `python -m convert`, or the hub."""
+"""Loads models from a Hugging Face folder, a folder written by `python -m convert`, or the hub.
+
+`load` reads targets and draft models. Heads are read by `jspec.draft`, which passes their formats to `read_checkpoint`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
-import numpy as np
-from jaxtyping import Int
 
 from convert import orbax
+from convert.detect import check_kind
 from convert.hub import find
+from convert.huggingface import Row, Source
 from convert.orbax import Checkpoint, Header, Placement
-from jspec.draft import auto
-from jspec.draft.head_config import HeadConfig, MedusaConfig, Overrides
+from convert.plan import Plan, plan_folder
+from jspec.models import families
 from jspec.models.config import ModelConfig
 from jspec.models.quantize import check_scope, quantize_parameters
 
-CONFIGS: dict[str, type[ModelConfig] | type[HeadConfig] | type[MedusaConfig]] = {
-    "target": ModelConfig,
-    "eagle3": HeadConfig,
-    "eagle": HeadConfig,
-    "medusa": MedusaConfig,
-}
+
+@dataclass(frozen=True)
+class Format:
+    """How a kind of checkpoint is read.
+
+    Attributes:
+        from_hf: from a Hugging Face folder (parsed config.json and tensors) to the config and the weight map.
+        from_json: from the fields in a converted folder's manifest to the config.
+        override: replaces values of a converted folder's config by those that the caller gave.
+    """
+
+    from_hf: Callable[[Mapping[str, Any], Source], tuple[Any, list[Row]]]
+    from_json: Callable[[Mapping[str, Any]], Any]
+    override: Callable[[Any], Any] = lambda config: config
+
+
+FormatOf = Callable[[str], Format]  # kind -> its format
 
 
 def load(
     path: str | Path,
     *,
     dtype: str | None = None,
-    kind: str | None = None,
     rope_theta: float | None = None,
-    feature_layers: Iterable[int] | None = None,
-    norm_before_residual: bool | None = None,
-    norm_output: bool | None = None,
     quantize: str | None = None,
     placement: Placement | None = None,
 ) -> Checkpoint:
-    """Loads a target, a draft model or a draft head.
+    """Loads a target or a draft model.
 
     Args:
         path: an existing folder, else a hub id ("owner/name").
         dtype: "float32", "bfloat16" or "float16"; None: float32 on CPU, bfloat16 elsewhere.
-        kind: what the caller needs, "target", "eagle3", "eagle" (1 and 2) or "medusa"; None: whatever it is.
-        rope_theta: replaces the rotary base of the file.
-        feature_layers: target state indices that replace those of a head.
-        norm_before_residual: whether the first residual of an EAGLE-3 head is the normed hidden state; None: as the
-            file says.
-        norm_output: whether an EAGLE-3 head's normed output is fed back; None: as the file says.
-        quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`); None: as they are
-        stored.
+        rope_theta: replaces the rotary base that the file gives.
+        quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`); None: as stored.
         placement: sharding by parameter name; None: the default device.
 
     Returns:
@@ -59,61 +65,84 @@ def load(
     Raises:
         FileNotFoundError, ValueError, NotImplementedError: with what was expected, what was got, what to do.
     """
+    format_of = partial(target_format, rope_theta=rope_theta)
+    return read_checkpoint(path, format_of, kind="target", dtype=dtype, quantize=quantize, placement=placement)
+
+
+def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
+    """The format of targets and draft models, with another rotary base if one is given."""
+    assert kind == "target", kind
+
+    def from_hf(fields: Mapping[str, Any], source: Source) -> tuple[ModelConfig, list[Row]]:
+        config = families.read_config(fields, rope_theta=rope_theta)
+        return config, families.family_of(config.family).weights(config, source.tensors)
+
+    def override(config: ModelConfig) -> ModelConfig:
+        return config if rope_theta is None else config.resized(rope=replace(config.rope, theta=rope_theta))
+
+    def from_json(fields: Mapping[str, Any]) -> ModelConfig:
+        families.family_of(fields["family"])  # an unknown family is refused by name
+        return ModelConfig.from_json(fields)
+
+    return Format(from_hf, from_json, override)
+
+
+def read_checkpoint(
+    path: str | Path,
+    format_of: FormatOf,
+    *,
+    kind: str | None = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    placement: Placement | None = None,
+) -> Checkpoint:
+    """Loads a checkpoint of any form; arguments and errors as `load`.
+
+    Args:
+        format_of: the format of each kind that may be found.
+        kind: the kind that the caller needs; None: any.
+    """
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if dtype not in orbax.DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(orbax.DTYPES)}, got {dtype!r}; pass one of them")
-    layers = None if feature_layers is None else tuple(feature_layers)
-    overrides = Overrides(rope_theta, layers, norm_before_residual, norm_output)
     folder = find(path)
     if orbax.is_checkpoint(folder):
-        header = read_header(folder)
-        _check_kind(folder, header.kind, kind)
+        header = _read_manifest(folder, format_of, kind)
         check_scope(quantize, header.kind)
-        overrides.check(header.kind)
-        config = overrides.apply(header.config)
-        arrays = orbax.read_arrays(header, dtype=dtype, placement=placement)
-        weights = orbax.unflatten(arrays)
+        weights = orbax.unflatten(orbax.read_arrays(header, dtype=dtype, placement=placement))
         weights = weights if quantize is None else quantize_parameters(weights, quantize)
-        return Checkpoint(header.kind, config, weights, folder)
-    plan = auto.plan(folder, overrides)
-    _check_kind(folder, plan.kind, kind)
+        return Checkpoint(header.kind, header.config, weights, folder)
+    plan = read_plan(folder, format_of, kind=kind)
     check_scope(quantize, plan.kind)
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for batch in plan.batches(dtype):
         placed = {name: jax.device_put(array, placement(name) if placement else None) for name, array in batch.items()}
         placed = placed if quantize is None else quantize_parameters(placed, quantize)
-        arrays |= jax.block_until_ready(placed)  # else host copies pile up
+        arrays |= jax.block_until_ready(placed)  # otherwise host copies of several batches are alive at once
         del batch, placed
     return Checkpoint(plan.kind, plan.config, orbax.unflatten(arrays), folder)
 
 
-def read_header(folder: Path) -> Header:
-    """Reads what a converted folder holds, its config as the record of its kind; errors as `orbax.read_header`."""
-    found = orbax.read_header(folder)
-    with orbax.named_damage(folder):
-        return replace(found, config=CONFIGS[found.kind].from_json(found.config))
-
-
-def header(path: str | Path) -> Header:
-    """Reads what a folder holds, without its weights; arguments and errors as `load`."""
+def read_header(path: str | Path, format_of: FormatOf) -> Header:
+    """Reads kind, config and parameter shapes of a folder, without its weights; arguments and errors as `load`."""
     folder = find(path)
     if orbax.is_checkpoint(folder):
-        return read_header(folder)
-    plan = auto.plan(folder)
+        return _read_manifest(folder, format_of, None)
+    plan = read_plan(folder, format_of)
     parameters = {row.parameter: jax.ShapeDtypeStruct(row.shape, plan.row_dtype(row)) for row in plan.rows}
     return Header(plan.kind, plan.config, parameters, folder)
 
 
-def draft_to_target(found: Header) -> Int[np.ndarray, "draft_vocab"]:
-    """Reads the vocabulary map of a head, and no other parameter."""
-    name = "draft_to_target"
-    if orbax.is_checkpoint(found.folder):
-        return np.asarray(orbax.read_arrays(found, names=[name])[name])
-    plan = auto.plan(found.folder)
-    row = next(row for row in plan.rows if row.parameter == name)
-    return row.fill(plan.source, row, plan.row_dtype(row))
+def read_plan(folder: str | Path, format_of: FormatOf, *, kind: str | None = None) -> Plan:
+    """The plan of a Hugging Face folder; arguments and errors as `convert.plan.plan_folder`."""
+    return plan_folder(folder, lambda found, fields, source: format_of(found).from_hf(fields, source), kind=kind)
 
 
-def _check_kind(folder: Path, got: str, expected: str | None) -> None:
-    if expected is not None and got != expected:
-        raise ValueError(f"{folder}: expected a checkpoint of kind {expected!r}, got {got!r}; give another folder")
+def _read_manifest(folder: Path, format_of: FormatOf, kind: str | None) -> Header:
+    """The header of a converted folder, its config as the record of its kind, with the caller's values."""
+    found = orbax.read_header(folder)
+    check_kind(folder, found.kind, kind)
+    with orbax.named_damage(folder):
+        form = format_of(found.kind)
+        config = form.from_json(found.config)
+    return replace(found, config=form.override(config))

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jspec.core.bitmask import EVERYTHING, WORD, words_of
 from jspec.core.records import Controls, Grammars, SlotView
 
 NO_STATE = -1
-WORD = 32
 
 
 def unused(tables: int, cells: int, vocab: int) -> Grammars:
@@ -100,7 +100,7 @@ def only_allowed(
         may_come = (state < 0) | (grammars.next[table[:, None, None], cell] >= 0)
         return _to_bits(_or_end(may_come, logits, view))
 
-    everything = jnp.full((*logits.shape[:2], -(-vocab // WORD)), np.uint32(2**WORD - 1))
+    everything = jnp.full((*logits.shape[:2], words_of(vocab)), EVERYTHING)
     # A conditional copies what it returns, so that is small.
     bits = jax.lax.cond(jnp.any(root_state >= 0), allowed, lambda: everything)
     return jnp.where(_from_bits(bits, vocab), logits, -jnp.inf)

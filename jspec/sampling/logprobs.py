@@ -8,6 +8,7 @@ A prompt was not drawn, so its tokens' are raw.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -16,12 +17,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.core.ancestors import ancestors
+from jspec.core.config import MAX_LOGPROBS
 from jspec.core.records import Draft, LogProbs, PrefillInput, SlotView, Verdict
 from jspec.core.tree import Tree
-from jspec.engine.limits import MAX_LOGPROBS
-from jspec.models.decoder import logits_of
 from jspec.sampling import penalties, sampler
-from pallas_kernels.layers.quantized import Weight
 from pallas_kernels.layers.row_blocks import in_row_blocks
 from pallas_kernels.sampling.top_log_probs import top_log_probs
 
@@ -87,12 +86,17 @@ def of_first(
     return score(rows, token, view)
 
 
-def of_chunk(normed: Float[Array, "1 tokens hidden"], chunk: PrefillInput, head: Weight, view: SlotView) -> LogProbs:
+def of_chunk(
+    normed: Float[Array, "1 tokens hidden"],
+    chunk: PrefillInput,
+    logits_of: Callable[[Float[Array, "block hidden"]], Float[Array, "block vocab"]],
+    view: SlotView,
+) -> LogProbs:
     """Raw ones, ``[tokens]``: of the token behind each of a chunk's; behind its last one the chunk says what comes.
 
     Args:
         normed: hidden states behind the target's final norm.
-        head: the target's output head.
+        logits_of: applies the target's output head.
     """
     size = normed.shape[1]
     behind = jnp.roll(chunk.tokens, -1).at[chunk.count - 1].set(chunk.root)
@@ -100,8 +104,7 @@ def of_chunk(normed: Float[Array, "1 tokens hidden"], chunk: PrefillInput, head:
     padding = -size % block
     rows = jnp.pad(normed[0], ((0, padding), (0, 0))).reshape(-1, block, normed.shape[-1])
     ids = jnp.pad(behind, (0, padding)).reshape(-1, block)
-    logits = partial(logits_of, head=head, implementation=view.implementation, deterministic=view.deterministic)
-    scores = jax.lax.map(lambda one: score(logits(one[0]), one[1], view), (rows, ids))
+    scores = jax.lax.map(lambda one: score(logits_of(one[0]), one[1], view), (rows, ids))
     return jax.tree.map(lambda field: field.reshape(-1, *field.shape[2:])[:size], scores)
 
 

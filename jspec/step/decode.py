@@ -1,28 +1,16 @@
-"""The verb: one round, draft -> verify -> accept -> commit, as one device program. A prompt: `jspec.step.prefill`.
+"""One speculative decoding step (draft, verify, accept, commit) as one compiled program.
 
-Invariants:
-1. ``root`` is the newest sampled token; its KV is not in the cache yet.
-2. ``lengths[s]`` rows of slot s are committed; what lies beyond is never read, so rejection costs nothing.
-3. Verify writes root and nodes at rows [lengths, lengths + N). Commit adds ``1 + accept_len`` to lengths; for a chain
-   that is all, no row moves.
-4. The draft's cache lags the target's by the rows accepted in the last round and no more; the next round makes it good,
-   whether it drafts or not. The draft's state has the shapes of the drafter's whole tree; a round may cut it.
-5. Stop ids and length limits are decided here, not on the host, so rounds may be dispatched before earlier ones are
-   read: an ended row is inactive from the next round on. It then has length 0 and an empty page table, so it reads
-   nothing, writes nothing and emits nothing.
-6. The tokens have the target's distribution for any drafter.
-7. A padding row has slot index S: gathers fill zeros, scatters drop it.
+The state's rows and invariants: `jspec.step.program`. Prompts: `jspec.step.prefill`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Int
 
 from jspec import verify
@@ -30,7 +18,6 @@ from jspec.core.ancestors import ancestors, by_depth, depths
 from jspec.core.records import (
     Draft,
     LogProbs,
-    Sampling,
     SlotState,
     SlotView,
     StepOutput,
@@ -39,91 +26,23 @@ from jspec.core.records import (
     Verdict,
     pack_result,
 )
-from jspec.draft.base import Drafter, static_draft
+from jspec.draft.base import static_draft
 from jspec.models import kv_cache
-from jspec.models.decoder import Model, TargetOut, forward
-from jspec.sampling import grammar_mask, logprobs, penalties
-from jspec.sampling.logits_processor import LogitsProcessor
+from jspec.models.decoder import TargetOut, forward
+from jspec.sampling import logprobs, penalties
+from jspec.step.program import Params, Program, view_of
 from pallas_kernels.attention.ancestor_bits import ancestor_bits
-from pallas_kernels.state.gather_rows import gather_rows
 from pallas_kernels.state.scatter_rows import scatter_rows
-
-
-@dataclass(frozen=True)
-class Program:
-    """What a compiled step depends on besides the shapes of its arguments."""
-
-    drafter: Drafter
-    feature_layers: tuple[int, ...]
-    accept: str
-    implementation: str
-    rounds: int = 1
-    trace: bool = False
-    typical: verify.Typical = field(default_factory=verify.Typical)
-    controls: bool = False  # serves requests that use `jspec.sampling.penalties`
-    grammar_cells: int = 0  # of a table of `jspec.sampling.grammar_mask`; 0: no grammars
-    processor: LogitsProcessor | None = None  # a user's own; wants controls
-    processor_args: int = 0  # numbers that a request may give it
-    logprobs: str | None = None  # of emitted tokens, by a mode of `jspec.sampling.logprobs`; None: none
-    prompt_logprobs: bool = False  # of a prompt's tokens
-    deterministic: bool = False  # a token's logits are the same bits in every program
-
-    @property
-    def compiler_options(self) -> dict[str, Any]:
-        """With which it is compiled.
-
-        A tree's launches that need nothing of each other run side by side in their CUDA graph. Such a graph starts
-        later, which costs a chain as much as it gains. XLA may leave out a rounding where that saves a conversion, but
-        not in a deterministic program.
-        """
-        options: dict[str, Any] = {"xla_allow_excess_precision": False} if self.deterministic else {}
-        if not self.drafter.tree.is_chain and jax.default_backend() != "tpu":  # whose compiler has no such option
-            options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
-        return options
-
-
-@struct.dataclass
-class Params:
-    """All weights; never donated."""
-
-    target: Model
-    draft: Any
-
-
-def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> SlotView:
-    """The rows of a bucket; rows that are padding or have ended come out inactive, empty, all zeros."""
-    with jax.named_scope("view"):
-        names = ("root", "lengths", "active", "remaining", "page_table", "sampling")
-        fields = {name: getattr(state, name) for name in names}
-        taken = gather_rows(fields, slots, state.active, implementation=program.implementation)
-        return SlotView(
-            slots=slots,
-            **taken,
-            accept=program.accept,
-            all_greedy=False,
-            implementation=program.implementation,
-            deterministic=program.deterministic,
-            controls=state.controls,
-            grammars=state.grammars,
-            processor=program.processor,
-            text=None if program.processor is None else text_of(state, taken["page_table"]),
-        )
-
-
-def text_of(state: SlotState, page_table: Int[Array, "batch pages"]) -> Int[Array, "batch positions"]:
-    """The tokens of all rows of some slots."""
-    assert state.text is not None
-    return state.text[page_table].reshape(page_table.shape[0], -1)
 
 
 def spec_step(
     program: Program, params: Params, state: SlotState, slots: Int[Array, "batch"]
 ) -> tuple[SlotState, StepOutput]:
-    """`program.rounds` rounds for a bucket of slots.
+    """Run `program.rounds` draft-verify rounds for a bucket of slots.
 
     Args:
         state: donated.
-        slots: slot of each row of the bucket; S for padding rows.
+        slots: slot of each bucket row; S for padding rows.
     """
     if program.rounds == 1:
         state, *results = spec_round(program, params, state, slots)
@@ -141,12 +60,12 @@ def spec_step(
 
 
 def output_of_one(results: Sequence[Any]) -> StepOutput:
-    """What the host gets of a single round."""
+    """The output of a step of a single round."""
     return _output_of([jax.tree.map(lambda x: x[None], result) for result in results])
 
 
 def _output_of(results: Sequence[Any]) -> StepOutput:
-    """What the host gets of rounds: report, trace and log-probabilities."""
+    """The output of a step, from the reports, traces and log-probabilities of its rounds, each with a rounds axis."""
     report, trace, scores = results
     return StepOutput(report=report, trace=trace, logprobs=scores)
 
@@ -154,7 +73,11 @@ def _output_of(results: Sequence[Any]) -> StepOutput:
 def spec_round(
     program: Program, params: Params, state: SlotState, slots: Int[Array, "batch"]
 ) -> tuple[SlotState, Int[Array, "batch columns"], Trace | None, LogProbs | None]:
-    """One round: the five stages in order, and what else of it is asked for."""
+    """Run one round: the five stages in order.
+
+    Returns:
+        The new state, the packed report, and the trace and log-probabilities if the program returns them.
+    """
     view = view_of(state, slots, program)
     draft, draft_state = draft_stage(program, params, state, view)
     return verify_and_commit(program, params, replace(state, draft=draft_state), view, draft)
@@ -163,10 +86,10 @@ def spec_round(
 def verify_and_commit(
     program: Program, params: Params, state: SlotState, view: SlotView, draft: Draft
 ) -> tuple[SlotState, Int[Array, "batch columns"], Trace | None, LogProbs | None]:
-    """The stages of a round behind the draft's.
+    """Run the stages of a round that follow the draft stage.
 
     Args:
-        state: as the draft's stage leaves it.
+        state: the state after the draft stage.
     """
     out, target = verify_stage(program, params, state, view, draft)
     verdict = accept_stage(program, out, view, draft)
@@ -181,7 +104,10 @@ def verify_and_commit(
 
 
 def draft_stage(program: Program, params: Params, state: SlotState, view: SlotView) -> tuple[Draft, Any]:
-    """Propose, and leave out what lies deeper than a row's cap; with nothing to draft, keep the draft's state true."""
+    """Draft a tree and mark nodes deeper than the row's draft cap as invalid.
+
+    A tree of depth 0 drafts nothing; the drafter then only writes its pending rows.
+    """
     with jax.named_scope("draft"):
         if program.drafter.tree.depth == 0:
             draft_state = program.drafter.write_pending_rows(params.draft, state.draft, view)
@@ -194,7 +120,7 @@ def draft_stage(program: Program, params: Params, state: SlotState, view: SlotVi
 def verify_stage(
     program: Program, params: Params, state: SlotState, view: SlotView, draft: Draft
 ) -> tuple[TargetOut, kv_cache.KVCache]:
-    """The target's forward over root and nodes, each seeing the committed rows and its own ancestors."""
+    """Run the target on root and nodes. Each node attends to the committed rows and to its own ancestors."""
     with jax.named_scope("verify"):
         tree, fixed = program.drafter.tree, view.deterministic
         batch = TokenBatch(
@@ -212,14 +138,14 @@ def verify_stage(
 
 
 def accept_stage(program: Program, out: TargetOut, view: SlotView, draft: Draft) -> Verdict:
-    """Apply the accept rule and cut the result where the row ends."""
+    """Apply the accept rule and truncate the result at stop ids and length limits."""
     with jax.named_scope("accept"):
         assert out.product is not None
-        return verify.accept(out.product, draft, ancestors(draft.parents), view, program.drafter.tree, program.typical)
+        return verify.accept(out.product, draft, ancestors(draft.parents), view, program.drafter.tree)
 
 
 def logprobs_stage(program: Program, out: TargetOut, view: SlotView, draft: Draft, verdict: Verdict) -> LogProbs | None:
-    """Score the tokens that the round emits, in a program that is to."""
+    """Compute the log-probabilities of the emitted tokens, if the program returns them."""
     if program.logprobs is None:
         return None
     with jax.named_scope("logprobs"):
@@ -235,60 +161,33 @@ def commit_stage(
     verdict: Verdict,
     out: TargetOut,
 ) -> SlotState:
-    """Keep the accepted rows, hand the drafter its features, move every row's root and length on."""
+    """Move the accepted rows into place, give the drafter the features, and update each row's root and length."""
     with jax.named_scope("commit"):
         tree = program.drafter.tree
         target = kv_cache.commit(state.target, tree, view, verdict)
         draft_state = program.drafter.commit(params.draft, state.draft, view, draft, verdict, out.features)
         newest = jnp.take_along_axis(verdict.tokens, jnp.maximum(verdict.counts - 1, 0)[:, None], axis=1)[:, 0]
-        moved = dict(
+        updates = dict(
             root=newest,
             lengths=view.lengths + verdict.counts,
             active=view.active & ~verdict.ended,
             remaining=view.remaining - verdict.counts,
         )
-        fields = {name: getattr(state, name) for name in moved}
-        put = scatter_rows(fields, view.slots, moved, implementation=view.implementation)
+        fields = {name: getattr(state, name) for name in updates}
+        written = scatter_rows(fields, view.slots, updates, implementation=view.implementation)
         if state.text is not None:
             rows = jnp.concatenate([view.root[:, None], verdict.tokens[:, :-1]], axis=1)
             count = jnp.where(view.active, verdict.counts, 0)
-            put["text"] = kv_cache.write_text(state.text, view.page_table, view.lengths, rows, count)
+            written["text"] = kv_cache.write_text(state.text, view.page_table, view.lengths, rows, count)
         if state.controls is not None:
-            put["controls"] = penalties.advance(
+            written["controls"] = penalties.advance(
                 state.controls, view.slots, verdict.tokens, verdict.counts, verdict.grammar_state
             )
-        return replace(state, target=target, draft=draft_state, **put)
+        return replace(state, target=target, draft=draft_state, **written)
 
 
 def report_stage(view: SlotView, draft: Draft, verdict: Verdict) -> Int[Array, "batch columns"]:
-    """What the host reads of the round."""
+    """Pack the part of the result that the host reads after every round."""
     with jax.named_scope("report"):
         num_drafted = jnp.where(view.active, jnp.sum(draft.valid[:, 1:], axis=1, dtype=jnp.int32), 0)
         return pack_result(verdict, num_drafted)
-
-
-def init_state(program: Program, params: Params, pool: kv_cache.PoolShape) -> SlotState:
-    """Empty slots and zeroed pools."""
-
-    def fill(value: float, dtype: jnp.dtype = jnp.int32, *inner: int) -> Array:
-        return jnp.full((pool.slots, *inner), value, dtype)  # never shared: each is donated on its own
-
-    config, cells = params.target.config, program.grammar_cells
-    return SlotState(
-        root=fill(0),
-        lengths=fill(0),
-        active=fill(False, jnp.bool_),
-        remaining=fill(0),
-        page_table=fill(0, jnp.int32, pool.width(program.drafter.tree)),
-        sampling=Sampling.greedy(pool.slots),
-        target=kv_cache.create(config.num_layers, config, pool, pool.dtype),
-        draft=program.drafter.init(params.draft, pool),
-        text=jnp.zeros((pool.pages, pool.page_size), jnp.int32) if _keeps_text(program, pool) else None,
-        controls=penalties.unused(pool.slots, config.vocab_size, program.processor_args) if program.controls else None,
-        grammars=grammar_mask.unused(pool.slots, cells, config.vocab_size) if cells else None,
-    )
-
-
-def _keeps_text(program: Program, pool: kv_cache.PoolShape) -> bool:
-    """Whether a processor is shown the text, or a drafter the tokens of pages that another request filled."""
-    return program.processor is not None or (pool.prefix_cache and program.drafter.reads_text)

@@ -1,6 +1,6 @@
-"""What an engine takes of its device's memory: planned before anything is allocated, measured once it is compiled.
+"""Device memory of an engine: planned before anything is allocated, measured after everything is compiled.
 
-How many pages there are follows from it, where the user does not say and the device reports its memory.
+The plan also sets the number of pages, unless the user gives one or the device does not report its memory.
 """
 
 from __future__ import annotations
@@ -17,49 +17,56 @@ import jax
 from jspec.core.config import EngineConfig
 from jspec.core.records import KVCache, SlotState
 from jspec.models.kv_cache import MAX_POOL_ELEMENTS, PoolShape
-from jspec.step.decode import Params, Program, init_state
+from jspec.step.program import Params, Program, init_state
 
-KEPT = 4  # times the pages that all slots can fill: so much is of use to requests that begin like ended ones
+# Cap on the automatic pool size with a prefix cache, as a multiple of the pages that all slots can use at once.
+PREFIX_CACHE_FACTOR = 4
 UNITS = {"": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of a device."""
+    """Memory of a device, in bytes.
+
+    Attributes:
+        limit: what the allocator may use.
+        in_use: what this process has allocated.
+        is_reported: False if the device does not report its memory; then ``limit`` is the machine's memory.
+    """
 
     limit: int
-    in_use: int  # by this process, whatever for
-    is_reported: bool  # False: it is the machine's memory, for the device says nothing of its own
+    in_use: int
+    is_reported: bool
 
 
 def device_memory() -> DeviceMemory:
-    """What the default device says of itself now."""
+    """The memory of the default device, now."""
     stats = jax.devices()[0].memory_stats() or {}
-    if limit := stats.get("bytes_limit"):  # 0 or None: an allocator without a limit
+    if limit := stats.get("bytes_limit"):  # 0 or None: the allocator has no limit
         return DeviceMemory(limit, stats.get("bytes_in_use") or 0, is_reported=True)
     return DeviceMemory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0, is_reported=False)
 
 
 def tree_bytes(tree: object) -> int:
-    """Bytes of all arrays (or array shapes) of a tree."""
+    """Bytes of all arrays (or array shapes) in a tree."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes an engine takes, by what they are for.
+    """Device memory of an engine, in bytes, by use.
 
     Attributes:
-        target_weights, draft_weights: what the drafter shares with the target counts as the target's.
+        target_weights, draft_weights: weights; those that both models share count for the target.
         target_pool, draft_pool: keys and values of ``pages`` pages.
-        features: the rest of the drafter's state: features that wait or that pages keep, texts that it reads.
-        slots: page table and controls of the slots, and the text of the pages where it is kept.
-        workspace: of the largest program while it runs: logits, noise, activations.
-        is_measured: whether ``workspace`` is what the compiled programs take; else an estimate.
-        other: what this process had on the device before.
-        pages: of either pool.
-        limit: what all of it may take, ``memory_fraction`` of ``device``.
+        features: the rest of the drafter's state: pending features, features kept by page, token histories.
+        slots: page table, controls and grammar tables, and the token history if the state has one.
+        workspace: temporary memory of the largest program while it runs: logits, noise, activations.
+        other: arrays that this process had on the device before.
+        pages: pages in each pool.
+        limit: the most that the total may be, ``memory_fraction`` of ``device``.
         device: the memory of the device.
+        is_measured: whether ``workspace`` comes from the compiled programs; otherwise it is an estimate.
     """
 
     target_weights: int
@@ -82,7 +89,7 @@ class MemoryPlan:
 
     @property
     def state(self) -> int:
-        """Bytes of pools and everything else that goes from round to round."""
+        """Bytes of the slot state: pools, features and slots."""
         return self.target_pool + self.draft_pool + self.features + self.slots
 
     def __str__(self) -> str:
@@ -102,14 +109,14 @@ class MemoryPlan:
 
 
 def size(count: int) -> str:
-    """Bytes in words."""
+    """A number of bytes with a readable unit."""
     name, unit = next(((n, u) for n, u in reversed(UNITS.items()) if count >= u), ("bytes", 1))
     return f"{count / unit:.2f} {name}" if unit > 1 else f"{count} bytes"
 
 
 @dataclass(frozen=True)
-class Room:
-    """What an engine is to be fitted into, and with what."""
+class MemoryPlanner:
+    """Plans an engine's memory on a device, before the engine exists."""
 
     program: Program
     params: Params
@@ -117,7 +124,7 @@ class Room:
     device: DeviceMemory
 
     def plan(self, pool: PoolShape) -> MemoryPlan:
-        """What an engine with these pools takes."""
+        """The memory of an engine with these pools."""
         target = {id(leaf): leaf for leaf in jax.tree.leaves(self.params.target)}
         draft = {id(leaf): leaf for leaf in jax.tree.leaves(self.params.draft) if id(leaf) not in target}
         weights = tree_bytes(target), tree_bytes(draft)
@@ -138,10 +145,11 @@ class Room:
         )
 
     def _workspace(self, pool: PoolShape) -> int:
-        """Estimate what the largest program takes while it runs.
+        """Estimate the temporary memory of the largest program.
 
-        A token of a forward takes its row of every product of a layer, twice over; a node its logits three times:
-        as they come, with noise, and what is left of them by top-k and the like; and edited by controls.
+        Counts for each token of a forward pass two copies of its row of every matrix product in a layer, and for each
+        draft node three copies of its logits: raw, with noise, and after top-k, top-p and min-p; a fourth, edited copy
+        if the program applies controls.
         """
         assert self.config.prefill_buckets is not None
         own, tree = self.params.target.config, self.program.drafter.tree
@@ -153,7 +161,7 @@ class Room:
         return max(pool.slots * max(tree.nodes, tree.k) * node, self.config.prefill_buckets[-1] * token + node)
 
     def pages_that_fit(self, pool: PoolShape, limit: int) -> int:
-        """The most pages with which all is within the limit; below 2 if none are."""
+        """The most pages with which the plan's total stays within the limit; less than 2 if no number does."""
         two, three = (self.plan(replace(pool, pages=pages)).total for pages in (2, 3))
         state = jax.eval_shape(lambda p: init_state(self.program, p, replace(pool, pages=1)), self.params)
         caches = jax.tree.leaves(_caches((state.target, state.draft)))
@@ -161,9 +169,9 @@ class Room:
         return min(2 + (limit - two) // (three - two), addressable)
 
     def fewest_pages(self, pool: PoolShape) -> int:
-        """Pages without which ``slots`` and ``max_len`` mean nothing: for a request of ``max_len``.
+        """The fewest pages to accept: enough for one request of ``max_len``, or the number that the user gave.
 
-        Where the device reports no memory, for as many as there are slots.
+        If the device does not report its memory: enough for a request of ``max_len`` in every slot.
         """
         if self.config.pages is not None:
             return self.config.pages
@@ -171,22 +179,22 @@ class Room:
         return requests * pool.width(self.program.drafter.tree) + 1
 
     @property
-    def fills(self) -> bool:
-        """Whether there are as many pages as fit."""
+    def is_auto_sized(self) -> bool:
+        """Whether the number of pages is chosen to fill the memory."""
         return self.config.pages is None and self.device.is_reported
 
-    def remedies(self, pool: PoolShape, limit: int, *, is_started: bool = True) -> str:
-        """What to lower, each by itself, and how far, for all to be within the limit.
+    def suggest_smaller(self, pool: PoolShape, limit: int, *, is_started: bool = True) -> str:
+        """Name settings to lower, and how far; each by itself brings the plan's total within the limit.
 
         Args:
-            is_started: the pools were planned already, and something else took too much.
+            is_started: the pools were planned already, and something outside the plan needed more memory.
         """
 
         def fits(other: PoolShape) -> bool:
             return self.fewest_pages(other) <= self.pages_that_fit(other, limit)
 
         found = []
-        if not (is_started and self.fills):  # else the next start would fill what that frees with pages
+        if not (is_started and self.is_auto_sized):  # otherwise the next start would fill the freed memory with pages
             largest = {
                 "max_len": _largest(pool.max_len - 1, lambda value: fits(replace(pool, max_len=value))),
                 "slots": _largest(pool.slots - 1, lambda value: fits(replace(pool, slots=value))),
@@ -199,44 +207,44 @@ class Room:
         return ", or ".join(found)
 
     def refuse(self, plan: MemoryPlan, pool: PoolShape) -> NoReturn:
-        """Say what is needed, what there is, and what would fit."""
+        """Raise an error that names the memory needed, the memory available and smaller settings that fit."""
         raise ValueError(
             f"out of memory: max_len={pool.max_len}, slots={pool.slots} and {pool.pages} pages need "
             f"{size(plan.total)}, available are {size(plan.limit)}, {self.config.memory_fraction:.0%} of the device's "
-            f"{size(plan.device)}. {plan}. To fit, {self.remedies(pool, plan.limit, is_started=False)}"
+            f"{size(plan.device)}. {plan}. To fit, {self.suggest_smaller(pool, plan.limit, is_started=False)}"
         )
 
 
-def fit(room: Room, pool: PoolShape) -> tuple[PoolShape, MemoryPlan]:
-    """The pools that an engine gets, and the plan.
+def fit(planner: MemoryPlanner, pool: PoolShape) -> tuple[PoolShape, MemoryPlan]:
+    """Choose the number of pages and plan the memory.
 
-    Where neither user nor device says how much, there are pages for every slot to reach ``max_len``. Where the device
-    does, there are as many as fit; but no more than are of use.
+    If the user gives no number and the device reports its memory, the pools get as many pages as fit, up to what all
+    slots can use (`PREFIX_CACHE_FACTOR` times that with a prefix cache). Otherwise the given pools are kept.
 
     Args:
-        pool: with pages for every slot to reach ``max_len``, or as many as the config says.
+        pool: pools with pages for every slot to reach ``max_len``, or with the number that the user gave.
 
     Raises:
-        ValueError: they do not fit, or a request of ``max_len`` does not.
+        ValueError: the pools do not fit, or not even a single request of ``max_len`` does.
     """
-    if room.fills:
-        plan = room.plan(replace(pool, pages=2))
-        wanted = (pool.pages - 1) * (KEPT if pool.prefix_cache else 1) + 1
-        fewest = room.fewest_pages(pool)
-        pool = replace(pool, pages=max(min(wanted, room.pages_that_fit(pool, plan.limit)), fewest))
-    plan = room.plan(pool)
+    if planner.is_auto_sized:
+        plan = planner.plan(replace(pool, pages=2))
+        useful = (pool.pages - 1) * (PREFIX_CACHE_FACTOR if pool.prefix_cache else 1) + 1
+        fewest = planner.fewest_pages(pool)
+        pool = replace(pool, pages=max(min(useful, planner.pages_that_fit(pool, plan.limit)), fewest))
+    plan = planner.plan(pool)
     if plan.total > plan.limit:
-        room.refuse(plan, pool)
+        planner.refuse(plan, pool)
     return pool, plan
 
 
-def measured(room: Room, pool: PoolShape, programs: Iterable[Any]) -> MemoryPlan:
-    """The plan with the workspace that compiled programs take, one at a time.
+def measured(planner: MemoryPlanner, pool: PoolShape, programs: Iterable[Any]) -> MemoryPlan:
+    """The plan with the workspace measured: the most that any one compiled program needs while it runs.
 
     Raises:
-        ValueError: that is more than the device has.
+        ValueError: the total is more than the device has.
     """
-    plan = room.plan(pool)
+    plan = planner.plan(pool)
     analyses = [analysis for program in programs if (analysis := program.memory_analysis()) is not None]
     if not analyses:
         return plan
@@ -246,49 +254,49 @@ def measured(room: Room, pool: PoolShape, programs: Iterable[Any]) -> MemoryPlan
         over = plan.total - plan.device
         raise ValueError(
             f"out of memory: the compiled programs need {size(over)} more than the device has. {plan}. To fit, "
-            f"{room.remedies(pool, room.plan(pool).total - over)}"
+            f"{planner.suggest_smaller(pool, planner.plan(pool).total - over)}"
         )
     return plan
 
 
 @contextmanager
-def explained(room: Room, pool: PoolShape) -> Iterator[None]:
-    """Where memory runs out although the plan fits, say what to lower and by how much.
+def explain_oom(planner: MemoryPlanner, pool: PoolShape) -> Iterator[None]:
+    """If the device runs out of memory inside the context, raise an error that names settings to lower, and how far.
 
     Raises:
-        ValueError: instead of the device's own error, which is its cause.
+        ValueError: memory ran out although the plan fits; the device's own error is its cause.
     """
     try:
         yield
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error) or "shared memory" in str(error).lower():
-            raise  # a kernel that needs more of a multiprocessor is another matter
-        plan, asked = room.plan(pool), _bytes_asked(str(error))
+            raise  # a kernel needs more shared memory than a multiprocessor has: not the device's memory
+        plan, asked = planner.plan(pool), _bytes_asked(str(error))
         missing = plan.state // 10 if asked is None else asked
         named = size(missing) + (" or more" if asked is not None else ", for instance, as the device does not say")
         share, most = "", 1000 * (plan.total - missing) // plan.device  # thousandths
-        if room.fills and most > 0:
-            share = f", or lower memory_fraction={room.config.memory_fraction:g} to at most {most / 1000}"
+        if planner.is_auto_sized and most > 0:
+            share = f", or lower memory_fraction={planner.config.memory_fraction:g} to at most {most / 1000}"
         raise ValueError(
             f"out of memory at start: missing are {named}. {plan}. To free that, "
-            f"{room.remedies(pool, plan.total - missing)}{share}"
+            f"{planner.suggest_smaller(pool, plan.total - missing)}{share}"
         ) from error
 
 
 def _bytes_asked(message: str) -> int | None:
-    """What an allocation that failed asked for, from the message of the device's allocator."""
+    """The size of the failed allocation, read from the allocator's message; None if the message has none."""
     found = re.search(r"alloca\w+ ([\d.]+) ?(bytes|[KMGT]iB)", message)
     return None if found is None else int(float(found[1]) * UNITS[found[2]])
 
 
 def _caches(tree: object) -> list[object]:
-    """The pools of keys and values in a state."""
+    """The KV pools in a state."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, KVCache))
     return [leaf for leaf in leaves if isinstance(leaf, KVCache)]
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest value from 1 to ``most`` that fits, 0 if none does; whatever is smaller than a fitting one fits."""
+    """The largest value from 1 to ``most`` that fits; 0 if none does. If a value fits, all smaller ones do."""
     low = 0
     while low < most:
         middle = (low + most + 1) // 2

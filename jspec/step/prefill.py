@@ -1,8 +1,9 @@
-"""A prompt's chunk as one device program, and what the draft's cache is owed by a request that has ended."""
+"""Prefill of one prompt chunk as one compiled program, and the pending draft rows of a request that has ended."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,9 @@ from jspec import verify
 from jspec.core.records import PrefillInput, Sampling, SlotState, SlotView, StepOutput, TokenBatch, Verdict, pack_result
 from jspec.models import kv_cache
 from jspec.models.decoder import TargetOut, forward
+from jspec.models.layers import logits_of
 from jspec.sampling import grammar_mask, logprobs, penalties, sampler
-from jspec.step.decode import Params, Program, text_of, view_of
+from jspec.step.program import Params, Program, token_history, view_of
 
 
 @jax.named_scope("prefill")
@@ -24,16 +26,16 @@ def prefill_step(
     packed: Int[Array, "packed"],
     masks: UInt32[Array, "1 1 words"] | None = None,
 ) -> tuple[SlotState, StepOutput]:
-    """One chunk of one prompt; the last chunk samples the first token, which becomes the root.
+    """Run one chunk of one prompt; the last chunk samples the first token, which becomes the root.
 
     Args:
         state: donated.
-        packed: a `PrefillInput`; how many tokens it carries is the program's bucket.
-        masks: what the first token may be, where the host says (`jspec.step.split_decode`).
+        packed: a packed `PrefillInput`; its number of tokens is the program's bucket.
+        masks: mask of the first token, if the host follows the request's grammar (`jspec.step.split_decode`).
     """
     chunk = PrefillInput.unpack(packed, pages=state.page_table.shape[1])
     state = _admit(state, chunk)
-    # The slot is not active before its last chunk, so its view is made by hand.
+    # The slot becomes active in its last chunk, and the view of an inactive slot would be empty.
     view = view_of(replace(state, active=state.active.at[chunk.slot].set(True)), chunk.slot[None], program)
     view = replace(view, masks=masks)
     offsets = jnp.arange(chunk.tokens.shape[0])
@@ -42,7 +44,7 @@ def prefill_step(
         count = jnp.where(chunk.write == 1, chunk.count, 0)[None]
         text = kv_cache.write_text(state.text, view.page_table, chunk.start[None], chunk.tokens[None], count)
         state = replace(state, text=text)
-        view = replace(view, text=text_of(state, view.page_table))
+        view = replace(view, text=token_history(state, view.page_table))
     batch = TokenBatch(
         tokens=chunk.tokens[None],
         positions=(chunk.start + offsets)[None],
@@ -67,7 +69,13 @@ def prefill_step(
         with jax.named_scope("logprobs"):
             assert out.features is not None
             features, states = logprobs.without_normed(out.features, params.target.config.hidden_size)
-            prompt = logprobs.of_chunk(states, chunk, params.target.output_head, view)
+            head = partial(
+                logits_of,
+                head=params.target.output_head,
+                implementation=view.implementation,
+                deterministic=view.deterministic,
+            )
+            prompt = logprobs.of_chunk(states, chunk, head, view)
             out = replace(out, features=features)
     with jax.named_scope("draft"):
         draft_state = program.drafter.prefill(params.draft, state.draft, view, batch, out.features)
@@ -77,7 +85,7 @@ def prefill_step(
 
 @jax.named_scope("admit")
 def _admit(state: SlotState, chunk: PrefillInput) -> SlotState:
-    """Put a request's pages and controls into its slot (the same ones again with every later chunk)."""
+    """Enter a request's length, pages and sampling settings into its slot; every chunk repeats them."""
     row: Sampling = jax.tree.map(lambda x: x[0], chunk.sampling())
     used = state.controls
     return replace(
@@ -94,7 +102,7 @@ def _admit(state: SlotState, chunk: PrefillInput) -> SlotState:
 def _first_token(
     program: Program, state: SlotState, chunk: PrefillInput, view: SlotView, out: TargetOut
 ) -> tuple[SlotState, StepOutput]:
-    """Sample what follows the chunk, unless it is known; only the last chunk makes it the root."""
+    """Sample the token after the chunk, unless the chunk names it; only the last chunk makes it the root."""
     length = chunk.start + chunk.count
     newest = chunk.tokens[chunk.count - 1]
     of_newest = replace(view, root=newest[None], lengths=length[None] - 1)
@@ -118,10 +126,9 @@ def _first_token(
     )
     if state.controls is not None:
         is_new = is_last & (chunk.root < 0)
-        behind = None if state.grammars is None else grammar_mask.states(view, token[..., None])[:, 0]
-        state = replace(
-            state, controls=penalties.advance(state.controls, view.slots, token, is_new.astype(jnp.int32)[None], behind)
-        )
+        grammar_state = None if state.grammars is None else grammar_mask.states(view, token[..., None])[:, 0]
+        count = is_new.astype(jnp.int32)[None]
+        state = replace(state, controls=penalties.advance(state.controls, view.slots, token, count, grammar_state))
     scores = jax.tree.map(lambda x: x[None], scores)
     return state, StepOutput(report=pack_result(verdict, 0 * one)[None], trace=None, logprobs=scores)
 
@@ -129,13 +136,13 @@ def _first_token(
 def write_pending_rows_step(
     program: Program, params: Params, state: SlotState, packed: Int[Array, "packed"]
 ) -> SlotState:
-    """Write the rows by which the draft's cache lags behind the target's, for a request that has just ended.
+    """Write the rows that the draft cache is missing of a request that has just ended.
 
-    No round will do it, and without them its last page could not serve others.
+    No further round would write them, and without them the request's last page could not enter the prefix cache.
 
     Args:
         state: donated.
-        packed: slot, root, committed rows, and the row of the page table.
+        packed: slot, root, number of committed rows, then the slot's row of the page table.
     """
     slot, root, length = packed[:3]
     running = replace(

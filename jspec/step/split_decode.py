@@ -1,9 +1,9 @@
-"""The round of `jspec.step` cut in two, for grammars that only the host can follow: draft; masks; verify.
+"""The decode step split in two, for grammars that only the host can follow: draft step, host masks, verify step.
 
-Between the launches the device waits: the draft goes to the host, which finds what may follow each of its nodes
-(`jspec.engine.grammar.cfg_matcher`), and the masks go back. All else is the fused round's, so tokens are those of
-masking one by one. Only
-buckets that hold a request with such a grammar run this way; the masks of the other rows leave out nothing.
+Between the two launches the device waits: the draft goes to the host, the host computes which tokens may follow each
+node, and the masks go back. Everything else equals the fused step of `jspec.step.decode`, so the output equals masked
+decoding token by token. A bucket runs this way only if one of its requests has such a grammar; the masks of its other
+rows allow every token.
 """
 
 from __future__ import annotations
@@ -17,21 +17,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, UInt32
 
+from jspec.core.bitmask import EVERYTHING, words_of
 from jspec.core.records import Draft, SlotState, StepOutput
-from jspec.engine.grammar.cfg_matcher import EVERYTHING, Matcher, words_of
-from jspec.step.decode import Params, Program, draft_stage, output_of_one, verify_and_commit, view_of
+from jspec.step.decode import draft_stage, output_of_one, verify_and_commit
+from jspec.step.program import Params, Program, view_of
 
 Step = Callable[[Params, SlotState, Any], tuple[SlotState, StepOutput]]
+# Takes tokens, parents and valid [nodes] of one row's draft, in numpy; returns masks [nodes, words] uint32.
+DraftMasks = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
 def draft_step(
     program: Program, params: Params, state: SlotState, slots: Int[Array, "batch"]
 ) -> tuple[SlotState, Draft]:
-    """A round up to its draft.
+    """Run a round up to its draft.
 
     Args:
         state: donated.
-        slots: slot of each row of the bucket; S for padding rows.
+        slots: slot of each bucket row; S for padding rows.
     """
     draft, draft_state = draft_stage(program, params, state, view_of(state, slots, program))
     return replace(state, draft=draft_state), draft
@@ -45,24 +48,24 @@ def verify_step(
     draft: Draft,
     masks: UInt32[Array, "batch nodes words"],
 ) -> tuple[SlotState, StepOutput]:
-    """The rest of the round.
+    """Run the rest of the round.
 
     Args:
         state: donated.
-        draft: of `draft_step` with the same slots.
-        masks: tokens that may follow each node, as bits.
+        draft: the result of `draft_step` for the same slots.
+        masks: tokens that may follow each node, as bits (`jspec.core.bitmask`).
     """
     view = replace(view_of(state, slots, program), masks=masks)
     state, *results = verify_and_commit(program, params, state, view, draft)
     return state, output_of_one(results)
 
 
-def split_step(draft: Any, verify: Any, matchers: Sequence[Matcher | None]) -> Step:
-    """A round as one call, like the fused program's.
+def split_step(draft: Any, verify: Any, mask_functions: Sequence[DraftMasks | None]) -> Step:
+    """Combine the two compiled steps of a bucket into one call with the signature of the fused step.
 
     Args:
-        draft, verify: the compiled steps of a bucket.
-        matchers: of the bucket's first rows, None for those whose grammar, if they have one, is a table.
+        draft, verify: the compiled `draft_step` and `verify_step`.
+        mask_functions: one for each of the bucket's first rows; None: the row's masks allow every token.
     """
 
     def step(params: Params, state: SlotState, slots: Array) -> tuple[SlotState, StepOutput]:
@@ -70,19 +73,24 @@ def split_step(draft: Any, verify: Any, matchers: Sequence[Matcher | None]) -> S
         nodes = jax.device_get((drafted.tokens, drafted.parents, drafted.valid))
         words = words_of(params.target.config.vocab_size)
         masks = np.full((*nodes[0].shape, words), EVERYTHING, np.uint32)
-        for row, matcher in enumerate(matchers):
-            if matcher is not None:
-                masks[row] = matcher.masks(*(field[row] for field in nodes))
+        for row, mask_function in enumerate(mask_functions):
+            if mask_function is not None:
+                masks[row] = mask_function(*(field[row] for field in nodes))
         return verify(params, state, slots, drafted, jax.device_put(masks))
 
     return step
 
 
-def first_token(prefill: Any, matcher: Matcher) -> Step:
-    """The last chunk of a prompt as one call, like the usual program's."""
-    return lambda params, state, packed: prefill(params, state, packed, jax.device_put(matcher.first()[None]))
+def masked_prefill(prefill: Any, first_mask: Callable[[], np.ndarray]) -> Step:
+    """Wrap a compiled masked prefill into a call with the signature of the usual prefill.
+
+    Args:
+        prefill: compiled `jspec.step.prefill.prefill_step` with masks.
+        first_mask: returns the mask of the output's first token, [1, words] uint32.
+    """
+    return lambda params, state, packed: prefill(params, state, packed, jax.device_put(first_mask()[None]))
 
 
 def mask_shape(rows: int, nodes: int, vocab_size: int) -> jax.ShapeDtypeStruct:
-    """Of the masks of a bucket."""
+    """Shape and dtype of a bucket's masks."""
     return jax.ShapeDtypeStruct((rows, nodes, words_of(vocab_size)), jnp.uint32)

@@ -21,13 +21,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jspec.core.tree import Tree
+from jspec.draft import auto
 from jspec.draft.base import Drafter
-from jspec.draft.draft_model import DraftModel
-from jspec.draft.eagle import Eagle, Eagle3, EagleDrafter
-from jspec.draft.eagle_head import EagleHead
-from jspec.draft.head_config import HeadConfig
-from jspec.draft.medusa import Medusa, MedusaHeads
+from jspec.draft.eagle import EagleDrafter
+from jspec.draft.head_config import Eagle3Config, HeadConfig
 from jspec.engine.tokenizer import Tokenizer, load_tokenizer
 from jspec.models import load
 from jspec.models.decoder import Model
@@ -136,7 +133,7 @@ def check(
     if max_tokens < 2 * LENGTH:
         raise ValueError(f"max_tokens: expected at least {2 * LENGTH}, two full rounds, got {max_tokens}; raise it")
     model, words = load_target(target, tokenizer)
-    settings = settings_of(load_drafter(head), model)
+    settings = settings_of(auto.load_drafter(head, length=LENGTH), model)
     runs = {setting.drafter: Replay(setting.drafter, model) for setting in settings}  # raises if a head does not match
     cuts = windows(TEXT if text is None else text, words, PROMPT + max_tokens)
     if cuts.max() >= model.config.vocab_size:
@@ -158,32 +155,13 @@ def load_target(
     Raises:
         ValueError: the folder has no tokenizer.
     """
-    found = load.load(path, kind="target", dtype=dtype)
+    found = load.load(path, dtype=dtype)
     model = Model.from_weights(found.config, found.weights)
     words = load_tokenizer(found.folder) if tokenizer is None else tokenizer
     words = load_tokenizer(words) if isinstance(words, str) else words
     if words is None:
         raise ValueError(f'{found.folder}: expected a tokenizer in the folder, got none; pass --tokenizer "bytes"')
     return model, words
-
-
-def load_drafter(path: str | Path, tree: Tree | None = None, *, dtype: str | None = None) -> Drafter:
-    """Load the drafter that a folder holds.
-
-    Args:
-        tree: None is a chain of `LENGTH`, for Medusa no longer than the number of heads.
-    """
-    found, chain = load.load(path, dtype=dtype), tree or Tree.chain(LENGTH)
-    match found.kind:
-        case "eagle3":
-            return Eagle3(EagleHead.from_weights(found.config, found.weights), chain)
-        case "eagle":
-            return Eagle(EagleHead.from_weights(found.config, found.weights), chain)
-        case "medusa":
-            heads = MedusaHeads.from_weights(found.config, found.weights)
-            return Medusa(heads, tree or Tree.chain(min(LENGTH, len(heads.heads))))
-        case _:
-            return DraftModel(Model.from_weights(found.config, found.weights), chain)
 
 
 def settings_of(drafter: Drafter, target: Model) -> list[Setting]:
@@ -195,7 +173,7 @@ def settings_of(drafter: Drafter, target: Model) -> list[Setting]:
     others = _other_layers(layers, target.config.num_layers + 1)
     settings += [Setting(f"feature_layers={other}", drafter, other) for other in others]
     for name, change in _changes(drafter.head.config, target):
-        changed = replace(drafter.head, config=replace(drafter.head.config, **change))
+        changed = replace(drafter.head, config=drafter.head.config.resized(**change))
         settings.append(Setting(name, type(drafter)(changed, drafter.tree), layers))
     return settings
 
@@ -212,7 +190,7 @@ def _changes(config: HeadConfig, target: Model) -> Iterator[tuple[str, dict[str,
     for theta in dict.fromkeys((OFFICIAL_THETA, target.config.rope.theta)):
         if theta != config.rope.theta:
             yield f"rope_theta={theta:g}", {"rope": replace(config.rope, theta=theta)}
-    if config.method == "eagle3":
+    if isinstance(config, Eagle3Config):
         for name in ("norm_output", "norm_before_residual"):
             value = not getattr(config, name)
             yield f"{name}={value}", {name: value}

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from convert import orbax
-from convert.huggingface import FLOATS, Plan
+from convert.huggingface import FLOATS
+from convert.plan import Plan
 from jspec.draft.auto import plan
 from jspec.draft.head_config import Overrides
 from jspec.models.quantize import check_scope, quantize_parameters
 
-STORED = ("int8", "fp8")  # "fp8_dynamic" is a matter of how the latter is used
+STORED = ("int8", "fp8")  # "fp8_dynamic" has the same weights as "fp8"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; None: those of the process.
 
     Returns:
-        The exit status: 0, or 2 after printing what is wrong.
+        The exit status: 0, or 2 after printing an error.
     """
     options = _parser().parse_args(argv)
     start = time.perf_counter()
@@ -56,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("src", type=Path, help="folder with config.json and safetensors or torch weights")
     parser.add_argument("dst", type=Path, help="folder to write")
     parser.add_argument("--dtype", choices=FLOATS, help="of the weights; default: as in the file")
-    parser.add_argument("--quantize", choices=STORED, help="round the products' weights to one byte a number")
+    parser.add_argument("--quantize", choices=STORED, help="quantise the linear weights")
     parser.add_argument("--overwrite", action="store_true", help="replace a converted folder at DST")
     overrides = parser.add_argument_group("instead of what the source's config.json says")
     overrides.add_argument("--rope-theta", type=float, help="rotary base")
@@ -80,9 +81,9 @@ def _ids(text: str) -> tuple[int, ...]:
 
 
 def _peak_memory() -> int:
-    """The most bytes of memory that this process has used."""
+    """The peak memory of this process in bytes."""
     status = Path("/proc/self/status")
-    if status.is_file():  # the portable figure counts what the parent process used before it started this one
+    if status.is_file():  # ru_maxrss includes the parent process's memory before the fork
         peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
         return int(peak.split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds, in words, from its headers (`jspec info`)."""
+"""Describes a checkpoint folder from its headers (`jspec info`)."""
 
 from collections import Counter
 from dataclasses import fields
@@ -8,8 +8,9 @@ import numpy as np
 
 from convert import hub, orbax
 from convert.orbax import Header
-from jspec.draft.head_config import HeadConfig, MedusaConfig
-from jspec.models import load
+from jspec.draft import auto
+from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig
+from jspec.draft.medusa import MedusaConfig
 from jspec.models.config import ModelConfig
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -19,10 +20,10 @@ def describe(path: str | Path) -> str:
     """Describes a Hugging Face folder, a converted folder or a hub id.
 
     Args:
-        path: as for `pretrained.load`.
+        path: as for `jspec.models.load.load`.
 
     Returns:
-        Lines of text: family, sizes, parameters, and for a head its features and vocabulary; or why the
+        Lines of text: family, sizes, parameters, and for a head its features and vocabulary; or the reason why the
         folder cannot be loaded.
 
     Raises:
@@ -31,7 +32,7 @@ def describe(path: str | Path) -> str:
     folder = hub.find(path)
     origin = "converted by jspec" if orbax.is_checkpoint(folder) else "Hugging Face folder"
     try:
-        contents = _contents(load.header(folder))
+        contents = _contents(auto.read_header(folder))
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
         contents = [f"cannot be loaded: {error}"]
     return "\n".join([f"{folder}: {origin}", *contents, *_companions(folder)])
@@ -65,7 +66,7 @@ def _model(config: ModelConfig) -> list[str]:
 
 
 def _eagle(found: Header, config: HeadConfig) -> list[str]:
-    method = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1/2"}[config.method]
+    method = "EAGLE-3" if isinstance(config, Eagle3Config) else "EAGLE-1/2"
     return [
         f"model: {method} head ({config.source_format} format), hidden {config.hidden_size}, "
         f"target hidden {config.target_hidden_size}, intermediate {config.intermediate_size}",
@@ -78,9 +79,10 @@ def _eagle(found: Header, config: HeadConfig) -> list[str]:
 
 
 def _flags(config: HeadConfig) -> str:
-    """What sets the head's forward pass apart from its method's plain one."""
+    """The options of the head's forward pass that are not its method's plain ones."""
     plain = {field.name: field.default for field in fields(config) if isinstance(field.default, bool)}
-    plain["fc_bias"] = config.method == "eagle"  # EAGLE-1 has that bias, unless the file says otherwise
+    plain |= {"qk_norm": False, "qkv_bias": False}
+    plain["fc_bias"] = isinstance(config, EagleConfig)  # EAGLE-1 has that bias, unless the file says otherwise
     named = [f"{'' if value else 'no '}{flag}" for flag in plain if (value := getattr(config, flag)) != plain[flag]]
     layers = [f"{config.num_layers} layers"] if config.num_layers > 1 else []
     return ", ".join([*named, *layers]) or "none"
@@ -95,9 +97,9 @@ def _features(config: HeadConfig) -> str:
 
 
 def _vocabulary(found: Header, config: HeadConfig) -> str:
-    if config.method == "eagle":
+    if isinstance(config, EagleConfig):
         return f"the target's {config.vocab_size} ids"
-    ids = load.draft_to_target(found)
+    ids = auto.read_draft_to_target(found)
     order = "ascending" if (np.diff(ids) > 0).all() else "not monotone"
     return f"{len(ids)} of the target's {config.vocab_size} ids, {order} map"
 

@@ -21,6 +21,7 @@ from jspec.core.records import UNLIMITED, Sampling, SlotView, TokenBatch, Verdic
 from jspec.draft.base import Drafter
 from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.kv_cache import PoolShape, create
+from jspec.verify import MultiCandidate
 
 PAGE_SIZE = 16
 
@@ -111,7 +112,7 @@ def run_texts(target: Model, tokens: Int[Array, "rows size"], layers: Sequence[i
     """The target's logits and hidden states at every token of texts, from one forward pass over all of them."""
     rows, size = tokens.shape
     pool = _pool(rows, size, size, str(target.embed.dtype))
-    cache = create(target.config.num_layers, target.config, pool, pool.dtype)
+    cache = create(target.config.layers, pool, pool.dtype)
     every = jnp.full(rows, size, jnp.int32)
     return forward(target, cache, _prompts(tokens, every, _page_table(pool)), feature_layers=tuple(layers))[0]
 
@@ -181,7 +182,7 @@ def _view(tokens: Array, roots: Array, active: Array, table: Array) -> SlotView:
         remaining=jnp.full(rows, UNLIMITED, jnp.int32),
         page_table=jnp.where(active[:, None], table, 0),
         sampling=Sampling.greedy(rows),
-        accept="multi_candidate",  # for greedy rows all rules agree; this one generates no noise
+        accept=MultiCandidate(),  # for greedy rows all rules agree; this one generates no noise
         all_greedy=True,
         implementation="auto",
     )

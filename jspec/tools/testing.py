@@ -12,10 +12,11 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Int, UInt32
 
+from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
 from jspec.core.tree import Tree
 from jspec.draft.base import Drafter, DraftState, StatelessDrafter, require_static, static_draft
-from jspec.engine.core import Engine
+from jspec.engine.api import Engine
 from jspec.engine.request import Completion
 from jspec.engine.sampling_params import SamplingParams
 from jspec.models.decoder import Model
@@ -141,7 +142,7 @@ def _run_hash(is_sampled: Any, seed: Any) -> Any:
 
 
 @struct.dataclass
-class Vocabulary:
+class Alphabet:
     """Size of the vocabulary to draw from."""
 
     size: int = struct.field(pytree_node=False)
@@ -157,23 +158,23 @@ class Random(StatelessDrafter):
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return ()
 
-    def bind(self, target: Model) -> Vocabulary:
-        return Vocabulary(target.config.vocab_size)
+    def bind(self, target: Model) -> Alphabet:
+        return Alphabet(target.config.vocab_size)
 
-    def draft(self, params: Vocabulary, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
+    def draft(self, params: Alphabet, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
         rows, tokens, log_probs = view.root.shape[0], [], []
         probs: dict[int, Array] = {}
         uniform = jnp.full((rows, params.size), 1 / params.size)
         fed = [0]
         for depth, level in enumerate(self.tree.levels[1:], 1):
-            counters = (view.lengths[:, None], jnp.asarray([[depth]]), jnp.arange(len(fed))[None])
-            noise = sampler.gumbel(sampler.keys(view.sampling.seed[:, None], Purpose.DRAFT, *counters), params.size)
+            place = (view.lengths[:, None], jnp.asarray([[depth]]), jnp.arange(len(fed))[None])
+            noise = sampler.gumbel(sampler.keys(view.sampling.seed[:, None], Purpose.DRAFT, *place), params.size)
             drawn = jax.lax.top_k(noise, max(level.ranks) + 1)[1]
             tokens.append(drawn[:, np.array(level.fed_parents), np.array(level.ranks)])
             log_probs.append(jnp.full(tokens[-1].shape, -np.log(params.size), jnp.float32))
             probs |= dict.fromkeys(fed, uniform)
             fed = [level.nodes[i] for i in level.with_children]
-        is_drawn = view.accept in sampler.RULES_WITH_LAW
+        is_drawn = view.accept.draft_sampling is DraftSampling.OWN_DISTRIBUTION
         return static_draft(self.tree, view, tokens, log_probs, probs if is_drawn else None), state
 
 

@@ -1,7 +1,24 @@
-"""Accept rules, one a file; `rules.py` chooses among them."""
+"""Accept rules, one a file; `rules.py` finds them by name and applies them."""
 
-from jspec.verify.multi_candidate import Candidate, multi_candidate
-from jspec.verify.rules import accept, check_rule, cut, verdict_of
+from jspec.core.accept_rule import AcceptRule
+from jspec.verify.block import Block
+from jspec.verify.coupled import Coupled
+from jspec.verify.multi_candidate import Candidate, MultiCandidate, multi_candidate
+from jspec.verify.rejection import Rejection
+from jspec.verify.rules import accept, cut, resolve, verdict_of
 from jspec.verify.typical import Typical
 
-__all__ = ["Candidate", "Typical", "accept", "check_rule", "cut", "multi_candidate", "verdict_of"]
+__all__ = [
+    "AcceptRule",
+    "Block",
+    "Candidate",
+    "Coupled",
+    "MultiCandidate",
+    "Rejection",
+    "Typical",
+    "accept",
+    "cut",
+    "multi_candidate",
+    "resolve",
+    "verdict_of",
+]

@@ -1,14 +1,15 @@
-"""The sibling rule for drafts that were not drawn: every node is a point mass, its siblings are tried in order.
+"""The multi-candidate rule, for deterministic drafts: siblings are tried in order, each as a point mass.
 
-Child x of a node is accepted with the probability of x under what the target's law there leaves when the children
-tried before are taken out; if none is accepted, the last token is drawn from what they all leave. Each step is
-rejection sampling with a point mass for q (arXiv:2211.17192, theorem 1), so token x comes out with probability p(x)
-whatever the children are. It is the rule of EAGLE's trees (arXiv:2401.15077); for a chain it is the classic rule.
+A child x is accepted with the probability of x under the target's probabilities without the siblings tried before it,
+normalised. If none is accepted, the last token is drawn from what all children leave. Each step is rejection sampling
+with a point mass for q (arXiv:2211.17192, theorem 1), so token x is emitted with probability p(x) whatever the
+children are. It is the rule of EAGLE's trees (arXiv:2401.15077); for a chain it is the classic rule.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,11 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+from jspec.core.accept_rule import DraftSampling
 from jspec.core.ancestors import ancestors
-from jspec.core.records import AncestorMask, Draft
+from jspec.core.records import AncestorMask, Draft, SlotView
+from jspec.core.tree import Tree
+from jspec.verify.sampled_rule import SampledRule, draw_and_accept
 from jspec.verify.tree_walk import (
     AcceptResult,
     at_node,
@@ -29,48 +33,65 @@ from jspec.verify.tree_walk import (
 )
 
 
+@final
+@dataclass(frozen=True)
+class MultiCandidate(SampledRule):
+    """Try siblings one after the other as point masses; the draft takes the most likely tokens."""
+
+    name = "multi_candidate"
+    draft_sampling = DraftSampling.MOST_LIKELY
+
+    def check(self, tree: Tree) -> None:
+        """Every tree fits."""
+
+    def decide_sampled(
+        self, logits: Float[Array, "batch nodes vocab"], draft: Draft, ancestor_mask: AncestorMask, view: SlotView
+    ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
+        return draw_and_accept(multi_candidate_accept, logits, draft, ancestor_mask, view)
+
+
 def multi_candidate_accept(
-    law: Float[Array, "batch nodes vocab"],
+    target_probs: Float[Array, "batch nodes vocab"],
     draft: Draft,
     ancestor_mask: AncestorMask,
     uniforms: Float[Array, "batch nodes"],
 ) -> AcceptResult:
-    """The rule, with its draws given: one uniform for each node.
+    """The multi-candidate rule with given uniforms, one for each node.
 
-    Lossless whatever law the tokens came from, as long as the uniforms do not depend on them.
+    Lossless whatever distribution the draft's tokens came from, as long as the uniforms do not depend on them.
 
     Args:
-        law: the target's processed law at every node.
+        target_probs: the target's processed probabilities at every node.
     """
-    untried = _without_children(law, draft)
-    accept_probs = _accept_probs(law, draft, jnp.sum(untried, axis=-1))
-    stands = uniforms < accept_probs  # strictly: a uniform may be exactly 0
-    is_beaten = jnp.any(jnp.tril(siblings(draft)) & stands[:, None], axis=-1)
-    _, best = longest_accepted_path(stands & candidates(draft) & ~is_beaten, draft, ancestor_mask)
-    left = at_node(untried, best)
-    return AcceptResult(best, left / jnp.sum(left, axis=-1, keepdims=True), accept_probs)
+    residual = _without_children(target_probs, draft)
+    accept_probs = _accept_probs(target_probs, draft, jnp.sum(residual, axis=-1))
+    passes = uniforms < accept_probs  # strictly: a uniform may be exactly 0
+    is_preceded = jnp.any(jnp.tril(siblings(draft)) & passes[:, None], axis=-1)
+    _, last_node = longest_accepted_path(passes & candidates(draft) & ~is_preceded, draft, ancestor_mask)
+    last_residual = at_node(residual, last_node)
+    return AcceptResult(last_node, last_residual / jnp.sum(last_residual, axis=-1, keepdims=True), accept_probs)
 
 
-def _without_children(law: Float[Array, "batch nodes vocab"], draft: Draft) -> Float[Array, "batch nodes vocab"]:
-    """The law at every node, not normalised, with the tokens of its children taken out."""
-    row, nodes = jnp.arange(law.shape[0])[:, None], law.shape[1]
+def _without_children(probs: Float[Array, "batch nodes vocab"], draft: Draft) -> Float[Array, "batch nodes vocab"]:
+    """The probabilities at every node with the tokens of its children set to 0; not normalised."""
+    row, nodes = jnp.arange(probs.shape[0])[:, None], probs.shape[1]
     parent = jnp.where(candidates(draft), draft.parents, nodes)
-    return law.at[row, parent, draft.tokens].set(0.0, mode="drop")
+    return probs.at[row, parent, draft.tokens].set(0.0, mode="drop")
 
 
 def _accept_probs(
-    law: Float[Array, "batch nodes vocab"], draft: Draft, untried: Float[Array, "batch nodes"]
+    probs: Float[Array, "batch nodes vocab"], draft: Draft, residual_mass: Float[Array, "batch nodes"]
 ) -> Float[Array, "batch nodes"]:
     """Each child's share of the mass that its earlier siblings leave.
 
-    That mass is added up from what is left, never subtracted from 1: no rounding can make it empty while a later
-    token still has mass. A child behind which nothing is left is accepted.
+    That mass is summed from the remaining tokens, never subtracted from 1: rounding cannot make it 0 while a later
+    token still has mass. A child after which no mass remains is accepted.
     """
-    own = child_probs(law, draft)
-    later = jnp.triu(siblings(draft))
-    behind = jnp.sum(jnp.where(later, own[:, None], 0.0), axis=-1)
-    behind = behind + jnp.take_along_axis(untried, jnp.maximum(draft.parents, 0), axis=1)
-    return jnp.where(behind > 0, own / jnp.where(behind > 0, own + behind, 1.0), 1.0)
+    node_probs = child_probs(probs, draft)
+    is_later_sibling = jnp.triu(siblings(draft))
+    mass_after = jnp.sum(jnp.where(is_later_sibling, node_probs[:, None], 0.0), axis=-1)
+    mass_after = mass_after + jnp.take_along_axis(residual_mass, jnp.maximum(draft.parents, 0), axis=1)
+    return jnp.where(mass_after > 0, node_probs / jnp.where(mass_after > 0, node_probs + mass_after, 1.0), 1.0)
 
 
 class Candidate(NamedTuple):
@@ -78,24 +99,24 @@ class Candidate(NamedTuple):
 
     accept_len: int
     path: np.ndarray  # accept_len + 1 node ids, the root first
-    bonus_probs: np.ndarray  # [vocab], the law of the token behind the path
+    bonus_probs: np.ndarray  # [vocab], probabilities of the token after the path
 
 
 def multi_candidate(p: ArrayLike, tokens: ArrayLike, parents: ArrayLike, uniforms: ArrayLike) -> Candidate:
-    """The rule on one tree with recorded draws; for the host, not to be called inside a jitted function.
+    """Apply the rule to one tree with recorded uniforms; a host function, not to be called inside jit.
 
     Args:
-        p: the target's processed law at every node, [nodes, vocab].
-        tokens: [nodes], the root first; siblings are tried in node order.
-        parents: [nodes], ``parents[i] < i``; -1 for the root and for padding nodes.
-        uniforms: one for each child that is tried, in order; further ones are not read and may be NaN.
+        p: the target's processed probabilities at every node, [nodes, vocab].
+        tokens: token ids [nodes], the root first; siblings are tried in node order.
+        parents: parent of each node [nodes], ``parents[i] < i``; -1 for the root and for padding nodes.
+        uniforms: one uniform for each tried child, in order; further ones are not read and may be NaN.
 
     Raises:
-        ValueError: arrays that do not describe one tree, or fewer draws than tried children.
+        ValueError: arrays that do not describe one tree, or fewer uniforms than tried children.
     """
-    law, given = np.asarray(p, np.float32), np.asarray(uniforms, np.float32)
+    probs, given = np.asarray(p, np.float32), np.asarray(uniforms, np.float32)
     node_tokens, node_parents = np.asarray(tokens, np.int32), np.asarray(parents, np.int32)
-    _check_tree(law.shape, node_tokens, node_parents)
+    _check_tree(probs.shape, node_tokens, node_parents)
     nodes = len(node_parents)
     draft = Draft(
         tokens=jnp.asarray(node_tokens)[None],
@@ -106,36 +127,37 @@ def multi_candidate(p: ArrayLike, tokens: ArrayLike, parents: ArrayLike, uniform
         vocab_map=None,
     )
     ancestor_mask = ancestors(draft.parents)
-    turn = np.asarray(_turns(draft, ancestor_mask)[0])
+    trial = np.asarray(_trial_index(draft, ancestor_mask)[0])
     draws = np.full(nodes, np.nan, np.float32)  # the last one is the root's
     draws[:-1][: len(given)] = given[: nodes - 1]
-    ruling = jax.jit(multi_candidate_accept)(
-        jnp.asarray(law)[None], draft, ancestor_mask, jnp.asarray(draws[turn])[None]
+    result = jax.jit(multi_candidate_accept)(
+        jnp.asarray(probs)[None], draft, ancestor_mask, jnp.asarray(draws[trial])[None]
     )
-    best = int(ruling.best[0])
-    tried = np.append(turn[node_parents == best], turn[best]).max() + 1
-    if np.isnan(draws[:tried]).any():
-        raise ValueError(f"uniforms: expected one for each of {tried} tried children, got {given}")
-    path = np.flatnonzero(np.asarray(ancestor_mask[0, best]))
-    return Candidate(len(path) - 1, path, np.asarray(ruling.last_law[0]))
+    last_node = int(result.last_node[0])
+    num_tried = np.append(trial[node_parents == last_node], trial[last_node]).max() + 1
+    if np.isnan(draws[:num_tried]).any():
+        raise ValueError(f"uniforms: expected one for each of {num_tried} tried children, got {given}")
+    path = np.flatnonzero(np.asarray(ancestor_mask[0, last_node]))
+    return Candidate(len(path) - 1, path, np.asarray(result.residual_probs[0]))
 
 
-def _turns(draft: Draft, ancestor_mask: AncestorMask) -> Int[Array, "batch nodes"]:
-    """How many children are tried before a node, if all its ancestors are accepted; -1 for the root."""
+def _trial_index(draft: Draft, ancestor_mask: AncestorMask) -> Int[Array, "batch nodes"]:
+    """Number of children tried before each node if all its ancestors are accepted; -1 for the root."""
     tries = jnp.where(candidates(draft), ranks(draft) + 1, 0)
     return jnp.sum(jnp.where(ancestor_mask, tries[:, None], 0), axis=-1, dtype=jnp.int32) - 1
 
 
-def _check_tree(law: tuple[int, ...], tokens: np.ndarray, parents: np.ndarray) -> None:
-    if tokens.ndim != 1 or not tokens.size or tokens.shape != parents.shape or len(law) != 2 or law[0] != tokens.size:
+def _check_tree(shape: tuple[int, ...], tokens: np.ndarray, parents: np.ndarray) -> None:
+    is_one_tree = tokens.ndim == 1 and tokens.size and tokens.shape == parents.shape
+    if not is_one_tree or len(shape) != 2 or shape[0] != tokens.size:
         raise ValueError(
             f"multi_candidate: expected p [nodes, vocab], tokens [nodes] and parents [nodes], "
-            f"got {law}, {tokens.shape} and {parents.shape}"
+            f"got {shape}, {tokens.shape} and {parents.shape}"
         )
     if parents[0] != -1 or (parents >= np.arange(len(parents))).any() or (parents < -1).any():
         raise ValueError(f"parents: expected -1 for the root, then -1 <= parents[i] < i, got {parents}")
     children = [(int(parent), int(token)) for parent, token in zip(parents, tokens, strict=True) if parent >= 0]
-    if any(not 0 <= token < law[1] for _, token in children):
-        raise ValueError(f"tokens: expected ids from 0 to {law[1] - 1}, got {tokens}")
+    if any(not 0 <= token < shape[1] for _, token in children):
+        raise ValueError(f"tokens: expected ids from 0 to {shape[1] - 1}, got {tokens}")
     if len(set(children)) < len(children):
         raise ValueError(f"tokens: expected siblings to differ, got (parent, token) pairs {children}; merge equal ones")

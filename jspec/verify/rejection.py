@@ -1,58 +1,100 @@
-"""Rejection sampling with the draft's own law, for chains and for siblings drawn without replacement.
+"""Rejection sampling with the draft's own probabilities, for chains and for siblings drawn without replacement.
 
-A token drawn from q is accepted with probability min(1, p/q); after a rejection the target's law becomes the residual
-max(p - q, 0), normalised (arXiv:2211.17192, theorem 1; arXiv:2302.01318, theorem 1). The next sibling was drawn from
-q without the token, normalised, and is tried against the residual in the same way, so the theorem carries over,
-sibling by sibling: recursive rejection sampling without replacement (arXiv:2402.14160).
+A token drawn from q is accepted with probability min(1, p/q); after a rejection the target's probabilities become the
+residual max(p - q, 0), normalised (arXiv:2211.17192, theorem 1; arXiv:2302.01318, theorem 1). The next sibling was
+drawn from q without the rejected token, normalised, and is tried against the residual in the same way, so the theorem
+applies sibling by sibling: recursive rejection sampling without replacement (arXiv:2402.14160).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, final
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.core.records import AncestorMask, Draft
+from jspec.core.accept_rule import DraftSampling
+from jspec.core.records import AncestorMask, Draft, SlotView
+from jspec.core.tree import Tree
+from jspec.verify.multi_candidate import multi_candidate_accept
+from jspec.verify.sampled_rule import SampledRule, draw_and_accept
 from jspec.verify.tree_walk import AcceptResult
 
 
+@final
+@dataclass(frozen=True)
+class Rejection(SampledRule):
+    """Rejection sampling, sibling by sibling; the draft is sampled from its own distribution.
+
+    Drafts without probabilities were not drawn and use the multi-candidate rule.
+    """
+
+    name = "rejection"
+    draft_sampling = DraftSampling.OWN_DISTRIBUTION
+
+    def check(self, tree: Tree) -> None:
+        check_no_rank_gaps(self.name, tree)
+
+    def decide_sampled(
+        self, logits: Float[Array, "batch nodes vocab"], draft: Draft, ancestor_mask: AncestorMask, view: SlotView
+    ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
+        accept_function = multi_candidate_accept if draft.probs is None else rejection_accept
+        return draw_and_accept(accept_function, logits, draft, ancestor_mask, view)
+
+
+def check_no_rank_gaps(rule: str, tree: Tree) -> None:
+    """Raise unless a static tree has every sibling rank below its largest.
+
+    Siblings after a missing rank would not be a sample without replacement.
+
+    Raises:
+        ValueError: a rank is missing.
+    """
+    for path in tree.paths or ():
+        if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in (tree.paths or ()):
+            raise ValueError(
+                f'accept="{rule}" expects sibling ranks without gaps, got {path} without '
+                f'{(*path[:-1], path[-1] - 1)}; add that path or use accept="coupled"'
+            )
+
+
 class Trial(NamedTuple):
-    """One sibling's turn."""
+    """The result of trying one sibling."""
 
     accept_prob: Float[Array, "batch"]  # may exceed 1
-    p_left: Float[Array, "batch vocab"]  # the laws for the next sibling, after a rejection
-    q_left: Float[Array, "batch vocab"]
+    residual_p: Float[Array, "batch vocab"]  # the target's probabilities for the next sibling, after a rejection
+    residual_q: Float[Array, "batch vocab"]  # the draft's probabilities for the next sibling, after a rejection
 
 
-def without_replacement(
-    law: Float[Array, "batch nodes vocab"],
+def rejection_accept(
+    target_probs: Float[Array, "batch nodes vocab"],
     draft: Draft,
     ancestor_mask: AncestorMask,
     uniforms: Float[Array, "batch nodes"],
 ) -> AcceptResult:
-    """The rule, with its draws given: one uniform for each node.
+    """Rejection sampling with given uniforms, one for each node.
 
-    One pass over the nodes in order: a node has its turn if its parent is the last accepted node by then.
+    One pass over the nodes in order: a node is tried if its parent is the last node accepted so far.
 
     Args:
-        law: the target's processed law at every node.
+        target_probs: the target's processed probabilities at every node.
     """
     assert draft.probs is not None
-    vocab = law.shape[-1]
-    best = jnp.zeros(law.shape[0], jnp.int32)
-    p, q = law[:, 0], spread(draft.probs[:, 0], draft.vocab_map, vocab)
+    vocab = target_probs.shape[-1]
+    last_node = jnp.zeros(target_probs.shape[0], jnp.int32)
+    p, q = target_probs[:, 0], to_target_vocab(draft.probs[:, 0], draft.vocab_map, vocab)
     accept_probs = [jnp.ones_like(uniforms[:, 0])]
-    for node in range(1, law.shape[1]):
-        turn = draft.valid[:, node] & (draft.parents[:, node] == best)
+    for node in range(1, target_probs.shape[1]):
+        is_tried = draft.valid[:, node] & (draft.parents[:, node] == last_node)
         trial = try_token(p, q, draft.tokens[:, node])
-        stands = turn & (uniforms[:, node] < trial.accept_prob)  # strictly: a uniform may be exactly 0
-        behind = spread(draft.probs[:, node], draft.vocab_map, vocab)
-        p = jnp.where(stands[:, None], law[:, node], jnp.where(turn[:, None], trial.p_left, p))
-        q = jnp.where(stands[:, None], behind, jnp.where(turn[:, None], trial.q_left, q))
-        best = jnp.where(stands, node, best)
+        accepted = is_tried & (uniforms[:, node] < trial.accept_prob)  # strictly: a uniform may be exactly 0
+        next_q = to_target_vocab(draft.probs[:, node], draft.vocab_map, vocab)
+        p = jnp.where(accepted[:, None], target_probs[:, node], jnp.where(is_tried[:, None], trial.residual_p, p))
+        q = jnp.where(accepted[:, None], next_q, jnp.where(is_tried[:, None], trial.residual_q, q))
+        last_node = jnp.where(accepted, node, last_node)
         accept_probs.append(trial.accept_prob)
-    return AcceptResult(best, p, jnp.stack(accept_probs, axis=1))
+    return AcceptResult(last_node, p, jnp.stack(accept_probs, axis=1))
 
 
 def try_token(p: Float[Array, "batch vocab"], q: Float[Array, "batch vocab"], token: Int[Array, "batch"]) -> Trial:
@@ -63,11 +105,11 @@ def try_token(p: Float[Array, "batch vocab"], q: Float[Array, "batch vocab"], to
     """
     is_token = jnp.arange(p.shape[-1]) == token[:, None]
     q = jnp.where(jnp.any(q > 0, axis=-1, keepdims=True), q, is_token.astype(q.dtype))
-    own_p, own_q = (jnp.take_along_axis(x, token[:, None], axis=1)[:, 0] for x in (p, q))
+    token_p, token_q = (jnp.take_along_axis(x, token[:, None], axis=1)[:, 0] for x in (p, q))
     residual = jnp.maximum(p - q, 0.0)
-    ratio = own_p / jnp.maximum(own_q, jnp.finfo(q.dtype).tiny)
-    is_left = jnp.any(residual > 0, axis=-1)
-    return Trial(jnp.where(is_left, ratio, 1.0), normalised(residual), normalised(jnp.where(is_token, 0.0, q)))
+    ratio = token_p / jnp.maximum(token_q, jnp.finfo(q.dtype).tiny)
+    has_residual = jnp.any(residual > 0, axis=-1)
+    return Trial(jnp.where(has_residual, ratio, 1.0), normalised(residual), normalised(jnp.where(is_token, 0.0, q)))
 
 
 def normalised(weights: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
@@ -76,10 +118,10 @@ def normalised(weights: Float[Array, "batch vocab"]) -> Float[Array, "batch voca
     return weights / jnp.where(mass > 0, mass, 1.0)
 
 
-def spread(
+def to_target_vocab(
     probs: Float[Array, "batch draft_vocab"], vocab_map: Int[Array, "draft_vocab"] | None, vocab: int
 ) -> Float[Array, "batch vocab"]:
-    """A law over the draft vocabulary as one over the target's; ids outside have probability 0."""
+    """Draft-vocabulary probabilities over the target's vocabulary; tokens the draft lacks have probability 0."""
     if vocab_map is None:
         return probs
     return jnp.zeros((probs.shape[0], vocab), probs.dtype).at[:, vocab_map].set(probs)

@@ -1,180 +1,95 @@
-"""Accept rules: what the target makes of a drafted tree.
+"""The accept rules by name, and one step's verdict: decide by the program's rule, then cut where the row ends.
 
-The rule is an option of the engine, fixed before any round; to choose one by the round's own draws would be lossy even
-between lossless rules. All but "typical" yield the target's processed distribution, whatever the draft:
+The rule is an option of the engine, fixed before any step: choosing one by a step's own draws would be lossy even
+between lossless rules. All but "typical" emit the target's processed distribution, whatever the draft.
 
-"coupled" (sample and match): the target's token at every node is drawn with noise that depends on seed and position
-alone, and the walk follows the child that equals it. So the tokens are those of plain decoding with that seed, for
-every drafter and tree. Greedy decoding is its temperature 0.
+| rule | file | what |
+|---|---|---|
+| "coupled" | `coupled` | accept the tokens that the target draws itself (sample and match) |
+| "rejection" | `rejection` | rejection sampling with the draft's probabilities, siblings without replacement |
+| "block" | `block` | a sampled chain is verified as a whole |
+| "multi_candidate" | `multi_candidate` | siblings are tried in order as point masses, for deterministic drafts |
+| "typical" | `typical` | lossy: accept what is likely enough |
 
-"multi_candidate" (`point`): siblings are tried one after the other as point masses; for drafts that were not drawn.
-
-"rejection" (`rejection`): rejection sampling with the law q that the draft's tokens were drawn from, siblings without
-replacement. A draft that comes without q falls under "multi_candidate", also with "block".
-
-"block" (`block`): a drawn chain is judged as a whole.
-
-"typical" (`typical`): lossy; what is likely enough stands.
-
-The sampling rules take their draws as arguments and return laws: they can be fed recorded draws, and enumerated.
+The accept functions of the sampling rules take their uniforms as arguments and return probabilities, which lets tests
+feed recorded draws and enumerate all outcomes.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from dataclasses import replace
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from jspec.core.ancestors import ancestors, by_depth, depths
+from jspec.core.accept_rule import AcceptRule
+from jspec.core.ancestors import by_depth, depths
+from jspec.core.config import ACCEPT_RULES
 from jspec.core.records import AncestorMask, Draft, SlotView, Verdict
 from jspec.core.tree import Tree
-from jspec.sampling import penalties, sampler
-from jspec.sampling.sampler import Purpose
-from jspec.verify.block import block_verification
-from jspec.verify.multi_candidate import Candidate, multi_candidate, multi_candidate_accept
-from jspec.verify.rejection import without_replacement
-from jspec.verify.tree_walk import AcceptResult, at_node, longest_accepted_path, ranks
-from jspec.verify.typical import Typical, typical_acceptance
-from pallas_kernels.layers.quantized import PartialSums, reduce_partials
+from jspec.sampling import penalties
+from jspec.verify.block import Block
+from jspec.verify.coupled import Coupled
+from jspec.verify.multi_candidate import MultiCandidate
+from jspec.verify.rejection import Rejection
+from jspec.verify.tree_walk import at_node
+from jspec.verify.typical import Typical
+from pallas_kernels.layers.quantized import PartialSums
 
-__all__ = [
-    "Candidate",
-    "Typical",
-    "accept",
-    "ancestors",
-    "by_depth",
-    "check_rule",
-    "cut",
-    "depths",
-    "multi_candidate",
-    "verdict_of",
-]
+RULES: dict[str, type[AcceptRule]] = {rule.name: rule for rule in (Coupled, Rejection, Block, MultiCandidate, Typical)}
 
 
-def check_rule(rule: str, tree: Tree) -> None:
-    """Refuse an accept rule that does not fit a drafter's tree, and warn of the lossy one.
+def resolve(accept: str | AcceptRule, **options: float) -> AcceptRule:
+    """The rule of a name; a rule is returned unchanged.
+
+    Args:
+        options: of the rule's constructor, for a name.
 
     Raises:
-        ValueError: "block" without a chain, or a rule that needs the draft's law with a static tree that leaves out a
-            rank: what stands behind the gap would not be a sample without replacement.
+        ValueError: an unknown name.
     """
-    if rule == "block" and not tree.is_chain:
-        raise ValueError(f'accept="block" expects a chain, got {tree}; use Tree.chain(length) or accept="rejection"')
-    if rule in sampler.RULES_WITH_LAW and tree.paths is not None:
-        for path in tree.paths:
-            if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in tree.paths:
-                raise ValueError(
-                    f'accept="{rule}" expects sibling ranks without gaps, got {path} without '
-                    f'{(*path[:-1], path[-1] - 1)}; add that path or use accept="coupled"'
-                )
-    if rule == "typical":
-        warnings.warn(
-            'accept="typical" does not keep the target\'s distribution; every other rule does',
-            UserWarning,
-            stacklevel=3,
-        )
+    if isinstance(accept, AcceptRule):
+        return accept
+    if accept not in RULES:
+        raise ValueError(f"accept: expected one of {ACCEPT_RULES}, got {accept!r}")
+    return RULES[accept](**options)
 
 
-def accept(
-    product: PartialSums,
-    draft: Draft,
-    ancestor_mask: AncestorMask,
-    view: SlotView,
-    tree: Tree,
-    options: Typical,
-) -> Verdict:
-    """Decide which draft tokens stand, by the program's rule, and cut the result where the row ends.
+def accept(logits: PartialSums, draft: Draft, ancestor_mask: AncestorMask, view: SlotView, tree: Tree) -> Verdict:
+    """Decide which draft tokens are accepted, by the program's rule, and cut the result where the row ends.
 
     Args:
-        product: the target's raw logits at every node, [1, batch, nodes, vocab], perhaps to be scaled.
-        ancestor_mask: ancestors of each node (`ancestors`).
-        options: of the rule "typical".
+        logits: the target's raw logits at every node, [1, batch, nodes, vocab], perhaps still to be scaled.
+        ancestor_mask: ancestors of each node (`jspec.core.ancestors.ancestors`).
     """
 
-    def decide(product: PartialSums) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-        if view.accept == "coupled":  # whose kernel itself tells greedy rows from others
-            return coupled(product, draft, ancestor_mask, view)
-        return sampler.by_temperature(view, lambda branch: by_law(product, branch))
+    def decide(edited: PartialSums) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
+        return view.accept.decide(edited, draft, ancestor_mask, view)
 
-    def by_law(product: PartialSums, branch: SlotView) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-        if branch.all_greedy:  # at temperature 0 all rules are one
-            return coupled(product, draft, ancestor_mask, branch)
-        logits = reduce_partials(product, jnp.float32)
-        if branch.accept == "typical":
-            return typical_acceptance(logits, draft, ancestor_mask, branch, options)
-        return sampled(logits, draft, ancestor_mask, branch)
-
-    (best, bonus), grammar_state = penalties.by_use(
-        view, product, lambda: penalties.paths(draft, ancestor_mask, tree.depth), decide
+    (last_node, bonus), grammar_state = penalties.by_use(
+        view, logits, lambda: penalties.paths(draft, ancestor_mask, tree.depth), decide
     )
-    return replace(verdict_of(best, bonus, draft, ancestor_mask, view, tree), grammar_state=grammar_state)
-
-
-def coupled(
-    product: PartialSums,
-    draft: Draft,
-    ancestor_mask: AncestorMask,
-    view: SlotView,
-) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-    """Sample and match: a node stands if it and all its ancestors are the tokens the target draws there.
-
-    Args:
-        product: as in `accept`.
-
-    Returns:
-        The deepest node that stands, and the target's token behind it.
-    """
-    wanted = sampler.target_tokens(product, view, depths(ancestor_mask) + 1)
-    matches = draft.tokens == jnp.take_along_axis(wanted, jnp.maximum(draft.parents, 0), axis=1)
-    _, best = longest_accepted_path(matches & draft.valid, draft, ancestor_mask)
-    return best, at_node(wanted, best)
-
-
-def sampled(
-    logits: Float[Array, "batch nodes vocab"],
-    draft: Draft,
-    ancestor_mask: AncestorMask,
-    view: SlotView,
-) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-    """Apply a sampling rule with draws that occur in this round only; greedy rows have one-hot laws.
-
-    Returns:
-        As `coupled`.
-    """
-    rank = ranks(draft)
-    seed, root = view.sampling.seed, view.lengths
-    keys = sampler.keys(seed[:, None], Purpose.ACCEPT, root[:, None], depths(ancestor_mask), rank)
-    ruling = _rule(view.accept, draft)(
-        sampler.law(logits, view.sampling, view.implementation), draft, ancestor_mask, sampler.uniform(keys)
-    )
-    noise = sampler.gumbel(sampler.keys(seed, Purpose.RESIDUAL, root), logits.shape[-1])
-    return ruling.best, jnp.argmax(jnp.log(ruling.last_law) + noise, axis=-1).astype(jnp.int32)
-
-
-def _rule(name: str, draft: Draft) -> Callable[[Array, Draft, AncestorMask, Array], AcceptResult]:
-    if draft.probs is None or name == "multi_candidate":
-        return multi_candidate_accept
-    return block_verification if name == "block" else without_replacement
+    return replace(verdict_of(last_node, bonus, draft, ancestor_mask, view, tree), grammar_state=grammar_state)
 
 
 def verdict_of(
-    best: Int[Array, "batch"],
+    last_node: Int[Array, "batch"],
     bonus: Int[Array, "batch"],
     draft: Draft,
     ancestor_mask: AncestorMask,
     view: SlotView,
     tree: Tree,
 ) -> Verdict:
-    """Lay the path to the last accepted node out by depth and cut the tokens where the row ends.
+    """Lay out the path to the last accepted node by depth and cut the tokens where the row ends.
 
     Args:
-        best: the last accepted node.
-        bonus: the target's token behind it.
+        last_node: the last accepted node.
+        bonus: the target's token after it.
     """
-    path, accept_len = at_node(by_depth(ancestor_mask, tree.depth), best), at_node(depths(ancestor_mask), best)
+    path, accept_len = (
+        at_node(by_depth(ancestor_mask, tree.depth), last_node),
+        at_node(depths(ancestor_mask), last_node),
+    )
     steps = jnp.arange(tree.depth + 1)
     drafted = jnp.take_along_axis(draft.tokens, jnp.maximum(jnp.roll(path, -1, axis=1), 0), axis=1)
     tokens = jnp.where(steps < accept_len[:, None], drafted, -1)
@@ -186,7 +101,7 @@ def verdict_of(
 
 
 def cut(verdict: Verdict, view: SlotView) -> Verdict:
-    """End a row at its first stop id (kept) or when `remaining` is used up, and say how many tokens it emits."""
+    """End a row at its first stop id (which is emitted) or when `remaining` is used up, and count its tokens."""
     stops = jnp.any(verdict.tokens[..., None] == view.sampling.stop_ids[:, None], axis=-1) & (verdict.tokens >= 0)
     first = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, verdict.counts)
     counts = jnp.minimum(jnp.minimum(first, verdict.counts), view.remaining).astype(jnp.int32)

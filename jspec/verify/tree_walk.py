@@ -1,4 +1,4 @@
-"""The geometry of drafted trees that all accept rules share: ancestors, siblings, the walk from the root."""
+"""Tree helpers that the accept rules share: candidates, siblings, the longest accepted path."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from jspec.core.records import AncestorMask, Draft
 
 
 class AcceptResult(NamedTuple):
-    """What a sampling rule makes of a draft; the last token is still to be drawn."""
+    """What an accept function returns; the token after the last accepted node is drawn later."""
 
-    best: Int[Array, "batch"]  # the last accepted node
-    last_law: Float[Array, "batch vocab"]  # of the token behind it
-    accept_probs: Float[Array, "batch nodes"]  # of each node in its turn, may exceed 1; else without meaning
+    last_node: Int[Array, "batch"]  # the last accepted node
+    residual_probs: Float[Array, "batch vocab"]  # probabilities of the token after the last accepted node
+    accept_probs: Float[Array, "batch nodes"]  # acceptance probability of each tried node, may exceed 1; else undefined
 
 
 def candidates(draft: Draft) -> Bool[Array, "batch nodes"]:
-    """The nodes that a rule may accept: neither the root nor padding nor cut off."""
+    """Nodes that a rule may accept: all but the root, padding nodes and nodes beyond the draft cap."""
     return draft.valid & (draft.parents >= 0)
 
 
 def siblings(draft: Draft) -> Bool[Array, "batch nodes nodes"]:
-    """``[b, n, m]`` is True when m and n, another candidate, are children of one node."""
+    """``[b, n, m]`` is True when n and m are different candidates with the same parent."""
     is_candidate = candidates(draft)
     same = draft.parents[:, :, None] == draft.parents[:, None]
     other = ~jnp.eye(draft.parents.shape[1], dtype=bool)
@@ -33,32 +33,32 @@ def siblings(draft: Draft) -> Bool[Array, "batch nodes nodes"]:
 
 
 def ranks(draft: Draft) -> Int[Array, "batch nodes"]:
-    """Siblings that come before each node; 0 for the root and for padding nodes."""
+    """Number of siblings before each node; 0 for the root and for padding nodes."""
     return jnp.sum(jnp.tril(siblings(draft)), axis=-1, dtype=jnp.int32)
 
 
-def child_probs(law: Float[Array, "batch nodes vocab"], draft: Draft) -> Float[Array, "batch nodes"]:
-    """The probability of each node's token under the law at its parent; the root's own is without meaning."""
-    row = jnp.arange(law.shape[0])[:, None]
-    return law[row, jnp.maximum(draft.parents, 0), draft.tokens]
+def child_probs(probs: Float[Array, "batch nodes vocab"], draft: Draft) -> Float[Array, "batch nodes"]:
+    """Probability of each node's token at its parent; undefined for the root."""
+    row = jnp.arange(probs.shape[0])[:, None]
+    return probs[row, jnp.maximum(draft.parents, 0), draft.tokens]
 
 
 def longest_accepted_path(
     matches: Bool[Array, "batch nodes"], draft: Draft, ancestor_mask: AncestorMask
 ) -> tuple[Bool[Array, "batch nodes"], Int[Array, "batch"]]:
-    """Keep the nodes whose whole way from the root matches; the root stands always, a padding node never.
+    """Accept nodes that match together with all their ancestors; the root always is, a padding node never.
 
     Returns:
-        Nodes that stand, and the deepest of them.
+        Whether each node is accepted, and the deepest accepted node.
     """
     is_root = jnp.arange(matches.shape[1]) == 0
     matches = (matches & (draft.parents >= 0)) | is_root
     accepted = jnp.all(matches[:, None] | ~ancestor_mask, axis=-1)
-    best = jnp.argmax(jnp.where(accepted, depths(ancestor_mask), -1), axis=-1).astype(jnp.int32)
-    return accepted, best
+    deepest = jnp.argmax(jnp.where(accepted, depths(ancestor_mask), -1), axis=-1).astype(jnp.int32)
+    return accepted, deepest
 
 
 def at_node(rows: Array, node: Int[Array, "batch"]) -> Array:
-    """``rows[b, node[b]]``, for rows of any rank from 2 on."""
+    """``rows[b, node[b]]``, for rows of two or more dimensions."""
     index = node.reshape(-1, *(1,) * (rows.ndim - 1))
     return jnp.take_along_axis(rows, index, axis=1)[:, 0]

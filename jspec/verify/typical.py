@@ -1,56 +1,84 @@
-"""Typical acceptance (Medusa, arXiv:2401.10774): lossy, and the only rule that is.
+"""Typical acceptance (Medusa, arXiv:2401.10774): the only lossy rule.
 
-A child stands if the target finds it plausible, the less certain the target the less is asked: p(x) must exceed
-min(threshold, alpha * exp(-H)) with H the entropy of p. Nothing is drawn.
+A draft token is accepted if the target finds it plausible; the less certain the target, the lower the threshold:
+p(x) must exceed min(threshold, alpha * exp(-H)), where H is the entropy of p. Nothing is drawn.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import warnings
+from dataclasses import dataclass
+from typing import final
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jspec.core.accept_rule import DraftSampling
 from jspec.core.ancestors import depths
 from jspec.core.records import AncestorMask, Draft, SlotView
+from jspec.core.tree import Tree
 from jspec.sampling import sampler
+from jspec.verify.sampled_rule import SampledRule
 from jspec.verify.tree_walk import at_node, candidates, child_probs, longest_accepted_path
 
-INSIDE_LOG = 1e-5  # the authors' guard against log(0); part of the rule, as it moves the threshold
+LOG_GUARD = 1e-5  # the authors' guard against log(0); part of the rule, because it moves the threshold
 
 
-class Typical(NamedTuple):
-    """The rule's options."""
+@final
+@dataclass(frozen=True)
+class Typical(SampledRule):
+    """Accept plausible tokens; the draft takes the most likely tokens.
+
+    Args:
+        threshold: largest probability that is ever required.
+        alpha: factor of exp(-entropy).
+
+    Raises:
+        ValueError: an option that is not a number above 0.
+    """
 
     threshold: float = 0.09
     alpha: float = 0.3
 
+    name = "typical"
+    draft_sampling = DraftSampling.MOST_LIKELY
+    is_lossless = False
 
-def typical_acceptance(
-    logits: Float[Array, "batch nodes vocab"],
-    draft: Draft,
-    ancestor_mask: AncestorMask,
-    view: SlotView,
-    options: Typical,
-) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-    """The longest path that stands; among equally long ones the likeliest. Greedy rows follow the argmax exactly.
+    def __post_init__(self) -> None:
+        for option in ("threshold", "alpha"):
+            value = getattr(self, option)
+            if not isinstance(value, (int, float)) or not value > 0:
+                raise ValueError(f"Typical: {option}: expected a number > 0, got {value!r}")
 
-    Args:
-        logits: the target's, as `jspec.sampling.penalties` leaves them; p is their law after temperature and the cuts.
+    def check(self, tree: Tree) -> None:
+        """Warn that the rule is lossy; every tree fits."""
+        warnings.warn(
+            'accept="typical" does not keep the target\'s distribution; every other rule does',
+            UserWarning,
+            stacklevel=3,
+        )
 
-    Returns:
-        The last accepted node, and the argmax behind it.
-    """
-    law = sampler.law(logits, view.sampling, view.implementation)
-    entropy = -jnp.sum(law * jnp.log(law + INSIDE_LOG), axis=-1)
-    bound = jnp.minimum(options.threshold, options.alpha * jnp.exp(-entropy))
-    bound = jnp.where(view.sampling.temperature[:, None] > 0, bound, 0.5)  # greedy laws are one-hot
-    own = child_probs(law, draft)
-    stands = own > jnp.take_along_axis(bound, jnp.maximum(draft.parents, 0), axis=1)
-    accepted, deepest = longest_accepted_path(stands & candidates(draft), draft, ancestor_mask)
-    depth = depths(ancestor_mask)
-    is_longest = accepted & (depth == at_node(depth, deepest)[:, None])
-    steps = jnp.where(accepted & candidates(draft), jnp.log(own), 0.0)
-    path_log_prob = jnp.sum(jnp.where(ancestor_mask, steps[:, None], 0.0), axis=-1)
-    best = jnp.argmax(jnp.where(is_longest, path_log_prob, -jnp.inf), axis=-1).astype(jnp.int32)
-    return best, jnp.argmax(at_node(logits, best), axis=-1).astype(jnp.int32)
+    def decide_sampled(
+        self, logits: Float[Array, "batch nodes vocab"], draft: Draft, ancestor_mask: AncestorMask, view: SlotView
+    ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
+        """Accept the longest plausible path, the most likely one among equally long ones; greedy rows are exact.
+
+        Args:
+            logits: the target's edited logits; p is their softmax after temperature, top-k, top-p and min-p.
+
+        Returns:
+            The last accepted node, and the argmax after it.
+        """
+        probs = sampler.processed_probs(logits, view.sampling, view.implementation)
+        entropy = -jnp.sum(probs * jnp.log(probs + LOG_GUARD), axis=-1)
+        bound = jnp.minimum(self.threshold, self.alpha * jnp.exp(-entropy))
+        bound = jnp.where(view.sampling.temperature[:, None] > 0, bound, 0.5)  # greedy rows have one-hot probabilities
+        node_probs = child_probs(probs, draft)
+        is_plausible = node_probs > jnp.take_along_axis(bound, jnp.maximum(draft.parents, 0), axis=1)
+        accepted, deepest = longest_accepted_path(is_plausible & candidates(draft), draft, ancestor_mask)
+        depth = depths(ancestor_mask)
+        is_longest = accepted & (depth == at_node(depth, deepest)[:, None])
+        log_probs = jnp.where(accepted & candidates(draft), jnp.log(node_probs), 0.0)
+        path_log_prob = jnp.sum(jnp.where(ancestor_mask, log_probs[:, None], 0.0), axis=-1)
+        last_node = jnp.argmax(jnp.where(is_longest, path_log_prob, -jnp.inf), axis=-1).astype(jnp.int32)
+        return last_node, jnp.argmax(at_node(logits, last_node), axis=-1).astype(jnp.int32)

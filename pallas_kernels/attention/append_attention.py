@@ -1,9 +1,9 @@
-"""Rotate queries and keys, write keys and values to their pages, and attend, in one kernel: `rotary`'s launch less.
+"""Rotates queries and keys, writes keys and values to their pages and attends, in one kernel instead of two.
 
-A program of `paged_attention` reads tiles of a context that no program of another share reads. So it can write the new
-rows in its own tiles itself, before it reads them; where a share's queries are dealt to several programs, each writes
-the same. Queries are rotated by whoever needs them. What is computed: `rotate_append`, then `paged_attention`, where
-pages that new rows go to are in the table of one sequence alone.
+A program of `paged_attention` reads tiles of a context that no program of another split reads. So it can write the new
+rows that lie in its own tiles before it reads them; where several programs hold queries of the same split, each writes
+the same values. Every program rotates the queries that it holds. The result is that of `rotate_append` followed by
+`paged_attention`, provided that the pages new rows go to are in the table of one sequence only.
 """
 
 import functools
@@ -16,55 +16,79 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pallas_kernels.attention.ancestor_bits import num_words
-from pallas_kernels.attention.kernel import attend
+from pallas_kernels.attention.kernel import KVRefs, attend
 from pallas_kernels.attention.kv_pages import Pool
-from pallas_kernels.attention.paged_attention import paged_attention, run_kernels, unsupported
+from pallas_kernels.attention.paged_attention import arithmetic, paged_attention, run_kernels, unsupported
 from pallas_kernels.attention.reference import compute_dtype
-from pallas_kernels.attention.rope_append import check_width, columns_of, new_rows, rotate_append, rotated, turn_of
+from pallas_kernels.attention.rope_append import (
+    check_width,
+    column_loader,
+    kernel_inputs,
+    load_cos_sin,
+    load_rotated,
+    rotate_append,
+)
 from pallas_kernels.attention.tiling import choose_tiles
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantized import FP8, PartialSums, QuantizedActivation, Scaled
 
-MOST_ROWS = 8  # of a sequence: a tree of 60 nodes took 19.5 us so, and 12.5 and 2.9 in two kernels
+MOST_ROWS = 8  # new rows per sequence: a tree of 60 nodes took 19.5 us in one kernel, 2.9 + 12.5 us in two
 
 
-def _kernel(qkv_ref, _k_in, _v_in, table_ref, lengths_ref, *refs, tiles, heads, dtype, interpret, **options):
-    """One program of `paged_attention`'s first kernel, with what it needs of the projection."""
-    seen_ref, turn_ref, place_ref, *outputs, k_ref, v_ref = refs if tiles.words else (None, *refs)
-    kv_head, sequence, half = pl.program_id(1), pl.program_id(2), turn_ref.shape[-1]
-    piece, (_, kv_heads, page, dim), tokens = pl.program_id(0) % tiles.splits, k_ref.shape, qkv_ref.shape[2]
+def _kernel(
+    # inputs
+    qkv_ref,  # [parts, B, T, (H + 2 KH) * D]
+    _k_in,  # [pages, KH, page, D]; k_ref aliases it
+    _v_in,
+    page_table_ref,  # [B, P] int32
+    lengths_ref,  # [B] int32, committed rows
+    *refs,  # mask_ref [B, T, W] uint32, if there are bits;
+    # cos_sin_ref [2, B, T, D / 2] float32; pool_row_ref [B, T] int32: page * page size + row in the page, or -1;
+    # outputs: those of `attend`, then k_ref and v_ref [pages, KH, page, D]
+    # static parameters
+    tiles,
+    arithmetic,
+    heads,  # query heads
+    dtype,  # the model's
+):
+    """One program of `attend`, which first writes the new rows that lie in its own tiles."""
+    mask_ref, cos_sin_ref, pool_row_ref, *out_refs, k_ref, v_ref = refs if tiles.words else (None, *refs)
+    kv_head, sequence, half = pl.program_id(1), pl.program_id(2), cos_sin_ref.shape[-1]
+    split, (_, kv_heads, page, dim), tokens = pl.program_id(0) % tiles.splits, k_ref.shape, qkv_ref.shape[2]
     length = lengths_ref[sequence]
 
-    def queries(query, head, channels, hidden):
-        """Reads all that is asked for of the projection at once; a program writes what lies in its own tiles."""
+    def load_queries(query, head, layout):
+        """Issues all loads of the projection at once, writes the program's new rows and returns the queries."""
+        channels = layout.channels
 
         def columns(token):
-            return columns_of(qkv_ref, (), sequence, token, dtype)
+            return column_loader(qkv_ref, (), sequence, token, dtype)
 
-        def turned(token, head, rows):
-            turn = turn_of(turn_ref, sequence, token, channels[0], hidden(rows))
-            halves = rotated(columns(token), head * dim, channels, turn, hidden(rows))
+        def rotated(token, head, rows):
+            cos_sin = load_cos_sin(cos_sin_ref, sequence, token, channels[0], layout.load_mask(rows))
+            halves = load_rotated(columns(token), head * dim, channels, cos_sin, layout.load_mask(rows))
             return [half.astype(dtype) for half in halves]
 
-        of_query = turned(query[:, None], head[:, None], tiles.packed)
+        queries = rotated(query[:, None], head[:, None], tiles.packed)
+        # New rows of this split: MOST_ROWS are loaded, those of other splits are not written.
         row = jnp.arange(MOST_ROWS)[:, None]
-        is_own = (row < tokens) & ((length + row) // tiles.tile % tiles.splits == piece)
+        is_own = (row < tokens) & ((length + row) // tiles.tile % tiles.splits == split)
         token = jnp.minimum(row, tokens - 1)
-        place = jnp.where(is_own, pltriton.load(place_ref.at[sequence, token]), -1)
-        key = turned(token, heads + kv_head, MOST_ROWS)
+        pool_row = jnp.where(is_own, pltriton.load(pool_row_ref.at[sequence, token]), -1)
+        key = rotated(token, heads + kv_head, MOST_ROWS)
         start = (heads + kv_heads + kv_head) * dim
-        value = [columns(token)(start + part, hidden(MOST_ROWS)) for part in channels]
-        written = (place >= 0) & (channels[0] < half)
+        value = [columns(token)(start + part, layout.load_mask(MOST_ROWS)) for part in channels]
+        mask = (pool_row >= 0) & (channels[0] < half)
         for part, *new in zip(channels, key, value, strict=True):
-            for ref, numbers in zip((k_ref, v_ref), new, strict=True):
-                at = (place // page, kv_head, place % page, part)
-                pltriton.store(ref.at[at], numbers.astype(ref.dtype), mask=written)
-        if not interpret:
-            pltriton.debug_barrier()  # every thread has written before one reads
-        return of_query
+            for ref, values in zip((k_ref, v_ref), new, strict=True):
+                at = (pool_row // page, kv_head, pool_row % page, part)
+                pltriton.store(ref.at[at], values.astype(ref.dtype), mask=mask)
+        if not arithmetic.interpret:
+            pltriton.debug_barrier()  # all threads have written before any thread reads
+        return queries
 
-    arguments = (queries, k_ref, v_ref, table_ref, lengths_ref, seen_ref, outputs)
-    attend(*arguments, parts=2, tiles=tiles, interpret=interpret, **options)
+    kv = KVRefs(k_ref, v_ref, page_table_ref, lengths_ref, mask_ref)
+    attend(load_queries, kv, out_refs, parts=2, tiles=tiles, arithmetic=arithmetic)
 
 
 def _pallas(
@@ -72,7 +96,7 @@ def _pallas(
     v_pool,
     qkv,
     positions,
-    speeds,
+    inv_freq,
     page_table,
     lengths,
     valid,
@@ -87,15 +111,16 @@ def _pallas(
     q = jax.ShapeDtypeStruct((*valid.shape, heads, k_pool.shape[3]), dtype)
     wide, tokens = compute_dtype(q, k_pool) == jnp.float32, valid.shape[1]
     tiles = choose_tiles(q, k_pool, page_table, bits, new_rows=tokens, start=start, window=None, wide=wide)
-    qkv, *new = new_rows(qkv, positions, speeds, page_table, lengths, valid, k_pool.shape[2])
+    qkv, *new = kernel_inputs(qkv, positions, inv_freq, page_table, lengths, valid, k_pool.shape[2])
     inputs = (qkv, k_pool, v_pool, page_table, lengths, *([] if bits is None else [bits]), *new)
     kernel = functools.partial(_kernel, heads=heads, dtype=dtype)
-    options = {"q": q, "k_pool": k_pool, "tiles": tiles, "quantize_output": quantize_output, "interpret": interpret}
-    scale = 1.0 / math.sqrt(q.shape[-1])
-    return tuple(run_kernels(kernel, inputs, name="append_attention", pools=(1, 2), scale=scale, **options))
+    how = arithmetic(q, k_pool, 1.0 / math.sqrt(q.shape[-1]), interpret)
+    options = {"q": q, "tiles": tiles, "arithmetic": how, "quantize_output": quantize_output, "pools": (1, 2)}
+    return tuple(run_kernels(kernel, inputs, name="append_attention", **options))
 
 
-def _two(*arguments, heads, start, dtype, quantize_output, implementation):
+def _two_kernels(*arguments, heads, start, dtype, quantize_output, implementation):
+    """`rotate_append`, then `paged_attention`."""
     *inputs, bits = arguments
     q, *pools = rotate_append(*inputs, heads=heads, dtype=dtype, implementation=implementation)
     page_table, lengths = inputs[5:7]
@@ -110,7 +135,7 @@ def append_attention(
     v_pool: Pool,
     qkv: PartialSums,
     positions: Int32[Array, "B T"],
-    speeds: Float[Array, " half"],
+    inv_freq: Float[Array, " half"],
     page_table: Int32[Array, "B P"],
     lengths: Int32[Array, " B"],
     valid: Bool[Array, "B T"],
@@ -122,31 +147,32 @@ def append_attention(
     quantize_output: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T H D"] | QuantizedActivation, Pool, Pool]:
-    """Attention of new rows, of which keys and values are written from row lengths[b] on.
+    """Attention of new rows whose keys and values are written from row lengths[b] on.
 
-    It is one kernel for up to 8 rows a sequence, pools of two or four bytes a number, and a projection that is scaled;
-    else it is two.
+    One kernel for up to 8 new rows per sequence, pools of two or four bytes per value, and a projection without scales
+    to apply; else two kernels.
 
     Args:
-        qkv, positions, speeds, valid, heads, dtype: as in `rotate_append`.
-        page_table: no two sequences share a page that new rows go to.
-        lengths, bits, start, is_rounded: as in `paged_attention`; the queries' rows are the new ones.
+        k_pool, v_pool, qkv, positions, inv_freq, valid, heads, dtype: as in `rotate_append`.
+        page_table: page numbers [B, P]; a page that new rows go to belongs to one sequence only.
+        lengths, bits, start, quantize_output: as in `paged_attention`; the queries' own rows are the new ones.
         implementation: as in `paged_attention`.
 
     Returns:
-        What was attended, in `dtype` or rounded from it, and the pools, in the memory of the old ones if donated.
+        Attention in `dtype`, or quantised from it, and the pools, in the memory of the old ones if those are donated.
 
     Raises:
-        NotImplementedError: "pallas" with a shape or dtype that the kernel does not support.
+        NotImplementedError: "pallas" with a shape or dtype that the kernels do not support.
     """
     check_width(qkv, k_pool, heads)
     tokens = valid.shape[1]
     if bits is not None and bits.shape != (*valid.shape, num_words(tokens)):
         raise ValueError(f"bits must be {(*valid.shape, num_words(tokens))}, got {bits.shape}")
-    arguments = (k_pool, v_pool, qkv, positions, speeds, page_table, lengths, valid, bits)
+    arguments = (k_pool, v_pool, qkv, positions, inv_freq, page_table, lengths, valid, bits)
     options = {"heads": heads, "start": start, "dtype": dtype, "quantize_output": quantize_output}
-    kernel, two = (functools.partial(run, **options) for run in (_pallas, _two))
+    kernel, two_kernels = (functools.partial(run, **options) for run in (_pallas, _two_kernels))
     q = jax.ShapeDtypeStruct((*valid.shape, heads, k_pool.shape[3]), jnp.dtype(dtype))
     if tokens > MOST_ROWS or k_pool.dtype == FP8 or isinstance(qkv, Scaled) or unsupported(q, k_pool, bits):
-        return two(*arguments, implementation=implementation)
-    return dispatch(implementation, None, kernel, functools.partial(two, implementation="reference"), *arguments)
+        return two_kernels(*arguments, implementation=implementation)
+    reference = functools.partial(two_kernels, implementation="reference")
+    return dispatch(implementation, None, kernel, reference, *arguments)

@@ -1,12 +1,12 @@
 """Rows of a paged KV cache: append new ones, move the accepted path of a tree.
 
-Layout: one pool each for K and V, [pages, kv_heads, page, head_dim]; row r of sequence b lives at
-pool[page_table[b, r // page], :, r % page]. Page 0 is the null page: what it holds is never read.
-A row is skipped if it is not valid, or if the page table has no place for it.
+Layout: one pool each for K and V, [pages, kv_heads, page, head_dim]; row r of sequence b is at
+pool[page_table[b, r // page], :, r % page]. Page 0 is the null page, which is never read.
+A row is skipped if it is not valid, or if it lies beyond the page table.
 
-A pool of float8_e4m3fn holds numbers up to 448; larger ones become that. It has no scale.
+A pool of float8_e4m3fn has no scale; values are clipped to +-448.
 
-Both pools are written by one kernel, in place: donate them and use only what is returned.
+One kernel writes both pools in place: donate them, and use only the returned ones.
 """
 
 import functools
@@ -20,105 +20,127 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantize_rows import FP8, LARGEST
 
-LAYERS = 8  # whose rows one kernel moves: what it does for each is code of its own
-HEAD_DIMS = range(16, 257, 16)  # that the kernels hold, those between powers of two in the width of the next one
+LAYERS = 8  # that one kernel moves rows of: the kernel's code grows with each
+HEAD_DIMS = range(16, 257, 16)  # that the kernels support; widths are padded to powers of two
 POOL_DTYPES = (*(jnp.dtype(name) for name in ("bfloat16", "float16", "float32")), FP8)
 Pool = Float[Array, "pages KH page D"]
 
 
 def locate(page_table: Array, rows: Array, page: int) -> tuple[Array, Array, Array]:
-    """Returns the page and the place in it of each row [B,T], and whether the table has it."""
-    known = (rows >= 0) & (rows < page_table.shape[1] * page)
-    rows = jnp.where(known, rows, 0)
-    return jnp.take_along_axis(page_table, rows // page, axis=1, mode="clip"), rows % page, known
+    """Returns the page of each row [B, T], its row in that page, and whether the page table covers it."""
+    exists = (rows >= 0) & (rows < page_table.shape[1] * page)
+    rows = jnp.where(exists, rows, 0)
+    return jnp.take_along_axis(page_table, rows // page, axis=1, mode="clip"), rows % page, exists
 
 
-def rounded(values: Array, dtype: jnp.dtype) -> Array:
-    """Values as a pool of that dtype holds them, in a kernel or outside."""
+def cast_to_pool(values: Array, dtype: jnp.dtype) -> Array:
+    """Casts values to a pool's dtype, in a kernel or outside; float8 is clipped."""
     if dtype == FP8:
         values = jnp.clip(values.astype(jnp.float32), -LARGEST[FP8], LARGEST[FP8])
     return values.astype(dtype)
 
 
 def _scatter(pool: Array, values: Array, pages: Array, places: Array, valid: Array) -> Array:
-    """Writes values [B,T,KH,D]; an invalid row gets a page past the end, which `drop` skips."""
+    """Writes values [B, T, KH, D]; an invalid row gets a page past the end, which `drop` skips."""
     pages = jnp.where(valid, pages, pool.shape[0])
-    return pool.at[pages, :, places].set(rounded(values, pool.dtype), mode="drop")
+    return pool.at[pages, :, places].set(cast_to_pool(values, pool.dtype), mode="drop")
 
 
 def _append_reference(k_pool, v_pool, k, v, page_table, first_row, valid):
     rows = first_row[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)
-    pages, places, known = locate(page_table, rows, k_pool.shape[2])
-    valid &= known
+    pages, places, exists = locate(page_table, rows, k_pool.shape[2])
+    valid &= exists
     return _scatter(k_pool, k, pages, places, valid), _scatter(v_pool, v, pages, places, valid)
 
 
-def _move_reference(k_pools, v_pools, *where):
-    moved = [_move_layer(k, v, *where) for k, v in zip(k_pools, v_pools, strict=True)]
+def _move_reference(k_pools, v_pools, *rows):
+    moved = [_move_layer(k, v, *rows) for k, v in zip(k_pools, v_pools, strict=True)]
     return [k for k, _ in moved], [v for _, v in moved]
 
 
 def _move_layer(k_pool, v_pool, page_table, source_rows, target_rows, valid):
-    source_pages, source_places, readable = locate(page_table, source_rows, k_pool.shape[2])
-    pages, places, known = locate(page_table, target_rows, k_pool.shape[2])
-    valid &= readable & known
+    source_pages, source_places, source_exists = locate(page_table, source_rows, k_pool.shape[2])
+    pages, places, exists = locate(page_table, target_rows, k_pool.shape[2])
+    valid &= source_exists & exists
     k, v = k_pool[source_pages, :, source_places], v_pool[source_pages, :, source_places]
     return _scatter(k_pool, k, pages, places, valid), _scatter(v_pool, v, pages, places, valid)
 
 
-def place(table_ref, sequence, row, valid, page):
-    """In a kernel: the page and the place in it of `row`, and whether it is to be touched."""
-    valid &= (row >= 0) & (row < table_ref.shape[1] * page)
+def locate_in_kernel(page_table_ref, sequence, row, valid, page):
+    """In a kernel: the page of a row, its row in that page, and whether it is valid and exists."""
+    valid &= (row >= 0) & (row < page_table_ref.shape[1] * page)
     row = jnp.where(valid, row, 0)
-    return table_ref[sequence, row // page], row % page, valid
+    return page_table_ref[sequence, row // page], row % page, valid
 
 
-def _append_kernel(k_ref, v_ref, table_ref, first_ref, valid_ref, _k_in, _v_in, k_pool_ref, v_pool_ref):
+def _append_kernel(
+    # inputs
+    k_ref,  # [B, T, KH, D]
+    v_ref,  # [B, T, KH, D]
+    page_table_ref,  # [B, P] int32
+    first_row_ref,  # [B] int32
+    valid_ref,  # [B, T] bool
+    _k_in,  # [pages, KH, page, D]; the outputs alias the pools
+    _v_in,
+    # outputs
+    k_pool_ref,  # [pages, KH, page, D]
+    v_pool_ref,
+):
     """One program: one row, all heads."""
     token, sequence = pl.program_id(0), pl.program_id(1)
     _, kv_heads, page, dim = k_pool_ref.shape
-    row, valid = first_ref[sequence] + token, valid_ref[sequence, token]
-    target_page, slot, valid = place(table_ref, sequence, row, valid, page)
+    row, valid = first_row_ref[sequence] + token, valid_ref[sequence, token]
+    target_page, target_row, valid = locate_in_kernel(page_table_ref, sequence, row, valid, page)
     head = jnp.arange(pl.next_power_of_2(kv_heads))[:, None]
-    dims = jnp.arange(pl.next_power_of_2(dim))[None, :]
-    inside = (head < kv_heads) & (dims < dim)
+    channel = jnp.arange(pl.next_power_of_2(dim))[None, :]
+    exists = (head < kv_heads) & (channel < dim)
     for new_ref, pool_ref in ((k_ref, k_pool_ref), (v_ref, v_pool_ref)):
-        values = pltriton.load(new_ref.at[sequence, token, head, dims], mask=inside, other=0)
-        at = (target_page, head, slot, dims)
-        pltriton.store(pool_ref.at[at], rounded(values, pool_ref.dtype), mask=inside & valid)
+        values = pltriton.load(new_ref.at[sequence, token, head, channel], mask=exists, other=0)
+        at = (target_page, head, target_row, channel)
+        pltriton.store(pool_ref.at[at], cast_to_pool(values, pool_ref.dtype), mask=exists & valid)
 
 
-def _move_kernel(table_ref, source_ref, target_ref, valid_ref, *pool_refs, interpret):
-    """One program: all rows of one head of one sequence in one layer. It reads its output, which holds the old pool."""
+def _move_kernel(
+    # inputs
+    page_table_ref,  # [B, P] int32
+    source_ref,  # [B, T] int32, rows to copy
+    target_ref,  # [B, T] int32, rows to write
+    valid_ref,  # [B, T] bool
+    *pool_refs,  # [pages, KH, page, D]: K and V of every layer, then the outputs that alias them
+    # static parameters
+    interpret,
+):
+    """One program: all rows of one head of one sequence in one layer. It reads the old values from its outputs."""
     head, sequence, own_layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    layers = len(pool_refs) // 4  # K and V, in and out
+    layers = len(pool_refs) // 4
     pools = list(zip(pool_refs[2 * layers : 3 * layers], pool_refs[3 * layers :], strict=True))
     page, dim = pools[0][0].shape[2:]
     tokens = source_ref.shape[1]
+    # Pages and rows in them, of sources and targets.
     token = jnp.arange(pl.next_power_of_2(tokens))
-    inside = token < tokens
-    rows = [pltriton.load(ref.at[sequence, token], mask=inside, other=-1) for ref in (source_ref, target_ref)]
-    valid = pltriton.load(valid_ref.at[sequence, token], mask=inside, other=False)
-    source_page, source_place, valid = place(table_ref, sequence, rows[0], valid, page)
-    target_page, target_place, valid = place(table_ref, sequence, rows[1], valid, page)
-    dims = jnp.arange(pl.next_power_of_2(dim))[None, :]
-    mask = valid[:, None] & (dims < dim)
-    source = (source_page[:, None], head, source_place[:, None], dims)
-    target = (target_page[:, None], head, target_place[:, None], dims)
+    is_token = token < tokens
+    rows = [pltriton.load(ref.at[sequence, token], mask=is_token, other=-1) for ref in (source_ref, target_ref)]
+    valid = pltriton.load(valid_ref.at[sequence, token], mask=is_token, other=False)
+    source_page, source_row, valid = locate_in_kernel(page_table_ref, sequence, rows[0], valid, page)
+    target_page, target_row, valid = locate_in_kernel(page_table_ref, sequence, rows[1], valid, page)
+    channel = jnp.arange(pl.next_power_of_2(dim))[None, :]
+    mask = valid[:, None] & (channel < dim)
+    source = (source_page[:, None], head, source_row[:, None], channel)
+    target = (target_page[:, None], head, target_row[:, None], channel)
 
-    def move(pair):
-        values = [pltriton.load(pool_ref.at[source], mask=mask) for pool_ref in pair]
+    def move(pools_of_layer):
+        values = [pltriton.load(pool_ref.at[source], mask=mask) for pool_ref in pools_of_layer]
         if not interpret:
-            pltriton.debug_barrier()  # targets overlap sources: every thread has read before one writes
-        for pool_ref, moved in zip(pair, values, strict=True):
+            pltriton.debug_barrier()  # targets overlap sources: all threads have read before any thread writes
+        for pool_ref, moved in zip(pools_of_layer, values, strict=True):
             pltriton.store(pool_ref.at[target], moved, mask=mask)
 
-    for layer, pair in enumerate(pools):
-        pl.when(own_layer == layer)(functools.partial(move, pair))
+    for layer, pools_of_layer in enumerate(pools):
+        pl.when(own_layer == layer)(functools.partial(move, pools_of_layer))
 
 
 def _in_place(kernel, grid, pools, inputs, name, interpret):
-    """Calls a kernel whose outputs are the pools, in the memory of its last inputs."""
+    """Calls a kernel whose outputs are the pools and alias its last inputs."""
     return pl.pallas_call(
         kernel,
         grid=grid,
@@ -132,7 +154,7 @@ def _in_place(kernel, grid, pools, inputs, name, interpret):
 
 def _append_pallas(k_pool, v_pool, k, v, page_table, first_row, valid, *, interpret):
     inputs = (k, v, page_table, first_row, valid)
-    kernel = functools.partial(_append_kernel)  # a function of its own for every call (jax issue 40847)
+    kernel = functools.partial(_append_kernel)  # a new function object for every call (jax issue 40847)
     return _in_place(kernel, valid.shape[::-1], (k_pool, v_pool), inputs, "append_rows", interpret)
 
 
@@ -145,7 +167,7 @@ def _move_pallas(k_pools, v_pools, page_table, source_rows, target_rows, valid, 
 
 
 def _unsupported(k_pool: Array, moved: int) -> str | None:
-    """Says which limit of the kernels a call breaks, if any."""
+    """Says which limit of the kernels a call exceeds; None if it is supported."""
     if k_pool.dtype not in POOL_DTYPES:
         return f"the pool's dtype must be one of {', '.join(map(str, POOL_DTYPES))}, got {k_pool.dtype}"
     if moved * k_pool.shape[3] > 64 * 256:
@@ -174,7 +196,11 @@ def append(
     """Writes k[b, t] and v[b, t] to row first_row[b] + t of sequence b, where valid.
 
     Args:
-        k: any float dtype; cast to the pool's.
+        k_pool, v_pool: pages of keys and values [pages, KH, page, D].
+        k, v: new keys and values [B, T, KH, D] of any float dtype; cast to the pool's.
+        page_table: page numbers [B, P].
+        first_row: first row to write, per sequence [B].
+        valid: rows to write [B, T].
         implementation: as in `paged_attention`.
 
     Returns:
@@ -203,11 +229,14 @@ def move_rows(
 ) -> tuple[list[Pool], list[Pool]]:
     """Copies row source_rows[b, t] of sequence b to row target_rows[b, t], where valid, in every layer.
 
-    This commits a tree's accepted path. All sources are read before a target is written, so that the two may
-    overlap; the targets of a sequence are distinct.
+    This commits a tree's accepted path. All sources are read before any target is written, so the two may overlap; the
+    targets of a sequence must be distinct.
 
     Args:
-        k_pools: of all layers, alike; one kernel serves up to eight of them.
+        k_pools, v_pools: pools of every layer, of one shape and dtype; one kernel moves rows of up to eight layers.
+        page_table: page numbers [B, P].
+        source_rows, target_rows: row numbers [B, T].
+        valid: rows to copy [B, T].
         implementation: as in `paged_attention`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What the splits of a context left in `paged_attention`'s first kernel, merged; the merge may round its rows."""
+"""The second kernel of `paged_attention`: merges the splits of a context, and may quantise the result to float8."""
 
 import functools
 from collections.abc import Callable
@@ -15,19 +15,30 @@ from pallas_kernels.layers.quantize_rows import FP8, scaled_rows
 MERGED = 16  # splits that the merge reads at once, at most
 
 
-def merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
-    """One program: the splits of one query head, weighted by 2**weights; only those that were written."""
+def merge_kernel(
+    # inputs
+    parts_ref,  # [B, T, H, splits, D] float32, attention over each split
+    log_sum_exp_ref,  # [B, T, H, splits] float32, base 2
+    lengths_ref,  # [B] int32
+    # outputs
+    out_ref,  # [B, T, H, D], the model's dtype
+    # static parameters
+    *,
+    tiles,
+):
+    """One program: the splits of one query head, weighted by 2**log_sum_exp; unwritten splits are left out."""
     head, query, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    dims = jnp.arange(pl.next_power_of_2(out_ref.shape[-1]))
-    is_channel, is_written = dims < out_ref.shape[-1], _written(tiles, query, lengths_ref[batch])
+    channels = jnp.arange(pl.next_power_of_2(out_ref.shape[-1]))
+    is_channel, is_written = channels < out_ref.shape[-1], _is_written(tiles, query, lengths_ref[batch])
     at_once = min(pl.next_power_of_2(tiles.splits), MERGED)
 
     def step(index, carry):
+        # Online softmax over the splits, as in `online_softmax_update`.
         acc, top, total = carry
-        piece = index * at_once + jnp.arange(at_once)
-        written = (piece < tiles.splits) & is_written(piece)
-        weight = pltriton.load(weights_ref.at[batch, query, head, piece], mask=written, other=-jnp.inf)
-        at = (batch, query, head, piece[:, None], dims[None, :])
+        split = index * at_once + jnp.arange(at_once)
+        written = (split < tiles.splits) & is_written(split)
+        weight = pltriton.load(log_sum_exp_ref.at[batch, query, head, split], mask=written, other=-jnp.inf)
+        at = (batch, query, head, split[:, None], channels[None, :])
         part = pltriton.load(parts_ref.at[at], mask=written[:, None] & is_channel[None, :], other=0)
         new_top = jnp.maximum(top, jnp.max(weight))
         base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
@@ -35,39 +46,54 @@ def merge_kernel(parts_ref, weights_ref, lengths_ref, out_ref, *, tiles):
         acc = acc * fade + jnp.sum(part * weight[:, None], axis=0)
         return acc, new_top, total * fade + jnp.sum(weight)
 
-    empty = (jnp.zeros(dims.shape, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0))
+    empty = (jnp.zeros(channels.shape, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0))
     acc, _, total = jax.lax.fori_loop(0, pl.cdiv(tiles.splits, at_once), step, empty)
     out = (acc * (1.0 / jnp.where(total == 0, 1.0, total))).astype(out_ref.dtype)
-    pltriton.store(out_ref.at[batch, query, head, dims], out, mask=is_channel)
+    pltriton.store(out_ref.at[batch, query, head, channels], out, mask=is_channel)
 
 
-def merge_and_round_kernel(parts_ref, weights_ref, lengths_ref, values_ref, scale_ref, *, tiles, dtype):
-    """One program: all heads of a query, merged and then, in the model's dtype, rounded to float8 as one row."""
+def merge_and_quantize_kernel(
+    # inputs
+    parts_ref,  # [B, T, H, splits, D] float32, attention over each split
+    log_sum_exp_ref,  # [B, T, H, splits] float32, base 2
+    lengths_ref,  # [B] int32
+    # outputs
+    values_ref,  # [B, T, H, D] float8_e4m3fn
+    scale_ref,  # [B, T] float32
+    # static parameters
+    *,
+    tiles,
+    dtype,  # the model's, to which the attention is rounded first
+):
+    """One program: all heads of one query, merged and quantised as one row."""
     query, batch, (heads, dim) = pl.program_id(0), pl.program_id(1), values_ref.shape[2:]
     head, channel = jnp.arange(pl.next_power_of_2(heads)), jnp.arange(pl.next_power_of_2(dim))[None, :]
-    is_head, is_written = head < heads, _written(tiles, query, lengths_ref[batch])
-    inside = is_head[:, None] & (channel < dim)
+    is_head, is_written = head < heads, _is_written(tiles, query, lengths_ref[batch])
+    mask = is_head[:, None] & (channel < dim)
+    # Load every split that was written.
     parts, weights = [], []
-    for piece in range(tiles.splits):
-        written, weight = is_written(piece), weights_ref.at[batch, query, head, piece]
-        part = parts_ref.at[batch, query, head[:, None], piece, channel]
+    for split in range(tiles.splits):
+        written, weight = is_written(split), log_sum_exp_ref.at[batch, query, head, split]
+        part = parts_ref.at[batch, query, head[:, None], split, channel]
         weights.append(pltriton.load(weight, mask=is_head & written, other=-jnp.inf))
-        parts.append(pltriton.load(part, mask=inside & written, other=0))
+        parts.append(pltriton.load(part, mask=mask & written, other=0))
+    # Merge.
     top = functools.reduce(jnp.maximum, weights)
     weights = [jnp.exp2(weight - jnp.where(top == -jnp.inf, 0.0, top)) for weight in weights]
     acc = sum(part * weight[:, None] for part, weight in zip(parts, weights, strict=True))
     total = sum(weights)
     out = (acc * (1.0 / jnp.where(total == 0, 1.0, total))[:, None]).astype(dtype)
+    # Quantise.
     values, scale_ref[batch, query] = scaled_rows(out, FP8, dims=2)
-    pltriton.store(values_ref.at[batch, query, head[:, None], channel], values, mask=inside)
+    pltriton.store(values_ref.at[batch, query, head[:, None], channel], values, mask=mask)
 
 
-def _written(tiles: Tiles, query: Array, length: Array) -> Callable[[Array | int], Array]:
-    """Returns what tells of a piece whether the first kernel wrote a query's part of it."""
+def _is_written(tiles: Tiles, query: Array, length: Array) -> Callable[[Array | int], Array]:
+    """Returns a function of a split: whether the attention kernel wrote that split's part of a query."""
     new_rows = tiles.new if tiles.words or tiles.depths else query + 1
     first = jnp.minimum(tiles.start, length)
     if tiles.window:
         first = jnp.maximum(first, length - tiles.window + 1 + (0 if tiles.words else query))
-    last = jnp.minimum(length + new_rows, tiles.capacity)
-    begin, end = first // tiles.tile, pl.cdiv(last, tiles.tile)
-    return lambda piece: own_tiles(begin, piece, tiles.splits) < own_tiles(end, piece, tiles.splits)
+    end_row = jnp.minimum(length + new_rows, tiles.capacity)
+    begin, end = first // tiles.tile, pl.cdiv(end_row, tiles.tile)
+    return lambda split: own_tiles(begin, split, tiles.splits) < own_tiles(end, split, tiles.splits)

@@ -1,16 +1,17 @@
 """Attention of a few new rows (a tree of draft nodes, a prefill chunk) over a paged KV cache.
 
     out[b,t,h] = sum_r softmax_r(scale * q[b,t,h] . K[b,r,h // G]) V[b,r,h // G],      G = H / KH
-    r < lengths[b]                                       the committed rows, seen by every query
-    r = lengths[b] + j, if bit j of bits[b,t] is set     the M new rows; bits None means j <= t, and M = T
-    r >= start                                           in either case
-    r > lengths[b] - window, without bits + t            in either case, where a window is given
 
-Row r of sequence b lives at pool[page_table[b, r // page], :, r % page], pools are [pages, KH, page, D].
-bits[b,t] holds ceil(M/32) words, bit j % 32 of word j // 32 says that query t sees new row j.
+Query t of sequence b sees row r if r >= start and
+    r < lengths[b]                                       a committed row: every query sees it
+    r = lengths[b] + j and bit j of bits[b,t] is set     one of the M new rows; bits None means j <= t, and M = T
+and, where a window is given, r > lengths[b] - window (with bits) or r > lengths[b] - window + t (without).
 
-Deterministic attention gives a query the same bits in every call in which it sees the same keys and values. A query
-of a tree then names its rows instead of marking them: row lengths[b] + paths[b,t,d] is seen as if at lengths[b] + d.
+Row r of sequence b is at pool[page_table[b, r // page], :, r % page]; pools are [pages, KH, page, D].
+bits[b,t] is ceil(M/32) words; bit j % 32 of word j // 32 says that query t sees new row j.
+
+Deterministic attention gives a query the same bits in every call in which it sees the same keys and values. There a
+query of a tree has a path instead of bits: row lengths[b] + paths[b,t,d] is its new row at position lengths[b] + d.
 """
 
 import functools
@@ -26,25 +27,26 @@ from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.ancestor_bits import num_words
-from pallas_kernels.attention.kernel import attend_kernel
+from pallas_kernels.attention.kernel import Arithmetic, attend_kernel
 from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES
-from pallas_kernels.attention.merge import MERGED, merge_and_round_kernel, merge_kernel
+from pallas_kernels.attention.merge import MERGED, merge_and_quantize_kernel, merge_kernel
 from pallas_kernels.attention.reference import compute_dtype
 from pallas_kernels.attention.tiling import MMA_ROWS, Tiles, choose_tiles, fixed_tiles
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers.quantized import FP8, QuantizedActivation, rounded
+from pallas_kernels.layers.quantized import FP8, QuantizedActivation, quantize_activation
 
-LEAST_SCALE = 1e-30  # float32 holds it times log2(e)
-MOST_QUERIES = 128  # of one deterministic call: its parts are the same for any context, and wide
+LEAST_SCALE = 1e-30  # times log2(e) it is still a normal float32
+MOST_QUERIES = 128  # per kernel call of deterministic attention: the splits' outputs take memory for each query
 
 
 def _reference(*arguments, quantize_output, **options):
     out = attention_reference.reference(*arguments, **options)
-    return _as_row(out, "reference") if quantize_output else out
+    return _quantize_heads(out, "reference") if quantize_output else out
 
 
-def _as_row(out: Array, implementation: str) -> QuantizedActivation:
-    return rounded(out.reshape(*out.shape[:2], -1), implementation=implementation)
+def _quantize_heads(out: Array, implementation: str) -> QuantizedActivation:
+    """Quantises all heads of a query as one row."""
+    return quantize_activation(out.reshape(*out.shape[:2], -1), implementation=implementation)
 
 
 def _pallas(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, window, **options):
@@ -58,16 +60,26 @@ def _fixed_pallas(q, k_pool, v_pool, page_table, lengths, paths, *, start, scale
     for first in range(0, q.shape[1], MOST_QUERIES):
         own = slice(first, first + MOST_QUERIES)
         part, path = q[:, own], None if paths is None else paths[:, own]
-        before = lengths if path is not None else lengths + first  # as if committed
+        committed = lengths if path is not None else lengths + first  # earlier queries' rows count as committed
         tiles = fixed_tiles(part, k_pool, page_table, path, start=start, wide=wide)
         options = {"tiles": tiles, "scale": scale, "quantize_output": False, "interpret": interpret}
-        outputs.append(_run(part, k_pool, v_pool, page_table, before, path, **options))
+        outputs.append(_run(part, k_pool, v_pool, page_table, committed, path, **options))
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
 
 
-def _run(q, k_pool, v_pool, page_table, lengths, bits, **options):
-    inputs = (q, _pairs(k_pool), _pairs(v_pool), page_table, lengths, *([] if bits is None else [bits]))
-    return run_kernels(attend_kernel, inputs, name="paged_attention", q=q, k_pool=k_pool, **options)[0]
+def _run(q, k_pool, v_pool, page_table, lengths, mask, *, tiles, scale, quantize_output, interpret):
+    inputs = (q, _pairs(k_pool), _pairs(v_pool), page_table, lengths, *([] if mask is None else [mask]))
+    options = {"q": q, "tiles": tiles, "arithmetic": arithmetic(q, k_pool, scale, interpret)}
+    return run_kernels(attend_kernel, inputs, name="paged_attention", quantize_output=quantize_output, **options)[0]
+
+
+def arithmetic(q: Array | jax.ShapeDtypeStruct, k_pool: Array, scale: float, interpret: bool) -> Arithmetic:
+    """How the kernel computes for queries and pools of these dtypes."""
+    dtype = compute_dtype(q, k_pool)
+    # Three TF32 products are as exact as one of float32, and run on tensor cores; a CPU has none.
+    three_products = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    precision = three_products if dtype == jnp.float32 and not interpret else jax.lax.Precision.HIGHEST
+    return Arithmetic(scale, dtype, precision, interpret)
 
 
 def run_kernels(
@@ -75,47 +87,42 @@ def run_kernels(
     inputs: Sequence[Array],
     *,
     q: Array | jax.ShapeDtypeStruct,
-    k_pool: Array,
     tiles: Tiles,
-    scale: float,
+    arithmetic: Arithmetic,
     quantize_output: bool,
-    interpret: bool,
     name: str,
     pools: Sequence[int] = (),
 ) -> list[Any]:
-    """Two kernels (one where nothing is split): partial attention of every split, then their merge.
+    """Runs the attention kernel and, where contexts are split, the kernel that merges the splits.
 
-    What is to be rounded is so in the merge, but in a kernel of its own where there is none, or one of many parts.
+    float8 output is quantised inside the merge kernel; without a merge, or with more than 16 splits, by a kernel of its
+    own.
 
     Args:
-        kernel: the first of them.
-        inputs: the fifth of them are the committed rows.
+        kernel: the attention kernel.
+        inputs: its inputs: an array, the pools of K and V, the page table, the lengths, and others.
         q: shape and dtype of the queries.
-        pools: inputs that it writes to, which come back behind what was attended.
+        pools: indexes of inputs that the kernel writes to; they are returned after the attention's output.
     """
     batch, queries, heads, dim = q.shape
-    compute = compute_dtype(q, k_pool)
-    wide = compute == jnp.float32
-    # Three TF32 products are as exact as one of float32, and run on tensor cores; a CPU has none.
-    three_products = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    precision = three_products if wide and not interpret else jax.lax.Precision.HIGHEST
+    interpret, lengths = arithmetic.interpret, inputs[4]
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    parts = jax.ShapeDtypeStruct((batch, queries, heads, tiles.splits, dim), jnp.float32)
-    weights = jax.ShapeDtypeStruct((batch, queries, heads, tiles.splits), jnp.float32)
-    attended = [out] if tiles.splits == 1 else [parts, weights]
-    options = {"tiles": tiles, "scale": scale, "compute": compute, "precision": precision, "interpret": interpret}
+    partial_out = jax.ShapeDtypeStruct((batch, queries, heads, tiles.splits, dim), jnp.float32)
+    log_sum_exp = jax.ShapeDtypeStruct((batch, queries, heads, tiles.splits), jnp.float32)
+    attended = [out] if tiles.splits == 1 else [partial_out, log_sum_exp]
+    kv_heads = inputs[1].shape[1]
     found = pl.pallas_call(
-        functools.partial(kernel, **options),
-        grid=(pl.cdiv(queries * tiles.span, tiles.packed) * tiles.splits, k_pool.shape[1], batch),
+        functools.partial(kernel, tiles=tiles, arithmetic=arithmetic),
+        grid=(pl.cdiv(queries * tiles.span, tiles.packed) * tiles.splits, kv_heads, batch),
         out_shape=attended + [jax.ShapeDtypeStruct(inputs[pool].shape, inputs[pool].dtype) for pool in pools],
         input_output_aliases={pool: len(attended) + index for index, pool in enumerate(pools)},
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name=name,
     )(*inputs)
-    attended, others = found[: len(attended)], found[len(attended) :]
+    attended, written_pools = found[: len(attended)], found[len(attended) :]
     if quantize_output and 1 < tiles.splits <= MERGED:
-        return [_merge_and_round(attended, inputs[4], q.dtype, tiles=tiles, interpret=interpret), *others]
+        return [_merge_and_quantize(attended, lengths, q.dtype, tiles=tiles, interpret=interpret), *written_pools]
     merged = attended[0]
     if tiles.splits > 1:
         merged = pl.pallas_call(
@@ -125,15 +132,16 @@ def run_kernels(
             compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
             interpret=interpret,
             name="paged_attention_merge",
-        )(*attended, inputs[4])
-    return [_as_row(merged, "pallas" if interpret else "auto") if quantize_output else merged, *others]
+        )(*attended, lengths)
+    merged = _quantize_heads(merged, "pallas" if interpret else "auto") if quantize_output else merged
+    return [merged, *written_pools]
 
 
-def _merge_and_round(attended, lengths, dtype, *, tiles, interpret):
+def _merge_and_quantize(attended, lengths, dtype, *, tiles, interpret):
     batch, queries, heads, _, dim = attended[0].shape
     width = pl.next_power_of_2(heads) * pl.next_power_of_2(dim)
     values, scale = pl.pallas_call(
-        functools.partial(merge_and_round_kernel, tiles=tiles, dtype=dtype),
+        functools.partial(merge_and_quantize_kernel, tiles=tiles, dtype=dtype),
         grid=(queries, batch),
         out_shape=[
             jax.ShapeDtypeStruct((batch, queries, heads, dim), FP8),
@@ -147,14 +155,14 @@ def _merge_and_round(attended, lengths, dtype, *, tiles, interpret):
 
 
 def _pairs(pool: Array) -> Array:
-    """A pool of one byte a number as pairs of them, [pages, KH, page, D / 2] uint16; XLA copies nothing for it."""
+    """Views a float8 pool as pairs of channels, [pages, KH, page, D / 2] uint16; XLA copies nothing for it."""
     if pool.dtype != FP8 or pool.shape[-1] < 2 * MMA_ROWS:
         return pool
     return jax.lax.bitcast_convert_type(pool.reshape(*pool.shape[:3], -1, 2), jnp.uint16)
 
 
 def unsupported(q: Array | jax.ShapeDtypeStruct, k_pool: Array, bits: Array | None) -> str | None:
-    """Says which limit of the kernel a call breaks, if any."""
+    """Says which limit of the kernel a call exceeds; None if it is supported."""
     dim, page = q.shape[-1], k_pool.shape[2]
     if dim not in HEAD_DIMS:
         return f"head_dim must be a multiple of 16 up to 256, got {dim}"
@@ -167,8 +175,8 @@ def unsupported(q: Array | jax.ShapeDtypeStruct, k_pool: Array, bits: Array | No
     return None
 
 
-def _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows, window, scale):
-    batch, queries, heads, dim = q.shape
+def _check_arrays(q, k_pool, v_pool, page_table, lengths):
+    batch, _, heads, dim = q.shape
     if k_pool.shape != v_pool.shape or k_pool.dtype != v_pool.dtype:
         got = f"{k_pool.shape} {k_pool.dtype} and {v_pool.shape} {v_pool.dtype}"
         raise ValueError(f"the pools of K and V must be alike, got {got}")
@@ -178,6 +186,10 @@ def _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows, window, scale
     if page_table.shape[0] != batch or lengths.shape != (batch,):
         got = f"{page_table.shape} and {lengths.shape}"
         raise ValueError(f"page_table must be [{batch}, P] and lengths [{batch}], got {got}")
+
+
+def _check_options(q, bits, new_rows, window, scale):
+    batch, queries = q.shape[:2]
     if bits is not None and bits.shape != (batch, queries, num_words(new_rows)):
         raise ValueError(f"bits must be {(batch, queries, num_words(new_rows))}, got {bits.shape}")
     if bits is None and new_rows != queries:
@@ -209,43 +221,47 @@ def paged_attention(
     paths: Int32[Array, "B T depths"] | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B T H D"] | QuantizedActivation:
-    """Attention of T queries a sequence over its committed rows and over new ones, mostly their own.
+    """Attention of T queries per sequence over committed rows of the cache and new rows, usually the queries' own.
 
-    The new rows' K and V are already in the pools, from row lengths[b] on. What a query does not see may hold
-    anything, NaN too. A padding node sees its own row, which nobody wrote: its output alone is arbitrary. What
-    is seen is finite: other values may come out as finite ones.
+    K and V of the new rows must be in the pools already, from row lengths[b] on. Rows that no query sees may hold any
+    value, NaN too. A padding node of a tree sees its own row, which was never written: its output is arbitrary, others
+    are not affected. Visible rows must be finite: infinities and NaN may be replaced by finite values.
 
     Args:
-        page_table: page of every `page` rows; rows past its end do not exist.
-        lengths: committed rows.
-        bits: the new rows each query sees (`ancestor_bits`, `causal_bits`); None is causal (prefill chunks).
-        new_rows: M, where bits name others than the queries' own rows (the levels of a tree, one after the other).
-        start: rows below it are hidden.
-        window: rows from lengths[b] - window down are hidden, and without bits for each query after the first one row
-            more; pages that hold only such are not read. None hides none.
-        scale: of the scores, above 1e-30; 1 / sqrt(D) if None.
-        quantize_output: a query's heads come back side by side, as one row of `QuantizedActivation`.
-        deterministic: a query's last bits depend on nothing but itself and the keys and values it sees, in their order.
-        paths: with `deterministic`, instead of bits: the new row that query t sees at each depth, its own the last; -1
-            beyond. None is causal.
-        implementation: "auto" is the kernel where the program is compiled for an NVIDIA GPU and the shape is
-            supported (prefill too), else the reference; "pallas" on a CPU interprets the kernel.
+        q: queries [B, T, H, D].
+        k_pool, v_pool: pages of keys and values [pages, KH, page, D].
+        page_table: page numbers [B, P], one for every `page` rows; rows past the table's end do not exist.
+        lengths: committed rows of each sequence [B].
+        bits: packed ancestor mask [B, T, W] (`ancestor_bits`, `causal_bits`); None: causal (prefill chunks).
+        new_rows: M, the number of new rows; default T. More than T where earlier calls wrote some (the levels of a
+            tree, one after the other).
+        start: rows below are hidden.
+        window: sliding window in rows; without bits it moves by one row per query. Pages outside every query's window
+            are not read. None: no window.
+        scale: factor of the scores, above 1e-30; None: 1 / sqrt(D).
+        quantize_output: return a `QuantizedActivation` of rows [B, T, H * D].
+        deterministic: a query's last bits depend only on the query and the keys and values it sees, in their order.
+        paths: with `deterministic`, instead of bits: index of the new row that query t sees at each depth, ending with
+            its own, then -1. None: causal.
+        implementation: "auto": the kernel where the program is compiled for an NVIDIA GPU and the shape is supported
+            (prefill too), else the reference; "pallas": the kernel, interpreted on a CPU; "reference".
 
     Returns:
-        In q's dtype, or rounded from it; softmax and sums in float32; zeros for a query that sees nothing.
+        Attention in q's dtype, or quantised from it; softmax and sums in float32; zeros for a query that sees no row.
 
     Raises:
-        NotImplementedError: "pallas" with a shape the kernel does not support.
+        NotImplementedError: "pallas" with a shape that the kernel does not support.
     """
     new_rows = q.shape[1] if new_rows is None else new_rows
-    _check(q, k_pool, v_pool, page_table, lengths, bits, new_rows, window, scale)
+    _check_arrays(q, k_pool, v_pool, page_table, lengths)
+    _check_options(q, bits, new_rows, window, scale)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     if paths is not None and not deterministic:
         raise ValueError("paths: expected deterministic=True, or bits instead")
     if deterministic:
         if bits is not None or window is not None or quantize_output:
-            expected = "neither bits nor a window, which a draft alone has, nor is_rounded"
-            raise ValueError(f"deterministic: expected {expected}; name paths instead of bits, leave out the others")
+            expected = "neither bits nor a window, which only drafts have, nor quantize_output"
+            raise ValueError(f"deterministic: expected {expected}; pass paths instead of bits, leave out the others")
         runs = _fixed_pallas, attention_reference.fixed_reference
         kernel, reference = (functools.partial(run, start=start, scale=scale) for run in runs)
         arguments = (q, k_pool, v_pool, page_table, lengths, paths)

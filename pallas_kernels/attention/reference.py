@@ -1,4 +1,4 @@
-"""`paged_attention` written from the formula, and its deterministic order row by row."""
+"""References of `paged_attention`: from the formula, and in the order of the deterministic kernel."""
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,13 @@ from pallas_kernels.attention.ancestor_bits import WORD
 from pallas_kernels.layers.quantized import FP8
 from pallas_kernels.layers.row_blocks import in_row_blocks
 
-FIXED_TILE = 32  # rows of context that the deterministic order takes in a step
+FIXED_TILE = 32  # context rows per step of the deterministic reference
 
 
 def _visible(
     lengths: Array, bits: Array | None, queries: int, rows: int, start: int | Array, window: int | None
 ) -> Array:
-    """Returns bool [B, T, rows]: does query t of sequence b see row r; `start` may be one for each sequence."""
+    """Returns bool [B, T, rows]: query t of sequence b sees row r. `start` may be an array [B]."""
     row = jnp.arange(rows, dtype=jnp.int32)
     new = row - lengths[:, None]
     if bits is None:
@@ -33,14 +33,14 @@ def _visible(
 
 
 def _gather(pool: Array, page_table: Array) -> Array:
-    """Returns the rows of every sequence in order, [B, KH, P * page, D]."""
+    """Returns the rows of every sequence in order [B, KH, P * page, D]."""
     batch, columns = page_table.shape
     _, heads, page, dim = pool.shape
     return pool[page_table].transpose(0, 2, 1, 3, 4).reshape(batch, heads, columns * page, dim)
 
 
 def _recent(page_table: Array, lengths: Array, page: int, new_rows: int, window: int) -> tuple[Array, Array]:
-    """Returns the columns of the table that hold the window and the new rows, and which row comes first in them."""
+    """Returns the columns of the page table that cover the window and the new rows, and their first row [B]."""
     columns = min(pl.cdiv(window + new_rows - 2, page) + 1, page_table.shape[1])
     first = jnp.clip((lengths - window + 1) // page, 0, page_table.shape[1] - columns)
     recent = jnp.take_along_axis(page_table, first[:, None] + jnp.arange(columns, dtype=jnp.int32), axis=1)
@@ -57,8 +57,8 @@ def reference(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, 
     keys, values = _gather(k_pool, page_table), _gather(v_pool, page_table).astype(jnp.float32)
     rows = keys.shape[2]
     visible = _visible(lengths, bits, queries, rows, start, window)
-    # 0 * NaN is NaN: rows that no query sees are zeroed. A new row may be seen by its own padding query alone
-    # (bits) and hold anything, so there what is not finite is zeroed as well.
+    # 0 * NaN is NaN, so values of rows that no query sees are zeroed. A new row that only its own padding query sees
+    # (bits) may hold any value, so values of new rows that are not finite are zeroed as well.
     new = jnp.arange(rows) >= lengths[:, None]
     keep = visible.any(1)[:, None, :, None] & (~new[:, None, :, None] | jnp.isfinite(values))
     values = jnp.where(keep, values, 0)
@@ -78,14 +78,14 @@ def reference(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, 
 
 
 def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, *, start, scale):
-    """One query after the other, and for each its rows in order, tile by tile."""
+    """Query by query, and for each query tile by tile in the order of its rows."""
     batch, queries, heads, dim = q.shape
     kv_heads, page = k_pool.shape[1:3]
     most = page_table.shape[1] * page
     causal = jnp.broadcast_to(jnp.arange(queries, dtype=jnp.int32)[:, None, None], (batch, queries, 1, 1))[:, :, 0]
     exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
 
-    def one(q, table, length, path):
+    def attend_query(q, table, length, path):
         q, table, length, path = (array[0] for array in (q, table, length, path))
         last = length + 1 + (path[0] if paths is None else jnp.sum(path >= 0) - 1)
         last = jnp.minimum(last, most)
@@ -118,12 +118,12 @@ def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, *, start, sca
 
     per_query = (jnp.repeat(array, queries, axis=0) for array in (page_table, lengths))
     own = (causal if paths is None else paths).reshape(batch * queries, -1)
-    out = in_row_blocks(one, q.reshape(-1, heads, dim), *per_query, own, size=1)
+    out = in_row_blocks(attend_query, q.reshape(-1, heads, dim), *per_query, own, size=1)
     return out.reshape(q.shape)
 
 
 def compute_dtype(q: Array | jax.ShapeDtypeStruct, pool: Array) -> jnp.dtype:
-    """In which scores and sums of values are multiplied."""
+    """Dtype of the operands of the products with K and with V."""
     if pool.dtype == FP8:
         return q.dtype if q.dtype == jnp.float32 else jnp.dtype(jnp.float16)
     return jnp.promote_types(q.dtype, pool.dtype)

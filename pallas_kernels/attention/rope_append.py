@@ -1,9 +1,9 @@
-"""Take a fused projection apart: rotate queries and keys, write keys and values to their pages, in one kernel.
+"""Splits a fused QKV projection: rotates queries and keys and writes keys and values to their pages, in one kernel.
 
-A row of the projection holds heads of width D: the queries, then the keys, then the values. Rotary embedding
-(arXiv:2104.09864) in the halves layout: with angle a_i = position * speeds[i], channel i and i + D/2 of a head become
+A row of the projection holds heads of width D: queries, then keys, then values. Rotary embedding (arXiv:2104.09864) in
+the halves layout: with angle a_i = position * inv_freq[i], channels i and i + D/2 of a head become
 x_i cos a_i - x_{i+D/2} sin a_i and x_{i+D/2} cos a_i + x_i sin a_i; in float32, rounded to the model's dtype.
-Where a row goes in the pools, and what they look like: `kv_pages`.
+The layout of the pools and the place of a row in them: `kv_pages`.
 """
 
 import functools
@@ -14,130 +14,147 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES, Pool, append, locate, rounded
+from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES, Pool, append, cast_to_pool, locate
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials, split_scales, sum_f32
 from pallas_kernels.layers.row_blocks import in_row_blocks
 
 
-def turns(positions, speeds):
-    """Cosines and sines, [2, B, T, D / 2]: those of all layers are the same, and XLA computes them once."""
-    angles = positions[..., None].astype(jnp.float32) * speeds
+def rope_cos_sin(positions, inv_freq):
+    """Cosines and sines [2, B, T, D / 2] float32: the same in all layers, so XLA computes them once per step."""
+    angles = positions[..., None].astype(jnp.float32) * inv_freq
     return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
 
 
 def rotate(
-    x: Float[Array, "B T H D"], positions: Int32[Array, "B T"], speeds: Float[Array, " half"]
+    x: Float[Array, "B T H D"], positions: Int32[Array, "B T"], inv_freq: Float[Array, " half"]
 ) -> Float[Array, "B T H D"]:
-    """Rotates every head of every row by its position; the reference."""
-    cos, sin = turns(positions, speeds)[:, :, :, None]
+    """Rotates every head of every row by the row's position; the reference."""
+    cos, sin = rope_cos_sin(positions, inv_freq)[:, :, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
 
 
-def _apart(qkv, positions, speeds, *, heads, kv_heads, dtype):
-    """Queries and keys, rotated, and values, of one group of rows."""
-    heads_apart = reduce_partials(qkv, dtype).reshape(*positions.shape, heads + 2 * kv_heads, -1)
-    q, k, v = jnp.split(heads_apart, [heads, heads + kv_heads], axis=2)
-    return rotate(q, positions, speeds), rotate(k, positions, speeds), v
+def _split_qkv(qkv, positions, inv_freq, *, heads, kv_heads, dtype):
+    """Rotated queries, rotated keys, and values of rows [B, T]."""
+    by_head = reduce_partials(qkv, dtype).reshape(*positions.shape, heads + 2 * kv_heads, -1)
+    q, k, v = jnp.split(by_head, [heads, heads + kv_heads], axis=2)
+    return rotate(q, positions, inv_freq), rotate(k, positions, inv_freq), v
 
 
 def _reference(
-    k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *, heads, dtype, deterministic=False
+    k_pool, v_pool, qkv, positions, inv_freq, page_table, first_row, valid, *, heads, dtype, deterministic=False
 ):
-    take = functools.partial(_apart, speeds=speeds, heads=heads, kv_heads=k_pool.shape[1], dtype=dtype)
+    split = functools.partial(_split_qkv, inv_freq=inv_freq, heads=heads, kv_heads=k_pool.shape[1], dtype=dtype)
     if deterministic:
         rows = qkv.reshape(qkv.shape[0], -1, qkv.shape[-1]).swapaxes(0, 1)
-        alone = lambda row, at: take(row.swapaxes(0, 1)[:, :, None], at[:, None])  # noqa: E731
-        found = in_row_blocks(alone, rows, positions.ravel())
+        split_rows = lambda row, at: split(row.swapaxes(0, 1)[:, :, None], at[:, None])  # noqa: E731
+        found = in_row_blocks(split_rows, rows, positions.ravel())
         q, k, v = (array.reshape(*positions.shape, *array.shape[2:]) for array in found)
     else:
-        q, k, v = take(qkv, positions)
+        q, k, v = split(qkv, positions)
     return q, *append(k_pool, v_pool, k, v, page_table, first_row, valid, implementation="reference")
 
 
-def columns_of(qkv_ref, scale_refs, sequence, token, dtype):
-    """In a kernel: loads columns of a projection's rows, their parts added up, scaled and rounded to the model's dtype.
+def column_loader(qkv_ref, scale_refs, sequence, token, dtype):
+    """In a kernel: returns a function (columns, mask options) that loads columns of a projection's rows.
+
+    It adds up the parts, applies the scales and rounds to the model's dtype.
 
     Args:
-        scale_refs: of the rows and of the columns, or none.
+        qkv_ref: [parts, B, T, (H + 2 KH) * D].
+        scale_refs: scales of the rows [B, T] and of the columns [(H + 2 KH) * D]; or empty.
     """
 
-    def load(columns, hidden):
-        total = sum_f32([pltriton.load(qkv_ref.at[part, sequence, token, columns], **hidden) for part in range(count)])
+    def load(columns, mask):
+        total = sum_f32([pltriton.load(qkv_ref.at[part, sequence, token, columns], **mask) for part in range(count)])
         if scale_refs:
             row_scale = pltriton.load(scale_refs[0].at[sequence, token])
-            total = total * row_scale * pltriton.load(scale_refs[1].at[columns], **hidden)
+            total = total * row_scale * pltriton.load(scale_refs[1].at[columns], **mask)
         return total.astype(dtype)
 
     count = qkv_ref.shape[0]
     return load
 
 
-def turn_of(turn_ref, sequence, token, channel, hidden):
-    """In a kernel: the cosines and sines of rows for channels of a half."""
-    return [pltriton.load(turn_ref.at[index, sequence, token, channel], **hidden) for index in range(2)]
+def load_cos_sin(cos_sin_ref, sequence, token, channel, mask):
+    """In a kernel: the cosines and the sines of rows, for channels of the first half."""
+    return [pltriton.load(cos_sin_ref.at[index, sequence, token, channel], **mask) for index in range(2)]
 
 
-def rotated(load, start, channels, turn, hidden):
-    """In a kernel: both halves of heads that start at some columns, rotated; float32.
+def load_rotated(load, start, channels, cos_sin, mask):
+    """In a kernel: loads and rotates heads; returns both halves in float32.
 
     Args:
-        load: as `columns_of` gives it.
-        channels: of the first half, and of the second.
-        turn: as `turn_of` gives it.
-        hidden: how to load them, `mask` and `other`; empty: all of it.
+        load: as `column_loader` returns it.
+        start: first column of the heads.
+        channels: channels of the first half, and of the second.
+        cos_sin: as `load_cos_sin` returns it.
+        mask: options of the loads, `mask` and `other`; empty: no mask.
     """
-    first, second = (load(start + half, hidden).astype(jnp.float32) for half in channels)
-    cos, sin = turn
+    first, second = (load(start + half, mask).astype(jnp.float32) for half in channels)
+    cos, sin = cos_sin
     return first * cos - second * sin, second * cos + first * sin
 
 
-def _kernel(qkv_ref, turn_ref, row_ref, *refs, heads):
-    """One program: one kv head of one row, with the query heads of its group.
+def _kernel(
+    # inputs
+    qkv_ref,  # [parts, B, T, (H + 2 KH) * D]
+    cos_sin_ref,  # [2, B, T, D / 2] float32
+    pool_row_ref,  # [B, T] int32: page * page size + row in the page; -1: not written
+    *refs,  # scales of rows [B, T] and columns [(H + 2 KH) * D], if any;
+    # k_in, v_in: the pools, which the outputs alias;
+    # outputs: q_ref [B, T, H, D], k_ref and v_ref [pages, KH, page, D]
+    # static parameters
+    heads,  # query heads
+):
+    """One program: one KV head of one row, with the query heads of its group.
 
-    All that it reads it asks for at once: nothing it loads is the place of something else.
+    No load depends on another load's result, so that all are in flight at once.
     """
     *scale_refs, _k_in, _v_in, q_ref, k_ref, v_ref = refs
     token, kv_head, sequence = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     _, kv_heads, page, dim = k_ref.shape
     half, group = dim // 2, heads // kv_heads
-    channel, row = jnp.arange(pl.next_power_of_2(half)), row_ref[sequence, token]
+    channel, pool_row = jnp.arange(pl.next_power_of_2(half)), pool_row_ref[sequence, token]
     is_channel, channels = channel < half, [channel, half + channel]
-    hidden = {"mask": is_channel, "other": 0}
-    turn = turn_of(turn_ref, sequence, token, channel, hidden)
-    load = columns_of(qkv_ref, scale_refs, sequence, token, q_ref.dtype)
+    mask = {"mask": is_channel, "other": 0}
+    cos_sin = load_cos_sin(cos_sin_ref, sequence, token, channel, mask)
+    load = column_loader(qkv_ref, scale_refs, sequence, token, q_ref.dtype)
 
+    # Load and rotate: the group's queries [group, D / 2] twice, the key and the value [D / 2] twice.
     member = jnp.arange(pl.next_power_of_2(group))[:, None]
-    head, inside = kv_head * group + member, (member < group) & is_channel[None, :]
-    across = [part[None, :] for part in turn]
-    own = {"mask": inside, "other": 0}
-    query = rotated(load, head * dim, [part[None, :] for part in channels], across, own)
-    key = rotated(load, (heads + kv_head) * dim, channels, turn, hidden)
-    value = [load((heads + kv_heads + kv_head) * dim + part, hidden) for part in channels]
-    for part, of_query, *new in zip(channels, query, key, value, strict=True):
-        pltriton.store(q_ref.at[sequence, token, head, part[None, :]], of_query.astype(q_ref.dtype), mask=inside)
-        at = (row // page, kv_head, row % page, part)
-        for ref, numbers in zip((k_ref, v_ref), new, strict=True):
-            numbers = rounded(numbers.astype(q_ref.dtype), ref.dtype)
-            pltriton.store(ref.at[at], numbers, mask=(row >= 0) & is_channel)
+    head, is_query = kv_head * group + member, (member < group) & is_channel[None, :]
+    query_cos_sin = [part[None, :] for part in cos_sin]
+    query_mask = {"mask": is_query, "other": 0}
+    query = load_rotated(load, head * dim, [part[None, :] for part in channels], query_cos_sin, query_mask)
+    key = load_rotated(load, (heads + kv_head) * dim, channels, cos_sin, mask)
+    value = [load((heads + kv_heads + kv_head) * dim + part, mask) for part in channels]
+
+    # Store half by half.
+    for part, query_half, *new in zip(channels, query, key, value, strict=True):
+        pltriton.store(q_ref.at[sequence, token, head, part[None, :]], query_half.astype(q_ref.dtype), mask=is_query)
+        at = (pool_row // page, kv_head, pool_row % page, part)
+        for ref, values in zip((k_ref, v_ref), new, strict=True):
+            values = cast_to_pool(values.astype(q_ref.dtype), ref.dtype)
+            pltriton.store(ref.at[at], values, mask=(pool_row >= 0) & is_channel)
 
 
-def new_rows(qkv, positions, speeds, page_table, first_row, valid, page):
-    """What a kernel that writes new rows reads: projection, cosines and sines, each row's place in a pool, scales.
+def kernel_inputs(qkv, positions, inv_freq, page_table, first_row, valid, page):
+    """Inputs of a kernel that writes new rows: projection, cosines and sines, pool rows, and scales if there are any.
 
-    A place counts the rows of all pages; -1 is none.
+    A pool row counts the rows of all pages; -1: the row is not written.
     """
     qkv, scales = split_scales(qkv)
     rows = first_row[:, None] + jnp.arange(valid.shape[1], dtype=jnp.int32)
-    pages, places, known = locate(page_table, rows, page)
-    return qkv, turns(positions, speeds), jnp.where(valid & known, pages * page + places, -1), *scales
+    pages, places, exists = locate(page_table, rows, page)
+    return qkv, rope_cos_sin(positions, inv_freq), jnp.where(valid & exists, pages * page + places, -1), *scales
 
 
-def _pallas(k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid, *, heads, dtype, interpret):
+def _pallas(k_pool, v_pool, qkv, positions, inv_freq, page_table, first_row, valid, *, heads, dtype, interpret):
     batch, tokens = valid.shape
-    inputs = new_rows(qkv, positions, speeds, page_table, first_row, valid, k_pool.shape[2])
+    inputs = kernel_inputs(qkv, positions, inv_freq, page_table, first_row, valid, k_pool.shape[2])
     q = jax.ShapeDtypeStruct((batch, tokens, heads, k_pool.shape[3]), dtype)
     pools = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (k_pool, v_pool)]
     return pl.pallas_call(
@@ -152,7 +169,7 @@ def _pallas(k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid
 
 
 def _unsupported(k_pool: Array) -> str | None:
-    """Says which limit of the kernel a call breaks, if any."""
+    """Says which limit of the kernel a call exceeds; None if it is supported."""
     if k_pool.shape[3] not in HEAD_DIMS:
         return f"head_dim must be a multiple of 16 up to 256, got {k_pool.shape[3]}"
     if k_pool.dtype not in POOL_DTYPES:
@@ -161,7 +178,7 @@ def _unsupported(k_pool: Array) -> str | None:
 
 
 def check_width(qkv: PartialSums, k_pool: Array, heads: int) -> None:
-    """Raises ValueError where a projection is not of so many heads beside those of a pool."""
+    """Raises ValueError unless the projection's width fits `heads` query heads and the pool's KV heads."""
     kv_heads, dim = k_pool.shape[1], k_pool.shape[3]
     if qkv.shape[-1] != (heads + 2 * kv_heads) * dim or heads % kv_heads:
         raise ValueError(f"qkv must be {(heads + 2 * kv_heads) * dim} wide, got {qkv.shape[-1]}")
@@ -173,7 +190,7 @@ def rotate_append(
     v_pool: Pool,
     qkv: PartialSums,
     positions: Int32[Array, "B T"],
-    speeds: Float[Array, " half"],
+    inv_freq: Float[Array, " half"],
     page_table: Int32[Array, "B P"],
     first_row: Int32[Array, " B"],
     valid: Bool[Array, "B T"],
@@ -186,12 +203,17 @@ def rotate_append(
     """Rotates queries and keys, and writes keys and values of row t to row first_row[b] + t, where valid.
 
     Args:
-        qkv: [parts, B, T, (heads + 2 * kv_heads) * head_dim] to be added up, as `split_matmul` leaves them.
-        speeds: float32 radians per position, head_dim / 2 of them.
+        k_pool, v_pool: pages of keys and values [pages, KH, page, D].
+        qkv: partial sums [parts, B, T, (heads + 2 * KH) * D], as `split_matmul` returns them.
+        positions: of the rows [B, T].
+        inv_freq: float32 radians per position [D / 2].
+        page_table: page numbers [B, P].
+        first_row: first row to write, per sequence [B].
+        valid: rows to write [B, T].
         heads: query heads.
-        dtype: of the model, in which the queries come back.
-        deterministic: a row's last bits are the same among any number of rows; the kernel's always are, with cosines
-            and sines by XLA, each by itself.
+        dtype: the model's, in which the queries are returned.
+        deterministic: a row's last bits do not depend on the number of rows; the kernel's never do (XLA computes each
+            cosine and sine by itself).
         implementation: as in `paged_attention`.
 
     Returns:
@@ -203,5 +225,5 @@ def rotate_append(
     check_width(qkv, k_pool, heads)
     kernel = functools.partial(_pallas, heads=heads, dtype=dtype)
     reference = functools.partial(_reference, heads=heads, dtype=dtype, deterministic=deterministic)
-    arguments = (k_pool, v_pool, qkv, positions, speeds, page_table, first_row, valid)
+    arguments = (k_pool, v_pool, qkv, positions, inv_freq, page_table, first_row, valid)
     return dispatch(implementation, _unsupported(k_pool), kernel, reference, *arguments)

@@ -1,1 +1,1 @@
-"""Matrix products and norms of a decoder layer."""
+"""Matrix products, norms and quantisation of a decoder layer."""

@@ -1,10 +1,10 @@
-"""A product whose rows do not depend on how many there are: the same numbers added up in the same order for every M.
+"""A batch-invariant product: each row adds up the same values in the same order for any number of rows.
 
     parts[s, t, n] = sum_k x[t, k] w[n, k]  over the s-th of S equal pieces of k;   their sum over s is x @ w.T
 
-Libraries choose tiles, instructions and the split of the sum by the shape, so that a row has other last bits among
-others. Here all of that follows from the weight's shape: a program holds 64 rows of x, however few there are, and does
-to them what every other does.
+Libraries choose tiles, instructions and the split of the sum by the shape, so a row's last bits change with the number
+of rows. Here all of these follow from the weight's shape: every program holds 64 rows of x, padded if there are fewer,
+and executes the same instructions.
 """
 
 import functools
@@ -20,11 +20,11 @@ from pallas_kernels.layers.quantize_rows import gated
 from pallas_kernels.layers.row_blocks import in_row_blocks, in_row_blocks_off_gpu
 from pallas_kernels.layers.split_matmul import INNER_BYTES, LEAST_INNER, LEAST_OUT, NARROW_OUT, WIDEST_OUT
 
-ROWS = 64  # of x in a program, and of the weight
+ROWS = 64  # of x in a program, and of the weight: Triton uses other instructions at 64 rows than at 16
 
 
 def fixed_parts(out: int, inner: int, dtype: jnp.dtype) -> int:
-    """How many parts a product comes in: a matter of its weight alone."""
+    """Number of parts of a product, by its weight alone."""
     if not LEAST_OUT <= out <= WIDEST_OUT or inner < LEAST_INNER or inner % (4 * (INNER_BYTES // dtype.itemsize)):
         return 1
     return 4 if out <= NARROW_OUT else 2
@@ -39,28 +39,40 @@ def _reference(x, weight, *, parts, dtype):
     return in_row_blocks(product, x).swapaxes(0, 1)
 
 
-def _kernel(x_ref, weight_ref, parts_ref, *, rows, steps, inner, precision):
-    """One program: `ROWS` rows of x by as many of the weight, one part. The weight's are the matrix product's."""
+def _kernel(
+    # inputs
+    x_ref,  # [T, K]
+    weight_ref,  # [N, K], as x
+    # outputs
+    parts_ref,  # [parts, T, N]
+    # static parameters
+    *,
+    rows,  # T
+    steps,  # of a part
+    inner,  # values of a row in a step
+    precision,  # of the matrix products
+):
+    """One program: `ROWS` rows of x by `ROWS` rows of the weight, one part. The weight is the first operand."""
     part = pl.program_id(2)
     row = pl.program_id(0) * ROWS + jnp.arange(ROWS)
     out = pl.program_id(1) * ROWS + jnp.arange(ROWS)
-    inside = row < rows
+    is_row = row < rows
 
     def step(index, total):
         column = (part * steps + index) * inner + jnp.arange(inner)[None, :]
-        x = pltriton.load(x_ref.at[row[:, None], column], mask=inside[:, None])  # others are not stored
+        x = pltriton.load(x_ref.at[row[:, None], column], mask=is_row[:, None])  # others are not stored
         weight = pltriton.load(weight_ref.at[out[:, None], column])
         return total + pltriton.dot(weight, x, trans_b=True, precision=precision)
 
     total = jax.lax.fori_loop(0, steps, step, jnp.zeros((ROWS, ROWS), jnp.float32))
     at = parts_ref.at[part, row[None, :], out[:, None]]
-    pltriton.store(at, total.astype(parts_ref.dtype), mask=inside[None, :])
+    pltriton.store(at, total.astype(parts_ref.dtype), mask=is_row[None, :])
 
 
 def _pallas(x, weight, *, parts, dtype, interpret):
     (rows, inner), out = x.shape, weight.shape[0]
     columns = INNER_BYTES // weight.dtype.itemsize
-    # As in `paged_attention`: three TF32 products are as exact as one of float32; a CPU has none.
+    # As in `paged_attention`: three TF32 products are as exact as one of float32; a CPU has no TF32.
     wide = x.dtype == jnp.float32 and not interpret
     precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if wide else jax.lax.Precision.HIGHEST
     options = {"rows": rows, "steps": inner // columns // parts, "inner": columns, "precision": precision}
@@ -75,7 +87,7 @@ def _pallas(x, weight, *, parts, dtype, interpret):
 
 
 def unsupported_weight(weight: Array) -> str | None:
-    """Says which limit of the kernel a weight breaks, if any."""
+    """Says which limit of the kernel a weight exceeds; None if it is supported."""
     (out, inner), columns = weight.shape, INNER_BYTES // weight.dtype.itemsize
     if out % ROWS or inner % columns:
         return f"the weight must be [multiple of {ROWS}, multiple of {columns}], got {weight.shape}"
@@ -83,7 +95,7 @@ def unsupported_weight(weight: Array) -> str | None:
 
 
 def _unsupported(x: Array, weight: Array) -> str | None:
-    """Says which limit of the kernel a call breaks, if any."""
+    """Says which limit of the kernel a call exceeds; None if it is supported."""
     if reason := unsupported_weight(weight):
         return reason
     if x.dtype != weight.dtype or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
@@ -101,14 +113,14 @@ def deterministic_matmul(
     is_whole: bool = False,
     implementation: Implementation = "auto",
 ) -> Float[Array, "parts *rows out"]:
-    """x @ weight.T as parts to be added up: float32 if there are several, else one of the dtype.
-
-    A row of it is the same to the last bit in any number of rows.
+    """x @ weight.T as parts to be added up; a row's bits do not depend on the number of rows.
 
     Args:
-        dtype: of a result of one part; None: x's.
-        is_gated: x is gate and up side by side, and silu(gate) * up is multiplied.
-        is_whole: one part.
+        x: activations [*rows, inner].
+        weight: [out, inner].
+        dtype: of a result of one part (None: x's); several parts are float32.
+        is_gated: x is gate and up side by side; silu(gate) * up is multiplied.
+        is_whole: return one part.
         implementation: as in `paged_attention`.
 
     Raises:
@@ -121,5 +133,5 @@ def deterministic_matmul(
     parts = 1 if is_whole else fixed_parts(out, inner, weight.dtype)
     options = {"parts": parts, "dtype": (dtype or x.dtype) if parts == 1 else jnp.float32}
     kernel, reference = functools.partial(_pallas, **options), functools.partial(_reference, **options)
-    product = dispatch(implementation, _unsupported(x, weight), kernel, reference, flat, weight)
-    return product.reshape(parts, *rows, out)
+    sums = dispatch(implementation, _unsupported(x, weight), kernel, reference, flat, weight)
+    return sums.reshape(parts, *rows, out)

@@ -2,8 +2,8 @@
 
     out[t, i] = silu(x[t] . w[i]) * (x[t] . w[I + i])        w = [gate, up], [2 I, K]    (arXiv:2002.05202)
 
-The kernel is `hopper_matmul`'s. An 8B model's 14336 columns are 128 tiles of 112, 256 of 56 or 112 of 128,
-for 132 multiprocessors.
+The kernel is `hopper_kernel`'s. The 14336 columns of an 8B model are 128 tiles of 112, 256 of 56 or 112 of 128, for
+132 multiprocessors.
 """
 
 import functools
@@ -19,12 +19,12 @@ from pallas_kernels.layers.hopper_tiling import Tiles, choose_tiles
 from pallas_kernels.layers.quantize_rows import gated
 from pallas_kernels.layers.quantized import Inputs, Quantized, Weight, factors, matmul
 
-LEAST_ROWS = 32  # of two bytes a number: for fewer XLA's product is as fast; of float8 XLA needs six launches more
+LEAST_ROWS = 32  # of two bytes per value: below, XLA is as fast; with float8 XLA always needs six more launches
 
 
 def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight) -> Tiles | None:
-    """How the kernel takes a product; None where XLA does, which rounds gate and up before they are multiplied."""
-    multiprocessors, dtype = hopper_kernel.multiprocessors(), jnp.dtype(x.dtype)  # that of the result
+    """Tiles of the kernel for a product; None: XLA's product, which rounds gate and up before they are multiplied."""
+    multiprocessors, dtype = hopper_kernel.multiprocessors(), jnp.dtype(x.dtype)
     (both, inner), rows = weight.shape, math.prod(x.shape[:-1])
     if multiprocessors is None or dtype.itemsize != 2:
         return None
@@ -38,7 +38,7 @@ def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight) -> Tiles | None:
 
 
 def kernel_padding(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype) -> int:
-    """How many rows more a sequence needs for a product of at least 32 that the kernel takes; 0 if not fewer than 8."""
+    """Rows of padding per sequence that let the Hopper kernel run; 0 if it would not run or would need 8 or more."""
     more = -rows % (8 // math.gcd(sequences, 8))
     if sequences * rows < LEAST_ROWS or sequences * more >= 8:
         return 0
@@ -51,10 +51,11 @@ def gated_matmul(x: Inputs, weight: Weight, *, implementation: Implementation = 
     """silu(x @ gate.T) * (x @ up.T), in x's dtype; sums in float32.
 
     Args:
-        weight: gate and up, one above the other, [2 out, inner].
-        implementation: as in `paged_attention`; the kernel takes up to 8 rows or a multiple of 8 up to 320 with weights
-            of "fp8_dynamic", from 32 on with those of two bytes a number, on a Hopper GPU with jax 0.11 or later
-            (`tiles_for`). Else it is XLA's.
+        x: activations [*rows, inner].
+        weight: gate above up [2 out, inner].
+        implementation: as in `paged_attention`. The kernel runs on a Hopper GPU with jax 0.11 or later (`tiles_for`):
+            with weights of "fp8_dynamic" for up to 8 rows or a multiple of 8 up to 320, with weights of two bytes per
+            value from 32 rows. Else the product is XLA's.
     """
 
     def reference(x, weight):
@@ -68,7 +69,7 @@ def gated_matmul(x: Inputs, weight: Weight, *, implementation: Implementation = 
         f = factors(x, weight, implementation=implementation)
         scales = () if f.row_scale is None else (f.row_scale.reshape(-1), f.scale)
         flat = f.x.reshape(-1, f.x.shape[-1])
-        (product,) = hopper_kernel.multiply(flat, f.weight, *scales, tiles=tiles, dtype=x.dtype, interpret=interpret)
-        return product.reshape(*x.shape[:-1], -1)
+        (out,) = hopper_kernel.multiply(flat, f.weight, *scales, tiles=tiles, dtype=x.dtype, interpret=interpret)
+        return out.reshape(*x.shape[:-1], -1)
 
     return hopper_kernel.choose_compiled(implementation, kernel, reference, x, weight)

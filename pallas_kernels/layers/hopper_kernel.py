@@ -1,15 +1,15 @@
-"""A product with a large weight on Hopper GPUs, for up to some hundreds of rows: what two wrappers share.
+"""The Hopper kernel: a product of up to some hundreds of rows with a large weight.
 
     parts[s, t, n] = sum_k x[t, k] w[n, k]  over the s-th of S equal pieces of k          (`split_matmul`)
     out[t, i] = silu(x[t] . w[i]) * (x[t] . w[I + i])                                     (`gated_matmul`)
 
-x and w are of two bytes a number, or both are float8 with a scale for each row, by which sums are multiplied.
+x and w have two bytes per value, or both are float8 with a scale per row, which is applied to the sums.
 
-A tile of the output is `columns` wide and as high as x, so every weight is read once. (Gated: its columns of gate and
-of up lie one above the other in shared memory, as one operand of a `wgmma`, turned as two; both products of an output
-end up in one thread.) Each warpgroup holds 64 rows; the TMA unit reads rows past the last as zeros and does not write
-them. Turned (`hopper_tiles`), it holds 64 columns of gate and as many of up, and all rows. The first one also asks for
-the tiles to come, as soon as all have done with the oldest.
+An output tile is `columns` wide and as high as x, so every weight is read once. Each warpgroup holds 64 rows; the TMA
+unit reads rows past the last as zeros and does not write them. For gate and up the tile's columns of both lie one above
+the other in shared memory as one operand of a `wgmma`, so both products of an output end up in one thread. Transposed
+(`hopper_tiling`), a warpgroup holds 64 columns of gate and 64 of up as two operands, and all rows. The first warpgroup
+also issues the loads of later steps, as soon as all warpgroups have read the oldest step's tiles.
 """
 
 import functools
@@ -25,159 +25,211 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers.hopper_tiling import HEIGHT, INNER_BYTES, MOST_COLUMNS, PLACES, Tiles
+from pallas_kernels.layers.hopper_tiling import HEIGHT, INNER_BYTES, MOST_COLUMNS, STORE_BUFFERS, Tiles
 
 
-def _kernel(x_ref, w_ref, row_scale_ref, scale_ref, out_ref, *memory, tiles):
-    """One program: every so-many-th tile or part of one, one after the other, without a pause of the loads between."""
+def _kernel(
+    # inputs, in global memory
+    x_ref,  # [T, K]
+    w_ref,  # [halves * N, K]
+    row_scale_ref,  # [T] float32; None: no scales
+    scale_ref,  # [halves * N] float32; None: no scales
+    # outputs, in global memory
+    out_ref,  # [parts, T, N]
+    # scratch, in shared memory
+    x_and_out_tiles,  # x [stages, height, inner]; results [groups, STORE_BUFFERS, *store_shape], or, in the memory of
+    # x, [stages, groups, bytes of 64 rows of x]
+    w_tiles,  # [stages, halves * columns, inner]
+    arrived,  # barriers [stages]: the loads of a step have arrived
+    done,  # barriers [stages]: a warpgroup has read a step's tiles
+    *scales_memory,  # row scales [height], column scales [scale_tiles, halves, 128], both float32, and their barrier
+    # static parameters
+    tiles,
+):
+    """One program: every `programs`-th item (a tile, or one part of it); loads run ahead from item to item."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    (x_tiles, out_tiles), w_tiles, arrived, done, *scales_memory = memory
-    inner, out, parts = x_ref.shape[1], out_ref.shape[2], tiles.parts
-    group, program = jax.lax.axis_index("group"), jax.lax.axis_index("program")
-    own_part = pl.ds(group * HEIGHT, HEIGHT)  # of the rows, or of the tile's columns
-    all_rows = pl.ds(0 * program, tiles.height)  # a traced start: they may be more than there are
-    steps = inner // tiles.inner // parts  # of a tile
-    own = (out // tiles.columns * parts - program + tiles.programs - 1) // tiles.programs
-    total = own * steps
+    x_tiles, out_tiles = x_and_out_tiles
+    memory = (x_tiles, out_tiles, w_tiles, arrived, done, *scales_memory)
+    program = _Program((x_ref, w_ref, row_scale_ref, scale_ref, out_ref), memory, tiles)
 
-    def place_of(tile):
-        """Its first column, and its part."""
-        index = program + tile * tiles.programs
-        return jax.lax.div(index, parts) * tiles.columns, jax.lax.rem(index, parts)
-
-    def slot_of(step):
-        return jax.lax.rem(step, tiles.stages)
-
-    def load(step):
-        slot, (column, part) = slot_of(step), place_of(jax.lax.div(step, steps))
-        across = pl.ds((part * steps + jax.lax.rem(step, steps)) * tiles.inner, tiles.inner)
-        for half in range(tiles.halves):
-            weights = w_ref.at[pl.ds(half * out + column, tiles.columns), across]
-            place = w_tiles.at[slot, pl.ds(half * tiles.columns, tiles.columns)]
-            plgpu.copy_gmem_to_smem(weights, place, arrived.at[slot])
-        plgpu.copy_gmem_to_smem(x_ref.at[all_rows, across], x_tiles.at[slot], arrived.at[slot])
-
-    def release(step):
-        """This warpgroup has read a step's tiles, and its results there; when all have, others may take their place."""
-        slot = slot_of(step)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(done.at[slot])
-
-        @pl.when((group == 0) & (step + tiles.stages < total))
-        def _():
-            plgpu.barrier_wait(done.at[slot])
-            load(step + tiles.stages)
-
-    def operands(slot):
-        """Of each of the sums."""
-        if not tiles.turned:
-            return [(x_tiles.at[slot, own_part], w_tiles.at[slot].T)]
-        starts = [half * tiles.columns + group * HEIGHT for half in range(tiles.halves)]
-        return [(w_tiles.at[slot, pl.ds(start, HEIGHT)], x_tiles.at[slot].T) for start in starts]
-
-    def products(tile, *sums):
-        @pl.loop(0, steps)
-        def _(index):
-            step = tile * steps + index
-            slot = slot_of(step)
-            plgpu.barrier_wait(arrived.at[slot])
-            for total_of, pair in zip(sums, operands(slot), strict=True):
-                plgpu.wgmma(total_of, *pair)
-            plgpu.wgmma_wait(len(sums))  # all but these
-            pl.when(step > 0)(lambda: release(step - 1))
-
-        plgpu.wgmma_wait(0)
-        return [total_of[...] for total_of in sums]
-
-    def load_scales():
-        row_scales, column_scales, scales_arrived = scales_memory
-        for first in range(0, tiles.height, HEIGHT):
-            some, place = row_scale_ref.at[pl.ds(0 * program + first, HEIGHT)], row_scales.at[pl.ds(first, HEIGHT)]
-            plgpu.copy_gmem_to_smem(some, place, scales_arrived)
-        for tile, half in itertools.product(range(tiles.kept), range(tiles.halves)):
-            column, _ = place_of(tile)
-            place = column_scales.at[tile, half, pl.ds(0, tiles.columns)]
-            plgpu.copy_gmem_to_smem(scale_ref.at[pl.ds(half * out + column, tiles.columns)], place, scales_arrived)
-
-    def piece_of(first):
-        """Of a piece of the tile's output: its first row and their number, its first column and their number."""
-        own, across = (group * HEIGHT, HEIGHT), (first, tiles.store)
-        return (across, own) if tiles.turned else (own, across)
-
-    def scaled(sums, tile, half, first):
-        """A piece of gate or up."""
-        place = first if tiles.turned else half * tiles.columns + first
-        piece = sums[half if tiles.turned else 0][:, place : place + tiles.store]
-        if scale_ref is None:
-            return piece
-        rows, (start, size) = piece_of(first)
-        if tiles.kept:
-            row_scales, column_scales, _ = scales_memory
-            refs = row_scales.at[pl.ds(*rows)], column_scales.at[tile, half, pl.ds(start, size)]
-        else:
-            first_scale = half * out + place_of(tile)[0] + start
-            refs = row_scale_ref.at[pl.ds(*rows)], scale_ref.at[pl.ds(first_scale, size)]
-        for axis, ref in enumerate(refs[::-1] if tiles.turned else refs):
-            scale = plgpu.load(ref, optimized=False)  # type: ignore[call-arg]
-            piece *= jax.lax.broadcast_in_dim(scale, piece.shape, [axis])
-        return piece
-
-    def place_for(index, tile):
-        """For a piece that is stored."""
-        if not tiles.lent:
-            return out_tiles.at[group, index % PLACES]
-        lent = out_tiles.at[slot_of(tile * steps + steps - 1), group]
-        return lent if lent.shape == tiles.piece else lent.at[pl.ds(0, math.prod(tiles.piece))].reshape(tiles.piece)
-
-    def store(sums, tile):
-        column, part = place_of(tile)
-        for index in range((tiles.turned or tiles.columns) // tiles.store):
-            first = index * tiles.store
-            result = scaled(sums, tile, 0, first)
-            if tiles.halves == 2:
-                result = result / (1 + jnp.exp(-result)) * scaled(sums, tile, 1, first)
-            if index >= PLACES:  # the first ones' have been read: a step was released since the last tile
-                plgpu.wait_smem_to_gmem(PLACES - 1, wait_read_only=True)
-            shared = place_for(index, tile)
-            (shared.T if tiles.turned else shared)[...] = result.astype(out_ref.dtype)
-            plgpu.commit_smem()
-            rows, (start, size) = piece_of(first)
-            plgpu.copy_smem_to_gmem(shared, out_ref.at[part, pl.ds(*rows), pl.ds(column + start, size)])
-
-    @pl.when(group == 0)
+    # Fill the pipeline: the first steps, and the scales of all items.
+    @pl.when(program.group == 0)
     def _():
-        pl.loop(0, jnp.minimum(tiles.stages, total))(load)
-        if tiles.kept:
-            load_scales()
+        pl.loop(0, jnp.minimum(tiles.stages, program.total_steps))(program.load)
+        if tiles.scale_tiles:
+            program.load_scales()
 
-    @pl.loop(0, own)
-    def _(tile):
-        zeros = [plgpu.ACC(shape, jnp.float32) for shape in tiles.sums]
-        sums = pl.run_scoped(functools.partial(products, tile), *zeros)
-        if tiles.kept:
-            pl.when(tile == 0)(lambda: plgpu.barrier_wait(scales_memory[-1]))
-        store(sums, tile)
+    # Multiply and store item by item.
+    @pl.loop(0, program.items)
+    def _(item):
+        zeros = [plgpu.ACC(shape, jnp.float32) for shape in tiles.accumulators]
+        sums = pl.run_scoped(functools.partial(program.multiply, item), *zeros)
+        if tiles.scale_tiles:
+            pl.when(item == 0)(lambda: plgpu.barrier_wait(scales_memory[-1]))
+        program.store(sums, item)
 
-    pl.when(total > 0)(lambda: release(total - 1))
+    # Drain: no program ends before all arrivals at its barriers and all stores.
+    pl.when(program.total_steps > 0)(lambda: program.release(program.total_steps - 1))
 
-    @pl.when(group == 0)
+    @pl.when(program.group == 0)
     def _():
-        @pl.loop(jnp.maximum(total - tiles.stages, 0), total)
+        @pl.loop(jnp.maximum(program.total_steps - tiles.stages, 0), program.total_steps)
         def _(step):
-            plgpu.barrier_wait(done.at[slot_of(step)])  # none is left before the others have arrived
+            plgpu.barrier_wait(done.at[program.slot_of(step)])
 
     plgpu.wait_smem_to_gmem(0)
 
 
+class _Program:
+    """In the kernel: the stages of one program.
+
+    A program has `items`, each of `steps` along k; steps are counted over all items, and step i uses slot i modulo
+    `stages` of shared memory.
+    """
+
+    def __init__(self, refs, memory, tiles):
+        from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
+
+        self.x_ref, self.w_ref, self.row_scale_ref, self.scale_ref, self.out_ref = refs
+        self.x_tiles, self.out_tiles, self.w_tiles, self.arrived, self.done, *self.scales_memory = memory
+        self.tiles, self.plgpu = tiles, plgpu
+        inner, self.out = self.x_ref.shape[1], self.out_ref.shape[2]
+        self.group, self.index = jax.lax.axis_index("group"), jax.lax.axis_index("program")
+        self.own_part = pl.ds(self.group * HEIGHT, HEIGHT)  # of the rows; transposed: of the tile's columns
+        self.all_rows = pl.ds(0 * self.index, tiles.height)  # traced start: the slice may be longer than the array
+        self.steps = inner // tiles.inner // tiles.parts
+        self.items = (self.out // tiles.columns * tiles.parts - self.index + tiles.programs - 1) // tiles.programs
+        self.total_steps = self.items * self.steps
+
+    def place_of(self, item):
+        """First column of an item's tile, and the item's part."""
+        index = self.index + item * self.tiles.programs
+        return jax.lax.div(index, self.tiles.parts) * self.tiles.columns, jax.lax.rem(index, self.tiles.parts)
+
+    def slot_of(self, step):
+        """Slot of a step in shared memory."""
+        return jax.lax.rem(step, self.tiles.stages)
+
+    def load(self, step):
+        """Issues the loads of a step: the weights (gate and up) and all rows of x."""
+        tiles = self.tiles
+        slot, (column, part) = self.slot_of(step), self.place_of(jax.lax.div(step, self.steps))
+        inner = pl.ds((part * self.steps + jax.lax.rem(step, self.steps)) * tiles.inner, tiles.inner)
+        for half in range(tiles.halves):
+            weights = self.w_ref.at[pl.ds(half * self.out + column, tiles.columns), inner]
+            target = self.w_tiles.at[slot, pl.ds(half * tiles.columns, tiles.columns)]
+            self.plgpu.copy_gmem_to_smem(weights, target, self.arrived.at[slot])
+        self.plgpu.copy_gmem_to_smem(self.x_ref.at[self.all_rows, inner], self.x_tiles.at[slot], self.arrived.at[slot])
+
+    def release(self, step):
+        """Marks a step's slot as read by this warpgroup; once all have read it, the first one loads a later step."""
+        slot = self.slot_of(step)
+        self.plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # results stored from the slot have been read
+        self.plgpu.barrier_arrive(self.done.at[slot])
+
+        @pl.when((self.group == 0) & (step + self.tiles.stages < self.total_steps))
+        def _():
+            self.plgpu.barrier_wait(self.done.at[slot])
+            self.load(step + self.tiles.stages)
+
+    def operands(self, slot):
+        """Both operands for each accumulator."""
+        if not self.tiles.transposed:
+            return [(self.x_tiles.at[slot, self.own_part], self.w_tiles.at[slot].T)]
+        starts = [half * self.tiles.columns + self.group * HEIGHT for half in range(self.tiles.halves)]
+        return [(self.w_tiles.at[slot, pl.ds(start, HEIGHT)], self.x_tiles.at[slot].T) for start in starts]
+
+    def multiply(self, item, *accumulators):
+        """Adds up an item's products and returns the sums."""
+
+        @pl.loop(0, self.steps)
+        def _(index):
+            step = item * self.steps + index
+            slot = self.slot_of(step)
+            self.plgpu.barrier_wait(self.arrived.at[slot])
+            for accumulator, pair in zip(accumulators, self.operands(slot), strict=True):
+                self.plgpu.wgmma(accumulator, *pair)
+            self.plgpu.wgmma_wait(len(accumulators))  # all but this step's: the step before may be released
+            pl.when(step > 0)(lambda: self.release(step - 1))
+
+        self.plgpu.wgmma_wait(0)
+        return [accumulator[...] for accumulator in accumulators]
+
+    def load_scales(self):
+        """Issues the loads of the scales of all rows and of all items' columns."""
+        tiles, (row_scales, column_scales, scales_arrived) = self.tiles, self.scales_memory
+        for first in range(0, tiles.height, HEIGHT):
+            rows = self.row_scale_ref.at[pl.ds(0 * self.index + first, HEIGHT)]
+            self.plgpu.copy_gmem_to_smem(rows, row_scales.at[pl.ds(first, HEIGHT)], scales_arrived)
+        for item, half in itertools.product(range(tiles.scale_tiles), range(tiles.halves)):
+            column, _ = self.place_of(item)
+            target = column_scales.at[item, half, pl.ds(0, tiles.columns)]
+            columns = self.scale_ref.at[pl.ds(half * self.out + column, tiles.columns)]
+            self.plgpu.copy_gmem_to_smem(columns, target, scales_arrived)
+
+    def piece_of(self, first):
+        """A piece of the output tile: (first row, number of rows), (first column, number of columns)."""
+        own, across = (self.group * HEIGHT, HEIGHT), (first, self.tiles.store)
+        return (across, own) if self.tiles.transposed else (own, across)
+
+    def scaled(self, sums, item, half, first):
+        """A piece of the sums of gate or up, scaled."""
+        tiles = self.tiles
+        start = first if tiles.transposed else half * tiles.columns + first
+        piece = sums[half if tiles.transposed else 0][:, start : start + tiles.store]
+        if self.scale_ref is None:
+            return piece
+        rows, (column, size) = self.piece_of(first)
+        if tiles.scale_tiles:
+            row_scales, column_scales, _ = self.scales_memory
+            refs = row_scales.at[pl.ds(*rows)], column_scales.at[item, half, pl.ds(column, size)]
+        else:
+            first_scale = half * self.out + self.place_of(item)[0] + column
+            refs = self.row_scale_ref.at[pl.ds(*rows)], self.scale_ref.at[pl.ds(first_scale, size)]
+        for axis, ref in enumerate(refs[::-1] if tiles.transposed else refs):
+            scale = self.plgpu.load(ref, optimized=False)
+            piece *= jax.lax.broadcast_in_dim(scale, piece.shape, [axis])
+        return piece
+
+    def store_buffer(self, index, item):
+        """Shared memory from which the index-th piece of an item is stored."""
+        tiles = self.tiles
+        if not tiles.stores_in_x:
+            return self.out_tiles.at[self.group, index % STORE_BUFFERS]
+        last = self.out_tiles.at[self.slot_of(item * self.steps + self.steps - 1), self.group]
+        if last.shape == tiles.store_shape:
+            return last
+        return last.at[pl.ds(0, math.prod(tiles.store_shape))].reshape(tiles.store_shape)
+
+    def store(self, sums, item):
+        """Scales an item's sums, multiplies silu(gate) by up, and stores the result piece by piece."""
+        tiles, (column, part) = self.tiles, self.place_of(item)
+        for index in range((tiles.transposed or tiles.columns) // tiles.store):
+            first = index * tiles.store
+            result = self.scaled(sums, item, 0, first)
+            if tiles.halves == 2:
+                result = result / (1 + jnp.exp(-result)) * self.scaled(sums, item, 1, first)
+            if index >= STORE_BUFFERS:  # the first buffers are free: `release` has waited since the last item
+                self.plgpu.wait_smem_to_gmem(STORE_BUFFERS - 1, wait_read_only=True)
+            shared = self.store_buffer(index, item)
+            (shared.T if tiles.transposed else shared)[...] = result.astype(self.out_ref.dtype)
+            self.plgpu.commit_smem()
+            rows, (start, size) = self.piece_of(first)
+            self.plgpu.copy_smem_to_gmem(shared, self.out_ref.at[part, pl.ds(*rows), pl.ds(column + start, size)])
+
+
 def multiply(x: Array, weight: Array, *scales: Array, tiles: Tiles, dtype: jnp.dtype, interpret: Any = False) -> Array:
-    """The kernel, [parts, rows, out].
+    """Runs the kernel; returns [parts, rows, out].
 
     Args:
-        scales: of the rows and of the weight, if there are any.
-        interpret: jax's parameters for that, by which its interpreter looks for races.
+        x: [rows, inner].
+        weight: [halves * out, inner].
+        scales: of the rows [rows] and of the weight [halves * out], if there are any.
+        dtype: of the result.
+        interpret: jax's parameters for interpreting the kernel, with which it detects races.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu  # which needs absl, so not before it is used
+    from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
     def memory(*shape, dtype=x.dtype):
         width = shape[-1] * jnp.dtype(dtype).itemsize
@@ -186,27 +238,27 @@ def multiply(x: Array, weight: Array, *scales: Array, tiles: Tiles, dtype: jnp.d
 
     scales_memory = [
         plgpu.SMEM((math.ceil(tiles.height / HEIGHT) * HEIGHT,), jnp.float32),
-        plgpu.SMEM((tiles.kept, tiles.halves, MOST_COLUMNS), jnp.float32),
-        plgpu.Barrier(num_arrivals=math.ceil(tiles.height / HEIGHT) + tiles.kept * tiles.halves),
+        plgpu.SMEM((tiles.scale_tiles, tiles.halves, MOST_COLUMNS), jnp.float32),
+        plgpu.Barrier(num_arrivals=math.ceil(tiles.height / HEIGHT) + tiles.scale_tiles * tiles.halves),
     ]
 
-    def results_memory(x_tiles):
-        if not tiles.lent:
-            return x_tiles, memory(tiles.groups, PLACES, *tiles.piece, dtype=dtype)
-        if interpret:  # the interpreter takes refs that share memory for one, and does not know `reshape`
-            return x_tiles, plgpu.SMEM((tiles.stages, tiles.groups, *tiles.piece), dtype)
-        room = HEIGHT * INNER_BYTES // dtype.itemsize  # of which the results take the beginning
+    def x_and_out_memory(x_tiles):
+        if not tiles.stores_in_x:
+            return x_tiles, memory(tiles.groups, STORE_BUFFERS, *tiles.store_shape, dtype=dtype)
+        if interpret:  # the interpreter does not support refs that share memory, nor `reshape`
+            return x_tiles, plgpu.SMEM((tiles.stages, tiles.groups, *tiles.store_shape), dtype)
+        room = HEIGHT * INNER_BYTES // dtype.itemsize  # the results take the beginning of it
         return plgpu.RefUnion(x_tiles, plgpu.SMEM((tiles.stages, tiles.groups, room), dtype))
 
     def entry(x_ref, w_ref, *refs):
         *scale_refs, out_ref = refs
         pl.run_scoped(
             functools.partial(_kernel, x_ref, w_ref, *(scale_refs or (None, None)), out_ref, tiles=tiles),
-            results_memory(memory(tiles.stages, tiles.height, tiles.inner)),
+            x_and_out_memory(memory(tiles.stages, tiles.height, tiles.inner)),
             memory(tiles.stages, tiles.halves * tiles.columns, tiles.inner),
-            plgpu.Barrier(num_arrivals=tiles.halves + 1, num_barriers=tiles.stages),  # the weights, and x
+            plgpu.Barrier(num_arrivals=tiles.halves + 1, num_barriers=tiles.stages),  # loads of the weights and of x
             plgpu.Barrier(num_arrivals=tiles.groups, num_barriers=tiles.stages),
-            *(scales_memory if tiles.kept else ()),
+            *(scales_memory if tiles.scale_tiles else ()),
             collective_axes="group",
         )
 
@@ -224,19 +276,19 @@ def multiply(x: Array, weight: Array, *scales: Array, tiles: Tiles, dtype: jnp.d
 
 
 def choose_compiled(implementation: Implementation, kernel: Callable, reference: Callable, *arguments: Any) -> Any:
-    """As `dispatch`, for a kernel that is this one: a CPU has the reference, with "pallas" too.
+    """As `dispatch`, for this kernel: a CPU always runs the reference, with "pallas" too.
 
-    jax interprets the kernel only with parameters of its own, and with effects that a branch for one platform may not
-    have: also a CPU beside a Hopper GPU, for which the kernel's tiles were chosen, has no other way.
+    jax interprets such a kernel only with parameters of its own, and with effects that are not allowed in a branch of
+    `platform_dependent`.
     """
     compiled: Implementation = "auto" if implementation == "pallas" else implementation
     return dispatch(compiled, None, kernel, reference, *arguments)
 
 
 def multiprocessors() -> int | None:
-    """Of the GPU that a program is traced for, if it is of the Hopper generation (compute capability 9.0)."""
+    """Number of multiprocessors of the GPU that a program is traced for; None unless it is a Hopper GPU (9.0)."""
     if jax.__version_info__ < (0, 11):
-        return None  # before, kernels of this kind are not compiled here
+        return None  # earlier versions cannot compile such kernels on a machine without a GPU
     if device := jax.sharding.get_abstract_mesh().abstract_device:
         return device.num_cores if re.search(r"\bG?H\d+\b", device.device_kind) else None
     own = jax.local_devices()[0]

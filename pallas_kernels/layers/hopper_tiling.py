@@ -1,9 +1,10 @@
-"""How `hopper_matmul` divides a product.
+"""How the Hopper kernel (`hopper_kernel`) divides a product.
 
-The rows are the tensor core's first operand and the weights its second, whose size goes in steps of 8, not 64: so the
-width can be chosen with which tiles are a little less than a multiple of the multiprocessors. Where rows are so many
-less than a multiple of 64 that it is worth more not to multiply what is not there, they are turned: the weights are the
-first operand, 64 columns of gate and of up a warpgroup, and all rows the second.
+`wgmma` multiplies a first operand of 64 rows per warpgroup by a second operand whose size is any multiple of 8. Usually
+the rows of x are the first operand and the weights the second: the tile's width is chosen so that the number of tiles
+is just below a multiple of the number of multiprocessors. Where x has far fewer rows than the next multiple of 64 the
+product is transposed: the weights are the first operand (64 columns of gate and of up per warpgroup) and all rows of x
+the second, so that padding rows are not multiplied.
 """
 
 import math
@@ -15,93 +16,106 @@ from pallas_kernels.layers.quantize_rows import FP8
 
 DTYPES = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), FP8}
 INNER_BYTES = 128  # of a row in a step: the widest swizzle
-PLACES = 2  # of a warpgroup, for what is stored: one is written while the other is read
+STORE_BUFFERS = 2  # per warpgroup: one is written while the TMA unit reads the other
 HEIGHT = 64  # rows of a warpgroup's product
 SHARED_BYTES = 227 * 1024 - 512  # of a multiprocessor, without the barriers
-ALIGNMENT = 1024  # bytes, of each array in shared memory; what is copied goes to multiples of 128
-MOST_GROUPS = 5  # warpgroups that share the registers of a multiprocessor
-REGISTERS = 512  # of a thread, if one warpgroup had a multiprocessor's
-OTHER_REGISTERS = 40  # of a thread, beside its sums
-LEAST_COLUMNS, MOST_COLUMNS = 48, 128  # twice as many are one operand of gate and up, of 256 at most
-MOST_TURNED = 160  # rows of gate and up for which a warpgroup has registers
-WASTE = 1.15  # of the time, at most, for tiles that leave multiprocessors idle
+ALIGNMENT = 1024  # bytes, of each array in shared memory; TMA copies need multiples of 128
+MOST_GROUPS = 5  # warpgroups of a program: they share a multiprocessor's registers
+REGISTERS = 512  # per thread, if a multiprocessor had one warpgroup
+OTHER_REGISTERS = 40  # per thread, beside its accumulators
+LEAST_COLUMNS, MOST_COLUMNS = 48, 128  # of gate and of up: both together are one operand, of at most 256
+MOST_TRANSPOSED = 160  # rows of x, for which a warpgroup has registers (gate and up)
+MOST_IDLE = 1.15  # time over that of an even distribution of the tiles: above, XLA's product is faster
 
 
 class Tiles(NamedTuple):
     """Static sizes of one kernel call."""
 
-    groups: int  # warpgroups, of 64 rows each; turned: of 64 columns
-    columns: int  # of a tile of the output
-    inner: int  # numbers of a row in a step
+    groups: int  # warpgroups, of 64 rows each; transposed: of 64 columns
+    columns: int  # of an output tile
+    inner: int  # values of a row in a step
     stages: int  # steps in flight
-    store: int  # columns that are stored at once; turned: rows
+    store: int  # columns stored at once; transposed: rows
     programs: int
-    parts: int = 1  # pieces of the sum over k
+    parts: int = 1  # of the sum over k
     halves: int = 1  # 2: gate and up
-    kept: int = 0  # tiles of a program whose scales wait in shared memory; 0: there are none, or no room for them
-    turned: int = 0  # rows, where they are the tensor core's second operand; 0: they are the first
+    scale_tiles: int = 0  # tiles of a program whose scales are kept in shared memory; 0: no scales, or no room
+    transposed: int = 0  # rows of x, where the product is transposed; else 0
 
     @property
     def height(self) -> int:
         """Rows of x that a program holds."""
-        return self.turned or self.groups * HEIGHT
+        return self.transposed or self.groups * HEIGHT
 
     @property
-    def sums(self) -> list[tuple[int, int]]:
-        """Shapes of what a warpgroup adds up."""
-        return [(HEIGHT, self.turned)] * self.halves if self.turned else [(HEIGHT, self.halves * self.columns)]
+    def accumulators(self) -> list[tuple[int, int]]:
+        """Shapes of a warpgroup's accumulators."""
+        if self.transposed:
+            return [(HEIGHT, self.transposed)] * self.halves
+        return [(HEIGHT, self.halves * self.columns)]
 
     @property
-    def lent(self) -> bool:
-        """Whether a tile is stored at once, from where the warpgroup's rows of x were in the tile's last step.
+    def stores_in_x(self) -> bool:
+        """Whether a result tile is stored at once, from the memory of the tile's last step of x.
 
-        They are not swizzled: only so wide that eight rows one below the other lie in different banks.
+        It is not swizzled, so its rows must be so narrow that eight of them lie in different banks.
         """
-        return not self.turned and self.store == self.columns
+        return not self.transposed and self.store == self.columns
 
     @property
-    def piece(self) -> tuple[int, int]:
+    def store_shape(self) -> tuple[int, int]:
         """Shape of what a warpgroup stores at once."""
-        return (self.store, HEIGHT) if self.turned else (HEIGHT, self.store)
+        return (self.store, HEIGHT) if self.transposed else (HEIGHT, self.store)
 
 
 def choose_tiles(
     rows: int, inner: int, out: int, dtype: jnp.dtype, multiprocessors: int, *, parts: int = 1, halves: int = 1
 ) -> Tiles | None:
-    """How the kernel divides a product [rows, inner] x [halves * out, inner]; None where it is not for it.
+    """Chooses how the kernel divides a product [rows, inner] x [halves * out, inner]; None: the kernel does not fit.
 
     Args:
-        parts: that the sum over `inner` comes in, float32 if there are several.
-        halves: 2: gated.
+        parts: of the sum over `inner`; several are returned in float32.
+        halves: 2: gate and up.
     """
     groups, step = math.ceil(rows / HEIGHT), INNER_BYTES // dtype.itemsize
     if dtype not in DTYPES or groups > MOST_GROUPS or (rows > 8 and rows % 8) or inner % (step * parts):
         return None
+
+    # Width: of the widths that divide `out` and whose accumulators fit into registers, the one that leaves the fewest
+    # multiprocessors idle; of equals the widest.
     most = min(REGISTERS // groups // 8 * 8 - OTHER_REGISTERS, MOST_COLUMNS)
     widths = [width for width in range(most, LEAST_COLUMNS - 1, -8) if out % width == 0]
-    time = {width: _turns(out // width * parts, multiprocessors) for width in widths}
-    if not widths or min(time.values()) > WASTE:
+    time = {width: _imbalance(out // width * parts, multiprocessors) for width in widths}
+    if not widths or min(time.values()) > MOST_IDLE:
         return None
-    columns, height, turned = min(widths, key=lambda width: time[width]), groups * HEIGHT, 0
-    can_turn = halves == 2 and HEIGHT < rows <= MOST_TURNED and out % MOST_COLUMNS == 0
-    if can_turn and _turns(out // MOST_COLUMNS * parts, multiprocessors) * rows < time[columns] * height:
-        groups, columns, height, turned = MOST_COLUMNS // HEIGHT, MOST_COLUMNS, rows, rows
-    items, lent = out // columns * parts, parts == 1 and not turned and columns % 16 and columns * 2 < INNER_BYTES
-    store = columns if lent else 8 if (turned or columns) % 16 else 16
-    stored = 0 if lent else groups * HEIGHT * PLACES * store * (4 if parts > 1 else 2)
-    kept = math.ceil(items / multiprocessors) if dtype == FP8 else 0
-    sizes = (height, kept * halves * MOST_COLUMNS) if kept else ()
-    scales = sum(math.ceil(4 * size / ALIGNMENT) * ALIGNMENT for size in sizes)
-    room, own = SHARED_BYTES - stored, (height + halves * columns) * INNER_BYTES  # the second of a step
-    stages, fewer = (min(free // own, inner // step // parts) for free in (room, room - scales))
-    if fewer < stages and rows == height:  # else what lies behind the rows' scales would be read
-        kept = 0
-    stages = fewer if kept else stages
-    if stages < min(2, inner // step // parts):  # room for scales alone
+    columns, height, transposed = min(widths, key=lambda width: time[width]), groups * HEIGHT, 0
+
+    # Transposed (65 to 160 rows), if waves times rows are fewer: padding rows cost as much as others.
+    can_transpose = halves == 2 and HEIGHT < rows <= MOST_TRANSPOSED and out % MOST_COLUMNS == 0
+    if can_transpose and _imbalance(out // MOST_COLUMNS * parts, multiprocessors) * rows < time[columns] * height:
+        groups, columns, height, transposed = MOST_COLUMNS // HEIGHT, MOST_COLUMNS, rows, rows
+
+    # Shared memory: store buffers, scales (float8), and as many steps as fit into the rest.
+    items = out // columns * parts
+    stores_in_x = parts == 1 and not transposed and columns % 16 and columns * 2 < INNER_BYTES
+    store = columns if stores_in_x else 8 if (transposed or columns) % 16 else 16
+    store_bytes = 0 if stores_in_x else groups * HEIGHT * STORE_BUFFERS * store * (4 if parts > 1 else 2)
+    scale_tiles = math.ceil(items / multiprocessors) if dtype == FP8 else 0
+    sizes = (height, scale_tiles * halves * MOST_COLUMNS) if scale_tiles else ()
+    scale_bytes = sum(math.ceil(4 * size / ALIGNMENT) * ALIGNMENT for size in sizes)
+    room, step_bytes = SHARED_BYTES - store_bytes, (height + halves * columns) * INNER_BYTES
+    stages, fewer = (min(free // step_bytes, inner // step // parts) for free in (room, room - scale_bytes))
+    # A step in flight is worth more than scales in shared memory. But without them the kernel reads the rows' scales
+    # in multiples of 64, past the array's end unless x has as many rows.
+    if fewer < stages and rows == height:
+        scale_tiles = 0
+    stages = fewer if scale_tiles else stages
+    if stages < min(2, inner // step // parts):  # the scales leave no room for two steps
         return None
-    return Tiles(groups, columns, step, stages, store, min(items, multiprocessors), parts, halves, kept, turned)
+    programs = min(items, multiprocessors)
+    return Tiles(groups, columns, step, stages, store, programs, parts, halves, scale_tiles, transposed)
 
 
-def _turns(items: int, multiprocessors: int) -> float:
-    """How many of them the busiest multiprocessor has, beside the mean."""
+def _imbalance(items: int, multiprocessors: int) -> float:
+    """Waves of programs over the mean number of items per multiprocessor: 1 if all are always busy."""
     return math.ceil(items / multiprocessors) * multiprocessors / items

@@ -1,7 +1,7 @@
-"""Rows of numbers rounded to one byte each, every row to its own scale; activations in one kernel.
+"""Quantises rows to one byte per value, each row with its own scale; activations in one kernel.
 
 scale[t] = max_k |y[t, k]| / largest        values[t, k] = y[t, k] / scale[t], rounded
-y = x, or of gate and up side by side (x = [gate, up]) silu(gate) * up, rounded to x's dtype
+y = x, or for gate and up side by side (x = [gate, up]) silu(gate) * up, rounded to x's dtype
 """
 
 import functools
@@ -16,11 +16,11 @@ from pallas_kernels.dispatch import Implementation, dispatch
 
 INT8, FP8 = jnp.dtype("int8"), jnp.dtype("float8_e4m3fn")
 LARGEST = {INT8: 127.0, FP8: 448.0}
-WIDEST = 32768  # columns a program holds in registers
+WIDEST = 32768  # columns that a program holds in registers
 
 
 def gated(x: Float[Array, "*rows twice"]) -> Float[Array, "*rows inner"]:
-    """silu(gate) * up of gate and up side by side (arXiv:2002.05202)."""
+    """silu(gate) * up, for gate and up side by side (arXiv:2002.05202)."""
     gate, up = jnp.split(x, 2, axis=-1)
     return jax.nn.silu(gate) * up
 
@@ -28,9 +28,9 @@ def gated(x: Float[Array, "*rows twice"]) -> Float[Array, "*rows inner"]:
 def scaled_rows(
     x: Float[Array, "*rows inner"], dtype: jnp.dtype, *, dims: int = 1
 ) -> tuple[Num[Array, "*rows inner"], Array]:
-    """Values of int8 or float8_e4m3fn and the float32 scale of each row; a row is the last `dims` axes."""
+    """Quantises to int8 or float8_e4m3fn; returns values and the float32 scale of each row, the last `dims` axes."""
     wide, axes = x.astype(jnp.float32), tuple(range(-dims, 0))
-    order = jax.lax.bitcast_convert_type(jnp.abs(wide), jnp.int32)  # the largest integer is one instruction of a warp
+    order = jax.lax.bitcast_convert_type(jnp.abs(wide), jnp.int32)  # one instruction finds a warp's largest integer
     largest = jax.lax.bitcast_convert_type(jnp.max(order, axis=axes), jnp.float32)
     scale = jnp.maximum(largest / LARGEST[dtype], jnp.finfo(jnp.float32).tiny)
     values = wide / jnp.expand_dims(scale, axes)
@@ -41,7 +41,16 @@ def _reference(x, *, is_gated):
     return scaled_rows(gated(x) if is_gated else x, FP8)
 
 
-def _kernel(x_ref, values_ref, scale_ref, *, is_gated):
+def _kernel(
+    # inputs
+    x_ref,  # [T, K], or [T, 2 K]: gate and up
+    # outputs
+    values_ref,  # [T, K] float8_e4m3fn
+    scale_ref,  # [T] float32
+    # static parameters
+    *,
+    is_gated,
+):
     """One program: one row; columns past the last are zero and not written."""
     row, inner = pl.program_id(0), values_ref.shape[1]
     column = jnp.arange(pl.next_power_of_2(inner))
@@ -60,7 +69,7 @@ def _kernel(x_ref, values_ref, scale_ref, *, is_gated):
 def _pallas(x, *, is_gated, interpret):
     inner = x.shape[-1] // 2 if is_gated else x.shape[-1]
     rows = x.reshape(-1, x.shape[-1])
-    columns = 512 if inner <= 8192 else 1024  # of a warp: of 14336 columns, 16 warps are faster than 32
+    columns = 512 if inner <= 8192 else 1024  # per warp: for 14336 columns 16 warps are faster than 32
     values, scale = pl.pallas_call(
         functools.partial(_kernel, is_gated=is_gated),
         grid=(rows.shape[0],),
@@ -79,10 +88,11 @@ def _pallas(x, *, is_gated, interpret):
 def quantize_rows(
     x: Float[Array, "*rows width"], *, is_gated: bool = False, implementation: Implementation = "auto"
 ) -> tuple[Float[Array, "*rows inner"], Float[Array, "*rows"]]:
-    """Values of float8_e4m3fn and the float32 scale of each row.
+    """Quantises rows to float8_e4m3fn; returns values [*rows, inner] and the float32 scale of each row [*rows].
 
     Args:
-        is_gated: x is gate and up side by side; what is rounded is half as wide.
+        x: activations [*rows, inner], or [*rows, 2 * inner] if gated.
+        is_gated: x is gate and up side by side; silu(gate) * up is quantised.
         implementation: as in `paged_attention`.
 
     Raises:

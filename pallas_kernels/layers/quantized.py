@@ -1,36 +1,39 @@
-"""Weights of one byte with a scale for each output channel, and how such a product is taken.
+"""Weights of one byte per value with a scale for each output channel, and the matrix products with them.
 
-    int8          y = (x @ values.T) * scale              weights alone are rounded; scale = max |w| / 127 of a row of w
-    fp8           y = (x @ values.T) * scale              likewise to float8_e4m3fn; scale = max |w| / 448
-    fp8_dynamic   y = (x8 @ values.T) * scale_x * scale   so are the inputs; scale_x = max |x| / 448 of a row of x
+    int8          y = (x @ values.T) * scale              only weights are quantised; scale = max |w| / 127 per row of w
+    fp8           y = (x @ values.T) * scale              as int8, to float8_e4m3fn; scale = max |w| / 448
+    fp8_dynamic   y = (x8 @ values.T) * scale_x * scale   activations too; scale_x = max |x| / 448 per row of x
 
-A row of x is rounded by itself, so that what comes out for it does not depend on the rows beside it. But rounding
-turns the last bit of a float32 sum into a step of 1/16: "fp8_dynamic" is exact in law, not bit for bit.
+Each row of x is quantised by itself, so its result does not depend on the rows beside it. But quantising turns a
+difference in the last bit of a float32 sum into a step of 1/16: with "fp8_dynamic" decoding keeps the probabilities
+within those roundings, not bit for bit.
 """
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels.layers.quantize_rows import FP8, INT8, gated, quantize_rows, scaled_rows
 
 Kind = Literal["int8", "fp8", "fp8_dynamic"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-FEW_ROWS = 64  # beyond, rounding inputs of one byte and their product costs less than writing the latter in float32
+FEW_ROWS = 64  # above, quantising activations and rounding the product costs less than writing it in float32
+STATIC = {"static": True}  # metadata of a field that is part of the tree's structure
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Quantized:
     """A weight [out, inner], values * scale[:, None]."""
 
     values: Num[Array, "out inner"]  # int8 or float8_e4m3fn
     scale: Float[Array, " out"]  # float32
-    dynamic: bool = struct.field(pytree_node=False, default=False)  # its inputs are rounded too
+    dynamic: bool = field(default=False, metadata=STATIC)  # activations are quantised too
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,22 +46,24 @@ class Quantized:
         return "fp8_dynamic" if self.dynamic else "fp8"
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class QuantizedActivation:
-    """Rows that were rounded for "fp8_dynamic" already, values * scale[..., None]."""
+    """Activations [*rows, inner] already quantised for a weight of "fp8_dynamic": values * scale[..., None]."""
 
     values: Float[Array, "*rows inner"]  # float8_e4m3fn
     scale: Float[Array, "*rows"]  # float32
-    dtype: jnp.dtype = struct.field(pytree_node=False)  # of what was rounded
+    dtype: jnp.dtype = field(metadata=STATIC)  # of the activations before
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Scaled:
-    """Parts of a product of float8 numbers that are still to be scaled: their sum * row_scale[..., None] * scale."""
+    """Partial sums of a float8 product whose scales are not applied yet: sum(values) * row_scale[..., None] * scale."""
 
     values: Float[Array, "parts *rows out"]
     row_scale: Float[Array, "*rows"]
@@ -69,54 +74,59 @@ class Scaled:
         return self.values.shape
 
 
-PartialSums = Float[Array, "parts *rows out"] | Scaled  # to be added up by whoever reads them
+PartialSums = Float[Array, "parts *rows out"] | Scaled  # a product in parts that the kernel reading it adds up
 Weight = Float[Array, "_ _"] | Quantized  # [out, inner]
 Inputs = Float[Array, "*rows inner"] | QuantizedActivation
 
 
 def has_dynamic_activations(weight: Weight) -> bool:
-    """Whether what this weight is multiplied by is rounded."""
+    """Whether activations are quantised before they are multiplied by this weight."""
     return isinstance(weight, Quantized) and weight.dynamic
 
 
 def quantize(weight: Float[Array, "out inner"], kind: Kind) -> Quantized:
-    """Rounds a weight to one byte a number, each row to its own scale."""
+    """Quantises a weight to one byte per value, with one scale per output channel."""
     return Quantized(*scaled_rows(weight, INT8 if kind == "int8" else FP8), dynamic=kind == "fp8_dynamic")
 
 
 class Factors(NamedTuple):
-    """What is multiplied, and what the float32 product is to be multiplied by (None: nothing)."""
+    """Operands of a matrix product, and the scales of its float32 result (None: no scale)."""
 
     x: Array  # [*rows, inner]
-    weight: Array  # [out, inner]; one byte's numbers are exact in x's dtype
+    weight: Array  # [out, inner]; int8 and float8 values are exact in x's dtype
     row_scale: Array | None  # [*rows]
     scale: Array | None  # [out]
 
-    def scaled(self, product: Float[Array, "*parts rows out"]) -> Array:
+    def scaled(self, sums: Float[Array, "*parts rows out"]) -> Array:
         if self.scale is None:
-            return product
-        product = product if self.row_scale is None else product * self.row_scale[..., None]
-        return product * self.scale
+            return sums
+        sums = sums if self.row_scale is None else sums * self.row_scale[..., None]
+        return sums * self.scale
 
 
-def rounded(x: Array, *, is_gated: bool = False, implementation: str = "auto") -> QuantizedActivation:
-    """Rows rounded for "fp8_dynamic"; arguments as in `factors`."""
+def quantize_activation(x: Array, *, is_gated: bool = False, implementation: str = "auto") -> QuantizedActivation:
+    """Quantises activations for a weight of "fp8_dynamic"; arguments as in `factors`."""
     values, scale = quantize_rows(x, is_gated=is_gated, implementation=implementation)
     return QuantizedActivation(values, scale, x.dtype)
 
 
 def factors(x: Inputs, weight: Weight, *, is_gated: bool = False, implementation: str = "auto") -> Factors:
-    """Takes a product apart; "fp8_dynamic" rounds x here, unless it is already.
+    """Separates operands and scales of x @ weight.T; quantises x for "fp8_dynamic" unless it already is.
 
     Args:
-        is_gated: x is gate and up side by side, and silu(gate) * up is multiplied.
-        implementation: of the rounding, as in `paged_attention`.
+        x: activations [*rows, inner].
+        is_gated: x is gate and up side by side [*rows, 2 * inner]; silu(gate) * up is multiplied.
+        implementation: of the quantisation, as in `paged_attention`.
+
+    Raises:
+        TypeError: x is quantised and the weight is not of "fp8_dynamic".
     """
     if isinstance(weight, Quantized) and weight.dynamic:
-        x = x if isinstance(x, QuantizedActivation) else rounded(x, is_gated=is_gated, implementation=implementation)
+        if not isinstance(x, QuantizedActivation):
+            x = quantize_activation(x, is_gated=is_gated, implementation=implementation)
         return Factors(x.values, weight.values, x.scale, weight.scale)
     if isinstance(x, QuantizedActivation):
-        raise TypeError("rounded inputs are for weights of fp8_dynamic; pass them as they were")
+        raise TypeError("x: quantised activations need a weight of fp8_dynamic; pass them unquantised")
     x = gated(x) if is_gated else x
     if isinstance(weight, Quantized):
         return Factors(x, weight.values, None, weight.scale)
@@ -131,18 +141,18 @@ def matmul_unscaled(
     is_gated: bool = False,
     implementation: str = "auto",
 ) -> PartialSums:
-    """`matmul` in one part, with "fp8_dynamic" still to be scaled: where one kernel alone reads it, it can do so."""
+    """`matmul` as one part; with "fp8_dynamic" its scales are left to the one kernel that reads the result."""
     f = factors(x, weight, is_gated=is_gated, implementation=implementation)
     dtype = dtype or x.dtype
     precision = jax.lax.Precision.HIGHEST if f.x.dtype == jnp.float32 else None
     is_rounded_twice = f.row_scale is not None and math.prod(x.shape[:-1]) > FEW_ROWS and dtype != jnp.float16
-    wide = dtype if f.scale is None or is_rounded_twice else jnp.float32
+    sums_dtype = dtype if f.scale is None or is_rounded_twice else jnp.float32
     right = f.weight if f.scale is None else f.weight.astype(f.x.dtype)
     dims = (((f.x.ndim - 1,), (1,)), ((), ()))
-    whole = jax.lax.dot_general(f.x, right, dims, precision=precision, preferred_element_type=wide)
+    sums = jax.lax.dot_general(f.x, right, dims, precision=precision, preferred_element_type=sums_dtype)
     if f.row_scale is not None and f.scale is not None:
-        return Scaled(whole[None], f.row_scale, f.scale)
-    return f.scaled(whole).astype(dtype)[None]
+        return Scaled(sums[None], f.row_scale, f.scale)
+    return f.scaled(sums).astype(dtype)[None]
 
 
 def matmul(
@@ -155,10 +165,12 @@ def matmul(
 ) -> Float[Array, "*rows out"]:
     """x @ weight.T, summed in float32 and rounded once; float32 inputs are multiplied in float32 on every device.
 
-    The product of more than 64 rows of "fp8_dynamic" is rounded to the result's dtype before it is scaled, too, unless
-    that is float16, which ends before 448 * 448.
+    With "fp8_dynamic" and more than 64 rows the product is also rounded to the result's dtype before it is scaled,
+    except to float16, whose largest value is below 448 * 448.
 
     Args:
+        x: activations [*rows, inner].
+        weight: [out, inner].
         dtype: of the result; None: x's.
         is_gated, implementation: as in `factors`.
     """
@@ -167,18 +179,18 @@ def matmul(
 
 
 def split_scales(parts: PartialSums) -> tuple[Array, tuple[Array, ...]]:
-    """The parts, and the scales of rows and columns if they are still to be applied."""
+    """Returns the partial sums, and the scales of rows and columns if they are still to be applied."""
     return (parts.values, (parts.row_scale, parts.scale)) if isinstance(parts, Scaled) else (parts, ())
 
 
 def sum_f32(parts: Iterable[Array]) -> Array:
-    """Their sum in float32, in their order; in a kernel too. (On a CPU jax 0.11.2's reduction is less exact.)"""
+    """Sum in float32, in order; also in kernels. (On a CPU the reduction of jax 0.11.2 is less exact.)"""
     first, *others = (part.astype(jnp.float32) for part in parts)
     return sum(others, first)
 
 
 def reduce_partials(parts: PartialSums, dtype: jnp.dtype) -> Float[Array, "*rows out"]:
-    """The sum of the parts, scaled, rounded once."""
+    """Adds up partial sums [parts, *rows, out], applies their scales and rounds once."""
     values, scales = split_scales(parts)
     total = sum_f32(values)
     return (total * scales[0][..., None] * scales[1] if scales else total).astype(dtype)

@@ -1,9 +1,9 @@
-"""Add a layer's output to the residual stream and normalise the sum, in one kernel.
+"""Adds a layer's output to the residual stream and normalises the sum, in one kernel.
 
-sum = x + delta, normed = sum / sqrt(mean(sum^2) + eps) * weight, for every row of [..., hidden]: delta, the sum of its
-parts, and the sum rounded to the model's dtype, the mean in float32, the quotient rounded before it is scaled. What
-is normed may be rounded to float8 here too, for a product that would do that first (`quantize_rows`).
-XLA makes two kernels of the norm alone, which for a few rows is all launch time.
+sum = x + delta, normed = sum / sqrt(mean(sum^2) + eps) * weight, for every row of [..., hidden]. delta (the sum of its
+parts) and the sum are rounded to the model's dtype, the mean is taken in float32, the quotient is rounded before it is
+scaled. The result may be quantised to float8 for the next product, as `quantize_rows` would do.
+XLA makes two kernels of the norm alone, whose time for a few rows is all launch overhead.
 """
 
 import functools
@@ -39,18 +39,31 @@ def _reference(x, parts, *weights, eps, quantize_output):
 def _reference_in_blocks(x, parts, *weights, eps, quantize_output):
     flat = parts.reshape(parts.shape[0], -1, x.shape[-1]).swapaxes(0, 1)
     options = {"eps": eps, "quantize_output": quantize_output}
-    left = in_row_blocks(
+    outputs = in_row_blocks(
         lambda x, parts: _reference(x, parts.swapaxes(0, 1), *weights, **options), x.reshape(-1, x.shape[-1]), flat
     )
-    return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in left)
+    return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in outputs)
 
 
-def _kernel(x_ref, parts_ref, *refs, eps, hidden, norms, quantize_output):
+def _kernel(
+    # inputs
+    x_ref,  # [T, hidden], the model's dtype
+    parts_ref,  # [parts, T, hidden]
+    *refs,  # weights [hidden] of each norm; float32 scales of the parts' rows [T] and columns [hidden], if any;
+    # outputs: the sum [T, hidden], then for each norm the result [T, hidden] and, if quantised, its scale [T] float32
+    # static parameters
+    eps,
+    hidden,
+    norms,  # number of weights
+    quantize_output,
+):
     """One program: one row; columns past the last are zero and not written."""
-    each = 1 + quantize_output  # arrays that come back of each norm
-    weight_refs, scale_refs, out = refs[:norms], refs[norms : -1 - each * norms], refs[-1 - each * norms :]
+    per_norm = 1 + quantize_output  # output arrays
+    weight_refs, scale_refs = refs[:norms], refs[norms : -1 - per_norm * norms]
+    total_ref, *norm_refs = refs[-1 - per_norm * norms :]
     row, column = pl.program_id(0), jnp.arange(pl.next_power_of_2(hidden))
     inside = column < hidden
+    # Add the parts to the residual stream.
     total = pltriton.load(x_ref.at[row, column], mask=inside, other=0)
     count = parts_ref.shape[0]
     delta = sum_f32([pltriton.load(parts_ref.at[part, row, column], mask=inside, other=0) for part in range(count)])
@@ -58,13 +71,14 @@ def _kernel(x_ref, parts_ref, *refs, eps, hidden, norms, quantize_output):
         delta = delta * scale_refs[0][row] * pltriton.load(scale_refs[1].at[column], mask=inside, other=0)
     total = total + delta.astype(total.dtype)
     weights = [pltriton.load(ref.at[column], mask=inside, other=0) for ref in weight_refs]
-    pltriton.store(out[0].at[row, column], total, mask=inside)
+    pltriton.store(total_ref.at[row, column], total, mask=inside)
+    # Normalise, and quantise.
     quotient = _quotient(total, eps, hidden)
     for index, weight in enumerate(weights):
-        own = quotient * weight
+        normed = quotient * weight
         if quantize_output:
-            own, out[2 + each * index][row] = scaled_rows(own, FP8)
-        pltriton.store(out[1 + each * index].at[row, column], own, mask=inside)
+            normed, norm_refs[1 + per_norm * index][row] = scaled_rows(normed, FP8)
+        pltriton.store(norm_refs[per_norm * index].at[row, column], normed, mask=inside)
 
 
 def _pallas(x, parts, *weights, eps, quantize_output, interpret):
@@ -72,12 +86,12 @@ def _pallas(x, parts, *weights, eps, quantize_output, interpret):
     rows = x.reshape(-1, hidden)
     parts, scales = parts.reshape(-1, *rows.shape), tuple(scale.ravel() for scale in scales)
     same, scale = jax.ShapeDtypeStruct(rows.shape, x.dtype), jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32)
-    of_norm = [jax.ShapeDtypeStruct(rows.shape, FP8), scale] if quantize_output else [same]
-    out = [same, *of_norm * len(weights)]
-    # Columns of a warp: of several parts a thread loads 16 bytes each.
+    per_norm = [jax.ShapeDtypeStruct(rows.shape, FP8), scale] if quantize_output else [same]
+    out = [same, *per_norm * len(weights)]
+    # Columns per warp: with several parts a thread loads 16 bytes of each.
     columns = 512 if parts.shape[0] == 1 else 512 // parts.dtype.itemsize
     warps = min(max(pl.next_power_of_2(hidden) // columns, 1), 32)
-    left = pl.pallas_call(
+    outputs = pl.pallas_call(
         functools.partial(_kernel, eps=eps, hidden=hidden, norms=len(weights), quantize_output=quantize_output),
         grid=(rows.shape[0],),
         out_shape=out,
@@ -85,7 +99,7 @@ def _pallas(x, parts, *weights, eps, quantize_output, interpret):
         interpret=interpret,
         name="add_rms_norm",
     )(rows, parts, *weights, *scales)
-    return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in left)
+    return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in outputs)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "quantize_output", "deterministic", "implementation"))
@@ -102,10 +116,13 @@ def add_rms_norm(
     """Returns x + delta, [*rows, hidden], and its root-mean-square norm (arXiv:1910.07467) scaled by each weight.
 
     Args:
-        delta: [parts, *rows, hidden] to be added up, as `split_matmul` leaves them.
-        others: more weights.
-        quantize_output: the norms come back as `QuantizedActivation`.
-        deterministic: a row's last bits are the same among any number of rows; the kernel's always are.
+        x: residual stream [*rows, hidden].
+        delta: partial sums [parts, *rows, hidden], as `split_matmul` returns them.
+        weight: of the norm [hidden].
+        others: weights of more norms of the same sum.
+        eps: added to the mean square.
+        quantize_output: return the norms as `QuantizedActivation`.
+        deterministic: a row's last bits do not depend on the number of rows; the kernel's never do.
         implementation: as in `paged_attention`.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Work on rows in blocks of a fixed number, so that what comes out for a row depends on that row alone.
+"""Applies a function to blocks of a fixed number of rows, which makes each row's result batch-invariant.
 
-A compiler chooses how to add up by the shape of the whole: the same row may differ in its last bits when others join.
-The body of a loop has the same shape whatever number of rows there are, so it is compiled to the same instructions.
+A compiler chooses the order of a sum by the shape of the whole array, so a row's last bits may change with the number
+of rows. The body of a loop over blocks has the same shape for any number of rows: the same instructions run.
 """
 
 from collections.abc import Callable
@@ -11,16 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-ROWS = 8  # a block; a product of so many leaves no row to another path of its code
-LEAST_BLOCKS = 2  # a loop of one turn would be taken apart and fused with what is around it
+ROWS = 8  # per block: a matrix product of 8 rows has no remainder rows, which other code would compute
+LEAST_BLOCKS = 2  # a loop of one iteration would be unrolled and fused with the code around it
 
 
 def in_row_blocks(function: Callable[..., Any], *rows: Any, size: int = ROWS) -> Any:
-    """function(*rows) for a function that treats its rows alike and apart; rows that are missing to a block are zero.
+    """Returns function(*rows), computed block by block; the last block is padded with zeros.
 
     Args:
+        function: computes each row of its result from the same row of its arguments.
         rows: trees of arrays [M, ...].
-        size: rows of a block.
+        size: rows per block.
     """
     count = jax.tree.leaves(rows)[0].shape[0]
     blocks = max(-(-count // size), LEAST_BLOCKS)
@@ -29,15 +30,15 @@ def in_row_blocks(function: Callable[..., Any], *rows: Any, size: int = ROWS) ->
         padding = [(0, blocks * size - count)] + [(0, 0)] * (array.ndim - 1)
         return jnp.pad(array, padding).reshape(blocks, size, *array.shape[1:])
 
-    # A result that nobody reads must not change how the others are computed.
+    # An unused result must not change how the others are computed.
     found = jax.lax.map(lambda block: jax.lax.optimization_barrier(function(*block)), jax.tree.map(cut, rows))
     return jax.tree.map(lambda array: array.reshape(blocks * size, *array.shape[2:])[:count], found)
 
 
 def in_row_blocks_off_gpu(function: Callable[..., Any], *rows: Any, implementation: str) -> Any:
-    """`in_row_blocks`, but on an NVIDIA GPU the function itself, for one that adds up nothing but in kernels of ours.
+    """`in_row_blocks`; on an NVIDIA GPU the function itself, for functions whose only sums are in kernels of ours.
 
-    There a loop would not fit into the round's graph, and numbers that are not added up come out alike in any number.
+    There a loop would not fit into the step's CUDA graph, and code without sums is batch-invariant anyway.
     """
     blocked = partial(in_row_blocks, function)
     if implementation == "reference":

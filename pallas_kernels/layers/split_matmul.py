@@ -1,9 +1,10 @@
-"""A product of a few rows with a large weight, left as partial sums for the kernel that reads it next.
+"""A product of a few rows with a large weight, returned as partial sums for the kernel that reads it next.
 
     parts[s, t, n] = sum_k x[t, k] w[n, k]  over the s-th of S equal pieces of k;   their sum over s is x @ w.T
 
-With few rows such a product is bound by reading the weight, which takes more programs than the output has tiles, so
-the sum over k is split. Adding up the parts is left to whoever reads them (`residual_norm`, `rotary`): a kernel less.
+With few rows the time is that of reading the weight, for which the output has too few tiles: more programs are needed,
+so the sum over k is split. The kernel that reads the result (`residual_norm`, `rope_append`) adds up the parts, which
+saves a launch.
 """
 
 import functools
@@ -32,26 +33,29 @@ from pallas_kernels.layers.quantized import (
     split_scales,
 )
 
-MOST_ROWS = 64  # of the kernel; beyond, XLA takes the parts one by one
-OUT_TILE = 128  # rows and columns of a tile of the output by XLA's product
-TILES = 132  # from which on there are enough: one for each multiprocessor
+MOST_ROWS = 64  # that the kernel takes; above, XLA multiplies part by part
+OUT_TILE = 128  # rows and columns of an output tile of XLA's product
+TILES = 132  # that keep the GPU busy: one for each multiprocessor
 FEW_ROWS = 16  # smallest side of a product on tensor cores
 LEAST_OUT, LEAST_INNER = 1024, 2048  # a smaller weight is read before a second kernel has started
-WIDEST_OUT = 16384  # beyond, the output has tiles enough
+WIDEST_OUT = 16384  # above, the output has enough tiles
 INNER_BYTES = 128  # of a weight's row in a tile
-NARROW_OUT = 4096  # up to which four parts make up for the few tiles; of a wider output two are faster
-SPLIT_AGAIN = 2048  # length of a part from which on XLA may split it again
-MANY_ROWS = 96  # from which on it is content with half as many tiles
-XLA_TILE = 64, 128  # rows and columns of one
+NARROW_OUT = 4096  # up to here the output has few tiles and four parts are faster; above, two
+SPLIT_AGAIN = 2048  # length of a part from which XLA may split it again
+MANY_ROWS = 96  # from which XLA splits only if there are half as many tiles
+XLA_TILE = 64, 128  # rows and columns of a tile in XLA's decision
 
 
 def parts_of(
     rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes: int = 2, *, quantize_output: bool = False
 ) -> int:
-    """How many parts a product comes in: a matter of its shape alone, but for `hopper_tiles`. 1: it is not split.
+    """Number of parts of a product, by its shape (and by `hopper_tiles`, whose kernel always takes two); 1: not split.
 
     Args:
-        quantize_output: so are the inputs, to the weight's dtype.
+        rows, out, inner: of x [rows, inner] and the weight [out, inner].
+        dtype: of x.
+        weight_bytes: per value of the weight.
+        quantize_output: x is quantised to the weight's dtype.
     """
     if dtype not in (jnp.bfloat16, jnp.float16) or out > WIDEST_OUT:
         return 1
@@ -70,9 +74,9 @@ def parts_of(
 
 
 def _is_split_again(rows: int, out: int, inner: int, parts: int) -> bool:
-    """Whether XLA would split each of the parts again, and add up in a launch of its own.
+    """Whether XLA would split each part again, and add up in one more launch.
 
-    Fitted to what it does with the products of Llama-3.1-8B; of other shapes it may still split some, or none of less.
+    Fitted to XLA's choices for the products of Llama-3.1-8B at 72 to 320 rows; for other shapes it may differ.
     """
     height, width = XLA_TILE
     tiles = math.ceil(rows / height) * math.ceil(out / width) * parts
@@ -87,21 +91,33 @@ def _reference(x, weight, row_scale, scale, after, *, parts, dtype=jnp.float32):
     weight = weight.astype(x.dtype)
     pieces, weights = (array.reshape(array.shape[0], parts, -1) for array in (x, weight))
     dims = (((2,), (2,)), ((1,), (1,)))
-    product = jax.lax.dot_general(pieces, weights, dims, preferred_element_type=dtype)
-    return Factors(x, weight, row_scale, scale).scaled(product)
+    sums = jax.lax.dot_general(pieces, weights, dims, preferred_element_type=dtype)
+    return Factors(x, weight, row_scale, scale).scaled(sums)
 
 
-def _kernel(x_ref, weight_ref, *refs, scales, rows, steps, tile, inner):
-    """One program: one tile of the output, one part. The weight's rows are those of the matrix product."""
-    *scale_refs, parts_ref = refs[:scales] + refs[-1:]  # of the rows, if there are two, and of the weight's
+def _kernel(
+    # inputs
+    x_ref,  # [T, K]
+    weight_ref,  # [N, K], one or two bytes per value
+    *refs,  # float32 scales: none, of the columns [N], or of the rows [T] and the columns; then `after`, which is not
+    # read, if it was passed; output: parts_ref [parts, T, N] float32
+    # static parameters
+    scales,  # number of scale arrays
+    rows,  # T
+    steps,  # of a part
+    tile,  # columns of an output tile
+    inner,  # values of a row in a step
+):
+    """One program: one tile of the output, one part. The weight is the first operand, which holds more rows."""
+    *scale_refs, parts_ref = refs[:scales] + refs[-1:]
     block, part = pl.program_id(0), pl.program_id(1)
     row = jnp.arange(max(pl.next_power_of_2(rows), FEW_ROWS))
-    inside = (row < rows)[:, None]
+    is_row = (row < rows)[:, None]
     out = block * tile + jnp.arange(tile)
 
     def step(index, total):
         column = (part * steps + index) * inner + jnp.arange(inner)[None, :]
-        x = pltriton.load(x_ref.at[row[:, None], column], mask=inside)  # rows that are not there are not stored
+        x = pltriton.load(x_ref.at[row[:, None], column], mask=is_row)  # others are arbitrary and not stored
         weight = pltriton.load(weight_ref.at[out[:, None], column]).astype(x.dtype)
         return total + pltriton.dot(weight, x, trans_b=True)
 
@@ -123,7 +139,8 @@ def _pallas(x, weight, row_scale, scale, after, *, parts, interpret):
         ),
         grid=(out // tile, parts),
         out_shape=jax.ShapeDtypeStruct((parts, rows, out), jnp.float32),
-        # Beside numbers of one byte x takes more of a tile: six stages would not fit into 99 KiB of shared memory.
+        # With weights of one byte a step holds twice as many columns of x: six stages would exceed 99 KiB of shared
+        # memory (compute capability 8.9).
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=6 if weight.dtype.itemsize > 1 else 5),
         interpret=interpret,
         name="split_matmul",
@@ -135,7 +152,7 @@ def _hopper(x, weight, row_scale, scale, after, *, tiles, interpret):
 
 
 def hopper_tiles(rows: int, weight: Weight) -> Tiles | None:
-    """How the Hopper kernel takes a product, in parts: float8 by more rows than are few, where it is faster."""
+    """Tiles of the Hopper kernel, which is faster for float8 and 17 to 64 rows; None: it is not used."""
     multiprocessors = hopper_kernel.multiprocessors()
     if multiprocessors is None or not has_dynamic_activations(weight) or not FEW_ROWS < rows <= MOST_ROWS:
         return None
@@ -152,42 +169,45 @@ def split_matmul(
     after: Float[Array, "..."] | Scaled | None = None,
     implementation: Implementation = "auto",
 ) -> PartialSums:
-    """x @ weight.T as parts to be added up in float32: if one, of x's dtype; if several, float32.
+    """x @ weight.T as parts [parts, *rows, out] to be added up in float32.
 
-    But several parts of more than 64 rows of bfloat16, whose bytes count, are rounded to it: together such errors are
-    about as large as one of their sum, unless parts cancel. Parts by a weight of "fp8_dynamic" come back as `Scaled` if
-    there is one alone (float32 up to 64 rows), or of more than 64 rows.
+    One part is of x's dtype, several are float32. Exceptions: several parts of more than 64 rows of bfloat16 are
+    bfloat16, because their bytes count there (the rounding errors together are about as large as one rounding of the
+    sum, unless parts cancel); and with "fp8_dynamic" one part (float32 up to 64 rows), or parts of more than 64 rows,
+    are returned as `Scaled`.
 
     Args:
+        x: activations [*rows, inner].
         weight: [out, inner].
-        is_gated: x is gate and up side by side, and silu(gate) * up is multiplied.
-        after: what this kernel waits for without reading it, where launches run side by side; other kernels do not.
-        implementation: as in `paged_attention`; a product that is not split, or of many rows, is XLA's. Some of
-            "fp8_dynamic" on a Hopper GPU are another kernel's (`hopper_tiles`).
+        is_gated: x is gate and up side by side; silu(gate) * up is multiplied.
+        after: an array that the kernel waits for without reading it, to order launches that could run side by side;
+            products by XLA or the Hopper kernel ignore it.
+        implementation: as in `paged_attention`. A product that is not split, or of more than 64 rows, is XLA's; some of
+            "fp8_dynamic" on a Hopper GPU are the Hopper kernel's (`hopper_tiles`).
     """
     (out, inner), shape = weight.shape, x.shape[:-1]
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else 2
     parts = parts_of(rows, out, inner, x.dtype, width, quantize_output=has_dynamic_activations(weight))
     if parts == 1:
         return matmul_unscaled(x, weight, is_gated=is_gated, implementation=implementation)
-    taken = factors(x, weight, is_gated=is_gated, implementation=implementation)
-    flat = taken.x.reshape(-1, inner)
+    f = factors(x, weight, is_gated=is_gated, implementation=implementation)
+    flat = f.x.reshape(-1, inner)
     if rows > MOST_ROWS:
         dtype = x.dtype if x.dtype == jnp.bfloat16 else jnp.float32
-        product = _reference(flat, taken.weight, None, None, None, parts=parts, dtype=dtype)
-        product = product.reshape(parts, *shape, out)
-        if taken.row_scale is None or taken.scale is None:
-            return product
-        return Scaled(product, taken.row_scale, taken.scale)
-    row_scale = None if taken.row_scale is None else taken.row_scale.reshape(-1)
-    before = None if after is None else split_scales(after)[0]
-    arguments = flat, taken.weight, row_scale, taken.scale, before
+        sums = _reference(flat, f.weight, None, None, None, parts=parts, dtype=dtype)
+        sums = sums.reshape(parts, *shape, out)
+        if f.row_scale is None or f.scale is None:
+            return sums
+        return Scaled(sums, f.row_scale, f.scale)
+    row_scale = None if f.row_scale is None else f.row_scale.reshape(-1)
+    awaited = None if after is None else split_scales(after)[0]
+    arguments = flat, f.weight, row_scale, f.scale, awaited
     tiles = hopper_tiles(rows, weight)
     parts = tiles.parts if tiles else parts
     reference = functools.partial(_reference, parts=parts)
     if tiles:
         kernel = functools.partial(_hopper, tiles=tiles)
-        product = hopper_kernel.choose_compiled(implementation, kernel, reference, *arguments)
+        sums = hopper_kernel.choose_compiled(implementation, kernel, reference, *arguments)
     else:
-        product = dispatch(implementation, None, functools.partial(_pallas, parts=parts), reference, *arguments)
-    return product.reshape(parts, *shape, out)
+        sums = dispatch(implementation, None, functools.partial(_pallas, parts=parts), reference, *arguments)
+    return sums.reshape(parts, *shape, out)

@@ -1,1 +1,1 @@
-"""Gather and scatter of the rows of per-slot state."""
+"""Gathers and scatters rows of per-slot state."""

@@ -40,10 +40,10 @@ def ready(pair: list[Engine]) -> Engine:
     return pair[0]
 
 
-def reads_all(self: Scheduler, request: Request, rows: int, keep: Callable[..., None] = Scheduler.keep) -> None:
+def reads_all(self: Scheduler, request: Request, rows: int, keep: Callable[..., None] = Scheduler.cache_prefix) -> None:
     """Negative control: every round looks at all of every request's text, over and over."""
     for _ in range(16):
-        request.text(0, rows)
+        request.tokens_between(0, rows)
     keep(self, request, rows)
 
 
@@ -58,13 +58,13 @@ def test_every_round_is_a_full_one(pair: list[Engine]) -> None:
         rounds = metrics.num_drafts - was.num_drafts
         assert rounds >= 4 * (CASE.rounds + host.WARM_UP - 1)
         assert metrics.num_accepted_tokens - was.num_accepted_tokens == CASE.accepted * rounds
-        assert engine.pages_in_use == 0 and not engine._texts
+        assert engine.pages_in_use == 0
 
 
 def test_a_cost_that_grows_with_the_context_shows(pair: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is, a round at 256 times the context is no matter; with a glance at the whole text it is."""
     assert host.measure_with(pair, CASE)[1].ratio < 2
-    monkeypatch.setattr(Scheduler, "keep", reads_all)
+    monkeypatch.setattr(Scheduler, "cache_prefix", reads_all)
     assert host.measure_with(pair, CASE)[1].ratio > 2
 
 
@@ -99,7 +99,7 @@ class Late:
 @pytest.fixture
 def slow(ready: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """A device that takes its time for a round, one after the other, and a host that does so too."""
-    free_at, read = 0.0, ready._read
+    free_at, read = 0.0, ready.core._read
 
     def late(program: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -114,9 +114,10 @@ def slow(ready: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
         time.sleep(HOST)
         return read(*args)
 
-    programs = ready._device.programs
-    monkeypatch.setattr(programs, "rounds", {key: late(one) for key, one in programs.rounds.items()})
-    monkeypatch.setattr(ready, "_read", reads)
+    programs = ready.core.runner.programs
+    late_rounds = {key: late(one) for key, one in programs.compiled.items() if key.kind == "round"}
+    monkeypatch.setattr(programs, "compiled", programs.compiled | late_rounds)
+    monkeypatch.setattr(ready.core, "_read", reads)
     return ready
 
 
@@ -160,7 +161,7 @@ def test_the_host_takes_less_than_a_millisecond_whatever_the_context(monkeypatch
         print(host.text(FULL, [short, long]))
         assert max(short.milliseconds, long.milliseconds) < 1.0
         assert abs(long.ratio - 1) < 0.1
-        monkeypatch.setattr(Scheduler, "keep", reads_all)
+        monkeypatch.setattr(Scheduler, "cache_prefix", reads_all)
         assert host.measure_with([first, second], replace(FULL, blocks=1))[1].ratio > 1.1
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jspec.__main__ import main
-from jspec.engine.core import Engine
+from jspec.engine.core import EngineCore
 from jspec.tools.bench import overlap
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("runs_long")]  # rounds must be short beside the wait
@@ -23,15 +23,15 @@ WAIT = 0.02  # seconds before each dispatch, many times a round of this shape
 def test_a_host_that_waits_before_every_dispatch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    dispatch = Engine._dispatch
+    dispatch = EngineCore._dispatch
 
-    def slow(self: Engine, plan: Any) -> Any:
+    def slow(self: EngineCore, plan: Any) -> Any:
         time.sleep(WAIT)
         return dispatch(self, plan)
 
     monkeypatch.setattr(overlap, "LOOP", 4)
     monkeypatch.setattr(overlap, "STEPS", 9)
-    monkeypatch.setattr(Engine, "_dispatch", slow)
+    monkeypatch.setattr(EngineCore, "_dispatch", slow)
     path = tmp_path / "idle.json"
     assert main([*WORDS, "--batch", "12", "--json", str(path)]) == 0
     (result,) = json.loads(path.read_text())["results"]

@@ -109,7 +109,9 @@ def test_offline_counts_what_drafting_came_to(pair: list[str], lines: Lines, cap
 
 
 def test_positions_that_nothing_reached_are_told_too() -> None:
-    metrics = Metrics(num_drafts=4, num_draft_tokens=20, num_accepted_tokens=3, accepted_at=[2, 1], num_tokens=8)
+    metrics = Metrics(
+        num_drafts=4, num_draft_tokens=20, num_accepted_tokens=3, num_accepted_per_position=[2, 1], num_tokens=8
+    )
     result = offline.Offline(Tree.chain(5), 1, 3, 2.0, metrics)
     assert result.per_position == [0.5, 0.25, 0.0, 0.0, 0.0]
     assert "acceptance at token 4: 0.00" in offline.text(result)

@@ -18,7 +18,7 @@ from jspec import Tree
 from jspec.__main__ import main
 from jspec.core.config import ACCEPT_RULES, EngineConfig
 from jspec.core.records import Draft, SlotState, StepResult, Verdict
-from jspec.step.decode import Params, Program, init_state
+from jspec.step.program import Params, Program, init_state
 from jspec.tools.bench import rounds, shapes, synthetic, throughput
 from jspec.tools.bench.synthetic import RATES
 from tests.support.views import view_of_rows

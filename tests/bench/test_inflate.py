@@ -14,7 +14,7 @@ import pytest
 
 from jspec import Eagle3, Engine, Model, SamplingParams, Tree
 from jspec.core.records import TokenBatch
-from jspec.draft.eagle_head import EagleHead, enter, finish, fuse, through
+from jspec.draft.eagle_head import EagleHead, fuse, output_logits, project_inputs, run_layers
 from jspec.models.config import Rope
 from jspec.models.kv_cache import PoolShape, create
 from jspec.tools import demo
@@ -64,7 +64,7 @@ def test_a_larger_target_computes_the_same(model: dict[str, Any], larger: dict[s
     large, none = inflate.pair(small, wanted)
     assert none is None and large.head is not None
     layers = wanted.num_layers
-    got = asdict(large.config)
+    got = large.config.sizes()
     assert {name: got[name] for name in sizes_of(wanted)} == sizes_of(wanted)
     match = compare(small, large, (2, 3, 4), (2, layers // 2, layers - 3), tokens())
     assert match.same, match
@@ -168,7 +168,7 @@ def drafted(head: EagleHead, model: Model, features: jax.Array) -> tuple[np.ndar
     bound = Eagle3(head, Tree.chain(1)).bind(model)
     count = features.shape[1]
     pool = PoolShape(1, 8, 16, 2 * count, "float32", "float32")
-    draft_cache = create(len(head.layers), head.config, pool, "float32")
+    draft_cache = create(head.config.layers, pool, "float32")
     own, logits = fuse(bound, features), []
     for part in range(2):
         pairs = TokenBatch(
@@ -180,8 +180,8 @@ def drafted(head: EagleHead, model: Model, features: jax.Array) -> tuple[np.ndar
             bits=None,
             implementation="auto",
         )
-        *attended, draft_cache = through(bound, draft_cache, pairs, *enter(bound, pairs, own), attends=True)
-        out, product = finish(bound, *attended, pairs.implementation)
+        *attended, draft_cache = run_layers(bound, draft_cache, pairs, *project_inputs(bound, pairs, own), attends=True)
+        out, product = output_logits(bound, *attended, pairs.implementation)
         own = out.hidden
         logits.append(np.asarray(reduce_partials(product, jnp.float32)))
     return logits[0], logits[1]
@@ -216,7 +216,7 @@ def test_padded_draft_tokens_are_padded_tokens() -> None:
 def short_pairs() -> list[tuple[Model, EagleHead]]:
     """The embedded pair without the target's last three layers, which compiles sooner: small and large."""
     whole, head = demo_pair()
-    model = whole.replace(layers=whole.layers[:5], config=replace(whole.config, num_layers=5))
+    model = whole.replace(layers=whole.layers[:5], config=whole.config.resized(num_layers=5))
     large, large_head = inflate.pair(model, replace(DEMO_SIZES, num_layers=6), head=head, feature_layers=(2, 5, 6))
     assert large_head is not None
     return [(model, head), (large, large_head)]
@@ -278,8 +278,8 @@ def test_the_embedded_pair_fits_an_eight_billion_shape() -> None:
     model, head = demo_pair()
     made = sizes.plan(model, Sizes.of("llama3-8b"), head=head, feature_layers=None, dtype="bfloat16")
     own = made.target.old
-    assert made.target.new == replace(
-        shapes.TARGETS["llama3-8b"], rope=own.rope, max_position=own.max_position, norm_eps=own.norm_eps / 64
+    assert made.target.new == shapes.TARGETS["llama3-8b"].resized(
+        rope=own.rope, max_position=own.max_position, norm_eps=own.norm_eps / 64
     )
     assert made.head is not None and made.head.new.feature_layers == (2, 16, 29)
     assert [made.layer_at.index(old) for old in range(8)] == [0, 1, 14, 15, 28, 29, 30, 31]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jspec.draft import auto
 from jspec.draft.head_config import HeadConfig
-from jspec.models import load
 from jspec.tools.convert import main
 from tests.support import folders
 from tests.support.folders import BFLOAT16, DRAFT_IDS, HEAD, TARGET
@@ -63,7 +63,7 @@ def test_the_command_stores_what_the_caller_decided(tmp_path, capsys):
     options = ["--rope-theta", "5e5", "--norm-output", "--norm-before-residual"]
     assert main([str(source), str(tmp_path / "a"), *options]) == 0
     assert main([str(source), str(tmp_path / "b"), "--no-norm-output"]) == 0
-    yes, no = (load.read_header(tmp_path / name).config for name in "ab")
+    yes, no = (auto.read_header(tmp_path / name).config for name in "ab")
     assert isinstance(yes, HeadConfig) and isinstance(no, HeadConfig)
     assert (yes.norm_output, yes.norm_before_residual, yes.rope.theta) == (True, True, 5e5)
     assert (no.norm_output, no.norm_before_residual, no.rope.theta) == (False, False, 1e4)

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from convert import hub, orbax
-from jspec.draft.head_config import HeadConfig
+from jspec.draft import auto
+from jspec.draft.head_config import HeadConfig, Overrides
 from jspec.models import load
 from jspec.models.config import ModelConfig
+from jspec.models.families import read_config
 from jspec.tools.convert import main
 from jspec.tools.info import describe
 from tests.support import folders
@@ -24,7 +26,7 @@ from tests.support.folders import BFLOAT16, DRAFT_IDS, EAGLE, HEAD, TARGET, asse
 
 pytestmark = pytest.mark.once
 
-CONFIG = ModelConfig.from_hf(TARGET)
+CONFIG = read_config(TARGET)
 DTYPES = ["float32", "bfloat16", "float16"]
 
 
@@ -110,7 +112,7 @@ def test_restoring_casts_floats_through_float32_and_keeps_integers(tmp_path, mon
 def test_a_converted_folder_loads_to_the_arrays_of_its_source(tmp_path, request, dtype, kind):
     source, out = request.getfixturevalue(kind), tmp_path / "out"
     assert main([str(source), str(out)]) == 0
-    direct, converted = load.load(source, dtype=dtype), load.load(out, dtype=dtype)
+    direct, converted = auto.load_checkpoint(source, dtype=dtype), auto.load_checkpoint(out, dtype=dtype)
     assert (converted.kind, converted.config) == (direct.kind, direct.config)
     assert_same(orbax.flatten(converted.weights), orbax.flatten(direct.weights))
     assert jax.tree.structure(converted.weights) == jax.tree.structure(direct.weights)
@@ -119,7 +121,7 @@ def test_a_converted_folder_loads_to_the_arrays_of_its_source(tmp_path, request,
 def test_the_golden_pair_survives_conversion(golden, tmp_path):
     for name in ("target", "draft_specforge_like"):
         assert main([str(golden / name), str(tmp_path / name)]) == 0
-        direct, converted = load.load(golden / name), load.load(tmp_path / name)
+        direct, converted = auto.load_checkpoint(golden / name), auto.load_checkpoint(tmp_path / name)
         assert_same(orbax.flatten(converted.weights), orbax.flatten(direct.weights))
 
 
@@ -135,9 +137,9 @@ def test_parameters_go_to_the_shardings_asked_for(target, converted, form):
     spec = jax.sharding.PartitionSpec("model")
     sharding = jax.sharding.NamedSharding(mesh, spec)
     folder = target if form == "source" else converted
-    loaded = load.load(folder, placement=lambda name: sharding)
+    loaded = auto.load_checkpoint(folder, placement=lambda name: sharding)
     assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(loaded.weights))
-    default = load.load(folder)
+    default = auto.load_checkpoint(folder)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     assert all(leaf.sharding == device for leaf in jax.tree.leaves(default.weights))
 
@@ -146,7 +148,7 @@ def test_the_default_dtype_is_float32_on_cpu(target):
     if jax.default_backend() != "cpu":
         pytest.skip("says what holds on CPU")
     folder = target
-    assert {leaf.dtype for leaf in jax.tree.leaves(load.load(folder).weights)} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(auto.load_checkpoint(folder).weights)} == {jnp.dtype("float32")}
 
 
 def test_tokenizer_and_generation_config_come_along(data, tmp_path):
@@ -206,14 +208,14 @@ def test_another_format_version_is_refused(converted):
     manifest = json.loads((converted / "jspec.json").read_text())
     (converted / "jspec.json").write_text(json.dumps({**manifest, "version": 99}))
     with pytest.raises(ValueError, match="version 2, got 99"):
-        load.load(converted)
+        auto.load_checkpoint(converted)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"version": 2}', '{"version": 2, "kind": "x", "config": {}}'])
 def test_a_damaged_manifest_is_named(converted, content):
     (converted / "jspec.json").write_text(content)
     with pytest.raises(ValueError, match=r"damaged.*convert the model again"):
-        load.load(converted)
+        auto.load_checkpoint(converted)
 
 
 @pytest.mark.parametrize("how", ["absent", "truncated", "emptied"])
@@ -225,7 +227,7 @@ def test_damaged_weights_are_named(converted, how):
         content = largest.read_bytes()
         largest.write_bytes(content[: len(content) // 2] if how == "truncated" else b"")
     with pytest.raises(ValueError, match=r"damaged.*convert the model again"):
-        load.load(converted)
+        auto.load_checkpoint(converted)
 
 
 def test_values_beyond_float16_are_refused_when_restored(tmp_path):
@@ -241,58 +243,58 @@ def test_values_beyond_float16_are_refused_when_restored(tmp_path):
 @pytest.mark.parametrize("form", ["source", "converted"])
 def test_a_checkpoint_of_another_kind_is_refused(head, converted_head, form):
     with pytest.raises(ValueError, match="kind 'target', got 'eagle3'"):
-        load.load(head if form == "source" else converted_head, kind="target")
+        load.load(head if form == "source" else converted_head)
 
 
 @pytest.mark.parametrize("form", ["source", "converted"])
 def test_overrides_hold_for_every_form(head, converted_head, form):
     folder = head if form == "source" else converted_head
-    options = dict(feature_layers=[1, 2, 3], norm_before_residual=True, norm_output=True)
-    got = load.load(folder, rope_theta=5e5, **options)
-    plain = load.load(folder)
+    options = dict(feature_layers=(1, 2, 3), norm_before_residual=True, norm_output=True)
+    got = auto.load_checkpoint(folder, Overrides(rope_theta=5e5, **options))
+    plain = auto.load_checkpoint(folder)
     assert isinstance(got.config, HeadConfig)
     assert (got.config.rope.theta, got.config.feature_layers) == (5e5, (1, 2, 3))
     assert got.config.norm_before_residual and got.config.norm_output
     assert not (plain.config.norm_before_residual or plain.config.norm_output or plain.config.feature_layers)
     assert_same(orbax.flatten(got.weights), orbax.flatten(plain.weights))
     with pytest.raises(ValueError, match=r"feature_layers|fc"):
-        load.load(folder, feature_layers=[1, 2])
+        auto.load_checkpoint(folder, Overrides(feature_layers=(1, 2)))
 
 
 def test_an_override_of_false_replaces_a_stored_true(tmp_path, head):
     out = tmp_path / "out"
     assert main([str(head), str(out), "--norm-output"]) == 0
-    assert load.load(out).config.norm_output
-    assert not load.load(out, norm_output=False).config.norm_output
+    assert auto.load_checkpoint(out).config.norm_output
+    assert not auto.load_checkpoint(out, Overrides(norm_output=False)).config.norm_output
 
 
 def test_overrides_that_a_converted_checkpoint_does_not_have_are_refused(tmp_path, eagle, medusa):
     for name, source in (("eagle", eagle), ("medusa", medusa)):
         assert main([str(source), str(tmp_path / "out" / name)]) == 0
         with pytest.raises(ValueError, match=f"norm_output: .*'{name}'"):
-            load.load(tmp_path / "out" / name, norm_output=True)
-    assert load.load(tmp_path / "out" / "eagle", rope_theta=5e5).config.rope.theta == 5e5
+            auto.load_checkpoint(tmp_path / "out" / name, Overrides(norm_output=True))
+    assert auto.load_checkpoint(tmp_path / "out" / "eagle", Overrides(rope_theta=5e5)).config.rope.theta == 5e5
 
 
 def test_feature_layers_for_a_converted_target_are_refused(converted):
     with pytest.raises(ValueError, match=r"feature_layers.*target"):
-        load.load(converted, feature_layers=[1, 2, 3])
+        auto.load_checkpoint(converted, Overrides(feature_layers=(1, 2, 3)))
 
 
 def test_an_unknown_dtype_is_refused_before_anything_is_read():
     with pytest.raises(ValueError, match=r"dtype.*float32, bfloat16, float16.*int8"):
-        load.load("/nowhere", dtype="int8")
+        auto.load_checkpoint("/nowhere", dtype="int8")
 
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere", "a/b/c"])
 def test_a_path_to_nothing_is_named_without_asking_the_hub(path):
     with pytest.raises(FileNotFoundError, match=r"nowhere|a/b/c"):
-        load.load(path)
+        auto.load_checkpoint(path)
 
 
 def test_a_file_in_place_of_a_folder_is_named(target):
     with pytest.raises(FileNotFoundError, match="got a file"):
-        load.load(target / "config.json")
+        auto.load_checkpoint(target / "config.json")
 
 
 def test_a_hub_id_is_downloaded_without_bin_files_where_safetensors_are(target, monkeypatch):
@@ -303,11 +305,11 @@ def test_a_hub_id_is_downloaded_without_bin_files_where_safetensors_are(target, 
         return str(target)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert load.load("owner/name").folder == target
+    assert auto.load_checkpoint("owner/name").folder == target
     assert asked == [("owner/name", [])]
     (target / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="pytorch_model"):
-        load.load("owner/name")
+        auto.load_checkpoint("owner/name")
     assert asked[-1] == ("owner/name", ["pytorch_model*.bin"])
 
 
@@ -338,7 +340,7 @@ def test_a_hub_that_cannot_answer_is_an_error_with_the_name(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(FileNotFoundError, match=r"owner/name.*offline"):
-        load.load("owner/name")
+        auto.load_checkpoint("owner/name")
 
 
 @pytest.mark.parametrize(

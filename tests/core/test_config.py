@@ -9,8 +9,9 @@ from functools import partial
 import pytest
 
 from jspec.draft.eagle_formats import read_head
-from jspec.draft.head_config import MedusaConfig
+from jspec.draft.medusa import MedusaConfig
 from jspec.models.config import ModelConfig, Rope
+from jspec.models.families import read_config
 from tests.support.folders import EAGLE, HEAD, TARGET, without
 
 pytestmark = pytest.mark.once
@@ -22,18 +23,18 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-READERS = [ModelConfig.from_hf, partial(read_head, method="eagle3"), partial(read_head, method="eagle")]
+READERS = [read_config, partial(read_head, method="eagle3"), partial(read_head, method="eagle")]
 SCALED = Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
 
 
 def test_absent_options_take_the_defaults_of_the_llama_format():
-    config = ModelConfig.from_hf(without(TARGET, "num_key_value_heads"))
+    config = read_config(without(TARGET, "num_key_value_heads"))
     assert (config.num_kv_heads, config.head_dim, config.rope) == (4, 4, Rope(10000.0))
     assert not config.tie_word_embeddings
 
 
 def test_an_explicit_head_dim_is_kept():
-    assert ModelConfig.from_hf({**TARGET, "head_dim": 32}).head_dim == 32
+    assert read_config({**TARGET, "head_dim": 32}).head_dim == 32
 
 
 @pytest.mark.parametrize(
@@ -63,8 +64,11 @@ def test_what_transformers_saves_is_read_back(tmp_path):
         rope_parameters={**LLAMA3, "rope_theta": 500000.0},
     )  # fmt: skip
     saved.save_pretrained(tmp_path)
-    config = ModelConfig.from_hf(json.loads((tmp_path / "config.json").read_text()))
-    assert config == ModelConfig("llama", 40, 16, 24, 3, 4, 2, 4, 1e-6, SCALED, True, 32768)
+    config = read_config(json.loads((tmp_path / "config.json").read_text()))
+    assert config == ModelConfig.of_sizes(
+        family="llama", vocab_size=40, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=4, num_kv_heads=2,
+        head_dim=4, norm_eps=1e-6, rope=SCALED, tie_word_embeddings=True, max_position=32768,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -110,20 +114,20 @@ def test_all_missing_keys_are_listed_at_once(read):
 )
 def test_an_impossible_value_is_refused_by_name(change, named):
     with pytest.raises(ValueError, match=named):
-        ModelConfig.from_hf({**TARGET, **change})
+        read_config({**TARGET, **change})
 
 
 def test_two_rotary_bases_are_an_error_until_one_is_chosen():
     config = {**TARGET, "rope_theta": 10000.0, "rope_parameters": {"rope_theta": 500000.0}}
     with pytest.raises(ValueError, match="rope_theta"):
-        ModelConfig.from_hf(config)
-    assert ModelConfig.from_hf(config, rope_theta=500000.0).rope == Rope(500000.0)
+        read_config(config)
+    assert read_config(config, rope_theta=500000.0).rope == Rope(500000.0)
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        ModelConfig.from_hf({**TARGET, "rope_scaling": LLAMA3}),
+        read_config({**TARGET, "rope_scaling": LLAMA3}),
         read_head(HEAD, "eagle3"),
         replace(read_head(HEAD, "eagle3"), feature_layers=(2, 4, 5), norm_output=True),
         read_head(EAGLE, "eagle"),

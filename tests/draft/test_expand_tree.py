@@ -13,6 +13,7 @@ import pytest
 from jspec import Tree
 from jspec.draft.expand_tree import ExpandedTree, Level, Vocabulary, expand_tree
 from jspec.sampling import sampler
+from jspec.verify import Typical
 from tests.support.views import view_of_rows
 
 pytestmark = pytest.mark.once
@@ -172,7 +173,7 @@ def test_coupled_children_are_the_likeliest_under_the_target_noise() -> None:
     assert law is None
     target = sampler.target_tokens(logits[None], view, jnp.full((rows, 1), 3))
     np.testing.assert_array_equal(ids[:, 0, 0], target[:, 0])
-    deterministic, _ = sampler.child_chooser(view.replace(accept="typical"), 3, None, vocab)(logits[None], 3, 4)
+    deterministic, _ = sampler.child_chooser(view.replace(accept=Typical()), 3, None, vocab)(logits[None], 3, 4)
     np.testing.assert_array_equal(deterministic, jax.lax.top_k(logits, 4)[1])
 
 

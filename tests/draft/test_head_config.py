@@ -155,7 +155,7 @@ def test_without_fusion_the_feature_is_one_state():
     head = read(modelopt(use_aux_hidden_state=False, **{IDS: []}))
     assert (head.fuse, head.feature_layers, head.num_features) == (False, None, 1)
     eagle = read(EAGLE, "eagle")
-    assert (eagle.fuse, eagle.feature_layers, eagle.num_features) == (True, None, 1)
+    assert (eagle.fuses_states, eagle.feature_layers, eagle.num_features) == (False, None, 1)
     assert read(modelopt(use_aux_hidden_state=False), feature_layers=(3,)).feature_layers == (3,)
 
 

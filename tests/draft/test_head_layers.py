@@ -13,11 +13,13 @@ import pytest
 from jspec import Eagle3, Engine, SamplingParams, Tree
 from jspec.core.records import KVCache, TokenBatch
 from jspec.draft import eagle_head
-from jspec.draft.eagle_head import EagleHead, HeadOut, enter, enter_drafted
+from jspec.draft.eagle_head import EagleHead, HeadOut, project_draft_tokens, project_inputs
+from jspec.models import block
 from jspec.models.kv_cache import PoolShape
 from jspec.models.quantize import quantize_weights
 from jspec.step import decode
 from jspec.step.prefill import prefill_step
+from jspec.step.program import Params, Program, init_state
 from pallas_kernels.layers.quantized import matmul, reduce_partials
 from pallas_kernels.layers.residual_norm import add_rms_norm
 from tests.support import tiny
@@ -31,7 +33,7 @@ TARGET = tiny.model(16, layers=2)
 def two_layers() -> EagleHead:
     """A random head with a second, ordinary layer."""
     head = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2))
-    config = replace(head.config, num_layers=2)
+    config = head.config.resized(num_layers=2)
     other = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0,), seed=5).layers[0]
     width = config.hidden_size
     second = other.replace(qkv=other.qkv[:, :width], hidden_norm=None, input_norm=jnp.ones(width))
@@ -51,9 +53,10 @@ def scores(chunk: int, fill: float) -> list[np.ndarray]:
         prefix_cache=False,
         controls=False,
     )
-    cache = engine._device.state.draft.cache
+    cache = engine.core.runner.state.draft.cache
     dirty = KVCache(*([jnp.full_like(pool, fill) for pool in pools] for pools in (cache.k, cache.v)))
-    engine._device.state = replace(engine._device.state, draft=replace(engine._device.state.draft, cache=dirty))
+    state = engine.core.runner.state
+    engine.core.runner.state = replace(state, draft=replace(state.draft, cache=dirty))
     done = engine.generate(PROMPTS, SamplingParams(max_tokens=8, temperature=0), trace=True)
     return [np.concatenate([one.scores for one in completion.rounds or []]) for completion in done]
 
@@ -78,12 +81,14 @@ def entered(
         implementation="auto",
     )
     if ids is None:
-        residual, qkv = enter(head, pairs, features)
+        residual, qkv = project_inputs(head, pairs, features)
     else:
-        assert head.drafted is not None
+        assert head.precomputed is not None
         normed = features * jax.lax.rsqrt(jnp.mean(features**2, -1, keepdims=True) + head.config.norm_eps)
-        projected = reduce_partials(matmul(normed * head.layers[0].hidden_norm, head.drafted.qkv)[None], jnp.float32)
-        residual, qkv = enter_drafted(head, pairs, jnp.asarray(ids), HeadOut(features, projected))
+        projected = reduce_partials(
+            matmul(normed * head.layers[0].hidden_norm, head.precomputed.qkv)[None], jnp.float32
+        )
+        residual, qkv = project_draft_tokens(head, pairs, jnp.asarray(ids), HeadOut(features, projected))
     return np.asarray(residual), np.asarray(reduce_partials(qkv, jnp.float32))
 
 
@@ -94,7 +99,7 @@ def test_a_drafted_tokens_projection_is_that_of_any_token(kind: str | None, norm
     head = head.replace(config=replace(head.config, norm_before_residual=norm_before_residual))
     head = head if kind is None else quantize_weights(head, kind)
     bound = Eagle3(head, Tree.chain(2)).bind(TARGET)
-    assert bound.drafted is not None and head.drafted is None
+    assert bound.precomputed is not None and head.precomputed is None
     rng = np.random.default_rng(0)
     ids, features = (
         rng.integers(0, 12, (3, 5)),
@@ -113,10 +118,10 @@ def test_a_drafted_tokens_projection_is_that_of_any_token(kind: str | None, norm
 def drafts(head: EagleHead, tree: Tree, *, table: bool) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and scores of two rounds of two requests, with or without what is known of drafted tokens."""
     drafter = Eagle3(head, tree)
-    program = decode.Program(drafter, drafter.feature_layers(TARGET), "coupled", "reference", trace=True)
+    program = Program(drafter, drafter.feature_layers(TARGET), "coupled", "reference", trace=True)
     bound = drafter.bind(TARGET)
-    params = decode.Params(target=TARGET, draft=bound if table else bound.replace(drafted=None))
-    state = decode.init_state(program, params, PoolShape(2, 20, 4, 28, "float32", "float32"))
+    params = Params(target=TARGET, draft=bound if table else bound.replace(precomputed=None))
+    state = init_state(program, params, PoolShape(2, 20, 4, 28, "float32", "float32"))
     for slot, ids in enumerate(PROMPTS[:2]):
         row = np.zeros(state.page_table.shape[1], np.int32)
         row[:8] = np.arange(8) * 2 + 1 + slot
@@ -152,7 +157,7 @@ def test_what_is_fed_back_is_projected_as_in_one_product(norm_output: bool, norm
 def test_a_head_over_the_whole_vocabulary_keeps_one_projection() -> None:
     """A table of the whole vocabulary would be larger than the head."""
     head = tiny.eagle_head(TARGET, draft_vocab=16, feature_layers=(0, 2))
-    assert Eagle3(head, Tree.chain(2)).bind(TARGET).drafted is None
+    assert Eagle3(head, Tree.chain(2)).bind(TARGET).precomputed is None
 
 
 @pytest.mark.parametrize("norm_output", [False, True])
@@ -162,16 +167,24 @@ def test_what_is_normed_is_rounded_as_it_would_be_afterwards(
     """By the kernel of the norm, unless it is fed back as well; with two layers inner norms too."""
     head = quantize_weights(two_layers(), "fp8_dynamic")
     head = head.replace(config=replace(head.config, norm_output=norm_output))
-    tree, seen = Tree.topk(6, 3, 2), []
+    tree, seen, in_head = Tree.topk(6, 3, 2), [], []
 
     def noted(*arrays: Any, quantize_output: bool = False, **options: Any) -> Any:
-        seen.append(quantize_output)
+        if in_head:
+            seen.append(quantize_output)
         return add_rms_norm(*arrays, quantize_output=quantize_output, **options)
 
-    monkeypatch.setattr(eagle_head, "add_rms_norm", noted)
+    def of_head(*arrays: Any, **options: Any) -> Any:
+        in_head.append(True)
+        out = block.mlp_part(*arrays, **options)
+        in_head.pop()
+        return out
+
+    monkeypatch.setattr(block, "add_rms_norm", noted)
+    monkeypatch.setattr(eagle_head, "mlp_part", of_head)
     found = drafts(head, tree, table=True)
     assert True in seen and (False in seen) == norm_output
-    monkeypatch.setattr(eagle_head, "has_dynamic_activations", lambda weight: False)
+    monkeypatch.setattr(block, "has_dynamic_activations", lambda weight: False)
     seen.clear()
     expected = drafts(head, tree, table=True)
     assert seen and True not in seen

@@ -20,6 +20,7 @@ from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix, keep_old, searched
 from jspec.models.kv_cache import PoolShape
 from jspec.tools.testing import check_lossless
+from jspec.verify import Coupled
 from tests.support import small
 from tests.support.h200 import compile_for_h200
 
@@ -208,7 +209,7 @@ def view_of(slots: list[int], lengths: list[int], roots: list[int], active: list
         remaining=None,
         page_table=None,
         sampling=None,
-        accept="coupled",
+        accept=Coupled(),
         all_greedy=False,
         implementation="reference",
     )

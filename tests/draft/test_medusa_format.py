@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jspec.draft import auto
-from jspec.draft.head_config import MedusaConfig
+from jspec.draft.medusa import MedusaConfig
 from tests.support import folders
 from tests.support.folders import TARGET, assert_same, loaded, stored, without
 

@@ -1,4 +1,4 @@
-"""Grammars that fit no table, on the host: what may follow each node of a draft, by recursive descent."""
+"""Context-free grammars on the host: masks of every node of a draft, against a recursive-descent parser."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jspec import SamplingParams
-from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher, Spellings, compile_lark
+from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher, Vocabularies, compile_lark
 from jspec.engine.grammar.compiler import GrammarInput
-from jspec.engine.grammar.json_schema import holds_itself
+from jspec.engine.grammar.json_schema import is_recursive
 from tests.reference import descent
 from tests.support import lettered
 
@@ -25,7 +25,7 @@ ENDS = (0, 19)
 
 
 def compiled(texts: Sequence[bytes | None], stop_ids: tuple[int, ...], vocab_size: int = 0, **fields: Any) -> Any:
-    """The grammar that a request gets."""
+    """Compile the grammar of a request with these fields."""
     return GrammarInput(lettered.Lettered(texts), vocab_size or len(texts), 2**18).of(
         SamplingParams(**fields), stop_ids, ()
     )
@@ -33,7 +33,7 @@ def compiled(texts: Sequence[bytes | None], stop_ids: tuple[int, ...], vocab_siz
 
 CASES = {
     "lists": (descent.lists, lettered.TEXTS, (0, 14), dict(grammar=descent.LISTS)),
-    "pairs": (descent.pairs, lettered.TEXTS, (0, 13), dict(grammar=descent.PAIRS)),  # a letter ends it, too
+    "pairs": (descent.pairs, lettered.TEXTS, (0, 13), dict(grammar=descent.PAIRS)),  # one stop id has a text
     "objects": (descent.objects, lettered.JSON_TEXTS, ENDS, dict(json_schema=descent.OBJECTS)),
 }
 
@@ -43,18 +43,18 @@ def tokens_of(mask: np.ndarray, vocab_size: int) -> set[int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_may_follow_is_what_recursive_descent_finds(name: str) -> None:
-    """Along random texts, token by token: also two spellings of one text, and bytes of pieces that span rules."""
+def test_matcher_along_random_texts_allows_what_recursive_descent_allows(name: str) -> None:
+    """Includes texts with two tokenisations, and tokens whose bytes span grammar rules."""
     read, texts, ends, fields = CASES[name]
     grammar, rng, whole = compiled(texts, ends, **fields), np.random.default_rng(1), 0
     assert isinstance(grammar, LarkGrammar)
     for _ in range(40):
         matcher, output = Matcher(grammar), list[int]()
         for _ in range(30):
-            may_follow = tokens_of(matcher.first()[0], len(texts))
+            allowed = tokens_of(matcher.first()[0], len(texts))
             written = b"".join(texts[token] or b"" for token in output)
-            assert may_follow == descent.allowed(read, texts, written, ends), written
-            output.append(int(rng.choice(sorted(may_follow))))
+            assert allowed == descent.allowed(read, texts, written, ends), written
+            output.append(int(rng.choice(sorted(allowed))))
             matcher.follow(output)
             if output[-1] in ends:
                 whole += 1
@@ -63,34 +63,37 @@ def test_what_may_follow_is_what_recursive_descent_finds(name: str) -> None:
 
 
 def random_tree(matcher: Matcher, vocab_size: int, rng: np.random.Generator, *, chain: bool) -> Any:
-    """Most of whose nodes may come behind their parents."""
+    """A draft in which the grammar allows most nodes after their parents."""
     size = 10
     parents = np.array([-1, *(n if chain else rng.integers(0, n + 1) for n in range(size - 1))])
     tokens, valid = rng.integers(0, vocab_size, size), np.ones(size, bool)
     for node in range(1, size):
-        may = sorted(tokens_of(matcher.masks(tokens[:node], parents[:node], valid[:node])[parents[node]], vocab_size))
+        allowed = sorted(
+            tokens_of(matcher.masks(tokens[:node], parents[:node], valid[:node])[parents[node]], vocab_size)
+        )
         if rng.random() < 0.8:
-            tokens[node] = rng.choice(may)
+            tokens[node] = rng.choice(allowed)
     valid[rng.integers(size // 2, size) :] = chain
     return tokens, parents, valid
 
 
 def check_tree(name: str, *, chain: bool, masks_of: Any = Matcher.masks) -> None:
+    """Compare the masks of random drafts with recursive descent."""
     read, texts, ends, fields = CASES[name]
     grammar, rng, cases = compiled(texts, ends, **fields), np.random.default_rng(2), [0, 0]
     for _ in range(25):
         matcher, output = Matcher(grammar), list[int]()
         for _ in range(rng.integers(0, 8)):
-            may = tokens_of(matcher.first()[0], len(texts)) - set(ends)
-            output += [int(rng.choice(sorted(may)))] if may else []
+            allowed = tokens_of(matcher.first()[0], len(texts)) - set(ends)
+            output += [int(rng.choice(sorted(allowed)))] if allowed else []
             matcher.follow(output)
         tokens, parents, valid = random_tree(matcher, len(texts), rng, chain=chain)
         masks = masks_of(matcher, tokens, parents, valid)
         assert masks.any(axis=1).all()
         for node in range(len(tokens)):
-            path, at = list[int](), node
-            while at > 0:
-                path, at = [int(tokens[at]), *path], int(parents[at])
+            path, ancestor = list[int](), node
+            while ancestor > 0:
+                path, ancestor = [int(tokens[ancestor]), *path], int(parents[ancestor])
             written = b"".join(texts[token] or b"" for token in [*output, *path])
             is_reached = valid[node] and not set(path) & set(ends) and descent.fits(read, written)[0]
             is_reached &= all(texts[token] for token in path)
@@ -102,11 +105,11 @@ def check_tree(name: str, *, chain: bool, masks_of: Any = Matcher.masks) -> None
 
 @pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", CASES)
-def test_every_node_has_its_own_mask(name: str, chain: bool) -> None:
+def test_matcher_masks_of_a_draft_are_those_of_each_nodes_own_path(name: str, chain: bool) -> None:
     check_tree(name, chain=chain)
 
 
-def test_a_mask_of_the_parent_is_caught() -> None:
+def test_matcher_masks_of_the_parents_fail_the_check() -> None:
     """Negative control."""
 
     def parents_mask(matcher: Matcher, tokens: Any, parents: Any, valid: Any) -> Any:
@@ -116,7 +119,7 @@ def test_a_mask_of_the_parent_is_caught() -> None:
         check_tree("lists", chain=False, masks_of=parents_mask)
 
 
-def test_masks_leave_the_matcher_where_it_is() -> None:
+def test_matcher_masks_do_not_advance_the_matcher() -> None:
     matcher = Matcher(compiled(lettered.TEXTS, (0,), grammar=descent.LISTS))
     matcher.follow([5, 1])
     before = matcher.first()
@@ -125,21 +128,21 @@ def test_masks_leave_the_matcher_where_it_is() -> None:
     assert matcher.count == 2
 
 
-def test_a_dead_end_is_told_and_does_not_spoil_its_neighbours() -> None:
-    """Of "x" there is no token: behind "b" nothing may follow, which is no matter if "b" is not taken."""
+def test_matcher_node_without_a_continuation_allows_only_the_stop_id() -> None:
+    """No token spells "x", so nothing may follow "b"; this affects neither sibling nodes nor outputs without "b"."""
     matcher = Matcher(compiled(lettered.TEXTS, (0,), grammar='start: "a" ("b" "x" | "a" "1")'))
     matcher.follow([1])
     masks = matcher.masks(np.array([1, 2, 1, 7]), np.array([-1, 0, 0, 2]), np.ones(4, bool))
     assert [tokens_of(mask, 16) for mask in masks] == [{1, 2}, {0}, {7}, {0}]
     other = Matcher(matcher.grammar)
     other.follow([1, 2])
-    with pytest.raises(ValueError, match=r"behind 2 tokens nothing was left .* in the tokenizer's tokens"):
+    with pytest.raises(ValueError, match=r"after 2 tokens no token .* was left: .* in the tokenizer's tokens"):
         other.follow([1, 2, 0])
     matcher.follow([1, 1, 7, 0])
     assert matcher.count == 4
 
 
-def test_the_models_vocabulary_may_be_larger_or_smaller_than_the_tokenizers() -> None:
+def test_matcher_with_a_vocabulary_unlike_the_tokenizers_masks_the_models() -> None:
     for size in (12, 70):
         matcher = Matcher(compiled(lettered.TEXTS, (0,), size, grammar=descent.LISTS))
         assert matcher.grammar.words == -(-size // 32) and tokens_of(matcher.first()[0], size) == {5}
@@ -158,30 +161,30 @@ def test_the_models_vocabulary_may_be_larger_or_smaller_than_the_tokenizers() ->
         ('start: %json {"type": "string", "not": {"const": "a"}}', r"Unimplemented keys: \[\"not\"\]"),
     ],
 )
-def test_what_the_library_does_not_follow_is_refused(grammar: str, message: str) -> None:
+def test_compile_lark_with_an_unsupported_grammar_raises(grammar: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"grammar='(?s:.*){message}"):
         compiled(lettered.TEXTS, (0,), grammar=grammar)
 
 
-def test_a_chain_of_rules_beyond_the_library_s_stack_is_refused() -> None:
+def test_compile_lark_with_too_many_rules_raises() -> None:
     rules = [f'r{index}: r{index + 1} "a"' for index in range(3000)]
     with pytest.raises(ValueError, match="expected at most 1000 rules and terminals, got 3002; take fewer"):
         compiled(lettered.TEXTS, (0,), grammar="\n".join(["start: r0", *rules, 'r3000: "a"']))
 
 
-def test_blank_lines_take_no_time() -> None:
+def test_compile_lark_with_many_blank_lines_is_fast() -> None:
     start = time.perf_counter()
     assert isinstance(compiled(lettered.TEXTS, (0,), grammar="\n" * 40000 + 'start: "a"'), LarkGrammar)
-    assert time.perf_counter() - start < 10  # of a minute and more, with a search that begins anew at each
+    assert time.perf_counter() - start < 10  # a regular expression that restarts at each line takes over a minute
 
 
-def test_tokens_of_which_none_begins_a_text_are_refused() -> None:
+def test_grammar_input_with_no_allowed_first_token_raises() -> None:
     maker = GrammarInput(lettered.tokenizer(), 16, 400)
-    begins = sorted(maker.of(SamplingParams(grammar='start: "a" "b"'), (0,), ()).beginnings())
-    others = tuple(token for token in range(16) if token not in begins)
-    with pytest.raises(ValueError, match=rf"allowed_token_ids: .*some of {re.escape(str(begins))}, got"):
+    first = sorted(maker.of(SamplingParams(grammar='start: "a" "b"'), (0,), ()).first_tokens())
+    others = tuple(token for token in range(16) if token not in first)
+    with pytest.raises(ValueError, match=rf"allowed_token_ids: .*some of {re.escape(str(first))}, got"):
         maker.of(SamplingParams(grammar='start: "a" "b"', allowed_token_ids=others), (0,), ())
-    assert maker.of(SamplingParams(grammar='start: "a" "b"', allowed_token_ids=(0, begins[0])), (0,), ())
+    assert maker.of(SamplingParams(grammar='start: "a" "b"', allowed_token_ids=(0, first[0])), (0,), ())
 
 
 @pytest.mark.parametrize(
@@ -196,23 +199,23 @@ def test_tokens_of_which_none_begins_a_text_are_refused() -> None:
     ],
     ids=["levels", "references", "no names"],
 )
-def test_a_schema_that_cannot_be_walked_is_refused(schema: Any, message: str) -> None:
+def test_grammar_input_with_a_schema_nested_too_deep_raises(schema: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GrammarInput(lettered.tokenizer(), 16, 400).of(SamplingParams(json_schema=schema), (0,), ())
 
 
-def test_a_schema_may_hold_itself_through_a_list() -> None:
-    assert holds_itself({"anyOf": [{"type": "null"}, {"items": {"$ref": "#/anyOf/1"}}]})
-    assert not holds_itself({"anyOf": [{"type": "null"}, {"items": {"$ref": "#/anyOf/0"}}]})
+def test_is_recursive_follows_references_into_lists() -> None:
+    assert is_recursive({"anyOf": [{"type": "null"}, {"items": {"$ref": "#/anyOf/1"}}]})
+    assert not is_recursive({"anyOf": [{"type": "null"}, {"items": {"$ref": "#/anyOf/0"}}]})
 
 
-def test_a_text_that_looks_like_an_option_is_none() -> None:
+def test_compile_lark_with_an_option_name_inside_a_string_accepts() -> None:
     text = compiled(lettered.TEXTS, (0,), grammar='start: "a" | x\nx[suffix="temperature=]"]: /ab*/')
     assert isinstance(text, LarkGrammar)
 
 
-# What a keyword rules out, by the library jsonschema: what is taken must rule it out, too.
-KEYWORDS: list[tuple[dict[str, Any], Any, bool]] = [  # beside a schema that holds itself, a value, whether it is taken
+# For each keyword a value that it excludes, by the library jsonschema; a grammar that is accepted must exclude it too.
+KEYWORDS: list[tuple[dict[str, Any], Any, bool]] = [  # keywords, value, whether accepted
     ({"minLength": 3}, "ab", True),
     ({"maxLength": 1}, "ab", True),
     ({"pattern": "b"}, "aa", True),
@@ -254,11 +257,11 @@ KEYWORDS: list[tuple[dict[str, Any], Any, bool]] = [  # beside a schema that hol
 ]
 
 
-@pytest.mark.parametrize(("schema", "value", "is_taken"), KEYWORDS, ids=[json.dumps(s) for s, *_ in KEYWORDS])
-def test_no_part_of_a_schema_is_dropped(schema: dict[str, Any], value: Any, is_taken: bool) -> None:
+@pytest.mark.parametrize(("schema", "value", "is_accepted"), KEYWORDS, ids=[json.dumps(s) for s, *_ in KEYWORDS])
+def test_recursive_schema_keyword_is_followed_or_refused(schema: dict[str, Any], value: Any, is_accepted: bool) -> None:
     bytes_ = [None, *[bytes([byte]) for byte in range(256)]]
 
-    def holder(own: Any) -> dict[str, Any]:
+    def recursive(own: Any) -> dict[str, Any]:
         return {
             "type": "object",
             "properties": {"own": own, "more": {"$ref": "#"}},
@@ -266,33 +269,33 @@ def test_no_part_of_a_schema_is_dropped(schema: dict[str, Any], value: Any, is_t
             "$defs": schema.get("$defs", {}),
         }
 
-    if not is_taken:
+    if not is_accepted:
         with pytest.raises(ValueError, match="json_schema"):
-            compiled(bytes_, (0,), json_schema=holder(schema))
+            compiled(bytes_, (0,), json_schema=recursive(schema))
         return
     jsonschema, whole = pytest.importorskip("jsonschema"), {"own": value}
-    assert not jsonschema.Draft202012Validator(holder(schema)).is_valid(whole)
+    assert not jsonschema.Draft202012Validator(recursive(schema)).is_valid(whole)
     output = [byte + 1 for byte in json.dumps(whole).encode()]
-    Matcher(compiled(bytes_, (0,), json_schema=holder({}))).follow([*output, 0])
-    with pytest.raises(ValueError, match="nothing was left"):
-        Matcher(compiled(bytes_, (0,), json_schema=holder(schema))).follow([*output, 0])
+    Matcher(compiled(bytes_, (0,), json_schema=recursive({}))).follow([*output, 0])
+    with pytest.raises(ValueError, match="no token that the grammar allows was left"):
+        Matcher(compiled(bytes_, (0,), json_schema=recursive(schema))).follow([*output, 0])
 
 
-def test_which_schemas_hold_themselves() -> None:
+def test_is_recursive_of_schemas_with_and_without_cycles() -> None:
     node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/a~1b"}}}
-    assert holds_itself(descent.OBJECTS) and holds_itself({"$ref": "#/$defs/a~1b", "$defs": {"a/b": node}})
-    assert holds_itself({"properties": {"default": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}})
+    assert is_recursive(descent.OBJECTS) and is_recursive({"$ref": "#/$defs/a~1b", "$defs": {"a/b": node}})
+    assert is_recursive({"properties": {"default": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}})
     for schema in (
         {"properties": {"a": {"$ref": "#/$defs/n"}, "b": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "null"}}},
-        {"type": "null", "$defs": {"a/b": node}},  # of which nothing is made
+        {"type": "null", "$defs": {"a/b": node}},  # an unused definition
         {"const": {"$ref": "#"}},
         {"$ref": "#/nowhere"},
         True,
     ):
-        assert not holds_itself(schema)
+        assert not is_recursive(schema)
 
 
-def test_the_way_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_grammar_input_logs_whether_a_grammar_is_a_table(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("outlines_core")
     with caplog.at_level("INFO", logger="jspec.engine.grammar.compiler"):
         compiled(lettered.JSON_TEXTS, ENDS, json_schema=descent.OBJECTS)
@@ -303,7 +306,7 @@ def test_the_way_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_options_of_the_library_do_not_come_with_a_schema() -> None:
+def test_recursive_schema_with_options_of_the_library_raises() -> None:
     with pytest.raises(ValueError, match="json_schema: 'x-guidance' at #"):
         compiled(lettered.JSON_TEXTS, ENDS, json_schema={**descent.OBJECTS, "x-guidance": {"lenient": True}})
     with pytest.raises(ValueError, match=r"SamplingParams.grammar: expected its default beside regex"):
@@ -312,7 +315,7 @@ def test_options_of_the_library_do_not_come_with_a_schema() -> None:
         compiled(lettered.TEXTS, (), grammar=descent.LISTS)
 
 
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_lark_without_the_library_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"pip install 'jspec\[grammar\]'"):
-        compile_lark("grammar", descent.LISTS, Spellings(lettered.TEXTS, 16), (0,))
+        compile_lark("grammar", descent.LISTS, Vocabularies(lettered.TEXTS, 16), (0,))

@@ -52,20 +52,13 @@ def _all_comes_back(engine: Engine, engine_of_three: Engine) -> Iterator[None]:
         one.scheduler.pages.check()
         assert one.pages_in_use == 0 and not one.scheduler.has_work
         assert sorted(one.scheduler._free_slots) == [0, 1]
-        assert not one._texts and not one._added_at
 
 
 def queue(engine: Engine) -> list[Request]:
     """All requests, to be stepped by hand."""
-    requests = engine._requests(PROMPTS, PARAMS, trace=False)
-    for request in requests:
-        engine._queue(request)
+    requests = engine._make_requests(PROMPTS, PARAMS, trace=False)
+    engine._queue(requests)
     return requests
-
-
-def forget(engine: Engine, requests: list[Request]) -> None:
-    for request in requests:
-        engine._forget(request)
 
 
 def tokens(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
@@ -74,7 +67,7 @@ def tokens(engine: Engine, prompts: list[list[int]], params: list[SamplingParams
 
 @pytest.mark.once
 @pytest.mark.parametrize("overlap", [True, False])
-def test_rounds_per_dispatch_overlap_and_page_size_do_not_show(
+def test_tokens_rounds_per_dispatch_overlap_or_page_size_are_equal(
     either: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
     """Five requests for two slots, so each runs beside others and after others."""
@@ -86,30 +79,31 @@ def test_rounds_per_dispatch_overlap_and_page_size_do_not_show(
 
 
 @pytest.mark.parametrize("budget", [1, 16, 64])
-def test_the_prefill_budget_does_not_show(
+def test_tokens_any_prefill_budget_are_equal(
     either: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, budget: int
 ) -> None:
     """A long answer goes on beside prompts in chunks of 6 or 16, and with all at once before it goes on."""
-    monkeypatch.setattr(either.scheduler, "_prefill_budget", budget)
+    limits = replace(either.scheduler.limits, prefill_budget=budget)
+    monkeypatch.setattr(either.scheduler, "limits", limits)
     order = [4, 2, 1, 0, 3]
     got = tokens(either, [PROMPTS[i] for i in order], [PARAMS[i] for i in order])
     assert got == [expected[i] for i in order]
 
 
-def test_acceptance_does_not_depend_on_rounds_per_dispatch(engine: Engine, engine_of_three: Engine) -> None:
+def test_acceptance_rounds_per_dispatch_is_equal(engine: Engine, engine_of_three: Engine) -> None:
     one, three = (e.generate(PROMPTS, PARAMS) for e in (engine, engine_of_three))
     for a, b in zip(one, three, strict=True):
         assert a.from_draft == b.from_draft
-        assert a.metrics.accepted_at == b.metrics.accepted_at
+        assert a.metrics.num_accepted_per_position == b.metrics.num_accepted_per_position
         assert a.metrics.num_draft_tokens == b.metrics.num_draft_tokens
 
 
-def test_order_and_batch_mates_do_not_show(engine: Engine, expected: list[list[int]]) -> None:
+def test_tokens_other_order_are_equal(engine: Engine, expected: list[list[int]]) -> None:
     order = [4, 2, 0, 3, 1]
     assert tokens(engine, [PROMPTS[i] for i in order], [PARAMS[i] for i in order]) == [expected[i] for i in order]
 
 
-def test_prompts_in_chunks_are_prompts_in_one(either: Engine) -> None:
+def test_tokens_prompt_in_chunks_are_equal(either: Engine) -> None:
     """Chunks of 16 and 6: their ends fall on page ends and inside pages, the last chunk has one token to sixteen."""
     lengths = [1, 15, 16, 17, 31, 32, 33, 37]
     prompts = [np.random.default_rng(n).integers(0, small.VOCAB, n).tolist() for n in lengths]
@@ -120,8 +114,8 @@ def test_prompts_in_chunks_are_prompts_in_one(either: Engine) -> None:
     assert tokens(either, prompts, [greedy] * len(prompts)) == [one.token_ids for one in expected]
 
 
-def test_pages_are_right_after_every_step(either: Engine) -> None:
-    requests = queue(either)
+def test_pages_after_every_step_are_consistent(either: Engine) -> None:
+    queue(either)
     most = 0
     while either.scheduler.has_work:
         either.step()
@@ -134,10 +128,9 @@ def test_pages_are_right_after_every_step(either: Engine) -> None:
             assert pages.needed(least) <= len(pages.pages_of(r.id)) <= pages.needed(enough)
         most = max(most, len(running))
     assert most == 2
-    forget(either, requests)
 
 
-def test_an_abort_at_any_time_leaves_the_others_alone(either: Engine, expected: list[list[int]]) -> None:
+def test_abort_at_any_step_leaves_other_requests_unchanged(either: Engine, expected: list[list[int]]) -> None:
     for steps in range(9):
         requests = queue(either)
         for _ in range(steps):
@@ -154,10 +147,9 @@ def test_an_abort_at_any_time_leaves_the_others_alone(either: Engine, expected: 
         assert requests[1].token_ids == so_far == expected[1][: len(so_far)]
         for i in (0, 2, 3, 4):
             assert requests[i].token_ids == expected[i]
-        forget(either, requests)
 
 
-def test_admission_waits_for_pages(engine_of_three: Engine, expected: list[list[int]]) -> None:
+def test_admission_too_few_pages_waits(engine_of_three: Engine, expected: list[list[int]]) -> None:
     """So many pages taken that two slots' requests do not always fit, though slots are free."""
     engine, pages = engine_of_three, engine_of_three.scheduler.pages
     longest = max(len(prompt) + p.max_tokens for prompt, p in zip(PROMPTS, PARAMS, strict=True)) + small.LENGTH + 1
@@ -169,10 +161,9 @@ def test_admission_waits_for_pages(engine_of_three: Engine, expected: list[list[
     assert waited, "no request waited for pages while a slot was free"
     assert [request.token_ids for request in requests] == expected
     pages.release(-1)
-    forget(engine, requests)
 
 
-def test_an_interrupted_generate_gives_everything_back(
+def test_generate_interrupted_releases_slots_and_pages(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = iter([engine.step] * 4)
@@ -193,7 +184,7 @@ def _interrupt() -> None:
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 2, 3])
-def test_closing_a_stream_half_way_gives_its_pages_back(engine: Engine, expected: list[list[int]], chunks: int) -> None:
+def test_stream_closed_early_releases_its_pages(engine: Engine, expected: list[list[int]], chunks: int) -> None:
     stream = engine.stream(PROMPTS[4], PARAMS[4])
     got = [token for _ in range(chunks) for token in next(stream).token_ids]
     assert (engine.pages_in_use > 0) == (chunks > 0)
@@ -203,7 +194,7 @@ def test_closing_a_stream_half_way_gives_its_pages_back(engine: Engine, expected
     assert tokens(engine, PROMPTS, PARAMS) == expected
 
 
-def test_streams_and_generate_may_take_turns(engine: Engine, expected: list[list[int]]) -> None:
+def test_streams_interleaved_with_generate_lose_no_token(engine: Engine, expected: list[list[int]]) -> None:
     """A request moves on while another is stepped; none of its tokens may be lost."""
     streams = {i: engine.stream(PROMPTS[i], PARAMS[i]) for i in (0, 4)}
     got: dict[int, list[int]] = {i: list(next(stream).token_ids) for i, stream in streams.items()}

@@ -53,20 +53,20 @@ def varied_work(engine: Engine) -> None:
         engine.generate([VOCAB])
 
 
-def test_nothing_is_compiled_after_warm_up(either: Engine, compilations: list[str]) -> None:
+def test_engine_after_warm_up_compiles_nothing(either: Engine, compilations: list[str]) -> None:
     either.generate(PROMPT)
     compilations.clear()
     varied_work(either)
     assert compilations == []
 
 
-def test_an_eager_operation_in_the_loop_is_seen(
+def test_engine_eager_operation_in_the_loop_is_detected(
     engine: Engine, compilations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: one jnp operation on the host side of the loop."""
     engine.generate(PROMPT)
-    original = engine._device._pack
-    monkeypatch.setattr(engine._device, "_pack", lambda plan: np.asarray(jnp.flip(jnp.flip(original(plan)))))
+    original = engine.core.runner._pack
+    monkeypatch.setattr(engine.core.runner, "_pack", lambda plan: np.asarray(jnp.flip(jnp.flip(original(plan)))))
     compilations.clear()
     engine.generate(PROMPT)
     assert any("backend_compile" in event for event in compilations)
@@ -96,7 +96,7 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def dispatches(engine: Engine, seen: list[str], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Conversions during each dispatch from now on."""
     counts: list[int] = []
-    original = engine._dispatch
+    original = engine.core._dispatch
 
     def counting(plan: Any) -> Any:
         before = len(seen)
@@ -104,11 +104,11 @@ def dispatches(engine: Engine, seen: list[str], monkeypatch: pytest.MonkeyPatch)
         counts.append(len(seen) - before)
         return output
 
-    monkeypatch.setattr(engine, "_dispatch", counting)
+    monkeypatch.setattr(engine.core, "_dispatch", counting)
     return counts
 
 
-def test_a_dispatch_reads_nothing_from_the_device(
+def test_dispatch_varied_work_reads_nothing_from_the_device(
     either: Engine, conversions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = dispatches(either, conversions, monkeypatch)
@@ -117,17 +117,17 @@ def test_a_dispatch_reads_nothing_from_the_device(
     assert sum(counts) == 0
 
 
-def test_a_read_during_a_dispatch_is_counted(
+def test_dispatch_with_a_read_is_detected(
     engine: Engine, conversions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control."""
-    original = engine._dispatch
+    original = engine.core._dispatch
 
     def reading(plan: Any) -> Any:
-        int(engine._device.state.root[0])
+        int(engine.core.runner.state.root[0])
         return original(plan)
 
-    monkeypatch.setattr(engine, "_dispatch", reading)
+    monkeypatch.setattr(engine.core, "_dispatch", reading)
     counts = dispatches(engine, conversions, monkeypatch)
     engine.generate(PROMPT)
     assert len(counts) > 3 and all(count >= 1 for count in counts)
@@ -141,7 +141,7 @@ DEVICES = ["here", pytest.param("gpu", marks=pytest.mark.gpu)]  # a CPU shares i
 def guard_dispatches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """From now on a transfer that a dispatch does not ask for by name is an error; the plans dispatched."""
     plans: list[Any] = []
-    original, start_copy = engine._dispatch, jax.copy_to_host_async
+    original, start_copy = engine.core._dispatch, jax.copy_to_host_async
 
     def copy(output: Any) -> None:  # named as it is, the guard takes it for an implicit transfer
         with jax.transfer_guard_device_to_host("allow"):
@@ -152,59 +152,61 @@ def guard_dispatches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[An
         with jax.transfer_guard("disallow"):
             return original(plan)
 
-    monkeypatch.setattr(engine, "_dispatch", guarded)
+    monkeypatch.setattr(engine.core, "_dispatch", guarded)
     monkeypatch.setattr(jax, "copy_to_host_async", copy)
     return plans
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_dispatch_transfers_only_by_name(either: Engine, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dispatch_varied_work_has_no_implicit_transfer(
+    either: Engine, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plans = guard_dispatches(either, monkeypatch)
     varied_work(either)
     assert len(plans) > 15
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_implicit_upload_is_caught(engine: Engine, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dispatch_with_an_implicit_upload_is_detected(
+    engine: Engine, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Negative control: the packed numbers handed to the executable as they are."""
-    request = engine._requests(PROMPT, SamplingParams(max_tokens=2), trace=False)[0]
+    request = engine._make_requests(PROMPT, SamplingParams(max_tokens=2), trace=False)[0]
     guard_dispatches(engine, monkeypatch)
     monkeypatch.setattr(jax, "device_put", lambda packed: packed)
-    engine._queue(request)
+    engine._queue([request])
     engine.step()
     assert request.finish_reason == "error" and "Disallowed host-to-device transfer" in str(request.error)
-    engine._forget(request)
 
 
 @pytest.mark.gpu
-def test_an_implicit_download_is_caught(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dispatch_with_an_implicit_download_is_detected(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    original = engine._dispatch
+    original = engine.core._dispatch
 
     def reading(plan: Any) -> Any:
-        np.asarray(engine._device.state.root)
+        np.asarray(engine.core.runner.state.root)
         return original(plan)
 
-    monkeypatch.setattr(engine, "_dispatch", reading)
+    monkeypatch.setattr(engine.core, "_dispatch", reading)
     guard_dispatches(engine, monkeypatch)
     (done,) = engine.generate(PROMPT)
     assert "Disallowed device-to-host transfer" in str(done.error)
 
 
-def test_the_state_is_donated_and_the_weights_are_not(either: Engine) -> None:
-    request = either._requests(PROMPT, SamplingParams(max_tokens=8), trace=False)[0]
-    either._queue(request)
+def test_step_state_is_donated_and_weights_are_not(either: Engine) -> None:
+    request = either._make_requests(PROMPT, SamplingParams(max_tokens=8), trace=False)[0]
+    either._queue([request])
     while either.scheduler.has_work:
-        before = jax.tree.leaves(either._device.state)
-        planned = len(either._in_flight)
+        before = jax.tree.leaves(either.core.runner.state)
+        planned = len(either.core.in_flight)
         either.step()
-        if len(either._in_flight) or planned == 0:
+        if len(either.core.in_flight) or planned == 0:
             assert all(leaf.is_deleted() for leaf in before)
-    either._forget(request)
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves([either._device.params, either._device.state]))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves([either.core.runner.params, either.core.runner.state]))
 
 
-def test_two_dispatches_are_in_flight_with_overlap(either: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlap_two_dispatches_are_in_flight(either: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 2 in in_flight_while_reading(either, monkeypatch)
 
 
@@ -214,13 +216,13 @@ def test_two_dispatches_are_in_flight_with_overlap(either: Engine, monkeypatch: 
 def in_flight_while_reading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """How many dispatches were not read yet, at each read of a run to max_len."""
     depths: set[int] = set()
-    original = engine._read
+    original = engine.core._read
 
     def reading(*args: Any) -> np.ndarray:
-        depths.add(len(engine._in_flight) + 1)
+        depths.add(len(engine.core.in_flight) + 1)
         return original(*args)
 
-    monkeypatch.setattr(engine, "_read", reading)
+    monkeypatch.setattr(engine.core, "_read", reading)
     to_the_end(engine)
     return depths
 
@@ -257,28 +259,28 @@ def pages_of(state: SlotState, pages: list[int]) -> list[np.ndarray]:
     return [np.asarray(pool)[pages] for pool in pools]
 
 
-def test_the_last_row_of_the_last_page_and_no_other_slots(either: Engine) -> None:
+def test_request_to_max_len_writes_no_page_of_others(either: Engine) -> None:
     """The draft reaches beyond max_len at the end, and the rounds dispatched ahead of the news run behind it."""
     expected = to_the_end(either)
-    either.scheduler.pages.forget()
+    either.scheduler.pages.clear()
     others = either.scheduler.pages.reserve(-1, 30)
-    either._device.state = poisoned(either._device.state, others)
-    before = pages_of(either._device.state, others)
+    either.core.runner.state = poisoned(either.core.runner.state, others)
+    before = pages_of(either.core.runner.state, others)
     assert to_the_end(either) == expected
-    for old, new in zip(before, pages_of(either._device.state, others), strict=True):
+    for old, new in zip(before, pages_of(either.core.runner.state, others), strict=True):
         np.testing.assert_array_equal(old, new)
         assert np.isfinite(new).all()
     either.scheduler.pages.release(-1)
 
 
-def test_nan_in_committed_pages_would_show(either: Engine) -> None:
+def test_nan_in_committed_pages_changes_tokens(either: Engine) -> None:
     """Negative control: the same NaN, poured when the prompt's rows are in place."""
     expected = to_the_end(either)
-    either.scheduler.pages.forget()
+    either.scheduler.pages.clear()
     stream = either.stream(PROMPT, SamplingParams(max_tokens=2**40, temperature=0))
     tokens = list(next(stream).token_ids)
-    either._device.state = poisoned(either._device.state, [])
+    either.core.runner.state = poisoned(either.core.runner.state, [])
     tokens += [token for chunk in stream for token in chunk.token_ids]
-    either.scheduler.pages.forget()
+    either.scheduler.pages.clear()
     assert tokens != expected
     assert to_the_end(either) == expected, "the poison outlived its request"

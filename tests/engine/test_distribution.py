@@ -12,6 +12,7 @@ import pytest
 from scipy import stats
 
 from jspec import DraftModel, Engine, Model, SamplingParams, Tree
+from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Draft, SlotView
 from jspec.draft.base import DraftState, Params, StatelessDrafter
 from jspec.sampling import sampler
@@ -78,8 +79,8 @@ def expected_law(name: str, counted: int = TOKENS) -> np.ndarray:
 
     if params.controls_used:
         cuts = dict(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
-        return decoder.joint_law(model(), PROMPT, TOKENS, edit, **cuts)
-    return decoder.joint_law(model(), PROMPT, TOKENS, **CONTROLS[name])
+        return decoder.joint_probs(model(), PROMPT, TOKENS, edit, **cuts)
+    return decoder.joint_probs(model(), PROMPT, TOKENS, **CONTROLS[name])
 
 
 def make(target, drafter, accept: str) -> Engine:
@@ -114,7 +115,7 @@ class Table(StatelessDrafter):
         return jnp.asarray(np.random.default_rng(3).dirichlet(np.ones(VOCAB), VOCAB), jnp.float32)
 
     def draft(self, params: Params, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
-        is_drawn = view.accept in sampler.RULES_WITH_LAW
+        is_drawn = view.accept.draft_sampling is DraftSampling.OWN_DISTRIBUTION
         parents = self.tree.parents
         tokens = [view.root] * self.tree.nodes
         for node in self.tree.fed:
@@ -153,7 +154,7 @@ QUICK = ("rejection chain",)  # whose draft, acceptance and residual have noise 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in CASES]
 )
-def test_every_lossless_rule_gives_the_targets_joint_law(target, name: str) -> None:
+def test_lossless_rules_sampled_give_the_target_distribution(target, name: str) -> None:
     accept, tree = CASES[name]
     drafter = DraftModel(tiny.model(VOCAB, seed=2), tree) if tree.is_chain else Table(tree)
     engine = make(target, drafter, accept)
@@ -165,7 +166,7 @@ def test_every_lossless_rule_gives_the_targets_joint_law(target, name: str) -> N
 
 
 @pytest.mark.slow
-def test_noise_keyed_by_position_alone_is_caught(target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_keyed_by_position_alone_is_detected(target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: draft, acceptance and residual share the noise of a position."""
     original = sampler.keys
 
@@ -175,4 +176,4 @@ def test_noise_keyed_by_position_alone_is_caught(target, monkeypatch: pytest.Mon
     monkeypatch.setattr(sampler, "keys", by_position)
     engine = make(target, DraftModel(tiny.model(VOCAB, seed=2), Tree.chain(3)), "rejection")
     (done,) = draw(engine, SAMPLES, CONTROLS["plain"])
-    assert deviation(done, decoder.joint_law(target, PROMPT, TOKENS, temperature=1.0)) > 20
+    assert deviation(done, decoder.joint_probs(target, PROMPT, TOKENS, temperature=1.0)) > 20

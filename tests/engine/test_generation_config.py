@@ -21,7 +21,7 @@ def written(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def test_what_transformers_saves_is_read(tmp_path: Path) -> None:
+def test_generation_config_saved_by_transformers_is_read(tmp_path: Path) -> None:
     folder = written(
         tmp_path,
         do_sample=True,
@@ -51,14 +51,14 @@ def test_what_transformers_saves_is_read(tmp_path: Path) -> None:
     assert SamplingParams.from_generation_config(folder / "generation_config.json") == params
 
 
-def test_without_do_sample_it_is_greedy_and_arguments_win(tmp_path: Path) -> None:
+def test_generation_config_without_do_sample_is_greedy(tmp_path: Path) -> None:
     folder = written(tmp_path, eos_token_id=2)
     assert SamplingParams.from_generation_config(folder) == SamplingParams(temperature=0)
     sampled = SamplingParams.from_generation_config(folder, temperature=0.5, max_tokens=7, seed=1)
     assert sampled == SamplingParams(temperature=0.5, max_tokens=7, seed=1)
 
 
-def test_the_files_of_the_real_models_are_read(data: Path) -> None:
+def test_generation_config_of_real_models_is_read(data: Path) -> None:
     for name in ("tinystories656k", "stories260k"):
         assert SamplingParams.from_generation_config(data / name) == SamplingParams(temperature=0)
 
@@ -75,20 +75,20 @@ def test_the_files_of_the_real_models_are_read(data: Path) -> None:
         (dict(do_sample=True, temperature=-1.0), "SamplingParams.temperature: expected a finite number >= 0"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], named: str) -> None:
+def test_generation_config_unsupported_option_is_refused(tmp_path: Path, fields: dict[str, Any], named: str) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=named):
         SamplingParams.from_generation_config(tmp_path)
 
 
 @pytest.mark.parametrize("value", [1, 1.0, 0, None])
-def test_fields_that_change_nothing_are_no_reason_to_refuse(tmp_path: Path, value: object) -> None:
+def test_generation_config_options_without_effect_are_accepted(tmp_path: Path, value: object) -> None:
     name = "num_beams" if value == 1 else "no_repeat_ngram_size"
     (tmp_path / "generation_config.json").write_text(json.dumps({name: value}))
     assert SamplingParams.from_generation_config(tmp_path) == SamplingParams(temperature=0)
 
 
-def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+def test_generation_config_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"expected a generation_config\.json, found none"):
         SamplingParams.from_generation_config(tmp_path)
     for text, got in (("{", "expected JSON"), ("[]", "expected a JSON object, got list")):

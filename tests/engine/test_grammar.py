@@ -1,4 +1,4 @@
-"""Tables of grammars: the library regex says what may follow every text, outlines_core what over whole vocabularies."""
+"""Tables of grammars, against the library regex on small vocabularies and outlines_core on whole ones."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def allowed(grammar: Grammar, state: int) -> set[int]:
 
 @pytest.mark.parametrize("regex", EXPRESSIONS)
 @pytest.mark.parametrize("stops", [(0,), (0, 14, 15)], ids=str)
-def test_the_table_allows_what_the_expression_does(regex: str, stops: tuple[int, ...]) -> None:
-    """Behind every text of up to five tokens; a stop id that has a text comes at the end alone."""
+def test_table_of_an_expression_allows_what_the_library_regex_allows(regex: str, stops: tuple[int, ...]) -> None:
+    """After every text of up to five tokens; a stop id with a text is allowed only where the text may end."""
     texts = [None if token in stops else text for token, text in enumerate(lettered.TEXTS)]
     grammar, frontier = compiled(regex, lettered.TEXTS, stop_ids=stops), {b"": 0}
     for _ in range(5):
@@ -75,28 +75,29 @@ def test_the_table_allows_what_the_expression_does(regex: str, stops: tuple[int,
     assert grammar.follow([0, 0, 1, 1, 1, 1, 1, 1]) < 0
 
 
-def test_a_token_from_which_no_text_can_be_ended_does_not_come() -> None:
-    """There is no x, a letter has two halves, and a token may be banned."""
+def test_table_with_a_token_that_leads_to_no_end_bans_the_token() -> None:
+    """No token spells "x"; only half of a letter has a token; a token is banned."""
     assert allowed(compiled("ax|b"), 0) == {2}
     assert allowed(compiled("a(é|b)", [None, b"a", b"b", b"\xc3"]), 1) == {2}
     assert allowed(compiled("ab|b", banned=(3,)), 0) == {1, 2}
 
 
-def test_what_cannot_be_written_at_all_is_refused() -> None:
+def test_compile_grammar_without_a_text_in_allowed_tokens_raises() -> None:
     for regex, options in (("x", {}), ("ab|b", dict(banned=(3, 2))), ("[abc]c", dict(banned=(13,)))):
-        with pytest.raises(ValueError, match="none of its texts can be written in the tokens that may come"):
+        with pytest.raises(ValueError, match="none of its texts can be written in the allowed tokens"):
             compiled(regex, **options)
 
 
-def test_ids_beyond_the_tokenizers_never_come() -> None:
+def test_table_never_allows_ids_beyond_the_tokenizers() -> None:
     grammar = compiled("[a-c]*", size=20)
     assert allowed(grammar, 0) == {0, 1, 2, 3, 4, 13, 15}
 
 
 @pytest.mark.parametrize("name", ["stories260k", "tokenizers/gpt2"])
-def test_a_whole_vocabulary_is_what_outlines_makes_of_it(data: Path, name: str) -> None:
-    """Walks of 40 tokens through both; every set of tokens on the way is the same. (Where a text may end and go on,
-    outlines_core itself leaves tokens out; of these there is none.)
+def test_table_of_a_whole_vocabulary_equals_outlines_index(data: Path, name: str) -> None:
+    """Along random walks of 40 tokens both allow the same tokens.
+
+    Where a text may both end and continue, outlines_core omits tokens; these expressions have no such state.
     """
     tokenizer = load_tokenizer(data / name)
     assert tokenizer is not None
@@ -122,7 +123,7 @@ def test_a_whole_vocabulary_is_what_outlines_makes_of_it(data: Path, name: str) 
         assert len(sizes) > 5
 
 
-def test_walks_through_a_schemas_table_fit_the_schema(data: Path) -> None:
+def test_table_of_a_schema_yields_valid_texts(data: Path) -> None:
     tokenizer = load_tokenizer(data / "tokenizers/gpt2")
     assert tokenizer is not None
     grammar = compiled(regex_of_schema(json.dumps(SCHEMA)), tokenizer.token_bytes(), stop_ids=(50256,))
@@ -137,8 +138,8 @@ def test_walks_through_a_schemas_table_fit_the_schema(data: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["stories260k", "tinystories656k", "tokenizers/gpt2", "tokenizers/qwen2.5"])
-def test_the_bytes_of_tokens_are_what_decoding_adds(data: Path, name: str) -> None:
-    """Behind another token, so that a leading blank stays; halves of a letter show no text of their own."""
+def test_token_bytes_equal_what_decoding_appends(data: Path, name: str) -> None:
+    """After another token, to keep a leading blank; halves of a letter have no text of their own and are skipped."""
     tokenizer = load_tokenizer(data / name)
     assert tokenizer is not None
     texts, front = tokenizer.token_bytes(), tokenizer.encode("so")
@@ -163,7 +164,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(json_schema="{"), "json_schema: expected JSON, got {"),
     (
         dict(json_schema={"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}}),
-        "json_schema='.*none of its texts can be written",  # of "[" there is no token
+        "json_schema='.*none of its texts can be written",  # no token spells "["
     ),
     (dict(regex="[abc]{999}"), "table takes 1000 states x .* allowed are 400"),
     (
@@ -175,14 +176,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "message"), BAD, ids=str)
-def test_grammars_that_cannot_be_held_are_refused(given: dict[str, Any], message: str) -> None:
+def test_grammar_input_with_an_unsupported_request_raises(given: dict[str, Any], message: str) -> None:
     params = SamplingParams(**given)
     words = tuple(word for word in params.bad_words if not isinstance(word, str))
     with pytest.raises(ValueError, match=message):
         GrammarInput(lettered.tokenizer(), SIZE, 400).of(params, (0,), words)
 
 
-def test_an_engine_that_cannot_have_grammars_says_why() -> None:
+def test_grammar_input_that_cannot_serve_grammars_names_the_cause() -> None:
     params, tokenizer = SamplingParams(regex="a"), lettered.tokenizer()
     for engine, stops, message in (
         (GrammarInput(None, SIZE, 100), (0,), r"regex: needs a tokenizer; pass tokenizer="),
@@ -210,18 +211,18 @@ def test_an_engine_that_cannot_have_grammars_says_why() -> None:
     ],
     ids=str,
 )
-def test_impossible_combinations_are_named(given: dict[str, Any], message: str) -> None:
+def test_sampling_params_with_a_bad_combination_name_it(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**given)
 
 
-def test_without_the_library_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_grammar_without_the_library_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "outlines_core", None)
     with pytest.raises(ImportError, match=r"install outlines_core \(pip install 'jspec\[grammar\]'\)"):
         compiled("a")
 
 
-def test_equal_grammars_are_compiled_once_and_share_a_table() -> None:
+def test_equal_grammars_are_compiled_once_and_share_a_device_table() -> None:
     maker = GrammarInput(lettered.tokenizer(), SIZE, 400)
     one, same, other, banned = (
         maker.of(SamplingParams(**given), (0,), ())
@@ -238,7 +239,7 @@ def test_equal_grammars_are_compiled_once_and_share_a_table() -> None:
     assert pool.place(one, {one}) == (0, True)
     assert pool.place(other, {one, other}) == (1, True)
     assert pool.place(one, {one}) == (0, False)
-    assert pool.place(banned, {one, banned}) == (1, True)  # the longest unused went
-    assert pool.place(other, {banned, other}) == (0, True)  # the one that is used stayed
-    pool.forget()
+    assert pool.place(banned, {one, banned}) == (1, True)  # replaces the least recently used
+    assert pool.place(other, {banned, other}) == (0, True)  # the grammar in use stays
+    pool.clear()
     assert pool.place(one, {one}) == (0, True)

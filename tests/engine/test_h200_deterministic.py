@@ -57,14 +57,14 @@ def plain(target: Model) -> list[Completion]:
 
 
 @pytest.mark.h200
-def test_texts_are_neither_constant_nor_alike(plain: list[Completion]) -> None:
+def test_h200_plain_texts_differ(plain: list[Completion]) -> None:
     assert all(len(set(done.token_ids)) > TOKENS // 8 for done in plain)
     assert len({tuple(done.token_ids) for done in plain}) == PROMPTS
 
 
 @pytest.mark.h200
 @pytest.mark.parametrize("tree", ["chain:4", "chain:1", "topk:60,8,10"])
-def test_every_token_is_that_of_plain_decoding(tree: str, target: Model, head: EagleHead, plain: Any) -> None:
+def test_h200_drafted_tokens_equal_plain_decoding(tree: str, target: Model, head: EagleHead, plain: Any) -> None:
     batch = 16 if tree.startswith("topk") else 64
     drafted = decode(target, Eagle3(head, Tree.parse(tree)), slots=batch, buckets=(batch,), prefill_buckets=(128,))
     assert differing(drafted, plain) == 0
@@ -72,7 +72,7 @@ def test_every_token_is_that_of_plain_decoding(tree: str, target: Model, head: E
 
 @pytest.mark.h200
 @pytest.mark.parametrize("shift", [0, 1])
-def test_so_it_is_where_drafts_are_always_right_or_always_wrong(shift: int, target: Model, plain: Any) -> None:
+def test_h200_right_or_wrong_drafts_equal_plain_decoding(shift: int, target: Model, plain: Any) -> None:
     drafter = Scripted(plain, [GREEDY] * PROMPTS, Tree.chain(5), shift=shift)
     drafted = decode(target, drafter, page_size=32, rounds_per_dispatch=2)
     assert differing(drafted, plain) == 0
@@ -81,7 +81,7 @@ def test_so_it_is_where_drafts_are_always_right_or_always_wrong(shift: int, targ
 
 
 @pytest.mark.h200
-def test_control_without_the_flag_some_texts_differ(target: Model, head: EagleHead) -> None:
+def test_h200_not_deterministic_some_texts_differ(target: Model, head: EagleHead) -> None:
     ordinary = decode(target, None, slots=16, buckets=(1, 4, 16), deterministic=False)
     drafted = decode(target, Eagle3(head, Tree.chain(4)), deterministic=False)
     print(f"without the flag {differing(drafted, ordinary)} of {PROMPTS} texts differ")

@@ -1,4 +1,4 @@
-"""JSON schemas: what is taken is followed, by an independent validator; what would be dropped is refused by name."""
+"""JSON schemas: an accepted schema is followed, by an independent validator; any other names the refused keyword."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ pytest.importorskip("outlines_core")
 pytestmark = pytest.mark.once
 
 BYTES = [bytes([byte]) for byte in range(256)]
-TAKEN: list[dict[str, Any]] = [
-    {"type": "string", "minLength": 2, "maxLength": 4, "title": "of no effect"},
+ACCEPTED: list[dict[str, Any]] = [
+    {"type": "string", "minLength": 2, "maxLength": 4, "title": "an annotation"},
     {"type": "string", "pattern": "^[a-c]{2}-[0-9]+$"},
     {"type": "string", "format": "date"},
     {"type": "integer"},
@@ -36,12 +36,12 @@ TAKEN: list[dict[str, Any]] = [
     },
 ]
 INTEGER = {"type": "integer"}
-DROPPED: list[tuple[dict[str, Any], str]] = [
+REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"type": "integer", "minimum": 10}, r"'minimum' at # cannot be followed beside 'type', expected nothing"),
     ({"type": "number", "multipleOf": 2}, "'multipleOf' at #"),
     ({"type": "array", "items": INTEGER, "uniqueItems": True}, "'uniqueItems' at #"),
     ({"allOf": [INTEGER, {"type": "string"}]}, "'allOf' at #"),
-    ({"oneOf": [INTEGER, {"type": "number"}]}, r"'oneOf' at # .*say it otherwise \(anyOf"),
+    ({"oneOf": [INTEGER, {"type": "number"}]}, r"'oneOf' at # .*express it otherwise \(anyOf"),
     ({"not": INTEGER}, "'not' at #"),
     ({"anyOf": [INTEGER], "type": "integer"}, "'type' at # cannot be followed beside 'anyOf'"),
     ({"type": "object", "minProperties": 1}, "'minProperties' at #"),
@@ -54,7 +54,7 @@ DROPPED: list[tuple[dict[str, Any], str]] = [
     ({"type": "string", "pattern": "^a$", "maxLength": 3}, "'maxLength' at # cannot be followed beside 'pattern'"),
     ({"type": "string", "pattern": "a"}, r"'pattern' at #: expected '\^...\$' around"),
     ({"type": "string", "pattern": "^a.b$"}, r"'pattern' at #: .* got '\^a.b\$'"),
-    ({"type": "array", "properties": {"a": INTEGER}}, "'type' at #: 'properties' is of another one"),
+    ({"type": "array", "properties": {"a": INTEGER}}, "'type' at #: 'properties' belongs to another type"),
     ({"type": ["string", "null"], "maxLength": 3}, "'maxLength' at #"),
 ]
 
@@ -64,7 +64,7 @@ def table(schema: dict[str, Any]) -> Grammar:
 
 
 def texts(grammar: Grammar, count: int) -> list[bytes]:
-    """Walks through it, which end where they may three times of four."""
+    """Random texts of a grammar; where a text may end, it does with probability 3/4."""
     rng, found = np.random.default_rng(0), []
     while len(found) < count:
         ids: list[int] = []
@@ -78,8 +78,8 @@ def texts(grammar: Grammar, count: int) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize("schema", TAKEN, ids=json.dumps)
-def test_every_text_of_a_schema_that_is_taken_fits_it(schema: dict[str, Any]) -> None:
+@pytest.mark.parametrize("schema", ACCEPTED, ids=json.dumps)
+def test_regex_of_accepted_schema_matches_only_valid_texts(schema: dict[str, Any]) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     found = {bytes(text) for text in texts(table(schema), 40)}
     for text in found:
@@ -87,22 +87,22 @@ def test_every_text_of_a_schema_that_is_taken_fits_it(schema: dict[str, Any]) ->
     assert len(found) > 1 or "const" in schema
 
 
-def test_a_dropped_keyword_would_show() -> None:
-    """Negative control: the validator refuses what the library makes of a bound that it does not know."""
+def test_validator_detects_an_ignored_keyword() -> None:
+    """Negative control: the validator refuses texts of a schema whose bounds the library ignores."""
     jsonschema = pytest.importorskip("jsonschema")
     found = [json.loads(text) for text in texts(table(INTEGER), 20)]
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(found, {"items": INTEGER | {"minimum": 10, "maximum": 12}})
 
 
-def test_a_schema_is_kept_as_it_was_given() -> None:
+def test_sampling_params_keep_a_copy_of_the_schema() -> None:
     schema = {"type": "integer"}
     params = SamplingParams(json_schema=schema)
     schema["type"] = "string"
     assert params == SamplingParams(json_schema='{"type": "integer"}') and hash(params)
 
 
-@pytest.mark.parametrize(("schema", "message"), DROPPED, ids=lambda given: json.dumps(given)[:60])
-def test_what_would_be_dropped_is_refused_by_name(schema: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("schema", "message"), REFUSED, ids=lambda given: json.dumps(given)[:60])
+def test_regex_of_schema_with_an_unsupported_keyword_names_it(schema: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"json_schema: {message}"):
         regex_of_schema(schema)

@@ -223,7 +223,7 @@ def same_tokens(
 
 
 # Drafters with a cache of their own, and one that is always wrong. Medusa's tokens are compared in
-# tests/engine/test_draft_length.py too, those of n-gram and suffix in tests/draft/test_lookup.py.
+# tests/engine/test_adaptive_engine.py too, those of n-gram and suffix in tests/draft/test_lookup.py.
 COVER = (
     ("stories", "eagle3", DYNAMIC, 64, (20,)),
     ("stories", "eagle", DYNAMIC, 1, (20,)),
@@ -252,12 +252,12 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("case", cases())
-def test_tokens_equal_plain_decoding(case: dict[str, Any], golden: Path, data: Path) -> None:
+def test_tokens_with_a_drafter_equal_plain_decoding(case: dict[str, Any], golden: Path, data: Path) -> None:
     check(case, golden, data, {0.0: LONG if is_long(case) else SHORT, 1.0: SHORT})
 
 
 @pytest.mark.once
-def test_acceptance_never_decays(golden: Path, data: Path) -> None:
+def test_acceptance_right_drafts_never_decays(golden: Path, data: Path) -> None:
     """The target drafts for itself, 200 rounds: the draft row that the bonus token lacks is made good every time."""
     one = pair("golden", golden, data)
     drafter = DraftModel(one.target, Tree.chain(2))
@@ -268,7 +268,7 @@ def test_acceptance_never_decays(golden: Path, data: Path) -> None:
 
 
 @pytest.mark.once
-def test_a_wrong_token_of_the_target_is_caught(golden: Path, data: Path) -> None:
+def test_check_lossless_wrong_target_token_is_detected(golden: Path, data: Path) -> None:
     """The negative control: a target that differs by one weight fails the comparison."""
     one = pair("golden", golden, data)
     other = one.target.replace(norm=one.target.norm.at[0].mul(1.5))

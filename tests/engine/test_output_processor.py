@@ -10,8 +10,8 @@ import pytest
 
 from jspec import Completion, Engine, Metrics, Model, SamplingParams, Tree
 from jspec.core.records import StepOutput
-from jspec.engine.output_processor import OutputState, process_step_output
-from jspec.engine.request import Request
+from jspec.engine.output_processor import process_step_output
+from jspec.engine.request import OutputState, Request
 from jspec.engine.tokenizer import ByteTokenizer
 from jspec.tools.testing import Scripted
 from tests.support import tiny
@@ -71,7 +71,7 @@ def flags(*, cap: int) -> list[bool]:
 # -- drafts
 
 
-def test_right_drafts_fill_every_round(traced: list[Completion], plain: list[Completion]) -> None:
+def test_rounds_right_drafts_are_full(traced: list[Completion], plain: list[Completion]) -> None:
     for completion, expected in zip(traced, plain, strict=True):
         assert completion.token_ids == expected.token_ids
         assert completion.from_draft == flags(cap=LENGTH)
@@ -79,7 +79,7 @@ def test_right_drafts_fill_every_round(traced: list[Completion], plain: list[Com
         assert [len(round_.emitted) for round_ in completion.rounds or []] == [5] * 5 + [4]
 
 
-def test_rounds_and_tokens_tell_the_same_story(traced: list[Completion]) -> None:
+def test_rounds_traced_agree_with_the_tokens(traced: list[Completion]) -> None:
     for completion in traced:
         rounds = completion.rounds
         assert rounds is not None
@@ -93,7 +93,7 @@ def test_rounds_and_tokens_tell_the_same_story(traced: list[Completion]) -> None
             assert [r.tokens[node] for node in r.path[1:]][: len(r.emitted)] == r.emitted[: r.accept_len]
 
 
-def test_a_round_as_text(traced: list[Completion]) -> None:
+def test_round_to_text_has_one_line_per_node(traced: list[Completion]) -> None:
     rounds = traced[0].rounds
     assert rounds is not None
     lines = rounds[0].to_text().splitlines()
@@ -102,7 +102,7 @@ def test_a_round_as_text(traced: list[Completion]) -> None:
     assert lines[-1] == f"emitted {rounds[0].emitted}"
 
 
-def test_untraced_completions_have_no_rounds_and_tracing_compiles_once(
+def test_trace_off_has_no_rounds_and_on_compiles_once(
     engine: Engine, traced: list[Completion], compilations: list[str]
 ) -> None:
     (again,) = engine.generate(PROMPTS[0], GREEDY, trace=True)
@@ -112,18 +112,18 @@ def test_untraced_completions_have_no_rounds_and_tracing_compiles_once(
 
 
 @pytest.mark.parametrize(("draft", "cap"), [(False, 0), (0, 0), (1, 1), (3, 3), (LENGTH, 4), (99, 4), (True, 4)])
-def test_a_cap_changes_the_rounds_and_no_token(engine: Engine, plain: list[Completion], draft: Any, cap: int) -> None:
+def test_draft_cap_changes_rounds_and_no_token(engine: Engine, plain: list[Completion], draft: Any, cap: int) -> None:
     (done,) = engine.generate(PROMPTS[0], with_(draft=draft))
     assert done.token_ids == plain[0].token_ids
     rounds = -(-(LONGEST - 1) // (cap + 1))
     assert done.metrics.num_drafts == rounds
     assert done.metrics.num_draft_tokens == rounds * cap
     known = [[1 + (cap + 1) * r + i < LONGEST for r in range(rounds)] for i in range(cap)]  # the script ends there
-    assert done.metrics.accepted_at == [sum(at) for at in known]
+    assert done.metrics.num_accepted_per_position == [sum(at) for at in known]
     assert done.from_draft == flags(cap=cap)
 
 
-def test_capped_rows_share_a_batch_with_uncapped_ones(engine: Engine, plain: list[Completion]) -> None:
+def test_draft_cap_in_a_mixed_batch_limits_its_row_alone(engine: Engine, plain: list[Completion]) -> None:
     done = engine.generate(PROMPTS, [with_(draft=False), with_(), with_(draft=2)])
     assert [completion.token_ids for completion in done] == [completion.token_ids for completion in plain]
     assert [completion.metrics.num_drafts for completion in done] == [29, 6, 10]
@@ -133,7 +133,7 @@ def test_capped_rows_share_a_batch_with_uncapped_ones(engine: Engine, plain: lis
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 6, 7])
-def test_max_tokens_cuts_inside_a_round(engine: Engine, plain: list[Completion], max_tokens: int) -> None:
+def test_max_tokens_inside_a_round_cuts_it(engine: Engine, plain: list[Completion], max_tokens: int) -> None:
     (done,) = engine.generate(PROMPTS[0], with_(max_tokens=max_tokens))
     assert done.token_ids == plain[0].token_ids[:max_tokens]
     assert (done.finish_reason, done.stop_reason) == ("length", None)
@@ -144,7 +144,7 @@ def test_max_tokens_cuts_inside_a_round(engine: Engine, plain: list[Completion],
 
 
 @pytest.mark.parametrize("place", ["prefill", "inside a round", "bonus token"])
-def test_a_stop_token_ends_the_request_where_it_stands(engine: Engine, plain: list[Completion], place: str) -> None:
+def test_stop_token_anywhere_in_a_round_ends_the_request(engine: Engine, plain: list[Completion], place: str) -> None:
     """Tokens 1-5 are the first round's, the fifth its bonus token."""
     inside = {
         "prefill": lambda i: i == 0,
@@ -161,11 +161,13 @@ def test_a_stop_token_ends_the_request_where_it_stands(engine: Engine, plain: li
         assert done.metrics.num_drafts == -(-end // 5)
 
 
-def test_eos_inside_a_round(engine: Engine, plain: list[Completion], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eos_inside_a_round_ends_the_request(
+    engine: Engine, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The end token is kept in the ids and left out of the text; ignoring it goes on, text and all."""
     ids = plain[0].token_ids
     end = first_at(ids, 7, inside=lambda i: i % 5 in (2, 3))
-    monkeypatch.setattr(engine._admission, "eos_ids", (EOS, ids[end]))
+    monkeypatch.setattr(engine.input_processor, "eos_ids", (EOS, ids[end]))
     (done,) = engine.generate(PROMPTS[0], with_())
     assert done.token_ids == ids[: end + 1]
     assert (done.finish_reason, done.stop_reason) == ("eos", ids[end])
@@ -177,7 +179,7 @@ def test_eos_inside_a_round(engine: Engine, plain: list[Completion], monkeypatch
     assert (asked.token_ids, asked.finish_reason, asked.stop_reason) == (ids[: end + 1], "stop", ids[end])
 
 
-def test_eos_on_the_last_token_allowed_is_eos(engine: Engine, plain: list[Completion]) -> None:
+def test_stop_token_as_last_allowed_token_is_the_reason(engine: Engine, plain: list[Completion]) -> None:
     ids = plain[0].token_ids
     end = first_at(ids, 1, inside=lambda i: i > 1)
     (done,) = engine.generate(PROMPTS[0], with_(max_tokens=end + 1, stop_token_ids=(ids[end],)))
@@ -187,7 +189,7 @@ def test_eos_on_the_last_token_allowed_is_eos(engine: Engine, plain: list[Comple
 # -- text
 
 
-def test_the_pieces_of_a_stream_are_the_text(engine: Engine, plain: list[Completion]) -> None:
+def test_stream_pieces_joined_are_the_text(engine: Engine, plain: list[Completion]) -> None:
     for prompt, expected in zip(PROMPTS, plain, strict=True):
         chunks = list(engine.stream(prompt, GREEDY))
         assert "".join(chunk.text or "" for chunk in chunks) == expected.text
@@ -201,7 +203,7 @@ def test_the_pieces_of_a_stream_are_the_text(engine: Engine, plain: list[Complet
         assert "".join(done.pieces) == done.text[: len("".join(done.pieces))]
 
 
-def test_ids_and_text_are_one_prompt_each(engine: Engine, plain: list[Completion]) -> None:
+def test_generate_ids_or_text_is_one_prompt(engine: Engine, plain: list[Completion]) -> None:
     assert engine.generate([]) == []
     ids = list(PROMPTS[0].encode())
     forms: list[Any] = [PROMPTS[0], ids, tuple(ids), [ids], [PROMPTS[0]]]
@@ -213,14 +215,14 @@ def test_ids_and_text_are_one_prompt_each(engine: Engine, plain: list[Completion
     assert [c.token_ids for c in mixed] == [plain[1].token_ids[:2], plain[0].token_ids[:3]]
 
 
-def test_a_progress_bar_counts_tokens(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_counts_tokens(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     engine.generate(PROMPTS[0], GREEDY)
     assert capsys.readouterr().err == ""
     engine.generate(PROMPTS[0], GREEDY, progress=True)
     assert "30/30" in capsys.readouterr().err
 
 
-def test_a_notebook_shows_drafted_pieces_on_colour(traced: list[Completion]) -> None:
+def test_completion_html_colours_drafted_pieces(traced: list[Completion]) -> None:
     page = traced[0]._repr_html_()
     assert page.count("background") == sum(traced[0].from_draft)
 
@@ -228,7 +230,7 @@ def test_a_notebook_shows_drafted_pieces_on_colour(traced: list[Completion]) -> 
 # -- counters
 
 
-def test_metrics_by_hand() -> None:
+def test_metrics_rounds_by_hand_are_counted() -> None:
     """Rounds of 4 drafts that accept 4, 2 and 0, the last one cut after its first token of 3 accepted ones."""
     metrics = Metrics(num_tokens=1)
     for accept_len, emitted in ((4, 4), (2, 2), (0, 0), (3, 1)):
@@ -237,23 +239,26 @@ def test_metrics_by_hand() -> None:
     assert metrics.mean_acceptance_length == 1 + 7 / 4
     assert metrics.acceptance_rate == 7 / 16
     assert metrics.acceptance_per_position == [3 / 4, 3 / 4, 2 / 4, 1 / 4]
-    both = metrics + Metrics(num_drafts=1, num_draft_tokens=2, num_accepted_tokens=1, accepted_at=[1], num_tokens=2)
-    assert (both.num_drafts, both.accepted_at, both.num_tokens) == (5, [4, 3, 2, 1], 3)
+    both = metrics + Metrics(
+        num_drafts=1, num_draft_tokens=2, num_accepted_tokens=1, num_accepted_per_position=[1], num_tokens=2
+    )
+    assert (both.num_drafts, both.num_accepted_per_position, both.num_tokens) == (5, [4, 3, 2, 1], 3)
     assert Metrics().mean_acceptance_length == 1 and Metrics().acceptance_rate == 0
 
 
-def test_a_report_of_several_rounds_stops_where_the_row_ended() -> None:
+def test_process_step_output_several_rounds_stops_at_the_end() -> None:
     """Columns: three tokens, then count, accept_len, drafted, ended. The third round is of an ended row."""
-    request = Request(1, (5,), SamplingParams(), 0, (9,), 10, token_ids=[3], from_draft=[False])
+    output = OutputState(token_ids=[3], from_draft=[False], pieces=[""])
+    request = Request(1, (5,), SamplingParams(), 0, (9,), 10, output=output)
     report = np.asarray([[[4, 6, 7, 3, 2, 2, 0]], [[8, 9, -1, 2, 2, 2, 1]], [[-1, -1, -1, 0, 0, 0, 0]]])
-    output = StepOutput(report=report, trace=None)  # type: ignore[arg-type]
-    assert process_step_output(request, OutputState(None, request), output, 0, True, eos_ids=[]) == "stop"
-    assert request.token_ids == [3, 4, 6, 7, 8, 9] and request.stop_reason == 9
-    assert request.from_draft == [False, True, True, False, True, True]
+    step = StepOutput(report=report, trace=None)  # type: ignore[arg-type]
+    assert process_step_output(request, step, 0, is_round=True) == "stop"
+    assert request.token_ids == [3, 4, 6, 7, 8, 9] and output.stop_reason == 9
+    assert output.from_draft == [False, True, True, False, True, True]
     assert (request.metrics.num_drafts, request.metrics.num_accepted_tokens) == (2, 4)
 
 
-def test_an_engine_adds_up_its_requests(engine: Engine) -> None:
+def test_metrics_of_an_engine_are_the_sum_of_its_requests(engine: Engine) -> None:
     before = engine.metrics
     done = engine.generate(PROMPTS, GREEDY)
     added = sum((completion.metrics for completion in done), before)

@@ -69,7 +69,7 @@ class Pages(RuleBasedStateMachine):
         known = [self.kept[page] for page in self.owned[owner] if page in self.kept]
         text = [*(known[-1] if known else ()), *text]
         first = data.draw(st.integers(0, len(known)))
-        self.pool.keep(owner, page_digests(text, size)[first:], first=first)
+        self.pool.cache(owner, page_digests(text, size)[first:], first=first)
         for column, page in enumerate(self.owned[owner]):
             beginning = tuple(text[: (column + 1) * size])
             is_full = len(beginning) == (column + 1) * size
@@ -86,7 +86,7 @@ class Pages(RuleBasedStateMachine):
     @precondition(lambda self: not self.owned)
     @rule()
     def forget(self) -> None:
-        self.pool.forget()
+        self.pool.clear()
         self.kept, self.idle = {}, []
 
     def take(self, owner: int, pages: list[int], had: list[int]) -> None:
@@ -121,9 +121,9 @@ class Pages(RuleBasedStateMachine):
         holders = Counter(page for pages in self.owned.values() for page in pages)
         assert all(0 < page < self.pool.pages for page in holders)
         assert all(page in self.kept for page, count in holders.items() if count > 1)
-        assert [self.pool._holders[page] for page in sorted(holders)] == [holders[page] for page in sorted(holders)]
+        assert [self.pool._num_owners[page] for page in sorted(holders)] == [holders[page] for page in sorted(holders)]
         assert (self.pool.num_used, self.pool.num_free) == (len(holders), self.free())
-        assert self.pool.num_kept == len(self.kept) and list(self.pool._idle) == self.idle
+        assert len(self.pool._page_of) == len(self.kept) and list(self.pool._idle) == self.idle
 
     def teardown(self) -> None:
         """Nothing leaks: when all are gone every page can be had."""
@@ -139,10 +139,10 @@ TestPages = Pages.TestCase
 TestPages.settings = settings(max_examples=60, stateful_step_count=20)
 
 
-def forgets_holders(self: PagePool, owner: int) -> None:
+def forgets_num_owners(self: PagePool, owner: int) -> None:
     """A page goes back though others hold it."""
     for page in self._owned.pop(owner, []):
-        self._holders[page] = 0
+        self._num_owners[page] = 0
         (self._idle.update({page: None}) if page in self._digest_of else self._free.append(page))
 
 
@@ -153,8 +153,8 @@ def newest_first(self: PagePool) -> int:
     return page
 
 
-@pytest.mark.parametrize(("name", "broken"), [("release", forgets_holders), ("_evict", newest_first)])
-def test_the_machine_finds_a_broken_pool(monkeypatch: pytest.MonkeyPatch, name: str, broken: object) -> None:
+@pytest.mark.parametrize(("name", "broken"), [("release", forgets_num_owners), ("_evict", newest_first)])
+def test_pool_broken_is_found_by_the_machine(monkeypatch: pytest.MonkeyPatch, name: str, broken: object) -> None:
     """Negative controls."""
     monkeypatch.setattr(PagePool, name, broken)
     quick = settings(TestPages.settings, max_examples=2000, phases=[Phase.generate])
@@ -162,7 +162,7 @@ def test_the_machine_finds_a_broken_pool(monkeypatch: pytest.MonkeyPatch, name: 
         run_state_machine_as_test(Pages, settings=quick)
 
 
-def test_digests_are_chained() -> None:
+def test_page_digests_are_chained() -> None:
     """A page's digest tells all tokens up to its end, wherever the computation was taken up."""
     text = [1, 2, 3, 4, 5, 6, 7]
     whole = page_digests(text, 2)
@@ -173,12 +173,12 @@ def test_digests_are_chained() -> None:
     assert len(collected) == 400
 
 
-def test_kept_pages_are_evicted_from_the_end_of_the_oldest_text() -> None:
+def test_pool_full_evicts_last_pages_of_the_oldest_owner() -> None:
     pool = PagePool(5, 1)
     digests = page_digests([1, 2, 3, 4], 1)
     first, second = pool.reserve(1, 2), pool.reserve(2, 2)
-    pool.keep(1, digests[:2])
-    pool.keep(2, page_digests([7, 8], 1))
+    pool.cache(1, digests[:2])
+    pool.cache(2, page_digests([7, 8], 1))
     pool.release(1)
     pool.release(2)
     assert pool.match(digests) == first
@@ -186,7 +186,7 @@ def test_kept_pages_are_evicted_from_the_end_of_the_oldest_text() -> None:
     assert pool.match(digests) == [] and pool.match(page_digests([7, 8], 1)) == [second[0]]
 
 
-def test_a_returned_list_is_the_callers_own() -> None:
+def test_pool_reserved_list_belongs_to_the_caller() -> None:
     pool = PagePool(4, 2)
     pool.reserve(1, 4).clear()
     pool.release(1)
@@ -194,15 +194,15 @@ def test_a_returned_list_is_the_callers_own() -> None:
     assert pool.num_used == 0
 
 
-def test_check_sees_a_lost_a_doubled_and_a_miscounted_page() -> None:
+def test_pool_check_detects_lost_doubled_and_miscounted_pages() -> None:
     """Negative controls."""
     lost, doubled, miscounted = PagePool(5, 1), PagePool(5, 1), PagePool(5, 1)
     lost._free.pop()
     doubled._free.append(3)
-    miscounted._holders[2] = 1
+    miscounted._num_owners[2] = 1
     for pool, message in (
-        (lost, "lost or handed out twice"),
-        (doubled, "lost or handed out twice"),
+        (lost, "lost or allocated twice"),
+        (doubled, "lost or allocated twice"),
         (miscounted, "miscounted"),
     ):
         with pytest.raises(AssertionError, match=message):
@@ -210,6 +210,6 @@ def test_check_sees_a_lost_a_doubled_and_a_miscounted_page() -> None:
 
 
 @pytest.mark.parametrize(("pages", "page_size"), [(1, 16), (0, 16), (4, 0)])
-def test_an_impossible_pool_is_refused(pages: int, page_size: int) -> None:
+def test_pool_impossible_sizes_are_refused(pages: int, page_size: int) -> None:
     with pytest.raises(ValueError, match=f"pages >= 2 and page_size >= 1, got {pages} and {page_size}"):
         PagePool(pages, page_size)

@@ -56,7 +56,7 @@ def by_processors(prompt: list[int], params: SamplingParams) -> list[int]:
     return output
 
 
-def test_plain_decoding_is_a_loop_over_transformers_processors() -> None:
+def test_penalties_plain_decoding_equals_transformers_processors() -> None:
     """A second time the prompts' pages are found, and no slot remembers whom it served."""
     assert plain_tokens() == [by_processors(*each) for each in zip(PROMPTS, ENGINE_PARAMS, strict=True)]
     for order in (range(8), range(7, -1, -1)):
@@ -64,7 +64,7 @@ def test_plain_decoding_is_a_loop_over_transformers_processors() -> None:
         assert [completion.token_ids for completion in done] == [plain_tokens()[i] for i in order]
 
 
-def test_controls_are_what_makes_the_difference() -> None:
+def test_penalties_removed_change_the_tokens() -> None:
     """Negative control: without its controls every row but the one that has none decodes otherwise."""
     off = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None, bad_words=())
     off |= dict(allowed_token_ids=None, min_tokens=0)
@@ -73,13 +73,13 @@ def test_controls_are_what_makes_the_difference() -> None:
     assert same == [not params.controls_used for params in ENGINE_PARAMS]
 
 
-def test_a_chain_decodes_as_without_a_drafter() -> None:
+def test_penalties_chain_equals_plain_decoding() -> None:
     engine = small.eagle3(rounds=3, page_size=1)
     check_engine(engine)
 
 
 @pytest.mark.long
-def test_a_dynamic_tree_decodes_as_without_a_drafter_while_requests_are_preempted() -> None:
+def test_penalties_dynamic_tree_with_preemption_equals_plain_decoding() -> None:
     """What was lost is counted once more when a request comes back, its output as output."""
     drafter = DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3))
     engine = Engine(
@@ -124,34 +124,34 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         dict(allowed_token_ids=[1, 2], bad_words=[[1], [3, 3, 2]]),
-        r"neither bad_words=\(\(1,\), \(3, 3, 2\)\) nor min_tokens=0 takes out behind \(3, 3\), got \(1, 2\)",
+        r"neither bad_words=\(\(1,\), \(3, 3, 2\)\) nor min_tokens=0 takes out after \(3, 3\), got \(1, 2\)",
     ),
 ]
 
 
 @pytest.mark.parametrize(("given", "message"), BAD, ids=str)
-def test_controls_that_cannot_be_held_are_refused_before_anything_is_queued(given: dict, message: str) -> None:
+def test_penalties_impossible_are_refused_before_queueing(given: dict, message: str) -> None:
     engine = small.plain()
     with pytest.raises(ValueError, match=message):
         engine.generate([[1], [2]], [SamplingParams(), SamplingParams(**given)])
     assert not engine.scheduler.has_work
 
 
-def test_an_engine_built_without_controls_says_so() -> None:
+def test_penalties_engine_built_without_refuses_them() -> None:
     admission = InputProcessor(None, small.VOCAB, (), EngineConfig(controls=False))
     admission.requests([1], SamplingParams(top_k=3), trace=False)
     with pytest.raises(ValueError, match="presence_penalty, min_tokens: this engine was built with controls=False"):
         admission.requests([1], SamplingParams(presence_penalty=1, min_tokens=1), trace=False)
 
 
-def test_words_that_cannot_come_together_leave_a_choice() -> None:
+def test_bad_words_that_exclude_each_other_are_accepted() -> None:
     """After 5 comes 6 and after 6 comes 5: each takes out another token."""
     params = SamplingParams(temperature=0, max_tokens=8, allowed_token_ids=[5, 6], bad_words=[[5, 5], [6, 6]])
     (done,) = small.plain().generate([1, 5], params)
     assert done.token_ids == [6, 5] * 4
 
 
-def test_texts_are_banned_with_and_without_a_blank_in_front() -> None:
+def test_bad_words_text_is_banned_with_and_without_leading_blank() -> None:
     params = SamplingParams(bad_words=["ab", " ab", [1]])
     assert bad_words(params, ByteTokenizer()) == (tuple(b"ab"), tuple(b" ab"), (1,))
 
@@ -165,12 +165,12 @@ class Blanks:
         return [0, *map(ord, " " + text)]
 
 
-def test_a_bad_word_is_banned_behind_a_lines_end_too() -> None:
+def test_bad_words_after_a_newline_are_banned() -> None:
     words = bad_words(SamplingParams(bad_words=["ab"]), Blanks())  # type: ignore[arg-type]
     assert words == ((32, 97, 98), (32, 32, 97, 98), (97, 98))
 
 
-def test_numbers_too_large_for_a_float() -> None:
+def test_params_numbers_too_large_for_a_float_are_refused() -> None:
     assert SamplingParams(max_tokens=2**64).max_tokens == 2**64
     for field in ("temperature", "presence_penalty", "min_tokens"):
         with pytest.raises(ValueError, match=field):

@@ -15,6 +15,7 @@ import pytest
 from jspec import Completion, Drafter, DraftModel, Eagle3, Engine, SamplingParams, Suffix, Tree
 from jspec.core.records import PrefillInput
 from jspec.engine.model_runner import ModelRunner
+from jspec.step.executable_key import ExecutableKey
 from tests.support import small, tiny
 
 pytestmark = pytest.mark.once
@@ -56,7 +57,7 @@ def engine(name: str, *, cached: bool, page_size: int = PAGE) -> Engine:
 def _all_comes_back() -> Iterator[None]:
     """Every test begins and ends with nothing held, and every page somewhere."""
     for one in WITH_CACHE:
-        one.scheduler.pages.forget()
+        one.scheduler.pages.clear()
     yield
     for one in WITH_CACHE:
         one.scheduler.pages.check()
@@ -83,6 +84,10 @@ def tokens(done: list[Completion]) -> list[list[int]]:
     return [one.token_ids for one in done]
 
 
+def accepted(done: list[Completion]) -> list[list[int]]:
+    return [one.metrics.num_accepted_per_position for one in done]
+
+
 def cached_tokens(done: list[Completion]) -> list[int]:
     return [one.metrics.num_cached_tokens for one in done]
 
@@ -92,18 +97,18 @@ TURNS = ((9, 6), (1, 3), (3, 8), (1, 1), (2, 7), (5, 5))
 
 @pytest.mark.parametrize("controls", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_hits_change_neither_tokens_nor_drafts(name: str, controls: dict[str, Any]) -> None:
+def test_prefix_hits_keep_tokens_and_drafts(name: str, controls: dict[str, Any]) -> None:
     one, other = (chat(engine(name, cached=cached), controls, TURNS) for cached in (True, False))
     assert tokens(one) == tokens(other)
     assert [done.from_draft for done in one] == [done.from_draft for done in other]
-    assert [done.metrics.accepted_at for done in one] == [done.metrics.accepted_at for done in other]
+    assert accepted(one) == accepted(other)
     assert sum(cached_tokens(one)) > 50 and sum(cached_tokens(other)) == 0
     if name != "plain" and controls == GREEDY:
         assert sum(done.metrics.num_accepted_tokens for done in one) > 0
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_every_full_page_of_what_was_said_is_found(name: str) -> None:
+def test_prefix_every_full_page_is_found(name: str) -> None:
     """Also those filled while decoding, and the rows of a request's very last round: with any drafter as without."""
     done = chat(engine(name, cached=True), SAMPLED, TURNS)
     held = 0
@@ -123,12 +128,12 @@ def expected_scores() -> list[np.ndarray]:
     return traced(engine("eagle3", cached=False))
 
 
-def test_the_draft_rows_of_shared_pages_are_whole(expected_scores: list[np.ndarray]) -> None:
+def test_shared_pages_draft_rows_are_complete(expected_scores: list[np.ndarray]) -> None:
     """The head gives every node the score it has without the cache: so its rows and its feature are the right ones."""
     np.testing.assert_allclose(traced(engine("eagle3", cached=True)), expected_scores, atol=TOLERANCE)
 
 
-def test_with_pages_of_one_row_too(expected_scores: list[np.ndarray]) -> None:
+def test_shared_pages_of_one_row_draft_rows_are_complete(expected_scores: list[np.ndarray]) -> None:
     one = engine("eagle3", cached=True, page_size=1)
     np.testing.assert_allclose(traced(one), expected_scores, atol=TOLERANCE)
     done = chat(one, GREEDY, TURNS)
@@ -136,35 +141,38 @@ def test_with_pages_of_one_row_too(expected_scores: list[np.ndarray]) -> None:
 
 
 def no_pending_rows(one: Engine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(one._device.programs, "write_pending_rows", lambda params, state, packed: state)
+    key = ExecutableKey("write_pending_rows")
+    patch.setitem(one.core.runner.programs.compiled, key, lambda params, state, packed: state)
 
 
 def no_edges(one: Engine, patch: pytest.MonkeyPatch) -> None:
-    original = one._dispatch
+    original = one.core._dispatch
 
     def dispatch(plan: Any) -> Any:
-        draft = one._device.state.draft
-        one._device.state = replace(one._device.state, draft=replace(draft, edges=jnp.ones_like(draft.edges)))
+        draft = one.core.runner.state.draft
+        one.core.runner.state = replace(
+            one.core.runner.state, draft=replace(draft, page_end_features=jnp.ones_like(draft.page_end_features))
+        )
         return original(plan)
 
-    patch.setattr(one, "_dispatch", dispatch)
+    patch.setattr(one.core, "_dispatch", dispatch)
 
 
 @pytest.mark.parametrize("spoil", [no_pending_rows, no_edges])
-def test_a_page_that_is_not_whole_shows(
+def test_shared_pages_incomplete_are_detected(
     expected_scores: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., None]
 ) -> None:
     """Negative controls."""
     one = engine("eagle3", cached=True)
     traced(one, TURNS[:1])  # so that its programs are compiled before one of them is replaced
-    one.scheduler.pages.forget()
+    one.scheduler.pages.clear()
     spoil(one, monkeypatch)
     with pytest.raises(AssertionError):
         np.testing.assert_allclose(traced(one), expected_scores, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("size", [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 16, 17, 24, 29])
-def test_the_same_prompt_twice(size: int) -> None:
+def test_prefix_same_prompt_twice_hits_all_but_one_token(size: int) -> None:
     """Prompts that are multiples of the page, and chunks of 6 and 16 that end inside a page."""
     plain = SamplingParams(max_tokens=6, **GREEDY)
     one = engine("eagle3", cached=True)
@@ -175,13 +183,12 @@ def test_the_same_prompt_twice(size: int) -> None:
     assert cached_tokens([first, second]) == [0, min(size // PAGE * PAGE, size - 1)]
 
 
-def test_live_requests_share_pages() -> None:
+def test_prefix_live_requests_share_pages() -> None:
     """The second of two equal prompts takes the pages of the first, which is still running."""
     one = engine("eagle3", cached=True)
     params = [SamplingParams(max_tokens=8, seed=seed) for seed in (1, 2)]
-    requests = one._requests([prompt(16)] * 2, params, trace=False)
-    for request in requests:
-        one._queue(request)
+    requests = one._make_requests([prompt(16)] * 2, params, trace=False)
+    one._queue(requests)
     most = 0
     while one.scheduler.has_work:
         one.step()
@@ -191,12 +198,10 @@ def test_live_requests_share_pages() -> None:
     assert most == 2 * own - 4
     expected = engine("eagle3", cached=False).generate([prompt(16)] * 2, params)
     assert [request.token_ids for request in requests] == tokens(expected)
-    for request in requests:
-        one._forget(request)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "draft model"])
-def test_a_shared_page_is_never_written(name: str) -> None:
+def test_shared_page_hit_is_not_written(name: str) -> None:
     """The rows of a prompt that is a multiple of the page are the same bits after it came again, whole.
 
     Also where they are not what it would write: the draft's hold a mark in their last rows.
@@ -204,11 +209,11 @@ def test_a_shared_page_is_never_written(name: str) -> None:
     one, params = engine(name, cached=True), SamplingParams(max_tokens=1, **GREEDY)
     one.generate(prompt(16), params)
     pages = one.scheduler.pages.match(list(one.scheduler.pages._page_of))
-    marked = jax.tree.map(lambda pool: pool.at[pages[-1], :, PAGE - 1].add(1), one._device.state.draft.cache)
-    one._device.state = replace(one._device.state, draft=replace(one._device.state.draft, cache=marked))
+    marked = jax.tree.map(lambda pool: pool.at[pages[-1], :, PAGE - 1].add(1), one.core.runner.state.draft.cache)
+    one.core.runner.state = replace(one.core.runner.state, draft=replace(one.core.runner.state.draft, cache=marked))
 
     def rows() -> list[np.ndarray]:
-        pools = [one._device.state.target, one._device.state.draft.cache]
+        pools = [one.core.runner.state.target, one.core.runner.state.draft.cache]
         return [np.array(pool)[pages] for pool in jax.tree.leaves(pools)]
 
     before = rows()
@@ -218,7 +223,7 @@ def test_a_shared_page_is_never_written(name: str) -> None:
         np.testing.assert_array_equal(old, new)
 
 
-def test_another_beginning_hits_nothing() -> None:
+def test_prefix_other_beginning_hits_nothing() -> None:
     """A page is found by all tokens before it too, not by its own alone."""
     one, params = engine("plain", cached=True), SamplingParams(max_tokens=1, **GREEDY)
     one.generate(prompt(16), params)
@@ -229,20 +234,20 @@ def test_another_beginning_hits_nothing() -> None:
     assert done.metrics.num_cached_tokens == 12, "the pages that agree"
 
 
-def test_kept_pages_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_pages_full_pool_are_evicted_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many prompts fill the pool; the pages kept are taken for those that come, the oldest first."""
     one, params = engine("plain", cached=True), SamplingParams(max_tokens=4, **GREEDY)
     prompts = [prompt(12, seed=seed) for seed in range(30)]
     expected = engine("plain", cached=False).generate(prompts, params)
     assert tokens(one.generate(prompts, params)) == tokens(expected)
     pages = one.scheduler.pages
-    assert pages.num_kept > pages.pages // 2
+    assert len(pages._page_of) > pages.pages // 2
     (latest,) = one.generate(prompts[-1], params)
     (oldest,) = one.generate(prompts[0], params)
     assert (latest.metrics.num_cached_tokens, oldest.metrics.num_cached_tokens) == (11, 0)
 
 
-def test_the_engine_tells_its_hit_rate() -> None:
+def test_metrics_prefix_hit_rate_is_counted() -> None:
     one = engine("plain", cached=True)
     before = one.metrics
     one.generate([prompt(16), prompt(16)], SamplingParams(max_tokens=2))
@@ -257,7 +262,7 @@ def test_the_engine_tells_its_hit_rate() -> None:
 
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_preemption_changes_neither_tokens_nor_drafts(name: str, cached: bool) -> None:
+def test_preemption_keeps_tokens_and_drafts(name: str, cached: bool) -> None:
     """Two rows in a pool that holds little more than one of them: the later one gives way, again and again."""
     one = engine(name, cached=cached)
     prompts = [prompt(9, seed=seed) for seed in range(4)]
@@ -267,7 +272,7 @@ def test_preemption_changes_neither_tokens_nor_drafts(name: str, cached: bool) -
     ]
     expected = one.generate(prompts, params)
     pages = one.scheduler.pages
-    pages.forget()
+    pages.clear()
     pages.reserve(-1, (pages.num_free - 12) * PAGE)
     done = one.generate(prompts, params)
     pages.release(-1)
@@ -276,10 +281,10 @@ def test_preemption_changes_neither_tokens_nor_drafts(name: str, cached: bool) -
     assert tokens(done) == tokens(expected)
     if name != "suffix":  # which drafts from what it saw of others, the first run among it
         assert [turn.from_draft for turn in done] == [turn.from_draft for turn in expected]
-        assert [turn.metrics.accepted_at for turn in done] == [turn.metrics.accepted_at for turn in expected]
+        assert accepted(done) == accepted(expected)
 
 
-def test_a_root_that_is_drawn_anew_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preemption_with_a_resampled_root_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a preempted request that samples its newest token once more, by the prefill's noise."""
     original = ModelRunner._pack
 
@@ -290,19 +295,16 @@ def test_a_root_that_is_drawn_anew_shows(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(ModelRunner, "_pack", forgets_root)
     with pytest.raises(AssertionError):
-        test_preemption_changes_neither_tokens_nor_drafts("draft model", False)
+        test_preemption_keeps_tokens_and_drafts("draft model", False)
 
 
-def test_the_more_urgent_are_served_first() -> None:
+def test_priority_lower_number_is_served_first() -> None:
     one = engine("plain", cached=False)
     params = [SamplingParams(max_tokens=4, priority=priority, **GREEDY) for priority in (1, 1, 0, 2, 0)]
-    requests = one._requests([prompt(5)] * 5, params, trace=False)
-    for request in requests:
-        one._queue(request)
+    requests = one._make_requests([prompt(5)] * 5, params, trace=False)
+    one._queue(requests)
     served: list[int] = []
     while one.scheduler.has_work:
         one.step()
         served += [index for index, r in enumerate(requests) if r.token_ids and index not in served]
     assert served == [2, 4, 0, 1, 3]
-    for request in requests:
-        one._forget(request)

@@ -1,4 +1,4 @@
-"""Automata that are made in a process of their own: the same, and none that takes more than there is."""
+"""Automata built in a separate process: equal to those built here, and limited in time and memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXPLODES = "(a|b)*a(a|b){20}"
 
 
 def in_order(step: np.ndarray, is_final: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """States as they are come to from the first, for the library numbers them as it likes."""
+    """Renumber the states in breadth-first order, because the library's numbers are arbitrary."""
     order = [0]
     for state in order:
         order += [new for new in dict.fromkeys(step[state].tolist()) if new >= 0 and new not in order]
@@ -33,17 +33,17 @@ def in_order(step: np.ndarray, is_final: np.ndarray) -> tuple[np.ndarray, np.nda
     return np.array(renamed), is_final[order]
 
 
-def test_another_process_makes_the_same_automaton() -> None:
+def test_builder_builds_the_same_automaton_as_build() -> None:
     builder = Builder()
     for regex in ("a|é", "(ab){2,5}c*", "(a|b)*a(a|b){4}"):
-        for ours, theirs in zip(in_order(*build(regex)), in_order(*builder(regex)), strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+        for expected, found in zip(in_order(*build(regex)), in_order(*builder(regex)), strict=True):
+            np.testing.assert_array_equal(found, expected)
     with pytest.raises(ValueError, match="Failed to build DFA"):
         builder("(")
     assert builder("a")[0].shape[1] == 256
 
 
-def test_what_takes_too_long_is_refused_in_time_and_spoils_nothing() -> None:
+def test_builder_that_exceeds_the_time_limit_raises_and_recovers() -> None:
     builder = Builder(seconds=1.5)
     builder("a")
     start = time.perf_counter()
@@ -53,15 +53,17 @@ def test_what_takes_too_long_is_refused_in_time_and_spoils_nothing() -> None:
     assert (in_order(*builder("a+"))[0] == in_order(*build("a+"))[0]).all()
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL") or os.uname().sysname != "Linux", reason="bounds no memory")
-def test_what_takes_too_much_memory_is_refused() -> None:
+@pytest.mark.skipif(
+    not hasattr(signal, "SIGKILL") or os.uname().sysname != "Linux", reason="no memory limit on this system"
+)
+def test_builder_that_exceeds_the_memory_limit_raises_and_recovers() -> None:
     builder = Builder(seconds=60.0, gib=0.4)
     with pytest.raises(TooLarge):
         builder("(a|b)*a(a|b){15}")
     assert (in_order(*builder("a+"))[0] == in_order(*build("a+"))[0]).all()
 
 
-def test_a_request_is_refused_by_name() -> None:
+def test_grammar_input_with_a_huge_automaton_names_the_field() -> None:
     maker = GrammarInput(lettered.tokenizer(), 16, 400)
     maker._build._seconds = 1.0
     with pytest.raises(ValueError, match=r"^regex='\(a\|b\)\*a\(a\|b\)\{20\}': its automaton takes more than"):
@@ -72,12 +74,12 @@ def test_a_request_is_refused_by_name() -> None:
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals reach another thread")
-def test_an_interrupt_leaves_no_answer_for_the_next_one() -> None:
-    """The answer of one that nobody waits for any more is not taken for that of another."""
+def test_builder_after_an_interrupt_answers_the_next_expression() -> None:
+    """The unread answer to the interrupted expression is not returned for the next one."""
     builder, before = Builder(), signal.signal(signal.SIGINT, signal.default_int_handler)
     builder("a")
     main = threading.main_thread().ident
-    timer = threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT])  # which it waits in
+    timer = threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT])  # the main thread waits for the answer
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -87,17 +89,17 @@ def test_an_interrupt_leaves_no_answer_for_the_next_one() -> None:
     assert (in_order(*builder("a+"))[0] == in_order(*build("a+"))[0]).all()
 
 
-def test_what_fails_otherwise_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builder_with_a_broken_interpreter_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match="/bin/false that makes automata ended with 1"):
+    with pytest.raises(RuntimeError, match="builds automata, /bin/false, ended with 1"):
         Builder()("a")
     monkeypatch.setattr(sys, "executable", "")
-    with pytest.raises(RuntimeError, match="automata are made by another Python"):
+    with pytest.raises(RuntimeError, match="cannot start the process that builds automata"):
         Builder()("a")
 
 
-def test_an_engine_takes_the_process_with_it() -> None:
-    """When it is closed, and when it is dropped, before any cycle is collected."""
+def test_grammar_input_closed_or_dropped_ends_the_process() -> None:
+    """Dropping it ends the process at once, without garbage collection."""
     maker = GrammarInput(lettered.tokenizer(), 16, 400)
     maker.of(SamplingParams(regex="a+"), (0,), ())
     (first := maker._build._process).poll()
@@ -113,7 +115,7 @@ def test_an_engine_takes_the_process_with_it() -> None:
         gc.enable()
 
 
-def test_the_process_ends_with_its_owner() -> None:
+def test_builder_dropped_ends_the_process() -> None:
     builder = Builder()
     builder("a")
     process = builder._process

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from jspec import Chunk, Engine, SamplingParams
 from jspec.core.records import StepOutput
-from jspec.engine.output_processor import OutputState, completion_of, process_step_output
-from jspec.engine.request import Request
+from jspec.engine.detokenizer import TextDecoder
+from jspec.engine.output_processor import make_chunk, make_completion, process_step_output
+from jspec.engine.request import OutputState, Request
 from jspec.engine.stop_strings import StopStringMatcher
 from jspec.engine.tokenizer import ByteTokenizer
 from tests.support import small
@@ -38,7 +39,7 @@ STOPS = st.lists(st.text("ab€", min_size=1, max_size=5), min_size=1, max_size=
 
 @settings(max_examples=400)
 @given(pieces=st.lists(st.text("ab€", max_size=5), max_size=9), stops=STOPS, exempt=st.integers(0, 3))
-def test_pieces_are_cut_as_the_whole_text_is(pieces: list[str], stops: list[str], exempt: int) -> None:
+def test_stop_strings_text_in_pieces_is_cut_as_a_whole(pieces: list[str], stops: list[str], exempt: int) -> None:
     """Nothing is held back that no stop string could take, and nothing is handed out that one does."""
     searched, handed = StopStringMatcher(stops), ""
     for index, piece in enumerate(pieces):
@@ -68,7 +69,7 @@ def test_pieces_are_cut_as_the_whole_text_is(pieces: list[str], stops: list[str]
         (["\n\n"], "a\n\n\n", "a", "\n\n"),
     ],
 )
-def test_which_of_overlapping_ones_counts(stops: list[str], text: str, expected: str, found: str) -> None:
+def test_stop_strings_overlapping_first_end_wins(stops: list[str], text: str, expected: str, found: str) -> None:
     for cut in range(len(text)):
         searched = StopStringMatcher(stops)
         handed = searched.push(text[:cut]) + searched.push(text[cut:]) + searched.finish()
@@ -105,25 +106,25 @@ def decoded(draw: Any) -> tuple[list[int], list[int], tuple[str, ...], int]:
 
 @settings(max_examples=300)
 @given(case=decoded())
-def test_rounds_are_cut_at_the_token_that_completes_a_stop_string(
+def test_stop_strings_inside_a_round_cut_at_the_completing_token(
     case: tuple[list[int], list[int], tuple[str, ...], int],
 ) -> None:
     tokens, rounds, stops, min_tokens = case
     params = SamplingParams(max_tokens=len(tokens), stop=stops, min_tokens=min_tokens)
-    request = Request(1, (97,), params, 0, (), len(tokens))
-    text, chunks = OutputState(ByteTokenizer(), request), list[Chunk]()
+    output = OutputState(TextDecoder(ByteTokenizer(), [97], stops, (), min_tokens))
+    request, chunks = Request(1, (97,), params, 0, (), len(tokens), output=output), list[Chunk]()
     for one in report_of(tokens, rounds):
-        output = StepOutput(report=one[None], trace=None)  # type: ignore[arg-type]
-        reason = process_step_output(request, text, output, 0, True, eos_ids=[])
-        chunks.append(text.chunk(request, len([t for chunk in chunks for t in chunk.token_ids])))
+        step = StepOutput(report=one[None], trace=None)  # type: ignore[arg-type]
+        reason = process_step_output(request, step, 0, is_round=True)
+        chunks.append(make_chunk(request, len([t for chunk in chunks for t in chunk.token_ids])))
         if reason is not None:
             break
-    text.finish()
-    request.finish_reason = reason if text.stop is None else "stop"
-    chunks.append(text.chunk(request, len(request.token_ids)))
-    done = completion_of(request, text)
+    output.finish_text()
+    output.finish_reason = reason if output.stop_string is None else "stop"
+    chunks.append(make_chunk(request, len(request.token_ids)))
+    done = make_completion(request)
     expected, count, found = by_hand(tokens, stops, min_tokens)
-    assert (done.text, done.token_ids, text.stop) == (expected, tokens[:count], found)
+    assert (done.text, done.token_ids, output.stop_string) == (expected, tokens[:count], found)
     assert done.metrics.num_tokens == len(done.from_draft) == count
     assert done.metrics.num_accepted_tokens == sum(done.from_draft) <= count
     assert "".join(chunk.text or "" for chunk in chunks) == expected
@@ -159,10 +160,10 @@ def three_rounds() -> Engine:
 def engine(three_rounds: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """With text; after every test: no page, slot or text is kept."""
     engine = three_rounds
-    monkeypatch.setattr(engine._admission, "tokenizer", ByteTokenizer())
+    monkeypatch.setattr(engine.input_processor, "tokenizer", ByteTokenizer())
     yield engine
     engine.scheduler.pages.check()
-    assert engine.pages_in_use == 0 and not engine.scheduler.has_work and not engine._texts
+    assert engine.pages_in_use == 0 and not engine.scheduler.has_work
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +175,7 @@ def text_of(ids: Sequence[int]) -> str:
     return "".join(map(chr, ids))
 
 
-def test_the_engine_cuts_at_any_place(engine: Engine, plain: list[list[int]]) -> None:
+def test_engine_stop_string_at_any_place_cuts_there(engine: Engine, plain: list[list[int]]) -> None:
     """Also beside one that has no stop string; a cut inside a round drops what the round has behind it."""
     for start in range(LENGTH - 3):
         stops = [text_of(plain[row][start : start + 1 + row]) for row in (0, 1)]
@@ -191,7 +192,7 @@ def test_the_engine_cuts_at_any_place(engine: Engine, plain: list[list[int]]) ->
         assert (done[2].token_ids, done[2].finish_reason, done[2].stop_reason) == (plain[2], "length", None)
 
 
-def test_streams_hold_back_what_may_be_cut(engine: Engine, plain: list[list[int]]) -> None:
+def test_stream_stop_strings_hold_back_possible_matches(engine: Engine, plain: list[list[int]]) -> None:
     for row, ids in enumerate(plain):
         whole = text_of(ids)
         for stops in ([whole[9:12]], [whole[9:12] + "z", whole[7:14] + "z"], [whole[12:15], whole[10:14]]):
@@ -206,12 +207,12 @@ def test_streams_hold_back_what_may_be_cut(engine: Engine, plain: list[list[int]
             assert chunks[-1].finish_reason == ("length" if match is None else "stop")
 
 
-def test_slot_and_pages_are_free_at_once(engine: Engine, plain: list[list[int]]) -> None:
+def test_engine_stop_string_frees_slot_and_pages_at_once(engine: Engine, plain: list[list[int]]) -> None:
     """With rounds under way, which nobody reads then; what is kept of its pages is right for others."""
     request = engine.submit(PROMPTS[0], replace(PARAMS[0], stop=text_of(plain[0][2:4])))
     while request.finish_reason is None:
         engine.step()
-    assert engine._in_flight and engine.pages_in_use == 0 and len(engine.scheduler._free_slots) == 2
+    assert engine.core.in_flight and engine.pages_in_use == 0 and len(engine.scheduler._free_slots) == 2
     done = engine.result(request)
     assert done.token_ids == plain[0][: len(done.token_ids)] and len(done.token_ids) < LENGTH
     (after,) = engine.generate(PROMPTS[0] + done.token_ids, SamplingParams(max_tokens=8, temperature=0))
@@ -219,7 +220,7 @@ def test_slot_and_pages_are_free_at_once(engine: Engine, plain: list[list[int]])
     assert after.token_ids == plain[0][len(done.token_ids) :][:8]
 
 
-def test_each_of_n_completions_is_cut_by_itself(engine: Engine) -> None:
+def test_engine_stop_string_cuts_each_sample_alone(engine: Engine) -> None:
     params = SamplingParams(max_tokens=LENGTH, seed=5, n=4)
     whole = engine.generate(PROMPTS[1], params)[0].samples
     stop = (whole[0].text or "")[4:6]
@@ -231,7 +232,7 @@ def test_each_of_n_completions_is_cut_by_itself(engine: Engine) -> None:
         assert one.finish_reason == ("stop" if match else "length")
 
 
-def test_no_stop_string_counts_in_the_first_tokens(engine: Engine, plain: list[list[int]]) -> None:
+def test_engine_min_tokens_ignores_early_stop_strings(engine: Engine, plain: list[list[int]]) -> None:
     ids = plain[1]
     stop = text_of(ids[0:1])
     places = [index for index, token in enumerate(ids) if token == ids[0]]
@@ -240,7 +241,7 @@ def test_no_stop_string_counts_in_the_first_tokens(engine: Engine, plain: list[l
     assert done.token_ids == ids[:end]
 
 
-def test_a_stop_token_and_a_stop_string(engine: Engine, plain: list[list[int]]) -> None:
+def test_engine_stop_token_or_string_first_one_wins(engine: Engine, plain: list[list[int]]) -> None:
     """Whichever comes first; a stop token has no text that could complete a stop string."""
     ids = plain[0]
     place = next(i for i in range(4, LENGTH) if ids[i] not in ids[:i])
@@ -250,17 +251,17 @@ def test_a_stop_token_and_a_stop_string(engine: Engine, plain: list[list[int]]) 
 
 
 @pytest.mark.parametrize("stop", ["", [""], ["a", ""], 5, [5], {"a": 1}, ("a", None)])
-def test_no_other_stop(stop: Any) -> None:
+def test_params_impossible_stop_is_refused(stop: Any) -> None:
     with pytest.raises(ValueError, match=r"SamplingParams\.stop: expected a text or a list of texts, none empty, got"):
         SamplingParams(stop=stop)
 
 
-def test_one_text_or_several() -> None:
+def test_params_stop_text_or_list_is_a_tuple() -> None:
     assert SamplingParams(stop="ab").stop == SamplingParams(stop=["ab"]).stop == ("ab",)
     assert SamplingParams(stop=None).stop == SamplingParams().stop == ()  # type: ignore[arg-type]
 
 
-def test_texts_need_a_tokenizer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine._admission, "tokenizer", None)
+def test_engine_stop_string_without_tokenizer_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.input_processor, "tokenizer", None)
     with pytest.raises(ValueError, match=r"stop: \('a',\) needs a tokenizer; pass tokenizer= or use stop_token_ids"):
         engine.generate([1], SamplingParams(stop="a"))

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspec import SamplingParams
-from jspec.engine.output_processor import OutputState
-from jspec.engine.request import Request
-from jspec.engine.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
+from jspec.core.config import EngineConfig
+from jspec.engine.detokenizer import IncrementalDetokenizer
+from jspec.engine.input_processor import InputProcessor
+from jspec.engine.tokenizer import Tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.once
 
@@ -96,7 +97,7 @@ def check_pieces(tokenizer: Tokenizer, prompt: Sequence[int], pieces: Sequence[S
 
 @pytest.mark.parametrize("name", ["bytes", "stories260k", "qwen2.5", "gpt2"])
 @pytest.mark.parametrize("text", TEXTS)
-def test_decode_inverts_encode(name: str, text: str, request: pytest.FixtureRequest) -> None:
+def test_tokenizer_decode_inverts_encode(name: str, text: str, request: pytest.FixtureRequest) -> None:
     """Of the other two, one has no bytes for what it does not know and one drops a leading blank."""
     tokenizer = load(name, request)
     text = unicodedata.normalize("NFC", text) if name == "qwen2.5" else text
@@ -104,7 +105,7 @@ def test_decode_inverts_encode(name: str, text: str, request: pytest.FixtureRequ
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_each_token_alone_gives_the_whole_text(tokenizer: Tokenizer, text: str) -> None:
+def test_detokenizer_token_by_token_gives_the_whole_text(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     check_pieces(tokenizer, [], [[token] for token in ids])
     for cut in range(0, len(ids), max(1, len(ids) // 7)):
@@ -112,26 +113,26 @@ def test_each_token_alone_gives_the_whole_text(tokenizer: Tokenizer, text: str) 
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_long_prompt_changes_no_text(tokenizer: Tokenizer, text: str) -> None:
+def test_detokenizer_long_prompt_changes_no_text(tokenizer: Tokenizer, text: str) -> None:
     prompt = tokenizer.encode("A long beginning. " * 20 + "世界\n")
     ids = tokenizer.encode(text)
     check_pieces(tokenizer, prompt, [[token] for token in ids])
 
 
-def test_pieces_never_end_within_a_character(tokenizer: Tokenizer) -> None:
+def test_detokenizer_pieces_never_end_within_a_character(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("🎉 naïve 你好，世界 👩‍👩‍👧‍👦")
     pieces = streamed(tokenizer, [], [[token] for token in ids])
     assert all("\ufffd" not in piece for piece in pieces)
 
 
-def test_text_comes_with_its_token(request: pytest.FixtureRequest) -> None:
+def test_detokenizer_final_text_comes_with_its_token(request: pytest.FixtureRequest) -> None:
     """Nothing is held back that is settled: plain English arrives token by token."""
     tokenizer = load("gpt2", request)
     ids = tokenizer.encode("Once upon a time")
     assert streamed(tokenizer, [], [[token] for token in ids]) == ["Once", " upon", " a", " time", ""]
 
 
-def test_a_leading_blank_follows_a_prompt_but_not_an_empty_one(request: pytest.FixtureRequest) -> None:
+def test_detokenizer_leading_blank_follows_a_visible_prompt_only(request: pytest.FixtureRequest) -> None:
     tokenizer = load("stories260k", request)
     ids = tokenizer.encode("Once upon")
     after_bos = streamed(tokenizer, ids[:1], [ids[1:]])
@@ -140,26 +141,26 @@ def test_a_leading_blank_follows_a_prompt_but_not_an_empty_one(request: pytest.F
 
 
 @pytest.mark.parametrize("name", ["stories260k", "tinystories656k", "tokenizers/gpt2"])
-def test_with_a_grammar_the_text_is_the_bytes_of_its_tokens(data: Path, name: str) -> None:
+def test_text_decoder_with_a_grammar_keeps_the_first_blank(data: Path, name: str) -> None:
     """Which the grammar counts: also the first blank behind a prompt that is not seen, which is lost without one."""
     tokenizer = load_tokenizer(data / name)
     assert tokenizer is not None
+    processor = InputProcessor(tokenizer, tokenizer.vocab_size, (), EngineConfig())
     spelled, front = tokenizer.token_bytes(), next(iter(tokenizer.hidden_ids))
     blank = next(i for i, text in enumerate(spelled) if text is not None and re.fullmatch(rb" [a-z]+", text))
     for prompt in ([front], [front, blank], [blank]):
         texts = []
         for params in (SamplingParams(regex=".*"), SamplingParams(json_schema={}), SamplingParams()):
-            text = OutputState(tokenizer, Request(1, tuple(prompt), params, 0, (), 9))
-            text.pieces += text.read([blank, blank])
-            text.finish()
-            texts.append(text.text)
+            decoder = processor._text_decoder(tuple(prompt), params, ())
+            pieces = decoder.push([blank, blank], 0)
+            texts.append("".join(pieces) + decoder.finish(2))
         expected = 2 * (spelled[blank] or b"").decode()
         assert texts[0] == texts[1] == expected
         is_lost = prompt == [front] and "gpt2" not in name
         assert texts[2] == (expected[1:] if is_lost else expected)
 
 
-def test_ids_without_text_hide_no_prompt(request: pytest.FixtureRequest) -> None:
+def test_detokenizer_ids_without_text_hide_no_prompt(request: pytest.FixtureRequest) -> None:
     """Models are padded beyond their tokenizer; such ids are no beginning, so the next blank stays."""
     tokenizer = load("stories260k", request)
     ids = tokenizer.encode("Once")
@@ -171,7 +172,7 @@ def test_ids_without_text_hide_no_prompt(request: pytest.FixtureRequest) -> None
 @pytest.mark.parametrize("name", list(FOLDERS))
 @settings(max_examples=150)
 @given(data=st.data())
-def test_any_ids_in_any_pieces_give_the_whole_text(
+def test_detokenizer_random_ids_give_the_whole_text(
     name: str, request: pytest.FixtureRequest, data: st.DataObject
 ) -> None:
     """Random ids are mostly broken UTF-8, broken byte runs and special tokens."""
@@ -186,7 +187,7 @@ def test_any_ids_in_any_pieces_give_the_whole_text(
 
 
 @pytest.mark.parametrize("name", ["stories260k", "metaspace"])
-def test_a_bad_byte_spoils_its_whole_run(name: str, request: pytest.FixtureRequest) -> None:
+def test_detokenizer_bad_byte_replaces_its_whole_run(name: str, request: pytest.FixtureRequest) -> None:
     """Why a byte run is held back: decoders make it all text or all replacement characters."""
     tokenizer = load(name, request)
     by_byte = sorted(tokenizer.byte_ids)
@@ -196,7 +197,7 @@ def test_a_bad_byte_spoils_its_whole_run(name: str, request: pytest.FixtureReque
     assert streamed(tokenizer, word, [good, [by_byte[0xFF]], word]) == ["", "", "\ufffd" * 4 + "x", ""]
 
 
-def test_eager_pieces_would_differ(request: pytest.FixtureRequest) -> None:
+def test_tokens_decoded_alone_give_another_text(request: pytest.FixtureRequest) -> None:
     """Negative control: decoding each token alone does not give the text."""
     tokenizer = load("qwen2.5", request)
     ids = tokenizer.encode("🎉👩‍👩‍👧‍👦")
@@ -205,7 +206,7 @@ def test_eager_pieces_would_differ(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2", "stories260k"])
 @pytest.mark.parametrize("kind", ["text", "broken", "hidden"])
-def test_the_cost_of_a_push_does_not_grow(name: str, kind: str, request: pytest.FixtureRequest) -> None:
+def test_detokenizer_long_text_has_constant_cost(name: str, kind: str, request: pytest.FixtureRequest) -> None:
     """Characters handed to `decode` per pushed token stay bounded, whatever comes."""
     tokenizer = load(name, request)
     broken = {"bytes": 0xFF, "gpt2": 255, "stories260k": max(tokenizer.byte_ids, default=0)}[name]
@@ -231,7 +232,7 @@ def test_the_cost_of_a_push_does_not_grow(name: str, kind: str, request: pytest.
     assert "".join(pieces) == whole(tokenizer, ids, ids)
 
 
-def test_bytes_are_ids() -> None:
+def test_byte_tokenizer_bytes_are_ids() -> None:
     tokenizer = load_tokenizer("bytes")
     assert tokenizer is not None
     assert tokenizer.encode("aé") == [97, 0xC3, 0xA9]
@@ -241,7 +242,7 @@ def test_bytes_are_ids() -> None:
         tokenizer.chat([{"role": "user", "content": "hi"}])
 
 
-def test_special_tokens_are_added_and_not_shown(data: Path) -> None:
+def test_tokenizer_special_tokens_are_added_and_hidden(data: Path) -> None:
     tokenizer = load_tokenizer(data / "stories260k")
     assert tokenizer is not None
     assert tokenizer.vocab_size == 512
@@ -250,7 +251,7 @@ def test_special_tokens_are_added_and_not_shown(data: Path) -> None:
     assert len(tokenizer.byte_ids) == 256
 
 
-def test_chat_uses_the_template(data: Path) -> None:
+def test_tokenizer_chat_uses_the_template(data: Path) -> None:
     tokenizer = load_tokenizer(data / "tokenizers/qwen2.5")
     assert tokenizer is not None
     ids = tokenizer.chat([{"role": "user", "content": "Hi"}])
@@ -261,21 +262,21 @@ def test_chat_uses_the_template(data: Path) -> None:
     assert ids == expected
 
 
-def test_a_tokenizer_without_template_says_so(data: Path) -> None:
+def test_tokenizer_without_template_refuses_chat(data: Path) -> None:
     tokenizer = load_tokenizer(data / "stories260k")
     assert tokenizer is not None
     with pytest.raises(ValueError, match=r"stories260k.*no chat template"):
         tokenizer.chat([{"role": "user", "content": "Hi"}])
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_load_tokenizer_nothing_there_is_none_or_an_error(tmp_path: Path) -> None:
     assert load_tokenizer(None) is None
     assert load_tokenizer(tmp_path) is None
     with pytest.raises(ValueError, match=r"expected a folder, \"bytes\" or None, got .*absent"):
         load_tokenizer(tmp_path / "absent")
 
 
-def test_broken_tokenizer_files_are_named(tmp_path: Path) -> None:
+def test_load_tokenizer_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{not json")
     with pytest.raises(ValueError, match=r"expected tokenizer files that transformers can read"):
         load_tokenizer(tmp_path)

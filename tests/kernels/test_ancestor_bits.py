@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import ancestor_bits, causal_bits
-from pallas_kernels.attention.ancestor_bits import marked
+from pallas_kernels.attention.ancestor_bits import mask_tile
 from tests.kernels.problems import make_tree
 from tests.reference.attention import ancestors
 
@@ -63,7 +63,7 @@ def test_bits_are_moved_to_a_tiles_columns(words: int, tile: int) -> None:
     seen = rng.integers(0, 2**32, (7, words), dtype=np.uint32)
     bits = (seen[:, :, None] >> np.arange(32, dtype=np.uint32) & 1).reshape(7, -1).astype(bool)
     table = np.concatenate([np.ones((7, 256), bool), bits, np.zeros((7, 256), bool)], axis=1)
-    moved = jax.jit(marked, static_argnums=4)
+    moved = jax.jit(mask_tile, static_argnums=4)
     for first, low, high in [(-tile, -500, 500), (-1, -1, 500), (0, 3, 40), (-33, -20, 5), (5, 5, 6), (7, 9, 9)] + [
         (int(first), -int(low), int(high)) for first, low, high in rng.integers([-80, 0, 0], [120, 90, 120], (40, 3))
     ]:

@@ -67,7 +67,7 @@ def problem(
         v_pool=jnp.asarray(pools[1], dtype),
         qkv=jnp.asarray(qkv, dtype if parts == 1 else "float32"),
         positions=jnp.asarray(np.array(lengths)[:, None] + depth, jnp.int32),
-        speeds=jnp.asarray(1e4 ** (-np.arange(dim // 2) / (dim // 2)), jnp.float32),
+        inv_freq=jnp.asarray(1e4 ** (-np.arange(dim // 2) / (dim // 2)), jnp.float32),
         page_table=jnp.asarray(table, jnp.int32),
         lengths=jnp.asarray(lengths, jnp.int32),
         valid=jnp.ones((batch, tokens), bool),
@@ -149,12 +149,12 @@ def test_a_query_may_come_back_rounded(is_shared: bool, implementation: str, req
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("wrong", ["positions", "lengths", "bits", "speeds", "start"])
+@pytest.mark.parametrize("wrong", ["positions", "lengths", "bits", "inv_freq", "start"])
 def test_another_place_or_tree_is_caught(wrong: str) -> None:
     """The negative control."""
     p, parents = problem(**EXAMPLE)
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
-    other = {"bits": None, "speeds": p["speeds"][::-1], "start": 0}
+    other = {"bits": None, "inv_freq": p["inv_freq"][::-1], "start": 0}
     changed = p | {wrong: other[wrong] if wrong in other else p[wrong] + 1}
     assert max(errors(append_attention(**changed, implementation="pallas"), p, parents)) > 10
 

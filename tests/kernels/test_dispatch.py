@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jspec import Engine
 from jspec.core.config import EngineConfig
 from jspec.draft.base import NoDraft
-from jspec.step.decode import Program
 from jspec.step.executables import Executables
+from jspec.step.program import Program
 from pallas_kernels.dispatch import describe, dispatch, resolve
 from tests.support import tiny
 

@@ -60,7 +60,7 @@ def test_it_takes_paths_and_neither_bits_nor_windows() -> None:
         paged_attention(*arrays, problem.bits, deterministic=True)
     with pytest.raises(ValueError, match="neither bits nor a window"):
         paged_attention(*arrays, None, window=3, deterministic=True)
-    with pytest.raises(ValueError, match="nor is_rounded"):
+    with pytest.raises(ValueError, match="nor quantize_output"):
         paged_attention(*arrays, None, quantize_output=True, deterministic=True)
     with pytest.raises(ValueError, match="expected deterministic=True"):
         paged_attention(*arrays, None, paths=paths_of(problem))

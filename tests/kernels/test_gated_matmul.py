@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from functools import partial
 from typing import Any
@@ -75,14 +76,14 @@ def interpreted(*arrays: jax.Array, tiles: Tiles, dtype: Any = BF16) -> jax.Arra
         (40, Tiles(groups=1, columns=48, inner=64, stages=2, store=16, programs=3, halves=2)),  # than a warpgroup has
         (72, Tiles(groups=2, columns=96, inner=64, stages=3, store=16, programs=1, halves=2)),  # a tile after the other
         (128, Tiles(groups=2, columns=48, inner=64, stages=4, store=16, programs=3, halves=2)),  # 4 tiles, 3 programs
-        (40, Tiles(groups=1, columns=64, inner=64, stages=2, store=8, programs=2, halves=2, turned=40)),
-        (80, Tiles(groups=3, columns=192, inner=64, stages=3, store=16, programs=1, halves=2, turned=80)),
+        (40, Tiles(groups=1, columns=64, inner=64, stages=2, store=8, programs=2, halves=2, transposed=40)),
+        (80, Tiles(groups=3, columns=192, inner=64, stages=3, store=16, programs=1, halves=2, transposed=80)),
         (72, Tiles(groups=2, columns=56, inner=64, stages=2, store=56, programs=2, halves=2)),  # stored at once
     ],
 )
 def test_the_interpreted_kernel_is_the_formula(rows: int, tiles: Tiles) -> None:
     """The interpreter also fails where a barrier is passed too early or left behind."""
-    out = 4 * tiles.columns if tiles.lent else 192
+    out = 4 * tiles.columns if tiles.stores_in_x else 192
     x, weight = problem(rows, out, 320)
     got = interpreted(x, weight, tiles=tiles)
     assert (got.shape, got.dtype) == ((rows, out), BF16)
@@ -93,14 +94,14 @@ def test_the_interpreted_kernel_is_the_formula(rows: int, tiles: Tiles) -> None:
 
 def test_scales_wait_in_shared_memory_where_they_cost_no_step() -> None:
     kept = {rows: choose_tiles(rows, 4096, 14336, FP8, 132, halves=2) for rows in (5, 40, 160, 264, 320)}
-    assert [tiles.kept for tiles in kept.values() if tiles] == [1, 1, 1, 2, 2]
+    assert [tiles.scale_tiles for tiles in kept.values() if tiles] == [1, 1, 1, 2, 2]
     assert [tiles.stages for tiles in kept.values() if tiles] == [6, 6, 4, 4, 4]
-    assert [tiles.lent for tiles in kept.values() if tiles] == [False, False, False, True, True]
+    assert [tiles.stores_in_x for tiles in kept.values() if tiles] == [False, False, False, True, True]
     for rows in (40, 320):
         tiles = choose_tiles(rows, 4096, 14336, BF16, 132, halves=2)
-        assert tiles and tiles.kept == 0
+        assert tiles and tiles.scale_tiles == 0
     wide = [choose_tiles(rows, 8192, 28672, FP8, 132, halves=2) for rows in (312, 320)]  # four tiles a program
-    assert [(tiles.kept, tiles.stages) for tiles in wide if tiles] == [(4, 4), (4, 4)]
+    assert [(tiles.scale_tiles, tiles.stages) for tiles in wide if tiles] == [(4, 4), (4, 4)]
 
 
 @pytest.mark.parametrize(
@@ -132,8 +133,8 @@ def test_the_tiles_leave_few_multiprocessors_idle(rows: int, out: int, columns: 
     assert (tiles and tiles.columns) == columns
     if tiles:
         assert tiles.stages >= 3
-        assert tiles.turned == (rows if columns == 128 else 0)
-        assert tiles.turned or tiles.groups * 64 >= rows > tiles.groups * 64 - 64
+        assert tiles.transposed == (rows if columns == 128 else 0)
+        assert tiles.transposed or tiles.groups * 64 >= rows > tiles.groups * 64 - 64
 
 
 @pytest.mark.parametrize(("inner", "dtype"), [(4096, F32), (4000, BF16)], ids=str)
@@ -163,7 +164,7 @@ def test_the_interpreted_kernel_scales_parts() -> None:
     x, weight = problem(40, 192, 1024)
     rows, quantized = quantize_rows(x), quantize(weight, "fp8_dynamic")
     right = exact(QuantizedActivation(*rows, BF16)) @ exact(quantized).T
-    tiles = Tiles(groups=1, columns=96, inner=128, stages=3, store=16, programs=5, parts=2, kept=2)
+    tiles = Tiles(groups=1, columns=96, inner=128, stages=3, store=16, programs=5, parts=2, scale_tiles=2)
 
     def largest_error(row_scale: jax.Array, scale: jax.Array) -> float:
         got = interpreted(rows[0], quantized.values, row_scale, scale, tiles=tiles, dtype=F32)
@@ -180,10 +181,10 @@ def test_the_interpreted_kernel_scales_parts() -> None:
     [
         pytest.param(
             72,
-            Tiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=1, halves=2, kept=2),
+            Tiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=1, halves=2, scale_tiles=2),
             marks=pytest.mark.matrix,
         ),
-        (5, Tiles(groups=1, columns=48, inner=128, stages=3, store=16, programs=3, halves=2, kept=2)),
+        (5, Tiles(groups=1, columns=48, inner=128, stages=3, store=16, programs=3, halves=2, scale_tiles=2)),
         pytest.param(
             128,
             Tiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=2, halves=2),
@@ -191,19 +192,21 @@ def test_the_interpreted_kernel_scales_parts() -> None:
         ),
         pytest.param(
             128,
-            Tiles(groups=2, columns=56, inner=128, stages=2, store=56, programs=1, halves=2, kept=4),
+            Tiles(groups=2, columns=56, inner=128, stages=2, store=56, programs=1, halves=2, scale_tiles=4),
             marks=pytest.mark.long,
         ),
         pytest.param(
             72,
-            Tiles(groups=2, columns=128, inner=128, stages=2, store=8, programs=1, halves=2, kept=2, turned=72),
+            Tiles(
+                groups=2, columns=128, inner=128, stages=2, store=8, programs=1, halves=2, scale_tiles=2, transposed=72
+            ),
             marks=pytest.mark.long,
         ),
-        (48, Tiles(groups=2, columns=128, inner=128, stages=2, store=16, programs=2, halves=2, turned=48)),
+        (48, Tiles(groups=2, columns=128, inner=128, stages=2, store=16, programs=2, halves=2, transposed=48)),
     ],
 )
 def test_the_interpreted_kernel_scales_rows_of_float8(many: int, tiles: Tiles) -> None:
-    out = 256 if tiles.turned else 4 * tiles.columns if tiles.lent else 192
+    out = 256 if tiles.transposed else 4 * tiles.columns if tiles.stores_in_x else 192
     x, weight = problem(many, out, 640)
     rows, quantized = QuantizedActivation(*quantize_rows(x), BF16), quantize(weight, "fp8_dynamic")
     call = partial(interpreted, tiles=tiles)
@@ -260,7 +263,7 @@ def test_what_is_not_of_two_bytes_is_xlas(monkeypatch: pytest.MonkeyPatch) -> No
     taken = {(str(dtype), name) for dtype in rows for name in weights if tiles_for(rows[dtype], weights[name])}
     assert taken == {("bfloat16", "bf16"), ("bfloat16", "fp8_dynamic"), ("float16", "fp8_dynamic")}
     rounded = QuantizedActivation(jnp.zeros((320, inner), FP8), jnp.ones(320, F32), F32)
-    assert tiles_for(rounded.replace(dtype=BF16), weights["fp8_dynamic"])
+    assert tiles_for(dataclasses.replace(rounded, dtype=BF16), weights["fp8_dynamic"])
     few = {dtype: jnp.zeros((24, inner), dtype) for dtype in (BF16, FP8)}
     assert not tiles_for(few[BF16], weights["bf16"]), "XLA's is as fast"
     assert tiles_for(QuantizedActivation(few[FP8], jnp.ones(24, F32), BF16), weights["fp8_dynamic"])

@@ -81,14 +81,14 @@ def prefill(dim: int) -> Case:
 
 
 def rotation(dim: int, dtype: Any = BF16) -> Case:
-    qkv, speeds = shape(4, 1, 5, (HEADS + 2 * KV_HEADS) * dim, dtype=F32), shape(dim // 2, dtype=F32)
+    qkv, inv_freq = shape(4, 1, 5, (HEADS + 2 * KV_HEADS) * dim, dtype=F32), shape(dim // 2, dtype=F32)
     rows = (shape(1, 128, dtype=I32), shape(1, dtype=I32), shape(1, 5, dtype=jnp.bool))
     rotate = partial(rotate_append, heads=HEADS, dtype=BF16, implementation="pallas")
-    return rotate, (*pools(dim, dtype), qkv, shape(1, 5, dtype=I32), speeds, *rows)
+    return rotate, (*pools(dim, dtype), qkv, shape(1, 5, dtype=I32), inv_freq, *rows)
 
 
 def appended(rows: int, dim: int, start: int = 0, *, quantize_output: bool = False) -> Case:
-    qkv, speeds = shape(2, 1, rows, (HEADS + 2 * KV_HEADS) * dim, dtype=F32), shape(dim // 2, dtype=F32)
+    qkv, inv_freq = shape(2, 1, rows, (HEADS + 2 * KV_HEADS) * dim, dtype=F32), shape(dim // 2, dtype=F32)
     where = (shape(1, 128, dtype=I32), shape(1, dtype=I32), shape(1, rows, dtype=jnp.bool))
 
     def attend(*arrays: Any) -> Any:
@@ -96,7 +96,7 @@ def appended(rows: int, dim: int, start: int = 0, *, quantize_output: bool = Fal
         found = append_attention(*arrays, None, heads=HEADS, dtype=BF16, **options)
         return jax.tree.leaves(found)
 
-    return attend, (*pools(dim, BF16), qkv, shape(1, rows, dtype=I32), speeds, *where)
+    return attend, (*pools(dim, BF16), qkv, shape(1, rows, dtype=I32), inv_freq, *where)
 
 
 def rows_of_pages(dtype: Any, *, move: bool) -> Case:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -106,7 +107,8 @@ def test_a_product_may_wait_for_its_scales(parts: int, implementation: str) -> N
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
     rounded = call(x, waiting, weight, quantize_output=True)[1]
     assert off(rounded.values, rounded.scale, np.asarray(call(x, waiting, weight)[1], np.float64)) < 1.3
-    for wrong in (waiting.replace(scale=scale[::-1]), waiting.replace(row_scale=row_scale[:, ::-1])):
+    for changed in ({"scale": scale[::-1]}, {"row_scale": row_scale[:, ::-1]}):
+        wrong = dataclasses.replace(waiting, **changed)
         assert np.abs(np.asarray(call(x, wrong, weight)[0] - call(x, waiting, weight)[0])).max() > 0.1
 
 

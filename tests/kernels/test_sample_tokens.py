@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels import sample_tokens
 from pallas_kernels.layers.quantized import Scaled
-from tests.reference.decoder import law
+from tests.reference.decoder import processed_probs
 from tests.support import cover
 from tests.support.h200 import compile_for_h200
 
@@ -71,7 +71,7 @@ def expected(
             key = jax.random.wrap_key_data(seed[index // each], impl="threefry2x32")
             key = jax.random.fold_in(jax.random.fold_in(key, PURPOSE), first[index // each] + offset)
             noise = np.asarray(jax.random.gumbel(key, (ids.max() + 1,), mode="low"), np.float64)[ids]
-            own, least, most = (law(row, temperature=t, top_k=k, top_p=edge, min_p=m) > 0 for edge in edges)
+            own, least, most = (processed_probs(row, temperature=t, top_k=k, top_p=edge, min_p=m) > 0 for edge in edges)
             scores = scores / np.float64(t) + noise
         tokens.append(np.where(own, scores, -np.inf).argmax())
         others = np.delete(np.where(most, scores, -np.inf), tokens[-1])

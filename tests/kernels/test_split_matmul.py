@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -209,8 +210,8 @@ def test_many_rows_of_float8_wait_for_their_scales(rows: int, dtype: str, parts:
 
     assert largest_error(got) < 1e-2
     assert isinstance(got, Scaled)
-    assert largest_error(got.replace(scale=got.scale[::-1])) > 0.05
-    assert largest_error(got.replace(row_scale=got.row_scale[:, ::-1])) > 0.05
+    assert largest_error(dataclasses.replace(got, scale=got.scale[::-1])) > 0.05
+    assert largest_error(dataclasses.replace(got, row_scale=got.row_scale[:, ::-1])) > 0.05
 
 
 @pytest.mark.gpu

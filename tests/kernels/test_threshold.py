@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import sampling_threshold
-from tests.reference.decoder import law
+from tests.reference.decoder import processed_probs
 from tests.support.h200 import compile_for_h200
 
 CONTROLS = [
@@ -39,8 +39,8 @@ def mismatches(bounds: np.ndarray, logits: np.ndarray, cases: Sequence[tuple] = 
     found = []
     for case, bound, row in zip(cases, bounds, logits, strict=True):
         t, k, p, m = case
-        differ = (law(row, temperature=t, top_k=k, top_p=p, min_p=m) > 0) != (row >= bound)
-        if law(row, temperature=t)[differ].sum() > 1e-5 * (p < 1):
+        differ = (processed_probs(row, temperature=t, top_k=k, top_p=p, min_p=m) > 0) != (row >= bound)
+        if processed_probs(row, temperature=t)[differ].sum() > 1e-5 * (p < 1):
             found.append(case)
     return found
 

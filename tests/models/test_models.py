@@ -82,7 +82,7 @@ def test_a_wrong_rope_base_is_caught(data: Path) -> None:
     target = tiny.load_target(data / "stories260k")
     case = tiny.greedy_cases(data / "stories260k")[0]
     other = Model.from_weights(
-        tiny.replace(target.config, rope=tiny.replace(target.config.rope, theta=500000.0)),
+        target.config.resized(rope=replace(target.config.rope, theta=500000.0)),
         dict(embed=target.embed, layers=[vars(layer) for layer in target.layers], norm=target.norm),
     )
     difference = last_logits(other, case["prompt_ids"]) - last_logits(target, case["prompt_ids"])
@@ -105,7 +105,7 @@ def test_rows_that_fill_a_product_up_change_nothing(is_tree: bool, monkeypatch: 
         implementation="auto",
     )
     cache = jax.tree.map(
-        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), create(2, model.config, pool, "float32")
+        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), create(model.config.layers, pool, "float32")
     )
 
     def run(more: int) -> tuple:

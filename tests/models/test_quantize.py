@@ -85,7 +85,7 @@ def test_the_product_is_that_of_the_rounded_numbers(kind: str) -> None:
     got, wanted = matmul(x, own), expected(x, own)
     assert error(got, wanted, x, weight) < TOLERANCE[kind]
     assert error(got, np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T, x, weight) > 1e-3, "no rounding"
-    other = own.replace(scale=jnp.roll(own.scale, 1))
+    other = Quantized(own.values, jnp.roll(own.scale, 1), own.dynamic)
     assert error(matmul(x, other), wanted, x, weight) > 0.1, "another row's scale must show"
 
 
@@ -256,8 +256,8 @@ def test_drafting_changes_no_token_of_a_quantised_target(kind: str, make: Callab
     runs = []
     for drafter in (None, make(quantize=kind)):
         with Engine.from_pretrained(demo.TARGET, drafter=drafter, quantize=kind, **options) as engine:
-            assert quantized_as(engine._device.params.target) == kind
-            assert drafter is None or quantized_as(engine._device.params.draft) == kind
+            assert quantized_as(engine.core.runner.params.target) == kind
+            assert drafter is None or quantized_as(engine.core.runner.params.draft) == kind
             runs.append(engine.generate([PROMPT, PROMPT], params))
     plain, drafted = runs
     assert [done.token_ids for done in drafted] == [done.token_ids for done in plain]
@@ -272,7 +272,7 @@ def test_a_cache_of_one_byte_a_number() -> None:
     head = Eagle3.from_pretrained(demo.HEAD, tree=Tree.chain(3))
     dtypes = dict(kv_dtype="float8_e4m3fn", draft_kv_dtype="float8_e4m3fn")
     with Engine.from_pretrained(demo.TARGET, drafter=head, **options, **dtypes) as engine:
-        pools = [*engine._device.state.target.k, *engine._device.state.draft.cache.v]
+        pools = [*engine.core.runner.state.target.k, *engine.core.runner.state.draft.cache.v]
         assert {str(pool.dtype) for pool in pools} == {"float8_e4m3fn"}
         (done,) = engine.generate(PROMPT, SamplingParams(max_tokens=64, temperature=0.0))
     assert done.text is not None

@@ -1,1 +1,1 @@
-"""Oracles: the formulas again, in plain numpy and by other means than the code under test."""
+"""Oracles: the same formulas in plain numpy, computed by other means than the code under test."""

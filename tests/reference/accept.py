@@ -1,7 +1,7 @@
-"""The accept rules for one tree in numpy float64, as loops written from the papers: the oracle for rulings.
+"""The accept rules for one tree in numpy float64, as loops written from the papers: the oracle of the accept functions.
 
-All take the tree's tokens and parents, the candidates' ``valid`` and one uniform a node, and return the path from the
-root and the law of the token behind it.
+All take the tree's tokens and parents, ``valid`` of every node and one uniform a node, and return the path from the
+root and the probabilities of the token after it.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ def multi_candidate_accept(
     p: np.ndarray, tokens: np.ndarray, parents: np.ndarray, valid: np.ndarray, u: np.ndarray
 ) -> AcceptResult:
     """EAGLE's rule: a rejected child's token loses its mass, the rest is renormalised."""
-    path, law = [0], p[0].astype(np.float64)
+    path, probs = [0], p[0].astype(np.float64)
     while True:
         for child in children(parents, valid, path[-1]):
-            if u[child] < law[tokens[child]]:
-                path, law = [*path, child], p[child].astype(np.float64)
+            if u[child] < probs[tokens[child]]:
+                path, probs = [*path, child], p[child].astype(np.float64)
                 break
-            law = law.copy()
-            law[tokens[child]] = 0
-            law /= law.sum()
+            probs = probs.copy()
+            probs[tokens[child]] = 0
+            probs /= probs.sum()
         else:
-            return path, law
+            return path, probs
 
 
-def without_replacement(
+def rejection_accept(
     p: np.ndarray, q: np.ndarray, tokens: np.ndarray, parents: np.ndarray, valid: np.ndarray, u: np.ndarray
 ) -> AcceptResult:
     """Recursive rejection sampling without replacement (arXiv:2402.14160)."""
     path = [0]
     while True:
-        law, drawn_from = p[path[-1]].astype(np.float64), q[path[-1]].astype(np.float64)
+        target_probs, draft_probs = p[path[-1]].astype(np.float64), q[path[-1]].astype(np.float64)
         for child in children(parents, valid, path[-1]):
             x = tokens[child]
-            if u[child] < min(1, law[x] / drawn_from[x]):
+            if u[child] < min(1, target_probs[x] / draft_probs[x]):
                 path = [*path, child]
                 break
-            law = np.maximum(law - drawn_from, 0)
-            law /= law.sum()
-            drawn_from = drawn_from.copy()
-            drawn_from[x] = 0
-            drawn_from /= drawn_from.sum()
+            target_probs = np.maximum(target_probs - draft_probs, 0)
+            target_probs /= target_probs.sum()
+            draft_probs = draft_probs.copy()
+            draft_probs[x] = 0
+            draft_probs /= draft_probs.sum()
         else:
-            return path, law
+            return path, target_probs
 
 
-def block(p: np.ndarray, q: np.ndarray, tokens: np.ndarray, length: int, u: np.ndarray) -> AcceptResult:
+def block_accept(p: np.ndarray, q: np.ndarray, tokens: np.ndarray, length: int, u: np.ndarray) -> AcceptResult:
     """Algorithm 2 of arXiv:2403.10444 for a chain of ``length`` tokens."""
     accepted, weights = 0, [1.0]
     for i in range(1, length + 1):
@@ -69,7 +69,7 @@ def block(p: np.ndarray, q: np.ndarray, tokens: np.ndarray, length: int, u: np.n
     return list(range(accepted + 1)), last / last.sum()
 
 
-def typical(
+def typical_accept(
     logits: np.ndarray,
     temperature: float,
     tokens: np.ndarray,
@@ -77,21 +77,21 @@ def typical(
     valid: np.ndarray,
     options: tuple[float, float],
 ) -> tuple[list[int], int]:
-    """Medusa's typical acceptance (arXiv:2401.10774): the longest, then likeliest path, and the argmax behind it."""
+    """Medusa's typical acceptance (arXiv:2401.10774): the longest, then likeliest path, and the argmax after it."""
     scaled = logits.astype(np.float64) / temperature
     p = np.exp(scaled - scaled.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     found = []
 
     def extend(path: list[int], log_prob: float) -> None:
-        law = p[path[-1]]
-        entropy = -(law * np.log(law + 1e-5)).sum()
+        probs = p[path[-1]]
+        entropy = -(probs * np.log(probs + 1e-5)).sum()
         threshold, alpha = options
         found.append((len(path), log_prob, path))
         for child in children(parents, valid, path[-1]):
-            own = law[tokens[child]]
-            if own > min(threshold, alpha * np.exp(-entropy)):
-                extend([*path, child], log_prob + np.log(own))
+            prob = probs[tokens[child]]
+            if prob > min(threshold, alpha * np.exp(-entropy)):
+                extend([*path, child], log_prob + np.log(prob))
 
     extend([0], 0.0)
     path = max(found)[2]

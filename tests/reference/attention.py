@@ -10,7 +10,7 @@ def read_row(pool: np.ndarray, page_table: np.ndarray, sequence: int, row: int) 
 
 
 def ancestors(parents: np.ndarray, node: int) -> list[int]:
-    """A node and all above it, by walking up."""
+    """A node and all its ancestors, by following the parents."""
     path = [node]
     while parents[path[-1]] >= 0:
         path.append(int(parents[path[-1]]))
@@ -18,16 +18,16 @@ def ancestors(parents: np.ndarray, node: int) -> list[int]:
 
 
 def attention(q, k_pool, v_pool, page_table, lengths, new_rows, *, start=0, oldest=None, scale=None) -> np.ndarray:
-    """Softmax attention of every query over the rows it sees.
+    """Softmax attention of every query over the rows it attends to.
 
     Args:
         q: [B, T, H, D].
         k_pool, v_pool: [pages, KH, page, D].
         page_table: [B, P].
-        lengths: [B], committed rows.
-        new_rows: new_rows[b][t] lists the j for which query t of sequence b sees row lengths[b] + j.
-        start: first row seen.
-        oldest: oldest[b][t] is the first row that query t of sequence b sees.
+        lengths: committed rows of each sequence [B].
+        new_rows: new_rows[b][t] lists the j for which query t of sequence b attends to row lengths[b] + j.
+        start: first row that any query attends to.
+        oldest: oldest[b][t] is the first row that query t of sequence b attends to.
 
     Returns:
         float64 [B, T, H, D].

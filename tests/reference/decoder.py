@@ -1,4 +1,4 @@
-"""A Llama decoder and the sampling controls in numpy float64, written from the formulas: the oracle for whole runs."""
+"""A Llama decoder and the sampling options in numpy float64, written from the formulas: the oracle for whole runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jspec.models.decoder import Model
 
 
 def logits(model: Model, tokens: np.ndarray, window: int | None = None) -> np.ndarray:
-    """Logits behind every token of whole sequences, [batch, tokens, vocab]; no cache, no batching tricks.
+    """Logits after every token of whole sequences, [batch, tokens, vocab]; no cache, no batching tricks.
 
     Args:
-        window: tokens that each one attends to, its own included; None: all before it.
+        window: number of tokens that each token attends to, itself included; None: all before it.
     """
     c = model.config
     x = np.asarray(model.embed, np.float64)[tokens]
@@ -30,7 +30,7 @@ def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def attention(qkv: np.ndarray, c, window: int | None = None) -> np.ndarray:
-    """Causal attention over whole sequences, from fused projections; c: of a decoder or a head."""
+    """Causal attention over whole sequences, from fused projections; c is the config of a decoder or a head."""
     batch, size, _ = qkv.shape
     seen = np.tril(np.ones((size, size), bool)) & ~np.tril(np.ones((size, size), bool), -(window or size))
     heads = qkv.reshape(batch, size, -1, c.head_dim).transpose(0, 2, 1, 3)
@@ -57,8 +57,10 @@ def _softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum(-1, keepdims=True)
 
 
-def law(row: np.ndarray, *, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> np.ndarray:
-    """The processed distribution of one row of logits, by sorting."""
+def processed_probs(
+    row: np.ndarray, *, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> np.ndarray:
+    """The processed probabilities of one row of logits, by sorting."""
     if temperature == 0:
         return np.eye(len(row))[row.argmax()]
     probs = _softmax(np.asarray(row, np.float64) / temperature)
@@ -75,29 +77,29 @@ def law(row: np.ndarray, *, temperature: float, top_k: int = 0, top_p: float = 1
     return probs / probs.sum()
 
 
-def joint_law(
+def joint_probs(
     model: Model,
     prompt: list[int],
     length: int,
     edit: Callable[[np.ndarray, np.ndarray], np.ndarray] = lambda row, _: row,
     **controls: float,
 ) -> np.ndarray:
-    """The law of the next ``length`` tokens behind a prompt, [vocab] * length.
+    """The joint probabilities of the next ``length`` tokens after a prompt, [vocab] * length.
 
     Args:
-        edit: of logits [vocab] and the tokens generated before them, what is sampled from.
+        edit: function of logits [vocab] and the tokens generated before them that returns the edited logits.
     """
     vocab = model.config.vocab_size
     contexts = np.stack(np.meshgrid(*[np.arange(vocab)] * (length - 1), indexing="ij"), -1).reshape(-1, length - 1)
     tokens = np.concatenate([np.broadcast_to(prompt, (len(contexts), len(prompt))), contexts], axis=1)
-    behind = logits(model, tokens)[:, len(prompt) - 1 :]
+    next_logits = logits(model, tokens)[:, len(prompt) - 1 :]
     out = np.ones(len(contexts))
-    laws = np.array(
+    probs = np.array(
         [
-            [law(edit(row, context[:depth]), **controls) for depth, row in enumerate(rows)]
-            for rows, context in zip(behind, contexts, strict=True)
+            [processed_probs(edit(row, context[:depth]), **controls) for depth, row in enumerate(rows)]
+            for rows, context in zip(next_logits, contexts, strict=True)
         ]
     )
     for depth in range(length - 1):
-        out = out * laws[np.arange(len(contexts)), depth, contexts[:, depth]]
-    return (out[:, None] * laws[:, -1]).reshape([vocab] * length)
+        out = out * probs[np.arange(len(contexts)), depth, contexts[:, depth]]
+    return (out[:, None] * probs[:, -1]).reshape([vocab] * length)

@@ -1,10 +1,10 @@
-"""What grammars with texts within texts allow, by recursive descent: no automaton, no table, no library."""
+"""Tokens that nested grammars allow, by recursive descent: no automaton, no table, no library."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-# The grammars that are read below, as requests name them.
+# The grammars that the readers below parse, as requests give them.
 LISTS = 'start: "{" (item ("," item)*)? "}"\nitem: start | /[ab]+/\n'
 PAIRS = 'start: pair+\npair: "1" | "{" pair+ "}"\n'
 OBJECTS = {
@@ -16,11 +16,11 @@ OBJECTS = {
 
 
 class Over(Exception):
-    """The text ended where more must come: it is the beginning of one that fits."""
+    """The text ended where more must follow: it is a prefix of a text that fits."""
 
 
 class Text:
-    """A text that is read from its beginning."""
+    """A text read from its beginning, byte by byte."""
 
     def __init__(self, text: bytes) -> None:
         self._text, self._place = text, 0
@@ -30,16 +30,16 @@ class Text:
         return self._place == len(self._text)
 
     def sees(self, letters: bytes) -> bool:
-        """Whether the next is one of some letters."""
+        """Whether the next byte is one of these letters."""
         if self.is_over:
             raise Over
         return self._text[self._place] in letters
 
     def take(self, letters: bytes) -> None:
-        """Go beyond one of some letters.
+        """Consume one byte.
 
         Raises:
-            ValueError: another one stands there.
+            ValueError: the byte is not one of these letters.
         """
         if not self.sees(letters):
             raise ValueError(f"byte {self._place}")
@@ -75,7 +75,7 @@ def lists(text: Text) -> None:
 
 
 def pairs(text: Text) -> None:
-    """`1`, `{1}1{{1}}`: at least one of them, as many as there are."""
+    """`1`, `{1}1{{1}}`: one or more pairs."""
     _pair(text)
     while not text.is_over:
         _pair(text)
@@ -122,14 +122,14 @@ def objects(text: Text) -> None:
             text.take(b",")
             text.may_take(b" ")
             if text.sees(b"]"):
-                raise ValueError("nothing behind a comma")
+                raise ValueError("nothing after a comma")
     text.take(b"]")
     text.may_take(b" ")
     text.take(b"}")
 
 
 def fits(read: Reader, text: bytes) -> tuple[bool, bool]:
-    """Whether a text is the beginning of one that fits, and whether it fits as a whole."""
+    """Whether a text is a prefix of one that fits, and whether it fits as a whole."""
     rest = Text(text)
     try:
         read(rest)

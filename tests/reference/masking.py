@@ -1,4 +1,4 @@
-"""Decoding token by token under masks: what an engine's tokens are to be, whatever it drafts."""
+"""Decoding token by token under masks: the tokens an engine must emit, whatever it drafts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ def decoded(
     readers: Mapping[str, Callable[..., bool]] | None = None,
     edit: Callable[[np.ndarray, list[int], list[int]], np.ndarray] = lambda logits, *_: logits,
 ) -> list[int]:
-    """A forward over the whole text for every token, transformers' processors, and what the library regex or recursive
-    descent says of every token; the project's noise.
+    """Run a forward over the whole text for every token and sample with the project's noise.
+
+    Penalties come from transformers' processors, allowed tokens from the library regex or from recursive descent.
 
     Args:
-        seed: in place of the request's.
-        texts: of the tokens.
-        readers: for each grammar a descent that reads it.
-        edit: of logits behind the mask, given the prompt and the output.
+        seed: replaces the request's seed.
+        texts: text of every token.
+        readers: a recursive-descent reader for each grammar.
+        edit: function of the masked logits, the prompt and the output that returns the logits to sample from.
     """
     output: list[int] = []
     seed = params.seed if seed is None else seed

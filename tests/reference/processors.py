@@ -1,4 +1,4 @@
-"""Sampling controls token by token: transformers' own processors in their order, presence and frequency in numpy."""
+"""Penalties and filters token by token: transformers' own processors in order, presence and frequency in numpy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jspec import SamplingParams
 def edited(
     logits: np.ndarray, prompt: Sequence[int], output: Sequence[int], params: SamplingParams, stops: Sequence[int]
 ) -> np.ndarray:
-    """Logits [vocab] behind a text, before temperature; float32."""
+    """Edited logits [vocab] after a text, before temperature; float32."""
     torch = pytest.importorskip("torch")
     from transformers.generation import logits_process as hf
 
@@ -36,13 +36,13 @@ def edited(
 
 
 def penalty(output: Sequence[int], params: SamplingParams, vocab: int) -> np.ndarray:
-    """What presence and frequency take from each token's logit."""
+    """Presence and frequency penalty of each token, to be subtracted from its logit."""
     counts = np.bincount(output, minlength=vocab).astype(np.float32)
     return np.float32(params.frequency_penalty) * counts + np.float32(params.presence_penalty) * (counts > 0)
 
 
 def processed(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Edited logits [vocab] behind temperature, top-k, top-p and min-p."""
+    """Edited logits [vocab] after temperature, top-k, top-p and min-p."""
     torch = pytest.importorskip("torch")
     from transformers.generation import logits_process as hf
 

@@ -202,7 +202,7 @@ def test_a_processor_that_leaves_nothing_of_a_grammar_ends_that_request() -> Non
     done = one.generate(
         PROMPTS[3:], SamplingParams(temperature=0, max_tokens=40, regex="((c1)+,){30}", processor_args=(0, 1))
     )[0]
-    with pytest.raises(ValueError, match="or the engine's logits_processor left none of those that the grammar allows"):
+    with pytest.raises(ValueError, match="or the engine's logits_processor banned every token that the grammar allows"):
         done.raise_for_error()
 
 

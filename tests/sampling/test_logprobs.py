@@ -113,10 +113,10 @@ def test_nothing_is_compiled_for_it_before_it_is_asked_for(monkeypatch: pytest.M
             raise RuntimeError("RESOURCE_EXHAUSTED")
         return "a program"
 
-    monkeypatch.setattr(engine._device.programs, "_compile_one", fails)
+    monkeypatch.setattr(engine.core.runner.programs, "_compile_one", fails)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         engine.generate([1, 2], SamplingParams(max_tokens=2, logprobs=1))
-    assert not engine._device.programs.scored_rounds and not engine._device.programs.scored_prefill
+    assert not any(key.logprobs for key in engine.core.runner.programs.compiled)
     assert not engine.scheduler.has_work
 
 
@@ -191,7 +191,7 @@ def test_streams_carry_them(expected: list[list[int]]) -> None:
 
 def test_a_stop_string_cuts_them_too(monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]) -> None:
     engine = chain()
-    monkeypatch.setattr(engine._admission, "tokenizer", ByteTokenizer())
+    monkeypatch.setattr(engine.input_processor, "tokenizer", ByteTokenizer())
     stop = "".join(map(chr, expected[1][4:6]))
     (done,) = engine.generate(PROMPTS[1], replace(PARAMS[1], stop=stop))
     assert done.logprobs is not None and len(done.token_ids) < PARAMS[1].max_tokens

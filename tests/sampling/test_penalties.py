@@ -17,7 +17,7 @@ from jspec import SamplingParams
 from jspec.core.ancestors import ancestors
 from jspec.core.records import NO_TOKEN, Draft, SlotView
 from jspec.engine.penalty_input import bad_words, check, pack_controls
-from jspec.engine.request import Request
+from jspec.engine.request import OutputState, Request, RequestState
 from jspec.sampling import penalties, sampler
 from tests.reference import processors
 from tests.support.views import view_of_rows
@@ -54,8 +54,9 @@ def random_case(seed: int, *, chain: bool) -> tuple[np.ndarray, Draft, list[Requ
         prompt = rng.integers(0, 10, rng.integers(1, 30))
         output = rng.integers(0, 10, rng.integers(1, 12))
         tokens[row, 0] = output[-1]
-        request = Request(row, tuple(prompt.tolist()), SamplingParams(), 0, STOPS, 100, token_ids=output.tolist())
-        request.slot = ROWS - 1 - row  # rows and slots are not the same
+        state = RequestState(slot=ROWS - 1 - row)  # rows and slots are not the same
+        text = OutputState(token_ids=output.tolist())
+        request = Request(row, tuple(prompt.tolist()), SamplingParams(), 0, STOPS, 100, state=state, output=text)
         requests.append(request)
     draft = Draft(
         tokens=jnp.asarray(tokens, jnp.int32),
@@ -70,7 +71,7 @@ def random_case(seed: int, *, chain: bool) -> tuple[np.ndarray, Draft, list[Requ
 
 def with_params(request: Request, params: SamplingParams) -> Request:
     words = bad_words(params, None)
-    check(params, words, STOPS, vocab_size=VOCAB, limit=100)
+    check(params, words, STOPS, vocab_size=VOCAB, max_new_tokens=100)
     return replace(request, params=params, bad_words=words)
 
 
@@ -94,7 +95,7 @@ def view_of(requests: list[Request], params: list[SamplingParams]) -> SlotView:
         stop_ids=jnp.asarray([[*STOPS, *[-1] * 6]] * ROWS, jnp.int32),
     )
     lengths = [len(request.prompt_token_ids) + len(request.token_ids) - 1 for request in requests]
-    slots = jnp.asarray([request.slot for request in requests], jnp.int32)
+    slots = jnp.asarray([request.state.slot for request in requests], jnp.int32)
     return view.replace(slots=slots, lengths=jnp.asarray(lengths, jnp.int32), sampling=rows, controls=state)
 
 
@@ -161,7 +162,7 @@ PARAMS = st.fixed_dictionaries({}, optional=SOMETIMES).map(lambda given: Samplin
 
 def has_choice(params: SamplingParams) -> bool:
     try:
-        check(params, bad_words(params, None), STOPS, vocab_size=VOCAB, limit=100)
+        check(params, bad_words(params, None), STOPS, vocab_size=VOCAB, max_new_tokens=100)
     except ValueError:
         return False
     return True

@@ -17,6 +17,7 @@ from jspec.core.records import SlotState, StepResult
 from jspec.models.kv_cache import PoolShape
 from jspec.step import decode
 from jspec.step.prefill import prefill_step
+from jspec.step.program import Params, Program, init_state, view_of
 from tests.support import tiny
 
 VOCAB, LENGTH, ROUNDS, PAGE = 8, 2, 4, 4
@@ -30,36 +31,36 @@ jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  
 
 @dataclass(frozen=True)
 class Case:
-    program: decode.Program
-    params: decode.Params
+    program: Program
+    params: Params
     fused: Callable[..., Any]
     staged: Callable[..., Any]
 
 
 @cache
 def case(drafter: str) -> Case:
-    """The draft model under rejection sampling, so that its law is exercised; EAGLE-3 under sample and match."""
+    """The draft model with rejection sampling, which reads the draft probabilities; EAGLE-3 with sample and match."""
     target = tiny.model(VOCAB, layers=1, sharpness=2.0)
     if drafter == "eagle3":
         head = tiny.eagle_head(target, draft_vocab=6, feature_layers=(0, 1))
         method, rule = Eagle3(head, Tree.chain(LENGTH)), "coupled"
     else:
         method, rule = DraftModel(tiny.model(VOCAB, layers=1, seed=1), Tree.chain(LENGTH)), "rejection"
-    program = decode.Program(method, method.feature_layers(target), rule, "reference", trace=True)
-    params = decode.Params(target=target, draft=method.bind(target))
+    program = Program(method, method.feature_layers(target), rule, "reference", trace=True)
+    params = Params(target=target, draft=method.bind(target))
     return Case(program, params, jit(partial(decode.spec_round, program)), stages(program))
 
 
-def stages(program: decode.Program) -> Callable[..., Any]:
-    """A round put together from its stages, each jitted on its own; reports as the fused one."""
-    view_of = jit(lambda state, slots: decode.view_of(state, slots, program))
+def stages(program: Program) -> Callable[..., Any]:
+    """A round made of its stages, each jitted by itself; returns the same report as the fused round."""
+    gather_view = jit(lambda state, slots: view_of(state, slots, program))
     draft_stage = jit(partial(decode.draft_stage, program))
     verify_stage = jit(partial(decode.verify_stage, program))
     accept_stage = jit(partial(decode.accept_stage, program))
     commit_stage = jit(partial(decode.commit_stage, program))
 
-    def one_round(params: decode.Params, state: SlotState, slots: Any) -> tuple[SlotState, np.ndarray, np.ndarray]:
-        view = view_of(state, slots)
+    def one_round(params: Params, state: SlotState, slots: Any) -> tuple[SlotState, np.ndarray, np.ndarray]:
+        view = gather_view(state, slots)
         draft, draft_state = draft_stage(params, state, view)
         out, target = verify_stage(params, state, view, draft)
         verdict = accept_stage(out, view, draft)
@@ -76,12 +77,12 @@ def stages(program: decode.Program) -> Callable[..., Any]:
 def prefilled(drafter: str, temperature: float) -> SlotState:
     """Two of three slots with a prompt; the shorter one ends after three tokens."""
     one = case(drafter)
-    state = decode.init_state(one.program, one.params, PoolShape(3, 20, PAGE, 28, "float32", "float32"))
+    state = init_state(one.program, one.params, PoolShape(3, 20, PAGE, 28, "float32", "float32"))
     width = state.page_table.shape[1]
     prefill = jit(partial(prefill_step, one.program))
     for slot, ids in enumerate(PROMPTS):
         row = np.zeros(width, np.int32)
-        row[:8] = np.arange(8) * 2 + 1 + slot  # scattered, never shared
+        row[:8] = np.arange(8) * 2 + 1 + slot  # scattered pages, not shared
         chunk = tiny.prefill_input([*ids, 0, 0][:5], page_row=row, slot=slot, remaining=100 if slot == 0 else 3)
         chunk = chunk._replace(
             count=np.int32(len(ids)), temperature=np.float32(temperature), seed=np.array([slot, 7], np.uint32)
@@ -93,7 +94,7 @@ def prefilled(drafter: str, temperature: float) -> SlotState:
 def run(
     one_round: Callable[..., Any], drafter: str, temperature: float, rounds: int = ROUNDS
 ) -> tuple[StepResult, np.ndarray, SlotState]:
-    """Several rounds: reports, draft scores of the active rows, the state behind them."""
+    """Run several rounds; returns the reports, the draft scores of the active rows, and the last state."""
     state, reports, scores = prefilled(drafter, temperature), [], []
     for _ in range(rounds):
         state, report, extra, *_ = one_round(case(drafter).params, state, jnp.asarray(SLOTS))
@@ -118,13 +119,13 @@ def same(one: tuple[StepResult, np.ndarray, SlotState], other: tuple[StepResult,
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("drafter", [pytest.param(DRAFTERS[0], marks=pytest.mark.long), *DRAFTERS[1:]])
-def test_stages_jitted_one_by_one_make_the_same_rounds(drafter: str, temperature: float) -> None:
+def test_spec_round_equals_its_stages_jitted_separately(drafter: str, temperature: float) -> None:
     same(fused(drafter, temperature), run(case(drafter).staged, drafter, temperature))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("drafter", "temperature"), [("draft model", 0.0), ("eagle3", 1.0)])
-def test_rounds_without_jit_are_the_same(drafter: str, temperature: float) -> None:
+def test_spec_round_without_jit_is_the_same(drafter: str, temperature: float) -> None:
     expected = fused(drafter, temperature, rounds=2)
     with jax.disable_jit():
         same(expected, run(partial(decode.spec_round, case(drafter).program), drafter, temperature, rounds=2))
@@ -132,8 +133,8 @@ def test_rounds_without_jit_are_the_same(drafter: str, temperature: float) -> No
 
 @pytest.mark.once
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_the_rounds_compared_are_not_trivial(drafter: str) -> None:
-    """Some drafts were accepted, some not; one row ended on the way; the padding row did nothing."""
+def test_compared_rounds_accept_and_reject_and_end(drafter: str) -> None:
+    """Some drafts were accepted and some rejected; one row ended; the padding row emitted nothing."""
     reports = [fused(drafter, temperature)[0] for temperature in TEMPERATURES]
     for report in reports:
         assert report.ended[-1, 0] == 1 and report.counts[-1, 0] == 0  # the slot of three tokens
@@ -146,11 +147,11 @@ def test_the_rounds_compared_are_not_trivial(drafter: str) -> None:
 
 @pytest.mark.once
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_lost_draft_state_shows(drafter: str) -> None:
-    """Negative control: a round that forgets what the drafter wrote differs."""
+def test_spec_round_that_loses_the_draft_state_differs(drafter: str) -> None:
+    """Negative control: the round drops the rows that the drafter wrote."""
     one = case(drafter)
 
-    def forgetful(params: decode.Params, state: SlotState, slots: Any) -> tuple[SlotState, Any, Any]:
+    def forgetful(params: Params, state: SlotState, slots: Any) -> tuple[SlotState, Any, Any]:
         new, report, trace, _ = one.fused(params, state, slots)
         return new.replace(draft=state.draft), report, trace
 

@@ -18,8 +18,8 @@ from jspec.draft.eagle_head import EagleHead
 from jspec.draft.expand_tree import Level
 from jspec.models.config import Rope
 from jspec.models.kv_cache import PoolShape
-from jspec.step import decode
 from jspec.step.prefill import prefill_step
+from jspec.step.program import Params, Program, init_state, view_of
 from pallas_kernels.layers.quantized import reduce_partials
 from tests.support import tiny
 from tests.support.recordings import TOLERANCE, engine_of, recording, replay, same_rounds
@@ -43,17 +43,17 @@ def engine(golden: Path, drafter: Eagle3) -> Engine:
     return engine_of(golden, drafter)
 
 
-def test_the_rounds_and_the_mean_acceptance_length_are_the_recorded_ones(
+def test_eagle3_chain_rounds_and_acceptance_equal_the_recording(
     golden: Path, engine: Engine, chain: dict[str, np.ndarray]
 ) -> None:
     assert same_rounds(replay(engine, golden, chain), chain) == 477
     assert engine.metrics.mean_acceptance_length == pytest.approx(3.327, abs=5e-4)
 
 
-def test_the_first_draft_logits_are_the_recorded_ones(
+def test_eagle3_chain_first_draft_logits_equal_the_recording(
     golden: Path, drafter: Eagle3, chain: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Theta, feature layers, norms and concat order all show here, where acceptance hardly moves."""
+    """Errors in theta, feature layers, norms or concat order change these logits, but acceptance hardly at all."""
     seen: list[np.ndarray] = []
     original = eagle.write_pending_rows
 
@@ -76,13 +76,13 @@ def test_the_first_draft_logits_are_the_recorded_ones(
 
 
 def concatenated_the_other_way_round(head: EagleHead) -> EagleHead:
-    """The feature where the embedding belongs, and the other way round."""
+    """Swap the feature and the embedding."""
     (layer,), hidden = head.layers, head.config.hidden_size
     return head.replace(layers=[layer.replace(qkv=jnp.roll(layer.qkv, hidden, axis=1))])
 
 
 def with_absolute_d2t(head: EagleHead) -> EagleHead:
-    """The file's offsets taken for the target's ids."""
+    """Read the file's offsets as target ids."""
     assert head.draft_to_target is not None
     return head.replace(draft_to_target=head.draft_to_target - jnp.arange(len(head.draft_to_target)))
 
@@ -104,17 +104,17 @@ MISTAKES: dict[str, Callable[[EagleHead], EagleHead]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_the_head_shows_in_the_scores(
+def test_eagle3_chain_scores_with_a_wrong_head_differ(
     golden: Path, drafter: Eagle3, chain: dict[str, np.ndarray], mistake: str
 ) -> None:
     wrong = Eagle3(MISTAKES[mistake](drafter.head), drafter.tree)
     assert score_error(golden, chain, wrong) > 100 * TOLERANCE
 
 
-def test_a_gap_in_the_positions_shows_in_the_scores(
+def test_eagle3_chain_scores_with_a_gap_in_the_positions_differ(
     golden: Path, drafter: Eagle3, chain: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first drafted token one position too far, as an engine in the field had it."""
+    """The first drafted token is one position too far, a mistake that a released engine made."""
     original = Level.batch
     assert score_error(golden, chain, drafter) < TOLERANCE
     monkeypatch.setattr(Level, "batch", lambda level, view, at, *more: original(level, view, at + 1, *more))
@@ -122,21 +122,21 @@ def test_a_gap_in_the_positions_shows_in_the_scores(
 
 
 def score_error(golden: Path, chain: dict[str, np.ndarray], drafter: Eagle3) -> float:
-    """Largest deviation from the recorded scores in the second prompt's first round, computed op by op."""
+    """Largest deviation from the recorded scores in the second prompt's first round, computed without jit."""
     target, prompt = tiny.load_target(golden / "target"), 1
-    program = decode.Program(drafter, drafter.feature_layers(target), "coupled", "reference")
-    params = decode.Params(target=target, draft=drafter.bind(target))
+    program = Program(drafter, drafter.feature_layers(target), "coupled", "reference")
+    params = Params(target=target, draft=drafter.bind(target))
     ids = tiny.recorded_prompts(golden)[prompt]
-    state = decode.init_state(program, params, PoolShape(1, 2, 128, 100, "float32", "float32"))
+    state = init_state(program, params, PoolShape(1, 2, 128, 100, "float32", "float32"))
     chunk = tiny.prefill_input(ids, page_row=[1])
     state, _ = prefill_step(program, params, state, jnp.asarray(chunk.pack()))
-    view = decode.view_of(state, jnp.zeros(1, jnp.int32), program).replace(all_greedy=True)
+    view = view_of(state, jnp.zeros(1, jnp.int32), program).replace(all_greedy=True)
     draft, _ = drafter.draft(params.draft, state.draft, view)
     recorded = chain["sel_scores"][chain["iter_offset"][prompt]]
     return float(np.abs(np.asarray(draft.scores)[0, 1:] - recorded).max())
 
 
-def test_plain_decoding_gives_the_recorded_greedy_tokens(golden: Path) -> None:
+def test_plain_decoding_equals_the_recorded_greedy_tokens(golden: Path) -> None:
     recorded = recording(golden / "greedy_ar.npz")["greedy"]
     target = tiny.load_target(golden / "target")
     engine = Engine(target, slots=4, max_len=512, buckets=(4,), prefill_buckets=(128,), controls=False)
@@ -145,7 +145,7 @@ def test_plain_decoding_gives_the_recorded_greedy_tokens(golden: Path) -> None:
         assert completion.token_ids == expected.tolist()
 
 
-def test_speculation_gives_the_recorded_greedy_tokens(golden: Path, engine: Engine) -> None:
+def test_speculative_decoding_equals_the_recorded_greedy_tokens(golden: Path, engine: Engine) -> None:
     recorded = recording(golden / "greedy_ar.npz")["greedy"]
     done = engine.generate(tiny.recorded_prompts(golden), SamplingParams(max_tokens=recorded.shape[1], temperature=0))
     for completion, expected in zip(done, recorded, strict=True):

@@ -21,8 +21,8 @@ from jspec.draft.base import DraftState
 from jspec.draft.eagle import EagleDrafter
 from jspec.draft.expand_tree import Level
 from jspec.models.kv_cache import PoolShape
-from jspec.step import decode
 from jspec.step.prefill import prefill_step
+from jspec.step.program import Params, Program, init_state, view_of
 from jspec.tools.replay import observe
 from tests.support import tiny
 from tests.support.recordings import TOLERANCE, engine_of, recording, replay, same_rounds
@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Callable[[Path], Drafter], int, float]] = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != STATIC20)) for name in CASES])
-def test_the_rounds_are_the_recorded_ones(golden: Path, name: str) -> None:
+def test_tree_rounds_equal_the_recording(golden: Path, name: str) -> None:
     make, compared, mean_acceptance_length = CASES[name]
     recorded = recording(golden / name)
     engine = engine_of(golden, make(golden))
@@ -59,11 +59,11 @@ def test_the_rounds_are_the_recorded_ones(golden: Path, name: str) -> None:
     assert engine.metrics.mean_acceptance_length == pytest.approx(mean_acceptance_length, abs=5e-4)
 
 
-# -- one round in detail: features, hidden states of every level, all candidates
+# -- intermediate values of one round: features, hidden states of every level, all candidates
 
 
 class Detail:
-    """The first round behind the first prompt, with what happens inside it."""
+    """The first round after the first prompt, with its intermediate values."""
 
     def __init__(self, golden: Path, drafter: EagleDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
         self.levels: list[tuple[Level, Array]] = []
@@ -71,14 +71,14 @@ class Detail:
         children = growing._children
         monkeypatch.setattr(growing, "_children", lambda *args: self._kept(children(*args)))
         target = tiny.load_target(golden / "target")
-        self.program = decode.Program(drafter, drafter.feature_layers(target), "coupled", "reference")
-        self.params = decode.Params(target=target, draft=drafter.bind(target))
+        self.program = Program(drafter, drafter.feature_layers(target), "coupled", "reference")
+        self.params = Params(target=target, draft=drafter.bind(target))
         ids = tiny.recorded_prompts(golden)[0]
-        state = decode.init_state(self.program, self.params, PoolShape(1, 2, 256, 150, "float32", "float32"))
+        state = init_state(self.program, self.params, PoolShape(1, 2, 256, 150, "float32", "float32"))
         chunk = tiny.prefill_input(ids, page_row=[1])
         prefill = jax.jit(partial(prefill_step, self.program))
         self.state, _ = prefill(self.params, state, jnp.asarray(chunk.pack()))
-        view = decode.view_of(self.state, jnp.zeros(1, jnp.int32), self.program).replace(all_greedy=True)
+        view = view_of(self.state, jnp.zeros(1, jnp.int32), self.program).replace(all_greedy=True)
         self._watch_levels(monkeypatch)
 
         def draft(state: DraftState) -> tuple[Any, ...]:
@@ -92,14 +92,14 @@ class Detail:
         return found
 
     def _watch_levels(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        original = eagle.self_feed
+        original = eagle.draft_step
 
         def watched(params, cache, view, level, *more):  # type: ignore[no-untyped-def]
             out, product, cache = original(params, cache, view, level, *more)
             self.levels.append((level, out.hidden[0]))
             return out, product, cache
 
-        monkeypatch.setattr(eagle, "self_feed", watched)
+        monkeypatch.setattr(eagle, "draft_step", watched)
 
 
 def detail_drafter(golden: Path, folder: str) -> EagleDrafter:
@@ -109,7 +109,7 @@ def detail_drafter(golden: Path, folder: str) -> EagleDrafter:
 
 
 @pytest.mark.parametrize("folder", ["", "eagle1"])
-def test_one_round_is_the_recorded_one_in_every_detail(
+def test_tree_round_intermediate_values_equal_the_recording(
     golden: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded = recording(golden / folder / "prompt0_detail.npz")
@@ -117,7 +117,7 @@ def test_one_round_is_the_recorded_one_in_every_detail(
     prompt = recorded["prompt"]
     assert got.state.lengths.tolist() == [len(prompt)]
     assert got.state.root.tolist() == [recorded["first_token"]]
-    # Row i of the draft's cache is the pair of feature i - 1, rotated by i - 1.
+    # Row i of the draft cache belongs to feature i - 1, rotated by position i - 1.
     keys = np.asarray(got.state.draft.cache.k[0][1])[:, 1 : len(prompt)]
     np.testing.assert_allclose(keys, recorded["draft_k"][:, : len(prompt) - 1], atol=TOLERANCE)
     pending = np.asarray(got.state.draft.features[0, 0])
@@ -134,11 +134,11 @@ def test_one_round_is_the_recorded_one_in_every_detail(
     np.testing.assert_array_equal(got.draft.parents[0, 1:], recorded["parent_node"])
 
 
-# -- mistakes that acceptance hardly shows
+# -- values that acceptance hardly depends on
 
 
-def test_medusa_heads_have_the_recorded_logits(golden: Path) -> None:
-    """The heads' logits behind the texts of the first recorded rounds."""
+def test_medusa_head_logits_equal_the_recording(golden: Path) -> None:
+    """The heads' logits after the texts of the first recorded rounds."""
     recorded, heads = recording(golden / STATIC20), tiny.load_medusa(golden / "medusa/heads").heads
     target, prompts = tiny.load_target(golden / "target"), tiny.recorded_prompts(golden)
     texts = []
@@ -147,7 +147,7 @@ def test_medusa_heads_have_the_recorded_logits(golden: Path) -> None:
         done = int(recorded["prefix_len"][index]) - len(prompts[prompt])
         start = recorded["out_offset"][prompt]
         texts.append(prompts[prompt] + recorded["output"][start : start + done].tolist())
-    padded = np.array(list(itertools.zip_longest(*texts, fillvalue=0))).T  # no token sees those behind it
+    padded = np.array(list(itertools.zip_longest(*texts, fillvalue=0))).T  # causal: padding changes nothing
     last = target.config.num_layers
     seen = observe(target, padded, (last, last + 1)).states
     ends = (np.arange(len(texts)), np.array([len(text) - 1 for text in texts]))
@@ -155,4 +155,4 @@ def test_medusa_heads_have_the_recorded_logits(golden: Path) -> None:
     np.testing.assert_allclose(got, recorded["medusa_logits"][:8], atol=TOLERANCE)
     wrong = np.asarray(medusa.head_logits(heads[0], seen[last][ends][:, None])[:, 0])
     off = np.abs(wrong - recorded["medusa_logits"][:8, 0]).max(axis=1)
-    assert (off > 100 * TOLERANCE).all(), "a state before the final norm must show"
+    assert (off > 100 * TOLERANCE).all(), "a state before the final norm gives the same logits"

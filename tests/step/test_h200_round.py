@@ -1,4 +1,4 @@
-"""A whole round of an 8B model compiled for an H200: one graph, nothing beside it, no pool copied."""
+"""A whole round of an 8B model compiled for an H200: one CUDA graph, nothing outside it, no pool copied."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from jspec import Tree
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
 from jspec.models.quantize import quantize_weights
-from jspec.step.decode import init_state, spec_step
+from jspec.step.decode import spec_step
+from jspec.step.program import init_state
 from jspec.tools.bench import rounds, shapes
 from tests.support.h200 import H200Program, compile_for_h200
 
 SHAPE = "llama3-8b"
 
 
-@lru_cache(maxsize=4)  # with -m matrix a chain's is looked at twice
+@lru_cache(maxsize=4)  # with -m matrix two tests use the same chain
 def compile_round(
     tree: Tree | None,
     quantize: str | None = None,
@@ -31,7 +32,7 @@ def compile_round(
     batch: int = 1,
     depth: int | None = None,
 ) -> tuple[H200Program, int]:
-    """The compiled round, its tree cut at a depth, and the bytes of its state."""
+    """Compile a round, with the tree cut at a depth; returns it and the bytes of its state."""
     target = Model.from_weights(shapes.TARGETS[SHAPE], shapes.target_shapes(SHAPE, "bfloat16"))
     head = EagleHead.from_weights(shapes.head_config(SHAPE), shapes.head_shapes(SHAPE, "bfloat16"))
     if quantize is not None:
@@ -57,7 +58,7 @@ def compile_round(
 
 
 def check(program: H200Program, state_bytes: int, *, launches: int, temp_mib: int) -> H200Program:
-    """One graph of fewer launches, which writes to the state where it lies and copies nothing large."""
+    """Check that the program is one graph with fewer launches that updates the state in place and copies no pool."""
     print(len(program.launches), "launches,", program.temp_bytes >> 20, "MiB")
     assert len(program.graphs) == 1
     assert not program.outside_graphs
@@ -74,30 +75,30 @@ def check(program: H200Program, state_bytes: int, *, launches: int, temp_mib: in
     [pytest.param(None, 310, 12, marks=pytest.mark.long), (Tree.chain(4), 375, 12), (Tree.topk(60, 8, 10), 485, 72)],
     ids=str,
 )
-def test_the_round_is_one_graph_in_place(tree: Tree | None, launches: int, temp_mib: int) -> None:
-    """Its memory: logits (of 60 nodes: 30 MB) and partial sums; a pool would be 70 MB."""
+def test_round_is_one_graph_in_place(tree: Tree | None, launches: int, temp_mib: int) -> None:
+    """Temporary memory holds logits (30 MB for 60 nodes) and partial sums; a pool would be 70 MB."""
     program = check(*compile_round(tree), launches=launches, temp_mib=temp_mib)
     assert not [launch for launch in program.launches if launch.kind == "kConditional"], "each takes 13 us"
     has_few_rows = tree != Tree.topk(60, 8, 10)
-    drafted = tree.depth if tree == Tree.chain(4) else 0  # tokens; all but the last are fed
+    drafted = tree.depth if tree == Tree.chain(4) else 0  # tokens; all but the last are fed to the head
     assert program.count("append_attention") == 32 * has_few_rows + max(drafted - 1, 0)
     assert program.count("paged_attention") >= 32 * (1 if has_few_rows else 2)
     assert program.count("sample_tokens") == 2 * (1 + drafted)
-    if jax.__version_info__ >= (0, 11):  # gate and up of 64 rows, four of which fill the tree up
+    if jax.__version_info__ >= (0, 11):  # gate and up projections of 60 nodes padded to 64 rows
         assert program.count("kCustomCall") == (32 if tree == Tree.topk(60, 8, 10) else 0)
 
 
 @pytest.mark.matrix
-def test_a_round_that_drafts_nothing_reads_no_context_for_the_draft() -> None:
-    """It writes the draft's rows, for later rounds."""
+def test_round_of_depth_0_reads_no_context_for_the_draft() -> None:
+    """It still writes the pending draft rows."""
     program = check(*compile_round(Tree.chain(4), depth=0), launches=320, temp_mib=12)
     assert program.count("append_attention") == 32 and program.count("rotate_append") == 1
     assert program.count("paged_attention") == 32  # merges
 
 
 @pytest.mark.matrix
-def test_keeping_pages_for_others_costs_a_round_a_scatter() -> None:
-    """The feature behind a page's end goes to its place in the round's own graph."""
+def test_round_with_a_prefix_cache_adds_one_scatter() -> None:
+    """The feature at a page's end is stored within the round's graph."""
     (plain, _), (kept, _) = compile_round(Tree.chain(4)), compile_round(Tree.chain(4), prefix_cache=True)
     assert len(kept.graphs) == 1
     assert not kept.outside_graphs
@@ -111,8 +112,8 @@ def test_keeping_pages_for_others_costs_a_round_a_scatter() -> None:
     [(Tree.chain(4), 395, 12), pytest.param(Tree.topk(60, 8, 10), 515, 96, marks=pytest.mark.matrix)],
     ids=str,
 )
-def test_controls_stay_in_the_rounds_graph(tree: Tree, launches: int, temp_mib: int) -> None:
-    """Counts are read, and added to where they lie; beside the logits there are the edited ones, and those scaled."""
+def test_round_with_controls_is_one_graph_in_place(tree: Tree, launches: int, temp_mib: int) -> None:
+    """Counts are read and updated in place; temporary memory also holds the edited and the scaled logits."""
     check(*compile_round(tree, controls=True), launches=launches, temp_mib=temp_mib)
 
 
@@ -126,10 +127,10 @@ def test_controls_stay_in_the_rounds_graph(tree: Tree, launches: int, temp_mib: 
     ],
     ids=str,
 )
-def test_a_deterministic_round_is_one_graph_of_our_own_kernels(
+def test_deterministic_round_is_one_graph_of_our_own_kernels(
     tree: Tree | None, batch: int, launches: int, temp_mib: int
 ) -> None:
-    """The target's products, norms and attention are none of XLA's, which chooses by the number of rows."""
+    """XLA would choose its kernels for products, norms and attention by the number of rows."""
     compiled = compile_round(tree, deterministic=True, batch=batch)
     program = check(*compiled, launches=launches, temp_mib=temp_mib)
     assert program.count("deterministic_matmul") == 4 * 32 + 1
@@ -142,16 +143,16 @@ def test_a_deterministic_round_is_one_graph_of_our_own_kernels(
     ("quantize", "launches"),
     [pytest.param("fp8", 410, marks=pytest.mark.matrix), pytest.param("fp8_dynamic", 412, marks=pytest.mark.long)],
 )
-def test_weights_and_cache_of_one_byte_are_read_where_they_lie(quantize: str, launches: int) -> None:
-    """No weight is written out in another type: the smallest would be 34 MB."""
+def test_round_with_fp8_weights_and_cache_reads_them_in_place(quantize: str, launches: int) -> None:
+    """No weight is converted to another type in memory: the smallest would take 34 MB."""
     program = check(*compile_round(Tree.chain(4), quantize, "float8_e4m3fn"), launches=launches, temp_mib=12)
     rounded = program.count("paged_attention_merge_and_round")  # in every layer, and in each of the draft's passes
     assert rounded == (32 + 4 if quantize == "fp8_dynamic" else 0)
 
 
 @pytest.mark.long
-def test_float8_products_of_many_rows_are_scaled_by_who_reads_them() -> None:
-    """A kernel that scales the logits alone would read and write 82 MB; one for a layer's products, 2 to 4 MB each."""
+def test_round_of_many_rows_with_fp8_has_no_separate_scaling_kernels() -> None:
+    """A separate kernel that scales the logits would read and write 82 MB; for a layer's products, 2 to 4 MB each."""
     program, _ = compile_round(Tree.chain(4), "fp8_dynamic", "float8_e4m3fn", batch=32)
     lines = program.compiled.as_text().split("\nENTRY")[1].splitlines()
     logits = [line.split(" = ")[0] for line in lines if " = f32[32,5,128256]" in line or " = f32[160,128256]" in line]

@@ -1,4 +1,4 @@
-"""Device memory: what is planned against what is allocated, pages that fit, and what is said where they do not."""
+"""Device memory: the plan against real allocations, the number of pages, and the errors when memory runs out."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jspec.core.config import EngineConfig
 from jspec.draft.base import Drafter, NoDraft
 from jspec.models.kv_cache import PoolShape
 from jspec.step import memory
-from jspec.step.decode import Params, Program, init_state
 from jspec.step.executables import Executables
-from jspec.step.memory import DeviceMemory, Room, fit
+from jspec.step.memory import DeviceMemory, MemoryPlanner, fit
+from jspec.step.program import Params, Program, init_state
 from tests.support import small, tiny
 
 pytestmark = pytest.mark.once
@@ -33,14 +33,14 @@ def eagle3() -> Eagle3:
     return Eagle3(tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1)), Tree.chain(3))
 
 
-def room_of(device: DeviceMemory, drafter: Drafter | None = None, **options: Any) -> tuple[Room, PoolShape]:
-    """What an engine puts together before it allocates."""
+def planner_of(device: DeviceMemory, drafter: Drafter | None = None, **options: Any) -> tuple[MemoryPlanner, PoolShape]:
+    """The planner and pools that an engine creates before it allocates."""
     target, config = small.target(), EngineConfig(**OPTIONS | options)
     drafter = NoDraft() if drafter is None else drafter
     layers = drafter.feature_layers(target)
     program = Program(drafter, layers, config.accept, "reference", controls=config.controls)
-    room = Room(program, Params(target=target, draft=drafter.bind(target)), config, device)
-    return room, PoolShape.of(config, drafter.tree, "float32")
+    planner = MemoryPlanner(program, Params(target=target, draft=drafter.bind(target)), config, device)
+    return planner, PoolShape.of(config, drafter.tree, "float32")
 
 
 def device(limit: int, in_use: int = 0, *, is_reported: bool = True) -> DeviceMemory:
@@ -48,26 +48,27 @@ def device(limit: int, in_use: int = 0, *, is_reported: bool = True) -> DeviceMe
 
 
 def held(tree: Any) -> int:
-    """Bytes of the buffers behind a tree's arrays, each counted once."""
+    """Bytes of a tree's buffers; a buffer that several arrays share counts once."""
     return sum({leaf.unsafe_buffer_pointer(): leaf.nbytes for leaf in jax.tree.leaves(tree)}.values())
 
 
-def state_of(room: Room, pool: PoolShape) -> Any:
-    return init_state(room.program, room.params, pool)
+def state_of(planner: MemoryPlanner, pool: PoolShape) -> Any:
+    return init_state(planner.program, planner.params, pool)
 
 
-def test_the_plan_is_what_the_engine_holds(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_plan_equals_the_engines_allocations(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="jspec.engine.model_runner"):
         engine = Engine(small.target(), drafter=eagle3(), **OPTIONS)
-    plan, state, params = engine.memory_plan, engine._device.state, engine._device.params
+    plan, state, params = engine.memory_plan, engine.core.runner.state, engine.core.runner.params
     caches = [(cache.k, cache.v) for cache in (state.target, state.draft.cache)]
     assert (plan.target_pool, plan.draft_pool) == tuple(map(held, caches))
     assert plan.target_weights == held(params.target)
     assert plan.target_weights + plan.draft_weights == held(params) < memory.tree_bytes(params)  # some are shared
-    rest = [state.draft.features, state.draft.tokens, state.draft.count, state.draft.edges]
+    rest = [state.draft.features, state.draft.tokens, state.draft.count, state.draft.page_end_features]
     assert plan.features == held(rest)
     assert plan.state == held(state)
-    sizes = [program.memory_analysis().temp_size_in_bytes for program in engine._device.programs.rounds.values()]
+    rounds = [program for key, program in engine.core.runner.programs.compiled.items() if key.kind == "round"]
+    sizes = [program.memory_analysis().temp_size_in_bytes for program in rounds]
     assert plan.is_measured and plan.workspace >= max(sizes) > 0
     parts = [getattr(plan, field.name) for field in fields(plan)]
     assert plan.total == sum(parts[:8]) and plan.pages == engine.scheduler.pages.pages
@@ -78,58 +79,58 @@ def test_the_plan_is_what_the_engine_holds(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize("drafter", [None, eagle3(), DraftModel(tiny.model(16, layers=2), Tree.topk(6, 3, 2))])
-def test_pages_fill_what_the_device_has_left(drafter: Drafter | None) -> None:
-    """To the page, of arrays really made; beside what others hold."""
-    room, pool = room_of(device(PLENTY), drafter)
-    base = room.plan(replace(pool, pages=2))
-    page = held(state_of(room, replace(pool, pages=3))) - held(state_of(room, replace(pool, pages=2)))
+def test_fit_on_a_reporting_device_fills_the_memory_with_pages(drafter: Drafter | None) -> None:
+    """Exact to one page, measured on allocated arrays; also with memory that other arrays use."""
+    planner, pool = planner_of(device(PLENTY), drafter)
+    base = planner.plan(replace(pool, pages=2))
+    page = held(state_of(planner, replace(pool, pages=3))) - held(state_of(planner, replace(pool, pages=2)))
     for pages, others in ((40, 0), (70, 12_345)):
         available = base.total + (pages - 2) * page + page // 2 + others
-        in_use = held(room.params) + others
-        found, plan = fit(replace(room, device=device(int(available / 0.9) + 1, in_use)), pool)
+        in_use = held(planner.params) + others
+        found, plan = fit(replace(planner, device=device(int(available / 0.9) + 1, in_use)), pool)
         assert (found.pages, plan.pages, plan.other) == (pages, pages, others)
-        assert held(room.params) + held(state_of(room, found)) + plan.workspace + others == plan.total
+        assert held(planner.params) + held(state_of(planner, found)) + plan.workspace + others == plan.total
         assert plan.total <= plan.limit < plan.total + page
 
 
-def test_there_are_no_more_pages_than_are_of_use() -> None:
-    """For every slot to reach max_len; where ended requests' pages are kept, four times as many."""
-    room, pool = room_of(device(PLENTY))
-    assert fit(room, pool)[0].pages == 4 * 3 * 26 + 1
-    room, pool = room_of(device(PLENTY), prefix_cache=False)
-    assert fit(room, pool)[0].pages == 3 * 26 + 1
-    assert fit(*room_of(device(PLENTY, is_reported=False)))[0].pages == 3 * 26 + 1
-    assert fit(*room_of(device(PLENTY), pages=17))[0].pages == 17
+def test_fit_with_plenty_of_memory_stops_at_the_useful_number_of_pages() -> None:
+    """Enough for max_len in every slot; with a prefix cache four times as many."""
+    planner, pool = planner_of(device(PLENTY))
+    assert fit(planner, pool)[0].pages == 4 * 3 * 26 + 1
+    planner, pool = planner_of(device(PLENTY), prefix_cache=False)
+    assert fit(planner, pool)[0].pages == 3 * 26 + 1
+    assert fit(*planner_of(device(PLENTY, is_reported=False)))[0].pages == 3 * 26 + 1
+    assert fit(*planner_of(device(PLENTY), pages=17))[0].pages == 17
 
 
-def limit_for(room: Room, pool: PoolShape, pages: int) -> DeviceMemory:
-    """A device on which so many pages just fit."""
-    total = room.plan(replace(pool, pages=pages)).total
-    return replace(room.device, limit=int(total / 0.9) + 1)
+def limit_for(planner: MemoryPlanner, pool: PoolShape, pages: int) -> DeviceMemory:
+    """A device on which this many pages just fit."""
+    total = planner.plan(replace(pool, pages=pages)).total
+    return replace(planner.device, limit=int(total / 0.9) + 1)
 
 
 NAMED = re.compile(r"lower (max_len|slots) to at most (\d+)|pass (pages)=(\d+)")
 
 
 def named(message: str) -> dict[str, int]:
-    """The remedies that an error names."""
+    """The settings that an error names."""
     return {a or c: int(b or d) for a, b, c, d in NAMED.findall(message)}
 
 
 @pytest.mark.parametrize("is_reported", [True, False])
-def test_what_does_not_fit_is_refused_with_numbers_that_do(is_reported: bool) -> None:
-    """Each one named is accepted, one more is not. A device that reports its memory serves one request at a time."""
-    room, pool = room_of(device(PLENTY, is_reported=is_reported), eagle3())
-    room = replace(room, device=limit_for(room, pool, 20))
+def test_fit_of_pools_that_are_too_large_names_settings_that_fit(is_reported: bool) -> None:
+    """Each named value fits and one more does not. A device that reports memory needs pages for one request only."""
+    planner, pool = planner_of(device(PLENTY, is_reported=is_reported), eagle3())
+    planner = replace(planner, device=limit_for(planner, pool, 20))
     with pytest.raises(
         ValueError, match=r"out of memory: max_len=100, slots=3 and \d+ pages need .* available"
     ) as error:
-        fit(room, pool)
+        fit(planner, pool)
     found = named(str(error.value))
     assert {"max_len", "pages"} <= set(found) and found["pages"] == 20
     assert ("slots" in found) == (found.get("slots", 0) >= 1)
     for name, value in found.items():
-        fits, one_more = (room_of(room.device, eagle3(), **_options(name, value + more)) for more in (0, 1))
+        fits, one_more = (planner_of(planner.device, eagle3(), **_options(name, value + more)) for more in (0, 1))
         fit(*fits)
         with pytest.raises(ValueError, match="out of memory"):
             fit(*one_more)
@@ -139,14 +140,14 @@ def _options(name: str, value: int) -> dict[str, Any]:
     return {name: value, "buckets": (value,)} if name == "slots" else {name: value}
 
 
-def test_weights_that_leave_nothing_are_refused() -> None:
+def test_fit_with_weights_that_fill_the_device_raises() -> None:
     with pytest.raises(ValueError, match="not one page is left beside the weights; take quantize="):
-        fit(*room_of(device(1000)))
+        fit(*planner_of(device(1000)))
 
 
-def test_the_engine_asks_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes to compiling with the memory that is there, and no further without."""
-    room, pool = room_of(device(PLENTY))
+def test_engine_sizes_its_pools_by_the_devices_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With enough memory the engine goes on to compiling; with less it raises before."""
+    planner, pool = planner_of(device(PLENTY))
     made: list[int] = []
 
     def compiled(self: Any, program: Any, params: Any, state: Any, config: Any, depths: Any) -> None:
@@ -155,25 +156,27 @@ def test_the_engine_asks_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Executables, "__init__", compiled)
     for pages in (27, 33):
-        monkeypatch.setattr(memory, "device_memory", lambda pages=pages: limit_for(room, pool, pages))
+        monkeypatch.setattr(memory, "device_memory", lambda pages=pages: limit_for(planner, pool, pages))
         with pytest.raises(RuntimeError, match="enough"):
             Engine(small.target(), **OPTIONS)
     assert made == [27, 33]
-    monkeypatch.setattr(memory, "device_memory", lambda: limit_for(room, pool, 26))
-    with pytest.raises(ValueError, match="lower max_len to at most 99"):  # with the root that comes behind, 25 pages
+    monkeypatch.setattr(memory, "device_memory", lambda: limit_for(planner, pool, 26))
+    with pytest.raises(ValueError, match="lower max_len to at most 99"):  # 25 pages, as the root needs a row too
         Engine(small.target(), **OPTIONS)
 
 
 def out_of_memory() -> None:
-    """The device's own error."""
+    """Raise the device's own error."""
     jnp.zeros(2**44).block_until_ready()
 
 
 @pytest.mark.parametrize("where", ["pools", "compiler"])
-def test_memory_that_runs_out_at_start_is_explained(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    room, full = room_of(device(PLENTY), eagle3())
-    room = replace(room, device=limit_for(room, full, 60))
-    pool, plan = fit(room, full)
+def test_engine_that_runs_out_of_memory_at_start_names_settings_that_fit(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    planner, full = planner_of(device(PLENTY), eagle3())
+    planner = replace(planner, device=limit_for(planner, full, 60))
+    pool, plan = fit(planner, full)
     missing = plan.state // 4
     error = RuntimeError(f"RESOURCE_EXHAUSTED: Out of memory while trying to allocate {missing} bytes.")
 
@@ -183,56 +186,58 @@ def test_memory_that_runs_out_at_start_is_explained(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         *(("jspec.engine.model_runner.init_state", fails) if where == "pools" else (Executables, "__init__", fails))
     )
-    monkeypatch.setattr(memory, "device_memory", lambda: room.device)
+    monkeypatch.setattr(memory, "device_memory", lambda: planner.device)
     with pytest.raises(
         ValueError, match=f"out of memory at start: missing are {memory.size(missing)} or more"
     ) as found:
         Engine(small.target(), drafter=eagle3(), **OPTIONS)
     assert found.value.__cause__ is error
-    assert set(named(str(found.value))) == {"pages"}  # what a lower max_len frees the next start fills with pages
+    assert set(named(str(found.value))) == {"pages"}  # the next start would fill the memory that a lower max_len frees
     pages, share = (
         named(str(found.value))["pages"],
         re.search(r"memory_fraction=0.9 to at most ([\d.]+)", str(found.value)),
     )
-    less = [plan.total - room.plan(replace(pool, pages=count)).total for count in (pages, pages + 1)]
-    assert less[0] >= missing > less[1]
+    freed = [plan.total - planner.plan(replace(pool, pages=count)).total for count in (pages, pages + 1)]
+    assert freed[0] >= missing > freed[1]
     assert share is not None
-    config = replace(room.config, memory_fraction=float(share[1]))
-    assert fit(replace(room, config=config), full)[1].total <= plan.total - missing
+    config = replace(planner.config, memory_fraction=float(share[1]))
+    assert fit(replace(planner, config=config), full)[1].total <= plan.total - missing
 
 
-def test_the_devices_own_message_is_read() -> None:
-    """A real one; one without a number; and errors that are of another kind."""
-    room, pool = room_of(device(PLENTY, is_reported=False))
-    with pytest.raises(ValueError, match=r"missing are 64\.00 TiB or more"), memory.explained(room, pool):
+def test_explain_oom_reads_the_size_from_the_devices_message() -> None:
+    """A real message, one without a number, and other errors, which pass unchanged."""
+    planner, pool = planner_of(device(PLENTY, is_reported=False))
+    with pytest.raises(ValueError, match=r"missing are 64\.00 TiB or more"), memory.explain_oom(planner, pool):
         out_of_memory()
     for text, asked in (("allocate 16.50GiB (rounded)", 16.5 * 2**30), ("allocating 12 bytes", 12), ("none", None)):
         assert memory._bytes_asked(text) == asked
-    with pytest.raises(ValueError, match="for instance, as the device does not say"), memory.explained(room, pool):
+    with pytest.raises(ValueError, match="for instance, as the device does not say"), memory.explain_oom(planner, pool):
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
     for other in ("RESOURCE_EXHAUSTED: Shared memory size limit exceeded", "INTERNAL: something else"):
-        with pytest.raises(RuntimeError, match=other), memory.explained(room, pool):
+        with pytest.raises(RuntimeError, match=other), memory.explain_oom(planner, pool):
             raise RuntimeError(other)
 
 
 @pytest.mark.parametrize("stats", [None, {}, {"bytes_limit": 0}, {"bytes_limit": None}, {"bytes_limit": 7}])
-def test_a_device_without_a_limit_reports_none(monkeypatch: pytest.MonkeyPatch, stats: dict[str, Any] | None) -> None:
+def test_device_memory_without_a_limit_is_not_reported(
+    monkeypatch: pytest.MonkeyPatch, stats: dict[str, Any] | None
+) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
     found = memory.device_memory()
     assert (found.limit == 7, found.is_reported) == ((True, True) if stats == {"bytes_limit": 7} else (False, False))
 
 
 def program(**sizes: int) -> Any:
-    """A compiled program that says what it takes."""
+    """A compiled program with this memory analysis."""
     analysis = SimpleNamespace(**{f"{name}_size_in_bytes": count for name, count in sizes.items()})
     return SimpleNamespace(memory_analysis=lambda: analysis)
 
 
-def test_an_engine_that_is_dropped_frees_its_memory_at_once() -> None:
-    """Before any cycle is collected: the next engine plans with what is free."""
+def test_engine_dropped_frees_its_memory_at_once() -> None:
+    """Without garbage collection, because the next engine plans with the free memory."""
     engine = Engine(small.target(), **OPTIONS)
     engine.generate([1, 2])
-    root = weakref.ref(engine._device.state.root)
+    root = weakref.ref(engine.core.runner.state.root)
     gc.disable()
     try:
         del engine
@@ -241,36 +246,38 @@ def test_an_engine_that_is_dropped_frees_its_memory_at_once() -> None:
         gc.enable()
 
 
-def test_programs_compiled_later_are_planned_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they take more than there is, the request is refused before it is queued, and nothing of them stays."""
+def test_programs_compiled_later_update_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If they need too much memory, the request is refused unqueued and no new program is stored."""
     engine, scored = Engine(small.target(), **OPTIONS), SamplingParams(logprobs=3)
-    plan, count, room = engine.memory_plan, len(engine._device.programs.executables), engine._device.room
-    monkeypatch.setattr(engine._device, "room", replace(room, device=device(plan.total + 10)))
+    plan, count, planner = engine.memory_plan, len(engine.core.runner.programs.compiled), engine.core.runner.planner
+    monkeypatch.setattr(engine.core.runner, "planner", replace(planner, device=device(plan.total + 10)))
     with pytest.raises(ValueError, match=r"out of memory: the compiled programs need .* more than the device has"):
         engine.generate([1, 2], scored)
-    assert len(engine._device.programs.executables) == count and engine.memory_plan == plan
+    assert len(engine.core.runner.programs.compiled) == count and engine.memory_plan == plan
     assert engine.generate([1, 2])[0].error is None
-    monkeypatch.setattr(engine._device, "room", room)
+    monkeypatch.setattr(engine.core.runner, "planner", planner)
     assert engine.generate([1, 2], scored)[0].error is None
-    executables = engine._device.programs.executables
-    assert len(executables) > count and engine.memory_plan == memory.measured(room, engine._device.pool, executables)
+    executables = list(engine.core.runner.programs.compiled.values())
+    assert len(executables) > count and engine.memory_plan == memory.measured(
+        planner, engine.core.runner.pool, executables
+    )
     assert engine.memory_plan.workspace > plan.workspace
 
 
-def test_the_largest_program_is_what_the_workspace_takes() -> None:
-    room, pool = room_of(device(PLENTY))
-    estimate = room.plan(pool)
+def test_measured_workspace_is_that_of_the_largest_program() -> None:
+    planner, pool = planner_of(device(PLENTY))
+    estimate = planner.plan(pool)
     programs = [program(temp=10, output=500, alias=450), program(temp=70, output=100, alias=100)]
-    plan = memory.measured(room, pool, programs)
+    plan = memory.measured(planner, pool, programs)
     assert (plan.workspace, plan.is_measured, plan.state) == (70, True, estimate.state)
-    unknown = memory.measured(room, pool, [SimpleNamespace(memory_analysis=lambda: None)])
+    unknown = memory.measured(planner, pool, [SimpleNamespace(memory_analysis=lambda: None)])
     assert unknown == estimate and "noise and workspace (estimate)" in str(unknown)
     with pytest.raises(ValueError, match=r"the compiled programs need .* more than the device has"):
-        memory.measured(room, pool, [program(temp=PLENTY, output=0, alias=0)])
+        memory.measured(planner, pool, [program(temp=PLENTY, output=0, alias=0)])
 
 
 @pytest.mark.parametrize(
     ("count", "words"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.50 KiB"), (2**31, "2.00 GiB")]
 )
-def test_sizes_in_words(count: int, words: str) -> None:
+def test_size_has_a_readable_unit(count: int, words: str) -> None:
     assert memory.size(count) == words

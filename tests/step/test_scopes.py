@@ -1,4 +1,4 @@
-"""Operations are named as the code is: every one of a step belongs to a stage, so that a trace can be read."""
+"""Named scopes: every operation of a step is in the scope of its stage, for readable profiles."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ import pytest
 from jspec import Tree
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
-from jspec.step.decode import Params, Program, init_state, spec_step
+from jspec.step.decode import spec_step
 from jspec.step.executables import PREFILL_HEAD
 from jspec.step.prefill import prefill_step
+from jspec.step.program import Params, Program, init_state
 from jspec.tools.bench import rounds, shapes
 
 pytestmark = pytest.mark.once
@@ -37,13 +38,13 @@ def build(tree: Tree | None) -> tuple[Program, Params, Any]:
 
 
 def lowered_paths(step: Any, params: Params, state: Any, words: int) -> list[str]:
-    """The names in the program, of operations and of functions, scopes before them."""
+    """The names of a program's operations and functions, with their scopes."""
     lowered = jax.jit(step).lower(params, state, jax.ShapeDtypeStruct((words,), jnp.int32))
     return re.findall(r'loc\("([^"]*)"', lowered.as_text(debug_info=True))
 
 
 def inside(paths: Sequence[str], prefix: str) -> list[list[str]]:
-    """What follows a prefix, by scopes."""
+    """The names with this prefix, without it, split at the scopes."""
     return [path[found.end() :].split("/") for path in paths if (found := re.match(prefix, path))]
 
 
@@ -52,7 +53,7 @@ def round_names(tree: Tree | None, rounds: int = 1) -> list[list[str]]:
     paths = lowered_paths(partial(spec_step, replace(program, rounds=rounds, trace=True)), params, state, words=1)
     if rounds == 1:
         return [name for name in inside(paths, r"jit\(spec_step\)/") if name[0] != OWN]
-    # The body of the loop is a function of its own: in jax 0.10 its names begin anew, in 0.11 they name the call.
+    # The loop's body is a separate function: jax 0.10 restarts its names, jax 0.11 puts the call before them.
     return [
         name for name in inside(paths, r"(jit\(spec_step\)/while/body/((closed_call|eval_jaxpr)/)?)?") if len(name) > 1
     ]
@@ -64,7 +65,7 @@ def has(names: Sequence[list[str]], path: str) -> bool:
 
 
 @pytest.mark.parametrize("tree", [None, Tree.chain(2), Tree.topk(8, 3, 2)], ids=str)
-def test_every_operation_of_a_round_is_in_its_stage(tree: Tree | None) -> None:
+def test_spec_step_operations_are_in_their_stages(tree: Tree | None) -> None:
     names = round_names(tree)
     assert {name[0] for name in names} == set(STAGES)
     expected = ["verify/layer0", "verify/layer7", "verify/head"]
@@ -75,12 +76,12 @@ def test_every_operation_of_a_round_is_in_its_stage(tree: Tree | None) -> None:
     assert not [path for path in expected if not has(names, path)]
 
 
-def test_so_it_is_in_the_loop_over_rounds() -> None:
+def test_spec_step_of_several_rounds_operations_are_in_their_stages() -> None:
     assert {name[0] for name in round_names(Tree.chain(2), rounds=3)} >= set(STAGES)
 
 
 @pytest.mark.parametrize("tree", [None, Tree.chain(2)], ids=str)
-def test_every_operation_of_a_prefill_is_named(tree: Tree | None) -> None:
+def test_prefill_operations_are_named(tree: Tree | None) -> None:
     program, params, state = build(tree)
     words = PREFILL_HEAD + state.page_table.shape[1] + 8
     names = inside(lowered_paths(partial(prefill_step, program), params, state, words), r"jit\(prefill_step\)/")
@@ -91,6 +92,6 @@ def test_every_operation_of_a_prefill_is_named(tree: Tree | None) -> None:
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_control_without_scopes_nothing_is_named(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spec_step_without_scopes_has_no_stage_names(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "named_scope", lambda name: contextlib.nullcontext())
     assert not {name[0] for name in round_names(None, rounds)} & set(STAGES)

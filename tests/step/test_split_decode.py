@@ -1,12 +1,10 @@
-"""Rounds in two launches: tokens are those of masking one by one, and only buckets that need them run so."""
+"""Split decode steps: when they run, what is compiled for them, and what happens if a mask cannot be computed."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
 from itertools import cycle
 from typing import Any
 
@@ -18,83 +16,24 @@ import pytest
 from jspec import Engine, NGram, SamplingParams, Tree, verify
 from jspec.core.ancestors import ancestors
 from jspec.core.records import Draft, SlotView
-from jspec.engine.draft_length import Policy, Reading
+from jspec.engine.draft_length import DispatchResult, Policy
 from jspec.engine.grammar.cfg_matcher import Matcher
-from jspec.engine.sampling_params import sample_seed
 from jspec.sampling import logprobs, penalties
+from jspec.step.executable_key import ExecutableKey
 from tests.reference import descent
-from tests.reference.masking import decoded
 from tests.support import lettered, small
+from tests.support.grammar_cases import MASKS, PROMPTS, check_decoding, masked
 from tests.support.views import view_of_rows
 
 pytestmark = pytest.mark.once
 pytest.importorskip("llguidance")
 
-LENGTH = 18
-READERS = {
-    descent.LISTS: descent.lists,
-    descent.PAIRS: descent.pairs,
-    json.dumps(descent.OBJECTS): descent.objects,
-}
-PROMPTS = [[1, 2, 3], [4] * 6, list(range(1, 12)), [5, 1, 5, 1, 5], [7], [9, 9, 2, 1], [3, 1, 2, 3, 1, 2, 3], [6, 2]]
-PARAMS = [
-    SamplingParams(temperature=0, max_tokens=LENGTH, grammar=descent.LISTS, repetition_penalty=1.2, logprobs=2),
-    SamplingParams(temperature=0, max_tokens=LENGTH, regex="((a|b){2}c)*"),
-    SamplingParams(seed=3, max_tokens=LENGTH, grammar=descent.LISTS, top_k=9, draft=2),
-    SamplingParams(seed=4, max_tokens=LENGTH, grammar=descent.PAIRS, stop_token_ids=(13,), logit_bias={5: 2.0}),
-    SamplingParams(temperature=0, max_tokens=LENGTH),
-    SamplingParams(seed=6, max_tokens=LENGTH, grammar=descent.LISTS, bad_words=[[15], [1, 1], [2, 9]], temperature=1.7),
-    SamplingParams(temperature=0, max_tokens=LENGTH, grammar=descent.PAIRS, frequency_penalty=0.3),
-    SamplingParams(seed=8, max_tokens=LENGTH, presence_penalty=1.0, logprobs=0),
-]
+PARAMS = MASKS.params
+expected = MASKS.expected
 
 
-by_descent = partial(decoded, readers=READERS)
-
-
-@cache
-def expected() -> list[list[int]]:
-    return [by_descent(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
-
-
-def decodes_as_expected(engine: Engine, order: Any) -> None:
-    done = engine.generate([PROMPTS[i] for i in order], [PARAMS[i] for i in order])
-    assert [completion.raise_for_error().token_ids for completion in done] == [expected()[i] for i in order]
-    for completion, index in zip(done, order, strict=True):
-        if PARAMS[index].grammar is not None:
-            text = (completion.text or "").encode()
-            is_whole = completion.finish_reason in ("eos", "stop")
-            assert descent.fits(READERS[PARAMS[index].grammar], text)[is_whole]
-        if PARAMS[index].logprobs is not None:
-            assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids)
-
-
-@pytest.mark.parametrize("make", [lettered.chain, lettered.tree])
-def test_an_engine_decodes_as_masking_token_by_token(make: Callable[[], Engine]) -> None:
-    """A second time the prompts' pages are found, slots held others; preempted where pages are few."""
-    engine = make()
-    before = engine.metrics
-    for order in (range(8), range(7, -1, -1)):
-        decodes_as_expected(engine, order)
-    if make is lettered.tree:
-        assert engine.metrics.num_preemptions > before.num_preemptions
-    assert engine.metrics.num_accepted_tokens > before.num_accepted_tokens
-    assert engine.metrics.num_cached_tokens > before.num_cached_tokens
-    assert engine.pages_in_use == 0
-
-
-def test_grammars_are_what_makes_the_difference() -> None:
-    """Negative control: without them every row but those that have none decodes otherwise. And some of them end."""
-    free = [replace(params, grammar=None) for params in PARAMS]
-    done = lettered.chain().generate(PROMPTS, free)
-    same = [completion.token_ids == tokens for completion, tokens in zip(done, expected(), strict=True)]
-    assert same == [params.grammar is None for params in PARAMS]
-    ends = [tokens[-1] in (0, 13) for tokens, params in zip(expected(), PARAMS, strict=True) if params.grammar]
-    assert 1 <= sum(ends) < len(ends)
-
-
-def test_a_mask_of_the_parent_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: what may follow a node's parent is taken for what may follow the node."""
+def test_engine_with_the_parents_mask_at_every_node_decodes_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: every node gets the mask of its parent."""
     masks = Matcher.masks
     monkeypatch.setattr(Matcher, "masks", lambda *a: masks(*a)[np.maximum(a[2], 0)])
     done = lettered.chain().generate(PROMPTS, PARAMS)
@@ -103,56 +42,50 @@ def test_a_mask_of_the_parent_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Launches:
-    """Counts what an engine launches, by name, and notes how many results were under way then."""
+    """Counts an engine's launches by name, and the results that were unread at each launch."""
 
     def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
         self.names: Counter[str] = Counter()
         self.unread: Counter[str] = Counter()
         self._engine = engine
-        for name in ("prefill", "rounds", "scored_rounds", "drafts", "verifies", "masked_prefill"):
-            programs = getattr(engine._device.programs, name)
-            for key in programs:
-                patch.setitem(programs, key, self._counted(name, programs[key]))
+        compiled = engine.core.runner.programs.compiled
+        for key in [key for key in compiled if key.kind in ("prefill", "round", "draft", "verify")]:
+            patch.setitem(compiled, key, self._counted(key, compiled[key]))
 
-    def _counted(self, name: str, executable: Any) -> Any:
+    def _counted(self, key: ExecutableKey, executable: Any) -> Any:
+        name = f"masked {key.kind}" if key.kind == "prefill" and key.masked else key.kind
+
         def run(*arguments: Any) -> Any:
             self.names[name] += 1
-            self.unread[name] += len(self._engine._in_flight)
+            self.unread[name] += len(self._engine.core.in_flight)
             return executable(*arguments)
 
         return run
 
 
-def test_only_buckets_with_such_a_row_run_in_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two launches nothing is under way; the fused rounds overlap."""
+def test_dispatch_bucket_with_a_host_grammar_runs_the_split_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A split step starts with no unread result; fused steps overlap."""
     engine = lettered.chain()
-    decodes_as_expected(engine, [0, 6, 7])  # all is compiled
+    check_decoding(engine, MASKS, [0, 6, 7])  # compiles everything
     seen = Launches(engine, monkeypatch)
-    decodes_as_expected(engine, [1, 4])
-    assert seen.names.keys() == {"prefill", "rounds"} and seen.unread["rounds"] > 0
+    check_decoding(engine, MASKS, [1, 4])
+    assert seen.names.keys() == {"prefill", "round"} and seen.unread["round"] > 0
     seen.names.clear()
-    decodes_as_expected(engine, [6])
-    assert seen.names["drafts"] == seen.names["verifies"] > 0 and seen.names["rounds"] == 0
-    assert seen.names["masked_prefill"] == 1 and seen.unread["drafts"] == 0
+    check_decoding(engine, MASKS, [6])
+    assert seen.names["draft"] == seen.names["verify"] > 0 and seen.names["round"] == 0
+    assert seen.names["masked prefill"] == 1 and seen.unread["draft"] == 0
     request = engine.submit(PROMPTS[0], PARAMS[0])
     engine.step()
-    assert request.token_ids == expected()[0][:1]  # read at once
+    assert request.token_ids == expected()[0][:1]  # read in the same step
     assert engine.result(request).token_ids == expected()[0]
     seen.names.clear()
     short = replace(PARAMS[6], max_tokens=3)
     done = engine.generate([PROMPTS[6], PROMPTS[4]], [short, PARAMS[4]])
     assert [one.token_ids for one in done] == [expected()[6][:3], expected()[4]]
-    assert 0 < seen.names["drafts"] == seen.names["verifies"] < 4 and seen.names["rounds"] > 0
+    assert 0 < seen.names["draft"] == seen.names["verify"] < 4 and seen.names["round"] > 0
 
 
-def test_every_completion_of_a_prompt_has_the_grammar() -> None:
-    params = replace(PARAMS[2], n=3, draft=True)
-    (done,) = lettered.chain().generate([PROMPTS[2]], params)
-    seeds = [sample_seed(3, index) for index in range(3)]
-    assert [one.token_ids for one in done.samples] == [by_descent(PROMPTS[2], params, seed) for seed in seeds]
-
-
-def test_requests_end_by_length_stop_string_and_abort() -> None:
+def test_request_with_a_host_grammar_ends_by_length_stop_string_and_abort() -> None:
     engine, tokens = lettered.tree(), expected()[0]
     one, cut = engine.generate([PROMPTS[0]] * 2, [replace(PARAMS[0], max_tokens=1), replace(PARAMS[0], stop="{{")])
     assert one.token_ids == tokens[:1] and one.finish_reason == "length"
@@ -162,15 +95,15 @@ def test_requests_end_by_length_stop_string_and_abort() -> None:
     engine.step()
     engine.step()
     engine.abort(request)
-    decodes_as_expected(engine, [4])
+    check_decoding(engine, MASKS, [4])
     done = engine.result(request)
     assert done.finish_reason == "abort" and done.token_ids == tokens[: len(done.token_ids)]
     assert engine.pages_in_use == 0
 
 
 @pytest.mark.parametrize("call", [0, 3])
-def test_an_error_of_the_matcher_ends_that_request_alone(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """At the first token, or in a later round."""
+def test_matcher_that_raises_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """The error is raised for the first token, or in a later round."""
     engine, count, fill = lettered.chain(), [0], Matcher._fill
 
     def fails(matcher: Matcher, *arguments: Any) -> None:
@@ -188,19 +121,8 @@ def test_an_error_of_the_matcher_ends_that_request_alone(monkeypatch: pytest.Mon
     assert engine.pages_in_use == 0
 
 
-def test_bad_words_that_leave_nothing_end_that_request_alone() -> None:
-    stuck = SamplingParams(
-        temperature=0, max_tokens=9, grammar='start: "c" "a" ("b" start)?', bad_words=[[13, 1], [13, 3]]
-    )
-    done = lettered.chain().generate([PROMPTS[0], PROMPTS[1]], [stuck, PARAMS[1]])
-    assert done[0].finish_reason == "error" and done[0].token_ids == [13, 0]
-    with pytest.raises(ValueError, match="behind 1 tokens nothing was left of those that the grammar allows"):
-        done[0].raise_for_error()
-    assert done[1].token_ids == expected()[1]
-
-
 class Alternating(Policy):
-    """Every depth in turn."""
+    """Chooses the depths in rotation."""
 
     def __init__(self, depths: tuple[int, ...]) -> None:
         self._next = cycle(depths)
@@ -208,12 +130,12 @@ class Alternating(Policy):
     def choose(self, bucket: int, caps: Any) -> int:
         return next(self._next)
 
-    def learn(self, reading: Reading) -> None:
-        assert reading.seconds is None  # of rounds in two launches nothing is learnt for the others
+    def learn(self, reading: DispatchResult) -> None:
+        assert reading.seconds is None  # the timing of a split step says nothing about fused steps
 
 
-def test_every_depth_has_its_launches() -> None:
-    """An adaptive engine without room for a table, which a schema that holds itself does not need."""
+def test_adaptive_engine_with_a_recursive_schema_splits_steps_of_every_depth() -> None:
+    """The engine has no tables, which a recursive schema does not need."""
     texts = lettered.JSON_TEXTS[: small.VOCAB]
     engine = Engine(
         small.target(),
@@ -232,97 +154,92 @@ def test_every_depth_has_its_launches() -> None:
         params = SamplingParams(seed=index, temperature=index % 3, max_tokens=32, json_schema=descent.OBJECTS)
         params = replace(params, logit_bias={1: -9, 10: -2, 5: 3, 15: 2}, min_p=0.01)
         (done,) = engine.generate(prompt, params)
-        assert done.raise_for_error().token_ids == by_descent(prompt, params, texts=texts)
+        assert done.raise_for_error().token_ids == masked(prompt, params, texts=texts)
         if done.finish_reason == "eos":
             whole += 1
             assert set(json.loads(done.text or "")) <= {"a", "b"}
-    rounds = engine.metrics.rounds_at
+    rounds = engine.metrics.num_rounds_per_depth
     assert rounds[0] > 3 and rounds[2] > 3 and engine.metrics.num_accepted_tokens > 0 and whole > 0
     with pytest.raises(ValueError, match="built with grammar_cells=0"):
         engine.generate([1], SamplingParams(regex="a"))
 
 
-def test_what_an_interrupt_left_unread_is_read_before_masks_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_after_an_interrupt_reads_results_before_computing_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = lettered.chain()
-    request, reads = engine.submit(PROMPTS[0], PARAMS[0]), engine._read_down_to
+    request, reads = engine.submit(PROMPTS[0], PARAMS[0]), engine.core._read_down_to
 
     def interrupted(count: int) -> Any:
-        if engine._in_flight:
+        if engine.core.in_flight:
             raise KeyboardInterrupt
         return reads(count)
 
-    monkeypatch.setattr(engine, "_read_down_to", interrupted)
+    monkeypatch.setattr(engine.core, "_read_down_to", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    assert engine._in_flight
-    monkeypatch.setattr(engine, "_read_down_to", reads)
+    assert engine.core.in_flight
+    monkeypatch.setattr(engine.core, "_read_down_to", reads)
     assert engine.result(request).raise_for_error().token_ids == expected()[0]
 
 
-def test_others_step_on_while_the_programs_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submit_that_compiles_programs_does_not_hold_the_engines_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, free = lettered.chain(), []
-    compiled = engine._device.programs._compile
+    compiled = engine.core.runner.programs._compile
 
     def watched(*arguments: Any) -> None:
-        free.append(not engine._turns.is_mine)
+        free.append(not engine._lock.is_mine)
         compiled(*arguments)
 
-    monkeypatch.setattr(engine._device.programs, "_compile", watched)
+    monkeypatch.setattr(engine.core.runner.programs, "_compile", watched)
     request = engine.submit(PROMPTS[6], PARAMS[6])
-    engine.abort(engine.submit(PROMPTS[4], PARAMS[4]))  # nor does it wait for what is compiled elsewhere
+    engine.abort(engine.submit(PROMPTS[4], PARAMS[4]))  # needs no new program, so it does not wait
     assert free and all(free) and engine.result(request).token_ids == expected()[6]
 
 
-def test_programs_that_do_not_fit_leave_others_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what a request needs all is kept or nothing; those that need less go on."""
-    programs, made, wanted = lettered.chain()._device.programs, [], dict(traced=False, scored_prompts=False)
-    for name in ("rounds", "scored_rounds", "scored_prefill", "drafts", "verifies", "masked_prefill"):
-        monkeypatch.setattr(programs, name, {})
-    monkeypatch.setattr(programs, "_timed", lambda name, *_: name)
+def test_executables_that_do_not_fit_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either all programs that a request needs are stored or none; requests that need fewer still work."""
+    programs, made, wanted = lettered.chain().core.runner.programs, [], dict(traced=False, prompt_logprobs=False)
+    monkeypatch.setattr(programs, "compiled", {})
+    monkeypatch.setattr(programs, "_lower", lambda key: (key, programs._name(key)))
     monkeypatch.setattr(programs, "_compile_one", lambda name, lowered: made.append(name) or name)
 
     def nothing_more(executables: Any) -> None:
         if any("verify" in str(name) and "logprobs" in str(name) for name in executables):
             raise ValueError("out of memory")
 
-    def ensure(*, scored: bool, masked: bool) -> None:
-        first_tokens = {(False, False)} if masked else set()
-        programs.ensure(nothing_more, scored=scored, first_tokens=first_tokens, **wanted)
+    def ensure(*, logprobs: bool, masked: bool) -> None:
+        masked_prefills = {(False, False)} if masked else set()
+        programs.ensure(nothing_more, logprobs=logprobs, masked_prefills=masked_prefills, **wanted)
 
-    ensure(scored=False, masked=True)
-    assert programs.verifies and programs.masked_prefill
+    def has(kind: str, **fields: bool) -> bool:
+        return any(key == replace(key, kind=kind, **fields) for key in programs.compiled)
+
+    ensure(logprobs=False, masked=True)
+    assert has("verify") and has("prefill", masked=True)
     with pytest.raises(ValueError, match="out of memory"):
-        ensure(scored=True, masked=False)
-    assert not programs.scored_rounds and not programs.scored_prefill
+        ensure(logprobs=True, masked=False)
+    assert not has("round", logprobs=True) and not has("prefill", logprobs=True)
     made.clear()
-    ensure(scored=False, masked=True)
+    ensure(logprobs=False, masked=True)
     assert made == []
-    for name in ("drafts", "verifies", "masked_prefill"):
-        monkeypatch.setattr(programs, name, {})
+    programs.compiled.clear()
     with pytest.raises(ValueError, match="out of memory"):
-        ensure(scored=True, masked=True)
-    ensure(scored=True, masked=False)  # a grammar that was refused is nobody else's affair
-    assert programs.scored_rounds and not programs.verifies
+        ensure(logprobs=True, masked=True)
+    assert programs.compiled == {}
+    ensure(logprobs=True, masked=False)  # the refused grammar does not affect other requests
+    assert has("round", logprobs=True) and not has("verify")
 
 
-def test_what_the_engine_cannot_follow_is_refused_before_anything_is_queued() -> None:
-    engine = lettered.chain()
-    with pytest.raises(ValueError, match='unknown name: "foo"'):
-        engine.generate([[1], [2]], [SamplingParams(), SamplingParams(grammar="start: foo")])
-    assert not engine.scheduler.has_work
-
-
-def test_processed_logprobs_are_of_what_the_mask_leaves() -> None:
-    """Of every token that a round emits: by the mask of the accepted node before it, which is not its place."""
+def test_processed_logprobs_with_host_masks_are_of_the_masked_logits() -> None:
+    """Each emitted token is scored with the mask of the accepted node before it, not with that of its own position."""
     rng, tree = np.random.default_rng(0), Tree.static([(0,), (1,), (1, 0), (1, 0, 0)])
     logits, parents = rng.normal(0, 3, (2, 5, small.VOCAB)).astype(np.float32), np.array([-1, 0, 0, 2, 3])
     flags = rng.random(logits.shape) < 0.5
     flags[..., 3] = True
     words = (flags * (1 << np.arange(small.VOCAB))).sum(-1).astype(np.uint32)[..., None]
-    law = np.where(flags, logits, -np.inf)
-    best = law.argmax(-1)
+    allowed = np.where(flags, logits, -np.inf)
+    best = allowed.argmax(-1)
     tokens = np.concatenate([[[1], [1]], best[:, parents[1:]]], axis=1)
-    for row, node in ((0, 1), (1, 1), (1, 3)):  # these are wrong
+    for row, node in ((0, 1), (1, 1), (1, 3)):  # wrong tokens, which are rejected
         tokens[row, node] = (tokens[row, node] + 1) % small.VOCAB
     draft = Draft(
         tokens=jnp.asarray(tokens, jnp.int32),
@@ -336,13 +253,13 @@ def test_processed_logprobs_are_of_what_the_mask_leaves() -> None:
     view = view_of_rows([1, 1]).replace(controls=state.replace(used=jnp.ones(2, bool)), masks=jnp.asarray(words))
 
     def run(logits: jax.Array, draft: Draft, view: SlotView) -> Any:
-        verdict = verify.accept(logits[None], draft, ancestors(draft.parents), view, tree, verify.Typical())
+        verdict = verify.accept(logits[None], draft, ancestors(draft.parents), view, tree)
         return verdict, logprobs.of_round(logprobs.PROCESSED, logits, draft, verdict, view, tree)
 
     verdict, scores = jax.jit(run)(jnp.asarray(logits), draft, view)
     for row, path in enumerate([[0, 2, 3, 4], [0, 2]]):
         assert verdict.counts.tolist()[row] == len(path)
         for place, node in enumerate(path):
-            likely = np.sort(law[row, node] - np.logaddexp.reduce(law[row, node]))[::-1]
+            likely = np.sort(allowed[row, node] - np.logaddexp.reduce(allowed[row, node]))[::-1]
             np.testing.assert_allclose(scores.top[row, place], likely, atol=1e-5)
             assert int(verdict.tokens[row, place]) == best[row, node]

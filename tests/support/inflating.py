@@ -40,8 +40,8 @@ TEXT = (demo.PROMPT * 3).encode()[:96]
 def target(*, kv_heads: int = 2, rope: Rope = LLAMA3, tied: bool = False) -> Model:
     """A random target whose norms are changed by their eps."""
     model = tiny.model(VOCAB, layers=LAYERS)
-    own = replace(
-        model.config, num_kv_heads=kv_heads, rope=rope, tie_word_embeddings=tied, norm_eps=0.1, max_position=64
+    own = model.config.resized(
+        num_kv_heads=kv_heads, rope=rope, tie_word_embeddings=tied, norm_eps=0.1, max_position=64
     )
     rows = (own.num_heads + 2 * kv_heads) * own.head_dim
     layers = [layer.replace(qkv=jnp.resize(layer.qkv, (rows, own.hidden_size))) for layer in model.layers]
@@ -51,7 +51,7 @@ def target(*, kv_heads: int = 2, rope: Rope = LLAMA3, tied: bool = False) -> Mod
 def head_of(model: Model, **changes: Any) -> EagleHead:
     """A random EAGLE-3 head at the default states; ``changes`` are fields of its config."""
     head = tiny.eagle_head(model, draft_vocab=DRAFTED, feature_layers=sizes.default_states(LAYERS))
-    return head.replace(config=replace(head.config, norm_eps=0.05, **changes))
+    return head.replace(config=head.config.resized(norm_eps=0.05, **changes))
 
 
 def tokens(vocab: int = VOCAB) -> jax.Array:
@@ -125,7 +125,7 @@ def variant(name: str, model: Model) -> EagleHead:
         parts = {k: v for k, v in vars(layer).items() if k not in ("hidden_norm", "qkv")}
         more = EagleLayer(**parts | {"qkv": layer.qkv[:, :hidden], "input_norm": weight(hidden)})
         return head.replace(
-            layers=[layer, more], embed=4 * weight(VOCAB, hidden), config=replace(head.config, num_layers=2)
+            layers=[layer, more], embed=4 * weight(VOCAB, hidden), config=head.config.resized(num_layers=2)
         )
     if name == "no fc":
         return head.replace(fc=None, config=replace(head.config, fuse=False, feature_layers=(LAYERS,)))

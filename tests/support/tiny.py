@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
+from convert.orbax import unflatten
 from jspec.core.records import MAX_STOP_IDS, PrefillInput
-from jspec.draft.eagle_head import EagleHead
-from jspec.draft.head_config import HeadConfig, MedusaConfig
-from jspec.draft.medusa import MedusaHeads
+from jspec.draft import auto
+from jspec.draft.eagle_head import EagleHead, head_params
+from jspec.draft.head_config import METHODS, HeadConfig
+from jspec.draft.medusa import MedusaConfig, MedusaHeads, medusa_params
 from jspec.models import load
 from jspec.models.config import ModelConfig, Rope
-from jspec.models.decoder import Layer, Model
+from jspec.models.decoder import Model
+from jspec.models.params import Params, ParamSpec, model_params
 
 
 def config(vocab: int, *, layers: int = 2, hidden: int = 16) -> ModelConfig:
-    return ModelConfig(
+    return ModelConfig.of_sizes(
         family="llama",
         vocab_size=vocab,
         hidden_size=hidden,
@@ -40,77 +42,81 @@ def config(vocab: int, *, layers: int = 2, hidden: int = 16) -> ModelConfig:
 def model(vocab: int, *, seed: int = 0, layers: int = 2, hidden: int = 16, sharpness: float = 1.0) -> Model:
     """A random decoder; a larger sharpness makes its distributions more peaked."""
     rng, c = np.random.default_rng(seed), config(vocab, layers=layers, hidden=hidden)
+    gains, params = {"qkv": 2.0, "embed": 4.0, "head": sharpness}, model_params(c)
+    weights = {}
+    for name in sorted(params, key=layers_first):
+        kind = name.rpartition(".")[2]
+        is_norm = params[name].init == "ones"
+        values = rng.uniform(0.5, 1.5, hidden) if is_norm else _normal(rng, params[name], gains.get(kind, 1.0))
+        weights[name] = jnp.asarray(values, jnp.float32)
+    return Model.from_weights(c, unflatten(weights))
 
-    def weight(out: int, inner: int, gain: float = 1.0) -> jnp.ndarray:
-        return jnp.asarray(rng.normal(0, gain / np.sqrt(inner), (out, inner)), jnp.float32)
 
-    def norm() -> jnp.ndarray:
-        return jnp.asarray(rng.uniform(0.5, 1.5, hidden), jnp.float32)
+# The order in which values are drawn: weights of a seed stay the same.
+ORDER = ("attn_norm", "qkv", "o", "mlp_norm", "gate_up", "down", "embed", "norm", "head")
 
-    blocks = [
-        Layer(
-            attn_norm=norm(),
-            qkv=weight((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, hidden, 2.0),
-            o=weight(hidden, c.num_heads * c.head_dim),
-            mlp_norm=norm(),
-            gate_up=weight(2 * c.intermediate_size, hidden),
-            down=weight(hidden, c.intermediate_size),
-        )
-        for _ in range(layers)
-    ]
-    return Model(
-        embed=weight(vocab, hidden, 4.0),
-        layers=blocks,
-        norm=norm(),
-        head=weight(vocab, hidden, sharpness),
-        config=c,
-    )
+
+def layers_first(name: str) -> tuple[bool, int, int]:
+    prefix, _, kind = name.rpartition(".")
+    return not prefix, int(prefix.rpartition(".")[2] or 0), ORDER.index(kind)
+
+
+def _normal(rng: np.random.Generator, spec: ParamSpec, gain: float = 1.0) -> np.ndarray:
+    return rng.normal(0, gain / np.sqrt(spec.shape[-1]), spec.shape)
+
+
+def _draw(rng: np.random.Generator, params: Params, *names: str) -> dict[str, jnp.ndarray]:
+    """Values of these parameters: normal ones drawn in this order, norms 1."""
+    return {name: jnp.asarray(_normal(rng, params[name]), jnp.float32) for name in names} | {
+        name: jnp.ones(spec.shape) for name, spec in params.items() if spec.init == "ones"
+    }
+
+
+HEAD_LAYER = tuple(f"layers.0.{name}" for name in ("qkv", "o", "gate_up", "down"))
 
 
 def eagle_head(target: Model, *, draft_vocab: int, feature_layers: tuple[int, ...], seed: int = 1) -> EagleHead:
     """A random EAGLE-3 head for a target, with a scattered, ascending vocabulary map."""
     rng = np.random.default_rng(seed)
     c = head_config(target, draft_vocab=draft_vocab, feature_layers=feature_layers)
-    ones = jnp.ones(c.hidden_size)
-    layer = _head_layer(rng, c, 2 * c.hidden_size) | dict(input_norm=ones, hidden_norm=ones)
+    params = head_params(c)
+    weights = _draw(rng, params, *HEAD_LAYER)
     ids = np.sort(rng.choice(c.vocab_size, draft_vocab, replace=False)).astype(np.int32)
-    weights = dict(
-        fc=_weight(rng, c.hidden_size, len(feature_layers) * c.hidden_size),
-        layers=[layer],
-        norm=ones,
-        head=_weight(rng, draft_vocab, c.hidden_size),
-        draft_to_target=jnp.asarray(ids),
-    )
-    return EagleHead.from_weights(c, weights)
+    weights |= _draw(rng, params, "fc", "head") | {"draft_to_target": jnp.asarray(ids)}
+    return EagleHead.from_weights(c, unflatten(weights))
 
 
 def eagle1_head(target: Model, *, seed: int = 1) -> EagleHead:
     """A random EAGLE-1 head: the feature behind the final norm, the target's vocabulary and output head."""
     rng = np.random.default_rng(seed)
     c = head_config(target, draft_vocab=target.config.vocab_size, feature_layers=None, method="eagle")
-    fc = _weight(rng, c.hidden_size, 2 * c.hidden_size)
-    bias = jnp.asarray(rng.normal(0, 0.1, c.hidden_size), jnp.float32)
-    return EagleHead.from_weights(c, dict(fc=fc, fc_bias=bias, layers=[_head_layer(rng, c, c.hidden_size)]))
+    weights = _draw(rng, head_params(c), "fc")
+    weights["fc_bias"] = jnp.asarray(rng.normal(0, 0.1, c.hidden_size), jnp.float32)
+    return EagleHead.from_weights(c, unflatten(weights | _draw(rng, head_params(c), *HEAD_LAYER)))
 
 
 def medusa_heads(target: Model, heads: int, *, seed: int = 1) -> MedusaHeads:
     """Random Medusa heads of one residual block each."""
     rng, own = np.random.default_rng(seed), target.config
-    hidden = own.hidden_size
-    config = MedusaConfig(
-        vocab_size=own.vocab_size, hidden_size=hidden, num_heads=heads, num_layers=1, source_format="random"
+    c = MedusaConfig(
+        vocab_size=own.vocab_size, hidden_size=own.hidden_size, num_heads=heads, num_layers=1, source_format="random"
     )
-    block = dict(weight=_weight(rng, hidden, hidden), bias=jnp.zeros(hidden))
-    own_heads = [dict(blocks=[block], output=_weight(rng, own.vocab_size, hidden)) for _ in range(heads)]
-    return MedusaHeads.from_weights(config, dict(heads=own_heads))
+    params = medusa_params(c)
+    drawn = _draw(rng, params, "heads.0.blocks.0.weight", *(f"heads.{head}.output" for head in range(heads)))
+    weights = {}
+    for name, spec in params.items():
+        if spec.init == "zeros":
+            weights[name] = jnp.zeros(spec.shape)
+        else:  # all heads share the first one's block
+            weights[name] = drawn.get(name, drawn["heads.0.blocks.0.weight"])
+    return MedusaHeads.from_weights(c, unflatten(weights))
 
 
 def head_config(
     target: Model, *, draft_vocab: int, feature_layers: tuple[int, ...] | None, method: str = "eagle3"
 ) -> HeadConfig:
     own = target.config
-    return HeadConfig(
-        method=method,
+    return METHODS[method].of_sizes(
         vocab_size=own.vocab_size,
         draft_vocab_size=draft_vocab,
         hidden_size=own.hidden_size,
@@ -127,36 +133,22 @@ def head_config(
     )
 
 
-def _weight(rng: np.random.Generator, out: int, inner: int) -> jnp.ndarray:
-    return jnp.asarray(rng.normal(0, 1 / np.sqrt(inner), (out, inner)), jnp.float32)
-
-
-def _head_layer(rng: np.random.Generator, c: HeadConfig, inputs: int) -> dict[str, jnp.ndarray]:
-    return dict(
-        qkv=_weight(rng, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, inputs),
-        o=_weight(rng, c.hidden_size, c.num_heads * c.head_dim),
-        mlp_norm=jnp.ones(c.hidden_size),
-        gate_up=_weight(rng, 2 * c.intermediate_size, c.hidden_size),
-        down=_weight(rng, c.hidden_size, c.intermediate_size),
-    )
-
-
 @cache
 def load_target(folder: Path) -> Model:
-    checkpoint = load.load(folder, dtype="float32", kind="target")
+    checkpoint = load.load(folder, dtype="float32")
     return Model.from_weights(checkpoint.config, checkpoint.weights)
 
 
 @cache
 def load_head(folder: Path) -> EagleHead:
     """An EAGLE head of any version."""
-    checkpoint = load.load(folder, dtype="float32")
+    checkpoint = auto.load_checkpoint(folder, dtype="float32")
     return EagleHead.from_weights(checkpoint.config, checkpoint.weights)
 
 
 @cache
 def load_medusa(folder: Path) -> MedusaHeads:
-    checkpoint = load.load(folder, dtype="float32", kind="medusa")
+    checkpoint = auto.load_checkpoint(folder, dtype="float32", kind="medusa")
     return MedusaHeads.from_weights(checkpoint.config, checkpoint.weights)
 
 
@@ -185,7 +177,7 @@ def prefill_input(ids: list[int], *, page_row: list[int], slot: int = 0, remaini
 
 def one_layer(target: Model) -> Model:
     """The target with its first layer only: a draft model that is often wrong."""
-    return target.replace(layers=target.layers[:1], config=replace(target.config, num_layers=1))
+    return target.replace(layers=target.layers[:1], config=target.config.resized(num_layers=1))
 
 
 def recorded_prompts(golden: Path) -> list[list[int]]:

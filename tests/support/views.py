@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.records import Sampling, SlotView
+from jspec.verify import resolve
 
 
 def view_of_rows(
@@ -25,7 +26,7 @@ def view_of_rows(
         remaining=jnp.full(rows, 1000, jnp.int32),
         page_table=jnp.arange(1, rows + 1, dtype=jnp.int32)[:, None],
         sampling=controls,
-        accept=accept,
+        accept=resolve(accept),
         all_greedy=False,
         implementation="reference",
     )

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from jspec import Drafter, Engine, Model, SamplingParams, Tree
 from jspec.core.records import Draft
 from jspec.tools.testing import Random, Scripted, check_lossless, differences
-from jspec.verify import rules
+from jspec.verify import coupled
 from tests.support import small
 from tests.tools.test_readmes import REPOSITORY, blocks
 
@@ -67,12 +67,12 @@ def test_check_lossless_greedy_under_rejection_passes(plain: Engine) -> None:
 
 def test_check_lossless_when_rule_accepts_all_raises(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: every valid node is accepted."""
-    original = rules.longest_accepted_path
+    original = coupled.longest_accepted_path
 
     def accept_all(matches: Array, draft: Draft, ancestor_mask: Array) -> Any:
         return original(jnp.ones_like(matches), draft, ancestor_mask)
 
-    monkeypatch.setattr(rules, "longest_accepted_path", accept_all)
+    monkeypatch.setattr(coupled, "longest_accepted_path", accept_all)
     with pytest.raises(AssertionError, match=r"not lossless at temperature 0\.0: Difference\(prompt="):
         check(plain, Random(Tree.chain(LENGTH)), temperatures=(0.0,))
 

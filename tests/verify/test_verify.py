@@ -1,4 +1,4 @@
-"""Accepting: every rule on batches of trees, the cut where a row ends, which rule fits which tree."""
+"""Accept rules on batches of trees, the cut where a row ends, the trees and options that a rule takes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from jspec.core.records import Draft, Sampling, SlotView, Verdict
 from jspec.core.tree import Tree
 from jspec.sampling import sampler
 from jspec.tools.testing import Random
+from jspec.verify import rules
 from tests.reference import accept, enumeration
 from tests.support import small
 
 pytestmark = pytest.mark.once
 
-TYPICAL = verify.Typical()
 PAIRS = Tree.static([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)])
 CHAIN = Tree.chain(3)
 ROWS, VOCAB = 64, 5  # the same everywhere, so that a rule compiles once
 
 
-def decide(logits: object, draft: Draft, here: SlotView, tree: Tree, options: verify.Typical = TYPICAL) -> Verdict:
-    """`verify.accept` as a compiled step calls it, its verdict in numpy."""
+def decide(logits: object, draft: Draft, here: SlotView, tree: Tree) -> Verdict:
+    """The verdict of `verify.accept`, compiled as in a step; numpy arrays."""
     compiled = jax.jit(verify.accept, static_argnames="tree")
-    verdict = compiled(jnp.asarray(logits)[None], draft, ancestors(draft.parents), here, tree=tree, options=options)
+    verdict = compiled(jnp.asarray(logits)[None], draft, ancestors(draft.parents), here, tree=tree)
     return jax.tree.map(np.asarray, verdict)
 
 
@@ -54,7 +54,7 @@ def view(rows: int, **fields: object) -> SlotView:
         remaining=zeros + 100,
         page_table=jnp.zeros((rows, 1), jnp.int32),
         sampling=controls,
-        accept="coupled",
+        accept=verify.Coupled(),
         all_greedy=False,
         implementation="reference",
     )
@@ -68,8 +68,8 @@ def random_tree(rng: np.random.Generator, nodes: int, padding: int) -> np.ndarra
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_coupled_walks_every_tree_as_a_plain_loop_does(seed: int) -> None:
-    """Against a loop over dictionaries: the deepest chain of children that equal the target's argmax."""
+def test_coupled_random_trees_equal_plain_loop(seed: int) -> None:
+    """The oracle is a loop over dictionaries: the deepest path of children that equal the target's argmax."""
     rng = np.random.default_rng(seed)
     nodes, rows, vocab = 12, 16, 3
     parents = np.stack([random_tree(rng, nodes, rng.integers(0, 4)) for _ in range(rows)])
@@ -80,12 +80,12 @@ def test_coupled_walks_every_tree_as_a_plain_loop_does(seed: int) -> None:
         for node in range(1, nodes):
             siblings = taken.setdefault(int(parents[row, node]), [])
             free = [t for t in range(vocab) if t not in siblings]
-            if not free:  # siblings carry distinct tokens: the surplus becomes padding
+            if not free:  # siblings have distinct tokens: surplus nodes become padding
                 parents[row, node] = -1
                 continue
             tokens[row, node] = rng.choice(free)
             siblings.append(tokens[row, node])
-        for node in range(1, nodes):  # nobody hangs under padding
+        for node in range(1, nodes):  # a padding node has no children
             if parents[row, node] > 0 and parents[row, parents[row, node]] == -1:
                 parents[row, node] = -1
         node, path = 0, [0]
@@ -113,7 +113,7 @@ def test_coupled_walks_every_tree_as_a_plain_loop_does(seed: int) -> None:
         assert (np.asarray(verdict.tokens[row, len(emitted) :]) == -1).all()
 
 
-def test_ancestors_agree_with_climbing_the_parents() -> None:
+def test_ancestors_random_trees_equal_following_parents() -> None:
     parents = np.stack([random_tree(np.random.default_rng(s), 40, s % 5) for s in range(8)])
     ancestor_mask = np.asarray(ancestors(jnp.asarray(parents, jnp.int32)))
     for row, node in itertools.product(range(8), range(40)):
@@ -124,8 +124,8 @@ def test_ancestors_agree_with_climbing_the_parents() -> None:
         assert set(np.flatnonzero(ancestor_mask[row, node])) == climbed
 
 
-def test_the_geometry_of_a_known_tree_is_worked_out_beforehand() -> None:
-    """It is that of a traced one, by another way, and no sum or search of it is left to the program."""
+def test_ancestors_numpy_parents_are_computed_while_tracing() -> None:
+    """The result equals that of traced parents, and no reduction or gather is left in the program."""
     rng = np.random.default_rng(3)
     parents = np.stack([random_tree(rng, 12, padding) for padding in range(4)]).astype(np.int32)
 
@@ -136,8 +136,9 @@ def test_the_geometry_of_a_known_tree_is_worked_out_beforehand() -> None:
     known, traced = jax.make_jaxpr(lambda: geometry(parents))(), jax.make_jaxpr(geometry)(parents)
     for array, other in zip(jax.jit(lambda: geometry(parents))(), jax.jit(geometry)(parents), strict=True):
         np.testing.assert_array_equal(array, other)
-    work = ("reduce", "gather", "argmax", "shift")
-    assert all(one in str(traced) for one in work) and not any(one in str(known) for one in work)
+    operations = ("reduce", "gather", "argmax", "shift")
+    assert all(name in str(traced) for name in operations)
+    assert not any(name in str(known) for name in operations)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_the_geometry_of_a_known_tree_is_worked_out_beforehand() -> None:
         ([3, 4, -1, -1], (9,), 3, 2, False),
     ],
 )
-def test_rows_are_cut_at_the_first_stop_id_then_at_what_remains(
+def test_cut_stop_ids_and_remaining_tokens_end_row(
     tokens: list[int], stops: tuple[int, ...], remaining: int, count: int, ended: bool
 ) -> None:
     here = view(1)
@@ -174,9 +175,11 @@ def test_rows_are_cut_at_the_first_stop_id_then_at_what_remains(
     assert cut.tokens[0].tolist() == [t if i < count else -1 for i, t in enumerate(tokens)]
 
 
-def sampled_view(rule: str, temperature: np.ndarray | float = 1.0, *, one_seed: int | None = None) -> SlotView:
-    """A view with a seed of its own for every row, or one for all."""
-    here = view(ROWS, accept=rule)
+def sampled_view(
+    rule: str | verify.AcceptRule, temperature: np.ndarray | float = 1.0, *, one_seed: int | None = None
+) -> SlotView:
+    """A view with sampled rows, each with its own seed, or all with one."""
+    here = view(ROWS, accept=verify.resolve(rule))
     low = jnp.arange(ROWS, dtype=jnp.uint32) if one_seed is None else jnp.full(ROWS, one_seed, jnp.uint32)
     controls = here.sampling.replace(
         temperature=jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (ROWS,)),
@@ -186,7 +189,7 @@ def sampled_view(rule: str, temperature: np.ndarray | float = 1.0, *, one_seed: 
 
 
 def random_tokens(rng: np.random.Generator, tree: Tree) -> np.ndarray:
-    """Tokens of ROWS drafts with distinct siblings."""
+    """Tokens of ROWS drafts; siblings are distinct."""
     tokens = np.zeros((ROWS, tree.nodes), int)
     for row in tokens:
         for parent in tree.fed:
@@ -195,20 +198,20 @@ def random_tokens(rng: np.random.Generator, tree: Tree) -> np.ndarray:
     return tokens
 
 
-def test_coupled_tokens_are_those_of_plain_decoding_whatever_is_drafted() -> None:
-    """A draft decides how many of the tokens come in this round, never which: so their law is the target's."""
+def test_coupled_any_draft_emits_tokens_of_plain_decoding() -> None:
+    """The draft decides how many tokens a step emits, never which tokens."""
     rng = np.random.default_rng(0)
-    target = enumeration.random_laws(rng, VOCAB, 2, zeros=0)
+    target = enumeration.random_probs(rng, VOCAB, 2, zeros=0)
     tokens, seen = random_tokens(rng, PAIRS), set()
-    draft = enumeration.record(PAIRS, tokens, None)
-    logits = np.log(enumeration.along(PAIRS, tokens, target)).astype(np.float32)
+    draft = enumeration.draft_of(PAIRS, tokens, None)
+    logits = np.log(enumeration.probs_at_nodes(PAIRS, tokens, target)).astype(np.float32)
     drafted = [{enumeration.prefix(PAIRS, tuple(row), n) for n in range(PAIRS.nodes)} for row in tokens.tolist()]
     for seed in range(12):
         here = sampled_view("coupled", one_seed=seed)
         key = sampler.keys(here.sampling.seed[:1], sampler.Purpose.TOKEN, here.lengths[0] + jnp.arange(1, 4))
         plain: tuple[int, ...] = ()
-        for law, noise in zip(target, np.asarray(sampler.gumbel(key, VOCAB)), strict=True):
-            plain = (*plain, int(np.argmax(np.log(law[plain]) + noise)))
+        for probs, noise in zip(target, np.asarray(sampler.gumbel(key, VOCAB)), strict=True):
+            plain = (*plain, int(np.argmax(np.log(probs[plain]) + noise)))
         verdict = decide(logits, draft, here, PAIRS)
         for row, known in enumerate(drafted):
             length = max(d for d in range(3) if plain[:d] in known)
@@ -222,52 +225,52 @@ def test_coupled_tokens_are_those_of_plain_decoding_whatever_is_drafted() -> Non
     ("tree", "rule"),
     [(tree, rule) for tree in (CHAIN, PAIRS) for rule in ACCEPT_RULES if (tree, rule) != (PAIRS, "block")],
 )
-def test_greedy_rows_are_exact_under_every_rule_and_beside_sampled_ones(tree: Tree, rule: str) -> None:
-    """They may be drawn from any q: the target's law is one-hot, so nothing but the argmax can stand."""
+def test_rules_greedy_rows_beside_sampled_rows_emit_argmax(tree: Tree, rule: str) -> None:
+    """The draft may come from any q: the target's probabilities are one-hot, so only the argmax can be accepted."""
     rng = np.random.default_rng(5)
     logits = rng.normal(size=(ROWS, tree.nodes, VOCAB)).astype(np.float32)
-    draft = enumeration.record(tree, random_tokens(rng, tree), None)
-    law = jnp.asarray(rng.dirichlet(np.ones(VOCAB), draft.tokens.shape), jnp.float32)
+    draft = enumeration.draft_of(tree, random_tokens(rng, tree), None)
+    draft_probs = jnp.asarray(rng.dirichlet(np.ones(VOCAB), draft.tokens.shape), jnp.float32)
     greedy = np.arange(ROWS) % 2 == 0
     alone = decide(logits, draft, view(ROWS), tree)
-    drawn = draft.replace(probs=law) if rule in ("rejection", "block") else draft
-    options = verify.Typical(2.0, 6.0)  # no probability exceeds them
-    together = decide(logits, drawn, sampled_view(rule, np.where(greedy, 0.0, 1.0)), tree, options)
+    drawn = draft.replace(probs=draft_probs) if rule in ("rejection", "block") else draft
+    own = verify.Typical(2.0, 6.0) if rule == "typical" else rule  # no probability exceeds this threshold
+    together = decide(logits, drawn, sampled_view(own, np.where(greedy, 0.0, 1.0)), tree)
     np.testing.assert_array_equal(alone.tokens[greedy], together.tokens[greedy])
     assert (alone.tokens[~greedy] != together.tokens[~greedy]).any()
     assert (alone.accept_len[greedy] > 0).any()
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_draft_without_its_law_is_judged_by_the_sibling_rule(rule: str) -> None:
+def test_rules_draft_without_probs_is_verified_by_multi_candidate(rule: str) -> None:
     rng = np.random.default_rng(1)
     logits = rng.normal(size=(ROWS, CHAIN.nodes, VOCAB)).astype(np.float32)
-    draft = enumeration.record(CHAIN, random_tokens(rng, CHAIN), None)
-    law = jnp.asarray(rng.dirichlet(np.ones(VOCAB), draft.tokens.shape), jnp.float32)
-    without, points = (decide(logits, draft, sampled_view(name), CHAIN) for name in (rule, "multi_candidate"))
-    np.testing.assert_array_equal(without.tokens, points.tokens)
-    own = decide(logits, draft.replace(probs=law), sampled_view(rule), CHAIN)
-    assert (own.tokens != points.tokens).any()
+    draft = enumeration.draft_of(CHAIN, random_tokens(rng, CHAIN), None)
+    draft_probs = jnp.asarray(rng.dirichlet(np.ones(VOCAB), draft.tokens.shape), jnp.float32)
+    without, other = (decide(logits, draft, sampled_view(name), CHAIN) for name in (rule, "multi_candidate"))
+    np.testing.assert_array_equal(without.tokens, other.tokens)
+    own = decide(logits, draft.replace(probs=draft_probs), sampled_view(rule), CHAIN)
+    assert (own.tokens != other.tokens).any()
 
 
-def test_siblings_and_rounds_have_draws_of_their_own() -> None:
-    """One seed, roots at different positions: three equally likely tokens come equally often.
+def test_multi_candidate_siblings_and_steps_use_independent_draws() -> None:
+    """With one seed and roots at different positions, three equally likely tokens are emitted equally often.
 
-    With one draw for both siblings the second would come with probability 1/2 - 1/3.
+    If both siblings shared a draw, the second would be emitted with probability 1/2 - 1/3.
     """
     tokens = np.broadcast_to([0, 0, 1, 0, 1, 0, 1], (ROWS, 7))
-    draft = enumeration.record(PAIRS, tokens, None)
+    draft = enumeration.draft_of(PAIRS, tokens, None)
     logits = np.full((ROWS, 7, VOCAB), -np.inf, np.float32)
     logits[..., :3] = 0
     count = np.zeros(3)
-    for turn in range(10):
-        here = sampled_view("multi_candidate", one_seed=0).replace(lengths=turn * ROWS + jnp.arange(ROWS))
+    for repeat in range(10):
+        here = sampled_view("multi_candidate", one_seed=0).replace(lengths=repeat * ROWS + jnp.arange(ROWS))
         count += np.bincount(decide(logits, draft, here, PAIRS).tokens[:, 0], minlength=3)
     np.testing.assert_allclose(count / count.sum(), 1 / 3, atol=0.06)
 
 
 def typical_case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Logits, tokens, valid and temperatures; where the draft is capped only the first level is valid."""
+    """Logits, tokens, valid and temperatures; in capped drafts only the first level is valid."""
     rng = np.random.default_rng(seed)
     logits = (rng.normal(size=(ROWS, PAIRS.nodes, VOCAB)) * 3).astype(np.float32)
     valid = np.arange(PAIRS.nodes) <= np.where(rng.random(ROWS) < 0.2, 2, 6)[:, None]
@@ -275,19 +278,19 @@ def typical_case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndar
 
 
 @pytest.mark.parametrize("options", [(0.09, 0.3), (0.3, 0.09), (0.4, 0.9)])
-def test_typical_acceptance_is_that_of_a_plain_loop(options: tuple[float, float]) -> None:
-    """Three batches; the exchanged options, as a negative control, accept otherwise."""
+def test_typical_random_trees_equal_plain_loop(options: tuple[float, float]) -> None:
+    """Three batches; negative control: the exchanged options accept different tokens."""
     parents, found, exchanged = np.array(PAIRS.parents), set(), 0
     for seed in range(3):
         logits, tokens, valid, temperature = typical_case(seed)
-        draft, here = enumeration.record(PAIRS, tokens, None, valid), sampled_view("typical", temperature)
-        verdict = decide(logits, draft, here, PAIRS, verify.Typical(*options))
+        draft = enumeration.draft_of(PAIRS, tokens, None, valid)
+        verdict = decide(logits, draft, sampled_view(verify.Typical(*options), temperature), PAIRS)
         for row in range(ROWS):
-            path, last = accept.typical(logits[row], temperature[row], tokens[row], parents, valid[row], options)
+            path, last = accept.typical_accept(logits[row], temperature[row], tokens[row], parents, valid[row], options)
             assert verdict.path[row, : len(path)].tolist() == path
             assert verdict.tokens[row, : len(path)].tolist() == [*tokens[row, path[1:]].tolist(), last]
             found.add(tuple(path))
-        other = decide(logits, draft, here, PAIRS, verify.Typical(*options[::-1]))
+        other = decide(logits, draft, sampled_view(verify.Typical(*options[::-1]), temperature), PAIRS)
         exchanged += (other.accept_len != verdict.accept_len).sum()
     assert len(found) == PAIRS.nodes, "every path must occur"
     assert exchanged > 0
@@ -299,7 +302,7 @@ DEEP_GAP = Tree.static([(0,), (1,), (1, 1)])
 
 @pytest.mark.parametrize("rule", ACCEPT_RULES[:-1])
 @pytest.mark.parametrize("tree", [CHAIN, PAIRS, GAP, DEEP_GAP, Tree.topk(8, 3, 2)], ids=str)
-def test_a_rule_that_does_not_fit_the_tree_is_refused(rule: str, tree: Tree) -> None:
+def test_rule_check_unfit_tree_raises(rule: str, tree: Tree) -> None:
     wanted = None
     if rule == "block" and not tree.is_chain:
         wanted = r'accept="block" expects a chain, got .*; use Tree\.chain\(length\) or accept="rejection"'
@@ -308,19 +311,18 @@ def test_a_rule_that_does_not_fit_the_tree_is_refused(rule: str, tree: Tree) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if wanted is None:
-            verify.check_rule(rule, tree)
+            verify.resolve(rule).check(tree)
         else:
             with pytest.raises(ValueError, match=wanted):
-                verify.check_rule(rule, tree)
+                verify.resolve(rule).check(tree)
 
 
-def test_an_engine_checks_its_rule_first() -> None:
+def test_engine_rule_unfit_for_tree_raises() -> None:
     with pytest.raises(ValueError, match='accept="block" expects a chain'):
         Engine(small.target(), drafter=Random(PAIRS), accept="block")
 
 
-def test_an_engine_says_that_typical_acceptance_is_lossy() -> None:
-    """It says so once; greedy output is exact all the same."""
+def test_engine_typical_rule_warns_once_and_greedy_output_is_exact() -> None:
     with pytest.warns(UserWarning, match='"typical" does not keep the target\'s distribution') as caught:
         engine = Engine(
             small.target(), drafter=Random(PAIRS), accept="typical", slots=2, max_len=small.MAX_LEN, buckets=(2,)
@@ -333,6 +335,54 @@ def test_an_engine_says_that_typical_acceptance_is_lossy() -> None:
 
 @pytest.mark.parametrize("name", ["typical_threshold", "typical_alpha"])
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), "0.1"])
-def test_an_option_of_typical_acceptance_is_a_positive_number(name: str, value: object) -> None:
+def test_config_typical_option_not_positive_raises(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{name}: expected a number > 0, got {value!r}"):
         EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize("options", [dict(threshold=0.0), dict(alpha=-1.0), dict(threshold="0.1")])
+def test_typical_option_not_positive_raises(options: dict) -> None:
+    with pytest.raises(ValueError, match=r"Typical: (threshold|alpha): expected a number > 0, got"):
+        verify.Typical(**options)
+
+
+def test_resolve_names_and_rules_give_rules() -> None:
+    assert tuple(rules.RULES) == ACCEPT_RULES
+    assert [rule.name for rule in map(verify.resolve, ACCEPT_RULES)] == list(ACCEPT_RULES)
+    own = verify.Typical(0.2, 0.5)
+    assert verify.resolve(own) is own
+    assert verify.resolve("typical", threshold=0.2, alpha=0.5) == own and hash(own) != hash(verify.Typical())
+    assert [name for name in ACCEPT_RULES if not verify.resolve(name).is_lossless] == ["typical"]
+    with pytest.raises(ValueError, match=r"accept: expected one of \('coupled', .*'typical'\), got 'greedy'"):
+        verify.resolve("greedy")
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        (dict(accept="typical", typical_threshold=0.2), verify.Typical(0.2, 0.3)),
+        (dict(accept="typical", typical_alpha=0.5), verify.Typical(0.09, 0.5)),
+        (dict(accept="block", typical_alpha=0.5), verify.Block()),
+        (dict(accept=verify.Typical(0.2, 0.5)), verify.Typical(0.2, 0.5)),
+        (dict(accept=verify.Rejection()), verify.Rejection()),
+        (dict(), verify.Coupled()),
+    ],
+)
+def test_config_accept_gives_rule_with_its_options(options: dict, rule: verify.AcceptRule) -> None:
+    config = EngineConfig(**options)
+    assert verify.resolve(config.accept, **config.accept_options) == rule
+
+
+def test_config_accept_rule_with_other_typical_options_raises() -> None:
+    with pytest.raises(ValueError, match=r"typical_threshold: expected it in the rule"):
+        EngineConfig(accept=verify.Typical(), typical_threshold=0.2)
+
+
+def test_engine_accept_rule_object_equals_its_name() -> None:
+    params = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
+    options = dict(drafter=Random(CHAIN), slots=2, max_len=small.MAX_LEN, buckets=(2,))
+    by_name, by_object = (
+        Engine(small.target(), accept=accept, **options).generate([3, 1, 4], params)[0].token_ids
+        for accept in ("block", verify.Block())
+    )
+    assert by_name == by_object

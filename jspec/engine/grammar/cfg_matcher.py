@@ -1,8 +1,8 @@
-"""Grammars that fit no table: what may follow a text, and each node of a draft behind it. Host only, no jax.
+"""Context-free grammars: masks of the tokens that may follow an output and each node of its draft. Host only, no jax.
 
-A context-free grammar has texts within texts, to any depth, and so more states than any table. The library llguidance
-parses what was said so far and tells the tokens that may follow. It is asked behind every node that its parent allows,
-so that tokens are those of asking one by one; to leave a node is to roll the parser back.
+A context-free grammar nests to any depth, so no table holds its states. The library llguidance parses the output and
+computes the tokens that may follow. It is asked after every node that the mask of the node's parent allows, so the
+output equals masked decoding token by token. Between nodes the parser is rolled back to their common ancestor.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from typing import Any, final
 import numpy as np
 from jaxtyping import Bool, Int, UInt32
 
+from jspec.core.bitmask import EVERYTHING, WORD, words_of
+
 INSTALL = "install llguidance (pip install 'jspec[grammar]')"
-WORD = 32  # tokens a number of a mask holds
-EVERYTHING = np.uint32(2**WORD - 1)
-TOKENIZERS = 8  # sets of tokens that end a request for which the library's view of the vocabulary is kept
-AS_IT_COMES = '\n%llguidance {"no_forcing": true}\n'  # else the library allows one spelling of a text alone
-BLANKS = {"whitespace_pattern": "[ ]?", "lenient": False, "coerce_one_of": False}  # as a table has them
-STATE = "\n<state>"  # where the library's messages begin to tell of its insides
-OPTIONS = re.compile(
+TOKENIZERS = 8  # llguidance tokenizers to cache, one for each set of stop ids
+ALL_TOKENIZATIONS = '\n%llguidance {"no_forcing": true}\n'  # otherwise only one tokenisation of a text is allowed
+# JSON whitespace as in the regular expressions of outlines_core: at most one blank between JSON tokens.
+JSON_OPTIONS = {"whitespace_pattern": "[ ]?", "lenient": False, "coerce_one_of": False}
+STATE = "\n<state>"  # start of the internal parser state in the library's messages
+RULE_OPTIONS = re.compile(
     r'^[ \t]*[?!]?[a-z_][\w-]*\s*\[((?:"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/|[^\]"/])*)\]', re.MULTILINE | re.I
 )
 RULE = re.compile(r"^[ \t]*[?!]?[a-z_][^:\n]*:", re.MULTILINE | re.I)
-MOST_RULES = 1000  # the library goes from rule to rule by recursion, and some 3000 of them are beyond a thread's stack
+MAX_RULES = 1000  # the library recurses from rule to rule; about 3000 rules overflow a thread's stack
 LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/')
 
 
 @dataclass(frozen=True, eq=False)
 class LarkGrammar:
-    """A context-free grammar over tokens, which requests share.
+    """A compiled context-free grammar, shared by requests.
 
     Attributes:
-        source: the field it was asked for by, and what that held.
-        stop_ids: tokens that end a request; they come where the text may end, and nowhere else.
-        words: numbers of a mask.
-        start: the library's parser, before any token.
+        source: the request's field and its value, for error messages.
+        stop_ids: tokens that end a request; allowed exactly where the grammar may end.
+        words: words of a mask (`jspec.core.bitmask`).
+        start: the library's parser before the first token.
     """
 
     source: str
@@ -48,34 +49,34 @@ class LarkGrammar:
     words: int
     start: Any = field(repr=False)
 
-    def beginnings(self) -> set[int]:
-        """The tokens that a text may begin with."""
+    def first_tokens(self) -> set[int]:
+        """The tokens that an output may begin with."""
         return set(_tokens(_next_tokens(self, self.start.deep_copy())))
 
 
-class Spellings:
-    """The tokens' bytes, as the library takes them in, for each set of tokens that end a request.
+class Vocabularies:
+    """Makes the library's view of the vocabulary, one for each set of stop ids.
 
     Args:
-        texts: of each token, None where it has none.
-        vocab_size: of the model; ids beyond the tokenizer's have no text.
+        texts: bytes of each token; None if it has no text.
+        vocab_size: vocabulary of the model; ids that the tokenizer does not have get no text.
     """
 
     def __init__(self, texts: Sequence[bytes | None], vocab_size: int) -> None:
         self.size = vocab_size
         self._texts = [*texts[:vocab_size], *[None] * (vocab_size - len(texts))]
-        self.ended_by = lru_cache(TOKENIZERS)(self._ended_by)
+        self.with_stop_ids = lru_cache(TOKENIZERS)(self._with_stop_ids)
 
-    def _ended_by(self, stop_ids: tuple[int, ...]) -> Any:
-        without = {token for token, text in enumerate(self._texts) if text is None} | set(stop_ids)
-        named = [f"none{token}".encode() if token in without else text for token, text in enumerate(self._texts)]
-        wrapper = _Vocabulary(named, sorted(without), stop_ids[0])
+    def _with_stop_ids(self, stop_ids: tuple[int, ...]) -> Any:
+        special = {token for token, text in enumerate(self._texts) if text is None} | set(stop_ids)
+        named = [f"none{token}".encode() if token in special else text for token, text in enumerate(self._texts)]
+        wrapper = _TokenizerWrapper(named, sorted(special), stop_ids[0])
         return _library().LLTokenizer(wrapper, n_vocab=self.size, eos_token=list(stop_ids))
 
 
 @dataclass
-class _Vocabulary:
-    """What the library asks of a tokenizer."""
+class _TokenizerWrapper:
+    """The interface that the library expects of a tokenizer."""
 
     tokens: list[bytes | None]
     special_token_ids: list[int]
@@ -84,39 +85,41 @@ class _Vocabulary:
     is_tokenizer_wrapper: bool = True
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return []  # it is asked for the tokens of texts that are forced, and none is
+        return []  # only called for forced text, and ALL_TOKENIZATIONS turns forcing off
 
 
 def lark_of_schema(schema: Mapping[str, Any]) -> str:
-    """The grammar of a JSON schema's texts: properties come in its order, between tokens one blank at most."""
-    return f"start: %json {json.dumps({**schema, 'x-guidance': BLANKS})}"
+    """The Lark grammar of a JSON schema: properties in the schema's order, at most one blank between JSON tokens."""
+    return f"start: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
 
 
-def compile_lark(source: str, lark: str, spellings: Spellings, stop_ids: tuple[int, ...]) -> LarkGrammar:
-    """The grammar that a text of Lark's form describes.
+def compile_lark(source: str, lark: str, vocabularies: Vocabularies, stop_ids: tuple[int, ...]) -> LarkGrammar:
+    """Compile a grammar in Lark's syntax.
 
     Args:
-        source: for messages.
+        source: the request's field and its value, for error messages.
 
     Raises:
-        ValueError: no such text, one of which a part would be dropped, or none of its texts can be begun in the tokens.
+        ValueError: the grammar is invalid, a part of it would be ignored, or no token can begin any of its texts.
         ImportError: llguidance is missing.
     """
-    named = {name for options in OPTIONS.findall(lark) for name in re.findall(r"[\w-]+", LITERAL.sub("", options))}
+    named = {name for options in RULE_OPTIONS.findall(lark) for name in re.findall(r"[\w-]+", LITERAL.sub("", options))}
     if "temperature" in named:
-        raise ValueError(f"{source}: expected no rule with temperature=, which would be dropped; a request has one")
+        raise ValueError(
+            f"{source}: expected no rule with temperature=, which would be ignored; set the temperature of the request"
+        )
     rules = len(RULE.findall(lark))
-    if rules > MOST_RULES:
-        raise ValueError(f"{source}: expected at most {MOST_RULES} rules and terminals, got {rules}; take fewer")
-    matcher, library = _library().LLMatcher, spellings.ended_by(stop_ids)
-    start = matcher(library, matcher.grammar_from_lark(lark + AS_IT_COMES), log_level=0)
+    if rules > MAX_RULES:
+        raise ValueError(f"{source}: expected at most {MAX_RULES} rules and terminals, got {rules}; take fewer")
+    matcher, library = _library().LLMatcher, vocabularies.with_stop_ids(stop_ids)
+    start = matcher(library, matcher.grammar_from_lark(lark + ALL_TOKENIZATIONS), log_level=0)
     if start.is_error():
         raise ValueError(f"{source}: expected a grammar that llguidance reads: {_reason(start)}")
-    grammar = LarkGrammar(source, stop_ids, words_of(spellings.size), start)
+    grammar = LarkGrammar(source, stop_ids, words_of(vocabularies.size), start)
     first = _next_tokens(grammar, probe := start.deep_copy())
     if probe.is_error():
         raise ValueError(
-            f"{source}: none of its texts can be written in the tokens that may come ({_reason(probe)}); allow more"
+            f"{source}: none of its texts can be written in the allowed tokens ({_reason(probe)}); allow more"
         )
     token = next((token for token in _tokens(first) if token not in stop_ids), None)
     if token is not None and not (probe.consume_token(token) and probe.rollback(1)):
@@ -126,10 +129,10 @@ def compile_lark(source: str, lark: str, spellings: Spellings, stop_ids: tuple[i
 
 @final
 class Matcher:
-    """Where one request's text stands in its grammar.
+    """The state of one request's output in its grammar.
 
     Attributes:
-        count: tokens of the output that it has followed.
+        count: tokens of the output that it has consumed.
     """
 
     def __init__(self, grammar: LarkGrammar) -> None:
@@ -139,10 +142,10 @@ class Matcher:
         self._error: Exception | None = None
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Take the tokens of an output that are new.
+        """Consume the tokens of an output that are new since the last call.
 
         Raises:
-            ValueError: they violate the grammar, for nothing that it allows was left; or the parser gave up.
+            ValueError: they violate the grammar, because every token that it allows was banned, or the parser failed.
         """
         for token in tokens[self.count :]:
             if self._error is not None:
@@ -150,70 +153,67 @@ class Matcher:
             is_end = token in self.grammar.stop_ids
             if not (self._parser.is_accepting() if is_end else self._parser.consume_token(token)):
                 raise ValueError(
-                    f"{self.grammar.source}: behind {self.count} tokens nothing was left of those that the grammar "
-                    "allows: its texts cannot be written on in the tokenizer's tokens, or allowed_token_ids, bad_words "
-                    f"or the engine's logits_processor took them out{_told(self._parser)}"
+                    f"{self.grammar.source}: after {self.count} tokens no token that the grammar allows was left: its "
+                    "texts cannot be continued in the tokenizer's tokens, or allowed_token_ids, bad_words or the "
+                    f"engine's logits_processor banned them{_reason_in_brackets(self._parser)}"
                 )
             self.count += 1
 
     def masks(
         self, tokens: Int[np.ndarray, "nodes"], parents: Int[np.ndarray, "nodes"], valid: Bool[np.ndarray, "nodes"]
     ) -> UInt32[np.ndarray, "nodes words"]:
-        """The tokens that may follow each node of a draft, as bits; everything behind a node that cannot stand.
+        """The mask of the tokens that may follow each node of a draft; all tokens after a node that is not allowed.
 
-        Where nothing may follow, or the parser fails, that is a token that ends the request: `follow` then raises.
+        If no token may follow, or the parser fails, the mask allows only the stop ids, and `follow` raises next.
 
         Args:
-            tokens: node 0 is the newest token, which was followed already.
+            tokens: tokens of the nodes; node 0 is the newest output token, which was consumed already.
+            parents: parent of each node; -1: none.
+            valid: whether each node is part of the draft.
         """
         masks = np.full((len(tokens), self.grammar.words), EVERYTHING, np.uint32)
         try:
             self._fill(masks, tokens.tolist(), parents.tolist(), valid.tolist())
-        except Exception as error:  # nobody else's affair
+        except Exception as error:  # must not end the other requests of the batch
             self._error, masks[0] = error, _bits(self.grammar.stop_ids, self.grammar.words)
         return masks
 
     def first(self) -> UInt32[np.ndarray, "1 words"]:
-        """The tokens that an output may begin with."""
+        """The mask of the output's next token, without a draft."""
         return self.masks(np.zeros(1, np.int32), np.full(1, -1, np.int32), np.ones(1, bool))
 
     def _fill(self, masks: np.ndarray, tokens: list[int], parents: list[int], valid: list[bool]) -> None:
-        paths: dict[int, list[int]] = {0: []}  # from behind the root to each node that may stand
-        parser, at = self._parser.deep_copy(), list[int]()
+        paths: dict[int, list[int]] = {0: []}  # tokens from the root (excluded) to each allowed node
+        parser, consumed = self._parser.deep_copy(), list[int]()
         for node, token in enumerate(tokens):
             if node > 0:
                 parent = parents[node]
-                stands = valid[node] and parent in paths and token not in self.grammar.stop_ids
-                if not (stands and masks[parent, token // WORD] >> np.uint32(token % WORD) & 1):
+                may_follow = valid[node] and parent in paths and token not in self.grammar.stop_ids
+                if not (may_follow and masks[parent, token // WORD] >> np.uint32(token % WORD) & 1):
                     continue
                 paths[node] = [*paths[parent], token]
-            if parser.is_error():  # from which there is no way back
-                parser, at = self._parser.deep_copy(), []
-            _move(parser, at, paths[node])
-            at, masks[node] = paths[node], _next_tokens(self.grammar, parser)
+            if parser.is_error():  # a parser in this state cannot be rolled back
+                parser, consumed = self._parser.deep_copy(), []
+            _move(parser, consumed, paths[node])
+            consumed, masks[node] = paths[node], _next_tokens(self.grammar, parser)
 
 
-def _move(parser: Any, at: list[int], to: list[int]) -> None:
-    """Roll a parser back to what two paths share, and on to the second."""
+def _move(parser: Any, consumed: list[int], path: list[int]) -> None:
+    """Move a parser from one path to another: roll back to their common prefix, then consume the rest."""
     shared = 0
-    while shared < min(len(at), len(to)) and at[shared] == to[shared]:
+    while shared < min(len(consumed), len(path)) and consumed[shared] == path[shared]:
         shared += 1
-    parser.rollback(len(at) - shared)
-    parser.consume_tokens(to[shared:])
-
-
-def words_of(vocab_size: int) -> int:
-    """Numbers of a mask."""
-    return -(-vocab_size // WORD)
+    parser.rollback(len(consumed) - shared)
+    parser.consume_tokens(path[shared:])
 
 
 def _next_tokens(grammar: LarkGrammar, parser: Any) -> UInt32[np.ndarray, "words"]:
-    """What may follow; the tokens that end a request where the text may end, and where nothing may follow."""
-    mask, ends = np.zeros(grammar.words, np.uint32), _bits(grammar.stop_ids, grammar.words)
+    """The mask of the next token; includes the stop ids where the text may end or no other token may follow."""
+    mask, stops = np.zeros(grammar.words, np.uint32), _bits(grammar.stop_ids, grammar.words)
     may_end = parser.is_accepting()
     parser.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-    mask &= ~ends
-    return mask | ends if may_end or parser.is_error() or not mask.any() else mask
+    mask &= ~stops
+    return mask | stops if may_end or parser.is_error() or not mask.any() else mask
 
 
 def _bits(tokens: Sequence[int], words: int) -> UInt32[np.ndarray, "words"]:
@@ -231,7 +231,7 @@ def _reason(parser: Any) -> str:
     return parser.get_error().split(STATE)[0].strip()
 
 
-def _told(parser: Any) -> str:
+def _reason_in_brackets(parser: Any) -> str:
     return f" ({_reason(parser)})" if parser.is_error() else ""
 
 
@@ -239,5 +239,5 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise ImportError(f"grammar, and a json_schema that holds itself, need a library: {INSTALL}") from error
+        raise ImportError(f"grammar, and a recursive json_schema, need a library: {INSTALL}") from error
     return llguidance

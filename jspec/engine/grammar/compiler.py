@@ -1,6 +1,7 @@
-"""The grammar of a request: its fields checked against the engine, and compiled once for all that ask for the same.
+"""Grammars of requests: checks a request's fields against the engine and compiles each distinct grammar once.
 
-A regular expression or a schema of bounded depth becomes a table, another grammar a parser that the host asks.
+A regular expression or a schema of bounded depth becomes a table on the device. Any other grammar becomes a parser on
+the host.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import cached_property, lru_cache, partial
 from typing import final
 
 from jspec.engine.grammar import json_schema
-from jspec.engine.grammar.cfg_matcher import LarkGrammar, Spellings, compile_lark, lark_of_schema
+from jspec.engine.grammar.cfg_matcher import LarkGrammar, Vocabularies, compile_lark, lark_of_schema
 from jspec.engine.grammar.regex_dfa import Builder
 from jspec.engine.grammar.token_table import Grammar, TokenTexts, check_size, compile_grammar, regex_of_schema
 from jspec.engine.penalty_input import Words
@@ -23,15 +24,17 @@ from jspec.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-KEPT = 64  # grammars whose tables the host keeps
+CACHE_SIZE = 64  # compiled grammars that the host keeps
 
 
 @final
 class GrammarInput:
-    """Makes tables of grammars.
+    """Compiles the grammars that requests ask for.
 
     Args:
-        cells: that a table may have; 0: none.
+        tokenizer: the engine's tokenizer; None: requests cannot have grammars.
+        vocab_size: vocabulary of the model.
+        cells: cells of one table on the device; 0: no tables.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, cells: int) -> None:
@@ -39,27 +42,27 @@ class GrammarInput:
         self._vocab_size = vocab_size
         self._cells = cells
         self._build = Builder()
-        own = weakref.proxy(self)  # else the caches would keep it, and the builder's process, until collected
-        self._compiled = lru_cache(KEPT)(lambda *key: own._compile(*key))
-        self._regex_of = lru_cache(KEPT)(partial(regex_of_schema, build=self._build))
-        self._compiled_lark = lru_cache(KEPT)(lambda *key: own._compile_lark(*key))
-        self._lark_of = lru_cache(KEPT)(_lark_of)
+        own = weakref.proxy(self)  # a cycle would keep this object and the builder's process until garbage collection
+        self._compiled = lru_cache(CACHE_SIZE)(lambda *key: own._compile(*key))
+        self._regex_of = lru_cache(CACHE_SIZE)(partial(regex_of_schema, build=self._build))
+        self._compiled_lark = lru_cache(CACHE_SIZE)(lambda *key: own._compile_lark(*key))
+        self._lark_of = lru_cache(CACHE_SIZE)(_lark_of)
 
     def close(self) -> None:
-        """End the process that makes automata; it is started anew if need be."""
+        """End the process that builds automata; a later grammar starts a new one."""
         self._build.close()
 
     def of(self, params: SamplingParams, stop_ids: tuple[int, ...], words: Words) -> Grammar | LarkGrammar | None:
-        """The grammar that a request asks for, if it does.
+        """Compile the grammar of a request; None if it has none.
 
         Args:
-            stop_ids: tokens that end the request; they may come where the grammar's text may end, and nowhere else.
-            words: its bad words as token ids. What is banned whatever stands before it, as what is not allowed, is
-                taken out of the tokens that texts are written in.
+            stop_ids: tokens that end the request; the grammar allows them exactly where its text may end.
+            words: the request's bad words as token ids. A table contains neither bad words of a single token nor tokens
+                outside ``allowed_token_ids``.
 
         Raises:
-            ValueError: naming the field, its value and what is allowed.
-            ImportError: the library is missing.
+            ValueError: the grammar cannot be served; the message names the field, its value and what is allowed.
+            ImportError: a library is missing.
         """
         field = params.grammar_field
         if field is None:
@@ -70,7 +73,7 @@ class GrammarInput:
         self._check(field, params, stop_ids, words, needs_table=lark is None)
         if lark is not None:
             grammar = self._compiled_lark(source, lark, stop_ids)
-            _check_beginning(field, params, grammar)
+            _check_first_tokens(field, params, grammar)
             return grammar
         regex = value if field == "regex" else self._regex_of(value)
         singles = tuple(word[0] for word in words if len(word) == 1)
@@ -82,7 +85,7 @@ class GrammarInput:
         if self._tokenizer is None:
             raise ValueError(f"{field}: needs a tokenizer; pass tokenizer= to the engine")
         if needs_table and not self._cells:
-            raise ValueError(f"{field}: this engine was built with grammar_cells=0; build it with room for a table")
+            raise ValueError(f"{field}: this engine was built with grammar_cells=0; build it with more cells")
         if not stop_ids:
             raise ValueError(
                 f"{field}: needs a token that ends the request; pass eos_ids= to the engine, or stop_token_ids"
@@ -90,13 +93,14 @@ class GrammarInput:
         allowed = params.allowed_token_ids
         if allowed is not None and not set(allowed) & set(stop_ids):
             raise ValueError(
-                f"allowed_token_ids: expected one of {tuple(stop_ids)} among them beside {field}, which ends with such "
-                f"a token, got {allowed}"
+                f"allowed_token_ids: expected one of {tuple(stop_ids)} among them beside {field}, because a text ends "
+                f"with such a token, got {allowed}"
             )
         wrong = next((word for word in words if word[-1] in stop_ids), None)
         if wrong is not None:
             raise ValueError(
-                f"bad_words: expected none beside {field} that ends with a token that ends the request, got {wrong}"
+                f"bad_words: expected none beside {field} that ends with one of {tuple(stop_ids)}, which end the "
+                f"request, got {wrong}"
             )
 
     def _compile(
@@ -116,8 +120,8 @@ class GrammarInput:
         return grammar
 
     def _compile_lark(self, source: str, lark: str, stop_ids: tuple[int, ...]) -> LarkGrammar:
-        grammar = compile_lark(source, lark, self._spellings, stop_ids)
-        logger.info("%s: fits no table; its rounds take two launches, between which the host makes masks", source)
+        grammar = compile_lark(source, lark, self._vocabularies, stop_ids)
+        logger.info("%s: fits no table; its rounds take two launches, and the host computes masks between them", source)
         return grammar
 
     @cached_property
@@ -125,20 +129,20 @@ class GrammarInput:
         return TokenTexts(self._texts, self._vocab_size)
 
     @cached_property
-    def _spellings(self) -> Spellings:
-        return Spellings(self._texts, self._vocab_size)
+    def _vocabularies(self) -> Vocabularies:
+        return Vocabularies(self._texts, self._vocab_size)
 
     @cached_property
     def _texts(self) -> list[bytes | None]:
-        spell = getattr(self._tokenizer, "token_bytes", None)
-        if spell is None:
+        token_bytes = getattr(self._tokenizer, "token_bytes", None)
+        if token_bytes is None:
             raise ValueError(f"tokenizer: a grammar needs its token_bytes, got {self._tokenizer!r}")
-        return spell()
+        return token_bytes()
 
 
-def _check_beginning(field: str, params: SamplingParams, grammar: LarkGrammar) -> None:
-    """Refuse tokens of which none begins a text; what comes later is not looked at."""
-    allowed, first = params.allowed_token_ids, grammar.beginnings()
+def _check_first_tokens(field: str, params: SamplingParams, grammar: LarkGrammar) -> None:
+    """Refuse allowed tokens none of which can be the first one; later tokens are not checked."""
+    allowed, first = params.allowed_token_ids, grammar.first_tokens()
     if allowed is not None and not set(allowed) & first:
         raise ValueError(
             f"allowed_token_ids: expected one of those that {field} may begin with among them, some of "
@@ -147,17 +151,17 @@ def _check_beginning(field: str, params: SamplingParams, grammar: LarkGrammar) -
 
 
 def _lark_of(schema: str) -> str | None:
-    """The grammar of a JSON schema that holds itself, None for others."""
+    """The Lark grammar of a recursive JSON schema; None for other schemas."""
     try:
         parsed = json.loads(schema)
     except json.JSONDecodeError:
-        return None  # which `regex_of_schema` says
+        return None  # `regex_of_schema` raises the error
     except RecursionError as error:
         raise ValueError("json_schema: expected JSON that is not nested so deep; take fewer levels") from error
     try:
-        if not json_schema.holds_itself(parsed):
+        if not json_schema.is_recursive(parsed):
             return None
-        json_schema.check_words(parsed)
+        json_schema.check_keywords(parsed)
     except RecursionError as error:
         raise ValueError(
             "json_schema: expected references and levels that are not nested so deep; take fewer"
@@ -166,21 +170,21 @@ def _lark_of(schema: str) -> str | None:
 
 
 def follow(request: Request) -> None:
-    """Take the tokens that are new into the state of a request's grammar.
+    """Advance the state of a request's grammar by the tokens that are new in its output.
 
     Raises:
-        ValueError: they violate it, for nothing that it allows was left; naming what took that out.
+        ValueError: they violate the grammar, because every token that it allows was banned; names the cause.
     """
     if request.matcher is not None:
         request.matcher.follow(request.token_ids)
     if request.grammar is None:
         return
-    done, state = request.grammar_at
+    done, state = request.state.grammar_position
     for count, token in enumerate(request.token_ids[done:], done):
         state = request.grammar.follow([token], state)
-        request.grammar_at = count + 1, state
+        request.state.grammar_position = count + 1, state
         if state < 0:
             raise ValueError(
-                f"{request.grammar.source}: behind {count} tokens bad_words={request.params.bad_words!r} or the "
-                "engine's logits_processor left none of those that the grammar allows; ban less, or words of one token"
+                f"{request.grammar.source}: after {count} tokens bad_words={request.params.bad_words!r} or the "
+                "engine's logits_processor banned every token that the grammar allows; ban fewer, or words of one token"
             )

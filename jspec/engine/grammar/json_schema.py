@@ -1,7 +1,7 @@
-"""Which JSON schemas are followed to the letter: the libraries drop what they do not know.
+"""Checks that a JSON schema is followed completely, because the libraries ignore keywords that they do not know.
 
-Those of bounded depth become regular expressions, within what `check` allows. Those that hold themselves do not: of
-them `check_words` leaves to the library llguidance what is a word of JSON Schema, all of which it follows or refuses.
+A schema of bounded depth becomes a regular expression if `check` accepts it. A recursive schema goes to the library
+llguidance, which follows or refuses every keyword of JSON Schema; `check_keywords` refuses all other keywords.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-SAYS_NOTHING = frozenset(
+ANNOTATIONS = frozenset(
     [
         *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
         *("$schema", "$id", "$comment", "$defs", "definitions"),
     ]
 )
-TAKEN = {  # what stands beside the keyword that decides, the first of these in a schema, and is followed
+# The first of these keywords that a schema contains decides its form; the values are keywords that may accompany it.
+FORMS = {
     "anyOf": frozenset[str](),
     "$ref": frozenset[str](),
     "enum": frozenset({"type"}),
@@ -24,12 +25,12 @@ TAKEN = {  # what stands beside the keyword that decides, the first of these in 
     "prefixItems": frozenset({"type"}),
     "properties": frozenset({"type", "required", "additionalProperties"}),
 }
-OF_TYPE = {
+TYPE_KEYWORDS = {  # keywords that may accompany "type" if no other keyword decides the form
     "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
     "array": frozenset({"items", "minItems", "maxItems"}),
     "object": frozenset({"additionalProperties"}),
 }
-WORDS = SAYS_NOTHING | frozenset(  # of JSON Schema, of whatever draft
+KEYWORDS = ANNOTATIONS | frozenset(  # all keywords of any draft of JSON Schema
     [
         *("$ref", "$anchor", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "$vocabulary", "id"),
         *("type", "enum", "const", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"),
@@ -41,9 +42,11 @@ WORDS = SAYS_NOTHING | frozenset(  # of JSON Schema, of whatever draft
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     ]
 )
-NO_SCHEMAS = frozenset({"enum", "const", "default", "examples", "required", "dependentRequired"})
-BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions"})
-KINDS: dict[str, Callable[[Any], bool]] = {
+NO_SUBSCHEMAS = frozenset({"enum", "const", "default", "examples", "required", "dependentRequired"})
+SUBSCHEMAS_BY_NAME = frozenset(
+    {"properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions"}
+)
+TYPES: dict[str, Callable[[Any], bool]] = {
     "string": lambda value: isinstance(value, str),
     "boolean": lambda value: isinstance(value, bool),
     "null": lambda value: value is None,
@@ -55,28 +58,28 @@ KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 def check(schema: Any, is_plain: Callable[[str], bool], path: str = "#") -> None:
-    """Refuse a schema of which a part would be dropped.
+    """Refuse a schema if a part of it would be ignored.
 
     Args:
-        is_plain: whether a regular expression's texts can stand in a JSON string as they are.
-        path: where in the whole schema this one stands.
+        is_plain: tells whether no text that a regular expression matches needs an escape inside a JSON string.
+        path: location of this schema in the whole schema.
 
     Raises:
-        ValueError: naming the keyword and where it stands.
+        ValueError: names the keyword and its location.
     """
     if not isinstance(schema, Mapping):
         return
-    asked = [key for key in schema if key not in SAYS_NOTHING]
-    decides = next((key for key in TAKEN if key in schema), "type")
-    kind = schema.get("type")
-    followed = TAKEN.get(decides, OF_TYPE.get(kind, frozenset()) if isinstance(kind, str) else frozenset())
-    wrong = next((key for key in asked if key != decides and key not in followed), None)
+    keywords = [key for key in schema if key not in ANNOTATIONS]
+    form = next((key for key in FORMS if key in schema), "type")
+    type_ = schema.get("type")
+    followed = FORMS.get(form, TYPE_KEYWORDS.get(type_, frozenset()) if isinstance(type_, str) else frozenset())
+    wrong = next((key for key in keywords if key != form and key not in followed), None)
     if wrong is not None:
         raise ValueError(
-            f"json_schema: {wrong!r} at {path} cannot be followed beside {decides!r}, expected "
-            f"{sorted(followed) or 'nothing'}; leave it out, or say it otherwise (anyOf, enum, properties, a regex)"
+            f"json_schema: {wrong!r} at {path} cannot be followed beside {form!r}, expected "
+            f"{sorted(followed) or 'nothing'}; leave it out, or express it otherwise (anyOf, enum, properties, a regex)"
         )
-    _check_values(schema, decides, is_plain, path)
+    _check_values(schema, form, is_plain, path)
     inner = {name: schema.get(name) for name in ("items", "additionalProperties")}
     for name in ("properties", "$defs", "definitions"):
         if not isinstance(schema.get(name, {}), Mapping):
@@ -88,70 +91,74 @@ def check(schema: Any, is_plain: Callable[[str], bool], path: str = "#") -> None
         check(part, is_plain, f"{path}/{name}")
 
 
-def _check_values(schema: Mapping[str, Any], decides: str, is_plain: Callable[[str], bool], path: str) -> None:
-    """Refuse values of followed keywords that are not followed themselves."""
-    kind, pattern = schema.get("type"), schema.get("pattern")
+def _check_values(schema: Mapping[str, Any], form: str, is_plain: Callable[[str], bool], path: str) -> None:
+    """Refuse values that the libraries do not follow, of keywords that they follow."""
+    type_, pattern = schema.get("type"), schema.get("pattern")
     unlisted = sorted(set(schema.get("required", [])) - set(schema.get("properties", [])))
     if unlisted:
         raise ValueError(f"json_schema: 'required' at {path} names {unlisted}, expected names in 'properties'")
-    if decides in ("properties", "prefixItems") and kind not in (None, {"properties": "object"}.get(decides, "array")):
-        raise ValueError(f"json_schema: 'type' at {path}: {decides!r} is of another one, got {kind!r}")
+    if form in ("properties", "prefixItems") and type_ not in (None, {"properties": "object"}.get(form, "array")):
+        raise ValueError(f"json_schema: 'type' at {path}: {form!r} belongs to another type, got {type_!r}")
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    kinds = [kind] if isinstance(kind, str) else kind or list(KINDS)
-    stranger = [value for value in values if not any(KINDS.get(name, lambda _: True)(value) for name in kinds)]
-    if stranger:
-        raise ValueError(f"json_schema: {decides!r} at {path}: expected values of type {kind!r}, got {stranger[0]!r}")
+    types = [type_] if isinstance(type_, str) else type_ or list(TYPES)
+    wrong = [value for value in values if not any(TYPES.get(name, lambda _: True)(value) for name in types)]
+    if wrong:
+        raise ValueError(f"json_schema: {form!r} at {path}: expected values of type {type_!r}, got {wrong[0]!r}")
     if pattern is None:
         return
     others = sorted({"minLength", "maxLength", "format"} & set(schema))
     if others:
-        raise ValueError(f"json_schema: {others[0]!r} at {path} cannot be followed beside 'pattern'; say it there")
+        raise ValueError(
+            f"json_schema: {others[0]!r} at {path} cannot be followed beside 'pattern'; put it into the pattern"
+        )
     if not (isinstance(pattern, str) and pattern.startswith("^") and pattern.endswith("$") and is_plain(pattern[1:-1])):
         raise ValueError(
-            f"json_schema: 'pattern' at {path}: expected '^...$' around what no text with a quote, a backslash or a "
-            f"control character matches, got {pattern!r}; write it so"
+            f"json_schema: 'pattern' at {path}: expected '^...$' around a pattern that matches no text with a quote, a "
+            f"backslash or a control character, got {pattern!r}; rewrite it"
         )
 
 
-def holds_itself(schema: Any) -> bool:
-    """Whether a `$ref` leads back to what it stands in, so that its texts have no bounded depth."""
+def is_recursive(schema: Any) -> bool:
+    """Whether a `$ref` points to a schema that contains it, so the depth of the texts has no bound."""
     done: set[str] = set()
 
-    def leads_back(part: Any, behind: frozenset[str]) -> bool:
+    def leads_back(part: Any, open_refs: frozenset[str]) -> bool:
         if not isinstance(part, Mapping):
             return False
         ref = part.get("$ref")
         if isinstance(ref, str) and ref not in done:
-            if ref in behind or leads_back(_at(schema, ref), behind | {ref}):
+            if ref in open_refs or leads_back(_at(schema, ref), open_refs | {ref}):
                 return True
             done.add(ref)
-        inner = (one for name, one in _parts(part) if name.split("/")[0] not in ("$defs", "definitions"))
-        return any(leads_back(one, behind) for one in inner)
+        inner = (one for name, one in _subschemas(part) if name.split("/")[0] not in ("$defs", "definitions"))
+        return any(leads_back(one, open_refs) for one in inner)
 
     return leads_back(schema, frozenset({"#"}))
 
 
-def check_words(schema: Any, path: str = "#") -> None:
-    """Refuse what is no word of JSON Schema, which says that it be ignored: a slip of the pen, as a rule.
+def check_keywords(schema: Any, path: str = "#") -> None:
+    """Refuse keywords that JSON Schema does not know. The standard ignores them, but most are spelling mistakes.
 
     Raises:
-        ValueError: naming the word and where it stands.
+        ValueError: names the keyword and its location.
     """
     if not isinstance(schema, Mapping):
         return
-    wrong = next((key for key in schema if key not in WORDS), None)
+    wrong = next((key for key in schema if key not in KEYWORDS), None)
     if wrong is not None:
-        raise ValueError(f"json_schema: {wrong!r} at {path}: expected words of JSON Schema; leave it out or mend it")
-    for name, part in _parts(schema):
-        check_words(part, f"{path}/{name}")
+        raise ValueError(
+            f"json_schema: {wrong!r} at {path}: expected keywords of JSON Schema; leave it out or correct it"
+        )
+    for name, part in _subschemas(schema):
+        check_keywords(part, f"{path}/{name}")
 
 
-def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas that stand in one, and where."""
+def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The schemas directly inside a schema, with their locations."""
     for key, value in schema.items():
-        if key in NO_SCHEMAS:
+        if key in NO_SUBSCHEMAS:
             continue
-        if key in BY_NAME and isinstance(value, Mapping):
+        if key in SUBSCHEMAS_BY_NAME and isinstance(value, Mapping):
             yield from ((f"{key}/{name}", part) for name, part in value.items())
         elif isinstance(value, list):
             yield from ((f"{key}/{index}", part) for index, part in enumerate(value))
@@ -160,7 +167,7 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _at(schema: Any, ref: str) -> Any:
-    """What a reference within a schema leads to; None where that is nothing."""
+    """The part of a schema that a reference points to; None if there is none."""
     found, (start, *names) = schema, ref.split("/")
     for name in names:
         key = unquote(name).replace("~1", "/").replace("~0", "~")

@@ -1,8 +1,8 @@
-"""The automaton over bytes of a regular expression, by the library outlines_core, within bounds. No jax.
+"""Automata over bytes of regular expressions, built by the library outlines_core within bounds. No jax.
 
-How many states there are is only known once they are made, and may be two to the power of the expression's size. So
-they are made in a process of its own, which runs this file alone, is asked again and again, and is ended when it takes
-too long or too much memory.
+The number of states is only known once they are built and may be exponential in the length of the expression.
+Therefore a separate process builds them. It runs this file as a script, serves one expression after another, and is
+killed if one takes too long or too much memory. This file must import nothing of jspec.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 NOWHERE = -1
-LAST = "\U0010ffff"  # no character, nor ever one
+END = "\U0010ffff"  # a code point that is not and will never be a character
 INSTALL = "install outlines_core (pip install 'jspec[grammar]')"
-SECONDS, GIB = 30.0, 4  # that an automaton may take
-LAST_WORDS = 2000  # characters of what the process said before it ended
+SECONDS, GIB = 30.0, 4  # time and memory limits for one automaton
+STDERR_TAIL = 2000  # characters of the process's stderr to show in an error
 
 Automaton = tuple[Int[np.ndarray, "states 256"], Bool[np.ndarray, "states"]]
 Build = Callable[[str], Automaton]
 
 
 class TooLarge(ValueError):
-    """An automaton that takes more than there is."""
+    """An automaton exceeds the limits of time or memory."""
 
 
 def library() -> Any:
-    """outlines_core.
+    """Import outlines_core.
 
     Raises:
-        ImportError: it is missing; naming the remedy.
+        ImportError: it is missing; the message names the remedy.
     """
     try:
         import outlines_core
@@ -49,57 +49,61 @@ def library() -> Any:
 
 
 def build(regex: str) -> Automaton:
-    """The state behind each state and byte, and whether each state is final. It starts in 0.
+    """Build the automaton of a regular expression; the start state is 0.
 
-    The library leaves out what leads from a final state to one that is not final. So it gets the expression with a last
-    letter behind it, before which no state is final: those from which it can come are the final ones.
+    The library omits transitions from final to non-final states. Therefore it gets the expression followed by the end
+    character: then only the state after that character is final, and the states from which it can be reached in that
+    character are the final states of the expression itself.
+
+    Returns:
+        The next state for each state and byte, `NOWHERE` if there is none, and whether each state is final.
 
     Raises:
-        ValueError: the library's, of what is no expression.
+        ValueError: the expression is invalid; the library's own error.
         ImportError: the library is missing.
     """
-    outlines, end = library(), 256
-    letters = outlines.Vocabulary(end, {bytes([byte]): [byte] for byte in range(256)})
-    outlines.Index(regex, letters)  # by itself, for it may close a bracket that is not its own
-    index = outlines.Index(f"(?:{regex}){LAST}", letters)
+    outlines, stop_id = library(), 256
+    vocabulary = outlines.Vocabulary(stop_id, {bytes([byte]): [byte] for byte in range(256)})
+    outlines.Index(regex, vocabulary)  # refuses an unbalanced ")", which the group in the next line would hide
+    index = outlines.Index(f"(?:{regex}){END}", vocabulary)
     transitions, final_states = index.get_transitions(), index.get_final_states()
     names = dict.fromkeys([index.get_initial_state(), *transitions, *final_states])
     numbers = {name: number for number, name in enumerate(names)}
     step = np.full((len(numbers), 256), NOWHERE, np.int64)
     for name, row in transitions.items():
         for byte, target in row.items():
-            if byte != end:
+            if byte != stop_id:
                 step[numbers[name], byte] = numbers[target]
-    is_behind, before = np.array([name in final_states for name in numbers]), np.arange(len(numbers))
-    for byte in LAST.encode():
-        before = np.where(before == NOWHERE, NOWHERE, step[before, byte])
-    step[(step != NOWHERE) & is_behind[step]] = NOWHERE
-    return step, (before != NOWHERE) & is_behind[before]
+    is_after_end, reached = np.array([name in final_states for name in numbers]), np.arange(len(numbers))
+    for byte in END.encode():
+        reached = np.where(reached == NOWHERE, NOWHERE, step[reached, byte])
+    step[(step != NOWHERE) & is_after_end[step]] = NOWHERE
+    return step, (reached != NOWHERE) & is_after_end[reached]
 
 
 @final
 class Builder:
-    """`build`, in a process of its own; it is started when first asked and ends with this object.
+    """Calls `build` in a separate process, which starts with the first call and ends with this object.
 
     Args:
-        seconds: that an automaton may take.
-        gib: of memory that it may take, where the system can bound that (Linux).
+        seconds: time limit for one automaton.
+        gib: memory limit of the process in GiB, if the system supports one (Linux).
     """
 
     def __init__(self, seconds: float = SECONDS, gib: float = GIB) -> None:
         self._seconds, self._gib = seconds, gib
         self._process: subprocess.Popen[bytes] | None = None
-        self._said: IO[bytes]
-        self._turn = threading.Lock()
+        self._stderr: IO[bytes]
+        self._lock = threading.Lock()
 
     def __call__(self, regex: str) -> Automaton:
-        """As `build`.
+        """Build the automaton of a regular expression, as `build` does.
 
         Raises:
-            TooLarge: it takes more than there is.
-            ValueError, ImportError: as `build`.
+            TooLarge: the automaton exceeds the limits.
+            ValueError, ImportError: raised by `build`.
         """
-        with self._turn:
+        with self._lock:
             answer = self._ask(regex)
         if isinstance(answer, Exception):
             raise answer
@@ -110,52 +114,56 @@ class Builder:
         assert process.stdin is not None and process.stdout is not None
         is_late = threading.Event()
 
-        def end() -> None:
+        def kill() -> None:
             is_late.set()
             process.kill()
 
-        clock = threading.Timer(self._seconds, end)
-        clock.start()
+        timer = threading.Timer(self._seconds, kill)
+        timer.start()
         try:
             pickle.dump(regex, process.stdin)
             process.stdin.flush()
             return pickle.load(process.stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=1)  # for the code it ends with by itself
+                process.wait(timeout=1)  # to get its own return code
             self.close()
-            said = self._last_words()
-            if is_late.is_set() or "memory" in said.lower() or process.returncode == -signal.SIGKILL:
+            stderr = self._stderr_tail()
+            if is_late.is_set() or "memory" in stderr.lower() or process.returncode == -signal.SIGKILL:
                 return TooLarge(
                     f"its automaton takes more than {self._seconds:g} seconds or {self._gib:g} GiB; lower its "
                     "repetitions and lengths"
                 )
-            return RuntimeError(f"{sys.executable} that makes automata ended with {process.returncode}: {said}")
-        except BaseException:  # an interrupt: an answer that nobody read would be taken for the next one's
+            return RuntimeError(
+                f"the process that builds automata, {sys.executable}, ended with {process.returncode}: {stderr}"
+            )
+        except BaseException:  # an interrupt: the unread answer would be taken for the answer to the next expression
             self.close()
             raise
         finally:
-            clock.cancel()
+            timer.cancel()
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             command = [sys.executable, "-P", __file__, str(int(self._gib * 2**30)), str(int(self._seconds) + 1)]
-            pipe, self._said = subprocess.PIPE, tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
+            pipe, self._stderr = subprocess.PIPE, tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
             try:
                 self._process = subprocess.Popen(
-                    command, stdin=pipe, stdout=pipe, stderr=self._said, start_new_session=True
+                    command, stdin=pipe, stdout=pipe, stderr=self._stderr, start_new_session=True
                 )
             except OSError as error:
-                raise RuntimeError(f"automata are made by another Python, sys.executable={sys.executable!r}") from error
+                raise RuntimeError(
+                    f"cannot start the process that builds automata, sys.executable={sys.executable!r}"
+                ) from error
             weakref.finalize(self, _close, self._process)
         return self._process
 
-    def _last_words(self) -> str:
-        self._said.seek(0)
-        return self._said.read().decode(errors="replace")[-LAST_WORDS:].strip()
+    def _stderr_tail(self) -> str:
+        self._stderr.seek(0)
+        return self._stderr.read().decode(errors="replace")[-STDERR_TAIL:].strip()
 
     def close(self) -> None:
-        """End the process; another one is started when next asked."""
+        """End the process; the next call starts a new one."""
         process, self._process = self._process, None
         if process is not None:
             _close(process)
@@ -166,19 +174,19 @@ def _close(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(OSError):  # what it did not take any more
+            with contextlib.suppress(OSError):  # flushing to a process that has ended
                 pipe.close()
 
 
 def serve(limit: int, seconds: int) -> None:
-    """Answer expressions from the input with automata, or with what went wrong, until it ends.
+    """Read expressions from stdin and write their automata, or the errors, to stdout, until stdin ends.
 
     Args:
-        limit: bytes of memory.
-        seconds: after which it ends itself, should its owner be gone.
+        limit: memory limit in bytes.
+        seconds: time limit for one expression; the process ends itself, in case its owner is gone.
     """
-    alarm = getattr(signal, "alarm", lambda seconds: None)  # where the system has one
-    with contextlib.suppress(ImportError, OSError, ValueError):  # where the system has no such bound
+    alarm = getattr(signal, "alarm", lambda seconds: None)  # Windows has no alarm
+    with contextlib.suppress(ImportError, OSError, ValueError):  # some systems have no memory limit
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

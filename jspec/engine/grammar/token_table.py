@@ -1,8 +1,8 @@
-"""Grammars as tables: which tokens may follow, and where they lead. Host only, no jax.
+"""Grammars as tables of transitions between states, by class of tokens. Host only, no jax.
 
-A regular expression becomes an automaton over bytes (by the library outlines_core), and that one over the tokenizer's
-tokens. Tokens that lead from every state to the same one form a class: so a table of states and classes holds it all.
-What leads nowhere is taken out: from every state left there is a way to a final one, in tokens that may come.
+The library outlines_core compiles a regular expression to an automaton over bytes; this module turns it into an
+automaton over the tokenizer's tokens. Tokens with the same transition from every state form a class, so the table has
+one column a class. States from which no final state can be reached in allowed tokens are removed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from jspec.engine.grammar import json_schema, regex_dfa
 from jspec.engine.grammar.regex_dfa import NOWHERE, Automaton, Build, TooLarge
 
 MAX_STATES = 2**15 - 1  # states and classes are int16 on the device
-MAX_WORK = 2**27  # numbers of a table on its way, before states and classes that lead nowhere are out
+MAX_WORK = 2**27  # cells of an intermediate table, before useless states and classes are removed
 
 
 @dataclass(frozen=True, eq=False)
 class Grammar:
-    """An automaton over tokens; it starts in state 0.
+    """An automaton over tokens; the start state is 0.
 
     Attributes:
-        source: the field it was asked for by, and what that held.
-        class_of: [vocab] int16, the class of each token.
-        next: [states, classes] int16, the state behind a token; `NOWHERE`: it may not come. The tokens that end a
-            request may come in final states, which they leave as they are.
+        source: the request's field and its value, for error messages.
+        class_of: class of each token, [vocab] int16.
+        next: the next state, [states, classes] int16; `NOWHERE`: the token is not allowed. Stop ids are allowed in
+            final states and do not change the state.
     """
 
     source: str
@@ -38,7 +38,7 @@ class Grammar:
     next: np.ndarray = field(repr=False)
 
     def follow(self, tokens: Iterable[int], state: int = 0) -> int:
-        """The state behind some tokens, `NOWHERE` if they violate the grammar."""
+        """The state after some tokens; `NOWHERE` if they violate the grammar."""
         for token in tokens:
             if state != NOWHERE:
                 state = int(self.next[state, self.class_of[token]])
@@ -46,11 +46,16 @@ class Grammar:
 
 
 class TokenTexts:
-    """The tokens' bytes, place by place, as `compile_grammar` goes through them.
+    """The tokens' bytes, grouped by byte position, in the order in which `compile_grammar` reads them.
 
     Args:
-        texts: of each token, None where it has none.
-        vocab_size: of the model; ids beyond the tokenizer's have no text.
+        texts: bytes of each token; None if it has no text.
+        vocab_size: vocabulary of the model; ids that the tokenizer does not have get no text.
+
+    Attributes:
+        size: the vocabulary.
+        has_text: whether each token has a text, [vocab].
+        positions: for each byte position, the tokens that are long enough and their bytes there.
     """
 
     def __init__(self, texts: Sequence[bytes | None], vocab_size: int) -> None:
@@ -58,49 +63,48 @@ class TokenTexts:
         found = [(token, text) for token, text in enumerate(texts[:vocab_size]) if text]
         self.has_text = np.zeros(vocab_size, bool)
         self.has_text[[token for token, _ in found]] = True
-        self.places: list[tuple[np.ndarray, np.ndarray]] = []  # tokens that are so long, and their byte there
+        self.positions: list[tuple[np.ndarray, np.ndarray]] = []
         while found:
-            place = len(self.places)
-            ids, letters = np.array([token for token, _ in found]), np.array([text[place] for _, text in found])
-            self.places.append((ids, letters))
-            found = [(token, text) for token, text in found if len(text) > place + 1]
+            position = len(self.positions)
+            ids, values = np.array([token for token, _ in found]), np.array([text[position] for _, text in found])
+            self.positions.append((ids, values))
+            found = [(token, text) for token, text in found if len(text) > position + 1]
 
 
 def regex_of_schema(schema: str | Mapping[str, Any], build: Build = regex_dfa.build) -> str:
-    """The regular expression of a JSON schema's texts.
+    """The regular expression that matches the JSON texts of a schema.
 
-    Properties come in the schema's order, and no others. What a schema leaves open (a type, items, properties) is what
-    outlines_core makes of it, of a bounded depth too.
+    The texts contain the schema's properties in its order, and no others. Where the schema leaves a type, items or
+    properties open, outlines_core chooses, with bounded depth.
 
     Args:
-        build: makes automata, of the schema's patterns.
+        build: builds the automata of the schema's patterns.
 
     Raises:
-        ValueError: no schema, one of which a part would be dropped (`jspec.engine.grammar.json_schema`), or one
-        without a bound to its
-            depth.
+        ValueError: the schema is invalid, a part of it would be ignored (`jspec.engine.grammar.json_schema`), or its
+            depth has no bound.
         ImportError: outlines_core is missing.
     """
-    of_schema = regex_dfa.library().json_schema.build_regex_from_schema
+    regex_from_schema = regex_dfa.library().json_schema.build_regex_from_schema
     text = schema if isinstance(schema, str) else json.dumps(schema)
     try:
         json_schema.check(json.loads(text), lambda pattern: _is_plain(pattern, build))
     except json.JSONDecodeError as error:
         raise ValueError(f"json_schema: expected JSON, got {text}: {error}") from error
     try:
-        regex, deeper = (of_schema(text, max_recursion_depth=depth) for depth in (3, 4))
+        regex, deeper = (regex_from_schema(text, max_recursion_depth=depth) for depth in (3, 4))
     except (ValueError, TypeError) as error:
         raise ValueError(f"json_schema: expected a schema that outlines_core knows, got {text}: {error}") from error
     if regex != deeper:
         raise ValueError(
-            f"json_schema: expected a schema of bounded depth, got {text}, which holds itself; write out as many "
+            f"json_schema: expected a schema of bounded depth, got {text}, which is recursive; write out as many "
             "levels as are wanted"
         )
     return regex
 
 
 def _is_plain(regex: str, build: Build) -> bool:
-    """Whether its texts can stand in a JSON string as they are."""
+    """Whether no matching text needs an escape inside a JSON string."""
     step, _ = _automaton(f"json_schema: pattern {regex!r}", regex, build)
     return bool(np.all(step[:, [*range(0x20), *b'"\\']] == NOWHERE))
 
@@ -113,25 +117,25 @@ def compile_grammar(
     banned: Collection[int] = (),
     build: Build = regex_dfa.build,
 ) -> Grammar:
-    """The table of the texts that match a regular expression as a whole.
+    """The table of the texts that a regular expression matches as a whole.
 
     Args:
-        source: for messages.
-        stop_ids: tokens that end a request; as text they do not come.
-        banned: tokens that may not come.
-        build: makes automata.
+        source: the request's field and its value, for error messages.
+        stop_ids: tokens that end a request; never allowed as text.
+        banned: tokens that are never allowed.
+        build: builds automata over bytes.
 
     Raises:
-        ValueError: no regular expression, or none of its texts can be written in the tokens that may come.
+        ValueError: the regular expression is invalid, or none of its texts can be written in the allowed tokens.
         ImportError: outlines_core is missing.
     """
     step, is_final = _automaton(source, regex, build)
-    may_come = texts.has_text.copy()
-    may_come[[*stop_ids, *banned]] = False
-    table, class_of = _over_tokens(source, step, texts, may_come)
-    ends = np.where(is_final, np.arange(len(table)), NOWHERE)
+    is_allowed = texts.has_text.copy()
+    is_allowed[[*stop_ids, *banned]] = False
+    table, class_of = _over_tokens(source, step, texts, is_allowed)
+    stop_column = np.where(is_final, np.arange(len(table)), NOWHERE)
     class_of[[token for token in stop_ids if token not in banned]] = table.shape[1]
-    table = _useful(source, np.column_stack([table, ends]), is_final)
+    table = _trim(source, np.column_stack([table, stop_column]), is_final)
     table, merged = np.unique(table, axis=1, return_inverse=True)
     class_of = merged.reshape(-1)[class_of]
     return Grammar(source, class_of.astype(np.int16), table.astype(np.int16))
@@ -150,68 +154,71 @@ def _automaton(source: str, regex: str, build: Build) -> Automaton:
 
 
 def _over_tokens(
-    source: str, step: np.ndarray, texts: TokenTexts, may_come: np.ndarray
+    source: str, step: np.ndarray, texts: TokenTexts, is_allowed: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The state behind each class of tokens, [states, classes], and the class of each token.
+    """Turn an automaton over bytes into one over tokens.
 
-    All tokens are followed byte by byte from all states at once; those that are alike so far are followed as one.
+    A column is the state after a byte string, from each start state. All tokens advance by one byte at a time; tokens
+    with the same column so far share it, so each pair of a column and a class of bytes is computed once.
+
+    Returns:
+        The next state, [states, classes], and the class of each token, [vocab].
     """
-    letters, letter_of = np.unique(step, axis=1, return_inverse=True)
-    letter_of = letter_of.reshape(-1)
+    byte_columns, byte_class = np.unique(step, axis=1, return_inverse=True)
+    byte_class = byte_class.reshape(-1)
     nowhere, start = np.full(len(step), NOWHERE), np.arange(len(step))
     columns, known = [nowhere, start], {nowhere.tobytes(): 0, start.tobytes(): 1}
-    column_of = may_come.astype(np.int64)
-    for ids, place in texts.places:
-        pairs, where = np.unique(column_of[ids] * 256 + letter_of[place], return_inverse=True)
+    column_of = is_allowed.astype(np.int64)
+    for ids, values in texts.positions:
+        pairs, pair_of = np.unique(column_of[ids] * 256 + byte_class[values], return_inverse=True)
         found = []
-        for column, letter in zip(*(part.tolist() for part in np.divmod(pairs, 256)), strict=True):
-            behind = np.where(columns[column] == NOWHERE, NOWHERE, letters[columns[column], letter])
-            number = known.setdefault(behind.tobytes(), len(columns))
+        for column, byte in zip(*(part.tolist() for part in np.divmod(pairs, 256)), strict=True):
+            following = np.where(columns[column] == NOWHERE, NOWHERE, byte_columns[columns[column], byte])
+            number = known.setdefault(following.tobytes(), len(columns))
             if number == len(columns):
-                columns.append(behind)
+                columns.append(following)
             found.append(number)
         if len(columns) * len(step) > MAX_WORK:
             raise ValueError(f"{source}: {_too_large(len(step), len(columns), MAX_WORK)}")
-        column_of[ids] = np.array(found)[where]
+        column_of[ids] = np.array(found)[pair_of]
     used, class_of = np.unique(column_of, return_inverse=True)
     return np.stack([columns[column] for column in used], axis=1), class_of.reshape(-1)
 
 
-def _useful(source: str, table: np.ndarray, is_final: np.ndarray) -> np.ndarray:
-    """The table of the states that can be come to and from which a final one can be."""
+def _trim(source: str, table: np.ndarray, is_final: np.ndarray) -> np.ndarray:
+    """Keep only states that can be reached from the start and from which a final state can be reached."""
     size = len(table)
     rows, _ = np.nonzero(table != NOWHERE)
-    before, behind = np.divmod(np.unique(rows * size + table[table != NOWHERE]), size)
-    lives = _closure(is_final, behind, before)
-    if not lives[0]:
-        raise ValueError(f"{source}: none of its texts can be written in the tokens that may come; allow more of them")
-    is_kept = lives & _closure(
-        np.arange(size) == 0, *(side[lives[before] & lives[behind]] for side in (before, behind))
-    )
+    sources, targets = np.divmod(np.unique(rows * size + table[table != NOWHERE]), size)
+    can_end = _closure(is_final, targets, sources)
+    if not can_end[0]:
+        raise ValueError(f"{source}: none of its texts can be written in the allowed tokens; allow more of them")
+    is_usable = can_end[sources] & can_end[targets]
+    is_kept = can_end & _closure(np.arange(size) == 0, sources[is_usable], targets[is_usable])
     numbers = np.where(is_kept, np.cumsum(is_kept) - 1, NOWHERE)
     kept = table[is_kept]
     return np.where(kept == NOWHERE, NOWHERE, numbers[kept])
 
 
 def _closure(states: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """States, and all that edges lead to from them."""
+    """The given states and all states that can be reached from them along the edges."""
     order = np.argsort(sources, kind="stable")
     targets, first = targets[order], np.searchsorted(sources[order], np.arange(len(states) + 1)).tolist()
     found, newest = states.copy(), np.flatnonzero(states).tolist()
     while newest:
         state = newest.pop()
-        behind = targets[first[state] : first[state + 1]]
-        fresh = behind[~found[behind]]
+        following = targets[first[state] : first[state + 1]]
+        fresh = following[~found[following]]
         found[fresh] = True
         newest += fresh.tolist()
     return found
 
 
 def check_size(grammar: Grammar, cells: int) -> None:
-    """Refuse a table that the device has no room for.
+    """Refuse a table that is larger than the tables on the device.
 
     Raises:
-        ValueError: naming what it takes and what there is.
+        ValueError: names the size of the table and the limit.
     """
     states, classes = grammar.next.shape
     if states * classes > cells or max(states, classes) > MAX_STATES:
@@ -221,23 +228,23 @@ def check_size(grammar: Grammar, cells: int) -> None:
 def _too_large(states: int, classes: int, cells: int) -> str:
     return (
         f"its table takes {states} states x {classes} classes of tokens = {states * classes}, allowed are {cells} "
-        f"(grammar_cells of the engine) and {MAX_STATES} states; lower its repetitions and lengths, or raise that"
+        f"(grammar_cells of the engine) and {MAX_STATES} states; lower its repetitions and lengths, or raise the cells"
     )
 
 
 class TablePool:
-    """Which grammar each of the device's tables holds.
+    """Tracks which grammar each of the device's tables holds.
 
-    Requests share a table; one that no running request uses is given away, the longest unused first. There are as many
-    as slots, so there is always one.
+    Requests with the same grammar share a table. If all tables are taken, the least recently used grammar that no
+    running request has is replaced; there are as many tables as slots, so there always is one.
     """
 
     def __init__(self, tables: int) -> None:
         self._tables = tables
-        self._held: OrderedDict[Grammar, int] = OrderedDict()  # the longest unused first
+        self._held: OrderedDict[Grammar, int] = OrderedDict()  # the least recently used first
 
     def place(self, grammar: Grammar, in_use: Collection[Grammar]) -> tuple[int, bool]:
-        """The table for a grammar, and whether it is still to be loaded there.
+        """The table of a grammar, and whether the grammar must be loaded into it.
 
         Args:
             in_use: grammars of running requests.
@@ -251,6 +258,6 @@ class TablePool:
         self._held.move_to_end(grammar)
         return self._held[grammar], is_new
 
-    def forget(self) -> None:
-        """The tables are empty."""
+    def clear(self) -> None:
+        """Mark all tables as empty."""
         self._held.clear()

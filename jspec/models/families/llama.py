@@ -1,61 +1,151 @@
-"""Weight maps of targets and draft models: one function a family, from a config to rows."""
+"""The Llama family: what its config.json means and how its tensors are named."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-from convert.huggingface import Row, same, stacked
-from jspec.draft.head_config import HeadConfig
-from jspec.models.config import ModelConfig
+from convert.huggingface import Row, same
+from jspec.models.config import ModelConfig, Rope, require, unsupported
+from jspec.models.families import register
+from jspec.models.params import Params, model_params, rows
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps")
+MODEL_TYPES = ("llama",)
+TENSORS = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+LAYER = {  # the tensors that make each parameter of a layer, one after the other along axis 0
+    "attn_norm": ("input_layernorm.weight",),
+    "qkv": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
+    "qkv_bias": tuple(f"self_attn.{part}_proj.bias" for part in "qkv"),
+    "q_norm": ("self_attn.q_norm.weight",),
+    "k_norm": ("self_attn.k_norm.weight",),
+    "o": ("self_attn.o_proj.weight",),
+    "mlp_norm": ("post_attention_layernorm.weight",),
+    "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "down": ("mlp.down_proj.weight",),
+}
 
 
-def llama(config: ModelConfig, names: Collection[str]) -> list[Row]:
-    """The Llama family.
+@register(*MODEL_TYPES)
+class Llama:
+    """Llama 2 and 3."""
+
+    def config(self, fields: Mapping[str, Any], *, rope_theta: float | None = None) -> ModelConfig:
+        return ModelConfig.of_sizes(
+            **read_sizes(fields, MODEL_TYPES, "num_hidden_layers"),
+            family=fields["model_type"],
+            num_layers=int(fields["num_hidden_layers"]),
+            rope=read_rope(fields, theta=rope_theta),
+            tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+            max_position=int(fields.get("max_position_embeddings", 2048)),
+        )
+
+    def weights(self, config: ModelConfig, names: Collection[str]) -> list[Row]:
+        params = model_params(config)
+        tensors = {name: [tensor] for name, tensor in TENSORS.items() if name in params}
+        for index in range(config.num_layers):
+            tensors |= layer_tensors(params, f"layers.{index}", f"model.layers.{index}")
+        if not config.tie_word_embeddings:
+            return rows(params, tensors)
+        del tensors["embed"]
+        tied = [TENSORS[name] for name in ("embed", "head")]
+        found = [name for name in tied if name in names] or tied[:1]
+        return [same("embed", dict.fromkeys(found, params["embed"].shape)), *rows(params, tensors)]
+
+
+def layer_tensors(
+    params: Params, to: str, source: str, layer: Mapping[str, Sequence[str]] = LAYER
+) -> dict[str, list[str]]:
+    """The tensors of each parameter of a layer.
 
     Args:
-        config: of the model.
-        names: the tensors that the file holds; they decide under which names a tied embedding is looked for.
-
-    Returns:
-        The rows of the weight map.
+        params: of the model; a layer's parameter that is not among them has no tensors.
+        to: prefix of the layer's parameters.
+        source: prefix of the layer's tensors.
+        layer: the tensors of each parameter, both without prefix.
     """
-    vocab, hidden = config.vocab_size, config.hidden_size
-    embed, head = "model.embed_tokens.weight", "lm_head.weight"
-    rows = []
-    if config.tie_word_embeddings:
-        found = [name for name in (embed, head) if name in names] or [embed]
-        rows.append(same("embed", dict.fromkeys(found, (vocab, hidden))))
-    else:
-        rows.append(stacked("embed", {embed: (vocab, hidden)}))
-        rows.append(stacked("head", {head: (vocab, hidden)}))
-    for index in range(config.num_layers):
-        to, source = f"layers.{index}", f"model.layers.{index}"
-        rows.append(stacked(f"{to}.attn_norm", {f"{source}.input_layernorm.weight": (hidden,)}))
-        rows += block(to, source, config, width=hidden)
-    rows.append(stacked("norm", {"model.norm.weight": (hidden,)}))
-    return rows
+    return {
+        f"{to}.{name}": [f"{source}.{tensor}" for tensor in tensors]
+        for name, tensors in layer.items()
+        if f"{to}.{name}" in params
+    }
 
 
-def block(to: str, source: str, config: ModelConfig | HeadConfig, width: int) -> list[Row]:
-    """Attention and feed-forward of one layer, whose attention reads `width` channels."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention, mlp = f"{source}.self_attn", f"{source}.mlp"
-    return [
-        stacked(
-            f"{to}.qkv",
-            {
-                f"{attention}.q_proj.weight": (q, width),
-                f"{attention}.k_proj.weight": (kv, width),
-                f"{attention}.v_proj.weight": (kv, width),
-            },
-        ),
-        stacked(f"{to}.o", {f"{attention}.o_proj.weight": (hidden, q)}),
-        stacked(f"{to}.mlp_norm", {f"{source}.post_attention_layernorm.weight": (hidden,)}),
-        stacked(
-            f"{to}.gate_up",
-            {
-                f"{mlp}.gate_proj.weight": (inner, hidden),
-                f"{mlp}.up_proj.weight": (inner, hidden),
-            },
-        ),
-        stacked(f"{to}.down", {f"{mlp}.down_proj.weight": (hidden, inner)}),
-    ]
+def read_sizes(fields: Mapping[str, Any], model_types: Collection[str], *required: str) -> dict[str, Any]:
+    """The sizes of a decoder layer as the fields of a config record, with the defaults of the Llama format.
+
+    Args:
+        fields: the parsed config.json, or the part of it that describes the layers.
+        model_types: values of `model_type` whose layers are computed.
+        required: keys that must be present beside the sizes.
+
+    Raises: ValueError listing missing keys; NotImplementedError naming an option that changes what layers compute.
+    """
+    allowed = " or ".join(map(repr, model_types))
+    if fields.get("model_type") not in (None, *model_types):
+        raise unsupported("model_type", fields["model_type"], allowed)
+    if fields.get("hidden_act", "silu") != "silu":
+        raise unsupported("hidden_act", fields["hidden_act"], "'silu'")
+    for flag in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if fields.get(flag):
+            raise unsupported(flag, fields[flag], "False")
+    if fields.get("quantization_config"):
+        raise unsupported("quantization_config", fields["quantization_config"], "unquantised float weights")
+    if other := set(fields.get("layer_types") or ()) - {"full_attention"}:
+        raise unsupported("layer_types", sorted(other), "'full_attention' alone")
+    require("config.json", fields, ("model_type", *SIZES, *required))
+    heads, hidden = int(fields["num_attention_heads"]), int(fields["hidden_size"])
+    return {
+        "vocab_size": int(fields["vocab_size"]),
+        "hidden_size": hidden,
+        "intermediate_size": int(fields["intermediate_size"]),
+        "num_heads": heads,
+        "num_kv_heads": int(fields.get("num_key_value_heads") or heads),
+        "head_dim": int(fields.get("head_dim") or hidden // heads),
+        "norm_eps": float(fields["rms_norm_eps"]),
+    }
+
+
+def read_rope(fields: Mapping[str, Any], *, theta: float | None = None) -> Rope:
+    """The rotary embedding of `rope_theta` and `rope_scaling`, or of `rope_parameters` as transformers 5 writes them.
+
+    Args:
+        fields: the parsed config.json.
+        theta: replaces the base that the file gives; the base is 10000 where neither is given.
+
+    Raises: ValueError if the two ways of writing it disagree; NotImplementedError for another rope type.
+    """
+    parameters, scaling = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
+    if by_layer := [kind for kind, value in parameters.items() if isinstance(value, Mapping)]:
+        raise unsupported("rope_parameters", by_layer, "one rotary embedding for all layers")
+    named = {float(c["rope_theta"]) for c in (parameters, fields) if c.get("rope_theta") is not None}
+    if theta is None and len(named) > 1:
+        raise ValueError(
+            f"rope_theta: expected one value, got {sorted(named)} from rope_parameters and beside it; "
+            "pass rope_theta= to choose"
+        )
+    theta = theta if theta is not None else next(iter(named), 10000.0)
+    for source in (parameters, fields):
+        if source.get("partial_rotary_factor") not in (None, 1, 1.0):
+            raise unsupported("partial_rotary_factor", source["partial_rotary_factor"], "1.0")
+    forms = {_scaled_rope(theta, form) for form in (parameters, scaling) if form}
+    if len(forms) > 1:
+        raise ValueError(
+            f"rope: expected rope_parameters and rope_scaling to agree, got {parameters} and {scaling}; "
+            "delete one of the two from config.json"
+        )
+    return next(iter(forms), Rope(theta=theta))
+
+
+def _scaled_rope(theta: float, form: Mapping[str, Any]) -> Rope:
+    kind = form.get("rope_type", form.get("type", "default"))
+    if kind != "llama3":
+        return Rope(theta=theta, kind=kind)
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    require("rope_scaling", form, keys)
+    return Rope(
+        theta=theta,
+        kind=kind,
+        factor=float(form["factor"]),
+        low_freq_factor=float(form["low_freq_factor"]),
+        high_freq_factor=float(form["high_freq_factor"]),
+        original_max_position=int(form["original_max_position_embeddings"]),
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jspec.core.tree import Tree
 from jspec.draft.eagle import Eagle3
-from jspec.engine.core import Engine
+from jspec.engine.api import Engine
 from jspec.engine.metrics import Metrics
 from jspec.engine.sampling_params import SamplingParams
 from jspec.models.decoder import Model

@@ -16,7 +16,7 @@ from pathlib import Path
 from jspec.core.tree import TREE_FORMS, Tree
 from jspec.draft.base import Drafter
 from jspec.draft.eagle import Eagle3
-from jspec.engine.core import Engine
+from jspec.engine.api import Engine
 from jspec.engine.draft_length import Adaptive, Fixed, Policy, halvings
 from jspec.engine.metrics import Metrics
 from jspec.engine.sampling_params import SamplingParams
@@ -116,7 +116,7 @@ def _batch(case: Case, batch: int, plain: Engine, drafting: Engine) -> list[Spee
     depths = halvings(case.tree.depth)
     ways: dict[str, tuple[Engine, Policy]] = {"plain": (plain, Fixed(0))}
     ways |= {f"depth {depth}": (drafting, Fixed(depth)) for depth in depths}
-    ways["adaptive"] = (drafting, Adaptive(depths, shares=case.tree.paths is not None))
+    ways["adaptive"] = (drafting, Adaptive(depths, shared_acceptance=case.tree.paths is not None))
     seen: dict[str, list[tuple[float, Metrics]]] = {way: [] for way in ways}
     order = list(ways)
     for _ in range(1 + case.repeats):
@@ -159,7 +159,7 @@ def _speed(way: str, batch: int, runs: Sequence[tuple[float, Metrics]], plains: 
         spread=max(speeds) - min(speeds),
         ratio=statistics.median(speed / plain for speed, plain in zip(speeds, plains, strict=True)),
         length=metrics.mean_acceptance_length,
-        rounds_at=metrics.rounds_at,
+        rounds_at=metrics.num_rounds_per_depth,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from jspec.core.config import PREFILL_BUCKETS
 from jspec.core.tree import Tree
-from jspec.engine.core import Engine
+from jspec.engine.api import Engine
 from jspec.engine.sampling_params import SamplingParams
 from jspec.tools.bench import report
 from jspec.tools.bench.acceptance import prompts

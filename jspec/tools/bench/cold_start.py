@@ -24,7 +24,7 @@ import jax
 from jspec.core.config import EngineConfig
 from jspec.core.tree import Tree
 from jspec.draft.eagle import Eagle3
-from jspec.engine.core import Engine
+from jspec.engine.api import Engine
 from jspec.engine.sampling_params import SamplingParams
 from jspec.step.executables import keep_compiled
 from jspec.tools.bench import report, shapes

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from jspec.core.tree import TREE_FORMS, Tree
+from jspec.draft import auto
 from jspec.draft.base import Drafter
-from jspec.engine.core import Engine
-from jspec.engine.metrics import Metrics
+from jspec.engine.api import Engine
+from jspec.engine.metrics import LowAcceptanceWarning, Metrics
 from jspec.engine.sampling_params import SamplingParams
-from jspec.engine.stats_logger import LowAcceptanceWarning
 from jspec.models.decoder import Model
 from jspec.tools import check_head, demo
 from jspec.tools.bench.acceptance import standard_error
@@ -84,7 +84,7 @@ def _run(arguments: argparse.Namespace) -> int:
     written = source() if arguments.text is None else arguments.text.read_text(encoding="utf-8")
     results = measure(
         target,
-        [check_head.load_drafter(arguments.head, tree, dtype=arguments.dtype) for tree in arguments.tree],
+        [auto.load_drafter(arguments.head, tree, dtype=arguments.dtype) for tree in arguments.tree],
         words.encode(written),
         contexts=arguments.context,
         windows=arguments.draft_window,

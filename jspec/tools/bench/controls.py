@@ -21,7 +21,7 @@ from jspec.core.records import Controls, Grammars, SlotState
 from jspec.core.tree import TREE_FORMS, Tree
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
-from jspec.step.decode import Program, init_state
+from jspec.step.program import Program, init_state
 from jspec.tools.bench import report, rounds, shapes
 from jspec.tools.bench.numbers import ints
 from jspec.tools.table import table

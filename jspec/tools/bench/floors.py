@@ -99,7 +99,7 @@ def draft_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Wid
     else:
         fed = [len(level.with_children) for level in tree.levels[:-1]]
     costs = [matmul("fc", batch * (tree.depth + 1), c.hidden_size, 3 * c.target_hidden_size, widths)]
-    has_own_vocab = c.draft_vocab_size < c.vocab_size  # what embeddings of drafted tokens give is known (`Drafted`)
+    has_own_vocab = c.draft_vocab_size < c.vocab_size  # else `PrecomputedFirstLayer` does not exist
     for depth, nodes in enumerate(fed):
         product = partial(matmul, rows=batch * nodes, widths=widths)
         inputs = c.hidden_size if depth and has_own_vocab else 2 * c.hidden_size

@@ -20,7 +20,7 @@ import numpy as np
 from jspec.core.records import StepOutput
 from jspec.core.tree import Tree
 from jspec.draft.eagle import Eagle3
-from jspec.engine.core import Engine
+from jspec.engine.api import Engine
 from jspec.engine.request import Request
 from jspec.engine.sampling_params import SamplingParams
 from jspec.tools.bench import report, shapes
@@ -134,12 +134,15 @@ def ready_engine(case: Case) -> Engine:
         prefill_budget=case.rows * (max_len + CHUNK),  # all prompts come before the first round
         log_interval=None,
     )
-    programs = engine._device.programs
+    programs = engine.core.runner.programs
     first, chain = _answer(1, case.length, 0), _answer(case.rows, case.length, case.accepted)
-    programs.prefill.update(dict.fromkeys(programs.prefill, first))
-    programs.rounds.update(dict.fromkeys(programs.rounds, chain))
-    programs.update_page_table = lambda table, new: table
-    programs.write_pending_rows = lambda params, state, request: state
+    answers: dict[str, Callable[..., Any]] = {
+        "prefill": first,
+        "round": chain,
+        "update_page_table": lambda table, new: table,
+        "write_pending_rows": lambda params, state, request: state,
+    }
+    programs.compiled.update({key: answers[key.kind] for key in programs.compiled if key.kind in answers})
     return engine
 
 

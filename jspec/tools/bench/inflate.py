@@ -21,9 +21,9 @@ from jaxtyping import Array
 
 from convert import orbax
 from convert.orbax import Checkpoint
+from jspec.draft import auto
 from jspec.draft.eagle_head import EagleHead, EagleLayer
 from jspec.draft.head_config import HeadConfig
-from jspec.models import load
 from jspec.models.config import ModelConfig
 from jspec.models.decoder import Layer, Model
 from jspec.tools import demo
@@ -110,7 +110,7 @@ def write(
 
 
 def _source(path: str | Path, embedded: Path, kind: str) -> Checkpoint:
-    return load.load(embedded if path == DEMO else path, dtype="float32", kind=kind)
+    return auto.load_checkpoint(embedded if path == DEMO else path, dtype="float32", kind=kind)
 
 
 def _save(out: str | Path, source: Checkpoint, growth: Growth[Any], batches: Batches, overwrite: bool) -> None:

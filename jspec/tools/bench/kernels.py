@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -95,7 +95,7 @@ def attention(
         power: whether to look at `Sustained` too.
     """
     settings = {name: value for name, value in locals().items() if name != "power"}
-    own = replace(shapes.TARGETS["llama3-8b"], num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+    own = shapes.TARGETS["llama3-8b"].resized(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
     cost = floors.attention(own, batch, rows, context, floors.Widths(cache=jnp.dtype(kv).itemsize))
     calls = calls_for(cost.bytes)
     columns = math.ceil((context + rows) / page_size)

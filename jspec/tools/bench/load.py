@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jspec.engine.core import Engine
+from jspec.engine.api import Engine
 from jspec.engine.request import Completion, Request
 from jspec.engine.sampling_params import SamplingParams
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
-from jspec.engine.core import Engine
+from jspec.engine.api import Engine
 from jspec.engine.metrics import LowAcceptanceWarning
 from jspec.engine.sampling_params import SamplingParams
 from jspec.models.decoder import Model

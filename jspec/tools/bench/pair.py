@@ -9,10 +9,11 @@ from typing import Any
 
 from convert import hub
 from jspec.core.tree import Tree
+from jspec.draft import auto
 from jspec.draft.base import Drafter
 from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
-from jspec.engine.core import Engine
+from jspec.engine.api import Engine
 from jspec.engine.tokenizer import Tokenizer
 from jspec.models.decoder import Model
 from jspec.tools import check_head, demo
@@ -72,4 +73,4 @@ class Pair:
             case "suffix":
                 return Suffix(tree)
             case path:
-                return check_head.load_drafter(path, tree=tree, dtype=self.dtype)
+                return auto.load_drafter(path, tree=tree, dtype=self.dtype)

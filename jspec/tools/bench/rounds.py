@@ -21,7 +21,8 @@ from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
-from jspec.step.decode import Params, Program, init_state, spec_step
+from jspec.step.decode import spec_step
+from jspec.step.program import Params, Program, init_state
 from jspec.tools.bench import clocks, floors, shapes
 
 GROUP = 32  # rounds dispatched between two looks at the clock: the first finds an idle device, as none does that serves

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jspec.core.tree import Tree
-from jspec.engine.core import Engine
+from jspec.engine.api import Engine
 from jspec.engine.metrics import Metrics
 from jspec.engine.sampling_params import SamplingParams
 from jspec.tools.bench import report, spread

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from convert.orbax import flatten, unflatten
-from jspec.draft.eagle_head import EagleHead
-from jspec.draft.head_config import HeadConfig
+from jspec.draft.eagle_head import EagleHead, head_params
+from jspec.draft.head_config import Eagle3Config, HeadConfig
 from jspec.models.config import ModelConfig, Rope
 from jspec.models.decoder import Model
-from jspec.models.quantize import quantize_parameters
+from jspec.models.params import abstract_weights, model_params, random_weights
 
 LLAMA3 = Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_position=8192)
 
 TARGETS = {
-    "llama3-8b": ModelConfig(
+    "llama3-8b": ModelConfig.of_sizes(
         family="llama",
         vocab_size=128256,
         hidden_size=4096,
@@ -33,7 +27,7 @@ TARGETS = {
         tie_word_embeddings=False,
         max_position=131072,
     ),
-    "tiny": ModelConfig(
+    "tiny": ModelConfig.of_sizes(
         family="llama",
         vocab_size=512,
         hidden_size=64,
@@ -47,7 +41,7 @@ TARGETS = {
         tie_word_embeddings=False,
         max_position=2048,
     ),
-    "least": ModelConfig(  # where the model does not matter
+    "least": ModelConfig.of_sizes(  # where the model does not matter
         family="llama",
         vocab_size=64,
         hidden_size=16,
@@ -67,21 +61,13 @@ DRAFT_VOCAB = {"llama3-8b": 32000, "tiny": 128, "least": 16}
 
 def target_shapes(name: str, dtype: str) -> Any:
     """The weight tree of a target, as shapes."""
-    c, array = TARGETS[name], partial(_array, dtype)
-    layer = _block(c, c.hidden_size, dtype) | dict(attn_norm=array(c.hidden_size))
-    return dict(
-        embed=array(c.vocab_size, c.hidden_size),
-        layers=[layer] * c.num_layers,
-        norm=array(c.hidden_size),
-        head=array(c.vocab_size, c.hidden_size),
-    )
+    return abstract_weights(model_params(TARGETS[name]), dtype)
 
 
 def head_config(name: str) -> HeadConfig:
     """An EAGLE-3 head of the official kind for a target shape."""
     c = TARGETS[name]
-    return HeadConfig(
-        method="eagle3",
+    return Eagle3Config.of_sizes(
         vocab_size=c.vocab_size,
         draft_vocab_size=DRAFT_VOCAB[name],
         hidden_size=c.hidden_size,
@@ -99,62 +85,16 @@ def head_config(name: str) -> HeadConfig:
 
 def head_shapes(name: str, dtype: str) -> Any:
     """The weight tree of its EAGLE-3 head, as shapes."""
-    c, array = head_config(name), partial(_array, dtype)
-    norms = dict(input_norm=array(c.hidden_size), hidden_norm=array(c.hidden_size))
-    return dict(
-        fc=array(c.hidden_size, 3 * c.target_hidden_size),
-        layers=[_block(c, 2 * c.hidden_size, dtype) | norms],
-        norm=array(c.hidden_size),
-        head=array(c.draft_vocab_size, c.hidden_size),
-        draft_to_target=jax.ShapeDtypeStruct((c.draft_vocab_size,), jnp.int32),
-    )
-
-
-def _array(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(dims, dtype)
-
-
-def _block(c: ModelConfig | HeadConfig, inputs: int, dtype: str) -> dict[str, Any]:
-    """Attention over so many inputs and feed-forward."""
-    array = partial(_array, dtype)
-    return dict(
-        qkv=array((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, inputs),
-        o=array(c.hidden_size, c.num_heads * c.head_dim),
-        mlp_norm=array(c.hidden_size),
-        gate_up=array(2 * c.intermediate_size, c.hidden_size),
-        down=array(c.hidden_size, c.intermediate_size),
-    )
-
-
-def random_weights(shapes: Any, seed: int, quantize: str | None = None) -> Any:
-    """Weights of unit gain for a tree of shapes, made on the device; integer leaves become an ascending map.
-
-    Args:
-        quantize: as for `jspec.models.quantize`, weight by weight: what is not quantised never lies there as a whole.
-    """
-
-    def fill(key: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-        if jnp.issubdtype(shape.dtype, jnp.integer):
-            return jnp.arange(shape.size, dtype=shape.dtype)
-        if len(shape.shape) == 1:
-            return jnp.ones(shape.shape, shape.dtype)
-        # Drawn in float32: the 128 values that a bfloat16 draw takes have a mean of -0.012, which layers add up.
-        return (jax.random.normal(key, shape.shape, jnp.float32) / math.sqrt(shape.shape[-1])).astype(shape.dtype)
-
-    make = jax.jit(fill, static_argnums=1)
-    flat = flatten(shapes)
-    weights: dict[str, Any] = {}
-    for key, (name, shape) in zip(jax.random.split(jax.random.key(seed), len(flat)), flat.items(), strict=True):
-        own = {name: make(key, shape)}
-        weights |= own if quantize is None else quantize_parameters(own, quantize)
-    return unflatten(weights)
+    return abstract_weights(head_params(head_config(name)), dtype)
 
 
 def random_target(name: str, dtype: str, quantize: str | None = None, *, seed: int = 0) -> Model:
     """A target with random weights."""
-    return Model.from_weights(TARGETS[name], random_weights(target_shapes(name, dtype), seed, quantize))
+    return Model.from_weights(TARGETS[name], random_weights(model_params(TARGETS[name]), dtype, seed, quantize))
 
 
 def random_head(name: str, dtype: str, quantize: str | None = None, *, seed: int = 1) -> EagleHead:
     """Its EAGLE-3 head with random weights: what it drafts is practically never accepted."""
-    return EagleHead.from_weights(head_config(name), random_weights(head_shapes(name, dtype), seed, quantize))
+    return EagleHead.from_weights(
+        head_config(name), random_weights(head_params(head_config(name)), dtype, seed, quantize)
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax
 from jspec.core.tree import Tree
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
-from jspec.draft.head_config import HeadConfig, default_states
+from jspec.draft.head_config import Eagle3Config, HeadConfig, default_states
 from jspec.models.config import ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.quantize import quantized_as
@@ -108,8 +108,7 @@ def plan(
 
 
 def _plan_target(old: ModelConfig, sizes: Sizes, dtype: str) -> Growth[ModelConfig]:
-    new = replace(
-        old,
+    new = old.resized(
         **sizes.of_layers(),
         num_layers=sizes.num_layers,
         norm_eps=_eps(old, sizes),
@@ -188,8 +187,8 @@ def _plan_head(
     head: EagleHead, target: Growth[ModelConfig], sizes: Sizes, feature_layers: tuple[int, ...]
 ) -> Growth[HeadConfig]:
     old = head.config
-    new = replace(
-        old,
+    assert isinstance(old, Eagle3Config)  # an `Eagle3` drafter was made of it
+    new = old.resized(
         **sizes.of_layers(),
         draft_vocab_size=_draft_vocab(head, sizes),
         target_hidden_size=sizes.hidden_size,
@@ -225,7 +224,7 @@ def _draft_vocab(head: EagleHead, sizes: Sizes) -> int:
     return wanted
 
 
-def _check_eps(old: HeadConfig) -> None:
+def _check_eps(old: Eagle3Config) -> None:
     """All norms of a head share one eps, which follows their width."""
     if (old.norm_before_fc or old.fc_norm) and old.target_hidden_size != old.hidden_size:
         raise ValueError(
@@ -234,7 +233,7 @@ def _check_eps(old: HeadConfig) -> None:
         )
 
 
-def _check_carried(old: HeadConfig) -> None:
+def _check_carried(old: Eagle3Config) -> None:
     """What masks the padded draft vocabulary passes from feature to feature unchanged."""
     wrong = [n for n in ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm") if getattr(old, n)]
     if wrong:

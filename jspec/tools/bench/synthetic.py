@@ -24,6 +24,7 @@ from jspec.core.ancestors import ancestors, depths
 from jspec.core.records import Draft, SlotState, SlotView, StepOutput, Verdict
 from jspec.core.tree import ROOT_ONLY, Tree
 from jspec.step import decode
+from jspec.step.program import Params, Program, view_of
 
 Rates = tuple[float, ...]
 RATES: Rates = (0.75, 0.55, 0.42, 0.31)  # published for EAGLE-3 on MT-Bench
@@ -104,8 +105,8 @@ def impose(verdict: Verdict, draft: Draft, view: SlotView, tree: Tree, accepted:
 
 
 def synthetic_step(
-    program: decode.Program,
-    params: decode.Params,
+    program: Program,
+    params: Params,
     state: SlotState,
     slots: Int[Array, "batch"],
     accepted: Int[Array, "batch"],
@@ -116,7 +117,7 @@ def synthetic_step(
         state: donated.
         accepted: as for `impose`.
     """
-    view = decode.view_of(state, slots, program)
+    view = view_of(state, slots, program)
     draft, draft_state = decode.draft_stage(program, params, state, view)
     out, target = decode.verify_stage(program, params, state, view, draft)
     verdict = decode.accept_stage(program, out, view, draft)

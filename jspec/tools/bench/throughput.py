@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from jspec.core.records import SlotState, StepResult
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
-from jspec.step.decode import Params, Program, init_state
+from jspec.step.program import Params, Program, init_state
 from jspec.tools.bench import report, rounds, synthetic
 from jspec.tools.table import table
 

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from jspec.core.tree import Tree
 from jspec.draft.eagle import Eagle3
-from jspec.engine.core import Engine
+from jspec.engine.api import Engine
 from jspec.engine.request import Completion
 from jspec.engine.sampling_params import SamplingParams
 from jspec.tools.table import table

@@ -1,0 +1,61 @@
+"""What an accept rule is: how it wants a draft sampled, which trees it fits, and which draft tokens it accepts.
+
+The rules themselves are in `jspec.verify`, one a file.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jspec.core.tree import Tree
+
+if TYPE_CHECKING:
+    from jspec.core.records import AncestorMask, Draft, SlotView
+
+
+class DraftSampling(enum.Enum):
+    """How a drafter chooses the children of a node from its logits."""
+
+    TARGET_NOISE = enum.auto()  # the largest logits after adding the noise that the target uses at that position
+    OWN_DISTRIBUTION = enum.auto()  # drawn from the draft's processed probabilities without replacement
+    MOST_LIKELY = enum.auto()  # the largest logits
+
+
+@dataclass(frozen=True)
+class AcceptRule(abc.ABC):
+    """An accept rule with its options; hashable, because a compiled program depends on it.
+
+    Attributes:
+        name: the text that `EngineConfig.accept` takes for the rule with its default options.
+        draft_sampling: how a draft is sampled under this rule.
+        is_lossless: the emitted tokens have the target's distribution.
+        is_draft_independent: the tokens emitted with a seed are the same for every draft.
+    """
+
+    name: ClassVar[str]
+    draft_sampling: ClassVar[DraftSampling]
+    is_lossless: ClassVar[bool] = True
+    is_draft_independent: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def check(self, tree: Tree) -> None:
+        """Check that the rule fits the drafter's tree.
+
+        Raises:
+            ValueError: it does not.
+        """
+
+    @abc.abstractmethod
+    def decide(self, logits: Any, draft: Draft, ancestor_mask: AncestorMask, view: SlotView) -> tuple[Any, Any]:
+        """Choose the last accepted node of each row.
+
+        Args:
+            logits: the target's edited logits at every node, as `PartialSums` [1, batch, nodes, vocab].
+            ancestor_mask: ancestors of each node (`jspec.core.ancestors.ancestors`).
+
+        Returns:
+            The last accepted node [batch] and the token that follows it [batch], both int32.
+        """

@@ -1,0 +1,13 @@
+"""Token masks packed into 32-bit words: token t is bit ``t % 32`` of word ``t // 32``; a set bit allows the token."""
+
+from __future__ import annotations
+
+import numpy as np
+
+WORD = 32  # tokens a word holds
+EVERYTHING = np.uint32(2**WORD - 1)  # a word that allows all its tokens
+
+
+def words_of(vocab_size: int) -> int:
+    """Words of a mask over the vocabulary."""
+    return -(-vocab_size // WORD)

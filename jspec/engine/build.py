@@ -1,0 +1,98 @@
+"""An engine's loop from models and options: options checked against each other, memory planned, programs compiled."""
+
+from __future__ import annotations
+
+from jspec import verify
+from jspec.core.config import EngineConfig
+from jspec.draft.base import Drafter, NoDraft
+from jspec.engine.core import EngineCore
+from jspec.engine.draft_length import Adaptive, Fixed, Policy, halvings
+from jspec.engine.model_runner import ModelRunner, check_deterministic
+from jspec.engine.page_pool import PagePool
+from jspec.engine.scheduler import Scheduler, SchedulerLimits
+from jspec.models.decoder import Model
+from jspec.models.quantize import quantize_weights
+from jspec.sampling import logits_processor as processors
+from jspec.sampling.logits_processor import LogitsProcessor
+from jspec.step.decode import Params, Program
+
+
+def build_core(
+    config: EngineConfig,
+    target: Model,
+    drafter: Drafter | None,
+    logits_processor: LogitsProcessor | None,
+    *,
+    has_tokenizer: bool,
+) -> EngineCore:
+    """Compile the programs of a target and a drafter and set up the loop around them.
+
+    Args:
+        drafter: None is plain decoding.
+        has_tokenizer: whether requests may have a grammar, which takes device memory for its tables.
+
+    Raises:
+        ValueError: options or models that do not fit together or into memory.
+    """
+    drafter = NoDraft() if drafter is None else drafter
+    if config.draft_window is not None:
+        drafter = drafter.with_window(config.draft_window)
+    if config.quantize is not None:
+        target = quantize_weights(target, config.quantize)
+    if config.deterministic:
+        check_deterministic(target, config.implementation)
+    rule = verify.resolve(config.accept, **config.accept_options)
+    rule.check(drafter.tree)
+    depths = _draft_depths(config, drafter)
+    processors.check(logits_processor, config, drafter.tree, target.config.vocab_size)
+    program = Program(
+        drafter=drafter,
+        feature_layers=drafter.feature_layers(target),
+        accept=rule,
+        implementation=config.implementation,
+        controls=config.controls,
+        deterministic=config.deterministic,
+        grammar_cells=config.grammar_cells if config.controls and has_tokenizer else 0,
+        processor=logits_processor,
+        processor_args=config.processor_args,
+    )
+    runner = ModelRunner(program, Params(target=target, draft=drafter.bind(target)), config, depths)
+    scheduler = Scheduler(PagePool(runner.pool.pages, config.page_size), _scheduler_limits(config, drafter))
+    return EngineCore(runner, scheduler, _policy(config, drafter, depths))
+
+
+def _scheduler_limits(config: EngineConfig, drafter: Drafter) -> SchedulerLimits:
+    assert config.buckets is not None and config.prefill_buckets is not None
+    return SchedulerLimits(
+        slots=config.slots,
+        buckets=config.buckets,
+        prefill_buckets=config.prefill_buckets,
+        scratch_rows=drafter.tree.scratch_rows,
+        rounds=config.rounds_per_dispatch,
+        round_tokens=drafter.tree.depth + 1,
+        prefix_cache=config.prefix_cache,
+        prefill_budget=config.prefill_budget,
+    )
+
+
+def _policy(config: EngineConfig, drafter: Drafter, depths: tuple[int, ...]) -> Policy:
+    if not config.adaptive:
+        return Fixed(depths[-1])
+    return Adaptive(depths, shared_acceptance=drafter.tree.paths is not None)
+
+
+def _draft_depths(config: EngineConfig, drafter: Drafter) -> tuple[int, ...]:
+    """The draft depths to compile rounds for, ascending; the last one is the depth of the drafter's tree.
+
+    Raises:
+        ValueError: adaptive without a drafter, or draft_depths that end at another depth.
+    """
+    depth = drafter.tree.depth
+    if not config.adaptive:
+        return (depth,)
+    if depth == 0:
+        raise ValueError("adaptive: expected a drafter, got none; name one or set adaptive=False")
+    depths = halvings(depth) if config.draft_depths is None else config.draft_depths
+    if depths[-1] != depth:
+        raise ValueError(f"draft_depths: the last must be that of {drafter.tree}, {depth}, got {depths}")
+    return depths

@@ -1,0 +1,54 @@
+"""The parts of a decoder that are not attention: norm, feed-forward, output head."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
+from pallas_kernels.layers.gated_matmul import gated_matmul, tiles_for
+from pallas_kernels.layers.quantized import (
+    Inputs,
+    PartialSums,
+    Weight,
+    has_dynamic_activations,
+    matmul,
+    matmul_unscaled,
+    reduce_partials,
+)
+from pallas_kernels.layers.split_matmul import split_matmul
+
+
+def rms_norm(
+    x: Float[Array, "... hidden"], weight: Float[Array, "*states hidden"], eps: float
+) -> Float[Array, "... hidden"]:
+    """Root-mean-square norm (arXiv:1910.07467): variance in float32, cast back, then scaled in the model's dtype."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * weight
+
+
+def mlp(x: Inputs, gate_up: Weight, down: Weight, implementation: str, *, deterministic: bool = False) -> PartialSums:
+    """SiLU-gated feed-forward (arXiv:2002.05202), as the partial sums of `split_matmul`."""
+    if deterministic:
+        (gate_and_up,) = deterministic_matmul(x, gate_up, is_whole=True, implementation=implementation)
+        return deterministic_matmul(gate_and_up, down, is_gated=True, implementation=implementation)
+    if has_dynamic_activations(down) and tiles_for(x, gate_up) is None:  # the quantising kernel computes silu too
+        gate_and_up = matmul(x, gate_up, implementation=implementation)
+        return split_matmul(gate_and_up, down, is_gated=True, implementation=implementation)
+    return split_matmul(gated_matmul(x, gate_up, implementation=implementation), down, implementation=implementation)
+
+
+def logits_of(
+    x: Float[Array, "... hidden"], head: Weight, implementation: str = "auto", *, deterministic: bool = False
+) -> Float[Array, "... vocab"]:
+    """Logits over a vocabulary, accumulated and returned in float32."""
+    return reduce_partials(head_product(x, head, implementation, deterministic=deterministic), jnp.float32)
+
+
+def head_product(x: Array, head: Weight, implementation: str, *, deterministic: bool) -> PartialSums:
+    """The output head's product in one part: the logits before a quantised head's scales are applied."""
+    if deterministic:
+        return deterministic_matmul(x, head, jnp.float32, is_whole=True, implementation=implementation)
+    return matmul_unscaled(x, head, jnp.float32)

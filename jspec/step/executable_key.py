@@ -1,0 +1,61 @@
+"""The key of a compiled program: what it computes and for which shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["round", "draft", "verify", "prefill", "update_page_table", "controls", "grammar", "write_pending_rows"]
+
+
+@dataclass(frozen=True)
+class ExecutableKey:
+    """Identifies one executable of an engine.
+
+    Attributes:
+        kind: "round" is the fused decode step, "draft" and "verify" are the two halves of the split step, "prefill" is
+            one chunk of a prompt. The other kinds exist once.
+        size: batch rows of a step's bucket, or tokens of a prefill bucket.
+        depth: depth at which a step cuts the drafter's tree.
+        logprobs: whether it returns log-probabilities of the emitted tokens.
+        prompt_logprobs: whether a prefill returns log-probabilities of its prompt tokens.
+        traced: whether a step returns its drafts.
+        masked: whether it takes token masks from the host.
+    """
+
+    kind: Kind
+    size: int = 0
+    depth: int = 0
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+    traced: bool = False
+    masked: bool = False
+
+    @classmethod
+    def round(cls, rows: int, depth: int, *, logprobs: bool = False, traced: bool = False) -> ExecutableKey:
+        """A fused step. With log-probabilities it is always traced, because any request of its batch may be traced."""
+        return cls("round", rows, depth, logprobs=logprobs, traced=traced or logprobs)
+
+    @classmethod
+    def split(cls, rows: int, depth: int, *, logprobs: bool = False) -> tuple[ExecutableKey, ExecutableKey]:
+        """The draft step and the verify step of a split step; the latter is always traced."""
+        return cls("draft", rows, depth), cls("verify", rows, depth, logprobs=logprobs, traced=True, masked=True)
+
+    def name(self, full_depth: int) -> str:
+        """The name in logs, `Engine.compile_seconds` and `Engine.lower_seconds`.
+
+        Args:
+            full_depth: depth of the drafter's whole tree.
+        """
+        scored = " with logprobs" * self.logprobs
+        match self.kind:
+            case "round":
+                cut = f", depth {self.depth}" * (self.depth != full_depth)
+                return f"round[{self.size}{cut}]" + (scored or " traced" * self.traced)
+            case "draft" | "verify":
+                return f"{self.kind}[{self.size}, depth {self.depth}]" + scored
+            case "prefill" if self.masked:
+                return f"masked prefill[{self.size}]" + scored + " of prompts" * self.prompt_logprobs
+            case "prefill":
+                return f"prefill[{self.size}]" + (" with prompt logprobs" if self.prompt_logprobs else scored)
+        return self.kind

@@ -1,0 +1,157 @@
+"""The static description of a compiled step, its weights, and the slot state that it reads and writes.
+
+One slot's rows in the KV caches at the start of a step (N: nodes of the draft, the root included):
+
+    0                         lengths   lengths + 1             lengths + N     lengths + scratch_rows
+    |  committed              |  root   |  drafted nodes        |  scratch      |
+    |  written by earlier     |  written by this step's verify, |  written by   |
+    |  steps, read by all     |  read through the ancestor      |  drafters of  |
+    |  queries of the slot    |  mask                           |  wide trees   |
+
+Target cache and draft cache share the page table, so a row has the same page and offset in both; only the draft cache
+uses scratch. After the step, the accepted nodes are committed rows and the rest is overwritten by the next step.
+
+Invariants:
+1. ``root`` is the newest sampled token. Its KV is not in the cache yet.
+2. Rows ``[0, lengths[s])`` of slot s are committed. Later rows are never read by a later step, so a rejected node needs
+   no clean-up.
+3. Verify writes the root and the nodes at rows ``[lengths, lengths + N)``. Commit adds the number of emitted tokens
+   to lengths, ``1 + accept_len`` unless the row ends. In a chain the accepted rows are in place already; in a tree
+   commit moves them.
+4. The draft KV cache is missing the tokens accepted in the last step; the next step writes them first, even if it
+   drafts nothing. The draft state has the shapes of the drafter's whole tree, also in a step that cuts the tree.
+5. Stop ids and length limits are checked on the device, so that a step can be dispatched before earlier results are
+   read. A slot that has ended is inactive in all following steps: its row has length 0 and an empty page table, reads
+   nothing, writes nothing and emits nothing.
+6. Emitted tokens have the target's distribution for any drafter.
+7. A padding row of a bucket has slot index S: gathers fill it with zeros, scatters drop it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Int
+
+from jspec import verify
+from jspec.core.accept_rule import AcceptRule
+from jspec.core.records import Sampling, SlotState, SlotView
+from jspec.draft.base import Drafter
+from jspec.models import kv_cache
+from jspec.models.decoder import Model
+from jspec.sampling import grammar_mask, penalties
+from jspec.sampling.logits_processor import LogitsProcessor
+from pallas_kernels.state.gather_rows import gather_rows
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything that a compiled step depends on besides the shapes of its arguments.
+
+    Attributes:
+        drafter: the draft method, with its tree.
+        feature_layers: indices of the target's hidden states that the drafter reads.
+        accept: the accept rule, or its name.
+        implementation: of the kernels, as `pallas_kernels.dispatch` names it.
+        rounds: draft-verify rounds in one dispatch.
+        trace: whether the result contains the drafts.
+        controls: whether the step can apply `jspec.sampling.penalties`.
+        grammar_cells: cells of one grammar table of `jspec.sampling.grammar_mask`; 0: no grammars.
+        processor: the user's logits processor; needs ``controls``.
+        processor_args: how many numbers a request may pass to the processor.
+        logprobs: mode of `jspec.sampling.logprobs` for emitted tokens; None: no log-probabilities.
+        prompt_logprobs: whether a prefill returns the log-probabilities of its prompt tokens.
+        deterministic: whether a token's logits are the same bits in every program.
+    """
+
+    drafter: Drafter
+    feature_layers: tuple[int, ...]
+    accept: AcceptRule | str
+    implementation: str
+    rounds: int = 1
+    trace: bool = False
+    controls: bool = False
+    grammar_cells: int = 0
+    processor: LogitsProcessor | None = None
+    processor_args: int = 0
+    logprobs: str | None = None
+    prompt_logprobs: bool = False
+    deterministic: bool = False
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """XLA options of this program.
+
+        In a tree's CUDA graph, independent launches may run concurrently. Such a graph starts later, which costs a
+        chain as much as it gains. XLA may skip a rounding if that saves a conversion, but not in a deterministic
+        program.
+        """
+        options: dict[str, Any] = {"xla_allow_excess_precision": False} if self.deterministic else {}
+        if not self.drafter.tree.is_chain and jax.default_backend() != "tpu":  # the TPU compiler has no such option
+            options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
+        return options
+
+
+@struct.dataclass
+class Params:
+    """All weights; never donated."""
+
+    target: Model
+    draft: Any
+
+
+def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> SlotView:
+    """Gather a bucket's rows of the state. Rows that are padding or have ended are inactive, empty and all zeros."""
+    with jax.named_scope("view"):
+        names = ("root", "lengths", "active", "remaining", "page_table", "sampling")
+        fields = {name: getattr(state, name) for name in names}
+        taken = gather_rows(fields, slots, state.active, implementation=program.implementation)
+        return SlotView(
+            slots=slots,
+            **taken,
+            accept=verify.resolve(program.accept),
+            all_greedy=False,
+            implementation=program.implementation,
+            deterministic=program.deterministic,
+            controls=state.controls,
+            grammars=state.grammars,
+            processor=program.processor,
+            text=None if program.processor is None else token_history(state, taken["page_table"]),
+        )
+
+
+def token_history(state: SlotState, page_table: Int[Array, "batch pages"]) -> Int[Array, "batch positions"]:
+    """Gather the tokens of all committed rows, by position, for the slots whose page tables are given."""
+    assert state.text is not None
+    return state.text[page_table].reshape(page_table.shape[0], -1)
+
+
+def init_state(program: Program, params: Params, pool: kv_cache.PoolShape) -> SlotState:
+    """Make empty slots and zeroed pools."""
+
+    def fill(value: float, dtype: jnp.dtype = jnp.int32, *inner: int) -> Array:
+        return jnp.full((pool.slots, *inner), value, dtype)  # a new array each time: each is donated by itself
+
+    config, cells = params.target.config, program.grammar_cells
+    return SlotState(
+        root=fill(0),
+        lengths=fill(0),
+        active=fill(False, jnp.bool_),
+        remaining=fill(0),
+        page_table=fill(0, jnp.int32, pool.width(program.drafter.tree)),
+        sampling=Sampling.greedy(pool.slots),
+        target=kv_cache.create(config.layers, pool, pool.dtype),
+        draft=program.drafter.init(params.draft, pool),
+        text=jnp.zeros((pool.pages, pool.page_size), jnp.int32) if _needs_token_history(program, pool) else None,
+        controls=penalties.unused(pool.slots, config.vocab_size, program.processor_args) if program.controls else None,
+        grammars=grammar_mask.unused(pool.slots, cells, config.vocab_size) if cells else None,
+    )
+
+
+def _needs_token_history(program: Program, pool: kv_cache.PoolShape) -> bool:
+    """Whether a processor reads the tokens, or a drafter reads the tokens of pages that another request filled."""
+    return program.processor is not None or (pool.prefix_cache and program.drafter.reads_text)

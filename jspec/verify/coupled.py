@@ -1,0 +1,57 @@
+"""Sample and match ("coupled"): a draft token is accepted if the target draws the same token at its position.
+
+The target's noise depends on seed and position alone, so the emitted tokens are those of plain decoding with that
+seed, for every drafter and tree. Greedy decoding is the rule at temperature 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jspec.core.accept_rule import AcceptRule, DraftSampling
+from jspec.core.ancestors import depths
+from jspec.core.records import AncestorMask, Draft, SlotView
+from jspec.core.tree import Tree
+from jspec.sampling import sampler
+from jspec.verify.tree_walk import at_node, longest_accepted_path
+from pallas_kernels.layers.quantized import PartialSums
+
+
+@final
+@dataclass(frozen=True)
+class Coupled(AcceptRule):
+    """Accept the tokens that the target draws itself; the draft is sampled with the target's noise."""
+
+    name = "coupled"
+    draft_sampling = DraftSampling.TARGET_NOISE
+    is_draft_independent = True
+
+    def check(self, tree: Tree) -> None:
+        """Every tree fits."""
+
+    def decide(
+        self, logits: PartialSums, draft: Draft, ancestor_mask: AncestorMask, view: SlotView
+    ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
+        return match_target_tokens(logits, draft, ancestor_mask, view)
+
+
+def match_target_tokens(
+    logits: PartialSums, draft: Draft, ancestor_mask: AncestorMask, view: SlotView
+) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
+    """Accept a node if it and all its ancestors are the tokens that the target draws at their positions.
+
+    Args:
+        logits: the target's edited logits at every node, [1, batch, nodes, vocab]. The sampling kernel handles greedy
+            and sampled rows in one launch.
+
+    Returns:
+        The deepest accepted node, and the target's token after it.
+    """
+    target_tokens = sampler.target_tokens(logits, view, depths(ancestor_mask) + 1)
+    matches = draft.tokens == jnp.take_along_axis(target_tokens, jnp.maximum(draft.parents, 0), axis=1)
+    _, last_node = longest_accepted_path(matches & draft.valid, draft, ancestor_mask)
+    return last_node, at_node(target_tokens, last_node)

@@ -1,0 +1,63 @@
+"""What the rules share that compare probabilities: float32 logits, uniforms and noise of the step, greedy batches."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jspec.core.accept_rule import AcceptRule
+from jspec.core.ancestors import depths
+from jspec.core.records import AncestorMask, Draft, SlotView
+from jspec.sampling import sampler
+from jspec.sampling.sampler import Purpose
+from jspec.verify.coupled import match_target_tokens
+from jspec.verify.tree_walk import AcceptResult, ranks
+from pallas_kernels.layers.quantized import PartialSums, reduce_partials
+
+AcceptFunction = Callable[[Array, Draft, AncestorMask, Array], AcceptResult]
+
+
+class SampledRule(AcceptRule):
+    """A rule for temperatures above 0. At temperature 0 all rules are the same: match the target's argmax."""
+
+    def decide(
+        self, logits: PartialSums, draft: Draft, ancestor_mask: AncestorMask, view: SlotView
+    ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
+        def run(branch: SlotView) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
+            if branch.all_greedy:
+                return match_target_tokens(logits, draft, ancestor_mask, branch)
+            return self.decide_sampled(reduce_partials(logits, jnp.float32), draft, ancestor_mask, branch)
+
+        return sampler.by_temperature(view, run)
+
+    @abc.abstractmethod
+    def decide_sampled(
+        self, logits: Float[Array, "batch nodes vocab"], draft: Draft, ancestor_mask: AncestorMask, view: SlotView
+    ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
+        """`decide` for a batch with sampled rows; greedy rows among them have one-hot probabilities."""
+
+
+def draw_and_accept(
+    accept_function: AcceptFunction,
+    logits: Float[Array, "batch nodes vocab"],
+    draft: Draft,
+    ancestor_mask: AncestorMask,
+    view: SlotView,
+) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
+    """Call an accept function with this step's uniforms, and draw the last token from the probabilities it returns.
+
+    The keys occur in this step only: a root position occurs once.
+
+    Returns:
+        The last accepted node, and the token after it.
+    """
+    rank = ranks(draft)
+    seed, root = view.sampling.seed, view.lengths
+    keys = sampler.keys(seed[:, None], Purpose.ACCEPT, root[:, None], depths(ancestor_mask), rank)
+    target_probs = sampler.processed_probs(logits, view.sampling, view.implementation)
+    result = accept_function(target_probs, draft, ancestor_mask, sampler.uniform(keys))
+    noise = sampler.gumbel(sampler.keys(seed, Purpose.RESIDUAL, root), logits.shape[-1])
+    return result.last_node, jnp.argmax(jnp.log(result.residual_probs) + noise, axis=-1).astype(jnp.int32)

@@ -1,0 +1,79 @@
+"""Arithmetic of the attention kernel that needs PTX instructions; interpreted on a CPU, the same in jax operations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.layers.quantize_rows import FP8
+
+
+def unpack_fp8(loaded: Array, dtype: jnp.dtype, interpret: bool) -> list[Array]:
+    """Converts elements of a pool to the dtype of the matrix products.
+
+    Args:
+        loaded: elements of a pool; uint16 is a pair of float8_e4m3fn. Pools of float8 are read as pairs because the
+            operand V of a tensor core is transposed, and `ldmatrix` transposes elements of two bytes only: single bytes
+            would be read one by one.
+
+    Returns:
+        One array, or two for pairs: the even channels, then the odd channels.
+    """
+    if loaded.dtype != jnp.uint16:
+        return [loaded.astype(dtype)]
+    if interpret:
+        halves = [(loaded >> shift).astype(jnp.uint8) for shift in (0, 8)]
+        return [jax.lax.bitcast_convert_type(half, FP8).astype(dtype) for half in halves]
+    halves = []
+    for byte_selector in ("0x20", "0x31"):  # $1 holds two pairs: their low bytes, then their high bytes
+        halves += pltriton.elementwise_inline_asm(
+            f"{{ .reg .b32 own; .reg .b16 pair; prmt.b32 own, $1, 0, {byte_selector}; cvt.u16.u32 pair, own; "
+            "cvt.rn.f16x2.e4m3x2 $0, pair; }",
+            args=[loaded],
+            constraints="=r,r",
+            pack=2,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(loaded.shape, jnp.float16)],
+        )
+    return [half.astype(dtype) for half in halves]
+
+
+def replace_nonfinite(values: Array, interpret: bool) -> Array:
+    """Replaces infinities by the largest finite value of their sign and NaN by the lowest; float32: all three by 0."""
+    if values.dtype == jnp.float32:  # TF32 parts of the largest float32 values would overflow
+        return jnp.where(jnp.abs(values) < jnp.inf, values, 0)
+    if interpret:
+        most = jnp.finfo(values.dtype).max
+        return jnp.where(jnp.isnan(values), -most, jnp.clip(values, -most, most))
+    kind, largest = ("bf16x2", 0x7F7F) if values.dtype == jnp.bfloat16 else ("f16x2", 0x7BFF)
+    bounds = [f"{pair | pair << 16:#x}" for pair in (largest | 0x8000, largest)]
+    (values,) = pltriton.elementwise_inline_asm(
+        f"{{ .reg .b32 low, high; mov.b32 low, {bounds[0]}; mov.b32 high, {bounds[1]}; "
+        f"max.{kind} low, $1, low; min.{kind} $0, low, high; }}",  # max and min of a number and NaN return the number
+        args=[values],
+        constraints="=r,r",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(values.shape, values.dtype)],
+    )
+    return values
+
+
+def scaled_exp2(exponent: Array, factor: float, offset: Array, interpret: bool) -> Array:
+    """2**(exponent * factor - offset) for a positive factor, in two instructions; results below 2**-126 become 0."""
+    if interpret:
+        return jnp.exp2(exponent * factor - offset)
+    bits = np.float32(factor).view(np.uint32)
+    (power,) = pltriton.elementwise_inline_asm(
+        f"{{ .reg .f32 e; fma.rn.f32 e, $1, 0f{bits:08X}, $2; ex2.approx.ftz.f32 $0, e; }}",
+        args=[exponent, -offset],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(exponent.shape, jnp.float32)],
+    )
+    return power
+
+
+def divmod_u32(row: Array, page: int) -> tuple[Array, Array]:
+    """Quotient and remainder of non-negative int32; unsigned: one instruction each if `page` is a power of two."""
+    row = row.astype(jnp.uint32)
+    return (row // page).astype(jnp.int32), (row % page).astype(jnp.int32)

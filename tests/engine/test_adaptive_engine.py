@@ -1,0 +1,360 @@
+"""Engines that choose the draft depth: tokens do not depend on it, and draft caches stay whole."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import Drafter, DraftModel, Eagle3, Engine, Medusa, Model, NGram, SamplingParams, Suffix, Tree
+from jspec.engine.draft_length import (
+    MIN_SAMPLES,
+    Adaptive,
+    DispatchResult,
+    Fixed,
+    Policy,
+    Stopwatch,
+)
+from jspec.engine.prometheus import Gauges, Latencies, exposition
+from jspec.step.decode import spec_step
+from jspec.step.executable_key import ExecutableKey
+from jspec.tools import demo
+from tests.support import small, tiny
+
+pytestmark = pytest.mark.once
+
+MAX_LEN = small.MAX_LEN
+STATIC = Tree.static([(0,), (1,), (2,), (3,), (0, 0), (0, 1), (1, 0), (2, 0), (0, 0, 0)])
+PAUSE = 6  # rounds
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [2, 7, 1, 8, 2, 8]]
+
+
+class Forced(Policy):
+    """Takes its depths from a list, then from a default; keeps what it is told."""
+
+    def __init__(self, depths: Sequence[int], default: int) -> None:
+        self._depths, self._default = iter(depths), default
+        self.readings: list[DispatchResult] = []
+
+    def choose(self, bucket: int, caps: Sequence[int]) -> int:
+        return next(self._depths, self._default)
+
+    def learn(self, reading: DispatchResult) -> None:
+        self.readings.append(reading)
+
+    def accepted(self, row: int) -> list[int]:
+        """Of each round of a row, while it ran."""
+        return [int(n) for reading in self.readings for n in reading.accepted[:, row] if n >= 0]
+
+
+def head(target: Model) -> Any:
+    return tiny.eagle_head(target, draft_vocab=12, feature_layers=(0, 1))
+
+
+DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
+    "eagle3": lambda target: Eagle3(head(target), Tree.topk(12, 3, 4)),
+    "medusa": lambda target: Medusa(tiny.medusa_heads(target, 3), STATIC),
+    "draft model": lambda target: DraftModel(target, STATIC),  # it is right wherever its cache is
+    "n-gram": lambda target: NGram(Tree.chain(3)),
+    "suffix": lambda target: Suffix(Tree.topk(6, 3, 2), max_n=4, scope="engine", corpus_tokens=64),
+}
+
+
+DEPTHS_OF = {"eagle3": (0, 2, 3), "draft model": (0, 1, 3)}
+LOOK_UP = ("n-gram", "suffix")
+ALL = [pytest.param(name, marks=[pytest.mark.matrix] * (name == "suffix")) for name in DRAFTERS]
+
+
+@cache
+def engine(name: str) -> Engine:
+    """Two slots; the n-gram's runs two rounds a dispatch."""
+    return Engine(
+        small.target(),
+        drafter=DRAFTERS[name](small.target()),
+        slots=2,
+        max_len=MAX_LEN,
+        page_size=4,
+        buckets=(2,),
+        prefill_buckets=(16,),
+        prefix_cache=name not in LOOK_UP,
+        adaptive=True,
+        draft_depths=DEPTHS_OF.get(name, (0, 3)),
+        rounds_per_dispatch=2 if name == "n-gram" else 1,
+    )
+
+
+def generate(one: Engine, policy: Policy, temperature: float, prompts: Sequence[list[int]] = PROMPTS) -> Any:
+    one.policy = policy
+    params = [SamplingParams(max_tokens=40, temperature=temperature, seed=seed) for seed in range(len(prompts))]
+    return [done.raise_for_error() for done in one.generate(list(prompts), params)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", ALL)
+def test_tokens_any_choice_of_depths_are_equal(name: str, temperature: float, compilations: list[str]) -> None:
+    expected = [done.token_ids for done in generate(small.plain(), Fixed(0), temperature)]
+    one, depths = engine(name), DEPTHS_OF.get(name, (0, 3))
+    generate(one, Fixed(3), temperature)
+    compilations.clear()
+    for seed in range(2):
+        choices = np.random.default_rng(seed).choice(depths, 100).tolist()
+        done = generate(one, Forced(choices, 3), temperature)
+        assert [one.token_ids for one in done] == expected
+        ran = sum((one.metrics for one in done), start=type(done[0].metrics)()).num_rounds_per_depth
+        assert set(ran) == set(depths) and sum(ran.values()) == sum(one.metrics.num_drafts for one in done)
+    assert compilations == []
+
+
+def wipe(one: Engine) -> None:
+    """Forget what the draft's caches hold: a request that comes again may get the same pages."""
+    one.scheduler.pages.clear()
+    state = one.core.runner.state
+    if hasattr(state.draft, "cache"):
+        draft = replace(state.draft, cache=jax.tree.map(jnp.zeros_like, state.draft.cache))
+        one.core.runner.state = replace(state, draft=draft)
+
+
+def resumed(one: Engine, prompt: list[int], pause: int, temperature: float) -> tuple[list[int], list[int]]:
+    """What rounds accept behind the first ``pause`` ones, and what they do where those drafted nothing."""
+    always, paused = Forced([], 3), Forced([], 3)
+    generate(one, always, temperature, [prompt])
+    accepted = always.accepted(0)
+    tokens = sum(accepted[:pause]) + pause  # a plain round emits one
+    wipe(one)
+    paused = Forced([0] * (tokens // one.config.rounds_per_dispatch), 3)
+    assert tokens % one.config.rounds_per_dispatch == 0
+    generate(one, paused, temperature, [prompt])
+    assert not any(paused.accepted(0)[:tokens])
+    return accepted[pause:], paused.accepted(0)[tokens:]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_drafter_after_plain_rounds_accepts_as_before(name: str) -> None:
+    always, after = resumed(engine(name), PROMPTS[0], PAUSE, temperature=float(name not in LOOK_UP))
+    assert after == always and len(always) >= 4
+    assert sum(always) > 2
+
+
+@pytest.mark.parametrize("name", ["eagle3", "draft model"])
+def test_shared_pages_of_plain_rounds_serve_drafting_requests(name: str) -> None:
+    one = engine(name)
+    wipe(one)
+    (first,) = generate(one, Fixed(0), 1.0, PROMPTS[:1])
+    said, accepted = PROMPTS[0] + first.token_ids[:22], []
+    for cached in (True, False):
+        policy = Forced([], 3)
+        (done,) = generate(one, policy, 1.0, [said])
+        assert (done.metrics.num_cached_tokens >= 28) == cached
+        accepted.append(policy.accepted(0))
+        wipe(one)
+    assert accepted[0] == accepted[1] and sum(accepted[0]) > 0
+
+
+@pytest.mark.parametrize("name", ["n-gram", pytest.param("suffix", marks=pytest.mark.matrix)])
+def test_lookup_drafter_plain_rounds_keep_the_history(name: str) -> None:
+    (done,) = generate(engine(name), Fixed(0), 1.0, PROMPTS[:1])
+    state = engine(name).core.runner.state.draft
+    history = np.asarray(state.history if name == "suffix" else state)
+    text = [*done.prompt_token_ids, *done.token_ids]
+    assert text in [row[: len(text)].tolist() for row in history]
+
+
+def without_draft_rows(one: Engine) -> Any:
+    """A round of depth 0 that does all it should but write them."""
+    program, slots = replace(one.core.runner.program, drafter=one.core.runner.program.drafter.cut(0)), one.config.slots
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(program.drafter), "write_pending_rows", lambda self, params, state, view: state)
+        return one.core.runner.programs._lower("broken", partial(spec_step, program), slots).compile()
+
+
+def rows_of_both_caches(one: Engine) -> tuple[np.ndarray, np.ndarray]:
+    """What draft model and target hold of the first layer's keys, all rows of slot 0 as far as they are committed."""
+    state = one.core.runner.state
+    rows = np.arange(int(state.lengths[0]))
+    pages = np.asarray(state.page_table)[0, rows // one.config.page_size]
+    draft, target = (
+        np.asarray(cache.k[0])[pages, :, rows % one.config.page_size] for cache in (state.draft.cache, state.target)
+    )
+    return draft, target
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_plain_rounds_write_the_draft_rows(spoilt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model is the target, so its rows are the target's; with a negative control."""
+    one = engine("draft model")
+    wipe(one)
+    if spoilt:
+        monkeypatch.setitem(one.core.runner.programs.compiled, ExecutableKey.round(2, 0), without_draft_rows(one))
+    generate(one, Fixed(0), 0.0)
+    draft, target = rows_of_both_caches(one)
+    assert len(target) > 40
+    assert np.allclose(draft, target, atol=1e-5) != spoilt
+    wipe(one)
+
+
+def test_stopwatch_stream_reader_pauses_is_not_counted() -> None:
+    """What is under way then is read an hour later."""
+    policy, passed = Listening(), [0.0]
+    drafter = DraftModel(small.target(), Tree.chain(2))
+    options: dict[str, Any] = dict(slots=1, max_len=64, prefill_buckets=(8,), prefix_cache=False, controls=False)
+    with Engine(small.target(), drafter=drafter, **options) as engine:
+        engine.policy = policy
+        engine.core.stopwatch = Stopwatch(lambda: time.perf_counter() + passed[0])
+        for pause in (0.0, 3600.0):
+            for _ in engine.stream([1, 2, 3], SamplingParams(max_tokens=9, temperature=0.0)):
+                passed[0] += pause
+    assert passed[0] >= 3 * 3600.0 and None in policy.heard
+    told = [seconds for seconds in policy.heard if seconds is not None]
+    assert told and max(told) < 3600.0
+
+
+class Listening(Policy):
+    """Always the whole tree; remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.heard: list[float | None] = []
+
+    def choose(self, bucket: int, caps: Sequence[int]) -> int:
+        return 2
+
+    def learn(self, reading: DispatchResult) -> None:
+        self.heard.append(reading.seconds)
+
+
+# -- the embedded pair
+
+
+@cache
+def pair() -> Engine:
+    return Engine(
+        Model.from_pretrained(demo.TARGET, dtype="float32"),
+        drafter=Eagle3.from_pretrained(demo.HEAD, tree=Tree.chain(3), dtype="float32"),
+        tokenizer="bytes",
+        slots=1,
+        max_len=384,
+        prefill_buckets=(128,),
+        prefix_cache=False,
+        adaptive=True,
+        draft_depths=(0, 3),
+    )
+
+
+@cache
+def broken_pair() -> Any:
+    return without_draft_rows(pair())
+
+
+@cache
+def always_drafting() -> tuple[list[int], list[int]]:
+    """Tokens, and what each round accepted."""
+    return decode(Forced([], 3))
+
+
+def decode(policy: Forced) -> tuple[list[int], list[int]]:
+    pair().policy = policy
+    (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=300, temperature=0))
+    return done.raise_for_error().token_ids, policy.accepted(0)
+
+
+def after_a_pause(rounds: int) -> tuple[list[int], list[int], list[int]]:
+    """Tokens, what rounds accept behind so many plain ones or a few more, and what they do where all draft."""
+    _, accepted = always_drafting()
+    ends = np.cumsum(np.array(accepted) + 1)
+    first = int(np.searchsorted(ends, rounds))
+    pause = int(ends[first])
+    wipe(pair())
+    tokens, own = decode(Forced([0] * pause, 3))
+    return tokens, own[pause:], accepted[first + 1 :]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rounds", [30, 200])
+def test_eagle_after_plain_rounds_accepts_as_much(rounds: int) -> None:
+    tokens, after, always = after_a_pause(rounds)
+    assert tokens == always_drafting()[0]
+    assert after == always and len(always) > 50
+    assert np.mean(always) > (0.7 if rounds == 30 else 0.3)  # this head drafts worse far behind its prompt
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rounds", [30, 200])
+def test_eagle_without_draft_rows_accepts_otherwise(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: what is accepted differs, though a head that sees less of a long text may even do better."""
+    monkeypatch.setitem(pair().core.runner.programs.compiled, ExecutableKey.round(1, 0), broken_pair())
+    tokens, after, always = after_a_pause(rounds)
+    assert tokens == always_drafting()[0], "the tokens are the target's all the same"
+    assert after != always
+
+
+class Priced(Policy):
+    """An adaptive policy that is told what each depth costs, not what it took."""
+
+    def __init__(self, policy: Policy, cost: Callable[[int], float]) -> None:
+        self._policy, self._cost = policy, cost
+        self.chosen: list[int] = []
+
+    def choose(self, bucket: int, caps: Sequence[int]) -> int:
+        self.chosen.append(self._policy.choose(bucket, caps))
+        return self.chosen[-1]
+
+    def learn(self, reading: DispatchResult) -> None:
+        self._policy.learn(replace(reading, seconds=self._cost(reading.depth)))
+
+
+@pytest.mark.parametrize(("price", "depth"), [(0.02, 3), (2.0, 0)])
+def test_adaptive_engine_settles_on_the_cheaper_depth(price: float, depth: int) -> None:
+    """With a price of a draft token, in plain rounds."""
+    policy = Priced(Adaptive((0, 3)), lambda depth: 1 + price * depth)
+    pair().policy = policy
+    (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=200, temperature=0))
+    assert done.token_ids == always_drafting()[0][:200]
+    assert Counter(policy.chosen[2 * (MIN_SAMPLES + 1) :]).most_common(1)[0][0] == depth
+    assert done.metrics.num_rounds_per_depth[depth] > 0.8 * done.metrics.num_drafts
+
+
+@pytest.mark.parametrize(("draft", "depth"), [(False, 0), (0, 0), (2, 3), (True, 3)])
+def test_adaptive_engine_request_cap_holds(draft: bool | int, depth: int) -> None:
+    policy = Priced(Adaptive((0, 3)), lambda depth: 1.0)
+    pair().policy = policy
+    (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=40, temperature=0, draft=draft))
+    assert done.token_ids == always_drafting()[0][:40]
+    assert policy.chosen[-1] == depth == max(policy.chosen)
+    cap = 3 if draft is True else int(draft)
+    assert len(done.metrics.num_accepted_per_position) == cap
+    assert done.metrics.num_draft_tokens <= cap * done.metrics.num_drafts
+
+
+def test_metrics_adaptive_engine_count_rounds_by_depth() -> None:
+    pair().policy = Forced([0, 0, 3, 0], 3)
+    (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=20, temperature=0))
+    assert done.metrics.num_rounds_per_depth == {0: 3, 3: done.metrics.num_drafts - 3}
+    text = exposition(done.metrics, Latencies(), Gauges(0, 0, 0.0), "m")
+    assert 'vllm:spec_decode_num_drafts_per_depth_total{model_name="m",depth="0"} 3.0' in text
+
+
+# -- options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(adaptive=1), "adaptive: expected a bool, got 1"),
+        (dict(adaptive=True, accept="block"), "adaptive: expected accept=\"coupled\", got 'block'"),
+        (dict(draft_depths=(0, 3)), "draft_depths: expected None without adaptive=True"),
+        (dict(adaptive=True, draft_depths=(1, 3)), "draft_depths: the first must be 0"),
+        (dict(adaptive=True, draft_depths=(0, 3, 2)), "draft_depths: expected ascending sizes from 0"),
+        (dict(adaptive=True, draft_depths=(0, 2)), "draft_depths: the last must be that of chain:3, 3, got"),
+        (dict(adaptive=True, drafter=None), "adaptive: expected a drafter, got none"),
+    ],
+)
+def test_adaptive_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(small.target(), **dict(drafter=NGram(Tree.chain(3))) | options)

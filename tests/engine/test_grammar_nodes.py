@@ -1,0 +1,182 @@
+"""Tables of grammars in a single stage: edited logits of every node of a draft, and the accept rules after them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import SamplingParams, Tree, verify
+from jspec.core.ancestors import ancestors
+from jspec.core.records import Draft, SlotView
+from jspec.engine.grammar.token_table import Grammar, TokenTexts, compile_grammar
+from jspec.engine.penalty_input import pack_controls
+from jspec.engine.request import Request
+from jspec.sampling import grammar_mask, logprobs, penalties
+from tests.reference import regular
+from tests.support import lettered, small
+from tests.support.grammar_cases import LIST
+from tests.support.views import view_of_rows
+
+pytestmark = pytest.mark.once
+pytest.importorskip("outlines_core")
+
+ROWS, NODES, DEPTH = 6, 8, 7
+LOAD, ADMIT = jax.jit(grammar_mask.load), jax.jit(penalties.admit)
+
+
+def random_case(seed: int, *, chain: bool) -> tuple[np.ndarray, Draft, list[Request]]:
+    """Drafts with many tokens that violate the row's grammar, after outputs that do not; the last row has none."""
+    rng = np.random.default_rng(seed)
+    parents = np.array([[-1, *(n if chain else rng.integers(0, n + 1) for n in range(NODES - 1))]] * ROWS)
+    tokens, requests = rng.integers(0, small.VOCAB, (ROWS, NODES)), []
+    expressions = [LIST, "((a|b){2}c)*", '"(a|b|ab|(é)){3,20}"', "(ab|a)(a|ba)*", "c*a*b*"]
+    for row in range(ROWS):
+        grammar = Grammar("", *[np.zeros(1)] * 2)
+        if row < len(expressions):
+            grammar = compile_grammar("regex", expressions[row], TokenTexts(lettered.TEXTS, small.VOCAB), (0, 14))
+        output: list[int] = []
+        while len(output) < rng.integers(1, 6) and row < len(expressions):
+            token = int(rng.integers(0, small.VOCAB))
+            output += [token] * (token not in (0, 14) and grammar.follow([*output, token]) >= 0)
+        output = output or [1]
+        for node in range(1, NODES):  # most nodes get a token that may follow their parent
+            line = [*output, *context(tokens, parents, row, parents[row, node])]
+            allowed = [t for t in range(1, 14) if row < len(expressions) and grammar.follow([*line, t]) >= 0]
+            if allowed and rng.random() < (0.9 if chain else 0.7):
+                tokens[row, node] = rng.choice(allowed)
+        params = SamplingParams(regex=expressions[row]) if row < len(expressions) else SamplingParams()
+        tokens[row, 0] = output[-1]
+        request = Request(row, (3,), params, 0, (0, 14), 100, token_ids=output)
+        request.slot, request.grammar = ROWS - 1 - row, grammar if params.regex else None
+        requests.append(request)
+    draft = Draft(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        parents=jnp.asarray(parents, jnp.int32),
+        scores=jnp.zeros((ROWS, NODES)),
+        valid=jnp.ones((ROWS, NODES), bool),
+        probs=None,
+        vocab_map=None,
+    )
+    return rng.normal(0, 3, (ROWS, NODES, small.VOCAB)).astype(np.float32), draft, requests
+
+
+def context(tokens: np.ndarray, parents: np.ndarray, row: int, node: int) -> list[int]:
+    """The tokens from the root (excluded) to a node."""
+    path = []
+    while node > 0:
+        path.append(int(tokens[row, node]))
+        node = int(parents[row, node])
+    return path[::-1]
+
+
+def view_of(requests: list[Request], **options: Any) -> SlotView:
+    """The view of a bucket whose slots and tables are filled as the engine fills them."""
+    state, grammars = penalties.unused(ROWS, small.VOCAB), grammar_mask.unused(ROWS, 4000, small.VOCAB)
+    for table, request in enumerate(requests):
+        if request.grammar is not None:
+            packed = grammar_mask.pack(table, request.grammar.class_of, request.grammar.next, 4000)
+            grammars = LOAD(grammars, jnp.asarray(packed))
+            state = ADMIT(state, jnp.asarray(pack_controls(request, small.VOCAB, table)))
+    view = view_of_rows([request.token_ids[-1] for request in requests], **options)
+    stops = jnp.asarray([[0, 14, *[-1] * 6]] * ROWS, jnp.int32)
+    slots = jnp.asarray([request.slot for request in requests], jnp.int32)
+    return view.replace(slots=slots, sampling=view.sampling.replace(stop_ids=stops), controls=state, grammars=grammars)
+
+
+def edited(logits: jax.Array, draft: Draft, view: SlotView) -> jax.Array:
+    return penalties.edit(logits, view, penalties.paths(draft, ancestors(draft.parents), DEPTH))
+
+
+def check_logits(seed: int, *, chain: bool, run: Any) -> None:
+    """The library regex tells which tokens may follow each node."""
+    logits, draft, requests = random_case(seed, chain=chain)
+    found = np.asarray(run(jnp.asarray(logits), draft, view_of(requests)))
+    assert not np.isnan(found).any()
+    tokens, parents = np.asarray(draft.tokens), np.asarray(draft.parents)
+    violating = 0
+    for row, request in enumerate(requests):
+        for node in range(NODES):
+            expected = logits[row, node].copy()
+            text = [*request.token_ids, *context(tokens, parents, row, node)]
+            if request.params.regex is not None:
+                before = b"".join(lettered.TEXTS[token] or b"" for token in text)
+                allowed = regular.allowed(request.params.regex, lettered.TEXTS, before, (0, 14))
+                if set(text) & {0, 14} or not regular.matches(request.params.regex, before, partial=True):
+                    violating += 1
+                    continue  # an ancestor is banned, so this node's logits are never used
+                expected[sorted(set(range(small.VOCAB)) - allowed)] = -np.inf
+            np.testing.assert_array_equal(found[row, node], expected)
+    assert 0 < violating < ROWS * NODES * 0.7, seed
+
+
+@cache
+def jitted() -> Any:
+    return jax.jit(edited)
+
+
+@pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
+def test_penalties_with_a_table_mask_every_node_by_its_own_path(chain: bool) -> None:
+    for seed in range(6):
+        check_logits(seed, chain=chain, run=jitted())
+
+
+def test_penalties_with_the_roots_state_at_every_node_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    states = grammar_mask.states
+    monkeypatch.setattr(grammar_mask, "states", lambda view, path: states(view, jnp.full_like(path, -1)))
+    with pytest.raises(AssertionError, match="Arrays are not equal"):
+        check_logits(0, chain=False, run=jax.jit(lambda *a: edited(*a)))
+
+
+@pytest.mark.parametrize("rule", ["multi_candidate", "rejection", "block", "typical"])
+def test_accept_rule_with_a_table_emits_only_allowed_tokens(rule: str) -> None:
+    """The stored grammar state is the one after the last token."""
+    tree = Tree.chain(DEPTH)
+
+    def run(logits: jax.Array, draft: Draft, view: SlotView) -> Any:
+        return verify.accept(logits[None], draft, ancestors(draft.parents), view, tree)
+
+    accept, accepted = jax.jit(run), 0
+    for seed in range(8):
+        logits, draft, requests = random_case(seed, chain=rule in ("block", "rejection"))
+        if rule in ("block", "rejection"):
+            draft = draft.replace(probs=jnp.full((ROWS, NODES, small.VOCAB), 1 / small.VOCAB))
+        view = view_of(requests, temperature=1.0, accept=rule)
+        view = view.replace(sampling=view.sampling.replace(seed=view.sampling.seed + 100 * seed))
+        verdict = accept(jnp.asarray(logits), draft, view)
+        assert verdict.grammar_state is not None
+        for row, request in enumerate(requests[:-1]):
+            assert request.grammar is not None
+            tokens = np.asarray(verdict.tokens[row])[: int(verdict.counts[row])].tolist()
+            state = request.grammar.follow([*request.token_ids, *tokens])
+            assert state >= 0
+            if not verdict.ended[row]:
+                assert state == int(verdict.grammar_state[row])
+            accepted += int(verdict.accept_len[row])
+    assert accepted > 10
+
+
+def test_processed_logprobs_with_a_table_are_of_the_masked_logits() -> None:
+    """Each emitted token is scored by the logits of the accepted node before it."""
+    tree = Tree.chain(DEPTH)
+
+    def run(logits: jax.Array, draft: Draft, view: SlotView) -> Any:
+        verdict = verify.accept(logits[None], draft, ancestors(draft.parents), view, tree)
+        return verdict, logprobs.of_round(logprobs.PROCESSED, logits, draft, verdict, view, tree)
+
+    logits, draft, requests = random_case(2, chain=False)
+    view = view_of(requests)
+    verdict, scores = jax.jit(run)(jnp.asarray(logits), draft, view)
+    log_probs = np.asarray(jax.nn.log_softmax(jitted()(jnp.asarray(logits), draft, view)))
+    assert int(verdict.accept_len.max()) > 0
+    for row in range(ROWS):
+        for place, node in enumerate(np.asarray(verdict.path[row])[: int(verdict.counts[row])]):
+            likeliest = np.sort(log_probs[row, node])[::-1]
+            np.testing.assert_allclose(scores.top[row, place], likeliest, atol=1e-5)
+            token = int(verdict.tokens[row, place])
+            np.testing.assert_allclose(scores.chosen[row, place], log_probs[row, node, token], atol=1e-5)

@@ -1,0 +1,244 @@
+"""Errors and interrupts in a step, a tokenizer or the device: who ends, and what goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jspec import Engine, SamplingParams
+from jspec.engine.errors import RESTART
+from jspec.engine.metrics import LowAcceptanceWarning
+from jspec.step.executable_key import ExecutableKey
+from jspec.step.program import init_state
+from tests.support import brittle, tiny
+from tests.support.brittle import PARAMS, PROMPTS, VOCAB, Fault
+
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """After every test: no page, slot or request is kept, and the engine works."""
+    brittle.expected()
+    yield brittle.engine()
+    brittle.check_idle()
+
+
+@pytest.fixture
+def expected() -> list[list[int]]:
+    return brittle.expected()
+
+
+def test_tokenizer_error_in_a_step_ends_its_request_alone(engine: Engine, expected: list[list[int]]) -> None:
+    bad = next(i for i in (3, 4, 5) if len(set(expected[i][3:])) > 1)
+    token = next(t for t in expected[bad][3:] if all(t not in expected[i] + PROMPTS[i] for i in range(6) if i != bad))
+    engine.tokenizer.fails = lambda ids: token in ids  # type: ignore[union-attr]
+    done = engine.generate(PROMPTS, PARAMS)
+    for i, one in enumerate(done):
+        if i == bad:
+            assert one.finish_reason == "error" and isinstance(one.error, KeyError)
+            assert one.token_ids == expected[i][: len(one.token_ids)]
+        else:
+            assert (one.finish_reason, one.error, one.token_ids) == ("length", None, expected[i])
+    with pytest.raises(KeyError, match="no such token"):
+        list(engine.stream(PROMPTS[bad], PARAMS[bad]))
+
+    async def main() -> None:
+        async for _ in engine.astream(PROMPTS[bad], PARAMS[bad]):
+            pass
+
+    with pytest.raises(KeyError, match="no such token"):
+        asyncio.run(main())
+
+
+def test_tokenizer_error_at_the_end_ends_the_request_with_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish(self: Any) -> None:
+        raise KeyError("no such token")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jspec.engine.request.OutputState.finish_text", finish)
+        (done,) = engine.generate(PROMPTS[0], PARAMS[0])
+    assert done.finish_reason == "error" and isinstance(done.error, KeyError)
+
+
+def test_tokenizer_error_before_queueing_leaves_nothing_queued(engine: Engine) -> None:
+    engine.tokenizer.fails = lambda ids: 9 in ids  # type: ignore[union-attr]
+    with pytest.raises(KeyError, match="no such token"):
+        engine.generate(PROMPTS, PARAMS)
+
+
+@pytest.mark.parametrize("where", ["round", "prefill", "read"])
+@pytest.mark.parametrize("at", [1, 4])
+def test_step_error_ends_its_requests_and_the_engine_goes_on(
+    engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, where: str, at: int
+) -> None:
+    """Those that wait are served by a state made anew, whose pages hold nothing of what was kept before."""
+    error = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    programs = engine.core.runner.programs
+    with monkeypatch.context() as patch:
+        if where == "read":
+            patch.setattr(engine.core, "_read", Fault(engine.core._read, at, error))
+        elif where == "round":
+            key = ExecutableKey.round(3, 0)
+            patch.setitem(programs.compiled, key, Fault(programs.compiled[key], at, error))
+        else:
+            key = ExecutableKey("prefill", 16)
+            patch.setitem(programs.compiled, key, Fault(programs.compiled[key], at, error))
+        done = engine.generate(PROMPTS, PARAMS)
+    failed = [one for one in done if one.finish_reason == "error"]
+    assert 1 <= len(failed) <= 3 and all(one.error is error for one in failed)
+    for one, all_ in zip(done, expected, strict=True):
+        assert one.token_ids == (all_[: len(one.token_ids)] if one.error else all_)
+    assert engine.healthy
+    assert [one.token_ids for one in engine.generate(PROMPTS, PARAMS)] == expected
+
+
+def test_warning_as_error_is_raised_to_the_caller(
+    engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, warning = engine.submit(PROMPTS[0], PARAMS[0]), LowAcceptanceWarning("the drafts hardly help")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._acceptance_warner, "count", Fault(engine._acceptance_warner.count, 2, warning))
+        with pytest.raises(LowAcceptanceWarning):
+            engine.generate(PROMPTS[1], PARAMS[1])
+    assert engine.result(request).token_ids == expected[0]
+
+
+def test_interrupt_while_dispatching_is_raised_and_ends_running_requests(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = engine.stream(PROMPTS[3], PARAMS[3])
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.core, "_dispatch", Fault(engine.core._dispatch, 3, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPTS, PARAMS)
+    with pytest.raises(RuntimeError, match="interrupted") as caught:  # its step was lost too: an error, and no gap
+        list(stream)
+    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+
+
+def test_interrupt_while_a_request_ends_it_ends_with_an_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends all the same; the next answer is right."""
+    request = engine.submit(PROMPTS[0], PARAMS[0])
+    with monkeypatch.context() as patch:
+        patch.setattr("jspec.engine.request.OutputState.finish_text", Fault(lambda *_: None, 1, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            engine.result(request)
+        assert request.finish_reason == "error"
+    assert isinstance(engine.result(request).error, RuntimeError)
+
+
+def test_interrupt_while_recovering_next_step_completes_the_recovery(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything is ended and forgotten by then; whoever steps next makes the state, and no zeroed page is found."""
+    prompt, params = PROMPTS[2] + PROMPTS[3], SamplingParams(max_tokens=12, temperature=0.0)
+    expected = engine.generate(prompt, params)[0].token_ids
+    running = engine.submit(PROMPTS[3], PARAMS[3])
+    for _ in range(3):
+        engine.step()
+    for where in ("init_state", "jax.block_until_ready"):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.core, "_dispatch", Fault(engine.core._dispatch, 1, KeyboardInterrupt()))
+            patch.setattr(f"jspec.engine.model_runner.{where}", Fault(np.zeros, 1, KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate(PROMPTS[3], PARAMS[3])
+        assert engine._recovery.lost is not None and not engine.scheduler.pages._page_of
+        assert engine.result(running).finish_reason == "error"
+        (again,) = engine.generate(prompt, params)
+        assert (again.token_ids, again.metrics.num_cached_tokens) == (expected, 0) and engine.healthy
+        running = engine.submit(PROMPTS[3], PARAMS[3])
+        engine.step()
+    engine.result(running)
+
+
+def test_read_error_of_a_preempted_request_it_is_served_again(
+    engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also not one that was preempted while it was under way, which waits and comes back."""
+    pages = engine.scheduler.pages
+    pages.clear()
+    pages.reserve(-1, (pages.num_free - 11) * pages.page_size)
+    params = SamplingParams(max_tokens=30, seed=1)
+    prompts = [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
+    requests = [engine.submit(prompt, params) for prompt in prompts]
+    read, failed = engine.core._read, []
+
+    def fails(plan: Any, output: Any) -> Any:
+        if not failed and requests[1].state.slot is None and requests[1].state.steps_in_flight:
+            failed.append(plan)
+            raise RuntimeError("lost on its way")
+        return read(plan, output)
+
+    monkeypatch.setattr(engine.core, "_read", fails)
+    for _ in range(300):
+        engine.step()
+    pages.release(-1)
+    assert failed and [r.finish_reason for r in requests] == ["error", "length"]
+    done = [engine.result(request) for request in requests]
+    assert done[1].metrics.num_preemptions == 1
+    assert done[1].token_ids == engine.generate(prompts[1], params)[0].token_ids
+
+
+def test_reset_state_old_buffers_are_freed_first(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the program that failed did not consume them, and its error's frames refer to them."""
+    old, programs, is_gone = jax.tree.leaves(engine.core.runner.state), engine.core.runner.programs, []
+
+    def refuses(params: Any, state: Any, packed: Any) -> Any:
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    def init(*args: Any) -> Any:
+        is_gone.extend(leaf.is_deleted() for leaf in old)
+        return init_state(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jspec.engine.model_runner.init_state", init)
+        patch.setitem(programs.compiled, ExecutableKey("prefill", 16), refuses)
+        (done,) = engine.generate(PROMPTS[0], PARAMS[0])
+    assert done.finish_reason == "error" and is_gone and all(is_gone)
+    frames = [frame for frame, _ in traceback.walk_tb(done.error.__traceback__) if frame.f_code.co_name == "refuses"]
+    assert frames and "state" not in frames[0].f_locals
+
+
+def test_interrupt_while_waiting_for_a_result_loses_nothing(
+    engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class StepResult:
+        def block_until_ready(self) -> None:
+            raise KeyboardInterrupt
+
+    stream = engine.stream(PROMPTS[3], PARAMS[3])
+    got = list(next(stream).token_ids)
+    plan, output = engine.core.in_flight[0]
+    engine.core.in_flight[0] = plan, replace(output, report=StepResult())  # type: ignore[type-var]
+    request = engine.submit(PROMPTS[0], PARAMS[0])
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.core.in_flight[0] = plan, output
+    got += [token for chunk in stream for token in chunk.token_ids]
+    assert got == expected[3] and engine.result(request).token_ids == expected[0]
+
+
+def test_reset_state_fails_engine_is_unhealthy(expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Engine(tiny.model(VOCAB, layers=1), slots=1, max_len=64, buckets=(1,), prefill_buckets=(16,))
+    gone = RuntimeError("device lost")
+    monkeypatch.setattr("jspec.engine.model_runner.init_state", Fault(np.zeros, 1, gone))
+    monkeypatch.setattr(one.core, "_read", Fault(one.core._read, 2, gone))
+    done = one.generate(PROMPTS, PARAMS)
+    assert [turn.finish_reason for turn in done] == ["error"] * len(PROMPTS)
+    assert not one.healthy
+    assert done[0].error is gone and done[0].error.__notes__ == [RESTART]
+    for turn in done[1:]:
+        assert str(turn.error) == RESTART and turn.error.__cause__ is gone
+    for use in (lambda: one.generate([1]), lambda: one.submit([1])):
+        with pytest.raises(RuntimeError, match="restart the process"):
+            use()
+    one.close()

@@ -1,0 +1,274 @@
+"""The scheduler against a simulated device that emits at random: order, slots, buckets, pages."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jspec.engine.request import Request
+from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
+from tests.support.scheduling import ROUND_TOKENS, SCRATCH, make_request, make_scheduler
+
+pytestmark = pytest.mark.once
+
+
+class Play(RuleBasedStateMachine):
+    """Requests arrive, plans are dispatched and read late, requests end early or are aborted.
+
+    The device is played by the tokens that each row of each page holds: every step writes what it would write, when it
+    is dispatched, and finds what it needs.
+    """
+
+    @initialize(
+        slots=st.integers(1, 4),
+        pages=st.integers(6, 14),
+        page=st.integers(1, 5),
+        rounds=st.integers(1, 3),
+        prefix_cache=st.booleans(),
+        ahead=st.integers(0, 2),
+        budget=st.sampled_from([1, 4, 7, 8, 20]),
+    )
+    def start(
+        self, slots: int, pages: int, page: int, rounds: int, prefix_cache: bool, ahead: int, budget: int
+    ) -> None:
+        self.slots, self.rounds, self.budget = slots, rounds, budget
+        self.scheduler = make_scheduler(
+            slots=slots,
+            pages=pages,
+            page_size=page,
+            rounds=rounds,
+            prefix_cache=prefix_cache,
+            pages_ahead=ahead,
+            prefill_budget=budget,
+        )
+        self.table: dict[int, dict[int, int]] = {}  # the device's: page by slot and column
+        self.since_round = 0  # tokens of chunks
+        self.live: list[Request] = []
+        self.in_flight: deque[tuple[Plan, dict[Request, list[int]]]] = deque()
+        self.count = 0
+        self.rows: dict[tuple[int, int], int] = {}  # of each page
+        self.written: dict[Request, list[int]] = {}  # all that the device has of a request, unread tokens included
+
+    @rule(prompt=st.integers(1, 20), limit=st.integers(1, 8), priority=st.integers(-1, 1))
+    def arrive(self, prompt: int, limit: int, priority: int) -> None:
+        self.count += 1
+        new = make_request(self.count, prompt, limit, priority)
+        pool = self.scheduler.pages
+        if pool.needed(prompt + limit + SCRATCH) > pool.pages - 1:
+            with pytest.raises(ValueError, match=r"needs \d+ pages .*lower max_tokens or raise pages"):
+                self.scheduler.check(new)
+            return
+        self.scheduler.check(new)
+        self.scheduler.add(new)
+        self.live.append(new)
+
+    @rule(tokens=st.integers(1, ROUND_TOKENS))
+    def dispatch(self, tokens: int) -> None:
+        waiting, running = list(self.scheduler.waiting), list(self.scheduler.running)
+        plan = self.scheduler.plan()
+        if plan is None:
+            assert self.in_flight or not self.live, "work is left and nothing runs"
+            return
+        first = self.scheduler.running[0]
+        assert first is (running or [None])[0] or first is waiting[0], "the first one gave way"
+        run = self.prefill if isinstance(plan, PrefillPlan) else self.round
+        self.in_flight.append((plan, run(plan, tokens)))
+        for r in [plan.request] if isinstance(plan, PrefillPlan) else plan.requests:
+            if r in waiting:
+                assert r is waiting[0], "a request was overtaken"
+
+    def prefill(self, plan: PrefillPlan, tokens: int) -> dict[Request, list[int]]:
+        r = plan.request
+        text = [*r.prompt_token_ids, *r.token_ids[:-1]]
+        assert r.state.slot is not None
+        self.table[r.state.slot] = dict(enumerate(plan.pages))
+        left = len(text) - plan.start
+        others = [o for o in self.scheduler.running if o is not r and o.is_prefilled and self.may_emit(o)]
+        assert plan.bucket == (4 if left <= 4 or (others and self.budget < 8) else 8)
+        assert plan.count == min(left, plan.bucket)
+        is_stuck = others == self.scheduler.running[-1:]  # who gives way to the others, if all need pages
+        assert not others or is_stuck or not self.since_round or self.since_round + plan.bucket <= self.budget
+        self.since_round += plan.bucket
+        assert plan.is_last == (plan.count == left)
+        self.check_rows(r, text[: plan.start] if plan.is_written else text)
+        if plan.is_written:
+            self.write(r, plan.start, text[plan.start :][: plan.count])
+        if not plan.is_last:
+            return {}
+        assert plan.root == (r.token_ids[-1] if r.token_ids else None)
+        assert plan.emits == (not r.token_ids)
+        self.written[r] = list(r.token_ids) or [self.count % 2]
+        return {r: self.written[r]} if plan.emits else {}
+
+    def round(self, plan: RoundPlan, tokens: int) -> dict[Request, list[int]]:
+        assert all(r.is_prefilled and r in self.scheduler.running for r in plan.requests)
+        assert plan.bucket == (1 if len(plan.requests) == 1 else self.slots)
+        is_prompts_turn = self.since_round == 0 and not all(r.is_prefilled for r in self.scheduler.running)
+        assert not is_prompts_turn, "a prompt waits while others decode"
+        self.since_round = 0
+        for slot, column, page in plan.new_pages:
+            self.table[slot][column] = page
+        left_out = [r for r in self.scheduler.running if r not in plan.requests and r.is_prefilled]
+        for r in left_out:
+            assert not self.may_emit(r) or not self.scheduler.pages.num_free or r is not self.scheduler.running[0]
+        return {r: [token for _ in range(self.rounds) for token in self.one_round(r, tokens)] for r in plan.requests}
+
+    def may_emit(self, r: Request) -> bool:
+        return max(len(r.token_ids), 1) + r.state.rounds_in_flight < r.max_new_tokens
+
+    def one_round(self, r: Request, tokens: int) -> list[int]:
+        """The root and the draft are written, some of it is committed; an ended row does nothing."""
+        out = self.written[r]
+        if len(out) == r.max_new_tokens:
+            return []
+        committed = [*r.prompt_token_ids, *out[:-1]]
+        self.check_rows(r, committed)
+        self.write(r, len(committed), [out[-1]] + [-1] * (SCRATCH - 1))
+        new = [self.count % 2] * min(tokens, r.max_new_tokens - len(out))
+        self.write(r, len(committed), [out[-1], *new][: len(new)])
+        self.written[r] = out + new
+        return new
+
+    def place(self, r: Request, row: int) -> tuple[int, int]:
+        """Where the device has a row."""
+        assert r.state.slot is not None
+        size = self.scheduler.pages.page_size
+        page = self.table[r.state.slot][row // size]
+        assert page in self.scheduler.pages.pages_of(r.id), "a page that was taken back is used"
+        return page, row % size
+
+    def write(self, r: Request, first: int, tokens: list[int]) -> None:
+        for row, token in enumerate(tokens, first):
+            place = self.place(r, row)
+            held = self.scheduler.pages._num_owners[place[0]]
+            assert held == 1, "a page that others hold is written"
+            self.rows[place] = token
+
+    def check_rows(self, r: Request, text: list[int]) -> None:
+        assert [self.rows[self.place(r, row)] for row in range(len(text))] == text
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def read(self) -> None:
+        plan, emitted = self.in_flight.popleft()
+        self.scheduler.on_output_read(plan)
+        for r, tokens in emitted.items():
+            if r not in self.live:
+                continue
+            r.output.token_ids += tokens
+            self.scheduler.cache_prefix(r, r.rows_committed)
+            if len(r.token_ids) == r.max_new_tokens:
+                self.end(r)
+
+    def end(self, r: Request) -> None:
+        self.live.remove(r)
+        self.scheduler.finish(r)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.end(data.draw(st.sampled_from(self.live)))
+
+    @invariant()
+    def slots_and_pages_are_owned_once(self) -> None:
+        pool = self.scheduler.pages
+        pool.check()
+        running = self.scheduler.running
+        used = [r.state.slot for r in running]
+        assert len(set(used)) == len(used) <= self.slots
+        assert all(slot is not None and 0 <= slot < self.slots for slot in used)
+        assert set(pool._owned) == {r.id for r in running}
+        assert pool.num_used == len({page for r in running for page in pool.pages_of(r.id)})
+
+    @invariant()
+    def everybody_stands_in_order(self) -> None:
+        for line in (self.scheduler.running, self.scheduler.waiting):
+            assert line == sorted(line, key=lambda r: (r.params.priority, r.id))
+        assert {r.id for r in self.live} == {r.id for r in [*self.scheduler.running, *self.scheduler.waiting]}
+
+    def teardown(self) -> None:
+        """Nobody starves: without new arrivals all requests end, though they may take each other's pages."""
+        if not hasattr(self, "live"):
+            return
+        most = sum(len(r.prompt_token_ids) + 2 * r.max_new_tokens for r in self.live)
+        for _ in range(10 + most * (1 + len(self.live))):
+            if not self.live:
+                break
+            self.dispatch(1)
+            while self.in_flight:
+                self.read()
+        assert not self.live and not self.scheduler.has_work
+        assert self.scheduler.pages.num_used == 0
+
+
+TestPlay = Play.TestCase
+TestPlay.settings = settings(max_examples=150, stateful_step_count=40)
+
+
+def keeps_too_much(self: Scheduler, request: Request, rows: int) -> None:
+    """Pages are shown to others a page before they are full."""
+    CACHE_PREFIX(self, request, rows + self.pages.page_size if request.token_ids else rows)
+
+
+def oldest_gives_way(self: Scheduler, request: Request) -> bool:
+    while not self.pages.grow(request.id, self._rows_to_reserve(request)):
+        first = self.running[0]
+        self._release(first)
+        insort(self.waiting, first, key=lambda r: r.order)
+        if first is request:
+            return False
+    return True
+
+
+def too_few(self: Scheduler, request: Request) -> int:
+    """Pages for the next round only, not for those in flight."""
+    return request.rows_committed + SCRATCH
+
+
+def takes_too_much(self: Scheduler) -> None:
+    """Pages are taken back that rounds in flight write."""
+    for request in self.running:
+        self.pages.shrink(request.id, request.rows_committed)
+
+
+def shows_once(self: Scheduler, request: Request) -> list[tuple[int, int, int]]:
+    """A page that comes where one was taken back is not shown."""
+    state = request.state
+    state.num_synced_pages = max(getattr(state, "most_synced", 0), state.num_synced_pages)
+    new = UPDATES(self, request)
+    state.most_synced = state.num_synced_pages  # type: ignore[attr-defined]
+    return new
+
+
+CACHE_PREFIX, UPDATES = Scheduler.cache_prefix, Scheduler._page_table_updates
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("cache_prefix", keeps_too_much),
+        ("_reserve_or_preempt", oldest_gives_way),
+        ("_rows_to_reserve", too_few),
+        ("_reclaim_unused", takes_too_much),
+        ("_page_table_updates", shows_once),
+        ("_is_in_budget", lambda *_: True),
+    ],
+)
+def test_scheduler_broken_is_found_by_the_machine(monkeypatch: pytest.MonkeyPatch, name: str, broken: object) -> None:
+    """Negative controls."""
+    monkeypatch.setattr(Scheduler, name, broken)
+    quick = settings(TestPlay.settings, max_examples=1000, phases=[Phase.generate])
+    with pytest.raises((AssertionError, IndexError, KeyError)):
+        run_state_machine_as_test(Play, settings=quick)

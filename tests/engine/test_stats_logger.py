@@ -1,0 +1,102 @@
+"""What an engine reports: the text for Prometheus and a log line at intervals."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from jspec import Engine, Metrics, SamplingParams
+from jspec.engine.prometheus import Gauges, Histogram, Latencies, exposition
+from jspec.engine.stats_logger import StatsLogger
+from tests.support import brittle
+from tests.support.brittle import PARAMS, PROMPTS
+
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """After every test: no page, slot or request is kept, and the engine works."""
+    brittle.expected()
+    yield brittle.engine()
+    brittle.check_idle()
+
+
+@pytest.fixture
+def expected() -> list[list[int]]:
+    return brittle.expected()
+
+
+def samples(text: str) -> dict[str, float]:
+    """By name and labels, the model's left out; every family must be announced."""
+    found: dict[str, float] = {}
+    kinds: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.startswith("# TYPE"):
+            _, _, name, kind = line.split()
+            kinds[name] = kind
+        elif not line.startswith("#"):
+            match = re.fullmatch(r'(vllm:\w+)\{model_name="m\\"1",?(.*)\} (\S+)', line)
+            assert match, line
+            name, labels, value = match.groups()
+            family = next(f for f in (name, re.sub("_(bucket|sum|count)$", "", name)) if f in kinds)
+            assert kinds[family] != "counter" or family.endswith("_total")
+            found[f"{name.removeprefix('vllm:')} {labels}".strip()] = float(value)
+    return found
+
+
+def test_prometheus_running_engine_reports_its_metrics(engine: Engine) -> None:
+    stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=40))
+    next(stream)
+    found, metrics = samples(engine.prometheus('m"1')), engine.metrics
+    assert found["num_requests_running"] == 1 and found["num_requests_waiting"] == 0
+    assert found["kv_cache_usage_perc"] == engine.pages_in_use / (engine.scheduler.pages.pages - 1) > 0
+    for name, value in (
+        ("generation_tokens_total", metrics.num_tokens),
+        ("prompt_tokens_total", metrics.num_prompt_tokens),
+        ("prefix_cache_queries_total", metrics.num_prompt_tokens),
+        ("prefix_cache_hits_total", metrics.num_cached_tokens),
+        ("num_preemptions_total", metrics.num_preemptions),
+        ("spec_decode_num_drafts_total", metrics.num_drafts),
+    ):
+        assert found[name] == value
+    assert metrics.num_tokens > 0 and metrics.pages_in_use == engine.pages_in_use
+    assert found['request_success_total finished_reason="length"'] == metrics.finished["length"] > 0
+    count = found["time_to_first_token_seconds_count"]
+    assert count == found['time_to_first_token_seconds_bucket le="+Inf"'] == metrics.finished["length"]
+    stream.close()
+    assert samples(engine.prometheus('m"1'))['request_success_total finished_reason="abort"'] >= 1
+
+
+def test_exposition_metrics_by_hand_has_positions_reasons_and_histogram() -> None:
+    metrics = Metrics(num_accepted_per_position=[5, 2], finished={"eos": 2, "stop": 1, "error": 1})
+    latencies = Latencies(first_token=Histogram((1.0, 2.0)))
+    for seconds in (0.5, 1.0, 1.5, 9.0):
+        latencies.first_token.observe(seconds)
+    found = samples(exposition(metrics, latencies, Gauges(0, 0, 0.0), 'm"1'))
+    per_position = "spec_decode_num_accepted_tokens_per_pos_total position="
+    assert (found[per_position + '"0"'], found[per_position + '"1"']) == (5, 2)
+    assert found['request_success_total finished_reason="stop"'] == 3
+    buckets = [found[f'time_to_first_token_seconds_bucket le="{bound}"'] for bound in ("1.0", "2.0", "+Inf")]
+    assert buckets == [2, 3, 4] and found["time_to_first_token_seconds_sum"] == 12.0
+
+
+def test_stats_logger_interval_over_logs_one_line(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, logger="jspec.engine.stats_logger")
+    engine.generate(PROMPTS[0], PARAMS[0])
+    assert not caplog.records, "no interval was given"
+    monkeypatch.setattr(engine, "_stats_logger", StatsLogger(3600.0))
+    engine.generate(PROMPTS[0], PARAMS[0])
+    assert not caplog.records
+    monkeypatch.setattr(engine, "_stats_logger", StatsLogger(0.0))
+    request = engine.submit(PROMPTS[0], PARAMS[0])
+    for _ in range(3):
+        engine.step()
+    assert len(caplog.records) == 3
+    assert re.match(r"1 running, 0 waiting, \d+ % of the pages held, \d+\.\d tokens/s, mean", caplog.messages[-1])
+    engine.result(request)

@@ -1,0 +1,28 @@
+"""Requests and schedulers without an engine."""
+
+from __future__ import annotations
+
+from jspec.engine.page_pool import PagePool
+from jspec.engine.request import Request
+from jspec.engine.sampling_params import SamplingParams
+from jspec.engine.scheduler import Scheduler, SchedulerLimits
+
+SCRATCH, ROUND_TOKENS = 3, 2
+
+
+def make_request(number: int, prompt: int, max_new_tokens: int, priority: int = 0) -> Request:
+    """A request with a prompt of so many tokens."""
+    return Request(number, (1,) * prompt, SamplingParams(priority=priority), 0, (), max_new_tokens)
+
+
+def make_scheduler(
+    *, slots: int, pages: int = 100, page_size: int = 4, rounds: int = 1, **options: object
+) -> Scheduler:
+    """A scheduler with buckets of one row and of all rows, and of 4 and 8 prompt tokens.
+
+    Args:
+        options: other fields of `SchedulerLimits`.
+    """
+    sizes = dict(buckets=tuple(sorted({1, slots})), prefill_buckets=(4, 8), round_tokens=ROUND_TOKENS)
+    limits = SchedulerLimits(slots=slots, rounds=rounds, scratch_rows=SCRATCH, **(sizes | options))  # type: ignore[arg-type]
+    return Scheduler(PagePool(pages, page_size), limits)
