@@ -15,7 +15,7 @@ from jspec.core.ancestors import ancestors
 from jspec.core.records import Draft, SlotView
 from jspec.engine.grammar.token_table import Grammar, TokenTexts, compile_grammar
 from jspec.engine.penalty_input import pack_controls
-from jspec.engine.request import Request
+from jspec.engine.request import OutputState, Request, RequestState
 from jspec.sampling import grammar_mask, logprobs, penalties
 from tests.reference import regular
 from tests.support import lettered, small
@@ -51,8 +51,8 @@ def random_case(seed: int, *, chain: bool) -> tuple[np.ndarray, Draft, list[Requ
                 tokens[row, node] = rng.choice(allowed)
         params = SamplingParams(regex=expressions[row]) if row < len(expressions) else SamplingParams()
         tokens[row, 0] = output[-1]
-        request = Request(row, (3,), params, 0, (0, 14), 100, token_ids=output)
-        request.slot, request.grammar = ROWS - 1 - row, grammar if params.regex else None
+        own = {"state": RequestState(slot=ROWS - 1 - row), "output": OutputState(token_ids=output)}
+        request = Request(row, (3,), params, 0, (0, 14), 100, grammar=grammar if params.regex else None, **own)
         requests.append(request)
     draft = Draft(
         tokens=jnp.asarray(tokens, jnp.int32),
@@ -84,7 +84,7 @@ def view_of(requests: list[Request], **options: Any) -> SlotView:
             state = ADMIT(state, jnp.asarray(pack_controls(request, small.VOCAB, table)))
     view = view_of_rows([request.token_ids[-1] for request in requests], **options)
     stops = jnp.asarray([[0, 14, *[-1] * 6]] * ROWS, jnp.int32)
-    slots = jnp.asarray([request.slot for request in requests], jnp.int32)
+    slots = jnp.asarray([request.state.slot for request in requests], jnp.int32)
     return view.replace(slots=slots, sampling=view.sampling.replace(stop_ids=stops), controls=state, grammars=grammars)
 
 

@@ -92,7 +92,7 @@ def with_config(**changes: object) -> Callable[[EagleHead], EagleHead]:
 
 
 MISTAKES: dict[str, Callable[[EagleHead], EagleHead]] = {
-    "rope theta of the target": with_config(rope=Rope(500000.0)),
+    "rope theta of the target": lambda head: head.replace(config=head.config.resized(rope=Rope(500000.0))),
     "feature layers one too low": with_config(feature_layers=(1, 3, 4)),
     "feature layers one too high": with_config(feature_layers=(3, 5, 6)),
     "feature layers in reverse": with_config(feature_layers=(5, 4, 2)),
