@@ -206,8 +206,8 @@ class Engine:
         try:
             self._queue(request.samples)
             while num_sent:
-                # Steps of other callers serve this request too, so there may be news without a step here.
-                while not (updated := _with_news(num_sent)):
+                # Steps of other callers serve this request too, so there may be new output without a step here.
+                while not (updated := _with_new_output(num_sent)):
                     self.step()
                 for sample in updated:
                     yield _next_chunk(sample, num_sent)
@@ -225,7 +225,7 @@ class Engine:
         try:
             await asyncio.to_thread(self._queue, request.samples)
             while num_sent:
-                while not (updated := _with_news(num_sent)):
+                while not (updated := _with_new_output(num_sent)):
                     await self._astep()
                 for sample in updated:
                     yield _next_chunk(sample, num_sent)
@@ -374,7 +374,7 @@ class Engine:
             return exposition(self.metrics, self.core.latencies, self.core.gauges(), model_name)
 
 
-def _with_news(num_sent: dict[Request, int]) -> list[Request]:
+def _with_new_output(num_sent: dict[Request, int]) -> list[Request]:
     """The completions of a stream that have more tokens than were sent, or have ended."""
     return [
         sample
