@@ -47,7 +47,7 @@ class Case:
 
 @dataclasses.dataclass
 class Problem:
-    """The arguments of `paged_attention` and what must come out."""
+    """Arguments of `paged_attention` and the expected result."""
 
     q: Any
     k_pool: Any
@@ -80,13 +80,13 @@ class Problem:
 
 
 def full_product(**wanted: Any) -> list[Case]:
-    """All cases with the values wanted."""
+    """All cases with the given values."""
     options = {name: (wanted[name],) if name in wanted else values for name, values in FACTORS.items()}
     return [Case(*values) for values in itertools.product(*options.values())]
 
 
 def pairwise_cover(seed: int = 0) -> list[Case]:
-    """Few cases in which every two values of two factors meet at least once."""
+    """Few cases in which every pair of values of two factors occurs."""
     return [Case(**case) for case in cover.pairwise(FACTORS, seed=seed)]
 
 
@@ -113,7 +113,7 @@ def make_lengths(kind: str, queries: int) -> np.ndarray:
 
 
 def make_problem(case: Case, *, scale: float | None = None, seed: int = 0) -> Problem:
-    """Random numbers in the rows that real queries see; NaN in all others, the null page's too."""
+    """Random values in rows that real queries see; NaN in all other rows and in the null page."""
     generator = np.random.default_rng(seed)
     lengths = make_lengths(case.lengths, case.queries)
     batch, kv_heads, columns = len(lengths), 2, ROWS // case.page
@@ -132,7 +132,7 @@ def make_problem(case: Case, *, scale: float | None = None, seed: int = 0) -> Pr
             for row in rows:
                 place = (page_table[b, row // case.page], slice(None), row % case.page)
                 pool[place] = generator.standard_normal((kv_heads, case.dim))
-        # Of no consequence: a table's columns past the last row in use.
+        # Page table columns after the last used row are never read.
         page_table[b, (length + case.queries - 1) // case.page + 1 :] = 0
     q = generator.standard_normal((batch, case.queries, kv_heads * case.group, case.dim))
     q = jnp.asarray(q, case.dtype)

@@ -30,7 +30,7 @@ def seen_by_walking(parents: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["chain", "random", "padded"])
 @pytest.mark.parametrize("nodes", [1, 2, 5, 31, 32, 33, 64, 65, 100])
-def test_a_node_sees_itself_and_its_ancestors(kind, nodes):
+def test_ancestor_bits_of_trees_match_walking_up(kind, nodes):
     trees = np.stack([make_tree(kind, nodes, np.random.default_rng(seed)) for seed in range(3)])
     bits = np.asarray(jax.jit(ancestor_bits)(trees))
     assert bits.dtype == np.uint32
@@ -42,14 +42,14 @@ def test_a_node_sees_itself_and_its_ancestors(kind, nodes):
 
 @settings(max_examples=100)
 @given(st.data(), st.sampled_from([3, 20, 40]))
-def test_any_parents_smaller_than_their_nodes(data, nodes):
+def test_ancestor_bits_of_any_parents_match_walking_up(data, nodes):
     parents = np.array([-1] + [data.draw(st.integers(-1, node - 1)) for node in range(1, nodes)], np.int32)
     bits = np.asarray(ancestor_bits(jnp.asarray(parents[None])))[0]
     np.testing.assert_array_equal(unpack(bits, nodes), seen_by_walking(parents))
 
 
 @pytest.mark.parametrize("nodes", [1, 5, 32, 33, 70])
-def test_a_chain_is_causal(nodes):
+def test_causal_bits_equal_ancestor_bits_of_a_chain(nodes):
     parents = np.arange(-1, nodes - 1, dtype=np.int32)[None]
     np.testing.assert_array_equal(np.asarray(ancestor_bits(parents))[0], causal_bits(nodes))
     np.testing.assert_array_equal(unpack(causal_bits(nodes), nodes), np.tri(nodes, dtype=bool))
@@ -57,8 +57,8 @@ def test_a_chain_is_causal(nodes):
 
 @pytest.mark.parametrize("tile", [16, 32, 64])
 @pytest.mark.parametrize("words", [1, 2, 3])
-def test_bits_are_moved_to_a_tiles_columns(words: int, tile: int) -> None:
-    """Against each bit looked up: rows before the new ones are seen, those behind them or out of bounds are not."""
+def test_mask_tile_matches_looking_up_each_bit(words: int, tile: int) -> None:
+    """Committed rows are visible; rows after the new ones or outside the bounds are not."""
     rng = np.random.default_rng(words * tile)
     seen = rng.integers(0, 2**32, (7, words), dtype=np.uint32)
     bits = (seen[:, :, None] >> np.arange(32, dtype=np.uint32) & 1).reshape(7, -1).astype(bool)

@@ -50,7 +50,7 @@ def problem(
     start: int,
     lengths: Sequence[int] = LENGTHS,
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """The arguments, and parents of the rows; NaN in all rows that are not committed or hidden, the null page's too."""
+    """Arguments, and the rows' parents; NaN in rows that are hidden or not committed, and in the null page."""
     rng = np.random.default_rng(0)
     batch, columns, heads = len(lengths), CAPACITY // page, group * KV_HEADS
     table = rng.permutation(np.arange(1, batch * columns + 1)).reshape(batch, columns)
@@ -80,7 +80,7 @@ def problem(
 
 
 def errors(found: tuple[Any, ...], p: dict[str, Any], parents: np.ndarray) -> list[float]:
-    """Largest differences of output and pools from float64, in units of what the types allow; NaN is infinite."""
+    """Largest errors of output and pools against float64, in units of the dtype's tolerance; NaN counts as infinite."""
     heads, dtype = p["heads"], p["dtype"]
     rotation = {**p, "first_row": p["lengths"]}
     q, k_pool, v_pool = oracle(rotation, heads)
@@ -101,7 +101,7 @@ def errors(found: tuple[Any, ...], p: dict[str, Any], parents: np.ndarray) -> li
 
 @pytest.mark.parametrize("case", cover.thinned(CASES, every=4, name=cover.label, is_halved=True))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_output_and_pools_agree_with_float64(case: dict[str, Any], implementation: str) -> None:
+def test_append_attention_output_and_pools_match_float64(case: dict[str, Any], implementation: str) -> None:
     p, parents = problem(**case)
     assert max(errors(append_attention(**p, implementation=implementation), p, parents)) < 1
 
@@ -111,7 +111,7 @@ FEW = EXAMPLE | {"tokens": 3, "dim": 16, "dtype": "bfloat16"}  # for a program o
 
 @pytest.fixture
 def is_one_of_many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Few sequences are treated as 200 would be, which share no context: a CPU would take half a minute for all."""
+    """Uses the tiles of 200 sequences, whose contexts are not split, for a few: 200 would take a CPU half a minute."""
 
     def tiles_of_many(q: Any, *pools: Any, **options: Any) -> Any:
         tiles = choose_tiles(jax.ShapeDtypeStruct((200, *q.shape[1:]), q.dtype), *pools, **options)
@@ -126,7 +126,7 @@ def is_one_of_many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("is_one_of_many")
-def test_contexts_that_are_not_shared() -> None:
+def test_append_attention_unsplit_contexts_match_float64() -> None:
     p, parents = problem(**FEW)
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
 
@@ -134,8 +134,10 @@ def test_contexts_that_are_not_shared() -> None:
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas", pytest.param("auto", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_a_query_may_come_back_rounded(is_shared: bool, implementation: str, request: pytest.FixtureRequest) -> None:
-    """In the merge of a context's parts, or behind a kernel that needs none."""
+def test_append_attention_quantize_output_matches_quantised_result(
+    is_shared: bool, implementation: str, request: pytest.FixtureRequest
+) -> None:
+    """In the merge kernel, or after an attention kernel that needs no merge."""
     if not is_shared:
         request.getfixturevalue("is_one_of_many")
     p, _ = problem(**EXAMPLE | {"dtype": "bfloat16"} if is_shared else FEW)
@@ -150,7 +152,7 @@ def test_a_query_may_come_back_rounded(is_shared: bool, implementation: str, req
 
 @pytest.mark.once
 @pytest.mark.parametrize("wrong", ["positions", "lengths", "bits", "inv_freq", "start"])
-def test_another_place_or_tree_is_caught(wrong: str) -> None:
+def test_append_attention_changed_argument_exceeds_tolerance(wrong: str) -> None:
     """The negative control."""
     p, parents = problem(**EXAMPLE)
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
@@ -160,16 +162,16 @@ def test_another_place_or_tree_is_caught(wrong: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas", pytest.param("auto", marks=pytest.mark.gpu)])
-def test_only_valid_rows_are_written(implementation: str) -> None:
+def test_append_attention_invalid_rows_are_not_written(implementation: str) -> None:
     p, parents = problem(**EXAMPLE)
     valid = np.arange(5) < np.array([0, 1, 3, 5, 4])[:, None]
     p |= {"valid": jnp.asarray(valid)}
     found = append_attention(**p, implementation=implementation)
-    assert max(errors(found, p, parents)[1:]) < 1  # NaN wherever nothing is to be written, in the null page too
-    assert np.isfinite(np.asarray(found[0])[valid]).all()  # a row sees its ancestors alone, which stand before it
+    assert max(errors(found, p, parents)[1:]) < 1  # NaN wherever nothing is written, in the null page too
+    assert np.isfinite(np.asarray(found[0])[valid]).all()  # a row sees only its ancestors, which come before it
 
 
-def test_what_it_does_not_take_is_refused() -> None:
+def test_append_attention_wrong_shapes_raise() -> None:
     p, _ = problem(**EXAMPLE)
     with pytest.raises(ValueError, match=r"qkv must be 768 wide, got 760"):
         append_attention(**p | {"qkv": p["qkv"][..., :-8]})
@@ -180,7 +182,7 @@ def test_what_it_does_not_take_is_refused() -> None:
 @pytest.mark.parametrize(
     ("tokens", "page", "pool"), [(9, 16, "float32"), (5, 16, "float8_e4m3fn"), (5, 160, "float32")]
 )
-def test_what_one_kernel_does_not_take_two_do(tokens: int, page: int, pool: str) -> None:
+def test_append_attention_unsupported_by_one_kernel_matches_float64(tokens: int, page: int, pool: str) -> None:
     p, parents = problem(**EXAMPLE | {"tokens": tokens, "page": page}, lengths=(0, 62, 511))
     p |= {name: p[name].astype(pool) for name in ("k_pool", "v_pool")}
     assert max(errors(append_attention(**p), p, parents)) < 1
@@ -213,7 +215,9 @@ def compile_attention(batch: int, rows: int, parts: int, start: int, *, quantize
         (64, 3, 2, 1),
     ],
 )
-def test_the_pools_are_written_in_place_on_an_h200(batch: int, rows: int, parts: int, start: int) -> None:
+def test_append_attention_compiled_for_h200_writes_pools_in_place(
+    batch: int, rows: int, parts: int, start: int
+) -> None:
     program = compile_attention(batch, rows, parts, start)
     assert program.count("append_attention") == 1
     assert program.count("paged_attention_merge") == (batch < 32)
@@ -222,7 +226,7 @@ def test_the_pools_are_written_in_place_on_an_h200(batch: int, rows: int, parts:
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
-def test_what_is_rounded_costs_no_launch_where_a_context_is_shared(batch: int) -> None:
+def test_append_attention_quantize_output_of_split_contexts_adds_no_launch(batch: int) -> None:
     program = compile_attention(batch, 5, 2, 0, quantize_output=True)
     names = ["paged_attention_merge_and_round"] if batch < 32 else ["quantize_rows"]
     assert [launch.name for launch in program.launches][-2:] == ["append_attention", *names]
@@ -230,7 +234,7 @@ def test_what_is_rounded_costs_no_launch_where_a_context_is_shared(batch: int) -
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=cover.label)
-def test_on_a_gpu_output_and_pools_agree_with_float64(case: dict[str, Any]) -> None:
+def test_append_attention_on_gpu_matches_float64(case: dict[str, Any]) -> None:
     p, parents = problem(**case)
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
 
@@ -239,7 +243,9 @@ def test_on_a_gpu_output_and_pools_agree_with_float64(case: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("sequences", "tokens", "packed", "splits"), [(200, 3, 16, 1), (200, 5, 32, 1), (80, 5, 32, 3)]
 )
-def test_on_a_gpu_small_programs_of_many_sequences(sequences: int, tokens: int, packed: int, splits: int) -> None:
+def test_append_attention_on_gpu_many_sequences_in_small_programs_match_float64(
+    sequences: int, tokens: int, packed: int, splits: int
+) -> None:
     p, parents = problem(**FEW | {"tokens": tokens}, lengths=[7 * b % 140 for b in range(sequences)])
     q = jax.ShapeDtypeStruct((sequences, tokens, p["heads"], 16), jnp.bfloat16)
     options = {"new_rows": tokens, "start": 0, "window": None, "wide": False}

@@ -29,7 +29,9 @@ def same_bits(one: jax.Array, other: jax.Array) -> bool:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize(("rows", "out", "inner", "parts"), [(5, 1024, 2048, 4), (70, 128, 192, 1)])
-def test_it_is_the_product(rows: int, out: int, inner: int, parts: int, implementation: str, dtype: str) -> None:
+def test_deterministic_matmul_matches_float64(
+    rows: int, out: int, inner: int, parts: int, implementation: str, dtype: str
+) -> None:
     x, weight = problem(rows, out, inner, dtype)
     got = deterministic_matmul(x[None], weight, jnp.dtype("float32"), implementation=implementation)
     assert got.shape == (parts, 1, rows, out)
@@ -38,7 +40,7 @@ def test_it_is_the_product(rows: int, out: int, inner: int, parts: int, implemen
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_gate_and_up_are_multiplied_first(implementation: str) -> None:
+def test_deterministic_matmul_is_gated_multiplies_silu_gate_by_up(implementation: str) -> None:
     x, weight = problem(3, 64, 64, "float32")
     both = jnp.concatenate([x, x[::-1]], axis=1)
     got = deterministic_matmul(both, weight, is_gated=True, implementation=implementation)[0]
@@ -52,7 +54,9 @@ def test_gate_and_up_are_multiplied_first(implementation: str) -> None:
     ("implementation", "out", "inner"),
     [("reference", 300, 1024), ("reference", 48, 16), ("pallas", 128, 256)],
 )
-def test_a_row_has_the_same_bits_in_any_number_of_rows(implementation: str, out: int, inner: int, dtype: str) -> None:
+def test_deterministic_matmul_row_bits_do_not_depend_on_row_count(
+    implementation: str, out: int, inner: int, dtype: str
+) -> None:
     x, weight = problem(COUNTS[-1], out, inner, dtype)
     product = jax.jit(partial(deterministic_matmul, dtype=jnp.dtype("float32"), implementation=implementation))
     everything = product(x, weight)
@@ -62,25 +66,25 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(implementation: str, out:
             assert same_bits(product(x[own], weight), everything[:, own]), (count, first)
 
 
-def test_control_the_ordinary_product_has_other_bits_for_one_row() -> None:
+def test_control_matmul_row_bits_depend_on_row_count() -> None:
     x, weight = problem(COUNTS[-1], 300, 1024, "float32")
     product = jax.jit(matmul)
     assert not same_bits(product(x[:1], weight), product(x, weight)[:1])
 
 
-def test_how_a_sum_is_cut_does_not_depend_on_rows_or_their_dtype() -> None:
+def test_fixed_parts_of_llama_weights_are_fixed() -> None:
     llama = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
     parts = {name: fixed_parts(*shape, jnp.dtype("bfloat16")) for name, shape in llama.items()}
     assert parts == {"qkv": 2, "o": 4, "gate_up": 1, "down": 4}
 
 
-def test_what_the_kernel_cannot_hold_is_refused_by_name() -> None:
+def test_deterministic_matmul_unsupported_weight_raises() -> None:
     x, weight = problem(2, 48, 64, "float32")
     with pytest.raises(NotImplementedError, match=r"multiple of 64.*\(48, 64\)"):
         deterministic_matmul(x, weight, implementation="pallas")
 
 
-def test_blocks_are_cut_and_joined_in_order() -> None:
+def test_in_row_blocks_keeps_row_order() -> None:
     rows = jnp.arange(26.0).reshape(13, 2)
     doubled, sums = in_row_blocks(lambda x, y: (2 * x, x.sum(-1) + y), rows, jnp.arange(13.0))
     np.testing.assert_array_equal(doubled, 2 * rows)
@@ -91,7 +95,7 @@ def test_blocks_are_cut_and_joined_in_order() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("out", "inner"), [(6144, 4096), (4096, 14336), (28672, 4096)])
-def test_on_a_gpu_a_row_has_the_same_bits_in_any_number_of_rows(out: int, inner: int, dtype: str) -> None:
+def test_deterministic_matmul_on_gpu_row_bits_do_not_depend_on_row_count(out: int, inner: int, dtype: str) -> None:
     x, weight = problem(320, out, inner, dtype)
     product = jax.jit(partial(deterministic_matmul, implementation="pallas"))
     everything = product(x, weight)

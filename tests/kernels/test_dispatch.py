@@ -32,7 +32,7 @@ DEVICES = {
 
 
 def chosen(implementation: str, platform: str) -> str:
-    """Which branch a program for that platform holds."""
+    """The branch that a program compiled for the platform holds."""
 
     def kernel(x: jax.Array, *, interpret: bool) -> jax.Array:
         return jnp.sin(x) if interpret else jnp.cos(x)
@@ -53,7 +53,7 @@ def chosen(implementation: str, platform: str) -> str:
         ("pallas", "cpu"),
     ],
 )
-def test_it_says_what_is_chosen(implementation: str, platform: str) -> None:
+def test_describe_matches_the_branch_that_dispatch_compiles(implementation: str, platform: str) -> None:
     said = describe(implementation, DEVICES[platform])
     assert said.startswith(f"{chosen(implementation, platform)} {DEVICES[platform].device_kind}")
     assert ("compute capability 9.0" in said) == (platform == "cuda")
@@ -62,7 +62,9 @@ def test_it_says_what_is_chosen(implementation: str, platform: str) -> None:
     assert (resolve(implementation, DEVICES[platform]) == "reference") == said.startswith("references")
 
 
-def test_an_engine_says_it_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_executables_log_the_implementation_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(Executables, "_compile", lambda *args, **options: None)
     state: Any = namedtuple("State", "root page_table")(jnp.zeros(2), jnp.zeros((2, 3)))
     for implementation in ("auto", "reference"):
@@ -73,7 +75,7 @@ def test_an_engine_says_it_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
         assert [record.getMessage() for record in caplog.records] == [describe(implementation, jax.devices()[0])]
 
 
-def test_an_engine_traces_no_kernel_that_it_will_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_auto_off_gpu_traces_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     if jax.default_backend() == "gpu":
         pytest.skip("here an engine holds kernels")
     traced: list[str] = []

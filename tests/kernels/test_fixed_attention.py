@@ -1,4 +1,4 @@
-"""Deterministic `paged_attention`: right by the numpy oracle, and the same bits however a query comes to it."""
+"""Deterministic `paged_attention`: matches the numpy oracle, and a query's bits do not depend on the call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTH, NEW, KV_HEADS, DIM = 580, 6, 2, 16  # more than a tile for each of the k
 
 
 def paths_of(problem: Problem) -> jax.Array | None:
-    """The rows that each query sees, in order, from what the bits say."""
+    """Paths with the new rows that each query sees by its bits."""
     if problem.bits is None:
         return None
     bits = np.asarray(problem.bits)[..., None] >> np.arange(32, dtype=np.uint32) & 1
@@ -49,11 +49,11 @@ def check(case: Case, implementation: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_it_is_softmax_attention_over_the_rows_seen(case: Case, implementation: str) -> None:
+def test_deterministic_attention_matches_float64(case: Case, implementation: str) -> None:
     check(case, implementation)
 
 
-def test_it_takes_paths_and_neither_bits_nor_windows() -> None:
+def test_deterministic_attention_with_bits_window_or_quantisation_raises() -> None:
     problem = make_problem(Case())
     arrays = problem.arrays[:-1]
     with pytest.raises(ValueError, match="neither bits nor a window"):
@@ -67,7 +67,7 @@ def test_it_takes_paths_and_neither_bits_nor_windows() -> None:
 
 
 class Text:
-    """Keys, values and queries of one text, laid into pools in any way."""
+    """Keys, values and queries of one text, stored in pools with any page size and neighbours."""
 
     def __init__(self, dtype: str, implementation: str, *, deterministic: bool = True) -> None:
         rng = np.random.default_rng(0)
@@ -77,7 +77,7 @@ class Text:
         self.attend = jax.jit(partial(paged_attention, implementation=implementation, deterministic=deterministic))
 
     def run(self, length: int, rows: list[int], *, page: int = 16, mates: int = 0, paths: Any = None) -> np.ndarray:
-        """Queries of some rows behind ``length`` committed ones; their keys lie one behind the other from there on."""
+        """Attends queries of `rows` after `length` committed rows; their keys are the next rows."""
         columns = -(-(LENGTH + NEW + page) // page)
         order = np.random.default_rng(page).permutation((1 + mates) * columns) + 1
         table = order.reshape(1 + mates, columns)
@@ -107,8 +107,8 @@ class Text:
         pytest.param("float32", "pallas", marks=pytest.mark.matrix),
     ],
 )
-def test_a_query_has_the_same_bits_however_it_comes(dtype: str, implementation: str) -> None:
-    """Alone, in a chain, at a tile's border, in a chunk, among others, in pages of another size, as nodes of a tree."""
+def test_deterministic_attention_query_bits_do_not_depend_on_the_call(dtype: str, implementation: str) -> None:
+    """Alone, in a chain across a tile's border, in a chunk, beside others, in other page sizes, and in a tree."""
     text = Text(dtype, implementation)
     first = 574  # rows 574 to 579: tiles end at 576
     alone = np.concatenate([text.run(row, [row]) for row in range(first, LENGTH)])
@@ -120,7 +120,7 @@ def test_a_query_has_the_same_bits_however_it_comes(dtype: str, implementation: 
         "mates": text.run(first, chain, mates=2),
     }.items():
         np.testing.assert_array_equal(out, alone, err_msg=name)
-    # Nodes 1, 3 and 4 hang in a chain below the root; 2 and 5 are others' rows.
+    # Nodes 1, 3 and 4 are a chain below the root; 2 and 5 belong to other branches.
     nodes = [first, first + 1, 3, first + 2, first + 3, 7]
     paths = [[0, -1, -1, -1], [0, 1, -1, -1], [0, 2, -1, -1], [0, 1, 3, -1], [0, 1, 3, 4], [0, 2, 5, -1]]
     tree = text.run(first, nodes, paths=paths, mates=1)
@@ -129,7 +129,7 @@ def test_a_query_has_the_same_bits_however_it_comes(dtype: str, implementation: 
     assert (text.run(first, nodes, paths=paths, mates=1)[4] != alone[3]).any(), "another ancestor must show"
 
 
-def test_control_ordinary_attention_has_other_bits() -> None:
+def test_control_ordinary_attention_query_bits_depend_on_the_call() -> None:
     text = Text("float32", "reference", deterministic=False)
     alone = np.concatenate([text.run(row, [row]) for row in range(574, LENGTH)])
     together = [text.run(574, list(range(574, LENGTH)), page=page) for page in (1, 5, 64)]
@@ -138,11 +138,11 @@ def test_control_ordinary_attention_has_other_bits() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_compiled_kernel_on_a_gpu(case: Case) -> None:
+def test_deterministic_attention_on_gpu_matches_float64(case: Case) -> None:
     check(case, "pallas")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_on_a_gpu_a_query_has_the_same_bits_however_it_comes(dtype: str) -> None:
-    test_a_query_has_the_same_bits_however_it_comes(dtype, "pallas")
+def test_deterministic_attention_on_gpu_query_bits_do_not_depend_on_the_call(dtype: str) -> None:
+    test_deterministic_attention_query_bits_do_not_depend_on_the_call(dtype, "pallas")

@@ -22,7 +22,7 @@ from tests.support.gpus import GPUS, compile_for
 from tests.support.h200 import compile_for_h200
 
 BF16, F16, F32, FP8 = (jnp.dtype(name) for name in ("bfloat16", "float16", "float32", "float8_e4m3fn"))
-mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels of this kind are taken from jax 0.11 on")
+mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="such kernels need jax 0.11")
 
 
 def problem(rows: int, out: int, inner: int, dtype: Any = BF16) -> tuple[jax.Array, jax.Array]:
@@ -41,13 +41,13 @@ def exact(rounded: QuantizedActivation | Quantized) -> np.ndarray:
 
 
 def error(got: jax.Array, x: Any, weight: Any) -> float:
-    """Largest, beside one that numbers of 1 have."""
+    """Largest error relative to 1 + |expected|."""
     right = wanted(x, weight)
     return float((np.abs(np.asarray(got, np.float64) - right) / (1 + np.abs(right))).max())
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(F32, 1e-5), (BF16, 2e-2)], ids=str)
-def test_what_xla_takes_is_the_formula(dtype: Any, most: float) -> None:
+def test_gated_matmul_by_xla_matches_float64(dtype: Any, most: float) -> None:
     x, weight = problem(40, 96, 128, dtype)
     got = gated_matmul(x.reshape(4, 10, -1), weight)
     assert (got.shape, got.dtype) == ((4, 10, 96), dtype)
@@ -56,7 +56,7 @@ def test_what_xla_takes_is_the_formula(dtype: Any, most: float) -> None:
 
 
 def interpreted(*arrays: jax.Array, tiles: Tiles, dtype: Any = BF16) -> jax.Array:
-    """The kernel on a CPU, where no place of shared memory may be written before it was read; its parts added up."""
+    """Runs the kernel in jax's interpreter, which detects races in shared memory; returns the sum of its parts."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # there is no public way to the races
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -81,8 +81,8 @@ def interpreted(*arrays: jax.Array, tiles: Tiles, dtype: Any = BF16) -> jax.Arra
         (72, Tiles(groups=2, columns=56, inner=64, stages=2, store=56, programs=2, halves=2)),  # stored at once
     ],
 )
-def test_the_interpreted_kernel_is_the_formula(rows: int, tiles: Tiles) -> None:
-    """The interpreter also fails where a barrier is passed too early or left behind."""
+def test_hopper_kernel_interpreted_gated_matches_float64(rows: int, tiles: Tiles) -> None:
+    """The interpreter also fails if a barrier is passed too early or has arrivals left at the end."""
     out = 4 * tiles.columns if tiles.stores_in_x else 192
     x, weight = problem(rows, out, 320)
     got = interpreted(x, weight, tiles=tiles)
@@ -92,7 +92,7 @@ def test_the_interpreted_kernel_is_the_formula(rows: int, tiles: Tiles) -> None:
     assert error(got, x.at[rows - 1].set(0), weight) > 0.1, "control: its last row counts"
 
 
-def test_scales_wait_in_shared_memory_where_they_cost_no_step() -> None:
+def test_choose_tiles_float8_keeps_scales_in_shared_memory_where_stages_remain() -> None:
     kept = {rows: choose_tiles(rows, 4096, 14336, FP8, 132, halves=2) for rows in (5, 40, 160, 264, 320)}
     assert [tiles.scale_tiles for tiles in kept.values() if tiles] == [1, 1, 1, 2, 2]
     assert [tiles.stages for tiles in kept.values() if tiles] == [6, 6, 4, 4, 4]
@@ -108,7 +108,7 @@ def test_scales_wait_in_shared_memory_where_they_cost_no_step() -> None:
     ("rows", "out", "columns"),
     [
         (32, 14336, 112),  # 128 tiles
-        (72, 14336, 128),  # turned
+        (72, 14336, 128),  # transposed
         (112, 14336, 112),
         (136, 14336, 128),
         (160, 14336, 128),
@@ -128,7 +128,7 @@ def test_scales_wait_in_shared_memory_where_they_cost_no_step() -> None:
         (64, 14340, None),
     ],
 )
-def test_the_tiles_leave_few_multiprocessors_idle(rows: int, out: int, columns: int | None) -> None:
+def test_choose_tiles_width_leaves_few_multiprocessors_idle(rows: int, out: int, columns: int | None) -> None:
     tiles = choose_tiles(rows, 4096, out, BF16, 132, halves=2)
     assert (tiles and tiles.columns) == columns
     if tiles:
@@ -138,7 +138,7 @@ def test_the_tiles_leave_few_multiprocessors_idle(rows: int, out: int, columns: 
 
 
 @pytest.mark.parametrize(("inner", "dtype"), [(4096, F32), (4000, BF16)], ids=str)
-def test_other_products_are_xlas(inner: int, dtype: Any) -> None:
+def test_choose_tiles_unsupported_inner_size_or_dtype_returns_none(inner: int, dtype: Any) -> None:
     assert choose_tiles(64, inner, 14336, dtype, 132) is None
 
 
@@ -147,7 +147,7 @@ def test_other_products_are_xlas(inner: int, dtype: Any) -> None:
     ("rows", "columns", "programs"),
     [pytest.param(40, 96, 3, marks=pytest.mark.long), pytest.param(64, 96, 8, marks=pytest.mark.matrix), (8, 48, 16)],
 )
-def test_the_interpreted_kernel_leaves_parts(rows: int, columns: int, programs: int) -> None:
+def test_hopper_kernel_interpreted_parts_add_up_to_product(rows: int, columns: int, programs: int) -> None:
     x, weight = problem(rows, 192, 512)
     tiles = Tiles(groups=1, columns=columns, inner=64, stages=3, store=16, programs=programs, parts=2)
     right = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
@@ -160,7 +160,7 @@ def test_the_interpreted_kernel_leaves_parts(rows: int, columns: int, programs: 
 
 @pytest.mark.once
 @mosaic
-def test_the_interpreted_kernel_scales_parts() -> None:
+def test_hopper_kernel_interpreted_parts_are_scaled() -> None:
     x, weight = problem(40, 192, 1024)
     rows, quantized = quantize_rows(x), quantize(weight, "fp8_dynamic")
     right = exact(QuantizedActivation(*rows, BF16)) @ exact(quantized).T
@@ -205,7 +205,7 @@ def test_the_interpreted_kernel_scales_parts() -> None:
         (48, Tiles(groups=2, columns=128, inner=128, stages=2, store=16, programs=2, halves=2, transposed=48)),
     ],
 )
-def test_the_interpreted_kernel_scales_rows_of_float8(many: int, tiles: Tiles) -> None:
+def test_hopper_kernel_interpreted_gated_float8_is_scaled(many: int, tiles: Tiles) -> None:
     out = 256 if tiles.transposed else 4 * tiles.columns if tiles.stores_in_x else 192
     x, weight = problem(many, out, 640)
     rows, quantized = QuantizedActivation(*quantize_rows(x), BF16), quantize(weight, "fp8_dynamic")
@@ -232,7 +232,7 @@ def test_the_interpreted_kernel_scales_rows_of_float8(many: int, tiles: Tiles) -
         ),
     ],
 )
-def test_it_is_one_launch_without_spills(
+def test_gated_matmul_compiled_for_h200_is_one_launch_without_spills(
     rows: int, out: int, inner: int, dtype: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
@@ -248,7 +248,7 @@ def test_it_is_one_launch_without_spills(
 
 
 @mosaic
-def test_what_is_not_of_two_bytes_is_xlas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_for_unsupported_dtypes_returns_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 132)
     out, inner = 132 * 48, 128
     bf16, int8, fp8 = (jnp.zeros((2 * out, inner), dtype) for dtype in (BF16, jnp.int8, FP8))
@@ -271,7 +271,7 @@ def test_what_is_not_of_two_bytes_is_xlas(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @mosaic
-def test_rows_are_added_where_they_help(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_padding_reaches_the_next_supported_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = jnp.zeros((2 * 6144, 1024), BF16)
     wanted = {
         (1, 60): 4,
@@ -293,7 +293,9 @@ def test_rows_are_added_where_they_help(monkeypatch: pytest.MonkeyPatch) -> None
 @mosaic
 @pytest.mark.parametrize(("implementation", "is_ours"), [("auto", True), ("pallas", True), ("reference", False)])
 @pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
-def test_who_asks_for_references_gets_them(implementation: Any, is_ours: bool, dtype: Any) -> None:
+def test_gated_matmul_implementation_selects_kernel_or_reference(
+    implementation: Any, is_ours: bool, dtype: Any
+) -> None:
     x, weight = jax.ShapeDtypeStruct((64, 1024), BF16), jax.ShapeDtypeStruct((2 * 6144, 1024), dtype)
     if dtype == FP8:
         weight = Quantized(weight, jax.ShapeDtypeStruct((2 * 6144,), F32), dynamic=True)
@@ -302,7 +304,7 @@ def test_who_asks_for_references_gets_them(implementation: Any, is_ours: bool, d
 
 
 @mosaic
-def test_a_cpu_beside_such_a_gpu_has_xlas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_matmul_on_cpu_beside_hopper_gpu_runs_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 4)
     x, weight = problem(80, 192, 256)
     assert tiles_for(x, weight)
@@ -312,7 +314,7 @@ def test_a_cpu_beside_such_a_gpu_has_xlas(monkeypatch: pytest.MonkeyPatch) -> No
 
 @mosaic
 @pytest.mark.parametrize(("gpu", "is_ours"), [("A100", False), ("L40", False), ("H100", True), ("B200", False)])
-def test_other_generations_have_xlas_product(gpu: str, is_ours: bool) -> None:
+def test_gated_matmul_compiled_for_other_generations_is_xlas(gpu: str, is_ours: bool) -> None:
     x, weight = jax.ShapeDtypeStruct((64, 1024), BF16), jax.ShapeDtypeStruct((2 * 6144, 1024), BF16)
     launches = compile_for(GPUS[gpu], lambda *arrays: gated_matmul(*arrays), x, weight).launches
     assert ([launch.kind for launch in launches] == ["kCustomCall"]) == is_ours
@@ -320,7 +322,7 @@ def test_other_generations_have_xlas_product(gpu: str, is_ours: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [32, 40, 64, 72, 128, 160, 192, 200, 256, 264, 320])
-def test_the_kernel_is_the_formula_on_a_gpu(rows: int) -> None:
+def test_gated_matmul_on_gpu_matches_float64(rows: int) -> None:
     for out, inner, dtype in ((14336, 4096, BF16), (6144, 1024, F16)):
         x, weight = problem(rows, out, inner, dtype)
         got = gated_matmul(x, weight)
@@ -330,7 +332,7 @@ def test_the_kernel_is_the_formula_on_a_gpu(rows: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [5, 8, 32, 72, 160, 264, 320])
-def test_the_kernel_scales_float8_on_a_gpu(rows: int) -> None:
+def test_gated_matmul_on_gpu_float8_is_scaled(rows: int) -> None:
     """The tensor core adds up products of float8 with some 14 bits."""
     x, weight = problem(rows, 14336, 4096)
     quantized = quantize(weight, "fp8_dynamic")

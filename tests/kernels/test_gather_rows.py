@@ -44,18 +44,18 @@ def check(width: int, implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("width", [1, 75, 2500])
-def test_rows_are_those_of_numpy(width: int, implementation: str) -> None:
+def test_gather_rows_matches_numpy(width: int, implementation: str) -> None:
     check(width, implementation)
 
 
-def test_a_row_that_does_not_exist_would_be_seen() -> None:
+def test_control_gather_rows_of_missing_row_differs() -> None:
     """The negative control."""
     arrays = problem(75)
     taken = gather_rows(arrays, ROWS, np.ones(5, bool), implementation="pallas")
     assert np.isnan(taken["one"][1]) and not np.array_equal(taken["words"], expected(arrays["words"]))
 
 
-def test_it_is_one_kernel_on_an_h200() -> None:
+def test_gather_rows_compiled_for_h200_is_one_kernel() -> None:
     shape = jax.ShapeDtypeStruct
     arrays = [shape((64,), jnp.float32), shape((64,), jnp.bool), shape((64, 2048), jnp.int32)]
     program = compile_for_h200(gather_rows, arrays, shape((8,), jnp.int32), shape((64,), jnp.bool), fail_on_spills=True)
@@ -64,5 +64,5 @@ def test_it_is_one_kernel_on_an_h200() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [1, 75, 2500])
-def test_on_a_gpu_rows_are_those_of_numpy(width: int) -> None:
+def test_gather_rows_on_gpu_matches_numpy(width: int) -> None:
     check(width, "pallas")

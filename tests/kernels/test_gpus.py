@@ -1,4 +1,4 @@
-"""Every kernel compiled for each generation of GPU: it fits, and where it spills registers that is listed."""
+"""Every kernel compiled for each generation of GPU: it fits, and spills registers only where listed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def attention(rows: int, dim: int, dtype: Any = BF16) -> Case:
 
 
 def fixed_attention(rows: int, depths: int = 0) -> Case:
-    """Deterministic: a chain or a chunk, or a tree whose nodes name their ancestors."""
+    """Deterministic attention of a chain, a chunk, or a tree with paths."""
 
     def attend(*arrays: Any) -> Any:
         own = {"paths": arrays[5]} if depths else {}
@@ -123,7 +123,7 @@ def fixed_product(rows: int, dtype: Any = BF16) -> Case:
 
 
 def whole_product(kind: str) -> Case:
-    """Of so many columns that XLA takes it."""
+    """A product whose output is so wide that XLA takes it."""
     weight = Quantized(shape(VOCAB, HIDDEN, dtype=FP8), shape(VOCAB, dtype=F32), dynamic=kind == "fp8_dynamic")
     return matmul, (shape(5, HIDDEN), weight)
 
@@ -161,8 +161,8 @@ CASES: dict[str, Case] = {
     **{f"attention 61 x {dim}": attention(61, dim) for dim in (64, 80, 96, 128, 256)},
     **{f"prefill {dim}": prefill(dim) for dim in (64, 96, 128)},
     **{f"rotate {dim}": rotation(dim) for dim in (64, 96, 128, 256)},
-    **{f"attention behind append {dim}": appended(5, dim) for dim in (64, 80, 96, 128, 256)},
-    "attention behind append, drafting": appended(1, 128, start=1),
+    **{f"attention after append {dim}": appended(5, dim) for dim in (64, 80, 96, 128, 256)},
+    "attention after append, drafting": appended(1, 128, start=1),
     "append": rows_of_pages(BF16, move=False),
     "move": rows_of_pages(BF16, move=True),
     **{f"product {rows}": product(rows) for rows in (5, 61)},
@@ -186,7 +186,7 @@ CASES: dict[str, Case] = {
 }
 FLOAT8: dict[str, Case] = {
     **{f"attention {rows} x {dim} fp8": attention(rows, dim, FP8) for rows, dim in ((1, 256), (5, 128), (61, 128))},
-    "attention behind append, rounded": appended(5, 128, quantize_output=True),
+    "attention after append, rounded": appended(5, 128, quantize_output=True),
     "rotate fp8": rotation(128, FP8),
     "append fp8": rows_of_pages(FP8, move=False),
     "move fp8": rows_of_pages(FP8, move=True),
@@ -225,8 +225,8 @@ def combinations() -> list[Any]:
 
 
 @pytest.mark.parametrize(("gpu", "name"), combinations())
-def test_it_compiles_and_spills_only_what_is_listed(gpu: str, name: str) -> None:
-    """One that spills fits all the same: its program is thrown away only then, and because we ask for that."""
+def test_kernel_compiled_for_gpu_spills_only_if_listed(gpu: str, name: str) -> None:
+    """A kernel that spills still fits; it fails only because the compiler is told to fail on spills."""
     function, arrays = {**CASES, **FLOAT8}[name]
     spills = pytest.raises(jax.errors.JaxRuntimeError, match="discarded due to register spilling")
     with spills if (gpu, name) in SPILLS else nullcontext():
@@ -234,7 +234,7 @@ def test_it_compiles_and_spills_only_what_is_listed(gpu: str, name: str) -> None
 
 
 @pytest.mark.parametrize("case", [attention(5, 128, FP8), rotation(128, FP8)], ids=["attention", "rotate"])
-def test_float8_is_refused_where_there_is_none(case: Case) -> None:
+def test_float8_kernel_compiled_for_a100_raises(case: Case) -> None:
     with pytest.raises(
         (NotImplementedError, jax.errors.JaxRuntimeError), match=r"float8_e4m3fn|requires .target sm_89"
     ):
@@ -242,7 +242,7 @@ def test_float8_is_refused_where_there_is_none(case: Case) -> None:
 
 
 @pytest.mark.parametrize(("gpu", "fits"), [("A100", True), ("L40", False), ("H100", True)])
-def test_control_a_kernel_may_have_the_shared_memory_of_its_gpu(gpu: str, fits: bool) -> None:
+def test_control_kernel_of_144_kib_compiles_only_where_it_fits(gpu: str, fits: bool) -> None:
     """Three tiles of 48 KiB in flight: within 163 KiB and 227 KiB, beyond the 99 KiB of capability 8.9."""
     rows, inner = 128, 64
 
@@ -266,7 +266,7 @@ def test_control_a_kernel_may_have_the_shared_memory_of_its_gpu(gpu: str, fits: 
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-def test_a_description_says_what_sets_the_gpu_apart(gpu: str) -> None:
+def test_gpu_description_holds_its_own_figures(gpu: str) -> None:
     device, text = GPUS[gpu], GPUS[gpu].description()
     assert f"shared_memory_per_block_optin: {device.block_shared_kib * 1024}\n" in text
     assert f"  core_count: {device.multiprocessors}\n" in text

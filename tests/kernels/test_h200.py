@@ -46,14 +46,14 @@ WIDE = pytest.param(jnp.float32, marks=pytest.mark.matrix, id="float32")
 
 
 def more(*cases):
-    """Cases much like the others."""
+    """Similar cases, not run by default."""
     return [pytest.param(*case, marks=pytest.mark.matrix) for case in cases]
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.bfloat16, id="bfloat16"), WIDE])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("queries", [1, 5, 60])
-def test_attention_is_two_kernels_without_spills(queries, dim, dtype):
+def test_attention_split_is_two_kernels_without_spills(queries, dim, dtype):
     program = compile_attention(queries=queries, dim=dim, dtype=dtype)
     assert [launch.name for launch in program.launches] == ["paged_attention", "paged_attention_merge"]
     assert not program.copies()
@@ -62,15 +62,15 @@ def test_attention_is_two_kernels_without_spills(queries, dim, dtype):
 
 
 @pytest.mark.parametrize(("queries", "dim"), [(1, 128), (5, 256), (60, 128), (60, 256)])
-def test_pools_of_one_byte_compile_alike(queries, dim):
+def test_attention_float8_pools_is_two_kernels_without_copies(queries, dim):
     program = compile_attention(queries=queries, dim=dim, pool_dtype=jnp.float8_e4m3fn)
     assert len(program.launches) == 2
     assert not program.copies()
 
 
 @pytest.mark.parametrize(("queries", "causal"), [(1, True), (2048, True), (60, False), *more((5, True), (10, False))])
-def test_a_window_compiles_alike(queries, causal):
-    """A draft's root, its rows that wait, a prompt's chunk, the levels of a tree."""
+def test_attention_window_compiles_without_copies(queries, causal):
+    """A draft's root, its pending rows, a prompt's chunk, the levels of a tree."""
     program = compile_attention(queries=queries, causal=causal, context=16384, start=1, window=2048)
     assert len(program.launches) == (1 if queries == 2048 else 2)
     assert not program.copies()
@@ -79,7 +79,7 @@ def test_a_window_compiles_alike(queries, causal):
 @pytest.mark.parametrize(
     ("page", "start"), [(1, 0), (16, 1), (64, 0), (128, 1), *more((1, 1), (16, 0), (64, 1), (128, 0))]
 )
-def test_every_page_size_compiles_alike(page, start):
+def test_attention_every_page_size_is_two_kernels(page, start):
     program = compile_attention(page=page, start=start)
     assert len(program.launches) == 2
 
@@ -96,14 +96,14 @@ def test_every_page_size_compiles_alike(page, start):
     ],
     ids=["batch", "trees", "long trees", "chunk", "prefill", "prefills"],
 )
-def test_a_full_machine_splits_nothing(sizes):
+def test_attention_many_programs_is_one_kernel(sizes):
     program = compile_attention(**sizes)
     assert [launch.name for launch in program.launches] == ["paged_attention"]
     assert program.temp_bytes < 1024
 
 
-def test_the_partial_results_of_a_long_context_are_bounded():
-    """60 nodes at 128k rows: 1 GB of partial results if every 128 rows had theirs."""
+def test_attention_long_context_temporary_memory_is_bounded():
+    """60 nodes at 128k rows: 1 GB of partial results if every 128 rows were a split."""
     program = compile_attention(queries=60, context=131072)
     assert 1 << 22 < program.temp_bytes <= 1 << 24
 
@@ -131,7 +131,7 @@ def test_append_is_one_kernel_in_place(tokens):
     assert_in_place(program, pool_bytes, "append_rows")
 
 
-def test_control_pools_that_are_not_donated_are_copied():
+def test_control_append_without_donation_copies_pools():
     k_pool, v_pool, pool_bytes = pools()
     new = shape((2, 5, KV_HEADS, 128))
     arrays = (new, new, shape((2, 512), jnp.int32), shape((2,), jnp.int32), shape((2, 5), jnp.bool))
@@ -140,8 +140,8 @@ def test_control_pools_that_are_not_donated_are_copied():
     assert len(program.copies(pool_bytes // 2)) == 2
 
 
-def test_control_a_kernel_that_spills_raises():
-    """More numbers alive than one warp has registers for."""
+def test_control_spilling_kernel_raises():
+    """The kernel needs more registers than one warp has."""
 
     def kernel(x_ref, out_ref):
         x = x_ref[...]
@@ -163,7 +163,7 @@ def test_move_rows_is_one_kernel_in_place(rows):
     assert_in_place(program, pool_bytes, "move_rows")
 
 
-def test_several_layers_are_one_graph_with_few_kernels():
+def test_three_layers_are_one_graph_with_few_kernels():
     """Append, attend and move on three layers' pools, the tree mask built once from the parents."""
     k_pool, v_pool, pool_bytes = pools()
     layers, nodes = 3, 60

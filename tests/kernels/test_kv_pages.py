@@ -42,7 +42,7 @@ CASES = [
 
 
 def make_cache(case: Case, generator: np.random.Generator):
-    """Two pools full of numbers and the page table of three sequences; page 0 is in no table."""
+    """Two pools of random values and the page table of three sequences, which does not contain page 0."""
     columns = -(-ROWS // case.page)
     shape = (3 * columns + 1, case.kv_heads, case.page, case.dim)
     pools = [jnp.asarray(generator.standard_normal(shape), case.dtype) for _ in range(2)]
@@ -114,30 +114,30 @@ def check_move(case: Case, implementation: str, pairs: int = 1) -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", cover.thinned(CASES, every=6, name=str))
-def test_append_writes_the_valid_rows_and_nothing_else(case, implementation):
+def test_append_writes_only_valid_rows(case, implementation):
     check_append(case, implementation)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", cover.thinned(CASES, every=6, name=str))
-def test_move_rows_reads_all_before_it_writes(case, implementation):
+def test_move_rows_overlapping_ranges_reads_before_writing(case, implementation):
     check_move(case, implementation)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_more_layers_than_one_kernel_serves_are_moved_alike(implementation):
+def test_move_rows_more_layers_than_one_kernel_moves_all(implementation):
     check_move(Case(), implementation, pairs=LAYERS // 2 + 1)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_compiled_kernels_on_a_gpu(case):
+def test_append_and_move_rows_on_gpu_match_numpy(case):
     check_append(case, "pallas")
     check_move(case, "pallas", pairs=LAYERS // 2 + 1)
 
 
-def test_control_moving_row_by_row_is_something_else():
-    """Overlapping ranges make the order matter: the test above can see a write that comes too early."""
+def test_control_moving_row_by_row_differs():
+    """Overlapping ranges make the order matter, so a write that comes too early is detected."""
     case = Case()
     k_pool, _, page_table, _ = make_cache(case, np.random.default_rng(1))
     sources, targets = np.array([[0, 1, 2]] * 3), np.array([[1, 2, 3]] * 3)
@@ -152,7 +152,7 @@ def test_control_moving_row_by_row_is_something_else():
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_nothing_valid_changes_nothing_outside_the_null_page(implementation):
+def test_append_and_move_rows_nothing_valid_change_no_page(implementation):
     k_pool, v_pool, page_table, _ = make_cache(Case(), np.random.default_rng(2))
     rows, none = jnp.zeros((3, 4), jnp.int32), jnp.zeros((3, 4), bool)
     new = jnp.full((3, 4, 2, 16), jnp.nan)
@@ -164,7 +164,7 @@ def test_nothing_valid_changes_nothing_outside_the_null_page(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_pool_of_float8_saturates(implementation):
+def test_append_float8_pool_clips_large_values(implementation):
     pool = jnp.zeros((2, 1, 4, 16), "float8_e4m3fn")
     values = jnp.tile(jnp.asarray([1e6, -1e6, 449.0, 1.0]), 4)[None, None, None]
     k_pool, _ = append(
@@ -175,7 +175,7 @@ def test_a_pool_of_float8_saturates(implementation):
 
 
 @pytest.mark.parametrize("operation", [append, move_rows], ids=lambda operation: operation.__name__)
-def test_donated_pools_are_written_in_place(operation):
+def test_append_and_move_rows_donated_pools_are_written_in_place(operation):
     k_pool, v_pool, page_table, _ = make_cache(Case(), np.random.default_rng(3))
     new, rows, valid = jnp.ones((3, 4, 2, 16)), jnp.ones((3, 4), jnp.int32), jnp.ones((3, 4), bool)
     before = [pool.unsafe_buffer_pointer() for pool in (k_pool, v_pool)]
@@ -186,14 +186,14 @@ def test_donated_pools_are_written_in_place(operation):
     assert [pool.unsafe_buffer_pointer() for pool in out] == before
 
 
-def test_too_many_rows_for_the_kernel_raise():
+def test_move_rows_too_many_rows_raises():
     k_pool, v_pool, page_table, _ = make_cache(Case(dim=128), np.random.default_rng(4))
     rows = jnp.zeros((3, 129), jnp.int32)
     with pytest.raises(NotImplementedError, match="at most 128 rows"):
         move_rows([k_pool], [v_pool], jnp.asarray(page_table), rows, rows, rows == 0, implementation="pallas")
 
 
-def test_pools_and_rows_that_do_not_fit_are_named():
+def test_append_mismatched_arrays_raise():
     k_pool, v_pool, page_table, _ = make_cache(Case(), np.random.default_rng(5))
     new, rows, valid = jnp.ones((3, 4, 2, 16)), jnp.ones((3, 4), jnp.int32), jnp.ones((3, 4), bool)
     with pytest.raises(ValueError, match="pools must be alike"):

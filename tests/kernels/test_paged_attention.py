@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import causal_bits, paged_attention
+from pallas_kernels import paged_attention
 from pallas_kernels.attention import merge
-from pallas_kernels.attention.tiling import choose_tiles
 from tests.kernels.problems import FACTORS, ROWS, Case, full_product, make_problem, pairwise_cover
 from tests.kernels.test_quantize_rows import off
 from tests.support import cover
@@ -43,7 +42,7 @@ WINDOWS = [
     Case(window=ROWS, tree="random"),
     Case(window=33, tree="random", dtype="bfloat16", pool="float8_e4m3fn"),
 ]
-ROUNDED = [  # three parts of a context
+ROUNDED = [  # three splits of a context
     Case(dtype="bfloat16", dim=64),
     Case(dtype="float32", tree="causal", start=1, queries=17, group=1, dim=16),
     Case(dtype="bfloat16", group=3, dim=80, lengths="zero"),
@@ -62,31 +61,31 @@ def check(case: Case, implementation: str) -> None:
 
 @pytest.mark.parametrize("case", cover.thinned(COVER, every=6, name=str, is_halved=True))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_it_is_softmax_attention_over_the_rows_seen(case, implementation):
+def test_paged_attention_matches_float64(case, implementation):
     check(case, implementation)
 
 
 @pytest.mark.parametrize("case", cover.thinned(FP8, every=3, name=str))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_pools_of_one_byte(case, implementation):
+def test_paged_attention_float8_pools_match_float64(case, implementation):
     check(case, implementation)
 
 
 @pytest.mark.parametrize("case", cover.thinned(BETWEEN, every=3, name=str, is_halved=True))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_heads_may_be_as_wide_as_no_power_of_two(case, implementation):
+def test_paged_attention_head_dim_between_powers_of_two_matches_float64(case, implementation):
     check(case, implementation)
 
 
 @pytest.mark.parametrize("case", cover.thinned(WINDOWS, every=5, name=str, is_halved=True))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_a_window_hides_what_lies_further_back(case, implementation):
-    """Where it is NaN, as is every page that holds nothing else."""
+def test_paged_attention_window_hides_older_rows(case, implementation):
+    """Hidden rows are NaN."""
     check(case, implementation)
 
 
 def check_rounded(case: Case, implementation: str) -> None:
-    """Half a step of float8 is 2**-4 of a number, or 2**-10 of the scale; the scale is that of a query's largest."""
+    """Half a step of float8 is 2**-4 of a value, or 2**-10 of the scale; the scale is from the largest value."""
     problem = PROBLEMS(case)
     rounded = paged_attention(
         *problem.arrays, start=case.start, window=case.window, quantize_output=True, implementation=implementation
@@ -104,19 +103,19 @@ def check_rounded(case: Case, implementation: str) -> None:
 
 @pytest.mark.parametrize("case", cover.thinned(ROUNDED, every=4, name=str))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_a_query_may_come_back_rounded(case, implementation):
+def test_paged_attention_quantize_output_matches_float64(case, implementation):
     check_rounded(case, implementation)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ROUNDED, ids=str)
-def test_a_query_may_come_back_rounded_on_a_gpu(case):
+def test_paged_attention_quantize_output_on_gpu_matches_float64(case):
     check_rounded(case, "pallas")
 
 
 @pytest.mark.parametrize("implementation", ["reference", pytest.param("pallas", marks=pytest.mark.once)])
-def test_large_scores_overflow_nowhere(implementation):
-    """Hundreds of them, in base 2: sums are taken beside their largest term, in each part and in both merges."""
+def test_paged_attention_large_scores_do_not_overflow(implementation):
+    """Scores of several hundred in base 2: every split and both merges subtract the maximum."""
     problem = make_problem(Case(), scale=30.0)
     attend = functools.partial(paged_attention, *problem.arrays, scale=30.0, implementation=implementation)
     out, row = attend(), attend(quantize_output=True)
@@ -126,12 +125,12 @@ def test_large_scores_overflow_nowhere(implementation):
 
 
 @pytest.mark.gpu
-def test_a_largest_score_that_stays_changes_no_sum():
-    """The first row's, through 1024 tiles; of it times log2(e), rounded, as much is lost as can be below 128.
+def test_paged_attention_unchanged_maximum_does_not_fade_sums():
+    """The first row has the largest score through 1024 tiles, chosen so that rounding it times log2(e) loses most.
 
-    Faded by 2**(that loss) at each tile the result would be off by 7e-4.
+    If each tile faded the sums by 2**(that loss), the result would be off by 7e-4.
     """
-    sequences, rows, dim = 264, 65536, 16  # so many sequences that each has one part; they share their pages
+    sequences, rows, dim = 264, 65536, 16  # so many sequences that none is split; they share their pages
     tops = np.arange(65, 88, 0.125)
     factor = np.float64(np.float32(np.log2(np.e)))
     top = tops[np.argmax(np.abs(tops * factor - (tops * factor).astype(np.float32)))]
@@ -150,20 +149,20 @@ def test_a_largest_score_that_stays_changes_no_sum():
 
 @pytest.fixture
 def patch(monkeypatch):
-    """A monkeypatch of what is traced: no trace from before or after is kept."""
+    """A monkeypatch with jax's caches cleared before and after."""
     jax.clear_caches()
     yield monkeypatch
     jax.clear_caches()
 
 
 @pytest.mark.once
-def test_many_parts_are_rounded_behind_their_merge(patch):
+def test_paged_attention_quantize_output_with_many_splits_matches_float64(patch):
     patch.setattr(sys.modules[paged_attention.__module__], "MERGED", 2)
     check_rounded(ROUNDED[0], "pallas")
 
 
 @pytest.mark.once
-def test_control_heads_rounded_each_by_itself_are_caught(patch):
+def test_control_heads_quantised_separately_fail(patch):
     case, real = ROUNDED[0], merge.scaled_rows
 
     def by_heads(out, dtype, dims):
@@ -180,8 +179,8 @@ def test_control_heads_rounded_each_by_itself_are_caught(patch):
 @pytest.mark.parametrize("page", FACTORS["page"])
 @pytest.mark.parametrize("queries", FACTORS["queries"])
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_every_combination(implementation, queries, page, dtype, group):
-    """The whole product; with JAX_PLATFORMS=cuda it runs the compiled kernel."""
+def test_paged_attention_every_combination_matches_float64(implementation, queries, page, dtype, group):
+    """All combinations; with JAX_PLATFORMS=cuda the compiled kernel runs."""
     for case in full_product(queries=queries, page=page, dtype=dtype, group=group, dim=16, lengths="ragged"):
         check(case, implementation)
     jax.clear_caches()  # a process may hold 65530 memory maps, and a compiled CPU program holds dozens
@@ -189,19 +188,19 @@ def test_every_combination(implementation, queries, page, dtype, group):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*COVER, *FP8, *BETWEEN, *WINDOWS], ids=str)
-def test_the_compiled_kernel_on_a_gpu(case):
+def test_paged_attention_on_gpu_matches_float64(case):
     check(case, "pallas")
 
 
 @pytest.mark.gpu
-def test_auto_is_the_kernel_on_a_gpu():
+def test_paged_attention_auto_on_gpu_is_the_kernel():
     problem = make_problem(Case())
     text = jax.jit(paged_attention).lower(*problem.arrays).as_text()
     assert "triton" in text
 
 
 @pytest.mark.gpu
-def test_rows_past_two_to_the_31_elements_of_a_pool():
+def test_paged_attention_pool_beyond_2_31_elements_reads_the_right_page():
     page, kv_heads, dim, pages = 16, 8, 128, 2**18 + 3
     pool = jax.jit(lambda: jnp.full((pages, kv_heads, page, dim), jnp.nan, jnp.bfloat16))()
     keys = jax.random.normal(jax.random.key(0), (2, page, kv_heads, dim), jnp.bfloat16)
@@ -215,8 +214,8 @@ def test_rows_past_two_to_the_31_elements_of_a_pool():
 
 
 @pytest.mark.once
-def test_rows_past_the_tables_end_are_seen_by_nobody():
-    """Three of six new rows have no page; the last queries see what the third does."""
+def test_paged_attention_rows_beyond_page_table_are_hidden():
+    """Three of six new rows have no page; the last queries see the same rows as the third."""
     rng = np.random.default_rng(0)
     k, v = (jnp.asarray(rng.normal(size=(4, 1, 10, 16)), jnp.float32) for _ in range(2))
     q = jnp.asarray(rng.normal(size=(1, 6, 1, 16)), jnp.float32)
@@ -225,52 +224,8 @@ def test_rows_past_the_tables_end_are_seen_by_nobody():
     np.testing.assert_allclose(got, wanted, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("batch", "queries", "dim", "rows", "splits", "warps"),
-    [
-        (1, 64, 128, 1392, 4, 4),  # 128 programs, of 348 rows
-        (1, 64, 128, 4096, 8, 4),  # with half as many, of 1024
-        (2, 64, 128, 1392, 4, 4),  # of 696
-        (8, 64, 128, 1392, 1, 4),
-        (1, 30, 128, 1392, 8, 4),
-        (1, 512, 128, 1536, 1, 4),
-        (8, 5, 128, 1392, 4, 4),
-        (8, 5, 128, 8192, 8, 2),
-        (32, 5, 128, 1392, 1, 4),
-        (32, 5, 128, 8192, 2, 2),  # 512 programs, four for each multiprocessor
-        (32, 5, 64, 8192, 2, 2),
-        (32, 5, 256, 8192, 1, 4),  # large ones
-        (4, 64, 128, 8192, 2, 4),
-        (8, 64, 128, 8192, 1, 4),
-        (48, 5, 128, 8192, 1, 2),  # twice as many would not fit at once
-        (64, 5, 128, 8192, 1, 2),
-        (16, 5, 128, 1392, 2, 4),  # 256 large ones, two for each multiprocessor
-        (17, 5, 128, 1392, 3, 2),  # 272 would wait for each other
-        (31, 5, 128, 1392, 2, 2),
-        (33, 5, 128, 1392, 1, 2),  # 264 take as long either way
-        (48, 5, 128, 1392, 1, 2),
-    ],
-)
-def test_there_are_as_few_splits_as_are_enough(batch, queries, dim, rows, splits, warps):
-    tiles = tiles_for(batch, queries, dim, rows, jnp.bfloat16)
-    assert (tiles.splits, tiles.packed, tiles.warps) == (splits, 32 if queries == 5 else 64, warps)
-
-
-@pytest.mark.parametrize(("dim", "dtype"), [(64, jnp.bfloat16), (128, jnp.float8_e4m3fn)])
-@pytest.mark.parametrize(("batch", "splits", "warps"), [(11, 3, 4), (12, 5, 2), (16, 4, 2), (31, 2, 2), (32, 1, 2)])
-def test_short_rows_want_small_programs_sooner(batch, splits, warps, dim, dtype):
-    tiles = tiles_for(batch, 5, dim, 1392, dtype)
-    assert (tiles.splits, tiles.packed, tiles.warps) == (splits, 32, warps)
-
-
-def tiles_for(batch, queries, dim, rows, dtype):
-    q = jax.ShapeDtypeStruct((batch, queries, 32, dim), jnp.bfloat16)
-    pool, table = jax.ShapeDtypeStruct((9, 8, 16, dim), dtype), jax.ShapeDtypeStruct((batch, rows // 16), jnp.int32)
-    return choose_tiles(q, pool, table, None, new_rows=queries, start=0, window=None, wide=False)
-
-
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_the_scale_can_be_given(implementation):
+def test_paged_attention_scale_is_applied(implementation):
     problem = make_problem(Case(), scale=0.7)
     out = paged_attention(*problem.arrays, scale=0.7, implementation=implementation)
     assert problem.error(out) <= problem.tolerance
@@ -279,7 +234,7 @@ def test_the_scale_can_be_given(implementation):
 
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_a_query_that_sees_nothing_gives_zeros(implementation):
+def test_paged_attention_query_without_rows_returns_zeros(implementation):
     problem = make_problem(Case(lengths="zero", tree="chain"))
     q, k_pool, _, page_table, lengths, bits = problem.arrays
     nan = jnp.full_like(k_pool, jnp.nan)
@@ -290,7 +245,7 @@ def test_a_query_that_sees_nothing_gives_zeros(implementation):
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("queries", [17, 60])
-def test_the_last_level_of_a_tree_sees_rows_of_the_levels_before(queries, implementation):
+def test_paged_attention_last_tree_level_sees_rows_of_earlier_levels(queries, implementation):
     """Fewer queries than new rows: the bits name rows that other calls have written."""
     problem = make_problem(Case(queries=queries, tree="random"))
     q, k_pool, v_pool, page_table, lengths, bits = problem.arrays
@@ -307,15 +262,15 @@ def test_the_last_level_of_a_tree_sees_rows_of_the_levels_before(queries, implem
 
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_pages_of_odd_sizes(implementation):
-    """Nothing needs the page size to be a power of two."""
+def test_paged_attention_page_size_20_matches_float64(implementation):
+    """The page size need not be a power of two."""
     check(Case(page=20), implementation)
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_no_bit_depends_on_the_page_size(implementation):
-    """Splits and tiles are cut by rows, so that tokens are the same whatever the page size."""
+def test_paged_attention_bits_do_not_depend_on_page_size(implementation):
+    """Splits and tiles are divided by rows, not by pages."""
     outs = []
     for page in FACTORS["page"]:
         problem = make_problem(Case(lengths="full", page=page))  # the same numbers, elsewhere
@@ -324,8 +279,8 @@ def test_no_bit_depends_on_the_page_size(implementation):
     np.testing.assert_array_equal(outs[0], outs[2])
 
 
-def test_no_bit_of_the_kernel_depends_on_the_tables_width_or_on_other_sequences():
-    """As long as the split is the same: it grows from four sequences of an 8B model on."""
+def test_paged_attention_kernel_bits_do_not_depend_on_table_width_or_other_sequences():
+    """As long as the number of splits is the same; it changes from four sequences of an 8B model."""
     problem = make_problem(Case())
     q, k_pool, v_pool, page_table, lengths, bits = problem.arrays
     out = paged_attention(*problem.arrays, implementation="pallas")
@@ -335,77 +290,16 @@ def test_no_bit_of_the_kernel_depends_on_the_tables_width_or_on_other_sequences(
     np.testing.assert_array_equal(out[2:3], alone)
 
 
-def _causal_instead_of_tree(arrays):
-    q, *rest, bits = arrays
-    return (q, *rest, jnp.broadcast_to(causal_bits(q.shape[1]), bits.shape))
-
-
-def _table_off_by_one_page(arrays):
-    *rest, table, lengths, bits = arrays
-    return (*rest, jnp.roll(table, 1, axis=1), lengths, bits)
-
-
-def _one_row_too_few(arrays):
-    *rest, lengths, bits = arrays
-    return (*rest, lengths - 1, bits)
-
-
-def _heads_interleaved(arrays):
-    q, *rest = arrays
-    batch, queries, _, dim = q.shape
-    return (q.reshape(batch, queries, -1, 2, dim).swapaxes(2, 3).reshape(q.shape), *rest)
-
-
-def _no_values(arrays):
-    q, k_pool, v_pool, *rest = arrays
-    return (q, k_pool, jnp.zeros_like(v_pool), *rest)
-
-
-FAULTS = [_causal_instead_of_tree, _table_off_by_one_page, _one_row_too_few, _heads_interleaved, _no_values]
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
-@pytest.mark.parametrize("dtype", FACTORS["dtype"])
-def test_control_a_fault_is_far_beyond_the_tolerance(fault, dtype):
-    """What a loose tolerance would miss. Finite numbers all over: NaN would be too easy."""
-    problem = make_problem(Case(dtype=dtype, lengths="full", queries=17))
-    finite = [jnp.nan_to_num(pool, nan=0.5) for pool in (problem.k_pool, problem.v_pool)]
-    arrays = (problem.q, *finite, *problem.arrays[3:])
-    assert problem.error(paged_attention(*arrays)) <= problem.tolerance
-    assert problem.error(paged_attention(*fault(arrays))) > 10 * problem.tolerance
-
-
-@pytest.mark.once
-def test_control_hidden_first_rows_matter():
-    problem = make_problem(Case(start=1))
-    finite = [jnp.nan_to_num(pool, nan=0.5) for pool in (problem.k_pool, problem.v_pool)]
-    arrays = (problem.q, *finite, *problem.arrays[3:])
-    assert problem.error(paged_attention(*arrays, start=1)) <= problem.tolerance
-    assert problem.error(paged_attention(*arrays, start=0)) > 10 * problem.tolerance
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("tree", ["causal", "random"])
-def test_control_a_window_off_by_one_matters(tree, implementation):
-    problem = make_problem(Case(tree=tree, queries=5, window=12, lengths="full"))
-    finite = [jnp.nan_to_num(pool, nan=0.5) for pool in (problem.k_pool, problem.v_pool)]
-    arrays = (problem.q, *finite, *problem.arrays[3:])
-    errors = [problem.error(paged_attention(*arrays, window=w, implementation=implementation)) for w in (12, 11, 13)]
-    assert errors[0] <= problem.tolerance and min(errors[1:]) > 10 * problem.tolerance
-
-
-@pytest.mark.parametrize("tree", ["causal", "random"])
-def test_the_reference_gathers_the_windows_pages_alone(tree):
-    """So that its cost does not grow with the context: no array has as many rows as the table can address."""
+def test_reference_window_gathers_only_its_pages(tree):
+    """Its cost does not grow with the context: no array has as many rows as the page table can address."""
     problem = make_problem(Case(tree=tree, page=16))
     run = functools.partial(paged_attention, implementation="reference")
     sizes = {w: str(jax.make_jaxpr(functools.partial(run, window=w))(*problem.arrays)) for w in (20, None)}
     assert f",{ROWS}" in sizes[None] and f",{ROWS}" not in sizes[20] and ",48" in sizes[20]
 
 
-def test_windows_of_nothing_and_scales_float32_cannot_hold_are_refused():
+def test_paged_attention_invalid_window_or_scale_raises():
     with pytest.raises(ValueError, match="window must be None or at least 1, got 0"):
         paged_attention(*make_problem(Case()).arrays, window=0)
     for scale in (-1.0, 0.0, 1e-40, np.nan, np.inf):
@@ -422,7 +316,7 @@ def test_windows_of_nothing_and_scales_float32_cannot_hold_are_refused():
         ({"dtype": "float8_e5m2"}, "dtype must be"),
     ],
 )
-def test_a_shape_the_kernel_does_not_support_raises_and_auto_takes_the_reference(changed, message):
+def test_paged_attention_unsupported_shape_raises_and_auto_runs_reference(changed, message):
     sizes = {"dim": 16, "page": 16, "queries": 2, "dtype": "float32"} | changed
     q = jnp.zeros((1, sizes["queries"], 2, sizes["dim"]))
     pool = jnp.zeros((4, 1, sizes["page"], sizes["dim"]), sizes["dtype"])
@@ -442,7 +336,7 @@ def test_a_shape_the_kernel_does_not_support_raises_and_auto_takes_the_reference
         ("bits", np.zeros((1, 2, 2), np.uint32), r"bits must be \(1, 2, 1\)"),
     ],
 )
-def test_arrays_that_do_not_fit_are_named(name, bad, message):
+def test_paged_attention_mismatched_arrays_raise(name, bad, message):
     pool = jnp.zeros((4, 2, 16, 16))
     arrays = {"q": jnp.zeros((1, 2, 2, 16)), "k_pool": pool, "v_pool": pool}
     arrays |= {"page_table": jnp.array([[1, 2, 3]]), "lengths": jnp.array([4])}
@@ -451,14 +345,14 @@ def test_arrays_that_do_not_fit_are_named(name, bad, message):
         paged_attention(**(arrays | {name: bad}))
 
 
-def test_an_unknown_implementation_raises():
+def test_paged_attention_unknown_implementation_raises():
     problem = make_problem(Case(queries=1))
     with pytest.raises(ValueError, match="implementation must be"):
         paged_attention(*problem.arrays, implementation="triton")
 
 
 @pytest.mark.once
-def test_disable_jit_gives_the_same():
+def test_paged_attention_without_jit_matches_float64():
     problem = make_problem(Case(lengths="zero"))
     with jax.disable_jit():
         out = paged_attention(*problem.arrays)

@@ -21,7 +21,7 @@ def rows(inner: int, dtype: str) -> jax.Array:
 
 
 def expected(x: jax.Array, is_gated: bool) -> np.ndarray:
-    """What is rounded, in float64 but for the one rounding to x's dtype."""
+    """The values to quantise, in float64 except for one rounding to x's dtype."""
     wide = np.asarray(x, np.float64)
     if not is_gated:
         return wide
@@ -30,7 +30,7 @@ def expected(x: jax.Array, is_gated: bool) -> np.ndarray:
 
 
 def off(values: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, wanted: np.ndarray) -> float:
-    """The largest distance from what should be there, in halves of the step that float8 has at that size."""
+    """Largest error in units of half a float8 step at that value."""
     scale = np.asarray(scale, np.float64)[..., None]
     got, exact = np.asarray(values, np.float64), wanted / scale
     step = 2.0 ** np.maximum(np.floor(np.log2(np.maximum(np.abs(exact), 2.0**-6))) - 3, -9)
@@ -41,7 +41,7 @@ def off(values: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, wanted: np.nd
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("inner", [64, 200])
-def test_numbers_go_to_the_nearest_at_the_scale_of_their_row(
+def test_quantize_rows_rounds_to_nearest_at_each_rows_scale(
     inner: int, is_gated: bool, dtype: str, implementation: str
 ) -> None:
     x = rows(inner, dtype)
@@ -55,8 +55,8 @@ def test_numbers_go_to_the_nearest_at_the_scale_of_their_row(
     assert not np.asarray(values, np.float32)[1, 2].any(), "a row of zeros stays one"
 
 
-def test_a_scale_of_the_whole_array_is_caught() -> None:
-    """Negative control: small rows would be rounded in the steps of large ones."""
+def test_control_one_scale_for_all_rows_exceeds_tolerance() -> None:
+    """Small rows would be rounded in the steps of large rows."""
     x = rows(64, "float32")
     wanted = expected(x, is_gated=False)
     common, own = np.abs(wanted).max() / 448, np.maximum(np.abs(wanted).max(-1), 1e-37) / 448
@@ -64,13 +64,13 @@ def test_a_scale_of_the_whole_array_is_caught() -> None:
     assert off(values * common / own[..., None], own, wanted) > 2
 
 
-def test_too_wide_rows_are_refused_by_name() -> None:
+def test_quantize_rows_too_wide_raises() -> None:
     with pytest.raises(NotImplementedError, match="32768 columns, got 40000"):
         quantize_rows(jnp.zeros((1, 40000)), implementation="pallas")
 
 
 @pytest.mark.parametrize(("inner", "is_gated"), [(4096, False), (8192, False), (28672, True)])
-def test_it_is_one_launch_without_spills(inner: int, is_gated: bool) -> None:
+def test_quantize_rows_compiled_for_h200_is_one_launch_without_spills(inner: int, is_gated: bool) -> None:
     def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return quantize_rows(x, is_gated=is_gated, implementation="pallas")
 
@@ -80,7 +80,7 @@ def test_it_is_one_launch_without_spills(inner: int, is_gated: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_the_kernel_on_a_gpu(is_gated: bool) -> None:
+def test_quantize_rows_on_gpu_matches_float64(is_gated: bool) -> None:
     x = rows(28672, "bfloat16")
     values, scale = quantize_rows(x, is_gated=is_gated, implementation="pallas")
     assert off(values, scale, expected(x, is_gated)) < 1.3

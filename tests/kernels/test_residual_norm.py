@@ -25,7 +25,7 @@ def inputs(hidden: int, dtype: str, parts: int = 1) -> tuple[jnp.ndarray, jnp.nd
 
 
 def added(x: jnp.ndarray, delta: jnp.ndarray) -> jnp.ndarray:
-    """The parts' sum and then the whole are rounded to the model's dtype."""
+    """The parts' sum, and then the total, are rounded to the model's dtype."""
     return x + jnp.asarray(np.asarray(delta, np.float64).sum(0), x.dtype)
 
 
@@ -37,7 +37,7 @@ def oracle(x: jnp.ndarray, delta: jnp.ndarray, weight: jnp.ndarray, eps: float =
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("hidden", "parts"), [(64, 1), (96, 2), (4096, 4), (4096, 8)])
-def test_sum_and_norm_agree_with_float64(hidden: int, parts: int, dtype: str, implementation: str) -> None:
+def test_add_rms_norm_matches_float64(hidden: int, parts: int, dtype: str, implementation: str) -> None:
     x, delta, weight = inputs(hidden, dtype, parts)
     total, normed = add_rms_norm(x, delta, weight, eps=EPS, implementation=implementation)
     unit = 2**-8 if dtype == "bfloat16" else 2**-20  # a float32 sum of parts may round the other way
@@ -51,7 +51,7 @@ def test_sum_and_norm_agree_with_float64(hidden: int, parts: int, dtype: str, im
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_parts_that_are_rounded_are_added_up_in_float32(implementation: str) -> None:
+def test_add_rms_norm_bfloat16_parts_are_summed_in_float32(implementation: str) -> None:
     x, delta, weight = inputs(96, "bfloat16", 8)
     delta = delta.astype(x.dtype)  # a float32 sum of so few of them is exact
     total, _ = add_rms_norm(x, delta, weight, eps=EPS, implementation=implementation)
@@ -62,7 +62,7 @@ def test_parts_that_are_rounded_are_added_up_in_float32(implementation: str) -> 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize(("hidden", "parts"), [(96, 1), (4096, 4)])
-def test_the_norm_is_rounded_as_it_would_be_afterwards(hidden: int, parts: int, implementation: str) -> None:
+def test_add_rms_norm_quantize_output_matches_quantised_norm(hidden: int, parts: int, implementation: str) -> None:
     x, delta, weight = inputs(hidden, "bfloat16", parts)
     total, rounded = add_rms_norm(x, delta, weight, eps=EPS, quantize_output=True, implementation=implementation)
     wanted, normed = add_rms_norm(x, delta, weight, eps=EPS, implementation=implementation)
@@ -75,7 +75,7 @@ def test_the_norm_is_rounded_as_it_would_be_afterwards(hidden: int, parts: int, 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("quantize_output", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_sum_may_be_normed_by_several_weights(
+def test_add_rms_norm_several_weights_match_separate_norms(
     quantize_output: bool, deterministic: bool, implementation: str
 ) -> None:
     x, delta, weight = inputs(96, "float32", 2)
@@ -95,7 +95,7 @@ def test_a_sum_may_be_normed_by_several_weights(
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_product_may_wait_for_its_scales(parts: int, implementation: str) -> None:
+def test_add_rms_norm_scaled_parts_are_scaled(parts: int, implementation: str) -> None:
     x, delta, weight = inputs(96, "float32", parts)
     row_scale = jnp.arange(1, 1 + x[..., 0].size, dtype=jnp.float32).reshape(x.shape[:-1]) / 8
     scale = jnp.arange(96, dtype=jnp.float32) / 64
@@ -112,13 +112,13 @@ def test_a_product_may_wait_for_its_scales(parts: int, implementation: str) -> N
         assert np.abs(np.asarray(call(x, wrong, weight)[0] - call(x, waiting, weight)[0])).max() > 0.1
 
 
-def test_a_forgotten_eps_is_caught() -> None:
+def test_control_add_rms_norm_without_eps_differs() -> None:
     x, delta, weight = inputs(64, "float32")
     _, normed = add_rms_norm(x * 1e-3, delta * 1e-3, weight, eps=EPS)
     assert np.abs(np.asarray(normed) - oracle(x * 1e-3, delta * 1e-3, weight, 0.0)).max() > 0.1
 
 
-def test_rows_beyond_the_kernel_are_refused_by_name() -> None:
+def test_add_rms_norm_too_wide_raises() -> None:
     x = jnp.zeros((1, 20000))
     with pytest.raises(NotImplementedError, match="16384 columns"):
         add_rms_norm(x, x[None], jnp.zeros(20000), eps=EPS, implementation="pallas")
@@ -127,7 +127,7 @@ def test_rows_beyond_the_kernel_are_refused_by_name() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("hidden", [96, 4096, 8192])
-def test_on_a_gpu_the_kernel_agrees_with_the_reference(hidden: int, dtype: str) -> None:
+def test_add_rms_norm_on_gpu_matches_reference(hidden: int, dtype: str) -> None:
     arrays = inputs(hidden, dtype, parts=4)
     for got, wanted in zip(
         add_rms_norm(*arrays, eps=EPS, implementation="pallas"),

@@ -78,7 +78,7 @@ def check(
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_queries_and_pools_agree_with_float64(
+def test_rotate_append_queries_and_pools_match_float64(
     shape: tuple[int, int, int, int], dtype: str, implementation: str
 ) -> None:
     check(shape, dtype, implementation)
@@ -86,12 +86,12 @@ def test_queries_and_pools_agree_with_float64(
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_projection_in_parts_is_added_up(dtype: str, implementation: str) -> None:
+def test_rotate_append_parts_are_summed(dtype: str, implementation: str) -> None:
     check(SHAPES[1], dtype, implementation, parts=4)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_parts_that_are_rounded_are_added_up_in_float32(implementation: str) -> None:
+def test_rotate_append_bfloat16_parts_are_summed_in_float32(implementation: str) -> None:
     p, heads = problem(SHAPES[1], "bfloat16", 4), SHAPES[1][0]
     p = p | {"qkv": p["qkv"].astype(p["dtype"]), "valid": jnp.ones_like(p["valid"])}
     *_, values = rotate_append(**p, heads=heads, implementation=implementation)  # which are not rotated
@@ -103,7 +103,7 @@ def test_parts_that_are_rounded_are_added_up_in_float32(implementation: str) -> 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_projection_may_wait_for_its_scales(parts: int, implementation: str) -> None:
+def test_rotate_append_scaled_projection_is_scaled(parts: int, implementation: str) -> None:
     p, heads = problem(SHAPES[1], "float32", parts), SHAPES[1][0]
     row_scale = jnp.arange(1, 1 + BATCH * TOKENS, dtype=jnp.float32).reshape(BATCH, TOKENS) / 8
     scale = jnp.arange(p["qkv"].shape[-1], dtype=jnp.float32) / 64
@@ -121,19 +121,19 @@ def test_a_projection_may_wait_for_its_scales(parts: int, implementation: str) -
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_pools_may_be_of_one_byte(dtype: str, implementation: str) -> None:
+def test_rotate_append_float8_pools_match_float64(dtype: str, implementation: str) -> None:
     check(SHAPES[2], dtype, implementation, pool="float8_e4m3fn")
 
 
 @pytest.mark.parametrize("fault", ["positions", "first_row", "valid"])
-def test_a_fault_in_the_arguments_is_caught(fault: str) -> None:
+def test_control_rotate_append_changed_argument_exceeds_tolerance(fault: str) -> None:
     p = problem(SHAPES[0], "float32")
     wrong = p | {fault: ~p[fault] if fault == "valid" else p[fault] + 1}
     got, wanted = rotate_append(**wrong, heads=8), oracle(p, 8)
     assert max(np.abs(np.asarray(a, np.float64) - b).max() for a, b in zip(got, wanted, strict=True)) > 0.1
 
 
-def test_a_projection_of_another_width_is_refused() -> None:
+def test_rotate_append_wrong_width_raises() -> None:
     p = problem(SHAPES[0], "float32")
     with pytest.raises(ValueError, match="qkv must be 192 wide, got 176"):
         rotate_append(**(p | {"qkv": p["qkv"][..., :176]}), heads=8)
@@ -142,5 +142,5 @@ def test_a_projection_of_another_width_is_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_on_a_gpu_the_kernel_agrees_with_float64(shape: tuple[int, int, int, int], dtype: str) -> None:
+def test_rotate_append_on_gpu_matches_float64(shape: tuple[int, int, int, int], dtype: str) -> None:
     check(shape, dtype, "pallas")

@@ -35,7 +35,7 @@ draw = partial(sample_tokens, purpose=PURPOSE)
 
 
 def problem(vocab: int = 3000, scale: float = 3.0) -> Problem:
-    """Product, seeds, first positions, offsets and controls; neighbouring rows share all but product and offset."""
+    """Logits, seeds, first positions, offsets and controls; rows of a group share all but logits and offset."""
     rng = np.random.default_rng(vocab)
     logits = rng.normal(0, scale, (1, ROWS, vocab)).astype(np.float32)
     seed = rng.integers(0, 2**32, (len(CASES), 2), dtype=np.uint32)
@@ -52,14 +52,14 @@ def problem(vocab: int = 3000, scale: float = 3.0) -> Problem:
 
 
 def mapped(vocab: int = 3000, scale: float = 3.0) -> Problem:
-    """A draft's vocabulary: places of a larger one, in any order."""
+    """With ids: a draft vocabulary, random tokens of a larger vocabulary."""
     return *problem(vocab, scale), np.random.default_rng(1).permutation(4 * vocab)[:vocab].astype(np.int32)
 
 
 def expected(
     logits: np.ndarray, seed: np.ndarray, first: np.ndarray, offsets: np.ndarray, *controls: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Each row's token, and by how much it wins in a nucleus a little larger; 0 if not of a smaller one."""
+    """Each row's token, and its margin in a slightly larger nucleus; 0 if it is not in a slightly smaller one."""
     tokens, margins = [], []
     *controls, ids = controls if len(controls) == 5 else (*controls, np.arange(logits.shape[2]))
     each = len(logits[0]) // len(controls[0])
@@ -90,18 +90,18 @@ def check(rows: Problem, implementation: str) -> None:
 @pytest.mark.parametrize("vocab", cover.thinned([3000, 4096, 7], every=3, name=str, is_halved=True))
 @pytest.mark.parametrize("make", [problem, mapped])
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_the_tokens_are_those_of_jax_random(make: Callable[[int], Problem], vocab: int, implementation: str) -> None:
+def test_sample_tokens_matches_jax_random(make: Callable[[int], Problem], vocab: int, implementation: str) -> None:
     check(make(vocab), implementation)
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("scale", [0.3, 6.0])
-def test_so_they_are_in_laws_wider_than_what_a_program_holds(scale: float) -> None:
+def test_sample_tokens_large_vocabulary_matches_jax_random(scale: float) -> None:
     check(mapped(LARGE, scale), "pallas")
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_the_noise_is_that_of_the_ids(implementation: str) -> None:
+def test_sample_tokens_ids_select_the_noise(implementation: str) -> None:
     rows = mapped()
     tokens, _ = expected(*rows)
     differs = np.asarray(draw(*rows[:-1], implementation=implementation)) != tokens
@@ -110,7 +110,7 @@ def test_the_noise_is_that_of_the_ids(implementation: str) -> None:
 
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_neighbouring_rows_share_controls(implementation: str) -> None:
+def test_sample_tokens_rows_of_a_group_share_controls(implementation: str) -> None:
     rows = problem()
     own = [*rows[:3], rows[3], *rows[4:]]
     for place in (1, 2, *range(4, 8)):
@@ -124,8 +124,8 @@ def test_neighbouring_rows_share_controls(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("part", range(1, 8))
-def test_another_seed_position_or_control_is_caught(part: int) -> None:
-    """The negative control."""
+def test_control_sample_tokens_changed_argument_changes_tokens(part: int) -> None:
+    """Each argument affects the tokens."""
     rows = list(problem())
     tokens, margins = expected(*rows)
     others = (
@@ -143,7 +143,7 @@ def test_another_seed_position_or_control_is_caught(part: int) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_a_product_of_float8_is_scaled_where_it_is_read(implementation: str) -> None:
+def test_sample_tokens_scaled_logits_match_scaling_first(implementation: str) -> None:
     logits, *others = mapped()
     rng = np.random.default_rng(5)
     row_scale, scale = rng.uniform(0.5, 2, ROWS).astype(np.float32), rng.uniform(0.5, 2, 3000).astype(np.float32)
@@ -157,7 +157,7 @@ def test_a_product_of_float8_is_scaled_where_it_is_read(implementation: str) -> 
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("temperature", [0.0, 1e-3])
-def test_the_smallest_of_equals_is_taken(implementation: str, temperature: float) -> None:
+def test_sample_tokens_equal_scores_take_the_first_token(implementation: str, temperature: float) -> None:
     logits = np.zeros((1, 1, 9000), np.float32)
     logits[..., [5, 4101]] = 1
     controls = [jnp.full(1, temperature), jnp.zeros(1, jnp.int32), jnp.ones(1), jnp.zeros(1)]
@@ -171,8 +171,8 @@ def test_the_smallest_of_equals_is_taken(implementation: str, temperature: float
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("kept", [0, 3])
-def test_tokens_taken_out_before_are_never_drawn(kept: int, implementation: str) -> None:
-    """Fewer are left than top-k asks for; where none is left, the first token is taken, as by argmax."""
+def test_sample_tokens_infinite_logits_are_never_drawn(kept: int, implementation: str) -> None:
+    """Fewer tokens are left than top-k; if none is left, the first token is taken, as by argmax."""
     rows = list(problem())
     left = np.array([7, 1999, 2500][:kept], int)
     rows[0] = np.where(np.isin(np.arange(3000), left), rows[0], -np.inf).astype(np.float32)
@@ -184,7 +184,7 @@ def test_tokens_taken_out_before_are_never_drawn(kept: int, implementation: str)
 @pytest.mark.parametrize(
     ("has_ids", "is_scaled"), [(False, False), pytest.param(True, False, marks=pytest.mark.matrix), (True, True)]
 )
-def test_it_is_two_kernels_on_an_h200_and_no_noise_is_written_down(has_ids: bool, is_scaled: bool) -> None:
+def test_sample_tokens_compiled_for_h200_is_two_kernels_and_stores_no_noise(has_ids: bool, is_scaled: bool) -> None:
     rows, vocab, shape = 160, 128256, jax.ShapeDtypeStruct
     controls = [shape((rows,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32, jnp.float32)]
     product = shape((1, rows, vocab), jnp.float32)
@@ -200,7 +200,7 @@ def test_it_is_two_kernels_on_an_h200_and_no_noise_is_written_down(has_ids: bool
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", [problem, mapped])
 @pytest.mark.parametrize(("vocab", "scale"), [(7, 3.0), (3000, 3.0), (LARGE, 0.3), (128256, 1.0), (128256, 3.0)])
-def test_on_a_gpu_the_tokens_are_those_of_jax_random(
+def test_sample_tokens_on_gpu_matches_jax_random(
     make: Callable[[int, float], Problem], vocab: int, scale: float
 ) -> None:
     rows = make(vocab, scale)

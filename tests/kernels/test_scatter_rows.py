@@ -16,7 +16,7 @@ ROWS = np.array([3, 5, 0, 7, 5, 4], np.int32)  # three beyond the last, two of t
 
 
 def problem(width: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays, and new rows; of one array the first row of two."""
+    """Arrays and new rows; one array gets only the first of its two entries per row."""
     rng = np.random.default_rng(width)
 
     def numbers(*shape: int) -> dict[str, Any]:
@@ -48,11 +48,11 @@ def check(width: int, implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("width", [1, 75, 2500])
-def test_rows_are_those_of_numpy(width: int, implementation: str) -> None:
+def test_scatter_rows_matches_numpy(width: int, implementation: str) -> None:
     check(width, implementation)
 
 
-def test_a_row_put_elsewhere_would_be_seen() -> None:
+def test_control_scatter_rows_to_other_rows_differs() -> None:
     """The negative control."""
     arrays, new = problem(75)
     put = scatter_rows(arrays, ROWS[::-1].copy(), new, implementation="pallas")
@@ -62,17 +62,17 @@ def test_a_row_put_elsewhere_would_be_seen() -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((5, 4), "float32"), ((4, 2), "float32"), ((5, 2), "int32"), ((5,), "float32")]
 )
-def test_what_is_not_alike_is_refused(shape: tuple[int, ...], dtype: str) -> None:
+def test_scatter_rows_wrong_shape_or_dtype_raises(shape: tuple[int, ...], dtype: str) -> None:
     with pytest.raises(ValueError, match=r"expected \(5, 3\) float32, or fewer in the second dimension, got"):
         scatter_rows([jnp.zeros((6, 3))], jnp.arange(5), [jnp.zeros(shape, dtype)])
 
 
-def test_rows_of_another_tree_are_refused() -> None:
+def test_scatter_rows_other_tree_raises() -> None:
     with pytest.raises(ValueError, match="expected a tree"):
         scatter_rows({"a": jnp.zeros((6, 3))}, jnp.arange(5), {"b": jnp.zeros((5, 3))})
 
 
-def test_it_is_one_kernel_on_an_h200_that_copies_nothing() -> None:
+def test_scatter_rows_compiled_for_h200_is_one_kernel_without_copies() -> None:
     def shapes(rows: int) -> list[jax.ShapeDtypeStruct]:
         sizes: Any = [((), jnp.int32), ((), jnp.bool), ((5, 4096), jnp.bfloat16)]
         return [jax.ShapeDtypeStruct((rows, *own), dtype) for own, dtype in sizes]
@@ -84,5 +84,5 @@ def test_it_is_one_kernel_on_an_h200_that_copies_nothing() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [1, 75, 2500])
-def test_on_a_gpu_rows_are_those_of_numpy(width: int) -> None:
+def test_scatter_rows_on_gpu_matches_numpy(width: int) -> None:
     check(width, "pallas")

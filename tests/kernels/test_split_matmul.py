@@ -35,7 +35,7 @@ def error(parts: jax.Array, x: jax.Array, weight: jax.Array) -> float:
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize(("rows", "out", "parts"), [(1, 1024, 4), (5, 2048, 4), (60, 1024, 4), (64, 6144, 2)])
-def test_the_parts_add_up_to_the_product(rows: int, out: int, parts: int, implementation: str) -> None:
+def test_split_matmul_parts_add_up_to_product(rows: int, out: int, parts: int, implementation: str) -> None:
     x, weight = problem(rows, out, 2048, "bfloat16")
     got = split_matmul(x, weight, implementation=implementation)
     assert got.shape == (parts, 1, rows, out)
@@ -45,8 +45,8 @@ def test_the_parts_add_up_to_the_product(rows: int, out: int, parts: int, implem
 
 
 @pytest.mark.parametrize(("inner", "parts"), [(2048, 2), (4096, 4), (8192, 8)])
-def test_parts_of_many_rows_are_rounded_and_no_worse_for_it(inner: int, parts: int) -> None:
-    """The roundings of parts are together as large an error as one of their sum."""
+def test_split_matmul_many_rows_bfloat16_parts_stay_within_rounding(inner: int, parts: int) -> None:
+    """The rounding errors of all parts together are as large as one rounding of the sum."""
     x, weight = problem(72, 1024, inner, "bfloat16")
     got = split_matmul(x, weight)
     assert (got.shape, got.dtype) == ((parts, 1, 72, 1024), BF16)
@@ -61,8 +61,8 @@ def test_parts_of_many_rows_are_rounded_and_no_worse_for_it(inner: int, parts: i
 
 
 @pytest.mark.parametrize("rows", [60, 72])
-def test_parts_beyond_float16_are_none_of_it(rows: int) -> None:
-    """Halves of a sum that cancel each other, 2**16 each."""
+def test_split_matmul_float16_parts_do_not_overflow(rows: int) -> None:
+    """Two parts of +-2**16 that cancel each other."""
     sign = jnp.where(jnp.arange(2048) < 1024, 8, -8).astype(jnp.float16)
     x, weight = jnp.broadcast_to(sign, (1, rows, 2048)), jnp.full((1024, 2048), 8, jnp.float16)
     got = split_matmul(x, weight)
@@ -72,15 +72,15 @@ def test_parts_beyond_float16_are_none_of_it(rows: int) -> None:
 
 
 @pytest.mark.once
-def test_what_the_kernel_waits_for_changes_nothing() -> None:
+def test_split_matmul_after_does_not_change_result() -> None:
     x, weight = problem(5, 1024, 2048, "bfloat16")
     alone, behind = (split_matmul(x, weight, after=after, implementation="pallas") for after in (None, x[..., :8]))
     np.testing.assert_array_equal(alone, behind)
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_kernel_waits_for_an_operand_that_it_does_not_read(waits: bool) -> None:
-    """An edge of a graph is data; without it both products may run side by side, which the control shows."""
+def test_split_matmul_after_orders_launches(waits: bool) -> None:
+    """Graph edges follow data; without `after` both products may run side by side, as the control shows."""
 
     def both(x: jax.Array, weight: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = x @ head.T
@@ -121,7 +121,7 @@ def test_a_kernel_waits_for_an_operand_that_it_does_not_read(waits: bool) -> Non
         (5, 64, 4096, BF16, 1),  # small
     ],
 )
-def test_only_a_large_weight_with_few_rows_is_split(
+def test_parts_of_splits_large_weights_with_few_rows(
     rows: int, out: int, inner: int, dtype: jnp.dtype, parts: int
 ) -> None:
     assert parts_of(rows, out, inner, dtype) == parts
@@ -131,8 +131,8 @@ def test_only_a_large_weight_with_few_rows_is_split(
     ("rows", "out", "inner"),
     [(65, 4096, 4096), (72, 4096, 14336), (88, 6144, 4096), (96, 6144, 4096), (128, 4096, 14336), (136, 4096, 4096)],
 )
-def test_xla_splits_no_part_of_many_rows_again(rows: int, out: int, inner: int) -> None:
-    """It would add up in a launch of its own, as the control's fewer parts show."""
+def test_split_matmul_many_rows_xla_does_not_split_parts_again(rows: int, out: int, inner: int) -> None:
+    """XLA would add up in one more launch, as the control with fewer parts shows."""
 
     def launches(multiply: Any, x: jax.Array, weight: jax.Array) -> int:
         return len(compile_for_h200(multiply, x, weight).launches)
@@ -147,7 +147,7 @@ def test_xla_splits_no_part_of_many_rows_again(rows: int, out: int, inner: int) 
         assert launches(fewer, *arrays) == 2
 
 
-def test_what_is_not_split_is_one_part_of_the_same_dtype() -> None:
+def test_split_matmul_unsplit_is_one_part_of_x_dtype() -> None:
     x, weight = problem(5, 32, 64, "float32")
     got = split_matmul(x, weight)
     assert (got.shape, got.dtype) == ((1, 1, 5, 32), jnp.float32)
@@ -157,7 +157,7 @@ def test_what_is_not_split_is_one_part_of_the_same_dtype() -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 20, 60])
 @pytest.mark.parametrize(("out", "inner"), [(4096, 4096), (4096, 14336), (6144, 4096), (6144, 8192)])
-def test_it_is_one_launch_without_spills(rows: int, out: int, inner: int) -> None:
+def test_split_matmul_compiled_for_h200_is_one_launch_without_spills(rows: int, out: int, inner: int) -> None:
     x, weight = jax.ShapeDtypeStruct((1, rows, inner), BF16), jax.ShapeDtypeStruct((out, inner), BF16)
     program = compile_for_h200(
         lambda *arrays: split_matmul(*arrays, implementation="pallas"), x, weight, fail_on_spills=True
@@ -167,7 +167,7 @@ def test_it_is_one_launch_without_spills(rows: int, out: int, inner: int) -> Non
 
 @mosaic
 @pytest.mark.parametrize(("rows", "hopper"), [(16, 0), (24, 1), (40, 1), (60, 0), (64, 1), (72, 0)])
-def test_float8_by_some_rows_is_the_hopper_kernels(
+def test_split_matmul_float8_17_to_64_rows_is_the_hopper_kernel(
     rows: int, hopper: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
@@ -183,7 +183,9 @@ def test_float8_by_some_rows_is_the_hopper_kernels(
 
 @mosaic
 @pytest.mark.parametrize("implementation", ["reference", "pallas", "auto"])
-def test_a_cpu_beside_a_hopper_gpu_has_the_same_parts(implementation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_matmul_on_cpu_beside_hopper_gpu_has_the_same_parts(
+    implementation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 132)
     x, weight = problem(40, 4096, 2048, "bfloat16")
     got = split_matmul(x, quantize(weight, "fp8_dynamic"), implementation=implementation)
@@ -195,8 +197,8 @@ def test_a_cpu_beside_a_hopper_gpu_has_the_same_parts(implementation: Any, monke
 @pytest.mark.parametrize(
     ("rows", "dtype", "parts"), [(72, "bfloat16", 2), (264, "float16", 2), (2120, "float16", 1), (2120, "bfloat16", 1)]
 )
-def test_many_rows_of_float8_wait_for_their_scales(rows: int, dtype: str, parts: int) -> None:
-    """Products of numbers up to 448 are beyond float16."""
+def test_split_matmul_float8_many_rows_returns_scaled(rows: int, dtype: str, parts: int) -> None:
+    """Products of values up to 448 exceed float16."""
     x, weight = problem(rows, 1024, 2048, dtype)
     x, quantized = jnp.abs(x), quantize(jnp.abs(weight), "fp8_dynamic")
     got = split_matmul(x, quantized)
@@ -216,7 +218,7 @@ def test_many_rows_of_float8_wait_for_their_scales(rows: int, dtype: str, parts:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [24, 40, 64])
-def test_the_hopper_kernels_parts_add_up_on_a_gpu(rows: int) -> None:
+def test_split_matmul_on_gpu_hopper_parts_add_up_to_product(rows: int) -> None:
     for out, inner in ((6144, 4096), (4096, 14336)):
         x, weight = problem(rows, out, inner, "bfloat16")
         quantized, rounded = quantize(weight, "fp8_dynamic"), quantize_rows(x)
@@ -243,7 +245,7 @@ def test_the_hopper_kernels_parts_add_up_on_a_gpu(rows: int) -> None:
         (320, 4096, 14336),
     ],
 )
-def test_the_parts_add_up_on_a_gpu(rows: int, out: int, inner: int) -> None:
+def test_split_matmul_on_gpu_parts_add_up_to_product(rows: int, out: int, inner: int) -> None:
     x, weight = problem(rows, out, inner, "bfloat16")
     got = split_matmul(x, weight, implementation="pallas")
     assert error(got, x, weight) < (1e-4 if rows <= MOST_ROWS else 0.03)  # of parts up to 4, rounded to eight bits

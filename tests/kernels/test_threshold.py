@@ -35,7 +35,7 @@ def problem(vocab: int = VOCAB, scale: float = 3.0) -> tuple[np.ndarray, list[np
 
 
 def mismatches(bounds: np.ndarray, logits: np.ndarray, cases: Sequence[tuple] = CONTROLS) -> list[tuple]:
-    """Cases that keep other tokens; at the nucleus's edge float32 sums may let in or leave out a token of 1e-5."""
+    """Cases that keep other tokens; at the edge of the nucleus float32 sums may differ by tokens of 1e-5."""
     found = []
     for case, bound, row in zip(cases, bounds, logits, strict=True):
         t, k, p, m = case
@@ -46,21 +46,21 @@ def mismatches(bounds: np.ndarray, logits: np.ndarray, cases: Sequence[tuple] = 
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_the_kept_tokens_are_those_that_sorting_keeps(implementation: str) -> None:
+def test_sampling_threshold_keeps_the_tokens_that_sorting_keeps(implementation: str) -> None:
     logits, controls = problem()
     assert not mismatches(np.asarray(sampling_threshold(logits, *controls, implementation=implementation)), logits)
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("scale", [0.5, 6.0])
-def test_so_it_is_in_laws_wider_than_what_a_program_holds(scale: float) -> None:
+def test_sampling_threshold_large_vocabulary_keeps_the_tokens_that_sorting_keeps(scale: float) -> None:
     logits, controls = problem(LARGE, scale)
     assert not mismatches(np.asarray(sampling_threshold(logits, *controls, implementation="pallas")), logits)
 
 
 @pytest.mark.once
-def test_only_flat_laws_are_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: where reading the whole row finds nothing, the flat ones are wrong and no others."""
+def test_sampling_threshold_reads_whole_rows_only_for_flat_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If reading the whole row returns nothing, flat rows are wrong and others are right."""
 
     def nothing(*_: Any) -> Any:
         return (lambda _: jnp.float32(0),) * 2
@@ -77,20 +77,20 @@ def test_only_flat_laws_are_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> 
     jax.clear_caches()
 
 
-def test_a_temperature_left_out_is_caught() -> None:
+def test_control_sampling_threshold_without_temperature_differs() -> None:
     logits, (t, *controls) = problem()
     assert mismatches(np.asarray(sampling_threshold(logits, np.ones_like(t), *controls)), logits)
 
 
-def test_a_top_p_before_top_k_is_caught() -> None:
-    """The negative control: without renormalising what top-k left, the nucleus is another."""
+def test_control_sampling_threshold_top_p_before_top_k_differs() -> None:
+    """Without renormalising after top-k the nucleus differs."""
     logits, (t, k, p, m) = problem()
     apart = np.maximum(sampling_threshold(logits, t, k, np.ones_like(p), m), sampling_threshold(logits, t, 0 * k, p, m))
     assert mismatches(np.asarray(apart), logits)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_ties_stay_together_and_the_likeliest_always_stays(implementation: str) -> None:
+def test_sampling_threshold_keeps_ties_and_the_most_probable_token(implementation: str) -> None:
     logits = jnp.asarray([[2.0, 5.0, 5.0, 5.0, -jnp.inf, 1.0], [0.0] * 6])
     bound = sampling_threshold(
         logits, jnp.ones(2), jnp.asarray([2, 1]), jnp.asarray([1.0, 0.1]), jnp.zeros(2), implementation=implementation
@@ -100,8 +100,8 @@ def test_ties_stay_together_and_the_likeliest_always_stays(implementation: str) 
 
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_tokens_taken_out_before_weigh_nothing(implementation: str) -> None:
-    """Two thirds are -inf, so that some top-k ask for more than are left: the bounds are those of the others alone."""
+def test_sampling_threshold_infinite_logits_have_no_weight(implementation: str) -> None:
+    """Two thirds are -inf, fewer are left than some top-k: the thresholds are those of the others."""
     logits, controls = problem()
     left = logits[:, ::3]
     logits[:, 1::3] = logits[:, 2::3] = -np.inf
@@ -109,14 +109,14 @@ def test_tokens_taken_out_before_weigh_nothing(implementation: str) -> None:
     assert not mismatches(bounds, left)
 
 
-def test_a_row_without_controls_keeps_everything() -> None:
+def test_sampling_threshold_without_controls_is_minus_infinity() -> None:
     bound = sampling_threshold(jnp.zeros((2, 9)), jnp.ones(2), jnp.zeros(2, jnp.int32), jnp.ones(2), jnp.zeros(2))
     assert bound.tolist() == [-jnp.inf] * 2
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_neighbouring_rows_share_controls_and_temperature_0_has_none(implementation: str) -> None:
+def test_sampling_threshold_groups_share_controls_and_temperature_0_has_none(implementation: str) -> None:
     logits = problem()[0][:12]
     controls = [np.array([0.7, 0.0, 1.5, 1.0], np.float32), np.array([5, 5, 0, 0], np.int32)]
     controls += [np.array([1.0, 0.5, 0.9, 1.0], np.float32), np.array([0.0, 0.1, 0.0, 0.3], np.float32)]
@@ -130,13 +130,13 @@ def test_neighbouring_rows_share_controls_and_temperature_0_has_none(implementat
     assert mismatches(other, logits, list(zip(*own, strict=True)))
 
 
-def test_unequal_groups_are_refused() -> None:
+def test_sampling_threshold_unequal_groups_raise() -> None:
     logits, controls = problem()
     with pytest.raises(ValueError, match="as many groups each"):
         sampling_threshold(logits[:5], *(control[:2] for control in controls))
 
 
-def test_it_is_two_kernels_on_an_h200() -> None:
+def test_sampling_threshold_compiled_for_h200_is_two_kernels() -> None:
     shape, rows = jax.ShapeDtypeStruct, 160
     controls = [shape((rows,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32, jnp.float32)]
     program = compile_for_h200(sampling_threshold, shape((rows, 128256), jnp.float32), *controls, fail_on_spills=True)
@@ -147,6 +147,6 @@ def test_it_is_two_kernels_on_an_h200() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("vocab", "scale"), [(VOCAB, 3.0), (LARGE, 0.5), (LARGE, 6.0), (128256, 1.0)])
-def test_on_a_gpu_the_kept_tokens_are_those_that_sorting_keeps(vocab: int, scale: float) -> None:
+def test_sampling_threshold_on_gpu_keeps_the_tokens_that_sorting_keeps(vocab: int, scale: float) -> None:
     logits, controls = problem(vocab, scale)
     assert not mismatches(np.asarray(sampling_threshold(logits, *controls, implementation="pallas")), logits)

@@ -29,7 +29,7 @@ def problem(vocab: int, ties: bool) -> np.ndarray:
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(("vocab", "k"), [(7, 7), (1024, 1), (1025, 4), (3000, 10), (5000, 24)])
-def test_the_likeliest_are_those_that_sorting_finds(vocab: int, k: int, ties: bool, implementation: str) -> None:
+def test_top_log_probs_matches_sorting(vocab: int, k: int, ties: bool, implementation: str) -> None:
     logits = problem(vocab, ties)
     log_probs, ids = top_log_probs(jnp.asarray(logits), k, implementation=implementation)
     wanted, wanted_ids = expected(logits, k)
@@ -38,7 +38,7 @@ def test_the_likeliest_are_those_that_sorting_finds(vocab: int, k: int, ties: bo
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_a_base_is_added(implementation: str) -> None:
+def test_top_log_probs_adds_base(implementation: str) -> None:
     logits, base = jnp.asarray(problem(50, ties=False)), jnp.asarray([-1.0, -2.0, 0.0])
     log_probs, _ = top_log_probs(logits, 4, base=base, implementation=implementation)
     np.testing.assert_allclose(log_probs, expected(np.asarray(logits), 4)[0] + np.asarray(base)[:, None], atol=1e-5)
@@ -46,7 +46,7 @@ def test_a_base_is_added(implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("ties", [False, True])
-def test_the_largest_of_a_short_row_are_those_that_sorting_finds(ties: bool, implementation: str) -> None:
+def test_top_matches_sorting(ties: bool, implementation: str) -> None:
     values = problem(100, ties)
     best, places, groups = top(jnp.asarray(values), 10, group=7, implementation=implementation)
     wanted = np.argsort(-values, axis=1, kind="stable")[:, :10]
@@ -58,7 +58,7 @@ def test_the_largest_of_a_short_row_are_those_that_sorting_finds(ties: bool, imp
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(("size", "k"), [(1, 1), (64, 64), (710, 59), (1030, 1)])
-def test_the_largest_in_order_are_those_that_sorting_finds(size: int, k: int, ties: bool, implementation: str) -> None:
+def test_top_in_order_matches_sorting(size: int, k: int, ties: bool, implementation: str) -> None:
     values = problem(size, ties)
     values[1] = -np.inf  # all equal
     wanted = np.sort(np.argsort(-values, axis=1, kind="stable")[:, :k], axis=1)
@@ -67,7 +67,7 @@ def test_the_largest_in_order_are_those_that_sorting_finds(size: int, k: int, ti
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF])
-def test_what_is_not_a_number_comes_first(bits: int, implementation: str) -> None:
+def test_top_nan_comes_first(bits: int, implementation: str) -> None:
     values = problem(100, ties=False)
     values[0].view(np.uint32)[7] = bits
     found = top_in_order(jnp.asarray(values), 5, implementation=implementation)
@@ -78,20 +78,20 @@ def test_what_is_not_a_number_comes_first(bits: int, implementation: str) -> Non
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("function", [top, top_in_order])
-def test_zeros_of_either_sign_are_equal(function: Callable, implementation: str) -> None:
+def test_top_zeros_of_both_signs_are_equal(function: Callable, implementation: str) -> None:
     found = function(jnp.asarray([[-0.0, -1.0, 0.0]]), 1, implementation=implementation)
     np.testing.assert_array_equal(found[1] if function is top else found, [[0]])
 
 
-def test_another_order_among_equals_is_caught() -> None:
-    """Negative control: the larger id first."""
+def test_control_other_order_among_equals_differs() -> None:
+    """The larger id first."""
     logits = problem(3000, ties=True)
     flipped = 2999 - np.asarray(top_log_probs(jnp.asarray(logits[:, ::-1]), 10)[1])
     assert (flipped != expected(logits, 10)[1]).any()
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_tokens_that_cannot_be_come_last(implementation: str) -> None:
+def test_top_log_probs_infinite_logits_come_last(implementation: str) -> None:
     logits = np.full((1, 1030), -np.inf, np.float32)
     logits[0, [1028, 5]] = [1.0, 0.0]
     log_probs, ids = top_log_probs(jnp.asarray(logits), 5, implementation=implementation)
@@ -100,7 +100,7 @@ def test_tokens_that_cannot_be_come_last(implementation: str) -> None:
     np.testing.assert_allclose(np.exp(log_probs[0, :2]), [1 / (1 + np.exp(-1)), 1 / (1 + np.exp(1))], rtol=1e-5)
 
 
-def test_too_many_candidates_are_refused() -> None:
+def test_top_log_probs_too_many_candidates_raises() -> None:
     for function in top, top_in_order:
         with pytest.raises(NotImplementedError, match="rows of at most 4096, got 5000"):
             function(jnp.zeros((1, 5000)), 10, implementation="pallas")
@@ -109,7 +109,7 @@ def test_too_many_candidates_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("rows", "vocab", "k"), [(10, 32000, 10), (640, 32000, 10), (1, 128256, 16)])
-def test_it_is_two_launches_without_spills(rows: int, vocab: int, k: int) -> None:
+def test_top_log_probs_compiled_for_h200_is_two_launches_without_spills(rows: int, vocab: int, k: int) -> None:
     logits = jax.ShapeDtypeStruct((rows, vocab), jnp.float32)
     program = compile_for_h200(lambda x: top_log_probs(x, k, implementation="pallas"), logits, fail_on_spills=True)
     assert [launch.name for launch in program.launches] == ["top_log_probs", "top_log_probs_merge"]
@@ -118,7 +118,7 @@ def test_it_is_two_launches_without_spills(rows: int, vocab: int, k: int) -> Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("size", [100, 710, 3630])
-def test_short_rows_on_a_gpu(size: int, ties: bool) -> None:
+def test_top_on_gpu_matches_sorting(size: int, ties: bool) -> None:
     values = problem(size, ties)
     wanted = np.argsort(-values, axis=1, kind="stable")[:, :59]
     np.testing.assert_array_equal(top(jnp.asarray(values), 59, implementation="pallas")[1], wanted)
@@ -127,7 +127,7 @@ def test_short_rows_on_a_gpu(size: int, ties: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ties", [False, True])
-def test_the_likeliest_on_a_gpu(ties: bool) -> None:
+def test_top_log_probs_on_gpu_matches_sorting(ties: bool) -> None:
     logits = problem(32000, ties)
     log_probs, ids = top_log_probs(jnp.asarray(logits), 10, implementation="pallas")
     wanted, wanted_ids = expected(logits, 10)

@@ -1,4 +1,4 @@
-"""How long the kernels take on the device at hand, at the attention of an 8B model; no test uses it.
+"""Times attention at an 8B model's shapes on this device; no test uses it.
 
 python -c "from tests.kernels.timing import attention_us as us; print(us(batch=1, queries=5, context=1024))"
 """
@@ -27,7 +27,7 @@ def attention_us(
     implementation: str = "auto",
     write: bool = True,
 ) -> dict[str, float]:
-    """Microseconds a layer of append and attention, in one program over `layers` pairs of pools, bfloat16.
+    """Microseconds per layer of append and attention, in one program over `layers` pairs of bfloat16 pools.
 
     The pools together should exceed the device's cache (50 MB), as in a model. Median of 5 runs of 10.
     """

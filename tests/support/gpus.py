@@ -1,8 +1,8 @@
 """GPUs of other generations that programs can be compiled for without one: `tests/support/h200.py` with other
 descriptions.
 
-A description is the one dumped on an H200 with the figures that differ put in its place. What XLA judges costs by
-(rates of each unit) is left out: as far as structure goes it is not needed, and speed cannot be judged anyway.
+A description is the one dumped on an H200 with the differing figures replaced. The rates by which XLA estimates costs
+are left out: they do not affect the structure, and speed cannot be tested anyway.
 
 Sources: shared memory and threads of a multiprocessor from the CUDA C++ Programming Guide, "Technical Specifications
 per Compute Capability"; the other figures from XLA's xla/backends/gpu/target_config/specs (a100_sxm_80, h100_sxm,
@@ -28,12 +28,12 @@ KIB = 1024
 
 @dataclasses.dataclass(frozen=True)
 class GPU:
-    """What XLA and its Triton look at."""
+    """Properties that XLA and Triton use."""
 
     name: str
-    capability: str  # as nvcc says it: "9.0a" has features that only this one has
+    capability: str  # as for nvcc: "9.0a" has features of 9.0 only
     multiprocessors: int
-    block_shared_kib: int  # that one block may have
+    block_shared_kib: int  # that one block may use
     shared_kib: int  # of a multiprocessor
     threads: int  # of a multiprocessor
     l2_bytes: int

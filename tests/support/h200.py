@@ -2,8 +2,8 @@
 
 The CUDA plugin compiles against `data/h200_target_config.txtpb`, a description dumped on a real H200; nothing
 runs. This works in the test process itself: with JAX_PLATFORMS=cpu (tests/conftest.py sets it) the plugin is
-registered but never initialised, ordinary tests keep the CPU, and XLA's dumps are asked for by options of the
-one compilation. There is no autotuning without a device: structure can be judged here, speed cannot.
+registered but never initialised, ordinary tests keep the CPU, and XLA's dumps are requested by options of
+that compilation. There is no autotuning without a device: structure can be tested here, speed cannot.
 
     program = compile_for_h200(step, state, weights, donate_argnums=0)
     assert len(program.graphs) == 1 and not program.outside_graphs
@@ -35,13 +35,13 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 TARGET = Path(__file__).parent.parent / "data" / "h200_target_config.txtpb"
 PLUGIN = "jax_cuda13_plugin"
 GRAPH = "kCommandBuffer"
-# XLA's defaults, which tests/conftest.py changes for the CPU's programs: what is judged is what users get.
+# XLA's defaults, which tests/conftest.py changes for CPU programs: tests see what users get.
 OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One thing the GPU is told to do: a kernel, a copy, or a graph of them."""
+    """One launch: a kernel, a copy, or a graph of them."""
 
     kind: str
     name: str
@@ -50,7 +50,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class H200Program:
-    """A compiled program and what can be said about it without running it."""
+    """A compiled program and its properties that are known without running it."""
 
     compiled: jax.stages.Compiled
     launches: tuple[Launch, ...]  # without the graphs themselves
@@ -70,7 +70,7 @@ class H200Program:
 
     @property
     def alias_bytes(self) -> int:
-        """Bytes of outputs that lie in the memory of donated inputs."""
+        """Bytes of outputs in the memory of donated inputs."""
         return self.memory.alias_size_in_bytes
 
     def count(self, part: str) -> int:
@@ -78,7 +78,7 @@ class H200Program:
         return sum(part in launch.name for launch in self.launches)
 
     def copies(self, least_bytes: int = 1) -> list[tuple[int, str]]:
-        """Every copy in the optimised program of at least so many bytes: (bytes, line)."""
+        """Every copy of at least `least_bytes` in the optimised program: (bytes, line)."""
         found = []
         for line in (self.compiled.as_text() or "").splitlines():
             if match := re.match(r"\s*(?:ROOT )?%\S+ = (\S+) copy(?:-start)?\(", line):
@@ -89,14 +89,14 @@ class H200Program:
 
 
 def require_plugin() -> None:
-    """Skips the test where programs for an H200 cannot be compiled."""
+    """Skips the test if programs for an H200 cannot be compiled."""
     if importlib.util.find_spec(PLUGIN) is None:
         pytest.skip(f"{PLUGIN} is not installed: no compilation for an H200")
 
 
 @functools.cache
 def h200_mesh(devices: int = 1) -> Mesh:
-    """A mesh of one axis "x" over H200s that need not exist."""
+    """A mesh of one axis "x" over H200s that are only described."""
     require_plugin()
     topology = topologies.get_topology_desc("h200", "cuda", target_config=TARGET.read_text(), topology=f"1x1x{devices}")
     return Mesh(np.array(topology.devices), ("x",))
@@ -114,7 +114,7 @@ def compile_for_h200(
 
     Args:
         fn: a function, or one already jitted (with its own donation and static arguments).
-        args: trees of arrays or ShapeDtypeStructs; all but what has a sharding on the mesh is replicated.
+        args: trees of arrays or ShapeDtypeStructs; arrays without a sharding on the mesh are replicated.
         fail_on_spills: raise if a kernel spills registers.
         options: more compiler options.
     """
@@ -150,7 +150,7 @@ def compile_for_h200(
 
 
 def _launches(dump: str) -> tuple[tuple[Launch, ...], tuple[str, ...]]:
-    """Reads lines "<indent>001: kKind [order] name grid: ..."; what a graph holds is indented below it."""
+    """Reads lines "<indent>001: kKind [order] name grid: ..."; a graph's launches are indented below it."""
     launches, graphs, open_graph = [], [], -1
     for line in dump.splitlines():
         match = re.match(r"( *)\d+: (\w+)\s+\[[^\]]*\] ?(\S*)", line)

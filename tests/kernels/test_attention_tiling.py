@@ -1,0 +1,53 @@
+"""`choose_tiles` of attention at the shapes of an 8B model."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.attention.tiling import choose_tiles
+
+
+def tiles_for(batch, queries, dim, rows, dtype):
+    q = jax.ShapeDtypeStruct((batch, queries, 32, dim), jnp.bfloat16)
+    pool, table = jax.ShapeDtypeStruct((9, 8, 16, dim), dtype), jax.ShapeDtypeStruct((batch, rows // 16), jnp.int32)
+    return choose_tiles(q, pool, table, None, new_rows=queries, start=0, window=None, wide=False)
+
+
+@pytest.mark.parametrize(
+    ("batch", "queries", "dim", "rows", "splits", "warps"),
+    [
+        (1, 64, 128, 1392, 4, 4),  # 128 programs, of 348 rows
+        (1, 64, 128, 4096, 8, 4),  # with half as many, of 1024
+        (2, 64, 128, 1392, 4, 4),  # of 696
+        (8, 64, 128, 1392, 1, 4),
+        (1, 30, 128, 1392, 8, 4),
+        (1, 512, 128, 1536, 1, 4),
+        (8, 5, 128, 1392, 4, 4),
+        (8, 5, 128, 8192, 8, 2),
+        (32, 5, 128, 1392, 1, 4),
+        (32, 5, 128, 8192, 2, 2),  # 512 programs, four for each multiprocessor
+        (32, 5, 64, 8192, 2, 2),
+        (32, 5, 256, 8192, 1, 4),  # large ones
+        (4, 64, 128, 8192, 2, 4),
+        (8, 64, 128, 8192, 1, 4),
+        (48, 5, 128, 8192, 1, 2),  # twice as many would not fit at once
+        (64, 5, 128, 8192, 1, 2),
+        (16, 5, 128, 1392, 2, 4),  # 256 large ones, two for each multiprocessor
+        (17, 5, 128, 1392, 3, 2),  # 272 would wait for each other
+        (31, 5, 128, 1392, 2, 2),
+        (33, 5, 128, 1392, 1, 2),  # 264 take as long either way
+        (48, 5, 128, 1392, 1, 2),
+    ],
+)
+def test_choose_tiles_splits_contexts_until_the_gpu_is_full(batch, queries, dim, rows, splits, warps):
+    tiles = tiles_for(batch, queries, dim, rows, jnp.bfloat16)
+    assert (tiles.splits, tiles.packed, tiles.warps) == (splits, 32 if queries == 5 else 64, warps)
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(64, jnp.bfloat16), (128, jnp.float8_e4m3fn)])
+@pytest.mark.parametrize(("batch", "splits", "warps"), [(11, 3, 4), (12, 5, 2), (16, 4, 2), (31, 2, 2), (32, 1, 2)])
+def test_choose_tiles_short_rows_use_small_programs_from_12_sequences(batch, splits, warps, dim, dtype):
+    tiles = tiles_for(batch, 5, dim, 1392, dtype)
+    assert (tiles.splits, tiles.packed, tiles.warps) == (splits, 32, warps)
