@@ -89,7 +89,7 @@ def view_of(requests: list[Request], **options: Any) -> SlotView:
 
 
 def edited(logits: jax.Array, draft: Draft, view: SlotView) -> jax.Array:
-    return penalties.edit(logits, view, penalties.paths(draft, ancestors(draft.parents), DEPTH))
+    return penalties.apply_penalties(logits, view, penalties.node_paths(draft, ancestors(draft.parents), DEPTH))
 
 
 def check_logits(seed: int, *, chain: bool, run: Any) -> None:
