@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -88,7 +87,7 @@ def with_absolute_d2t(head: EagleHead) -> EagleHead:
 
 
 def with_config(**changes: object) -> Callable[[EagleHead], EagleHead]:
-    return lambda head: head.replace(config=replace(head.config, **changes))
+    return lambda head: head.replace(config=head.config.resized(**changes))
 
 
 MISTAKES: dict[str, Callable[[EagleHead], EagleHead]] = {
