@@ -130,8 +130,8 @@ class Alternating(Policy):
     def choose(self, bucket: int, caps: Any) -> int:
         return next(self._next)
 
-    def learn(self, reading: DispatchResult) -> None:
-        assert reading.seconds is None  # the timing of a split step says nothing about fused steps
+    def learn(self, result: DispatchResult) -> None:
+        assert result.seconds is None  # the timing of a split step says nothing about fused steps
 
 
 def test_adaptive_engine_with_a_recursive_schema_splits_steps_of_every_depth() -> None:
