@@ -6,14 +6,7 @@ D tree depth, V vocabulary, F feature width, P pages per slot, R rounds (draft-v
 All records are frozen pytrees; a step takes the old state and returns the new one. A padding row of a bucket
 has slot index S: gathers fill it with zeros (which makes it inactive and of length 0), scatters drop it.
 
-The rows of a slot in the target's pool, before a step of a tree of N nodes:
-
-    0 .. lengths-1                committed tokens
-    lengths                       the root: the newest token, whose KV the step writes
-    lengths+1 .. lengths+N-1      the draft nodes, written by the step; the accepted ones become committed rows
-
-Rows from ``lengths`` on are written before they are read. The drafter's pool is laid out alike, but may miss the rows
-of the tokens accepted last (`Drafter.has_pending_rows`).
+The cache rows of a slot, with a diagram, and the invariants between the records: `jspec.step.program`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from jspec.models.decoder import Model
 from jspec.models.quantize import quantize_weights
 from jspec.sampling import logits_processor as processors
 from jspec.sampling.logits_processor import LogitsProcessor
-from jspec.step.decode import Params, Program
+from jspec.step.program import Params, Program
 
 
 def build_core(

@@ -91,18 +91,18 @@ def of_chunk(
     logits_of: Callable[[Float[Array, "block hidden"]], Float[Array, "block vocab"]],
     view: SlotView,
 ) -> LogProbs:
-    """Raw ones, ``[tokens]``: of the token behind each of a chunk's; behind its last one the chunk says what comes.
+    """Raw log-probabilities ``[tokens]`` of the token after each token of a chunk; the last one's is ``chunk.root``.
 
     Args:
-        normed: hidden states behind the target's final norm.
+        normed: hidden states after the target's final norm.
         logits_of: applies the target's output head.
     """
     size = normed.shape[1]
-    behind = jnp.roll(chunk.tokens, -1).at[chunk.count - 1].set(chunk.root)
+    next_tokens = jnp.roll(chunk.tokens, -1).at[chunk.count - 1].set(chunk.root)
     block = min(BLOCK, size)
     padding = -size % block
     rows = jnp.pad(normed[0], ((0, padding), (0, 0))).reshape(-1, block, normed.shape[-1])
-    ids = jnp.pad(behind, (0, padding)).reshape(-1, block)
+    ids = jnp.pad(next_tokens, (0, padding)).reshape(-1, block)
     scores = jax.lax.map(lambda one: score(logits_of(one[0]), one[1], view), (rows, ids))
     return jax.tree.map(lambda field: field.reshape(-1, *field.shape[2:])[:size], scores)
 

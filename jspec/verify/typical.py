@@ -55,7 +55,7 @@ class Typical(SampledRule):
         warnings.warn(
             'accept="typical" does not keep the target\'s distribution; every other rule does',
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,  # the caller of `Engine`, whose constructor calls `build_core`, which calls this
         )
 
     def decide_sampled(

@@ -182,7 +182,7 @@ def test_grammar_input_with_no_allowed_first_token_raises() -> None:
     maker = GrammarInput(lettered.tokenizer(), 16, 400)
     first = sorted(maker.of(SamplingParams(grammar='start: "a" "b"'), (0,), ()).first_tokens())
     others = tuple(token for token in range(16) if token not in first)
-    with pytest.raises(ValueError, match=rf"allowed_token_ids: .*some of {re.escape(str(first))}, got"):
+    with pytest.raises(ValueError, match=rf"allowed_token_ids: .* one of {re.escape(str(first))}, got"):
         maker.of(SamplingParams(grammar='start: "a" "b"', allowed_token_ids=others), (0,), ())
     assert maker.of(SamplingParams(grammar='start: "a" "b"', allowed_token_ids=(0, first[0])), (0,), ())
 

@@ -169,7 +169,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(regex="[abc]{999}"), "table takes 1000 states x .* allowed are 400"),
     (
         dict(regex="[abc]", allowed_token_ids=[1, 2]),
-        r"allowed_token_ids: expected one of \(0,\) among them beside regex",
+        r"allowed_token_ids: expected at least one of \(0,\) beside regex",
     ),
     (dict(regex="[abc]", bad_words=[[1, 0]]), r"bad_words: expected none beside regex that ends with"),
 ]

@@ -20,7 +20,7 @@ from jspec.sampling import grammar_mask, logprobs, penalties
 from tests.reference import regular
 from tests.support import lettered, small
 from tests.support.grammar_cases import LIST
-from tests.support.views import view_of_rows
+from tests.support.views import draft_of_rows, view_of_rows
 
 pytestmark = pytest.mark.once
 pytest.importorskip("outlines_core")
@@ -54,15 +54,7 @@ def random_case(seed: int, *, chain: bool) -> tuple[np.ndarray, Draft, list[Requ
         own = {"state": RequestState(slot=ROWS - 1 - row), "output": OutputState(token_ids=output)}
         request = Request(row, (3,), params, 0, (0, 14), 100, grammar=grammar if params.regex else None, **own)
         requests.append(request)
-    draft = Draft(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        parents=jnp.asarray(parents, jnp.int32),
-        scores=jnp.zeros((ROWS, NODES)),
-        valid=jnp.ones((ROWS, NODES), bool),
-        probs=None,
-        vocab_map=None,
-    )
-    return rng.normal(0, 3, (ROWS, NODES, small.VOCAB)).astype(np.float32), draft, requests
+    return rng.normal(0, 3, (ROWS, NODES, small.VOCAB)).astype(np.float32), draft_of_rows(tokens, parents), requests
 
 
 def context(tokens: np.ndarray, parents: np.ndarray, row: int, node: int) -> list[int]:

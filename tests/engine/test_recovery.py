@@ -120,9 +120,8 @@ def test_interrupt_while_dispatching_is_raised_and_ends_running_requests(
         patch.setattr(engine.core, "_dispatch", Fault(engine.core._dispatch, 3, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPTS, PARAMS)
-    with pytest.raises(
-        RuntimeError, match="interrupted"
-    ) as caught:  # its step was lost too: an error instead of a gap in the text
+    # The stream's step was lost too: an error instead of a gap in the text.
+    with pytest.raises(RuntimeError, match="interrupted") as caught:
         list(stream)
     assert isinstance(caught.value.__cause__, KeyboardInterrupt)
 
@@ -213,14 +212,14 @@ def test_reset_state_old_buffers_are_freed_first(engine: Engine, monkeypatch: py
 def test_interrupt_while_waiting_for_a_result_loses_nothing(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class StepResult:
+    class InterruptedReport:
         def block_until_ready(self) -> None:
             raise KeyboardInterrupt
 
     stream = engine.stream(PROMPTS[3], PARAMS[3])
     got = list(next(stream).token_ids)
     plan, output = engine.core.in_flight[0]
-    engine.core.in_flight[0] = plan, replace(output, report=StepResult())  # type: ignore[type-var]
+    engine.core.in_flight[0] = plan, replace(output, report=InterruptedReport())  # type: ignore[type-var]
     request = engine.submit(PROMPTS[0], PARAMS[0])
     with pytest.raises(KeyboardInterrupt):
         engine.step()

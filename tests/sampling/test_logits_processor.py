@@ -20,7 +20,7 @@ from jspec.engine.input_processor import InputProcessor
 from jspec.sampling import logits_processor, penalties
 from tests.reference.masking import decoded
 from tests.support import lettered, small
-from tests.support.views import view_of_rows
+from tests.support.views import draft_of_rows, view_of_rows
 
 pytestmark = pytest.mark.once
 NGRAM, PLACE = 2, 6
@@ -92,14 +92,7 @@ def compare(seed: int, *, chain: bool, run: Any) -> None:
         token_history=jnp.asarray(rows, jnp.int32),
         processor=edit,
     )
-    draft = Draft(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        parents=jnp.asarray(parents, jnp.int32),
-        scores=jnp.zeros((ROWS, NODES)),
-        valid=jnp.ones((ROWS, NODES), bool),
-        probs=None,
-        vocab_map=None,
-    )
+    draft = draft_of_rows(tokens, parents)
     logits = rng.normal(0, 3, (ROWS, NODES, vocab)).astype(np.float32)
     found = np.asarray(run(jnp.asarray(logits), draft, view))
     for row, text in enumerate(texts):

@@ -20,7 +20,7 @@ from jspec.engine.penalty_input import bad_words, check, pack_controls
 from jspec.engine.request import OutputState, Request, RequestState
 from jspec.sampling import penalties, sampler
 from tests.reference import processors
-from tests.support.views import view_of_rows
+from tests.support.views import draft_of_rows, view_of_rows
 
 pytestmark = pytest.mark.once
 
@@ -58,15 +58,7 @@ def random_case(seed: int, *, chain: bool) -> tuple[np.ndarray, Draft, list[Requ
         text = OutputState(token_ids=output.tolist())
         request = Request(row, tuple(prompt.tolist()), SamplingParams(), 0, STOPS, 100, state=state, output=text)
         requests.append(request)
-    draft = Draft(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        parents=jnp.asarray(parents, jnp.int32),
-        scores=jnp.zeros((ROWS, NODES)),
-        valid=jnp.ones((ROWS, NODES), bool),
-        probs=None,
-        vocab_map=None,
-    )
-    return rng.normal(0, 3, (ROWS, NODES, VOCAB)).astype(np.float32), draft, requests
+    return rng.normal(0, 3, (ROWS, NODES, VOCAB)).astype(np.float32), draft_of_rows(tokens, parents), requests
 
 
 def with_params(request: Request, params: SamplingParams) -> Request:

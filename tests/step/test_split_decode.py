@@ -23,7 +23,7 @@ from jspec.step.executable_key import ExecutableKey
 from tests.reference import descent
 from tests.support import lettered, small
 from tests.support.grammar_cases import MASKS, PROMPTS, check_decoding, masked
-from tests.support.views import view_of_rows
+from tests.support.views import draft_of_rows, view_of_rows
 
 pytestmark = pytest.mark.once
 pytest.importorskip("llguidance")
@@ -130,8 +130,8 @@ class Alternating(Policy):
     def choose(self, bucket: int, caps: Any) -> int:
         return next(self._next)
 
-    def learn(self, reading: DispatchResult) -> None:
-        assert reading.seconds is None  # the timing of a split step says nothing about fused steps
+    def learn(self, result: DispatchResult) -> None:
+        assert result.seconds is None  # the timing of a split step says nothing about fused steps
 
 
 def test_adaptive_engine_with_a_recursive_schema_splits_steps_of_every_depth() -> None:
@@ -241,14 +241,7 @@ def test_processed_logprobs_with_host_masks_are_of_the_masked_logits() -> None:
     tokens = np.concatenate([[[1], [1]], best[:, parents[1:]]], axis=1)
     for row, node in ((0, 1), (1, 1), (1, 3)):  # wrong tokens, which are rejected
         tokens[row, node] = (tokens[row, node] + 1) % small.VOCAB
-    draft = Draft(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        parents=jnp.broadcast_to(jnp.asarray(parents, jnp.int32), (2, 5)),
-        scores=jnp.zeros((2, 5)),
-        valid=jnp.ones((2, 5), bool),
-        probs=None,
-        vocab_map=None,
-    )
+    draft = draft_of_rows(tokens, np.broadcast_to(parents, (2, 5)))
     state = penalties.unused(2, small.VOCAB)
     view = view_of_rows([1, 1]).replace(controls=state.replace(used=jnp.ones(2, bool)), masks=jnp.asarray(words))
 

@@ -1,11 +1,11 @@
-"""A bucket's view made by hand, for tests of one stage."""
+"""A bucket's view and its draft made by hand, for tests of one stage."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.records import Sampling, SlotView
+from jspec.core.records import Draft, Sampling, SlotView
 from jspec.verify import resolve
 
 
@@ -29,4 +29,16 @@ def view_of_rows(
         accept=resolve(accept),
         all_greedy=False,
         implementation="reference",
+    )
+
+
+def draft_of_rows(tokens: np.ndarray, parents: np.ndarray) -> Draft:
+    """A draft of given tokens and parents, [rows, nodes]: all nodes are valid, and it has no probabilities."""
+    return Draft(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        parents=jnp.asarray(parents, jnp.int32),
+        scores=jnp.zeros(tokens.shape),
+        valid=jnp.ones(tokens.shape, bool),
+        probs=None,
+        vocab_map=None,
     )

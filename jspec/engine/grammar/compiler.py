@@ -93,7 +93,7 @@ class GrammarInput:
         allowed = params.allowed_token_ids
         if allowed is not None and not set(allowed) & set(stop_ids):
             raise ValueError(
-                f"allowed_token_ids: expected one of {tuple(stop_ids)} among them beside {field}, because a text ends "
+                f"allowed_token_ids: expected at least one of {tuple(stop_ids)} beside {field}, because its text ends "
                 f"with such a token, got {allowed}"
             )
         wrong = next((word for word in words if word[-1] in stop_ids), None)
@@ -145,7 +145,7 @@ def _check_first_tokens(field: str, params: SamplingParams, grammar: LarkGrammar
     allowed, first = params.allowed_token_ids, grammar.first_tokens()
     if allowed is not None and not set(allowed) & first:
         raise ValueError(
-            f"allowed_token_ids: expected one of those that {field} may begin with among them, some of "
+            f"allowed_token_ids: expected at least one token that {field} may begin with, for instance one of "
             f"{sorted(first)[:10]}, got {allowed}"
         )
 
