@@ -224,7 +224,7 @@ class DecoderConfig:
         layer = self.layers[0]
         attention, flags = layer.attention, {"qkv_bias": layer.attention.bias, "qk_norm": layer.attention.qk_norm}
         names = [field.name for field in dataclasses.fields(self) if field.name != "layers"]
-        return {
+        sizes = {
             **{name: getattr(self, name) for name in names},
             "num_layers": self.num_layers,
             "num_heads": attention.heads,
@@ -234,6 +234,8 @@ class DecoderConfig:
             "rope": attention.rope,
             **{name: value for name, value in flags.items() if value},
         }
+        assert type(self).of_sizes(**sizes) == self, "a field of `LayerConfig` is missing in `of_sizes` or `sizes`"
+        return sizes
 
     def resized(self, **changes: Any) -> Self:
         """The config with other arguments of `of_sizes`."""

@@ -289,4 +289,4 @@ def matplotlib_module(module: str) -> Any:
     try:
         return importlib.import_module(f"matplotlib.{module}")
     except ImportError as error:
-        raise ImportError('jspec.tools.plot needs matplotlib: pip install "jspec[notebooks]"') from error
+        raise ImportError('jspec.plot needs matplotlib: pip install "jspec[notebooks]"') from error

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from fnmatch import fnmatch
 from pathlib import Path
 
-import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -284,81 +282,6 @@ def test_load_checkpoint_feature_layers_of_target_raises(converted):
 def test_load_checkpoint_unknown_dtype_raises_before_reading():
     with pytest.raises(ValueError, match=r"dtype.*float32, bfloat16, float16.*int8"):
         auto.load_checkpoint("/nowhere", dtype="int8")
-
-
-@pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere", "a/b/c"])
-def test_find_path_to_nothing_raises_without_hub(path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere|a/b/c"):
-        auto.load_checkpoint(path)
-
-
-def test_find_file_instead_of_folder_raises(target):
-    with pytest.raises(FileNotFoundError, match="got a file"):
-        auto.load_checkpoint(target / "config.json")
-
-
-def test_find_hub_id_downloads_bin_files_only_without_safetensors(target, monkeypatch):
-    asked = []
-
-    def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        asked.append((name, [pattern for pattern in allow_patterns if "bin" in pattern]))
-        return str(target)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert auto.load_checkpoint("owner/name").folder == target
-    assert asked == [("owner/name", [])]
-    (target / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="pytorch_model"):
-        auto.load_checkpoint("owner/name")
-    assert asked[-1] == ("owner/name", ["pytorch_model*.bin"])
-
-
-@pytest.mark.parametrize(
-    ("files", "fetched"),
-    [
-        (["medusa_lm_head.safetensors", "medusa_lm_head.pt"], ["medusa_lm_head.safetensors"]),
-        (["medusa_lm_head.pt"], ["medusa_lm_head.pt"]),
-        (["pytorch_model.bin"], ["pytorch_model.bin"]),
-        (["model.safetensors", "pytorch_model.bin"], ["model.safetensors"]),
-    ],
-)
-def test_find_hub_patterns_match_each_kind_of_weights_once(tmp_path, monkeypatch, files, fetched):
-    def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        for file in files:
-            if any(fnmatch(file, pattern) for pattern in allow_patterns):
-                (tmp_path / file).touch()
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert hub.find("owner/name") == tmp_path
-    assert sorted(file.name for file in tmp_path.iterdir()) == fetched
-
-
-def test_find_hub_error_raises_with_name(monkeypatch):
-    def download(*_, **__):
-        raise OSError("offline")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(FileNotFoundError, match=r"owner/name.*offline"):
-        auto.load_checkpoint("owner/name")
-
-
-@pytest.mark.parametrize(
-    ("generation", "config", "ids"),
-    [
-        ({"eos_token_id": [5, 7]}, {"eos_token_id": 2}, (5, 7)),
-        ({"eos_token_id": 5}, {"eos_token_id": 2}, (5,)),
-        ({"eos_token_id": None}, {"eos_token_id": 2}, (2,)),
-        (None, {"eos_token_id": [0]}, (0,)),
-        ({}, {}, ()),
-        (None, None, ()),
-    ],
-)
-def test_eos_ids_prefer_generation_config(tmp_path, generation, config, ids):
-    for name, content in (("generation_config.json", generation), ("config.json", config)):
-        if content is not None:
-            (tmp_path / name).write_text(json.dumps(content))
-    assert hub.eos_ids(tmp_path) == ids
 
 
 # ---- descriptions

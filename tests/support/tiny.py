@@ -22,7 +22,7 @@ from jspec.models.decoder import Model
 from jspec.models.params import Params, ParamSpec, model_params
 
 
-def config(vocab: int, *, layers: int = 2, hidden: int = 16) -> ModelConfig:
+def config(vocab: int, *, layers: int = 2, hidden: int = 16, **flags: bool) -> ModelConfig:
     return ModelConfig.of_sizes(
         family="llama",
         vocab_size=vocab,
@@ -36,24 +36,34 @@ def config(vocab: int, *, layers: int = 2, hidden: int = 16) -> ModelConfig:
         rope=Rope(),
         tie_word_embeddings=False,
         max_position=4096,
+        **flags,
     )
 
 
-def model(vocab: int, *, seed: int = 0, layers: int = 2, hidden: int = 16, sharpness: float = 1.0) -> Model:
-    """A random decoder; a larger sharpness makes its distributions more peaked."""
-    rng, c = np.random.default_rng(seed), config(vocab, layers=layers, hidden=hidden)
+def model(
+    vocab: int, *, seed: int = 0, layers: int = 2, hidden: int = 16, sharpness: float = 1.0, **flags: bool
+) -> Model:
+    """A random decoder; a larger sharpness makes its distributions more peaked.
+
+    Args:
+        flags: `qkv_bias` and `qk_norm` of all layers.
+    """
+    rng, c = np.random.default_rng(seed), config(vocab, layers=layers, hidden=hidden, **flags)
     gains, params = {"qkv": 2.0, "embed": 4.0, "head": sharpness}, model_params(c)
     weights = {}
     for name in sorted(params, key=layers_first):
-        kind = name.rpartition(".")[2]
-        is_norm = params[name].init == "ones"
-        values = rng.uniform(0.5, 1.5, hidden) if is_norm else _normal(rng, params[name], gains.get(kind, 1.0))
+        kind, spec = name.rpartition(".")[2], params[name]
+        is_norm = spec.init == "ones"
+        values = rng.uniform(0.5, 1.5, spec.shape) if is_norm else _normal(rng, spec, gains.get(kind, 1.0))
         weights[name] = jnp.asarray(values, jnp.float32)
     return Model.from_weights(c, unflatten(weights))
 
 
 # The order in which values are drawn; tests depend on the weights that a seed gives.
-ORDER = ("attn_norm", "qkv", "o", "mlp_norm", "gate_up", "down", "embed", "norm", "head")
+ORDER = (
+    *("attn_norm", "qkv", "o", "mlp_norm", "gate_up", "down", "embed", "norm", "head"),
+    *("qkv_bias", "q_norm", "k_norm"),
+)
 
 
 def layers_first(name: str) -> tuple[bool, int, int]:
