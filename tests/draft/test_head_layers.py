@@ -164,7 +164,7 @@ def test_precompute_first_layer_whole_vocabulary_is_skipped() -> None:
     assert Eagle3(head, Tree.chain(2)).bind(TARGET).precomputed is None
 
 
-@pytest.mark.parametrize("norm_output", [False, True])
+@pytest.mark.parametrize("norm_output", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_mlp_part_quantised_norms_equal_later_quantisation(norm_output: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The norm's kernel quantises its output unless that is fed back; with two layers also between layers."""
     head = quantize_weights(two_layers(), "fp8_dynamic")

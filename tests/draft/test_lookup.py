@@ -181,7 +181,7 @@ def test_draft_state_is_no_constant_of_the_program(method: str) -> None:
 
 
 PROMPTS = [[3, 1, 4, 3, 1], [1, 5], [9, 2, 6, 5, 9, 2, 6, 5, 9, 2], [3]]
-OPTIONS: dict[str, Any] = dict(slots=2, max_len=small.MAX_LEN, buckets=(2,), prefill_buckets=(8,))
+OPTIONS: dict[str, Any] = dict(slots=2, max_len=small.MAX_LEN, buckets=(2,), prefill_buckets=(8,), controls=False)
 TOKENS = 20
 
 

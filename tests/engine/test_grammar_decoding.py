@@ -28,7 +28,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     [
         pytest.param(TABLE, lettered.chain, id="table-chain"),
         pytest.param(TABLE, lettered.tree, id="table-tree", marks=pytest.mark.long),
-        pytest.param(MASKS, lettered.chain, id="masks-chain"),
+        pytest.param(MASKS, lettered.chain, id="masks-chain", marks=pytest.mark.long),
         pytest.param(MASKS, lettered.tree, id="masks-tree"),
     ],
 )

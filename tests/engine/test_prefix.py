@@ -16,7 +16,7 @@ from jspec import Completion, Drafter, DraftModel, Eagle3, Engine, SamplingParam
 from jspec.core.records import PrefillInput
 from jspec.engine.model_runner import ModelRunner
 from jspec.step.executable_key import ExecutableKey
-from tests.support import small, tiny
+from tests.support import cover, small, tiny
 
 pytestmark = pytest.mark.once
 
@@ -95,8 +95,7 @@ def cached_tokens(done: list[Completion]) -> list[int]:
 TURNS = ((9, 6), (1, 3), (3, 8), (1, 1), (2, 7), (5, 5))
 
 
-@pytest.mark.parametrize("controls", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(("name", "controls"), cover.checkerboard(DRAFTERS, (GREEDY, SAMPLED), ("greedy", "sampled")))
 def test_prefix_hits_keep_tokens_and_drafts(name: str, controls: dict[str, Any]) -> None:
     one, other = (chat(engine(name, cached=cached), controls, TURNS) for cached in (True, False))
     assert tokens(one) == tokens(other)

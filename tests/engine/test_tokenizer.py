@@ -170,7 +170,7 @@ def test_detokenizer_ids_without_text_hide_no_prompt(request: pytest.FixtureRequ
 
 
 @pytest.mark.parametrize("name", list(FOLDERS))
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_detokenizer_random_ids_give_the_whole_text(
     name: str, request: pytest.FixtureRequest, data: st.DataObject

@@ -50,5 +50,19 @@ def thinned(cases: Iterable[Any], *, every: int, name: Callable[[Any], str], is_
     return [pytest.param(case, marks=marks(index), id=name(case)) for index, case in enumerate(cases)]
 
 
+def checkerboard(names: Iterable[str], options: Iterable[Any], labels: Iterable[str] | None = None) -> list[Any]:
+    """All pairs as parameters of a test; by default each name with every second option, the other pairs by -m long.
+
+    Args:
+        labels: names of the options in the test's id; None: the options themselves.
+    """
+    named = list(zip(options, options if labels is None else labels, strict=True))
+    return [
+        pytest.param(name, option, id=f"{name}-{text}", marks=[pytest.mark.long] * ((row + column) % 2))
+        for row, name in enumerate(names)
+        for column, (option, text) in enumerate(named)
+    ]
+
+
 def label(case: Mapping[str, Any]) -> str:
     return "-".join(str(value) for value in case.values())

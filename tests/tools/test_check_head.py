@@ -153,7 +153,7 @@ def test_report_right_setting_agrees_best_without_longest_chains(recorded: Recor
             "feature_layers=(2, 4, 5)",
             True,
         ),  # the same ids, read as states
-        ({"eagle_config": {}, IDS: [3, 5, 6]}, "feature_layers=(2, 4, 5)", False),
+        pytest.param({"eagle_config": {}, IDS: [3, 5, 6]}, "feature_layers=(2, 4, 5)", False, marks=pytest.mark.long),
         ({"rope_theta": 500000.0}, "rope_theta=10000", True),
     ],
     ids=["layers one too low", "layers one too high", "theta"],

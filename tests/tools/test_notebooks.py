@@ -25,7 +25,7 @@ def test_notebooks_exist_and_some_are_guides() -> None:
     assert 0 < len(GUIDES) < len(NOTEBOOKS)
 
 
-LONG = ("1_quickstart", "3_draft_methods", "4_trees_and_acceptance")  # a minute each
+LONG = ("1_quickstart", "3_draft_methods", "4_trees_and_acceptance", "7_serving")
 
 
 @pytest.mark.parametrize(
