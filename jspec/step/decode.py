@@ -1,6 +1,6 @@
-"""One speculative decoding step (draft, verify, accept, commit) as one compiled program.
+"""One speculative decoding step as one compiled program, in four stages: draft, verify, accept, commit.
 
-The state's rows and invariants: `jspec.step.program`. Prompts: `jspec.step.prefill`.
+By-products: log-probabilities and the report. Invariants: `jspec.step.program`. Prompts: `jspec.step.prefill`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _output_of(results: Sequence[Any]) -> StepOutput:
 def spec_round(
     program: Program, params: Params, state: SlotState, slots: Int[Array, "batch"]
 ) -> tuple[SlotState, Int[Array, "batch columns"], Trace | None, LogProbs | None]:
-    """Run one round: the five stages in order.
+    """Run one round: the four stages in order, and its by-products.
 
     Returns:
         The new state, the packed report, and the trace and log-probabilities if the program returns them.
