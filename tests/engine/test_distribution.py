@@ -95,7 +95,6 @@ def make(target, drafter, accept: str) -> Engine:
         prefill_buckets=(4,),
         prefill_budget=64,  # texts are short: all slots are filled before a round
         prefix_cache=False,
-        controls=False,
     )
 
 
