@@ -1,4 +1,4 @@
-"""Chooses between a kernel and its reference, for the platform that a program is compiled for."""
+"""Chooses between a Pallas kernel and its jax.numpy reference by the platform that a program is compiled for."""
 
 import functools
 from collections.abc import Callable
@@ -16,21 +16,21 @@ def dispatch(
     reference: Callable,
     *arguments: Any,
 ) -> Any:
-    """Applies the kernel or the reference to `arguments`.
+    """Returns the result of the kernel or of the reference for `arguments`.
 
     The platform is known when the program is lowered, not when it is traced: a program compiled for a GPU on a CPU-only
     machine holds the kernel, and only the chosen branch reaches the compiler.
 
     Args:
-        implementation: "auto": the kernel on an NVIDIA GPU where the call is supported, else the reference;
+        implementation: "auto": the kernel on an NVIDIA GPU if it supports the call, else the reference;
             "pallas": the kernel, interpreted on a CPU; "reference": the reference.
-        unsupported: the limit of the kernel that this call exceeds; None if it is supported.
-        kernel: function of the arguments and `interpret`.
-        reference: function of the arguments.
+        unsupported: text that names the limit of the kernel which this call exceeds; None: the kernel supports it.
+        kernel: function (*arguments, interpret=bool).
+        reference: function (*arguments) with the same result.
 
     Raises:
         ValueError: unknown implementation.
-        NotImplementedError: "pallas" for a call that is not supported.
+        NotImplementedError: implementation is "pallas" and the kernel does not support the call.
     """
     if implementation not in ("auto", "pallas", "reference"):
         raise ValueError(f'implementation must be "auto", "pallas" or "reference", got {implementation!r}')
@@ -46,18 +46,21 @@ def dispatch(
 
 
 def resolve(implementation: str, device: jax.Device) -> str:
-    """Resolves "auto" for a device to "reference" unless it is an NVIDIA GPU, so that unused kernels are not traced."""
+    """Returns `implementation`, or "reference" for "auto" on devices but NVIDIA GPUs, to trace no unused kernel."""
     return "reference" if implementation == "auto" and not _capability(device) else implementation
 
 
 def _capability(device: jax.Device) -> str:
-    """Compute capability of an NVIDIA GPU; "" for any other device."""
+    """Returns the compute capability of an NVIDIA GPU, like "9.0"; "" for any other device."""
     capability = str(getattr(device, "compute_capability", ""))
-    return capability if capability.replace(".", "").isdecimal() else ""  # AMD's is a name, like "gfx90a"
+    return capability if capability.replace(".", "").isdecimal() else ""  # an AMD GPU has a name here, like "gfx90a"
 
 
 def describe(implementation: str, device: jax.Device) -> str:
-    """Says what `dispatch` runs on a device, and why; unsupported calls run the reference anyway."""
+    """Describes in words which implementation `dispatch` runs on a device, and why.
+
+    Calls that a kernel does not support run the reference in any case but "pallas".
+    """
     capability = _capability(device)
     name = device.device_kind + (f", compute capability {capability}" if capability else "")
     if implementation == "reference":

@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache: append, rotate, attend, merge."""
+"""Attention over the paged KV cache: rotate queries and keys, append keys and values, attend, merge splits."""

@@ -1,4 +1,4 @@
-"""Ancestor masks of trees as packed bits: bit j % 32 of word j // 32 of row n says that node n sees node j."""
+"""Ancestor masks of draft trees as packed bits: bit j % 32 of word j // 32 of row n is set if node n sees node j."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,19 +9,19 @@ ALL_ONES = np.uint32(2**WORD - 1)
 
 
 def num_words(n: int) -> int:
-    """Number of words that hold n bits."""
+    """Returns the number of 32-bit words that hold n bits."""
     return -(-n // WORD)
 
 
 def own_bits(rows: Int[np.ndarray, " n"], size: int) -> UInt32[np.ndarray, "n W"]:
-    """Bit masks of `size` bits in which only the row's own bit is set."""
+    """Returns packed masks of `size` bits, one for each of the given rows, in which only bit `row` is set."""
     bits = np.zeros((len(rows), num_words(size)), np.uint32)
     bits[np.arange(len(rows)), rows // WORD] = np.uint32(1) << (rows % WORD).astype(np.uint32)
     return bits
 
 
 def ancestor_bits(parents: Int32[Array | np.ndarray, "B N"]) -> UInt32[Array, "B N W"]:
-    """Ancestor mask of a tree: each node sees itself and its ancestors.
+    """Returns the packed ancestor masks of trees, in which each node sees itself and its ancestors.
 
     Args:
         parents: index of each node's parent [B, N], smaller than the node's own; -1 for the root and padding nodes.
@@ -30,7 +30,7 @@ def ancestor_bits(parents: Int32[Array | np.ndarray, "B N"]) -> UInt32[Array, "B
         Bit j % 32 of word j // 32 of row n is set iff j == n or j is an ancestor of n.
     """
     batch, nodes = parents.shape
-    # Pointer doubling. "No parent" is one more node, which sees nothing and is its own parent.
+    # Pointer doubling. An extra last node means "no parent": it sees nothing, and is its own parent.
     ancestors = jnp.where(parents < 0, nodes, parents).astype(jnp.int32)
     ancestors = jnp.pad(ancestors, ((0, 0), (0, 1)), constant_values=nodes)
     own = np.pad(own_bits(np.arange(nodes), nodes), ((0, 1), (0, 0)))
@@ -42,22 +42,22 @@ def ancestor_bits(parents: Int32[Array | np.ndarray, "B N"]) -> UInt32[Array, "B
 
 
 def causal_bits(n: int) -> UInt32[np.ndarray, "n W"]:
-    """Ancestor mask of a chain of n nodes: node t sees nodes 0 to t."""
+    """Returns the packed ancestor mask of a chain of n nodes, in which node t sees nodes 0 to t."""
     seen = np.tri(n, num_words(n) * WORD, dtype=np.uint32).reshape(n, num_words(n), WORD)
     return (seen << np.arange(WORD, dtype=np.uint32)).sum(-1, dtype=np.uint32)
 
 
 def mask_tile(words: list[Array], first: Array, low: Array, high: Array, tile: int) -> Array:
-    """In a kernel: expands packed bits to a mask of a tile's columns.
+    """In a kernel: expands packed ancestor bits to the attention mask of one tile of the context.
 
-    Column c is new row `first` + c. A query sees it if its bit is set and low <= first + c < high; rows below 0 are
-    committed and have their bits set. The bits are shifted to the columns once for 32 columns instead of being looked
-    up for each column.
+    New rows are numbered from 0; the committed rows before them have negative numbers. Column c of the tile is row
+    `first` + c. A query sees a row if low <= row < high and the row is committed or its bit is set. The bits are
+    shifted once for 32 columns instead of being looked up for each column.
 
     Args:
         words: the queries' packed bits, one array [queries] per word.
-        first: new row of column 0; below 0 for committed rows.
-        low, high: the visible new rows.
+        first: row number of column 0.
+        low, high: first visible row, and one past the last.
         tile: number of columns.
 
     Returns:
@@ -65,7 +65,7 @@ def mask_tile(words: list[Array], first: Array, low: Array, high: Array, tile: i
     """
 
     def word_at(start):
-        """The queries' bits of new rows `start` to `start` + 31."""
+        """Returns a word per query: its bits for rows `start` to `start` + 31."""
         index, shift = start // WORD, (start & (WORD - 1)).astype(jnp.uint32)
         word, following = _word(words, index), _word(words, index + 1)
         bits = (word >> shift) | ((following << 1) << (WORD - 1 - shift))
@@ -79,7 +79,7 @@ def mask_tile(words: list[Array], first: Array, low: Array, high: Array, tile: i
 
 
 def _word(words: list[Array], index: Array) -> Array:
-    """Word number `index` of each query: all ones before the first word, zero after the last."""
+    """Returns word number `index` of each query: all ones before the first word, zero after the last."""
     word = jnp.where(index < 0, jnp.full_like(words[0], ALL_ONES), 0)
     for place, own in enumerate(words):
         word = jnp.where(index == place, own, word)
@@ -87,6 +87,6 @@ def _word(words: list[Array], index: Array) -> Array:
 
 
 def _low_ones(count: Array) -> Array:
-    """A word whose lowest `count` bits are ones; count may be below 0 or above 32."""
+    """Returns a word whose lowest `count` bits are ones; `count` may be below 0 or above 32."""
     ones = (jnp.uint32(1) << jnp.clip(count, 0, WORD - 1).astype(jnp.uint32)) - 1
     return jnp.where(count >= WORD, ALL_ONES, ones)

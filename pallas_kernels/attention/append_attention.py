@@ -1,9 +1,10 @@
 """Rotates queries and keys, writes keys and values to their pages and attends, in one kernel instead of two.
 
-A program of `paged_attention` reads tiles of a context that no program of another split reads. So it can write the new
-rows that lie in its own tiles before it reads them; where several programs hold queries of the same split, each writes
-the same values. Every program rotates the queries that it holds. The result is that of `rotate_append` followed by
-`paged_attention`, provided that the pages new rows go to are in the table of one sequence only.
+`paged_attention` divides a context into splits, and a tile of the context is read only by Pallas programs of one split.
+So a program can write the new rows that lie in its own tiles before it reads them; where several programs hold queries
+of the same split, each of them writes the same values. Every program rotates the queries that it holds. The result is
+that of `rotate_append` followed by `paged_attention`, provided that each page which receives new rows is in the page
+table of one sequence only.
 """
 
 import functools
@@ -32,7 +33,7 @@ from pallas_kernels.attention.tiling import choose_tiles
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantized import FP8, PartialSums, QuantizedActivation, Scaled
 
-MOST_ROWS = 8  # new rows per sequence: a tree of 60 nodes took 19.5 us in one kernel, 2.9 + 12.5 us in two
+MOST_ROWS = 8  # new rows per sequence for the one kernel: a tree of 60 nodes took 19.5 us in it, 2.9 + 12.5 us in two
 
 
 def _kernel(
@@ -44,21 +45,21 @@ def _kernel(
     lengths_ref,  # [B] int32, committed rows
     *refs,  # mask_ref [B, T, W] uint32, if there are bits;
     # cos_sin_ref [2, B, T, D / 2] float32; pool_row_ref [B, T] int32: page * page size + row in the page, or -1;
-    # outputs: those of `attend`, then k_ref and v_ref [pages, KH, page, D]
+    # outputs: as in `attend`, then k_ref and v_ref [pages, KH, page, D]
     # static parameters
     tiles,
     arithmetic,
     heads,  # query heads
-    dtype,  # the model's
+    dtype,  # of the queries: the model's dtype
 ):
-    """One program of `attend`, which first writes the new rows that lie in its own tiles."""
+    """One Pallas program: writes the new rows that lie in the tiles of its split, then attends (see `attend`)."""
     mask_ref, cos_sin_ref, pool_row_ref, *out_refs, k_ref, v_ref = refs if tiles.words else (None, *refs)
     kv_head, sequence, half = pl.program_id(1), pl.program_id(2), cos_sin_ref.shape[-1]
     split, (_, kv_heads, page, dim), tokens = pl.program_id(0) % tiles.splits, k_ref.shape, qkv_ref.shape[2]
     length = lengths_ref[sequence]
 
     def load_queries(query, head, layout):
-        """Issues all loads of the projection at once, writes the program's new rows and returns the queries."""
+        """Writes the new rows of this program's split, and returns its rotated queries; issues all loads at once."""
         channels = layout.channels
 
         def columns(token):
@@ -70,7 +71,7 @@ def _kernel(
             return [half.astype(dtype) for half in halves]
 
         queries = rotated(query[:, None], head[:, None], tiles.packed)
-        # New rows of this split: MOST_ROWS are loaded, those of other splits are not written.
+        # MOST_ROWS new rows are loaded; only rows that lie in tiles of this split are written.
         row = jnp.arange(MOST_ROWS)[:, None]
         is_own = (row < tokens) & ((length + row) // tiles.tile % tiles.splits == split)
         token = jnp.minimum(row, tokens - 1)
@@ -120,7 +121,7 @@ def _pallas(
 
 
 def _two_kernels(*arguments, heads, start, dtype, quantize_output, implementation):
-    """`rotate_append`, then `paged_attention`."""
+    """Returns the result of `append_attention`, computed by `rotate_append` and then `paged_attention`."""
     *inputs, bits = arguments
     q, *pools = rotate_append(*inputs, heads=heads, dtype=dtype, implementation=implementation)
     page_table, lengths = inputs[5:7]
@@ -147,19 +148,20 @@ def append_attention(
     quantize_output: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T H D"] | QuantizedActivation, Pool, Pool]:
-    """Attention of new rows whose keys and values are written from row lengths[b] on.
+    """Writes keys and values of new rows to the cache from row lengths[b] on, and returns the new rows' attention.
 
-    One kernel for up to 8 new rows per sequence, pools of two or four bytes per value, and a projection without scales
-    to apply; else two kernels.
+    This takes one kernel if a sequence has up to 8 new rows, the pools have two or four bytes per value, and the
+    projection has no scales to apply; otherwise two kernels.
 
     Args:
         k_pool, v_pool, qkv, positions, inv_freq, valid, heads, dtype: as in `rotate_append`.
-        page_table: page numbers [B, P]; a page that new rows go to belongs to one sequence only.
-        lengths, bits, start, quantize_output: as in `paged_attention`; the queries' own rows are the new ones.
+        page_table: page numbers [B, P]; a page that receives new rows must belong to one sequence only.
+        lengths, bits, start, quantize_output: as in `paged_attention`; the new rows are those of the queries.
         implementation: as in `paged_attention`.
 
     Returns:
-        Attention in `dtype`, or quantised from it, and the pools, in the memory of the old ones if those are donated.
+        The attention in `dtype`, or quantised from `dtype`, and the two pools, in the memory of the old ones if those
+        are donated.
 
     Raises:
         NotImplementedError: "pallas" with a shape or dtype that the kernels do not support.

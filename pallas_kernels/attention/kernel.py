@@ -1,4 +1,4 @@
-"""The kernel of `paged_attention`: attention over one split of a context. `merge` combines the splits."""
+"""The kernel of `paged_attention`: attention over one split of a context. `merge` has the kernels that merge splits."""
 
 import dataclasses
 import functools
@@ -17,21 +17,21 @@ from pallas_kernels.attention.tiling import MMA_ROWS, Tiles, own_tiles
 
 
 class Arithmetic(NamedTuple):
-    """Static parameters: how scores and sums are computed."""
+    """Static parameters of the kernel: how it computes scores and sums."""
 
-    scale: float  # of the scores
-    dtype: jnp.dtype  # operands of the matrix products
-    precision: Any  # of the matrix products
-    interpret: bool  # on a CPU: jax operations instead of PTX instructions
+    scale: float  # factor of the scores
+    dtype: jnp.dtype  # dtype of the operands of the matrix products
+    precision: Any  # precision of the matrix products
+    interpret: bool  # interpreted on a CPU: jax operations instead of PTX instructions
 
 
 class KVRefs(NamedTuple):
-    """References to the cache and to what tells which rows of it a query sees."""
+    """References to the KV cache, and to the arrays that define which of its rows a query sees."""
 
     k: Any  # [pages, KH, page, D] in the pool's dtype, or [pages, KH, page, D / 2] uint16: pairs of float8
     v: Any  # as k
     page_table: Any  # [B, P] int32
-    lengths: Any  # [B] int32, committed rows
+    lengths: Any  # [B] int32, number of committed rows
     mask: Any  # ancestor bits [B, T, W] uint32, or paths [B, T, depths] int32; None: causal
 
 
@@ -47,7 +47,7 @@ def attend_kernel(
     tiles,
     arithmetic,
 ):
-    """One program of `attend` with queries that are already rotated."""
+    """One Pallas program: attends (see `attend`) for queries that are already rotated, in `q_ref`."""
     batch, (mask_ref, *out_refs) = pl.program_id(2), refs if tiles.words or tiles.depths else (None, *refs)
 
     def load_queries(query, head, layout):
@@ -59,33 +59,33 @@ def attend_kernel(
     attend(load_queries, kv, out_refs, pairs=pairs, tiles=tiles, arithmetic=arithmetic)
 
 
-class Program(NamedTuple):
-    """Which part of the work one program of the grid does."""
+class GridIndex(NamedTuple):
+    """Indices of the work of one Pallas program."""
 
-    batch: Array  # sequence
-    kv_head: Array
-    split: Array  # of the context
-    block: Array  # of `tiles.packed` rows (query, head of the group)
+    batch: Array  # index of the sequence
+    kv_head: Array  # index of the KV head
+    split: Array  # index of the split of the context
+    block: Array  # index of the block of `tiles.packed` packed rows (pairs of a query and a query head of the group)
 
 
 class ChannelLayout:
-    """Which channels of a row each vector in a program's registers holds.
+    """Which channels of a row each of the vectors holds that a Pallas program loads it into.
 
     Args:
-        elements: elements of a pool's row.
-        pairs: channels of an element: 1, or 2 for pairs of float8; even and odd channels are then separate vectors.
-        parts: vectors in which a row is read: 1, or 2 for the halves that a rotation combines.
+        elements: number of elements of a row in the pool.
+        pairs: channels per element: 1, or 2 for pairs of float8, whose even and odd channels become separate vectors.
+        parts: number of vectors that a row is loaded into: 1, or 2 for the two halves that a rotation combines.
     """
 
     def __init__(self, elements: int, pairs: int, parts: int):
         self.size = elements // parts
         column = jnp.arange(max(pl.next_power_of_2(self.size), MMA_ROWS))[None, :]
         self.is_column, self.width = column < self.size, column.shape[-1]
-        self.columns = [part * self.size + column for part in range(parts)]  # elements, [1, width] each
+        self.columns = [part * self.size + column for part in range(parts)]  # element indices, [1, width] each
         self.channels = [columns * pairs + half for columns in self.columns for half in range(pairs)]
 
     def load_mask(self, rows: int) -> dict[str, Any]:
-        """Options of a load of [rows, width]; a mask only where width is padded to a power of two."""
+        """Returns the mask options of a load of [rows, width]; empty unless the width is padded to a power of two."""
         if self.width == self.size:
             return {}
         return {"mask": jnp.broadcast_to(self.is_column, (rows, self.width)), "other": 0}
@@ -96,52 +96,54 @@ class ContextReader:
     """Reads tiles of one split of a sequence's context."""
 
     kv: KVRefs
-    program: Program
+    grid: GridIndex
     rows: KVRange
     layout: ChannelLayout
     tiles: Tiles
     arithmetic: Arithmetic
 
     def first_row(self, index):
-        """First row of the split's index-th tile; tiles go to the splits round-robin."""
-        return (index * self.tiles.splits + self.program.split) * self.tiles.tile
+        """Returns the first row of the split's tile number `index`; tiles of a context go to splits round-robin."""
+        return (index * self.tiles.splits + self.grid.split) * self.tiles.tile
 
     def tile_rows(self, index):
-        """Row numbers of the split's index-th tile, [tile]."""
+        """Returns the row numbers of the split's tile number `index`, [tile]."""
         return self.first_row(index) + jnp.arange(self.tiles.tile)
 
     def locate(self, index):
-        """Pages of a tile's rows and, with paths, the row that each depth names; read one loop step ahead.
+        """Returns page numbers of a tile's rows [tile] and, if queries have paths, the cache row read per depth [tile].
 
-        K and V are prefetched only if their addresses do not depend on a load of the same step.
+        They are loaded one loop iteration ahead: K and V are prefetched only if their addresses do not depend on a load
+        of the same iteration.
         """
         row, length = self.tile_rows(index), self.rows.length
         if self.tiles.depths:
             depth = jnp.clip(row - length, 0, self.tiles.depths - 1)
-            node = self.kv.mask.at[self.program.batch, self.program.block, depth]
+            node = self.kv.mask.at[self.grid.batch, self.grid.block, depth]
             node = pltriton.load(node, mask=row >= length, other=0)
             row = jnp.where(row >= length, jnp.where(node < 0, self.tiles.capacity, length + node), row)
         column, _ = divmod_u32(jnp.minimum(row, self.tiles.capacity - 1), self.tiles.page)
-        page = pltriton.load(self.kv.page_table.at[self.program.batch, column])
+        page = pltriton.load(self.kv.page_table.at[self.grid.batch, column])
         return (page, row) if self.tiles.depths else (page,)
 
     def load(self, row, page, source, *, masked):
-        """Loads a tile's keys and values.
+        """Loads the keys and values of one tile.
 
         Args:
-            row: the tile's row numbers [tile].
-            page: pages of the rows [tile].
-            source: the rows read for them: with paths other than `row` [tile].
+            row: row numbers of the tile [tile].
+            page: page numbers of the rows [tile].
+            source: cache rows that hold the keys and values [tile]; they differ from `row` if queries have paths.
             masked: load only rows that some query sees.
 
         Returns:
-            Keys and values as vectors [tile, width], and bool [tile]: rows that some query sees.
+            The keys and the values, each as a list of vectors [tile, width], and bool [tile]: whether some query sees
+            the row.
         """
         tiles, dtype, interpret = self.tiles, self.arithmetic.dtype, self.arithmetic.interpret
         is_loaded = (row < self.rows.end) & (row >= self.rows.lowest)
         if tiles.depths:
             is_loaded &= source < tiles.capacity
-        at = (page[:, None], self.program.kv_head, divmod_u32(source, tiles.page)[1][:, None])
+        at = (page[:, None], self.grid.kv_head, divmod_u32(source, tiles.page)[1][:, None])
         options = self.layout.load_mask(tiles.tile)
         if masked:
             rows_loaded = jnp.broadcast_to(is_loaded[:, None], (tiles.tile, self.layout.width))
@@ -155,7 +157,7 @@ class ContextReader:
 
 
 class SoftmaxSums(NamedTuple):
-    """Running sums of an online softmax, for each packed row."""
+    """Running sums of an online softmax, for each packed row (pair of a query and a query head)."""
 
     values: list[Array]  # weighted sum of values, float32 [packed, width] for each vector
     top: Array  # largest score, float32 [packed]
@@ -165,7 +167,15 @@ class SoftmaxSums(NamedTuple):
 def online_softmax_update(
     sums: SoftmaxSums, scores: Array, v: list[Array], factor: float, arithmetic: Arithmetic
 ) -> SoftmaxSums:
-    """Adds a tile to the sums: float32 scores [packed, tile], values [tile, width] each; weights in base 2."""
+    """Returns the running sums with one tile of the context added.
+
+    Args:
+        sums: the sums of the tiles before.
+        scores: float32 [packed, tile].
+        v: values of the tile, one array [tile, width] per vector.
+        factor: softmax weights are 2**(factor * score).
+        arithmetic: how the sums are computed.
+    """
     acc, top, total = sums
     dtype, precision, interpret = v[0].dtype, arithmetic.precision, arithmetic.interpret
     ones = jnp.ones((scores.shape[1], MMA_ROWS), dtype)  # a product with ones costs less than a sum over columns
@@ -192,41 +202,46 @@ def attend(
     pairs=1,
     parts=1,
 ):
-    """One program: attention of `tiles.packed` rows (query, head) of one KV head over one split of the context.
+    """One Pallas program: attention of one block of queries of one KV head over one split of the context.
+
+    A block is `tiles.packed` packed rows: pairs of a query and a query head of the KV head's group.
 
     Args:
-        load_queries: function (query, head, layout) that returns the vectors [packed, width] of those rows; it runs
-            before any tile of the cache is read, and may write to the cache.
-        kv: `KVRefs`.
-        out_refs: the output [B, T, H, D]; with several splits the splits' outputs [B, T, H, splits, D] and base-2
-            log-sum-exps [B, T, H, splits], both float32, of the splits that hold rows.
+        load_queries: function (query, head, layout) that returns the block's queries as vectors [packed, width]; it
+            runs before any tile of the cache is read, and may write to the cache.
+        kv: references to the cache and the mask.
+        out_refs: the output [B, T, H, D]; or, with several splits, the outputs of the splits [B, T, H, splits, D] and
+            their base-2 log-sum-exps [B, T, H, splits], both float32, written only for splits that have rows to read.
+        tiles: static sizes of the call.
+        arithmetic: how scores and sums are computed.
         pairs, parts: as in `ChannelLayout`.
     """
     batch, kv_head = pl.program_id(2), pl.program_id(1)
     split, block = pl.program_id(0) % tiles.splits, pl.program_id(0) // tiles.splits
-    program = Program(batch, kv_head, split, block)
-    # The packed rows of this program: queries times heads of the group, padded.
+    grid = GridIndex(batch, kv_head, split, block)
+    # The packed rows of this block: pairs of a query and a head of the group, padded.
     packed_row = block * tiles.packed + jnp.arange(tiles.packed)
     query, member = packed_row // tiles.span, packed_row % tiles.span
     is_real = (query < tiles.queries) & (member < tiles.group)
     head = kv_head * tiles.group + member
     layout = ChannelLayout(kv.k.shape[-1], pairs, parts)
-    # The tiles of this split: from `begin` to `end` of its own numbering.
+    # The tiles of this split, numbered within the split: from `begin` to `end`.
     rows = kv_range(kv.lengths[batch], block, tiles)
     bounds = rows.first // tiles.tile, pl.cdiv(rows.end, tiles.tile)
     begin, end = (own_tiles(tile, split, tiles.splits) for tile in bounds)
-    context = ContextReader(kv, program, rows, layout, tiles, arithmetic)
+    context = ContextReader(kv, grid, rows, layout, tiles, arithmetic)
 
     def attend_tiles():
         factor = arithmetic.scale * math.log2(math.e)
         ranges = tile_ranges(rows, begin, end, split, tiles)
-        # Each loop has its own first pages: handed on from the loop before, every step would wait for them.
+        # Each loop gets its own first page numbers: if the loop before handed them on, every iteration would wait for
+        # them.
         first_locations = [context.locate(first) for first, _, _ in ranges]
 
         # Queries. Padding rows load a real row (clamped index), so no mask is needed; their result is not stored.
         loaded_query = jnp.minimum(query, tiles.queries - 1)
         q = load_queries(loaded_query, kv_head * tiles.group + jnp.minimum(member, tiles.group - 1), layout)
-        if q[0].dtype != arithmetic.dtype:  # whose range may be smaller: scale first, in float32
+        if q[0].dtype != arithmetic.dtype:  # its range may be smaller: scale first, in float32
             q, factor = [half.astype(jnp.float32) * factor for half in q], 1.0
         q = [half.astype(arithmetic.dtype) for half in q]
         words = [pltriton.load(kv.mask.at[batch, loaded_query, w]) for w in range(tiles.words)]
@@ -241,7 +256,7 @@ def attend(
             if masked:
                 visible = visible_rows(row, context.first_row(index), is_loaded, query, words, rows, tiles)
                 scores = jnp.where(visible, scores, -jnp.inf)
-                # Rows that were not loaded, or that only their own padding query sees, may be NaN: 0 * NaN is NaN.
+                # Rows that were not loaded, or that only a padding query sees, may hold NaN: 0 * NaN is NaN.
                 v = [replace_nonfinite(half, arithmetic.interpret) for half in v]
             return online_softmax_update(sums, scores, v, factor, arithmetic), context.locate(index + 1)
 
@@ -254,7 +269,7 @@ def attend(
         for (first, stop, masked), location in zip(ranges, first_locations, strict=True):
             sums, _ = jax.lax.fori_loop(first, stop, functools.partial(step, masked=masked), (sums, location))
 
-        # Normalise and store. One division a row: a division costs as much as several multiplications.
+        # Normalise and store. One division per row: a division costs as much as several multiplications.
         total = jnp.max(sums.total, axis=1)
         at = (batch, query[:, None], head[:, None], *([split] if tiles.splits > 1 else []))
         inverse = (1.0 / jnp.where(total == 0, 1.0, total))[:, None]

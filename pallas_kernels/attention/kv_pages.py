@@ -1,12 +1,12 @@
-"""Rows of a paged KV cache: append new ones, move the accepted path of a tree.
+"""Writes to a paged KV cache: appends new rows, and moves the rows of a tree's accepted path to their final place.
 
 Layout: one pool each for K and V, [pages, kv_heads, page, head_dim]; row r of sequence b is at
 pool[page_table[b, r // page], :, r % page]. Page 0 is the null page, which is never read.
-A row is skipped if it is not valid, or if it lies beyond the page table.
+A row is not written if it is not valid, or if it lies beyond the page table.
 
 A pool of float8_e4m3fn has no scale; values are clipped to +-448.
 
-One kernel writes both pools in place: donate them, and use only the returned ones.
+One kernel writes both pools in place: donate the pools, and use only the returned ones.
 """
 
 import functools
@@ -20,29 +20,32 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantize_rows import FP8, LARGEST
 
-LAYERS = 8  # that one kernel moves rows of: the kernel's code grows with each
-HEAD_DIMS = range(16, 257, 16)  # that the kernels support; widths are padded to powers of two
+LAYERS = 8  # layers per kernel that moves rows: its code grows with every layer
+HEAD_DIMS = range(16, 257, 16)  # head_dims that the kernels support; registers are padded to powers of two
 POOL_DTYPES = (*(jnp.dtype(name) for name in ("bfloat16", "float16", "float32")), FP8)
 Pool = Float[Array, "pages KH page D"]
 
 
 def locate(page_table: Array, rows: Array, page: int) -> tuple[Array, Array, Array]:
-    """Returns the page of each row [B, T], its row in that page, and whether the page table covers it."""
+    """Looks up rows [B, T] in the page table: returns page numbers, rows in the page, and whether the rows exist.
+
+    A row exists if the page table covers it.
+    """
     exists = (rows >= 0) & (rows < page_table.shape[1] * page)
     rows = jnp.where(exists, rows, 0)
     return jnp.take_along_axis(page_table, rows // page, axis=1, mode="clip"), rows % page, exists
 
 
 def cast_to_pool(values: Array, dtype: jnp.dtype) -> Array:
-    """Casts values to a pool's dtype, in a kernel or outside; float8 is clipped."""
+    """Casts values to a pool's dtype, clipped to +-448 for float8; usable inside and outside of kernels."""
     if dtype == FP8:
         values = jnp.clip(values.astype(jnp.float32), -LARGEST[FP8], LARGEST[FP8])
     return values.astype(dtype)
 
 
 def _scatter(pool: Array, values: Array, pages: Array, places: Array, valid: Array) -> Array:
-    """Writes values [B, T, KH, D]; an invalid row gets a page past the end, which `drop` skips."""
-    pages = jnp.where(valid, pages, pool.shape[0])
+    """Returns the pool with values [B, T, KH, D] written to the given pages and rows in them, where valid."""
+    pages = jnp.where(valid, pages, pool.shape[0])  # mode="drop" skips a page past the end
     return pool.at[pages, :, places].set(cast_to_pool(values, pool.dtype), mode="drop")
 
 
@@ -67,7 +70,7 @@ def _move_layer(k_pool, v_pool, page_table, source_rows, target_rows, valid):
 
 
 def locate_in_kernel(page_table_ref, sequence, row, valid, page):
-    """In a kernel: the page of a row, its row in that page, and whether it is valid and exists."""
+    """In a kernel: returns a row's page number, its row in the page, and whether it is valid and in the page table."""
     valid &= (row >= 0) & (row < page_table_ref.shape[1] * page)
     row = jnp.where(valid, row, 0)
     return page_table_ref[sequence, row // page], row % page, valid
@@ -86,7 +89,7 @@ def _append_kernel(
     k_pool_ref,  # [pages, KH, page, D]
     v_pool_ref,
 ):
-    """One program: one row, all heads."""
+    """One Pallas program: writes all KV heads of one new row."""
     token, sequence = pl.program_id(0), pl.program_id(1)
     _, kv_heads, page, dim = k_pool_ref.shape
     row, valid = first_row_ref[sequence] + token, valid_ref[sequence, token]
@@ -110,13 +113,16 @@ def _move_kernel(
     # static parameters
     interpret,
 ):
-    """One program: all rows of one head of one sequence in one layer. It reads the old values from its outputs."""
+    """One Pallas program: moves all rows of one KV head of one sequence in one layer.
+
+    It reads the old values through the output references, which alias the inputs.
+    """
     head, sequence, own_layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     layers = len(pool_refs) // 4
     pools = list(zip(pool_refs[2 * layers : 3 * layers], pool_refs[3 * layers :], strict=True))
     page, dim = pools[0][0].shape[2:]
     tokens = source_ref.shape[1]
-    # Pages and rows in them, of sources and targets.
+    # Page numbers and rows in the page, of the rows to copy and of the rows to write.
     token = jnp.arange(pl.next_power_of_2(tokens))
     is_token = token < tokens
     rows = [pltriton.load(ref.at[sequence, token], mask=is_token, other=-1) for ref in (source_ref, target_ref)]
@@ -131,7 +137,7 @@ def _move_kernel(
     def move(pools_of_layer):
         values = [pltriton.load(pool_ref.at[source], mask=mask) for pool_ref in pools_of_layer]
         if not interpret:
-            pltriton.debug_barrier()  # targets overlap sources: all threads have read before any thread writes
+            pltriton.debug_barrier()  # rows may overlap: all threads have read before any thread writes
         for pool_ref, moved in zip(pools_of_layer, values, strict=True):
             pltriton.store(pool_ref.at[target], moved, mask=mask)
 
@@ -140,7 +146,7 @@ def _move_kernel(
 
 
 def _in_place(kernel, grid, pools, inputs, name, interpret):
-    """Calls a kernel whose outputs are the pools and alias its last inputs."""
+    """Calls a kernel that writes the pools in place: they are its last inputs, and its outputs alias them."""
     return pl.pallas_call(
         kernel,
         grid=grid,
@@ -167,7 +173,7 @@ def _move_pallas(k_pools, v_pools, page_table, source_rows, target_rows, valid, 
 
 
 def _unsupported(k_pool: Array, moved: int) -> str | None:
-    """Says which limit of the kernels a call exceeds; None if it is supported."""
+    """Returns a text that names the limit of the kernel which a call exceeds; None if the call is supported."""
     if k_pool.dtype not in POOL_DTYPES:
         return f"the pool's dtype must be one of {', '.join(map(str, POOL_DTYPES))}, got {k_pool.dtype}"
     if moved * k_pool.shape[3] > 64 * 256:
@@ -176,6 +182,7 @@ def _unsupported(k_pool: Array, moved: int) -> str | None:
 
 
 def _check_alike(k: Array, v: Array, expected: tuple[int, ...], what: str) -> None:
+    """Raises ValueError unless both arrays have the expected shape and one dtype; `what` names them in the text."""
     if k.shape != expected or v.shape != expected or k.dtype != v.dtype:
         got = f"{k.shape} {k.dtype} and {v.shape} {v.dtype}"
         raise ValueError(f"{what} must be alike, of shape {expected}, got {got}")
@@ -193,7 +200,7 @@ def append(
     *,
     implementation: Implementation = "auto",
 ) -> tuple[Pool, Pool]:
-    """Writes k[b, t] and v[b, t] to row first_row[b] + t of sequence b, where valid.
+    """Writes k[b, t] and v[b, t] to cache row first_row[b] + t of sequence b, where valid[b, t]; returns the pools.
 
     Args:
         k_pool, v_pool: pages of keys and values [pages, KH, page, D].
@@ -207,7 +214,7 @@ def append(
         The pools, in the memory of the old ones if those are donated.
 
     Raises:
-        NotImplementedError: "pallas" with a dtype the kernel does not support.
+        NotImplementedError: implementation is "pallas", and the kernel does not support the pool's dtype.
     """
     batch, tokens = valid.shape
     _check_alike(k_pool, v_pool, k_pool.shape, "K and V pools")
@@ -227,10 +234,10 @@ def move_rows(
     *,
     implementation: Implementation = "auto",
 ) -> tuple[list[Pool], list[Pool]]:
-    """Copies row source_rows[b, t] of sequence b to row target_rows[b, t], where valid, in every layer.
+    """Copies cache row source_rows[b, t] of sequence b to row target_rows[b, t] in every layer, where valid[b, t].
 
-    This commits a tree's accepted path. All sources are read before any target is written, so the two may overlap; the
-    targets of a sequence must be distinct.
+    This commits a tree's accepted path. All source rows are read before any target row is written, so they may overlap;
+    the target rows of a sequence must be distinct.
 
     Args:
         k_pools, v_pools: pools of every layer, of one shape and dtype; one kernel moves rows of up to eight layers.
@@ -243,7 +250,7 @@ def move_rows(
         The pools, in the memory of the old ones if those are donated.
 
     Raises:
-        NotImplementedError: "pallas" with more rows or another dtype than the kernel supports.
+        NotImplementedError: implementation is "pallas", and the kernel supports fewer rows or not the pools' dtype.
     """
     for k, v in zip(k_pools, v_pools, strict=True):
         _check_alike(k, v, k_pools[0].shape, "K and V pools")

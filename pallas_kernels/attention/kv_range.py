@@ -1,4 +1,4 @@
-"""In the attention kernel: which cache rows a program reads, and which of them each of its queries sees."""
+"""Which cache rows a Pallas program of the attention kernel reads, and which of these rows each of its queries sees."""
 
 from typing import NamedTuple
 
@@ -11,20 +11,26 @@ from pallas_kernels.attention.tiling import Tiles, own_tiles
 
 
 class KVRange(NamedTuple):
-    """Cache rows of one sequence that one program reads and its queries see; row numbers count from row 0."""
+    """Bounds of the cache rows that one Pallas program reads and its queries see: row numbers within the sequence."""
 
-    length: Array  # number of committed rows
+    length: Array  # number of committed rows; new rows follow them
     first: Array  # first row to read
-    end: Array  # end of the rows to read (exclusive)
+    end: Array  # one past the last row to read
     lowest: Array | int  # first row that any query sees
     unmasked_from: Array | int  # first row from which on every query sees every committed row
     window_start: Array | int  # first row inside query 0's window (causal: query t's starts t rows later); 0: no window
 
 
 def kv_range(length: Array, block: Array, tiles: Tiles) -> KVRange:
-    """The rows for the block-th `tiles.packed` rows (query, head) of a sequence with `length` committed rows."""
+    """Returns the range of cache rows for one block of queries.
+
+    Args:
+        length: number of committed rows of the sequence.
+        block: index of the block; a block is `tiles.packed` packed rows (pairs of a query and a head of the group).
+        tiles: static sizes of the kernel call.
+    """
     new_rows: Array | int = tiles.new
-    if not tiles.words and not tiles.depths:  # causal: no row after the program's own last query
+    if not tiles.words and not tiles.depths:  # causal: no row after the block's last query
         new_rows = jnp.minimum(((block + 1) * tiles.packed - 1) // tiles.group + 1, new_rows)
     first, end = jnp.minimum(tiles.start, length), jnp.minimum(length + new_rows, tiles.capacity)
     if not tiles.window:
@@ -38,12 +44,21 @@ def kv_range(length: Array, block: Array, tiles: Tiles) -> KVRange:
 
 
 def tile_ranges(rows: KVRange, begin: Array, end: Array, split: Array, tiles: Tiles) -> list[tuple[Array, Array, bool]]:
-    """Divides a split's tiles into runs: (first tile, end, whether the run needs a mask).
+    """Divides the tiles of one split of a context into runs that need an attention mask and runs that need none.
 
-    A mask is needed at the beginning (`start` or a window hides rows) and at the end (new rows); the committed rows
-    between are seen by every query.
+    The first tiles need a mask if `start` or a window hides rows, and the last tiles do for the new rows; every query
+    sees all committed rows between.
+
+    Args:
+        rows: rows that the Pallas program reads.
+        begin, end: the split's tiles to divide, numbered within the split.
+        split: index of the split.
+        tiles: static sizes of the kernel call.
+
+    Returns:
+        For each run: (its first tile, one past its last tile, whether it needs a mask).
     """
-    if tiles.fixed:  # masked and unmasked tiles fuse other multiplications with additions: one code for all
+    if tiles.fixed:  # code without a mask would be compiled to other fused multiply-adds, and round differently
         return [(begin, end, True)]
     hides_first, open_from = tiles.start or tiles.window, begin
     if hides_first:
@@ -56,14 +71,16 @@ def tile_ranges(rows: KVRange, begin: Array, end: Array, split: Array, tiles: Ti
 def visible_rows(
     row: Array, first: Array, is_loaded: Array, query: Array, words: list[Array], rows: KVRange, tiles: Tiles
 ) -> Array:
-    """Which rows of a tile each query sees.
+    """Returns the attention mask of one tile: which of its rows each query sees.
 
     Args:
         row: the tile's row numbers [tile].
-        first: the first of them.
-        is_loaded: rows that exist and that any query sees [tile].
+        first: row number of the tile's first row.
+        is_loaded: whether a row exists and any query sees it [tile].
         query: query number of each packed row [packed].
-        words: words of the queries' ancestor bits [packed] each; empty without bits.
+        words: the words of the queries' ancestor bits, [packed] each; empty without ancestor bits.
+        rows: rows that the Pallas program reads.
+        tiles: static sizes of the kernel call.
 
     Returns:
         bool [packed, tile], or [1, tile] where all queries see the same rows.

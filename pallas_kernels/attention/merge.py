@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.attention.tiling import Tiles, own_tiles
 from pallas_kernels.layers.quantize_rows import FP8, scaled_rows
 
-MERGED = 16  # splits that the merge reads at once, at most
+MERGED = 16  # largest number of splits that a merge kernel reads at once
 
 
 def merge_kernel(
@@ -21,12 +21,15 @@ def merge_kernel(
     log_sum_exp_ref,  # [B, T, H, splits] float32, base 2
     lengths_ref,  # [B] int32
     # outputs
-    out_ref,  # [B, T, H, D], the model's dtype
+    out_ref,  # [B, T, H, D] in the model's dtype
     # static parameters
     *,
     tiles,
 ):
-    """One program: the splits of one query head, weighted by 2**log_sum_exp; unwritten splits are left out."""
+    """One Pallas program: merges the splits of one head of one query, each weighted by 2**log_sum_exp.
+
+    Splits without rows that the query sees were not written, and are left out.
+    """
     head, query, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     channels = jnp.arange(pl.next_power_of_2(out_ref.shape[-1]))
     is_channel, is_written = channels < out_ref.shape[-1], _is_written(tiles, query, lengths_ref[batch])
@@ -63,9 +66,9 @@ def merge_and_quantize_kernel(
     # static parameters
     *,
     tiles,
-    dtype,  # the model's, to which the attention is rounded first
+    dtype,  # the model's dtype, to which the attention is rounded before it is quantised
 ):
-    """One program: all heads of one query, merged and quantised as one row."""
+    """One Pallas program: merges the splits of all heads of one query, and quantises the heads together as one row."""
     query, batch, (heads, dim) = pl.program_id(0), pl.program_id(1), values_ref.shape[2:]
     head, channel = jnp.arange(pl.next_power_of_2(heads)), jnp.arange(pl.next_power_of_2(dim))[None, :]
     is_head, is_written = head < heads, _is_written(tiles, query, lengths_ref[batch])
@@ -89,7 +92,7 @@ def merge_and_quantize_kernel(
 
 
 def _is_written(tiles: Tiles, query: Array, length: Array) -> Callable[[Array | int], Array]:
-    """Returns a function of a split: whether the attention kernel wrote that split's part of a query."""
+    """Returns a function of a split's index: whether the attention kernel wrote this query's result for the split."""
     new_rows = tiles.new if tiles.words or tiles.depths else query + 1
     first = jnp.minimum(tiles.start, length)
     if tiles.window:

@@ -1,4 +1,4 @@
-"""Arithmetic of the attention kernel that needs PTX instructions; interpreted on a CPU, the same in jax operations."""
+"""Arithmetic of the attention kernel in PTX instructions, and the same in jax operations for a CPU (`interpret`)."""
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,17 @@ from pallas_kernels.layers.quantize_rows import FP8
 
 
 def unpack_fp8(loaded: Array, dtype: jnp.dtype, interpret: bool) -> list[Array]:
-    """Converts elements of a pool to the dtype of the matrix products.
+    """Converts values loaded from a pool to the dtype of the matrix products.
 
     Args:
-        loaded: elements of a pool; uint16 is a pair of float8_e4m3fn. Pools of float8 are read as pairs because the
-            operand V of a tensor core is transposed, and `ldmatrix` transposes elements of two bytes only: single bytes
-            would be read one by one.
+        loaded: values of the pool's dtype, or uint16: pairs of float8_e4m3fn channels. Pools of float8 are read as
+            pairs because the operand V of a tensor core is transposed, and `ldmatrix` transposes elements of two bytes
+            only: single bytes would be read one by one.
+        dtype: dtype of the matrix products.
+        interpret: use jax operations instead of PTX.
 
     Returns:
-        One array, or two for pairs: the even channels, then the odd channels.
+        A list of one array, or for pairs of two arrays: the even channels, then the odd channels.
     """
     if loaded.dtype != jnp.uint16:
         return [loaded.astype(dtype)]
@@ -39,7 +41,11 @@ def unpack_fp8(loaded: Array, dtype: jnp.dtype, interpret: bool) -> list[Array]:
 
 
 def replace_nonfinite(values: Array, interpret: bool) -> Array:
-    """Replaces infinities by the largest finite value of their sign and NaN by the lowest; float32: all three by 0."""
+    """Returns the values with infinities and NaN replaced by finite values.
+
+    bfloat16 and float16: an infinity becomes the largest finite value of its sign, NaN the lowest finite value.
+    float32: all three become 0.
+    """
     if values.dtype == jnp.float32:  # TF32 parts of the largest float32 values would overflow
         return jnp.where(jnp.abs(values) < jnp.inf, values, 0)
     if interpret:
@@ -59,7 +65,7 @@ def replace_nonfinite(values: Array, interpret: bool) -> Array:
 
 
 def scaled_exp2(exponent: Array, factor: float, offset: Array, interpret: bool) -> Array:
-    """2**(exponent * factor - offset) for a positive factor, in two instructions; results below 2**-126 become 0."""
+    """Returns 2**(exponent * factor - offset), for a positive factor, in two instructions; 0 if it is below 2**-126."""
     if interpret:
         return jnp.exp2(exponent * factor - offset)
     bits = np.float32(factor).view(np.uint32)
@@ -74,6 +80,9 @@ def scaled_exp2(exponent: Array, factor: float, offset: Array, interpret: bool) 
 
 
 def divmod_u32(row: Array, page: int) -> tuple[Array, Array]:
-    """Quotient and remainder of non-negative int32; unsigned: one instruction each if `page` is a power of two."""
+    """Returns row // page and row % page for non-negative int32 rows.
+
+    The division is unsigned, so that each result takes one instruction if `page` is a power of two.
+    """
     row = row.astype(jnp.uint32)
     return (row // page).astype(jnp.int32), (row % page).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""References of `paged_attention`: from the formula, and in the order of the deterministic kernel."""
+"""References of `paged_attention` in jax.numpy: `reference` is ordinary, `fixed_reference` deterministic attention."""
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,16 @@ from pallas_kernels.attention.ancestor_bits import WORD
 from pallas_kernels.layers.quantized import FP8
 from pallas_kernels.layers.row_blocks import in_row_blocks
 
-FIXED_TILE = 32  # context rows per step of the deterministic reference
+FIXED_TILE = 32  # context rows that the deterministic reference adds up at once
 
 
 def _visible(
     lengths: Array, bits: Array | None, queries: int, rows: int, start: int | Array, window: int | None
 ) -> Array:
-    """Returns bool [B, T, rows]: query t of sequence b sees row r. `start` may be an array [B]."""
+    """Returns the attention mask, bool [B, T, rows]: whether query t of sequence b sees row r of the context.
+
+    Args: as in `paged_attention`; `start` may be an array [B].
+    """
     row = jnp.arange(rows, dtype=jnp.int32)
     new = row - lengths[:, None]
     if bits is None:
@@ -33,14 +36,18 @@ def _visible(
 
 
 def _gather(pool: Array, page_table: Array) -> Array:
-    """Returns the rows of every sequence in order [B, KH, P * page, D]."""
+    """Returns the pool's rows of every sequence in the order of its page table, [B, KH, P * page, D]."""
     batch, columns = page_table.shape
     _, heads, page, dim = pool.shape
     return pool[page_table].transpose(0, 2, 1, 3, 4).reshape(batch, heads, columns * page, dim)
 
 
 def _recent(page_table: Array, lengths: Array, page: int, new_rows: int, window: int) -> tuple[Array, Array]:
-    """Returns the columns of the page table that cover the window and the new rows, and their first row [B]."""
+    """Cuts the page table to the pages of the sliding window and of the new rows.
+
+    Returns:
+        The page table's columns that cover them [B, columns], and the row number at which these begin [B].
+    """
     columns = min(pl.cdiv(window + new_rows - 2, page) + 1, page_table.shape[1])
     first = jnp.clip((lengths - window + 1) // page, 0, page_table.shape[1] - columns)
     recent = jnp.take_along_axis(page_table, first[:, None] + jnp.arange(columns, dtype=jnp.int32), axis=1)
@@ -78,7 +85,10 @@ def reference(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, 
 
 
 def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, *, start, scale):
-    """Query by query, and for each query tile by tile in the order of its rows."""
+    """Returns deterministic attention: each query is computed by itself, over fixed tiles of the rows that it sees.
+
+    Args: as in `paged_attention`.
+    """
     batch, queries, heads, dim = q.shape
     kv_heads, page = k_pool.shape[1:3]
     most = page_table.shape[1] * page
@@ -123,7 +133,7 @@ def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, *, start, sca
 
 
 def compute_dtype(q: Array | jax.ShapeDtypeStruct, pool: Array) -> jnp.dtype:
-    """Dtype of the operands of the products with K and with V."""
+    """Returns the dtype of the operands of both matrix products, of queries with K and of weights with V."""
     if pool.dtype == FP8:
         return q.dtype if q.dtype == jnp.float32 else jnp.dtype(jnp.float16)
     return jnp.promote_types(q.dtype, pool.dtype)

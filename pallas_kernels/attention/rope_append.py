@@ -1,9 +1,9 @@
-"""Splits a fused QKV projection: rotates queries and keys and writes keys and values to their pages, in one kernel.
+"""One kernel that splits a QKV projection, rotates queries and keys, and writes keys and values to their pages.
 
 A row of the projection holds heads of width D: queries, then keys, then values. Rotary embedding (arXiv:2104.09864) in
 the halves layout: with angle a_i = position * inv_freq[i], channels i and i + D/2 of a head become
-x_i cos a_i - x_{i+D/2} sin a_i and x_{i+D/2} cos a_i + x_i sin a_i; in float32, rounded to the model's dtype.
-The layout of the pools and the place of a row in them: `kv_pages`.
+x_i cos a_i - x_{i+D/2} sin a_i and x_{i+D/2} cos a_i + x_i sin a_i, computed in float32 and rounded to the model's
+dtype. `kv_pages` describes the layout of the pools and the place of a row in them.
 """
 
 import functools
@@ -21,7 +21,10 @@ from pallas_kernels.layers.row_blocks import in_row_blocks
 
 
 def rope_cos_sin(positions, inv_freq):
-    """Cosines and sines [2, B, T, D / 2] float32: the same in all layers, so XLA computes them once per step."""
+    """Returns cosines and sines of the rotary embedding, float32 [2, B, T, D / 2].
+
+    They are the same in all layers, so XLA computes them once per model forward pass.
+    """
     angles = positions[..., None].astype(jnp.float32) * inv_freq
     return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
 
@@ -29,7 +32,7 @@ def rope_cos_sin(positions, inv_freq):
 def rotate(
     x: Float[Array, "B T H D"], positions: Int32[Array, "B T"], inv_freq: Float[Array, " half"]
 ) -> Float[Array, "B T H D"]:
-    """Rotates every head of every row by the row's position; the reference."""
+    """Returns x with every head of every row rotated by the row's position; reference of the kernel's rotation."""
     cos, sin = rope_cos_sin(positions, inv_freq)[:, :, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -37,7 +40,7 @@ def rotate(
 
 
 def _split_qkv(qkv, positions, inv_freq, *, heads, kv_heads, dtype):
-    """Rotated queries, rotated keys, and values of rows [B, T]."""
+    """Splits a projection: returns rotated queries [B, T, H, D], rotated keys and values [B, T, KH, D]."""
     by_head = reduce_partials(qkv, dtype).reshape(*positions.shape, heads + 2 * kv_heads, -1)
     q, k, v = jnp.split(by_head, [heads, heads + kv_heads], axis=2)
     return rotate(q, positions, inv_freq), rotate(k, positions, inv_freq), v
@@ -58,13 +61,15 @@ def _reference(
 
 
 def column_loader(qkv_ref, scale_refs, sequence, token, dtype):
-    """In a kernel: returns a function (columns, mask options) that loads columns of a projection's rows.
+    """In a kernel: returns a function (columns, mask options) that loads columns of one row of the QKV projection.
 
-    It adds up the parts, applies the scales and rounds to the model's dtype.
+    The function adds up the partial sums, applies the scales and rounds to `dtype`.
 
     Args:
-        qkv_ref: [parts, B, T, (H + 2 KH) * D].
-        scale_refs: scales of the rows [B, T] and of the columns [(H + 2 KH) * D]; or empty.
+        qkv_ref: partial sums [parts, B, T, (H + 2 KH) * D].
+        scale_refs: scales of the rows [B, T] and of the columns [(H + 2 KH) * D]; empty: no scales.
+        sequence, token: indices of the row (scalars or arrays).
+        dtype: the model's dtype.
     """
 
     def load(columns, mask):
@@ -79,18 +84,25 @@ def column_loader(qkv_ref, scale_refs, sequence, token, dtype):
 
 
 def load_cos_sin(cos_sin_ref, sequence, token, channel, mask):
-    """In a kernel: the cosines and the sines of rows, for channels of the first half."""
+    """In a kernel: loads the cosines and the sines of rows; returns both as a list.
+
+    Args:
+        cos_sin_ref: float32 [2, B, T, D / 2], as `rope_cos_sin` returns them.
+        sequence, token: indices of the rows.
+        channel: channels of the first half of a head.
+        mask: options of the loads, `mask` and `other`; empty: no mask.
+    """
     return [pltriton.load(cos_sin_ref.at[index, sequence, token, channel], **mask) for index in range(2)]
 
 
 def load_rotated(load, start, channels, cos_sin, mask):
-    """In a kernel: loads and rotates heads; returns both halves in float32.
+    """In a kernel: loads heads of the projection and rotates them; returns both halves of the heads in float32.
 
     Args:
-        load: as `column_loader` returns it.
-        start: first column of the heads.
-        channels: channels of the first half, and of the second.
-        cos_sin: as `load_cos_sin` returns it.
+        load: function that `column_loader` returned.
+        start: first column of the heads in the projection.
+        channels: channels of the first half of a head, and channels of the second half.
+        cos_sin: cosines and sines that `load_cos_sin` returned.
         mask: options of the loads, `mask` and `other`; empty: no mask.
     """
     first, second = (load(start + half, mask).astype(jnp.float32) for half in channels)
@@ -103,15 +115,15 @@ def _kernel(
     qkv_ref,  # [parts, B, T, (H + 2 KH) * D]
     cos_sin_ref,  # [2, B, T, D / 2] float32
     pool_row_ref,  # [B, T] int32: page * page size + row in the page; -1: not written
-    *refs,  # scales of rows [B, T] and columns [(H + 2 KH) * D], if any;
+    *refs,  # scales of rows [B, T] and of columns [(H + 2 KH) * D], if the projection has scales;
     # k_in, v_in: the pools, which the outputs alias;
     # outputs: q_ref [B, T, H, D], k_ref and v_ref [pages, KH, page, D]
     # static parameters
     heads,  # query heads
 ):
-    """One program: one KV head of one row, with the query heads of its group.
+    """One Pallas program: one KV head of one row, and the query heads of its group.
 
-    No load depends on another load's result, so that all are in flight at once.
+    No load depends on the result of another, so all loads are in flight at once.
     """
     *scale_refs, _k_in, _v_in, q_ref, k_ref, v_ref = refs
     token, kv_head, sequence = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -142,9 +154,9 @@ def _kernel(
 
 
 def kernel_inputs(qkv, positions, inv_freq, page_table, first_row, valid, page):
-    """Inputs of a kernel that writes new rows: projection, cosines and sines, pool rows, and scales if there are any.
+    """Returns the inputs of a kernel that writes new rows: projection, cosines and sines, pool rows, scales if any.
 
-    A pool row counts the rows of all pages; -1: the row is not written.
+    A pool row is the number of a row in the whole pool: page number * page size + row in the page; -1: not written.
     """
     qkv, scales = split_scales(qkv)
     rows = first_row[:, None] + jnp.arange(valid.shape[1], dtype=jnp.int32)
@@ -169,7 +181,7 @@ def _pallas(k_pool, v_pool, qkv, positions, inv_freq, page_table, first_row, val
 
 
 def _unsupported(k_pool: Array) -> str | None:
-    """Says which limit of the kernel a call exceeds; None if it is supported."""
+    """Returns a text that names the limit of the kernel which a call exceeds; None if the call is supported."""
     if k_pool.shape[3] not in HEAD_DIMS:
         return f"head_dim must be a multiple of 16 up to 256, got {k_pool.shape[3]}"
     if k_pool.dtype not in POOL_DTYPES:
@@ -200,27 +212,29 @@ def rotate_append(
     deterministic: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T H D"], Pool, Pool]:
-    """Rotates queries and keys, and writes keys and values of row t to row first_row[b] + t, where valid.
+    """Splits a QKV projection: rotates queries and keys, writes keys and values to the cache, returns the queries.
+
+    Keys and values of row t of sequence b go to cache row first_row[b] + t, where valid[b, t].
 
     Args:
         k_pool, v_pool: pages of keys and values [pages, KH, page, D].
         qkv: partial sums [parts, B, T, (heads + 2 * KH) * D], as `split_matmul` returns them.
-        positions: of the rows [B, T].
+        positions: positions of the rows for the rotary embedding [B, T].
         inv_freq: float32 radians per position [D / 2].
         page_table: page numbers [B, P].
-        first_row: first row to write, per sequence [B].
-        valid: rows to write [B, T].
-        heads: query heads.
-        dtype: the model's, in which the queries are returned.
-        deterministic: a row's last bits do not depend on the number of rows; the kernel's never do (XLA computes each
-            cosine and sine by itself).
+        first_row: first cache row to write, per sequence [B].
+        valid: whether a row is written [B, T].
+        heads: number of query heads.
+        dtype: the model's dtype, in which the queries are returned.
+        deterministic: the bits of a row's result do not depend on the number of rows. The kernel's never do (XLA
+            computes each cosine and sine by itself); this option affects the reference.
         implementation: as in `paged_attention`.
 
     Returns:
-        The rotated queries, and the pools, in the memory of the old ones if those are donated.
+        The rotated queries [B, T, heads, D], and the two pools, in the memory of the old ones if those are donated.
 
     Raises:
-        NotImplementedError: "pallas" with a head_dim or dtype that the kernel does not support.
+        NotImplementedError: implementation is "pallas", and the kernel does not support the head_dim or the dtype.
     """
     check_width(qkv, k_pool, heads)
     kernel = functools.partial(_pallas, heads=heads, dtype=dtype)

@@ -1,10 +1,10 @@
-"""A batch-invariant product: each row adds up the same values in the same order for any number of rows.
+"""A batch-invariant matrix product: it sums each row in the same order for any number of rows.
 
-    parts[s, t, n] = sum_k x[t, k] w[n, k]  over the s-th of S equal pieces of k;   their sum over s is x @ w.T
+    parts[s, t, n] = sum_k x[t, k] w[n, k]  over the s-th of S equal parts of k;   the sum over s is x @ w.T
 
-Libraries choose tiles, instructions and the split of the sum by the shape, so a row's last bits change with the number
-of rows. Here all of these follow from the weight's shape: every program holds 64 rows of x, padded if there are fewer,
-and executes the same instructions.
+Libraries choose tiles, instructions and the division of the sum over k by the shape of x, so the last bits of a row's
+result change with the number of rows. Here all of these follow from the weight's shape: every Pallas program holds 64
+rows of x, padded if there are fewer, and executes the same instructions.
 """
 
 import functools
@@ -20,11 +20,11 @@ from pallas_kernels.layers.quantize_rows import gated
 from pallas_kernels.layers.row_blocks import in_row_blocks, in_row_blocks_off_gpu
 from pallas_kernels.layers.split_matmul import INNER_BYTES, LEAST_INNER, LEAST_OUT, NARROW_OUT, WIDEST_OUT
 
-ROWS = 64  # of x in a program, and of the weight: Triton uses other instructions at 64 rows than at 16
+ROWS = 64  # rows of x, and of the weight, per Pallas program: Triton uses other instructions at 64 rows than at 16
 
 
 def fixed_parts(out: int, inner: int, dtype: jnp.dtype) -> int:
-    """Number of parts of a product, by its weight alone."""
+    """Returns how many parts the sum over k is divided into, for a weight [out, inner] of this dtype."""
     if not LEAST_OUT <= out <= WIDEST_OUT or inner < LEAST_INNER or inner % (4 * (INNER_BYTES // dtype.itemsize)):
         return 1
     return 4 if out <= NARROW_OUT else 2
@@ -42,17 +42,20 @@ def _reference(x, weight, *, parts, dtype):
 def _kernel(
     # inputs
     x_ref,  # [T, K]
-    weight_ref,  # [N, K], as x
+    weight_ref,  # [N, K], in the dtype of x
     # outputs
     parts_ref,  # [parts, T, N]
     # static parameters
     *,
     rows,  # T
-    steps,  # of a part
-    inner,  # values of a row in a step
+    steps,  # loop iterations per part of k
+    inner,  # values of k per loop iteration
     precision,  # of the matrix products
 ):
-    """One program: `ROWS` rows of x by `ROWS` rows of the weight, one part. The weight is the first operand."""
+    """One Pallas program: multiplies `ROWS` rows of x by `ROWS` rows of the weight, over one part of k.
+
+    The weight is the first operand of the tensor-core product.
+    """
     part = pl.program_id(2)
     row = pl.program_id(0) * ROWS + jnp.arange(ROWS)
     out = pl.program_id(1) * ROWS + jnp.arange(ROWS)
@@ -60,7 +63,7 @@ def _kernel(
 
     def step(index, total):
         column = (part * steps + index) * inner + jnp.arange(inner)[None, :]
-        x = pltriton.load(x_ref.at[row[:, None], column], mask=is_row[:, None])  # others are not stored
+        x = pltriton.load(x_ref.at[row[:, None], column], mask=is_row[:, None])  # padding rows are not stored
         weight = pltriton.load(weight_ref.at[out[:, None], column])
         return total + pltriton.dot(weight, x, trans_b=True, precision=precision)
 
@@ -78,7 +81,7 @@ def _pallas(x, weight, *, parts, dtype, interpret):
     options = {"rows": rows, "steps": inner // columns // parts, "inner": columns, "precision": precision}
     return pl.pallas_call(
         functools.partial(_kernel, **options),
-        grid=(pl.cdiv(rows, ROWS), out // ROWS, parts),  # programs side by side share a weight's rows
+        grid=(pl.cdiv(rows, ROWS), out // ROWS, parts),  # neighbouring programs share rows of the weight
         out_shape=jax.ShapeDtypeStruct((parts, rows, out), dtype),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=4 if wide else 6),
         interpret=interpret,
@@ -87,7 +90,7 @@ def _pallas(x, weight, *, parts, dtype, interpret):
 
 
 def unsupported_weight(weight: Array) -> str | None:
-    """Says which limit of the kernel a weight exceeds; None if it is supported."""
+    """Returns a text that names the limit of the kernel which a weight exceeds; None if the weight is supported."""
     (out, inner), columns = weight.shape, INNER_BYTES // weight.dtype.itemsize
     if out % ROWS or inner % columns:
         return f"the weight must be [multiple of {ROWS}, multiple of {columns}], got {weight.shape}"
@@ -95,7 +98,7 @@ def unsupported_weight(weight: Array) -> str | None:
 
 
 def _unsupported(x: Array, weight: Array) -> str | None:
-    """Says which limit of the kernel a call exceeds; None if it is supported."""
+    """Returns a text that names the limit of the kernel which a call exceeds; None if the call is supported."""
     if reason := unsupported_weight(weight):
         return reason
     if x.dtype != weight.dtype or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
@@ -113,18 +116,18 @@ def deterministic_matmul(
     is_whole: bool = False,
     implementation: Implementation = "auto",
 ) -> Float[Array, "parts *rows out"]:
-    """x @ weight.T as parts to be added up; a row's bits do not depend on the number of rows.
+    """Returns x @ weight.T as partial sums [parts, *rows, out]; the bits of a row do not depend on the number of rows.
 
     Args:
         x: activations [*rows, inner].
         weight: [out, inner].
-        dtype: of a result of one part (None: x's); several parts are float32.
-        is_gated: x is gate and up side by side; silu(gate) * up is multiplied.
-        is_whole: return one part.
+        dtype: dtype of the result if it is a single partial sum (None: x's dtype); several partial sums are float32.
+        is_gated: x is gate and up side by side [*rows, 2 * inner]; silu(gate) * up is multiplied by the weight.
+        is_whole: return a single partial sum.
         implementation: as in `paged_attention`.
 
     Raises:
-        NotImplementedError: "pallas" with a weight that the kernel does not support.
+        NotImplementedError: implementation is "pallas", and the kernel does not support the weight or the dtypes.
     """
     (out, inner), rows = weight.shape, x.shape[:-1]
     flat = x.reshape(-1, x.shape[-1])

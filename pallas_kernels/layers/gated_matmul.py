@@ -1,9 +1,9 @@
-"""The first half of a SiLU-gated feed-forward layer in one kernel on Hopper GPUs.
+"""The first half of a SiLU-gated feed-forward layer, in one kernel on Hopper GPUs.
 
     out[t, i] = silu(x[t] . w[i]) * (x[t] . w[I + i])        w = [gate, up], [2 I, K]    (arXiv:2002.05202)
 
-The kernel is `hopper_kernel`'s. The 14336 columns of an 8B model are 128 tiles of 112, 256 of 56 or 112 of 128, for
-132 multiprocessors.
+The kernel is that of `hopper_kernel`. It divides the 14336 columns of an 8B model into 128 tiles of 112 columns, 256 of
+56, or 112 of 128, for 132 multiprocessors.
 """
 
 import functools
@@ -19,11 +19,14 @@ from pallas_kernels.layers.hopper_tiling import Tiles, choose_tiles
 from pallas_kernels.layers.quantize_rows import gated
 from pallas_kernels.layers.quantized import Inputs, Quantized, Weight, factors, matmul
 
-LEAST_ROWS = 32  # of two bytes per value: below, XLA is as fast; with float8 XLA always needs six more launches
+LEAST_ROWS = 32  # rows of two bytes per value: for fewer XLA is as fast (with float8 it always needs six more launches)
 
 
 def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight) -> Tiles | None:
-    """Tiles of the kernel for a product; None: XLA's product, which rounds gate and up before they are multiplied."""
+    """Returns the tile sizes of the Hopper kernel for x and a weight [2 out, inner]; None: XLA computes the product.
+
+    XLA's product rounds gate and up before they are multiplied.
+    """
     multiprocessors, dtype = hopper_kernel.multiprocessors(), jnp.dtype(x.dtype)
     (both, inner), rows = weight.shape, math.prod(x.shape[:-1])
     if multiprocessors is None or dtype.itemsize != 2:
@@ -38,7 +41,17 @@ def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight) -> Tiles | None:
 
 
 def kernel_padding(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype) -> int:
-    """Rows of padding per sequence that let the Hopper kernel run; 0 if it would not run or would need 8 or more."""
+    """Returns how many padding rows per sequence let the Hopper kernel run.
+
+    Args:
+        sequences: number of sequences.
+        rows: rows per sequence.
+        weight: gate above up [2 out, inner].
+        dtype: dtype of the activations.
+
+    Returns:
+        The number of rows; 0 if the kernel would not run, or would need 8 or more padding rows in all.
+    """
     more = -rows % (8 // math.gcd(sequences, 8))
     if sequences * rows < LEAST_ROWS or sequences * more >= 8:
         return 0
@@ -48,14 +61,14 @@ def kernel_padding(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype) 
 
 @functools.partial(jax.jit, static_argnames="implementation")
 def gated_matmul(x: Inputs, weight: Weight, *, implementation: Implementation = "auto") -> Float[Array, "*rows out"]:
-    """silu(x @ gate.T) * (x @ up.T), in x's dtype; sums in float32.
+    """Returns silu(x @ gate.T) * (x @ up.T) in x's dtype; sums are computed in float32.
 
     Args:
         x: activations [*rows, inner].
         weight: gate above up [2 out, inner].
-        implementation: as in `paged_attention`. The kernel runs on a Hopper GPU with jax 0.11 or later (`tiles_for`):
-            with weights of "fp8_dynamic" for up to 8 rows or a multiple of 8 up to 320, with weights of two bytes per
-            value from 32 rows. Else the product is XLA's.
+        implementation: as in `paged_attention`. The kernel runs on a Hopper GPU with jax 0.11 or later (`tiles_for`),
+            for up to 8 rows or a multiple of 8 up to 320, if the weight is of "fp8_dynamic", or if it has two bytes per
+            value and x has at least 32 rows. Otherwise XLA computes the product.
     """
 
     def reference(x, weight):

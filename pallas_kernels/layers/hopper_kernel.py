@@ -1,15 +1,19 @@
-"""The Hopper kernel: a product of up to some hundreds of rows with a large weight.
+"""The Hopper kernel: a matrix product of up to some hundreds of rows with a large weight.
 
-    parts[s, t, n] = sum_k x[t, k] w[n, k]  over the s-th of S equal pieces of k          (`split_matmul`)
+    parts[s, t, n] = sum_k x[t, k] w[n, k]  over the s-th of S equal parts of k           (`split_matmul`)
     out[t, i] = silu(x[t] . w[i]) * (x[t] . w[I + i])                                     (`gated_matmul`)
 
 x and w have two bytes per value, or both are float8 with a scale per row, which is applied to the sums.
 
 An output tile is `columns` wide and as high as x, so every weight is read once. Each warpgroup holds 64 rows; the TMA
-unit reads rows past the last as zeros and does not write them. For gate and up the tile's columns of both lie one above
-the other in shared memory as one operand of a `wgmma`, so both products of an output end up in one thread. Transposed
-(`hopper_tiling`), a warpgroup holds 64 columns of gate and 64 of up as two operands, and all rows. The first warpgroup
-also issues the loads of later steps, as soon as all warpgroups have read the oldest step's tiles.
+unit reads rows past the last as zeros and does not write them. For gate and up, the tile's columns of gate and of up
+lie one above the other in shared memory as one operand of a `wgmma`, so both products of an output end up in one
+thread. In a transposed product (`hopper_tiling`), a warpgroup holds 64 columns of gate and 64 of up as two operands,
+and all rows.
+
+A CTA (one Pallas program) computes work items one after the other: an item is one output tile, summed over one part of
+k. It loads k slice by slice into a ring of `stages` slots in shared memory. The first warpgroup also issues the loads:
+as soon as all warpgroups have read a slot, it loads a later slice into the slot.
 """
 
 import functools
@@ -40,52 +44,56 @@ def _kernel(
     x_and_out_tiles,  # x [stages, height, inner]; results [groups, STORE_BUFFERS, *store_shape], or, in the memory of
     # x, [stages, groups, bytes of 64 rows of x]
     w_tiles,  # [stages, halves * columns, inner]
-    arrived,  # barriers [stages]: the loads of a step have arrived
-    done,  # barriers [stages]: a warpgroup has read a step's tiles
-    *scales_memory,  # row scales [height], column scales [scale_tiles, halves, 128], both float32, and their barrier
+    arrived,  # barriers [stages]: the loads of a slice of k have arrived in the slot
+    done,  # barriers [stages]: all warpgroups have read the slot
+    *scales_memory,  # row scales [height], column scales [scale_tiles, halves, 128], both float32; their barrier
     # static parameters
     tiles,
 ):
-    """One program: every `programs`-th item (a tile, or one part of it); loads run ahead from item to item."""
+    """One Pallas program (CTA): computes every `programs`-th work item; loads for the next item start before it begins.
+
+    A work item is one output tile, summed over one part of k.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     x_tiles, out_tiles = x_and_out_tiles
     memory = (x_tiles, out_tiles, w_tiles, arrived, done, *scales_memory)
-    program = _Program((x_ref, w_ref, row_scale_ref, scale_ref, out_ref), memory, tiles)
+    cta = _Cta((x_ref, w_ref, row_scale_ref, scale_ref, out_ref), memory, tiles)
 
-    # Fill the pipeline: the first steps, and the scales of all items.
-    @pl.when(program.group == 0)
+    # Fill the pipeline: load the first slices of k, and the scales of all items.
+    @pl.when(cta.group == 0)
     def _():
-        pl.loop(0, jnp.minimum(tiles.stages, program.total_steps))(program.load)
+        pl.loop(0, jnp.minimum(tiles.stages, cta.total_slices))(cta.load)
         if tiles.scale_tiles:
-            program.load_scales()
+            cta.load_scales()
 
-    # Multiply and store item by item.
-    @pl.loop(0, program.items)
+    # Multiply and store, item by item.
+    @pl.loop(0, cta.items)
     def _(item):
         zeros = [plgpu.ACC(shape, jnp.float32) for shape in tiles.accumulators]
-        sums = pl.run_scoped(functools.partial(program.multiply, item), *zeros)
+        sums = pl.run_scoped(functools.partial(cta.multiply, item), *zeros)
         if tiles.scale_tiles:
             pl.when(item == 0)(lambda: plgpu.barrier_wait(scales_memory[-1]))
-        program.store(sums, item)
+        cta.store(sums, item)
 
-    # Drain: no program ends before all arrivals at its barriers and all stores.
-    pl.when(program.total_steps > 0)(lambda: program.release(program.total_steps - 1))
+    # Drain the pipeline: a CTA must not end before all arrivals at its barriers and all stores.
+    pl.when(cta.total_slices > 0)(lambda: cta.release(cta.total_slices - 1))
 
-    @pl.when(program.group == 0)
+    @pl.when(cta.group == 0)
     def _():
-        @pl.loop(jnp.maximum(program.total_steps - tiles.stages, 0), program.total_steps)
-        def _(step):
-            plgpu.barrier_wait(done.at[program.slot_of(step)])
+        @pl.loop(jnp.maximum(cta.total_slices - tiles.stages, 0), cta.total_slices)
+        def _(k_slice):
+            plgpu.barrier_wait(done.at[cta.slot_of(k_slice)])
 
     plgpu.wait_smem_to_gmem(0)
 
 
-class _Program:
-    """In the kernel: the stages of one program.
+class _Cta:
+    """In the kernel: the operations of one CTA (Pallas program).
 
-    A program has `items`, each of `steps` along k; steps are counted over all items, and step i uses slot i modulo
-    `stages` of shared memory.
+    The CTA computes `items` work items, each one output tile summed over one part of k. An item has `item_slices`
+    slices of k. Slices are numbered through all items of the CTA, and slice i uses slot i modulo `stages` of shared
+    memory.
     """
 
     def __init__(self, refs, memory, tiles):
@@ -96,68 +104,72 @@ class _Program:
         self.tiles, self.plgpu = tiles, plgpu
         inner, self.out = self.x_ref.shape[1], self.out_ref.shape[2]
         self.group, self.index = jax.lax.axis_index("group"), jax.lax.axis_index("program")
-        self.own_part = pl.ds(self.group * HEIGHT, HEIGHT)  # of the rows; transposed: of the tile's columns
+        self.own_part = pl.ds(self.group * HEIGHT, HEIGHT)  # of this warpgroup: rows of x; transposed: columns
         self.all_rows = pl.ds(0 * self.index, tiles.height)  # traced start: the slice may be longer than the array
-        self.steps = inner // tiles.inner // tiles.parts
+        self.item_slices = inner // tiles.inner // tiles.parts
         self.items = (self.out // tiles.columns * tiles.parts - self.index + tiles.programs - 1) // tiles.programs
-        self.total_steps = self.items * self.steps
+        self.total_slices = self.items * self.item_slices
 
     def place_of(self, item):
-        """First column of an item's tile, and the item's part."""
+        """Returns the first column of a work item's output tile, and the index of its part of k."""
         index = self.index + item * self.tiles.programs
         return jax.lax.div(index, self.tiles.parts) * self.tiles.columns, jax.lax.rem(index, self.tiles.parts)
 
-    def slot_of(self, step):
-        """Slot of a step in shared memory."""
-        return jax.lax.rem(step, self.tiles.stages)
+    def slot_of(self, k_slice):
+        """Returns the slot of shared memory that a slice of k uses."""
+        return jax.lax.rem(k_slice, self.tiles.stages)
 
-    def load(self, step):
-        """Issues the loads of a step: the weights (gate and up) and all rows of x."""
+    def load(self, k_slice):
+        """Issues the loads of a slice of k into its slot: the tile's weights (gate and up) and all rows of x."""
         tiles = self.tiles
-        slot, (column, part) = self.slot_of(step), self.place_of(jax.lax.div(step, self.steps))
-        inner = pl.ds((part * self.steps + jax.lax.rem(step, self.steps)) * tiles.inner, tiles.inner)
+        slot, (column, part) = self.slot_of(k_slice), self.place_of(jax.lax.div(k_slice, self.item_slices))
+        slice_in_k = part * self.item_slices + jax.lax.rem(k_slice, self.item_slices)
+        inner = pl.ds(slice_in_k * tiles.inner, tiles.inner)
         for half in range(tiles.halves):
             weights = self.w_ref.at[pl.ds(half * self.out + column, tiles.columns), inner]
             target = self.w_tiles.at[slot, pl.ds(half * tiles.columns, tiles.columns)]
             self.plgpu.copy_gmem_to_smem(weights, target, self.arrived.at[slot])
         self.plgpu.copy_gmem_to_smem(self.x_ref.at[self.all_rows, inner], self.x_tiles.at[slot], self.arrived.at[slot])
 
-    def release(self, step):
-        """Marks a step's slot as read by this warpgroup; once all have read it, the first one loads a later step."""
-        slot = self.slot_of(step)
+    def release(self, k_slice):
+        """Marks the slot of a slice of k as read by this warpgroup.
+
+        The first warpgroup then waits until all warpgroups have read the slot, and loads a later slice into it.
+        """
+        slot = self.slot_of(k_slice)
         self.plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # results stored from the slot have been read
         self.plgpu.barrier_arrive(self.done.at[slot])
 
-        @pl.when((self.group == 0) & (step + self.tiles.stages < self.total_steps))
+        @pl.when((self.group == 0) & (k_slice + self.tiles.stages < self.total_slices))
         def _():
             self.plgpu.barrier_wait(self.done.at[slot])
-            self.load(step + self.tiles.stages)
+            self.load(k_slice + self.tiles.stages)
 
     def operands(self, slot):
-        """Both operands for each accumulator."""
+        """Returns the two operands of `wgmma` for each accumulator, in one slot of shared memory."""
         if not self.tiles.transposed:
             return [(self.x_tiles.at[slot, self.own_part], self.w_tiles.at[slot].T)]
         starts = [half * self.tiles.columns + self.group * HEIGHT for half in range(self.tiles.halves)]
         return [(self.w_tiles.at[slot, pl.ds(start, HEIGHT)], self.x_tiles.at[slot].T) for start in starts]
 
     def multiply(self, item, *accumulators):
-        """Adds up an item's products and returns the sums."""
+        """Multiplies all slices of k of a work item; returns the sums, one array for each accumulator."""
 
-        @pl.loop(0, self.steps)
+        @pl.loop(0, self.item_slices)
         def _(index):
-            step = item * self.steps + index
-            slot = self.slot_of(step)
+            k_slice = item * self.item_slices + index
+            slot = self.slot_of(k_slice)
             self.plgpu.barrier_wait(self.arrived.at[slot])
             for accumulator, pair in zip(accumulators, self.operands(slot), strict=True):
                 self.plgpu.wgmma(accumulator, *pair)
-            self.plgpu.wgmma_wait(len(accumulators))  # all but this step's: the step before may be released
-            pl.when(step > 0)(lambda: self.release(step - 1))
+            self.plgpu.wgmma_wait(len(accumulators))  # all but this slice's products: the slice before can be released
+            pl.when(k_slice > 0)(lambda: self.release(k_slice - 1))
 
         self.plgpu.wgmma_wait(0)
         return [accumulator[...] for accumulator in accumulators]
 
     def load_scales(self):
-        """Issues the loads of the scales of all rows and of all items' columns."""
+        """Issues the loads of the scales of all rows, and of the columns of all work items, into shared memory."""
         tiles, (row_scales, column_scales, scales_arrived) = self.tiles, self.scales_memory
         for first in range(0, tiles.height, HEIGHT):
             rows = self.row_scale_ref.at[pl.ds(0 * self.index + first, HEIGHT)]
@@ -169,12 +181,26 @@ class _Program:
             self.plgpu.copy_gmem_to_smem(columns, target, scales_arrived)
 
     def piece_of(self, first):
-        """A piece of the output tile: (first row, number of rows), (first column, number of columns)."""
+        """Returns the block of an output tile that this warpgroup stores at once.
+
+        Args:
+            first: first column of the block in the tile; transposed: first row.
+
+        Returns:
+            (first row, number of rows), (first column in the tile, number of columns).
+        """
         own, across = (self.group * HEIGHT, HEIGHT), (first, self.tiles.store)
         return (across, own) if self.tiles.transposed else (own, across)
 
     def scaled(self, sums, item, half, first):
-        """A piece of the sums of gate or up, scaled."""
+        """Returns the block of the sums that `piece_of(first)` describes, multiplied by its scales if there are any.
+
+        Args:
+            sums: sums of a work item, as `multiply` returns them.
+            item: index of the work item.
+            half: 0: gate, or the only half; 1: up.
+            first: as in `piece_of`.
+        """
         tiles = self.tiles
         start = first if tiles.transposed else half * tiles.columns + first
         piece = sums[half if tiles.transposed else 0][:, start : start + tiles.store]
@@ -193,24 +219,24 @@ class _Program:
         return piece
 
     def store_buffer(self, index, item):
-        """Shared memory from which the index-th piece of an item is stored."""
+        """Returns the shared memory from which block number `index` of a work item's results is stored."""
         tiles = self.tiles
         if not tiles.stores_in_x:
             return self.out_tiles.at[self.group, index % STORE_BUFFERS]
-        last = self.out_tiles.at[self.slot_of(item * self.steps + self.steps - 1), self.group]
+        last = self.out_tiles.at[self.slot_of(item * self.item_slices + self.item_slices - 1), self.group]
         if last.shape == tiles.store_shape:
             return last
         return last.at[pl.ds(0, math.prod(tiles.store_shape))].reshape(tiles.store_shape)
 
     def store(self, sums, item):
-        """Scales an item's sums, multiplies silu(gate) by up, and stores the result piece by piece."""
+        """Scales the sums of a work item, multiplies silu(gate) by up if there are both, and stores the results."""
         tiles, (column, part) = self.tiles, self.place_of(item)
         for index in range((tiles.transposed or tiles.columns) // tiles.store):
             first = index * tiles.store
             result = self.scaled(sums, item, 0, first)
             if tiles.halves == 2:
                 result = result / (1 + jnp.exp(-result)) * self.scaled(sums, item, 1, first)
-            if index >= STORE_BUFFERS:  # the first buffers are free: `release` has waited since the last item
+            if index >= STORE_BUFFERS:  # the first buffers are free: `release` has waited for them since the last item
                 self.plgpu.wait_smem_to_gmem(STORE_BUFFERS - 1, wait_read_only=True)
             shared = self.store_buffer(index, item)
             (shared.T if tiles.transposed else shared)[...] = result.astype(self.out_ref.dtype)
@@ -220,14 +246,15 @@ class _Program:
 
 
 def multiply(x: Array, weight: Array, *scales: Array, tiles: Tiles, dtype: jnp.dtype, interpret: Any = False) -> Array:
-    """Runs the kernel; returns [parts, rows, out].
+    """Runs the Hopper kernel: returns partial sums of x @ weight.T, or silu(gate) * up, [parts, rows, out].
 
     Args:
-        x: [rows, inner].
-        weight: [halves * out, inner].
-        scales: of the rows [rows] and of the weight [halves * out], if there are any.
-        dtype: of the result.
-        interpret: jax's parameters for interpreting the kernel, with which it detects races.
+        x: activations [rows, inner].
+        weight: [halves * out, inner]; two halves are gate and up.
+        scales: float32 scales of the rows of x [rows] and of the weight [halves * out]; none unless both are float8.
+        tiles: static sizes of the call.
+        dtype: dtype of the result.
+        interpret: False, or jax's parameters for interpreting the kernel, with which it detects races.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
@@ -247,7 +274,7 @@ def multiply(x: Array, weight: Array, *scales: Array, tiles: Tiles, dtype: jnp.d
             return x_tiles, memory(tiles.groups, STORE_BUFFERS, *tiles.store_shape, dtype=dtype)
         if interpret:  # the interpreter does not support refs that share memory, nor `reshape`
             return x_tiles, plgpu.SMEM((tiles.stages, tiles.groups, *tiles.store_shape), dtype)
-        room = HEIGHT * INNER_BYTES // dtype.itemsize  # the results take the beginning of it
+        room = HEIGHT * INNER_BYTES // dtype.itemsize  # the results take the beginning of this memory
         return plgpu.RefUnion(x_tiles, plgpu.SMEM((tiles.stages, tiles.groups, room), dtype))
 
     def entry(x_ref, w_ref, *refs):
@@ -276,17 +303,20 @@ def multiply(x: Array, weight: Array, *scales: Array, tiles: Tiles, dtype: jnp.d
 
 
 def choose_compiled(implementation: Implementation, kernel: Callable, reference: Callable, *arguments: Any) -> Any:
-    """As `dispatch`, for this kernel: a CPU always runs the reference, with "pallas" too.
+    """Does what `dispatch` does, for the Hopper kernel: a CPU always runs the reference, even with "pallas".
 
-    jax interprets such a kernel only with parameters of its own, and with effects that are not allowed in a branch of
-    `platform_dependent`.
+    jax can interpret a Mosaic GPU kernel only with special parameters, and with effects that are not allowed in a
+    branch of `platform_dependent`.
     """
     compiled: Implementation = "auto" if implementation == "pallas" else implementation
     return dispatch(compiled, None, kernel, reference, *arguments)
 
 
 def multiprocessors() -> int | None:
-    """Number of multiprocessors of the GPU that a program is traced for; None unless it is a Hopper GPU (9.0)."""
+    """Returns the number of multiprocessors of the Hopper GPU that is traced for; None if that is another device.
+
+    None too for jax before 0.11.
+    """
     if jax.__version_info__ < (0, 11):
         return None  # earlier versions cannot compile such kernels on a machine without a GPU
     if device := jax.sharding.get_abstract_mesh().abstract_device:

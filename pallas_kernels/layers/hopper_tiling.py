@@ -1,10 +1,14 @@
-"""How the Hopper kernel (`hopper_kernel`) divides a product.
+"""Tile sizes of the Hopper kernel (`hopper_kernel`), which multiplies x by a weight.
 
 `wgmma` multiplies a first operand of 64 rows per warpgroup by a second operand whose size is any multiple of 8. Usually
-the rows of x are the first operand and the weights the second: the tile's width is chosen so that the number of tiles
-is just below a multiple of the number of multiprocessors. Where x has far fewer rows than the next multiple of 64 the
-product is transposed: the weights are the first operand (64 columns of gate and of up per warpgroup) and all rows of x
-the second, so that padding rows are not multiplied.
+the first operand holds rows of x and the second holds weights: the width of an output tile is chosen to make the number
+of tiles just less than a multiple of the number of multiprocessors. If x has far fewer rows than the next multiple of
+64, the product is transposed: the first operand holds weights (64 columns of gate and 64 of up per warpgroup) and the
+second holds all rows of x, so no padding rows are multiplied.
+
+Terms: a CTA is one Pallas program. A part of k is one of the equal ranges of k over which partial sums are returned. A
+work item is one output tile, summed over one part of k; a CTA computes several work items one after the other. The
+kernel loads k in slices of 128 bytes per row.
 """
 
 import math
@@ -15,74 +19,81 @@ import jax.numpy as jnp
 from pallas_kernels.layers.quantize_rows import FP8
 
 DTYPES = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), FP8}
-INNER_BYTES = 128  # of a row in a step: the widest swizzle
-STORE_BUFFERS = 2  # per warpgroup: one is written while the TMA unit reads the other
-HEIGHT = 64  # rows of a warpgroup's product
-SHARED_BYTES = 227 * 1024 - 512  # of a multiprocessor, without the barriers
-ALIGNMENT = 1024  # bytes, of each array in shared memory; TMA copies need multiples of 128
-MOST_GROUPS = 5  # warpgroups of a program: they share a multiprocessor's registers
-REGISTERS = 512  # per thread, if a multiprocessor had one warpgroup
-OTHER_REGISTERS = 40  # per thread, beside its accumulators
-LEAST_COLUMNS, MOST_COLUMNS = 48, 128  # of gate and of up: both together are one operand, of at most 256
-MOST_TRANSPOSED = 160  # rows of x, for which a warpgroup has registers (gate and up)
-MOST_IDLE = 1.15  # time over that of an even distribution of the tiles: above, XLA's product is faster
+INNER_BYTES = 128  # bytes of a row in a slice of k: the widest swizzle
+STORE_BUFFERS = 2  # buffers per warpgroup: one is written while the TMA unit reads the other
+HEIGHT = 64  # rows of the first operand of `wgmma`, per warpgroup
+SHARED_BYTES = 227 * 1024 - 512  # shared memory of a CTA, without the barriers
+ALIGNMENT = 1024  # alignment in bytes of each array in shared memory; TMA copies need a multiple of 128
+MOST_GROUPS = 5  # warpgroups per CTA: they share a multiprocessor's registers
+REGISTERS = 512  # registers per thread if a multiprocessor had one warpgroup
+OTHER_REGISTERS = 40  # registers per thread in addition to the accumulators
+LEAST_COLUMNS, MOST_COLUMNS = 48, 128  # columns of gate, and as many of up: together one operand of at most 256
+MOST_TRANSPOSED = 160  # rows of x for whose accumulators (gate and up) a warpgroup has registers
+MOST_IDLE = 1.15  # time relative to an even distribution of the tiles, above which XLA's product is faster
 
 
 class Tiles(NamedTuple):
-    """Static sizes of one kernel call."""
+    """Static sizes of one call of the Hopper kernel; the module's docstring defines the terms."""
 
-    groups: int  # warpgroups, of 64 rows each; transposed: of 64 columns
-    columns: int  # of an output tile
-    inner: int  # values of a row in a step
-    stages: int  # steps in flight
-    store: int  # columns stored at once; transposed: rows
-    programs: int
-    parts: int = 1  # of the sum over k
-    halves: int = 1  # 2: gate and up
-    scale_tiles: int = 0  # tiles of a program whose scales are kept in shared memory; 0: no scales, or no room
-    transposed: int = 0  # rows of x, where the product is transposed; else 0
+    groups: int  # warpgroups per CTA, each for 64 rows of an output tile; transposed: for 64 columns
+    columns: int  # columns of an output tile
+    inner: int  # values of a row in a slice of k
+    stages: int  # slices of k in flight
+    store: int  # columns that a warpgroup stores at once; transposed: rows
+    programs: int  # number of CTAs
+    parts: int = 1  # parts of k; a partial sum is returned for each
+    halves: int = 1  # 2: the weight has gate and up; 1: it does not
+    scale_tiles: int = 0  # output tiles of a CTA whose scales are kept in shared memory; 0: no scales, or no room
+    transposed: int = 0  # number of rows of x if the product is transposed, else 0
 
     @property
     def height(self) -> int:
-        """Rows of x that a program holds."""
+        """Number of rows of x, with padding, that a CTA holds in shared memory."""
         return self.transposed or self.groups * HEIGHT
 
     @property
     def accumulators(self) -> list[tuple[int, int]]:
-        """Shapes of a warpgroup's accumulators."""
+        """Shapes of the accumulators of a warpgroup."""
         if self.transposed:
             return [(HEIGHT, self.transposed)] * self.halves
         return [(HEIGHT, self.halves * self.columns)]
 
     @property
     def stores_in_x(self) -> bool:
-        """Whether a result tile is stored at once, from the memory of the tile's last step of x.
+        """Whether a warpgroup stores a whole result tile at once, from the shared memory of the last slice of x.
 
-        It is not swizzled, so its rows must be so narrow that eight of them lie in different banks.
+        The result is not swizzled there, so its rows must be so narrow that eight of them lie in different banks.
         """
         return not self.transposed and self.store == self.columns
 
     @property
     def store_shape(self) -> tuple[int, int]:
-        """Shape of what a warpgroup stores at once."""
+        """Shape of the block of results that a warpgroup stores at once."""
         return (self.store, HEIGHT) if self.transposed else (HEIGHT, self.store)
 
 
 def choose_tiles(
     rows: int, inner: int, out: int, dtype: jnp.dtype, multiprocessors: int, *, parts: int = 1, halves: int = 1
 ) -> Tiles | None:
-    """Chooses how the kernel divides a product [rows, inner] x [halves * out, inner]; None: the kernel does not fit.
+    """Chooses the sizes of the Hopper kernel for x [rows, inner] and a weight [halves * out, inner].
 
     Args:
-        parts: of the sum over `inner`; several are returned in float32.
-        halves: 2: gate and up.
+        rows, inner: shape of x.
+        out: number of output columns.
+        dtype: dtype of x and of the weight's values.
+        multiprocessors: number of multiprocessors of the GPU.
+        parts: number of equal ranges of `inner` whose partial sums are returned; several are returned in float32.
+        halves: 2 if the weight has gate and up, else 1.
+
+    Returns:
+        The sizes, or None if the kernel does not support the product or would be slower than XLA.
     """
     groups, step = math.ceil(rows / HEIGHT), INNER_BYTES // dtype.itemsize
     if dtype not in DTYPES or groups > MOST_GROUPS or (rows > 8 and rows % 8) or inner % (step * parts):
         return None
 
-    # Width: of the widths that divide `out` and whose accumulators fit into registers, the one that leaves the fewest
-    # multiprocessors idle; of equals the widest.
+    # Width of an output tile: of the widths that divide `out` and whose accumulators fit into registers, choose the one
+    # that leaves the fewest multiprocessors idle; among equally good ones the widest.
     most = min(REGISTERS // groups // 8 * 8 - OTHER_REGISTERS, MOST_COLUMNS)
     widths = [width for width in range(most, LEAST_COLUMNS - 1, -8) if out % width == 0]
     time = {width: _imbalance(out // width * parts, multiprocessors) for width in widths}
@@ -90,12 +101,12 @@ def choose_tiles(
         return None
     columns, height, transposed = min(widths, key=lambda width: time[width]), groups * HEIGHT, 0
 
-    # Transposed (65 to 160 rows), if waves times rows are fewer: padding rows cost as much as others.
+    # Transpose the product (65 to 160 rows) if that lowers waves * rows: padding rows cost as much as others.
     can_transpose = halves == 2 and HEIGHT < rows <= MOST_TRANSPOSED and out % MOST_COLUMNS == 0
     if can_transpose and _imbalance(out // MOST_COLUMNS * parts, multiprocessors) * rows < time[columns] * height:
         groups, columns, height, transposed = MOST_COLUMNS // HEIGHT, MOST_COLUMNS, rows, rows
 
-    # Shared memory: store buffers, scales (float8), and as many steps as fit into the rest.
+    # Shared memory holds store buffers, scales (float8), and as many slices of k as fit into the rest.
     items = out // columns * parts
     stores_in_x = parts == 1 and not transposed and columns % 16 and columns * 2 < INNER_BYTES
     store = columns if stores_in_x else 8 if (transposed or columns) % 16 else 16
@@ -105,17 +116,17 @@ def choose_tiles(
     scale_bytes = sum(math.ceil(4 * size / ALIGNMENT) * ALIGNMENT for size in sizes)
     room, step_bytes = SHARED_BYTES - store_bytes, (height + halves * columns) * INNER_BYTES
     stages, fewer = (min(free // step_bytes, inner // step // parts) for free in (room, room - scale_bytes))
-    # A step in flight is worth more than scales in shared memory. But without them the kernel reads the rows' scales
-    # in multiples of 64, past the array's end unless x has as many rows.
+    # One more slice in flight saves more time than scales in shared memory. But if the scales are not there, the kernel
+    # reads the scales of x in multiples of 64 rows, past the array's end unless the number of rows is such a multiple.
     if fewer < stages and rows == height:
         scale_tiles = 0
     stages = fewer if scale_tiles else stages
-    if stages < min(2, inner // step // parts):  # the scales leave no room for two steps
+    if stages < min(2, inner // step // parts):  # the scales leave no room for two slices of k
         return None
     programs = min(items, multiprocessors)
     return Tiles(groups, columns, step, stages, store, programs, parts, halves, scale_tiles, transposed)
 
 
 def _imbalance(items: int, multiprocessors: int) -> float:
-    """Waves of programs over the mean number of items per multiprocessor: 1 if all are always busy."""
+    """Returns the time of equal work items relative to an even distribution; 1 if no multiprocessor is ever idle."""
     return math.ceil(items / multiprocessors) * multiprocessors / items

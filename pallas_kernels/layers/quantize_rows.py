@@ -1,7 +1,9 @@
-"""Quantises rows to one byte per value, each row with its own scale; activations in one kernel.
+"""Quantises rows to one byte per value, each row with its own scale; for activations, one kernel does it.
 
-scale[t] = max_k |y[t, k]| / largest        values[t, k] = y[t, k] / scale[t], rounded
-y = x, or for gate and up side by side (x = [gate, up]) silu(gate) * up, rounded to x's dtype
+    scale[t] = max_k |y[t, k]| / largest        values[t, k] = y[t, k] / scale[t], rounded
+
+y is x; or, if x has gate and up side by side, silu(gate) * up rounded to x's dtype. `largest` is the largest value of
+the dtype: 127 for int8, 448 for float8_e4m3fn.
 """
 
 import functools
@@ -16,11 +18,11 @@ from pallas_kernels.dispatch import Implementation, dispatch
 
 INT8, FP8 = jnp.dtype("int8"), jnp.dtype("float8_e4m3fn")
 LARGEST = {INT8: 127.0, FP8: 448.0}
-WIDEST = 32768  # columns that a program holds in registers
+WIDEST = 32768  # columns that a Pallas program can hold in registers
 
 
 def gated(x: Float[Array, "*rows twice"]) -> Float[Array, "*rows inner"]:
-    """silu(gate) * up, for gate and up side by side (arXiv:2002.05202)."""
+    """Returns silu(gate) * up for x = [gate, up], side by side (arXiv:2002.05202)."""
     gate, up = jnp.split(x, 2, axis=-1)
     return jax.nn.silu(gate) * up
 
@@ -28,7 +30,11 @@ def gated(x: Float[Array, "*rows twice"]) -> Float[Array, "*rows inner"]:
 def scaled_rows(
     x: Float[Array, "*rows inner"], dtype: jnp.dtype, *, dims: int = 1
 ) -> tuple[Num[Array, "*rows inner"], Array]:
-    """Quantises to int8 or float8_e4m3fn; returns values and the float32 scale of each row, the last `dims` axes."""
+    """Quantises rows to int8 or float8_e4m3fn; a row is the last `dims` axes of x.
+
+    Returns:
+        The values in `dtype`, in x's shape, and the float32 scale of each row.
+    """
     wide, axes = x.astype(jnp.float32), tuple(range(-dims, 0))
     order = jax.lax.bitcast_convert_type(jnp.abs(wide), jnp.int32)  # one instruction finds a warp's largest integer
     largest = jax.lax.bitcast_convert_type(jnp.max(order, axis=axes), jnp.float32)
@@ -51,7 +57,7 @@ def _kernel(
     *,
     is_gated,
 ):
-    """One program: one row; columns past the last are zero and not written."""
+    """One Pallas program: quantises one row; padding columns are zero and not written."""
     row, inner = pl.program_id(0), values_ref.shape[1]
     column = jnp.arange(pl.next_power_of_2(inner))
     inside = column < inner
@@ -88,7 +94,7 @@ def _pallas(x, *, is_gated, interpret):
 def quantize_rows(
     x: Float[Array, "*rows width"], *, is_gated: bool = False, implementation: Implementation = "auto"
 ) -> tuple[Float[Array, "*rows inner"], Float[Array, "*rows"]]:
-    """Quantises rows to float8_e4m3fn; returns values [*rows, inner] and the float32 scale of each row [*rows].
+    """Quantises rows to float8_e4m3fn; returns the values [*rows, inner] and the float32 scale of each row [*rows].
 
     Args:
         x: activations [*rows, inner], or [*rows, 2 * inner] if gated.
@@ -96,7 +102,7 @@ def quantize_rows(
         implementation: as in `paged_attention`.
 
     Raises:
-        NotImplementedError: "pallas" with rows wider than the kernel holds.
+        NotImplementedError: implementation is "pallas", and rows are wider than the kernel supports.
     """
     unsupported = None if x.shape[-1] <= WIDEST else f"rows of at most {WIDEST} columns, got {x.shape[-1]}"
     kernel, reference = (functools.partial(run, is_gated=is_gated) for run in (_pallas, _reference))

@@ -1,12 +1,13 @@
 """Weights of one byte per value with a scale for each output channel, and the matrix products with them.
 
     int8          y = (x @ values.T) * scale              only weights are quantised; scale = max |w| / 127 per row of w
-    fp8           y = (x @ values.T) * scale              as int8, to float8_e4m3fn; scale = max |w| / 448
-    fp8_dynamic   y = (x8 @ values.T) * scale_x * scale   activations too; scale_x = max |x| / 448 per row of x
+    fp8           y = (x @ values.T) * scale              like int8, to float8_e4m3fn; scale = max |w| / 448
+    fp8_dynamic   y = (x8 @ values.T) * scale_x * scale   x is quantised too, to x8; scale_x = max |x| / 448 per row of
+    x
 
-Each row of x is quantised by itself, so its result does not depend on the rows beside it. But quantising turns a
-difference in the last bit of a float32 sum into a step of 1/16: with "fp8_dynamic" decoding keeps the probabilities
-within those roundings, not bit for bit.
+Each row of x is quantised by itself, so its result does not depend on other rows. But quantising can enlarge a
+difference in the last bit of a float32 sum to a relative difference of 1/16: with "fp8_dynamic", decoding keeps the
+probabilities within such roundings, not bit for bit.
 """
 
 import math
@@ -22,18 +23,18 @@ from pallas_kernels.layers.quantize_rows import FP8, INT8, gated, quantize_rows,
 
 Kind = Literal["int8", "fp8", "fp8_dynamic"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-FEW_ROWS = 64  # above, quantising activations and rounding the product costs less than writing it in float32
+FEW_ROWS = 64  # with more rows, rounding a float8 product twice costs less than writing it in float32
 STATIC = {"static": True}  # metadata of a field that is part of the tree's structure
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """A weight [out, inner], values * scale[:, None]."""
+    """A quantised weight [out, inner]: values * scale[:, None]."""
 
     values: Num[Array, "out inner"]  # int8 or float8_e4m3fn
     scale: Float[Array, " out"]  # float32
-    dynamic: bool = field(default=False, metadata=STATIC)  # activations are quantised too
+    dynamic: bool = field(default=False, metadata=STATIC)  # kind "fp8_dynamic": activations are quantised too
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,11 +50,11 @@ class Quantized:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedActivation:
-    """Activations [*rows, inner] already quantised for a weight of "fp8_dynamic": values * scale[..., None]."""
+    """Activations [*rows, inner], quantised for a weight of "fp8_dynamic": values * scale[..., None]."""
 
     values: Float[Array, "*rows inner"]  # float8_e4m3fn
     scale: Float[Array, "*rows"]  # float32
-    dtype: jnp.dtype = field(metadata=STATIC)  # of the activations before
+    dtype: jnp.dtype = field(metadata=STATIC)  # dtype of the activations before they were quantised
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,7 +64,7 @@ class QuantizedActivation:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Scaled:
-    """Partial sums of a float8 product whose scales are not applied yet: sum(values) * row_scale[..., None] * scale."""
+    """A float8 product x @ weight.T as partial sums without scales: sum(values) * row_scale[..., None] * scale."""
 
     values: Float[Array, "parts *rows out"]
     row_scale: Float[Array, "*rows"]
@@ -74,18 +75,18 @@ class Scaled:
         return self.values.shape
 
 
-PartialSums = Float[Array, "parts *rows out"] | Scaled  # a product in parts that the kernel reading it adds up
+PartialSums = Float[Array, "parts *rows out"] | Scaled  # to be added up by the kernel that reads them
 Weight = Float[Array, "_ _"] | Quantized  # [out, inner]
 Inputs = Float[Array, "*rows inner"] | QuantizedActivation
 
 
 def has_dynamic_activations(weight: Weight) -> bool:
-    """Whether activations are quantised before they are multiplied by this weight."""
+    """Returns whether activations are quantised before they are multiplied by this weight."""
     return isinstance(weight, Quantized) and weight.dynamic
 
 
 def quantize(weight: Float[Array, "out inner"], kind: Kind) -> Quantized:
-    """Quantises a weight to one byte per value, with one scale per output channel."""
+    """Returns a weight quantised to one byte per value, with one scale per output channel."""
     return Quantized(*scaled_rows(weight, INT8 if kind == "int8" else FP8), dynamic=kind == "fp8_dynamic")
 
 
@@ -98,6 +99,7 @@ class Factors(NamedTuple):
     scale: Array | None  # [out]
 
     def scaled(self, sums: Float[Array, "*parts rows out"]) -> Array:
+        """Returns sums of the product x @ weight.T multiplied by the scales, if there are any."""
         if self.scale is None:
             return sums
         sums = sums if self.row_scale is None else sums * self.row_scale[..., None]
@@ -105,21 +107,21 @@ class Factors(NamedTuple):
 
 
 def quantize_activation(x: Array, *, is_gated: bool = False, implementation: str = "auto") -> QuantizedActivation:
-    """Quantises activations for a weight of "fp8_dynamic"; arguments as in `factors`."""
+    """Returns activations quantised for a weight of "fp8_dynamic"; the arguments are those of `factors`."""
     values, scale = quantize_rows(x, is_gated=is_gated, implementation=implementation)
     return QuantizedActivation(values, scale, x.dtype)
 
 
 def factors(x: Inputs, weight: Weight, *, is_gated: bool = False, implementation: str = "auto") -> Factors:
-    """Separates operands and scales of x @ weight.T; quantises x for "fp8_dynamic" unless it already is.
+    """Returns the operands and the scales of x @ weight.T; for "fp8_dynamic" it quantises x unless x is quantised.
 
     Args:
         x: activations [*rows, inner].
-        is_gated: x is gate and up side by side [*rows, 2 * inner]; silu(gate) * up is multiplied.
-        implementation: of the quantisation, as in `paged_attention`.
+        is_gated: x is gate and up side by side [*rows, 2 * inner]; silu(gate) * up is multiplied by the weight.
+        implementation: how x is quantised, as in `paged_attention`.
 
     Raises:
-        TypeError: x is quantised and the weight is not of "fp8_dynamic".
+        TypeError: x is quantised, and the weight is not of "fp8_dynamic".
     """
     if isinstance(weight, Quantized) and weight.dynamic:
         if not isinstance(x, QuantizedActivation):
@@ -141,7 +143,10 @@ def matmul_unscaled(
     is_gated: bool = False,
     implementation: str = "auto",
 ) -> PartialSums:
-    """`matmul` as one part; with "fp8_dynamic" its scales are left to the one kernel that reads the result."""
+    """Returns the product of `matmul` as one partial sum [1, *rows, out].
+
+    With "fp8_dynamic" it is a `Scaled`: the kernel that reads the result applies the scales. Arguments as in `matmul`.
+    """
     f = factors(x, weight, is_gated=is_gated, implementation=implementation)
     dtype = dtype or x.dtype
     precision = jax.lax.Precision.HIGHEST if f.x.dtype == jnp.float32 else None
@@ -163,7 +168,9 @@ def matmul(
     is_gated: bool = False,
     implementation: str = "auto",
 ) -> Float[Array, "*rows out"]:
-    """x @ weight.T, summed in float32 and rounded once; float32 inputs are multiplied in float32 on every device.
+    """Returns x @ weight.T [*rows, out], summed in float32 and rounded once.
+
+    float32 inputs are multiplied in float32 on every device.
 
     With "fp8_dynamic" and more than 64 rows the product is also rounded to the result's dtype before it is scaled,
     except to float16, whose largest value is below 448 * 448.
@@ -171,7 +178,7 @@ def matmul(
     Args:
         x: activations [*rows, inner].
         weight: [out, inner].
-        dtype: of the result; None: x's.
+        dtype: dtype of the result; None: x's dtype.
         is_gated, implementation: as in `factors`.
     """
     dtype = dtype or x.dtype
@@ -179,18 +186,21 @@ def matmul(
 
 
 def split_scales(parts: PartialSums) -> tuple[Array, tuple[Array, ...]]:
-    """Returns the partial sums, and the scales of rows and columns if they are still to be applied."""
+    """Returns the partial sums, and (row scales, column scales) if they are still to be applied, else ()."""
     return (parts.values, (parts.row_scale, parts.scale)) if isinstance(parts, Scaled) else (parts, ())
 
 
 def sum_f32(parts: Iterable[Array]) -> Array:
-    """Sum in float32, in order; also in kernels. (On a CPU the reduction of jax 0.11.2 is less exact.)"""
+    """Returns the sum of arrays, added in float32 in their order; usable inside kernels too.
+
+    (On a CPU the reduction of jax 0.11.2 is less exact.)
+    """
     first, *others = (part.astype(jnp.float32) for part in parts)
     return sum(others, first)
 
 
 def reduce_partials(parts: PartialSums, dtype: jnp.dtype) -> Float[Array, "*rows out"]:
-    """Adds up partial sums [parts, *rows, out], applies their scales and rounds once."""
+    """Returns the sum of partial sums [parts, *rows, out] with their scales applied, rounded once to `dtype`."""
     values, scales = split_scales(parts)
     total = sum_f32(values)
     return (total * scales[0][..., None] * scales[1] if scales else total).astype(dtype)

@@ -1,9 +1,11 @@
 """Adds a layer's output to the residual stream and normalises the sum, in one kernel.
 
-sum = x + delta, normed = sum / sqrt(mean(sum^2) + eps) * weight, for every row of [..., hidden]. delta (the sum of its
-parts) and the sum are rounded to the model's dtype, the mean is taken in float32, the quotient is rounded before it is
-scaled. The result may be quantised to float8 for the next product, as `quantize_rows` would do.
-XLA makes two kernels of the norm alone, whose time for a few rows is all launch overhead.
+    sum = x + delta        normed = sum / sqrt(mean(sum^2) + eps) * weight        for every row of [..., hidden]
+
+delta (the sum of its partial sums) and `sum` are rounded to the model's dtype; the mean is computed in float32; the
+quotient is rounded before it is multiplied by the weight. The result may be quantised to float8 for the next matrix
+product, as `quantize_rows` would do. XLA compiles the norm alone to two kernels, whose time for a few rows is all
+launch overhead.
 """
 
 import functools
@@ -20,10 +22,11 @@ from pallas_kernels.layers.quantize_rows import FP8, scaled_rows
 from pallas_kernels.layers.quantized import PartialSums, QuantizedActivation, reduce_partials, split_scales, sum_f32
 from pallas_kernels.layers.row_blocks import in_row_blocks
 
-WIDEST = 16384  # columns a program holds in registers
+WIDEST = 16384  # columns that a Pallas program can hold in registers
 
 
 def _quotient(total: Array, eps: float, size: int) -> Array:
+    """Returns total / sqrt(mean(total^2) + eps) for rows of `size` columns and any zero padding, in total's dtype."""
     wide = total.astype(jnp.float32)
     mean = jnp.sum(wide * wide, axis=-1, keepdims=True) / size
     return (wide * jax.lax.rsqrt(mean + eps)).astype(total.dtype)
@@ -49,7 +52,7 @@ def _kernel(
     # inputs
     x_ref,  # [T, hidden], the model's dtype
     parts_ref,  # [parts, T, hidden]
-    *refs,  # weights [hidden] of each norm; float32 scales of the parts' rows [T] and columns [hidden], if any;
+    *refs,  # a weight [hidden] per norm; float32 scales of the partial sums' rows [T] and columns [hidden], if any;
     # outputs: the sum [T, hidden], then for each norm the result [T, hidden] and, if quantised, its scale [T] float32
     # static parameters
     eps,
@@ -57,8 +60,8 @@ def _kernel(
     norms,  # number of weights
     quantize_output,
 ):
-    """One program: one row; columns past the last are zero and not written."""
-    per_norm = 1 + quantize_output  # output arrays
+    """One Pallas program: adds and normalises one row; padding columns are zero and not written."""
+    per_norm = 1 + quantize_output  # number of output arrays per norm
     weight_refs, scale_refs = refs[:norms], refs[norms : -1 - per_norm * norms]
     total_ref, *norm_refs = refs[-1 - per_norm * norms :]
     row, column = pl.program_id(0), jnp.arange(pl.next_power_of_2(hidden))
@@ -88,7 +91,7 @@ def _pallas(x, parts, *weights, eps, quantize_output, interpret):
     same, scale = jax.ShapeDtypeStruct(rows.shape, x.dtype), jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32)
     per_norm = [jax.ShapeDtypeStruct(rows.shape, FP8), scale] if quantize_output else [same]
     out = [same, *per_norm * len(weights)]
-    # Columns per warp: with several parts a thread loads 16 bytes of each.
+    # Columns per warp: with several partial sums, a thread loads 16 bytes of each.
     columns = 512 if parts.shape[0] == 1 else 512 // parts.dtype.itemsize
     warps = min(max(pl.next_power_of_2(hidden) // columns, 1), 32)
     outputs = pl.pallas_call(
@@ -113,16 +116,18 @@ def add_rms_norm(
     deterministic: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[Any, ...]:
-    """Returns x + delta, [*rows, hidden], and its root-mean-square norm (arXiv:1910.07467) scaled by each weight.
+    """Returns sum = x + delta [*rows, hidden], and the root-mean-square norm of the sum times each of the weights.
+
+    Source: arXiv:1910.07467.
 
     Args:
         x: residual stream [*rows, hidden].
         delta: partial sums [parts, *rows, hidden], as `split_matmul` returns them.
-        weight: of the norm [hidden].
-        others: weights of more norms of the same sum.
+        weight: weight of the norm [hidden].
+        others: weights of further norms of the same sum [hidden] each.
         eps: added to the mean square.
         quantize_output: return the norms as `QuantizedActivation`.
-        deterministic: a row's last bits do not depend on the number of rows; the kernel's never do.
+        deterministic: the bits of a row's result do not depend on the number of rows; the kernel's never do.
         implementation: as in `paged_attention`.
 
     Raises:

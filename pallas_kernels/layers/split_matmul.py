@@ -1,10 +1,10 @@
-"""A product of a few rows with a large weight, returned as partial sums for the kernel that reads it next.
+"""A matrix product of a few rows with a large weight, returned as partial sums that the next kernel adds up.
 
-    parts[s, t, n] = sum_k x[t, k] w[n, k]  over the s-th of S equal pieces of k;   their sum over s is x @ w.T
+    parts[s, t, n] = sum_k x[t, k] w[n, k]  over the s-th of S equal parts of k;   the sum over s is x @ w.T
 
-With few rows the time is that of reading the weight, for which the output has too few tiles: more programs are needed,
-so the sum over k is split. The kernel that reads the result (`residual_norm`, `rope_append`) adds up the parts, which
-saves a launch.
+With few rows, the time is that of reading the weight. One Pallas program per output tile would be too few programs for
+that, so the sum over k is divided into parts, each computed by a program of its own. The kernel that reads the result
+(`residual_norm`, `rope_append`) adds up the partial sums, which saves a launch.
 """
 
 import functools
@@ -33,28 +33,30 @@ from pallas_kernels.layers.quantized import (
     split_scales,
 )
 
-MOST_ROWS = 64  # that the kernel takes; above, XLA multiplies part by part
+MOST_ROWS = 64  # rows that the kernel supports; for more, XLA computes each partial sum
 OUT_TILE = 128  # rows and columns of an output tile of XLA's product
-TILES = 132  # that keep the GPU busy: one for each multiprocessor
+TILES = 132  # output tiles that keep the GPU busy: one per multiprocessor
 FEW_ROWS = 16  # smallest side of a product on tensor cores
 LEAST_OUT, LEAST_INNER = 1024, 2048  # a smaller weight is read before a second kernel has started
-WIDEST_OUT = 16384  # above, the output has enough tiles
-INNER_BYTES = 128  # of a weight's row in a tile
-NARROW_OUT = 4096  # up to here the output has few tiles and four parts are faster; above, two
-SPLIT_AGAIN = 2048  # length of a part from which XLA may split it again
-MANY_ROWS = 96  # from which XLA splits only if there are half as many tiles
+WIDEST_OUT = 16384  # a wider output has enough tiles without splitting k
+INNER_BYTES = 128  # bytes of a weight's row that a loop iteration loads
+NARROW_OUT = 4096  # up to this width the output has few tiles, and four parts of k are faster; above, two
+SPLIT_AGAIN = 2048  # length of a part of k from which XLA may split it again
+MANY_ROWS = 96  # number of rows from which XLA splits only if there are half as many tiles
 XLA_TILE = 64, 128  # rows and columns of a tile in XLA's decision
 
 
 def parts_of(
     rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes: int = 2, *, quantize_output: bool = False
 ) -> int:
-    """Number of parts of a product, by its shape (and by `hopper_tiles`, whose kernel always takes two); 1: not split.
+    """Returns how many parts the sum over k of a product is divided into; 1: it is not divided.
+
+    This holds for all kernels but the Hopper kernel (`hopper_tiles`), which always uses two parts.
 
     Args:
-        rows, out, inner: of x [rows, inner] and the weight [out, inner].
-        dtype: of x.
-        weight_bytes: per value of the weight.
+        rows, out, inner: shapes of x [rows, inner] and of the weight [out, inner].
+        dtype: dtype of x.
+        weight_bytes: bytes per value of the weight.
         quantize_output: x is quantised to the weight's dtype.
     """
     if dtype not in (jnp.bfloat16, jnp.float16) or out > WIDEST_OUT:
@@ -74,9 +76,10 @@ def parts_of(
 
 
 def _is_split_again(rows: int, out: int, inner: int, parts: int) -> bool:
-    """Whether XLA would split each part again, and add up in one more launch.
+    """Returns whether XLA would divide the sum over each part of k again, and need one more launch to add up.
 
-    Fitted to XLA's choices for the products of Llama-3.1-8B at 72 to 320 rows; for other shapes it may differ.
+    The rule is fitted to XLA's choices for the products of Llama-3.1-8B at 72 to 320 rows; for other shapes XLA may
+    choose differently.
     """
     height, width = XLA_TILE
     tiles = math.ceil(rows / height) * math.ceil(out / width) * parts
@@ -84,6 +87,7 @@ def _is_split_again(rows: int, out: int, inner: int, parts: int) -> bool:
 
 
 def _out_tile(rows: int) -> int:
+    """Returns the number of columns of an output tile of the kernel."""
     return 128 if rows <= FEW_ROWS else 64
 
 
@@ -104,11 +108,14 @@ def _kernel(
     # static parameters
     scales,  # number of scale arrays
     rows,  # T
-    steps,  # of a part
+    steps,  # loop iterations per part of k
     tile,  # columns of an output tile
-    inner,  # values of a row in a step
+    inner,  # values of k per loop iteration
 ):
-    """One program: one tile of the output, one part. The weight is the first operand, which holds more rows."""
+    """One Pallas program: one output tile, summed over one part of k.
+
+    The weight is the first operand of the tensor-core product, which can have more rows than the second.
+    """
     *scale_refs, parts_ref = refs[:scales] + refs[-1:]
     block, part = pl.program_id(0), pl.program_id(1)
     row = jnp.arange(max(pl.next_power_of_2(rows), FEW_ROWS))
@@ -117,7 +124,7 @@ def _kernel(
 
     def step(index, total):
         column = (part * steps + index) * inner + jnp.arange(inner)[None, :]
-        x = pltriton.load(x_ref.at[row[:, None], column], mask=is_row)  # others are arbitrary and not stored
+        x = pltriton.load(x_ref.at[row[:, None], column], mask=is_row)  # padding rows are arbitrary and not stored
         weight = pltriton.load(weight_ref.at[out[:, None], column]).astype(x.dtype)
         return total + pltriton.dot(weight, x, trans_b=True)
 
@@ -139,8 +146,8 @@ def _pallas(x, weight, row_scale, scale, after, *, parts, interpret):
         ),
         grid=(out // tile, parts),
         out_shape=jax.ShapeDtypeStruct((parts, rows, out), jnp.float32),
-        # With weights of one byte a step holds twice as many columns of x: six stages would exceed 99 KiB of shared
-        # memory (compute capability 8.9).
+        # With weights of one byte, a loop iteration loads twice as many columns of x: six stages would exceed 99 KiB of
+        # shared memory (compute capability 8.9).
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=6 if weight.dtype.itemsize > 1 else 5),
         interpret=interpret,
         name="split_matmul",
@@ -152,7 +159,10 @@ def _hopper(x, weight, row_scale, scale, after, *, tiles, interpret):
 
 
 def hopper_tiles(rows: int, weight: Weight) -> Tiles | None:
-    """Tiles of the Hopper kernel, which is faster for float8 and 17 to 64 rows; None: it is not used."""
+    """Returns the tile sizes of the Hopper kernel for a product of `rows` rows; None: that kernel is not used.
+
+    It is used for weights of "fp8_dynamic" and 17 to 64 rows, where it is faster.
+    """
     multiprocessors = hopper_kernel.multiprocessors()
     if multiprocessors is None or not has_dynamic_activations(weight) or not FEW_ROWS < rows <= MOST_ROWS:
         return None
@@ -169,21 +179,23 @@ def split_matmul(
     after: Float[Array, "..."] | Scaled | None = None,
     implementation: Implementation = "auto",
 ) -> PartialSums:
-    """x @ weight.T as parts [parts, *rows, out] to be added up in float32.
+    """Returns x @ weight.T as partial sums [parts, *rows, out], which the caller adds up in float32.
 
-    One part is of x's dtype, several are float32. Exceptions: several parts of more than 64 rows of bfloat16 are
-    bfloat16, because their bytes count there (the rounding errors together are about as large as one rounding of the
-    sum, unless parts cancel); and with "fp8_dynamic" one part (float32 up to 64 rows), or parts of more than 64 rows,
-    are returned as `Scaled`.
+    A single partial sum has x's dtype, several are float32. Exceptions:
+    - With more than 64 rows of bfloat16, several partial sums are bfloat16, because the time to write them matters
+      there. Their rounding errors together are about as large as one rounding of the sum, unless they cancel each
+      other.
+    - With "fp8_dynamic", a single partial sum (float32 up to 64 rows), and partial sums of more than 64 rows, are
+      returned as `Scaled`.
 
     Args:
         x: activations [*rows, inner].
         weight: [out, inner].
-        is_gated: x is gate and up side by side; silu(gate) * up is multiplied.
+        is_gated: x is gate and up side by side [*rows, 2 * inner]; silu(gate) * up is multiplied by the weight.
         after: an array that the kernel waits for without reading it, to order launches that could run side by side;
-            products by XLA or the Hopper kernel ignore it.
-        implementation: as in `paged_attention`. A product that is not split, or of more than 64 rows, is XLA's; some of
-            "fp8_dynamic" on a Hopper GPU are the Hopper kernel's (`hopper_tiles`).
+            products by XLA or by the Hopper kernel ignore it.
+        implementation: as in `paged_attention`. XLA computes a product with one partial sum or of more than 64 rows;
+            the Hopper kernel computes some of "fp8_dynamic" on a Hopper GPU (`hopper_tiles`).
     """
     (out, inner), shape = weight.shape, x.shape[:-1]
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else 2

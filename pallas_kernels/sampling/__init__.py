@@ -1,1 +1,1 @@
-"""Top-k, sampling thresholds and draws over the vocabulary."""
+"""Top-k, sampling thresholds, and sampling of tokens over the vocabulary."""

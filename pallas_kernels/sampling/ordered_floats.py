@@ -1,4 +1,4 @@
-"""Floats as integers of the same order, and bisection for a threshold among them."""
+"""Maps floats to integers of the same order, and finds a threshold among such integers by bisection."""
 
 from collections.abc import Callable
 
@@ -8,22 +8,23 @@ from jax import Array
 
 
 def ordered(x: Array) -> Array:
-    """Maps float32 to uint32 with the same order."""
+    """Returns float32 values mapped to uint32 integers that have the same order."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def float_of(order: Array) -> Array:
-    """The inverse of `ordered`."""
+    """Returns the float32 values that `ordered` maps to the given integers."""
     bits = jnp.where(order >> 31 == 1, order & jnp.uint32((1 << 31) - 1), ~order)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def largest_bound(weight_above: Callable[[Array], Array], goal: Array, low: Array, high: Array) -> Array:
-    """Bisects for the largest integer in [low, high) at or above which the weight is at least `goal`; else `low`.
+    """Returns the largest integer c in [low, high) with weight_above(c) >= goal, found by bisection; else `low`.
 
     Args:
-        weight_above: maps a candidate to the weight (count or probability) of the values at or above it.
+        weight_above: function of an integer that returns the weight (count or probability) of all values at or above
+            it.
         goal: weight to reach.
         low, high: bounds of the search.
     """

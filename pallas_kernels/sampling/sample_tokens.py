@@ -1,15 +1,16 @@
-"""Samples one token per row by Gumbel noise (arXiv:1611.01144), in two kernels for any mixture of rows.
+"""Samples one token per row by adding Gumbel noise to the logits (arXiv:1611.01144), in two kernels.
 
     argmax_v l[v] / T + g(key, id v)   over l[v] >= threshold,      g = -log(-log u)      (argmax l where T is 0)
 
 The threshold is that of top-k, top-p and min-p (`sampling_threshold`). A row's key is its seed with a purpose and a
-position folded in, as `jax.random.fold_in` does; u is the uniform that `jax.random.gumbel(key, [vocab])` uses for a
-token: threefry-2x32 (Salmon et al., SC 2011) of the key and the token's id, in JAX's partitionable form. So a draw is
-reproducible from seed, position and token, also over another vocabulary.
+position folded in, as `jax.random.fold_in` does; u is the uniform number that `jax.random.gumbel(key, [vocab])` uses
+for a token: threefry-2x32 (Salmon et al., SC 2011) of the key and the token's id, in JAX's partitionable form. So the
+noise of a token can be reproduced from seed, position and token id, even for another vocabulary.
 
-The first kernel reads all logits once. For rows of temperature 0, and rows where every token may be drawn, it stores
-the best token of each slice; for the others the survey of `sampling_threshold`. So noise is never stored, and for
-restricted rows it is computed only for tokens that the second kernel holds, unless the probabilities are very flat.
+The first kernel reads all logits once, in slices of the vocabulary. For greedy rows (temperature 0), and rows without
+top-k, top-p and min-p, it stores the best token of each slice; for other rows it stores the `Survey` that
+`sampling_threshold` needs. So noise is never stored. In rows with top-k, top-p or min-p, noise is computed only for the
+tokens that the second kernel holds in registers, unless the probabilities are very flat.
 """
 
 import functools
@@ -41,13 +42,13 @@ from pallas_kernels.sampling.threshold import (
     survey_slice,
 )
 
-AT_ONCE = 1024  # tokens whose noise a program computes at once; more would need too many registers
-ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of threefry-2x32, as is PARITY
+AT_ONCE = 1024  # tokens whose noise a Pallas program computes at once; more would need too many registers
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # constants of threefry-2x32, like PARITY
 PARITY = 0x1BD11BDA
 
 
 def _threefry(first: Array, second: Array, low: Array) -> tuple[Array, Array]:
-    """Threefry-2x32 in 20 rounds of the counter (0, low) under the key (first, second)."""
+    """Returns both words of threefry-2x32, in 20 rounds, of the counter (0, low) under the key (first, second)."""
     words = (first, second, first ^ second ^ jnp.uint32(PARITY))
     x, y = jnp.zeros_like(low + first) + words[0], low + words[1]
     for group in range(5):
@@ -60,13 +61,13 @@ def _threefry(first: Array, second: Array, low: Array) -> tuple[Array, Array]:
 
 
 def _key(seed: Sequence[Array], purpose: int, position: Array) -> tuple[Array, Array]:
-    """Folds purpose and position into a seed."""
+    """Returns the key of a row: its seed with the purpose and then the position folded in."""
     first, second = seed
     return _threefry(*_threefry(first, second, jnp.uint32(purpose)), position.astype(jnp.uint32))
 
 
 def _gumbel(key: Sequence[Array], token: Array) -> Array:
-    """Gumbel noise of tokens."""
+    """Returns the Gumbel noise of token ids under a key."""
     first, second = key
     x, y = _threefry(first, second, token.astype(jnp.uint32))
     tiny = jnp.finfo(jnp.float32).tiny
@@ -94,19 +95,19 @@ def _reference(scaled_logits, seed, first, offsets, ids, *controls, purpose):
 
 
 class _Inputs(NamedTuple):
-    """References to the inputs of both kernels."""
+    """References to the inputs that both kernels have."""
 
     logits: Any  # [rows, vocab] float32
     seed: Any  # [groups, 2] uint32
-    first: Any  # [groups] int32, first position
-    offsets: Any  # [rows] int32, of positions
+    first: Any  # [groups] int32, first position of each group of rows
+    offsets: Any  # [rows] int32, position of the row minus its group's first position
     controls: Sequence[Any]  # temperature, top_k, top_p and min_p, [groups] each
-    scales: Sequence[Any]  # of rows [rows] and columns [vocab], float32; or empty
+    scales: Sequence[Any]  # float32 scales of the rows [rows] and of the columns [vocab]; or empty
     ids: Any  # [vocab] int32; None: a token's id is its column
 
 
 class _Row:
-    """In a kernel: a row's logits, controls and noise."""
+    """In a kernel: one row's logits, sampling controls (temperature, top-k, top-p, min-p) and key of its noise."""
 
     def __init__(self, refs, row, purpose):
         self.logits, seed_ref, first_ref, offsets_ref, control_refs, self.scales, self.ids = refs
@@ -118,7 +119,7 @@ class _Row:
         self.temperature, self.is_restricted = self.controls[0], restricts(*self.controls)
 
     def read(self, column, mask):
-        """Loads logits; -inf where the mask is false."""
+        """Loads the row's logits at the given columns, with scales applied; -inf where the mask is false."""
         if not self.scales:
             return pltriton.load(self.logits.at[self.row, column], mask=mask, other=-jnp.inf)
         value = pltriton.load(self.logits.at[self.row, column], mask=mask, other=0)
@@ -131,10 +132,15 @@ class _Row:
         return top, jnp.min(jnp.where(scores == top, token, self.vocab - 1))
 
     def draw(self, count, column_of, threshold):
-        """Draws among `count` tokens with logits of at least the threshold; returns the best score and its token.
+        """Samples one of `count` tokens, among those whose logit is at least the threshold.
 
         Args:
-            column_of: function (places, mask) from places below `count` to columns.
+            count: number of tokens to choose from.
+            column_of: function (indices, mask) that maps indices below `count` to columns of the logits.
+            threshold: smallest logit that may be sampled.
+
+        Returns:
+            The largest score (logit / temperature + noise), and the column that has it.
         """
 
         def step(index, best):
@@ -155,10 +161,10 @@ class _Row:
 def _survey_kernel(
     *refs,  # inputs, in the order of `_Inputs`; outputs: as in `Survey`, then token_ref [rows, slices] int32
     # static parameters
-    inputs,  # function of the references that returns `_Inputs`
+    inputs,  # function that selects `_Inputs` from `refs`
     purpose,
 ):
-    """One program: a slice of a row."""
+    """One Pallas program: stores the best token of one slice of a row, or the slice's `Survey`."""
     row, index = _Row(inputs(refs), pl.program_id(0), purpose), pl.program_id(1)
     *survey_refs, token_ref = refs[-4:]
     survey = Survey(*survey_refs)
@@ -170,32 +176,32 @@ def _survey_kernel(
     def store_best(best):
         survey.top[row.row, index], token_ref[row.row, index] = best
 
-    @pl.when(row.temperature <= 0)  # greedy: the slice's best token
+    @pl.when(row.temperature <= 0)  # greedy: store the slice's most probable token
     def _():
         store_best(row.best(logits(), slice_columns(index)))
 
-    @pl.when((row.temperature > 0) & jnp.logical_not(row.is_restricted))  # the slice's best token with noise
+    @pl.when((row.temperature > 0) & jnp.logical_not(row.is_restricted))  # store the best token with noise
     def _():
         store_best(row.draw(SLICE, lambda place, _: index * SLICE + place, -jnp.inf))
 
-    @pl.when(row.is_restricted)  # the survey for the threshold
+    @pl.when(row.is_restricted)  # store the survey from which the threshold is found
     def _():
         survey_slice(logits(), row.row, index, row.temperature, survey)
 
 
 def _choose_kernel(
-    *refs,  # inputs, in the order of `_Inputs`, the survey's outputs; outputs: chosen_ref [rows] int32, and memory:
-    # groups_ref [rows, groups of tokens, padded] int32, kept_ref [rows, MOST * GROUP] int32
+    *refs,  # inputs, in the order of `_Inputs`, then the survey kernel's outputs; outputs: chosen_ref [rows] int32, and
+    # scratch memory: groups_ref [rows, token groups, padded] int32, kept_ref [rows, MOST * GROUP] int32
     # static parameters
-    inputs,  # function of the references that returns `_Inputs`
+    inputs,  # function that selects `_Inputs` from `refs`
     purpose,
     interpret,
 ):
-    """One program: the token of a row."""
+    """One Pallas program: chooses the token of one row."""
     row = _Row(inputs(refs), pl.program_id(0), purpose)
     survey, (token_ref, chosen_ref, groups_ref, kept_ref) = Survey(*refs[-7:-4]), refs[-4:]
 
-    @pl.when(row.is_restricted)  # the threshold, then a draw among the tokens that it keeps
+    @pl.when(row.is_restricted)  # find the threshold, then sample among the tokens that it keeps
     def _():
         options = {"interpret": interpret}
         threshold, held = row_threshold(row.read, row.row, row.vocab, row.controls, survey, groups_ref, **options)
@@ -207,7 +213,7 @@ def _choose_kernel(
 
         chosen_ref[row.row] = row.draw(jnp.where(held.has_all, count, row.vocab), column_of, threshold)[1]
 
-    @pl.when(jnp.logical_not(row.is_restricted))  # the best of the slices' tokens
+    @pl.when(jnp.logical_not(row.is_restricted))  # choose the best of the slices' tokens
     def _():
         slices = survey.top.shape[1]
         index = jnp.arange(pl.next_power_of_2(slices))
@@ -262,23 +268,24 @@ def sample_tokens(
     purpose: int = 0,
     implementation: Implementation = "auto",
 ) -> Int32[Array, "*rows"]:
-    """Samples a token for each row [*rows]; of equal scores the first token.
+    """Samples a token for each row, and returns the tokens' columns [*rows]; among equal scores the first token.
 
-    Neighbouring rows form groups of equal size, each with its own seed, first position and controls.
+    Neighbouring rows form groups of equal size; the rows of a group share seed, first position and sampling controls.
 
     Args:
-        logits: one part [1, *rows, vocab] in float32, possibly with scales to apply; not divided by the temperature.
+        logits: a single partial sum [1, *rows, vocab] in float32, possibly with scales still to apply; not divided by
+            the temperature.
         seed: the two words of a threefry-2x32 key [groups, 2].
         first: first position of each group [groups].
         offsets: a row's position minus its group's first [*rows].
-        temperature: [groups]; 0: the most probable token, whatever the other controls are.
+        temperature: [groups]; 0: the most probable token, for any values of the other controls.
         top_k, top_p, min_p: as in `sampling_threshold`.
-        ids: token ids whose noise the columns use [vocab]; None: their own.
-        purpose: folded into the seed before the position.
+        ids: token id of each column, which selects its noise [vocab]; None: the column's number.
+        purpose: number that is folded into the seed before the position.
         implementation: as in `paged_attention`.
 
     Raises:
-        ValueError: arrays differ in their number of groups, or the rows do not divide equally into groups.
+        ValueError: the arrays differ in their number of groups, or the rows do not divide equally into groups.
     """
     controls = (temperature, top_k, top_p, min_p)
     check_groups(offsets.size, (seed, first, *controls))

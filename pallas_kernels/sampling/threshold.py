@@ -1,14 +1,17 @@
-"""The smallest logit that top-k, top-p and min-p keep, found without sorting the vocabulary.
+"""Finds the smallest logit that top-k, top-p and min-p keep, without sorting the vocabulary.
 
-For a row of logits: top-k keeps the k largest; top-p keeps, of these renormalised, the fewest largest whose
-probability reaches p; min-p keeps, of the rest, tokens at least m times as probable as the most probable one. Tokens
-that tie with the last one kept are kept too, and the most probable token always is. So all three together are one
-threshold per row.
+For a row of logits: top-k keeps the k largest. Top-p renormalises the probabilities of these tokens, and keeps the
+fewest most probable ones whose sum reaches p. Min-p keeps, of those, the tokens at least m times as probable as the
+most probable token. Tokens that tie with the last token kept are kept too, and the most probable token is always kept.
+So all three together are one threshold per row.
 
 Floats are mapped to unsigned integers of the same order, and the threshold is found by bisection: some 25 evaluations
-of the weight (count or probability) at or above a candidate. A first kernel reads each row once and stores the largest
-logit of every group of tokens; a second one holds the best groups in registers, which contain all tokens that matter
-unless the probabilities are very flat: then it reads the whole row for every candidate.
+of the weight (count or probability) of all tokens at or above a candidate. A first kernel reads each row once and
+stores the largest logit of every group of 32 neighbouring tokens. A second kernel loads the 256 groups with the largest
+such logits into registers. They contain every token that can be kept, unless the probabilities are very flat: then the
+kernel reads the whole row for every candidate.
+
+Two kinds of groups: a token group is 32 neighbouring tokens of a row; a group of rows shares its sampling controls.
 """
 
 import functools
@@ -24,20 +27,21 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.sampling.ordered_floats import float_of, largest_bound, ordered
 
-GROUP = 32  # tokens per group
-MOST = 256  # groups that a program holds
-SLICE = 4096  # tokens that a program reads in the survey: several programs share a row
-IN_FLIGHT = 8192  # tokens that a program reads at once from a whole row
+GROUP = 32  # tokens per token group
+MOST = 256  # token groups that a Pallas program holds in registers
+SLICE = 4096  # tokens that a Pallas program of the survey reads: several programs share a row
+IN_FLIGHT = 8192  # tokens that a Pallas program loads at once when it reads a whole row
 
 
 def _threshold(top, controls, low, count_above, mass_above):
-    """The threshold of rows.
+    """Returns the smallest logit that each row keeps.
 
     Args:
-        top: largest logit.
-        controls: temperature, top_k, top_p and min_p.
-        low: integer at or above which all tokens lie that may be kept.
-        count_above, mass_above: number and weight of tokens whose integers are at or above a candidate.
+        top: largest logit of each row.
+        controls: temperature, top_k, top_p and min_p of each row.
+        low: lower bound of the search, an `ordered` integer: no token below this bound can be kept.
+        count_above, mass_above: functions of an `ordered` integer that return the number, and the total probability
+            (not normalised), of the tokens at or above it.
     """
     temperature, top_k, top_p, min_p = controls
     end, nothing = ordered(top) + 1, low + 1
@@ -73,35 +77,42 @@ def _reference(logits, *controls):
 
 
 def restricts(temperature: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
-    """Whether a row's controls exclude tokens."""
+    """Returns whether a row's sampling controls can exclude tokens."""
     return (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
 
 
 def controls_of(row, rows, refs):
-    """In a kernel: a row's controls, which all rows of its group share."""
+    """In a kernel: returns the sampling controls of a row, read from `refs`; all rows of a group share them."""
     return [ref[group_of(row, rows, ref)] for ref in refs]
 
 
 def group_of(row, rows, ref):
-    """In a kernel: the group of a row; `ref` has one entry per group of neighbouring rows, all of the same size."""
+    """In a kernel: returns the index of a row's group; `ref` has one entry per group, and groups have equal size."""
     return row // (rows // ref.shape[0])
 
 
 class Survey(NamedTuple):
-    """What the survey kernel stores of each row (references in a kernel), all float32."""
+    """Float32 arrays that the survey kernel stores about each row; in a kernel, references to them."""
 
-    best: Any  # [rows, groups], largest logit of each group of tokens
+    best: Any  # [rows, groups], largest logit of each token group
     top: Any  # [rows, slices], largest logit of each slice
     mass: Any  # [rows, slices], sum of exp((logit - top) / temperature) over each slice
 
 
 def slice_columns(index):
-    """In a kernel: the columns of a slice, [groups, GROUP]."""
+    """In a kernel: returns the columns of slice number `index`, [SLICE // GROUP, GROUP]: a row per token group."""
     return index * SLICE + jnp.arange(SLICE // GROUP)[:, None] * GROUP + jnp.arange(GROUP)[None, :]
 
 
 def survey_slice(values, row, index, temperature, survey):
-    """In a kernel: stores the `Survey` of a slice's logits [groups, GROUP]."""
+    """In a kernel: stores in `survey` the results for slice number `index` of a row, with logits `values`.
+
+    Args:
+        values: logits [SLICE // GROUP, GROUP], a row per token group.
+        row, index: indices of the row and of the slice.
+        temperature: temperature of the row.
+        survey: `Survey` references.
+    """
     best = jnp.max(values, axis=1)
     top = jnp.max(best)
     pltriton.store(survey.best.at[row, index * (SLICE // GROUP) + jnp.arange(SLICE // GROUP)], best)
@@ -120,7 +131,7 @@ def _survey_kernel(
     # outputs
     *survey_refs,  # as in `Survey`
 ):
-    """One program: a slice of a row."""
+    """One Pallas program: stores the `Survey` of one slice of a row, if the row has top-k, top-p or min-p."""
     row, index, (rows, vocab) = pl.program_id(0), pl.program_id(1), logits_ref.shape
     temperature, *limits = controls_of(row, rows, (temperature_ref, top_k_ref, top_p_ref, min_p_ref))
 
@@ -132,11 +143,18 @@ def _survey_kernel(
 
 
 def _best_groups(best_ref, groups_ref, row, most, interpret):
-    """Writes a row's group numbers to `groups_ref`, the best groups first.
+    """In a kernel: writes the numbers of a row's token groups to `groups_ref`, those with the largest logits first.
+
+    Args:
+        best_ref: largest logit of each token group [rows, groups].
+        groups_ref: memory for the group numbers [rows, groups, padded].
+        row: index of the row.
+        most: how many groups are wanted.
+        interpret: the kernel is interpreted on a CPU.
 
     Returns:
-        The number of best groups (at most `most`; fewer if groups tie), and an integer at or below the largest logit of
-        each of them and above those of all other groups.
+        The number of best groups (at most `most`; fewer if groups tie), and an `ordered` integer that separates them:
+        the largest logit of a best group is at or above it, that of every other group below.
     """
     groups = best_ref.shape[1]
     group = jnp.arange(pl.next_power_of_2(groups))
@@ -148,7 +166,15 @@ def _best_groups(best_ref, groups_ref, row, most, interpret):
 
 
 def put_first(chosen, numbers, ref, row, interpret):
-    """In a kernel: writes numbers to a row of `ref`, the chosen ones first; returns how many are chosen."""
+    """In a kernel: writes `numbers` to a row of `ref`, first those that are chosen; returns how many are chosen.
+
+    Args:
+        chosen: bool, for each number.
+        numbers: int32 [count].
+        ref: memory [rows, count].
+        row: index of the row.
+        interpret: the kernel is interpreted on a CPU.
+    """
     place = jnp.arange(chosen.shape[0])
     count, before = jnp.sum(chosen.astype(jnp.int32)), jnp.cumsum(chosen.astype(jnp.int32))
     pltriton.store(ref.at[row, jnp.where(chosen, before - 1, count + place - before)], numbers)
@@ -158,35 +184,36 @@ def put_first(chosen, numbers, ref, row, interpret):
 
 
 class BestGroups(NamedTuple):
-    """The tokens of a row's best groups, in a program's registers."""
+    """The tokens of a row's best token groups (those with the largest logits), in a Pallas program's registers."""
 
     logits: Array  # [tokens]; -inf for padding
-    column: Array  # [tokens]
-    has_all: Array  # whether every token that the threshold keeps is among them
+    column: Array  # [tokens], column of each token in the row
+    has_all: Array  # whether every token that the threshold keeps is one of these tokens
 
 
 def row_threshold(read, row, vocab, controls, survey, groups_ref, *, interpret):
-    """In a kernel: the threshold of a row, from its best groups, or from the whole row if these do not suffice.
+    """In a kernel: finds the threshold of a row, from its best token groups or, if needed, from the whole row.
 
     Args:
         read: function (columns, mask) that loads logits of the row; -inf where the mask is false.
-        row, vocab: number and length of the row.
+        row, vocab: index and length of the row.
         controls: temperature, top_k, top_p and min_p of the row.
         survey: `Survey` references.
-        groups_ref: memory for the row's group numbers.
+        groups_ref: memory for the numbers of the row's token groups [rows, groups, padded].
+        interpret: the kernel is interpreted on a CPU.
 
     Returns:
         The threshold, and the row's `BestGroups`.
     """
     temperature, top_k, top_p = controls[:3]
     slices, most = survey.top.shape[1], min(MOST, groups_ref.shape[1])
-    # The row's largest logit and total weight.
+    # The row's largest logit and its total probability, not normalised.
     index = jnp.arange(pl.next_power_of_2(slices))
     tops = pltriton.load(survey.top.at[row, index], mask=index < slices, other=-jnp.inf)
     masses = pltriton.load(survey.mass.at[row, index], mask=index < slices, other=0)
     top = jnp.max(tops)
     total = jnp.sum(masses * jnp.exp((tops - top) / temperature))
-    # The tokens of the best groups.
+    # The tokens of the best token groups.
     count, least = _best_groups(survey.best, groups_ref, row, most, interpret)
     place = jnp.arange(most * GROUP)  # flat: one reduction is one barrier
     is_token = place // GROUP < count
@@ -203,7 +230,7 @@ def row_threshold(read, row, vocab, controls, survey, groups_ref, *, interpret):
     def mass_above(candidate):
         return jnp.where(candidate == 0, total, jnp.sum(jnp.where(order >= candidate, weights, 0.0)))
 
-    # Bisection among them, or over the whole row.
+    # Bisection among these tokens, or over the whole row.
     has_nucleus = (top_p >= 1) | (mass_above(least) >= top_p * total)
     is_enough = jnp.where(top_k > 0, count_above(least) >= top_k.astype(jnp.float32), has_nucleus)
     threshold = jax.lax.cond(
@@ -227,12 +254,12 @@ def _threshold_kernel(
     min_p_ref,  # [groups] float32
     # outputs
     threshold_ref,  # [rows] float32
-    groups_ref,  # [rows, groups of tokens, padded] int32: memory for group numbers
+    groups_ref,  # [rows, token groups, padded] int32: memory for the numbers of token groups
     # static parameters
     *,
     interpret,
 ):
-    """One program: the threshold of a row."""
+    """One Pallas program: finds the threshold of one row."""
     row, (rows, vocab) = pl.program_id(0), logits_ref.shape
     controls = controls_of(row, rows, (temperature_ref, top_k_ref, top_p_ref, min_p_ref))
     survey = Survey(best_ref, top_ref, mass_ref)
@@ -241,7 +268,7 @@ def _threshold_kernel(
         return pltriton.load(logits_ref.at[row, column], mask=mask, other=-jnp.inf)
 
     is_restricted = restricts(*controls)
-    # -inf for unrestricted rows; others are overwritten below.
+    # -inf for rows without top-k, top-p and min-p; the thresholds of other rows are written below.
     threshold_ref[row] = jnp.where(is_restricted, controls[2], -jnp.inf)
 
     @pl.when(is_restricted)
@@ -250,7 +277,13 @@ def _threshold_kernel(
 
 
 def _weights_of_row(read, vocab, top, temperature):
-    """Functions of a candidate: number and weight of a whole row's tokens at or above it."""
+    """Returns two functions of an `ordered` integer: number and probability of a whole row's tokens at or above it.
+
+    Args:
+        read, vocab: as in `row_threshold`.
+        top: largest logit of the row; probabilities are exp((logit - top) / temperature), not normalised.
+        temperature: temperature of the row.
+    """
 
     def above(candidate, weight):
         def step(index, sums):
@@ -266,7 +299,7 @@ def _weights_of_row(read, vocab, top, temperature):
 
 
 def survey_shapes(rows: int, vocab: int) -> tuple[Survey, jax.ShapeDtypeStruct]:
-    """Shapes of a `Survey`, and of the memory for group numbers."""
+    """Returns the shapes of a `Survey`, and of the memory for the numbers of token groups."""
     array, slices = jax.ShapeDtypeStruct, pl.cdiv(vocab, SLICE)
     groups, per_slice = slices * SLICE // GROUP, array((rows, slices), jnp.float32)
     numbers = array((rows, pl.next_power_of_2(groups)), jnp.int32)
@@ -294,7 +327,7 @@ def _pallas(logits, *controls, interpret):
 
 
 def check_groups(rows: int, controls: Sequence[Array]) -> None:
-    """Raises ValueError unless the controls have one number of groups, into which the rows divide equally."""
+    """Raises ValueError unless all controls have the same number of groups, and the rows divide into groups equally."""
     groups = {control.shape[0] for control in controls}
     if len(groups) > 1 or rows % max(groups):
         raise ValueError(f"controls must be of as many groups each, equal ones of {rows} rows, got {groups}")
@@ -310,9 +343,10 @@ def sampling_threshold(
     *,
     implementation: Implementation = "auto",
 ) -> Float[Array, " rows"]:
-    """Returns the smallest logit that each row keeps; -inf for rows without controls or of temperature 0.
+    """Returns the smallest logit that top-k, top-p and min-p keep in each row.
 
-    Neighbouring rows form groups of equal size, each with its own controls.
+    It is -inf for rows in which all three are off, and for rows of temperature 0. Neighbouring rows form groups of
+    equal size; the rows of a group share their sampling controls.
 
     Args:
         logits: float32 [rows, vocab], not divided by the temperature.

@@ -1,9 +1,10 @@
-"""The k most probable tokens of each row with their log-probabilities, in two kernels without a sort; `top`: in one.
+"""Finds the k most probable tokens of each row and their log-probabilities, in two kernels without a sort.
 
     log p[i] = logits[i] - log sum_j exp(logits[j]);   the k largest, the smaller index first among equals
 
-The first kernel divides a row into blocks and stores the k largest logits and the log-sum-exp of each; the second
-merges the blocks. Both extract the maximum k times, so the time grows with k.
+The first kernel divides a row into blocks and stores the k largest logits and the log-sum-exp of each block; the second
+merges the blocks. Both extract the maximum k times, so the time grows with k. `top` and `top_in_order` find the k
+largest values of short rows in one kernel.
 """
 
 import functools
@@ -18,15 +19,15 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.sampling.ordered_floats import float_of, largest_bound, ordered
 
-BLOCK = 1024  # logits that a program of the first kernel holds
+BLOCK = 1024  # logits that a Pallas program of the first kernel holds
 MOST_KEPT = 4096  # candidates that the second kernel can hold
-OUT = np.int32(2**31 - 1)  # index of padding and of extracted values: after all others
+OUT = np.int32(2**31 - 1)  # index given to padding and to extracted values: it comes after all other indices
 LEAST, ZERO = np.uint32(0x007FFFFF), np.uint32(0x80000000)  # minus infinity and 0 as `ordered` integers
-MOST = np.uint32(0xFFFFFFFE)  # largest integer of NaNs, which come first: one more does not overflow
+MOST = np.uint32(0xFFFFFFFE)  # cap of the `ordered` integers of NaN, which come first: adding 1 must not overflow
 
 
 def _largest(values, k):
-    """The k largest values and their indices; zeros of both signs are equal (`jax.lax.top_k` puts 0 before -0)."""
+    """Returns the k largest values of each row and their indices; 0 and -0 are equal (`jax.lax.top_k` puts 0 first)."""
     places = jax.lax.top_k(jnp.where(values == 0, 0.0, values), k)[1]
     return jnp.take_along_axis(values, places, axis=1), places
 
@@ -38,7 +39,9 @@ def _reference(logits, *base, k):
 
 
 def _take_largest(values, ids, k, store):
-    """Extracts the largest value k times, the smallest id among equals, and calls store(rank, value, id) for each.
+    """In a kernel: extracts the largest value k times, and calls store(rank, value, id) for each.
+
+    Among equal values the one with the smallest id comes first.
 
     Values are compared as integers of the same order, whose maximum a warp finds in one instruction.
     """
@@ -48,19 +51,20 @@ def _take_largest(values, ids, k, store):
         top = jnp.max(order)
         chosen = jnp.min(jnp.where(order == top, ids, OUT))
         store(rank, float_of(top), chosen)
-        taken = ids == chosen  # also loses its id: among values of minus infinity it would be found again
+        taken = ids == chosen  # its id is replaced too, or it would be found again among values of -inf
         return jnp.where(taken, LEAST, order), jnp.where(taken, OUT, ids)
 
     jax.lax.fori_loop(0, k, step, (_order(values), ids))
 
 
 def _order(values):
-    """As `ordered`, but zeros of both signs are equal, as in `_largest`."""
+    """Returns values mapped to uint32 integers of the same order, like `ordered`, but 0 and -0 are equal."""
     order = jnp.minimum(ordered(values), MOST)
     return jnp.where(order == ZERO - 1, ZERO, order)
 
 
 def _log_sum_exp(values):
+    """Returns the log of the sum of exp(values); -inf if all values are -inf."""
     top = jnp.max(values)
     base = jnp.where(top == -jnp.inf, 0.0, top)
     return base + jnp.log(jnp.sum(jnp.exp(values - base)))
@@ -78,7 +82,7 @@ def _block_kernel(
     vocab,
     k,
 ):
-    """One program: one block of one row."""
+    """One Pallas program: finds the k largest logits and the log-sum-exp of one block of one row."""
     block, row = pl.program_id(0), pl.program_id(1)
     column = block * BLOCK + jnp.arange(BLOCK)
     values = pltriton.load(logits_ref.at[row, column], mask=column < vocab, other=-jnp.inf)
@@ -93,7 +97,7 @@ def _block_kernel(
 
 def _merge_kernel(
     # inputs
-    best_ref,  # as in `_block_kernel`, like the next two
+    best_ref,  # as in `_block_kernel`, like the next two references
     ids_ref,
     sums_ref,
     *refs,  # base_ref [rows] float32, if there is one;
@@ -102,7 +106,7 @@ def _merge_kernel(
     blocks,
     k,
 ):
-    """One program: all blocks of one row."""
+    """One Pallas program: merges all blocks of one row."""
     *base_ref, log_probs_ref, chosen_ref = refs
     row = pl.program_id(0)
     place = jnp.arange(pl.next_power_of_2(blocks * k))
@@ -147,7 +151,7 @@ def _pallas(logits, *base, k, interpret):
 
 
 def _unsupported(logits: Array, k: int) -> str | None:
-    """Says which limit of the kernels a call exceeds; None if it is supported."""
+    """Returns a text that names the limit of the kernel which a call exceeds; None if the call is supported."""
     if logits.dtype != jnp.float32:
         return f"logits must be float32, got {logits.dtype}"
     if pl.cdiv(logits.shape[1], BLOCK) * k > MOST_KEPT:
@@ -163,16 +167,16 @@ def top_log_probs(
     base: Float[Array, " rows"] | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "rows k"], Int32[Array, "rows k"]]:
-    """The k largest natural log-probabilities of each row, largest first, and their token ids.
+    """Returns the k largest natural log-probabilities of each row, largest first, and their token ids.
 
     Args:
-        logits: float32 [rows, vocab]; -inf is allowed, such tokens come last.
+        logits: float32 [rows, vocab]; tokens of -inf come last.
         k: at most the size of the vocabulary.
-        base: added to a row's log-probabilities [rows], after these are clipped to at most 0.
+        base: a number per row that is added to its log-probabilities [rows], after they are clipped to at most 0.
         implementation: as in `paged_attention`.
 
     Raises:
-        NotImplementedError: "pallas" with more candidates, or another dtype, than the kernels support.
+        NotImplementedError: implementation is "pallas", and the kernels support fewer candidates or not the dtype.
     """
     arrays = (logits,) if base is None else (logits, base)
     kernel, reference = functools.partial(_pallas, k=k), functools.partial(_reference, k=k)
@@ -197,7 +201,7 @@ def _top_kernel(
     k,
     group,
 ):
-    """One program: one row."""
+    """One Pallas program: finds the k largest values of one row, in descending order."""
     row, place = pl.program_id(0), jnp.arange(pl.next_power_of_2(size))
     values = pltriton.load(values_ref.at[row, place], mask=place < size, other=-jnp.inf)
 
@@ -225,19 +229,19 @@ def _top_pallas(values, *, k, group, interpret):
 def top(
     values: Float[Array, "rows size"], k: int, *, group: int = 1, implementation: Implementation = "auto"
 ) -> tuple[Float[Array, "rows k"], Int32[Array, "rows k"], Int32[Array, "rows k"]]:
-    """As `jax.lax.top_k`, for a few values of short rows: one kernel instead of a copy, a sort and two slices.
+    """Returns the k largest values of short rows, like `jax.lax.top_k`: one kernel, not a copy, a sort and two slices.
 
     Args:
         values: float32 [rows, size].
         k: at most the size.
-        group: number of neighbouring values in a group.
+        group: number of neighbouring values that form a group.
         implementation: as in `paged_attention`.
 
     Returns:
-        The values, largest first, their indices, and the index of each value's group.
+        The k values of each row, largest first; their indices; and the indices of their groups (index // group).
 
     Raises:
-        NotImplementedError: "pallas" with rows longer than the kernel holds.
+        NotImplementedError: implementation is "pallas", and rows are longer than the kernel supports.
     """
     kernel, reference = (functools.partial(run, k=k, group=group) for run in (_top_pallas, _top_reference))
     return dispatch(implementation, _too_long(values), kernel, reference, values)
@@ -257,7 +261,7 @@ def _in_order_kernel(
     size,
     k,
 ):
-    """One program: one row."""
+    """One Pallas program: finds the indices of the k largest values of one row, in ascending order."""
     row, place = pl.program_id(0), jnp.arange(pl.next_power_of_2(size))
     values = pltriton.load(values_ref.at[row, place], mask=place < size, other=-jnp.inf)
     order = jnp.where(place < size, _order(values), jnp.uint32(0))
@@ -265,7 +269,8 @@ def _in_order_kernel(
     def count(chosen):
         return jnp.sum(chosen.astype(jnp.int32))
 
-    # The k-th largest value by bisection; of its equals the first ones. Then a running sum gives each its rank.
+    # The k-th largest value is found by bisection, and of the values equal to it the first ones are chosen. A running
+    # sum then gives each chosen value its rank.
     last = largest_bound(lambda c: count(order >= c), jnp.int32(k), jnp.min(order) & 0, jnp.max(order) + 1)
     above, equal = order > last, order == last
     chosen = above | (equal & (jnp.cumsum(equal.astype(jnp.int32)) <= k - count(above)))
@@ -289,7 +294,9 @@ def _in_order_pallas(values, *, k, interpret):
 def top_in_order(
     values: Float[Array, "rows size"], k: int, *, implementation: Implementation = "auto"
 ) -> Int32[Array, "rows k"]:
-    """Indices of the k largest values of each row (the first among equals), ascending: one kernel, not two sorts.
+    """Returns the indices of the k largest values of each row, ascending; among equal values the first are chosen.
+
+    This takes one kernel instead of two sorts.
 
     Args:
         values: float32 [rows, size].
@@ -297,12 +304,12 @@ def top_in_order(
         implementation: as in `paged_attention`.
 
     Raises:
-        NotImplementedError: "pallas" with rows longer than the kernel holds.
+        NotImplementedError: implementation is "pallas", and rows are longer than the kernel supports.
     """
     kernel, reference = (functools.partial(run, k=k) for run in (_in_order_pallas, _in_order_reference))
     return dispatch(implementation, _too_long(values), kernel, reference, values)
 
 
 def _too_long(values: Array) -> str | None:
-    """Says that rows are longer than a kernel can hold; None if they are not."""
+    """Returns the text of an error if rows are longer than a kernel can hold; None if they are not."""
     return None if values.shape[1] <= MOST_KEPT else f"rows of at most {MOST_KEPT}, got {values.shape[1]}"

@@ -1,1 +1,1 @@
-"""Gathers and scatters rows of per-slot state."""
+"""Gathers and scatters rows of the per-slot state of sequences."""

@@ -1,6 +1,6 @@
-"""Gathers rows of many small arrays in one kernel: the state of a step's sequences.
+"""Gathers rows of many small arrays in one kernel: the per-slot state of the sequences in a decoding step.
 
-Separate gathers would be one launch each, and XLA would copy arrays that the step writes later.
+Separate gathers would take one launch each, and XLA would copy arrays that the decoding step writes later.
 """
 
 import functools
@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int32
 
 from pallas_kernels.dispatch import Implementation, dispatch
 
-BLOCK = 1024  # values that are read at once
+BLOCK = 1024  # values that a Pallas program loads at once
 
 
 def _reference(rows, exists, *arrays):
@@ -27,9 +27,9 @@ def _kernel(
     # inputs
     rows_ref,  # [batch] int32
     exists_ref,  # [slots] bool
-    *refs,  # the arrays [slots, width]; outputs: their rows [batch, width]
+    *refs,  # the arrays [slots, width]; outputs: the gathered rows of each array [batch, width]
 ):
-    """One program: one row of every array."""
+    """One Pallas program: gathers one row of every array."""
     index, slots = pl.program_id(0), exists_ref.shape[0]
     row = rows_ref[index]
     exists = (row < slots) & exists_ref[jnp.minimum(row, slots - 1)]
@@ -63,13 +63,16 @@ def _pallas(rows, exists, *arrays, interpret):
 def gather_rows(
     arrays: Any, rows: Int32[Array, " batch"], exists: Bool[Array, " slots"], *, implementation: Implementation = "auto"
 ) -> Any:
-    """Gathers rows of every array; zeros for rows that do not exist or are beyond the last slot.
+    """Returns the given rows of every array; zeros for rows that do not exist or are beyond the last slot.
 
     Args:
         arrays: tree of arrays [slots, ...].
         rows: row numbers [batch], not negative.
         exists: whether each slot holds a sequence [slots].
         implementation: as in `paged_attention`.
+
+    Returns:
+        Tree of the same structure, of arrays [batch, ...].
     """
     leaves, structure = jax.tree.flatten(arrays)
     return jax.tree.unflatten(structure, dispatch(implementation, None, _pallas, _reference, rows, exists, *leaves))

@@ -1,7 +1,7 @@
-"""Writes rows of many small arrays in one kernel: the state of a step's sequences after the step.
+"""Writes rows of many small arrays in one kernel: the per-slot state of the sequences after a decoding step.
 
-Separate scatters would be one launch each, and XLA's scatter of a draft's feature rows takes four times as long as
-their bytes need.
+Separate scatters would take one launch each, and XLA's scatter of a draft's feature rows takes four times as long as
+writing their bytes.
 """
 
 import functools
@@ -30,7 +30,7 @@ def _kernel(
     rows_ref,  # [batch] int32
     *refs,  # new rows [batch, n], the arrays [slots, width], n <= width; outputs: the arrays, which alias the inputs
 ):
-    """One program: one block of one row of every array."""
+    """One Pallas program: writes one block of `BLOCK` values of one row, in every array."""
     index, start = pl.program_id(0), pl.program_id(1) * BLOCK
     row, inputs = rows_ref[index], refs[: len(refs) // 3]
     for source, target in zip(inputs, refs[-len(inputs) :], strict=True):
@@ -59,16 +59,18 @@ def _pallas(rows, arrays, replacing, *, interpret):
 def scatter_rows(
     arrays: Any, rows: Int32[Array, " batch"], new: Any, *, implementation: Implementation = "auto"
 ) -> Any:
-    """Returns the arrays with rows replaced, in the memory of the old ones if donated.
+    """Returns the arrays with rows replaced by new rows, in the memory of the old arrays if those are donated.
 
     Args:
         arrays: tree of arrays [slots, ...].
-        rows: row numbers [batch], not negative; rows beyond the last slot are dropped, others must be distinct.
-        new: tree of the same structure and dtypes: new rows [batch, ...], or their first n entries [batch, n, ...].
+        rows: numbers of the rows to replace [batch], not negative; those beyond the last slot are dropped, the others
+            must be distinct.
+        new: tree of the same structure and dtypes: new rows [batch, ...], or only their first n entries [batch, n,
+            ...].
         implementation: as in `paged_attention`.
 
     Raises:
-        ValueError: `new` differs from `arrays` in its structure, shapes or dtypes.
+        ValueError: `new` does not fit `arrays` in structure, shapes or dtypes.
     """
     structure: Any = jax.tree.structure(arrays)
     if jax.tree.structure(new) != structure:

@@ -1,0 +1,41 @@
+"""Fixture of the kernel tests: compiles a Mosaic GPU kernel and reads what ptxas prints about it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.h200 import H200Program, compile_for_h200
+
+UNIQUE = itertools.count()
+
+
+@pytest.fixture
+def compile_with_ptxas_output(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> Callable[..., tuple[H200Program, str]]:
+    """Returns a function that compiles a jitted function for an H200: (program, what ptxas printed about it).
+
+    XLA compiles equal Mosaic GPU kernels once per process, and runs no ptxas the second time. So each kernel gets a
+    name that no other test used, which makes it distinct, and the function is traced again instead of taken from
+    jax's cache.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    kernel = plgpu.kernel
+
+    def renamed(*arguments: Any, kernel_name: str, **options: Any) -> Any:
+        return kernel(*arguments, kernel_name=f"{kernel_name}_{next(UNIQUE)}", **options)
+
+    def compile_one(function: Any, *arrays: Any) -> tuple[H200Program, str]:
+        monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+        monkeypatch.setattr(plgpu, "kernel", renamed)
+        capfd.readouterr()
+        program = compile_for_h200(lambda *given: function.__wrapped__(*given), *arrays)
+        printed = capfd.readouterr()
+        return program, printed.out + printed.err
+
+    return compile_one
