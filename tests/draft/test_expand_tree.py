@@ -92,7 +92,7 @@ KINDS = [(tree, kind) for tree in TREES for kind in ("random", "coarse", "equal"
 
 
 @pytest.mark.parametrize(("tree", "kind"), KINDS, ids=str)
-def test_expand_tree_random_and_tied_logits_equal_definition(tree: Tree, kind: str) -> None:
+def test_expand_tree_with_random_or_tied_logits_equals_plain_python_definition(tree: Tree, kind: str) -> None:
     logits, roots = table(kind), [3, 5, 11]
     expanded = run(tree, logits, roots)
     for row, root in enumerate(roots):
@@ -118,7 +118,7 @@ def read(expanded: ExpandedTree, row: int) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("tree", TREES, ids=str)
-def test_expand_tree_bits_are_rows_of_ancestors(tree: Tree) -> None:
+def test_expand_tree_mask_bits_of_each_node_mark_the_rows_of_ancestors(tree: Tree) -> None:
     """The bits of every fed level equal the rows of its ancestors; the returned rows equal those fed."""
     logits, seen, texts_of_row = table("random"), [], {}
 
@@ -149,7 +149,7 @@ def test_expand_tree_bits_are_rows_of_ancestors(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize("accept", ["rejection", "block"])
-def test_child_chooser_drawn_siblings_follow_probs_without_replacement(accept: str) -> None:
+def test_child_chooser_draws_siblings_by_draft_probs_without_replacement(accept: str) -> None:
     """The first draw has the returned probabilities, the second those without the first token."""
     rows = 4000
     logits = jnp.broadcast_to(jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05])), (rows, 1, 4))
@@ -166,7 +166,7 @@ def test_child_chooser_drawn_siblings_follow_probs_without_replacement(accept: s
     assert (pairs[:, 0] != pairs[:, 1]).all()
 
 
-def test_child_chooser_coupled_first_child_is_target_token() -> None:
+def test_child_chooser_first_child_under_coupled_is_the_target_token() -> None:
     """With equal distributions the target's own token is the first child, for every seed."""
     rows, vocab = 64, 9
     logits = jax.random.normal(jax.random.key(0), (rows, 1, vocab))
@@ -180,7 +180,7 @@ def test_child_chooser_coupled_first_child_is_target_token() -> None:
 
 
 @pytest.mark.parametrize("has_map", [False, True])
-def test_child_chooser_one_coupled_child_equals_first_of_several(has_map: bool) -> None:
+def test_child_chooser_single_child_under_coupled_equals_first_of_three(has_map: bool) -> None:
     """A single child is drawn by a kernel without noise in memory; the batch has greedy and sampled rows."""
     rows, fed, vocab = 32, 2, 50
     to_target = jax.random.permutation(jax.random.key(1), 4 * vocab)[:vocab].astype(jnp.int32) if has_map else None
@@ -197,7 +197,7 @@ def test_child_chooser_one_coupled_child_equals_first_of_several(has_map: bool) 
     assert (np.asarray(one) != another)[1::2].any(), "control: noise of another position"
 
 
-def test_expand_tree_vocabulary_map_is_applied() -> None:
+def test_expand_tree_with_vocabulary_map_drafts_target_ids() -> None:
     to_target = jnp.asarray([3, 6, 7])
     logits = jnp.asarray([[[[0.0, 5.0, 3.0]]]])
 

@@ -61,7 +61,7 @@ def scores(chunk: int, fill: float) -> list[np.ndarray]:
     return [np.concatenate([one.scores for one in completion.rounds or []]) for completion in done]
 
 
-def test_eagle3_two_layers_scores_do_not_depend_on_chunks_or_old_cache() -> None:
+def test_two_layer_eagle3_scores_depend_neither_on_prefill_chunks_nor_on_old_cache() -> None:
     for one, other in zip(scores(16, 0.0), scores(3, np.nan), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
@@ -143,7 +143,7 @@ def drafts(head: EagleHead, tree: Tree, *, table: bool) -> tuple[np.ndarray, np.
 @pytest.mark.long
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 @pytest.mark.parametrize("norm_output", [False, True])
-def test_precomputed_first_layer_drafts_equal_those_without(norm_output: bool, norm_before_residual: bool) -> None:
+def test_eagle3_precomputed_first_layer_leaves_drafts_unchanged(norm_output: bool, norm_before_residual: bool) -> None:
     head, rng = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2)), np.random.default_rng(3)
     norms = [jnp.asarray(rng.uniform(0.5, 1.5, head.config.hidden_size), "float32") for _ in range(3)]
     layer = head.layers[0].replace(input_norm=norms[0], hidden_norm=norms[1])
@@ -158,14 +158,16 @@ def test_precomputed_first_layer_drafts_equal_those_without(norm_output: bool, n
     assert np.abs(drafts(other, tree, table=True)[1] - scores).max() > 1e-2
 
 
-def test_precompute_first_layer_whole_vocabulary_is_skipped() -> None:
+def test_eagle3_whole_vocabulary_head_is_not_precomputed() -> None:
     """A table of the whole vocabulary would be larger than the head."""
     head = tiny.eagle_head(TARGET, draft_vocab=16, feature_layers=(0, 2))
     assert Eagle3(head, Tree.chain(2)).bind(TARGET).precomputed is None
 
 
 @pytest.mark.parametrize("norm_output", [False, True])
-def test_mlp_part_quantised_norms_equal_later_quantisation(norm_output: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_head_drafts_are_equal_with_and_without_quantisation_in_the_norm_kernel(
+    norm_output: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The norm's kernel quantises its output unless that is fed back; with two layers also between layers."""
     head = quantize_weights(two_layers(), "fp8_dynamic")
     head = head.replace(config=replace(head.config, norm_output=norm_output))

@@ -49,7 +49,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "tree"), CASES)
-def test_draft_random_requests_equals_oracle(method: str, tree: str) -> None:
+def test_lookup_drafts_of_random_requests_equal_the_oracle(method: str, tree: str) -> None:
     assert run_random_requests(DRAFTERS[method](TREES[tree])) > 60
 
 
@@ -125,7 +125,7 @@ def no_preference(history: Any, corpus: Any, view: Any) -> Any:
         ("engine", suffix, "search_text", no_preference),
     ],
 )
-def test_draft_with_a_wrong_part_differs_from_oracle(
+def test_lookup_drafts_with_a_faulty_function_differ_from_the_oracle(
     method: str, module: Any, name: str, wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = DRAFTERS[method](GAPS)
@@ -173,7 +173,7 @@ def constants(function: Callable[..., Any], *arguments: Any) -> int:
 
 
 @pytest.mark.parametrize("method", DRAFTERS)
-def test_draft_state_is_no_constant_of_the_program(method: str) -> None:
+def test_lookup_draft_program_does_not_contain_the_state_as_a_constant(method: str) -> None:
     drafter, view = DRAFTERS[method](GAPS), view_of([0], [5], [1], [True])
     state = drafter.init((), POOL)
     assert constants(lambda s: drafter.draft((), s, view_of([0], [5], [1], [True])), state) < 5 * GAPS.nodes
@@ -204,7 +204,7 @@ def engine_of(name: str) -> Engine:
 
 
 @pytest.mark.parametrize("name", ["chain", "static", "topk"])
-def test_engine_lookup_drafters_are_lossless_and_drafts_are_accepted(name: str, plain: Engine) -> None:
+def test_engine_with_lookup_drafter_is_lossless_and_accepts_drafts(name: str, plain: Engine) -> None:
     """More prompts than slots, which reuses slots; every prompt greedy and sampled."""
     engine = engine_of(name)
     before = engine.metrics.num_accepted_tokens
