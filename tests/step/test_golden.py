@@ -103,14 +103,14 @@ MISTAKES: dict[str, Callable[[EagleHead], EagleHead]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_eagle3_chain_scores_with_a_wrong_head_differ(
+def test_eagle3_chain_scores_of_a_wrong_head_differ_from_the_recording(
     golden: Path, drafter: Eagle3, chain: dict[str, np.ndarray], mistake: str
 ) -> None:
     wrong = Eagle3(MISTAKES[mistake](drafter.head), drafter.tree)
     assert score_error(golden, chain, wrong) > 100 * TOLERANCE
 
 
-def test_eagle3_chain_scores_with_a_gap_in_the_positions_differ(
+def test_eagle3_chain_scores_with_a_gap_in_positions_differ_from_the_recording(
     golden: Path, drafter: Eagle3, chain: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first drafted token is one position too far, a mistake that a released engine made."""

@@ -56,7 +56,7 @@ def state_of(planner: MemoryPlanner, pool: PoolShape) -> Any:
     return init_state(planner.program, planner.params, pool)
 
 
-def test_memory_plan_equals_the_engines_allocations(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_plan_sizes_equal_the_bytes_that_the_engine_allocates(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="jspec.engine.model_runner"):
         engine = Engine(small.target(), drafter=eagle3(), **OPTIONS)
     plan, state, params = engine.memory_plan, engine.core.runner.state, engine.core.runner.params
@@ -79,7 +79,7 @@ def test_memory_plan_equals_the_engines_allocations(caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize("drafter", [None, eagle3(), DraftModel(tiny.model(16, layers=2), Tree.topk(6, 3, 2))])
-def test_fit_on_a_reporting_device_fills_the_memory_with_pages(drafter: Drafter | None) -> None:
+def test_memory_fit_on_a_device_that_reports_memory_fills_it_with_pages(drafter: Drafter | None) -> None:
     """Exact to one page, measured on allocated arrays; also with memory that other arrays use."""
     planner, pool = planner_of(device(PLENTY), drafter)
     base = planner.plan(replace(pool, pages=2))
@@ -93,7 +93,7 @@ def test_fit_on_a_reporting_device_fills_the_memory_with_pages(drafter: Drafter 
         assert plan.total <= plan.limit < plan.total + page
 
 
-def test_fit_with_plenty_of_memory_stops_at_the_useful_number_of_pages() -> None:
+def test_memory_fit_with_plenty_of_memory_stops_at_the_useful_number_of_pages() -> None:
     """Enough for max_len in every slot; with a prefix cache four times as many."""
     planner, pool = planner_of(device(PLENTY))
     assert fit(planner, pool)[0].pages == 4 * 3 * 26 + 1
@@ -118,7 +118,7 @@ def named(message: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("is_reported", [True, False])
-def test_fit_of_pools_that_are_too_large_names_settings_that_fit(is_reported: bool) -> None:
+def test_memory_fit_of_too_large_pools_raises_naming_settings_that_fit(is_reported: bool) -> None:
     """Each named value fits and one more does not. A device that reports memory needs pages for one request only."""
     planner, pool = planner_of(device(PLENTY, is_reported=is_reported), eagle3())
     planner = replace(planner, device=limit_for(planner, pool, 20))
@@ -140,12 +140,12 @@ def _options(name: str, value: int) -> dict[str, Any]:
     return {name: value, "buckets": (value,)} if name == "slots" else {name: value}
 
 
-def test_fit_with_weights_that_fill_the_device_raises() -> None:
+def test_memory_fit_without_room_for_a_page_beside_the_weights_raises() -> None:
     with pytest.raises(ValueError, match="not one page is left beside the weights; take quantize="):
         fit(*planner_of(device(1000)))
 
 
-def test_engine_sizes_its_pools_by_the_devices_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_allocates_as_many_pages_as_fit_into_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """With enough memory the engine goes on to compiling; with less it raises before."""
     planner, pool = planner_of(device(PLENTY))
     made: list[int] = []
@@ -171,7 +171,7 @@ def out_of_memory() -> None:
 
 
 @pytest.mark.parametrize("where", ["pools", "compiler"])
-def test_engine_that_runs_out_of_memory_at_start_names_settings_that_fit(
+def test_engine_out_of_memory_at_start_raises_naming_settings_that_fit(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     planner, full = planner_of(device(PLENTY), eagle3())
@@ -204,7 +204,7 @@ def test_engine_that_runs_out_of_memory_at_start_names_settings_that_fit(
     assert fit(replace(planner, config=config), full)[1].total <= plan.total - missing
 
 
-def test_explain_oom_reads_the_size_from_the_devices_message() -> None:
+def test_explain_oom_names_the_size_in_the_devices_message() -> None:
     """A real message, one without a number, and other errors, which pass unchanged."""
     planner, pool = planner_of(device(PLENTY, is_reported=False))
     with pytest.raises(ValueError, match=r"missing are 64\.00 TiB or more"), memory.explain_oom(planner, pool):
@@ -219,7 +219,7 @@ def test_explain_oom_reads_the_size_from_the_devices_message() -> None:
 
 
 @pytest.mark.parametrize("stats", [None, {}, {"bytes_limit": 0}, {"bytes_limit": None}, {"bytes_limit": 7}])
-def test_device_memory_without_a_limit_is_not_reported(
+def test_device_memory_is_reported_only_with_a_positive_limit(
     monkeypatch: pytest.MonkeyPatch, stats: dict[str, Any] | None
 ) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
@@ -233,7 +233,7 @@ def program(**sizes: int) -> Any:
     return SimpleNamespace(memory_analysis=lambda: analysis)
 
 
-def test_engine_dropped_frees_its_memory_at_once() -> None:
+def test_engine_deleted_frees_device_memory_without_garbage_collection() -> None:
     """Without garbage collection, because the next engine plans with the free memory."""
     engine = Engine(small.target(), **OPTIONS)
     engine.generate([1, 2])
@@ -246,7 +246,7 @@ def test_engine_dropped_frees_its_memory_at_once() -> None:
         gc.enable()
 
 
-def test_programs_compiled_later_update_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_compiled_later_update_the_memory_plan_or_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """If they need too much memory, the request is refused unqueued and no new program is stored."""
     engine, scored = Engine(small.target(), **OPTIONS), SamplingParams(logprobs=3)
     plan, count, planner = engine.memory_plan, len(engine.core.runner.programs.compiled), engine.core.runner.planner
@@ -264,7 +264,7 @@ def test_programs_compiled_later_update_the_memory_plan(monkeypatch: pytest.Monk
     assert engine.memory_plan.workspace > plan.workspace
 
 
-def test_measured_workspace_is_that_of_the_largest_program() -> None:
+def test_measured_memory_plan_workspace_is_that_of_the_largest_program() -> None:
     planner, pool = planner_of(device(PLENTY))
     estimate = planner.plan(pool)
     programs = [program(temp=10, output=500, alias=450), program(temp=70, output=100, alias=100)]
@@ -279,5 +279,5 @@ def test_measured_workspace_is_that_of_the_largest_program() -> None:
 @pytest.mark.parametrize(
     ("count", "words"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.50 KiB"), (2**31, "2.00 GiB")]
 )
-def test_size_has_a_readable_unit(count: int, words: str) -> None:
+def test_memory_size_is_written_in_a_readable_unit(count: int, words: str) -> None:
     assert memory.size(count) == words
