@@ -21,7 +21,7 @@ nbformat = pytest.importorskip("nbformat", reason='needs nbformat: pip install "
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 
 
-def test_notebooks_exist_and_some_are_guides() -> None:
+def test_notebooks_include_guides_and_others() -> None:
     assert 0 < len(GUIDES) < len(NOTEBOOKS)
 
 
@@ -32,7 +32,7 @@ LONG = ("1_quickstart", "3_draft_methods", "4_trees_and_acceptance")  # a minute
     "path",
     [pytest.param(path, marks=[pytest.mark.long] * (path.stem in LONG), id=path.stem) for path in NOTEBOOKS],
 )
-def test_notebook_runs_top_to_bottom(path: Path) -> None:
+def test_notebook_runs_top_to_bottom_without_errors(path: Path) -> None:
     nbclient = pytest.importorskip("nbclient", reason='needs nbclient: pip install "jspec[notebooks]"')
     pytest.importorskip("ipykernel", reason='needs ipykernel: pip install "jspec[notebooks]"')
     notebook = read(path)

@@ -65,7 +65,9 @@ def test_check_lossless_greedy_under_rejection_passes(plain: Engine) -> None:
     assert check(plain, Random(Tree.chain(LENGTH)), accept="rejection", temperatures=(0.0,)) == {0.0: []}
 
 
-def test_check_lossless_when_rule_accepts_all_raises(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_lossless_with_a_rule_that_accepts_every_node_raises(
+    plain: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Negative control: every valid node is accepted."""
     original = coupled.longest_accepted_path
 
@@ -77,7 +79,7 @@ def test_check_lossless_when_rule_accepts_all_raises(plain: Engine, monkeypatch:
         check(plain, Random(Tree.chain(LENGTH)), temperatures=(0.0,))
 
 
-def test_differences_of_changed_token_give_position_and_gap(plain: Engine) -> None:
+def test_lossless_differences_contain_position_and_gap_of_a_changed_token(plain: Engine) -> None:
     """The gap at a changed token is larger than that of a near tie."""
     (one,) = plain.generate(PROMPTS[0], SamplingParams(max_tokens=5, temperature=0))
     changed = list(one.token_ids)
