@@ -78,7 +78,7 @@ def sources() -> dict[str, str]:
     return {m.removesuffix(".__init__"): path.read_text() for m, path in zip(modules, files, strict=True)}
 
 
-def test_imports_of_every_file_go_to_lower_floors() -> None:
+def test_imports_of_every_file_are_from_the_same_room_or_lower_floors() -> None:
     files = sources()
     assert "jspec.engine.tokenizer" in files
     assert [line for module, source in files.items() for line in violations(module, source)] == sorted(EXCEPTIONS)
@@ -101,7 +101,7 @@ def test_imports_of_every_file_go_to_lower_floors() -> None:
         ("jspec.engine.grammar.regex_dfa", "from jspec.engine.grammar import json_schema"),
     ],
 )
-def test_violations_of_a_wrong_import_are_reported(module: str, source: str) -> None:
+def test_import_violations_of_a_wrong_import_name_that_import(module: str, source: str) -> None:
     """Negative controls."""
     assert violations(module, source)
 
@@ -116,5 +116,5 @@ def test_violations_of_a_wrong_import_are_reported(module: str, source: str) -> 
         ("convert.__main__", "from jspec.tools import convert"),
     ],
 )
-def test_violations_of_a_right_import_are_none(module: str, source: str) -> None:
+def test_import_violations_of_an_allowed_import_are_empty(module: str, source: str) -> None:
     assert violations(module, source) == []

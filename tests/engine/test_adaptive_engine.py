@@ -99,7 +99,9 @@ def generate(one: Engine, policy: Policy, temperature: float, prompts: Sequence[
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", ALL)
-def test_tokens_any_choice_of_depths_are_equal(name: str, temperature: float, compilations: list[str]) -> None:
+def test_adaptive_engine_with_any_sequence_of_depths_emits_tokens_of_plain_decoding(
+    name: str, temperature: float, compilations: list[str]
+) -> None:
     expected = [done.token_ids for done in generate(small.plain(), Fixed(0), temperature)]
     one, depths = engine(name), DEPTHS_OF.get(name, (0, 3))
     generate(one, Fixed(3), temperature)
@@ -137,14 +139,14 @@ def resumed(one: Engine, prompt: list[int], pause: int, temperature: float) -> t
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_drafter_after_plain_rounds_accepts_as_before(name: str) -> None:
+def test_drafter_after_plain_rounds_accepts_as_many_tokens_as_without_them(name: str) -> None:
     always, after = resumed(engine(name), PROMPTS[0], PAUSE, temperature=float(name not in LOOK_UP))
     assert after == always and len(always) >= 4
     assert sum(always) > 2
 
 
 @pytest.mark.parametrize("name", ["eagle3", "draft model"])
-def test_shared_pages_of_plain_rounds_serve_drafting_requests(name: str) -> None:
+def test_shared_pages_written_by_plain_rounds_leave_acceptance_unchanged(name: str) -> None:
     one = engine(name)
     wipe(one)
     (first,) = generate(one, Fixed(0), 1.0, PROMPTS[:1])
@@ -159,7 +161,7 @@ def test_shared_pages_of_plain_rounds_serve_drafting_requests(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["n-gram", pytest.param("suffix", marks=pytest.mark.matrix)])
-def test_lookup_drafter_plain_rounds_keep_the_history(name: str) -> None:
+def test_lookup_drafter_history_is_written_by_plain_rounds(name: str) -> None:
     (done,) = generate(engine(name), Fixed(0), 1.0, PROMPTS[:1])
     state = engine(name).core.runner.state.draft
     history = np.asarray(state.history)
@@ -189,7 +191,7 @@ def rows_of_both_caches(one: Engine) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
-def test_plain_rounds_write_the_draft_rows(spoilt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_rounds_write_the_cache_rows_of_the_draft_model(spoilt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft model is the target, so its rows are the target's; with a negative control."""
     one = engine("draft model")
     wipe(one)
@@ -202,7 +204,7 @@ def test_plain_rounds_write_the_draft_rows(spoilt: bool, monkeypatch: pytest.Mon
     wipe(one)
 
 
-def test_stopwatch_stream_reader_pauses_is_not_counted() -> None:
+def test_stopwatch_does_not_count_pauses_of_a_stream_reader() -> None:
     """The dispatch in flight during the pause is read an hour later."""
     policy, passed = Recording(), [0.0]
     drafter = DraftModel(small.target(), Tree.chain(2))
@@ -279,7 +281,7 @@ def after_a_pause(rounds: int) -> tuple[list[int], list[int], list[int]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("rounds", [30, 200])
-def test_eagle_after_plain_rounds_accepts_as_much(rounds: int) -> None:
+def test_eagle3_after_plain_rounds_accepts_as_many_tokens_as_without_them(rounds: int) -> None:
     tokens, after, always = after_a_pause(rounds)
     assert tokens == always_drafting()[0]
     assert after == always and len(always) > 50
@@ -288,7 +290,9 @@ def test_eagle_after_plain_rounds_accepts_as_much(rounds: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("rounds", [30, 200])
-def test_eagle_without_draft_rows_accepts_otherwise(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eagle3_when_plain_rounds_skip_draft_rows_has_other_acceptance(
+    rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Negative control: acceptance differs, though a head that sees less of a long text may even accept more."""
     monkeypatch.setitem(pair().core.runner.programs.compiled, ExecutableKey.round(1, 0), broken_pair())
     tokens, after, always = after_a_pause(rounds)
@@ -312,7 +316,7 @@ class Priced(Policy):
 
 
 @pytest.mark.parametrize(("price", "depth"), [(0.02, 3), (2.0, 0)])
-def test_adaptive_engine_settles_on_the_cheaper_depth(price: float, depth: int) -> None:
+def test_adaptive_engine_mostly_chooses_the_cheaper_depth(price: float, depth: int) -> None:
     """The price of a draft token is in units of a plain round."""
     policy = Priced(Adaptive((0, 3)), lambda depth: 1 + price * depth)
     pair().policy = policy
@@ -323,7 +327,7 @@ def test_adaptive_engine_settles_on_the_cheaper_depth(price: float, depth: int) 
 
 
 @pytest.mark.parametrize(("draft", "depth"), [(False, 0), (0, 0), (2, 3), (True, 3)])
-def test_adaptive_engine_request_cap_holds(draft: bool | int, depth: int) -> None:
+def test_adaptive_engine_respects_the_draft_cap_of_a_request(draft: bool | int, depth: int) -> None:
     policy = Priced(Adaptive((0, 3)), lambda depth: 1.0)
     pair().policy = policy
     (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=40, temperature=0, draft=draft))
@@ -334,7 +338,7 @@ def test_adaptive_engine_request_cap_holds(draft: bool | int, depth: int) -> Non
     assert done.metrics.num_draft_tokens <= cap * done.metrics.num_drafts
 
 
-def test_metrics_adaptive_engine_count_rounds_by_depth() -> None:
+def test_adaptive_engine_metrics_count_rounds_by_depth() -> None:
     pair().policy = Forced([0, 0, 3, 0], 3)
     (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=20, temperature=0))
     assert done.metrics.num_rounds_per_depth == {0: 3, 3: done.metrics.num_drafts - 3}
@@ -357,6 +361,6 @@ def test_metrics_adaptive_engine_count_rounds_by_depth() -> None:
         (dict(adaptive=True, drafter=None), "adaptive: expected a drafter, got none"),
     ],
 )
-def test_adaptive_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
+def test_adaptive_engine_impossible_options_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(small.target(), **dict(drafter=NGram(Tree.chain(3))) | options)

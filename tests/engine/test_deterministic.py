@@ -83,23 +83,23 @@ def check_every_way(dtype: str, implementation: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_forward_deterministic_gives_a_token_equal_bits(dtype: str) -> None:
+def test_deterministic_forward_has_equal_logit_bits_for_any_batch_chunk_and_tree(dtype: str) -> None:
     """One token at a time, three rows in chunks on other pages, and nodes of a tree."""
     check_every_way(dtype, "reference")
 
 
 @pytest.mark.long
-def test_forward_deterministic_interpreted_kernels_give_equal_bits() -> None:
+def test_deterministic_forward_with_interpreted_kernels_has_equal_logit_bits() -> None:
     check_every_way("bfloat16", "pallas")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_forward_deterministic_on_a_gpu_gives_equal_bits(dtype: str) -> None:
+def test_deterministic_forward_on_a_gpu_has_equal_logit_bits(dtype: str) -> None:
     check_every_way(dtype, "pallas")
 
 
-def test_forward_not_deterministic_gives_other_bits() -> None:
+def test_ordinary_forward_in_another_batch_has_other_logit_bits() -> None:
     make = partial(Texts, "bfloat16", implementation="reference", deterministic=False)
     assert (make(page=4, rows=3).fed_in(6) != make(page=16).fed_in(1)).any()
 
@@ -155,7 +155,9 @@ def plain_alone() -> list[Any]:
         ),
     ],
 )
-def test_engine_deterministic_with_and_without_draft_emits_equal_tokens(tree: str, options: dict[str, Any]) -> None:
+def test_deterministic_engine_with_drafter_returns_tokens_and_logprobs_of_plain_decoding(
+    tree: str, options: dict[str, Any]
+) -> None:
     """Greedy, seeded and penalised requests in one batch, against each alone in plain decoding."""
     drafted = engine(tree=Tree.parse(tree), **options)
     together = at_once(drafted)
@@ -169,12 +171,12 @@ def test_engine_deterministic_with_and_without_draft_emits_equal_tokens(tree: st
 
 @pytest.mark.once
 @pytest.mark.slow
-def test_engine_not_deterministic_in_another_bucket_emits_other_tokens() -> None:
+def test_ordinary_engine_in_another_bucket_returns_other_tokens_or_logprobs() -> None:
     ordinary = engine(deterministic=False, buckets=(1, 3), prefix_cache=False)
     assert one_by_one(ordinary) != seen(at_once(ordinary))
 
 
-def test_deterministic_quantised_weights_are_refused() -> None:
+def test_deterministic_engine_with_quantised_weights_raises() -> None:
     with pytest.raises(ValueError, match=r"deterministic: expected quantize=None, got 'int8'"):
         engine(quantize="int8")
     quantised = quantize_weights(model("float32"), "fp8")
@@ -184,7 +186,7 @@ def test_deterministic_quantised_weights_are_refused() -> None:
         engine(deterministic=1)  # type: ignore[arg-type]
 
 
-def test_path_of_a_node_lists_ancestors_by_depth() -> None:
+def test_by_depth_lists_the_ancestors_of_each_node_from_the_root() -> None:
     ancestor_mask = ancestors(jnp.asarray([[-1, 0, 0, 1, -1, 3]]))
     wanted = [[0, -1, -1, -1], [0, 1, -1, -1], [0, 2, -1, -1], [0, 1, 3, -1], [4, -1, -1, -1], [0, 1, 3, 5]]
     np.testing.assert_array_equal(by_depth(ancestor_mask, 3)[0], wanted)

@@ -154,7 +154,7 @@ QUICK = ("rejection chain",)  # with separate noise for draft, acceptance and re
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in CASES]
 )
-def test_lossless_rules_sampled_give_the_target_distribution(target, name: str) -> None:
+def test_lossless_accept_rules_sampled_tokens_have_the_target_distribution(target, name: str) -> None:
     accept, tree = CASES[name]
     drafter = DraftModel(tiny.model(VOCAB, seed=2), tree) if tree.is_chain else Table(tree)
     engine = make(target, drafter, accept)
@@ -166,7 +166,7 @@ def test_lossless_rules_sampled_give_the_target_distribution(target, name: str) 
 
 
 @pytest.mark.slow
-def test_noise_keyed_by_position_alone_is_detected(target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distribution_comparison_detects_noise_keyed_by_position_alone(target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: draft, acceptance and residual share the noise of a position."""
     original = sampler.keys
 

@@ -120,12 +120,14 @@ def jitted() -> Any:
 
 
 @pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
-def test_penalties_with_a_table_mask_every_node_by_its_own_path(chain: bool) -> None:
+def test_penalties_with_a_grammar_table_mask_each_node_by_the_path_to_that_node(chain: bool) -> None:
     for seed in range(6):
         check_logits(seed, chain=chain, run=jitted())
 
 
-def test_penalties_with_the_roots_state_at_every_node_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_penalties_with_the_roots_grammar_state_at_every_node_fail_the_comparison(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Negative control."""
     states = grammar_mask.states
     monkeypatch.setattr(grammar_mask, "states", lambda view, path: states(view, jnp.full_like(path, -1)))
@@ -134,7 +136,7 @@ def test_penalties_with_the_roots_state_at_every_node_fail_the_check(monkeypatch
 
 
 @pytest.mark.parametrize("rule", ["multi_candidate", "rejection", "block", "typical"])
-def test_accept_rule_with_a_table_emits_only_allowed_tokens(rule: str) -> None:
+def test_accept_rule_with_a_grammar_table_emits_only_allowed_tokens(rule: str) -> None:
     """The stored grammar state is the one after the last token."""
     tree = Tree.chain(DEPTH)
 
@@ -161,7 +163,7 @@ def test_accept_rule_with_a_table_emits_only_allowed_tokens(rule: str) -> None:
     assert accepted > 10
 
 
-def test_processed_logprobs_with_a_table_are_of_the_masked_logits() -> None:
+def test_processed_logprobs_with_a_grammar_table_equal_those_of_the_masked_logits() -> None:
     """Each emitted token is scored by the logits of the accepted node before it."""
     tree = Tree.chain(DEPTH)
 

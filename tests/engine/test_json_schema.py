@@ -87,7 +87,7 @@ def test_regex_of_accepted_schema_matches_only_valid_texts(schema: dict[str, Any
     assert len(found) > 1 or "const" in schema
 
 
-def test_validator_detects_an_ignored_keyword() -> None:
+def test_json_schema_validator_rejects_texts_that_ignore_a_keyword() -> None:
     """Negative control: the validator refuses texts of a schema whose bounds the library ignores."""
     jsonschema = pytest.importorskip("jsonschema")
     found = [json.loads(text) for text in texts(table(INTEGER), 20)]
@@ -95,7 +95,7 @@ def test_validator_detects_an_ignored_keyword() -> None:
         jsonschema.validate(found, {"items": INTEGER | {"minimum": 10, "maximum": 12}})
 
 
-def test_sampling_params_keep_a_copy_of_the_schema() -> None:
+def test_sampling_params_json_schema_is_unchanged_by_later_edits_of_the_dict() -> None:
     schema = {"type": "integer"}
     params = SamplingParams(json_schema=schema)
     schema["type"] = "string"
@@ -103,6 +103,8 @@ def test_sampling_params_keep_a_copy_of_the_schema() -> None:
 
 
 @pytest.mark.parametrize(("schema", "message"), REFUSED, ids=lambda given: json.dumps(given)[:60])
-def test_regex_of_schema_with_an_unsupported_keyword_names_it(schema: dict[str, Any], message: str) -> None:
+def test_regex_of_schema_with_an_unsupported_keyword_raises_naming_the_keyword(
+    schema: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=f"json_schema: {message}"):
         regex_of_schema(schema)

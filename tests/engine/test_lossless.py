@@ -252,12 +252,12 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("case", cases())
-def test_tokens_with_a_drafter_equal_plain_decoding(case: dict[str, Any], golden: Path, data: Path) -> None:
+def test_engine_with_any_drafter_emits_tokens_of_plain_decoding(case: dict[str, Any], golden: Path, data: Path) -> None:
     check(case, golden, data, {0.0: LONG if is_long(case) else SHORT, 1.0: SHORT})
 
 
 @pytest.mark.once
-def test_acceptance_right_drafts_never_decays(golden: Path, data: Path) -> None:
+def test_draft_model_equal_to_the_target_has_every_draft_accepted_for_200_rounds(golden: Path, data: Path) -> None:
     """The target drafts for itself for 200 rounds: the bonus token's draft row is written every time."""
     one = pair("golden", golden, data)
     drafter = DraftModel(one.target, Tree.chain(2))
@@ -268,7 +268,7 @@ def test_acceptance_right_drafts_never_decays(golden: Path, data: Path) -> None:
 
 
 @pytest.mark.once
-def test_check_lossless_wrong_target_token_is_detected(golden: Path, data: Path) -> None:
+def test_lossless_comparison_with_a_changed_target_fails(golden: Path, data: Path) -> None:
     """Negative control: a target that differs in one weight fails the comparison."""
     one = pair("golden", golden, data)
     other = one.target.replace(norm=one.target.norm.at[0].mul(1.5))

@@ -34,7 +34,7 @@ def alone(engine: Engine, prompt: list[int], seed: int, tokens: int) -> list[int
     return engine.generate(prompt, SamplingParams(max_tokens=tokens, seed=seed))[0].token_ids
 
 
-def test_samples_each_equal_their_seed_alone(engine: Engine) -> None:
+def test_samples_equal_single_requests_with_the_derived_seeds(engine: Engine) -> None:
     """Also beside another prompt's, whose completions keep their own place; without n there is one, as ever."""
     other = SamplingParams(max_tokens=7, seed=3, n=2)
     done, beside = engine.generate([PROMPT, PROMPT[:5]], [SAMPLED, other])
@@ -48,7 +48,7 @@ def test_samples_each_equal_their_seed_alone(engine: Engine) -> None:
     assert engine.generate(PROMPT, SamplingParams(max_tokens=11, seed=SAMPLED.seed))[0].samples[1:] == []
 
 
-def test_samples_prompt_is_computed_once(engine: Engine) -> None:
+def test_samples_after_the_first_find_all_full_prompt_pages_cached(engine: Engine) -> None:
     """The others find its full pages, though there are more of them than slots; the rest is each one's own."""
     before = engine.metrics
     done = engine.generate(PROMPT, SAMPLED)[0]
@@ -57,12 +57,12 @@ def test_samples_prompt_is_computed_once(engine: Engine) -> None:
     assert engine.metrics.num_prompt_tokens - before.num_prompt_tokens == N * len(PROMPT)
 
 
-def test_samples_greedy_are_equal(engine: Engine) -> None:
+def test_greedy_samples_are_equal(engine: Engine) -> None:
     done = engine.generate(PROMPT, SamplingParams(max_tokens=9, temperature=0.0, n=3))[0]
     assert [one.token_ids for one in done.samples] == [done.token_ids] * 3 and len(done.token_ids) == 9
 
 
-def test_samples_without_a_seed_differ(engine: Engine) -> None:
+def test_sampled_samples_without_a_seed_differ(engine: Engine) -> None:
     done = engine.generate(PROMPT, SamplingParams(max_tokens=11, n=3))[0]
     assert len({tuple(one.token_ids) for one in done.samples}) == 3
 
@@ -71,7 +71,7 @@ def by_index(chunks: list[Chunk]) -> list[list[int]]:
     return [[token for chunk in chunks if chunk.index == i for token in chunk.token_ids] for i in range(N)]
 
 
-def test_samples_stream_chunks_name_their_completion(engine: Engine) -> None:
+def test_stream_chunks_of_samples_contain_the_sample_index(engine: Engine) -> None:
     expected = [one.token_ids for one in engine.generate(PROMPT, SAMPLED)[0].samples]
     chunks = list(engine.stream(PROMPT, SAMPLED))
 
@@ -86,7 +86,7 @@ def test_samples_stream_chunks_name_their_completion(engine: Engine) -> None:
     assert {chunk.index for chunk in chunks[:first_end]} >= {0, 1}  # side by side, not one after the other
 
 
-def test_samples_abort_ends_all(engine: Engine) -> None:
+def test_abort_ends_every_sample_of_the_request(engine: Engine) -> None:
     request = engine.submit(PROMPT, SAMPLED)
     while len(request.token_ids) < 3:
         engine.step()
@@ -99,13 +99,13 @@ def test_samples_abort_ends_all(engine: Engine) -> None:
     assert engine.pages_in_use == 0 and not engine.scheduler.has_work
 
 
-def test_samples_result_waits_for_all(engine: Engine) -> None:
+def test_result_waits_for_every_sample_of_the_request(engine: Engine) -> None:
     """The others end later than the first here, for there are two slots."""
     done = engine.result(engine.submit(PROMPT, SAMPLED))
     assert [one.finish_reason for one in done.samples] == ["length"] * N
 
 
-def test_sample_seed_of_any_seeds_differ() -> None:
+def test_sample_seed_differs_for_every_seed_and_index() -> None:
     """By seed and by index; and from those that requests without a seed get."""
     seeds = [sample_seed(seed, index) for seed in (0, 1, 2**32, 2**64 - 1) for index in range(50)]
     drawn = [int(np.random.SeedSequence([0, number]).generate_state(1, np.uint64)[0]) for number in range(50)]
@@ -113,6 +113,6 @@ def test_sample_seed_of_any_seeds_differ() -> None:
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, True, None])
-def test_params_impossible_n_is_refused(n: object) -> None:
+def test_sampling_params_impossible_n_raises(n: object) -> None:
     with pytest.raises(ValueError, match=r"SamplingParams.n: expected an int >= 1"):
         SamplingParams(n=n)  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ def test_scheduler_pages_run_out_preempts_lowest_priority() -> None:
     assert (back.start, back.count, back.root, back.emits) == (0, 4 + len(had) - 1, had[-1], False)
 
 
-def test_scheduler_large_request_first_in_order_is_not_overtaken() -> None:
+def test_scheduler_large_request_is_not_overtaken_by_a_later_small_one() -> None:
     """There are 4 pages of 4 rows; the second request needs all of them, the third only one."""
     one = make_scheduler(slots=3, pages=5)
     first, large, small = make_request(1, 1, 1), make_request(2, 10, 3), make_request(3, 1, 1)
@@ -65,7 +65,7 @@ def test_scheduler_large_request_first_in_order_is_not_overtaken() -> None:
 
 
 @pytest.mark.parametrize(("ready", "bucket"), [(1, 1), (2, 2), (3, 5), (5, 5)])
-def test_scheduler_round_takes_the_smallest_bucket(ready: int, bucket: int) -> None:
+def test_scheduler_round_takes_the_smallest_bucket_that_fits(ready: int, bucket: int) -> None:
     one = make_scheduler(slots=5, buckets=(1, 2, 5), prefill_budget=100)
     for number in range(ready):
         one.add(make_request(number, 2, 9))
@@ -74,7 +74,7 @@ def test_scheduler_round_takes_the_smallest_bucket(ready: int, bucket: int) -> N
     assert (plans[-1].bucket, len(plans[-1].requests)) == (bucket, ready)
 
 
-def test_scheduler_rounds_in_flight_suffice_plans_no_round() -> None:
+def test_scheduler_with_enough_rounds_in_flight_plans_no_round() -> None:
     """Each round in flight emits at least one token, so three rounds after the prefill suffice for four tokens."""
     one = make_scheduler(slots=1)
     one.add(make_request(1, 2, 4))
@@ -82,7 +82,7 @@ def test_scheduler_rounds_in_flight_suffice_plans_no_round() -> None:
     assert kinds == [PrefillPlan, RoundPlan, RoundPlan, RoundPlan, type(None)]
 
 
-def test_scheduler_finish_twice_or_unknown_is_ignored() -> None:
+def test_scheduler_finish_of_an_ended_or_unknown_request_is_ignored() -> None:
     one, r = make_scheduler(slots=1), make_request(1, 2, 4)
     one.add(r)
     one.plan()
@@ -104,7 +104,7 @@ def decode(one: Scheduler, plan: Plan | None, tokens: int = 1) -> None:
 
 
 @pytest.mark.parametrize("ahead", [8, 0])
-def test_scheduler_pages_ahead_make_most_rounds_bring_no_new_pages(ahead: int) -> None:
+def test_scheduler_with_pages_ahead_adds_new_pages_in_few_rounds(ahead: int) -> None:
     """Four requests that fill a page at different times, in a pool that just fits them.
 
     With no page ahead, nearly every round brings some.
@@ -139,7 +139,7 @@ def test_scheduler_pages_ahead_are_reclaimed_before_preemption() -> None:
     assert second.metrics.num_preemptions == 0
 
 
-def test_scheduler_failed_admission_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduler_failed_admission_is_retried_only_after_pages_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tried again when pages are given back or its next page is cached."""
     one, looked = make_scheduler(slots=2, pages=12, prefix_cache=True), []
     shared = Scheduler._cached_pages
@@ -160,7 +160,7 @@ def test_scheduler_failed_admission_is_not_repeated(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("budget", [4, 8, 20])
-def test_scheduler_many_prompts_keep_within_the_budget(budget: int) -> None:
+def test_scheduler_prompt_tokens_between_rounds_stay_within_the_prefill_budget(budget: int) -> None:
     """However many prompts arrive, the prompt tokens between two rounds stay within the budget."""
     one = make_scheduler(slots=6, pages=400, prefill_budget=budget)
     first = make_request(0, 3, 40)
@@ -178,7 +178,7 @@ def test_scheduler_many_prompts_keep_within_the_budget(budget: int) -> None:
     assert budget // 2 < most <= budget
 
 
-def test_scheduler_lone_prompt_takes_the_largest_chunks() -> None:
+def test_scheduler_lone_prompt_is_prefilled_in_the_largest_chunks() -> None:
     one = make_scheduler(slots=2, prefill_budget=4)
     one.add(make_request(1, 16, 1))
     plans = [one.plan(), one.plan()]

@@ -266,7 +266,9 @@ CACHE_PREFIX, UPDATES = Scheduler.cache_prefix, Scheduler._page_table_updates
         ("_is_in_budget", lambda *_: True),
     ],
 )
-def test_scheduler_broken_is_found_by_the_machine(monkeypatch: pytest.MonkeyPatch, name: str, broken: object) -> None:
+def test_scheduler_state_machine_detects_a_broken_scheduler(
+    monkeypatch: pytest.MonkeyPatch, name: str, broken: object
+) -> None:
     """Negative controls."""
     monkeypatch.setattr(Scheduler, name, broken)
     quick = settings(TestSchedulerMachine.settings, max_examples=1000, phases=[Phase.generate])

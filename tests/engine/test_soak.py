@@ -231,7 +231,7 @@ def full(name: str, rounds: int) -> Any:
     ("name", "rounds", "count"),
     [pytest.param("eagle3", 1, 120, marks=pytest.mark.long), *(full(name, 1) for name in DRAFTERS), full("eagle3", 3)],
 )
-def test_engine_random_faults_answers_or_fails_each_request(
+def test_engine_under_random_faults_returns_right_tokens_or_an_error_per_request(
     monkeypatch: pytest.MonkeyPatch, compiled: list[str], name: str, rounds: int, count: int
 ) -> None:
     engine = engine_with(name, rounds)
