@@ -1,4 +1,4 @@
-"""Who may import whom: a file imports its own room and rooms on lower floors, checked by reading the sources."""
+"""The import rule, checked on the sources: a file imports only its own room and rooms on lower floors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXCEPTIONS = {}
 
 
 def room_of(module: str) -> str:
-    """The room of a module of ours; "" of anybody else's."""
+    """The room of a module of this repository; "" for other modules."""
     top, *inner = module.split(".")
     if top == "jspec":
         room = f"jspec.{inner[0]}" if inner else FRONT
@@ -55,7 +55,7 @@ def imported(source: str) -> set[str]:
 
 
 def is_wrong(module: str, name: str) -> bool:
-    """Whether a module of ours may not import a name."""
+    """Whether a module of this repository may not import a name."""
     room, other, top = room_of(module), room_of(name), name.split(".")[0]
     if module == ALONE and other:
         return True
@@ -67,7 +67,7 @@ def is_wrong(module: str, name: str) -> bool:
 
 
 def violations(module: str, source: str) -> list[str]:
-    """What the module imports and should not."""
+    """The imports of a module that the rule forbids, as sentences."""
     names = sorted(imported(source))
     return [f"{module} imports {name}" for name in names if is_wrong(module, name)]
 
@@ -102,7 +102,7 @@ def test_imports_of_every_file_are_from_the_same_room_or_lower_floors() -> None:
     ],
 )
 def test_import_violations_of_a_wrong_import_name_that_import(module: str, source: str) -> None:
-    """Negative controls."""
+    """Negative controls of the import rule."""
     assert violations(module, source)
 
 
