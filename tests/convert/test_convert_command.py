@@ -92,7 +92,7 @@ print(memory("VmHWM") - start)
 
 @pytest.mark.long
 def test_convert_command_large_model_peak_memory_is_about_one_shard_and_one_tensor(tmp_path):
-    """0.6 GB in shards of 70 MB; the memory of a tiny conversion (imports, first use of orbax) is subtracted."""
+    """The model has 0.6 GB in shards of 70 MB; the memory of a tiny conversion (imports, orbax) is subtracted."""
     if not Path("/proc/self/status").is_file():
         pytest.skip("peak memory is read from /proc")
     config = {

@@ -1,4 +1,4 @@
-"""Reading of Hugging Face folders: arrays against the file's tensors, dtypes, tensors that do not match the config."""
+"""Reading Hugging Face folders: arrays against the stored tensors, dtypes, tensors that do not match the config."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_tensor_check_duplicate_tensor_or_parameter_raises_assertion_error():
 
 
 def every_single_fault() -> list:
-    """Each tensor of a target and of heads, removed, misshapen, or copied under a new name."""
+    """One case for each tensor of a target and of heads; the test removes, reshapes or copies that tensor."""
     wholes = {
         "target": (TARGET, folders.target_tensors()),
         "eagle3": (HEAD, folders.head_tensors()),

@@ -1,4 +1,4 @@
-"""Config records: reading a config.json, refusals with their messages, JSON."""
+"""Config records: reading a config.json, error messages, JSON."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ PRIME = 100003
 
 
 def table(kind: str) -> np.ndarray:
-    """Logits after each of 512 hashed texts."""
+    """Logits [512, vocab]: one row for each of 512 hashes of a text."""
     rng = np.random.default_rng(0)
     if kind == "equal":
         return np.zeros((512, VOCAB), np.float32)
@@ -36,7 +36,7 @@ def table(kind: str) -> np.ndarray:
 
 
 def place(text: tuple[int, ...]) -> int:
-    """A hash that can be updated token by token."""
+    """The hash of a text, which can be updated token by token."""
     value = 7
     for token in text:
         value = (value * 31 + token + 1) % PRIME
@@ -44,7 +44,7 @@ def place(text: tuple[int, ...]) -> int:
 
 
 def run(tree: Tree, logits: np.ndarray, roots: list[int]) -> ExpandedTree:
-    """The code under test, with a model whose state is the hash of each fed node's text."""
+    """Expand trees with a model whose state is the hash of each fed node's text."""
     view = view_of_rows(roots)
     start = jnp.asarray([[place((root,))] for root in roots])
 
@@ -68,7 +68,7 @@ def children(text: tuple[int, ...], logits: np.ndarray) -> list[tuple[float, int
 
 
 def dynamic(tree: Tree, logits: np.ndarray, root: int) -> list[tuple[tuple[int, ...], float]]:
-    """EAGLE-2 by its paper: texts of the chosen nodes with their scores, in candidate order."""
+    """EAGLE-2 as its paper defines it: the texts of the chosen nodes with their scores, in candidate order."""
     beam, candidates = [((root,), 0.0)], []
     for _ in range(tree.depth):
         level = [((*text, t), s + p) for text, s in beam for p, t in children(text, logits)[: tree.k]]
@@ -105,7 +105,7 @@ def test_expand_tree_with_random_or_tied_logits_equals_plain_python_definition(t
 
 
 def read(expanded: ExpandedTree, row: int) -> list[tuple[int, ...]]:
-    """The text of every node; checks the contract of a draft."""
+    """Return the text of every node after checking that parents come first and that siblings differ."""
     tokens, parents = np.asarray(expanded.draft.tokens[row]), np.asarray(expanded.draft.parents[row])
     assert parents[0] == -1
     assert (parents[1:] < np.arange(1, len(parents))).all()
@@ -181,7 +181,7 @@ def test_child_chooser_first_child_under_coupled_is_the_target_token() -> None:
 
 @pytest.mark.parametrize("has_map", [False, True])
 def test_child_chooser_single_child_under_coupled_equals_first_of_three(has_map: bool) -> None:
-    """A single child is drawn by a kernel without noise in memory; the batch has greedy and sampled rows."""
+    """A kernel that keeps no noise in memory draws a single child; the batch has greedy and sampled rows."""
     rows, fed, vocab = 32, 2, 50
     to_target = jax.random.permutation(jax.random.key(1), 4 * vocab)[:vocab].astype(jnp.int32) if has_map else None
     logits = jax.random.normal(jax.random.key(0), (rows, fed, vocab))

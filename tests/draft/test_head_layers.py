@@ -41,7 +41,7 @@ def two_layers() -> EagleHead:
 
 
 def scores(chunk: int, fill: float) -> list[np.ndarray]:
-    """The draft scores of every round, for prompts in chunks of a size and a cache filled with a value before."""
+    """The draft scores of every round, for prompts in chunks of ``chunk`` tokens and a cache filled with ``fill``."""
     engine = Engine(
         TARGET,
         drafter=Eagle3(two_layers(), Tree.topk(6, 3, 2)),
@@ -69,7 +69,7 @@ def test_two_layer_eagle3_scores_depend_neither_on_prefill_chunks_nor_on_old_cac
 def projected(
     head: EagleHead, tokens: np.ndarray, features: jnp.ndarray, ids: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Residual and projection of pairs.
+    """Residual and projection of (token, feature) pairs.
 
     Args:
         ids: draft ids of the tokens, for `project_draft_tokens`; None: `project_inputs`.
@@ -159,7 +159,7 @@ def test_eagle3_precomputed_first_layer_leaves_drafts_unchanged(norm_output: boo
 
 
 def test_eagle3_whole_vocabulary_head_is_not_precomputed() -> None:
-    """A table of the whole vocabulary would be larger than the head."""
+    """Precomputed projections of the whole vocabulary would be larger than the head."""
     head = tiny.eagle_head(TARGET, draft_vocab=16, feature_layers=(0, 2))
     assert Eagle3(head, Tree.chain(2)).bind(TARGET).precomputed is None
 
@@ -168,7 +168,7 @@ def test_eagle3_whole_vocabulary_head_is_not_precomputed() -> None:
 def test_fp8_head_drafts_are_equal_with_and_without_quantisation_in_the_norm_kernel(
     norm_output: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The norm's kernel quantises its output unless that is fed back; with two layers also between layers."""
+    """The norm's kernel quantises its output unless the output is fed back; with two layers also between the layers."""
     head = quantize_weights(two_layers(), "fp8_dynamic")
     head = head.replace(config=replace(head.config, norm_output=norm_output))
     tree, seen, in_head = Tree.topk(6, 3, 2), [], []

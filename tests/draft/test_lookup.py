@@ -75,7 +75,7 @@ def other_order(tokens: Any, *, by_count: bool) -> Any:
 
 
 def without_gaps(history: Any, view: Any, batch: Any) -> Any:
-    """The tokens of the slot's last request stay after the chunk."""
+    """Leave the tokens of the slot's previous request after the chunk."""
     slots = jnp.broadcast_to(view.slots[:, None], batch.tokens.shape)
     places = jnp.where(batch.valid, batch.positions, history.shape[1])
     return history.at[slots, places].set(batch.tokens, mode="drop")
@@ -94,7 +94,7 @@ def never_appended(corpus: Any, history: Any, view: Any, batch: Any) -> Any:
 
 
 def texts_joined(corpus: Any, history: Any, view: Any, batch: Any) -> Any:
-    """Without the gap after each text."""
+    """Append each text without the gap after it."""
     appended = append_to_corpus(corpus, history, view, batch)
     return jnp.where(jnp.any(appended != corpus), jnp.roll(appended, 1), appended)
 
@@ -205,7 +205,7 @@ def engine_of(name: str) -> Engine:
 
 @pytest.mark.parametrize("name", ["chain", "static", "topk"])
 def test_engine_with_lookup_drafter_is_lossless_and_accepts_drafts(name: str, plain: Engine) -> None:
-    """More prompts than slots, which reuses slots; every prompt greedy and sampled."""
+    """Slots are reused because there are more prompts than slots; every prompt is decoded greedily and sampled."""
     engine = engine_of(name)
     before = engine.metrics.num_accepted_tokens
 

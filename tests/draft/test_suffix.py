@@ -41,7 +41,7 @@ def test_suffix_full_corpus_drops_oldest_tokens_and_drafts_stop_at_text_ends() -
 def test_suffix_large_corpus_on_h200_has_under_30_kernels_and_one_score_per_position(
     grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled for an H200: one graph, in place. A full sort, the control, takes more kernels and more memory."""
+    """The program is one graph and works in place; a full sort, the negative control, needs more kernels and memory."""
     monkeypatch.setattr(lookup, "GROUPS", lookup.GROUPS if grouped else 2**20)
     drafter, rows = Suffix(Tree.topk(9, 3, 2), scope="engine", corpus_tokens=2**18), [0] * 8
     state = jax.eval_shape(lambda: drafter.init((), POOL))

@@ -1,4 +1,4 @@
-"""Engines that choose the draft depth: tokens do not depend on it, and draft caches stay whole."""
+"""Engines that choose the draft depth: tokens do not depend on the depth, and draft caches stay complete."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def head(target: Model) -> Any:
 DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
     "eagle3": lambda target: Eagle3(head(target), Tree.topk(12, 3, 4)),
     "medusa": lambda target: Medusa(tiny.medusa_heads(target, 3), STATIC),
-    "draft model": lambda target: DraftModel(target, STATIC),  # the target itself: right wherever its cache is complete
+    "draft model": lambda target: DraftModel(target, STATIC),  # the target: right drafts if its cache is complete
     "n-gram": lambda target: NGram(Tree.chain(3)),
     "suffix": lambda target: Suffix(Tree.topk(6, 3, 2), max_n=4, scope="engine", corpus_tokens=64),
 }
@@ -116,7 +116,7 @@ def test_adaptive_engine_with_any_sequence_of_depths_emits_tokens_of_plain_decod
 
 
 def wipe(one: Engine) -> None:
-    """Clear the draft's caches: a repeated request may get the same pages."""
+    """Clear the page pool and the draft's caches, because a repeated request may get the same pages."""
     one.scheduler.pages.clear()
     state = one.core.runner.state
     if hasattr(state.draft, "cache"):
@@ -125,7 +125,7 @@ def wipe(one: Engine) -> None:
 
 
 def resumed(one: Engine, prompt: list[int], pause: int, temperature: float) -> tuple[list[int], list[int]]:
-    """Accepted tokens of the rounds after the first ``pause`` ones: if those drafted, and if they drafted nothing."""
+    """Accepted tokens per round after the first ``pause`` rounds: once if those rounds draft, once if they do not."""
     always, paused = Forced([], 3), Forced([], 3)
     generate(one, always, temperature, [prompt])
     accepted = always.accepted(0)
@@ -180,7 +180,7 @@ def without_draft_rows(one: Engine) -> Any:
 
 
 def rows_of_both_caches(one: Engine) -> tuple[np.ndarray, np.ndarray]:
-    """The first layer's keys of all committed rows of slot 0, of draft model and target."""
+    """The first layer's keys of all committed rows of slot 0, for the draft model and for the target."""
     state = one.core.runner.state
     rows = np.arange(int(state.lengths[0]))
     pages = np.asarray(state.page_table)[0, rows // one.config.page_size]
@@ -192,7 +192,7 @@ def rows_of_both_caches(one: Engine) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_plain_rounds_write_the_cache_rows_of_the_draft_model(spoilt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft model is the target, so its rows are the target's; with a negative control."""
+    """The draft model is the target, so both caches have equal rows; ``spoilt`` is the negative control."""
     one = engine("draft model")
     wipe(one)
     if spoilt:
@@ -221,7 +221,7 @@ def test_stopwatch_does_not_count_pauses_of_a_stream_reader() -> None:
 
 
 class Recording(Policy):
-    """Always the whole tree; keeps the seconds it was told."""
+    """Always drafts the whole tree and keeps the measured seconds."""
 
     def __init__(self) -> None:
         self.heard: list[float | None] = []
@@ -269,7 +269,7 @@ def decode(policy: Forced) -> tuple[list[int], list[int]]:
 
 
 def after_a_pause(rounds: int) -> tuple[list[int], list[int], list[int]]:
-    """Tokens; accepted draft tokens after ``rounds`` or a few more plain rounds; the same if all rounds draft."""
+    """Tokens, accepted tokens per round after at least ``rounds`` plain rounds, and the same if all rounds draft."""
     _, accepted = always_drafting()
     ends = np.cumsum(np.array(accepted) + 1)
     first = int(np.searchsorted(ends, rounds))
@@ -293,10 +293,10 @@ def test_eagle3_after_plain_rounds_accepts_as_many_tokens_as_without_them(rounds
 def test_eagle3_when_plain_rounds_skip_draft_rows_has_other_acceptance(
     rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: acceptance differs, though a head that sees less of a long text may even accept more."""
+    """Negative control; a head that sees less of a long text may even have more tokens accepted."""
     monkeypatch.setitem(pair().core.runner.programs.compiled, ExecutableKey.round(1, 0), broken_pair())
     tokens, after, always = after_a_pause(rounds)
-    assert tokens == always_drafting()[0], "the tokens are the target's all the same"
+    assert tokens == always_drafting()[0], "the tokens must be the target's"
     assert after != always
 
 
@@ -317,7 +317,7 @@ class Priced(Policy):
 
 @pytest.mark.parametrize(("price", "depth"), [(0.02, 3), (2.0, 0)])
 def test_adaptive_engine_mostly_chooses_the_cheaper_depth(price: float, depth: int) -> None:
-    """The price of a draft token is in units of a plain round."""
+    """``price`` is the cost of a draft token in plain rounds."""
     policy = Priced(Adaptive((0, 3)), lambda depth: 1 + price * depth)
     pair().policy = policy
     (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=200, temperature=0))

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.once
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    """After every test: no page, slot or request is kept, and the engine works."""
+    """The shared engine; after every test no page, slot or request is held, and the engine works."""
     brittle.expected()
     yield brittle.engine()
     brittle.check_idle()
@@ -104,7 +104,7 @@ def test_astream_closed_while_the_lock_is_held_does_not_block_the_event_loop(eng
     def holds() -> None:
         with engine._lock:
             is_held.set()
-            assert gone_on.wait(PATIENCE), "the loop waits"
+            assert gone_on.wait(PATIENCE), "the event loop is blocked"
 
     async def main() -> None:
         stream = engine.astream(PROMPTS[0], SamplingParams(max_tokens=40))
@@ -124,7 +124,7 @@ def test_astream_closed_while_the_lock_is_held_does_not_block_the_event_loop(eng
 def test_astream_cancelled_while_queueing_leaves_no_request_queued(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that queues the request goes on and comes too late."""
+    """The thread that queues the request continues after the task was cancelled."""
     is_queueing, go_on = make_events(2)
     queue = Engine._queue
 
@@ -163,7 +163,7 @@ def test_metrics_do_not_count_a_request_that_was_never_queued(engine: Engine, mo
 def test_astream_in_more_tasks_than_slots_yields_the_right_tokens_to_each_task(
     engine: Engine, expected: list[list[int]]
 ) -> None:
-    """Four times as many tasks as slots; some leave early, and the event loop stays free."""
+    """There are four times as many tasks as slots; some close their stream early, and the event loop stays free."""
     ticks = 0
 
     async def one(i: int) -> list[int]:

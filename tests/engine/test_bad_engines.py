@@ -1,4 +1,4 @@
-"""Options and models that do not fit together: refused with a clear error before anything is allocated or compiled."""
+"""Inconsistent options and models raise a clear error before anything is allocated or compiled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_engine_valid_options_reach_compilation() -> None:
-    """Negative control of the fixture above."""
+    """Negative control of the fixture that forbids compilation."""
     with pytest.raises(AssertionError, match="it came to compiling"):
         Engine(small.target())
 

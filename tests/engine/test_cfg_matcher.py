@@ -44,7 +44,7 @@ def tokens_of(mask: np.ndarray, vocab_size: int) -> set[int]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_grammar_matcher_allows_the_tokens_that_recursive_descent_allows(name: str) -> None:
-    """Includes texts with two tokenisations, and tokens whose bytes span grammar rules."""
+    """The random texts include texts with two tokenisations and tokens whose bytes span grammar rules."""
     read, texts, ends, fields = CASES[name]
     grammar, rng, whole = compiled(texts, ends, **fields), np.random.default_rng(1), 0
     assert isinstance(grammar, LarkGrammar)
@@ -110,7 +110,7 @@ def test_grammar_matcher_mask_of_each_node_follows_the_path_to_that_node(name: s
 
 
 def test_grammar_matcher_masks_taken_from_parents_fail_the_comparison() -> None:
-    """Negative control."""
+    """Negative control: every node gets the mask of its parent."""
 
     def parents_mask(matcher: Matcher, tokens: Any, parents: Any, valid: Any) -> Any:
         return matcher.masks(tokens, parents, valid)[np.maximum(parents, 0)]
@@ -306,7 +306,7 @@ def test_grammar_input_logs_whether_a_grammar_uses_a_table(caplog: pytest.LogCap
     ]
 
 
-def test_grammar_with_library_options_regex_beside_it_or_no_stop_id_raises() -> None:
+def test_grammar_with_unsupported_options_or_without_stop_id_raises() -> None:
     with pytest.raises(ValueError, match="json_schema: 'x-guidance' at #"):
         compiled(lettered.JSON_TEXTS, ENDS, json_schema={**descent.OBJECTS, "x-guidance": {"lenient": True}})
     with pytest.raises(ValueError, match=r"SamplingParams.grammar: expected its default beside regex"):

@@ -1,4 +1,4 @@
-"""The loop: batches, chunks, slots and pages must not change any token."""
+"""The engine's loop: batches, chunks, slots and pages do not change any token."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def either(request: pytest.FixtureRequest) -> Engine:
 
 @pytest.fixture(scope="module")
 def expected(engine: Engine) -> list[list[int]]:
-    """One request at a time, each read before the next step."""
+    """Tokens of each request alone."""
     return [tokens(engine, [prompt], [p])[0] for prompt, p in zip(PROMPTS, PARAMS, strict=True)]
 
 
@@ -57,7 +57,7 @@ def _all_comes_back(engine: Engine, engine_of_three: Engine) -> Iterator[None]:
 
 
 def queue(engine: Engine) -> list[Request]:
-    """All requests, queued, to be stepped by hand."""
+    """Queue all requests; the test calls the steps."""
     requests = engine._make_requests(PROMPTS, PARAMS, trace=False)
     engine._queue(requests)
     return requests
@@ -72,7 +72,7 @@ def tokens(engine: Engine, prompts: list[list[int]], params: list[SamplingParams
 def test_engine_emits_equal_tokens_for_any_rounds_per_dispatch_overlap_and_page_size(
     either: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    """Five requests for two slots, so each runs beside and after others."""
+    """Five requests share two slots, so each runs together with others and after others."""
     monkeypatch.setattr(either, "config", replace(either.config, overlap=overlap))
     done = either.generate(PROMPTS, PARAMS)
     assert [completion.token_ids for completion in done] == expected
@@ -84,7 +84,7 @@ def test_engine_emits_equal_tokens_for_any_rounds_per_dispatch_overlap_and_page_
 def test_engine_emits_equal_tokens_for_any_prefill_budget(
     either: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, budget: int
 ) -> None:
-    """A long answer decodes between prompt chunks of 6 or 16, or after all prompts at once."""
+    """A long answer is decoded between prompt chunks of 6 or 16 tokens, or after all prompts."""
     limits = replace(either.scheduler.limits, prefill_budget=budget)
     monkeypatch.setattr(either.scheduler, "limits", limits)
     order = [4, 2, 1, 0, 3]
@@ -154,7 +154,7 @@ def test_abort_at_any_step_leaves_other_requests_unchanged(either: Engine, expec
 
 
 def test_request_waits_while_too_few_pages_are_free(engine_of_three: Engine, expected: list[list[int]]) -> None:
-    """So few free pages that requests of two slots do not always fit, though slots are free."""
+    """There are so few free pages that two requests do not always fit although two slots are free."""
     engine, pages = engine_of_three, engine_of_three.scheduler.pages
     longest = max(len(prompt) + p.max_tokens for prompt, p in zip(PROMPTS, PARAMS, strict=True)) + small.LENGTH + 1
     pages.reserve(-1, pages.num_free - longest)

@@ -24,7 +24,7 @@ PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (5, 
 
 @cache
 def model(dtype: str, layers: int = 2) -> Model:
-    """Nearly flat distributions."""
+    """A random target with nearly flat distributions."""
     return jax.tree.map(lambda x: x.astype(dtype), tiny.model(VOCAB, layers=layers, hidden=64, sharpness=0.3))
 
 
@@ -84,7 +84,7 @@ def check_every_way(dtype: str, implementation: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_deterministic_forward_has_equal_logit_bits_for_any_batch_chunk_and_tree(dtype: str) -> None:
-    """One token at a time, three rows in chunks on other pages, and nodes of a tree."""
+    """Compared are one token at a time, three rows in chunks on other pages, and nodes of a tree."""
     check_every_way(dtype, "reference")
 
 
@@ -105,7 +105,7 @@ def test_ordinary_forward_in_another_batch_has_other_logit_bits() -> None:
 
 
 def params(index: int) -> SamplingParams:
-    """Greedy; by a seed, cut; greedy under penalties."""
+    """Parameters of request 0 (greedy), 1 (seeded, with top-k, top-p and min-p) or 2 (greedy with penalties)."""
     own: dict[str, Any] = [
         dict(temperature=0.0),
         dict(temperature=1.0, seed=3, top_k=20, top_p=0.9, min_p=0.01),
@@ -118,14 +118,14 @@ def engine(*, deterministic: bool = True, tree: Tree | None = None, **options: A
     target = model("bfloat16", layers=1)
     drafter = None
     if tree is not None:
-        head = target.head.at[: VOCAB // 4].set(0)  # wrong now and then
+        head = target.head.at[: VOCAB // 4].set(0)  # some drafts are wrong
         drafter = DraftModel(target.replace(head=head), tree)
     options = {"slots": 3, "max_len": 64, "buckets": (3,), "prefill_buckets": (32,), **options}
     return Engine(target, drafter=drafter, deterministic=deterministic, **options)
 
 
 def seen(completions: list[Completion]) -> list[Any]:
-    """Tokens and log-probabilities, for bitwise comparison."""
+    """Tokens and log-probabilities of completions, for bitwise comparison."""
     return [(done.token_ids, [(one.logprob, one.top) for one in done.logprobs or ()]) for done in completions]
 
 
@@ -158,11 +158,11 @@ def plain_alone() -> list[Any]:
 def test_deterministic_engine_with_drafter_returns_tokens_and_logprobs_of_plain_decoding(
     tree: str, options: dict[str, Any]
 ) -> None:
-    """Greedy, seeded and penalised requests in one batch, against each alone in plain decoding."""
+    """Greedy, seeded and penalised requests in one batch are compared with each request alone in plain decoding."""
     drafted = engine(tree=Tree.parse(tree), **options)
     together = at_once(drafted)
     assert seen(together) == plain_alone()
-    assert seen(at_once(drafted)) == plain_alone(), "their prompts are in the cache now"
+    assert seen(at_once(drafted)) == plain_alone(), "differs when the prompts are cached"
     lengths = [done.metrics.mean_acceptance_length for done in together]
     assert 1.1 < np.mean(lengths) < Tree.parse(tree).depth + 0.95, lengths
     if "pages" in options:

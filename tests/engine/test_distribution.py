@@ -61,16 +61,16 @@ def draw(engine: Engine, count: int, *controls: dict[str, Any]) -> list[list]:
     greedy = [SamplingParams(max_tokens=TOKENS, temperature=0)] * (count // 20)
     done = engine.generate([PROMPT] * (len(params) + len(greedy)), [*params, *greedy])
     alone = engine.generate([PROMPT], greedy[0])[0].token_ids
-    assert all(c.token_ids == alone for c in done[len(params) :]), "greedy rows are touched by sampled ones"
+    assert all(c.token_ids == alone for c in done[len(params) :]), "sampled rows change greedy ones"
     return [done[index : len(params) : len(controls)] for index in range(len(controls))]
 
 
 @cache
 def expected_probs(name: str, counted: int = TOKENS) -> np.ndarray:
-    """By enumeration of all texts, the logits edited by transformers' processors.
+    """The joint distribution by enumeration of all texts, with logits edited by transformers' processors.
 
     Args:
-        counted: tokens of the output that they are shown.
+        counted: number of output tokens that the processors see.
     """
     params = SamplingParams(**CONTROLS[name])
 

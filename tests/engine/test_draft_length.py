@@ -52,7 +52,7 @@ def measured(bucket: int, depth: int) -> float:
 class SimulatedEngine:
     """Rounds of a simulated engine whose results are read one dispatch late.
 
-    Timings are noisy: now and then one takes three times as long, and for a while (``burst``) all do.
+    Timings are noisy: one in a hundred takes three times as long, and so do all rounds of ``burst``.
     """
 
     def __init__(self, policy: Policy, cost: Cost = measured, *, seed: int = 0, burst: range = range(0)) -> None:
@@ -98,16 +98,16 @@ def steady(name: str) -> Text:
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_adaptive_policy_on_any_text_has_98_percent_of_the_best_speed(bucket: int, name: str) -> None:
-    """Within two hundredths, probes included, also near the point where depth 0 becomes the best."""
+    """The time of probes is included; some cases are near the point where depth 0 becomes the best."""
     fixed = {depth: fixed_speed(bucket, depth, TEXTS[name]) for depth in DEPTHS}
     assert SimulatedEngine(Adaptive(DEPTHS)).run(bucket, steady(name)).speed > 0.98 * max(fixed.values())
     if name == "hopeless" or (name, bucket) == ("hard", 64):
-        assert fixed[4] < 0.9 * fixed[0], "negative control: a fixed depth would be the slower one"
+        assert fixed[4] < 0.9 * fixed[0], "negative control: the full depth must be slower"
 
 
 @pytest.mark.parametrize("bucket", [1, 64])
 def test_adaptive_policy_on_a_changing_text_is_faster_than_every_fixed_depth(bucket: int) -> None:
-    """On a text with alternating easy and hopeless stretches it beats every fixed depth."""
+    """Easy and hopeless stretches of text alternate."""
 
     def text(number: int) -> Sequence[float]:
         return TEXTS["hopeless" if number // 1500 % 2 else "easy"]
@@ -150,7 +150,7 @@ def test_adaptive_policy_with_one_drafting_row_of_64_chooses_depth_0() -> None:
 
 
 def test_acceptance_shares_equal_hand_computed_ones() -> None:
-    """8 rows drafted three tokens; an ended row and one capped to 1 say nothing about deeper positions."""
+    """Eight rows drafted three tokens; an ended row and one capped to 1 tell nothing about deeper positions."""
     acceptance = Acceptance(3)
     accepted = np.array([[0, 1, 1, 2, 3, 3, -1, 1]])
     acceptance.learn(accepted, np.array([3, 3, 3, 3, 3, 3, 3, 1]), now=1)
@@ -217,7 +217,7 @@ def test_stopwatch_returns_no_time_after_a_long_absence_of_the_host(away: float,
 
 
 def test_adaptive_policy_stops_choosing_a_depth_without_results() -> None:
-    """As if its program failed every time."""
+    """Depth 4 never has a result, as if its program failed every time."""
     policy, chosen = Adaptive(DEPTHS), []
     for _ in range(200):
         chosen.append(policy.choose(1, [4]))

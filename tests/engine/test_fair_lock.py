@@ -18,12 +18,12 @@ pytestmark = pytest.mark.once
 def wait_until(holds: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE
     while not holds():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "the condition never became true"
         time.sleep(0.001)
 
 
 def test_fair_lock_under_contention_serves_threads_in_order() -> None:
-    """A thread that releases the lock is served after those that asked in the meantime."""
+    """A thread that releases the lock and asks again is served after the threads that asked in the meantime."""
     lock, order = FairLock(), []
 
     def asks(number: int) -> None:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.once
 
 
 def written(folder: Path, **fields: Any) -> Path:
-    """A folder with the file that transformers makes of these fields."""
+    """A folder with the file that transformers writes for these fields."""
     from transformers import GenerationConfig
 
     GenerationConfig(**fields).save_pretrained(folder)

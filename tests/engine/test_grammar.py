@@ -62,7 +62,7 @@ def allowed(grammar: Grammar, state: int) -> set[int]:
 @pytest.mark.parametrize("regex", EXPRESSIONS)
 @pytest.mark.parametrize("stops", [(0,), (0, 14, 15)], ids=str)
 def test_grammar_table_allows_the_tokens_that_the_regex_library_allows(regex: str, stops: tuple[int, ...]) -> None:
-    """After every text of up to five tokens; a stop id with a text is allowed only where the text may end."""
+    """Compared after every text of up to five tokens; a stop id with a text is allowed only if the text may end."""
     texts = [None if token in stops else text for token, text in enumerate(lettered.TEXTS)]
     grammar, frontier = compiled(regex, lettered.TEXTS, stop_ids=stops), {b"": 0}
     for _ in range(5):
@@ -76,7 +76,7 @@ def test_grammar_table_allows_the_tokens_that_the_regex_library_allows(regex: st
 
 
 def test_grammar_table_bans_tokens_after_which_no_text_can_end() -> None:
-    """No token spells "x"; only half of a letter has a token; a token is banned."""
+    """The three causes: no token spells "x", only half of a letter has a token, or a token is banned."""
     assert allowed(compiled("ax|b"), 0) == {2}
     assert allowed(compiled("a(é|b)", [None, b"a", b"b", b"\xc3"]), 1) == {2}
     assert allowed(compiled("ab|b", banned=(3,)), 0) == {1, 2}
@@ -97,7 +97,7 @@ def test_grammar_table_never_allows_ids_beyond_the_tokenizers() -> None:
 def test_grammar_table_allows_the_tokens_that_outlines_allows(data: Path, name: str) -> None:
     """Along random walks of 40 tokens both allow the same tokens.
 
-    Where a text may both end and continue, outlines_core omits tokens; these expressions have no such state.
+    If a text may both end and continue, outlines_core omits tokens; these expressions have no such state.
     """
     tokenizer = load_tokenizer(data / name)
     assert tokenizer is not None
@@ -139,7 +139,7 @@ def test_grammar_table_of_a_json_schema_yields_valid_texts(data: Path) -> None:
 
 @pytest.mark.parametrize("name", ["stories260k", "tinystories656k", "tokenizers/gpt2", "tokenizers/qwen2.5"])
 def test_token_bytes_equal_the_text_that_decoding_appends(data: Path, name: str) -> None:
-    """After another token, to keep a leading blank; halves of a letter have no text of their own and are skipped."""
+    """Each token is decoded after another one, which keeps a leading blank; halves of a letter are skipped."""
     tokenizer = load_tokenizer(data / name)
     assert tokenizer is not None
     texts, front = tokenizer.token_bytes(), tokenizer.encode("so")

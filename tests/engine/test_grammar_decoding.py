@@ -33,7 +33,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     ],
 )
 def test_engine_with_grammars_emits_tokens_of_masked_decoding(case: Case, make: Callable[[], Engine]) -> None:
-    """The second run finds the prompts' pages and slots and tables of other requests; few pages cause preemption."""
+    """In the second run prompts are cached, and slots and tables were used before; few pages cause preemption."""
     pytest.importorskip(case.library)
     engine = make()
     before = engine.metrics
@@ -47,7 +47,7 @@ def test_engine_with_grammars_emits_tokens_of_masked_decoding(case: Case, make: 
 
 
 def test_engine_without_the_grammars_emits_other_tokens(case: Case) -> None:
-    """Negative control: every request with a grammar gets other tokens without it. Some requests reach an end."""
+    """Negative control: every request with a grammar has other tokens without it; some texts reach their end."""
     done = lettered.chain().generate(PROMPTS, case.without_grammar())
     same = [completion.token_ids == tokens for completion, tokens in zip(done, case.expected(), strict=True)]
     assert same == [not has_grammar for has_grammar in case.has_grammar()]
@@ -79,7 +79,7 @@ def test_engine_with_an_invalid_grammar_raises_before_queueing(case: Case) -> No
 
 
 def test_memory_plan_includes_the_grammar_tables() -> None:
-    """2 bytes for each cell and each token of the vocabulary, in every slot's table."""
+    """A table takes 2 bytes for each cell and each token of the vocabulary, and every slot has one."""
     state, plan = lettered.chain().core.runner.state, lettered.chain().memory_plan
     bytes_ = sum(leaf.nbytes for leaf in jax.tree.leaves(state.grammars))
     assert bytes_ == 2 * 2 * (2**18 + small.VOCAB + 1) and plan.slots > bytes_

@@ -1,4 +1,4 @@
-"""Tables of grammars in a single stage: edited logits of every node of a draft, and the accept rules after them."""
+"""Grammar tables in single stages: edited logits of every node of a draft, and the accept rules on these logits."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def edited(logits: jax.Array, draft: Draft, view: SlotView) -> jax.Array:
 
 
 def check_logits(seed: int, *, chain: bool, run: Any) -> None:
-    """The library regex tells which tokens may follow each node."""
+    """Compare the mask of each node with the tokens that the library regex allows after it."""
     logits, draft, requests = random_case(seed, chain=chain)
     found = np.asarray(run(jnp.asarray(logits), draft, view_of(requests)))
     assert not np.isnan(found).any()
@@ -128,7 +128,7 @@ def test_penalties_with_a_grammar_table_mask_each_node_by_the_path_to_that_node(
 def test_penalties_with_the_roots_grammar_state_at_every_node_fail_the_comparison(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Negative control."""
+    """Negative control: every node gets the grammar state of the root."""
     states = grammar_mask.states
     monkeypatch.setattr(grammar_mask, "states", lambda view, path: states(view, jnp.full_like(path, -1)))
     with pytest.raises(AssertionError, match="Arrays are not equal"):

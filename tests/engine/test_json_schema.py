@@ -1,4 +1,4 @@
-"""JSON schemas: an accepted schema is followed, by an independent validator; any other names the refused keyword."""
+"""JSON schemas: texts of an accepted schema pass an independent validator; other schemas raise naming a keyword."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def table(schema: dict[str, Any]) -> Grammar:
 
 
 def texts(grammar: Grammar, count: int) -> list[bytes]:
-    """Random texts of a grammar; where a text may end, it does with probability 3/4."""
+    """Random texts of a grammar; a text that may end ends with probability 3/4."""
     rng, found = np.random.default_rng(0), []
     while len(found) < count:
         ids: list[int] = []
@@ -88,7 +88,7 @@ def test_regex_of_accepted_schema_matches_only_valid_texts(schema: dict[str, Any
 
 
 def test_json_schema_validator_rejects_texts_that_ignore_a_keyword() -> None:
-    """Negative control: the validator refuses texts of a schema whose bounds the library ignores."""
+    """Negative control: the texts were generated without the bounds in the schema."""
     jsonschema = pytest.importorskip("jsonschema")
     found = [json.loads(text) for text in texts(table(INTEGER), 20)]
     with pytest.raises(jsonschema.ValidationError):

@@ -1,4 +1,4 @@
-"""Tokens, text, finish reasons, counters and rounds. All drafts are right, so requests end inside rounds."""
+"""Tokens, text, finish reasons, counters and rounds; all drafts are right, so requests end inside rounds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plain(target: Model) -> list[Completion]:
 
 @pytest.fixture(scope="module")
 def engine(target: Model, plain: list[Completion]) -> Engine:
-    """Every draft token is right: rounds of five tokens, after the prefill's one."""
+    """Every draft token is right, so rounds emit five tokens after the prefill's one."""
     return make(target, drafter=Scripted(plain, [GREEDY] * len(plain), Tree.chain(LENGTH)))
 
 
@@ -168,7 +168,7 @@ def test_stop_token_anywhere_in_a_round_ends_the_request(engine: Engine, plain: 
 def test_eos_inside_a_round_ends_the_request(
     engine: Engine, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The EOS token is in the ids and not in the text; with ignore_eos decoding goes on and its text is shown."""
+    """The EOS token is in the ids but not in the text; with ignore_eos decoding continues and the text contains it."""
     ids = plain[0].token_ids
     end = first_at(ids, 7, inside=lambda i: i % 5 in (2, 3))
     monkeypatch.setattr(engine.input_processor, "eos_ids", (EOS, ids[end]))
@@ -251,7 +251,7 @@ def test_metrics_of_counted_rounds_equal_hand_computed_ones() -> None:
 
 
 def test_process_step_output_of_several_rounds_stops_at_the_ended_round() -> None:
-    """Columns: three tokens, then count, accept_len, drafted, ended. The third round is of an ended row."""
+    """The report's columns are three tokens, count, accept_len, drafted and ended; the third round is after the end."""
     output = OutputState(token_ids=[3], from_draft=[False], pieces=[""])
     request = Request(1, (5,), SamplingParams(), 0, (9,), 10, output=output)
     report = np.asarray([[[4, 6, 7, 3, 2, 2, 0]], [[8, 9, -1, 2, 2, 2, 1]], [[-1, -1, -1, 0, 0, 0, 0]]])

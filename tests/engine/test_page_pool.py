@@ -20,7 +20,7 @@ from jspec.engine.page_pool import Digest, PagePool, page_digests
 
 pytestmark = pytest.mark.once
 
-TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=24)  # of two tokens, so that prefixes repeat
+TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=24)  # of only two tokens, because prefixes must repeat
 
 
 class Pages(RuleBasedStateMachine):
@@ -157,7 +157,7 @@ def newest_first(self: PagePool) -> int:
 def test_page_pool_state_machine_detects_a_broken_pool(
     monkeypatch: pytest.MonkeyPatch, name: str, broken: object
 ) -> None:
-    """Negative controls."""
+    """Negative controls: one method of the pool is wrong."""
     monkeypatch.setattr(PagePool, name, broken)
     quick = settings(TestPages.settings, max_examples=2000, phases=[Phase.generate])
     with pytest.raises(AssertionError):
@@ -165,7 +165,7 @@ def test_page_pool_state_machine_detects_a_broken_pool(
 
 
 def test_page_digest_depends_on_all_tokens_up_to_the_page_end() -> None:
-    """A page's digest depends on all tokens up to its end, wherever the computation continues."""
+    """Digests that continue after a given digest equal those of the whole text."""
     text = [1, 2, 3, 4, 5, 6, 7]
     whole = page_digests(text, 2)
     assert len(whole) == 3 and page_digests(text[2:], 2, whole[0]) == whole[1:]
@@ -197,7 +197,7 @@ def test_page_pool_is_unchanged_when_the_caller_edits_the_reserved_list() -> Non
 
 
 def test_page_pool_check_detects_lost_doubled_and_miscounted_pages() -> None:
-    """Negative controls."""
+    """Negative controls of the pool's check."""
     lost, doubled, miscounted = PagePool(5, 1), PagePool(5, 1), PagePool(5, 1)
     lost._free.pop()
     doubled._free.append(3)

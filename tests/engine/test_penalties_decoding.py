@@ -57,7 +57,7 @@ def by_processors(prompt: list[int], params: SamplingParams) -> list[int]:
 
 
 def test_plain_decoding_with_penalties_emits_tokens_of_transformers_processors() -> None:
-    """The second time the prompts' pages are cached and slots were used before."""
+    """In the later runs the prompts' pages are cached and slots were used before."""
     assert plain_tokens() == [by_processors(*each) for each in zip(PROMPTS, ENGINE_PARAMS, strict=True)]
     for order in (range(8), range(7, -1, -1)):
         done = small.plain().generate([PROMPTS[i] for i in order], [ENGINE_PARAMS[i] for i in order])
@@ -65,7 +65,7 @@ def test_plain_decoding_with_penalties_emits_tokens_of_transformers_processors()
 
 
 def test_plain_decoding_without_the_penalties_emits_other_tokens() -> None:
-    """Negative control: without their penalties all rows but the one that has none get other tokens."""
+    """Negative control: the one row that has no penalties keeps its tokens."""
     off = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None, bad_words=())
     off |= dict(allowed_token_ids=None, min_tokens=0)
     done = small.plain().generate(PROMPTS, [replace(params, **off) for params in ENGINE_PARAMS])
@@ -80,7 +80,7 @@ def test_chain_drafting_with_penalties_emits_tokens_of_plain_decoding() -> None:
 
 @pytest.mark.long
 def test_dynamic_tree_with_penalties_and_preemption_emits_tokens_of_plain_decoding() -> None:
-    """After a preemption the counts of prompt and output are made anew."""
+    """After a preemption the counts of prompt and output tokens are recomputed."""
     drafter = DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3))
     engine = Engine(
         small.target(),

@@ -36,7 +36,7 @@ GREEDY, SAMPLED = dict(temperature=0.0), dict(temperature=1.0, seed=7)
 
 @cache
 def engine(name: str, *, cached: bool, page_size: int = PAGE) -> Engine:
-    """Two slots. The draft model samples its drafts, so that they depend on its cache."""
+    """An engine with two slots; the draft model samples its drafts, which therefore depend on its cache."""
     made = Engine(
         small.target(),
         drafter=DRAFTERS[name](),
@@ -55,7 +55,7 @@ def engine(name: str, *, cached: bool, page_size: int = PAGE) -> Engine:
 
 @pytest.fixture(autouse=True)
 def _all_comes_back() -> Iterator[None]:
-    """Every test begins and ends with no page held or lost."""
+    """Check that every test begins and ends with no page held or lost."""
     for one in WITH_CACHE:
         one.scheduler.pages.clear()
     yield
@@ -109,7 +109,7 @@ def test_prefix_cache_changes_neither_tokens_nor_drafts(name: str, controls: dic
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_prefix_cache_finds_every_full_page_of_earlier_turns(name: str) -> None:
-    """Also pages filled while decoding, and the rows of a request's last round, with any drafter."""
+    """Found are also pages filled while decoding, including the rows of a request's last round."""
     done = chat(engine(name, cached=True), SAMPLED, TURNS)
     held = 0
     for turn in done:
@@ -129,7 +129,7 @@ def expected_scores() -> list[np.ndarray]:
 
 
 def test_shared_pages_leave_draft_scores_unchanged(expected_scores: list[np.ndarray]) -> None:
-    """The head gives every node the same score as without the prefix cache, so its rows and features are right."""
+    """Every node's score equals that without the prefix cache, so the draft rows and features in pages are complete."""
     np.testing.assert_allclose(traced(engine("eagle3", cached=True)), expected_scores, atol=TOLERANCE)
 
 
@@ -137,7 +137,7 @@ def test_shared_pages_of_one_row_leave_draft_scores_unchanged(expected_scores: l
     one = engine("eagle3", cached=True, page_size=1)
     np.testing.assert_allclose(traced(one), expected_scores, atol=TOLERANCE)
     done = chat(one, GREEDY, TURNS)
-    assert cached_tokens(done) == [len(turn.prompt_token_ids) - 1 for turn in done], "a row was lost"
+    assert cached_tokens(done) == [len(turn.prompt_token_ids) - 1 for turn in done], "a row is missing from the cache"
 
 
 def no_pending_rows(one: Engine, patch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def no_edges(one: Engine, patch: pytest.MonkeyPatch) -> None:
 def test_draft_score_comparison_detects_incomplete_shared_pages(
     expected_scores: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., None]
 ) -> None:
-    """Negative controls."""
+    """Negative controls: the last draft rows or the features at page ends are missing."""
     one = engine("eagle3", cached=True)
     traced(one, TURNS[:1])  # compiles the programs before one of them is replaced
     one.scheduler.pages.clear()
@@ -173,7 +173,7 @@ def test_draft_score_comparison_detects_incomplete_shared_pages(
 
 @pytest.mark.parametrize("size", [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 16, 17, 24, 29])
 def test_prefix_cache_same_prompt_twice_finds_all_full_pages_but_not_the_last_token(size: int) -> None:
-    """Prompts that are multiples of the page, and chunks of 6 and 16 that end inside a page."""
+    """Sizes include multiples of the page; chunks of 6 and 16 tokens end inside a page."""
     plain = SamplingParams(max_tokens=6, **GREEDY)
     one = engine("eagle3", cached=True)
     first, second = (one.generate(prompt(size), plain)[0] for _ in range(2))
@@ -224,18 +224,18 @@ def test_shared_pages_are_not_written_by_a_request_that_finds_them(name: str) ->
 
 
 def test_prefix_cache_prompt_with_another_first_token_finds_no_page() -> None:
-    """A page is found by its own tokens and all tokens before them."""
+    """A page is found only if its own tokens and all tokens before them agree."""
     one, params = engine("plain", cached=True), SamplingParams(max_tokens=1, **GREEDY)
     one.generate(prompt(16), params)
     other = [(prompt(16)[0] + 1) % small.VOCAB, *prompt(16)[1:]]
     (done,) = one.generate(other, params)
     assert done.metrics.num_cached_tokens == 0
     (done,) = one.generate([*prompt(16)[:8], *other[8:12], 1], params)
-    assert done.metrics.num_cached_tokens == 12, "the pages that agree"
+    assert done.metrics.num_cached_tokens == 12, "expected the three pages that agree"
 
 
 def test_cached_pages_of_a_full_pool_are_evicted_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many prompts fill the pool; cached pages are evicted for new prompts, the oldest first."""
+    """Thirty prompts fill the pool; afterwards the latest prompt is cached and the oldest is not."""
     one, params = engine("plain", cached=True), SamplingParams(max_tokens=4, **GREEDY)
     prompts = [prompt(12, seed=seed) for seed in range(30)]
     expected = engine("plain", cached=False).generate(prompts, params)
@@ -263,7 +263,7 @@ def test_metrics_count_prefix_cache_hits_and_the_hit_rate() -> None:
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_preemption_changes_neither_tokens_nor_drafts(name: str, cached: bool) -> None:
-    """Two requests in a pool for little more than one: the later one is preempted again and again."""
+    """Two requests share a pool that fits little more than one, so the later one is preempted repeatedly."""
     one = engine(name, cached=cached)
     prompts = [prompt(9, seed=seed) for seed in range(4)]
     params = [

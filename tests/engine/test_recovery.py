@@ -1,4 +1,4 @@
-"""Errors and interrupts in a step, a tokenizer or the device: who ends, and what goes on."""
+"""Errors and interrupts in a step, a tokenizer or the device: which requests end and which continue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.once
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    """After every test: no page, slot or request is kept, and the engine works."""
+    """The shared engine; after every test no page, slot or request is held, and the engine works."""
     brittle.expected()
     yield brittle.engine()
     brittle.check_idle()
@@ -81,7 +81,7 @@ def test_tokenizer_error_before_queueing_leaves_no_request_queued(engine: Engine
 def test_step_error_ends_running_requests_and_waiting_ones_are_served(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, where: str, at: int
 ) -> None:
-    """Waiting requests are served with a new state, and nothing of the old prefix cache is found."""
+    """Waiting requests are served with a new state, and no page of the old prefix cache is used."""
     error = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
     programs = engine.core.runner.programs
     with monkeypatch.context() as patch:
@@ -132,7 +132,7 @@ def test_interrupt_while_dispatching_is_raised_and_ends_running_requests(
 def test_interrupt_while_a_request_finishes_ends_that_request_with_an_error(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request still ends, and the next answer is right."""
+    """The interrupt is raised to the caller, and the request ends."""
     request = engine.submit(PROMPTS[0], PARAMS[0])
     with monkeypatch.context() as patch:
         patch.setattr("jspec.engine.request.OutputState.finish_text", Fault(lambda *_: None, 1, KeyboardInterrupt()))
@@ -145,7 +145,7 @@ def test_interrupt_while_a_request_finishes_ends_that_request_with_an_error(
 def test_interrupt_during_recovery_lets_the_next_step_complete_the_recovery(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By then requests are ended and the prefix cache is empty; the next step makes the state anew."""
+    """After the second interrupt requests are ended and the prefix cache is empty; the next step makes a new state."""
     prompt, params = PROMPTS[2] + PROMPTS[3], SamplingParams(max_tokens=12, temperature=0.0)
     expected = engine.generate(prompt, params)[0].token_ids
     running = engine.submit(PROMPTS[3], PARAMS[3])
@@ -169,7 +169,7 @@ def test_interrupt_during_recovery_lets_the_next_step_complete_the_recovery(
 def test_preempted_request_is_served_again_after_a_read_error(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that was preempted while the lost step was in flight waits and is served again."""
+    """The request was preempted while the lost step was in flight."""
     pages = engine.scheduler.pages
     pages.clear()
     pages.reserve(-1, (pages.num_free - 11) * pages.page_size)
@@ -197,7 +197,7 @@ def test_preempted_request_is_served_again_after_a_read_error(
 def test_reset_state_frees_the_old_buffers_before_allocating_new_ones(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are freed even if the failed program did not consume them and the error's frames refer to them."""
+    """Buffers are freed even if the failed program did not consume them and the error's frames refer to them."""
     old, programs, is_gone = jax.tree.leaves(engine.core.runner.state), engine.core.runner.programs, []
 
     def refuses(params: Any, state: Any, packed: Any) -> Any:

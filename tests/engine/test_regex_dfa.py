@@ -1,4 +1,4 @@
-"""Automata built in a separate process: equal to those built here, and limited in time and memory."""
+"""Automata built in a separate process: equal to those built in this process, and limited in time and memory."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_automaton_builder_with_a_broken_interpreter_raises(monkeypatch: pytest.
 
 
 def test_grammar_input_closed_or_deleted_ends_the_automaton_builder_process() -> None:
-    """Dropping it ends the process at once, without garbage collection."""
+    """Deleting the input ends the process at once, without garbage collection."""
     maker = GrammarInput(lettered.tokenizer(), 16, 400)
     maker.of(SamplingParams(regex="a+"), (0,), ())
     (first := maker._build._process).poll()

@@ -1,4 +1,4 @@
-"""Bad input: an error with the expected and the given value and a remedy, before anything is queued."""
+"""Invalid input raises an error with the expected value, the given value and a remedy before anything is queued."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def target() -> Model:
 
 @pytest.fixture(scope="module")
 def engine(target: Model) -> Engine:
-    """Seven usable pages of four rows: a request of max_len does not fit."""
+    """An engine with seven usable pages of four rows, too few for a request of max_len."""
     return Engine(
         target,
         slots=2,
@@ -38,7 +38,7 @@ def engine(target: Model) -> Engine:
 
 @pytest.fixture(autouse=True)
 def _the_other_request_goes_on(engine: Engine) -> Iterator[None]:
-    """Every test runs while another request is live, whose tokens must not change."""
+    """Check that another request, which runs during every test, keeps its tokens."""
     params = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
     (expected,) = engine.generate([1, 2], params)
     stream = engine.stream([1, 2], params)

@@ -1,4 +1,4 @@
-"""The scheduler by hand: order, preemption, buckets, budgets, pages ahead."""
+"""Single decisions of the scheduler: order, preemption, buckets, budgets, pages ahead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_scheduler_admits_by_priority_then_arrival() -> None:
 
 
 def test_scheduler_pages_run_out_preempts_lowest_priority() -> None:
-    """7 pages of 4 rows: two requests fit until one of them grows."""
+    """In 7 pages of 4 rows two requests fit until one of them grows."""
     one = make_scheduler(slots=2, pages=8)
     first, second = make_request(1, 4, 12), make_request(2, 4, 12)
     plans = []
@@ -93,7 +93,7 @@ def test_scheduler_finish_of_an_ended_or_unknown_request_is_ignored() -> None:
 
 
 def decode(one: Scheduler, plan: Plan | None, tokens: int = 1) -> None:
-    """Read a plan at once; every round commits ``tokens`` tokens."""
+    """Report a plan's output at once; every round commits ``tokens`` tokens."""
     assert plan is not None
     one.on_output_read(plan)
     for r in [plan.request] if isinstance(plan, PrefillPlan) else plan.requests:
@@ -105,9 +105,9 @@ def decode(one: Scheduler, plan: Plan | None, tokens: int = 1) -> None:
 
 @pytest.mark.parametrize("ahead", [8, 0])
 def test_scheduler_with_pages_ahead_adds_new_pages_in_few_rounds(ahead: int) -> None:
-    """Four requests that fill a page at different times, in a pool that just fits them.
+    """Four requests fill their pages at different times in a pool of exactly their size.
 
-    With no page ahead, nearly every round brings some.
+    Negative control: without pages ahead nearly every round needs new pages.
     """
     one = make_scheduler(slots=4, pages=4 * 19 + 1, pages_ahead=ahead, prefill_budget=100)
     for number in range(4):
@@ -123,7 +123,7 @@ def test_scheduler_with_pages_ahead_adds_new_pages_in_few_rounds(ahead: int) -> 
 
 
 def test_scheduler_pages_ahead_are_reclaimed_before_preemption() -> None:
-    """The first request gets eight pages beyond its need, and the second one needs them."""
+    """The first request has eight pages more than it needs, and the second one needs them."""
     one = make_scheduler(slots=3, pages=30, pages_ahead=8)
     first = make_request(1, 4, 60)
     one.add(first)
@@ -140,7 +140,7 @@ def test_scheduler_pages_ahead_are_reclaimed_before_preemption() -> None:
 
 
 def test_scheduler_failed_admission_is_retried_only_after_pages_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is tried again when pages are given back or its next page is cached."""
+    """A request that did not fit is tried again only when pages are freed or its next page is cached."""
     one, looked = make_scheduler(slots=2, pages=12, prefix_cache=True), []
     shared = Scheduler._cached_pages
     monkeypatch.setattr(Scheduler, "_cached_pages", lambda self, r: [looked.append(r), shared(self, r)][1])
@@ -161,7 +161,7 @@ def test_scheduler_failed_admission_is_retried_only_after_pages_are_freed(monkey
 
 @pytest.mark.parametrize("budget", [4, 8, 20])
 def test_scheduler_prompt_tokens_between_rounds_stay_within_the_prefill_budget(budget: int) -> None:
-    """However many prompts arrive, the prompt tokens between two rounds stay within the budget."""
+    """Three prompts arrive at every step, more than the budget."""
     one = make_scheduler(slots=6, pages=400, prefill_budget=budget)
     first = make_request(0, 3, 40)
     one.add(first)

@@ -1,4 +1,4 @@
-"""What an engine reports: the text for Prometheus and a log line at intervals."""
+"""Reports of an engine: the text for Prometheus and a log line at intervals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.once
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    """After every test: no page, slot or request is kept, and the engine works."""
+    """The shared engine; after every test no page, slot or request is held, and the engine works."""
     brittle.expected()
     yield brittle.engine()
     brittle.check_idle()
@@ -31,7 +31,7 @@ def expected() -> list[list[int]]:
 
 
 def samples(text: str) -> dict[str, float]:
-    """Values by name and labels without the model's; every family must have a TYPE line."""
+    """Values by metric name and labels except the model's; checks that every family has a TYPE line."""
     found: dict[str, float] = {}
     kinds: dict[str, str] = {}
     for line in text.splitlines():

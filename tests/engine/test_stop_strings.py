@@ -1,4 +1,4 @@
-"""Stop strings: text is cut before the first one, wherever tokens, rounds and chunks end; the oracle is `str.find`."""
+"""Stop strings: text is cut before the first one for any tokens, rounds and chunks; the oracle is `str.find`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STOPS = st.lists(st.text("ab€", min_size=1, max_size=5), min_size=1, max_size=
 def test_stop_string_matcher_cuts_text_in_pieces_as_the_whole_text(
     pieces: list[str], stops: list[str], exempt: int
 ) -> None:
-    """Text is held back exactly while it may be part of a stop string."""
+    """The matcher holds text back exactly while it may be part of a stop string."""
     searched, handed = StopStringMatcher(stops), ""
     for index, piece in enumerate(pieces):
         handed += searched.push(piece, may_end=index >= exempt)
@@ -136,7 +136,7 @@ def test_process_step_output_with_stop_strings_cuts_at_the_completing_token(
 
 
 def by_hand(tokens: list[int], stops: Sequence[str], min_tokens: int) -> tuple[str, int, str | None]:
-    """Text, number of tokens and stop string, by decoding everything anew for each token."""
+    """Text, number of tokens and stop string, computed by decoding the whole text at each token."""
     text, exempt = "", 0
     for count in range(1, len(tokens) + 1):
         text = bytes(tokens[:count]).decode("utf-8", "replace")
@@ -162,7 +162,7 @@ def three_rounds() -> Engine:
 
 @pytest.fixture
 def engine(three_rounds: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """With text; after every test no page or slot is held."""
+    """The engine with a tokenizer; after every test no page or slot is held."""
     engine = three_rounds
     monkeypatch.setattr(engine.input_processor, "tokenizer", ByteTokenizer())
     yield engine
@@ -180,7 +180,7 @@ def text_of(ids: Sequence[int]) -> str:
 
 
 def test_engine_stop_string_at_any_place_cuts_tokens_and_text_there(engine: Engine, plain: list[list[int]]) -> None:
-    """Beside a request without stop string; a cut inside a round drops the round's later tokens."""
+    """A request without stop string runs in the same batch; a cut inside a round drops the round's later tokens."""
     for start in range(LENGTH - 3):
         stops = [text_of(plain[row][start : start + 1 + row]) for row in (0, 1)]
         params = [replace(PARAMS[row], stop=stops[row]) for row in (0, 1)] + [PARAMS[2]]
@@ -212,7 +212,7 @@ def test_stream_with_stop_strings_never_yields_text_of_a_stop_string(engine: Eng
 
 
 def test_engine_stop_string_frees_slot_and_pages_at_once(engine: Engine, plain: list[list[int]]) -> None:
-    """Rounds in flight are not read then, and its cached pages are right for other requests."""
+    """The request ends while rounds are in flight, and its cached pages are right for other requests."""
     request = engine.submit(PROMPTS[0], replace(PARAMS[0], stop=text_of(plain[0][2:4])))
     while request.finish_reason is None:
         engine.step()
@@ -248,7 +248,7 @@ def test_engine_with_min_tokens_ignores_earlier_stop_strings(engine: Engine, pla
 def test_engine_stops_at_the_stop_token_or_stop_string_that_occurs_first(
     engine: Engine, plain: list[list[int]]
 ) -> None:
-    """The first one wins; a stop token has no text that could complete a stop string."""
+    """A stop token has no text that could complete a stop string."""
     ids = plain[0]
     place = next(i for i in range(4, LENGTH) if ids[i] not in ids[:i])
     for stop, reason in ((text_of(ids[place : place + 1]), ids[place]), (text_of(ids[2:4]), text_of(ids[2:4]))):

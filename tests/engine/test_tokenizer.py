@@ -64,7 +64,7 @@ def load(name: str, request: pytest.FixtureRequest) -> Tokenizer:
 
 
 def make_metaspace(folder: Path) -> Path:
-    """As in T5 and some Llama conversions: byte fallback, and a blank before every word but the first."""
+    """A tokenizer as in T5 and some Llama conversions: byte fallback, and a blank before all words but the first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     words = ["<unk>", "</s>", "▁", "▁a", "▁and", "an", "d", ".", ",", "c", "x", "m", "é"]
@@ -98,7 +98,7 @@ def check_pieces(tokenizer: Tokenizer, prompt: Sequence[int], pieces: Sequence[S
 @pytest.mark.parametrize("name", ["bytes", "stories260k", "qwen2.5", "gpt2"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_tokenizer_decode_inverts_encode(name: str, text: str, request: pytest.FixtureRequest) -> None:
-    """Of the other two, one has no byte fallback and one drops a leading blank."""
+    """Two tokenizers are left out, one without byte fallback and one that drops a leading blank."""
     tokenizer = load(name, request)
     text = unicodedata.normalize("NFC", text) if name == "qwen2.5" else text
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -126,7 +126,7 @@ def test_detokenizer_pieces_never_end_within_a_character(tokenizer: Tokenizer) -
 
 
 def test_detokenizer_returns_final_text_with_each_token(request: pytest.FixtureRequest) -> None:
-    """Final text is not held back: plain English arrives token by token."""
+    """Plain English is never held back."""
     tokenizer = load("gpt2", request)
     ids = tokenizer.encode("Once upon a time")
     assert streamed(tokenizer, [], [[token] for token in ids]) == ["Once", " upon", " a", " time", ""]
@@ -161,7 +161,7 @@ def test_text_decoder_with_a_grammar_keeps_the_leading_blank(data: Path, name: s
 
 
 def test_detokenizer_after_ids_without_text_keeps_the_next_blank(request: pytest.FixtureRequest) -> None:
-    """Models are padded beyond their tokenizer; after such ids the next blank stays."""
+    """The ids are beyond the tokenizer's vocabulary, as in models with padded vocabularies."""
     tokenizer = load("stories260k", request)
     ids = tokenizer.encode("Once")
     padding = [tokenizer.vocab_size + 7] * 30
@@ -188,7 +188,7 @@ def test_detokenizer_of_random_ids_equals_decoding_at_once(
 
 @pytest.mark.parametrize("name", ["stories260k", "metaspace"])
 def test_detokenizer_invalid_byte_replaces_the_whole_byte_run(name: str, request: pytest.FixtureRequest) -> None:
-    """The reason to hold back byte runs: a run decodes to text or to replacement characters as a whole."""
+    """A run of byte tokens decodes to text or to replacement characters as a whole, so runs must be held back."""
     tokenizer = load(name, request)
     by_byte = sorted(tokenizer.byte_ids)
     good = [by_byte[byte] for byte in "你".encode()]
@@ -198,7 +198,7 @@ def test_detokenizer_invalid_byte_replaces_the_whole_byte_run(name: str, request
 
 
 def test_tokens_decoded_one_by_one_differ_from_decoding_at_once(request: pytest.FixtureRequest) -> None:
-    """Negative control: decoding each token alone does not give the text."""
+    """Negative control of the incremental detokenizer."""
     tokenizer = load("qwen2.5", request)
     ids = tokenizer.encode("🎉👩‍👩‍👧‍👦")
     assert "".join(tokenizer.decode([token]) for token in ids) != tokenizer.decode(ids)

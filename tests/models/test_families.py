@@ -67,7 +67,9 @@ def test_model_family_with_bias_and_head_norms_has_logits_of_the_formulas(folder
     got, expected = last_logits(model, ids), reference(model, ids)
     scale = np.abs(expected).max()
     np.testing.assert_allclose(got, expected, atol=1e-4 * scale)
-    assert np.abs(got - reference(model, ids, qk_norm=False)).max() > 1e-2 * scale, "control: the norms show"
+    assert np.abs(got - reference(model, ids, qk_norm=False)).max() > 1e-2 * scale, (
+        "negative control: logits without head norms must differ"
+    )
 
 
 @pytest.mark.usefixtures("folder")

@@ -78,7 +78,7 @@ def test_forward_logits_of_real_models_equal_transformers(name: str, data: Path)
 
 
 def test_forward_with_wrong_rope_base_returns_other_logits(data: Path) -> None:
-    """Negative control of the comparisons above."""
+    """Negative control of the comparisons with transformers."""
     target = tiny.load_target(data / "stories260k")
     case = tiny.greedy_cases(data / "stories260k")[0]
     other = Model.from_weights(

@@ -1,4 +1,4 @@
-"""Declared parameters: they are those that folders hold, and random and abstract weights have their shapes."""
+"""Declared parameters: they equal those in folders, and random and abstract weights have the declared shapes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FOLDERS: dict[str, tuple[dict[str, Any], dict[str, np.ndarray]]] = {
 
 
 def declared(folder: Path) -> tuple[Params, dict[str, tuple[int, ...]]]:
-    """The declared parameters of a folder's model, and the shapes of those that are read from the folder."""
+    """The declared parameters of a folder's model, and the shapes of the parameters that the folder holds."""
     plan = auto.plan(folder)
     params = {"target": model_params, "medusa": medusa_params}.get(plan.kind, head_params)(plan.config)
     return params, {row.parameter: row.shape for row in plan.rows}

@@ -37,7 +37,7 @@ PROMPT = "class Config:\n    def _interpolate"
 
 
 def problem(rows: int, out: int, inner: int, dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
-    """Rows of x and of the weight differ in size by up to a thousand, which shows a misplaced scale."""
+    """Random x and weight; their rows differ in size by up to a thousand, which exposes a misplaced scale."""
     rng = np.random.default_rng(rows + out)
     x = rng.normal(size=(rows, inner)) * 10.0 ** rng.uniform(-1, 2, (rows, 1))
     weight = rng.normal(size=(out, inner)) * 10.0 ** rng.uniform(-2, 1, (out, 1))
@@ -49,7 +49,7 @@ def dequantized(weight: Quantized) -> np.ndarray:
 
 
 def expected(x: jax.Array, weight: Quantized) -> np.ndarray:
-    """The product of the quantised values in float64; ml_dtypes rounds dynamic inputs."""
+    """The float64 product of the quantised values; ml_dtypes rounds dynamically quantised inputs."""
     left = np.asarray(x, np.float64)
     if weight.kind == "fp8_dynamic":
         scale = np.abs(left).max(-1, keepdims=True) / 448
@@ -84,9 +84,11 @@ def test_matmul_of_quantised_weight_equals_product_of_rounded_values(kind: str) 
     own = quantize(weight, kind)
     got, wanted = matmul(x, own), expected(x, own)
     assert error(got, wanted, x, weight) < TOLERANCE[kind]
-    assert error(got, np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T, x, weight) > 1e-3, "no rounding"
+    assert error(got, np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T, x, weight) > 1e-3, (
+        "the product equals the unrounded one"
+    )
     other = Quantized(own.values, jnp.roll(own.scale, 1), own.dynamic)
-    assert error(matmul(x, other), wanted, x, weight) > 0.1, "another row's scale must show"
+    assert error(matmul(x, other), wanted, x, weight) > 0.1, "another row's scale must change the product"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,7 +125,7 @@ def test_split_matmul_of_quantised_weight_equals_product_of_rounded_values(
     wanted = expected(x, own)
     assert error(reduce_partials(parts, jnp.dtype("float32")), wanted, x, weight) < TOLERANCE[kind]
     assert error(reduce_partials(parts[1:], jnp.dtype("float32")), wanted, x, weight) > 0.01, (
-        "a part that is left out must show"
+        "a missing part must change the sum"
     )
 
 
@@ -255,7 +257,7 @@ def test_quantize_weights_of_the_embedded_target_changes_probabilities_little(
 def test_engine_with_quantised_target_and_drafter_emits_tokens_of_plain_decoding(
     kind: str, make: Callable[..., Any], accepted: float
 ) -> None:
-    """Drafters are quantised too; one with the target's own weights, quantised alike, drafts the same tokens."""
+    """Drafters are quantised too; a draft model with the target's weights drafts the target's tokens."""
     options = dict(slots=2, max_len=160, prefill_buckets=(64,), buckets=(2,), tokenizer="bytes", dtype="float32")
     options |= dict(prefix_cache=False, controls=False)
     params = [SamplingParams(max_tokens=64, temperature=t, seed=3) for t in (0.0, 1.0)]
@@ -272,7 +274,7 @@ def test_engine_with_quantised_target_and_drafter_emits_tokens_of_plain_decoding
 
 @pytest.mark.once
 def test_engine_with_float8_caches_has_mean_acceptance_length_above_1_8() -> None:
-    """tests/kernels check the values; here the engine uses float8 for both pools and still accepts drafts."""
+    """The engine stores both pools in float8 and still accepts drafts; tests/kernels check the values."""
     options = dict(slots=1, max_len=160, prefill_buckets=(64,), tokenizer="bytes", dtype="float32")
     options |= dict(prefix_cache=False, controls=False)
     head = Eagle3.from_pretrained(demo.HEAD, tree=Tree.chain(3))

@@ -28,7 +28,7 @@ SEQUENCES = {(3, 5): 2.5, (1,): -1.0, (2, 2, 4): 6.0, (7, 1, 9): -np.inf}
 
 
 def edit(logits: jax.Array, context: LogitsContext) -> jax.Array:
-    """Sequence biases; a ban of repeated pairs where args[1] > 0; from `PLACE` on a bias args[0] for token 6."""
+    """Add sequence biases, ban repeated pairs if args[1] > 0, and from `PLACE` on add the bias args[0] to token 6."""
     vocab = jnp.arange(logits.shape[-1])
     for sequence, bias in SEQUENCES.items():
         begins = jnp.all(context.newest(len(sequence) - 1) == jnp.asarray(sequence[:-1], jnp.int32), axis=-1)
@@ -123,7 +123,7 @@ def test_logits_processor_on_random_trees_equals_transformers_at_every_node(chai
 def test_logits_processor_with_wrong_context_differs_from_transformers(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative controls."""
+    """Negative controls: ancestors, root or the number of generated tokens are wrong in the context."""
     right = logits_processor.LogitsContext
 
     def wrong(**fields: Any) -> LogitsContext:
@@ -171,7 +171,7 @@ PARAMS = [
 
 
 def decode_by_transformers(prompt: list[int], params: SamplingParams) -> list[int]:
-    """Tokens of decoding one by one with transformers' processors."""
+    """Decode one token at a time with transformers' processors."""
     return decoded(prompt, params, edit=partial(by_transformers, args=params.processor_args))
 
 
@@ -188,7 +188,7 @@ def expected() -> list[list[int]]:
     ],
 )
 def test_engine_with_logits_processor_emits_tokens_of_transformers_decoding(tree: Tree) -> None:
-    """The second time prompts are in the prefix cache, and the processor must see their tokens too."""
+    """In the second run prompts come from the prefix cache, and the processor must see their tokens too."""
     pytest.importorskip("outlines_core")
     for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
         done = engine(tree).generate([PROMPTS[i] for i in order], [PARAMS[i] for i in order])
@@ -198,7 +198,7 @@ def test_engine_with_logits_processor_emits_tokens_of_transformers_decoding(tree
 
 
 def test_engine_logits_processor_that_bans_all_grammar_tokens_ends_request_with_error() -> None:
-    """No pair of tokens may repeat, and the grammar's two letters run out of pairs."""
+    """No pair of tokens may repeat, and the grammar's two letters have few pairs."""
     pytest.importorskip("outlines_core")
     one = engine(Tree.chain(3))
     done = one.generate(

@@ -32,7 +32,7 @@ PARAMS = [
 
 @cache
 def tree() -> Engine:
-    """A dynamic tree, processed log-probabilities, chunks of six tokens, and too few pages for all requests."""
+    """An engine with a dynamic tree, processed log-probabilities, chunks of six tokens, and too few pages for all."""
     return Engine(
         small.target(),
         drafter=DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3)),
@@ -103,7 +103,7 @@ def expected() -> list[list[int]]:
 
 
 def test_logprobs_programs_are_compiled_on_first_request_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If one of them fails to compile none is kept, and the next request compiles them again."""
+    """If one program fails to compile, none is kept, and the next request compiles all of them again."""
     engine = tree()
     engine.generate([1, 2], SamplingParams(max_tokens=2))
     assert not any("logprobs" in name for name in engine.compile_seconds)
@@ -122,7 +122,7 @@ def test_logprobs_programs_are_compiled_on_first_request_all_or_none(monkeypatch
 
 @pytest.mark.parametrize("make", [small.plain, chain, tree], ids=["plain", "chain", "tree"])
 def test_logprobs_of_emitted_tokens_equal_one_dense_pass(make: Any, expected: list[list[int]]) -> None:
-    """One row of the batch asks for none; the tokens are those without log-probabilities."""
+    """One row asks for no log-probabilities; the tokens are those of a run without log-probabilities."""
     engine = make()
     done = engine.generate(PROMPTS, PARAMS)
     assert [one.token_ids for one in done] == expected
@@ -154,7 +154,7 @@ def check_prompt(one: Completion, prompt: Sequence[int], count: int) -> None:
 def test_prompt_logprobs_of_chunked_cached_and_preempted_prompts_equal_one_dense_pass(
     expected: list[list[int]],
 ) -> None:
-    """Prompts are raw in both modes; the second pass finds cached pages, which have no logits."""
+    """Prompt log-probabilities are raw in both modes; in the second pass cached pages are recomputed for scoring."""
     engine = tree()
     params = [replace(one, prompt_logprobs=count) for one, count in zip(PARAMS, (2, 16, 0, 5), strict=True)]
     before = engine.metrics.num_preemptions
@@ -235,7 +235,7 @@ LONGEST_PROMPT = 250
     ],
 )
 def test_logprobs_of_a_real_model_equal_one_dense_pass(drafter: str, count: int, tokens: int, data: Path) -> None:
-    """Prompts of mt_bench, greedy and sampled alternately, on a chain, a dynamic tree and without a draft."""
+    """The prompts of mt_bench are decoded greedily and sampled alternately."""
     drafters: dict[str, Drafter | None] = {
         "none": None,
         "ngram": NGram(Tree.chain(4)),

@@ -209,7 +209,7 @@ RIGHT_PENALTIES = penalties._apply_counts
 def test_penalties_with_wrong_context_or_order_differ_from_transformers(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative controls."""
+    """Negative controls: tokens are missing from the counts, or the penalties are in another order."""
     name, change = WRONG[fault]
     monkeypatch.setattr(penalties, name, change(getattr(penalties, name)))
     every = SamplingParams(repetition_penalty=1.7, frequency_penalty=0.4, presence_penalty=0.3)

@@ -39,7 +39,7 @@ class Case:
 
 @cache
 def case(drafter: str) -> Case:
-    """The draft model with rejection sampling, which reads the draft probabilities; EAGLE-3 with sample and match."""
+    """The draft model with the rejection rule, which reads draft probabilities, or EAGLE-3 with the coupled rule."""
     target = tiny.model(VOCAB, layers=1, sharpness=2.0)
     if drafter == "eagle3":
         head = tiny.eagle_head(target, draft_vocab=6, feature_layers=(0, 1))
@@ -134,7 +134,7 @@ def test_spec_round_without_jit_equals_the_jitted_round(drafter: str, temperatur
 @pytest.mark.once
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_spec_round_cases_include_accepted_and_rejected_drafts_and_an_ended_row(drafter: str) -> None:
-    """Some drafts were accepted and some rejected; one row ended; the padding row emitted nothing."""
+    """Some drafts are accepted and some rejected, one row ends, and the padding row emits nothing."""
     reports = [fused(drafter, temperature)[0] for temperature in TEMPERATURES]
     for report in reports:
         assert report.ended[-1, 0] == 1 and report.counts[-1, 0] == 0  # the slot of three tokens

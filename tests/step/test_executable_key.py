@@ -1,4 +1,4 @@
-"""Keys of executables: their names, which logs and `Engine.compile_seconds` show."""
+"""Keys of executables: the names that logs and `Engine.compile_seconds` show, and equality."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def test_executable_key_name_contains_bucket_depth_and_outputs(name: str) -> Non
 
 
 def test_executable_key_of_round_with_logprobs_is_equal_traced_or_untraced() -> None:
-    """Its results always contain the drafts, so one program serves both."""
+    """The results of a round with logprobs always contain the drafts, so one program serves both."""
     assert ExecutableKey.round(2, 3, logprobs=True) == ExecutableKey.round(2, 3, logprobs=True, traced=True)

@@ -138,7 +138,7 @@ def test_eagle_tree_intermediate_values_of_first_round_equal_the_recording(
 
 
 def test_medusa_head_logits_equal_the_recording(golden: Path) -> None:
-    """The heads' logits after the texts of the first recorded rounds."""
+    """The logits are compared after the texts of the first recorded rounds."""
     recorded, heads = recording(golden / STATIC20), tiny.load_medusa(golden / "medusa/heads").heads
     target, prompts = tiny.load_target(golden / "target"), tiny.recorded_prompts(golden)
     texts = []

@@ -32,7 +32,7 @@ def compile_round(
     batch: int = 1,
     depth: int | None = None,
 ) -> tuple[H200Program, int]:
-    """Compile a round, with the tree cut at a depth; returns it and the bytes of its state."""
+    """Compile a round, with the tree cut at ``depth``; return the program and the bytes of its state."""
     target = Model.from_weights(shapes.TARGETS[SHAPE], shapes.target_shapes(SHAPE, "bfloat16"))
     head = EagleHead.from_weights(shapes.head_config(SHAPE), shapes.head_shapes(SHAPE, "bfloat16"))
     if quantize is not None:
@@ -92,7 +92,7 @@ def test_h200_round_is_one_cuda_graph_that_updates_state_in_place(
 
 @pytest.mark.matrix
 def test_h200_round_of_depth_0_runs_no_draft_attention() -> None:
-    """It still writes the pending draft rows."""
+    """The round still writes the pending draft rows."""
     program = check(*compile_round(Tree.chain(4), depth=0), launches=320, temp_mib=12)
     assert program.count("append_attention") == 32 and program.count("rotate_append") == 1
     assert program.count("paged_attention") == 32  # merges
@@ -100,7 +100,7 @@ def test_h200_round_of_depth_0_runs_no_draft_attention() -> None:
 
 @pytest.mark.matrix
 def test_h200_round_with_prefix_cache_adds_at_most_four_launches() -> None:
-    """The feature at a page's end is stored within the round's graph."""
+    """The round's graph also stores the feature at each page's end."""
     (plain, _), (kept, _) = compile_round(Tree.chain(4)), compile_round(Tree.chain(4), prefix_cache=True)
     assert len(kept.graphs) == 1
     assert not kept.outside_graphs
@@ -117,7 +117,7 @@ def test_h200_round_with_prefix_cache_adds_at_most_four_launches() -> None:
 def test_h200_round_with_controls_is_one_cuda_graph_that_updates_state_in_place(
     tree: Tree, launches: int, temp_mib: int
 ) -> None:
-    """Counts are read and updated in place; temporary memory also holds the edited and the scaled logits."""
+    """Token counts are updated in place; temporary memory also holds the edited and the scaled logits."""
     check(*compile_round(tree, controls=True), launches=launches, temp_mib=temp_mib)
 
 

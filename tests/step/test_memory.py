@@ -80,7 +80,7 @@ def test_memory_plan_sizes_equal_the_bytes_that_the_engine_allocates(caplog: pyt
 
 @pytest.mark.parametrize("drafter", [None, eagle3(), DraftModel(tiny.model(16, layers=2), Tree.topk(6, 3, 2))])
 def test_memory_fit_on_a_device_that_reports_memory_fills_it_with_pages(drafter: Drafter | None) -> None:
-    """Exact to one page, measured on allocated arrays; also with memory that other arrays use."""
+    """The number of pages is exact, measured on allocated arrays, also if other arrays use memory."""
     planner, pool = planner_of(device(PLENTY), drafter)
     base = planner.plan(replace(pool, pages=2))
     page = held(state_of(planner, replace(pool, pages=3))) - held(state_of(planner, replace(pool, pages=2)))
@@ -94,7 +94,7 @@ def test_memory_fit_on_a_device_that_reports_memory_fills_it_with_pages(drafter:
 
 
 def test_memory_fit_with_plenty_of_memory_stops_at_the_useful_number_of_pages() -> None:
-    """Enough for max_len in every slot; with a prefix cache four times as many."""
+    """Useful are enough pages for max_len in every slot, and with a prefix cache four times as many."""
     planner, pool = planner_of(device(PLENTY))
     assert fit(planner, pool)[0].pages == 4 * 3 * 26 + 1
     planner, pool = planner_of(device(PLENTY), prefix_cache=False)
@@ -104,7 +104,7 @@ def test_memory_fit_with_plenty_of_memory_stops_at_the_useful_number_of_pages() 
 
 
 def limit_for(planner: MemoryPlanner, pool: PoolShape, pages: int) -> DeviceMemory:
-    """A device on which this many pages just fit."""
+    """A device on which exactly ``pages`` pages fit."""
     total = planner.plan(replace(pool, pages=pages)).total
     return replace(planner.device, limit=int(total / 0.9) + 1)
 
@@ -119,7 +119,7 @@ def named(message: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("is_reported", [True, False])
 def test_memory_fit_of_too_large_pools_raises_naming_settings_that_fit(is_reported: bool) -> None:
-    """Each named value fits and one more does not. A device that reports memory needs pages for one request only."""
+    """Each named value fits and one more does not; a device that reports memory needs pages for one request only."""
     planner, pool = planner_of(device(PLENTY, is_reported=is_reported), eagle3())
     planner = replace(planner, device=limit_for(planner, pool, 20))
     with pytest.raises(
@@ -146,7 +146,7 @@ def test_memory_fit_without_room_for_a_page_beside_the_weights_raises() -> None:
 
 
 def test_engine_allocates_as_many_pages_as_fit_into_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With enough memory the engine goes on to compiling; with less it raises before."""
+    """With enough memory the engine starts to compile; with less it raises before."""
     planner, pool = planner_of(device(PLENTY))
     made: list[int] = []
 
@@ -205,7 +205,7 @@ def test_engine_out_of_memory_at_start_raises_naming_settings_that_fit(
 
 
 def test_explain_oom_names_the_size_in_the_devices_message() -> None:
-    """A real message, one without a number, and other errors, which pass unchanged."""
+    """Tried are a real message, one without a number, and other errors, which pass unchanged."""
     planner, pool = planner_of(device(PLENTY, is_reported=False))
     with pytest.raises(ValueError, match=r"missing are 64\.00 TiB or more"), memory.explain_oom(planner, pool):
         out_of_memory()
@@ -234,7 +234,7 @@ def program(**sizes: int) -> Any:
 
 
 def test_engine_deleted_frees_device_memory_without_garbage_collection() -> None:
-    """Without garbage collection, because the next engine plans with the free memory."""
+    """The next engine plans with the free memory, so freeing must not wait for the garbage collector."""
     engine = Engine(small.target(), **OPTIONS)
     engine.generate([1, 2])
     root = weakref.ref(engine.core.runner.state.root)
@@ -247,7 +247,7 @@ def test_engine_deleted_frees_device_memory_without_garbage_collection() -> None
 
 
 def test_programs_compiled_later_update_the_memory_plan_or_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If they need too much memory, the request is refused unqueued and no new program is stored."""
+    """If the programs need too much memory, the request is refused before queueing and no new program is stored."""
     engine, scored = Engine(small.target(), **OPTIONS), SamplingParams(logprobs=3)
     plan, count, planner = engine.memory_plan, len(engine.core.runner.programs.compiled), engine.core.runner.planner
     monkeypatch.setattr(engine.core.runner, "planner", replace(planner, device=device(plan.total + 10)))

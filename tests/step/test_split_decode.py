@@ -42,7 +42,7 @@ def test_engine_with_the_parents_mask_at_every_node_emits_other_tokens(monkeypat
 
 
 class Launches:
-    """Counts an engine's launches by name, and the results that were unread at each launch."""
+    """Counts an engine's launches and the unread results at each launch, by name of the program."""
 
     def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
         self.names: Counter[str] = Counter()
@@ -64,7 +64,7 @@ class Launches:
 
 
 def test_dispatch_runs_the_split_step_only_with_a_host_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A split step starts with no unread result; fused steps overlap."""
+    """A split step starts with no unread result, while fused steps overlap."""
     engine = lettered.chain()
     check_decoding(engine, MASKS, [0, 6, 7])  # compiles everything
     seen = Launches(engine, monkeypatch)
@@ -103,7 +103,7 @@ def test_request_with_a_host_grammar_ends_at_length_stop_string_or_abort() -> No
 
 @pytest.mark.parametrize("call", [0, 3])
 def test_grammar_matcher_that_raises_ends_only_that_request(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """The error is raised for the first token, or in a later round."""
+    """The error is raised at the first token or in a later round."""
     engine, count, fill = lettered.chain(), [0], Matcher._fill
 
     def fails(matcher: Matcher, *arguments: Any) -> None:
@@ -135,7 +135,7 @@ class Alternating(Policy):
 
 
 def test_adaptive_engine_with_a_recursive_schema_runs_split_steps_of_every_depth() -> None:
-    """The engine has no tables, which a recursive schema does not need."""
+    """The engine has no grammar tables, which a recursive schema does not need."""
     texts = lettered.JSON_TEXTS[: small.VOCAB]
     engine = Engine(
         small.target(),
@@ -196,7 +196,7 @@ def test_submit_releases_the_engine_lock_while_compiling_programs(monkeypatch: p
 
 
 def test_executables_out_of_memory_store_none_of_the_requests_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either all programs that a request needs are stored or none; requests that need fewer still work."""
+    """Either all programs that a request needs are stored or none; requests that need fewer are still served."""
     programs, made, wanted = lettered.chain().core.runner.programs, [], dict(traced=False, prompt_logprobs=False)
     monkeypatch.setattr(programs, "compiled", {})
     monkeypatch.setattr(programs, "_lower", lambda key: (key, programs._name(key)))

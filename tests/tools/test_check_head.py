@@ -176,7 +176,7 @@ def test_check_head_report_of_a_wrong_config_value_names_the_right_setting(
 
 
 def test_measurement_beats_another_only_beyond_three_standard_errors() -> None:
-    """By hand: with 100 positions where exactly one of two is right, 3 standard errors are 30."""
+    """At 100 positions exactly one of the two settings is right, so 3 standard errors are 30."""
     hits = np.arange(400) < 200
     own = Measurement(OWN, hits, lengths=np.array([1, 2, 3] * 30))
 
@@ -295,7 +295,7 @@ def test_info_check_impossible_arguments_print_one_line_and_exit_2(
 
 
 def step_report(accept_len: int, rows: int) -> np.ndarray:
-    """Columns: three tokens, number emitted, accept_len, number drafted, whether the row ended."""
+    """A report with columns: three tokens, number emitted, accept_len, number drafted, whether the row ended."""
     return np.tile(np.array([0, 0, 0, 1, accept_len, 2, 0], np.int32), (1, rows, 1))
 
 
@@ -345,7 +345,7 @@ def test_engine_with_random_head_warns_once_of_low_acceptance(request: pytest.Fi
     ) as caught:
         engine.generate(prompts * 2, SamplingParams(max_tokens=40, temperature=0))
     assert len(caught) == 1
-    if not request.config.getoption("--typecheck"):  # checking puts calls of its own between
+    if not request.config.getoption("--typecheck"):  # runtime type checking adds calls in between
         assert caught[0].filename == __file__
 
 

@@ -60,7 +60,7 @@ def test_notebook_defines_no_function_and_no_class(path: Path) -> None:
 
 
 def check_outputs(notebook: Any, is_guide: bool) -> None:
-    """No error, nothing on standard error (warnings, progress, logs), and a picture, of a guide a printed table."""
+    """Check that outputs have no error, nothing on standard error, and a picture or, in a guide, a printed table."""
     outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
     assert not [output.text for output in outputs if output.get("name") == "stderr"]

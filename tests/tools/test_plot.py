@@ -1,4 +1,4 @@
-"""`jspec.plot`: heights, positions and labels of what is drawn; labels of large trees do not overlap."""
+"""`jspec.plot`: heights, positions and labels of the drawings; labels of large trees do not overlap."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def scored_round(parents: list[int], probs: list[float], path: list[int]) -> Rou
 
 
 def test_plot_calibration_counts_only_children_of_accepted_nodes() -> None:
-    """Children of rejected nodes were not judged: nodes 4 and 6 do not count, nor does padding."""
+    """Children of rejected nodes were never verified, so nodes 4 and 6 and padding do not count."""
     first = scored_round([-1, 0, 0, 1, 2, -1], [1, 0.9, 0.06, 0.84, 0.5, 0.5], [0, 1])
     second = scored_round([-1, 0, 0, 1, 1, 3, 4], [1, 0.86, 0.08, 0.3, 0.1, 1.0, 0.7], [0, 1, 3, 5])
     ax = plot.calibration([first, second], bins=5)
@@ -140,7 +140,7 @@ def test_plot_calibration_without_drafts_has_no_points() -> None:
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
 def test_plot_calibration_of_a_calibrated_drafter_is_diagonal(temperature: float) -> None:
-    """Chains accepted with exactly their draft probability; too sharp probabilities leave the diagonal."""
+    """Tokens are accepted with exactly their draft probability; negative control: too sharp draft probabilities."""
     rng = np.random.default_rng(0)
     rounds = []
     for _ in range(4000):
@@ -211,7 +211,7 @@ def test_plot_tree_on_given_axes_is_drawn_there_without_overlaps(golden: Path) -
 def test_plot_tree_labels_of_blanks_long_and_unprintable_tokens_are_readable(
     data: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """Spaces are visible, long tokens are shortened, and a token that the font cannot show is shown by its id."""
+    """Spaces are visible, long tokens are shortened, and a token that the font lacks is shown by its id."""
     tokenizer = load_tokenizer(data / "tokenizers/gpt2")
     assert tokenizer is not None
     texts = [" a", "\n", "$x$", " internationalization", "你"]

@@ -31,7 +31,7 @@ def plain() -> Engine:
 
 
 def check(plain: Engine, drafter: Drafter, **options: Any) -> dict[float, list]:
-    """`check_lossless` with one plain engine for all tests."""
+    """Call `check_lossless` with one plain engine for all tests."""
 
     def make_engine(target: Model, **given: Any) -> AbstractContextManager[Engine]:
         return Engine(target, **given) if "drafter" in given else nullcontext(plain)
@@ -48,7 +48,7 @@ def repeat(tree: Tree) -> Drafter:
 
 
 def scripted(plain: Engine) -> Scripted:
-    """A drafter that is right at every token of the runs that are compared."""
+    """A drafter that drafts the right token everywhere in the compared runs."""
     params = [SamplingParams(max_tokens=TOKENS, temperature=t, seed=1000 + i) for t in (0.0, 1.0) for i in range(4)]
     return Scripted(plain.generate(PROMPTS * 2, params), params, Tree.chain(LENGTH))
 

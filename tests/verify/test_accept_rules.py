@@ -42,7 +42,7 @@ def case(name: str, seed: int, **options: float) -> tuple[Tree, list[np.ndarray]
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", SIZES)
 def test_rejection_accept_with_drawn_siblings_emits_target_joint_distribution(name: str, seed: int) -> None:
-    """With seed 0 the root's first child has probability 1, so its siblings follow without choice."""
+    """With seed 0 the root's first child has probability 1, so its siblings are the smallest remaining ids."""
     tree, target, draft_probs = case(name, seed)
     if seed == 0:
         draft_probs[0] = np.eye(len(draft_probs[0]))[-1]
@@ -60,7 +60,7 @@ def test_block_accept_with_drawn_chain_emits_target_joint_distribution(seed: int
 
 @pytest.mark.parametrize("name", SIZES)
 def test_multi_candidate_accept_with_any_fixed_draft_emits_target_joint_distribution(name: str) -> None:
-    """The rule is lossless for each draft alone, therefore for any way of drafting."""
+    """The rule is lossless for each fixed draft, therefore for any way of drafting."""
     tree, target, draft_probs = case(name, 7, zeros=0)
     tokens, _ = sampled_drafts(tree, draft_probs)
     for row in range(0, len(tokens), 13):
@@ -71,7 +71,7 @@ def test_multi_candidate_accept_with_any_fixed_draft_emits_target_joint_distribu
 @pytest.mark.parametrize("cap", [0, 1, 2])
 @pytest.mark.parametrize("name", ["multi_candidate", "rejection", "block"])
 def test_accept_functions_with_capped_draft_emit_target_joint_distribution(name: str, cap: int) -> None:
-    """Nodes beyond the cap were drawn like the others: the rules must not look at them."""
+    """Nodes beyond the cap were drawn like the others, and the rules must ignore them."""
     tree, target, draft_probs = case("chain" if name == "block" else "pairs", 5)
     drafts = sampled_drafts(tree, draft_probs)
     output = emitted(ACCEPT[name], tree, drafts, target, draft_probs, all_at_once=name == "block", cap=cap)
@@ -79,7 +79,7 @@ def test_accept_functions_with_capped_draft_emit_target_joint_distribution(name:
 
 
 def test_block_accept_on_random_chains_accepts_as_many_tokens_as_rejection_or_more() -> None:
-    """Never less on average, by the paper's optimality theorem; clearly more in some of these cases."""
+    """By the paper's optimality theorem block accepts at least as many on average; in some cases clearly more."""
     gains = []
     for seed in range(6):
         tree, target, draft_probs = case("chain", seed)
@@ -108,13 +108,13 @@ def test_rejection_accept_with_most_likely_instead_of_drawn_siblings_is_lossy() 
 
 
 def sorted_by(probs: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Drafts of a star with their siblings by descending probability."""
+    """Drafts of a star with siblings sorted by descending probability."""
     order = np.argsort(-probs[tokens[:, 1:]], axis=1, kind="stable")
     return np.concatenate([tokens[:, :1], np.take_along_axis(tokens[:, 1:], order, axis=1)], axis=1)
 
 
 def test_rejection_accept_with_siblings_sorted_by_probability_is_lossy() -> None:
-    """Negative control."""
+    """Negative control: the siblings are no longer in the order in which they were drawn."""
     tree, target, draft_probs = case("star", 0)
     tokens, weight = sampled_drafts(tree, draft_probs)
     drafts = sorted_by(draft_probs[0], tokens), weight
@@ -122,7 +122,7 @@ def test_rejection_accept_with_siblings_sorted_by_probability_is_lossy() -> None
 
 
 def test_rejection_accept_without_the_least_likely_sibling_is_lossy() -> None:
-    """Negative control: of three drawn siblings the two most likely, in the order in which they were drawn."""
+    """Negative control: of three drawn siblings only the two most likely are kept, in the order of drawing."""
     tree, target, draft_probs = case("star", 0)
     tokens, weight = sampled_drafts(tree, draft_probs)
     worst = np.argmin(draft_probs[0][tokens[:, 1:]], axis=1) + 1
@@ -132,7 +132,7 @@ def test_rejection_accept_without_the_least_likely_sibling_is_lossy() -> None:
 
 
 def test_accept_function_chosen_by_the_drafted_token_is_lossy() -> None:
-    """Negative control: multi-candidate where q exceeds p at the first sibling, else rejection."""
+    """Negative control: the rule is multi-candidate if q exceeds p at the first sibling, else rejection."""
     tree, target, draft_probs = case("star", 0)
     tokens, weight = sampled_drafts(tree, draft_probs)
     is_overrated = target[0][tokens[:, 1]] < draft_probs[0][tokens[:, 1]]
@@ -178,7 +178,7 @@ def random_draft(seed: int, *, rows: int, nodes: int, vocab: int) -> tuple[Draft
 
 @pytest.mark.parametrize("name", ["multi_candidate", "rejection", "block"])
 def test_accept_functions_on_random_trees_equal_plain_python_loops(name: str) -> None:
-    """Random trees, uniforms and probabilities; the path and the residual probabilities are compared."""
+    """The accepted path and the residual probabilities are compared."""
     draft, p, q = random_draft(3, rows=400, nodes=10, vocab=6)
     if name == "block":
         chain = jnp.broadcast_to(jnp.arange(-1, 9, dtype=jnp.int32), draft.parents.shape)
@@ -220,7 +220,7 @@ def test_accept_functions_with_vocabulary_map_equal_those_with_full_draft_probs(
 
 @pytest.mark.parametrize("name", ["rejection", "block"])
 def test_accept_functions_with_draft_probs_equal_to_target_accept_every_token(name: str) -> None:
-    """No residual mass is left: the token is accepted without NaN, also with the largest uniform."""
+    """No residual mass is left, so every token is accepted without NaN, also with the largest uniform."""
     tree, target, _ = case("chain", 2)
     tokens, _ = sampled_drafts(tree, target[:-1])
     p = enumeration.probs_at_nodes(tree, tokens, target)
@@ -250,7 +250,7 @@ def test_accept_functions_with_one_hot_target_accept_exactly_the_certain_token(n
 
 
 def test_multi_candidate_accept_with_all_target_mass_on_children_accepts_one() -> None:
-    """The mass after a child is summed, not subtracted from 1, so the last child is accepted if no other is."""
+    """The mass after a child is summed instead of subtracted from 1, so the last child is accepted if no other is."""
     rng = np.random.default_rng(0)
     weights = rng.exponential(size=(500, 3)).astype(np.float32) ** 6
     p = np.zeros((500, 4, 5), np.float32)

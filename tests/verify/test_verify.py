@@ -1,4 +1,4 @@
-"""Accept rules on batches of trees, the cut where a row ends, the trees and options that a rule takes."""
+"""Accept rules on batches of trees, the cut at the end of a row, and the trees and options that a rule accepts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.once
 
 PAIRS = Tree.static([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)])
 CHAIN = Tree.chain(3)
-ROWS, VOCAB = 64, 5  # the same everywhere, so that a rule compiles once
+ROWS, VOCAB = 64, 5  # the same in all tests, so each rule compiles once
 
 
 def decide(logits: object, draft: Draft, here: SlotView, tree: Tree) -> Verdict:
@@ -69,7 +69,7 @@ def random_tree(rng: np.random.Generator, nodes: int, padding: int) -> np.ndarra
 
 @pytest.mark.parametrize("seed", range(20))
 def test_coupled_rule_on_random_trees_equals_plain_python_loop(seed: int) -> None:
-    """The oracle is a loop over dictionaries: the deepest path of children that equal the target's argmax."""
+    """The oracle is a loop that finds the deepest path of children that equal the target's argmax."""
     rng = np.random.default_rng(seed)
     nodes, rows, vocab = 12, 16, 3
     parents = np.stack([random_tree(rng, nodes, rng.integers(0, 4)) for _ in range(rows)])
@@ -178,7 +178,7 @@ def test_cut_ends_row_at_stop_id_or_last_remaining_token(
 def sampled_view(
     rule: str | verify.AcceptRule, temperature: np.ndarray | float = 1.0, *, one_seed: int | None = None
 ) -> SlotView:
-    """A view with sampled rows, each with its own seed, or all with one."""
+    """A view of sampled rows, each with its own seed, or all with ``one_seed``."""
     here = view(ROWS, accept=verify.resolve(rule))
     low = jnp.arange(ROWS, dtype=jnp.uint32) if one_seed is None else jnp.full(ROWS, one_seed, jnp.uint32)
     controls = here.sampling.replace(
@@ -270,7 +270,7 @@ def test_multi_candidate_rule_uses_independent_draws_for_siblings_and_positions(
 
 
 def typical_case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Logits, tokens, valid and temperatures; in capped drafts only the first level is valid."""
+    """Logits, tokens, valid flags and temperatures; in capped drafts only the first level is valid."""
     rng = np.random.default_rng(seed)
     logits = (rng.normal(size=(ROWS, PAIRS.nodes, VOCAB)) * 3).astype(np.float32)
     valid = np.arange(PAIRS.nodes) <= np.where(rng.random(ROWS) < 0.2, 2, 6)[:, None]
@@ -279,7 +279,7 @@ def typical_case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndar
 
 @pytest.mark.parametrize("options", [(0.09, 0.3), (0.3, 0.09), (0.4, 0.9)])
 def test_typical_rule_on_random_trees_equals_plain_python_loop(options: tuple[float, float]) -> None:
-    """Three batches; negative control: the exchanged options accept different tokens."""
+    """Negative control: exchanged options accept different tokens."""
     parents, found, exchanged = np.array(PAIRS.parents), set(), 0
     for seed in range(3):
         logits, tokens, valid, temperature = typical_case(seed)
@@ -373,7 +373,7 @@ def test_engine_config_accept_resolves_to_rule_with_the_given_options(options: d
     assert verify.resolve(config.accept, **config.accept_options) == rule
 
 
-def test_engine_config_accept_rule_object_beside_typical_option_raises() -> None:
+def test_engine_config_accept_rule_object_with_a_typical_option_raises() -> None:
     with pytest.raises(ValueError, match=r"typical_threshold: expected it in the rule"):
         EngineConfig(accept=verify.Typical(), typical_threshold=0.2)
 
