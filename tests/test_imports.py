@@ -101,7 +101,7 @@ def test_imports_of_every_file_are_from_the_same_room_or_lower_floors() -> None:
         ("jspec.engine.grammar.regex_dfa", "from jspec.engine.grammar import json_schema"),
     ],
 )
-def test_import_violations_of_a_wrong_import_name_that_import(module: str, source: str) -> None:
+def test_import_violations_of_a_forbidden_import_are_not_empty(module: str, source: str) -> None:
     """Negative controls of the import rule."""
     assert violations(module, source)
 

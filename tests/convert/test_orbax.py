@@ -427,7 +427,7 @@ def test_describe_ambiguous_config_prints_the_override_to_pass(tmp_path):
     assert "pass norm_output=True" in text
 
 
-def test_describe_head_with_unordered_vocabulary_map_prints_not_monotone(tmp_path):
+def test_describe_head_with_unordered_vocabulary_map_prints_that_it_is_not_monotone(tmp_path):
     tensors = folders.head_tensors() | folders.vocabulary(DRAFT_IDS[::-1])
     assert "not monotone map" in describe(folders.write(tmp_path, HEAD, tensors))
 

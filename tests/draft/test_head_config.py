@@ -74,7 +74,7 @@ def test_read_head_draft_vocab_and_target_width_default_to_vocab_size_and_hidden
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_read_head_takes_layer_count_from_all_files_but_official_eagle3(count):
+def test_read_head_takes_layer_count_from_every_file_except_official_eagle3(count):
     assert read({**HEAD, "num_hidden_layers": 40}).num_layers == 1
     assert read({**EAGLE, "num_hidden_layers": count}, "eagle").num_layers == count
     layer = {**LAYER, "num_hidden_layers": count}

@@ -127,7 +127,7 @@ def test_modelopt_head_with_permuted_vocabulary_loads_equal_rows_per_target_id(g
 # ---- tensors of every option
 
 
-def test_eagle3_head_with_every_optional_tensor_loads_and_requires_each(tmp_path):
+def test_eagle3_head_with_all_optional_tensors_loads_them_and_raises_if_one_is_missing(tmp_path):
     config = {**TARGET, "model_type": "qwen3", "num_hidden_layers": 2, "draft_vocab_size": 10, "head_dim": 8}
     options = {"target_hidden_size": 20, "fc_norm": True, "norm_output": True, "qkv_bias": True, IDS: [0, 1, 2, 3]}
     outer = wrapped(config, **options)
@@ -165,7 +165,7 @@ def test_eagle3_head_with_norm_before_fc_loads_the_input_norm(tmp_path):
     assert_same(arrays, expected_head(tensors) | {"input_norm": tensors["input_norm.weight"]})
 
 
-def test_eagle3_head_without_fusion_loads_no_fc_and_rejects_one(tmp_path):
+def test_eagle3_head_without_fusion_loads_without_fc_and_raises_if_fc_is_present(tmp_path):
     config = {**HEAD, "eagle_config": {"use_aux_hidden_state": False}}
     tensors = folders.head_tensors()
     arrays = loaded(folders.write(tmp_path / "a", config, without(tensors, "fc.weight")))

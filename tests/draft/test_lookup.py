@@ -136,7 +136,7 @@ def test_lookup_drafts_with_a_faulty_function_differ_from_the_oracle(
 
 @pytest.mark.parametrize("groups", [None, 8])
 @pytest.mark.parametrize("texts", [1, 3])
-def test_find_ngram_matches_random_texts_returns_best_of_each_group(
+def test_find_ngram_matches_on_random_texts_returns_the_best_match_of_each_group(
     texts: int, groups: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if groups is not None:

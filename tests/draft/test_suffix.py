@@ -38,7 +38,7 @@ def test_suffix_full_corpus_drops_oldest_tokens_and_drafts_stop_at_text_ends() -
 
 
 @pytest.mark.parametrize("grouped", [True, False])
-def test_suffix_large_corpus_on_h200_has_under_30_kernels_and_one_score_per_position(
+def test_suffix_program_for_a_large_corpus_has_under_30_kernels_and_one_score_per_position(
     grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The program is one graph and works in place; a full sort, the negative control, needs more kernels and memory."""

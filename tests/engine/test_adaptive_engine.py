@@ -139,7 +139,7 @@ def resumed(one: Engine, prompt: list[int], pause: int, temperature: float) -> t
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_drafter_after_plain_rounds_accepts_as_many_tokens_as_without_them(name: str) -> None:
+def test_drafter_after_plain_rounds_has_the_acceptance_of_always_drafting(name: str) -> None:
     always, after = resumed(engine(name), PROMPTS[0], PAUSE, temperature=float(name not in LOOK_UP))
     assert after == always and len(always) >= 4
     assert sum(always) > 2
@@ -281,7 +281,7 @@ def after_a_pause(rounds: int) -> tuple[list[int], list[int], list[int]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("rounds", [30, 200])
-def test_eagle3_after_plain_rounds_accepts_as_many_tokens_as_without_them(rounds: int) -> None:
+def test_eagle3_after_plain_rounds_has_the_acceptance_of_always_drafting(rounds: int) -> None:
     tokens, after, always = after_a_pause(rounds)
     assert tokens == always_drafting()[0]
     assert after == always and len(always) > 50

@@ -34,7 +34,7 @@ def test_engine_valid_options_reach_compilation() -> None:
         Engine(small.target())
 
 
-def test_deterministic_engine_unsupported_weight_shape_on_a_gpu_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_engine_with_unsupported_weight_shape_on_a_gpu_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match="it came to compiling"):
         Engine(small.target(), deterministic=True)
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")

@@ -122,7 +122,7 @@ def test_adaptive_policy_with_expensive_drafts_chooses_depth_0() -> None:
     assert set(simulated.chosen[: (MIN_SAMPLES + 1) * len(DEPTHS)]) == set(DEPTHS)  # everything is tried at first
 
 
-def test_adaptive_policy_probes_take_about_probe_share_of_the_time() -> None:
+def test_adaptive_policy_probes_take_about_a_hundredth_of_the_time() -> None:
     first = (MIN_SAMPLES + 1) * len(DEPTHS)
     simulated = SimulatedEngine(Adaptive(DEPTHS)).run(64, steady("hopeless"), first)
     simulated.seconds_by_depth.clear()

@@ -63,7 +63,7 @@ def test_request_with_grammar_and_several_samples_constrains_every_sample(case: 
     assert [one.token_ids for one in done.samples] == [masked(PROMPTS[2], params, seed) for seed in seeds]
 
 
-def test_grammar_request_whose_allowed_tokens_are_all_banned_fails_alone(case: Case) -> None:
+def test_grammar_request_whose_allowed_tokens_are_all_banned_is_the_only_one_to_fail(case: Case) -> None:
     done = lettered.chain().generate([PROMPTS[0], PROMPTS[1]], [case.stuck, case.params[1]])
     assert done[0].finish_reason == "error" and done[0].token_ids == [*case.stuck_tokens]
     with pytest.raises(ValueError, match=case.stuck_error):

@@ -102,7 +102,7 @@ def test_round_to_text_has_one_line_per_node(traced: list[Completion]) -> None:
     assert lines[-1] == f"emitted {rounds[0].emitted}"
 
 
-def test_generate_with_trace_compiles_once_and_without_trace_has_no_rounds(
+def test_generate_traced_again_compiles_nothing_and_untraced_has_no_rounds(
     engine: Engine, traced: list[Completion], compilations: list[str]
 ) -> None:
     (again,) = engine.generate(PROMPTS[0], GREEDY, trace=True)

@@ -62,7 +62,7 @@ def test_greedy_samples_are_equal(engine: Engine) -> None:
     assert [one.token_ids for one in done.samples] == [done.token_ids] * 3 and len(done.token_ids) == 9
 
 
-def test_sampled_samples_without_a_seed_differ(engine: Engine) -> None:
+def test_samples_without_a_seed_differ(engine: Engine) -> None:
     done = engine.generate(PROMPT, SamplingParams(max_tokens=11, n=3))[0]
     assert len({tuple(one.token_ids) for one in done.samples}) == 3
 

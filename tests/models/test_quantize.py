@@ -290,7 +290,7 @@ def test_engine_with_float8_caches_has_mean_acceptance_length_above_1_8() -> Non
         Engine(tiny.model(40), slots=1, max_len=32, kv_dtype="float8_e5m2")
 
 
-def test_check_device_float8_on_a_gpu_before_8_9_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_device_float8_on_a_gpu_of_compute_capability_below_8_9_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     model = quantize_weights(tiny.model(40), "fp8")
     check_device(model, "float8_e4m3fn")  # a CPU reports no compute capability
     for capability, refused in (("8.0", True), ("8.9", False), ("12.0", False)):

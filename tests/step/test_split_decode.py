@@ -195,7 +195,7 @@ def test_submit_releases_the_engine_lock_while_compiling_programs(monkeypatch: p
     assert free and all(free) and engine.result(request).token_ids == expected()[6]
 
 
-def test_executables_out_of_memory_store_none_of_the_requests_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_executables_ensure_when_out_of_memory_stores_no_new_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """Either all programs that a request needs are stored or none; requests that need fewer are still served."""
     programs, made, wanted = lettered.chain().core.runner.programs, [], dict(traced=False, prompt_logprobs=False)
     monkeypatch.setattr(programs, "compiled", {})

@@ -136,13 +136,13 @@ def test_first_readme_has_every_command_in_at_most_200_lines() -> None:
 
 
 @pytest.mark.parametrize("name", ["jspec/engine/nowhere.py", "nowhere.md", "engine/"])
-def test_wrong_paths_returns_each_missing_path(name: str) -> None:
+def test_readme_check_finds_each_missing_path(name: str) -> None:
     """Negative control; the path `engine/` exists from `jspec/README.md` but not from the first README."""
     assert wrong_paths(f"see `{name}` and [this]({name}) and `jspec/core/`", REPOSITORY) == [name, name]
 
 
 @pytest.mark.parametrize("command", ["jspec fly", "jspec bench fly", "jspec info --fly a", "jspec convert a b --fly"])
-def test_parses_returns_false_for_an_invalid_command(command: str) -> None:
+def test_readme_check_finds_an_invalid_command(command: str) -> None:
     """Negative control of the test of commands."""
     assert [parses(one) for one in commands(f"`{command}`\n```\n$ .venv/bin/{command}\n```")] == [False, False]
 
@@ -157,6 +157,6 @@ def test_parses_returns_false_for_an_invalid_command(command: str) -> None:
         "from jspec.draft.base import Draft_er",
     ],
 )
-def test_wrong_names_returns_one_fault_for_an_invalid_line(source: str) -> None:
+def test_readme_check_finds_an_invalid_python_line(source: str) -> None:
     """Negative control of the test of Python names and options."""
     assert len(wrong_names(source)) == 1

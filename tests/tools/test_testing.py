@@ -60,7 +60,7 @@ def test_check_lossless_of_lossless_drafter_passes(plain: Engine, name: str) -> 
     assert check(plain, drafter) == {0.0: [], 1.0: []}
 
 
-def test_check_lossless_greedy_under_rejection_passes(plain: Engine) -> None:
+def test_check_lossless_of_greedy_rows_under_rejection_passes(plain: Engine) -> None:
     """Under "rejection" sampled rows keep the distribution but not the tokens, so only greedy rows are compared."""
     assert check(plain, Random(Tree.chain(LENGTH)), accept="rejection", temperatures=(0.0,)) == {0.0: []}
 
