@@ -1,4 +1,4 @@
-"""Set-up of every test run: the platform, runtime checks of array types, where the shared data lies."""
+"""Set-up of every test run: the platform, runtime checks of array types, the folder of shared data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("JSPEC_SHARED", REPOSITORY.parent / "shared"))
 PACKAGES = ["jspec", "pallas_kernels", "convert"]
 DEVICE_MARKS = ("gpu", "h200")
-QUICK_TO_COMPILE = (  # nearly all the time of a run is compilation for the CPU; these leave out a good part of it
+QUICK_TO_COMPILE = (  # nearly all the time of a run is compilation for the CPU; these flags save a good part of it
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",
     "--xla_llvm_disable_expensive_passes=true",
@@ -30,14 +30,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before anything imports jax or our packages."""
+    """Set the platform and XLA's flags before anything imports jax or our packages."""
     wanted = re.findall(r"\w+", re.sub(r"\bnot \w+", "", config.getoption("-m") or ""))
     flags: list[str] = []
     if not any(mark in wanted for mark in DEVICE_MARKS):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         flags += cpu_flags(is_timed="timing" in wanted)
-    gc.set_threshold(100_000, 20, 50)  # each collection looks at all that jax has traced: a twentieth of the time
-    # The same examples in every run; --hypothesis-profile=default draws others.
+    gc.set_threshold(100_000, 20, 50)  # a collection visits everything jax has traced, a twentieth of the run's time
+    # Hypothesis tries the same examples in every run; --hypothesis-profile=default draws others.
     hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
     hypothesis.settings.load_profile("repeatable")
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
@@ -50,18 +50,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def cpu_flags(*, is_timed: bool) -> list[str]:
-    """What the CPU's compiler is to leave out; where what was compiled is timed, only what it crashes by."""
+    """XLA flags that switch off slow compiler passes; in timed runs only those passes that crash the compiler."""
     flags = [] if is_timed else list(QUICK_TO_COMPILE)
     if metadata.version("jaxlib") == "0.10.2":
         # Broadcasts of rank 7 and more crash it with these fusions (jax issue 39257).
         flags.append("--xla_cpu_experimental_ynn_fusion_type=")
-        # A third of the compiler's time; later versions know no other way than its fusion emitters.
+        # Fusion emitters take a third of the compiler's time; later versions cannot switch them off.
         flags += [] if is_timed else ["--xla_cpu_use_fusion_emitters=false"]
     return flags
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first: where two workers share the files, neither is left alone with a long one."""
+    """Order files with slow tests first, so two workers that share the files end at about the same time."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
@@ -88,7 +88,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module")
 def runs_long() -> Iterator[None]:
-    """For files whose engines run longer than they compile: with some of what `cpu_flags` leaves out."""
+    """Compile with more optimisation than `cpu_flags` allows, for files whose engines run longer than they compile."""
     from jspec.step.program import Program
 
     options: dict[str, Any] = {"xla_backend_optimization_level": 1}

@@ -1,4 +1,4 @@
-"""Who may import whom: a file imports its own room and rooms on lower floors, checked by reading the sources."""
+"""The import rule, checked on the sources: a file imports only its own room and rooms on lower floors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXCEPTIONS = {}
 
 
 def room_of(module: str) -> str:
-    """The room of a module of ours; "" of anybody else's."""
+    """The room of a module of this repository; "" for other modules."""
     top, *inner = module.split(".")
     if top == "jspec":
         room = f"jspec.{inner[0]}" if inner else FRONT
@@ -55,7 +55,7 @@ def imported(source: str) -> set[str]:
 
 
 def is_wrong(module: str, name: str) -> bool:
-    """Whether a module of ours may not import a name."""
+    """Whether a module of this repository may not import a name."""
     room, other, top = room_of(module), room_of(name), name.split(".")[0]
     if module == ALONE and other:
         return True
@@ -67,7 +67,7 @@ def is_wrong(module: str, name: str) -> bool:
 
 
 def violations(module: str, source: str) -> list[str]:
-    """What the module imports and should not."""
+    """The imports of a module that the rule forbids, as sentences."""
     names = sorted(imported(source))
     return [f"{module} imports {name}" for name in names if is_wrong(module, name)]
 
@@ -78,7 +78,7 @@ def sources() -> dict[str, str]:
     return {m.removesuffix(".__init__"): path.read_text() for m, path in zip(modules, files, strict=True)}
 
 
-def test_imports_of_every_file_go_to_lower_floors() -> None:
+def test_imports_of_every_file_are_from_the_same_room_or_lower_floors() -> None:
     files = sources()
     assert "jspec.engine.tokenizer" in files
     assert [line for module, source in files.items() for line in violations(module, source)] == sorted(EXCEPTIONS)
@@ -101,8 +101,8 @@ def test_imports_of_every_file_go_to_lower_floors() -> None:
         ("jspec.engine.grammar.regex_dfa", "from jspec.engine.grammar import json_schema"),
     ],
 )
-def test_violations_of_a_wrong_import_are_reported(module: str, source: str) -> None:
-    """Negative controls."""
+def test_import_violations_of_a_forbidden_import_are_not_empty(module: str, source: str) -> None:
+    """Negative controls of the import rule."""
     assert violations(module, source)
 
 
@@ -116,5 +116,5 @@ def test_violations_of_a_wrong_import_are_reported(module: str, source: str) -> 
         ("convert.__main__", "from jspec.tools import convert"),
     ],
 )
-def test_violations_of_a_right_import_are_none(module: str, source: str) -> None:
+def test_import_violations_of_an_allowed_import_are_empty(module: str, source: str) -> None:
     assert violations(module, source) == []

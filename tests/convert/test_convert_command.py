@@ -20,7 +20,7 @@ from tests.support.folders import BFLOAT16, DRAFT_IDS, HEAD, TARGET
 pytestmark = pytest.mark.once
 
 
-def test_convert_command_prints_every_tensor_with_its_parameter(tmp_path, capsys):
+def test_convert_command_prints_shape_dtype_and_parameter_of_every_tensor(tmp_path, capsys):
     tensors = folders.head_tensors()
     source = folders.write(tmp_path / "src", HEAD, tensors)
     assert main([str(source), str(tmp_path / "dst"), "--feature-layers", "2,16,29"]) == 0
@@ -34,7 +34,7 @@ def test_convert_command_prints_every_tensor_with_its_parameter(tmp_path, capsys
 
 
 @pytest.mark.parametrize("fault", ["no source", "unknown tensor", "existing destination", "truncated", "bad values"])
-def test_convert_command_fails_with_one_message_and_no_files(tmp_path, capsys, fault):
+def test_convert_command_faulty_source_or_destination_prints_an_error_and_writes_no_file(tmp_path, capsys, fault):
     tensors = folders.head_tensors()
     if fault == "unknown tensor":
         tensors["surprise"] = np.zeros(2, np.float32)
@@ -56,7 +56,7 @@ def test_convert_command_fails_with_one_message_and_no_files(tmp_path, capsys, f
     assert after == [path for path in before if path != target.parent]
 
 
-def test_convert_command_with_overrides_stores_them(tmp_path, capsys):
+def test_convert_command_with_overrides_stores_them_in_the_config(tmp_path, capsys):
     source = folders.write(tmp_path / "src", {**HEAD, "norm_output": True}, folders.head_tensors())
     assert main([str(source), str(tmp_path / "undecided")]) == 2
     assert "norm_output=" in capsys.readouterr().err
@@ -91,8 +91,8 @@ print(memory("VmHWM") - start)
 
 
 @pytest.mark.long
-def test_convert_command_peak_memory_is_below_a_shard_and_a_tensor(tmp_path):
-    """0.6 GB in shards of 70 MB; the memory of a tiny conversion (imports, first use of orbax) is subtracted."""
+def test_convert_command_large_model_peak_memory_is_about_one_shard_and_one_tensor(tmp_path):
+    """The model has 0.6 GB in shards of 70 MB; the memory of a tiny conversion (imports, orbax) is subtracted."""
     if not Path("/proc/self/status").is_file():
         pytest.skip("peak memory is read from /proc")
     config = {

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.once
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
-def test_plan_truncated_safetensors_raises_with_file(tmp_path):
+def test_conversion_plan_truncated_safetensors_file_raises_naming_the_file(tmp_path):
     folder = folders.write(tmp_path, TARGET, folders.target_tensors())
     file = folder / "model.safetensors"
     whole = file.read_bytes()
@@ -28,7 +28,7 @@ def test_plan_truncated_safetensors_raises_with_file(tmp_path):
             auto.plan(folder)
 
 
-def test_plan_truncated_torch_file_raises_with_file(tmp_path):
+def test_conversion_plan_truncated_torch_file_raises_naming_the_file(tmp_path):
     torch = pytest.importorskip("torch", reason="writes .bin files")
     (tmp_path / "config.json").write_text(json.dumps(TARGET))
     file = tmp_path / "pytorch_model.bin"
@@ -38,7 +38,7 @@ def test_plan_truncated_torch_file_raises_with_file(tmp_path):
         auto.plan(tmp_path)
 
 
-def test_plan_old_torch_format_raises_with_remedy(tmp_path):
+def test_conversion_plan_old_torch_format_raises_advising_safetensors(tmp_path):
     torch = pytest.importorskip("torch", reason="writes .bin files")
     (tmp_path / "config.json").write_text(json.dumps(TARGET))
     state = {"a": torch.zeros(3)}
@@ -47,7 +47,7 @@ def test_plan_old_torch_format_raises_with_remedy(tmp_path):
         auto.plan(tmp_path)
 
 
-def test_plan_torch_file_with_code_raises_and_runs_nothing(tmp_path):
+def test_conversion_plan_torch_file_containing_code_raises_without_running_the_code(tmp_path):
     torch = pytest.importorskip("torch", reason="writes .bin files")
 
     class Attack:
@@ -61,7 +61,7 @@ def test_plan_torch_file_with_code_raises_and_runs_nothing(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_plan_torch_file_of_other_objects_raises(tmp_path):
+def test_conversion_plan_torch_file_of_nested_dicts_raises(tmp_path):
     torch = pytest.importorskip("torch", reason="writes .bin files")
     (tmp_path / "config.json").write_text(json.dumps(TARGET))
     torch.save({"state_dict": {"a": torch.zeros(3)}}, tmp_path / "pytorch_model.bin")
@@ -69,7 +69,7 @@ def test_plan_torch_file_of_other_objects_raises(tmp_path):
         auto.plan(tmp_path)
 
 
-def test_plan_bin_file_without_torch_names_the_extra(tmp_path, monkeypatch):
+def test_conversion_plan_bin_file_when_torch_is_missing_raises_naming_the_convert_extra(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(TARGET))
     (tmp_path / "pytorch_model.bin").touch()
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -83,7 +83,7 @@ def sharded(folder: Path) -> tuple[Path, Path, dict]:
     return folder, index, json.loads(index.read_text())
 
 
-def test_plan_absent_shard_raises_with_name(tmp_path):
+def test_conversion_plan_missing_shard_raises_naming_the_shard(tmp_path):
     folder, _, _ = sharded(tmp_path)
     (folder / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="model-00002-of-00003"):
@@ -91,7 +91,7 @@ def test_plan_absent_shard_raises_with_name(tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["not in its shard", "in no shard"])
-def test_plan_index_with_wrong_shard_raises_with_tensor(tmp_path, fault):
+def test_conversion_plan_index_with_wrong_shard_raises_naming_the_tensor(tmp_path, fault):
     folder, index, content = sharded(tmp_path)
     shard = content["weight_map"][Q_PROJ]
     if fault == "in no shard":
@@ -103,7 +103,7 @@ def test_plan_index_with_wrong_shard_raises_with_tensor(tmp_path, fault):
         auto.plan(folder)
 
 
-def test_plan_tensor_in_two_shards_raises(tmp_path):
+def test_conversion_plan_tensor_in_two_shards_raises(tmp_path):
     folder, _, content = sharded(tmp_path)
     other = next(s for s in content["weight_map"].values() if s != content["weight_map"][Q_PROJ])
     save_file(stored(folder), folder / other)
@@ -112,7 +112,7 @@ def test_plan_tensor_in_two_shards_raises(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": {}}'])
-def test_plan_damaged_index_raises_with_file(tmp_path, content):
+def test_conversion_plan_damaged_index_raises_naming_the_index(tmp_path, content):
     folder, index, _ = sharded(tmp_path)
     index.write_text(content)
     with pytest.raises(ValueError, match=r"index\.json"):
@@ -120,7 +120,7 @@ def test_plan_damaged_index_raises_with_file(tmp_path, content):
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-def test_plan_missing_file_raises_with_name(tmp_path, missing):
+def test_conversion_plan_missing_config_or_weights_raises_naming_the_file(tmp_path, missing):
     folder = folders.write(tmp_path, TARGET, folders.target_tensors())
     (folder / missing).unlink()
     with pytest.raises(FileNotFoundError, match=missing):

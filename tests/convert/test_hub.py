@@ -23,17 +23,17 @@ def target(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere", "a/b/c"])
-def test_find_path_to_nothing_raises_without_hub(path):
+def test_find_checkpoint_missing_local_path_raises_file_not_found(path):
     with pytest.raises(FileNotFoundError, match=r"nowhere|a/b/c"):
         auto.load_checkpoint(path)
 
 
-def test_find_file_instead_of_folder_raises(target):
+def test_find_checkpoint_file_instead_of_folder_raises(target):
     with pytest.raises(FileNotFoundError, match="got a file"):
         auto.load_checkpoint(target / "config.json")
 
 
-def test_find_hub_id_downloads_bin_files_only_without_safetensors(target, monkeypatch):
+def test_find_checkpoint_hub_id_downloads_bin_files_only_if_there_are_no_safetensors(target, monkeypatch):
     asked = []
 
     def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
@@ -58,7 +58,7 @@ def test_find_hub_id_downloads_bin_files_only_without_safetensors(target, monkey
         (["model.safetensors", "pytorch_model.bin"], ["model.safetensors"]),
     ],
 )
-def test_find_hub_patterns_match_each_kind_of_weights_once(tmp_path, monkeypatch, files, fetched):
+def test_find_checkpoint_hub_id_downloads_only_one_format_of_the_weights(tmp_path, monkeypatch, files, fetched):
     def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         for file in files:
             if any(fnmatch(file, pattern) for pattern in allow_patterns):
@@ -70,7 +70,7 @@ def test_find_hub_patterns_match_each_kind_of_weights_once(tmp_path, monkeypatch
     assert sorted(file.name for file in tmp_path.iterdir()) == fetched
 
 
-def test_find_hub_error_raises_with_name(monkeypatch):
+def test_find_checkpoint_hub_error_raises_naming_the_hub_id(monkeypatch):
     def download(*_, **__):
         raise OSError("offline")
 
@@ -90,7 +90,7 @@ def test_find_hub_error_raises_with_name(monkeypatch):
         (None, None, ()),
     ],
 )
-def test_eos_ids_prefer_generation_config(tmp_path, generation, config, ids):
+def test_eos_ids_come_from_generation_config_before_config(tmp_path, generation, config, ids):
     for name, content in (("generation_config.json", generation), ("config.json", config)):
         if content is not None:
             (tmp_path / name).write_text(json.dumps(content))

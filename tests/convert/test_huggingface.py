@@ -1,4 +1,4 @@
-"""Reading of Hugging Face folders: arrays against the file's tensors, dtypes, tensors that do not match the config."""
+"""Reading Hugging Face folders: arrays against the stored tensors, dtypes, tensors that do not match the config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 # ---- arrays
 
 
-def test_batches_golden_sharded_target_equal_its_tensors(golden):
+def test_conversion_batches_of_golden_sharded_target_equal_the_stored_tensors(golden):
     tensors = stored(golden / "target")
     expected = expected_target(tensors, layers=8)
     expected |= {"embed": tensors["model.embed_tokens.weight"], "head": tensors["lm_head.weight"]}
@@ -31,14 +31,14 @@ def test_batches_golden_sharded_target_equal_its_tensors(golden):
     ("name", "layers", "embedding"),
     [("stories260k", 5, "model.embed_tokens.weight"), ("tinystories656k", 2, "lm_head.weight")],
 )
-def test_batches_tied_embedding_is_read_under_either_name(data, name, layers, embedding):
+def test_conversion_batches_contain_a_tied_embedding_stored_under_either_name(data, name, layers, embedding):
     tensors = stored(data / name)
     assert_same(loaded(data / name), expected_target(tensors, layers) | {"embed": tensors[embedding]})
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=str)
 @pytest.mark.parametrize("piece", [None, 100], ids=["one piece", "many pieces"])
-def test_batches_do_not_depend_on_shards_and_pieces(tmp_path, monkeypatch, dtype, piece):
+def test_conversion_batches_are_equal_for_any_number_of_shards_and_pieces(tmp_path, monkeypatch, dtype, piece):
     tensors = folders.target_tensors(dtype=dtype)
     single = folders.write(tmp_path / "single", TARGET, tensors)
     sharded = folders.write(tmp_path / "sharded", TARGET, tensors, shards=3)
@@ -53,7 +53,7 @@ def test_batches_do_not_depend_on_shards_and_pieces(tmp_path, monkeypatch, dtype
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("shards", [1, 2])
-def test_batches_torch_files_equal_safetensors(tmp_path, dtype, shards):
+def test_conversion_batches_from_torch_files_equal_those_from_safetensors(tmp_path, dtype, shards):
     torch = pytest.importorskip("torch", reason="writes .bin files")
     tensors = folders.target_tensors(dtype=np.dtype(dtype) if dtype != "bfloat16" else BFLOAT16)
     safe = folders.write(tmp_path / "safe", TARGET, tensors)
@@ -74,14 +74,14 @@ def test_batches_torch_files_equal_safetensors(tmp_path, dtype, shards):
     assert_same(loaded(folder), loaded(safe))
 
 
-def test_batches_old_rotary_buffers_are_ignored(tmp_path):
+def test_conversion_batches_omit_old_rotary_buffers(tmp_path):
     tensors = folders.target_tensors()
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
     with_buffer = loaded(folders.write(tmp_path / "a", TARGET, tensors | extra))
     assert_same(with_buffer, loaded(folders.write(tmp_path / "b", TARGET, tensors)))
 
 
-def test_batches_explicit_head_dim_and_target_width_set_shapes(tmp_path):
+def test_conversion_batches_take_shapes_from_head_dim_and_target_hidden_size(tmp_path):
     config = {**TARGET, "head_dim": 8}
     assert loaded(folders.write(tmp_path / "a", config, folders.target_tensors(config)))["layers.0.qkv"].shape == (
         (4 + 2 + 2) * 8,
@@ -95,7 +95,7 @@ def test_batches_explicit_head_dim_and_target_width_set_shapes(tmp_path):
 # ---- dtypes
 
 
-def test_cast_float16_to_bfloat16_rounds_once(tmp_path):
+def test_cast_float16_to_bfloat16_rounds_once_to_nearest_even(tmp_path):
     tensors = folders.target_tensors(dtype=np.float16)
     tensors["lm_head.weight"][0, 0] = 6e-8  # a float16 subnormal
     arrays = loaded(folders.write(tmp_path, TARGET, tensors), "bfloat16")
@@ -105,7 +105,7 @@ def test_cast_float16_to_bfloat16_rounds_once(tmp_path):
     assert arrays["head"].view(np.uint16).tobytes() == nearest_even.tobytes()
 
 
-def test_cast_values_beyond_float16_raises(tmp_path):
+def test_cast_value_too_large_for_float16_raises_naming_the_tensor(tmp_path):
     tensors = folders.target_tensors()
     tensors[Q_PROJ][2, 3] = 1e5
     folder = folders.write(tmp_path, TARGET, tensors)
@@ -114,7 +114,7 @@ def test_cast_values_beyond_float16_raises(tmp_path):
     loaded(folder, "bfloat16")
 
 
-def test_dtype_of_mixed_file_must_be_given(tmp_path):
+def test_conversion_batches_of_mixed_dtypes_raise_unless_a_dtype_is_given(tmp_path):
     tensors = folders.target_tensors() | {"lm_head.weight": np.zeros((40, 16), np.float16)}
     folder = folders.write(tmp_path, TARGET, tensors)
     with pytest.raises(ValueError, match=r"float16.*float32"):
@@ -122,7 +122,7 @@ def test_dtype_of_mixed_file_must_be_given(tmp_path):
     assert {array.dtype for array in loaded(folder, "float32").values()} == {np.dtype(np.float32)}
 
 
-def test_check_integer_weights_raises(tmp_path):
+def test_tensor_check_integer_weights_raises_naming_the_tensor(tmp_path):
     tensors = folders.target_tensors() | {"lm_head.weight": np.zeros((40, 16), np.int8)}
     with pytest.raises(ValueError, match=r"not floating point: lm_head\.weight"):
         auto.plan(folders.write(tmp_path, TARGET, tensors))
@@ -131,7 +131,7 @@ def test_check_integer_weights_raises(tmp_path):
 # ---- tensors that do not match
 
 
-def test_check_lists_all_missing_unknown_and_misshapen_tensors(tmp_path):
+def test_tensor_check_error_lists_all_missing_unknown_and_misshapen_tensors(tmp_path):
     tensors = folders.target_tensors()
     del tensors[Q_PROJ], tensors["model.norm.weight"]
     tensors["model.layers.9.extra.weight"] = np.zeros(3, np.float32)
@@ -145,7 +145,7 @@ def test_check_lists_all_missing_unknown_and_misshapen_tensors(tmp_path):
     assert "lm_head.weight (expected (40, 16), got (41, 16))" in message
 
 
-def test_check_weight_map_with_duplicates_fails_assertion():
+def test_tensor_check_duplicate_tensor_or_parameter_raises_assertion_error():
     tensors = {name: huggingface.Tensor((2,), "float32", Path()) for name in "xy"}
     row = huggingface.stacked
     huggingface.check([row("a", {"x": (2,)}), row("b", {"y": (2,)})], tensors)
@@ -156,7 +156,7 @@ def test_check_weight_map_with_duplicates_fails_assertion():
 
 
 def every_single_fault() -> list:
-    """Each tensor of a target and of heads, removed, misshapen, or copied under a new name."""
+    """One case for each tensor of a target and of heads; the test removes, reshapes or copies that tensor."""
     wholes = {
         "target": (TARGET, folders.target_tensors()),
         "eagle3": (HEAD, folders.head_tensors()),
@@ -171,7 +171,7 @@ def every_single_fault() -> list:
 
 
 @pytest.mark.parametrize(("config", "tensors", "name"), every_single_fault())
-def test_check_any_absent_added_or_misshapen_tensor_raises(tmp_path, config, tensors, name):
+def test_tensor_check_one_absent_added_or_misshapen_tensor_raises_naming_the_tensor(tmp_path, config, tensors, name):
     auto.plan(folders.write(tmp_path / "whole", config, tensors))
     rest = {other: tensor for other, tensor in tensors.items() if other != name}
     faults = {"added": tensors | {f"{name}_copy": tensors[name]}}
@@ -185,7 +185,7 @@ def test_check_any_absent_added_or_misshapen_tensor_raises(tmp_path, config, ten
         assert name in str(error.value)
 
 
-def test_same_tied_head_that_differs_raises(tmp_path):
+def test_tied_output_head_that_differs_from_the_embedding_raises(tmp_path):
     tensors = folders.target_tensors()
     tied = {**TARGET, "tie_word_embeddings": True}
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()

@@ -80,7 +80,7 @@ def test_unflatten_inverts_flatten():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batches", [1, 5])
-def test_save_then_read_gives_the_same_bits(tmp_path, dtype, batches):
+def test_orbax_arrays_saved_and_read_again_have_equal_bits(tmp_path, dtype, batches):
     arrays = parameters(dtype)
     parts = [dict(list(arrays.items())[i::batches]) for i in range(batches)]
     orbax.save(tmp_path / "c", "target", CONFIG, parts)
@@ -94,7 +94,7 @@ def test_save_then_read_gives_the_same_bits(tmp_path, dtype, batches):
 
 @pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("wanted", DTYPES)
-def test_read_arrays_casts_floats_and_keeps_integers(tmp_path, monkeypatch, stored, wanted):
+def test_read_arrays_with_a_dtype_casts_floats_and_keeps_integers(tmp_path, monkeypatch, stored, wanted):
     monkeypatch.setattr(orbax, "READ_AHEAD", 1)  # one array at a time, as for a model of many gigabytes
     arrays = parameters(stored)
     orbax.save(tmp_path / "c", "target", CONFIG, [arrays])
@@ -107,7 +107,7 @@ def test_read_arrays_casts_floats_and_keeps_integers(tmp_path, monkeypatch, stor
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["target", "head", "eagle", "medusa"])
-def test_load_checkpoint_converted_folder_equals_its_source(tmp_path, request, dtype, kind):
+def test_load_checkpoint_of_a_converted_folder_equals_that_of_the_source_folder(tmp_path, request, dtype, kind):
     source, out = request.getfixturevalue(kind), tmp_path / "out"
     assert main([str(source), str(out)]) == 0
     direct, converted = auto.load_checkpoint(source, dtype=dtype), auto.load_checkpoint(out, dtype=dtype)
@@ -116,21 +116,21 @@ def test_load_checkpoint_converted_folder_equals_its_source(tmp_path, request, d
     assert jax.tree.structure(converted.weights) == jax.tree.structure(direct.weights)
 
 
-def test_load_checkpoint_converted_golden_pair_equals_its_source(golden, tmp_path):
+def test_load_checkpoint_of_converted_golden_models_equals_that_of_the_source_folders(golden, tmp_path):
     for name in ("target", "draft_specforge_like"):
         assert main([str(golden / name), str(tmp_path / name)]) == 0
         direct, converted = auto.load_checkpoint(golden / name), auto.load_checkpoint(tmp_path / name)
         assert_same(orbax.flatten(converted.weights), orbax.flatten(direct.weights))
 
 
-def test_convert_command_dtype_is_stored(tmp_path, target):
+def test_convert_command_with_dtype_option_stores_weights_of_that_dtype(tmp_path, target):
     assert main([str(target), str(tmp_path / "c"), "--dtype", "bfloat16"]) == 0
     dtypes = {p.dtype for p in orbax.read_header(tmp_path / "c").parameters.values()}
     assert dtypes == {BFLOAT16}
 
 
 @pytest.mark.parametrize("form", ["source", "converted"])
-def test_load_checkpoint_placement_sets_shardings(target, converted, form):
+def test_load_checkpoint_with_placement_puts_weights_in_the_given_sharding(target, converted, form):
     mesh = jax.make_mesh((1,), ("model",))
     spec = jax.sharding.PartitionSpec("model")
     sharding = jax.sharding.NamedSharding(mesh, spec)
@@ -169,7 +169,7 @@ def failing():
 
 
 @pytest.mark.parametrize("existing", [False, True])
-def test_save_interrupted_leaves_previous_files(tmp_path, existing):
+def test_save_that_fails_leaves_the_previous_files_unchanged(tmp_path, existing):
     folder = tmp_path / "c"
     if existing:
         orbax.save(folder, "target", CONFIG, [parameters()])
@@ -181,7 +181,7 @@ def test_save_interrupted_leaves_previous_files(tmp_path, existing):
         assert_same(orbax.read_arrays(orbax.read_header(folder)), parameters())
 
 
-def test_save_overwrite_replaces_whole_checkpoint(tmp_path):
+def test_save_with_overwrite_replaces_the_whole_checkpoint(tmp_path):
     folder = tmp_path / "c"
     orbax.save(folder, "target", CONFIG, [parameters()])
     with pytest.raises(FileExistsError, match="--overwrite"):
@@ -191,7 +191,7 @@ def test_save_overwrite_replaces_whole_checkpoint(tmp_path):
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_save_overwrite_of_other_folder_raises(tmp_path):
+def test_save_with_overwrite_over_a_folder_of_other_files_raises(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letters").touch()
     with pytest.raises(FileExistsError, match="something else"):
@@ -202,7 +202,7 @@ def test_save_overwrite_of_other_folder_raises(tmp_path):
 # ---- damage
 
 
-def test_read_header_other_version_raises(converted):
+def test_read_header_manifest_of_another_version_raises(converted):
     manifest = json.loads((converted / "jspec.json").read_text())
     (converted / "jspec.json").write_text(json.dumps({**manifest, "version": 99}))
     with pytest.raises(ValueError, match="version 2, got 99"):
@@ -217,7 +217,7 @@ def test_read_header_damaged_manifest_raises(converted, content):
 
 
 @pytest.mark.parametrize("how", ["absent", "truncated", "emptied"])
-def test_read_header_damaged_weights_raises(converted, how):
+def test_load_checkpoint_converted_folder_with_damaged_weights_raises(converted, how):
     if how == "absent":
         shutil.rmtree(converted / "weights")
     else:
@@ -228,7 +228,7 @@ def test_read_header_damaged_weights_raises(converted, how):
         auto.load_checkpoint(converted)
 
 
-def test_read_arrays_values_beyond_float16_raises(tmp_path):
+def test_read_arrays_value_too_large_for_float16_raises_naming_the_array(tmp_path):
     orbax.save(tmp_path / "c", "target", CONFIG, [{"big": np.full(3, 1e5, np.float32), "ok": np.ones(3)}])
     header = orbax.read_header(tmp_path / "c")
     with pytest.raises(ValueError, match=r"65504.* big;"):
@@ -239,13 +239,13 @@ def test_read_arrays_values_beyond_float16_raises(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["source", "converted"])
-def test_load_checkpoint_of_other_kind_raises(head, converted_head, form):
+def test_load_model_from_a_draft_head_folder_raises(head, converted_head, form):
     with pytest.raises(ValueError, match="kind 'target', got 'eagle3'"):
         load.load(head if form == "source" else converted_head)
 
 
 @pytest.mark.parametrize("form", ["source", "converted"])
-def test_load_checkpoint_overrides_apply_to_both_forms(head, converted_head, form):
+def test_load_checkpoint_applies_overrides_to_source_and_converted_folders(head, converted_head, form):
     folder = head if form == "source" else converted_head
     options = dict(feature_layers=(1, 2, 3), norm_before_residual=True, norm_output=True)
     got = auto.load_checkpoint(folder, Overrides(rope_theta=5e5, **options))
@@ -259,14 +259,14 @@ def test_load_checkpoint_overrides_apply_to_both_forms(head, converted_head, for
         auto.load_checkpoint(folder, Overrides(feature_layers=(1, 2)))
 
 
-def test_load_checkpoint_override_false_replaces_stored_true(tmp_path, head):
+def test_load_checkpoint_override_false_replaces_a_stored_true(tmp_path, head):
     out = tmp_path / "out"
     assert main([str(head), str(out), "--norm-output"]) == 0
     assert auto.load_checkpoint(out).config.norm_output
     assert not auto.load_checkpoint(out, Overrides(norm_output=False)).config.norm_output
 
 
-def test_load_checkpoint_override_of_absent_field_raises(tmp_path, eagle, medusa):
+def test_load_checkpoint_override_of_a_field_that_the_kind_lacks_raises(tmp_path, eagle, medusa):
     for name, source in (("eagle", eagle), ("medusa", medusa)):
         assert main([str(source), str(tmp_path / "out" / name)]) == 0
         with pytest.raises(ValueError, match=f"norm_output: .*'{name}'"):
@@ -274,12 +274,12 @@ def test_load_checkpoint_override_of_absent_field_raises(tmp_path, eagle, medusa
     assert auto.load_checkpoint(tmp_path / "out" / "eagle", Overrides(rope_theta=5e5)).config.rope.theta == 5e5
 
 
-def test_load_checkpoint_feature_layers_of_target_raises(converted):
+def test_load_checkpoint_feature_layers_override_for_a_target_raises(converted):
     with pytest.raises(ValueError, match=r"feature_layers.*target"):
         auto.load_checkpoint(converted, Overrides(feature_layers=(1, 2, 3)))
 
 
-def test_load_checkpoint_unknown_dtype_raises_before_reading():
+def test_load_checkpoint_unknown_dtype_raises_before_reading_files():
     with pytest.raises(ValueError, match=r"dtype.*float32, bfloat16, float16.*int8"):
         auto.load_checkpoint("/nowhere", dtype="int8")
 
@@ -288,7 +288,7 @@ def test_load_checkpoint_unknown_dtype_raises_before_reading():
 
 
 @pytest.mark.parametrize("form", ["source", "converted"])
-def test_describe_eagle3_head_lists_its_properties(head, converted_head, form):
+def test_describe_eagle3_head_prints_format_features_vocabulary_and_size(head, converted_head, form):
     text = describe(head if form == "source" else converted_head)
     count = sum(t.size for t in folders.head_tensors().values()) - DRAFT_IDS.size - HEAD["vocab_size"]
     for words in (
@@ -306,7 +306,7 @@ def test_describe_eagle3_head_lists_its_properties(head, converted_head, form):
         assert words in text
 
 
-def test_describe_head_names_its_flags(tmp_path):
+def test_describe_head_with_flags_prints_the_flag_names(tmp_path):
     flags = {"norm_before_residual": True, "norm_output": True, "speculators_model_type": "eagle3"}
     config = {**flags, "draft_vocab_size": 10, "transformer_layer_config": {**TARGET, "num_hidden_layers": 1}}
     text = describe(folders.write(tmp_path, config, folders.head_tensors()))
@@ -314,7 +314,7 @@ def test_describe_head_names_its_flags(tmp_path):
     assert "flags beside plain EAGLE-3: norm_before_residual, norm_output" in text
 
 
-def test_describe_head_without_fusion_names_its_state(tmp_path):
+def test_describe_head_without_fusion_prints_the_one_target_state(tmp_path):
     tensors = folders.head_tensors()
     del tensors["fc.weight"]
     options = {"use_aux_hidden_state": False, "use_last_layernorm": True}
@@ -325,7 +325,7 @@ def test_describe_head_without_fusion_names_its_state(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["source", "converted"])
-def test_describe_eagle1_and_medusa_heads_lists_their_properties(tmp_path, eagle, medusa, form):
+def test_describe_eagle1_and_medusa_heads_prints_format_and_target_state(tmp_path, eagle, medusa, form):
     folder = {"eagle": eagle, "medusa": medusa}
     if form == "converted":
         for name, source in folder.items():
@@ -344,18 +344,18 @@ def test_describe_eagle1_and_medusa_heads_lists_their_properties(tmp_path, eagle
     assert "target state N+1, after the final norm" in text["medusa"]
 
 
-def test_describe_ambiguous_file_says_what_to_pass(tmp_path):
+def test_describe_ambiguous_config_prints_the_override_to_pass(tmp_path):
     text = describe(folders.write(tmp_path, {**HEAD, "norm_output": True}, folders.head_tensors()))
     assert "cannot be loaded: norm_output" in text
     assert "pass norm_output=True" in text
 
 
-def test_describe_unordered_vocabulary_map_says_so(tmp_path):
+def test_describe_head_with_unordered_vocabulary_map_prints_that_it_is_not_monotone(tmp_path):
     tensors = folders.head_tensors() | folders.vocabulary(DRAFT_IDS[::-1])
     assert "not monotone map" in describe(folders.write(tmp_path, HEAD, tensors))
 
 
-def test_describe_reads_no_weights(converted):
+def test_describe_converted_folder_reads_no_weights(converted):
     for file in (converted / "weights").rglob("ocdbt.process_*/d/*"):
         file.write_bytes(bytes(file.stat().st_size))
     text = describe(converted)
@@ -364,7 +364,7 @@ def test_describe_reads_no_weights(converted):
     assert "cannot be loaded" not in text
 
 
-def test_describe_unloadable_folder_gives_the_reason(tmp_path):
+def test_describe_unloadable_folder_prints_the_reason(tmp_path):
     tensors = folders.target_tensors()
     del tensors["model.norm.weight"]
     text = describe(folders.write(tmp_path, TARGET, tensors))

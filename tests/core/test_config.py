@@ -1,4 +1,4 @@
-"""Config records: reading a config.json, refusals with their messages, JSON."""
+"""Config records: reading a config.json, error messages, JSON."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def test_read_config_explicit_head_dim_is_kept():
     ids=["transformers 4", "old type key", "transformers 5", "both"],
 )
 @pytest.mark.parametrize("read", READERS)
-def test_read_rope_every_spelling_gives_the_same_scaling(spelling, read):
+def test_read_config_every_spelling_of_llama3_rope_yields_equal_scaling(spelling, read):
     assert read({**TARGET, **spelling}).rope == SCALED
 
 
-def test_read_config_of_transformers_file_gives_its_sizes(tmp_path):
+def test_read_config_of_a_file_saved_by_transformers_has_the_saved_sizes(tmp_path):
     transformers = pytest.importorskip("transformers")
     saved = transformers.LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
@@ -89,14 +89,14 @@ def test_read_config_of_transformers_file_gives_its_sizes(tmp_path):
     ],
 )
 @pytest.mark.parametrize("read", READERS)
-def test_read_config_unsupported_option_raises_with_name(change, named, read):
+def test_read_config_unsupported_option_raises_naming_the_option(change, named, read):
     with pytest.raises(NotImplementedError, match=named) as error:
         read({**TARGET, **change})
     assert "expected" in str(error.value)
 
 
 @pytest.mark.parametrize("read", READERS)
-def test_read_config_missing_keys_raises_with_all(read):
+def test_read_config_missing_keys_raises_naming_all_of_them(read):
     with pytest.raises(ValueError, match="hidden_size, rms_norm_eps"):
         read(without(TARGET, "hidden_size", "rms_norm_eps"))
 
@@ -113,12 +113,12 @@ def test_read_config_missing_keys_raises_with_all(read):
         ({"rope_scaling": LLAMA3, "rope_parameters": {**LLAMA3, "factor": 4.0}}, "agree"),
     ],
 )
-def test_read_config_impossible_value_raises_with_name(change, named):
+def test_read_config_impossible_value_raises_naming_the_field(change, named):
     with pytest.raises(ValueError, match=named):
         read_config({**TARGET, **change})
 
 
-def test_read_rope_two_bases_raises_without_override():
+def test_read_config_two_different_rope_bases_raises_unless_overridden():
     config = {**TARGET, "rope_theta": 10000.0, "rope_parameters": {"rope_theta": 500000.0}}
     with pytest.raises(ValueError, match="rope_theta"):
         read_config(config)
@@ -136,7 +136,7 @@ def test_read_rope_two_bases_raises_without_override():
     ],
     ids=["target", "EAGLE-3", "EAGLE-3 with options", "EAGLE-1", "Medusa"],
 )
-def test_from_json_inverts_to_json(config):
+def test_config_from_json_inverts_to_json(config):
     assert type(config).from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
@@ -161,7 +161,7 @@ FLAT_EAGLE = {
 }  # fmt: skip
 
 
-def test_from_json_flat_manifest_gives_layers() -> None:
+def test_config_from_json_of_flat_manifest_builds_layer_records() -> None:
     rope = Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
     layer = LayerConfig(GQA(4, 2, 4, rope=rope), Dense(24))
     model = ModelConfig.from_json(FLAT_MODEL)
@@ -184,13 +184,13 @@ def test_from_json_flat_manifest_gives_layers() -> None:
         (LayerConfig(GQA(4, 2, 4), Dense(24), norms="sandwich"), "norms"),
     ],
 )
-def test_layer_config_that_is_not_computed_raises_with_name(layer, named):
+def test_model_config_with_unsupported_layer_option_raises_naming_the_option(layer, named):
     config = ModelConfig.from_json(FLAT_MODEL)
     with pytest.raises(NotImplementedError, match=f"^{named}: expected"):
         replace(config, layers=(*config.layers, layer))
 
 
-def test_model_config_with_layers_that_differ_is_hashable_and_has_no_flat_form():
+def test_model_config_with_different_layers_is_hashable_and_to_json_raises():
     config = ModelConfig.from_json(FLAT_MODEL)
     wide = replace(config.layers[0], mlp=Dense(32))
     mixed = replace(config, layers=(*config.layers, wide))

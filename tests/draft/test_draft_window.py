@@ -35,7 +35,7 @@ DRAFTERS: dict[str, Drafter] = {
 
 
 def run(drafter: Drafter | None, **options: Any) -> Completion:
-    """Decode the prompt, prefilled in chunks that end inside a page."""
+    """Decode the prompt after a prefill in chunks that end inside a page."""
     options |= dict(slots=1, max_len=40, page_size=4, buckets=(1,), prefill_buckets=(6,))
     options |= dict(prefix_cache=False, controls=False)
     with Engine(TARGET, drafter=drafter, **options) as engine:
@@ -45,7 +45,7 @@ def run(drafter: Drafter | None, **options: Any) -> Completion:
 
 @cache
 def completed(name: str) -> Completion:
-    """The completion; the engine sets the window where the drafter has none."""
+    """Decode with a named drafter; the engine's option sets the window if the drafter has none."""
     drafter = DRAFTERS[name]
     return run(drafter, **({} if drafter.draft_window else {"draft_window": WINDOW}))
 
@@ -137,20 +137,20 @@ def differences(name: str, window: int) -> np.ndarray:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * name.endswith("dynamic")) for name in DRAFTERS]
 )
-def test_draft_window_scores_equal_dense_attention_with_sliding_mask(name: str) -> None:
-    """Control: a window of one token more or less gives other scores."""
+def test_draft_window_scores_equal_those_of_dense_attention_with_sliding_mask(name: str) -> None:
+    """Negative control: a window of one token more or less leads to other scores."""
     assert differences(name, WINDOW).max() < 2e-4
     for other in (WINDOW - 1, WINDOW + 1):
         assert np.median(differences(name, other)) > 1e-3
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_draft_window_tokens_equal_plain_decoding(name: str) -> None:
+def test_engine_with_draft_window_emits_tokens_of_plain_decoding(name: str) -> None:
     assert completed(name).token_ids == plain()
 
 
 @pytest.mark.parametrize("window", [0, -1, 3, 2.0, True])
-def test_draft_window_smaller_than_tree_raises(window: Any) -> None:
+def test_draft_window_smaller_than_the_tree_or_not_an_int_raises(window: Any) -> None:
     head, eagle1 = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2)), tiny.eagle1_head(TARGET)
     for make in (
         lambda: Eagle3(head, CHAIN, draft_window=window),
@@ -164,7 +164,7 @@ def test_draft_window_smaller_than_tree_raises(window: Any) -> None:
 
 
 @pytest.mark.parametrize("drafter", [None, NGram(CHAIN), Medusa(tiny.medusa_heads(TARGET, heads=3), CHAIN)])
-def test_draft_window_of_drafter_without_cache_raises(drafter: Drafter | None) -> None:
+def test_draft_window_for_a_drafter_without_kv_cache_raises(drafter: Drafter | None) -> None:
     with pytest.raises(ValueError, match=r"draft_window: expected a drafter with a window .* leave it out"):
         Engine(TARGET, drafter=drafter, draft_window=8)
 
@@ -173,8 +173,8 @@ LONG, NEW = 16_400, 12
 
 
 @pytest.mark.matrix
-def test_draft_long_context_tokens_equal_plain_decoding() -> None:
-    """At a context longer than any head was trained on, with and without a window; rotary positions have no limit."""
+def test_engine_with_drafter_at_16400_tokens_emits_tokens_of_plain_decoding() -> None:
+    """The context is longer than any that heads were trained on; one drafter has a window and one has none."""
     target = tiny.model(16, layers=1, seed=3)
     prompt = np.random.default_rng(0).integers(0, 16, LONG).tolist()
     head = tiny.eagle_head(target, draft_vocab=12, feature_layers=(0, 1))

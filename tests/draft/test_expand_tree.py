@@ -25,7 +25,7 @@ PRIME = 100003
 
 
 def table(kind: str) -> np.ndarray:
-    """Logits after each of 512 hashed texts."""
+    """Logits [512, vocab]: one row for each of 512 hashes of a text."""
     rng = np.random.default_rng(0)
     if kind == "equal":
         return np.zeros((512, VOCAB), np.float32)
@@ -36,7 +36,7 @@ def table(kind: str) -> np.ndarray:
 
 
 def place(text: tuple[int, ...]) -> int:
-    """A hash that can be updated token by token."""
+    """The hash of a text, which can be updated token by token."""
     value = 7
     for token in text:
         value = (value * 31 + token + 1) % PRIME
@@ -44,7 +44,7 @@ def place(text: tuple[int, ...]) -> int:
 
 
 def run(tree: Tree, logits: np.ndarray, roots: list[int]) -> ExpandedTree:
-    """The code under test, with a model whose state is the hash of each fed node's text."""
+    """Expand trees with a model whose state is the hash of each fed node's text."""
     view = view_of_rows(roots)
     start = jnp.asarray([[place((root,))] for root in roots])
 
@@ -68,7 +68,7 @@ def children(text: tuple[int, ...], logits: np.ndarray) -> list[tuple[float, int
 
 
 def dynamic(tree: Tree, logits: np.ndarray, root: int) -> list[tuple[tuple[int, ...], float]]:
-    """EAGLE-2 by its paper: texts of the chosen nodes with their scores, in candidate order."""
+    """EAGLE-2 as its paper defines it: the texts of the chosen nodes with their scores, in candidate order."""
     beam, candidates = [((root,), 0.0)], []
     for _ in range(tree.depth):
         level = [((*text, t), s + p) for text, s in beam for p, t in children(text, logits)[: tree.k]]
@@ -92,7 +92,7 @@ KINDS = [(tree, kind) for tree in TREES for kind in ("random", "coarse", "equal"
 
 
 @pytest.mark.parametrize(("tree", "kind"), KINDS, ids=str)
-def test_expand_tree_random_and_tied_logits_equal_definition(tree: Tree, kind: str) -> None:
+def test_expand_tree_with_random_or_tied_logits_equals_plain_python_definition(tree: Tree, kind: str) -> None:
     logits, roots = table(kind), [3, 5, 11]
     expanded = run(tree, logits, roots)
     for row, root in enumerate(roots):
@@ -105,7 +105,7 @@ def test_expand_tree_random_and_tied_logits_equal_definition(tree: Tree, kind: s
 
 
 def read(expanded: ExpandedTree, row: int) -> list[tuple[int, ...]]:
-    """The text of every node; checks the contract of a draft."""
+    """Return the text of every node after checking that parents come first and that siblings differ."""
     tokens, parents = np.asarray(expanded.draft.tokens[row]), np.asarray(expanded.draft.parents[row])
     assert parents[0] == -1
     assert (parents[1:] < np.arange(1, len(parents))).all()
@@ -118,7 +118,7 @@ def read(expanded: ExpandedTree, row: int) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("tree", TREES, ids=str)
-def test_expand_tree_bits_are_rows_of_ancestors(tree: Tree) -> None:
+def test_expand_tree_mask_bits_of_each_node_mark_the_rows_of_ancestors(tree: Tree) -> None:
     """The bits of every fed level equal the rows of its ancestors; the returned rows equal those fed."""
     logits, seen, texts_of_row = table("random"), [], {}
 
@@ -149,7 +149,7 @@ def test_expand_tree_bits_are_rows_of_ancestors(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize("accept", ["rejection", "block"])
-def test_child_chooser_drawn_siblings_follow_probs_without_replacement(accept: str) -> None:
+def test_child_chooser_draws_siblings_by_draft_probs_without_replacement(accept: str) -> None:
     """The first draw has the returned probabilities, the second those without the first token."""
     rows = 4000
     logits = jnp.broadcast_to(jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05])), (rows, 1, 4))
@@ -166,7 +166,7 @@ def test_child_chooser_drawn_siblings_follow_probs_without_replacement(accept: s
     assert (pairs[:, 0] != pairs[:, 1]).all()
 
 
-def test_child_chooser_coupled_first_child_is_target_token() -> None:
+def test_child_chooser_first_child_under_coupled_is_the_target_token() -> None:
     """With equal distributions the target's own token is the first child, for every seed."""
     rows, vocab = 64, 9
     logits = jax.random.normal(jax.random.key(0), (rows, 1, vocab))
@@ -180,8 +180,8 @@ def test_child_chooser_coupled_first_child_is_target_token() -> None:
 
 
 @pytest.mark.parametrize("has_map", [False, True])
-def test_child_chooser_one_coupled_child_equals_first_of_several(has_map: bool) -> None:
-    """A single child is drawn by a kernel without noise in memory; the batch has greedy and sampled rows."""
+def test_child_chooser_single_child_under_coupled_equals_first_of_three(has_map: bool) -> None:
+    """A kernel that keeps no noise in memory draws a single child; the batch has greedy and sampled rows."""
     rows, fed, vocab = 32, 2, 50
     to_target = jax.random.permutation(jax.random.key(1), 4 * vocab)[:vocab].astype(jnp.int32) if has_map else None
     logits = jax.random.normal(jax.random.key(0), (rows, fed, vocab))
@@ -197,7 +197,7 @@ def test_child_chooser_one_coupled_child_equals_first_of_several(has_map: bool) 
     assert (np.asarray(one) != another)[1::2].any(), "control: noise of another position"
 
 
-def test_expand_tree_vocabulary_map_is_applied() -> None:
+def test_expand_tree_with_vocabulary_map_drafts_target_ids() -> None:
     to_target = jnp.asarray([3, 6, 7])
     logits = jnp.asarray([[[[0.0, 5.0, 3.0]]]])
 

@@ -63,7 +63,7 @@ LAYOUTS = ["specforge", "modelopt", "speculators", "speculators, names as ModelO
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_plan_every_layout_gives_the_same_head(golden, tmp_path, layout):
+def test_eagle3_head_in_every_exporters_layout_loads_equal_tensors_and_config(golden, tmp_path, layout):
     folder = golden / "draft_specforge_like"
     tensors, original = stored(folder), json.loads((folder / "config.json").read_text())
     config, written = layouts(original, tensors)[layout]
@@ -78,7 +78,7 @@ def test_plan_every_layout_gives_the_same_head(golden, tmp_path, layout):
     assert ours == theirs
 
 
-def test_plan_golden_specforge_layout_gives_the_official_head(golden):
+def test_eagle3_golden_head_in_specforge_layout_equals_the_official_head(golden):
     pytest.importorskip("torch", reason="the official head is a .bin")
     official, other = auto.plan(golden / "draft"), auto.plan(golden / "draft_specforge_like")
     arrays = loaded(other.folder)
@@ -91,7 +91,7 @@ def test_plan_golden_specforge_layout_gives_the_official_head(golden):
     assert other.config.rope == official.config.rope
 
 
-def test_plan_swapped_norms_change_the_head(golden, tmp_path):
+def test_eagle3_head_with_swapped_norm_tensors_loads_other_tensors(golden, tmp_path):
     """Negative control: the first layer's two norms have the same shape and differ only in name."""
     folder = golden / "draft_specforge_like"
     tensors = stored(folder)
@@ -106,7 +106,7 @@ def rows_by_target_id(arrays: dict[str, Any]) -> dict[int, bytes]:
     return {int(i): row.tobytes() for i, row in zip(arrays["draft_to_target"], arrays["head"], strict=True)}
 
 
-def test_plan_modelopt_vocabulary_by_frequency_gives_the_same_map(golden, tmp_path):
+def test_modelopt_head_with_permuted_vocabulary_loads_equal_rows_per_target_id(golden, tmp_path):
     folder = golden / "draft_specforge_like"
     tensors, config = stored(folder), json.loads((folder / "config.json").read_text())
     ids = np.arange(72) + tensors["d2t"]
@@ -127,7 +127,7 @@ def test_plan_modelopt_vocabulary_by_frequency_gives_the_same_map(golden, tmp_pa
 # ---- tensors of every option
 
 
-def test_plan_eagle3_optional_tensors_are_read(tmp_path):
+def test_eagle3_head_with_all_optional_tensors_loads_them_and_raises_if_one_is_missing(tmp_path):
     config = {**TARGET, "model_type": "qwen3", "num_hidden_layers": 2, "draft_vocab_size": 10, "head_dim": 8}
     options = {"target_hidden_size": 20, "fc_norm": True, "norm_output": True, "qkv_bias": True, IDS: [0, 1, 2, 3]}
     outer = wrapped(config, **options)
@@ -159,13 +159,13 @@ def test_plan_eagle3_optional_tensors_are_read(tmp_path):
             auto.plan(folders.write(tmp_path / "part", outer, without(tensors, name)))
 
 
-def test_plan_norm_before_fc_is_read(tmp_path):
+def test_eagle3_head_with_norm_before_fc_loads_the_input_norm(tmp_path):
     tensors = folders.head_tensors() | random_tensors({"input_norm.weight": (48,)})
     arrays = loaded(folders.write(tmp_path, {**HEAD, "eagle_config": {"norm_before_fc": True}}, tensors))
     assert_same(arrays, expected_head(tensors) | {"input_norm": tensors["input_norm.weight"]})
 
 
-def test_plan_head_without_fusion_has_no_fc(tmp_path):
+def test_eagle3_head_without_fusion_loads_without_fc_and_raises_if_fc_is_present(tmp_path):
     config = {**HEAD, "eagle_config": {"use_aux_hidden_state": False}}
     tensors = folders.head_tensors()
     arrays = loaded(folders.write(tmp_path / "a", config, without(tensors, "fc.weight")))
@@ -175,7 +175,7 @@ def test_plan_head_without_fusion_has_no_fc(tmp_path):
 
 
 @pytest.mark.parametrize("states", [(1, 2), (1, 2, 3, 4)])
-def test_plan_feature_layers_of_wrong_count_raises(tmp_path, states):
+def test_eagle3_head_with_wrong_number_of_feature_layers_raises(tmp_path, states):
     folder = folders.write(tmp_path, HEAD, folders.head_tensors())
     with pytest.raises(ValueError, match=r"fc\.weight \(expected \(16, \d+\), got \(16, 48\)\)"):
         loaded(folder, feature_layers=states)
@@ -186,7 +186,7 @@ def test_plan_feature_layers_of_wrong_count_raises(tmp_path, states):
 
 @pytest.mark.parametrize("changes", [{}, {"bias": False}, {"num_hidden_layers": 2}, {"qkv_bias": True}], ids=str)
 @pytest.mark.parametrize("form", ["official", "with embedding", "vllm"])
-def test_plan_eagle1_head_is_read(tmp_path, changes, form):
+def test_eagle1_head_of_each_format_loads_its_tensors(tmp_path, changes, form):
     config = {**EAGLE, **changes}
     tensors = folders.eagle_tensors(config)
     if changes.get("qkv_bias"):
@@ -212,7 +212,7 @@ def test_plan_eagle1_head_is_read(tmp_path, changes, form):
     assert_same(loaded(folder), expected)
 
 
-def test_plan_golden_eagle1_head_equals_its_tensors(golden):
+def test_eagle1_golden_head_loads_the_stored_tensors(golden):
     tensors = stored(golden / "eagle1" / "draft")
     plan = auto.plan(golden / "eagle1" / "draft")
     expected = {"fc": tensors["fc.weight"], "fc_bias": tensors["fc.bias"], **block(tensors, "layers.0", "layers.0")}
@@ -221,7 +221,7 @@ def test_plan_golden_eagle1_head_equals_its_tensors(golden):
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "layers.0.input_layernorm.weight", "norm.weight"])
-def test_plan_eagle1_head_with_extra_tensor_raises(tmp_path, name):
+def test_eagle1_head_with_extra_tensor_raises_naming_the_tensor(tmp_path, name):
     tensors = folders.eagle_tensors() | random_tensors({name: (40, 16) if "lm_head" in name else (16,)})
     with pytest.raises(ValueError, match=f"unknown: {name}"):
         auto.plan(folders.write(tmp_path, EAGLE, tensors))
@@ -247,7 +247,7 @@ def test_plan_eagle1_head_with_extra_tensor_raises(tmp_path, name):
         ({}, "model.layers.3.eh_proj.weight", "MTP"),
     ],
 )
-def test_kind_of_other_method_raises_with_name(tmp_path, config, extra, named):
+def test_conversion_plan_unsupported_draft_method_raises_naming_the_method(tmp_path, config, extra, named):
     tensors = folders.head_tensors() | ({extra: np.zeros(3, np.float32)} if extra else {})
     with pytest.raises(NotImplementedError, match=named):
         auto.plan(folders.write(tmp_path, {**HEAD, **config}, tensors))
@@ -263,7 +263,7 @@ def test_kind_of_other_method_raises_with_name(tmp_path, config, extra, named):
         ("medusa", {"rope_theta": 1e4}),
     ],
 )
-def test_plan_override_of_absent_field_raises(tmp_path, kind, given):
+def test_conversion_plan_override_of_a_field_that_the_kind_lacks_raises(tmp_path, kind, given):
     config, tensors = {
         "target": (TARGET, folders.target_tensors()),
         "eagle": (EAGLE, folders.eagle_tensors()),
@@ -279,14 +279,14 @@ def test_plan_override_of_absent_field_raises(tmp_path, kind, given):
 
 
 @pytest.mark.parametrize("order", ["ascending", "shuffled"])
-def test_draft_to_target_offsets_give_ids_in_any_order(tmp_path, order):
+def test_draft_to_target_offsets_become_target_ids_in_any_order(tmp_path, order):
     ids = DRAFT_IDS if order == "ascending" else np.random.default_rng(1).permutation(DRAFT_IDS)
     tensors = folders.head_tensors() | folders.vocabulary(ids)
     assert loaded(folders.write(tmp_path, HEAD, tensors))["draft_to_target"].tolist() == ids.tolist()
 
 
 @pytest.mark.parametrize("member", [True, False])
-def test_plan_whole_vocabulary_head_needs_no_offsets(tmp_path, member):
+def test_whole_vocabulary_head_without_offsets_maps_each_id_to_itself(tmp_path, member):
     config = {**HEAD, "draft_vocab_size": 40}
     tensors = folders.head_tensors() | {"lm_head.weight": np.zeros((40, 16), np.float32)}
     del tensors["d2t"], tensors["t2d"]
@@ -295,7 +295,7 @@ def test_plan_whole_vocabulary_head_needs_no_offsets(tmp_path, member):
     assert loaded(folders.write(tmp_path, config, tensors))["draft_to_target"].tolist() == list(range(40))
 
 
-def test_plan_whole_vocabulary_head_may_lack_output_head(tmp_path):
+def test_whole_vocabulary_head_without_output_head_loads(tmp_path):
     tensors = without(folders.head_tensors(), "lm_head.weight", "d2t", "t2d")
     arrays = loaded(folders.write(tmp_path / "whole", {**HEAD, "draft_vocab_size": 40}, tensors))
     assert "head" not in arrays
@@ -304,7 +304,7 @@ def test_plan_whole_vocabulary_head_may_lack_output_head(tmp_path):
         auto.plan(folders.write(tmp_path / "part", HEAD, tensors))
 
 
-def test_plan_whole_vocabulary_head_may_permute_ids(tmp_path):
+def test_whole_vocabulary_head_with_permuted_ids_keeps_the_permutation(tmp_path):
     ids = np.random.default_rng(2).permutation(40)
     tensors = folders.head_tensors() | {"lm_head.weight": np.zeros((40, 16), np.float32)} | folders.vocabulary(ids)
     arrays = loaded(folders.write(tmp_path, {**HEAD, "draft_vocab_size": 40}, tensors))
@@ -325,7 +325,7 @@ def wrong_vocabularies() -> dict[str, tuple[dict[str, np.ndarray], str]]:
 
 
 @pytest.mark.parametrize("case", wrong_vocabularies())
-def test_draft_to_target_wrong_map_raises(tmp_path, case):
+def test_draft_to_target_invalid_map_raises_naming_the_fault(tmp_path, case):
     change, named = wrong_vocabularies()[case]
     with pytest.raises(ValueError, match=named):
         loaded(folders.write(tmp_path, HEAD, folders.head_tensors() | change))

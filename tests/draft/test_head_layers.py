@@ -41,7 +41,7 @@ def two_layers() -> EagleHead:
 
 
 def scores(chunk: int, fill: float) -> list[np.ndarray]:
-    """The draft scores of every round, for prompts in chunks of a size and a cache filled with a value before."""
+    """The draft scores of every round, for prompts in chunks of ``chunk`` tokens and a cache filled with ``fill``."""
     engine = Engine(
         TARGET,
         drafter=Eagle3(two_layers(), Tree.topk(6, 3, 2)),
@@ -61,7 +61,7 @@ def scores(chunk: int, fill: float) -> list[np.ndarray]:
     return [np.concatenate([one.scores for one in completion.rounds or []]) for completion in done]
 
 
-def test_eagle3_two_layers_scores_do_not_depend_on_chunks_or_old_cache() -> None:
+def test_two_layer_eagle3_scores_depend_neither_on_prefill_chunks_nor_on_old_cache() -> None:
     for one, other in zip(scores(16, 0.0), scores(3, np.nan), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
@@ -69,7 +69,7 @@ def test_eagle3_two_layers_scores_do_not_depend_on_chunks_or_old_cache() -> None
 def projected(
     head: EagleHead, tokens: np.ndarray, features: jnp.ndarray, ids: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Residual and projection of pairs.
+    """Residual and projection of (token, feature) pairs.
 
     Args:
         ids: draft ids of the tokens, for `project_draft_tokens`; None: `project_inputs`.
@@ -143,7 +143,7 @@ def drafts(head: EagleHead, tree: Tree, *, table: bool) -> tuple[np.ndarray, np.
 @pytest.mark.long
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 @pytest.mark.parametrize("norm_output", [False, True])
-def test_precomputed_first_layer_drafts_equal_those_without(norm_output: bool, norm_before_residual: bool) -> None:
+def test_eagle3_precomputed_first_layer_leaves_drafts_unchanged(norm_output: bool, norm_before_residual: bool) -> None:
     head, rng = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2)), np.random.default_rng(3)
     norms = [jnp.asarray(rng.uniform(0.5, 1.5, head.config.hidden_size), "float32") for _ in range(3)]
     layer = head.layers[0].replace(input_norm=norms[0], hidden_norm=norms[1])
@@ -158,15 +158,17 @@ def test_precomputed_first_layer_drafts_equal_those_without(norm_output: bool, n
     assert np.abs(drafts(other, tree, table=True)[1] - scores).max() > 1e-2
 
 
-def test_precompute_first_layer_whole_vocabulary_is_skipped() -> None:
-    """A table of the whole vocabulary would be larger than the head."""
+def test_eagle3_whole_vocabulary_head_is_not_precomputed() -> None:
+    """Precomputed projections of the whole vocabulary would be larger than the head."""
     head = tiny.eagle_head(TARGET, draft_vocab=16, feature_layers=(0, 2))
     assert Eagle3(head, Tree.chain(2)).bind(TARGET).precomputed is None
 
 
 @pytest.mark.parametrize("norm_output", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_mlp_part_quantised_norms_equal_later_quantisation(norm_output: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norm's kernel quantises its output unless that is fed back; with two layers also between layers."""
+def test_fp8_head_drafts_are_equal_with_and_without_quantisation_in_the_norm_kernel(
+    norm_output: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm's kernel quantises its output unless the output is fed back; with two layers also between the layers."""
     head = quantize_weights(two_layers(), "fp8_dynamic")
     head = head.replace(config=replace(head.config, norm_output=norm_output))
     tree, seen, in_head = Tree.topk(6, 3, 2), [], []

@@ -49,7 +49,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "tree"), CASES)
-def test_draft_random_requests_equals_oracle(method: str, tree: str) -> None:
+def test_lookup_drafts_of_random_requests_equal_the_oracle(method: str, tree: str) -> None:
     assert run_random_requests(DRAFTERS[method](TREES[tree])) > 60
 
 
@@ -75,7 +75,7 @@ def other_order(tokens: Any, *, by_count: bool) -> Any:
 
 
 def without_gaps(history: Any, view: Any, batch: Any) -> Any:
-    """The tokens of the slot's last request stay after the chunk."""
+    """Leave the tokens of the slot's previous request after the chunk."""
     slots = jnp.broadcast_to(view.slots[:, None], batch.tokens.shape)
     places = jnp.where(batch.valid, batch.positions, history.shape[1])
     return history.at[slots, places].set(batch.tokens, mode="drop")
@@ -94,7 +94,7 @@ def never_appended(corpus: Any, history: Any, view: Any, batch: Any) -> Any:
 
 
 def texts_joined(corpus: Any, history: Any, view: Any, batch: Any) -> Any:
-    """Without the gap after each text."""
+    """Append each text without the gap after it."""
     appended = append_to_corpus(corpus, history, view, batch)
     return jnp.where(jnp.any(appended != corpus), jnp.roll(appended, 1), appended)
 
@@ -125,7 +125,7 @@ def no_preference(history: Any, corpus: Any, view: Any) -> Any:
         ("engine", suffix, "search_text", no_preference),
     ],
 )
-def test_draft_with_a_wrong_part_differs_from_oracle(
+def test_lookup_drafts_with_a_faulty_function_differ_from_the_oracle(
     method: str, module: Any, name: str, wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = DRAFTERS[method](GAPS)
@@ -136,7 +136,7 @@ def test_draft_with_a_wrong_part_differs_from_oracle(
 
 @pytest.mark.parametrize("groups", [None, 8])
 @pytest.mark.parametrize("texts", [1, 3])
-def test_find_ngram_matches_random_texts_returns_best_of_each_group(
+def test_find_ngram_matches_on_random_texts_returns_the_best_match_of_each_group(
     texts: int, groups: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if groups is not None:
@@ -173,7 +173,7 @@ def constants(function: Callable[..., Any], *arguments: Any) -> int:
 
 
 @pytest.mark.parametrize("method", DRAFTERS)
-def test_draft_state_is_no_constant_of_the_program(method: str) -> None:
+def test_lookup_draft_program_does_not_contain_the_state_as_a_constant(method: str) -> None:
     drafter, view = DRAFTERS[method](GAPS), view_of([0], [5], [1], [True])
     state = drafter.init((), POOL)
     assert constants(lambda s: drafter.draft((), s, view_of([0], [5], [1], [True])), state) < 5 * GAPS.nodes
@@ -204,8 +204,8 @@ def engine_of(name: str) -> Engine:
 
 
 @pytest.mark.parametrize("name", ["chain", "static", "topk"])
-def test_engine_lookup_drafters_are_lossless_and_drafts_are_accepted(name: str, plain: Engine) -> None:
-    """More prompts than slots, which reuses slots; every prompt greedy and sampled."""
+def test_engine_with_lookup_drafter_is_lossless_and_accepts_drafts(name: str, plain: Engine) -> None:
+    """Slots are reused because there are more prompts than slots; every prompt is decoded greedily and sampled."""
     engine = engine_of(name)
     before = engine.metrics.num_accepted_tokens
 

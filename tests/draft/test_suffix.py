@@ -26,7 +26,7 @@ def test_suffix_without_a_match_drafts_nothing() -> None:
     assert draft.valid.sum() == 1 and draft.parents.tolist() == [[-1] * tree.nodes]
 
 
-def test_suffix_full_corpus_drops_oldest_tokens_and_matches_end_at_gaps() -> None:
+def test_suffix_full_corpus_drops_oldest_tokens_and_drafts_stop_at_text_ends() -> None:
     run = LookupRun(Suffix(Tree.chain(3), max_n=2, min_n=2, scope="engine", corpus_tokens=8))
     for first in (10, 20, 30, 40):
         run.prompt(0, [first, first + 1, first + 2], first + 3)
@@ -38,10 +38,10 @@ def test_suffix_full_corpus_drops_oldest_tokens_and_matches_end_at_gaps() -> Non
 
 
 @pytest.mark.parametrize("grouped", [True, False])
-def test_suffix_large_corpus_takes_few_kernels_and_one_score_a_position(
+def test_suffix_program_for_a_large_corpus_has_under_30_kernels_and_one_score_per_position(
     grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled for an H200: one graph, in place. A full sort, the control, takes more kernels and more memory."""
+    """The program is one graph and works in place; a full sort, the negative control, needs more kernels and memory."""
     monkeypatch.setattr(lookup, "GROUPS", lookup.GROUPS if grouped else 2**20)
     drafter, rows = Suffix(Tree.topk(9, 3, 2), scope="engine", corpus_tokens=2**18), [0] * 8
     state = jax.eval_shape(lambda: drafter.init((), POOL))
@@ -63,6 +63,6 @@ def test_suffix_large_corpus_takes_few_kernels_and_one_score_a_position(
         (lambda: Suffix(scope="engine", corpus_tokens=2**26).init((), POOL), "lower max_n or corpus_tokens"),
     ],
 )
-def test_suffix_wrong_option_raises(make: Callable[[], Any], message: str) -> None:
+def test_suffix_invalid_option_raises(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make()

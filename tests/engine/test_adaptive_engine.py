@@ -1,4 +1,4 @@
-"""Engines that choose the draft depth: tokens do not depend on it, and draft caches stay whole."""
+"""Engines that choose the draft depth: tokens do not depend on the depth, and draft caches stay complete."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def head(target: Model) -> Any:
 DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
     "eagle3": lambda target: Eagle3(head(target), Tree.topk(12, 3, 4)),
     "medusa": lambda target: Medusa(tiny.medusa_heads(target, 3), STATIC),
-    "draft model": lambda target: DraftModel(target, STATIC),  # the target itself: right wherever its cache is complete
+    "draft model": lambda target: DraftModel(target, STATIC),  # the target: right drafts if its cache is complete
     "n-gram": lambda target: NGram(Tree.chain(3)),
     "suffix": lambda target: Suffix(Tree.topk(6, 3, 2), max_n=4, scope="engine", corpus_tokens=64),
 }
@@ -99,7 +99,9 @@ def generate(one: Engine, policy: Policy, temperature: float, prompts: Sequence[
 
 
 @pytest.mark.parametrize(("name", "temperature"), cover.checkerboard(DRAFTERS, (0.0, 1.0)))
-def test_tokens_any_choice_of_depths_are_equal(name: str, temperature: float, compilations: list[str]) -> None:
+def test_adaptive_engine_with_any_sequence_of_depths_emits_tokens_of_plain_decoding(
+    name: str, temperature: float, compilations: list[str]
+) -> None:
     expected = [done.token_ids for done in generate(small.plain(), Fixed(0), temperature)]
     one, depths = engine(name), DEPTHS_OF.get(name, (0, 3))
     generate(one, Fixed(3), temperature)
@@ -114,7 +116,7 @@ def test_tokens_any_choice_of_depths_are_equal(name: str, temperature: float, co
 
 
 def wipe(one: Engine) -> None:
-    """Clear the draft's caches: a repeated request may get the same pages."""
+    """Clear the page pool and the draft's caches, because a repeated request may get the same pages."""
     one.scheduler.pages.clear()
     state = one.core.runner.state
     if hasattr(state.draft, "cache"):
@@ -123,7 +125,7 @@ def wipe(one: Engine) -> None:
 
 
 def resumed(one: Engine, prompt: list[int], pause: int, temperature: float) -> tuple[list[int], list[int]]:
-    """Accepted tokens of the rounds after the first ``pause`` ones: if those drafted, and if they drafted nothing."""
+    """Accepted tokens per round after the first ``pause`` rounds: once if those rounds draft, once if they do not."""
     always, paused = Forced([], 3), Forced([], 3)
     generate(one, always, temperature, [prompt])
     accepted = always.accepted(0)
@@ -137,14 +139,14 @@ def resumed(one: Engine, prompt: list[int], pause: int, temperature: float) -> t
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_drafter_after_plain_rounds_accepts_as_before(name: str) -> None:
+def test_drafter_after_plain_rounds_has_the_acceptance_of_always_drafting(name: str) -> None:
     always, after = resumed(engine(name), PROMPTS[0], PAUSE, temperature=float(name not in LOOK_UP))
     assert after == always and len(always) >= 4
     assert sum(always) > 2
 
 
 @pytest.mark.parametrize("name", ["eagle3", "draft model"])
-def test_shared_pages_of_plain_rounds_serve_drafting_requests(name: str) -> None:
+def test_shared_pages_written_by_plain_rounds_leave_acceptance_unchanged(name: str) -> None:
     one = engine(name)
     wipe(one)
     (first,) = generate(one, Fixed(0), 1.0, PROMPTS[:1])
@@ -159,7 +161,7 @@ def test_shared_pages_of_plain_rounds_serve_drafting_requests(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["n-gram", pytest.param("suffix", marks=pytest.mark.matrix)])
-def test_lookup_drafter_plain_rounds_keep_the_history(name: str) -> None:
+def test_lookup_drafter_history_is_written_by_plain_rounds(name: str) -> None:
     (done,) = generate(engine(name), Fixed(0), 1.0, PROMPTS[:1])
     state = engine(name).core.runner.state.draft
     history = np.asarray(state.history)
@@ -178,7 +180,7 @@ def without_draft_rows(one: Engine) -> Any:
 
 
 def rows_of_both_caches(one: Engine) -> tuple[np.ndarray, np.ndarray]:
-    """The first layer's keys of all committed rows of slot 0, of draft model and target."""
+    """The first layer's keys of all committed rows of slot 0, for the draft model and for the target."""
     state = one.core.runner.state
     rows = np.arange(int(state.lengths[0]))
     pages = np.asarray(state.page_table)[0, rows // one.config.page_size]
@@ -189,8 +191,8 @@ def rows_of_both_caches(one: Engine) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
-def test_plain_rounds_write_the_draft_rows(spoilt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft model is the target, so its rows are the target's; with a negative control."""
+def test_plain_rounds_write_the_cache_rows_of_the_draft_model(spoilt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model is the target, so both caches have equal rows; ``spoilt`` is the negative control."""
     one = engine("draft model")
     wipe(one)
     if spoilt:
@@ -202,7 +204,7 @@ def test_plain_rounds_write_the_draft_rows(spoilt: bool, monkeypatch: pytest.Mon
     wipe(one)
 
 
-def test_stopwatch_stream_reader_pauses_is_not_counted() -> None:
+def test_stopwatch_does_not_count_pauses_of_a_stream_reader() -> None:
     """The dispatch in flight during the pause is read an hour later."""
     policy, passed = Recording(), [0.0]
     drafter = DraftModel(small.target(), Tree.chain(2))
@@ -219,7 +221,7 @@ def test_stopwatch_stream_reader_pauses_is_not_counted() -> None:
 
 
 class Recording(Policy):
-    """Always the whole tree; keeps the seconds it was told."""
+    """Always drafts the whole tree and keeps the measured seconds."""
 
     def __init__(self) -> None:
         self.heard: list[float | None] = []
@@ -267,7 +269,7 @@ def decode(policy: Forced) -> tuple[list[int], list[int]]:
 
 
 def after_a_pause(rounds: int) -> tuple[list[int], list[int], list[int]]:
-    """Tokens; accepted draft tokens after ``rounds`` or a few more plain rounds; the same if all rounds draft."""
+    """Tokens, accepted tokens per round after at least ``rounds`` plain rounds, and the same if all rounds draft."""
     _, accepted = always_drafting()
     ends = np.cumsum(np.array(accepted) + 1)
     first = int(np.searchsorted(ends, rounds))
@@ -279,7 +281,7 @@ def after_a_pause(rounds: int) -> tuple[list[int], list[int], list[int]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("rounds", [30, 200])
-def test_eagle_after_plain_rounds_accepts_as_much(rounds: int) -> None:
+def test_eagle3_after_plain_rounds_has_the_acceptance_of_always_drafting(rounds: int) -> None:
     tokens, after, always = after_a_pause(rounds)
     assert tokens == always_drafting()[0]
     assert after == always and len(always) > 50
@@ -288,11 +290,13 @@ def test_eagle_after_plain_rounds_accepts_as_much(rounds: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("rounds", [30, 200])
-def test_eagle_without_draft_rows_accepts_otherwise(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: acceptance differs, though a head that sees less of a long text may even accept more."""
+def test_eagle3_when_plain_rounds_skip_draft_rows_has_other_acceptance(
+    rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control; a head that sees less of a long text may even have more tokens accepted."""
     monkeypatch.setitem(pair().core.runner.programs.compiled, ExecutableKey.round(1, 0), broken_pair())
     tokens, after, always = after_a_pause(rounds)
-    assert tokens == always_drafting()[0], "the tokens are the target's all the same"
+    assert tokens == always_drafting()[0], "the tokens must be the target's"
     assert after != always
 
 
@@ -312,8 +316,8 @@ class Priced(Policy):
 
 
 @pytest.mark.parametrize(("price", "depth"), [(0.02, 3), (2.0, 0)])
-def test_adaptive_engine_settles_on_the_cheaper_depth(price: float, depth: int) -> None:
-    """The price of a draft token is in units of a plain round."""
+def test_adaptive_engine_mostly_chooses_the_cheaper_depth(price: float, depth: int) -> None:
+    """``price`` is the cost of a draft token in plain rounds."""
     policy = Priced(Adaptive((0, 3)), lambda depth: 1 + price * depth)
     pair().policy = policy
     (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=200, temperature=0))
@@ -323,7 +327,7 @@ def test_adaptive_engine_settles_on_the_cheaper_depth(price: float, depth: int) 
 
 
 @pytest.mark.parametrize(("draft", "depth"), [(False, 0), (0, 0), (2, 3), (True, 3)])
-def test_adaptive_engine_request_cap_holds(draft: bool | int, depth: int) -> None:
+def test_adaptive_engine_respects_the_draft_cap_of_a_request(draft: bool | int, depth: int) -> None:
     policy = Priced(Adaptive((0, 3)), lambda depth: 1.0)
     pair().policy = policy
     (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=40, temperature=0, draft=draft))
@@ -334,7 +338,7 @@ def test_adaptive_engine_request_cap_holds(draft: bool | int, depth: int) -> Non
     assert done.metrics.num_draft_tokens <= cap * done.metrics.num_drafts
 
 
-def test_metrics_adaptive_engine_count_rounds_by_depth() -> None:
+def test_adaptive_engine_metrics_count_rounds_by_depth() -> None:
     pair().policy = Forced([0, 0, 3, 0], 3)
     (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=20, temperature=0))
     assert done.metrics.num_rounds_per_depth == {0: 3, 3: done.metrics.num_drafts - 3}
@@ -357,6 +361,6 @@ def test_metrics_adaptive_engine_count_rounds_by_depth() -> None:
         (dict(adaptive=True, drafter=None), "adaptive: expected a drafter, got none"),
     ],
 )
-def test_adaptive_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
+def test_adaptive_engine_impossible_options_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(small.target(), **dict(drafter=NGram(Tree.chain(3))) | options)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.once
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    """After every test: no page, slot or request is kept, and the engine works."""
+    """The shared engine; after every test no page, slot or request is held, and the engine works."""
     brittle.expected()
     yield brittle.engine()
     brittle.check_idle()
@@ -30,7 +30,9 @@ def expected() -> list[list[int]]:
     return brittle.expected()
 
 
-def test_engine_threads_at_once_each_get_their_own_tokens(engine: Engine, expected: list[list[int]]) -> None:
+def test_engine_shared_by_threads_returns_the_right_tokens_to_each_thread(
+    engine: Engine, expected: list[list[int]]
+) -> None:
     """Threads generate, stream and submit at the same time."""
 
     def generates(i: int) -> None:
@@ -71,7 +73,7 @@ def test_abort_from_another_thread_ends_the_request(engine: Engine, monkeypatch:
     assert done[0].finish_reason == "abort" and 0 < len(done[0].token_ids) < 50
 
 
-def test_lock_many_requests_is_taken_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_lock_is_taken_once_for_many_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queueing many requests takes the lock once, aborting live ones once, and aborting ended ones not at all."""
     taken: list[str] = []
     enter, step = FairLock.__enter__, Engine.step
@@ -95,14 +97,14 @@ def test_lock_many_requests_is_taken_once(engine: Engine, monkeypatch: pytest.Mo
     assert len(taken) == 1 + len(PROMPTS) + 1 and engine.metrics.finished["abort"] >= len(PROMPTS)
 
 
-def test_astream_closed_while_the_lock_is_held_does_not_block_the_loop(engine: Engine) -> None:
+def test_astream_closed_while_the_lock_is_held_does_not_block_the_event_loop(engine: Engine) -> None:
     """A thread holds the lock until the event loop has gone on, while a stream is closed."""
     is_held, gone_on = make_events(2)
 
     def holds() -> None:
         with engine._lock:
             is_held.set()
-            assert gone_on.wait(PATIENCE), "the loop waits"
+            assert gone_on.wait(PATIENCE), "the event loop is blocked"
 
     async def main() -> None:
         stream = engine.astream(PROMPTS[0], SamplingParams(max_tokens=40))
@@ -119,10 +121,10 @@ def test_astream_closed_while_the_lock_is_held_does_not_block_the_loop(engine: E
     asyncio.run(main())
 
 
-def test_astream_cancelled_while_queueing_leaves_nothing_queued(
+def test_astream_cancelled_while_queueing_leaves_no_request_queued(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that queues the request goes on and comes too late."""
+    """The thread that queues the request continues after the task was cancelled."""
     is_queueing, go_on = make_events(2)
     queue = Engine._queue
 
@@ -149,7 +151,7 @@ def test_astream_cancelled_while_queueing_leaves_nothing_queued(
     assert not engine.scheduler.has_work
 
 
-def test_metrics_request_never_queued_is_not_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_do_not_count_a_request_that_was_never_queued(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     before = engine.metrics.finished
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_check_open", Fault(engine._check_open, 2, RuntimeError("closed meanwhile")))
@@ -158,8 +160,10 @@ def test_metrics_request_never_queued_is_not_counted(engine: Engine, monkeypatch
     assert engine.metrics.finished == before
 
 
-def test_astream_more_tasks_than_slots_get_their_tokens(engine: Engine, expected: list[list[int]]) -> None:
-    """Four times as many tasks as slots; some leave early, and the event loop stays free."""
+def test_astream_in_more_tasks_than_slots_yields_the_right_tokens_to_each_task(
+    engine: Engine, expected: list[list[int]]
+) -> None:
+    """There are four times as many tasks as slots; some close their stream early, and the event loop stays free."""
     ticks = 0
 
     async def one(i: int) -> list[int]:
@@ -200,13 +204,15 @@ def test_astream_more_tasks_than_slots_get_their_tokens(engine: Engine, expected
     assert ticks > 20
 
 
-def test_astream_bad_prompt_raises_at_the_call(engine: Engine) -> None:
+def test_astream_empty_prompt_raises_when_called(engine: Engine) -> None:
     with pytest.raises(ValueError, match="prompt is empty"):
         engine.astream([])
 
 
 @pytest.mark.parametrize("is_later", [False, True])
-def test_stream_closed_within_a_step_is_aborted(engine: Engine, expected: list[list[int]], is_later: bool) -> None:
+def test_stream_closed_within_a_step_leaves_other_requests_unchanged(
+    engine: Engine, expected: list[list[int]], is_later: bool
+) -> None:
     """A garbage collector may close a stream while the engine holds its lock, before the stream's row is read."""
     first = engine.submit(PROMPTS[1], PARAMS[1]) if is_later else None
     stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=40))
@@ -224,7 +230,7 @@ def test_stream_closed_within_a_step_is_aborted(engine: Engine, expected: list[l
             assert (done.error, done.token_ids) == (None, expected[number])
 
 
-def test_abort_within_a_step_keeps_the_result(engine: Engine) -> None:
+def test_abort_within_a_step_ends_the_request_with_a_result(engine: Engine) -> None:
     request = engine.submit(PROMPTS[0], SamplingParams(max_tokens=40))
 
     def aborts(ids: Sequence[int]) -> bool:

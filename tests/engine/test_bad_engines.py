@@ -1,4 +1,4 @@
-"""Options and models that do not fit together: refused with a clear error before anything is allocated or compiled."""
+"""Inconsistent options and models raise a clear error before anything is allocated or compiled."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def _nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Executables, "__init__", compiled)
 
 
-def test_engine_good_options_reach_compilation() -> None:
-    """Negative control of the fixture above."""
+def test_engine_valid_options_reach_compilation() -> None:
+    """Negative control of the fixture that forbids compilation."""
     with pytest.raises(AssertionError, match="it came to compiling"):
         Engine(small.target())
 
 
-def test_deterministic_unsupported_weight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_engine_with_unsupported_weight_shape_on_a_gpu_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match="it came to compiling"):
         Engine(small.target(), deterministic=True)
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
@@ -78,21 +78,21 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=lambda value: str(value)[:40])
-def test_engine_impossible_option_is_refused(options: dict[str, Any], message: str) -> None:
+def test_engine_impossible_option_raises_naming_the_option(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(small.target(), **options)
 
 
-def test_config_every_quantisation_is_accepted() -> None:
+def test_engine_config_accepts_every_kind_of_quantisation() -> None:
     assert QUANTIZE == KINDS
 
 
-def test_engine_unknown_option_is_named() -> None:
+def test_engine_unknown_option_raises_naming_the_option() -> None:
     with pytest.raises(TypeError, match="slot_count"):
         Engine(small.target(), slot_count=3)
 
 
-def test_engine_too_many_slots_names_pages_that_fit() -> None:
+def test_engine_with_too_many_slots_raises_naming_a_number_of_pages_that_fits() -> None:
     """The number of pages in the message is accepted."""
     options: dict[str, Any] = dict(memory_fraction=0.001, slots=8, page_size=16)
     with pytest.raises(ValueError, match="pass pages=") as error:
@@ -151,14 +151,14 @@ BAD_PAIRS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("pair", BAD_PAIRS)
-def test_engine_drafter_for_another_target_is_refused(pair: str) -> None:
+def test_engine_with_drafter_for_another_target_raises(pair: str) -> None:
     make, message = BAD_PAIRS[pair]
     with pytest.raises(ValueError, match=message):
         Engine(small.target(), drafter=make())
 
 
 @pytest.mark.parametrize("method", ["Medusa", "Random", "Scripted"])
-def test_drafter_without_scores_refuses_a_dynamic_tree(method: str) -> None:
+def test_drafter_without_scores_with_a_dynamic_tree_raises(method: str) -> None:
     heads = tiny.medusa_heads(small.target(), heads=2)
     make = {
         "Medusa": lambda: Medusa(heads, DYNAMIC),
@@ -169,20 +169,20 @@ def test_drafter_without_scores_refuses_a_dynamic_tree(method: str) -> None:
         make[method]()
 
 
-def test_medusa_tree_deeper_than_its_heads_is_refused() -> None:
+def test_medusa_tree_deeper_than_the_number_of_heads_raises() -> None:
     with pytest.raises(ValueError, match=r"Medusa: chain:3 is 3 deep, there are 2 heads; cut the tree"):
         Medusa(tiny.medusa_heads(small.target(), heads=2), Tree.chain(3))
 
 
 @pytest.mark.parametrize("tree", [Tree.topk(20, 1, 19), Tree.static([(18,), (0,)])])
-def test_tree_wider_than_the_vocabulary_is_refused(tree: Tree) -> None:
+def test_drafter_tree_wider_than_the_vocabulary_raises(tree: Tree) -> None:
     with pytest.raises(ValueError, match=r"DraftModel: .* needs 19 children of a node, the vocabulary has 16"):
         DraftModel(small.target(), tree)
     with pytest.raises(ValueError, match=r"Eagle3: .* needs 19 children of a node, the draft vocabulary has 8"):
         Eagle3(eagle3().head, tree)
 
 
-def test_engine_closed_refuses_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_engine_raises_on_new_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     with Engine(small.target(), slots=1, max_len=16, buckets=(1,), prefill_buckets=(8,)) as engine:
         late, begun = engine.stream([1]), engine.stream([1], SamplingParams(max_tokens=9))

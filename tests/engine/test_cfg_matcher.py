@@ -43,8 +43,8 @@ def tokens_of(mask: np.ndarray, vocab_size: int) -> set[int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_matcher_along_random_texts_allows_what_recursive_descent_allows(name: str) -> None:
-    """Includes texts with two tokenisations, and tokens whose bytes span grammar rules."""
+def test_grammar_matcher_allows_the_tokens_that_recursive_descent_allows(name: str) -> None:
+    """The random texts include texts with two tokenisations and tokens whose bytes span grammar rules."""
     read, texts, ends, fields = CASES[name]
     grammar, rng, whole = compiled(texts, ends, **fields), np.random.default_rng(1), 0
     assert isinstance(grammar, LarkGrammar)
@@ -105,12 +105,12 @@ def check_tree(name: str, *, chain: bool, masks_of: Any = Matcher.masks) -> None
 
 @pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", CASES)
-def test_matcher_masks_of_a_draft_are_those_of_each_nodes_own_path(name: str, chain: bool) -> None:
+def test_grammar_matcher_mask_of_each_node_follows_the_path_to_that_node(name: str, chain: bool) -> None:
     check_tree(name, chain=chain)
 
 
-def test_matcher_masks_of_the_parents_fail_the_check() -> None:
-    """Negative control."""
+def test_grammar_matcher_masks_taken_from_parents_fail_the_comparison() -> None:
+    """Negative control: every node gets the mask of its parent."""
 
     def parents_mask(matcher: Matcher, tokens: Any, parents: Any, valid: Any) -> Any:
         return matcher.masks(tokens, parents, valid)[np.maximum(parents, 0)]
@@ -119,7 +119,7 @@ def test_matcher_masks_of_the_parents_fail_the_check() -> None:
         check_tree("lists", chain=False, masks_of=parents_mask)
 
 
-def test_matcher_masks_do_not_advance_the_matcher() -> None:
+def test_grammar_matcher_masks_of_a_draft_leave_the_matcher_unchanged() -> None:
     matcher = Matcher(compiled(lettered.TEXTS, (0,), grammar=descent.LISTS))
     matcher.follow([5, 1])
     before = matcher.first()
@@ -128,7 +128,7 @@ def test_matcher_masks_do_not_advance_the_matcher() -> None:
     assert matcher.count == 2
 
 
-def test_matcher_node_without_a_continuation_allows_only_the_stop_id() -> None:
+def test_grammar_matcher_node_without_a_continuation_allows_only_the_stop_id() -> None:
     """No token spells "x", so nothing may follow "b"; this affects neither sibling nodes nor outputs without "b"."""
     matcher = Matcher(compiled(lettered.TEXTS, (0,), grammar='start: "a" ("b" "x" | "a" "1")'))
     matcher.follow([1])
@@ -142,7 +142,7 @@ def test_matcher_node_without_a_continuation_allows_only_the_stop_id() -> None:
     assert matcher.count == 4
 
 
-def test_matcher_with_a_vocabulary_unlike_the_tokenizers_masks_the_models() -> None:
+def test_grammar_matcher_masks_have_the_size_of_the_models_vocabulary() -> None:
     for size in (12, 70):
         matcher = Matcher(compiled(lettered.TEXTS, (0,), size, grammar=descent.LISTS))
         assert matcher.grammar.words == -(-size // 32) and tokens_of(matcher.first()[0], size) == {5}
@@ -172,13 +172,13 @@ def test_compile_lark_with_too_many_rules_raises() -> None:
         compiled(lettered.TEXTS, (0,), grammar="\n".join(["start: r0", *rules, 'r3000: "a"']))
 
 
-def test_compile_lark_with_many_blank_lines_is_fast() -> None:
+def test_compile_lark_with_40000_blank_lines_takes_under_10_seconds() -> None:
     start = time.perf_counter()
     assert isinstance(compiled(lettered.TEXTS, (0,), grammar="\n" * 40000 + 'start: "a"'), LarkGrammar)
     assert time.perf_counter() - start < 10  # a regular expression that restarts at each line takes over a minute
 
 
-def test_grammar_input_with_no_allowed_first_token_raises() -> None:
+def test_grammar_input_when_allowed_token_ids_exclude_every_first_token_raises() -> None:
     maker = GrammarInput(lettered.tokenizer(), 16, 400)
     first = sorted(maker.of(SamplingParams(grammar='start: "a" "b"'), (0,), ()).first_tokens())
     others = tuple(token for token in range(16) if token not in first)
@@ -199,7 +199,7 @@ def test_grammar_input_with_no_allowed_first_token_raises() -> None:
     ],
     ids=["levels", "references", "no names"],
 )
-def test_grammar_input_with_a_schema_nested_too_deep_raises(schema: Any, message: str) -> None:
+def test_grammar_input_with_a_schema_nested_too_deep_or_invalid_defs_raises(schema: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GrammarInput(lettered.tokenizer(), 16, 400).of(SamplingParams(json_schema=schema), (0,), ())
 
@@ -209,7 +209,7 @@ def test_is_recursive_follows_references_into_lists() -> None:
     assert not is_recursive({"anyOf": [{"type": "null"}, {"items": {"$ref": "#/anyOf/0"}}]})
 
 
-def test_compile_lark_with_an_option_name_inside_a_string_accepts() -> None:
+def test_compile_lark_accepts_an_option_name_inside_a_string() -> None:
     text = compiled(lettered.TEXTS, (0,), grammar='start: "a" | x\nx[suffix="temperature=]"]: /ab*/')
     assert isinstance(text, LarkGrammar)
 
@@ -258,7 +258,7 @@ KEYWORDS: list[tuple[dict[str, Any], Any, bool]] = [  # keywords, value, whether
 
 
 @pytest.mark.parametrize(("schema", "value", "is_accepted"), KEYWORDS, ids=[json.dumps(s) for s, *_ in KEYWORDS])
-def test_recursive_schema_keyword_is_followed_or_refused(schema: dict[str, Any], value: Any, is_accepted: bool) -> None:
+def test_recursive_schema_keyword_is_enforced_or_raises(schema: dict[str, Any], value: Any, is_accepted: bool) -> None:
     bytes_ = [None, *[bytes([byte]) for byte in range(256)]]
 
     def recursive(own: Any) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def test_recursive_schema_keyword_is_followed_or_refused(schema: dict[str, Any],
         Matcher(compiled(bytes_, (0,), json_schema=recursive(schema))).follow([*output, 0])
 
 
-def test_is_recursive_of_schemas_with_and_without_cycles() -> None:
+def test_is_recursive_is_true_only_for_schemas_with_cycles() -> None:
     node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/a~1b"}}}
     assert is_recursive(descent.OBJECTS) and is_recursive({"$ref": "#/$defs/a~1b", "$defs": {"a/b": node}})
     assert is_recursive({"properties": {"default": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}})
@@ -295,7 +295,7 @@ def test_is_recursive_of_schemas_with_and_without_cycles() -> None:
         assert not is_recursive(schema)
 
 
-def test_grammar_input_logs_whether_a_grammar_is_a_table(caplog: pytest.LogCaptureFixture) -> None:
+def test_grammar_input_logs_whether_a_grammar_uses_a_table(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("outlines_core")
     with caplog.at_level("INFO", logger="jspec.engine.grammar.compiler"):
         compiled(lettered.JSON_TEXTS, ENDS, json_schema=descent.OBJECTS)
@@ -306,7 +306,7 @@ def test_grammar_input_logs_whether_a_grammar_is_a_table(caplog: pytest.LogCaptu
     ]
 
 
-def test_recursive_schema_with_options_of_the_library_raises() -> None:
+def test_grammar_with_unsupported_options_or_without_stop_id_raises() -> None:
     with pytest.raises(ValueError, match="json_schema: 'x-guidance' at #"):
         compiled(lettered.JSON_TEXTS, ENDS, json_schema={**descent.OBJECTS, "x-guidance": {"lenient": True}})
     with pytest.raises(ValueError, match=r"SamplingParams.grammar: expected its default beside regex"):
@@ -315,7 +315,7 @@ def test_recursive_schema_with_options_of_the_library_raises() -> None:
         compiled(lettered.TEXTS, (), grammar=descent.LISTS)
 
 
-def test_compile_lark_without_the_library_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_lark_without_llguidance_raises_naming_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"pip install 'jspec\[grammar\]'"):
         compile_lark("grammar", descent.LISTS, Vocabularies(lettered.TEXTS, 16), (0,))

@@ -1,4 +1,4 @@
-"""The loop: batches, chunks, slots and pages must not change any token."""
+"""The engine's loop: batches, chunks, slots and pages do not change any token."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def either(request: pytest.FixtureRequest) -> Engine:
 
 @pytest.fixture(scope="module")
 def expected(engine: Engine) -> list[list[int]]:
-    """One request at a time, each read before the next step."""
+    """Tokens of each request alone."""
     return [tokens(engine, [prompt], [p])[0] for prompt, p in zip(PROMPTS, PARAMS, strict=True)]
 
 
@@ -57,7 +57,7 @@ def _all_comes_back(engine: Engine, engine_of_three: Engine) -> Iterator[None]:
 
 
 def queue(engine: Engine) -> list[Request]:
-    """All requests, queued, to be stepped by hand."""
+    """Queue all requests; the test calls the steps."""
     requests = engine._make_requests(PROMPTS, PARAMS, trace=False)
     engine._queue(requests)
     return requests
@@ -69,10 +69,10 @@ def tokens(engine: Engine, prompts: list[list[int]], params: list[SamplingParams
 
 @pytest.mark.once
 @pytest.mark.parametrize("overlap", [True, False])
-def test_tokens_rounds_per_dispatch_overlap_or_page_size_are_equal(
+def test_engine_emits_equal_tokens_for_any_rounds_per_dispatch_overlap_and_page_size(
     either: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    """Five requests for two slots, so each runs beside and after others."""
+    """Five requests share two slots, so each runs together with others and after others."""
     monkeypatch.setattr(either, "config", replace(either.config, overlap=overlap))
     done = either.generate(PROMPTS, PARAMS)
     assert [completion.token_ids for completion in done] == expected
@@ -81,10 +81,10 @@ def test_tokens_rounds_per_dispatch_overlap_or_page_size_are_equal(
 
 
 @pytest.mark.parametrize("budget", [1, 16, 64])
-def test_tokens_any_prefill_budget_are_equal(
+def test_engine_emits_equal_tokens_for_any_prefill_budget(
     either: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, budget: int
 ) -> None:
-    """A long answer decodes between prompt chunks of 6 or 16, or after all prompts at once."""
+    """A long answer is decoded between prompt chunks of 6 or 16 tokens, or after all prompts."""
     limits = replace(either.scheduler.limits, prefill_budget=budget)
     monkeypatch.setattr(either.scheduler, "limits", limits)
     order = [4, 2, 1, 0, 3]
@@ -92,7 +92,9 @@ def test_tokens_any_prefill_budget_are_equal(
     assert got == [expected[i] for i in order]
 
 
-def test_acceptance_rounds_per_dispatch_is_equal(engine: Engine, engine_of_three: Engine) -> None:
+def test_engine_acceptance_is_equal_for_one_and_three_rounds_per_dispatch(
+    engine: Engine, engine_of_three: Engine
+) -> None:
     one, three = (e.generate(PROMPTS, PARAMS) for e in (engine, engine_of_three))
     for a, b in zip(one, three, strict=True):
         assert a.from_draft == b.from_draft
@@ -100,12 +102,12 @@ def test_acceptance_rounds_per_dispatch_is_equal(engine: Engine, engine_of_three
         assert a.metrics.num_draft_tokens == b.metrics.num_draft_tokens
 
 
-def test_tokens_other_order_are_equal(engine: Engine, expected: list[list[int]]) -> None:
+def test_engine_emits_equal_tokens_for_requests_in_another_order(engine: Engine, expected: list[list[int]]) -> None:
     order = [4, 2, 0, 3, 1]
     assert tokens(engine, [PROMPTS[i] for i in order], [PARAMS[i] for i in order]) == [expected[i] for i in order]
 
 
-def test_tokens_prompt_in_chunks_are_equal(either: Engine) -> None:
+def test_engine_with_prompts_in_chunks_emits_tokens_of_plain_decoding(either: Engine) -> None:
     """Chunks of 16 and 6 end at page ends and inside pages; the last one has 1 to 16 tokens."""
     lengths = [1, 15, 16, 17, 31, 32, 33, 37]
     prompts = [np.random.default_rng(n).integers(0, small.VOCAB, n).tolist() for n in lengths]
@@ -116,7 +118,7 @@ def test_tokens_prompt_in_chunks_are_equal(either: Engine) -> None:
     assert tokens(either, prompts, [greedy] * len(prompts)) == [one.token_ids for one in expected]
 
 
-def test_pages_after_every_step_are_consistent(either: Engine) -> None:
+def test_page_pool_after_every_step_is_consistent_with_running_requests(either: Engine) -> None:
     queue(either)
     most = 0
     while either.scheduler.has_work:
@@ -151,8 +153,8 @@ def test_abort_at_any_step_leaves_other_requests_unchanged(either: Engine, expec
             assert requests[i].token_ids == expected[i]
 
 
-def test_admission_too_few_pages_waits(engine_of_three: Engine, expected: list[list[int]]) -> None:
-    """So few free pages that requests of two slots do not always fit, though slots are free."""
+def test_request_waits_while_too_few_pages_are_free(engine_of_three: Engine, expected: list[list[int]]) -> None:
+    """There are so few free pages that two requests do not always fit although two slots are free."""
     engine, pages = engine_of_three, engine_of_three.scheduler.pages
     longest = max(len(prompt) + p.max_tokens for prompt, p in zip(PROMPTS, PARAMS, strict=True)) + small.LENGTH + 1
     pages.reserve(-1, pages.num_free - longest)
@@ -165,7 +167,7 @@ def test_admission_too_few_pages_waits(engine_of_three: Engine, expected: list[l
     pages.release(-1)
 
 
-def test_engine_ended_requests_are_not_retained(either: Engine) -> None:
+def test_engine_does_not_retain_ended_requests(either: Engine) -> None:
     requests = queue(either)
     while either.scheduler.has_work:
         either.step()
@@ -197,7 +199,7 @@ def _interrupt() -> None:
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 2, 3])
-def test_stream_closed_early_releases_its_pages(engine: Engine, expected: list[list[int]], chunks: int) -> None:
+def test_stream_closed_early_releases_all_pages(engine: Engine, expected: list[list[int]], chunks: int) -> None:
     stream = engine.stream(PROMPTS[4], PARAMS[4])
     got = [token for _ in range(chunks) for token in next(stream).token_ids]
     assert (engine.pages_in_use > 0) == (chunks > 0)

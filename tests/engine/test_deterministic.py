@@ -24,7 +24,7 @@ PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (5, 
 
 @cache
 def model(dtype: str, layers: int = 2) -> Model:
-    """Nearly flat distributions."""
+    """A random target with nearly flat distributions."""
     return jax.tree.map(lambda x: x.astype(dtype), tiny.model(VOCAB, layers=layers, hidden=64, sharpness=0.3))
 
 
@@ -83,29 +83,29 @@ def check_every_way(dtype: str, implementation: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_forward_deterministic_gives_a_token_equal_bits(dtype: str) -> None:
-    """One token at a time, three rows in chunks on other pages, and nodes of a tree."""
+def test_deterministic_forward_has_equal_logit_bits_for_any_batch_chunk_and_tree(dtype: str) -> None:
+    """Compared are one token at a time, three rows in chunks on other pages, and nodes of a tree."""
     check_every_way(dtype, "reference")
 
 
 @pytest.mark.long
-def test_forward_deterministic_interpreted_kernels_give_equal_bits() -> None:
+def test_deterministic_forward_with_interpreted_kernels_has_equal_logit_bits() -> None:
     check_every_way("bfloat16", "pallas")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_forward_deterministic_on_a_gpu_gives_equal_bits(dtype: str) -> None:
+def test_deterministic_forward_on_a_gpu_has_equal_logit_bits(dtype: str) -> None:
     check_every_way(dtype, "pallas")
 
 
-def test_forward_not_deterministic_gives_other_bits() -> None:
+def test_ordinary_forward_in_another_batch_has_other_logit_bits() -> None:
     make = partial(Texts, "bfloat16", implementation="reference", deterministic=False)
     assert (make(page=4, rows=3).fed_in(6) != make(page=16).fed_in(1)).any()
 
 
 def params(index: int) -> SamplingParams:
-    """Greedy; by a seed, cut; greedy under penalties."""
+    """Parameters of request 0 (greedy), 1 (seeded, with top-k, top-p and min-p) or 2 (greedy with penalties)."""
     own: dict[str, Any] = [
         dict(temperature=0.0),
         dict(temperature=1.0, seed=3, top_k=20, top_p=0.9, min_p=0.01),
@@ -118,14 +118,14 @@ def engine(*, deterministic: bool = True, tree: Tree | None = None, **options: A
     target = model("bfloat16", layers=1)
     drafter = None
     if tree is not None:
-        head = target.head.at[: VOCAB // 4].set(0)  # wrong now and then
+        head = target.head.at[: VOCAB // 4].set(0)  # some drafts are wrong
         drafter = DraftModel(target.replace(head=head), tree)
     options = {"slots": 3, "max_len": 64, "buckets": (3,), "prefill_buckets": (32,), **options}
     return Engine(target, drafter=drafter, deterministic=deterministic, **options)
 
 
 def seen(completions: list[Completion]) -> list[Any]:
-    """Tokens and log-probabilities, for bitwise comparison."""
+    """Tokens and log-probabilities of completions, for bitwise comparison."""
     return [(done.token_ids, [(one.logprob, one.top) for one in done.logprobs or ()]) for done in completions]
 
 
@@ -155,12 +155,14 @@ def plain_alone() -> list[Any]:
         ),
     ],
 )
-def test_engine_deterministic_with_and_without_draft_emits_equal_tokens(tree: str, options: dict[str, Any]) -> None:
-    """Greedy, seeded and penalised requests in one batch, against each alone in plain decoding."""
+def test_deterministic_engine_with_drafter_returns_tokens_and_logprobs_of_plain_decoding(
+    tree: str, options: dict[str, Any]
+) -> None:
+    """Greedy, seeded and penalised requests in one batch are compared with each request alone in plain decoding."""
     drafted = engine(tree=Tree.parse(tree), **options)
     together = at_once(drafted)
     assert seen(together) == plain_alone()
-    assert seen(at_once(drafted)) == plain_alone(), "their prompts are in the cache now"
+    assert seen(at_once(drafted)) == plain_alone(), "differs when the prompts are cached"
     lengths = [done.metrics.mean_acceptance_length for done in together]
     assert 1.1 < np.mean(lengths) < Tree.parse(tree).depth + 0.95, lengths
     if "pages" in options:
@@ -169,12 +171,12 @@ def test_engine_deterministic_with_and_without_draft_emits_equal_tokens(tree: st
 
 @pytest.mark.once
 @pytest.mark.slow
-def test_engine_not_deterministic_in_another_bucket_emits_other_tokens() -> None:
+def test_ordinary_engine_in_another_bucket_returns_other_tokens_or_logprobs() -> None:
     ordinary = engine(deterministic=False, buckets=(1, 3), prefix_cache=False)
     assert one_by_one(ordinary) != seen(at_once(ordinary))
 
 
-def test_deterministic_quantised_weights_are_refused() -> None:
+def test_deterministic_engine_with_quantised_weights_raises() -> None:
     with pytest.raises(ValueError, match=r"deterministic: expected quantize=None, got 'int8'"):
         engine(quantize="int8")
     quantised = quantize_weights(model("float32"), "fp8")
@@ -184,7 +186,7 @@ def test_deterministic_quantised_weights_are_refused() -> None:
         engine(deterministic=1)  # type: ignore[arg-type]
 
 
-def test_path_of_a_node_lists_ancestors_by_depth() -> None:
+def test_by_depth_lists_the_ancestors_of_each_node_from_the_root() -> None:
     ancestor_mask = ancestors(jnp.asarray([[-1, 0, 0, 1, -1, 3]]))
     wanted = [[0, -1, -1, -1], [0, 1, -1, -1], [0, 2, -1, -1], [0, 1, 3, -1], [4, -1, -1, -1], [0, 1, 3, 5]]
     np.testing.assert_array_equal(by_depth(ancestor_mask, 3)[0], wanted)

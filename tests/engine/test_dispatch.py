@@ -1,4 +1,4 @@
-"""A dispatch compiles nothing, does not wait for the device, donates its buffers and touches no foreign page."""
+"""A dispatch compiles nothing, does not wait for the device, donates the state and writes no page of others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def either(request: pytest.FixtureRequest) -> Engine:
 
 
 def varied_work(engine: Engine) -> None:
-    """Other lengths, batches, parameters, a stream, an abort, a refused request."""
+    """Generate with several lengths, batch sizes and parameters, close a stream early, and send an invalid request."""
     rng = np.random.default_rng(0)
     for count in (1, 2, 3):
         prompts = [rng.integers(0, VOCAB, rng.integers(1, 20)).tolist() for _ in range(count)]
@@ -60,7 +60,7 @@ def test_engine_after_warm_up_compiles_nothing(either: Engine, compilations: lis
     assert compilations == []
 
 
-def test_engine_eager_operation_in_the_loop_is_detected(
+def test_compilation_check_detects_an_eager_operation_in_the_engine_loop(
     engine: Engine, compilations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: one jnp operation on the host side of the loop."""
@@ -108,7 +108,7 @@ def dispatches(engine: Engine, seen: list[str], monkeypatch: pytest.MonkeyPatch)
     return counts
 
 
-def test_dispatch_varied_work_reads_nothing_from_the_device(
+def test_dispatch_reads_nothing_from_the_device(
     either: Engine, conversions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = dispatches(either, conversions, monkeypatch)
@@ -117,10 +117,10 @@ def test_dispatch_varied_work_reads_nothing_from_the_device(
     assert sum(counts) == 0
 
 
-def test_dispatch_with_a_read_is_detected(
+def test_dispatch_check_detects_a_device_read(
     engine: Engine, conversions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control."""
+    """Negative control: each dispatch reads a root token."""
     original = engine.core._dispatch
 
     def reading(plan: Any) -> Any:
@@ -161,16 +161,14 @@ def guard_dispatches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[An
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_dispatch_varied_work_has_no_implicit_transfer(
-    either: Engine, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dispatch_makes_no_implicit_transfer(either: Engine, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = guard_dispatches(either, monkeypatch)
     varied_work(either)
     assert len(plans) > 15
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_dispatch_with_an_implicit_upload_is_detected(
+def test_transfer_guard_detects_an_implicit_upload_in_a_dispatch(
     engine: Engine, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the packed host array is passed to the executable."""
@@ -183,8 +181,10 @@ def test_dispatch_with_an_implicit_upload_is_detected(
 
 
 @pytest.mark.gpu
-def test_dispatch_with_an_implicit_download_is_detected(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control."""
+def test_transfer_guard_detects_an_implicit_download_in_a_dispatch(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: each dispatch reads the root tokens."""
     original = engine.core._dispatch
 
     def reading(plan: Any) -> Any:
@@ -197,7 +197,7 @@ def test_dispatch_with_an_implicit_download_is_detected(engine: Engine, monkeypa
     assert "Disallowed device-to-host transfer" in str(done.error)
 
 
-def test_step_state_is_donated_and_weights_are_not(either: Engine) -> None:
+def test_engine_step_donates_the_state_but_not_the_weights(either: Engine) -> None:
     request = either._make_requests(PROMPT, SamplingParams(max_tokens=8), trace=False)[0]
     either._queue([request])
     while either.scheduler.has_work:
@@ -209,7 +209,7 @@ def test_step_state_is_donated_and_weights_are_not(either: Engine) -> None:
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves([either.core.runner.params, either.core.runner.state]))
 
 
-def test_overlap_two_dispatches_are_in_flight(either: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_with_overlap_has_two_dispatches_in_flight(either: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 2 in in_flight_while_reading(either, monkeypatch)
 
 
@@ -231,7 +231,7 @@ def in_flight_while_reading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def to_the_end(engine: Engine) -> list[int]:
-    """A request that ends exactly at max_len."""
+    """Generate a request that ends exactly at max_len."""
     (done,) = engine.generate(PROMPT, SamplingParams(max_tokens=2**40, temperature=0))
     assert len(PROMPT) + len(done.token_ids) == MAX_LEN and done.finish_reason == "length"
     return done.token_ids
@@ -247,7 +247,7 @@ def change_pools(state: SlotState, change: Callable[[jax.Array], jax.Array]) -> 
 
 
 def poisoned(state: SlotState, kept: list[int]) -> SlotState:
-    """NaN in every page, null page and free pages included; known values in the pages ``kept``."""
+    """The state with NaN in every page, the null page and free pages included, and known values in pages ``kept``."""
 
     def pour(pool: jax.Array) -> jax.Array:
         new = np.full(pool.shape, np.nan, np.float32)
@@ -262,8 +262,8 @@ def pages_of(state: SlotState, pages: list[int]) -> list[np.ndarray]:
     return [np.asarray(pool)[pages] for pool in pools]
 
 
-def test_request_to_max_len_writes_no_page_of_others(either: Engine) -> None:
-    """At the end the draft reaches beyond max_len, and rounds that were dispatched ahead run after it."""
+def test_request_up_to_max_len_writes_no_page_of_other_owners(either: Engine) -> None:
+    """The last draft extends beyond max_len, and rounds that were dispatched ahead run after the end."""
     expected = to_the_end(either)
     either.scheduler.pages.clear()
     others = either.scheduler.pages.reserve(-1, 30)
@@ -277,7 +277,7 @@ def test_request_to_max_len_writes_no_page_of_others(either: Engine) -> None:
 
 
 def test_nan_in_committed_pages_changes_tokens(either: Engine) -> None:
-    """Negative control: the same NaN, written when the prompt's rows are in place."""
+    """Negative control: the same NaN are written after the prompt's rows."""
     expected = to_the_end(either)
     either.scheduler.pages.clear()
     stream = either.stream(PROMPT, SamplingParams(max_tokens=2**40, temperature=0))
@@ -286,4 +286,4 @@ def test_nan_in_committed_pages_changes_tokens(either: Engine) -> None:
     tokens += [token for chunk in stream for token in chunk.token_ids]
     either.scheduler.pages.clear()
     assert tokens != expected
-    assert to_the_end(either) == expected, "the poison outlived its request"
+    assert to_the_end(either) == expected, "NaN of one request reached the next"

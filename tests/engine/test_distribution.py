@@ -61,16 +61,16 @@ def draw(engine: Engine, count: int, *controls: dict[str, Any]) -> list[list]:
     greedy = [SamplingParams(max_tokens=TOKENS, temperature=0)] * (count // 20)
     done = engine.generate([PROMPT] * (len(params) + len(greedy)), [*params, *greedy])
     alone = engine.generate([PROMPT], greedy[0])[0].token_ids
-    assert all(c.token_ids == alone for c in done[len(params) :]), "greedy rows are touched by sampled ones"
+    assert all(c.token_ids == alone for c in done[len(params) :]), "sampled rows change greedy ones"
     return [done[index : len(params) : len(controls)] for index in range(len(controls))]
 
 
 @cache
 def expected_probs(name: str, counted: int = TOKENS) -> np.ndarray:
-    """By enumeration of all texts, the logits edited by transformers' processors.
+    """The joint distribution by enumeration of all texts, with logits edited by transformers' processors.
 
     Args:
-        counted: tokens of the output that they are shown.
+        counted: number of output tokens that the processors see.
     """
     params = SamplingParams(**CONTROLS[name])
 
@@ -154,7 +154,7 @@ QUICK = ("rejection chain",)  # with separate noise for draft, acceptance and re
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in CASES]
 )
-def test_lossless_rules_sampled_give_the_target_distribution(target, name: str) -> None:
+def test_lossless_accept_rules_sampled_tokens_have_the_target_distribution(target, name: str) -> None:
     accept, tree = CASES[name]
     drafter = DraftModel(tiny.model(VOCAB, seed=2), tree) if tree.is_chain else Table(tree)
     engine = make(target, drafter, accept)
@@ -166,7 +166,7 @@ def test_lossless_rules_sampled_give_the_target_distribution(target, name: str) 
 
 
 @pytest.mark.slow
-def test_noise_keyed_by_position_alone_is_detected(target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distribution_comparison_detects_noise_keyed_by_position_alone(target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: draft, acceptance and residual share the noise of a position."""
     original = sampler.keys
 

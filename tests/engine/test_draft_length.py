@@ -52,7 +52,7 @@ def measured(bucket: int, depth: int) -> float:
 class SimulatedEngine:
     """Rounds of a simulated engine whose results are read one dispatch late.
 
-    Timings are noisy: now and then one takes three times as long, and for a while (``burst``) all do.
+    Timings are noisy: one in a hundred takes three times as long, and so do all rounds of ``burst``.
     """
 
     def __init__(self, policy: Policy, cost: Cost = measured, *, seed: int = 0, burst: range = range(0)) -> None:
@@ -97,17 +97,17 @@ def steady(name: str) -> Text:
 
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("bucket", BUCKETS)
-def test_adaptive_any_text_is_as_fast_as_the_best_depth(bucket: int, name: str) -> None:
-    """Within two hundredths, probes included, also near the point where depth 0 becomes the best."""
+def test_adaptive_policy_on_any_text_has_98_percent_of_the_best_speed(bucket: int, name: str) -> None:
+    """The time of probes is included; some cases are near the point where depth 0 becomes the best."""
     fixed = {depth: fixed_speed(bucket, depth, TEXTS[name]) for depth in DEPTHS}
     assert SimulatedEngine(Adaptive(DEPTHS)).run(bucket, steady(name)).speed > 0.98 * max(fixed.values())
     if name == "hopeless" or (name, bucket) == ("hard", 64):
-        assert fixed[4] < 0.9 * fixed[0], "negative control: a fixed depth would be the slower one"
+        assert fixed[4] < 0.9 * fixed[0], "negative control: the full depth must be slower"
 
 
 @pytest.mark.parametrize("bucket", [1, 64])
-def test_adaptive_changing_text_beats_every_fixed_depth(bucket: int) -> None:
-    """On a text with alternating easy and hopeless stretches it beats every fixed depth."""
+def test_adaptive_policy_on_a_changing_text_is_faster_than_every_fixed_depth(bucket: int) -> None:
+    """Easy and hopeless stretches of text alternate."""
 
     def text(number: int) -> Sequence[float]:
         return TEXTS["hopeless" if number // 1500 % 2 else "easy"]
@@ -116,13 +116,13 @@ def test_adaptive_changing_text_beats_every_fixed_depth(bucket: int) -> None:
     assert engines[0].speed > max(simulated.speed for simulated in engines[1:])
 
 
-def test_adaptive_expensive_drafts_chooses_depth_0() -> None:
+def test_adaptive_policy_with_expensive_drafts_chooses_depth_0() -> None:
     simulated = SimulatedEngine(Adaptive(DEPTHS), lambda bucket, depth: 1.0 + depth).run(1, steady("usual"))
     assert Counter(simulated.chosen)[0] > 0.98 * ROUNDS
     assert set(simulated.chosen[: (MIN_SAMPLES + 1) * len(DEPTHS)]) == set(DEPTHS)  # everything is tried at first
 
 
-def test_adaptive_probes_take_a_hundredth_of_the_time() -> None:
+def test_adaptive_policy_probes_take_about_a_hundredth_of_the_time() -> None:
     first = (MIN_SAMPLES + 1) * len(DEPTHS)
     simulated = SimulatedEngine(Adaptive(DEPTHS)).run(64, steady("hopeless"), first)
     simulated.seconds_by_depth.clear()
@@ -132,25 +132,25 @@ def test_adaptive_probes_take_a_hundredth_of_the_time() -> None:
     assert min(Counter(simulated.chosen[-6000:])[depth] for depth in DEPTHS) > 3
 
 
-def test_adaptive_slow_stretch_of_the_host_is_forgotten() -> None:
+def test_adaptive_policy_after_a_slow_stretch_of_the_host_chooses_the_best_depth_again() -> None:
     simulated = SimulatedEngine(Adaptive(DEPTHS), burst=range(1000, 1020)).run(64, steady("hopeless"), 4000)
     assert Counter(simulated.chosen[-1000:])[0] > 980
 
 
 @pytest.mark.parametrize(("cap", "deepest"), [(0, 0), (1, 1), (2, 2), (3, 4), (4, 4)])
-def test_adaptive_capped_requests_limit_the_depth(cap: int, deepest: int) -> None:
+def test_adaptive_policy_chooses_no_depth_deeper_than_the_draft_caps_need(cap: int, deepest: int) -> None:
     chosen = SimulatedEngine(Adaptive(DEPTHS)).run(8, steady("easy"), 200, caps=[0, cap]).chosen
     assert max(chosen) == deepest and Counter(chosen).most_common(1)[0][0] == deepest
 
 
-def test_adaptive_most_rows_without_draft_chooses_depth_0() -> None:
+def test_adaptive_policy_with_one_drafting_row_of_64_chooses_depth_0() -> None:
     """One of 64 rows drafts, which does not pay for the slower round of all rows."""
     assert SimulatedEngine(Adaptive(DEPTHS)).run(64, steady("easy"), 500, caps=[4] + [0] * 63).chosen[-1] == 0
     assert SimulatedEngine(Adaptive(DEPTHS)).run(64, steady("easy"), 500, caps=[4] * 64).chosen[-1] == 4
 
 
-def test_acceptance_rounds_by_hand_gives_shares() -> None:
-    """8 rows drafted three tokens; an ended row and one capped to 1 say nothing about deeper positions."""
+def test_acceptance_shares_equal_hand_computed_ones() -> None:
+    """Eight rows drafted three tokens; an ended row and one capped to 1 tell nothing about deeper positions."""
     acceptance = Acceptance(3)
     accepted = np.array([[0, 1, 1, 2, 3, 3, -1, 1]])
     acceptance.learn(accepted, np.array([3, 3, 3, 3, 3, 3, 3, 1]), now=1)
@@ -160,7 +160,7 @@ def test_acceptance_rounds_by_hand_gives_shares() -> None:
     assert acceptance.expected[0] == 0
 
 
-def test_acceptance_shallow_rounds_keep_deep_estimates() -> None:
+def test_acceptance_shares_of_deep_positions_are_unchanged_by_shallow_rounds() -> None:
     acceptance = Acceptance(3)
     for now in range(100):
         acceptance.learn(np.full((1, 4), 3), np.full(4, 3), now=now)
@@ -173,7 +173,7 @@ def test_acceptance_shallow_rounds_keep_deep_estimates() -> None:
     assert acceptance.shares[1] < 0.6
 
 
-def test_adaptive_dynamic_tree_learns_each_depth_separately() -> None:
+def test_adaptive_policy_without_shared_acceptance_learns_each_depth_separately() -> None:
     for shares in (True, False):
         policy = Adaptive((0, 1, 2), shared_acceptance=shares)
         for depth in (0, 1, 2):
@@ -185,11 +185,11 @@ def test_adaptive_dynamic_tree_learns_each_depth_separately() -> None:
         assert (policy.rate(1, 2, [2]) < before) == shares
 
 
-def test_halvings_of_a_depth_end_at_0() -> None:
+def test_halvings_of_a_depth_are_the_repeated_halves_and_0() -> None:
     assert [halvings(depth) for depth in (1, 3, 4, 10)] == [(0, 1), (0, 1, 3), (0, 1, 2, 4), (0, 1, 2, 5, 10)]
 
 
-def test_stopwatch_overlapping_dispatches_are_timed_apart() -> None:
+def test_stopwatch_times_overlapping_dispatches_separately() -> None:
     now = iter([0.0, 1.0, 4.0, 5.0, 9.0, 20.0, 23.0])
     watch = Stopwatch(lambda: next(now))
     watch.start()  # 0
@@ -203,7 +203,7 @@ def test_stopwatch_overlapping_dispatches_are_timed_apart() -> None:
 
 
 @pytest.mark.parametrize(("away", "seconds"), [(2.0, 12.0), (6.0, None)])
-def test_stopwatch_host_away_for_long_gives_no_time(away: float, seconds: float | None) -> None:
+def test_stopwatch_returns_no_time_after_a_long_absence_of_the_host(away: float, seconds: float | None) -> None:
     now = iter([0.0, 1.0, 1.0 + away, 12.0, 12.0, 20.0, 21.0, 22.0])
     watch = Stopwatch(lambda: next(now))
     watch.start()
@@ -216,8 +216,8 @@ def test_stopwatch_host_away_for_long_gives_no_time(away: float, seconds: float 
     assert watch.stop() == 1.0
 
 
-def test_adaptive_depth_without_results_is_given_up() -> None:
-    """As if its program failed every time."""
+def test_adaptive_policy_stops_choosing_a_depth_without_results() -> None:
+    """Depth 4 never has a result, as if its program failed every time."""
     policy, chosen = Adaptive(DEPTHS), []
     for _ in range(200):
         chosen.append(policy.choose(1, [4]))
@@ -243,7 +243,7 @@ def test_adaptive_depth_without_results_is_given_up() -> None:
         ("topk:9,2,4", 1, "topk:5,1,4"),  # there are no more candidates
     ],
 )
-def test_tree_cut_at_a_depth_keeps_upper_levels(tree: str, depth: int, cut: str) -> None:
+def test_tree_cut_at_a_depth_has_only_the_levels_up_to_that_depth(tree: str, depth: int, cut: str) -> None:
     whole = Tree.parse(tree)
     found = whole.cut(depth)
     assert str(found) == cut and found.depth == depth

@@ -18,12 +18,12 @@ pytestmark = pytest.mark.once
 def wait_until(holds: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE
     while not holds():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "the condition never became true"
         time.sleep(0.001)
 
 
-def test_fair_lock_contended_serves_threads_in_order() -> None:
-    """A thread that releases the lock is served after those that asked in the meantime."""
+def test_fair_lock_under_contention_serves_threads_in_order() -> None:
+    """A thread that releases the lock and asks again is served after the threads that asked in the meantime."""
     lock, order = FairLock(), []
 
     def asks(number: int) -> None:
@@ -68,7 +68,7 @@ class Interrupts:
 
 
 @pytest.mark.parametrize("on_exit", [False, True])
-def test_fair_lock_interrupted_release_wakes_the_next_thread(on_exit: bool) -> None:
+def test_fair_lock_interrupted_during_release_wakes_the_next_thread(on_exit: bool) -> None:
     lock, served = FairLock(), []
 
     def waits() -> None:
@@ -86,7 +86,7 @@ def test_fair_lock_interrupted_release_wakes_the_next_thread(on_exit: bool) -> N
     assert served and not lock._queue and not lock.is_mine
 
 
-def test_fair_lock_interrupted_acquire_releases_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fair_lock_interrupted_during_acquire_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     lock = FairLock()
     with monkeypatch.context() as patch:
         patch.setattr("jspec.engine.fair_lock.threading.get_ident", Fault(threading.get_ident, 2, KeyboardInterrupt()))
@@ -95,7 +95,7 @@ def test_fair_lock_interrupted_acquire_releases_it(monkeypatch: pytest.MonkeyPat
     assert not lock._queue and not lock.is_mine
 
 
-def test_fair_lock_interrupted_wait_leaves_no_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fair_lock_interrupted_while_waiting_leaves_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     lock = FairLock()
 
     class Interrupted:

@@ -14,14 +14,14 @@ pytestmark = pytest.mark.once
 
 
 def written(folder: Path, **fields: Any) -> Path:
-    """A folder with the file that transformers makes of these fields."""
+    """A folder with the file that transformers writes for these fields."""
     from transformers import GenerationConfig
 
     GenerationConfig(**fields).save_pretrained(folder)
     return folder
 
 
-def test_generation_config_saved_by_transformers_is_read(tmp_path: Path) -> None:
+def test_generation_config_saved_by_transformers_sets_every_supported_parameter(tmp_path: Path) -> None:
     folder = written(
         tmp_path,
         do_sample=True,
@@ -58,7 +58,7 @@ def test_generation_config_without_do_sample_is_greedy(tmp_path: Path) -> None:
     assert sampled == SamplingParams(temperature=0.5, max_tokens=7, seed=1)
 
 
-def test_generation_config_of_real_models_is_read(data: Path) -> None:
+def test_generation_config_of_real_models_is_greedy(data: Path) -> None:
     for name in ("tinystories656k", "stories260k"):
         assert SamplingParams.from_generation_config(data / name) == SamplingParams(temperature=0)
 
@@ -75,7 +75,9 @@ def test_generation_config_of_real_models_is_read(data: Path) -> None:
         (dict(do_sample=True, temperature=-1.0), "SamplingParams.temperature: expected a finite number >= 0"),
     ],
 )
-def test_generation_config_unsupported_option_is_refused(tmp_path: Path, fields: dict[str, Any], named: str) -> None:
+def test_generation_config_unsupported_option_raises_naming_the_option(
+    tmp_path: Path, fields: dict[str, Any], named: str
+) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=named):
         SamplingParams.from_generation_config(tmp_path)
@@ -88,7 +90,7 @@ def test_generation_config_options_without_effect_are_accepted(tmp_path: Path, v
     assert SamplingParams.from_generation_config(tmp_path) == SamplingParams(temperature=0)
 
 
-def test_generation_config_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+def test_generation_config_missing_or_invalid_file_raises(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"expected a generation_config\.json, found none"):
         SamplingParams.from_generation_config(tmp_path)
     for text, got in (("{", "expected JSON"), ("[]", "expected a JSON object, got list")):

@@ -61,8 +61,8 @@ def allowed(grammar: Grammar, state: int) -> set[int]:
 
 @pytest.mark.parametrize("regex", EXPRESSIONS)
 @pytest.mark.parametrize("stops", [(0,), (0, 14, 15)], ids=str)
-def test_table_of_an_expression_allows_what_the_library_regex_allows(regex: str, stops: tuple[int, ...]) -> None:
-    """After every text of up to five tokens; a stop id with a text is allowed only where the text may end."""
+def test_grammar_table_allows_the_tokens_that_the_regex_library_allows(regex: str, stops: tuple[int, ...]) -> None:
+    """Compared after every text of up to five tokens; a stop id with a text is allowed only if the text may end."""
     texts = [None if token in stops else text for token, text in enumerate(lettered.TEXTS)]
     grammar, frontier = compiled(regex, lettered.TEXTS, stop_ids=stops), {b"": 0}
     for _ in range(5):
@@ -75,29 +75,29 @@ def test_table_of_an_expression_allows_what_the_library_regex_allows(regex: str,
     assert grammar.follow([0, 0, 1, 1, 1, 1, 1, 1]) < 0
 
 
-def test_table_with_a_token_that_leads_to_no_end_bans_the_token() -> None:
-    """No token spells "x"; only half of a letter has a token; a token is banned."""
+def test_grammar_table_bans_tokens_after_which_no_text_can_end() -> None:
+    """The three causes: no token spells "x", only half of a letter has a token, or a token is banned."""
     assert allowed(compiled("ax|b"), 0) == {2}
     assert allowed(compiled("a(é|b)", [None, b"a", b"b", b"\xc3"]), 1) == {2}
     assert allowed(compiled("ab|b", banned=(3,)), 0) == {1, 2}
 
 
-def test_compile_grammar_without_a_text_in_allowed_tokens_raises() -> None:
+def test_compile_grammar_with_no_text_writable_in_allowed_tokens_raises() -> None:
     for regex, options in (("x", {}), ("ab|b", dict(banned=(3, 2))), ("[abc]c", dict(banned=(13,)))):
         with pytest.raises(ValueError, match="none of its texts can be written in the allowed tokens"):
             compiled(regex, **options)
 
 
-def test_table_never_allows_ids_beyond_the_tokenizers() -> None:
+def test_grammar_table_never_allows_ids_beyond_the_tokenizers() -> None:
     grammar = compiled("[a-c]*", size=20)
     assert allowed(grammar, 0) == {0, 1, 2, 3, 4, 13, 15}
 
 
 @pytest.mark.parametrize("name", ["stories260k", "tokenizers/gpt2"])
-def test_table_of_a_whole_vocabulary_equals_outlines_index(data: Path, name: str) -> None:
+def test_grammar_table_allows_the_tokens_that_outlines_allows(data: Path, name: str) -> None:
     """Along random walks of 40 tokens both allow the same tokens.
 
-    Where a text may both end and continue, outlines_core omits tokens; these expressions have no such state.
+    If a text may both end and continue, outlines_core omits tokens; these expressions have no such state.
     """
     tokenizer = load_tokenizer(data / name)
     assert tokenizer is not None
@@ -123,7 +123,7 @@ def test_table_of_a_whole_vocabulary_equals_outlines_index(data: Path, name: str
         assert len(sizes) > 5
 
 
-def test_table_of_a_schema_yields_valid_texts(data: Path) -> None:
+def test_grammar_table_of_a_json_schema_yields_valid_texts(data: Path) -> None:
     tokenizer = load_tokenizer(data / "tokenizers/gpt2")
     assert tokenizer is not None
     grammar = compiled(regex_of_schema(json.dumps(SCHEMA)), tokenizer.token_bytes(), stop_ids=(50256,))
@@ -138,8 +138,8 @@ def test_table_of_a_schema_yields_valid_texts(data: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["stories260k", "tinystories656k", "tokenizers/gpt2", "tokenizers/qwen2.5"])
-def test_token_bytes_equal_what_decoding_appends(data: Path, name: str) -> None:
-    """After another token, to keep a leading blank; halves of a letter have no text of their own and are skipped."""
+def test_token_bytes_equal_the_text_that_decoding_appends(data: Path, name: str) -> None:
+    """Each token is decoded after another one, which keeps a leading blank; halves of a letter are skipped."""
     tokenizer = load_tokenizer(data / name)
     assert tokenizer is not None
     texts, front = tokenizer.token_bytes(), tokenizer.encode("so")
@@ -183,7 +183,7 @@ def test_grammar_input_with_an_unsupported_request_raises(given: dict[str, Any],
         GrammarInput(lettered.tokenizer(), SIZE, 400).of(params, (0,), words)
 
 
-def test_grammar_input_that_cannot_serve_grammars_names_the_cause() -> None:
+def test_grammar_input_without_tokenizer_tables_or_stop_ids_raises_naming_the_cause() -> None:
     params, tokenizer = SamplingParams(regex="a"), lettered.tokenizer()
     for engine, stops, message in (
         (GrammarInput(None, SIZE, 100), (0,), r"regex: needs a tokenizer; pass tokenizer="),
@@ -211,18 +211,22 @@ def test_grammar_input_that_cannot_serve_grammars_names_the_cause() -> None:
     ],
     ids=str,
 )
-def test_sampling_params_with_a_bad_combination_name_it(given: dict[str, Any], message: str) -> None:
+def test_sampling_params_invalid_grammar_or_combination_raises_naming_the_field(
+    given: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**given)
 
 
-def test_compile_grammar_without_the_library_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_grammar_without_outlines_core_raises_naming_the_package_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "outlines_core", None)
     with pytest.raises(ImportError, match=r"install outlines_core \(pip install 'jspec\[grammar\]'\)"):
         compiled("a")
 
 
-def test_equal_grammars_are_compiled_once_and_share_a_device_table() -> None:
+def test_equal_grammars_are_compiled_once_and_share_one_device_table() -> None:
     maker = GrammarInput(lettered.tokenizer(), SIZE, 400)
     one, same, other, banned = (
         maker.of(SamplingParams(**given), (0,), ())

@@ -32,8 +32,8 @@ def case(request: pytest.FixtureRequest) -> Case:
         pytest.param(MASKS, lettered.tree, id="masks-tree"),
     ],
 )
-def test_engine_with_grammars_decodes_as_masked_token_by_token(case: Case, make: Callable[[], Engine]) -> None:
-    """The second run finds the prompts' pages and slots and tables of other requests; few pages cause preemption."""
+def test_engine_with_grammars_emits_tokens_of_masked_decoding(case: Case, make: Callable[[], Engine]) -> None:
+    """In the second run prompts are cached, and slots and tables were used before; few pages cause preemption."""
     pytest.importorskip(case.library)
     engine = make()
     before = engine.metrics
@@ -46,8 +46,8 @@ def test_engine_with_grammars_decodes_as_masked_token_by_token(case: Case, make:
     assert engine.pages_in_use == 0
 
 
-def test_engine_without_the_grammars_decodes_otherwise(case: Case) -> None:
-    """Negative control: every request with a grammar gets other tokens without it. Some requests reach an end."""
+def test_engine_without_the_grammars_emits_other_tokens(case: Case) -> None:
+    """Negative control: every request with a grammar has other tokens without it; some texts reach their end."""
     done = lettered.chain().generate(PROMPTS, case.without_grammar())
     same = [completion.token_ids == tokens for completion, tokens in zip(done, case.expected(), strict=True)]
     assert same == [not has_grammar for has_grammar in case.has_grammar()]
@@ -56,14 +56,14 @@ def test_engine_without_the_grammars_decodes_otherwise(case: Case) -> None:
     assert case.min_ended <= sum(ended) < len(ended)
 
 
-def test_request_of_several_samples_constrains_every_sample(case: Case) -> None:
+def test_request_with_grammar_and_several_samples_constrains_every_sample(case: Case) -> None:
     params = replace(case.params[2], n=3, draft=True)
     (done,) = lettered.chain().generate([PROMPTS[2]], params)
     seeds = [sample_seed(3, index) for index in range(3)]
     assert [one.token_ids for one in done.samples] == [masked(PROMPTS[2], params, seed) for seed in seeds]
 
 
-def test_request_with_bad_words_that_ban_every_allowed_token_ends_alone(case: Case) -> None:
+def test_grammar_request_whose_allowed_tokens_are_all_banned_is_the_only_one_to_fail(case: Case) -> None:
     done = lettered.chain().generate([PROMPTS[0], PROMPTS[1]], [case.stuck, case.params[1]])
     assert done[0].finish_reason == "error" and done[0].token_ids == [*case.stuck_tokens]
     with pytest.raises(ValueError, match=case.stuck_error):
@@ -71,7 +71,7 @@ def test_request_with_bad_words_that_ban_every_allowed_token_ends_alone(case: Ca
     assert done[1].token_ids == case.expected()[1]
 
 
-def test_engine_with_an_invalid_grammar_refuses_before_queueing(case: Case) -> None:
+def test_engine_with_an_invalid_grammar_raises_before_queueing(case: Case) -> None:
     engine = lettered.chain()
     with pytest.raises(ValueError, match=case.invalid_error):
         engine.generate([[1], [2]], [SamplingParams(), replace(SamplingParams(), **{case.field: case.invalid})])
@@ -79,7 +79,7 @@ def test_engine_with_an_invalid_grammar_refuses_before_queueing(case: Case) -> N
 
 
 def test_memory_plan_includes_the_grammar_tables() -> None:
-    """2 bytes for each cell and each token of the vocabulary, in every slot's table."""
+    """A table takes 2 bytes for each cell and each token of the vocabulary, and every slot has one."""
     state, plan = lettered.chain().core.runner.state, lettered.chain().memory_plan
     bytes_ = sum(leaf.nbytes for leaf in jax.tree.leaves(state.grammars))
     assert bytes_ == 2 * 2 * (2**18 + small.VOCAB + 1) and plan.slots > bytes_

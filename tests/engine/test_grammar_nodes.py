@@ -1,4 +1,4 @@
-"""Tables of grammars in a single stage: edited logits of every node of a draft, and the accept rules after them."""
+"""Grammar tables in single stages: edited logits of every node of a draft, and the accept rules on these logits."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def edited(logits: jax.Array, draft: Draft, view: SlotView) -> jax.Array:
 
 
 def check_logits(seed: int, *, chain: bool, run: Any) -> None:
-    """The library regex tells which tokens may follow each node."""
+    """Compare the mask of each node with the tokens that the library regex allows after it."""
     logits, draft, requests = random_case(seed, chain=chain)
     found = np.asarray(run(jnp.asarray(logits), draft, view_of(requests)))
     assert not np.isnan(found).any()
@@ -112,13 +112,15 @@ def jitted() -> Any:
 
 
 @pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
-def test_penalties_with_a_table_mask_every_node_by_its_own_path(chain: bool) -> None:
+def test_penalties_with_a_grammar_table_mask_each_node_by_the_path_to_that_node(chain: bool) -> None:
     for seed in range(6):
         check_logits(seed, chain=chain, run=jitted())
 
 
-def test_penalties_with_the_roots_state_at_every_node_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control."""
+def test_penalties_with_the_roots_grammar_state_at_every_node_fail_the_comparison(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Negative control: every node gets the grammar state of the root."""
     states = grammar_mask.states
     monkeypatch.setattr(grammar_mask, "states", lambda view, path: states(view, jnp.full_like(path, -1)))
     with pytest.raises(AssertionError, match="Arrays are not equal"):
@@ -126,7 +128,7 @@ def test_penalties_with_the_roots_state_at_every_node_fail_the_check(monkeypatch
 
 
 @pytest.mark.parametrize("rule", ["multi_candidate", "rejection", "block", "typical"])
-def test_accept_rule_with_a_table_emits_only_allowed_tokens(rule: str) -> None:
+def test_accept_rule_with_a_grammar_table_emits_only_allowed_tokens(rule: str) -> None:
     """The stored grammar state is the one after the last token."""
     tree = Tree.chain(DEPTH)
 
@@ -153,7 +155,7 @@ def test_accept_rule_with_a_table_emits_only_allowed_tokens(rule: str) -> None:
     assert accepted > 10
 
 
-def test_processed_logprobs_with_a_table_are_of_the_masked_logits() -> None:
+def test_processed_logprobs_with_a_grammar_table_equal_those_of_the_masked_logits() -> None:
     """Each emitted token is scored by the logits of the accepted node before it."""
     tree = Tree.chain(DEPTH)
 

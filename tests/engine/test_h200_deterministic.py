@@ -57,14 +57,16 @@ def plain(target: Model) -> list[Completion]:
 
 
 @pytest.mark.h200
-def test_h200_plain_texts_differ(plain: list[Completion]) -> None:
+def test_h200_plain_decoding_of_different_prompts_emits_varied_texts(plain: list[Completion]) -> None:
     assert all(len(set(done.token_ids)) > TOKENS // 8 for done in plain)
     assert len({tuple(done.token_ids) for done in plain}) == PROMPTS
 
 
 @pytest.mark.h200
 @pytest.mark.parametrize("tree", ["chain:4", "chain:1", "topk:60,8,10"])
-def test_h200_drafted_tokens_equal_plain_decoding(tree: str, target: Model, head: EagleHead, plain: Any) -> None:
+def test_h200_deterministic_engine_with_eagle3_emits_tokens_of_plain_decoding(
+    tree: str, target: Model, head: EagleHead, plain: Any
+) -> None:
     batch = 16 if tree.startswith("topk") else 64
     drafted = decode(target, Eagle3(head, Tree.parse(tree)), slots=batch, buckets=(batch,), prefill_buckets=(128,))
     assert differing(drafted, plain) == 0
@@ -72,7 +74,9 @@ def test_h200_drafted_tokens_equal_plain_decoding(tree: str, target: Model, head
 
 @pytest.mark.h200
 @pytest.mark.parametrize("shift", [0, 1])
-def test_h200_right_or_wrong_drafts_equal_plain_decoding(shift: int, target: Model, plain: Any) -> None:
+def test_h200_deterministic_engine_with_right_or_wrong_drafts_emits_tokens_of_plain_decoding(
+    shift: int, target: Model, plain: Any
+) -> None:
     drafter = Scripted(plain, [GREEDY] * PROMPTS, Tree.chain(5), shift=shift)
     drafted = decode(target, drafter, page_size=32, rounds_per_dispatch=2)
     assert differing(drafted, plain) == 0
@@ -81,7 +85,7 @@ def test_h200_right_or_wrong_drafts_equal_plain_decoding(shift: int, target: Mod
 
 
 @pytest.mark.h200
-def test_h200_not_deterministic_some_texts_differ(target: Model, head: EagleHead) -> None:
+def test_h200_ordinary_engine_with_eagle3_emits_some_other_texts(target: Model, head: EagleHead) -> None:
     ordinary = decode(target, None, slots=16, buckets=(1, 4, 16), deterministic=False)
     drafted = decode(target, Eagle3(head, Tree.chain(4)), deterministic=False)
     print(f"without the flag {differing(drafted, ordinary)} of {PROMPTS} texts differ")

@@ -1,4 +1,4 @@
-"""JSON schemas: an accepted schema is followed, by an independent validator; any other names the refused keyword."""
+"""JSON schemas: texts of an accepted schema pass an independent validator; other schemas raise naming a keyword."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def table(schema: dict[str, Any]) -> Grammar:
 
 
 def texts(grammar: Grammar, count: int) -> list[bytes]:
-    """Random texts of a grammar; where a text may end, it does with probability 3/4."""
+    """Random texts of a grammar; a text that may end ends with probability 3/4."""
     rng, found = np.random.default_rng(0), []
     while len(found) < count:
         ids: list[int] = []
@@ -87,15 +87,15 @@ def test_regex_of_accepted_schema_matches_only_valid_texts(schema: dict[str, Any
     assert len(found) > 1 or "const" in schema
 
 
-def test_validator_detects_an_ignored_keyword() -> None:
-    """Negative control: the validator refuses texts of a schema whose bounds the library ignores."""
+def test_json_schema_validator_rejects_texts_that_ignore_a_keyword() -> None:
+    """Negative control: the texts were generated without the bounds in the schema."""
     jsonschema = pytest.importorskip("jsonschema")
     found = [json.loads(text) for text in texts(table(INTEGER), 20)]
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(found, {"items": INTEGER | {"minimum": 10, "maximum": 12}})
 
 
-def test_sampling_params_keep_a_copy_of_the_schema() -> None:
+def test_sampling_params_json_schema_is_unchanged_by_later_edits_of_the_dict() -> None:
     schema = {"type": "integer"}
     params = SamplingParams(json_schema=schema)
     schema["type"] = "string"
@@ -103,6 +103,8 @@ def test_sampling_params_keep_a_copy_of_the_schema() -> None:
 
 
 @pytest.mark.parametrize(("schema", "message"), REFUSED, ids=lambda given: json.dumps(given)[:60])
-def test_regex_of_schema_with_an_unsupported_keyword_names_it(schema: dict[str, Any], message: str) -> None:
+def test_regex_of_schema_with_an_unsupported_keyword_raises_naming_the_keyword(
+    schema: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=f"json_schema: {message}"):
         regex_of_schema(schema)

@@ -106,7 +106,7 @@ CONTROLS: dict[str, Any] = dict(  # ids that both vocabularies have
 
 
 def parameters(count: int, tokens: int, temperature: float) -> list[SamplingParams]:
-    """Greedy, or sampled with a seed a prompt and every fourth row greedy.
+    """Greedy parameters, or sampled ones with one seed per prompt and every fourth row greedy.
 
     Every fifth is cut by rank and probability, every fifth has penalties, bias, bad words and a least length.
     """
@@ -158,7 +158,7 @@ def baseline(name: str, golden: Path, data: Path, size: Size, temperature: float
 
 
 def check(case: dict[str, Any], golden: Path, data: Path, sizes: Sizes) -> None:
-    """Every bucket, greedy and sampled: the largest bucket serves all prompts, a smaller one a batch of its size."""
+    """Compare every bucket, greedy and sampled: the largest bucket serves all prompts, others a batch of their size."""
     one = pair(case["pair"], golden, data)
     expected = {t: baseline(case["pair"], golden, data, size, t) for t, size in sizes.items()}
     params = {t: parameters(size.prompts, size.tokens, t) for t, size in sizes.items()}
@@ -199,12 +199,12 @@ def distinct(
 
 
 def check_acceptance(case: dict[str, Any], engine: Engine) -> None:
-    """The fake drafters must have been right or wrong throughout."""
+    """Check that the fake drafters were right or wrong throughout."""
     metrics = engine.metrics
     drafter, tree = case["drafter"], case["tree"]
     if drafter == "wrong":
         assert metrics.num_accepted_tokens == 0
-    if drafter == "right":  # the last round of a request is cut where it ends
+    if drafter == "right":  # the last round of a request is cut at the end of the request
         assert metrics.acceptance_per_position[-1] > 0.9
         assert len(metrics.acceptance_per_position) == Tree.parse(tree).depth
 
@@ -212,7 +212,7 @@ def check_acceptance(case: dict[str, Any], engine: Engine) -> None:
 def same_tokens(
     target: Model, expected: list[Completion], done: list[Completion], params: list[SamplingParams]
 ) -> None:
-    """Every token, except near ties in float32."""
+    """Check that every token is equal, except near ties in float32."""
     for a, b, p in zip(expected, done, params, strict=True):
         if a.token_ids == b.token_ids and a.finish_reason == b.finish_reason:
             continue
@@ -222,7 +222,7 @@ def same_tokens(
         assert found.gap < NEAR_TIE, found
 
 
-# Drafters with a cache of their own, and one that is always wrong. Medusa's tokens are compared in
+# Drafters that have a cache, and one that is always wrong. Medusa's tokens are compared in
 # tests/engine/test_adaptive_engine.py too, those of n-gram and suffix in tests/draft/test_lookup.py.
 COVER = (
     ("stories", "eagle3", DYNAMIC, 64, (20,)),
@@ -252,14 +252,14 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("case", cases())
-def test_tokens_with_a_drafter_equal_plain_decoding(case: dict[str, Any], golden: Path, data: Path) -> None:
+def test_engine_with_any_drafter_emits_tokens_of_plain_decoding(case: dict[str, Any], golden: Path, data: Path) -> None:
     is_default = tuple(case.values()) in COVER
     check(case, golden, data, {0.0: LONG if is_long(case) and not is_default else SHORT, 1.0: SHORT})
 
 
 @pytest.mark.once
-def test_acceptance_right_drafts_never_decays(golden: Path, data: Path) -> None:
-    """The target drafts for itself for 200 rounds: the bonus token's draft row is written every time."""
+def test_draft_model_equal_to_the_target_has_every_draft_accepted_for_200_rounds(golden: Path, data: Path) -> None:
+    """Acceptance stays complete only if the bonus token's draft row is written in every round."""
     one = pair("golden", golden, data)
     drafter = DraftModel(one.target, Tree.chain(2))
     engine = Engine(one.target, drafter=drafter, slots=1, max_len=700, prefill_buckets=(64,), page_size=64)
@@ -269,7 +269,7 @@ def test_acceptance_right_drafts_never_decays(golden: Path, data: Path) -> None:
 
 
 @pytest.mark.once
-def test_check_lossless_wrong_target_token_is_detected(golden: Path, data: Path) -> None:
+def test_lossless_comparison_with_a_changed_target_fails(golden: Path, data: Path) -> None:
     """Negative control: a target that differs in one weight fails the comparison."""
     one = pair("golden", golden, data)
     other = one.target.replace(norm=one.target.norm.at[0].mul(1.5))

@@ -24,5 +24,7 @@ WHOLE = [case for case in cover.product(FACTORS | {"page": (1, 16, 64), "buckets
 @pytest.mark.matrix
 @pytest.mark.usefixtures("runs_long")
 @pytest.mark.parametrize("case", WHOLE, ids=cover.label)
-def test_tokens_all_combinations_equal_plain_decoding(case: dict[str, Any], golden: Path, data: Path) -> None:
+def test_engine_with_every_combination_of_options_emits_tokens_of_plain_decoding(
+    case: dict[str, Any], golden: Path, data: Path
+) -> None:
     check(case, golden, data, {0.0: FULL, 1.0: SHORT})

@@ -1,4 +1,4 @@
-"""Tokens, text, finish reasons, counters and rounds. All drafts are right, so requests end inside rounds."""
+"""Tokens, text, finish reasons, counters and rounds; all drafts are right, so requests end inside rounds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plain(target: Model) -> list[Completion]:
 
 @pytest.fixture(scope="module")
 def engine(target: Model, plain: list[Completion]) -> Engine:
-    """Every draft token is right: rounds of five tokens, after the prefill's one."""
+    """Every draft token is right, so rounds emit five tokens after the prefill's one."""
     return make(target, drafter=Scripted(plain, [GREEDY] * len(plain), Tree.chain(LENGTH)))
 
 
@@ -71,7 +71,7 @@ def flags(*, cap: int) -> list[bool]:
 # -- drafts
 
 
-def test_rounds_right_drafts_are_full(traced: list[Completion], plain: list[Completion]) -> None:
+def test_rounds_with_right_drafts_accept_every_draft_token(traced: list[Completion], plain: list[Completion]) -> None:
     for completion, expected in zip(traced, plain, strict=True):
         assert completion.token_ids == expected.token_ids
         assert completion.from_draft == flags(cap=LENGTH)
@@ -79,7 +79,7 @@ def test_rounds_right_drafts_are_full(traced: list[Completion], plain: list[Comp
         assert [len(round_.emitted) for round_ in completion.rounds or []] == [5] * 5 + [4]
 
 
-def test_rounds_traced_agree_with_the_tokens(traced: list[Completion]) -> None:
+def test_traced_rounds_agree_with_the_tokens_of_the_completion(traced: list[Completion]) -> None:
     for completion in traced:
         rounds = completion.rounds
         assert rounds is not None
@@ -102,7 +102,7 @@ def test_round_to_text_has_one_line_per_node(traced: list[Completion]) -> None:
     assert lines[-1] == f"emitted {rounds[0].emitted}"
 
 
-def test_trace_off_has_no_rounds_and_on_compiles_once(
+def test_generate_traced_again_compiles_nothing_and_untraced_has_no_rounds(
     engine: Engine, traced: list[Completion], compilations: list[str]
 ) -> None:
     (again,) = engine.generate(PROMPTS[0], GREEDY, trace=True)
@@ -112,7 +112,9 @@ def test_trace_off_has_no_rounds_and_on_compiles_once(
 
 
 @pytest.mark.parametrize(("draft", "cap"), [(False, 0), (0, 0), (1, 1), (3, 3), (LENGTH, 4), (99, 4), (True, 4)])
-def test_draft_cap_changes_rounds_and_no_token(engine: Engine, plain: list[Completion], draft: Any, cap: int) -> None:
+def test_draft_cap_changes_the_rounds_but_no_token(
+    engine: Engine, plain: list[Completion], draft: Any, cap: int
+) -> None:
     (done,) = engine.generate(PROMPTS[0], with_(draft=draft))
     assert done.token_ids == plain[0].token_ids
     rounds = -(-(LONGEST - 1) // (cap + 1))
@@ -123,7 +125,7 @@ def test_draft_cap_changes_rounds_and_no_token(engine: Engine, plain: list[Compl
     assert done.from_draft == flags(cap=cap)
 
 
-def test_draft_cap_in_a_mixed_batch_limits_its_row_alone(engine: Engine, plain: list[Completion]) -> None:
+def test_draft_cap_in_a_mixed_batch_limits_only_that_row(engine: Engine, plain: list[Completion]) -> None:
     done = engine.generate(PROMPTS, [with_(draft=False), with_(), with_(draft=2)])
     assert [completion.token_ids for completion in done] == [completion.token_ids for completion in plain]
     assert [completion.metrics.num_drafts for completion in done] == [29, 6, 10]
@@ -133,7 +135,9 @@ def test_draft_cap_in_a_mixed_batch_limits_its_row_alone(engine: Engine, plain: 
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 6, 7])
-def test_max_tokens_inside_a_round_cuts_it(engine: Engine, plain: list[Completion], max_tokens: int) -> None:
+def test_max_tokens_inside_a_round_ends_the_request_there(
+    engine: Engine, plain: list[Completion], max_tokens: int
+) -> None:
     (done,) = engine.generate(PROMPTS[0], with_(max_tokens=max_tokens))
     assert done.token_ids == plain[0].token_ids[:max_tokens]
     assert (done.finish_reason, done.stop_reason) == ("length", None)
@@ -164,7 +168,7 @@ def test_stop_token_anywhere_in_a_round_ends_the_request(engine: Engine, plain: 
 def test_eos_inside_a_round_ends_the_request(
     engine: Engine, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The EOS token is in the ids and not in the text; with ignore_eos decoding goes on and its text is shown."""
+    """The EOS token is in the ids but not in the text; with ignore_eos decoding continues and the text contains it."""
     ids = plain[0].token_ids
     end = first_at(ids, 7, inside=lambda i: i % 5 in (2, 3))
     monkeypatch.setattr(engine.input_processor, "eos_ids", (EOS, ids[end]))
@@ -179,7 +183,7 @@ def test_eos_inside_a_round_ends_the_request(
     assert (asked.token_ids, asked.finish_reason, asked.stop_reason) == (ids[: end + 1], "stop", ids[end])
 
 
-def test_stop_token_as_last_allowed_token_is_the_reason(engine: Engine, plain: list[Completion]) -> None:
+def test_stop_token_at_max_tokens_is_the_finish_reason(engine: Engine, plain: list[Completion]) -> None:
     ids = plain[0].token_ids
     end = first_at(ids, 1, inside=lambda i: i > 1)
     (done,) = engine.generate(PROMPTS[0], with_(max_tokens=end + 1, stop_token_ids=(ids[end],)))
@@ -189,7 +193,7 @@ def test_stop_token_as_last_allowed_token_is_the_reason(engine: Engine, plain: l
 # -- text
 
 
-def test_stream_pieces_joined_are_the_text(engine: Engine, plain: list[Completion]) -> None:
+def test_stream_chunks_joined_equal_text_and_tokens_of_the_completion(engine: Engine, plain: list[Completion]) -> None:
     for prompt, expected in zip(PROMPTS, plain, strict=True):
         chunks = list(engine.stream(prompt, GREEDY))
         assert "".join(chunk.text or "" for chunk in chunks) == expected.text
@@ -203,7 +207,7 @@ def test_stream_pieces_joined_are_the_text(engine: Engine, plain: list[Completio
         assert "".join(done.pieces) == done.text[: len("".join(done.pieces))]
 
 
-def test_generate_ids_or_text_is_one_prompt(engine: Engine, plain: list[Completion]) -> None:
+def test_generate_accepts_one_prompt_as_text_or_ids_or_in_a_list(engine: Engine, plain: list[Completion]) -> None:
     assert engine.generate([]) == []
     ids = list(PROMPTS[0].encode())
     forms: list[Any] = [PROMPTS[0], ids, tuple(ids), [ids], [PROMPTS[0]]]
@@ -215,14 +219,14 @@ def test_generate_ids_or_text_is_one_prompt(engine: Engine, plain: list[Completi
     assert [c.token_ids for c in mixed] == [plain[1].token_ids[:2], plain[0].token_ids[:3]]
 
 
-def test_progress_bar_counts_tokens(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_progress_bar_counts_tokens(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     engine.generate(PROMPTS[0], GREEDY)
     assert capsys.readouterr().err == ""
     engine.generate(PROMPTS[0], GREEDY, progress=True)
     assert "30/30" in capsys.readouterr().err
 
 
-def test_completion_html_colours_drafted_pieces(traced: list[Completion]) -> None:
+def test_completion_html_colours_each_drafted_token(traced: list[Completion]) -> None:
     page = traced[0]._repr_html_()
     assert page.count("background") == sum(traced[0].from_draft)
 
@@ -230,7 +234,7 @@ def test_completion_html_colours_drafted_pieces(traced: list[Completion]) -> Non
 # -- counters
 
 
-def test_metrics_rounds_by_hand_are_counted() -> None:
+def test_metrics_of_counted_rounds_equal_hand_computed_ones() -> None:
     """Rounds of 4 drafts that accept 4, 2 and 0, the last one cut after its first token of 3 accepted ones."""
     metrics = Metrics(num_tokens=1)
     for accept_len, emitted in ((4, 4), (2, 2), (0, 0), (3, 1)):
@@ -246,8 +250,8 @@ def test_metrics_rounds_by_hand_are_counted() -> None:
     assert Metrics().mean_acceptance_length == 1 and Metrics().acceptance_rate == 0
 
 
-def test_process_step_output_several_rounds_stops_at_the_end() -> None:
-    """Columns: three tokens, then count, accept_len, drafted, ended. The third round is of an ended row."""
+def test_process_step_output_of_several_rounds_stops_at_the_ended_round() -> None:
+    """The report's columns are three tokens, count, accept_len, drafted and ended; the third round is after the end."""
     output = OutputState(token_ids=[3], from_draft=[False], pieces=[""])
     request = Request(1, (5,), SamplingParams(), 0, (9,), 10, output=output)
     report = np.asarray([[[4, 6, 7, 3, 2, 2, 0]], [[8, 9, -1, 2, 2, 2, 1]], [[-1, -1, -1, 0, 0, 0, 0]]])
@@ -258,7 +262,7 @@ def test_process_step_output_several_rounds_stops_at_the_end() -> None:
     assert (request.metrics.num_drafts, request.metrics.num_accepted_tokens) == (2, 4)
 
 
-def test_metrics_of_an_engine_are_the_sum_of_its_requests(engine: Engine) -> None:
+def test_engine_metrics_are_the_sum_of_the_metrics_of_the_requests(engine: Engine) -> None:
     before = engine.metrics
     done = engine.generate(PROMPTS, GREEDY)
     added = sum((completion.metrics for completion in done), before)

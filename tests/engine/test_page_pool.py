@@ -20,7 +20,7 @@ from jspec.engine.page_pool import Digest, PagePool, page_digests
 
 pytestmark = pytest.mark.once
 
-TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=24)  # of two tokens, so that prefixes repeat
+TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=24)  # of only two tokens, because prefixes must repeat
 
 
 class Pages(RuleBasedStateMachine):
@@ -154,16 +154,18 @@ def newest_first(self: PagePool) -> int:
 
 
 @pytest.mark.parametrize(("name", "broken"), [("release", forgets_num_owners), ("_evict", newest_first)])
-def test_pool_broken_is_found_by_the_machine(monkeypatch: pytest.MonkeyPatch, name: str, broken: object) -> None:
-    """Negative controls."""
+def test_page_pool_state_machine_detects_a_broken_pool(
+    monkeypatch: pytest.MonkeyPatch, name: str, broken: object
+) -> None:
+    """Negative controls: one method of the pool is wrong."""
     monkeypatch.setattr(PagePool, name, broken)
     quick = settings(TestPages.settings, max_examples=2000, phases=[Phase.generate])
     with pytest.raises(AssertionError):
         run_state_machine_as_test(Pages, settings=quick)
 
 
-def test_page_digests_are_chained() -> None:
-    """A page's digest depends on all tokens up to its end, wherever the computation continues."""
+def test_page_digest_depends_on_all_tokens_up_to_the_page_end() -> None:
+    """Digests that continue after a given digest equal those of the whole text."""
     text = [1, 2, 3, 4, 5, 6, 7]
     whole = page_digests(text, 2)
     assert len(whole) == 3 and page_digests(text[2:], 2, whole[0]) == whole[1:]
@@ -173,7 +175,7 @@ def test_page_digests_are_chained() -> None:
     assert len(collected) == 400
 
 
-def test_pool_full_evicts_last_pages_of_the_oldest_owner() -> None:
+def test_page_pool_when_full_evicts_last_pages_of_the_oldest_owner_first() -> None:
     pool = PagePool(5, 1)
     digests = page_digests([1, 2, 3, 4], 1)
     first, second = pool.reserve(1, 2), pool.reserve(2, 2)
@@ -186,7 +188,7 @@ def test_pool_full_evicts_last_pages_of_the_oldest_owner() -> None:
     assert pool.match(digests) == [] and pool.match(page_digests([7, 8], 1)) == [second[0]]
 
 
-def test_pool_reserved_list_belongs_to_the_caller() -> None:
+def test_page_pool_is_unchanged_when_the_caller_edits_the_reserved_list() -> None:
     pool = PagePool(4, 2)
     pool.reserve(1, 4).clear()
     pool.release(1)
@@ -194,8 +196,8 @@ def test_pool_reserved_list_belongs_to_the_caller() -> None:
     assert pool.num_used == 0
 
 
-def test_pool_check_detects_lost_doubled_and_miscounted_pages() -> None:
-    """Negative controls."""
+def test_page_pool_check_detects_lost_doubled_and_miscounted_pages() -> None:
+    """Negative controls of the pool's check."""
     lost, doubled, miscounted = PagePool(5, 1), PagePool(5, 1), PagePool(5, 1)
     lost._free.pop()
     doubled._free.append(3)
@@ -210,6 +212,6 @@ def test_pool_check_detects_lost_doubled_and_miscounted_pages() -> None:
 
 
 @pytest.mark.parametrize(("pages", "page_size"), [(1, 16), (0, 16), (4, 0)])
-def test_pool_impossible_sizes_are_refused(pages: int, page_size: int) -> None:
+def test_page_pool_impossible_sizes_raise(pages: int, page_size: int) -> None:
     with pytest.raises(ValueError, match=f"pages >= 2 and page_size >= 1, got {pages} and {page_size}"):
         PagePool(pages, page_size)

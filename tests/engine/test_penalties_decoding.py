@@ -56,16 +56,16 @@ def by_processors(prompt: list[int], params: SamplingParams) -> list[int]:
     return output
 
 
-def test_penalties_plain_decoding_equals_transformers_processors() -> None:
-    """The second time the prompts' pages are cached and slots were used before."""
+def test_plain_decoding_with_penalties_emits_tokens_of_transformers_processors() -> None:
+    """In the later runs the prompts' pages are cached and slots were used before."""
     assert plain_tokens() == [by_processors(*each) for each in zip(PROMPTS, ENGINE_PARAMS, strict=True)]
     for order in (range(8), range(7, -1, -1)):
         done = small.plain().generate([PROMPTS[i] for i in order], [ENGINE_PARAMS[i] for i in order])
         assert [completion.token_ids for completion in done] == [plain_tokens()[i] for i in order]
 
 
-def test_penalties_removed_change_the_tokens() -> None:
-    """Negative control: without their penalties all rows but the one that has none get other tokens."""
+def test_plain_decoding_without_the_penalties_emits_other_tokens() -> None:
+    """Negative control: the one row that has no penalties keeps its tokens."""
     off = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None, bad_words=())
     off |= dict(allowed_token_ids=None, min_tokens=0)
     done = small.plain().generate(PROMPTS, [replace(params, **off) for params in ENGINE_PARAMS])
@@ -73,14 +73,14 @@ def test_penalties_removed_change_the_tokens() -> None:
     assert same == [not params.controls_used for params in ENGINE_PARAMS]
 
 
-def test_penalties_chain_equals_plain_decoding() -> None:
+def test_chain_drafting_with_penalties_emits_tokens_of_plain_decoding() -> None:
     engine = small.eagle3(rounds=3, page_size=1)
     check_engine(engine)
 
 
 @pytest.mark.long
-def test_penalties_dynamic_tree_with_preemption_equals_plain_decoding() -> None:
-    """After a preemption the counts of prompt and output are made anew."""
+def test_dynamic_tree_with_penalties_and_preemption_emits_tokens_of_plain_decoding() -> None:
+    """After a preemption the counts of prompt and output tokens are recomputed."""
     drafter = DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3))
     engine = Engine(
         small.target(),
@@ -130,14 +130,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "message"), BAD, ids=str)
-def test_penalties_impossible_are_refused_before_queueing(given: dict, message: str) -> None:
+def test_engine_impossible_penalties_raise_before_queueing(given: dict, message: str) -> None:
     engine = small.plain()
     with pytest.raises(ValueError, match=message):
         engine.generate([[1], [2]], [SamplingParams(), SamplingParams(**given)])
     assert not engine.scheduler.has_work
 
 
-def test_penalties_engine_built_without_refuses_them() -> None:
+def test_input_processor_without_controls_raises_naming_the_penalties() -> None:
     admission = InputProcessor(None, small.VOCAB, (), EngineConfig(controls=False))
     admission.requests([1], SamplingParams(top_k=3), trace=False)
     with pytest.raises(ValueError, match="presence_penalty, min_tokens: this engine was built with controls=False"):
@@ -165,12 +165,12 @@ class Blanks:
         return [0, *map(ord, " " + text)]
 
 
-def test_bad_words_after_a_newline_are_banned() -> None:
+def test_bad_words_with_a_sentencepiece_tokenizer_include_the_form_without_blank() -> None:
     words = bad_words(SamplingParams(bad_words=["ab"]), Blanks())  # type: ignore[arg-type]
     assert words == ((32, 97, 98), (32, 32, 97, 98), (97, 98))
 
 
-def test_params_numbers_too_large_for_a_float_are_refused() -> None:
+def test_sampling_params_numbers_too_large_for_a_float_raise() -> None:
     assert SamplingParams(max_tokens=2**64).max_tokens == 2**64
     for field in ("temperature", "presence_penalty", "min_tokens"):
         with pytest.raises(ValueError, match=field):

@@ -36,7 +36,7 @@ GREEDY, SAMPLED = dict(temperature=0.0), dict(temperature=1.0, seed=7)
 
 @cache
 def engine(name: str, *, cached: bool, page_size: int = PAGE) -> Engine:
-    """Two slots. The draft model samples its drafts, so that they depend on its cache."""
+    """An engine with two slots; the draft model samples its drafts, which therefore depend on its cache."""
     made = Engine(
         small.target(),
         drafter=DRAFTERS[name](),
@@ -55,7 +55,7 @@ def engine(name: str, *, cached: bool, page_size: int = PAGE) -> Engine:
 
 @pytest.fixture(autouse=True)
 def _all_comes_back() -> Iterator[None]:
-    """Every test begins and ends with no page held or lost."""
+    """Check that every test begins and ends with no page held or lost."""
     for one in WITH_CACHE:
         one.scheduler.pages.clear()
     yield
@@ -96,7 +96,7 @@ TURNS = ((9, 6), (1, 3), (3, 8), (1, 1), (2, 7), (5, 5))
 
 
 @pytest.mark.parametrize(("name", "controls"), cover.checkerboard(DRAFTERS, (GREEDY, SAMPLED), ("greedy", "sampled")))
-def test_prefix_hits_keep_tokens_and_drafts(name: str, controls: dict[str, Any]) -> None:
+def test_prefix_cache_changes_neither_tokens_nor_drafts(name: str, controls: dict[str, Any]) -> None:
     one, other = (chat(engine(name, cached=cached), controls, TURNS) for cached in (True, False))
     assert tokens(one) == tokens(other)
     assert [done.from_draft for done in one] == [done.from_draft for done in other]
@@ -107,8 +107,8 @@ def test_prefix_hits_keep_tokens_and_drafts(name: str, controls: dict[str, Any])
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_prefix_every_full_page_is_found(name: str) -> None:
-    """Also pages filled while decoding, and the rows of a request's last round, with any drafter."""
+def test_prefix_cache_finds_every_full_page_of_earlier_turns(name: str) -> None:
+    """Found are also pages filled while decoding, including the rows of a request's last round."""
     done = chat(engine(name, cached=True), SAMPLED, TURNS)
     held = 0
     for turn in done:
@@ -127,16 +127,16 @@ def expected_scores() -> list[np.ndarray]:
     return traced(engine("eagle3", cached=False))
 
 
-def test_shared_pages_draft_rows_are_complete(expected_scores: list[np.ndarray]) -> None:
-    """The head gives every node the same score as without the prefix cache, so its rows and features are right."""
+def test_shared_pages_leave_draft_scores_unchanged(expected_scores: list[np.ndarray]) -> None:
+    """Every node's score equals that without the prefix cache, so the draft rows and features in pages are complete."""
     np.testing.assert_allclose(traced(engine("eagle3", cached=True)), expected_scores, atol=TOLERANCE)
 
 
-def test_shared_pages_of_one_row_draft_rows_are_complete(expected_scores: list[np.ndarray]) -> None:
+def test_shared_pages_of_one_row_leave_draft_scores_unchanged(expected_scores: list[np.ndarray]) -> None:
     one = engine("eagle3", cached=True, page_size=1)
     np.testing.assert_allclose(traced(one), expected_scores, atol=TOLERANCE)
     done = chat(one, GREEDY, TURNS)
-    assert cached_tokens(done) == [len(turn.prompt_token_ids) - 1 for turn in done], "a row was lost"
+    assert cached_tokens(done) == [len(turn.prompt_token_ids) - 1 for turn in done], "a row is missing from the cache"
 
 
 def no_pending_rows(one: Engine, patch: pytest.MonkeyPatch) -> None:
@@ -158,10 +158,10 @@ def no_edges(one: Engine, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("spoil", [no_pending_rows, no_edges])
-def test_shared_pages_incomplete_are_detected(
+def test_draft_score_comparison_detects_incomplete_shared_pages(
     expected_scores: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., None]
 ) -> None:
-    """Negative controls."""
+    """Negative controls: the last draft rows or the features at page ends are missing."""
     one = engine("eagle3", cached=True)
     traced(one, TURNS[:1])  # compiles the programs before one of them is replaced
     one.scheduler.pages.clear()
@@ -171,8 +171,8 @@ def test_shared_pages_incomplete_are_detected(
 
 
 @pytest.mark.parametrize("size", [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 16, 17, 24, 29])
-def test_prefix_same_prompt_twice_hits_all_but_one_token(size: int) -> None:
-    """Prompts that are multiples of the page, and chunks of 6 and 16 that end inside a page."""
+def test_prefix_cache_same_prompt_twice_finds_all_full_pages_but_not_the_last_token(size: int) -> None:
+    """Sizes include multiples of the page; chunks of 6 and 16 tokens end inside a page."""
     plain = SamplingParams(max_tokens=6, **GREEDY)
     one = engine("eagle3", cached=True)
     first, second = (one.generate(prompt(size), plain)[0] for _ in range(2))
@@ -182,7 +182,7 @@ def test_prefix_same_prompt_twice_hits_all_but_one_token(size: int) -> None:
     assert cached_tokens([first, second]) == [0, min(size // PAGE * PAGE, size - 1)]
 
 
-def test_prefix_live_requests_share_pages() -> None:
+def test_prefix_cache_running_requests_with_equal_prompts_share_pages() -> None:
     """The second of two equal prompts shares the pages of the first, which is still running."""
     one = engine("eagle3", cached=True)
     params = [SamplingParams(max_tokens=8, seed=seed) for seed in (1, 2)]
@@ -200,7 +200,7 @@ def test_prefix_live_requests_share_pages() -> None:
 
 
 @pytest.mark.parametrize("name", ["eagle3", "draft model"])
-def test_shared_page_hit_is_not_written(name: str) -> None:
+def test_shared_pages_are_not_written_by_a_request_that_finds_them(name: str) -> None:
     """The rows of a prompt that fills whole pages have the same bits after the prompt was served again.
 
     The draft's rows are marked first, so a write would show.
@@ -222,19 +222,19 @@ def test_shared_page_hit_is_not_written(name: str) -> None:
         np.testing.assert_array_equal(old, new)
 
 
-def test_prefix_other_beginning_hits_nothing() -> None:
-    """A page is found by its own tokens and all tokens before them."""
+def test_prefix_cache_prompt_with_another_first_token_finds_no_page() -> None:
+    """A page is found only if its own tokens and all tokens before them agree."""
     one, params = engine("plain", cached=True), SamplingParams(max_tokens=1, **GREEDY)
     one.generate(prompt(16), params)
     other = [(prompt(16)[0] + 1) % small.VOCAB, *prompt(16)[1:]]
     (done,) = one.generate(other, params)
     assert done.metrics.num_cached_tokens == 0
     (done,) = one.generate([*prompt(16)[:8], *other[8:12], 1], params)
-    assert done.metrics.num_cached_tokens == 12, "the pages that agree"
+    assert done.metrics.num_cached_tokens == 12, "expected the three pages that agree"
 
 
-def test_cached_pages_full_pool_are_evicted_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many prompts fill the pool; cached pages are evicted for new prompts, the oldest first."""
+def test_cached_pages_of_a_full_pool_are_evicted_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty prompts fill the pool; afterwards the latest prompt is cached and the oldest is not."""
     one, params = engine("plain", cached=True), SamplingParams(max_tokens=4, **GREEDY)
     prompts = [prompt(12, seed=seed) for seed in range(30)]
     expected = engine("plain", cached=False).generate(prompts, params)
@@ -246,7 +246,7 @@ def test_cached_pages_full_pool_are_evicted_oldest_first(monkeypatch: pytest.Mon
     assert (latest.metrics.num_cached_tokens, oldest.metrics.num_cached_tokens) == (11, 0)
 
 
-def test_metrics_prefix_hit_rate_is_counted() -> None:
+def test_metrics_count_prefix_cache_hits_and_the_hit_rate() -> None:
     one = engine("plain", cached=True)
     before = one.metrics
     one.generate([prompt(16), prompt(16)], SamplingParams(max_tokens=2))
@@ -261,8 +261,8 @@ def test_metrics_prefix_hit_rate_is_counted() -> None:
 
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_preemption_keeps_tokens_and_drafts(name: str, cached: bool) -> None:
-    """Two requests in a pool for little more than one: the later one is preempted again and again."""
+def test_preemption_changes_neither_tokens_nor_drafts(name: str, cached: bool) -> None:
+    """Two requests share a pool that fits little more than one, so the later one is preempted repeatedly."""
     one = engine(name, cached=cached)
     prompts = [prompt(9, seed=seed) for seed in range(4)]
     params = [
@@ -283,7 +283,7 @@ def test_preemption_keeps_tokens_and_drafts(name: str, cached: bool) -> None:
         assert accepted(done) == accepted(expected)
 
 
-def test_preemption_with_a_resampled_root_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preemption_comparison_detects_a_resampled_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a preempted request samples its newest token again, with the prefill's noise."""
     original = ModelRunner._pack
 
@@ -294,10 +294,10 @@ def test_preemption_with_a_resampled_root_is_detected(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(ModelRunner, "_pack", forgets_root)
     with pytest.raises(AssertionError):
-        test_preemption_keeps_tokens_and_drafts("draft model", False)
+        test_preemption_changes_neither_tokens_nor_drafts("draft model", False)
 
 
-def test_priority_lower_number_is_served_first() -> None:
+def test_requests_with_a_lower_priority_number_are_served_first() -> None:
     one = engine("plain", cached=False)
     params = [SamplingParams(max_tokens=4, priority=priority, **GREEDY) for priority in (1, 1, 0, 2, 0)]
     requests = one._make_requests([prompt(5)] * 5, params, trace=False)

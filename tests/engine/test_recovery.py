@@ -1,4 +1,4 @@
-"""Errors and interrupts in a step, a tokenizer or the device: who ends, and what goes on."""
+"""Errors and interrupts in a step, a tokenizer or the device: which requests end and which continue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.once
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    """After every test: no page, slot or request is kept, and the engine works."""
+    """The shared engine; after every test no page, slot or request is held, and the engine works."""
     brittle.expected()
     yield brittle.engine()
     brittle.check_idle()
@@ -36,7 +36,7 @@ def expected() -> list[list[int]]:
     return brittle.expected()
 
 
-def test_tokenizer_error_in_a_step_ends_its_request_alone(engine: Engine, expected: list[list[int]]) -> None:
+def test_tokenizer_error_in_a_step_ends_only_that_request(engine: Engine, expected: list[list[int]]) -> None:
     bad = next(i for i in (3, 4, 5) if len(set(expected[i][3:])) > 1)
     token = next(t for t in expected[bad][3:] if all(t not in expected[i] + PROMPTS[i] for i in range(6) if i != bad))
     engine.tokenizer.fails = lambda ids: token in ids  # type: ignore[union-attr]
@@ -58,7 +58,9 @@ def test_tokenizer_error_in_a_step_ends_its_request_alone(engine: Engine, expect
         asyncio.run(main())
 
 
-def test_tokenizer_error_at_the_end_ends_the_request_with_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_error_while_finishing_the_text_ends_the_request_with_that_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def finish(self: Any) -> None:
         raise KeyError("no such token")
 
@@ -68,7 +70,7 @@ def test_tokenizer_error_at_the_end_ends_the_request_with_it(engine: Engine, mon
     assert done.finish_reason == "error" and isinstance(done.error, KeyError)
 
 
-def test_tokenizer_error_before_queueing_leaves_nothing_queued(engine: Engine) -> None:
+def test_tokenizer_error_before_queueing_leaves_no_request_queued(engine: Engine) -> None:
     engine.tokenizer.fails = lambda ids: 9 in ids  # type: ignore[union-attr]
     with pytest.raises(KeyError, match="no such token"):
         engine.generate(PROMPTS, PARAMS)
@@ -76,10 +78,10 @@ def test_tokenizer_error_before_queueing_leaves_nothing_queued(engine: Engine) -
 
 @pytest.mark.parametrize("where", ["round", "prefill", "read"])
 @pytest.mark.parametrize("at", [1, 4])
-def test_step_error_ends_its_requests_and_the_engine_goes_on(
+def test_step_error_ends_running_requests_and_waiting_ones_are_served(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, where: str, at: int
 ) -> None:
-    """Waiting requests are served with a new state, and nothing of the old prefix cache is found."""
+    """Waiting requests are served with a new state, and no page of the old prefix cache is used."""
     error = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
     programs = engine.core.runner.programs
     with monkeypatch.context() as patch:
@@ -100,7 +102,7 @@ def test_step_error_ends_its_requests_and_the_engine_goes_on(
     assert [one.token_ids for one in engine.generate(PROMPTS, PARAMS)] == expected
 
 
-def test_warning_as_error_is_raised_to_the_caller(
+def test_low_acceptance_warning_as_error_is_raised_to_the_caller(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request, warning = engine.submit(PROMPTS[0], PARAMS[0]), LowAcceptanceWarning("the drafts hardly help")
@@ -126,8 +128,10 @@ def test_interrupt_while_dispatching_is_raised_and_ends_running_requests(
     assert isinstance(caught.value.__cause__, KeyboardInterrupt)
 
 
-def test_interrupt_while_a_request_ends_it_ends_with_an_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request still ends, and the next answer is right."""
+def test_interrupt_while_a_request_finishes_ends_that_request_with_an_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interrupt is raised to the caller, and the request ends."""
     request = engine.submit(PROMPTS[0], PARAMS[0])
     with monkeypatch.context() as patch:
         patch.setattr("jspec.engine.request.OutputState.finish_text", Fault(lambda *_: None, 1, KeyboardInterrupt()))
@@ -137,10 +141,10 @@ def test_interrupt_while_a_request_ends_it_ends_with_an_error(engine: Engine, mo
     assert isinstance(engine.result(request).error, RuntimeError)
 
 
-def test_interrupt_while_recovering_next_step_completes_the_recovery(
+def test_interrupt_during_recovery_lets_the_next_step_complete_the_recovery(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By then requests are ended and the prefix cache is empty; the next step makes the state anew."""
+    """After the second interrupt requests are ended and the prefix cache is empty; the next step makes a new state."""
     prompt, params = PROMPTS[2] + PROMPTS[3], SamplingParams(max_tokens=12, temperature=0.0)
     expected = engine.generate(prompt, params)[0].token_ids
     running = engine.submit(PROMPTS[3], PARAMS[3])
@@ -161,10 +165,10 @@ def test_interrupt_while_recovering_next_step_completes_the_recovery(
     engine.result(running)
 
 
-def test_read_error_of_a_preempted_request_it_is_served_again(
+def test_preempted_request_is_served_again_after_a_read_error(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that was preempted while the lost step was in flight waits and is served again."""
+    """The request was preempted while the lost step was in flight."""
     pages = engine.scheduler.pages
     pages.clear()
     pages.reserve(-1, (pages.num_free - 11) * pages.page_size)
@@ -189,8 +193,10 @@ def test_read_error_of_a_preempted_request_it_is_served_again(
     assert done[1].token_ids == engine.generate(prompts[1], params)[0].token_ids
 
 
-def test_reset_state_old_buffers_are_freed_first(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are freed even if the failed program did not consume them and the error's frames refer to them."""
+def test_reset_state_frees_the_old_buffers_before_allocating_new_ones(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers are freed even if the failed program did not consume them and the error's frames refer to them."""
     old, programs, is_gone = jax.tree.leaves(engine.core.runner.state), engine.core.runner.programs, []
 
     def refuses(params: Any, state: Any, packed: Any) -> Any:
@@ -209,7 +215,7 @@ def test_reset_state_old_buffers_are_freed_first(engine: Engine, monkeypatch: py
     assert frames and "state" not in frames[0].f_locals
 
 
-def test_interrupt_while_waiting_for_a_result_loses_nothing(
+def test_interrupt_while_waiting_for_a_result_loses_no_token(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class InterruptedReport:
@@ -228,7 +234,9 @@ def test_interrupt_while_waiting_for_a_result_loses_nothing(
     assert got == expected[3] and engine.result(request).token_ids == expected[0]
 
 
-def test_reset_state_fails_engine_is_unhealthy(expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_is_unhealthy_after_reset_state_fails(
+    expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = Engine(tiny.model(VOCAB, layers=1), slots=1, max_len=64, buckets=(1,), prefill_buckets=(16,))
     gone = RuntimeError("device lost")
     monkeypatch.setattr("jspec.engine.model_runner.init_state", Fault(np.zeros, 1, gone))

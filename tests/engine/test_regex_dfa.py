@@ -1,4 +1,4 @@
-"""Automata built in a separate process: equal to those built here, and limited in time and memory."""
+"""Automata built in a separate process: equal to those built in this process, and limited in time and memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def in_order(step: np.ndarray, is_final: np.ndarray) -> tuple[np.ndarray, np.nda
     return np.array(renamed), is_final[order]
 
 
-def test_builder_builds_the_same_automaton_as_build() -> None:
+def test_automaton_builder_process_returns_the_automaton_of_build() -> None:
     builder = Builder()
     for regex in ("a|é", "(ab){2,5}c*", "(a|b)*a(a|b){4}"):
         for expected, found in zip(in_order(*build(regex)), in_order(*builder(regex)), strict=True):
@@ -43,7 +43,7 @@ def test_builder_builds_the_same_automaton_as_build() -> None:
     assert builder("a")[0].shape[1] == 256
 
 
-def test_builder_that_exceeds_the_time_limit_raises_and_recovers() -> None:
+def test_automaton_builder_over_the_time_limit_raises_and_recovers() -> None:
     builder = Builder(seconds=1.5)
     builder("a")
     start = time.perf_counter()
@@ -56,14 +56,14 @@ def test_builder_that_exceeds_the_time_limit_raises_and_recovers() -> None:
 @pytest.mark.skipif(
     not hasattr(signal, "SIGKILL") or os.uname().sysname != "Linux", reason="no memory limit on this system"
 )
-def test_builder_that_exceeds_the_memory_limit_raises_and_recovers() -> None:
+def test_automaton_builder_over_the_memory_limit_raises_and_recovers() -> None:
     builder = Builder(seconds=60.0, gib=0.4)
     with pytest.raises(TooLarge):
         builder("(a|b)*a(a|b){15}")
     assert (in_order(*builder("a+"))[0] == in_order(*build("a+"))[0]).all()
 
 
-def test_grammar_input_with_a_huge_automaton_names_the_field() -> None:
+def test_grammar_input_with_a_huge_automaton_raises_naming_the_field() -> None:
     maker = GrammarInput(lettered.tokenizer(), 16, 400)
     maker._build._seconds = 1.0
     with pytest.raises(ValueError, match=r"^regex='\(a\|b\)\*a\(a\|b\)\{20\}': its automaton takes more than"):
@@ -74,7 +74,7 @@ def test_grammar_input_with_a_huge_automaton_names_the_field() -> None:
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals reach another thread")
-def test_builder_after_an_interrupt_answers_the_next_expression() -> None:
+def test_automaton_builder_after_an_interrupt_answers_the_next_expression() -> None:
     """The unread answer to the interrupted expression is not returned for the next one."""
     builder, before = Builder(), signal.signal(signal.SIGINT, signal.default_int_handler)
     builder("a")
@@ -89,7 +89,7 @@ def test_builder_after_an_interrupt_answers_the_next_expression() -> None:
     assert (in_order(*builder("a+"))[0] == in_order(*build("a+"))[0]).all()
 
 
-def test_builder_with_a_broken_interpreter_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_automaton_builder_with_a_broken_interpreter_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="builds automata, /bin/false, ended with 1"):
         Builder()("a")
@@ -98,8 +98,8 @@ def test_builder_with_a_broken_interpreter_names_it(monkeypatch: pytest.MonkeyPa
         Builder()("a")
 
 
-def test_grammar_input_closed_or_dropped_ends_the_process() -> None:
-    """Dropping it ends the process at once, without garbage collection."""
+def test_grammar_input_closed_or_deleted_ends_the_automaton_builder_process() -> None:
+    """Deleting the input ends the process at once, without garbage collection."""
     maker = GrammarInput(lettered.tokenizer(), 16, 400)
     maker.of(SamplingParams(regex="a+"), (0,), ())
     (first := maker._build._process).poll()
@@ -115,7 +115,7 @@ def test_grammar_input_closed_or_dropped_ends_the_process() -> None:
         gc.enable()
 
 
-def test_builder_dropped_ends_the_process() -> None:
+def test_automaton_builder_deleted_ends_the_builder_process() -> None:
     builder = Builder()
     builder("a")
     process = builder._process

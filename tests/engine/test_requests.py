@@ -1,4 +1,4 @@
-"""Bad input: an error with the expected and the given value and a remedy, before anything is queued."""
+"""Invalid input raises an error with the expected value, the given value and a remedy before anything is queued."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def target() -> Model:
 
 @pytest.fixture(scope="module")
 def engine(target: Model) -> Engine:
-    """Seven usable pages of four rows: a request of max_len does not fit."""
+    """An engine with seven usable pages of four rows, too few for a request of max_len."""
     return Engine(
         target,
         slots=2,
@@ -38,7 +38,7 @@ def engine(target: Model) -> Engine:
 
 @pytest.fixture(autouse=True)
 def _the_other_request_goes_on(engine: Engine) -> Iterator[None]:
-    """Every test runs while another request is live, whose tokens must not change."""
+    """Check that another request, which runs during every test, keeps its tokens."""
     params = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
     (expected,) = engine.generate([1, 2], params)
     stream = engine.stream([1, 2], params)
@@ -96,7 +96,7 @@ BAD_REQUESTS: dict[str, tuple[Any, Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_REQUESTS)
-def test_request_bad_is_refused_before_queueing(engine: Engine, case: str) -> None:
+def test_engine_invalid_request_raises_before_queueing(engine: Engine, case: str) -> None:
     prompts, params, error, message = BAD_REQUESTS[case]
     with pytest.raises(error, match=message):
         engine.generate(prompts, params)
@@ -105,14 +105,14 @@ def test_request_bad_is_refused_before_queueing(engine: Engine, case: str) -> No
             engine.stream(prompts, params)
 
 
-def test_stream_several_prompts_are_refused(engine: Engine) -> None:
+def test_stream_with_no_or_several_prompts_raises(engine: Engine) -> None:
     with pytest.raises(ValueError, match="prompt is empty"):
         engine.stream([])
     with pytest.raises(TypeError, match="expected a text or a list of int token ids"):
         engine.stream([[1], [2]])  # type: ignore[list-item]
 
 
-def test_chat_without_tokenizer_or_template_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_without_tokenizer_or_template_raises(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     from jspec.engine.tokenizer import ByteTokenizer
 
     with pytest.raises(ValueError, match="no tokenizer; pass tokenizer="):
@@ -142,13 +142,13 @@ BAD_PARAMS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("field", "value"), BAD_PARAMS, ids=str)
-def test_params_impossible_value_is_named(field: str, value: Any) -> None:
+def test_sampling_params_impossible_value_raises_naming_field_and_value(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"SamplingParams\.{field}: expected .*, got ") as error:
         SamplingParams(**{field: value})
     assert repr(value) in str(error.value)
 
 
-def test_params_unknown_field_is_named() -> None:
+def test_sampling_params_unknown_field_raises_naming_the_field() -> None:
     with pytest.raises(TypeError, match="max_token"):
         SamplingParams(max_token=3)  # type: ignore[call-arg]
 
@@ -170,6 +170,6 @@ def test_params_unknown_field_is_named() -> None:
     ],
     ids=str,
 )
-def test_params_odd_values_are_served(engine: Engine, odd: dict[str, Any]) -> None:
+def test_engine_accepts_sampling_params_with_extreme_or_numpy_values(engine: Engine, odd: dict[str, Any]) -> None:
     (done,) = engine.generate(np.array([1, 2]), SamplingParams(**({"max_tokens": 3, "ignore_eos": True} | odd)))
     assert len(done.token_ids) == 3 or done.finish_reason == "stop"

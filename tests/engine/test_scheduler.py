@@ -1,4 +1,4 @@
-"""The scheduler by hand: order, preemption, buckets, budgets, pages ahead."""
+"""Single decisions of the scheduler: order, preemption, buckets, budgets, pages ahead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_scheduler_admits_by_priority_then_arrival() -> None:
 
 
 def test_scheduler_pages_run_out_preempts_lowest_priority() -> None:
-    """7 pages of 4 rows: two requests fit until one of them grows."""
+    """In 7 pages of 4 rows two requests fit until one of them grows."""
     one = make_scheduler(slots=2, pages=8)
     first, second = make_request(1, 4, 12), make_request(2, 4, 12)
     plans = []
@@ -48,7 +48,7 @@ def test_scheduler_pages_run_out_preempts_lowest_priority() -> None:
     assert (back.start, back.count, back.root, back.emits) == (0, 4 + len(had) - 1, had[-1], False)
 
 
-def test_scheduler_large_request_first_in_order_is_not_overtaken() -> None:
+def test_scheduler_large_request_is_not_overtaken_by_a_later_small_one() -> None:
     """There are 4 pages of 4 rows; the second request needs all of them, the third only one."""
     one = make_scheduler(slots=3, pages=5)
     first, large, small = make_request(1, 1, 1), make_request(2, 10, 3), make_request(3, 1, 1)
@@ -65,7 +65,7 @@ def test_scheduler_large_request_first_in_order_is_not_overtaken() -> None:
 
 
 @pytest.mark.parametrize(("ready", "bucket"), [(1, 1), (2, 2), (3, 5), (5, 5)])
-def test_scheduler_round_takes_the_smallest_bucket(ready: int, bucket: int) -> None:
+def test_scheduler_round_takes_the_smallest_bucket_that_fits(ready: int, bucket: int) -> None:
     one = make_scheduler(slots=5, buckets=(1, 2, 5), prefill_budget=100)
     for number in range(ready):
         one.add(make_request(number, 2, 9))
@@ -74,7 +74,7 @@ def test_scheduler_round_takes_the_smallest_bucket(ready: int, bucket: int) -> N
     assert (plans[-1].bucket, len(plans[-1].requests)) == (bucket, ready)
 
 
-def test_scheduler_rounds_in_flight_suffice_plans_no_round() -> None:
+def test_scheduler_with_enough_rounds_in_flight_plans_no_round() -> None:
     """Each round in flight emits at least one token, so three rounds after the prefill suffice for four tokens."""
     one = make_scheduler(slots=1)
     one.add(make_request(1, 2, 4))
@@ -82,7 +82,7 @@ def test_scheduler_rounds_in_flight_suffice_plans_no_round() -> None:
     assert kinds == [PrefillPlan, RoundPlan, RoundPlan, RoundPlan, type(None)]
 
 
-def test_scheduler_finish_twice_or_unknown_is_ignored() -> None:
+def test_scheduler_finish_of_an_ended_or_unknown_request_is_ignored() -> None:
     one, r = make_scheduler(slots=1), make_request(1, 2, 4)
     one.add(r)
     one.plan()
@@ -93,7 +93,7 @@ def test_scheduler_finish_twice_or_unknown_is_ignored() -> None:
 
 
 def decode(one: Scheduler, plan: Plan | None, tokens: int = 1) -> None:
-    """Read a plan at once; every round commits ``tokens`` tokens."""
+    """Report a plan's output at once; every round commits ``tokens`` tokens."""
     assert plan is not None
     one.on_output_read(plan)
     for r in [plan.request] if isinstance(plan, PrefillPlan) else plan.requests:
@@ -104,10 +104,10 @@ def decode(one: Scheduler, plan: Plan | None, tokens: int = 1) -> None:
 
 
 @pytest.mark.parametrize("ahead", [8, 0])
-def test_scheduler_pages_ahead_make_most_rounds_bring_no_new_pages(ahead: int) -> None:
-    """Four requests that fill a page at different times, in a pool that just fits them.
+def test_scheduler_with_pages_ahead_adds_new_pages_in_few_rounds(ahead: int) -> None:
+    """Four requests fill their pages at different times in a pool of exactly their size.
 
-    With no page ahead, nearly every round brings some.
+    Negative control: without pages ahead nearly every round needs new pages.
     """
     one = make_scheduler(slots=4, pages=4 * 19 + 1, pages_ahead=ahead, prefill_budget=100)
     for number in range(4):
@@ -123,7 +123,7 @@ def test_scheduler_pages_ahead_make_most_rounds_bring_no_new_pages(ahead: int) -
 
 
 def test_scheduler_pages_ahead_are_reclaimed_before_preemption() -> None:
-    """The first request gets eight pages beyond its need, and the second one needs them."""
+    """The first request has eight pages more than it needs, and the second one needs them."""
     one = make_scheduler(slots=3, pages=30, pages_ahead=8)
     first = make_request(1, 4, 60)
     one.add(first)
@@ -139,8 +139,8 @@ def test_scheduler_pages_ahead_are_reclaimed_before_preemption() -> None:
     assert second.metrics.num_preemptions == 0
 
 
-def test_scheduler_failed_admission_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is tried again when pages are given back or its next page is cached."""
+def test_scheduler_failed_admission_is_retried_only_after_pages_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that did not fit is tried again only when pages are freed or its next page is cached."""
     one, looked = make_scheduler(slots=2, pages=12, prefix_cache=True), []
     shared = Scheduler._cached_pages
     monkeypatch.setattr(Scheduler, "_cached_pages", lambda self, r: [looked.append(r), shared(self, r)][1])
@@ -160,8 +160,8 @@ def test_scheduler_failed_admission_is_not_repeated(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("budget", [4, 8, 20])
-def test_scheduler_many_prompts_keep_within_the_budget(budget: int) -> None:
-    """However many prompts arrive, the prompt tokens between two rounds stay within the budget."""
+def test_scheduler_prompt_tokens_between_rounds_stay_within_the_prefill_budget(budget: int) -> None:
+    """Three prompts arrive at every step, more than the budget."""
     one = make_scheduler(slots=6, pages=400, prefill_budget=budget)
     first = make_request(0, 3, 40)
     one.add(first)
@@ -178,7 +178,7 @@ def test_scheduler_many_prompts_keep_within_the_budget(budget: int) -> None:
     assert budget // 2 < most <= budget
 
 
-def test_scheduler_lone_prompt_takes_the_largest_chunks() -> None:
+def test_scheduler_lone_prompt_is_prefilled_in_the_largest_chunks() -> None:
     one = make_scheduler(slots=2, prefill_budget=4)
     one.add(make_request(1, 16, 1))
     plans = [one.plan(), one.plan()]

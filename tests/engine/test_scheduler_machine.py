@@ -266,8 +266,10 @@ CACHE_PREFIX, UPDATES = Scheduler.cache_prefix, Scheduler._page_table_updates
         ("_is_in_budget", lambda *_: True),
     ],
 )
-def test_scheduler_broken_is_found_by_the_machine(monkeypatch: pytest.MonkeyPatch, name: str, broken: object) -> None:
-    """Negative controls."""
+def test_scheduler_state_machine_detects_a_broken_scheduler(
+    monkeypatch: pytest.MonkeyPatch, name: str, broken: object
+) -> None:
+    """Negative controls: one method of the scheduler is wrong."""
     monkeypatch.setattr(Scheduler, name, broken)
     quick = settings(TestSchedulerMachine.settings, max_examples=1000, phases=[Phase.generate])
     with pytest.raises((AssertionError, IndexError, KeyError)):

@@ -1,4 +1,4 @@
-"""Requests of all kinds arrive, are aborted and fail while pages are few: each gets the tokens it gets alone."""
+"""Requests of all kinds arrive, are aborted and fail while pages are few; each has the tokens of a run alone."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Submission:
 
 
 def make_submissions(count: int, rng: np.random.Generator) -> Iterator[Submission]:
-    """Prompts in groups with a common prefix; everything else at random."""
+    """Submissions whose prompts share prefixes in groups and whose other fields are random."""
     bases = rng.integers(0, small.VOCAB, (5, 24)).tolist()
     step = 0
     for index in range(count):
@@ -82,10 +82,10 @@ def make_submissions(count: int, rng: np.random.Generator) -> Iterator[Submissio
 
 
 def some_grammar(rng: np.random.Generator, *, nested: bool) -> dict[str, Any]:
-    """A grammar for one request in ten; the last letter ends its text.
+    """A grammar for one request in ten; the last letter of the vocabulary ends its text.
 
     Args:
-        nested: of every second one texts within texts, which take programs of their own.
+        nested: whether every second grammar is recursive, which needs split steps.
     """
     if rng.random() < 0.9:
         return {}
@@ -133,7 +133,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
 
 @cache
 def engine_with(name: str, rounds: int) -> Engine:
-    """Pages for little more than two long requests, and slots for four."""
+    """An engine with four slots and pages for little more than two long requests."""
     return Engine(
         small.target(),
         drafter=DRAFTERS[name](),
@@ -167,7 +167,7 @@ def alone(submissions: list[Submission]) -> list[list[list[int]]]:
 
 @pytest.fixture
 def compiled() -> Iterator[list[str]]:
-    """Names of the events while the test runs."""
+    """Names of jax's monitoring events while the test runs."""
     seen: list[str] = []
 
     def listen(event: str, seconds: float, **_: Any) -> None:
@@ -186,7 +186,7 @@ class Lost:
 
 
 class Faults:
-    """Makes steps fail at random, each stage in turn, and the tokenizer now and then."""
+    """Makes steps fail at random, each stage in turn, and sometimes the tokenizer."""
 
     STAGES = ("dispatch", "block", "read", "interrupt")
 
@@ -231,7 +231,7 @@ def full(name: str, rounds: int) -> Any:
     ("name", "rounds", "count"),
     [pytest.param("eagle3", 1, 120, marks=pytest.mark.long), *(full(name, 1) for name in DRAFTERS), full("eagle3", 3)],
 )
-def test_engine_random_faults_answers_or_fails_each_request(
+def test_engine_under_random_faults_returns_right_tokens_or_an_error_per_request(
     monkeypatch: pytest.MonkeyPatch, compiled: list[str], name: str, rounds: int, count: int
 ) -> None:
     engine = engine_with(name, rounds)
@@ -260,7 +260,7 @@ def test_engine_random_faults_answers_or_fails_each_request(
         held = {page for r in engine.scheduler.running for page in engine.scheduler.pages.pages_of(r.id)}
         assert engine.pages_in_use == len(held), "a page leaked"
     engine.step()
-    assert not any("backend_compile" in event for event in compiled), "something was compiled on the way"
+    assert not any("backend_compile" in event for event in compiled), "something was compiled after the first requests"
     reasons: dict[str, int] = {}
     for index, request in requests.items():
         for done, tokens in zip(engine.result(request).samples, expected[index], strict=True):

@@ -1,4 +1,4 @@
-"""What an engine reports: the text for Prometheus and a log line at intervals."""
+"""Reports of an engine: the text for Prometheus and a log line at intervals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.once
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    """After every test: no page, slot or request is kept, and the engine works."""
+    """The shared engine; after every test no page, slot or request is held, and the engine works."""
     brittle.expected()
     yield brittle.engine()
     brittle.check_idle()
@@ -31,7 +31,7 @@ def expected() -> list[list[int]]:
 
 
 def samples(text: str) -> dict[str, float]:
-    """Values by name and labels without the model's; every family must have a TYPE line."""
+    """Values by metric name and labels except the model's; checks that every family has a TYPE line."""
     found: dict[str, float] = {}
     kinds: dict[str, str] = {}
     for line in text.splitlines():
@@ -48,7 +48,7 @@ def samples(text: str) -> dict[str, float]:
     return found
 
 
-def test_prometheus_running_engine_reports_its_metrics(engine: Engine) -> None:
+def test_prometheus_text_of_a_running_engine_equals_the_metrics(engine: Engine) -> None:
     stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=40))
     next(stream)
     found, metrics = samples(engine.prometheus('m"1')), engine.metrics
@@ -71,7 +71,7 @@ def test_prometheus_running_engine_reports_its_metrics(engine: Engine) -> None:
     assert samples(engine.prometheus('m"1'))['request_success_total finished_reason="abort"'] >= 1
 
 
-def test_exposition_metrics_by_hand_has_positions_reasons_and_histogram() -> None:
+def test_exposition_contains_positions_finish_reasons_and_histogram_buckets() -> None:
     metrics = Metrics(num_accepted_per_position=[5, 2], finished={"eos": 2, "stop": 1, "error": 1})
     latencies = Latencies(first_token=Histogram((1.0, 2.0)))
     for seconds in (0.5, 1.0, 1.5, 9.0):
@@ -84,7 +84,7 @@ def test_exposition_metrics_by_hand_has_positions_reasons_and_histogram() -> Non
     assert buckets == [2, 3, 4] and found["time_to_first_token_seconds_sum"] == 12.0
 
 
-def test_stats_logger_interval_over_logs_one_line(
+def test_stats_logger_logs_one_line_after_each_interval(
     engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, logger="jspec.engine.stats_logger")

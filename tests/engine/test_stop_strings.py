@@ -1,4 +1,4 @@
-"""Stop strings: text is cut before the first one, wherever tokens, rounds and chunks end; the oracle is `str.find`."""
+"""Stop strings: text is cut before the first one for any tokens, rounds and chunks; the oracle is `str.find`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ STOPS = st.lists(st.text("ab€", min_size=1, max_size=5), min_size=1, max_size=
 
 @settings(max_examples=400)
 @given(pieces=st.lists(st.text("ab€", max_size=5), max_size=9), stops=STOPS, exempt=st.integers(0, 3))
-def test_stop_strings_text_in_pieces_is_cut_as_a_whole(pieces: list[str], stops: list[str], exempt: int) -> None:
-    """Text is held back exactly while it may be part of a stop string."""
+def test_stop_string_matcher_cuts_text_in_pieces_as_the_whole_text(
+    pieces: list[str], stops: list[str], exempt: int
+) -> None:
+    """The matcher holds text back exactly while it may be part of a stop string."""
     searched, handed = StopStringMatcher(stops), ""
     for index, piece in enumerate(pieces):
         handed += searched.push(piece, may_end=index >= exempt)
@@ -69,7 +71,9 @@ def test_stop_strings_text_in_pieces_is_cut_as_a_whole(pieces: list[str], stops:
         (["\n\n"], "a\n\n\n", "a", "\n\n"),
     ],
 )
-def test_stop_strings_overlapping_first_end_wins(stops: list[str], text: str, expected: str, found: str) -> None:
+def test_stop_string_matcher_with_overlapping_stops_cuts_at_the_first_end(
+    stops: list[str], text: str, expected: str, found: str
+) -> None:
     for cut in range(len(text)):
         searched = StopStringMatcher(stops)
         handed = searched.push(text[:cut]) + searched.push(text[cut:]) + searched.finish()
@@ -106,7 +110,7 @@ def decoded(draw: Any) -> tuple[list[int], list[int], tuple[str, ...], int]:
 
 @settings(max_examples=300)
 @given(case=decoded())
-def test_stop_strings_inside_a_round_cut_at_the_completing_token(
+def test_process_step_output_with_stop_strings_cuts_at_the_completing_token(
     case: tuple[list[int], list[int], tuple[str, ...], int],
 ) -> None:
     tokens, rounds, stops, min_tokens = case
@@ -132,7 +136,7 @@ def test_stop_strings_inside_a_round_cut_at_the_completing_token(
 
 
 def by_hand(tokens: list[int], stops: Sequence[str], min_tokens: int) -> tuple[str, int, str | None]:
-    """Text, number of tokens and stop string, by decoding everything anew for each token."""
+    """Text, number of tokens and stop string, computed by decoding the whole text at each token."""
     text, exempt = "", 0
     for count in range(1, len(tokens) + 1):
         text = bytes(tokens[:count]).decode("utf-8", "replace")
@@ -158,7 +162,7 @@ def three_rounds() -> Engine:
 
 @pytest.fixture
 def engine(three_rounds: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """With text; after every test no page or slot is held."""
+    """The engine with a tokenizer; after every test no page or slot is held."""
     engine = three_rounds
     monkeypatch.setattr(engine.input_processor, "tokenizer", ByteTokenizer())
     yield engine
@@ -175,8 +179,8 @@ def text_of(ids: Sequence[int]) -> str:
     return "".join(map(chr, ids))
 
 
-def test_engine_stop_string_at_any_place_cuts_there(engine: Engine, plain: list[list[int]]) -> None:
-    """Beside a request without stop string; a cut inside a round drops the round's later tokens."""
+def test_engine_stop_string_at_any_place_cuts_tokens_and_text_there(engine: Engine, plain: list[list[int]]) -> None:
+    """A request without stop string runs in the same batch; a cut inside a round drops the round's later tokens."""
     for start in range(LENGTH - 3):
         stops = [text_of(plain[row][start : start + 1 + row]) for row in (0, 1)]
         params = [replace(PARAMS[row], stop=stops[row]) for row in (0, 1)] + [PARAMS[2]]
@@ -192,7 +196,7 @@ def test_engine_stop_string_at_any_place_cuts_there(engine: Engine, plain: list[
         assert (done[2].token_ids, done[2].finish_reason, done[2].stop_reason) == (plain[2], "length", None)
 
 
-def test_stream_stop_strings_hold_back_possible_matches(engine: Engine, plain: list[list[int]]) -> None:
+def test_stream_with_stop_strings_never_yields_text_of_a_stop_string(engine: Engine, plain: list[list[int]]) -> None:
     for row, ids in enumerate(plain):
         whole = text_of(ids)
         for stops in ([whole[9:12]], [whole[9:12] + "z", whole[7:14] + "z"], [whole[12:15], whole[10:14]]):
@@ -208,7 +212,7 @@ def test_stream_stop_strings_hold_back_possible_matches(engine: Engine, plain: l
 
 
 def test_engine_stop_string_frees_slot_and_pages_at_once(engine: Engine, plain: list[list[int]]) -> None:
-    """Rounds in flight are not read then, and its cached pages are right for other requests."""
+    """The request ends while rounds are in flight, and its cached pages are right for other requests."""
     request = engine.submit(PROMPTS[0], replace(PARAMS[0], stop=text_of(plain[0][2:4])))
     while request.finish_reason is None:
         engine.step()
@@ -220,7 +224,7 @@ def test_engine_stop_string_frees_slot_and_pages_at_once(engine: Engine, plain: 
     assert after.token_ids == plain[0][len(done.token_ids) :][:8]
 
 
-def test_engine_stop_string_cuts_each_sample_alone(engine: Engine) -> None:
+def test_engine_stop_string_cuts_each_sample_independently(engine: Engine) -> None:
     params = SamplingParams(max_tokens=LENGTH, seed=5, n=4)
     whole = engine.generate(PROMPTS[1], params)[0].samples
     stop = (whole[0].text or "")[4:6]
@@ -232,7 +236,7 @@ def test_engine_stop_string_cuts_each_sample_alone(engine: Engine) -> None:
         assert one.finish_reason == ("stop" if match else "length")
 
 
-def test_engine_min_tokens_ignores_early_stop_strings(engine: Engine, plain: list[list[int]]) -> None:
+def test_engine_with_min_tokens_ignores_earlier_stop_strings(engine: Engine, plain: list[list[int]]) -> None:
     ids = plain[1]
     stop = text_of(ids[0:1])
     places = [index for index, token in enumerate(ids) if token == ids[0]]
@@ -241,8 +245,10 @@ def test_engine_min_tokens_ignores_early_stop_strings(engine: Engine, plain: lis
     assert done.token_ids == ids[:end]
 
 
-def test_engine_stop_token_or_string_first_one_wins(engine: Engine, plain: list[list[int]]) -> None:
-    """The first one wins; a stop token has no text that could complete a stop string."""
+def test_engine_stops_at_the_stop_token_or_stop_string_that_occurs_first(
+    engine: Engine, plain: list[list[int]]
+) -> None:
+    """A stop token has no text that could complete a stop string."""
     ids = plain[0]
     place = next(i for i in range(4, LENGTH) if ids[i] not in ids[:i])
     for stop, reason in ((text_of(ids[place : place + 1]), ids[place]), (text_of(ids[2:4]), text_of(ids[2:4]))):
@@ -251,17 +257,17 @@ def test_engine_stop_token_or_string_first_one_wins(engine: Engine, plain: list[
 
 
 @pytest.mark.parametrize("stop", ["", [""], ["a", ""], 5, [5], {"a": 1}, ("a", None)])
-def test_params_impossible_stop_is_refused(stop: Any) -> None:
+def test_sampling_params_impossible_stop_raises(stop: Any) -> None:
     with pytest.raises(ValueError, match=r"SamplingParams\.stop: expected a text or a list of texts, none empty, got"):
         SamplingParams(stop=stop)
 
 
-def test_params_stop_text_or_list_is_a_tuple() -> None:
+def test_sampling_params_stop_as_text_or_list_becomes_a_tuple() -> None:
     assert SamplingParams(stop="ab").stop == SamplingParams(stop=["ab"]).stop == ("ab",)
     assert SamplingParams(stop=None).stop == SamplingParams().stop == ()  # type: ignore[arg-type]
 
 
-def test_engine_stop_string_without_tokenizer_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_stop_string_without_tokenizer_raises(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.input_processor, "tokenizer", None)
     with pytest.raises(ValueError, match=r"stop: \('a',\) needs a tokenizer; pass tokenizer= or use stop_token_ids"):
         engine.generate([1], SamplingParams(stop="a"))

@@ -64,7 +64,7 @@ def load(name: str, request: pytest.FixtureRequest) -> Tokenizer:
 
 
 def make_metaspace(folder: Path) -> Path:
-    """As in T5 and some Llama conversions: byte fallback, and a blank before every word but the first."""
+    """A tokenizer as in T5 and some Llama conversions: byte fallback, and a blank before all words but the first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     words = ["<unk>", "</s>", "▁", "▁a", "▁and", "an", "d", ".", ",", "c", "x", "m", "é"]
@@ -98,14 +98,14 @@ def check_pieces(tokenizer: Tokenizer, prompt: Sequence[int], pieces: Sequence[S
 @pytest.mark.parametrize("name", ["bytes", "stories260k", "qwen2.5", "gpt2"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_tokenizer_decode_inverts_encode(name: str, text: str, request: pytest.FixtureRequest) -> None:
-    """Of the other two, one has no byte fallback and one drops a leading blank."""
+    """Two tokenizers are left out, one without byte fallback and one that drops a leading blank."""
     tokenizer = load(name, request)
     text = unicodedata.normalize("NFC", text) if name == "qwen2.5" else text
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_detokenizer_token_by_token_gives_the_whole_text(tokenizer: Tokenizer, text: str) -> None:
+def test_detokenizer_token_by_token_equals_decoding_at_once(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     check_pieces(tokenizer, [], [[token] for token in ids])
     for cut in range(0, len(ids), max(1, len(ids) // 7)):
@@ -113,7 +113,7 @@ def test_detokenizer_token_by_token_gives_the_whole_text(tokenizer: Tokenizer, t
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_detokenizer_long_prompt_changes_no_text(tokenizer: Tokenizer, text: str) -> None:
+def test_detokenizer_after_a_long_prompt_equals_decoding_at_once(tokenizer: Tokenizer, text: str) -> None:
     prompt = tokenizer.encode("A long beginning. " * 20 + "世界\n")
     ids = tokenizer.encode(text)
     check_pieces(tokenizer, prompt, [[token] for token in ids])
@@ -125,14 +125,14 @@ def test_detokenizer_pieces_never_end_within_a_character(tokenizer: Tokenizer) -
     assert all("\ufffd" not in piece for piece in pieces)
 
 
-def test_detokenizer_final_text_comes_with_its_token(request: pytest.FixtureRequest) -> None:
-    """Final text is not held back: plain English arrives token by token."""
+def test_detokenizer_returns_final_text_with_each_token(request: pytest.FixtureRequest) -> None:
+    """Plain English is never held back."""
     tokenizer = load("gpt2", request)
     ids = tokenizer.encode("Once upon a time")
     assert streamed(tokenizer, [], [[token] for token in ids]) == ["Once", " upon", " a", " time", ""]
 
 
-def test_detokenizer_leading_blank_follows_a_visible_prompt_only(request: pytest.FixtureRequest) -> None:
+def test_detokenizer_keeps_a_leading_blank_only_after_visible_prompt_text(request: pytest.FixtureRequest) -> None:
     tokenizer = load("stories260k", request)
     ids = tokenizer.encode("Once upon")
     after_bos = streamed(tokenizer, ids[:1], [ids[1:]])
@@ -141,7 +141,7 @@ def test_detokenizer_leading_blank_follows_a_visible_prompt_only(request: pytest
 
 
 @pytest.mark.parametrize("name", ["stories260k", "tinystories656k", "tokenizers/gpt2"])
-def test_text_decoder_with_a_grammar_keeps_the_first_blank(data: Path, name: str) -> None:
+def test_text_decoder_with_a_grammar_keeps_the_leading_blank(data: Path, name: str) -> None:
     """The grammar counts the first blank after a prompt without text, which is dropped without a grammar."""
     tokenizer = load_tokenizer(data / name)
     assert tokenizer is not None
@@ -160,8 +160,8 @@ def test_text_decoder_with_a_grammar_keeps_the_first_blank(data: Path, name: str
         assert texts[2] == (expected[1:] if is_lost else expected)
 
 
-def test_detokenizer_ids_without_text_hide_no_prompt(request: pytest.FixtureRequest) -> None:
-    """Models are padded beyond their tokenizer; after such ids the next blank stays."""
+def test_detokenizer_after_ids_without_text_keeps_the_next_blank(request: pytest.FixtureRequest) -> None:
+    """The ids are beyond the tokenizer's vocabulary, as in models with padded vocabularies."""
     tokenizer = load("stories260k", request)
     ids = tokenizer.encode("Once")
     padding = [tokenizer.vocab_size + 7] * 30
@@ -172,7 +172,7 @@ def test_detokenizer_ids_without_text_hide_no_prompt(request: pytest.FixtureRequ
 @pytest.mark.parametrize("name", list(FOLDERS))
 @settings(max_examples=60)
 @given(data=st.data())
-def test_detokenizer_random_ids_give_the_whole_text(
+def test_detokenizer_of_random_ids_equals_decoding_at_once(
     name: str, request: pytest.FixtureRequest, data: st.DataObject
 ) -> None:
     """Random ids are mostly broken UTF-8, broken byte runs and special tokens."""
@@ -187,8 +187,8 @@ def test_detokenizer_random_ids_give_the_whole_text(
 
 
 @pytest.mark.parametrize("name", ["stories260k", "metaspace"])
-def test_detokenizer_bad_byte_replaces_its_whole_run(name: str, request: pytest.FixtureRequest) -> None:
-    """The reason to hold back byte runs: a run decodes to text or to replacement characters as a whole."""
+def test_detokenizer_invalid_byte_replaces_the_whole_byte_run(name: str, request: pytest.FixtureRequest) -> None:
+    """A run of byte tokens decodes to text or to replacement characters as a whole, so runs must be held back."""
     tokenizer = load(name, request)
     by_byte = sorted(tokenizer.byte_ids)
     good = [by_byte[byte] for byte in "你".encode()]
@@ -197,8 +197,8 @@ def test_detokenizer_bad_byte_replaces_its_whole_run(name: str, request: pytest.
     assert streamed(tokenizer, word, [good, [by_byte[0xFF]], word]) == ["", "", "\ufffd" * 4 + "x", ""]
 
 
-def test_tokens_decoded_alone_give_another_text(request: pytest.FixtureRequest) -> None:
-    """Negative control: decoding each token alone does not give the text."""
+def test_tokens_decoded_one_by_one_differ_from_decoding_at_once(request: pytest.FixtureRequest) -> None:
+    """Negative control of the incremental detokenizer."""
     tokenizer = load("qwen2.5", request)
     ids = tokenizer.encode("🎉👩‍👩‍👧‍👦")
     assert "".join(tokenizer.decode([token]) for token in ids) != tokenizer.decode(ids)
@@ -206,7 +206,9 @@ def test_tokens_decoded_alone_give_another_text(request: pytest.FixtureRequest) 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2", "stories260k"])
 @pytest.mark.parametrize("kind", ["text", "broken", "hidden"])
-def test_detokenizer_long_text_has_constant_cost(name: str, kind: str, request: pytest.FixtureRequest) -> None:
+def test_detokenizer_cost_per_token_is_constant_on_long_text(
+    name: str, kind: str, request: pytest.FixtureRequest
+) -> None:
     """The number of ids decoded per pushed token is bounded for any input."""
     tokenizer = load(name, request)
     broken = {"bytes": 0xFF, "gpt2": 255, "stories260k": max(tokenizer.byte_ids, default=0)}[name]
@@ -232,7 +234,7 @@ def test_detokenizer_long_text_has_constant_cost(name: str, kind: str, request: 
     assert "".join(pieces) == whole(tokenizer, ids, ids)
 
 
-def test_byte_tokenizer_bytes_are_ids() -> None:
+def test_byte_tokenizer_ids_are_the_utf8_bytes() -> None:
     tokenizer = load_tokenizer("bytes")
     assert tokenizer is not None
     assert tokenizer.encode("aé") == [97, 0xC3, 0xA9]
@@ -242,7 +244,7 @@ def test_byte_tokenizer_bytes_are_ids() -> None:
         tokenizer.chat([{"role": "user", "content": "hi"}])
 
 
-def test_tokenizer_special_tokens_are_added_and_hidden(data: Path) -> None:
+def test_tokenizer_adds_special_tokens_and_hides_them(data: Path) -> None:
     tokenizer = load_tokenizer(data / "stories260k")
     assert tokenizer is not None
     assert tokenizer.vocab_size == 512
@@ -251,7 +253,7 @@ def test_tokenizer_special_tokens_are_added_and_hidden(data: Path) -> None:
     assert len(tokenizer.byte_ids) == 256
 
 
-def test_tokenizer_chat_uses_the_template(data: Path) -> None:
+def test_tokenizer_chat_applies_the_chat_template(data: Path) -> None:
     tokenizer = load_tokenizer(data / "tokenizers/qwen2.5")
     assert tokenizer is not None
     ids = tokenizer.chat([{"role": "user", "content": "Hi"}])
@@ -262,21 +264,21 @@ def test_tokenizer_chat_uses_the_template(data: Path) -> None:
     assert ids == expected
 
 
-def test_tokenizer_without_template_refuses_chat(data: Path) -> None:
+def test_tokenizer_chat_without_template_raises(data: Path) -> None:
     tokenizer = load_tokenizer(data / "stories260k")
     assert tokenizer is not None
     with pytest.raises(ValueError, match=r"stories260k.*no chat template"):
         tokenizer.chat([{"role": "user", "content": "Hi"}])
 
 
-def test_load_tokenizer_nothing_there_is_none_or_an_error(tmp_path: Path) -> None:
+def test_load_tokenizer_empty_folder_is_none_and_missing_folder_raises(tmp_path: Path) -> None:
     assert load_tokenizer(None) is None
     assert load_tokenizer(tmp_path) is None
     with pytest.raises(ValueError, match=r"expected a folder, \"bytes\" or None, got .*absent"):
         load_tokenizer(tmp_path / "absent")
 
 
-def test_load_tokenizer_broken_files_are_named(tmp_path: Path) -> None:
+def test_load_tokenizer_invalid_files_raise(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{not json")
     with pytest.raises(ValueError, match=r"expected tokenizer files that transformers can read"):
         load_tokenizer(tmp_path)

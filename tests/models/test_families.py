@@ -61,17 +61,19 @@ def reference(model: Model, ids: list[int], *, qk_norm: bool = True) -> np.ndarr
     ]
 
 
-def test_family_with_bias_and_head_norms_computes_the_formulas(folder: Path) -> None:
+def test_model_family_with_bias_and_head_norms_has_logits_of_the_formulas(folder: Path) -> None:
     model, ids = Model.from_pretrained(folder, dtype="float32"), [3, 1, 4, 1, 5, 9, 2, 6]
     assert (model.config.family, model.config.qkv_bias, model.config.qk_norm) == ("biased", True, True)
     got, expected = last_logits(model, ids), reference(model, ids)
     scale = np.abs(expected).max()
     np.testing.assert_allclose(got, expected, atol=1e-4 * scale)
-    assert np.abs(got - reference(model, ids, qk_norm=False)).max() > 1e-2 * scale, "control: the norms show"
+    assert np.abs(got - reference(model, ids, qk_norm=False)).max() > 1e-2 * scale, (
+        "negative control: logits without head norms must differ"
+    )
 
 
 @pytest.mark.usefixtures("folder")
-def test_family_of_unknown_model_type_raises_with_known_names() -> None:
+def test_model_family_of_unknown_type_raises_naming_the_known_types() -> None:
     with pytest.raises(NotImplementedError, match="model_type: expected 'llama' or 'biased', got 'gpt2'"):
         families.family_of("gpt2")
     with pytest.raises(NotImplementedError, match="expected 'llama' or 'biased', got 'gpt2'"):

@@ -38,7 +38,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_forward_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+def test_forward_logits_of_random_llamas_equal_transformers(name: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="transformers' models need torch")
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -55,7 +55,7 @@ def test_forward_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", ["stories260k", "tinystories656k"])
-def test_engine_real_models_reproduce_recorded_texts(name: str, data: Path) -> None:
+def test_engine_with_real_models_emits_the_recorded_greedy_tokens(name: str, data: Path) -> None:
     target, cases = tiny.load_target(data / name), tiny.greedy_cases(data / name)
     engine = Engine(target, slots=4, max_len=256, buckets=(4,), prefill_buckets=(64,))
     params = [SamplingParams(max_tokens=len(case["greedy_ids"]), temperature=0) for case in cases]
@@ -65,7 +65,7 @@ def test_engine_real_models_reproduce_recorded_texts(name: str, data: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["stories260k", "tinystories656k"])
-def test_forward_real_models_logits_equal_transformers(name: str, data: Path) -> None:
+def test_forward_logits_of_real_models_equal_transformers(name: str, data: Path) -> None:
     torch = pytest.importorskip("torch", reason="transformers' models need torch")
     from transformers import AutoModelForCausalLM
 
@@ -77,8 +77,8 @@ def test_forward_real_models_logits_equal_transformers(name: str, data: Path) ->
     np.testing.assert_allclose(last_logits(tiny.load_target(data / name), ids), wanted, atol=TOLERANCE)
 
 
-def test_forward_wrong_rope_base_changes_logits(data: Path) -> None:
-    """Negative control of the comparisons above."""
+def test_forward_with_wrong_rope_base_returns_other_logits(data: Path) -> None:
+    """Negative control of the comparisons with transformers."""
     target = tiny.load_target(data / "stories260k")
     case = tiny.greedy_cases(data / "stories260k")[0]
     other = Model.from_weights(
@@ -90,7 +90,9 @@ def test_forward_wrong_rope_base_changes_logits(data: Path) -> None:
 
 
 @pytest.mark.parametrize("is_tree", [False, True])
-def test_forward_padding_rows_change_nothing(is_tree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_padding_rows_change_no_logits_features_or_caches(
+    is_tree: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows that pad a sequence to a kernel's multiple of eight change no logits, features or caches."""
     model, rng = tiny.model(40), np.random.default_rng(0)
     pool = PoolShape(2, 9, 4, 16, "float32", "float32")

@@ -37,7 +37,7 @@ PROMPT = "class Config:\n    def _interpolate"
 
 
 def problem(rows: int, out: int, inner: int, dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
-    """Rows of x and of the weight differ in size by up to a thousand, which shows a misplaced scale."""
+    """Random x and weight; their rows differ in size by up to a thousand, which exposes a misplaced scale."""
     rng = np.random.default_rng(rows + out)
     x = rng.normal(size=(rows, inner)) * 10.0 ** rng.uniform(-1, 2, (rows, 1))
     weight = rng.normal(size=(out, inner)) * 10.0 ** rng.uniform(-2, 1, (out, 1))
@@ -49,7 +49,7 @@ def dequantized(weight: Quantized) -> np.ndarray:
 
 
 def expected(x: jax.Array, weight: Quantized) -> np.ndarray:
-    """The product of the quantised values in float64; ml_dtypes rounds dynamic inputs."""
+    """The float64 product of the quantised values; ml_dtypes rounds dynamically quantised inputs."""
     left = np.asarray(x, np.float64)
     if weight.kind == "fp8_dynamic":
         scale = np.abs(left).max(-1, keepdims=True) / 448
@@ -67,7 +67,7 @@ def error(got: jax.Array, wanted: np.ndarray, x: jax.Array, weight: jax.Array) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantize_rounds_to_nearest(kind: str) -> None:
+def test_quantize_error_is_at_most_half_a_step(kind: str) -> None:
     _, weight = problem(7, 40, 96)
     got, wide = quantize(weight, kind), np.asarray(weight, np.float64)
     scale = np.abs(wide).max(-1, keepdims=True) / (127 if kind == "int8" else 448)
@@ -79,18 +79,20 @@ def test_quantize_rounds_to_nearest(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_matmul_quantized_equals_product_of_rounded_values(kind: str) -> None:
+def test_matmul_of_quantised_weight_equals_product_of_rounded_values(kind: str) -> None:
     x, weight = problem(7, 40, 96)
     own = quantize(weight, kind)
     got, wanted = matmul(x, own), expected(x, own)
     assert error(got, wanted, x, weight) < TOLERANCE[kind]
-    assert error(got, np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T, x, weight) > 1e-3, "no rounding"
+    assert error(got, np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T, x, weight) > 1e-3, (
+        "the product equals the unrounded one"
+    )
     other = Quantized(own.values, jnp.roll(own.scale, 1), own.dynamic)
-    assert error(matmul(x, other), wanted, x, weight) > 0.1, "another row's scale must show"
+    assert error(matmul(x, other), wanted, x, weight) > 0.1, "another row's scale must change the product"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_matmul_quantized_row_does_not_depend_on_other_rows(kind: str) -> None:
+def test_matmul_of_quantised_weight_each_row_is_independent_of_other_rows(kind: str) -> None:
     x, weight = problem(7, 40, 96)
     weight = quantize(weight, kind)
     product = jax.jit(matmul, compiler_options={"xla_backend_optimization_level": 1})  # as users compile
@@ -101,7 +103,7 @@ def test_matmul_quantized_row_does_not_depend_on_other_rows(kind: str) -> None:
 
 @pytest.mark.once
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantize_keeps_zeros_and_the_largest_value(kind: str) -> None:
+def test_quantize_represents_zero_and_the_largest_value_exactly(kind: str) -> None:
     weight = jnp.asarray([[0.0, 0.0], [3.0, -3.0], [1e-20, 0.0]])
     got = matmul(jnp.eye(2), quantize(weight, kind))
     np.testing.assert_allclose(got, weight.T, rtol=1e-6)
@@ -113,7 +115,9 @@ def test_quantize_keeps_zeros_and_the_largest_value(kind: str) -> None:
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("rows", [1, 20])
 @pytest.mark.parametrize("kind", KINDS)
-def test_split_matmul_quantized_equals_matmul(kind: str, rows: int, implementation: str) -> None:
+def test_split_matmul_of_quantised_weight_equals_product_of_rounded_values(
+    kind: str, rows: int, implementation: str
+) -> None:
     x, weight = problem(rows, 1024, 2048, "bfloat16")
     own = quantize(weight, kind)
     parts = split_matmul(x, own, implementation=implementation)
@@ -121,13 +125,13 @@ def test_split_matmul_quantized_equals_matmul(kind: str, rows: int, implementati
     wanted = expected(x, own)
     assert error(reduce_partials(parts, jnp.dtype("float32")), wanted, x, weight) < TOLERANCE[kind]
     assert error(reduce_partials(parts[1:], jnp.dtype("float32")), wanted, x, weight) > 0.01, (
-        "a part that is left out must show"
+        "a missing part must change the sum"
     )
 
 
 @pytest.mark.parametrize("rows", [1, 5, 60])
 @pytest.mark.parametrize("kind", KINDS)
-def test_split_matmul_quantized_compiles_to_one_kernel_without_spills(kind: str, rows: int) -> None:
+def test_split_matmul_of_quantised_weight_compiles_to_one_kernel_without_spills(kind: str, rows: int) -> None:
     x = jax.ShapeDtypeStruct((1, rows, 4096), "bfloat16")
     weight = jax.eval_shape(lambda: quantize(jnp.zeros((6144, 4096)), kind))
     program = compile_for_h200(
@@ -140,7 +144,7 @@ def test_split_matmul_quantized_compiles_to_one_kernel_without_spills(kind: str,
 # ---- which weights are quantised
 
 
-def test_quantize_weights_changes_linear_weights_only() -> None:
+def test_quantize_weights_changes_only_linear_weights() -> None:
     model = tiny.model(40)
     got = quantize_weights(model, "int8")
     assert quantized_as(model) is None
@@ -161,7 +165,7 @@ def test_quantize_weights_changes_linear_weights_only() -> None:
 
 
 @pytest.mark.once
-def test_quantize_weights_bad_requests_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantize_unsupported_kind_or_model_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.model(40)
     with pytest.raises(
         ValueError, match=r"quantize: expected one of \(None, 'int8', 'fp8', 'fp8_dynamic'\), got 'int4'"
@@ -189,7 +193,7 @@ def _quantized_leaves(model: Model) -> list[jax.Array]:
 @pytest.mark.once
 @pytest.mark.parametrize("batch_bytes", [1, 2**25], ids=["many batches", "one batch"])
 @pytest.mark.parametrize("kind", STORED)
-def test_convert_command_quantize_stores_the_weights_that_loading_makes(
+def test_convert_command_quantize_stores_the_weights_of_quantising_while_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, batch_bytes: int
 ) -> None:
     """With small batches, one batch holds the embedding alone and nothing to quantise."""
@@ -212,7 +216,7 @@ def test_convert_command_quantize_stores_the_weights_that_loading_makes(
 
 @pytest.mark.once
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_weights_quantize_makes_quantised_weights(kind: str) -> None:
+def test_random_target_and_head_with_quantize_have_quantised_weights(kind: str) -> None:
     target, head = shapes.random_target("tiny", "float32", kind), shapes.random_head("tiny", "float32", kind)
     assert quantized_as(target) == quantized_as(head) == kind
     assert isinstance(target.head, Quantized)
@@ -223,7 +227,9 @@ def test_random_weights_quantize_makes_quantised_weights(kind: str) -> None:
 
 
 @pytest.mark.long
-def test_quantize_weights_embedded_target_keeps_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantize_weights_of_the_embedded_target_changes_probabilities_little(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     target = Model.from_pretrained(demo.TARGET)
     cuts = check_head.windows(check_head.TEXT, load_tokenizer("bytes"), 64)
     own, int8, fp8, dynamic = accuracy.measure(target, cuts, KINDS)
@@ -248,10 +254,10 @@ def test_quantize_weights_embedded_target_keeps_accuracy(capsys: pytest.CaptureF
         ("fp8", partial(Eagle3.from_pretrained, demo.HEAD, tree=Tree.topk(12, 4, 3)), 1.5),
     ],
 )
-def test_engine_quantised_target_tokens_equal_plain_decoding(
+def test_engine_with_quantised_target_and_drafter_emits_tokens_of_plain_decoding(
     kind: str, make: Callable[..., Any], accepted: float
 ) -> None:
-    """Drafters are quantised too; one with the target's own weights, quantised alike, drafts the same tokens."""
+    """Drafters are quantised too; a draft model with the target's weights drafts the target's tokens."""
     options = dict(slots=2, max_len=160, prefill_buckets=(64,), buckets=(2,), tokenizer="bytes", dtype="float32")
     options |= dict(prefix_cache=False, controls=False)
     params = [SamplingParams(max_tokens=64, temperature=t, seed=3) for t in (0.0, 1.0)]
@@ -267,8 +273,8 @@ def test_engine_quantised_target_tokens_equal_plain_decoding(
 
 
 @pytest.mark.once
-def test_engine_float8_caches_still_draft_well() -> None:
-    """tests/kernels check the values; here the engine uses float8 for both pools and still accepts drafts."""
+def test_engine_with_float8_caches_has_mean_acceptance_length_above_1_8() -> None:
+    """The engine stores both pools in float8 and still accepts drafts; tests/kernels check the values."""
     options = dict(slots=1, max_len=160, prefill_buckets=(64,), tokenizer="bytes", dtype="float32")
     options |= dict(prefix_cache=False, controls=False)
     head = Eagle3.from_pretrained(demo.HEAD, tree=Tree.chain(3))
@@ -284,7 +290,7 @@ def test_engine_float8_caches_still_draft_well() -> None:
         Engine(tiny.model(40), slots=1, max_len=32, kv_dtype="float8_e5m2")
 
 
-def test_check_device_gpu_without_float8_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_device_float8_on_a_gpu_of_compute_capability_below_8_9_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     model = quantize_weights(tiny.model(40), "fp8")
     check_device(model, "float8_e4m3fn")  # a CPU reports no compute capability
     for capability, refused in (("8.0", True), ("8.9", False), ("12.0", False)):

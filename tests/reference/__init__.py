@@ -1,1 +1,1 @@
-"""Oracles: the same formulas in plain numpy, computed by other means than the code under test."""
+"""Oracles: the formulas in plain numpy, computed in a different way from the code under test."""

@@ -1,6 +1,6 @@
 """The accept rules for one tree in numpy float64, as loops written from the papers: the oracle of the accept functions.
 
-All take the tree's tokens and parents, ``valid`` of every node and one uniform a node, and return the path from the
+All take the tree's tokens and parents, ``valid`` of every node and one uniform per node, and return the path from the
 root and the probabilities of the token after it.
 """
 
@@ -18,7 +18,7 @@ def children(parents: np.ndarray, valid: np.ndarray, node: int) -> list[int]:
 def multi_candidate_accept(
     p: np.ndarray, tokens: np.ndarray, parents: np.ndarray, valid: np.ndarray, u: np.ndarray
 ) -> AcceptResult:
-    """EAGLE's rule: a rejected child's token loses its mass, the rest is renormalised."""
+    """EAGLE's rule: a rejected child's token loses its mass, and the rest is renormalised."""
     path, probs = [0], p[0].astype(np.float64)
     while True:
         for child in children(parents, valid, path[-1]):

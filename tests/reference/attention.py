@@ -4,7 +4,7 @@ import numpy as np
 
 
 def read_row(pool: np.ndarray, page_table: np.ndarray, sequence: int, row: int) -> np.ndarray:
-    """Row `row` of a sequence, [kv_heads, head_dim]."""
+    """Row `row` of a sequence [kv_heads, head_dim]."""
     page = pool.shape[2]
     return pool[page_table[sequence, row // page], :, row % page]
 

@@ -10,10 +10,10 @@ from jspec.models.decoder import Model
 
 
 def logits(model: Model, tokens: np.ndarray, window: int | None = None) -> np.ndarray:
-    """Logits after every token of whole sequences, [batch, tokens, vocab]; no cache, no batching tricks.
+    """Logits after every token of whole sequences [batch, tokens, vocab], without a cache.
 
     Args:
-        window: number of tokens that each token attends to, itself included; None: all before it.
+        window: number of tokens that each token attends to, itself included; None: all earlier tokens and itself.
     """
     c = model.config
     x = np.asarray(model.embed, np.float64)[tokens]

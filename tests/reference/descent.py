@@ -16,7 +16,7 @@ OBJECTS = {
 
 
 class Over(Exception):
-    """The text ended where more must follow: it is a prefix of a text that fits."""
+    """The text ended but more bytes must follow, so it is a prefix of a text that fits."""
 
 
 class Text:
@@ -30,7 +30,7 @@ class Text:
         return self._place == len(self._text)
 
     def sees(self, letters: bytes) -> bool:
-        """Whether the next byte is one of these letters."""
+        """Whether the next byte is one of ``letters``."""
         if self.is_over:
             raise Over
         return self._text[self._place] in letters
@@ -39,7 +39,7 @@ class Text:
         """Consume one byte.
 
         Raises:
-            ValueError: the byte is not one of these letters.
+            ValueError: the byte is not one of ``letters``.
         """
         if not self.sees(letters):
             raise ValueError(f"byte {self._place}")
@@ -58,7 +58,7 @@ Reader = Callable[[Text], None]
 
 
 def lists(text: Text) -> None:
-    """`{}`, `{a,{ab},b}`: lists of words and lists."""
+    """Read lists of words and lists, such as `{}` or `{a,{ab},b}`."""
     text.take(b"{")
     if text.sees(b"}"):
         return text.take(b"}")
@@ -75,7 +75,7 @@ def lists(text: Text) -> None:
 
 
 def pairs(text: Text) -> None:
-    """`1`, `{1}1{{1}}`: one or more pairs."""
+    """Read one or more pairs, such as `1` or `{1}1{{1}}`."""
     _pair(text)
     while not text.is_over:
         _pair(text)
@@ -92,7 +92,7 @@ def _pair(text: Text) -> None:
 
 
 def objects(text: Text) -> None:
-    """`{"a":"ab","b":[{"b":[]}]}`: JSON, the word and its blanks optional, one blank at most between two tokens."""
+    """Read JSON such as `{"a":"ab","b":[{"b":[]}]}`; "a" is optional, and at most one blank is between two tokens."""
     text.take(b"{")
     text.may_take(b" ")
     text.take(b'"')

@@ -33,7 +33,7 @@ def random_probs(rng: np.random.Generator, vocab: int, depth: int, *, zeros: flo
 
 
 def joint(probs: PrefixProbs) -> np.ndarray:
-    """The joint probabilities of len(probs) tokens in float64: the oracle."""
+    """The exact joint probabilities of len(probs) tokens in float64."""
     out = np.ones(())
     for next_probs in probs:
         out = out[..., None] * next_probs
@@ -48,7 +48,7 @@ def prefix(tree: Tree, tokens: tuple[int, ...], node: int) -> tuple[int, ...]:
 def sampled_drafts(tree: Tree, probs: PrefixProbs) -> tuple[np.ndarray, np.ndarray]:
     """Every draft whose siblings are drawn without replacement, and its probability; the root is token 0.
 
-    Where no token has probability left, the smallest remaining id is drawn, as by Gumbel top-k.
+    If no token has probability left, the smallest remaining id is drawn, as by Gumbel top-k.
     """
     rows: list[tuple[tuple[int, ...], float]] = [((0,), 1.0)]
     for node in range(1, tree.nodes):
@@ -107,12 +107,12 @@ def emitted(
     all_at_once: bool = False,
     cap: int | None = None,
 ) -> np.ndarray:
-    """The joint probabilities of depth + 1 tokens: those of the step, followed by the target's own.
+    """The joint probabilities of depth + 1 tokens: those that the step emits, followed by tokens of the target.
 
     Args:
         drafts: every draft and its probability.
-        draft_probs: the probabilities that the rule is told the drafts came from; None: none.
-        all_at_once: the rule uses every node's uniform, not only those of the nodes it tries.
+        draft_probs: the draft probabilities given to the rule, or None.
+        all_at_once: whether the rule uses every node's uniform, not only those of the nodes that it tries.
         cap: deepest level of valid nodes.
     """
     tokens, weight = (np.repeat(x, 2 ** (tree.nodes - 1), axis=0) for x in drafts)

@@ -1,4 +1,4 @@
-"""The trees of n-gram and suffix drafting by a search over lists of tokens: no arrays, no trie."""
+"""The trees of n-gram and suffix drafting, found by a search over lists of tokens without arrays or tries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jspec import Tree
 from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
 
-Tail = tuple[int, list[int]]  # number of a match, 0 for the best, and the rest of its continuation
+Tail = tuple[int, list[int]]  # number of a match (0 is the best) and the rest of its continuation
 Node = tuple[int, int, int]  # parent, token, number of matches through the node
 
 
@@ -58,7 +58,7 @@ def static_nodes(group: list[Tail], tree: Tree, *, by_count: bool) -> list[Node]
 
 
 def dynamic_nodes(group: list[Tail], tree: Tree, *, by_count: bool) -> list[Node]:
-    """Of all prefixes of continuations, with at most k children each, those that most matches pass through."""
+    """The prefixes of continuations, with at most k children each, that most matches have in common."""
     all_nodes: list[tuple[tuple[int, int, int], tuple[int, ...]]] = []
 
     def visit(text: tuple[int, ...], passing: list[Tail]) -> None:

@@ -1,4 +1,4 @@
-"""Penalties and filters token by token: transformers' own processors in order, presence and frequency in numpy."""
+"""Penalties and filters token by token: transformers' processors, and presence and frequency penalty in numpy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jspec import SamplingParams
 def edited(
     logits: np.ndarray, prompt: Sequence[int], output: Sequence[int], params: SamplingParams, stops: Sequence[int]
 ) -> np.ndarray:
-    """Edited logits [vocab] after a text, before temperature; float32."""
+    """Edited logits [vocab] after a text, before temperature, in float32."""
     torch = pytest.importorskip("torch")
     from transformers.generation import logits_process as hf
 

@@ -28,7 +28,7 @@ SEQUENCES = {(3, 5): 2.5, (1,): -1.0, (2, 2, 4): 6.0, (7, 1, 9): -np.inf}
 
 
 def edit(logits: jax.Array, context: LogitsContext) -> jax.Array:
-    """Sequence biases; a ban of repeated pairs where args[1] > 0; from `PLACE` on a bias args[0] for token 6."""
+    """Add sequence biases, ban repeated pairs if args[1] > 0, and from `PLACE` on add the bias args[0] to token 6."""
     vocab = jnp.arange(logits.shape[-1])
     for sequence, bias in SEQUENCES.items():
         begins = jnp.all(context.newest(len(sequence) - 1) == jnp.asarray(sequence[:-1], jnp.int32), axis=-1)
@@ -107,14 +107,16 @@ def compare(seed: int, *, chain: bool, run: Any) -> None:
 
 
 @pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
-def test_processor_random_trees_equal_transformers_at_every_node(chain: bool) -> None:
+def test_logits_processor_on_random_trees_equals_transformers_at_every_node(chain: bool) -> None:
     for seed in range(6):
         compare(seed, chain=chain, run=jitted())
 
 
 @pytest.mark.parametrize("fault", ["ancestors", "root", "generated"])
-def test_processor_wrong_context_differs_from_transformers(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative controls."""
+def test_logits_processor_with_wrong_context_differs_from_transformers(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative controls: ancestors, root or the number of generated tokens are wrong in the context."""
     right = logits_processor.LogitsContext
 
     def wrong(**fields: Any) -> LogitsContext:
@@ -162,7 +164,7 @@ PARAMS = [
 
 
 def decode_by_transformers(prompt: list[int], params: SamplingParams) -> list[int]:
-    """Tokens of decoding one by one with transformers' processors."""
+    """Decode one token at a time with transformers' processors."""
     return decoded(prompt, params, edit=partial(by_transformers, args=params.processor_args))
 
 
@@ -178,8 +180,8 @@ def expected() -> list[list[int]]:
         pytest.param(Tree.static([(0,), (1,), (0, 0), (1, 0)]), id="tree", marks=pytest.mark.long),
     ],
 )
-def test_engine_processor_decodes_as_transformers_token_by_token(tree: Tree) -> None:
-    """The second time prompts are in the prefix cache, and the processor must see their tokens too."""
+def test_engine_with_logits_processor_emits_tokens_of_transformers_decoding(tree: Tree) -> None:
+    """In the second run prompts come from the prefix cache, and the processor must see their tokens too."""
     pytest.importorskip("outlines_core")
     for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
         done = engine(tree).generate([PROMPTS[i] for i in order], [PARAMS[i] for i in order])
@@ -188,8 +190,8 @@ def test_engine_processor_decodes_as_transformers_token_by_token(tree: Tree) -> 
     assert metrics.num_accepted_tokens > 0 and metrics.num_cached_tokens > 0
 
 
-def test_engine_processor_bans_all_grammar_tokens_ends_request_with_error() -> None:
-    """No pair of tokens may repeat, and the grammar's two letters run out of pairs."""
+def test_engine_logits_processor_that_bans_all_grammar_tokens_ends_request_with_error() -> None:
+    """No pair of tokens may repeat, and the grammar's two letters have few pairs."""
     pytest.importorskip("outlines_core")
     one = engine(Tree.chain(3))
     done = one.generate(
@@ -209,12 +211,12 @@ BAD = [
 
 
 @pytest.mark.parametrize(("processor", "message"), BAD)
-def test_engine_unfit_processor_raises(processor: Any, message: str) -> None:
+def test_engine_invalid_logits_processor_raises(processor: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"logits_processor: .*{message}|logits_processor: {message}"):
         Engine(small.target(), logits_processor=processor)
 
 
-def test_processor_options_that_do_not_fit_raise() -> None:
+def test_logits_processor_inconsistent_options_raise() -> None:
     tree = NoDraft().tree
     with pytest.raises(ValueError, match="processor_args: expected 0 without a logits_processor, got 2"):
         logits_processor.check(None, EngineConfig(processor_args=2), tree, 16)
@@ -228,7 +230,7 @@ def test_processor_options_that_do_not_fit_raise() -> None:
         InputProcessor(None, 16, (), EngineConfig()).requests([1], SamplingParams(processor_args=(1.0,)), trace=False)
 
 
-def test_from_pretrained_processor_is_checked(data: Path) -> None:
+def test_from_pretrained_invalid_logits_processor_raises(data: Path) -> None:
     processor, message = BAD[0]
     with pytest.raises(ValueError, match=message):
         Engine.from_pretrained(data / "stories260k", logits_processor=processor)

@@ -32,7 +32,7 @@ PARAMS = [
 
 @cache
 def tree() -> Engine:
-    """A dynamic tree, processed log-probabilities, chunks of six tokens, and too few pages for all requests."""
+    """An engine with a dynamic tree, processed log-probabilities, chunks of six tokens, and too few pages for all."""
     return Engine(
         small.target(),
         drafter=DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3)),
@@ -102,8 +102,8 @@ def expected() -> list[list[int]]:
     return [one.token_ids for one in small.plain().generate(PROMPTS, params)]
 
 
-def test_logprobs_programs_are_compiled_on_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If one of them fails to compile none is kept, and the next request compiles them again."""
+def test_logprobs_programs_are_compiled_on_first_request_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If one program fails to compile, none is kept, and the next request compiles all of them again."""
     engine = tree()
     engine.generate([1, 2], SamplingParams(max_tokens=2))
     assert not any("logprobs" in name for name in engine.compile_seconds)
@@ -121,8 +121,8 @@ def test_logprobs_programs_are_compiled_on_first_request(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("make", [small.plain, chain, tree], ids=["plain", "chain", "tree"])
-def test_logprobs_emitted_tokens_equal_dense_pass(make: Any, expected: list[list[int]]) -> None:
-    """One row of the batch asks for none; the tokens are those without log-probabilities."""
+def test_logprobs_of_emitted_tokens_equal_one_dense_pass(make: Any, expected: list[list[int]]) -> None:
+    """One row asks for no log-probabilities; the tokens are those of a run without log-probabilities."""
     engine = make()
     done = engine.generate(PROMPTS, PARAMS)
     assert [one.token_ids for one in done] == expected
@@ -131,7 +131,7 @@ def test_logprobs_emitted_tokens_equal_dense_pass(make: Any, expected: list[list
         assert engine.metrics.num_accepted_tokens > 0
 
 
-def test_logprobs_raw_and_processed_differ(expected: list[list[int]]) -> None:
+def test_logprobs_raw_and_processed_values_differ(expected: list[list[int]]) -> None:
     """Negative control: each engine's values fail the other mode's check."""
     for make, mode in ((chain, "processed_logprobs"), (tree, "raw_logprobs")):
         (one,) = make().generate(PROMPTS[1], PARAMS[1])
@@ -151,8 +151,10 @@ def check_prompt(one: Completion, prompt: Sequence[int], count: int) -> None:
     check(known, prompt[1:], prompt_rows(prompt), count)
 
 
-def test_prompt_logprobs_chunked_cached_and_preempted_prompts_equal_dense_pass(expected: list[list[int]]) -> None:
-    """Prompts are raw in both modes; the second pass finds cached pages, which have no logits."""
+def test_prompt_logprobs_of_chunked_cached_and_preempted_prompts_equal_one_dense_pass(
+    expected: list[list[int]],
+) -> None:
+    """Prompt log-probabilities are raw in both modes; in the second pass cached pages are recomputed for scoring."""
     engine = tree()
     params = [replace(one, prompt_logprobs=count) for one, count in zip(PARAMS, (2, 16, 0, 5), strict=True)]
     before = engine.metrics.num_preemptions
@@ -170,7 +172,7 @@ def test_prompt_logprobs_chunked_cached_and_preempted_prompts_equal_dense_pass(e
     assert cached.metrics.num_cached_tokens > 0 and cached.prompt_logprobs is None
 
 
-def test_prompt_logprobs_n_completions_share_one_scoring(expected: list[list[int]]) -> None:
+def test_prompt_logprobs_of_n_completions_are_computed_once(expected: list[list[int]]) -> None:
     """The prompt is scored once: the other completions find its pages."""
     done = tree().generate(PROMPTS[1], SamplingParams(max_tokens=4, seed=5, n=3, logprobs=1, prompt_logprobs=1))[0]
     assert [one.metrics.num_cached_tokens > 0 for one in done.samples] == [False, True, True]
@@ -179,7 +181,7 @@ def test_prompt_logprobs_n_completions_share_one_scoring(expected: list[list[int
         assert one.logprobs is not None and [each.token_id for each in one.logprobs] == one.token_ids
 
 
-def test_stream_chunks_carry_logprobs(expected: list[list[int]]) -> None:
+def test_stream_chunks_contain_the_logprobs_of_each_token(expected: list[list[int]]) -> None:
     params = replace(PARAMS[1], prompt_logprobs=2)
     (done,) = tree().generate(PROMPTS[1], params)
     first, *others = tree().stream(PROMPTS[1], params)
@@ -189,7 +191,9 @@ def test_stream_chunks_carry_logprobs(expected: list[list[int]]) -> None:
     assert all(chunk.logprobs is None for chunk in tree().stream(PROMPTS[1], PARAMS[2]))
 
 
-def test_logprobs_stop_string_cuts_them(monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]) -> None:
+def test_logprobs_with_stop_string_end_with_the_last_kept_token(
+    monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]
+) -> None:
     engine = chain()
     monkeypatch.setattr(engine.input_processor, "tokenizer", ByteTokenizer())
     stop = "".join(map(chr, expected[1][4:6]))
@@ -198,14 +202,14 @@ def test_logprobs_stop_string_cuts_them(monkeypatch: pytest.MonkeyPatch, expecte
     check(done.logprobs, done.token_ids, rows(small.target(), PROMPTS[1], done.token_ids, PARAMS[1], "raw"), 16)
 
 
-def test_logprobs_and_trace_together(expected: list[list[int]]) -> None:
+def test_logprobs_with_trace_returns_both(expected: list[list[int]]) -> None:
     (done,) = small.plain().generate(PROMPTS[0], PARAMS[0], trace=True)
     assert done.rounds is not None and [round_.emitted[0] for round_ in done.rounds] == done.token_ids[1:]
     assert done.logprobs is not None and done.token_ids == expected[0]
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-def test_params_wrong_number_of_logprobs_raises(name: str) -> None:
+def test_sampling_params_invalid_number_of_logprobs_raises(name: str) -> None:
     for value in (-1, 21, 1.5, True, "3"):
         with pytest.raises(ValueError, match=rf"SamplingParams\.{name}: expected None or 0 to 20, got "):
             SamplingParams(**{name: value})  # type: ignore[arg-type]
@@ -213,7 +217,7 @@ def test_params_wrong_number_of_logprobs_raises(name: str) -> None:
         small.plain().generate([1], SamplingParams(**{name: 17}))  # type: ignore[arg-type]
 
 
-def test_config_wrong_logprobs_mode_raises() -> None:
+def test_engine_config_unknown_logprobs_mode_raises() -> None:
     with pytest.raises(ValueError, match=r"logprobs_mode: expected one of \('raw_logprobs', 'processed_logprobs'\)"):
         EngineConfig(logprobs_mode="logits")
 
@@ -230,8 +234,8 @@ LONGEST_PROMPT = 250
         *(pytest.param(name, 80, 64, marks=pytest.mark.matrix) for name in ("none", "ngram", "suffix")),
     ],
 )
-def test_logprobs_real_model_equal_dense_pass(drafter: str, count: int, tokens: int, data: Path) -> None:
-    """Prompts of mt_bench, greedy and sampled alternately, on a chain, a dynamic tree and without a draft."""
+def test_logprobs_of_a_real_model_equal_one_dense_pass(drafter: str, count: int, tokens: int, data: Path) -> None:
+    """The prompts of mt_bench are decoded greedily and sampled alternately."""
     drafters: dict[str, Drafter | None] = {
         "none": None,
         "ngram": NGram(Tree.chain(4)),

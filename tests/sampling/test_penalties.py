@@ -127,7 +127,7 @@ def compare(seed: int, params: list[SamplingParams], *, chain: bool, run: Any = 
 
 @pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", ALONE)
-def test_penalties_single_control_equals_transformers_at_every_node(name: str, chain: bool) -> None:
+def test_penalties_with_a_single_control_equal_transformers_at_every_node(name: str, chain: bool) -> None:
     """The batch also has a greedy row, one without controls, and one with several controls."""
     others = [SamplingParams(**ALONE[name] | {"temperature": 0}), SamplingParams()]
     every = ALONE["repetition"] | ALONE["frequency"] | ALONE["bad words"] | ALONE["min_tokens"]
@@ -162,7 +162,7 @@ def has_choice(params: SamplingParams) -> bool:
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 10**6), st.booleans(), st.lists(PARAMS.filter(has_choice), min_size=ROWS, max_size=ROWS))
-def test_penalties_random_combinations_equal_transformers_at_every_node(
+def test_penalties_in_random_combinations_equal_transformers_at_every_node(
     seed: int, chain: bool, params: list[SamplingParams]
 ) -> None:
     compare(seed, params, chain=chain)
@@ -198,8 +198,10 @@ RIGHT_PENALTIES = penalties._apply_counts
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_penalties_wrong_context_or_order_is_detected(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative controls."""
+def test_penalties_with_wrong_context_or_order_differ_from_transformers(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative controls: tokens are missing from the counts, or the penalties are in another order."""
     name, change = WRONG[fault]
     monkeypatch.setattr(penalties, name, change(getattr(penalties, name)))
     every = SamplingParams(repetition_penalty=1.7, frequency_penalty=0.4, presence_penalty=0.3)

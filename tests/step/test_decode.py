@@ -39,7 +39,7 @@ class Case:
 
 @cache
 def case(drafter: str) -> Case:
-    """The draft model with rejection sampling, which reads the draft probabilities; EAGLE-3 with sample and match."""
+    """The draft model with the rejection rule, which reads draft probabilities, or EAGLE-3 with the coupled rule."""
     target = tiny.model(VOCAB, layers=1, sharpness=2.0)
     if drafter == "eagle3":
         head = tiny.eagle_head(target, draft_vocab=6, feature_layers=(0, 1))
@@ -119,13 +119,13 @@ def same(one: tuple[StepResult, np.ndarray, SlotState], other: tuple[StepResult,
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("drafter", [pytest.param(DRAFTERS[0], marks=pytest.mark.long), *DRAFTERS[1:]])
-def test_spec_round_equals_its_stages_jitted_separately(drafter: str, temperature: float) -> None:
+def test_spec_round_equals_the_five_stages_jitted_separately(drafter: str, temperature: float) -> None:
     same(fused(drafter, temperature), run(case(drafter).staged, drafter, temperature))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("drafter", "temperature"), [("draft model", 0.0), ("eagle3", 1.0)])
-def test_spec_round_without_jit_is_the_same(drafter: str, temperature: float) -> None:
+def test_spec_round_without_jit_equals_the_jitted_round(drafter: str, temperature: float) -> None:
     expected = fused(drafter, temperature, rounds=2)
     with jax.disable_jit():
         same(expected, run(partial(decode.spec_round, case(drafter).program), drafter, temperature, rounds=2))
@@ -133,8 +133,8 @@ def test_spec_round_without_jit_is_the_same(drafter: str, temperature: float) ->
 
 @pytest.mark.once
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_compared_rounds_accept_and_reject_and_end(drafter: str) -> None:
-    """Some drafts were accepted and some rejected; one row ended; the padding row emitted nothing."""
+def test_spec_round_cases_include_accepted_and_rejected_drafts_and_an_ended_row(drafter: str) -> None:
+    """Some drafts are accepted and some rejected, one row ends, and the padding row emits nothing."""
     reports = [fused(drafter, temperature)[0] for temperature in TEMPERATURES]
     for report in reports:
         assert report.ended[-1, 0] == 1 and report.counts[-1, 0] == 0  # the slot of three tokens
@@ -147,7 +147,7 @@ def test_compared_rounds_accept_and_reject_and_end(drafter: str) -> None:
 
 @pytest.mark.once
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_spec_round_that_loses_the_draft_state_differs(drafter: str) -> None:
+def test_spec_round_that_drops_the_draft_state_differs_from_the_fused_round(drafter: str) -> None:
     """Negative control: the round drops the rows that the drafter wrote."""
     one = case(drafter)
 

@@ -52,7 +52,7 @@ def test_eagle3_chain_rounds_and_acceptance_equal_the_recording(
 def test_eagle3_chain_first_draft_logits_equal_the_recording(
     golden: Path, drafter: Eagle3, chain: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Errors in theta, feature layers, norms or concat order change these logits, but acceptance hardly at all."""
+    """Errors in theta, feature layers, norms or concat order change these logits but hardly change acceptance."""
     seen: list[np.ndarray] = []
     original = eagle.write_pending_rows
 
@@ -81,7 +81,7 @@ def concatenated_the_other_way_round(head: EagleHead) -> EagleHead:
 
 
 def with_absolute_d2t(head: EagleHead) -> EagleHead:
-    """Read the file's offsets as target ids."""
+    """Treat the file's offsets as target ids."""
     assert head.draft_to_target is not None
     return head.replace(draft_to_target=head.draft_to_target - jnp.arange(len(head.draft_to_target)))
 
@@ -103,14 +103,14 @@ MISTAKES: dict[str, Callable[[EagleHead], EagleHead]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_eagle3_chain_scores_with_a_wrong_head_differ(
+def test_eagle3_chain_scores_of_a_wrong_head_differ_from_the_recording(
     golden: Path, drafter: Eagle3, chain: dict[str, np.ndarray], mistake: str
 ) -> None:
     wrong = Eagle3(MISTAKES[mistake](drafter.head), drafter.tree)
     assert score_error(golden, chain, wrong) > 100 * TOLERANCE
 
 
-def test_eagle3_chain_scores_with_a_gap_in_the_positions_differ(
+def test_eagle3_chain_scores_with_a_gap_in_positions_differ_from_the_recording(
     golden: Path, drafter: Eagle3, chain: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first drafted token is one position too far, a mistake that a released engine made."""

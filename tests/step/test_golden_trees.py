@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Callable[[Path], Drafter], int, float]] = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != STATIC20)) for name in CASES])
-def test_tree_rounds_equal_the_recording(golden: Path, name: str) -> None:
+def test_tree_drafters_rounds_and_acceptance_equal_the_recording(golden: Path, name: str) -> None:
     make, compared, mean_acceptance_length = CASES[name]
     recorded = recording(golden / name)
     engine = engine_of(golden, make(golden))
@@ -109,7 +109,7 @@ def detail_drafter(golden: Path, folder: str) -> EagleDrafter:
 
 
 @pytest.mark.parametrize("folder", ["", "eagle1"])
-def test_tree_round_intermediate_values_equal_the_recording(
+def test_eagle_tree_intermediate_values_of_first_round_equal_the_recording(
     golden: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded = recording(golden / folder / "prompt0_detail.npz")
@@ -138,7 +138,7 @@ def test_tree_round_intermediate_values_equal_the_recording(
 
 
 def test_medusa_head_logits_equal_the_recording(golden: Path) -> None:
-    """The heads' logits after the texts of the first recorded rounds."""
+    """The logits are compared after the texts of the first recorded rounds."""
     recorded, heads = recording(golden / STATIC20), tiny.load_medusa(golden / "medusa/heads").heads
     target, prompts = tiny.load_target(golden / "target"), tiny.recorded_prompts(golden)
     texts = []

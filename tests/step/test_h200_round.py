@@ -32,7 +32,7 @@ def compile_round(
     batch: int = 1,
     depth: int | None = None,
 ) -> tuple[H200Program, int]:
-    """Compile a round, with the tree cut at a depth; returns it and the bytes of its state."""
+    """Compile a round, with the tree cut at ``depth``; return the program and the bytes of its state."""
     target = Model.from_weights(shapes.TARGETS[SHAPE], shapes.target_shapes(SHAPE, "bfloat16"))
     head = EagleHead.from_weights(shapes.head_config(SHAPE), shapes.head_shapes(SHAPE, "bfloat16"))
     if quantize is not None:
@@ -75,7 +75,9 @@ def check(program: H200Program, state_bytes: int, *, launches: int, temp_mib: in
     [pytest.param(None, 310, 12, marks=pytest.mark.long), (Tree.chain(4), 375, 12), (Tree.topk(60, 8, 10), 485, 72)],
     ids=str,
 )
-def test_round_is_one_graph_in_place(tree: Tree | None, launches: int, temp_mib: int) -> None:
+def test_h200_round_is_one_cuda_graph_that_updates_state_in_place(
+    tree: Tree | None, launches: int, temp_mib: int
+) -> None:
     """Temporary memory holds logits (30 MB for 60 nodes) and partial sums; a pool would be 70 MB."""
     program = check(*compile_round(tree), launches=launches, temp_mib=temp_mib)
     assert not [launch for launch in program.launches if launch.kind == "kConditional"], "each takes 13 us"
@@ -89,16 +91,16 @@ def test_round_is_one_graph_in_place(tree: Tree | None, launches: int, temp_mib:
 
 
 @pytest.mark.matrix
-def test_round_of_depth_0_reads_no_context_for_the_draft() -> None:
-    """It still writes the pending draft rows."""
+def test_h200_round_of_depth_0_runs_no_draft_attention() -> None:
+    """The round still writes the pending draft rows."""
     program = check(*compile_round(Tree.chain(4), depth=0), launches=320, temp_mib=12)
     assert program.count("append_attention") == 32 and program.count("rotate_append") == 1
     assert program.count("paged_attention") == 32  # merges
 
 
 @pytest.mark.matrix
-def test_round_with_a_prefix_cache_adds_one_scatter() -> None:
-    """The feature at a page's end is stored within the round's graph."""
+def test_h200_round_with_prefix_cache_adds_at_most_four_launches() -> None:
+    """The round's graph also stores the feature at each page's end."""
     (plain, _), (kept, _) = compile_round(Tree.chain(4)), compile_round(Tree.chain(4), prefix_cache=True)
     assert len(kept.graphs) == 1
     assert not kept.outside_graphs
@@ -112,8 +114,10 @@ def test_round_with_a_prefix_cache_adds_one_scatter() -> None:
     [(Tree.chain(4), 395, 12), pytest.param(Tree.topk(60, 8, 10), 515, 96, marks=pytest.mark.matrix)],
     ids=str,
 )
-def test_round_with_controls_is_one_graph_in_place(tree: Tree, launches: int, temp_mib: int) -> None:
-    """Counts are read and updated in place; temporary memory also holds the edited and the scaled logits."""
+def test_h200_round_with_controls_is_one_cuda_graph_that_updates_state_in_place(
+    tree: Tree, launches: int, temp_mib: int
+) -> None:
+    """Token counts are updated in place; temporary memory also holds the edited and the scaled logits."""
     check(*compile_round(tree, controls=True), launches=launches, temp_mib=temp_mib)
 
 
@@ -127,7 +131,7 @@ def test_round_with_controls_is_one_graph_in_place(tree: Tree, launches: int, te
     ],
     ids=str,
 )
-def test_deterministic_round_is_one_graph_of_our_own_kernels(
+def test_h200_deterministic_round_is_one_cuda_graph_of_deterministic_kernels(
     tree: Tree | None, batch: int, launches: int, temp_mib: int
 ) -> None:
     """XLA would choose its kernels for products, norms and attention by the number of rows."""
@@ -143,7 +147,7 @@ def test_deterministic_round_is_one_graph_of_our_own_kernels(
     ("quantize", "launches"),
     [pytest.param("fp8", 410, marks=pytest.mark.matrix), pytest.param("fp8_dynamic", 412, marks=pytest.mark.long)],
 )
-def test_round_with_fp8_weights_and_cache_reads_them_in_place(quantize: str, launches: int) -> None:
+def test_h200_round_with_fp8_weights_and_cache_reads_them_without_conversion(quantize: str, launches: int) -> None:
     """No weight is converted to another type in memory: the smallest would take 34 MB."""
     program = check(*compile_round(Tree.chain(4), quantize, "float8_e4m3fn"), launches=launches, temp_mib=12)
     rounded = program.count("paged_attention_merge_and_round")  # in every layer, and in each of the draft's passes
@@ -151,7 +155,7 @@ def test_round_with_fp8_weights_and_cache_reads_them_in_place(quantize: str, lau
 
 
 @pytest.mark.long
-def test_round_of_many_rows_with_fp8_has_no_separate_scaling_kernels() -> None:
+def test_h200_round_of_32_rows_with_fp8_has_no_separate_scaling_kernels() -> None:
     """A separate kernel that scales the logits would read and write 82 MB; for a layer's products, 2 to 4 MB each."""
     program, _ = compile_round(Tree.chain(4), "fp8_dynamic", "float8_e4m3fn", batch=32)
     lines = program.compiled.as_text().split("\nENTRY")[1].splitlines()

@@ -56,7 +56,7 @@ def state_of(planner: MemoryPlanner, pool: PoolShape) -> Any:
     return init_state(planner.program, planner.params, pool)
 
 
-def test_memory_plan_equals_the_engines_allocations(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_plan_sizes_equal_the_bytes_that_the_engine_allocates(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="jspec.engine.model_runner"):
         engine = Engine(small.target(), drafter=eagle3(), **OPTIONS)
     plan, state, params = engine.memory_plan, engine.core.runner.state, engine.core.runner.params
@@ -79,8 +79,8 @@ def test_memory_plan_equals_the_engines_allocations(caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize("drafter", [None, eagle3(), DraftModel(tiny.model(16, layers=2), Tree.topk(6, 3, 2))])
-def test_fit_on_a_reporting_device_fills_the_memory_with_pages(drafter: Drafter | None) -> None:
-    """Exact to one page, measured on allocated arrays; also with memory that other arrays use."""
+def test_memory_fit_on_a_device_that_reports_memory_fills_it_with_pages(drafter: Drafter | None) -> None:
+    """The number of pages is exact, measured on allocated arrays, also if other arrays use memory."""
     planner, pool = planner_of(device(PLENTY), drafter)
     base = planner.plan(replace(pool, pages=2))
     page = held(state_of(planner, replace(pool, pages=3))) - held(state_of(planner, replace(pool, pages=2)))
@@ -93,8 +93,8 @@ def test_fit_on_a_reporting_device_fills_the_memory_with_pages(drafter: Drafter 
         assert plan.total <= plan.limit < plan.total + page
 
 
-def test_fit_with_plenty_of_memory_stops_at_the_useful_number_of_pages() -> None:
-    """Enough for max_len in every slot; with a prefix cache four times as many."""
+def test_memory_fit_with_plenty_of_memory_stops_at_the_useful_number_of_pages() -> None:
+    """Useful are enough pages for max_len in every slot, and with a prefix cache four times as many."""
     planner, pool = planner_of(device(PLENTY))
     assert fit(planner, pool)[0].pages == 4 * 3 * 26 + 1
     planner, pool = planner_of(device(PLENTY), prefix_cache=False)
@@ -104,7 +104,7 @@ def test_fit_with_plenty_of_memory_stops_at_the_useful_number_of_pages() -> None
 
 
 def limit_for(planner: MemoryPlanner, pool: PoolShape, pages: int) -> DeviceMemory:
-    """A device on which this many pages just fit."""
+    """A device on which exactly ``pages`` pages fit."""
     total = planner.plan(replace(pool, pages=pages)).total
     return replace(planner.device, limit=int(total / 0.9) + 1)
 
@@ -118,8 +118,8 @@ def named(message: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("is_reported", [True, False])
-def test_fit_of_pools_that_are_too_large_names_settings_that_fit(is_reported: bool) -> None:
-    """Each named value fits and one more does not. A device that reports memory needs pages for one request only."""
+def test_memory_fit_of_too_large_pools_raises_naming_settings_that_fit(is_reported: bool) -> None:
+    """Each named value fits and one more does not; a device that reports memory needs pages for one request only."""
     planner, pool = planner_of(device(PLENTY, is_reported=is_reported), eagle3())
     planner = replace(planner, device=limit_for(planner, pool, 20))
     with pytest.raises(
@@ -140,13 +140,13 @@ def _options(name: str, value: int) -> dict[str, Any]:
     return {name: value, "buckets": (value,)} if name == "slots" else {name: value}
 
 
-def test_fit_with_weights_that_fill_the_device_raises() -> None:
+def test_memory_fit_without_room_for_a_page_beside_the_weights_raises() -> None:
     with pytest.raises(ValueError, match="not one page is left beside the weights; take quantize="):
         fit(*planner_of(device(1000)))
 
 
-def test_engine_sizes_its_pools_by_the_devices_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With enough memory the engine goes on to compiling; with less it raises before."""
+def test_engine_allocates_as_many_pages_as_fit_into_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With enough memory the engine starts to compile; with less it raises before."""
     planner, pool = planner_of(device(PLENTY))
     made: list[int] = []
 
@@ -171,7 +171,7 @@ def out_of_memory() -> None:
 
 
 @pytest.mark.parametrize("where", ["pools", "compiler"])
-def test_engine_that_runs_out_of_memory_at_start_names_settings_that_fit(
+def test_engine_out_of_memory_at_start_raises_naming_settings_that_fit(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     planner, full = planner_of(device(PLENTY), eagle3())
@@ -204,8 +204,8 @@ def test_engine_that_runs_out_of_memory_at_start_names_settings_that_fit(
     assert fit(replace(planner, config=config), full)[1].total <= plan.total - missing
 
 
-def test_explain_oom_reads_the_size_from_the_devices_message() -> None:
-    """A real message, one without a number, and other errors, which pass unchanged."""
+def test_explain_oom_names_the_size_in_the_devices_message() -> None:
+    """Tried are a real message, one without a number, and other errors, which pass unchanged."""
     planner, pool = planner_of(device(PLENTY, is_reported=False))
     with pytest.raises(ValueError, match=r"missing are 64\.00 TiB or more"), memory.explain_oom(planner, pool):
         out_of_memory()
@@ -219,7 +219,7 @@ def test_explain_oom_reads_the_size_from_the_devices_message() -> None:
 
 
 @pytest.mark.parametrize("stats", [None, {}, {"bytes_limit": 0}, {"bytes_limit": None}, {"bytes_limit": 7}])
-def test_device_memory_without_a_limit_is_not_reported(
+def test_device_memory_is_reported_only_with_a_positive_limit(
     monkeypatch: pytest.MonkeyPatch, stats: dict[str, Any] | None
 ) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
@@ -233,8 +233,8 @@ def program(**sizes: int) -> Any:
     return SimpleNamespace(memory_analysis=lambda: analysis)
 
 
-def test_engine_dropped_frees_its_memory_at_once() -> None:
-    """Without garbage collection, because the next engine plans with the free memory."""
+def test_engine_deleted_frees_device_memory_without_garbage_collection() -> None:
+    """The next engine plans with the free memory, so freeing must not wait for the garbage collector."""
     engine = Engine(small.target(), **OPTIONS)
     engine.generate([1, 2])
     root = weakref.ref(engine.core.runner.state.root)
@@ -246,8 +246,8 @@ def test_engine_dropped_frees_its_memory_at_once() -> None:
         gc.enable()
 
 
-def test_programs_compiled_later_update_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If they need too much memory, the request is refused unqueued and no new program is stored."""
+def test_programs_compiled_later_update_the_memory_plan_or_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the programs need too much memory, the request is refused before queueing and no new program is stored."""
     engine, scored = Engine(small.target(), **OPTIONS), SamplingParams(logprobs=3)
     plan, count, planner = engine.memory_plan, len(engine.core.runner.programs.compiled), engine.core.runner.planner
     monkeypatch.setattr(engine.core.runner, "planner", replace(planner, device=device(plan.total + 10)))
@@ -264,7 +264,7 @@ def test_programs_compiled_later_update_the_memory_plan(monkeypatch: pytest.Monk
     assert engine.memory_plan.workspace > plan.workspace
 
 
-def test_measured_workspace_is_that_of_the_largest_program() -> None:
+def test_measured_memory_plan_workspace_is_that_of_the_largest_program() -> None:
     planner, pool = planner_of(device(PLENTY))
     estimate = planner.plan(pool)
     programs = [program(temp=10, output=500, alias=450), program(temp=70, output=100, alias=100)]
@@ -279,5 +279,5 @@ def test_measured_workspace_is_that_of_the_largest_program() -> None:
 @pytest.mark.parametrize(
     ("count", "words"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.50 KiB"), (2**31, "2.00 GiB")]
 )
-def test_size_has_a_readable_unit(count: int, words: str) -> None:
+def test_memory_size_is_written_in_a_readable_unit(count: int, words: str) -> None:
     assert memory.size(count) == words

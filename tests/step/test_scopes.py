@@ -65,7 +65,7 @@ def has(names: Sequence[list[str]], path: str) -> bool:
 
 
 @pytest.mark.parametrize("tree", [None, Tree.chain(2), Tree.topk(8, 3, 2)], ids=str)
-def test_spec_step_operations_are_in_their_stages(tree: Tree | None) -> None:
+def test_spec_step_every_operation_is_in_a_stage_scope(tree: Tree | None) -> None:
     names = round_names(tree)
     assert {name[0] for name in names} == set(STAGES)
     expected = ["verify/layer0", "verify/layer7", "verify/head"]
@@ -76,12 +76,12 @@ def test_spec_step_operations_are_in_their_stages(tree: Tree | None) -> None:
     assert not [path for path in expected if not has(names, path)]
 
 
-def test_spec_step_of_several_rounds_operations_are_in_their_stages() -> None:
+def test_spec_step_of_several_rounds_has_every_stage_scope() -> None:
     assert {name[0] for name in round_names(Tree.chain(2), rounds=3)} >= set(STAGES)
 
 
 @pytest.mark.parametrize("tree", [None, Tree.chain(2)], ids=str)
-def test_prefill_operations_are_named(tree: Tree | None) -> None:
+def test_prefill_step_every_operation_is_in_a_named_scope(tree: Tree | None) -> None:
     program, params, state = build(tree)
     words = PREFILL_HEAD + state.page_table.shape[1] + 8
     names = inside(lowered_paths(partial(prefill_step, program), params, state, words), r"jit\(prefill_step\)/")
@@ -92,6 +92,6 @@ def test_prefill_operations_are_named(tree: Tree | None) -> None:
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_spec_step_without_scopes_has_no_stage_names(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spec_step_without_named_scopes_has_no_stage_names(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "named_scope", lambda name: contextlib.nullcontext())
     assert not {name[0] for name in round_names(None, rounds)} & set(STAGES)

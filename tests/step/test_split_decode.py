@@ -32,7 +32,7 @@ PARAMS = MASKS.params
 expected = MASKS.expected
 
 
-def test_engine_with_the_parents_mask_at_every_node_decodes_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_with_the_parents_mask_at_every_node_emits_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: every node gets the mask of its parent."""
     masks = Matcher.masks
     monkeypatch.setattr(Matcher, "masks", lambda *a: masks(*a)[np.maximum(a[2], 0)])
@@ -42,7 +42,7 @@ def test_engine_with_the_parents_mask_at_every_node_decodes_otherwise(monkeypatc
 
 
 class Launches:
-    """Counts an engine's launches by name, and the results that were unread at each launch."""
+    """Counts an engine's launches and the unread results at each launch, by name of the program."""
 
     def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
         self.names: Counter[str] = Counter()
@@ -63,8 +63,8 @@ class Launches:
         return run
 
 
-def test_dispatch_bucket_with_a_host_grammar_runs_the_split_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A split step starts with no unread result; fused steps overlap."""
+def test_dispatch_runs_the_split_step_only_with_a_host_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A split step starts with no unread result, while fused steps overlap."""
     engine = lettered.chain()
     check_decoding(engine, MASKS, [0, 6, 7])  # compiles everything
     seen = Launches(engine, monkeypatch)
@@ -85,7 +85,7 @@ def test_dispatch_bucket_with_a_host_grammar_runs_the_split_step(monkeypatch: py
     assert 0 < seen.names["draft"] == seen.names["verify"] < 4 and seen.names["round"] > 0
 
 
-def test_request_with_a_host_grammar_ends_by_length_stop_string_and_abort() -> None:
+def test_request_with_a_host_grammar_ends_at_length_stop_string_or_abort() -> None:
     engine, tokens = lettered.tree(), expected()[0]
     one, cut = engine.generate([PROMPTS[0]] * 2, [replace(PARAMS[0], max_tokens=1), replace(PARAMS[0], stop="{{")])
     assert one.token_ids == tokens[:1] and one.finish_reason == "length"
@@ -102,8 +102,8 @@ def test_request_with_a_host_grammar_ends_by_length_stop_string_and_abort() -> N
 
 
 @pytest.mark.parametrize("call", [0, 3])
-def test_matcher_that_raises_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """The error is raised for the first token, or in a later round."""
+def test_grammar_matcher_that_raises_ends_only_that_request(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """The error is raised at the first token or in a later round."""
     engine, count, fill = lettered.chain(), [0], Matcher._fill
 
     def fails(matcher: Matcher, *arguments: Any) -> None:
@@ -134,8 +134,8 @@ class Alternating(Policy):
         assert result.seconds is None  # the timing of a split step says nothing about fused steps
 
 
-def test_adaptive_engine_with_a_recursive_schema_splits_steps_of_every_depth() -> None:
-    """The engine has no tables, which a recursive schema does not need."""
+def test_adaptive_engine_with_a_recursive_schema_runs_split_steps_of_every_depth() -> None:
+    """The engine has no grammar tables, which a recursive schema does not need."""
     texts = lettered.JSON_TEXTS[: small.VOCAB]
     engine = Engine(
         small.target(),
@@ -164,7 +164,7 @@ def test_adaptive_engine_with_a_recursive_schema_splits_steps_of_every_depth() -
         engine.generate([1], SamplingParams(regex="a"))
 
 
-def test_step_after_an_interrupt_reads_results_before_computing_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_step_after_an_interrupt_reads_results_before_computing_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = lettered.chain()
     request, reads = engine.submit(PROMPTS[0], PARAMS[0]), engine.core._read_down_to
 
@@ -181,7 +181,7 @@ def test_step_after_an_interrupt_reads_results_before_computing_masks(monkeypatc
     assert engine.result(request).raise_for_error().token_ids == expected()[0]
 
 
-def test_submit_that_compiles_programs_does_not_hold_the_engines_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submit_releases_the_engine_lock_while_compiling_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, free = lettered.chain(), []
     compiled = engine.core.runner.programs._compile
 
@@ -195,8 +195,8 @@ def test_submit_that_compiles_programs_does_not_hold_the_engines_lock(monkeypatc
     assert free and all(free) and engine.result(request).token_ids == expected()[6]
 
 
-def test_executables_that_do_not_fit_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either all programs that a request needs are stored or none; requests that need fewer still work."""
+def test_executables_ensure_when_out_of_memory_stores_no_new_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either all programs that a request needs are stored or none; requests that need fewer are still served."""
     programs, made, wanted = lettered.chain().core.runner.programs, [], dict(traced=False, prompt_logprobs=False)
     monkeypatch.setattr(programs, "compiled", {})
     monkeypatch.setattr(programs, "_lower", lambda key: (key, programs._name(key)))
@@ -229,7 +229,7 @@ def test_executables_that_do_not_fit_are_not_stored(monkeypatch: pytest.MonkeyPa
     assert has("round", logprobs=True) and not has("verify")
 
 
-def test_processed_logprobs_with_host_masks_are_of_the_masked_logits() -> None:
+def test_processed_logprobs_with_host_masks_equal_those_of_the_masked_logits() -> None:
     """Each emitted token is scored with the mask of the accepted node before it, not with that of its own position."""
     rng, tree = np.random.default_rng(0), Tree.static([(0,), (1,), (1, 0), (1, 0, 0)])
     logits, parents = rng.normal(0, 3, (2, 5, small.VOCAB)).astype(np.float32), np.array([-1, 0, 0, 2, 3])

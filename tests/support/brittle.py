@@ -1,4 +1,4 @@
-"""One small engine with a tokenizer that can be made to fail, shared by the tests of the API and of its failures."""
+"""One small engine with a tokenizer that can be made to fail, shared by the tests of the API and of failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE = 60.0  # seconds after which a thread counts as hanging
 
 
 class BrittleTokenizer(ByteTokenizer):
-    """Bytes; `decode` fails when ``fails`` says so of its ids."""
+    """A byte tokenizer whose `decode` raises for ids for which ``fails`` returns True."""
 
     def __init__(self) -> None:
         self.fails: Callable[[Sequence[int]], bool] = lambda ids: False
@@ -31,7 +31,7 @@ class BrittleTokenizer(ByteTokenizer):
 
 
 class Fault:
-    """A callable that fails once, at its n-th call, and else calls the original."""
+    """A callable that raises at its n-th call and calls the original at all others."""
 
     def __init__(self, original: Callable[..., Any], at: int, error: BaseException) -> None:
         self.original, self.left, self.error = original, at, error
@@ -45,7 +45,7 @@ class Fault:
 
 @cache
 def engine() -> Engine:
-    """Plain decoding in three slots."""
+    """An engine for plain decoding in three slots."""
     return Engine(
         tiny.model(VOCAB, layers=1),
         tokenizer=BrittleTokenizer(),
@@ -60,12 +60,12 @@ def engine() -> Engine:
 
 @cache
 def expected() -> list[list[int]]:
-    """Tokens of each prompt alone."""
+    """Tokens of each prompt decoded alone."""
     return [engine().generate(prompt, p)[0].token_ids for prompt, p in zip(PROMPTS, PARAMS, strict=True)]
 
 
 def check_idle() -> None:
-    """No page, slot or place in a queue is taken, and the engine works."""
+    """Check that no page, slot or place in a queue is held and that the engine works."""
     one = engine()
     one.tokenizer.fails = lambda ids: False  # type: ignore[union-attr]
     one.scheduler.pages.check()
@@ -80,7 +80,7 @@ def make_events(count: int) -> list[threading.Event]:
 
 
 def run_together(works: Sequence[Callable[[], None]]) -> None:
-    """Run all at once, each in a thread; the first error is raised here."""
+    """Run all functions at the same time, each in a thread, and raise the first error."""
     errors: list[BaseException] = []
 
     def guarded(work: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Few cases out of a large product."""
+"""Selections of few cases from a large product."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Factors = Mapping[str, tuple[Any, ...]]
 
 
 def pairwise(factors: Factors, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Cases in which every two values of two factors meet at least once, chosen greedily."""
+    """Cases, chosen greedily, in which every two values of two factors occur together at least once."""
     cases = product(factors)
     np.random.default_rng(seed).shuffle(cases)
     pairs = [_pairs(case) for case in cases]
@@ -31,15 +31,15 @@ def _pairs(case: dict[str, Any]) -> set[Any]:
 
 
 def product(factors: Factors) -> list[dict[str, Any]]:
-    """All cases."""
+    """All combinations of the factors' values."""
     return [dict(zip(factors, case, strict=True)) for case in itertools.product(*factors.values())]
 
 
 def thinned(cases: Iterable[Any], *, every: int, name: Callable[[Any], str], is_halved: bool = False) -> list[Any]:
-    """Cases as parameters of a test: every ``every``-th runs in both environments, the others in one.
+    """Cases as parameters of a test; each ``every``-th one runs in both environments, the others in one.
 
     Args:
-        is_halved: so many alike that every second one is enough by default.
+        is_halved: whether every second of the other cases is marked long.
     """
 
     def marks(index: int) -> list[pytest.MarkDecorator]:

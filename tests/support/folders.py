@@ -1,4 +1,4 @@
-"""Hugging Face folders with small random weights; their tensors, and the parameters that reading must give."""
+"""Hugging Face folders with small random weights: their tensors and the parameters that must be loaded from them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DRAFT_IDS = np.array([3, 4, 5, 9, 11, 12, 20, 30, 38, 39])
 
 
 def target_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor names and shapes of an untied Llama, from the file format."""
+    """Tensor names and shapes of an untied Llama, as the file format defines them."""
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
     for layer in range(config["num_hidden_layers"]):
@@ -122,7 +122,7 @@ def vocabulary(ids: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], *, shards: int = 1) -> Path:
-    """Writes config.json and safetensors, with an index if there are several shards."""
+    """Write config.json and safetensors, with an index if there are several shards."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if shards == 1:
@@ -171,7 +171,7 @@ def stored(folder: Path) -> dict[str, np.ndarray]:
 
 
 def block(tensors: Mapping[str, np.ndarray], to: str, source: str) -> dict[str, np.ndarray]:
-    """Attention and feed-forward of a layer by their definition: q, k, v rows in this order, gate before up rows."""
+    """Attention and feed-forward parameters of a layer: q, k and v rows in this order, gate rows before up rows."""
     return {
         f"{to}.{name}": np.concatenate([tensors[f"{source}.{part}.weight"] for part in parts])
         for name, parts in BLOCK.items()

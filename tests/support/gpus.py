@@ -93,5 +93,5 @@ def mesh_of(gpu: GPU) -> Mesh:
 
 
 def compile_for(gpu: GPU, fn: Callable[..., Any], *args: Any, **options: Any) -> H200Program:
-    """As `compile_for_h200`, for another GPU."""
+    """Compile like `compile_for_h200`, for another GPU."""
     return compile_for_h200(fn, *args, mesh=mesh_of(gpu), **options)

@@ -1,4 +1,4 @@
-"""Requests with grammars for the engines of `tests.support.lettered`, and the tokens that they must get.
+"""Requests with grammars for the engines of `tests.support.lettered`, and the tokens that the engines must emit.
 
 Two cases: regular expressions, which become tables on the device, and context-free grammars, whose masks the host
 computes.
@@ -56,7 +56,7 @@ class Case:
         library: the library that the grammars need.
         field: the field of `SamplingParams` that holds the grammar.
         params: parameters of the requests, one for each of `PROMPTS`.
-        min_ended: how many requests must at least reach the end of their grammar.
+        min_ended: least number of requests that must reach the end of their grammar.
         stuck: a request whose bad words ban every token that its grammar allows.
         stuck_tokens, stuck_error: its output and a pattern of its error.
         invalid, invalid_error: a grammar that no engine can follow and a pattern of the error.
@@ -90,12 +90,12 @@ def _expected(field: str) -> list[list[int]]:
 
 
 def masked(prompt: list[int], params: SamplingParams, seed: int | None = None, **options: Any) -> list[int]:
-    """Decode one request token by token under masks."""
+    """Decode one request token by token, masking the tokens that the grammar does not allow."""
     readers: Mapping[str, Callable[..., bool]] = READERS
     return decoded(prompt, params, seed, readers=readers, **options)
 
 
-# After "a" the table's grammar wants "b", as that token or within "ab"; both are banned, which is only known after "a".
+# After "a" the table's grammar requires "b", as a token or within "ab"; bad words ban both only after "a".
 TABLE = Case(
     library="outlines_core",
     field="regex",
@@ -124,7 +124,7 @@ CASES = {case.field: case for case in (TABLE, MASKS)}
 
 
 def check_decoding(engine: Engine, case: Case, order: Sequence[int]) -> None:
-    """Generate some of the requests in an order; tokens, texts and log-probabilities must be as expected."""
+    """Generate the requests numbered in ``order`` and check tokens, texts and log-probabilities."""
     done = engine.generate([PROMPTS[i] for i in order], [case.params[i] for i in order])
     expected = case.expected()
     assert [completion.raise_for_error().token_ids for completion in done] == [expected[i] for i in order]
@@ -136,7 +136,7 @@ def check_decoding(engine: Engine, case: Case, order: Sequence[int]) -> None:
 
 
 def check_text(text: str, params: SamplingParams, *, is_whole: bool) -> None:
-    """A whole text matches the request's grammar; a text that was cut short is the beginning of a match."""
+    """Check that a whole text matches the request's grammar and that a cut text is the beginning of a match."""
     if params.regex is not None:
         assert regular.matches(params.regex, text.replace("\ufffd", "").encode(), partial=not is_whole)
     if params.grammar is not None:

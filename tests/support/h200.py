@@ -3,7 +3,7 @@
 The CUDA plugin compiles against `data/h200_target_config.txtpb`, a description dumped on a real H200; nothing
 runs. This works in the test process itself: with JAX_PLATFORMS=cpu (tests/conftest.py sets it) the plugin is
 registered but never initialised, ordinary tests keep the CPU, and XLA's dumps are requested by options of
-that compilation. There is no autotuning without a device: structure can be tested here, speed cannot.
+that compilation. There is no autotuning without a device, so structure can be tested but not speed.
 
     program = compile_for_h200(step, state, weights, donate_argnums=0)
     assert len(program.graphs) == 1 and not program.outside_graphs
@@ -89,7 +89,7 @@ class H200Program:
 
 
 def require_plugin() -> None:
-    """Skips the test if programs for an H200 cannot be compiled."""
+    """Skip the test if programs for an H200 cannot be compiled."""
     if importlib.util.find_spec(PLUGIN) is None:
         pytest.skip(f"{PLUGIN} is not installed: no compilation for an H200")
 
@@ -110,7 +110,7 @@ def compile_for_h200(
     options: dict[str, Any] | None = None,
     mesh: Mesh | None = None,
 ) -> H200Program:
-    """Compiles `fn` for an H200; skips the calling test where the plugin is absent.
+    """Compile `fn` for an H200; skip the calling test if the plugin is absent.
 
     Args:
         fn: a function, or one already jitted (with its own donation and static arguments).
@@ -129,7 +129,7 @@ def compile_for_h200(
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn, donate_argnums=donate_argnums)
     with (
         tempfile.TemporaryDirectory() as dump,
-        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),  # where Pallas-Triton learns of the device
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),  # Pallas-Triton reads the device from this mesh
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
@@ -150,7 +150,7 @@ def compile_for_h200(
 
 
 def _launches(dump: str) -> tuple[tuple[Launch, ...], tuple[str, ...]]:
-    """Reads lines "<indent>001: kKind [order] name grid: ..."; a graph's launches are indented below it."""
+    """Parse lines "<indent>001: kKind [order] name grid: ..."; a graph's launches are indented below the graph."""
     launches, graphs, open_graph = [], [], -1
     for line in dump.splitlines():
         match = re.match(r"( *)\d+: (\w+)\s+\[[^\]]*\] ?(\S*)", line)

@@ -1,4 +1,4 @@
-"""Small pairs to inflate, and how a larger model is compared with the small one."""
+"""Small pairs to inflate, and the comparison of a larger model with the small one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def tokens(vocab: int = VOCAB) -> jax.Array:
 
 
 class Match(NamedTuple):
-    """How far a larger target is from the small one, relative to the largest value."""
+    """Differences between a larger target and the small one, relative to the largest value."""
 
     logits: float
     margin: float  # from the least logit of a real token down to the largest padded one
@@ -102,7 +102,7 @@ def text_tokens() -> jax.Array:
 
 
 def variant(name: str, model: Model) -> EagleHead:
-    """Heads of every kind of EAGLE-3, with random weights where they have more of them."""
+    """A variant of an EAGLE-3 head by name, with random values for the additional weights."""
     rng, hidden = np.random.default_rng(5), model.config.hidden_size
 
     def weight(*shape: int) -> jax.Array:

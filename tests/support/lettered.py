@@ -13,17 +13,17 @@ END, MARK = 0, 14
 TEXTS: list[bytes | None] = [
     None, b"a", b"b", b"ab", b"ba", b"{", b"}", b"1", b"12", b",", b'"', b"\xc3", b"\xa9", b"c", None, b"aab",
 ]  # fmt: skip
-JSON_TEXTS: list[bytes | None] = [  # two spell the same
+JSON_TEXTS: list[bytes | None] = [  # two tokens have the same text
     None, b" ", b"{", b"}", b"[", b"]", b'"', b":", b",", b"a",
     b"b", b'{"', b'b"', b'":', b"[{", b"]}", b"ab", b"a", b"1", None,
 ]  # fmt: skip
 
 
 class Lettered:
-    """Longest piece first.
+    """A tokenizer that takes the longest piece first.
 
     Args:
-        texts: of the tokens, None for those that are not shown.
+        texts: text of each token; None for hidden tokens.
     """
 
     byte_ids: frozenset[int] = frozenset()
@@ -57,7 +57,7 @@ def tokenizer() -> Tokenizer:
 
 @cache
 def chain() -> Engine:
-    """An EAGLE-3 head, three rounds a dispatch, prompts in chunks of six tokens."""
+    """An engine with an EAGLE-3 head, three rounds per dispatch, and prompts in chunks of six tokens."""
     head = tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1))
     return Engine(
         small.target(),
@@ -75,7 +75,7 @@ def chain() -> Engine:
 
 @cache
 def tree() -> Engine:
-    """A draft model's dynamic tree, pages too few for all at once."""
+    """An engine with a draft model, a dynamic tree, and too few pages for all requests at the same time."""
     return Engine(
         small.target(),
         drafter=DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3)),

@@ -1,4 +1,4 @@
-"""Runs of n-gram and suffix drafters without a target, each draft compared with the oracle's."""
+"""Runs of n-gram and suffix drafters without a target, which compare each draft with the oracle's."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def view_of(slots: list[int], lengths: list[int], roots: list[int], active: list
 
 
 def check_row(draft: Draft, row: int, root: int, nodes: list[Node], scores: list[float]) -> None:
-    """A row of a draft is the root, the expected nodes in order, then padding."""
+    """Check that a row of a draft is the root, the expected nodes in order, then padding."""
     padding = draft.tokens.shape[1] - 1 - len(nodes)
     assert draft.probs is None and draft.vocab_map is None
     assert draft.valid[row].tolist() == [True] * (1 + len(nodes)) + [False] * padding
@@ -118,7 +118,7 @@ def check_row(draft: Draft, row: int, root: int, nodes: list[Node], scores: list
 
 
 def run_random_requests(drafter: NGram | Suffix, *, seed: int = 0, steps: int = 60) -> int:
-    """Requests of random tokens from small alphabets start, continue, end and are replaced in their slots.
+    """Start, continue, end and replace requests of random tokens from small alphabets, checking every draft.
 
     Returns:
         Number of drafted tokens.

@@ -1,4 +1,4 @@
-"""Rounds of the methods' authors' own code, and how ours are compared with them."""
+"""Recorded rounds of the methods' authors' own code, and their comparison with an engine's rounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jspec.engine.request import Round
 from tests.support import tiny
 
 TOLERANCE = 1e-4  # float32 on another summation order; the recordings' own second implementation agrees to 8e-6
-NEAR_TIE = 1e-5  # margins of the authors' choices below which another correct implementation may choose otherwise
+NEAR_TIE = 1e-5  # margin of a choice below which another correct implementation may choose differently
 
 
 @cache
@@ -29,14 +29,14 @@ def engine_of(golden: Path, drafter: Drafter) -> Engine:
 
 
 def replay(engine: Engine, golden: Path, recorded: dict[str, np.ndarray]) -> list[Completion]:
-    """Every recorded prompt, as many tokens as were recorded for it."""
+    """Generate, with trace, as many tokens for each recorded prompt as were recorded."""
     lengths = np.diff(recorded["out_offset"]) + 1
     params = [SamplingParams(max_tokens=int(n), temperature=0) for n in lengths]
     return engine.generate(tiny.recorded_prompts(golden), params, trace=True)
 
 
 def same_rounds(completions: list[Completion], recorded: dict[str, np.ndarray]) -> int:
-    """Compare round by round; returns how many were compared in full."""
+    """Compare round by round; return the number of rounds compared in full."""
     compared = 0
     for prompt, completion in enumerate(completions):
         first, last = recorded["iter_offset"][prompt : prompt + 2]
@@ -55,13 +55,13 @@ def same_rounds(completions: list[Completion], recorded: dict[str, np.ndarray]) 
 
 
 def margin(recorded: dict[str, np.ndarray], index: int) -> float:
-    """How close a round's closest choice was."""
+    """The smallest margin of a round's choices."""
     margins = [recorded[name][index].min() for name in ("rerank_margin", "level_margin") if name in recorded]
     return min([np.inf, *margins])
 
 
 def same_tree(got: Round, recorded: dict[str, np.ndarray], index: int) -> None:
-    """Nodes, parents, scores, depths and the accepted path of one round."""
+    """Compare nodes, parents, scores, depths and the accepted path of one round."""
     parents = recorded["parent"] if recorded["parent"].ndim == 1 else recorded["parent"][index]
     np.testing.assert_array_equal(got.tokens, recorded["tree_tokens"][index])
     np.testing.assert_array_equal(got.parents, parents)

@@ -11,7 +11,7 @@ SCRATCH, ROUND_TOKENS = 3, 2
 
 
 def make_request(number: int, prompt: int, max_new_tokens: int, priority: int = 0) -> Request:
-    """A request with a prompt of so many tokens."""
+    """A request with a prompt of ``prompt`` tokens."""
     return Request(number, (1,) * prompt, SamplingParams(priority=priority), 0, (), max_new_tokens)
 
 

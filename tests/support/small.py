@@ -1,4 +1,4 @@
-"""Small engines that several test files share, compiled once a process."""
+"""Small engines that several test files share, compiled once per process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def target() -> Model:
 
 @cache
 def eagle3(*, rounds: int, page_size: int) -> Engine:
-    """A random EAGLE-3 head, two slots."""
+    """An engine with a random EAGLE-3 head and two slots."""
     head = tiny.eagle_head(target(), draft_vocab=12, feature_layers=(0, 1))
     return Engine(
         target(),
@@ -33,5 +33,5 @@ def eagle3(*, rounds: int, page_size: int) -> Engine:
 
 @cache
 def plain() -> Engine:
-    """No drafter, prompts in one chunk."""
+    """An engine without drafter that prefills each prompt in one chunk."""
     return Engine(target(), slots=8, max_len=MAX_LEN, buckets=(8,), prefill_buckets=(MAX_LEN,))

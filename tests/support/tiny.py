@@ -1,4 +1,4 @@
-"""Small models with random weights, and small real models, loaded once a run."""
+"""Small models with random weights, and small real models, loaded once per process."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def eagle_head(target: Model, *, draft_vocab: int, feature_layers: tuple[int, ..
 
 
 def eagle1_head(target: Model, *, seed: int = 1) -> EagleHead:
-    """A random EAGLE-1 head: its feature is the output of the final norm; the target's vocabulary and output head."""
+    """A random EAGLE-1 head, which uses the target's final norm output, vocabulary and output head."""
     rng = np.random.default_rng(seed)
     c = head_config(target, draft_vocab=target.config.vocab_size, feature_layers=None, method="eagle")
     weights = _draw(rng, head_params(c), "fc")
@@ -164,7 +164,7 @@ def load_medusa(folder: Path) -> MedusaHeads:
 
 
 def prefill_input(ids: list[int], *, page_row: list[int], slot: int = 0, remaining: int = 1000) -> PrefillInput:
-    """A whole prompt as one greedy chunk."""
+    """The input of a prefill step with a whole prompt as one greedy chunk."""
     return PrefillInput(
         slot=np.int32(slot),
         start=np.int32(0),
@@ -199,7 +199,7 @@ def recorded_prompts(golden: Path) -> list[list[int]]:
 
 
 def text_cuts(data: Path, count: int, *, longest: int, seed: int = 0) -> list[str]:
-    """Cuts of real text of varied length, each at most ``longest`` characters."""
+    """Cuts of real text of different lengths, each at most ``longest`` characters."""
     text = "".join((data / "text" / name).read_text()[:200_000] for name in TEXTS)
     rng = np.random.default_rng(seed)
     starts, sizes = rng.integers(0, len(text) - longest, count), rng.integers(1, longest + 1, count)

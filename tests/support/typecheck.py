@@ -1,4 +1,4 @@
-"""What jaxtyping's import hook puts around our functions in tests."""
+"""The type checker that jaxtyping's import hook applies to the packages' functions in tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxtyping import AbstractArray
 
 
 def arrays(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Beartype for the arrays of a signature. Other arguments stay free, to meet the function's own errors.
+    """Apply beartype to the arrays of a signature; other arguments are left to the function's own checks.
 
     Constructors stay unchecked: jax rebuilds records with placeholders, shapes and stacked arrays for fields.
     """

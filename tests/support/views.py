@@ -12,7 +12,7 @@ from jspec.verify import resolve
 def view_of_rows(
     roots: list[int], *, temperature: float = 0.0, accept: str = "coupled", length: int = 5, page_size: int = 64
 ) -> SlotView:
-    """Active rows of one length, one page each, a seed a row."""
+    """A view of active rows of equal length, with one page and one seed per row."""
     rows = len(roots)
     controls = Sampling.greedy(rows).replace(
         temperature=jnp.full(rows, temperature, jnp.float32),

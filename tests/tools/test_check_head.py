@@ -100,7 +100,7 @@ def chain(golden: Path) -> dict[str, np.ndarray]:
 # -- replay against the EAGLE authors' code
 
 
-def test_replay_of_recorded_texts_gives_recorded_rounds(recorded: Recorded, chain: dict[str, np.ndarray]) -> None:
+def test_replay_of_recorded_texts_has_the_recorded_rounds(recorded: Recorded, chain: dict[str, np.ndarray]) -> None:
     rounds = recorded.rounds(recorded.settings[OWN], stepwise=False)
     for row, (first, last) in enumerate(itertools.pairwise(chain["iter_offset"])):
         own = rounds.is_round[:, row]
@@ -108,7 +108,9 @@ def test_replay_of_recorded_texts_gives_recorded_rounds(recorded: Recorded, chai
         assert rounds.accept_len[own, row].tolist() == chain["accept_len"][first:last].tolist()
 
 
-def test_replay_stepwise_hits_where_recorded_drafts_hit(recorded: Recorded, chain: dict[str, np.ndarray]) -> None:
+def test_stepwise_replay_hits_equal_those_of_the_recorded_first_draft_tokens(
+    recorded: Recorded, chain: dict[str, np.ndarray]
+) -> None:
     rounds = recorded.rounds(recorded.settings[OWN], stepwise=True)
     expected = chain["tree_tokens"][:, 1] == chain["target_argmax"][:, 0]
     for row, (first, last) in enumerate(itertools.pairwise(chain["iter_offset"])):
@@ -119,7 +121,7 @@ def test_replay_stepwise_hits_where_recorded_drafts_hit(recorded: Recorded, chai
 
 
 @pytest.mark.long
-def test_settings_of_recorded_head_each_give_recorded_mean(recorded: Recorded) -> None:
+def test_settings_of_recorded_head_have_the_recorded_mean_acceptance_lengths(recorded: Recorded) -> None:
     assert recorded.settings.keys() == RECORDED.keys()
     expected = json.loads((recorded.golden / "sensitivity.json").read_text())
     for name, setting in recorded.settings.items():
@@ -131,7 +133,7 @@ def test_settings_of_recorded_head_each_give_recorded_mean(recorded: Recorded) -
 
 
 @pytest.mark.long
-def test_report_right_setting_agrees_best_without_longest_chains(recorded: Recorded) -> None:
+def test_check_head_report_prefers_agreement_over_acceptance_length(recorded: Recorded) -> None:
     measured = [recorded.measurement(setting) for setting in recorded.settings.values()]
     own, *others = measured
     feedback = [other for other in others if other.name.startswith("norm_output")]
@@ -158,7 +160,7 @@ def test_report_right_setting_agrees_best_without_longest_chains(recorded: Recor
     ],
     ids=["layers one too low", "layers one too high", "theta"],
 )
-def test_report_file_with_wrong_value_names_right_setting(
+def test_check_head_report_of_a_wrong_config_value_names_the_right_setting(
     recorded: Recorded, tmp_path: Path, change: dict, name: str, is_clear: bool
 ) -> None:
     source = recorded.golden / "draft_specforge_like"
@@ -173,8 +175,8 @@ def test_report_file_with_wrong_value_names_right_setting(
     assert (f"{name} is clearly better than what the file says" in text) == is_clear
 
 
-def test_beats_needs_three_standard_errors() -> None:
-    """By hand: with 100 positions where exactly one of two is right, 3 standard errors are 30."""
+def test_measurement_beats_another_only_beyond_three_standard_errors() -> None:
+    """At 100 positions exactly one of the two settings is right, so 3 standard errors are 30."""
     hits = np.arange(400) < 200
     own = Measurement(OWN, hits, lengths=np.array([1, 2, 3] * 30))
 
@@ -191,7 +193,7 @@ def test_beats_needs_three_standard_errors() -> None:
     assert not other(0, 0, np.array([1, 2, 3] * 20 + [2, 3, 4] * 10)).beats(own)
 
 
-def test_settings_of_leaves_out_layers_that_do_not_exist() -> None:
+def test_settings_of_head_omit_feature_layers_that_the_target_lacks() -> None:
     target = tiny.model(16, layers=3)
 
     def names(layers: tuple[int, ...]) -> list[str]:
@@ -208,7 +210,7 @@ def test_settings_of_leaves_out_layers_that_do_not_exist() -> None:
 # -- texts
 
 
-def test_continue_greedily_gives_recorded_texts(recorded: Recorded) -> None:
+def test_continue_greedily_emits_the_recorded_tokens(recorded: Recorded) -> None:
     greedy = recordings.recording(recorded.golden / "greedy_ar.npz")["greedy"]
     rows = [row for row, size in enumerate(recorded.start) if size == 64]
     prompts = np.asarray(recorded.texts.tokens)[rows, :64]
@@ -217,7 +219,7 @@ def test_continue_greedily_gives_recorded_texts(recorded: Recorded) -> None:
     np.testing.assert_array_equal(texts[:, 64:], greedy[rows, :24])
 
 
-def test_windows_are_consecutive_and_start_with_bos() -> None:
+def test_text_windows_are_consecutive_and_start_with_bos() -> None:
     class WithStart(ByteTokenizer):
         def encode(self, text: str) -> list[int]:
             return [1, *super().encode(text)]
@@ -243,7 +245,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "target", folder / "text"
 
 
-def test_check_target_as_its_own_draft_agrees_everywhere(
+def test_info_check_of_the_target_as_draft_prints_full_agreement(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture
 ) -> None:
     target, text = map(str, pair)
@@ -253,7 +255,7 @@ def test_check_target_as_its_own_draft_agrees_everywhere(
     assert row[-4:] == ["5.00", "100.0%", "file,", "best"]
 
 
-def test_check_random_heads_agree_rarely(
+def test_info_check_of_random_heads_prints_low_agreement(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Negative control, with fewer heads than a chain of four needs."""
@@ -280,7 +282,7 @@ def test_check_random_heads_agree_rarely(
         (["--text", "nowhere"], "nowhere"),
     ],
 )
-def test_check_impossible_arguments_print_one_line(
+def test_info_check_impossible_arguments_print_one_line_and_exit_2(
     pair: tuple[Path, Path], options: list[str], message: str, capsys: pytest.CaptureFixture
 ) -> None:
     target, text = map(str, pair)
@@ -293,7 +295,7 @@ def test_check_impossible_arguments_print_one_line(
 
 
 def step_report(accept_len: int, rows: int) -> np.ndarray:
-    """Columns: three tokens, number emitted, accept_len, number drafted, whether the row ended."""
+    """A report with columns: three tokens, number emitted, accept_len, number drafted, whether the row ended."""
     return np.tile(np.array([0, 0, 0, 1, accept_len, 2, 0], np.int32), (1, rows, 1))
 
 
@@ -303,7 +305,7 @@ def watch_of_a_head() -> LowAcceptanceWarner:
     return LowAcceptanceWarner(Eagle3(head, Tree.chain(2)))
 
 
-def test_warner_warns_once_after_64_rounds_below_bound() -> None:
+def test_low_acceptance_warner_warns_once_after_64_rounds_below_the_minimum() -> None:
     watch = watch_of_a_head()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -316,7 +318,7 @@ def test_warner_warns_once_after_64_rounds_below_bound() -> None:
         watch.count(step_report(0, 100))
 
 
-def test_warner_at_bound_or_for_ended_rows_is_silent() -> None:
+def test_low_acceptance_warner_ignores_ended_rows_and_does_not_warn_at_the_minimum() -> None:
     watch = watch_of_a_head()
     ended = step_report(0, 500)
     ended[..., 3] = 0
@@ -327,7 +329,7 @@ def test_warner_at_bound_or_for_ended_rows_is_silent() -> None:
         watch.count(step_report(0, MIN_ROUNDS - 13))
 
 
-def test_engine_with_random_head_warns(request: pytest.FixtureRequest) -> None:
+def test_engine_with_random_head_warns_once_of_low_acceptance(request: pytest.FixtureRequest) -> None:
     target = tiny.model(64, layers=1)
     head = tiny.eagle_head(target, draft_vocab=60, feature_layers=(0, 1))
     engine = Engine(
@@ -343,11 +345,11 @@ def test_engine_with_random_head_warns(request: pytest.FixtureRequest) -> None:
     ) as caught:
         engine.generate(prompts * 2, SamplingParams(max_tokens=40, temperature=0))
     assert len(caught) == 1
-    if not request.config.getoption("--typecheck"):  # checking puts calls of its own between
+    if not request.config.getoption("--typecheck"):  # runtime type checking adds calls in between
         assert caught[0].filename == __file__
 
 
-def test_engine_with_accepted_drafts_does_not_warn() -> None:
+def test_engine_with_accepted_drafts_does_not_warn_of_low_acceptance() -> None:
     target = tiny.model(16, layers=1)
     drafter = DraftModel(target, Tree.chain(1))  # the target drafts for itself
     engine = Engine(target, drafter=drafter, slots=2, max_len=64, buckets=(2,), prefill_buckets=(8,))
@@ -357,7 +359,7 @@ def test_engine_with_accepted_drafts_does_not_warn() -> None:
     assert engine.metrics.num_drafts > MIN_ROUNDS
 
 
-def test_advice_by_method_is_its_own_and_none_for_lookup() -> None:
+def test_drafter_advice_differs_by_method_and_is_none_for_lookup() -> None:
     target = tiny.model(16, layers=1)
     chain = Tree.chain(2)
     assert "heads were trained for this target" in str(Medusa(tiny.medusa_heads(target, 2), chain).advice)

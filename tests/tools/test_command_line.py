@@ -63,7 +63,7 @@ def plain(small: dict[str, str]) -> str:
     ],
     ids=lambda words: words[0],
 )
-def test_generate_with_drafter_prints_target_text(
+def test_generate_command_with_drafter_prints_the_targets_greedy_text(
     small: dict[str, str], plain: str, words: tuple[str | None, ...], capsys: pytest.CaptureFixture
 ) -> None:
     method, tree, *more = words
@@ -81,7 +81,7 @@ def options(**given: object) -> Namespace:
     return Namespace(**{**dict.fromkeys(names), **given})
 
 
-def test_drafter_of_tree_option_has_that_tree(small: dict[str, str]) -> None:
+def test_drafter_from_the_tree_option_has_the_given_tree(small: dict[str, str]) -> None:
     for text, tree in (
         (None, Tree.chain(4)),
         ("chain:2", Tree.chain(2)),
@@ -100,7 +100,9 @@ def cache_dtypes(cache: Any) -> set[str]:
     return {str(leaf.dtype) for leaf in jax.tree.leaves(cache) if leaf.ndim == 4}
 
 
-def test_generate_dtypes_reach_weights_and_caches(small: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_command_dtype_options_set_dtypes_of_weights_and_caches(
+    small: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine receives quantised weights and caches of the given dtypes."""
     built: list[Any] = []
 
@@ -142,7 +144,7 @@ def test_generate_dtypes_reach_weights_and_caches(small: dict[str, str], monkeyp
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_generate_wrong_value_prints_one_line_and_exits_2(
+def test_generate_command_invalid_value_prints_one_line_and_exits_2(
     small: dict[str, str], words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture
 ) -> None:
     assert generate(small, *(small.get(word, word) for word in words)) == 2
@@ -162,7 +164,7 @@ def test_generate_wrong_value_prints_one_line_and_exits_2(
         ("fly", "invalid choice: 'fly'"),
     ],
 )
-def test_main_wrong_arguments_print_one_line_and_exit_2(
+def test_command_line_invalid_arguments_print_one_line_and_exit_2(
     words: str, message: str, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -180,12 +182,14 @@ def test_main_wrong_arguments_print_one_line_and_exit_2(
         ("info a --text b", "expected text with --check"),
     ],
 )
-def test_info_needs_folder_or_check_not_both(words: str, message: str, capsys: pytest.CaptureFixture) -> None:
+def test_info_command_invalid_combination_of_folder_check_and_text_exits_2(
+    words: str, message: str, capsys: pytest.CaptureFixture
+) -> None:
     assert main(words.split()) == 2
     assert message in capsys.readouterr().err
 
 
-def test_generate_help_names_tree_forms_and_accept_rules(capsys: pytest.CaptureFixture) -> None:
+def test_generate_command_help_lists_tree_forms_and_accept_rules(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         main(["generate", "--help"])
     out = " ".join(capsys.readouterr().out.split())

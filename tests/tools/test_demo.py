@@ -12,7 +12,7 @@ from jspec.tools import demo
 
 
 @pytest.mark.once
-def test_demo_prints_comparison_of_equal_texts() -> None:
+def test_demo_command_prints_that_both_texts_are_equal() -> None:
     out = io.StringIO()
     assert demo.run(out) == 0
     lines = out.getvalue().splitlines()
@@ -21,13 +21,15 @@ def test_demo_prints_comparison_of_equal_texts() -> None:
     assert "[" in out.getvalue()
 
 
-def test_info_of_embedded_head_names_eagle3(capsys: pytest.CaptureFixture) -> None:
+def test_info_command_of_the_embedded_head_prints_eagle3(capsys: pytest.CaptureFixture) -> None:
     assert main(["info", str(demo.HEAD)]) == 0
     out = capsys.readouterr().out
     assert "EAGLE-3" in out
     assert out.splitlines()[-1].startswith("kernels: references on cpu")
 
 
-def test_info_missing_folder_prints_name_and_exits_2(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_info_command_missing_folder_prints_the_folder_and_exits_2(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
     assert main(["info", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err

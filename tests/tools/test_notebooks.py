@@ -21,7 +21,7 @@ nbformat = pytest.importorskip("nbformat", reason='needs nbformat: pip install "
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 
 
-def test_notebooks_exist_and_some_are_guides() -> None:
+def test_notebooks_include_guides_and_others() -> None:
     assert 0 < len(GUIDES) < len(NOTEBOOKS)
 
 
@@ -32,7 +32,7 @@ LONG = ("1_quickstart", "3_draft_methods", "4_trees_and_acceptance", "7_serving"
     "path",
     [pytest.param(path, marks=[pytest.mark.long] * (path.stem in LONG), id=path.stem) for path in NOTEBOOKS],
 )
-def test_notebook_runs_top_to_bottom(path: Path) -> None:
+def test_notebook_runs_top_to_bottom_without_errors(path: Path) -> None:
     nbclient = pytest.importorskip("nbclient", reason='needs nbclient: pip install "jspec[notebooks]"')
     pytest.importorskip("ipykernel", reason='needs ipykernel: pip install "jspec[notebooks]"')
     notebook = read(path)
@@ -60,7 +60,7 @@ def test_notebook_defines_no_function_and_no_class(path: Path) -> None:
 
 
 def check_outputs(notebook: Any, is_guide: bool) -> None:
-    """No error, nothing on standard error (warnings, progress, logs), and a picture, of a guide a printed table."""
+    """Check that outputs have no error, nothing on standard error, and a picture or, in a guide, a printed table."""
     outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
     assert not [output.text for output in outputs if output.get("name") == "stderr"]

@@ -1,4 +1,4 @@
-"""READMEs and notebooks are true: their commands parse, their Python names and options exist, and so do their paths."""
+"""READMEs and notebooks: their commands parse, and their Python names, options and paths exist."""
 
 from __future__ import annotations
 
@@ -112,23 +112,23 @@ def wrong_keywords(call: ast.Call, called: Any) -> list[str]:
 
 
 @each_document
-def test_document_paths_exist(path: Path) -> None:
+def test_paths_in_each_document_exist(path: Path) -> None:
     missing = wrong_paths(text_of(path), path.parent)
     assert [name for name in missing if name not in PENDING] == []
 
 
 @each_document
-def test_document_commands_parse(path: Path) -> None:
+def test_commands_in_each_document_parse(path: Path) -> None:
     wrong = [command for command in commands(text_of(path)) if not parses(command)]
     assert [command for command in wrong if f"jspec {command}" not in PENDING] == []
 
 
 @each_document
-def test_document_python_names_and_options_exist(path: Path) -> None:
+def test_python_names_and_options_in_each_document_exist(path: Path) -> None:
     assert [name for block in blocks(text_of(path), "python") for name in wrong_names(block)] == []
 
 
-def test_first_readme_has_its_commands_and_length() -> None:
+def test_first_readme_has_every_command_in_at_most_200_lines() -> None:
     text = text_of(READMES[0])
     assert len(text.splitlines()) <= LONGEST
     assert {command.split()[0] for command in commands(text)} == {"demo", "info", "generate", "convert", "bench"}
@@ -136,14 +136,14 @@ def test_first_readme_has_its_commands_and_length() -> None:
 
 
 @pytest.mark.parametrize("name", ["jspec/engine/nowhere.py", "nowhere.md", "engine/"])
-def test_wrong_paths_of_a_missing_path_names_it(name: str) -> None:
-    """Negative control; `jspec/README.md` may say `engine/`, the first README may not."""
+def test_readme_check_finds_each_missing_path(name: str) -> None:
+    """Negative control; the path `engine/` exists from `jspec/README.md` but not from the first README."""
     assert wrong_paths(f"see `{name}` and [this]({name}) and `jspec/core/`", REPOSITORY) == [name, name]
 
 
 @pytest.mark.parametrize("command", ["jspec fly", "jspec bench fly", "jspec info --fly a", "jspec convert a b --fly"])
-def test_parses_of_a_wrong_command_is_false(command: str) -> None:
-    """Negative control."""
+def test_readme_check_finds_an_invalid_command(command: str) -> None:
+    """Negative control of the test of commands."""
     assert [parses(one) for one in commands(f"`{command}`\n```\n$ .venv/bin/{command}\n```")] == [False, False]
 
 
@@ -157,6 +157,6 @@ def test_parses_of_a_wrong_command_is_false(command: str) -> None:
         "from jspec.draft.base import Draft_er",
     ],
 )
-def test_wrong_names_of_a_wrong_line_names_it(source: str) -> None:
-    """Negative control."""
+def test_readme_check_finds_an_invalid_python_line(source: str) -> None:
+    """Negative control of the test of Python names and options."""
     assert len(wrong_names(source)) == 1

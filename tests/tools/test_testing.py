@@ -31,7 +31,7 @@ def plain() -> Engine:
 
 
 def check(plain: Engine, drafter: Drafter, **options: Any) -> dict[float, list]:
-    """`check_lossless` with one plain engine for all tests."""
+    """Call `check_lossless` with one plain engine for all tests."""
 
     def make_engine(target: Model, **given: Any) -> AbstractContextManager[Engine]:
         return Engine(target, **given) if "drafter" in given else nullcontext(plain)
@@ -48,7 +48,7 @@ def repeat(tree: Tree) -> Drafter:
 
 
 def scripted(plain: Engine) -> Scripted:
-    """A drafter that is right at every token of the runs that are compared."""
+    """A drafter that drafts the right token everywhere in the compared runs."""
     params = [SamplingParams(max_tokens=TOKENS, temperature=t, seed=1000 + i) for t in (0.0, 1.0) for i in range(4)]
     return Scripted(plain.generate(PROMPTS * 2, params), params, Tree.chain(LENGTH))
 
@@ -60,12 +60,14 @@ def test_check_lossless_of_lossless_drafter_passes(plain: Engine, name: str) -> 
     assert check(plain, drafter) == {0.0: [], 1.0: []}
 
 
-def test_check_lossless_greedy_under_rejection_passes(plain: Engine) -> None:
+def test_check_lossless_of_greedy_rows_under_rejection_passes(plain: Engine) -> None:
     """Under "rejection" sampled rows keep the distribution but not the tokens, so only greedy rows are compared."""
     assert check(plain, Random(Tree.chain(LENGTH)), accept="rejection", temperatures=(0.0,)) == {0.0: []}
 
 
-def test_check_lossless_when_rule_accepts_all_raises(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_lossless_with_a_rule_that_accepts_every_node_raises(
+    plain: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Negative control: every valid node is accepted."""
     original = coupled.longest_accepted_path
 
@@ -77,7 +79,7 @@ def test_check_lossless_when_rule_accepts_all_raises(plain: Engine, monkeypatch:
         check(plain, Random(Tree.chain(LENGTH)), temperatures=(0.0,))
 
 
-def test_differences_of_changed_token_give_position_and_gap(plain: Engine) -> None:
+def test_lossless_differences_contain_position_and_gap_of_a_changed_token(plain: Engine) -> None:
     """The gap at a changed token is larger than that of a near tie."""
     (one,) = plain.generate(PROMPTS[0], SamplingParams(max_tokens=5, temperature=0))
     changed = list(one.token_ids)

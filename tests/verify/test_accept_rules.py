@@ -41,8 +41,8 @@ def case(name: str, seed: int, **options: float) -> tuple[Tree, list[np.ndarray]
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", SIZES)
-def test_rejection_drawn_siblings_keeps_joint_distribution(name: str, seed: int) -> None:
-    """With seed 0 the root's first child has probability 1, so its siblings follow without choice."""
+def test_rejection_accept_with_drawn_siblings_emits_target_joint_distribution(name: str, seed: int) -> None:
+    """With seed 0 the root's first child has probability 1, so its siblings are the smallest remaining ids."""
     tree, target, draft_probs = case(name, seed)
     if seed == 0:
         draft_probs[0] = np.eye(len(draft_probs[0]))[-1]
@@ -51,7 +51,7 @@ def test_rejection_drawn_siblings_keeps_joint_distribution(name: str, seed: int)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_block_drawn_chain_keeps_joint_distribution(seed: int) -> None:
+def test_block_accept_with_drawn_chain_emits_target_joint_distribution(seed: int) -> None:
     tree, target, draft_probs = case("chain", seed)
     drafts = sampled_drafts(tree, draft_probs)
     output = emitted(ACCEPT["block"], tree, drafts, target, draft_probs, all_at_once=True)
@@ -59,8 +59,8 @@ def test_block_drawn_chain_keeps_joint_distribution(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_multi_candidate_each_single_draft_keeps_joint_distribution(name: str) -> None:
-    """The rule is lossless for each draft alone, therefore for any way of drafting."""
+def test_multi_candidate_accept_with_any_fixed_draft_emits_target_joint_distribution(name: str) -> None:
+    """The rule is lossless for each fixed draft, therefore for any way of drafting."""
     tree, target, draft_probs = case(name, 7, zeros=0)
     tokens, _ = sampled_drafts(tree, draft_probs)
     for row in range(0, len(tokens), 13):
@@ -70,16 +70,16 @@ def test_multi_candidate_each_single_draft_keeps_joint_distribution(name: str) -
 
 @pytest.mark.parametrize("cap", [0, 1, 2])
 @pytest.mark.parametrize("name", ["multi_candidate", "rejection", "block"])
-def test_accept_functions_capped_draft_keep_joint_distribution(name: str, cap: int) -> None:
-    """Nodes beyond the cap were drawn like the others: the rules must not look at them."""
+def test_accept_functions_with_capped_draft_emit_target_joint_distribution(name: str, cap: int) -> None:
+    """Nodes beyond the cap were drawn like the others, and the rules must ignore them."""
     tree, target, draft_probs = case("chain" if name == "block" else "pairs", 5)
     drafts = sampled_drafts(tree, draft_probs)
     output = emitted(ACCEPT[name], tree, drafts, target, draft_probs, all_at_once=name == "block", cap=cap)
     np.testing.assert_allclose(output, joint(target), atol=1e-6)
 
 
-def test_block_random_chains_accepts_more_than_rejection() -> None:
-    """Never less on average, by the paper's optimality theorem; clearly more in some of these cases."""
+def test_block_accept_on_random_chains_accepts_as_many_tokens_as_rejection_or_more() -> None:
+    """By the paper's optimality theorem block accepts at least as many on average; in some cases clearly more."""
     gains = []
     for seed in range(6):
         tree, target, draft_probs = case("chain", seed)
@@ -97,7 +97,7 @@ def test_block_random_chains_accepts_more_than_rejection() -> None:
     assert max(gains) > 0.03
 
 
-def test_rejection_most_likely_tokens_instead_of_drawn_ones_is_lossy() -> None:
+def test_rejection_accept_with_most_likely_instead_of_drawn_siblings_is_lossy() -> None:
     """Negative control: a deterministic top-k tree with its softmax as q."""
     distances = []
     for seed in range(6):
@@ -108,21 +108,21 @@ def test_rejection_most_likely_tokens_instead_of_drawn_ones_is_lossy() -> None:
 
 
 def sorted_by(probs: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Drafts of a star with their siblings by descending probability."""
+    """Drafts of a star with siblings sorted by descending probability."""
     order = np.argsort(-probs[tokens[:, 1:]], axis=1, kind="stable")
     return np.concatenate([tokens[:, :1], np.take_along_axis(tokens[:, 1:], order, axis=1)], axis=1)
 
 
-def test_rejection_sorted_siblings_is_lossy() -> None:
-    """Negative control."""
+def test_rejection_accept_with_siblings_sorted_by_probability_is_lossy() -> None:
+    """Negative control: the siblings are no longer in the order in which they were drawn."""
     tree, target, draft_probs = case("star", 0)
     tokens, weight = sampled_drafts(tree, draft_probs)
     drafts = sorted_by(draft_probs[0], tokens), weight
     assert distance(emitted(ACCEPT["rejection"], tree, drafts, target, draft_probs), joint(target)) > 0.05
 
 
-def test_rejection_siblings_pruned_by_score_is_lossy() -> None:
-    """Negative control: of three drawn siblings the two most likely, in the order in which they were drawn."""
+def test_rejection_accept_without_the_least_likely_sibling_is_lossy() -> None:
+    """Negative control: of three drawn siblings only the two most likely are kept, in the order of drawing."""
     tree, target, draft_probs = case("star", 0)
     tokens, weight = sampled_drafts(tree, draft_probs)
     worst = np.argmin(draft_probs[0][tokens[:, 1:]], axis=1) + 1
@@ -131,8 +131,8 @@ def test_rejection_siblings_pruned_by_score_is_lossy() -> None:
     assert distance(output, joint(target)) > 0.05
 
 
-def test_accept_functions_chosen_by_the_draft_are_lossy() -> None:
-    """Negative control: multi-candidate where q exceeds p at the first sibling, else rejection."""
+def test_accept_function_chosen_by_the_drafted_token_is_lossy() -> None:
+    """Negative control: the rule is multi-candidate if q exceeds p at the first sibling, else rejection."""
     tree, target, draft_probs = case("star", 0)
     tokens, weight = sampled_drafts(tree, draft_probs)
     is_overrated = target[0][tokens[:, 1]] < draft_probs[0][tokens[:, 1]]
@@ -141,7 +141,7 @@ def test_accept_functions_chosen_by_the_draft_are_lossy() -> None:
     assert distance(output, joint(target)) > 0.02
 
 
-def test_rejection_siblings_tried_as_if_drawn_with_replacement_is_lossy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejection_accept_that_keeps_rejected_tokens_in_draft_probs_is_lossy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the rejected token keeps its mass in q."""
     tree, target, draft_probs = case("star", 0)
     right = rejection.try_token
@@ -177,8 +177,8 @@ def random_draft(seed: int, *, rows: int, nodes: int, vocab: int) -> tuple[Draft
 
 
 @pytest.mark.parametrize("name", ["multi_candidate", "rejection", "block"])
-def test_accept_functions_random_trees_equal_plain_loops(name: str) -> None:
-    """Random trees, uniforms and probabilities; the path and the residual probabilities are compared."""
+def test_accept_functions_on_random_trees_equal_plain_python_loops(name: str) -> None:
+    """The accepted path and the residual probabilities are compared."""
     draft, p, q = random_draft(3, rows=400, nodes=10, vocab=6)
     if name == "block":
         chain = jnp.broadcast_to(jnp.arange(-1, 9, dtype=jnp.int32), draft.parents.shape)
@@ -202,7 +202,7 @@ def test_accept_functions_random_trees_equal_plain_loops(name: str) -> None:
     assert len(lengths) > 3, "the cases must reach different depths"
 
 
-def test_accept_functions_vocabulary_map_equals_target_vocabulary() -> None:
+def test_accept_functions_with_vocabulary_map_equal_those_with_full_draft_probs() -> None:
     """The draft's vocabulary is tokens 1, 3 and 4; over the target's vocabulary the others have probability 0."""
     rng, ids = np.random.default_rng(0), np.array([1, 3, 4])
     own = rng.dirichlet(np.ones(3), (64, 4)).astype(np.float32)
@@ -219,8 +219,8 @@ def test_accept_functions_vocabulary_map_equals_target_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("name", ["rejection", "block"])
-def test_accept_functions_draft_equals_target_accepts_all(name: str) -> None:
-    """No residual mass is left: the token is accepted without NaN, also with the largest uniform."""
+def test_accept_functions_with_draft_probs_equal_to_target_accept_every_token(name: str) -> None:
+    """No residual mass is left, so every token is accepted without NaN, also with the largest uniform."""
     tree, target, _ = case("chain", 2)
     tokens, _ = sampled_drafts(tree, target[:-1])
     p = enumeration.probs_at_nodes(tree, tokens, target)
@@ -233,7 +233,7 @@ def test_accept_functions_draft_equals_target_accepts_all(name: str) -> None:
 
 @pytest.mark.parametrize("draw", [0, ALMOST_ONE])
 @pytest.mark.parametrize("name", ["multi_candidate", "rejection", "block"])
-def test_accept_functions_certain_target_is_followed(name: str, draw: float) -> None:
+def test_accept_functions_with_one_hot_target_accept_exactly_the_certain_token(name: str, draw: float) -> None:
     """A uniform of 0 must not accept a token of probability 0; the largest must not reject one of probability 1."""
     tree = CHAIN if name == "block" else PAIRS
     rng = np.random.default_rng(0)
@@ -249,8 +249,8 @@ def test_accept_functions_certain_target_is_followed(name: str, draw: float) -> 
     np.testing.assert_allclose(result.residual_probs, p[:, 0], atol=1e-6)
 
 
-def test_multi_candidate_children_hold_all_mass_accepts_one() -> None:
-    """The mass after a child is summed, not subtracted from 1, so the last child is accepted if no other is."""
+def test_multi_candidate_accept_with_all_target_mass_on_children_accepts_one() -> None:
+    """The mass after a child is summed instead of subtracted from 1, so the last child is accepted if no other is."""
     rng = np.random.default_rng(0)
     weights = rng.exponential(size=(500, 3)).astype(np.float32) ** 6
     p = np.zeros((500, 4, 5), np.float32)
@@ -274,7 +274,7 @@ def recorded(golden: Path) -> list[dict[str, np.ndarray]]:
         return [dict(zip(names, row, strict=True)) for row in zip(*(arrays[name] for name in names), strict=True)]
 
 
-def test_multi_candidate_recorded_draws_equal_authors_results(recorded: list[dict[str, np.ndarray]]) -> None:
+def test_multi_candidate_with_recorded_draws_equals_the_authors_results(recorded: list[dict[str, np.ndarray]]) -> None:
     for r in recorded:
         result = multi_candidate(softmax(r["node_logits"]), r["tree_tokens"], r["parent"], r["draws"])
         assert result.accept_len == r["accept_len"]
@@ -282,7 +282,9 @@ def test_multi_candidate_recorded_draws_equal_authors_results(recorded: list[dic
         np.testing.assert_allclose(result.bonus_probs, r["sample_p"], atol=1e-5)
 
 
-def test_multi_candidate_shifted_draws_differ_from_recordings(recorded: list[dict[str, np.ndarray]]) -> None:
+def test_multi_candidate_with_shifted_draws_differs_from_the_authors_results(
+    recorded: list[dict[str, np.ndarray]],
+) -> None:
     """Negative control: the recordings determine which child used which draw."""
     same = 0
     for r in recorded:

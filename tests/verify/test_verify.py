@@ -1,4 +1,4 @@
-"""Accept rules on batches of trees, the cut where a row ends, the trees and options that a rule takes."""
+"""Accept rules on batches of trees, the cut at the end of a row, and the trees and options that a rule accepts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.once
 
 PAIRS = Tree.static([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)])
 CHAIN = Tree.chain(3)
-ROWS, VOCAB = 64, 5  # the same everywhere, so that a rule compiles once
+ROWS, VOCAB = 64, 5  # the same in all tests, so each rule compiles once
 
 
 def decide(logits: object, draft: Draft, here: SlotView, tree: Tree) -> Verdict:
@@ -68,8 +68,8 @@ def random_tree(rng: np.random.Generator, nodes: int, padding: int) -> np.ndarra
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_coupled_random_trees_equal_plain_loop(seed: int) -> None:
-    """The oracle is a loop over dictionaries: the deepest path of children that equal the target's argmax."""
+def test_coupled_rule_on_random_trees_equals_plain_python_loop(seed: int) -> None:
+    """The oracle is a loop that finds the deepest path of children that equal the target's argmax."""
     rng = np.random.default_rng(seed)
     nodes, rows, vocab = 12, 16, 3
     parents = np.stack([random_tree(rng, nodes, rng.integers(0, 4)) for _ in range(rows)])
@@ -113,7 +113,7 @@ def test_coupled_random_trees_equal_plain_loop(seed: int) -> None:
         assert (np.asarray(verdict.tokens[row, len(emitted) :]) == -1).all()
 
 
-def test_ancestors_random_trees_equal_following_parents() -> None:
+def test_ancestors_of_random_trees_equal_nodes_found_by_following_parents() -> None:
     parents = np.stack([random_tree(np.random.default_rng(s), 40, s % 5) for s in range(8)])
     ancestor_mask = np.asarray(ancestors(jnp.asarray(parents, jnp.int32)))
     for row, node in itertools.product(range(8), range(40)):
@@ -124,7 +124,7 @@ def test_ancestors_random_trees_equal_following_parents() -> None:
         assert set(np.flatnonzero(ancestor_mask[row, node])) == climbed
 
 
-def test_ancestors_numpy_parents_are_computed_while_tracing() -> None:
+def test_ancestors_of_numpy_parents_are_computed_while_tracing() -> None:
     """The result equals that of traced parents, and no reduction or gather is left in the program."""
     rng = np.random.default_rng(3)
     parents = np.stack([random_tree(rng, 12, padding) for padding in range(4)]).astype(np.int32)
@@ -155,7 +155,7 @@ def test_ancestors_numpy_parents_are_computed_while_tracing() -> None:
         ([3, 4, -1, -1], (9,), 3, 2, False),
     ],
 )
-def test_cut_stop_ids_and_remaining_tokens_end_row(
+def test_cut_ends_row_at_stop_id_or_last_remaining_token(
     tokens: list[int], stops: tuple[int, ...], remaining: int, count: int, ended: bool
 ) -> None:
     here = view(1)
@@ -178,7 +178,7 @@ def test_cut_stop_ids_and_remaining_tokens_end_row(
 def sampled_view(
     rule: str | verify.AcceptRule, temperature: np.ndarray | float = 1.0, *, one_seed: int | None = None
 ) -> SlotView:
-    """A view with sampled rows, each with its own seed, or all with one."""
+    """A view of sampled rows, each with its own seed, or all with ``one_seed``."""
     here = view(ROWS, accept=verify.resolve(rule))
     low = jnp.arange(ROWS, dtype=jnp.uint32) if one_seed is None else jnp.full(ROWS, one_seed, jnp.uint32)
     controls = here.sampling.replace(
@@ -198,7 +198,7 @@ def random_tokens(rng: np.random.Generator, tree: Tree) -> np.ndarray:
     return tokens
 
 
-def test_coupled_any_draft_emits_tokens_of_plain_decoding() -> None:
+def test_coupled_rule_with_any_draft_emits_tokens_of_plain_decoding() -> None:
     """The draft decides how many tokens a step emits, never which tokens."""
     rng = np.random.default_rng(0)
     target = enumeration.random_probs(rng, VOCAB, 2, zeros=0)
@@ -225,7 +225,7 @@ def test_coupled_any_draft_emits_tokens_of_plain_decoding() -> None:
     ("tree", "rule"),
     [(tree, rule) for tree in (CHAIN, PAIRS) for rule in ACCEPT_RULES if (tree, rule) != (PAIRS, "block")],
 )
-def test_rules_greedy_rows_beside_sampled_rows_emit_argmax(tree: Tree, rule: str) -> None:
+def test_accept_rules_greedy_rows_in_a_mixed_batch_emit_argmax(tree: Tree, rule: str) -> None:
     """The draft may come from any q: the target's probabilities are one-hot, so only the argmax can be accepted."""
     rng = np.random.default_rng(5)
     logits = rng.normal(size=(ROWS, tree.nodes, VOCAB)).astype(np.float32)
@@ -242,7 +242,7 @@ def test_rules_greedy_rows_beside_sampled_rows_emit_argmax(tree: Tree, rule: str
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_rules_draft_without_probs_is_verified_by_multi_candidate(rule: str) -> None:
+def test_rejection_and_block_rules_without_draft_probs_equal_multi_candidate(rule: str) -> None:
     rng = np.random.default_rng(1)
     logits = rng.normal(size=(ROWS, CHAIN.nodes, VOCAB)).astype(np.float32)
     draft = enumeration.draft_of(CHAIN, random_tokens(rng, CHAIN), None)
@@ -253,7 +253,7 @@ def test_rules_draft_without_probs_is_verified_by_multi_candidate(rule: str) -> 
     assert (own.tokens != other.tokens).any()
 
 
-def test_multi_candidate_siblings_and_steps_use_independent_draws() -> None:
+def test_multi_candidate_rule_uses_independent_draws_for_siblings_and_positions() -> None:
     """With one seed and roots at different positions, three equally likely tokens are emitted equally often.
 
     If both siblings shared a draw, the second would be emitted with probability 1/2 - 1/3.
@@ -270,7 +270,7 @@ def test_multi_candidate_siblings_and_steps_use_independent_draws() -> None:
 
 
 def typical_case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Logits, tokens, valid and temperatures; in capped drafts only the first level is valid."""
+    """Logits, tokens, valid flags and temperatures; in capped drafts only the first level is valid."""
     rng = np.random.default_rng(seed)
     logits = (rng.normal(size=(ROWS, PAIRS.nodes, VOCAB)) * 3).astype(np.float32)
     valid = np.arange(PAIRS.nodes) <= np.where(rng.random(ROWS) < 0.2, 2, 6)[:, None]
@@ -278,8 +278,8 @@ def typical_case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndar
 
 
 @pytest.mark.parametrize("options", [(0.09, 0.3), (0.3, 0.09), (0.4, 0.9)])
-def test_typical_random_trees_equal_plain_loop(options: tuple[float, float]) -> None:
-    """Three batches; negative control: the exchanged options accept different tokens."""
+def test_typical_rule_on_random_trees_equals_plain_python_loop(options: tuple[float, float]) -> None:
+    """Negative control: exchanged options accept different tokens."""
     parents, found, exchanged = np.array(PAIRS.parents), set(), 0
     for seed in range(3):
         logits, tokens, valid, temperature = typical_case(seed)
@@ -302,7 +302,7 @@ DEEP_GAP = Tree.static([(0,), (1,), (1, 1)])
 
 @pytest.mark.parametrize("rule", ACCEPT_RULES[:-1])
 @pytest.mark.parametrize("tree", [CHAIN, PAIRS, GAP, DEEP_GAP, Tree.topk(8, 3, 2)], ids=str)
-def test_rule_check_unfit_tree_raises(rule: str, tree: Tree) -> None:
+def test_accept_rule_check_raises_only_for_unsuitable_trees(rule: str, tree: Tree) -> None:
     wanted = None
     if rule == "block" and not tree.is_chain:
         wanted = r'accept="block" expects a chain, got .*; use Tree\.chain\(length\) or accept="rejection"'
@@ -317,12 +317,12 @@ def test_rule_check_unfit_tree_raises(rule: str, tree: Tree) -> None:
                 verify.resolve(rule).check(tree)
 
 
-def test_engine_rule_unfit_for_tree_raises() -> None:
+def test_engine_block_rule_with_branching_tree_raises() -> None:
     with pytest.raises(ValueError, match='accept="block" expects a chain'):
         Engine(small.target(), drafter=Random(PAIRS), accept="block")
 
 
-def test_engine_typical_rule_warns_once_and_greedy_output_is_exact() -> None:
+def test_engine_typical_rule_warns_once_and_greedy_tokens_equal_plain_decoding() -> None:
     with pytest.warns(UserWarning, match='"typical" does not keep the target\'s distribution') as caught:
         engine = Engine(
             small.target(), drafter=Random(PAIRS), accept="typical", slots=2, max_len=small.MAX_LEN, buckets=(2,)
@@ -335,18 +335,18 @@ def test_engine_typical_rule_warns_once_and_greedy_output_is_exact() -> None:
 
 @pytest.mark.parametrize("name", ["typical_threshold", "typical_alpha"])
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), "0.1"])
-def test_config_typical_option_not_positive_raises(name: str, value: object) -> None:
+def test_engine_config_typical_option_not_positive_raises(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{name}: expected a number > 0, got {value!r}"):
         EngineConfig(**{name: value})
 
 
 @pytest.mark.parametrize("options", [dict(threshold=0.0), dict(alpha=-1.0), dict(threshold="0.1")])
-def test_typical_option_not_positive_raises(options: dict) -> None:
+def test_typical_rule_option_not_positive_raises(options: dict) -> None:
     with pytest.raises(ValueError, match=r"Typical: (threshold|alpha): expected a number > 0, got"):
         verify.Typical(**options)
 
 
-def test_resolve_names_and_rules_give_rules() -> None:
+def test_resolve_accepts_rule_names_and_rule_objects() -> None:
     assert tuple(rules.RULES) == ACCEPT_RULES
     assert [rule.name for rule in map(verify.resolve, ACCEPT_RULES)] == list(ACCEPT_RULES)
     own = verify.Typical(0.2, 0.5)
@@ -368,17 +368,17 @@ def test_resolve_names_and_rules_give_rules() -> None:
         (dict(), verify.Coupled()),
     ],
 )
-def test_config_accept_gives_rule_with_its_options(options: dict, rule: verify.AcceptRule) -> None:
+def test_engine_config_accept_resolves_to_rule_with_the_given_options(options: dict, rule: verify.AcceptRule) -> None:
     config = EngineConfig(**options)
     assert verify.resolve(config.accept, **config.accept_options) == rule
 
 
-def test_config_accept_rule_with_other_typical_options_raises() -> None:
+def test_engine_config_accept_rule_object_with_a_typical_option_raises() -> None:
     with pytest.raises(ValueError, match=r"typical_threshold: expected it in the rule"):
         EngineConfig(accept=verify.Typical(), typical_threshold=0.2)
 
 
-def test_engine_accept_rule_object_equals_its_name() -> None:
+def test_engine_with_accept_rule_object_emits_same_tokens_as_with_rule_name() -> None:
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
     options = dict(drafter=Random(CHAIN), slots=2, max_len=small.MAX_LEN, buckets=(2,))
     by_name, by_object = (
