@@ -1,10 +1,10 @@
 """The user's logits processor, a function that edits logits: its arguments, its call and its checks.
 
-The processor is traced into the program. It runs after penalties and grammar and before temperature, at every node of a draft as if the node's ancestors and the
-node itself had been generated. Drafting therefore changes no token and no distribution, as long as the processor's
-result for a node depends on that node's row of the arguments alone. Tokens banned by controls or a grammar stay banned
-whatever it returns; it must leave at least one other token. If it leaves no token that a grammar allows, the request
-ends with an error.
+The processor is traced into the program. It runs after penalties and grammar and before temperature, at every node of
+a draft as if the node's ancestors and the node itself had been generated. Drafting therefore changes no token and no
+distribution, as long as the processor's result for a node depends only on that node's row of the arguments. Tokens
+banned by controls or a grammar stay banned whatever the processor returns; the processor must leave at least one other
+token. If no token is left that a grammar allows, the request ends with an error.
 """
 
 from __future__ import annotations
