@@ -26,7 +26,7 @@ class DraftSampling(enum.Enum):
 
 @dataclass(frozen=True)
 class AcceptRule(abc.ABC):
-    """An accept rule with its options; hashable, because a compiled program depends on it.
+    """An accept rule with its options; hashable, because compiled programs depend on the rule.
 
     Attributes:
         name: the text that `EngineConfig.accept` takes for the rule with its default options.

@@ -217,7 +217,7 @@ class Tree:
 
     @property
     def scratch_rows(self) -> int:
-        """Number of cache rows that a step may write after the committed ones, in either pool."""
+        """Number of cache rows that a step may write after the committed rows, in the target's or the draft's pool."""
         return max(self.nodes, self.draft_rows)
 
     @property

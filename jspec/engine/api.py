@@ -376,7 +376,7 @@ class Engine:
 
 
 def _with_new_output(num_sent: dict[Request, int]) -> list[Request]:
-    """Completions that have more tokens than ``num_sent`` says were sent, or have ended."""
+    """Completions that have more tokens than were sent (``num_sent``), or have ended."""
     return [
         sample
         for sample, count in num_sent.items()

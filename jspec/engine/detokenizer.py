@@ -35,7 +35,7 @@ class TextDecoder:
 
     @property
     def has_text(self) -> bool:
-        """Whether there is a tokenizer."""
+        """Whether tokens are decoded to text; False without a tokenizer."""
         return self._detokenizer is not None
 
     @property
@@ -76,7 +76,7 @@ class TextDecoder:
 class IncrementalDetokenizer:
     """Decodes a stream of token ids; text is emitted as soon as no later id can change it.
 
-    All emitted text together equals `decode` of prompt and ids, after the part that `decode` of the prompt returns.
+    All emitted text together equals ``decode(prompt + ids)`` without the leading ``decode(prompt)``.
     The cost of a push does not grow with the number of earlier ids: only a window of the last tokens is decoded.
 
     Text is held back in two cases: the last character while it may be incomplete (at most three bytes), and a run of

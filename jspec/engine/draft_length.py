@@ -194,7 +194,7 @@ class Acceptance:
         self.expected = self._expected()
 
     def _count(self, accepted: np.ndarray, offered: np.ndarray) -> list[tuple[int, int]]:
-        """For each draft position: (number of drafts tried there, number of drafts accepted there).
+        """For each draft position: (number of draft tokens tried there, number of draft tokens accepted there).
 
         One table of cumulative counts serves all positions, which is faster than comparing all rows at each position.
         """

@@ -16,9 +16,9 @@ class Recovery:
     """Context manager around a step of the loop.
 
     After an error inside the context, or an interrupt while `EngineCore.is_mid_step`, the steps in flight are lost: the
-    running requests end with an error, the device's state is recreated, and waiting requests go on. The context handles
-    errors; it raises interrupts again for the caller. An interrupt at any other moment loses nothing and is only
-    raised.
+    running requests end with an error, the device's state is recreated, and waiting requests go on. Then an error is
+    suppressed and an interrupt raised again for the caller. An interrupt at any other moment loses nothing and is only
+    raised again.
 
     Attributes:
         lost: the error whose recovery was interrupted, until `resume` completes the recovery; None: no such error.

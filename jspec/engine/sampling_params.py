@@ -116,7 +116,7 @@ class SamplingParams:
 
     @property
     def grammar_field(self) -> str | None:
-        """Name of the set field that constrains the text (a grammar); None if none is set."""
+        """Name of the grammar field that is set ("regex", "json_schema" or "grammar"); None if none is set."""
         return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
 
     @classmethod

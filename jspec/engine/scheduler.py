@@ -200,7 +200,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def _admit(self) -> Request | None:
-        """Give the first waiting request a slot and pages, with shared pages for its cached prefix; None if impossible."""
+        """Give the first waiting request a slot and pages, shared pages for its cached prefix; None if impossible."""
         if not self.waiting or not self._free_slots:
             return None
         request = self.waiting[0]

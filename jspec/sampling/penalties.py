@@ -42,9 +42,10 @@ IN_PROMPT, GENERATED = (
 
 
 def unused(slots: int, vocab: int, args: int = 0) -> Controls:
-    """Make the controls of ``slots`` unused slots; no two fields share an array.
+    """Make the controls of an engine without requests; no two fields share an array.
 
     Args:
+        slots: number of slots.
         vocab: size of the vocabulary.
         args: number of values that a request may pass to a logits processor.
     """

@@ -40,7 +40,7 @@ class DeviceMemory:
 
 
 def device_memory() -> DeviceMemory:
-    """Read the current memory limit and use of the default device."""
+    """Read the memory limit and the current memory usage of the default device."""
     stats = jax.devices()[0].memory_stats() or {}
     if limit := stats.get("bytes_limit"):  # 0 or None: the allocator has no limit
         return DeviceMemory(limit, stats.get("bytes_in_use") or 0, is_reported=True)
@@ -270,7 +270,7 @@ def explain_oom(planner: MemoryPlanner, pool: PoolShape) -> Iterator[None]:
     """Context in which running out of device memory raises an error that names settings to lower, and how far.
 
     Raises:
-        ValueError: memory ran out although the plan fits; the device's own error is its cause.
+        ValueError: memory ran out although the plan fits; the device's error is attached as the cause.
     """
     try:
         yield

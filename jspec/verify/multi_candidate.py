@@ -37,7 +37,7 @@ from jspec.verify.tree_walk import (
 @final
 @dataclass(frozen=True)
 class MultiCandidate(SampledRule):
-    """Try siblings one after the other, each as a point mass; the drafter drafts its most likely tokens."""
+    """The multi-candidate rule: try siblings in order, each as a point mass; the drafter drafts its most likely tokens."""
 
     name = "multi_candidate"
     draft_sampling = DraftSampling.MOST_LIKELY
@@ -145,7 +145,7 @@ def multi_candidate(p: ArrayLike, tokens: ArrayLike, parents: ArrayLike, uniform
 
 
 def _trial_index(draft: Draft, ancestor_mask: AncestorMask) -> Int[Array, "batch nodes"]:
-    """Number of children tried before each node if all its ancestors are accepted; -1 for the root."""
+    """Index of each node in the order of trials, if all ancestors of the node are accepted; -1 for the root."""
     tries = jnp.where(candidates(draft), ranks(draft) + 1, 0)
     return jnp.sum(jnp.where(ancestor_mask, tries[:, None], 0), axis=-1, dtype=jnp.int32) - 1
 

@@ -98,6 +98,9 @@ def compile_lark(source: str, lark: str, vocabularies: Vocabularies, stop_ids: t
 
     Args:
         source: the request's field and its value, for error messages.
+        lark: the grammar's text.
+        vocabularies: makes the llguidance tokenizer.
+        stop_ids: tokens that end a request.
 
     Raises:
         ValueError: the grammar is invalid, a part of it would be ignored, or no token can begin a text of the grammar.
