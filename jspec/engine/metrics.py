@@ -47,7 +47,7 @@ class Metrics:
     pages_in_use: int = 0
 
     def count_round(self, *, depth: int, drafted: int, accept_len: int, emitted_drafts: int) -> None:
-        """Count one round.
+        """Add one round to the counters.
 
         Args:
             depth: draft depth of the program, independent of the request's cap.

@@ -252,7 +252,7 @@ class Scheduler:
     def _prefill_bucket(self, request: Request) -> int:
         """Chunk length of the program for a request's next chunk.
 
-        While other requests could decode, the length is within the budget, or the smallest if none is.
+        While other requests could decode, only lengths within the budget are used, or the smallest if none is.
         """
         sizes = self.limits.prefill_buckets
         if any(other.is_prefilled and self._may_emit(other) for other in self.running):
@@ -349,7 +349,7 @@ class Scheduler:
         return min(rows, request.rows_needed) + self.limits.scratch_rows
 
     def _release(self, request: Request) -> None:
-        """Remove a request from the running ones and free its slot and pages."""
+        """Remove a request from the running requests and free its slot and pages."""
         assert request.state.slot is not None
         self.running.remove(request)
         self._free_slots.append(request.state.slot)

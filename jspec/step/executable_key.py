@@ -33,12 +33,12 @@ class ExecutableKey:
 
     @classmethod
     def round(cls, rows: int, depth: int, *, logprobs: bool = False, traced: bool = False) -> ExecutableKey:
-        """Key of a fused step; with log-probabilities it always returns its drafts, as any request of the batch may want them."""
+        """Key of a fused step; with log-probabilities the step also returns its drafts, which requests may want."""
         return cls("round", rows, depth, logprobs=logprobs, traced=traced or logprobs)
 
     @classmethod
     def split(cls, rows: int, depth: int, *, logprobs: bool = False) -> tuple[ExecutableKey, ExecutableKey]:
-        """Keys of the two halves of a split step: the draft step, and the verify step, which always returns its drafts."""
+        """Keys of the draft step and the verify step of a split step; the verify step always returns its drafts."""
         return cls("draft", rows, depth), cls("verify", rows, depth, logprobs=logprobs, traced=True, masked=True)
 
     def name(self, full_depth: int) -> str:

@@ -104,7 +104,7 @@ def _admit(state: SlotState, chunk: PrefillInput) -> SlotState:
 def _first_token(
     program: Program, state: SlotState, chunk: PrefillInput, view: SlotView, out: TargetOut
 ) -> tuple[SlotState, StepOutput]:
-    """Sample the token after the chunk unless ``chunk.root`` gives it; after the last chunk this token becomes the root."""
+    """Sample the token after the chunk unless ``chunk.root`` gives it; after the last chunk it is the new root."""
     length = chunk.start + chunk.count
     newest = chunk.tokens[chunk.count - 1]
     of_newest = replace(view, root=newest[None], lengths=length[None] - 1)

@@ -37,7 +37,7 @@ from jspec.verify.tree_walk import (
 @final
 @dataclass(frozen=True)
 class MultiCandidate(SampledRule):
-    """The multi-candidate rule: try siblings in order, each as a point mass; the drafter drafts its most likely tokens."""
+    """Try siblings in order, each as a point mass; the drafter proposes its most likely tokens."""
 
     name = "multi_candidate"
     draft_sampling = DraftSampling.MOST_LIKELY

@@ -27,7 +27,7 @@ LOG_GUARD = 1e-5  # the authors' guard against log(0); part of the rule, because
 @final
 @dataclass(frozen=True)
 class Typical(SampledRule):
-    """Typical acceptance: accept tokens above a threshold of probability; the drafter drafts its most likely tokens.
+    """Typical acceptance: accept tokens above a threshold of probability; the drafter proposes its most likely tokens.
 
     Args:
         threshold: upper limit of the required probability.

@@ -184,7 +184,7 @@ def serve(limit: int, seconds: int) -> None:
 
     Args:
         limit: memory limit in bytes.
-        seconds: time limit for one expression, after which the process ends itself in case its parent is gone.
+        seconds: time limit for one expression, after which the process ends itself, as its parent may be gone.
     """
     alarm = getattr(signal, "alarm", lambda seconds: None)  # Windows has no alarm
     with contextlib.suppress(ImportError, OSError, ValueError):  # some systems have no memory limit

@@ -74,8 +74,8 @@ class TokenTexts:
 def regex_of_schema(schema: str | Mapping[str, Any], build: Build = regex_dfa.build) -> str:
     """Make the regular expression that matches the JSON texts of a schema.
 
-    The texts contain the schema's properties in the schema's order, and no other properties. If the schema leaves a
-    type, items or properties open, outlines_core chooses them, with bounded depth.
+    The texts contain the schema's properties in the schema's order, and no other properties. If the schema does not
+    specify a type, items or properties, outlines_core chooses these, with bounded depth.
 
     Args:
         build: builds the automata of the schema's patterns.
