@@ -185,7 +185,7 @@ class ModelRunner:
             )
 
     def clear(self) -> None:
-        """Forget which grammars the device's tables hold, because the contents of the state are lost."""
+        """Mark the device's grammar tables as empty, because the contents of the state are lost."""
         self._tables.clear()
 
     def reset_state(self, error: BaseException) -> None:

@@ -95,7 +95,7 @@ def of_chunk(
     logits_of: Callable[[Float[Array, "block hidden"]], Float[Array, "block vocab"]],
     view: SlotView,
 ) -> LogProbs:
-    """Raw log-probabilities ``[tokens]`` of the token after each token of a chunk; the last one is ``chunk.root``.
+    """Raw log-probabilities ``[tokens]`` of the token after each token of a chunk, ``chunk.root`` after the last.
 
     Args:
         normed: hidden states after the target's final norm.

@@ -150,11 +150,11 @@ def decide_with_penalties(
     get_paths: Callable[[], Int[Array, "batch nodes depth"]],
     decide: Callable[[PartialSums], Decision],
 ) -> tuple[Decision, Int[Array, "batch"] | None]:
-    """Call ``decide`` with the logits, which are edited first if any row uses controls.
+    """Call ``decide`` with the logits, edited if any row uses controls or the program has a logits processor.
 
     Args:
         logits: raw logits after every node, [1, batch, nodes, vocab]; scales may still be unapplied.
-        get_paths: returns the token ids on the path to each node (`node_paths`); called only if a row uses controls.
+        get_paths: returns the token ids on the path to each node (`node_paths`); called only for edited logits.
         decide: takes logits in the same form; returns the last accepted node and the token after it.
 
     Returns:
