@@ -1,1 +1,1 @@
-"""Records, trees and options that all rooms share."""
+"""Records, draft trees and options that all other packages share."""

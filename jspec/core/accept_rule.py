@@ -1,6 +1,6 @@
-"""What an accept rule is: how it wants a draft sampled, which trees it fits, and which draft tokens it accepts.
+"""The interface of an accept rule: how drafts are sampled for it, which trees it fits, which tokens it accepts.
 
-The rules themselves are in `jspec.verify`, one a file.
+The rules themselves are in `jspec.verify`, one per file.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 class DraftSampling(enum.Enum):
     """How a drafter chooses the children of a node from its logits."""
 
-    TARGET_NOISE = enum.auto()  # the largest logits after adding the noise that the target uses at that position
-    OWN_DISTRIBUTION = enum.auto()  # drawn from the draft's processed probabilities without replacement
-    MOST_LIKELY = enum.auto()  # the largest logits
+    TARGET_NOISE = enum.auto()  # the tokens with the largest sum of logit and the target's noise at that position
+    OWN_DISTRIBUTION = enum.auto()  # tokens drawn from the draft's processed probabilities without replacement
+    MOST_LIKELY = enum.auto()  # the tokens with the largest logits
 
 
 @dataclass(frozen=True)
 class AcceptRule(abc.ABC):
-    """An accept rule with its options; hashable, because a compiled program depends on it.
+    """An accept rule with its options; hashable, because compiled programs depend on the rule.
 
     Attributes:
         name: the text that `EngineConfig.accept` takes for the rule with its default options.
         draft_sampling: how a draft is sampled under this rule.
-        is_lossless: the emitted tokens have the target's distribution.
-        is_draft_independent: the tokens emitted with a seed are the same for every draft.
+        is_lossless: whether the emitted tokens have the target's distribution.
+        is_draft_independent: whether the tokens emitted with a seed are the same for every draft.
     """
 
     name: ClassVar[str]
@@ -45,12 +45,12 @@ class AcceptRule(abc.ABC):
         """Check that the rule fits the drafter's tree.
 
         Raises:
-            ValueError: it does not.
+            ValueError: the rule does not fit the tree.
         """
 
     @abc.abstractmethod
     def decide(self, logits: Any, draft: Draft, ancestor_mask: AncestorMask, view: SlotView) -> tuple[Any, Any]:
-        """Choose the last accepted node of each row.
+        """Choose the last accepted node of each row, and the token that follows it.
 
         Args:
             logits: the target's edited logits at every node, as `PartialSums` [1, batch, nodes, vocab].

@@ -15,7 +15,7 @@ def ancestors(parents: Int[Array | np.ndarray, "batch nodes"]) -> AncestorMask:
 
     Args:
         parents: parent of each node, ``parents[i] < i``; -1 for the root and for padding nodes, whose only ancestor is
-            the node itself. For a numpy array the mask is computed while the program is traced, and is numpy too.
+            the node itself. For a numpy array the mask is a numpy array too, computed while the program is traced.
     """
     if isinstance(parents, np.ndarray):
         rows, nodes = parents.shape
@@ -29,7 +29,7 @@ def ancestors(parents: Int[Array | np.ndarray, "batch nodes"]) -> AncestorMask:
 
 
 def depths(ancestor_mask: AncestorMask) -> Int[Array, "batch nodes"]:
-    """Depth of each node; 0 for the root and for padding nodes."""
+    """Depth of each node in its tree; 0 for the root and for padding nodes."""
     return jnp.asarray(_depths(ancestor_mask))
 
 
@@ -38,10 +38,12 @@ def _depths(ancestor_mask: AncestorMask) -> Int[Array | np.ndarray, "batch nodes
 
 
 def by_depth(ancestor_mask: AncestorMask, depth: int) -> Int[Array, "batch nodes depth1"]:
-    """The path to each node: its ancestor at every depth, then the node, then -1. A padding node is its own path.
+    """The path to each node: its ancestors from the root down, the node itself, then -1.
+
+    The path of a padding node contains only the node itself.
 
     Args:
-        depth: depth of the tree.
+        depth: depth of the tree (D); a path has ``depth + 1`` entries.
     """
     step, node_depth = np.arange(depth + 1)[:, None], _depths(ancestor_mask)
     is_at_depth = ancestor_mask[:, :, None] & (node_depth[:, None] == step)[:, None]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-WORD = 32  # tokens a word holds
-EVERYTHING = np.uint32(2**WORD - 1)  # a word that allows all its tokens
+WORD = 32  # tokens per word
+EVERYTHING = np.uint32(2**WORD - 1)  # a mask word that allows all 32 tokens
 
 
 def words_of(vocab_size: int) -> int:
-    """Words of a mask over the vocabulary."""
+    """Number of 32-bit words in a token mask over the vocabulary."""
     return -(-vocab_size // WORD)

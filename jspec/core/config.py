@@ -17,60 +17,63 @@ QUANTIZE = ("int8", "fp8", "fp8_dynamic")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 PREFILL_BUCKETS = (128, 512, 2048)
 TYPICAL_OPTIONS = {"typical_threshold": 0.09, "typical_alpha": 0.3}
-MAX_LOGPROBS = 20  # likeliest tokens reported per position; vLLM's default limit
+MAX_LOGPROBS = 20  # most tokens that log-probabilities are reported for per position; vLLM's default limit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Options of an engine.
 
     Attributes, cache and memory:
-        slots: live requests.
-        max_len: tokens per request, prompt included.
-        page_size: cache rows per page.
-        pages: pages per pool, the null page included. None: enough for every slot to reach ``max_len``; where the
-            device reports its memory, as many as fit, at least enough for one request of ``max_len``, and with
-            ``prefix_cache`` up to four times as many.
-        memory_fraction: share of the device's memory for weights, pools, programs and the process's other arrays.
+        slots: number of requests that may run at once.
+        max_len: largest number of tokens of a request, prompt included.
+        page_size: cache rows per page; a row holds the keys and values of one token.
+        pages: pages per pool, the null page included. None: enough for every slot to reach ``max_len``; if the device
+            reports its memory, as many as fit, at least enough for one request of ``max_len`` and at most enough for
+            every slot, or four times that with ``prefix_cache``.
+        memory_fraction: share of the device's memory that weights, pools, programs and the process's other arrays may
+            use together.
         kv_dtype, draft_kv_dtype: dtypes of the target's and the drafter's pools; None: the weights' dtype.
-        prefix_cache: requests with equal beginnings share pages, also with ended requests; the tokens are the same.
+        prefix_cache: share pages between requests, live or ended, that begin with the same tokens; changes no output.
 
     Attributes, schedule:
-        buckets: rows of the compiled step programs, ascending, ending at ``slots``; None: 1, 2, 4, ... ``slots``.
-        prefill_buckets: tokens of the compiled prefill programs, ascending; longer prompts are prefilled in chunks.
-        prefill_budget: prompt tokens, in whole programs, between two steps while a running request may emit; None: the
-            largest of ``prefill_buckets``.
-        rounds_per_dispatch: draft-verify steps that run on the device per dispatch.
-        overlap: dispatch the next program before the last one's result is read; the tokens are the same.
+        buckets: batch sizes of the compiled decode programs, ascending, ending at ``slots``; None: 1, 2, 4, ...
+            ``slots``.
+        prefill_buckets: chunk lengths of the compiled prefill programs in tokens, ascending; a longer prompt is
+            prefilled in several chunks.
+        prefill_budget: most prompt tokens to prefill between two decode steps while a running request may emit, with
+            chunks counted at their program's length; None: the largest of ``prefill_buckets``.
+        rounds_per_dispatch: draft-verify rounds that the device runs per dispatch.
+        overlap: dispatch the next program before the result of the last one is read; changes no output.
 
     Attributes, draft and accept rule:
         accept: the accept rule, by name or as an object of `jspec.verify`; only "typical" changes the distribution.
         typical_threshold, typical_alpha: options of accept="typical" (`jspec.verify.Typical`).
-        draft_window: newest tokens that the drafter attends to; None: the drafter's own setting.
-        adaptive: choose the draft's depth before every dispatch by measured acceptance and cost; needs "coupled", under
-            which a seed's tokens do not depend on the depth.
-        draft_depths: depths that ``adaptive`` chooses from, ascending from 0 to the tree's depth, each compiled for
-            every bucket; None: the tree's depth halved down to 1, and 0.
+        draft_window: number of newest tokens that the drafter attends to; None: the drafter's own setting.
+        adaptive: choose the draft depth before every dispatch by measured acceptance and cost; needs accept="coupled",
+            under which the tokens emitted with a seed do not depend on the depth.
+        draft_depths: draft depths that ``adaptive`` chooses from, ascending from 0 to the tree's depth, each compiled
+            for every bucket; None: the tree's depth halved down to 1, and 0.
 
     Attributes, requests:
         controls: serve requests with penalties, logit_bias, bad_words, allowed_token_ids, min_tokens or a grammar;
-            costs 8 bytes a slot and vocabulary token, and time only in steps with such a request.
-        grammar_cells: cells of a grammar table (states x token classes); an engine with a tokenizer has one table a
-            slot, of 2 bytes a cell and vocabulary token; 0: no grammars.
+            costs 8 bytes per slot and vocabulary token, and time only in steps with such a request.
+        grammar_cells: largest number of cells (states x token classes) of a grammar table; an engine with a tokenizer
+            has one table per slot, with 2 bytes per cell and 2 bytes per vocabulary token; 0: no grammar tables.
         processor_args: number of values that a request may pass to the engine's ``logits_processor``.
-        logprobs_mode: log-probabilities of emitted tokens: "raw_logprobs" (the model's own) or "processed_logprobs"
-            (after penalties, temperature, top-k, top-p and min-p; for greedy requests after penalties only). Prompts'
-            are raw.
-        seed: seed from which requests without one draw theirs.
+        logprobs_mode: kind of log-probabilities reported for emitted tokens: "raw_logprobs" (the model's own) or
+            "processed_logprobs" (after penalties, temperature, top-k, top-p and min-p; for greedy requests after
+            penalties only). Those of prompt tokens are always raw.
+        seed: seed of the engine, from which requests without a seed draw their own.
 
     Attributes, computation:
-        implementation: kernels; "auto" takes Pallas on a GPU.
-        quantize: "int8", "fp8" or "fp8_dynamic" for the target's products (`jspec.models.quantize`); None: as loaded.
-            The drafter has an option of its own.
+        implementation: kernel implementation, "pallas" or "reference"; "auto" chooses Pallas on a GPU.
+        quantize: quantisation of the target's matrix products: "int8", "fp8" or "fp8_dynamic"
+            (`jspec.models.quantize`); None: weights as loaded. The drafter has an option of its own.
         deterministic: a request's tokens at temperature 0, or with a seed under "coupled", are bit for bit the same for
             every drafter, tree, bucket, batch, slot, page size and chunking, at some cost in time; needs weights that
             are not quantised.
-        compile_cache: folder of compiled programs, for the whole process from now on; None:
+        compile_cache: folder in which the whole process stores compiled programs from now on; None: the folder
             JAX_COMPILATION_CACHE_DIR, if set.
         log_interval: seconds between log lines while requests run; None: no lines.
 
@@ -125,7 +128,7 @@ class EngineConfig:
 
     @property
     def accept_options(self) -> dict[str, float]:
-        """Options of the rule that ``accept`` names, for `jspec.verify.resolve`."""
+        """Options to pass to `jspec.verify.resolve` with the name in ``accept``: those of "typical", else none."""
         is_typical = self.accept == "typical"
         return dict(threshold=self.typical_threshold, alpha=self.typical_alpha) if is_typical else {}
 
@@ -168,7 +171,7 @@ class EngineConfig:
         object.__setattr__(self, "prefill_buckets", _ascending("prefill_buckets", tokens))
 
 
-Check = tuple[str, Callable[[Any], bool]]  # the expected value in words, and whether a value is one
+Check = tuple[str, Callable[[Any], bool]]  # the expected value in words, and the test of a value
 
 
 def _one_of(*allowed: object) -> Check:

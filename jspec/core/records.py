@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jspec.core.accept_rule import AcceptRule
 
 MAX_STOP_IDS = 8  # stop ids per row
-NO_TOKEN = -1  # before a text's beginning, after a path's end; in the beginning of a bad word: any token
+NO_TOKEN = -1  # padding before the first token and after a path's last one; in a bad word: matches any token
 UNLIMITED = 2**30  # a token count above any that occurs
 
 
@@ -49,7 +49,7 @@ class Sampling:
 
     @classmethod
     def greedy(cls, rows: int) -> Sampling:
-        """Greedy rows without stop ids and caps; every field is an array of its own."""
+        """Parameters of ``rows`` greedy rows without stop ids and draft caps; no two fields share an array."""
         return cls(
             temperature=jnp.zeros(rows, jnp.float32),
             top_k=jnp.zeros(rows, jnp.int32),
@@ -65,16 +65,16 @@ class Sampling:
 class Controls:
     """Penalties, bad words, bias and grammar state of each slot (`jspec.sampling.penalties`).
 
-    Where ``used`` is False the other fields are undefined, except ``prompt_size`` and ``processor_args``.
+    If a slot's ``used`` is False, its other fields are undefined, except ``prompt_size`` and ``processor_args``.
     """
 
-    used: Bool[Array, "slots"]  # whether the slot's request uses any of them
+    used: Bool[Array, "slots"]  # whether the slot's request uses penalties, bad words, a bias or a grammar
     repetition: Float[Array, "slots"]  # repetition penalty; 1: off
     presence: Float[Array, "slots"]  # presence penalty; 0: off
     frequency: Float[Array, "slots"]  # frequency penalty; 0: off
-    may_end_at: Int[Array, "slots"]  # first position at which a stop id is allowed
-    recent: Int[Array, "slots look_back"]  # newest tokens, the root last; -1 before the text's beginning
-    bad_beginnings: Int[Array, "slots words look_back"]  # bad words without their last token, at the right; -1: any
+    may_end_at: Int[Array, "slots"]  # first token position at which a stop id is allowed
+    recent: Int[Array, "slots look_back"]  # newest tokens, the root last; -1 before the prompt's first token
+    bad_beginnings: Int[Array, "slots words look_back"]  # bad words without last token, right-aligned; -1: any token
     bad_ends: Int[Array, "slots words"]  # last token of each bad word; V where unused
     bias: Float[Array, "slots vocab"]  # bias added to the logits; -inf: banned for the whole request
     counts: Int[Array, "slots vocab"]  # 2 x (occurrences in the output, root included) + 1 if in the prompt
@@ -86,11 +86,11 @@ class Controls:
 
 @struct.dataclass
 class Grammars:
-    """Tables of `jspec.engine.grammar.token_table.Grammar`, shared by the slots; all int16."""
+    """Transition tables (`jspec.engine.grammar.token_table.Grammar`), shared by the slots; all int16."""
 
-    class_of: Int[Array, "tables vocab"]  # class of each token
-    next: Int[Array, "tables cells"]  # state after a state and a class, at state * classes + class; -1: not allowed
-    classes: Int[Array, "tables"]  # classes per table
+    class_of: Int[Array, "tables vocab"]  # token class of each token
+    next: Int[Array, "tables cells"]  # next state for (state, class), at state * classes + class; -1: not allowed
+    classes: Int[Array, "tables"]  # number of token classes of each table
 
 
 @struct.dataclass
@@ -112,9 +112,9 @@ class SlotState:
 
 @struct.dataclass
 class SlotView:
-    """The bucket's rows of `SlotState`, gathered once at the start of a step; contains no pool."""
+    """The rows of `SlotState` for a step's bucket, gathered once at the start of the step; contains no KV pool."""
 
-    slots: Int[Array, "batch"]  # slot of each row; S: padding
+    slots: Int[Array, "batch"]  # slot index of each row; S for padding rows
     root: Int[Array, "batch"]
     lengths: Int[Array, "batch"]
     active: Bool[Array, "batch"]
@@ -122,11 +122,11 @@ class SlotView:
     page_table: Int[Array, "batch pages"]
     sampling: Sampling
     accept: AcceptRule = struct.field(pytree_node=False)  # accept rule of this program
-    all_greedy: bool = struct.field(pytree_node=False)  # whether this branch of the program has greedy rows only
+    all_greedy: bool = struct.field(pytree_node=False)  # whether this branch of the program handles only greedy rows
     implementation: str = struct.field(pytree_node=False)  # kernel implementation
     deterministic: bool = struct.field(pytree_node=False, default=False)  # a row's bits do not depend on other rows
     token_history: Int[Array, "batch positions"] | None = None  # token of each row; for a prefill or a processor
-    controls: Controls | None = None  # controls of all slots, ungathered: each row has a vocabulary of numbers
+    controls: Controls | None = None  # controls of all slots, not gathered: a row has vocabulary-sized fields
     grammars: Grammars | None = None
     masks: UInt32[Array, "batch nodes words"] | None = None  # host's bit mask of the tokens allowed after each node
     processor: Any = struct.field(pytree_node=False, default=None)  # user's `jspec.sampling.logits_processor`
@@ -136,9 +136,9 @@ class SlotView:
 class TokenBatch:
     """Tokens for one forward pass, and the cache rows they are written to.
 
-    Row t of sequence b is written at cache row ``first_row[b] + t``. It attends to all rows before ``first_row[b]``
-    and, of the rows written here, to those whose bit is set in ``bits`` (None: causal, rows up to t).
-    A level of a draft tree attends to rows of earlier levels too: then ``bits`` count from row ``base[b]``.
+    Token t of sequence b is written at cache row ``first_row[b] + t``. The token attends to all rows before
+    ``first_row[b]`` and to the new rows whose bit is set in ``bits`` (None: causal, new rows up to t).
+    A level of a draft tree also attends to rows of earlier levels: then bit 0 is row ``base[b]``.
     With a ``window``, rows up to ``base[b] - window`` are hidden; for causal queries the window slides: query t sees
     rows from ``base[b] - window + 1 + t``.
     """
@@ -148,16 +148,16 @@ class TokenBatch:
     valid: Bool[Array, "batch tokens"]  # whether the token's KV is written
     first_row: Int[Array, "batch"]  # cache row of each sequence's first token
     page_table: Int[Array, "batch pages"]
-    bits: UInt32[Array, "batch tokens words"] | None  # visible new rows, one bit each
+    bits: UInt32[Array, "batch tokens words"] | None  # visible new rows of each token, one bit per row
     implementation: str = struct.field(pytree_node=False)
     base: Int[Array, "batch"] | None = None  # cache row of bit 0; None: first_row
-    new_rows: int | None = struct.field(pytree_node=False, default=None)  # number of rows that bits cover; None: tokens
-    window: int | None = struct.field(pytree_node=False, default=None)  # newest rows attended to; None: all
+    new_rows: int | None = struct.field(pytree_node=False, default=None)  # rows that bits cover; None: one per token
+    window: int | None = struct.field(pytree_node=False, default=None)  # number of newest rows attended to; None: all
     deterministic: bool = struct.field(pytree_node=False, default=False)  # a row's bits do not depend on other rows
-    paths: Int[Array, "batch tokens depths"] | None = None  # visible nodes by depth; for deterministic trees
+    paths: Int[Array, "batch tokens depths"] | None = None  # visible nodes by depth, for deterministic trees
 
     def pad(self, more: int) -> TokenBatch:
-        """The batch with ``more`` padding tokens per sequence, which are not written and not attended to."""
+        """This batch with ``more`` padding tokens per sequence, which are neither written nor attended to."""
 
         def fill(field: Array) -> Array:
             return jnp.pad(field, [(0, 0), (0, more)] + [(0, 0)] * (field.ndim - 2))
@@ -178,9 +178,9 @@ AncestorMask = Bool[Array | np.ndarray, "batch nodes nodes"]
 class Draft:
     """A drafted tree. Node 0 is the root; a padding node has no children and is never accepted.
 
-    ``probs[b, n]`` are the probabilities from which the CHILDREN of node n were drawn, over the draft vocabulary, after
-    all of the drafter's processing. None: the draft is a deterministic function of the committed tokens (and, under
-    "coupled", of the target's noise).
+    ``probs[b, n]`` are the probabilities, after temperature and filters, from which the CHILDREN of node n were drawn,
+    over the draft vocabulary. If ``probs`` is None, the draft is a deterministic function of the committed tokens (and,
+    under "coupled", of the target's noise).
     """
 
     tokens: Int[Array, "batch nodes"]  # target-vocabulary id of each node
@@ -193,19 +193,19 @@ class Draft:
 
 @struct.dataclass
 class Verdict:
-    """The result of verifying a draft."""
+    """The result of verifying a draft: accepted nodes and emitted tokens of each row."""
 
-    accept_len: Int[Array, "batch"]  # draft tokens accepted, before any cut
+    accept_len: Int[Array, "batch"]  # number of accepted draft tokens, before the cut
     path: Int[Array, "batch depth1"]  # accepted nodes, the root first; -1 after accept_len
     tokens: Int[Array, "batch depth1"]  # accepted tokens, then the bonus token, then -1
-    counts: Int[Array, "batch"]  # tokens emitted, after the cut at stop ids and at `remaining`
+    counts: Int[Array, "batch"]  # number of emitted tokens, after the cut at stop ids and at `remaining`
     ended: Bool[Array, "batch"]  # whether the row emits its last token
     grammar_state: Int[Array, "batch"] | None = None  # grammar state after the bonus token; -1: no grammar
 
 
 @struct.dataclass
 class Trace:
-    """The drafts of a dispatch, for pictures and tests; compiled in only when asked for."""
+    """The drafts of a dispatch, for plots and tests; part of a program's output only if requested."""
 
     tokens: Int[Array, "rounds batch nodes"]  # as in `Draft`
     parents: Int[Array, "rounds batch nodes"]  # as in `Draft`, -1 for invalid nodes too
@@ -215,50 +215,50 @@ class Trace:
 
 @struct.dataclass
 class LogProbs:
-    """Natural log-probabilities at given places of the output; compiled in only when asked for."""
+    """Natural log-probabilities at each output position; part of a program's output only if requested."""
 
-    chosen: Float[Array, "*places"]  # log-probability of the token
-    ranks: Int[Array, "*places"]  # rank of the token, 1 for the most likely
-    top: Float[Array, "*places top"]  # log-probabilities of the most likely tokens, best first
-    top_ids: Int[Array, "*places top"]  # ids of the most likely tokens
+    chosen: Float[Array, "*places"]  # log-probability of the emitted token
+    ranks: Int[Array, "*places"]  # rank of the emitted token, 1 for the most likely
+    top: Float[Array, "*places top"]  # log-probabilities of the most likely tokens, largest first
+    top_ids: Int[Array, "*places top"]  # ids of the most likely tokens, in the same order
 
 
 @struct.dataclass
 class StepOutput:
-    """The small, undonated result of a dispatch: copied to the host while the next dispatch runs."""
+    """The result of a dispatch that is copied to the host while the next dispatch runs; small and never donated."""
 
-    report: Int[Array, "rounds batch columns"]  # tokens and counts, as `StepResult` splits them
+    report: Int[Array, "rounds batch columns"]  # packed tokens and counts (`pack_result`)
     trace: Trace | None
     logprobs: LogProbs | None = None  # log-probabilities of the emitted tokens, [rounds, batch, depth + 1]
     prompt: LogProbs | None = None  # log-probabilities of the token after each token of a chunk, [tokens]
 
 
 class StepResult(NamedTuple):
-    """A `StepOutput.report` as the host reads it, in one of two forms.
+    """A `StepOutput.report` split into its fields on the host.
 
-    `read` gives arrays ``[rounds, batch]``, tokens ``[rounds, batch, depth + 1]``. `rounds` gives one row's steps, with
-    ints and a list of tokens; these have no `depth`.
+    The fields are arrays ``[rounds, batch]``, tokens ``[rounds, batch, depth + 1]``, if made by `read`. The results of
+    `rounds` are of one row and one round each: their fields are ints and a list of tokens, and `depth` is unavailable.
     """
 
     tokens: Any  # emitted tokens, -1 after the last
     counts: Any  # number of emitted tokens
-    accept_len: Any  # draft tokens accepted, before any cut
-    num_drafted: Any  # valid draft nodes without the root
+    accept_len: Any  # number of accepted draft tokens, before the cut
+    num_drafted: Any  # number of valid draft nodes, the root excluded
     ended: Any  # whether the row has ended
 
     @property
     def depth(self) -> int:
-        """Depth of the drafted tree."""
+        """Depth of the drafted trees; only for results of `read`."""
         return self.tokens.shape[-1] - 1
 
     @classmethod
     def read(cls, report: np.ndarray) -> StepResult:
-        """All steps and rows as arrays."""
+        """Split a report into arrays over all rounds and rows."""
         return cls(report[..., :-4], *(report[..., column] for column in range(-4, 0)))
 
     @classmethod
     def rounds(cls, report: np.ndarray) -> list[StepResult]:
-        """One row's results step by step; plain ints save the host a third of its time at 64 rows.
+        """Split one row of a report into a result per round; plain ints save the host a third of its time at 64 rows.
 
         Args:
             report: one row of a report, [rounds, columns].
@@ -267,21 +267,21 @@ class StepResult(NamedTuple):
 
 
 def pack_result(verdict: Verdict, num_drafted: Int[Array, "batch"]) -> Int[Array, "batch columns"]:
-    """The result of a step as one int32 array, for a single copy to the host; `StepResult.read` splits it."""
+    """Pack a round's result into one int32 array, for a single copy to the host; `StepResult.read` splits the array."""
     tail = jnp.stack([verdict.counts, verdict.accept_len, num_drafted, verdict.ended.astype(jnp.int32)], axis=-1)
     return jnp.concatenate([verdict.tokens, tail], axis=-1)
 
 
 class PrefillInput(NamedTuple):
-    """One chunk of one prompt: numpy on the host, sent as a single int32 vector by `pack`. Scalars are int32."""
+    """One chunk of one prompt: numpy on the host, sent to the device as one int32 vector. Scalars are int32."""
 
     slot: Any  # slot index
     start: Any  # position of the chunk's first token
-    count: Any  # tokens in the chunk
-    last: Any  # 1 for the prompt's last chunk
-    write: Any  # 0: the rows are in the cache already, and other requests may be reading them
-    root: Any  # token after the chunk, if known; -1: it is sampled
-    remaining: Any  # tokens the request may still emit, the root included
+    count: Any  # number of tokens in the chunk
+    last: Any  # 1 if this is the prompt's last chunk
+    write: Any  # 1: write the cache rows; 0: they are in the cache already, and other requests may be reading them
+    root: Any  # token after the chunk, if known; -1: sample the token
+    remaining: Any  # number of tokens the request may still emit, the root included
     top_k: Any  # as in `Sampling`
     draft_cap: Any  # as in `Sampling`
     controlled: Any  # 1: the slot's `Controls` hold this request's penalties
@@ -294,17 +294,17 @@ class PrefillInput(NamedTuple):
     tokens: Any  # the chunk's tokens, int32 [T]
 
     def pack(self) -> np.ndarray:
-        """A new int32 vector of all fields; floats and seeds keep their bits."""
+        """Pack all fields into a new int32 vector; floats and seeds keep their bits."""
         fields = [np.atleast_1d(field) for field in self]
         assert all(field.dtype.itemsize == 4 for field in fields), "every field is int32, uint32 or float32"
         return np.concatenate([field.view(np.int32) for field in fields])
 
     @classmethod
     def unpack(cls, packed: Int[Array, "packed"], *, pages: int) -> PrefillInput:
-        """The inverse of `pack`, on the device.
+        """Split a packed vector into its fields, on the device; the inverse of `pack`.
 
         Args:
-            pages: pages per slot (P).
+            pages: number of pages per slot (P).
         """
         count = cls._fields.index("seed")
         scalars = dict(zip(cls._fields[:count], packed[:count], strict=True))

@@ -4,7 +4,7 @@ A chain is the tree whose parents are ``i - 1``; plain decoding is the tree of o
 root, and ``parents[i] < i``.
 
 A static tree names its nodes by paths of ranks: node (2, 0) is the best child of the root's third best child. A dynamic
-tree (EAGLE-2, arXiv:2406.16858) has a fixed number of nodes; the drafter's scores choose in every step which candidates
+tree (EAGLE-2, arXiv:2406.16858) has a fixed number of nodes; in every step the drafter's scores decide which candidates
 become nodes.
 """
 
@@ -24,17 +24,17 @@ Path = tuple[int, ...]
 
 
 class TreeLevel(NamedTuple):
-    """The nodes of one level of a static tree, in order; ``with_children`` may be shorter than the other lists."""
+    """The nodes of one level of a static tree; ``parents`` and ``fed_parents`` are empty for the root's level."""
 
     nodes: list[int]  # node ids
     ranks: list[int]  # rank of each node among its parent's candidates
     parents: list[int]  # index of each node's parent in the level above
-    fed_parents: list[int]  # index of each node's parent among the nodes with children of the level above
+    fed_parents: list[int]  # index of each node's parent among those nodes of the level above that have children
     with_children: list[int]  # indices in this level of the nodes with children
 
     @property
     def num_parents(self) -> int:
-        """Number of nodes with children in the level above."""
+        """Number of nodes in the level above that have children."""
         return max(self.fed_parents) + 1
 
 
@@ -43,10 +43,10 @@ class Tree:
     """The static shape of a drafter's tree; made by `chain`, `static` or `topk`.
 
     Attributes:
-        nodes: number of nodes, the root included (N); the verification forward has that many tokens a row.
-        depth: deepest draft level (D); a step emits at most ``depth + 1`` tokens.
+        nodes: number of nodes, the root included (N); the target's forward pass has that many tokens per row.
+        depth: depth of the deepest node (D), the root being at depth 0; a step emits at most ``depth + 1`` tokens.
         paths: path of each node but the root, sorted by length, then by values; None for a dynamic tree.
-        k: children per node and nodes fed per level of a dynamic tree; 0 for a static one.
+        k: children per node, and nodes per level that are fed to the drafter, in a dynamic tree; 0 for a static tree.
     """
 
     nodes: int
@@ -63,7 +63,7 @@ class Tree:
 
     @classmethod
     def chain(cls, length: int) -> Tree:
-        """A chain of ``length`` draft tokens after the root.
+        """Make a chain of ``length`` draft tokens after the root.
 
         Raises:
             ValueError: length < 1 (for plain decoding use ``drafter=None``).
@@ -74,13 +74,13 @@ class Tree:
 
     @classmethod
     def static(cls, paths: Iterable[Sequence[int]]) -> Tree:
-        """The tree with a node for each path; a path lists the ranks from the root down, 0 for the best child.
+        """Make the tree with a node for each path; a path lists the ranks from the root down, 0 for the best child.
 
         Args:
             paths: paths in any order.
 
         Raises:
-            ValueError: no path, a repeated, empty or negative path, or a path whose parent is not among them.
+            ValueError: there are no paths, or a path is repeated or empty, has a negative rank, or has no parent path.
         """
         try:
             given = [tuple(operator.index(rank) for rank in path) for path in paths]
@@ -97,12 +97,12 @@ class Tree:
 
     @classmethod
     def topk(cls, nodes: int, depth: int, k: int) -> Tree:
-        """EAGLE-2's dynamic tree: of ``k + (depth - 1) * k * k`` candidates the best ``nodes - 1`` are verified.
+        """Make EAGLE-2's dynamic tree: of ``k + (depth - 1) * k * k`` candidates the best ``nodes - 1`` are verified.
 
         Args:
             nodes: number of nodes, the root included (the authors' total_token).
-            depth: deepest draft level (the authors' depth + 1).
-            k: children per node, and nodes fed per level.
+            depth: depth of the deepest level (the authors' depth + 1).
+            k: children per node, and nodes per level that are fed to the drafter.
 
         Raises:
             ValueError: sizes below 1, or fewer candidates than nodes.
@@ -119,10 +119,10 @@ class Tree:
 
     @classmethod
     def parse(cls, text: str) -> Tree:
-        """A tree from a text: ``chain:4``, ``topk:60,8,10``, ``static:0,1,0.0``.
+        """Make the tree that a text describes: ``chain:4``, ``topk:60,8,10`` (nodes, depth, k), ``static:0,1,0.0``.
 
         Raises:
-            ValueError: another text.
+            ValueError: the text has another form.
         """
         kind, _, sizes = text.partition(":")
         try:
@@ -139,10 +139,10 @@ class Tree:
         raise ValueError(f"tree: expected {TREE_FORMS}, got {text!r}")
 
     def cut(self, depth: int) -> Tree:
-        """This tree cut at a depth; a dynamic tree keeps the same share of its nodes; 0 leaves only the root.
+        """Return this tree without the nodes below a depth; a dynamic tree keeps nodes in proportion to the depth.
 
         Raises:
-            ValueError: not ``0 <= depth <= self.depth``.
+            ValueError: the depth is outside ``[0, self.depth]``.
         """
         if not 0 <= depth <= self.depth:
             raise ValueError(f"Tree.cut: expected a depth from 0 to {self.depth}, that of {self}, got {depth}")
@@ -157,7 +157,7 @@ class Tree:
         return Tree(nodes=len(paths) + 1, depth=depth, paths=paths)
 
     def __str__(self) -> str:
-        """The text that `parse` reads; "none" for the root alone."""
+        """The text that `parse` reads; "none" for the tree of the root alone."""
         if self.paths is None:
             return f"topk:{self.nodes},{self.depth},{self.k}"
         if self.is_chain and not any(self.ranks):
@@ -166,7 +166,7 @@ class Tree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether parents are ``i - 1``: then accepted rows are in place in the cache. The root alone is a chain."""
+        """Whether the parent of every node i is ``i - 1``; then accepted cache rows need no move."""
         return self.paths is not None and self.nodes == self.depth + 1
 
     @cached_property
@@ -182,7 +182,7 @@ class Tree:
 
     @cached_property
     def levels(self) -> tuple[TreeLevel, ...]:
-        """The levels of a static tree, the root's first."""
+        """The levels of a static tree, from the root down."""
         depths = [0, *(len(path) for path in self._static_paths)]
         levels: list[TreeLevel] = []
         for depth in range(self.depth + 1):
@@ -207,17 +207,17 @@ class Tree:
 
     @property
     def branching(self) -> int:
-        """Number of candidates that a node must have: the largest rank in the tree + 1."""
+        """Number of child candidates to draft per node: ``k``, or the largest rank in a static tree + 1."""
         return self.k if self.paths is None else max(self.ranks) + 1
 
     @property
     def draft_rows(self) -> int:
-        """Cache rows that a draft model writes for this tree, the root's included."""
+        """Number of cache rows that a draft model writes for this tree, the root's included."""
         return 1 + self.k * (self.depth - 1) if self.paths is None else max(len(self.fed), 1)
 
     @property
     def scratch_rows(self) -> int:
-        """Cache rows after the committed ones that a step may write, in either pool."""
+        """Number of cache rows that a step may write after the committed rows, in the target's or the draft's pool."""
         return max(self.nodes, self.draft_rows)
 
     @property

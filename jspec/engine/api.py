@@ -38,25 +38,25 @@ from jspec.step.memory import MemoryPlan
 
 @final
 class Engine:
-    """Decodes requests in rounds of one device program each.
+    """Decodes requests with speculative decoding, in rounds of one device program each.
 
-    There is no background thread: a caller that waits for its request steps the engine, which serves all other requests
-    too. All methods may be called from several threads at once.
+    There is no background thread: a caller that waits for its request steps the engine, and a step serves all requests.
+    All methods may be called from several threads at once.
 
     Args:
         target: the model whose distribution the output has.
-        drafter: proposes tokens; None is plain decoding through the same step.
-        tokenizer: a `Tokenizer`, a folder, "bytes", or None for ids in and ids out.
+        drafter: proposes tokens; None: plain decoding with the same programs.
+        tokenizer: a `Tokenizer`, a folder with tokenizer files, or "bytes"; None: prompts and output are token ids.
         eos_ids: tokens that end a request.
         logits_processor: a pure function of jax arrays, traced into every program: takes logits ``[batch, nodes,
             vocab]`` and a `jspec.sampling.logits_processor.LogitsContext`, and returns logits. It is applied after
-            penalties and grammar and before temperature, in every round, for all requests; with it the code of the
-            penalties runs in every round.
+            penalties and grammar and before temperature, in every round, for all requests; every round then also
+            computes the penalties.
         options: fields of `EngineConfig`.
 
     Attributes:
-        config: the options.
-        core: the loop with its scheduler and its model runner.
+        config: the checked options.
+        core: the engine's loop with its scheduler and its model runner.
         input_processor: makes requests from prompts.
 
     Raises:
@@ -99,11 +99,12 @@ class Engine:
         logits_processor: LogitsProcessor | None = None,
         **options: Any,
     ) -> Self:
-        """Load a Hugging Face folder, a folder written by ``python -m convert``, or a hub id.
+        """Make an engine for a checkpoint; further arguments are those of `Engine`.
 
         Args:
+            path: a Hugging Face folder, a folder written by ``python -m convert``, a hub id, or a loaded model.
             dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
-            tokenizer: "bytes" for byte-level models; None: the folder's, if it has one.
+            tokenizer: as for `Engine`; None: the folder's tokenizer, if it has one.
         """
         if isinstance(path, Model):
             return cls(path, drafter=drafter, tokenizer=tokenizer, logits_processor=logits_processor, **options)
@@ -129,18 +130,18 @@ class Engine:
         trace: bool = False,
         progress: bool = False,
     ) -> list[Completion]:
-        """Complete prompts; the completions are in the order of the prompts.
+        """Complete prompts; return the completions in the order of the prompts.
 
-        A request that fails on its way ends with ``finish_reason="error"`` and its ``error``; the others go on.
+        A request that fails while it runs ends with ``finish_reason="error"`` and its ``error``; other requests go on.
 
         Args:
-            prompts: one string or one list of token ids is one prompt; else a list of prompts.
-            params: one for all prompts, or one per prompt.
+            prompts: one prompt (a string or a list of token ids) or a list of prompts.
+            params: one `SamplingParams` for all prompts, or one per prompt.
             trace: record every round's tree in ``Completion.rounds``.
-            progress: show a bar with tokens/s and mean acceptance length.
+            progress: show a progress bar with tokens/s and mean acceptance length.
 
         Raises:
-            ValueError: a prompt or a parameter that cannot be served; nothing is queued then.
+            ValueError: a prompt or a parameter cannot be served; nothing is queued then.
         """
         asked = self._make_requests(prompts, params, trace=trace)
         requests = [sample for request in asked for sample in request.samples]
@@ -159,44 +160,44 @@ class Engine:
     def chat(
         self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None, **options: Any
     ) -> list[Completion]:
-        """Complete a conversation that the tokenizer's chat template formats.
+        """Complete a conversation, which the tokenizer's chat template formats; ``options`` are those of `generate`.
 
         Raises:
-            ValueError: no tokenizer, or one without a chat template.
+            ValueError: there is no tokenizer, or the tokenizer has no chat template.
         """
         if self.tokenizer is None:
             raise ValueError("chat: this engine has no tokenizer; pass tokenizer= or call generate with token ids")
         return self.generate(self.tokenizer.chat(list(messages)), params, **options)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
-        """Queue one prompt; `result` waits for it, `abort` ends it.
+        """Queue one prompt as a request, to be passed to `result` or `abort`.
 
         Raises:
-            ValueError: a prompt or a parameter that cannot be served.
+            ValueError: the prompt or a parameter cannot be served.
         """
         (request,) = self._make_requests([prompt], params, trace=False)
         self._queue(request.samples)
         return request
 
     def result(self, request: Request) -> Completion:
-        """Step until a request from `submit` has ended."""
+        """Step the engine until a request from `submit` has ended; return its completion."""
         while any(sample.finish_reason is None for sample in request.samples):
             self.step()
         return make_completion(request)
 
     def abort(self, request: Request) -> None:
-        """End a request with all its completions; slots and pages are free at once. Ended ones stay as they are."""
+        """End all completions of a request that still run; their slots and pages are free at once."""
         self._abort(request.samples)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Complete one prompt, chunk by chunk as rounds are read.
+        """Complete one prompt; yield a chunk of output whenever a round's result has been read.
 
-        The request is checked here and queued when the first chunk is asked for. Closing the iterator aborts it. If the
-        request fails, its error is raised after the last chunk. With ``n`` > 1 the chunks of all completions come as
-        they are ready, each with its completion's index.
+        The request is checked at once and queued when the first chunk is requested. Closing the iterator aborts the
+        request. If the request fails, its error is raised after the last chunk. With ``n`` > 1 the chunks of all
+        completions are interleaved, each with the index of its completion.
 
         Raises:
-            ValueError: a prompt or a parameter that cannot be served.
+            ValueError: the prompt or a parameter cannot be served.
         """
         (request,) = self._make_requests([prompt], params, trace=False)
         return self._stream(request)
@@ -216,7 +217,7 @@ class Engine:
             self._abort(request.samples)
 
     def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
-        """As `stream`, for any number of asyncio tasks at once; cancelling the task aborts the request."""
+        """Do what `stream` does in asyncio, for any number of tasks at once; cancelling a task aborts its request."""
         (request,) = self._make_requests([prompt], params, trace=False)
         return self._astream(request)
 
@@ -232,11 +233,11 @@ class Engine:
             _raise_error(request)
         finally:
             if any(sample.finish_reason is None for sample in request.samples):
-                # In a thread, as it takes the lock, for which the event loop must not wait.
+                # In a thread, because an abort waits for the lock and the event loop must not wait.
                 await asyncio.shield(asyncio.to_thread(self._abort, request.samples))
 
     async def _astep(self) -> None:
-        """Wait for a step in a thread: the one that another task of this event loop waits for, or a new one."""
+        """Wait for a step in a thread, shared by all tasks of this event loop that wait at the same time."""
         loop = asyncio.get_running_loop()
         step = self._shared_steps.get(loop)
         if step is None or step.done():
@@ -247,7 +248,7 @@ class Engine:
         bar.update(sum(len(request.token_ids) for request in requests) - bar.n)
         bar.set_postfix(tau=f"{self.metrics.mean_acceptance_length:.2f}", refresh=False)
 
-    # -- the loop, inside lock, recovery and log
+    # -- the loop, with lock, recovery and log
 
     def step(self) -> None:
         """Dispatch one step and read the results that are due, for all requests."""
@@ -260,10 +261,10 @@ class Engine:
             if self._stats_logger.is_due():
                 self._stats_logger.write(self.metrics, self.core.gauges())
             for rows in self.core.take_drafted_rows():
-                self._acceptance_warner.count(rows)  # last: a filter may make its warning an error, for the caller
+                self._acceptance_warner.count(rows)  # last: a warning filter may make this raise an error
 
     def _make_requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
-        """Check everything that a caller asks for, and compile what it needs, before anything is queued."""
+        """Make and check a caller's requests, and compile missing programs, before any request is queued."""
         self._check_open()
         requests = self.input_processor.requests(prompts, params, trace=trace)
         for request in requests:
@@ -272,7 +273,7 @@ class Engine:
         return requests
 
     def _queue(self, requests: Sequence[Request]) -> None:
-        """Add requests to the schedule; one that was aborted before is left out."""
+        """Add requests to the schedule, except those that were aborted already."""
         queued_at = time.perf_counter()
         with self._lock:
             self._check_open()
@@ -281,10 +282,10 @@ class Engine:
                     self.core.add(request, queued_at)
 
     def _abort(self, requests: Sequence[Request]) -> None:
-        """End the requests that have not ended yet.
+        """Abort those of the requests that have not ended yet.
 
-        Within a step of the same thread (a tokenizer's callback, a stream that the garbage collector closes) they end
-        at the end of the step.
+        If this thread is inside a step (in a tokenizer's callback, or when the garbage collector closes a stream), the
+        requests end at the end of the step.
         """
         live = [request for request in requests if request.finish_reason is None]
         if self._lock.is_mine:
@@ -317,7 +318,7 @@ class Engine:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None: ids in and ids out."""
+        """The engine's tokenizer; None: prompts and output are token ids."""
         return self.input_processor.tokenizer
 
     @property
@@ -331,7 +332,7 @@ class Engine:
 
     @property
     def policy(self) -> Policy:
-        """Chooses the draft depth; another one may be set while nothing is in flight."""
+        """The policy that chooses the draft depth; it may be replaced while no dispatch is in flight."""
         return self.core.policy
 
     @policy.setter
@@ -340,22 +341,22 @@ class Engine:
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine can serve: False once the device's state could not be made anew after an error."""
+        """Whether the engine can serve; False after an error from which the device's state could not be recreated."""
         return self._recovery.healthy
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """Device memory of weights, pools and programs; `str` describes it."""
+        """Device memory of weights, pools and programs; ``str(plan)`` is a readable summary."""
         return self.core.runner.memory_plan
 
     @property
     def compile_seconds(self) -> dict[str, float]:
-        """Seconds each program took to compile."""
+        """Seconds that each program took to compile, by name."""
         return dict(self.core.runner.programs.seconds)
 
     @property
     def lower_seconds(self) -> dict[str, float]:
-        """Seconds each program took to be traced and lowered, before it was compiled."""
+        """Seconds that each program took to be traced and lowered before it was compiled, by name."""
         return dict(self.core.runner.programs.lower_seconds)
 
     @property
@@ -369,13 +370,13 @@ class Engine:
         return self.scheduler.pages.num_used
 
     def prometheus(self, model_name: str = "jspec") -> str:
-        """Counters, gauges and latencies as text for Prometheus, under vLLM's names."""
+        """Counters, gauges and latencies in Prometheus' text format, under vLLM's names."""
         with self._lock:
             return exposition(self.metrics, self.core.latencies, self.core.gauges(), model_name)
 
 
 def _with_new_output(num_sent: dict[Request, int]) -> list[Request]:
-    """The completions of a stream that have more tokens than were sent, or have ended."""
+    """Completions that have more tokens than were sent (``num_sent``), or have ended."""
     return [
         sample
         for sample, count in num_sent.items()
@@ -384,7 +385,7 @@ def _with_new_output(num_sent: dict[Request, int]) -> list[Request]:
 
 
 def _next_chunk(sample: Request, num_sent: dict[Request, int]) -> Chunk:
-    """The unsent output of a completion; one that has ended is removed from ``num_sent``."""
+    """Make a chunk of a completion's unsent tokens and update ``num_sent``; a completion that has ended is removed."""
     chunk = make_chunk(sample, num_sent[sample])
     num_sent[sample] += len(chunk.token_ids)
     if chunk.finish_reason is not None:
@@ -393,7 +394,7 @@ def _next_chunk(sample: Request, num_sent: dict[Request, int]) -> Chunk:
 
 
 def _raise_error(request: Request) -> None:
-    """Raise the error of the first completion that failed, if any."""
+    """Raise the error of a request's first failed completion, if any failed."""
     for sample in request.samples:
         if sample.error is not None:
             raise sample.error

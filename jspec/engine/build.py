@@ -1,4 +1,4 @@
-"""An engine's loop from models and options: options checked against each other, memory planned, programs compiled."""
+"""Builds an engine's loop from models and options: checks the options, plans memory, compiles programs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def build_core(
     *,
     has_tokenizer: bool,
 ) -> EngineCore:
-    """Compile the programs of a target and a drafter and set up the loop around them.
+    """Compile the programs of a target and a drafter, and make the engine's loop that runs them.
 
     Args:
-        drafter: None is plain decoding.
+        drafter: proposes tokens; None: plain decoding.
         has_tokenizer: whether requests may have a grammar, which takes device memory for its tables.
 
     Raises:
-        ValueError: options or models that do not fit together or into memory.
+        ValueError: options or models do not fit together or into memory.
     """
     drafter = NoDraft() if drafter is None else drafter
     if config.draft_window is not None:
@@ -82,10 +82,10 @@ def _policy(config: EngineConfig, drafter: Drafter, depths: tuple[int, ...]) -> 
 
 
 def _draft_depths(config: EngineConfig, drafter: Drafter) -> tuple[int, ...]:
-    """The draft depths to compile rounds for, ascending; the last one is the depth of the drafter's tree.
+    """Draft depths to compile rounds for, ascending; the last one is the depth of the drafter's tree.
 
     Raises:
-        ValueError: adaptive without a drafter, or draft_depths that end at another depth.
+        ValueError: ``adaptive`` is set without a drafter, or ``draft_depths`` end at another depth.
     """
     depth = drafter.tree.depth
     if not config.adaptive:

@@ -26,12 +26,12 @@ class EngineCore:
     """Runs queued requests step by step; for one thread at a time.
 
     Attributes:
-        policy: chooses the draft depth; may be replaced while nothing is in flight.
-        in_flight: dispatched steps whose result was not read yet, the oldest first.
+        policy: chooses the draft depth; may be replaced while no step is in flight.
+        in_flight: (plan, output) of the dispatched steps whose result was not read yet, the oldest first.
         is_mid_step: True while an interrupt would leave requests, schedule and device inconsistent.
-        drafted_rows: result rows of requests that were drafted for, for the warning about low acceptance.
+        drafted_rows: result rows of requests with drafts, read for the warning about low acceptance.
         ended_metrics: sum of the counters of ended requests.
-        latencies: histograms over complete requests.
+        latencies: latency histograms over complete requests.
     """
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler, policy: Policy) -> None:
@@ -48,7 +48,7 @@ class EngineCore:
     # -- the loop
 
     def step(self, *, overlap: bool) -> None:
-        """Plan and dispatch one step, then read results: with overlap all but the newest, else all."""
+        """Plan and dispatch one step, then read the results of all steps in flight, except the newest with overlap."""
         self.stopwatch.come_back()
         if self._needs_newest_tokens():
             self._read_down_to(0)  # results that an interrupt left unread
@@ -58,7 +58,7 @@ class EngineCore:
         self.stopwatch.leave()
 
     def _needs_newest_tokens(self) -> bool:
-        """Whether the next dispatch needs the newest tokens on the host, for masks of a grammar."""
+        """Whether the host must read the newest tokens before the next dispatch, to compute grammar masks from them."""
         return wants_newest(self.scheduler.running)
 
     def _plan_and_dispatch(self) -> Plan | None:
@@ -83,7 +83,7 @@ class EngineCore:
             self.is_mid_step = False
 
     def _read(self, plan: Plan, output: StepOutput) -> None:
-        """Process the result of one step."""
+        """Copy the result of one step to the host and process it."""
         output, seconds = self.runner.to_host(output), self.stopwatch.stop()
         self.scheduler.on_output_read(plan)
         if isinstance(plan, PrefillPlan):
@@ -105,24 +105,24 @@ class EngineCore:
         report = np.asarray(output.report)
         fields, is_plain = StepResult.read(report), output.trace is None and output.logprobs is None
         self._update_policy(plan, fields, seconds if is_plain else None)
-        # The other rows' requests ended in an earlier step whose result was not read when this one was dispatched.
+        # Requests of other rows ended in an earlier step, whose result was read after this step was dispatched.
         live = [(row, request) for row, request in enumerate(plan.requests) if request.finish_reason is None]
         for row, request in live:
             self._read_row(request, output, row, is_round=True)
-        # Edited logits are unknown to the draft, so a low acceptance there says nothing about the drafter.
+        # The drafter does not know of edits to the logits, so low acceptance of such rows says nothing about it.
         is_drafted = fields.depth > 0
         rows = [row for row, r in live if is_drafted and r.params.draft and not self.runner.edits(r)]
         self.drafted_rows.append(report[:, rows])
 
     def _read_row(self, request: Request, step: StepOutput, row: int, *, is_round: bool) -> None:
-        """Process one row of a step's result, which may end its request."""
+        """Process one request's row of a step's result, which may end the request."""
         try:
             reason = process_step_output(request, step, row, is_round=is_round)
             follow(request)
-        except Exception as error:  # a tokenizer's, for instance: it ends this request alone
+        except Exception as error:  # an error of a tokenizer, for instance, ends only this request
             request.output.error, reason = error, "error"
         self._record_times(request)
-        # Where a stop string cut the text, the device has committed rows beyond it, and the draft's rows differ.
+        # After a stop string the device has committed more rows than the text, so the pending rows are others.
         if reason is None or request.output.stop_string is not None:
             self._cache_prefix(request)
         elif request.error is None:
@@ -136,7 +136,7 @@ class EngineCore:
         """Queue a request that the scheduler has checked.
 
         Args:
-            queued_at: `time.perf_counter` from which its latencies count.
+            queued_at: `time.perf_counter` from which the request's latencies count.
         """
         request.output.queued_at = queued_at
         self.scheduler.add(request)
@@ -146,30 +146,30 @@ class EngineCore:
         output = request.output
         if output.finish_reason is not None:
             return
-        if output.queued_at is None:  # it was never queued, and is not counted
+        if output.queued_at is None:  # a request that was never queued is not counted
             output.finish_reason = reason
             return
         try:
             output.finish_text()
         except Exception as error:
             output.error, reason = output.error or error, "error"
-        if output.stop_string is not None and reason in COMPLETE:  # the text is cut before any other end
+        if output.stop_string is not None and reason in COMPLETE:  # the stop string is the earliest end
             reason, output.stop_reason = "stop", output.stop_string
         output.metrics.finished = {reason: 1}
         self.ended_metrics = self.ended_metrics + output.metrics
         if reason in COMPLETE:
             self.latencies.observe(output.metrics)
-        self.scheduler.finish(request)  # not before: an interrupt above leaves a request that can still end
-        output.finish_reason = reason  # last: other threads take it as a sign that all else is written
+        self.scheduler.finish(request)  # not earlier: after an interrupt above, the request can still be ended
+        output.finish_reason = reason  # last: when other threads see it, everything else is written
 
     def fail(self, requests: Sequence[Request], error: Exception) -> None:
-        """End requests with an error."""
+        """End requests with ``finish_reason="error"`` and the given error."""
         for request in list(requests):
             request.output.error = error
             self.finish(request, "error")
 
     def drop_in_flight(self) -> None:
-        """Give up all steps in flight; the rows in the pools count as lost."""
+        """Discard all steps in flight, and treat all rows in the KV pools as lost."""
         self.is_mid_step = False
         self.in_flight.clear()
         self.stopwatch.reset()
@@ -187,12 +187,12 @@ class EngineCore:
     # -- statistics
 
     def take_drafted_rows(self) -> list[np.ndarray]:
-        """The result rows that were drafted for, since the last call."""
+        """Return and clear the result rows of requests with drafts that were read since the last call."""
         rows, self.drafted_rows = self.drafted_rows, []
         return rows
 
     def metrics(self) -> Metrics:
-        """Counters of all requests, ended and live."""
+        """Sum the counters of all requests, ended and live."""
         live = (request.metrics for request in [*self.scheduler.running, *self.scheduler.waiting])
         return sum(live, self.ended_metrics)
 
@@ -211,12 +211,12 @@ class EngineCore:
     # -- draft depth
 
     def _caps(self, plan: RoundPlan) -> list[int]:
-        """Draft tokens that each request accepts at most."""
+        """Most draft tokens per round that each request of a plan accepts."""
         depth = self.runner.program.drafter.tree.depth
         return [draft_cap(request.params, depth) for request in plan.requests]
 
     def _update_policy(self, plan: RoundPlan, result: StepResult, seconds: float | None) -> None:
-        """Report a dispatch to the policy, unless all of its requests had ended before."""
+        """Report a dispatch to the policy, unless all requests of the dispatch had ended earlier."""
         if all(request.finish_reason is not None for request in plan.requests):
             return
         accepted = np.where(result.counts > 0, result.accept_len, -1)[:, : len(plan.requests)]
@@ -225,17 +225,17 @@ class EngineCore:
     # -- prefix cache
 
     def _cache_prefix(self, request: Request) -> None:
-        """Put the request's full pages into the prefix cache."""
+        """Put a request's full pages of committed rows into the prefix cache."""
         has_pending_rows = self.runner.program.drafter.has_pending_rows
         rows = request.state.num_draft_cached_tokens if has_pending_rows else request.rows_committed
         self.scheduler.cache_prefix(request, rows)
 
     def _write_pending_rows(self, request: Request) -> None:
-        """Write the draft's missing rows of a request that has ended, and put its full pages into the prefix cache.
+        """Write the missing draft cache rows of a request that has ended, and put its full pages into the prefix cache.
 
-        No later round of the request would write them.
+        No later round would write these rows.
         """
         if request.state.slot is None:
-            return  # it was preempted after the step was dispatched
+            return  # the request was preempted after the step was dispatched
         self.runner.write_pending_rows(request, self.scheduler.pages.pages_of(request.id))
         self.scheduler.cache_prefix(request, request.rows_committed)

@@ -7,17 +7,17 @@ from collections.abc import Collection, Iterable, Sequence
 from jspec.engine.stop_strings import StopStringMatcher
 from jspec.engine.tokenizer import REPLACEMENT, Tokenizer
 
-CONTEXT = 8  # tokens decoded before new ones, so that a piece keeps its leading blank and a character all its bytes
+CONTEXT = 8  # tokens decoded before new ones, to keep a piece's leading blank and all bytes of a character
 
 
 class TextDecoder:
-    """Pieces of text for the tokens of one completion.
+    """Decodes the tokens of one completion into pieces of text, one per token, up to the first stop string.
 
     Args:
-        tokenizer: None: every piece is empty.
-        prompt_ids: tokens before the completion; they decide whether its first blank is shown.
+        tokenizer: the tokenizer; None: every piece is empty.
+        prompt_ids: tokens before the completion; they decide whether the first blank of the completion is kept.
         stop: stop strings, in the order of precedence.
-        stop_ids: tokens that end the completion; they have no text.
+        stop_ids: tokens that end the completion; their text is left out.
         min_tokens: number of tokens before which no stop string matches.
     """
 
@@ -35,19 +35,20 @@ class TextDecoder:
 
     @property
     def has_text(self) -> bool:
-        """Whether there is a tokenizer."""
+        """Whether tokens are decoded to text; False without a tokenizer."""
         return self._detokenizer is not None
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that was found; the text is cut before it."""
+        """The stop string that was found, before which the text is cut; None: none was found."""
         return self._matcher.found
 
     def push(self, tokens: Sequence[int], num_before: int) -> list[str]:
-        """The pieces of new tokens, one per token; the list ends with the token that completes a stop string.
+        """Decode new tokens to pieces, one per token; the list ends early at the token that completes a stop string.
 
         Args:
-            num_before: tokens of the completion that were pushed before.
+            tokens: new tokens of the completion.
+            num_before: number of tokens pushed earlier.
         """
         if self._detokenizer is None and not self._matcher:
             return [""] * len(tokens)
@@ -61,10 +62,10 @@ class TextDecoder:
         return pieces
 
     def finish(self, num_tokens: int) -> str:
-        """The text that was held back, cut before a stop string.
+        """Return the text that was held back, cut before a stop string; call it when the completion has ended.
 
         Args:
-            num_tokens: tokens of the completion.
+            num_tokens: number of tokens of the completion.
         """
         if self._detokenizer is None:
             return ""
@@ -73,13 +74,13 @@ class TextDecoder:
 
 
 class IncrementalDetokenizer:
-    """Text of a stream of token ids, emitted as soon as no later id can change it.
+    """Decodes a stream of token ids; text is emitted as soon as no later id can change it.
 
-    All pieces together equal `decode` of prompt and ids, without the beginning that `decode` of the prompt alone has.
+    All emitted text together equals ``decode(prompt + ids)`` without the leading ``decode(prompt)``.
     The cost of a push does not grow with the number of earlier ids: only a window of the last tokens is decoded.
 
     Text is held back in two cases: the last character while it may be incomplete (at most three bytes), and a run of
-    byte-fallback tokens until it ends, because one bad byte makes the whole run replacement characters.
+    byte-fallback tokens until the run ends, because one invalid byte turns the whole run into replacement characters.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
@@ -90,10 +91,10 @@ class IncrementalDetokenizer:
             end -= 1
         text = tokenizer.decode(self._window)
         self._sent = _final_length(text if end == len(self._window) else tokenizer.decode(self._window[:end]))
-        self._echo = text[self._sent :]  # unfinished end of the prompt's text; emitted again only if new ids change it
+        self._echo = text[self._sent :]  # unfinished end of the prompt's text, emitted only if new ids change it
 
     def push(self, ids: Sequence[int]) -> str:
-        """Add ids; returns the new text that is final."""
+        """Add ids; return the text that has become final."""
         visible = self._visible(ids)
         self._window += visible
         if not visible or self._window[-1] in self._tokenizer.byte_ids:
@@ -105,7 +106,7 @@ class IncrementalDetokenizer:
         return piece
 
     def finish(self) -> str:
-        """The rest of the text, whether complete characters or not."""
+        """Return the rest of the text, even if its last character is incomplete."""
         text = self._tokenizer.decode(self._window)
         return self._take(text, len(text))
 
@@ -113,7 +114,7 @@ class IncrementalDetokenizer:
         return [token for token in ids if token not in self._tokenizer.hidden_ids]
 
     def _take(self, text: str, end: int) -> str:
-        """The text from the last emitted character to ``end``; marks it as emitted."""
+        """Return the unsent characters of the window's text up to ``end``, and mark them as emitted."""
         piece = text[self._sent : end]
         self._sent = max(self._sent, end)
         if piece and self._echo:
@@ -121,12 +122,12 @@ class IncrementalDetokenizer:
         return piece
 
     def _shorten(self, unsent: int) -> None:
-        """Drop old tokens from the window; the last ``unsent`` characters of its text remain to be emitted."""
+        """Drop old tokens from the window, of whose text the last ``unsent`` characters are not emitted yet."""
         self._window = self._tail(self._window)
         self._sent = len(self._tokenizer.decode(self._window)) - unsent
 
     def _tail(self, ids: list[int]) -> list[int]:
-        """The last tokens: a byte run at the end is kept whole, and some text precedes it."""
+        """Select the last tokens, at least the whole byte run at the end and some tokens of text before it."""
         start = len(ids)
         while start and ids[start - 1] in self._tokenizer.byte_ids:
             start -= 1
@@ -137,9 +138,9 @@ class IncrementalDetokenizer:
 
 
 def visible_context(tokenizer: Tokenizer) -> list[int]:
-    """One id that has text of its own.
+    """Find one token id with visible text, to decode other tokens after it.
 
-    SentencePiece tokenizers drop the blank of the first token of a text; after this id a token keeps its blank.
+    SentencePiece tokenizers drop the leading blank of a text's first token; a token after this id keeps its blank.
     """
     for token in range(tokenizer.vocab_size):
         if token not in tokenizer.hidden_ids and token not in tokenizer.byte_ids:
@@ -150,7 +151,7 @@ def visible_context(tokenizer: Tokenizer) -> list[int]:
 
 
 def _final_length(text: str) -> int:
-    """Number of characters that no later token can change: an incomplete one shows as one replacement character."""
+    """Number of characters that no later token can change; a trailing replacement character may be incomplete."""
     return len(text) - text.endswith(REPLACEMENT)
 
 

@@ -1,7 +1,7 @@
-"""Draft depth: chosen before every dispatch from the acceptance at each depth and the time each depth takes.
+"""Policies that choose the draft depth of every dispatch, from measured acceptance and time at each depth.
 
-Host only, no jax. The larger the batch, the more a drafted token costs, and acceptance depends on the text. So an
-adaptive engine compiles its round for several depths, 0 included, and asks a `Policy` for each dispatch.
+Host only, no jax. A drafted token costs more in a larger batch, and acceptance depends on the text. Therefore an
+adaptive engine compiles its round for several depths, 0 included, and asks a `Policy` before each dispatch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from jaxtyping import Int
 MIN_SAMPLES = 3  # timed dispatches of a depth before it is compared with others
 MAX_TRIES = 12  # dispatches of a depth without a timing after which it is not tried again: its program may fail
 MAX_IDLE_SHARE = 0.25  # a timing is discarded if the host was outside `step` for more than this share of it
-WINDOW = 5  # newest timings whose median counts: a pause of the host spoils one, and makes the next one too short
+WINDOW = 5  # newest timings, whose median is used: a pause of the host makes one too long and the next too short
 PROBE_SHARE = 0.01  # share of the time for dispatches of depths that do not look best, to update their estimates
-PRIOR = 0.5  # acceptance assumed for a position that was never drafted
+PRIOR = 0.5  # acceptance probability assumed for a position that was never drafted
 MEMORY = 128.0  # weight limit of an acceptance estimate, in drafted rows
 STALE_MEMORY = 8.0  # weight to which an estimate without new results decays
 HALF_LIFE = 256.0  # dispatches in which the weight above STALE_MEMORY halves
@@ -36,11 +36,11 @@ class DispatchResult:
     """Result of one dispatch of rounds.
 
     Attributes:
-        bucket: rows of its program.
-        depth: drafted depth.
-        caps: draft tokens that each request accepts at most.
-        accepted: draft tokens accepted in each round and row; -1 where the request had ended before.
-        seconds: device time; None if not known, because the host was outside `step` while it ran.
+        bucket: batch rows of the program.
+        depth: draft depth of the rounds.
+        caps: the most draft tokens per round that each request accepts.
+        accepted: number of draft tokens accepted, [rounds, rows]; -1 where the request had ended in an earlier round.
+        seconds: device time of the dispatch; None if unknown, because the host was outside `step` during the dispatch.
     """
 
     bucket: int
@@ -51,28 +51,28 @@ class DispatchResult:
 
 
 class Policy(abc.ABC):
-    """Chooses the depth of the next dispatch.
+    """Chooses the draft depth of the next dispatch.
 
-    It may use only results of earlier rounds: a choice that depends on a round's own draws would not be lossless.
+    A policy may use only results of earlier rounds: a choice that depends on a round's own draws would not be lossless.
     """
 
     @abc.abstractmethod
     def choose(self, bucket: int, caps: Sequence[int]) -> int:
-        """The depth of a dispatch.
+        """The draft depth of the next dispatch.
 
         Args:
-            bucket: rows of the program.
-            caps: draft tokens that each request accepts at most.
+            bucket: batch rows of the program.
+            caps: the most draft tokens per round that each request accepts.
         """
 
     @abc.abstractmethod
     def learn(self, result: DispatchResult) -> None:
-        """Update estimates with a result. Results come in dispatch order, with overlap one dispatch late."""
+        """Update the estimates with a result; results come in dispatch order, with overlap one dispatch late."""
 
 
 @final
 class Fixed(Policy):
-    """Always the same depth."""
+    """A policy that always chooses the same draft depth."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -86,15 +86,16 @@ class Fixed(Policy):
 
 @final
 class Adaptive(Policy):
-    """The depth with the highest expected number of tokens per second.
+    """A policy that chooses the draft depth with the highest expected number of tokens per second.
 
-    Every depth is run a few times in every bucket before depths are compared. Later the others are probed now and then,
-    the one that was not run for longest first: costs change with the context, acceptance with the text.
+    Every depth is run a few times in every bucket before depths are compared. Later the depths that are not the best
+    are run now and then as a probe, the least recently run first, because time changes with the context and acceptance
+    with the text.
 
     Args:
-        depths: depths to choose from, ascending.
-        shared_acceptance: a tree cut at a depth accepts as many tokens at each level as the whole one, so one estimate
-            serves all depths. True for trees of a fixed shape.
+        depths: draft depths to choose from, ascending.
+        shared_acceptance: whether a tree cut at a depth accepts as many tokens at each level as the whole tree, so one
+            estimate serves all depths; True for trees of a fixed shape.
     """
 
     def __init__(self, depths: Sequence[int], *, shared_acceptance: bool = True) -> None:
@@ -124,11 +125,11 @@ class Adaptive(Policy):
         self._acceptance[result.depth].learn(result.accepted, offered, now=self._num_dispatches)
 
     def rate(self, bucket: int, depth: int, caps: Sequence[int]) -> float:
-        """Expected tokens per second of rounds of a depth; 0 if the depth was never timed."""
+        """Expected tokens per second of a batch in rounds of a draft depth; 0 if the depth was never timed."""
         return self._rate(bucket, depth, Counter(caps))
 
     def _rate(self, bucket: int, depth: int, rows_by_cap: Counter[int]) -> float:
-        """As `rate`, with the number of rows for each cap."""
+        """Do what `rate` does, given the number of batch rows for each cap."""
         if not self._seconds[bucket, depth]:
             return 0.0
         expected = self._acceptance[depth].expected
@@ -136,14 +137,14 @@ class Adaptive(Policy):
         return tokens / median(self._seconds[bucket, depth])
 
     def _useful(self, cap: int) -> tuple[int, ...]:
-        """The depths up to the first one that reaches the highest cap."""
+        """Draft depths that may help: up to the first one that reaches the highest cap."""
         return self._depths[: bisect_left(self._depths, cap) + 1]
 
     def _is_untimed(self, bucket: int, depth: int) -> bool:
         return len(self._seconds[bucket, depth]) < MIN_SAMPLES and self._tries[bucket, depth] < MAX_TRIES
 
     def _best_or_stalest(self, bucket: int, depths: Sequence[int], caps: Sequence[int]) -> int:
-        """The best depth, or the one that was not run for longest if enough time was saved up for a probe."""
+        """The depth with the highest rate; or, if the saved time allows a probe, the least recently run depth."""
         rows_by_cap = Counter(caps)
         best = max(reversed(depths), key=lambda depth: self._rate(bucket, depth, rows_by_cap))
         others = [depth for depth in depths if depth != best and self._seconds[bucket, depth]]
@@ -158,11 +159,12 @@ class Adaptive(Policy):
 class Acceptance:
     """Acceptance probability of each draft position, given that all positions before it were accepted.
 
-    A round counts for a position only if it drafted that far and accepted everything before it, so the estimates of
-    deep positions keep their values while rounds are shallow. An estimate without new results loses weight.
+    A round counts for a position only if the round drafted that far and accepted all earlier positions, so the
+    estimates of deep positions keep their values while rounds are shallow. An estimate without new results loses
+    weight.
 
     Attributes:
-        shares: the estimates, by position.
+        shares: estimated acceptance probability, by draft position.
         expected: expected number of accepted draft tokens, by depth from 0.
     """
 
@@ -176,8 +178,8 @@ class Acceptance:
         """Update the estimates with the rounds of a dispatch.
 
         Args:
-            accepted: draft tokens accepted; -1: the round does not count.
-            offered: draft tokens that could be accepted.
+            accepted: number of draft tokens accepted; -1: the round does not count.
+            offered: number of draft tokens that could be accepted.
             now: number of dispatches so far.
         """
         for position, (tried, successes) in enumerate(self._count(accepted, offered)):
@@ -192,13 +194,13 @@ class Acceptance:
         self.expected = self._expected()
 
     def _count(self, accepted: np.ndarray, offered: np.ndarray) -> list[tuple[int, int]]:
-        """(drafts that reached the position, drafts whose token was accepted there) for each position.
+        """For each draft position: (number of draft tokens tried there, number of draft tokens accepted there).
 
-        One table of cumulative counts serves all positions, which is faster than a comparison of all rows for each.
+        One table of cumulative counts serves all positions, which is faster than comparing all rows at each position.
         """
         size = len(self.shares) + 2
         table = np.bincount(((accepted + 1) + size * offered).ravel(), minlength=size * size).reshape(size, size)
-        # at_least[i][j]: rows with offered >= i and accepted + 1 >= j
+        # at_least[i][j]: number of rows with offered >= i and accepted + 1 >= j
         at_least = table[::-1, ::-1].cumsum(0).cumsum(1)[::-1, ::-1].tolist()
         return [(at_least[i][i], at_least[i][i + 1]) for i in range(1, size - 1)]
 
@@ -207,11 +209,11 @@ class Acceptance:
 
 
 class Stopwatch:
-    """Measures how long each dispatch occupied the device, which works in order.
+    """Measures how long each dispatch occupied the device, which runs dispatches in order.
 
-    A dispatch takes from its start, or from the end of the one before if that is later. Where the host is the
-    bottleneck, this is the host's time. If the host was outside `step` in between (between two requests, or while the
-    reader of a stream was busy), the end of the dispatch is not known.
+    The time of a dispatch starts when it is dispatched, or when the previous dispatch ends if that is later. If the
+    host is the bottleneck, this measures the host's time. If the host was outside `step` meanwhile (between two
+    requests, or while the reader of a stream was busy), the end of the dispatch is unknown.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -222,22 +224,22 @@ class Stopwatch:
         self._idle = 0.0  # seconds outside `step` since the oldest dispatch in flight became the oldest
 
     def start(self) -> None:
-        """Call before a dispatch."""
+        """Note that a dispatch starts now."""
         self._start_times.append(self._clock())
 
     def stop(self) -> float | None:
-        """Call when the oldest dispatch is done. Returns its seconds, None if they are not known."""
+        """Note that the oldest dispatch is done; return its time in seconds, None if unknown."""
         began = max(self._start_times.popleft(), self._last_end)
         self._last_end, idle = self._clock(), self._idle
         seconds, self._idle = self._last_end - began, 0.0
         return seconds if idle <= MAX_IDLE_SHARE * seconds else None
 
     def leave(self) -> None:
-        """Call at the end of a step."""
+        """Note that the host leaves `step`."""
         self._left_at = self._clock()
 
     def come_back(self) -> None:
-        """Call at the beginning of a step."""
+        """Note that the host enters `step` again."""
         if self._start_times:
             self._idle += self._clock() - max(self._left_at, self._start_times[0])
 
@@ -248,5 +250,5 @@ class Stopwatch:
 
 
 def halvings(depth: int) -> tuple[int, ...]:
-    """A depth, its half, and so on down to 1 and 0; ascending."""
+    """A depth halved (rounded down) again and again until 0, ascending: 5 gives (0, 1, 2, 5)."""
     return tuple(sorted({depth >> shift for shift in range(depth.bit_length() + 1)}))

@@ -1,4 +1,4 @@
-"""What happens when a step fails: its requests end with an error and the device's state is made anew."""
+"""Recovery from a failed step: its requests end with an error, and the device's state is recreated."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ logger = logging.getLogger(__name__)
 class Recovery:
     """Context manager around a step of the loop.
 
-    An error inside, or an interrupt while `EngineCore.is_mid_step`, loses the steps in flight: the running requests
-    end with an error, the state is made anew, and waiting requests go on. Errors are handled here; interrupts are
-    handled and go on to the caller. An interrupt at any other moment loses nothing and goes straight to the caller.
+    After an error inside the context, or an interrupt while `EngineCore.is_mid_step`, the steps in flight are lost: the
+    running requests end with an error, the device's state is recreated, and waiting requests go on. Then an error is
+    suppressed and an interrupt raised again for the caller. An interrupt at any other moment loses nothing and is only
+    raised again.
 
     Attributes:
-        lost: the error whose recovery an interrupt cut short; `resume` completes it.
-        healthy: False once the state could not be made anew.
+        lost: the error whose recovery was interrupted, until `resume` completes the recovery; None: no such error.
+        healthy: False after the device's state could not be recreated.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -43,14 +44,14 @@ class Recovery:
         return not is_interrupt
 
     def resume(self) -> None:
-        """Complete a recovery that an interrupt cut short."""
+        """Complete a recovery that was interrupted, if there is one."""
         if self.lost is not None:
             self._recover(self.lost)
 
     def _recover(self, error: BaseException) -> None:
-        """End the running requests with the error and make the state anew.
+        """End the running requests with the error and recreate the device's state.
 
-        The host's records are put in order before the device is used, so an interrupt finds them consistent.
+        The host's records are updated before the device is used, so they are consistent if an interrupt comes then.
         """
         self.lost = error
         logger.error("a step failed; the requests under way end with its error", exc_info=error)
@@ -68,12 +69,12 @@ class Recovery:
 
 
 def error_of_requests(error: BaseException) -> Exception:
-    """The error that requests end with: an interrupt is replaced, as it is meant for one caller only."""
+    """Return the error for the requests to end with; an interrupt, meant for one caller only, is replaced."""
     return error if isinstance(error, Exception) else caused_by(error, "a step was interrupted and is lost; ask again")
 
 
 def caused_by(cause: BaseException, message: str) -> RuntimeError:
-    """An error with a message for the user and its cause."""
+    """Make an error with a message for the user and a cause."""
     error = RuntimeError(message)
     error.__cause__ = cause
     return error

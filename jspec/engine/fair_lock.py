@@ -38,7 +38,7 @@ class FairLock:
                 self._queue.append(ticket)
             ticket.acquire()
             self._owner = threading.get_ident()
-        except BaseException:  # an interrupt while it waits
+        except BaseException:  # an interrupt while the thread waits
             self._owner = None if self.is_mine else self._owner
             self._remove(ticket)
             raise
@@ -57,7 +57,7 @@ class FairLock:
             raise
 
     def _remove(self, ticket: threading.Lock) -> None:
-        """Remove a ticket and wake the thread of the first one; doing so twice is harmless."""
+        """Remove a ticket and wake the thread of the first remaining ticket; a second removal changes nothing."""
         with self._guard:
             if ticket in self._queue:
                 self._queue.remove(ticket)

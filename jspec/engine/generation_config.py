@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-FIELDS = {  # name in transformers: name in SamplingParams
+FIELDS = {  # transformers' option: field of SamplingParams
     "temperature": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -18,7 +18,7 @@ FIELDS = {  # name in transformers: name in SamplingParams
     "bad_words_ids": "bad_words",
     "num_return_sequences": "n",
 }
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # options that change tokens and are not supported: values without effect
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # unsupported option: its values without effect on tokens
     "num_beams": (1,),
     "num_beam_groups": (1,),
     "penalty_alpha": (0,),
@@ -49,7 +49,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # options that change tokens and ar
 
 
 def recommended(path: str | Path) -> dict[str, Any]:
-    """Fields of `SamplingParams` that a generation_config.json sets.
+    """Read the fields of `SamplingParams` that a generation_config.json sets.
 
     As in transformers, decoding is greedy without ``do_sample``, whatever the temperature. Fields that the file does
     not name keep the default of `SamplingParams` (transformers' default for top_k is 50). ``max_length``, which
@@ -59,7 +59,7 @@ def recommended(path: str | Path) -> dict[str, Any]:
         path: the file or its folder.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: the file is not a JSON object, or sets an unsupported option that changes tokens.
     """
     file = Path(path)

@@ -1,4 +1,4 @@
-"""From a caller's prompts and parameters to checked requests."""
+"""Makes checked requests from a caller's prompts and parameters."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ Prompt = str | Sequence[int]
 
 @dataclass
 class InputProcessor:
-    """Makes requests from prompts and parameters; all errors of a caller are raised here, before anything is queued.
+    """Makes requests from prompts and parameters; raises all errors of a caller before any request is queued.
 
     Attributes:
+        tokenizer: the engine's tokenizer; None: prompts are token ids.
+        vocab_size: size of the model's vocabulary.
         eos_ids: the model's end-of-sequence tokens.
-        ids: numbers of the requests.
+        ids: iterator over request numbers.
     """
 
     tokenizer: Tokenizer | None
@@ -46,10 +48,11 @@ class InputProcessor:
             raise ValueError(f"eos_ids: expected ids in [0, {self.vocab_size}), got {wrong[0]}")
 
     def requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
-        """One request per prompt, in order; with ``n`` > 1 it has siblings.
+        """Make one request per prompt, in order; with ``n`` > 1 the others of a prompt are the request's siblings.
 
         Raises:
-            TypeError, ValueError: naming the prompt or parameter, the expected and the given value.
+            TypeError, ValueError: a prompt or parameter is wrong; the message names it, the expected and the given
+                value.
         """
         several = not isinstance(prompts, str) and not (len(prompts) and isinstance(prompts[0], (int, np.integer)))
         all_prompts: list[Any] = list(prompts) if several else [prompts]
@@ -71,7 +74,7 @@ class InputProcessor:
         numbers = [next(self.ids) for _ in range(params.n)]
         seed = self._seed(params, numbers[0])
         prompt_logprobs: list[TokenLogprob | None] | None = (
-            None if params.prompt_logprobs is None else [None] * len(ids)  # one list, which the first completion fills
+            None if params.prompt_logprobs is None else [None] * len(ids)  # one for all; the first completion fills it
         )
 
         def sample(index: int, siblings: tuple[Request, ...] = ()) -> Request:
@@ -103,7 +106,7 @@ class InputProcessor:
         return TextDecoder(self.tokenizer, context, params.stop, stop_ids, params.min_tokens)
 
     def _bad_words(self, params: SamplingParams, stop_ids: tuple[int, ...], max_new_tokens: int) -> penalty_input.Words:
-        """The bad words as token ids; checks all parameters that edit logits."""
+        """Check all parameters that edit logits; return the bad words as token ids."""
         if not params.controls_used:
             return ()
         if not self.config.controls:
@@ -123,7 +126,7 @@ class InputProcessor:
         return GrammarInput(self.tokenizer, self.vocab_size, self.config.grammar_cells)
 
     def _check_output(self, params: SamplingParams) -> None:
-        """Check processor arguments, stop strings and log-probability counts against the engine."""
+        """Check processor arguments, stop strings and log-probability counts against the engine's options."""
         args = self.config.processor_args
         if params.processor_args and len(params.processor_args) != args:
             raise ValueError(
@@ -150,18 +153,19 @@ class InputProcessor:
         return stop_ids
 
     def _seed(self, params: SamplingParams, number: int) -> int:
-        """The request's seed, or one drawn from the engine's seed and the request's number."""
+        """The seed in ``params``; without one, a seed drawn from the engine's seed and the request's number."""
         if params.seed is not None:
             return int(params.seed)
         return int(np.random.SeedSequence([self.config.seed, number]).generate_state(1, np.uint64)[0])
 
 
 def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int, max_len: int) -> tuple[int, ...]:
-    """Token ids of a prompt.
+    """Convert a prompt to checked token ids.
 
     Raises:
         TypeError: the prompt is neither a text nor a sequence of ints.
-        ValueError: a text without a tokenizer, no token, too many tokens, or one outside the vocabulary.
+        ValueError: a text is given without a tokenizer, or there are no tokens, too many tokens, or ids outside the
+            vocabulary.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -185,7 +189,7 @@ def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int, m
 
 
 def draft_cap(params: SamplingParams, depth: int) -> int:
-    """Draft tokens that a request accepts in a round at most.
+    """The most draft tokens that a request accepts in a round.
 
     Args:
         depth: depth of the drafter's tree.

@@ -1,4 +1,4 @@
-"""Counters of speculation, for one request or for an engine: records that add."""
+"""Counters of speculation, for one request or, added up, for an engine."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Any
 
 
 class LowAcceptanceWarning(UserWarning):
-    """Hardly any draft tokens are accepted: the drafter does not fit the target or the prompts."""
+    """Warning: few draft tokens are accepted, so the drafter does not fit the target or the prompts."""
 
 
 @dataclass
 class Metrics:
-    """Counters of one request, or their sum over requests. The prefill's token belongs to no round.
+    """Counters of one request, or sums over requests. The first token, from the prefill, belongs to no round.
 
     Attributes:
-        num_drafts: rounds.
-        num_draft_tokens: draft tokens that were verified.
-        num_accepted_tokens: draft tokens that were emitted.
-        num_accepted_per_position: entry i counts the rounds that accepted more than i draft tokens.
-        num_rounds_per_depth: rounds by the depth of their draft, which an adaptive engine varies; 0: plain decoding.
-        num_tokens: tokens emitted, the prefill's included.
-        num_first_tokens: tokens that were the first of a request.
+        num_drafts: number of rounds.
+        num_draft_tokens: number of draft tokens that were verified.
+        num_accepted_tokens: number of draft tokens that were accepted and emitted.
+        num_accepted_per_position: number of rounds that accepted more than i draft tokens, for each i.
+        num_rounds_per_depth: number of rounds by draft depth, which an adaptive engine varies; 0: plain decoding.
+        num_tokens: number of emitted tokens, first tokens included.
+        num_first_tokens: number of emitted tokens that were the first of a request.
         time_to_first_token: seconds from queueing to the first token.
         decode_seconds: seconds from the first to the last token.
-        num_prompt_tokens: tokens of the prompts that were admitted.
-        num_cached_tokens: prompt tokens whose rows were found in the prefix cache.
-        num_preemptions: times that a request lost its pages to another.
-        finished: requests that ended, by reason.
-        pages_in_use: pages that requests hold now; of an engine only.
+        num_prompt_tokens: number of tokens in the prompts of admitted requests.
+        num_cached_tokens: number of prompt tokens whose cache rows were found in the prefix cache.
+        num_preemptions: number of times that a request lost its pages to another request.
+        finished: number of ended requests by finish reason.
+        pages_in_use: number of pages that requests hold now; only set for an engine.
     """
 
     num_drafts: int = 0
@@ -47,13 +47,13 @@ class Metrics:
     pages_in_use: int = 0
 
     def count_round(self, *, depth: int, drafted: int, accept_len: int, emitted_drafts: int) -> None:
-        """Count one round.
+        """Add one round to the counters.
 
         Args:
-            depth: depth of the program, whatever the request's cap.
-            drafted: draft tokens that were verified.
-            accept_len: draft tokens accepted.
-            emitted_drafts: accepted draft tokens before the request's end.
+            depth: draft depth of the program, independent of the request's cap.
+            drafted: number of draft tokens that were verified.
+            accept_len: number of draft tokens accepted, before the cut at the request's end.
+            emitted_drafts: number of accepted draft tokens that were emitted.
         """
         self.num_drafts += 1
         self.num_rounds_per_depth[depth] = self.num_rounds_per_depth.get(depth, 0) + 1
@@ -91,22 +91,22 @@ class Metrics:
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the draft tokens that were emitted."""
+        """Share of the verified draft tokens that were accepted and emitted."""
         return self.num_accepted_tokens / max(self.num_draft_tokens, 1)
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Entry i: share of the rounds that accepted more than i draft tokens."""
+        """Share of the rounds that accepted more than i draft tokens, for each i."""
         return [count / max(self.num_drafts, 1) for count in self.num_accepted_per_position]
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Share of the prompt tokens whose rows were found in the prefix cache."""
+        """Share of the prompt tokens whose cache rows were found in the prefix cache."""
         return self.num_cached_tokens / max(self.num_prompt_tokens, 1)
 
     @property
     def time_per_output_token(self) -> float:
-        """Seconds per token after the first."""
+        """Mean seconds per output token after the first."""
         return self.decode_seconds / max(self.num_tokens - self.num_first_tokens, 1)
 
 

@@ -37,20 +37,20 @@ logger = logging.getLogger(__name__)
 
 @final
 class ModelRunner:
-    """Plans the memory, compiles all programs, then dispatches the scheduler's plans.
+    """Plans the device memory, compiles all programs, then dispatches the scheduler's plans.
 
     Args:
-        depths: the depths at which rounds may cut the drafter's tree, ascending.
+        depths: draft depths at which rounds may cut the drafter's tree, ascending.
 
     Attributes:
-        memory_plan: device memory of weights, pools and programs; `str` gives a readable summary.
+        memory_plan: device memory of weights, pools and programs; ``str(plan)`` is a readable summary.
         planner: the memory planner.
         pool: the shapes of the KV pools.
         state: the slot state, donated to every step.
         programs: the compiled programs.
 
     Raises:
-        ValueError: the engine does not fit into memory; the message names what to lower.
+        ValueError: the engine does not fit into memory; the message names settings to lower.
     """
 
     def __init__(self, program: Program, params: Params, config: EngineConfig, depths: Sequence[int]) -> None:
@@ -71,19 +71,19 @@ class ModelRunner:
         self._slots = jax.device_put(np.zeros(0, np.int32))
 
     def _update_memory_plan(self, executables: Sequence[Any]) -> None:
-        """Plan with the memory that the executables really need; raises if that is more than the device has."""
+        """Replace the memory plan by one with the executables' measured memory; raise if it exceeds the device's."""
         self.memory_plan = memory.measured(self.planner, self.pool, executables)
         logger.info("%s", self.memory_plan)
 
     def dispatch(self, plan: Plan, depth: int, running: Collection[Request]) -> StepOutput:
-        """Start a step and the copy of its result to the host.
+        """Start the step of a plan and the copy of its result to the host; return the result, not yet computed.
 
         Args:
-            depth: depth at which a round cuts the drafter's tree.
-            running: requests whose grammars keep their device tables.
+            depth: draft depth at which a round cuts the drafter's tree.
+            running: requests whose grammars must keep their device tables.
         """
         if isinstance(plan, PrefillPlan):
-            if plan.is_last and self.edits(plan.request):  # the tokens that penalties count are all known now
+            if plan.is_last and self.edits(plan.request):  # all tokens that penalties count are known now
                 self._admit_controls(plan.request, running)
             packed = jax.device_put(self._pack(plan))
         else:
@@ -95,7 +95,7 @@ class ModelRunner:
         return output
 
     def to_host(self, output: StepOutput) -> StepOutput:
-        """A step's result as numpy arrays; waits for the step."""
+        """Wait for a step and return its result as numpy arrays."""
         return jax.tree.map(np.asarray, output)
 
     def edits(self, request: Request) -> bool:
@@ -103,7 +103,7 @@ class ModelRunner:
         return bool(request.params.controls_used) or self.program.processor is not None
 
     def _admit_controls(self, request: Request, running: Collection[Request]) -> None:
-        """Load a request's grammar into a device table if it is in none, and its controls into its slot."""
+        """Load a request's controls into its slot, and its grammar into a device table unless it is in one already."""
         table = 0
         if request.grammar is not None:
             in_use = {other.grammar for other in running if other.grammar is not None}
@@ -118,8 +118,9 @@ class ModelRunner:
         """Replace one of the device's grammar tables.
 
         Args:
-            class_of: class of each token, [vocab] int16.
-            next_state: the transitions, [states, classes] int16.
+            table: index of the table.
+            class_of: token class of each token, [vocab] int16.
+            next_state: next state by state and token class, [states, classes] int16.
         """
         assert self.state.grammars is not None
         packed = grammar_mask.pack(table, class_of, next_state, self.state.grammars.next.shape[1])
@@ -127,10 +128,14 @@ class ModelRunner:
         self.state = replace(self.state, grammars=load(self.state.grammars, jax.device_put(packed)))
 
     def _enter_pages(self, new: Sequence[tuple[int, int, int]]) -> None:
-        """Enter (slot, column, page) triples into the device's page table."""
+        """Write pages into the device's page table.
+
+        Args:
+            new: (slot, column of the slot's table row, page) of each entry.
+        """
         update, size = self.programs.compiled[ExecutableKey("update_page_table")], self.programs.page_updates
         for start in range(0, len(new), size):
-            packed = np.full((size, 3), self._config.slots, np.int32)  # padding: this slot does not exist, so dropped
+            packed = np.full((size, 3), self._config.slots, np.int32)  # padding: no such slot, so dropped
             packed[: len(new) - start] = new[start : start + size]
             self.state = replace(self.state, page_table=update(self.state.page_table, jax.device_put(packed)))
 
@@ -139,7 +144,7 @@ class ModelRunner:
         return pack_chunk(plan, width=self.pool.width(tree), depth=tree.depth, vocab_size=self._vocab_size)
 
     def _slots_of(self, plan: RoundPlan) -> jax.Array:
-        """The slot of each bucket row, on the device; reused while the rows stay the same, as a copy takes 20 us."""
+        """The slot of each bucket row, as a device array; cached until the rows change, because a copy takes 20 us."""
         slots = self._config.slots
         rows = (*(request.state.slot for request in plan.requests), *[slots] * (plan.bucket - len(plan.requests)))
         if rows != self._rows:
@@ -147,9 +152,12 @@ class ModelRunner:
         return self._slots
 
     def write_pending_rows(self, request: Request, pages: Sequence[int]) -> None:
-        """Write the draft cache rows that a request lacks when it ends, if that completes a page for the prefix cache.
+        """Write the missing draft cache rows of a request that has ended, if this completes a page of the request.
 
-        No further round would write them.
+        No later round would write these rows.
+
+        Args:
+            pages: pages of the request, in the order of their rows.
         """
         lengths, page_size = (request.state.num_draft_cached_tokens, request.rows_committed), self._config.page_size
         write = self.programs.compiled.get(ExecutableKey("write_pending_rows"))
@@ -158,7 +166,7 @@ class ModelRunner:
             self.state = write(self.params, self.state, jax.device_put(packed))
 
     def ensure(self, requests: Sequence[Request]) -> None:
-        """Compile the programs that these requests need and no request needed before.
+        """Compile the programs that the given requests need and that are still missing.
 
         Other threads keep stepping meanwhile; only the caller waits.
         """
@@ -177,26 +185,26 @@ class ModelRunner:
             )
 
     def clear(self) -> None:
-        """Note that the contents of the state are lost: the device's grammar tables are empty."""
+        """Mark the device's grammar tables as empty, because the contents of the state are lost."""
         self._tables.clear()
 
     def reset_state(self, error: BaseException) -> None:
-        """Replace the state after a step failed. The weights are not donated to steps, so they are intact."""
+        """Replace the state by a new one after a failed step. Weights are never donated, so they are intact."""
         delete_buffers(self.state, error)
         self.state = None  # type: ignore[assignment]
         self.state = init_state(self.program, self.params, self.pool)
         jax.block_until_ready(self.state)
 
     def close(self) -> None:
-        """Free the pools."""
+        """Free the device memory of the state."""
         self.state = None  # type: ignore[assignment]
 
 
 def delete_buffers(state: Any, error: BaseException) -> None:
     """Free a state's buffers at once.
 
-    The traceback frames of the error refer to them, and requests keep the error, so without this a new state would
-    have to fit into memory beside the old one.
+    The traceback frames of the error refer to the buffers, and requests keep the error. If the buffers were not freed,
+    the new state would have to fit into memory beside the old one.
     """
     for leaf in jax.tree.leaves(state):
         if not leaf.is_deleted():
@@ -205,10 +213,10 @@ def delete_buffers(state: Any, error: BaseException) -> None:
 
 
 def check_deterministic(target: Model, implementation: str) -> None:
-    """Refuse a target if a kernel of one of its matrix products may give a row other bits in another program.
+    """Refuse a target if the kernel of any of its matrix products may give the same row different bits in two programs.
 
     Raises:
-        ValueError: names the weights or the kernel.
+        ValueError: such a kernel is used; the message names the weights or the kernel.
     """
     if kind := quantized_as(target):
         raise ValueError(f"deterministic: expected a target whose weights are not quantised, got {kind}")
@@ -220,16 +228,16 @@ def check_deterministic(target: Model, implementation: str) -> None:
 
 
 def select_executable(programs: Executables, plan: Plan, depth: int) -> Step:
-    """The compiled program of a plan.
+    """Select the compiled program for a plan.
 
     Args:
-        depth: depth at which a round cuts the drafter's tree.
+        depth: draft depth at which a round cuts the drafter's tree.
     """
     return _select_prefill(programs, plan) if isinstance(plan, PrefillPlan) else _select_round(programs, plan, depth)
 
 
 def _select_prefill(programs: Executables, plan: PrefillPlan) -> Step:
-    """A masked prefill if it samples the first token of a grammar that the host follows."""
+    """Select a masked prefill if the chunk samples a first token whose grammar the host follows; else a plain one."""
     (logprobs, prompt_logprobs), matcher = prefill_outputs(plan.request), plan.request.matcher
     is_masked = plan.emits and matcher is not None
     key = ExecutableKey("prefill", plan.bucket, logprobs=logprobs, prompt_logprobs=prompt_logprobs, masked=is_masked)
@@ -240,7 +248,7 @@ def _select_prefill(programs: Executables, plan: PrefillPlan) -> Step:
 
 
 def _select_round(programs: Executables, plan: RoundPlan, depth: int) -> Step:
-    """A split step if the host follows the grammar of any request of the plan."""
+    """Select a split step if the host follows the grammar of any request of the plan; else a fused step."""
     logprobs = any(request.params.logprobs is not None for request in plan.requests)
     if wants_newest(plan.requests):
         draft, verify = ExecutableKey.split(plan.bucket, depth, logprobs=logprobs)
@@ -256,7 +264,7 @@ def wants_newest(requests: Sequence[Request]) -> bool:
 
 
 def prefill_outputs(request: Request) -> tuple[bool, bool]:
-    """Which log-probabilities a request's prefills return: any at all, and those of the prompt."""
+    """Whether a request's prefills return any log-probabilities, and whether log-probabilities of prompt tokens."""
     return request.scores_prompt or request.params.logprobs is not None, request.scores_prompt
 
 
@@ -264,7 +272,7 @@ def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) ->
     """Pack a chunk of a prompt for `jspec.step.prefill.prefill_step`.
 
     Args:
-        width: columns of the page table.
+        width: number of columns of the page table.
         depth: depth of the drafter's tree.
     """
     request, params = plan.request, plan.request.params

@@ -1,4 +1,4 @@
-"""From step results to what the user gets: tokens, text, counters, rounds. Host only."""
+"""From step results to the user's output: tokens, text, counters, rounds. Host only."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from jspec.engine.request import Chunk, Completion, Request, Round, TokenLogprob
 
 
 def process_step_output(request: Request, step: StepOutput, row: int, *, is_round: bool) -> str | None:
-    """Add one row of a step's result to its request, up to the token that completes a stop string.
+    """Add one row of a step's result to the output of its request, up to the token that completes a stop string.
 
     Args:
-        step: result of the whole step, in numpy.
+        step: result of the whole step, as numpy arrays.
+        row: the request's row in the result.
         is_round: False for the prefill's token, which belongs to no round.
 
     Returns:
-        Why the request ended, or None.
+        The finish reason if the request ended, else None.
     """
     output = request.output
     for index, fields in enumerate(StepResult.rounds(np.asarray(step.report)[:, row])):
         if fields.counts == 0:
-            continue  # ended in an earlier round of this dispatch
+            continue  # the request ended in an earlier round of this dispatch
         pieces = output.decoder.push(fields.tokens[: fields.counts], len(output.pieces))
         count = len(pieces)
         emitted = fields.tokens[:count]
-        # A round writes the draft's rows up to its root, which is the newest token before this round.
+        # A round writes draft cache rows up to the root, which is the newest token before the round.
         request.state.num_draft_cached_tokens = len(request.prompt_token_ids) + len(output.token_ids)
         if request.params.logprobs is not None:
             output.logprobs += token_logprobs(step.logprobs, (index, row), emitted, request.params.logprobs)
@@ -48,7 +49,7 @@ def process_step_output(request: Request, step: StepOutput, row: int, *, is_roun
             )
             if step.trace is not None and request.trace:
                 output.rounds.append(_round(step.trace, index, row, fields.accept_len, emitted))
-        output.pieces += pieces  # last: from now on a stream in another thread yields these tokens
+        output.pieces += pieces  # last: after this a stream in another thread yields the tokens
         if output.stop_string is not None:
             return "stop"
         if fields.ended:
@@ -57,10 +58,10 @@ def process_step_output(request: Request, step: StepOutput, row: int, *, is_roun
 
 
 def _finish_reason(request: Request) -> str:
-    """Name the end that the device decided on.
+    """Derive the finish reason of a request that the device has ended.
 
-    The device alone decides whether a request ends, so that steps can overlap; it reports one bit, from which the host
-    derives the reason: the last token is a stop token, or else the length limit was reached.
+    The device alone decides whether a request ends, which lets steps overlap, and reports one bit. If the last token is
+    a stop token, this token is the reason; otherwise the length limit was reached.
     """
     last = request.token_ids[-1]
     if last not in request.stop_ids:
@@ -73,9 +74,9 @@ def process_prompt_logprobs(request: Request, scores: LogProbs, start: int, coun
     """Add a chunk's log-probabilities of prompt tokens to its request.
 
     Args:
-        scores: log-probabilities of the token after each of the chunk's tokens, in numpy.
+        scores: log-probabilities of the token after each token of the chunk, as numpy arrays.
         start: position of the chunk's first token.
-        count: tokens in the chunk.
+        count: number of tokens in the chunk.
     """
     records, num_top = request.output.prompt_logprobs, request.params.prompt_logprobs
     assert records is not None and num_top is not None
@@ -84,11 +85,12 @@ def process_prompt_logprobs(request: Request, scores: LogProbs, start: int, coun
 
 
 def token_logprobs(scores: Any, row: Any, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """One record for each token.
+    """Make a log-probability record for each token.
 
     Args:
-        scores: a `jspec.core.records.LogProbs` in numpy.
-        row: index of the row of it whose first entries belong to the tokens.
+        scores: a `jspec.core.records.LogProbs` of numpy arrays.
+        row: index of the row in ``scores`` whose first entries belong to the tokens.
+        tokens: token ids.
         num_top: number of likeliest tokens to report.
     """
     size = len(tokens)
@@ -112,8 +114,11 @@ def _round(trace: Trace, index: int, row: int, accept_len: int, emitted: list[in
 
 
 def make_chunk(request: Request, start: int) -> Chunk:
-    """The output from token ``start`` on; safe while another thread steps, which appends a token's piece last."""
-    output, reason = request.output, request.finish_reason  # read first: after it nothing is appended
+    """Make a chunk of the output from token ``start`` on.
+
+    This is safe while another thread steps, because a step appends a token's piece after everything else of the token.
+    """
+    output, reason = request.output, request.finish_reason  # read first: once it is set, output is complete
     end = len(output.pieces) if reason is None else len(output.token_ids)
     text = None
     if output.decoder.has_text:
@@ -130,7 +135,7 @@ def make_chunk(request: Request, start: int) -> Chunk:
 
 
 def make_completion(request: Request) -> Completion:
-    """The completion of a request that has ended, with its siblings' as the others."""
+    """Make the completion of a request that has ended; the completions of its siblings become ``others``."""
     first, *others = (_completion(sample) for sample in request.samples)
     return replace(first, others=tuple(others))
 

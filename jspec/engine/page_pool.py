@@ -1,8 +1,9 @@
-"""Which request owns which page, and the prefix cache over full pages. Host only; the device's page table is a copy.
+"""Ownership of pages by requests, and the prefix cache over full pages. Host only; the device's page table is a copy.
 
 A page whose rows are all committed may be cached under a digest of its tokens and of all tokens before them. Requests
-with a common prefix share such pages. A cached page without an owner stays until its memory is needed; the pages that
-were given back first are evicted first. Target and draft use the same page numbers, so one index serves both.
+with a common prefix share such pages. A cached page without an owner stays until its memory is needed; pages are
+evicted in the order in which their owners gave them back. Target and draft use the same page numbers, so one index
+serves both.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ Digest = bytes
 
 
 def page_digests(tokens: Sequence[int], page_size: int, before: Digest = b"") -> list[Digest]:
-    """Chained digests of the full pages of a token sequence.
+    """Chained digests of the full pages of a token sequence; each depends on the page and all earlier pages.
 
     Args:
-        before: digest of the page before the tokens; empty at the beginning.
+        page_size: tokens per page.
+        before: digest of the page before ``tokens``; empty at the beginning.
     """
     digests = []
     for start in range(0, len(tokens) - page_size + 1, page_size):
@@ -36,11 +38,11 @@ class PagePool:
     A page is in one of three states: free, owned by one or more requests, or idle (cached and without an owner).
 
     Args:
-        pages: pages in a pool, the null page included.
-        page_size: rows a page holds.
+        pages: number of pages in a pool, the null page included.
+        page_size: cache rows per page.
 
     Attributes:
-        num_given_back: pages that owners gave back, over the pool's life.
+        num_given_back: number of pages that owners ever gave back.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
@@ -53,12 +55,12 @@ class PagePool:
         self._num_owners = [0] * pages
         self._digest_of: dict[int, Digest] = {}
         self._page_of: dict[Digest, int] = {}
-        self._idle: dict[int, None] = {}  # in the order of eviction
+        self._idle: dict[int, None] = {}  # idle pages in the order of eviction
         self.num_given_back = 0
 
     @property
     def num_free(self) -> int:
-        """Pages that can be reserved: free and idle ones."""
+        """Number of pages that can be reserved: free and idle pages."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -66,11 +68,11 @@ class PagePool:
         return self.pages - 1 - self.num_free
 
     def needed(self, rows: int) -> int:
-        """Number of pages for ``rows`` rows."""
+        """Number of pages that ``rows`` cache rows need."""
         return -(-rows // self.page_size)
 
     def match(self, digests: Sequence[Digest]) -> list[int]:
-        """The cached pages of a token sequence, from its beginning up to the first page that is not cached."""
+        """Cached pages with the given digests, from the beginning up to the first page that is not cached."""
         found: list[int] = []
         for digest in digests:
             page = self._page_of.get(digest)
@@ -83,18 +85,19 @@ class PagePool:
         return digest in self._page_of
 
     def can_reserve(self, rows: int, shared: Sequence[int] = ()) -> bool:
-        """Whether `reserve` would succeed for an owner without pages."""
+        """Whether `reserve` would succeed with the same arguments for an owner without pages."""
         idle = sum(page in self._idle for page in shared)
         return self.needed(rows) - len(shared) <= self.num_free - idle
 
     def reserve(self, owner: int, rows: int, shared: Sequence[int] = ()) -> list[int]:
-        """Reserve pages for ``rows`` rows of an owner that has none.
+        """Reserve pages for ``rows`` cache rows of an owner without pages; return all its pages in order.
 
         Args:
-            shared: cached pages, from `match`, that become its first ones.
+            owner: id of the request.
+            shared: cached pages, from `match`, that become the owner's first pages.
 
         Raises:
-            ValueError: the owner has pages already, or not enough are free; nothing is reserved then.
+            ValueError: the owner has pages already, or too few pages are free; then nothing is reserved.
         """
         if owner in self._owned:
             raise ValueError(f"PagePool: owner {owner} has pages already")
@@ -108,14 +111,14 @@ class PagePool:
         return list(self._owned[owner])
 
     def grow(self, owner: int, rows: int) -> bool:
-        """Extend an owner's pages to ``rows`` rows; False, and no change, if too few pages are free."""
+        """Extend an owner's pages to ``rows`` cache rows; return False and change nothing if too few pages are free."""
         if self.needed(rows) - len(self._owned[owner]) > self.num_free:
             return False
         self._extend(owner, rows)
         return True
 
     def shrink(self, owner: int, rows: int) -> None:
-        """Free the owner's trailing pages beyond the first ``rows`` rows."""
+        """Free the owner's trailing pages, which the first ``rows`` cache rows do not need."""
         owned = self._owned[owner]
         while len(owned) > self.needed(rows):
             self._give_back(owned.pop())
@@ -124,9 +127,13 @@ class PagePool:
         return self._owned[owner]
 
     def cache(self, owner: int, digests: Sequence[Digest], first: int = 0) -> None:
-        """Put the owner's pages from number ``first`` on into the prefix cache, one per digest.
+        """Put some of the owner's pages into the prefix cache.
 
         A digest that is cached already keeps its page.
+
+        Args:
+            digests: digest of each page to cache, in order.
+            first: index of the first such page among the owner's pages.
         """
         for page, digest in zip(self._owned[owner][first:], digests, strict=False):
             if digest not in self._page_of and page not in self._digest_of:
@@ -136,7 +143,7 @@ class PagePool:
     def release(self, owner: int) -> None:
         """Give back an owner's pages; an owner without pages is ignored.
 
-        Its last pages are evicted before its first ones, which more requests can share.
+        The owner's last pages are evicted before its first pages, because more requests can share those.
         """
         for page in reversed(self._owned.pop(owner, [])):
             self._give_back(page)
@@ -149,7 +156,7 @@ class PagePool:
         self._page_of.clear()
 
     def check(self) -> None:
-        """Assert that every page is in exactly one state, with the number of owners that was counted."""
+        """Assert that every page is in exactly one state and has as many owners as counted."""
         owned = Counter(page for pages in self._owned.values() for page in pages)
         assert sorted([*self._free, *self._idle, *owned]) == list(range(1, self.pages)), (
             "pages were lost or allocated twice"
@@ -177,7 +184,7 @@ class PagePool:
             owned.append(page)
 
     def _evict(self) -> int:
-        """Remove the page that was given back first from the cache and return it."""
+        """Remove the idle page that was given back first from the prefix cache; return the page."""
         page = next(iter(self._idle))
         del self._idle[page]
         del self._page_of[self._digest_of.pop(page)]

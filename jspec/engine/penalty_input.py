@@ -1,4 +1,4 @@
-"""Host side of `jspec.sampling.penalties`: a request's logit edits, checked against the model and packed."""
+"""Host side of `jspec.sampling.penalties`: checks a request's logit edits against the model and packs them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Words = tuple[tuple[int, ...], ...]
 
 
 def bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Words:
-    """The bad words as token ids; a text in each of the ways the tokenizer writes it.
+    """Convert the bad words to token ids; a text is tokenised in three ways.
 
-    These are: with and without a leading blank, and after a newline, where some tokenizers leave out the blank that
+    The three ways are with a leading blank, without one, and after a newline, where some tokenizers omit the blank that
     they put before the first word of a text.
 
     Raises:
-        ValueError: a text without a tokenizer, or one that has no token.
+        ValueError: a text is given without a tokenizer, or a text has no tokens.
     """
     words: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:
@@ -55,10 +55,12 @@ def check(
 
     Args:
         words: `bad_words` of the parameters.
-        max_new_tokens: tokens the request can emit at most.
+        stop_ids: tokens that end the request.
+        vocab_size: size of the model's vocabulary.
+        max_new_tokens: the most tokens that the request can emit.
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: an edit is refused; the message names the field, its value and the allowed values.
     """
     ids_of = {
         "logit_bias": tuple(params.logit_bias or ()),
@@ -86,9 +88,9 @@ def check(
 
 
 def _check_tokens_left(params: SamplingParams, words: Words, stop_ids: Sequence[int], vocab_size: int) -> None:
-    """Check that one token is allowed after any text.
+    """Check that at least one token is allowed after any text.
 
-    It is enough to look at texts that are a bad word without its last token: they ban the most tokens at once.
+    It is enough to check texts that are a bad word without its last token: such texts ban the most tokens at once.
     """
     if params.allowed_token_ids is None and vocab_size > len(words) + len(stop_ids):
         return
@@ -106,11 +108,12 @@ def _check_tokens_left(params: SamplingParams, words: Words, stop_ids: Sequence[
 
 
 def pack_controls(request: Request, vocab_size: int, table: int = 0, args: int = 0) -> np.ndarray:
-    """A request's logit edits and token counts so far, in the layout that `jspec.sampling.penalties.admit` reads.
+    """Pack a request's logit edits and current token counts for `jspec.sampling.penalties.admit`.
 
     Args:
-        table: number of its grammar's table on the device.
-        args: numbers that the engine's logits processor takes per request.
+        vocab_size: size of the model's vocabulary.
+        table: index of the grammar's table on the device.
+        args: number of values that a request may pass to the engine's logits processor.
     """
     assert request.state.slot is not None
     params, prompt, output = request.params, request.prompt_token_ids, request.token_ids

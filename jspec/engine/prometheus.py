@@ -13,7 +13,7 @@ from jspec.engine.metrics import Metrics
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 OUTPUT_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
-REASONS = {"eos": "stop"}  # vLLM's finished_reason, where it differs
+REASONS = {"eos": "stop"}  # finish reason: vLLM's finished_reason, where the two differ
 
 
 @dataclass
@@ -21,8 +21,8 @@ class Histogram:
     """Counts of values per interval between bounds, in seconds.
 
     Attributes:
-        counts: entry i counts the values in (bounds[i - 1], bounds[i]]; the last one those above all bounds.
-        total: sum of the values.
+        counts: number of values in (bounds[i - 1], bounds[i]] for each i; the last entry counts those above all bounds.
+        total: sum of the values in seconds.
     """
 
     bounds: tuple[float, ...]
@@ -39,14 +39,14 @@ class Histogram:
 
 @dataclass
 class Latencies:
-    """Histograms over complete requests: neither aborted nor failed."""
+    """Latency histograms over complete requests; aborted and failed requests are left out."""
 
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN))
     output_token: Histogram = field(default_factory=lambda: Histogram(OUTPUT_TOKEN))
     request: Histogram = field(default_factory=lambda: Histogram(REQUEST))
 
     def observe(self, metrics: Metrics) -> None:
-        """Add a request's times."""
+        """Add the latencies of one request."""
         self.first_token.observe(metrics.time_to_first_token)
         self.request.observe(metrics.time_to_first_token + metrics.decode_seconds)
         if metrics.num_tokens > 1:
@@ -58,8 +58,9 @@ class Gauges:
     """Current load of an engine.
 
     Attributes:
-        running, waiting: number of requests.
-        pages_used: share of the pages that requests hold.
+        running: number of running requests.
+        waiting: number of waiting requests.
+        pages_used: share of the pages that requests hold, from 0 to 1.
     """
 
     running: int
@@ -69,10 +70,10 @@ class Gauges:
 
 @dataclass
 class _Text:
-    """Lines in Prometheus' text format, version 0.0.4.
+    """Collects lines in Prometheus' text format, version 0.0.4.
 
     Attributes:
-        label: label of every sample.
+        label: text of the label that every sample gets.
     """
 
     label: str
@@ -82,6 +83,9 @@ class _Text:
         """Add one metric family.
 
         Args:
+            name: name of the family, without the prefix "vllm:".
+            kind: Prometheus type of the family.
+            about: help text.
             samples: (suffix of the name, labels, value) of each sample.
         """
         self.lines += [f"# HELP vllm:{name} {about}", f"# TYPE vllm:{name} {kind}"]
@@ -91,7 +95,7 @@ class _Text:
 
 
 def exposition(metrics: Metrics, latencies: Latencies, gauges: Gauges, model_name: str) -> str:
-    """All metric families, each with its help and type."""
+    """Text of all metric families, each with its help and type."""
     escaped = model_name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     text = _Text(f'model_name="{escaped}"')
     _add_gauges(text, gauges)

@@ -1,4 +1,4 @@
-"""Host records: a request (what was asked, its place in the schedule, its output) and what the user gets. No jax."""
+"""Host records: requests with their schedule state and output, and the user's chunks and completions. No jax."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class TokenLogprob:
 
     Attributes:
         rank: 1 for the likeliest token; rank - 1 tokens are likelier than this one.
-        top: log-probability of the likeliest tokens, as many as asked for, best first; impossible tokens are left out.
+        top: log-probability of the likeliest tokens, as many as requested, largest first; impossible tokens are left
+            out.
     """
 
     token_id: int
@@ -32,14 +33,15 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Round:
-    """One draft-verify round of one request, in numpy; recorded with ``trace=True``.
+    """One draft-verify round of one request, as numpy arrays; recorded with ``trace=True``.
 
     Attributes:
-        tokens, parents: [N] nodes in the target's vocabulary; node 0 is the root, parent -1 marks root and padding.
+        tokens: [N] target-vocabulary id of each node; node 0 is the root.
+        parents: [N] parent of each node; -1 for the root and for padding nodes.
         scores: [N] cumulative draft log-probability (natural, untempered); root 0.
         path: accepted node ids, the root first.
-        accept_len: draft tokens accepted.
-        emitted: tokens emitted, cut where the request ended.
+        accept_len: number of draft tokens accepted.
+        emitted: emitted tokens, cut where the request ended.
     """
 
     tokens: np.ndarray
@@ -50,11 +52,11 @@ class Round:
     emitted: list[int]
 
     def to_text(self, decode: Callable[[Sequence[int]], str] | None = None) -> str:
-        """The tree with one node a line; accepted nodes are marked with a star.
+        """Text of the tree with one node per line; accepted nodes are marked with a star.
 
         Args:
-            decode: a tokenizer's ``decode``; None shows ids. A token without text of its own (a special token, a part
-                of a character) shows as ``#id``.
+            decode: a tokenizer's ``decode``; None: tokens are shown as ids. A token without text of its own (a special
+                token, a part of a character) is shown as ``#id``.
         """
         lines: list[str] = []
 
@@ -81,16 +83,16 @@ class RequestState:
 
     Attributes:
         slot: slot of the device's state; None while the request waits.
-        prefill_len: tokens to prefill: the prompt, and after a preemption the output except its newest token.
-        num_prefilled: of those, tokens whose chunk was dispatched or whose rows were found in the prefix cache.
-        num_cached_rows: rows found in the prefix cache at admission.
-        num_draft_cached_tokens: tokens whose rows are committed in both the target's and the draft's cache.
-        page_digests: digests of its full pages (`jspec.engine.page_pool.page_digests`).
-        num_shared_pages: full pages that are in the prefix cache.
-        num_synced_pages: pages that the device's page table has.
-        steps_in_flight: chunks and round dispatches whose result was not read yet.
-        rounds_in_flight: rounds of those dispatches.
-        grammar_position: (output tokens followed, state of the grammar's automaton after them).
+        prefill_len: number of tokens to prefill: the prompt, and after a preemption the output except its newest token.
+        num_prefilled: number of these tokens whose chunk was dispatched or whose rows were in the prefix cache.
+        num_cached_rows: number of rows found in the prefix cache at admission.
+        num_draft_cached_tokens: number of tokens whose rows are committed in both the target's and the draft's cache.
+        page_digests: digests of the request's full pages (`jspec.engine.page_pool.page_digests`).
+        num_shared_pages: number of the request's full pages that are in the prefix cache.
+        num_synced_pages: number of the request's pages that are in the device's page table.
+        steps_in_flight: number of prefill and round dispatches whose result was not read yet.
+        rounds_in_flight: number of rounds in these dispatches.
+        grammar_position: (number of output tokens followed, state of the grammar's automaton after those tokens).
     """
 
     slot: int | None = None
@@ -114,23 +116,24 @@ class RequestState:
 class OutputState:
     """The tokens, text and counters of one completion so far, and how it ended.
 
-    A stream in another thread reads while the loop writes: ``pieces`` is extended last in a step and
-    ``finish_reason`` is written last of all, so a reader that sees them sees everything else.
+    A stream in another thread reads while the loop writes: in a step ``pieces`` is extended last, and at the end
+    ``finish_reason`` is written last, so a reader that sees either of the two sees all earlier output.
 
     Attributes:
         decoder: decodes tokens to text.
         token_ids: emitted tokens.
-        from_draft: for each of them, whether a draft proposed it.
-        pieces: text of each token; text that was held back comes with a later token or in ``tail``.
+        from_draft: for each emitted token, whether a draft proposed the token.
+        pieces: text of each token; text that was held back is in the piece of a later token or in ``tail``.
         tail: text after the last token's piece, known when the request ends.
-        logprobs: one record per token, if asked for.
+        logprobs: one record per token, if requested.
         prompt_logprobs: one record per prompt token (None for the first), shared by all completions of a prompt;
-            None: not asked for.
+            None: not requested.
         rounds: one record per round, with ``trace=True``.
-        queued_at: `time.perf_counter` when the request was queued; None: it never was.
-        finish_reason: None while the request runs or waits.
-        stop_reason: the stop token or stop string.
-        error: the error that ended it.
+        metrics: counters of the request.
+        queued_at: `time.perf_counter` when the request was queued; None: the request was never queued.
+        finish_reason: reason for which the request ended; None while the request runs or waits.
+        stop_reason: the stop token or stop string that ended the request.
+        error: the error that ended the request.
     """
 
     decoder: TextDecoder = field(default_factory=TextDecoder)
@@ -154,30 +157,31 @@ class OutputState:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that the text was cut before."""
+        """The stop string before which the text was cut; None: none was found."""
         return self.decoder.stop_string
 
     def finish_text(self) -> None:
-        """Emit the text that was held back."""
+        """Put the text that was held back into ``tail``."""
         self.tail = self.decoder.finish(len(self.pieces))
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One completion to make: what was asked, with its place in the schedule and its output.
+    """One completion to make: prompt and parameters, with its schedule state and its output.
 
     Attributes:
         id: number in order of arrival.
         seed: seed of this completion, below 2**64.
-        stop_ids: tokens that end it, ``eos_ids`` included.
-        max_new_tokens: tokens it can emit at most: ``params.max_tokens``, or what ``max_len`` leaves.
-        eos_ids: the model's end-of-sequence tokens; empty where ``params.ignore_eos``.
-        trace: record every round.
+        stop_ids: tokens that end the request, ``eos_ids`` included.
+        max_new_tokens: the most tokens that the request can emit: ``params.max_tokens``, or fewer if ``max_len`` allows
+            only those.
+        eos_ids: the model's end-of-sequence tokens; empty if ``params.ignore_eos``.
+        trace: whether every round is recorded.
         bad_words: the bad words as token ids.
-        grammar: table of its grammar.
-        matcher: parser of a grammar that fits no table; the host asks it for masks.
-        index: place among the ``n`` completions of the prompt.
-        siblings: the other completions of the prompt; only the first one has them.
+        grammar: the request's grammar as a table; None: no grammar, or one that fits no table.
+        matcher: parser of a grammar that fits no table, which computes masks on the host.
+        index: index among the ``n`` completions of the prompt.
+        siblings: the other completions of the prompt; empty except in the first completion.
     """
 
     id: int
@@ -201,7 +205,7 @@ class Request:
 
     @property
     def samples(self) -> tuple[Request, ...]:
-        """All completions of the prompt, if this is the first."""
+        """All completions of the prompt, if this request is the first of them."""
         return (self, *self.siblings)
 
     @property
@@ -226,22 +230,22 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key of the schedule: requests with smaller ones are served first."""
+        """Sort key of the schedule; requests with smaller keys are served first."""
         return self.params.priority, self.id
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether its chunks report log-probabilities of the prompt; of ``n`` completions the first does."""
+        """Whether this request computes the prompt's log-probabilities; of ``n`` completions only the first does."""
         return self.params.prompt_logprobs is not None and self.index == 0
 
     @property
     def rows_needed(self) -> int:
-        """Cache rows it may commit."""
+        """Cache rows for the prompt and all output tokens that the request may emit."""
         return len(self.prompt_token_ids) + self.max_new_tokens
 
     @property
     def rows_committed(self) -> int:
-        """Rows in the target's cache, by the results read so far: all tokens but the newest."""
+        """Committed rows in the target's cache, by the results read so far: one for each token except the newest."""
         return len(self.prompt_token_ids) + max(len(self.token_ids) - 1, 0)
 
     def tokens_between(self, start: int, stop: int) -> tuple[int, ...]:
@@ -255,12 +259,13 @@ class Chunk:
     """New output of one completion, as a stream yields it.
 
     Attributes:
-        text: None without a tokenizer.
-        from_draft: for each token, whether a draft proposed it.
-        finish_reason: set in the last chunk of a completion.
-        index: which of the ``n`` completions it belongs to.
-        logprobs: one record per token of this chunk, if asked for.
-        prompt_logprobs: those of the prompt, in the first chunk, if asked for.
+        text: new text; None without a tokenizer.
+        token_ids: new tokens.
+        from_draft: for each new token, whether a draft proposed the token.
+        finish_reason: reason for which the completion ended, in its last chunk; else None.
+        index: index of the completion among the ``n`` completions of the prompt.
+        logprobs: one record per token of this chunk, if requested.
+        prompt_logprobs: one record per prompt token (None for the first), in the first chunk, if requested.
     """
 
     text: str | None
@@ -277,16 +282,18 @@ class Completion:
     """The result of a request.
 
     Attributes:
-        text: None without a tokenizer; prompt, end tokens and stop string are left out.
-        from_draft: for each token, whether a draft proposed it.
+        text: text of the output, without prompt, end tokens and stop string; None without a tokenizer.
+        token_ids: emitted tokens.
+        from_draft: for each emitted token, whether a draft proposed the token.
         finish_reason: "eos", "stop", "length", "abort" or "error".
-        stop_reason: the stop token or the stop string that ended it.
-        error: the error that ended it, if any; the other requests of a batch are complete.
-        rounds: with ``trace=True``, every round; else None.
-        logprobs: one record per token; None: not asked for.
-        prompt_logprobs: one record per prompt token, None for the first, which has no predecessor; None: not asked for.
+        stop_reason: the stop token or the stop string that ended the request; None: neither.
+        error: the error that ended the request, if any; other requests of the batch are unaffected.
+        metrics: counters of the request.
+        rounds: one record per round with ``trace=True``; else None.
+        logprobs: one record per token; None: not requested.
+        prompt_logprobs: one record per prompt token, None for the first, which has no predecessor; None: not requested.
         pieces: text of each token, for coloured display.
-        others: with ``n`` > 1, the completions after this one, which is the first.
+        others: with ``n`` > 1, the prompt's other completions; this one is the first.
     """
 
     text: str | None
@@ -304,7 +311,7 @@ class Completion:
     others: tuple[Completion, ...] = field(default=(), repr=False)
 
     def raise_for_error(self) -> Completion:
-        """This completion, if neither it nor any of the others ended with an error; else that error is raised."""
+        """Raise the first error among the prompt's completions; return this completion if there is none."""
         for sample in self.samples:
             if sample.error is not None:
                 raise sample.error
@@ -312,7 +319,7 @@ class Completion:
 
     @property
     def samples(self) -> list[Completion]:
-        """The ``n`` completions of the prompt; the first is this one."""
+        """The ``n`` completions of the prompt, beginning with this one."""
         return [self, *self.others]
 
     def __repr__(self) -> str:
@@ -320,7 +327,7 @@ class Completion:
         return f"Completion({len(self.token_ids)} tokens, finish_reason={self.finish_reason!r}, {shown!r:.80})"
 
     def _repr_html_(self) -> str:
-        """For notebooks: drafted tokens on a coloured background."""
+        """HTML for notebooks: tokens from drafts have a coloured background."""
         shown = self.pieces or [f"{token} " for token in self.token_ids]
         spans = []
         for piece, drafted in zip(shown, self.from_draft, strict=False):

@@ -1,4 +1,4 @@
-"""What a user may ask of one request, and what each value may be. No jax here."""
+"""The sampling parameters of a request, and the checks of their values. No jax here."""
 
 from __future__ import annotations
 
@@ -20,49 +20,50 @@ GRAMMARS = ("regex", "json_schema", "grammar")  # fields that constrain the text
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled and when it ends. Defaults are vLLM's.
+    """Parameters of one request: sampling, constraints and end. Defaults are vLLM's.
 
     Attributes:
-        max_tokens: tokens to emit at most (a request also ends when it reaches the engine's ``max_len``).
-        temperature: 0 is greedy.
+        max_tokens: largest number of tokens to emit (a request also ends when it reaches the engine's ``max_len``).
+        temperature: sampling temperature; 0 is greedy.
         top_k: keep the k most likely tokens; 0 or -1 is off.
         top_p: keep the smallest set of most likely tokens whose probability reaches top_p; 1 is off.
         min_p: keep tokens at least min_p times as likely as the likeliest; 0 is off.
-        seed: 0 <= seed < 2**64; None draws one from the engine's seed.
-        stop: stop string or strings. The text is cut before the first match; the token that completes the match is
+        seed: seed of the request, 0 <= seed < 2**64; None: a seed drawn from the engine's seed.
+        stop: one stop string or several. The text is cut before the first match; the token that completes the match is
             the last of ``token_ids``.
         stop_token_ids: tokens that end the request; kept in ``token_ids``, left out of the text.
-        ignore_eos: do not end at the model's end-of-sequence tokens.
-        repetition_penalty: logits of tokens in prompt or output are divided by it where positive, multiplied where
-            negative; 1 is off.
-        presence_penalty, frequency_penalty: subtracted from the logits of tokens in the output, once and once per
-            occurrence; 0 is off.
-        logit_bias: number added to each token's logit.
-        bad_words: texts or token id lists that are never completed, in prompt and output together. A text stands for
-            its tokenisations with and without a leading blank.
+        ignore_eos: whether to continue after the model's end-of-sequence tokens.
+        repetition_penalty: factor for tokens in prompt or output: a positive logit is divided by the factor, a negative
+            one multiplied; 1 is off.
+        presence_penalty: number subtracted from the logit of each token that occurs in the output; 0 is off.
+        frequency_penalty: number subtracted from a token's logit once per occurrence in the output; 0 is off.
+        logit_bias: number to add to the logit, by token id.
+        bad_words: texts or token id lists whose last token is banned wherever it would complete the word, also if the
+            word begins in the prompt. A text means its tokenisations with and without a leading blank.
         allowed_token_ids: the only tokens that may be emitted; None is off.
         min_tokens: number of tokens before which stop tokens are masked and stop strings do not match.
         regex: a regular expression (of the library outlines_core, without look-around and anchors) that the whole text
             matches. Tokens that end the request are allowed exactly where the text may end, and are the only tokens
-            allowed where it must end. max_tokens or a stop string may cut the text earlier.
+            allowed where the text must end. max_tokens or a stop string may cut the text earlier.
         json_schema: a JSON schema, as a mapping or its text, that the whole text satisfies; same rules as ``regex``.
             Schemas with unsupported keywords are refused (`jspec.engine.grammar.json_schema`). Stored as text. A
             recursive schema is followed as ``grammar`` is.
         grammar: a context-free grammar, in the Lark form that the library llguidance reads, that the whole text
             matches; same rules as ``regex``. A round with such a request runs as two launches; between them the host
             computes the mask of each draft node (`jspec.step.split_decode`).
-        processor_args: numbers for the engine's ``logits_processor``, as many as the engine's ``processor_args``, or
-            none for zeros.
-        draft: False for no speculation in this request; an int caps the accepted draft length.
-        logprobs: number of likeliest tokens reported for each emitted token, with log-probabilities; 0: the emitted
-            token only; None: off. Raw or processed, by the engine's ``logprobs_mode``.
-        prompt_logprobs: the same for the prompt's tokens, always raw; the prompt is computed without the prefix cache.
-        priority: requests with lower numbers are served first, equal ones in order of arrival.
-        n: completions of the prompt, which share its pages (by the engine's ``prefix_cache``); completion i has the
-            seed ``sample_seed(seed, i)``.
+        processor_args: values for the engine's ``logits_processor``, as many as the engine's ``processor_args``; empty:
+            all zeros.
+        draft: whether to use draft tokens for this request; an int is the most draft tokens to accept per round.
+        logprobs: number of likeliest tokens whose log-probabilities are reported at each emitted token; 0: only the
+            emitted token's; None: off. The engine's ``logprobs_mode`` decides whether they are raw or processed.
+        prompt_logprobs: number of likeliest tokens whose log-probabilities are reported at each prompt token, always
+            raw; 0: only the prompt token's; None: off. The prompt is then computed without the prefix cache.
+        priority: priority; requests with lower numbers are served first, those with equal numbers in order of arrival.
+        n: number of completions of the prompt, which share its pages (by the engine's ``prefix_cache``); completion i
+            has the seed ``sample_seed(seed, i)``.
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: a field has a wrong value; the message names the field, its value and the allowed values.
     """
 
     max_tokens: int = 16
@@ -115,17 +116,17 @@ class SamplingParams:
 
     @property
     def grammar_field(self) -> str | None:
-        """Name of the field that constrains the text, None if there is none."""
+        """Name of the grammar field that is set ("regex", "json_schema" or "grammar"); None if none is set."""
         return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
 
     @classmethod
     def from_generation_config(cls, path: str | Path, **fields: Any) -> SamplingParams:
-        """The sampling that a checkpoint's generation_config.json recommends.
+        """Make the parameters that a checkpoint's generation_config.json recommends.
 
         Args:
             path: the file or its folder, read by `jspec.engine.generation_config.recommended`. EOS ids are not read
-                here: the engine has them.
-            fields: fields that override the file's.
+                here, because the engine reads them.
+            fields: parameters that override those of the file.
         """
         return cls(**{**recommended(path), **fields})
 
@@ -148,14 +149,14 @@ class SamplingParams:
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """Seed of completion ``index`` of a request; the first has the request's own seed."""
+    """Seed of completion ``index`` of a request; the first completion has the request's own seed."""
     if index == 0:
         return seed
     return int(np.random.SeedSequence(seed, spawn_key=(index,)).generate_state(1, np.uint64)[0])
 
 
 def _normalised(params: SamplingParams) -> dict[str, Any]:
-    """Fields whose value is stored in another form: sequences as tuples, a schema as text."""
+    """Values of the fields that are stored in another form: sequences as tuples, a schema as text."""
     values: dict[str, Any] = {}
     for name in ("stop_token_ids", "allowed_token_ids"):
         if isinstance(getattr(params, name), (list, set, frozenset, np.ndarray)):
@@ -171,7 +172,7 @@ def _normalised(params: SamplingParams) -> dict[str, Any]:
     if isinstance(params.json_schema, Mapping) and is_schema(params.json_schema):
         values["json_schema"] = json.dumps(params.json_schema)
     if isinstance(params.logit_bias, Mapping):
-        values["logit_bias"] = dict(params.logit_bias)  # the caller may change theirs later
+        values["logit_bias"] = dict(params.logit_bias)  # a copy, as the caller may change the original later
     return values
 
 
@@ -241,7 +242,7 @@ def is_text_or_none(value: object) -> bool:
 
 
 Rule = tuple[str, Callable[[SamplingParams], bool], str | Callable[[SamplingParams], str]]
-RULES: tuple[Rule, ...] = (  # field, whether its value is allowed, which values are
+RULES: tuple[Rule, ...] = (  # field, test of its value, description of the allowed values
     ("max_tokens", lambda p: is_int_from(1, p.max_tokens), "an int >= 1"),
     ("temperature", lambda p: is_finite(p.temperature) and p.temperature >= 0, "a finite number >= 0"),
     ("top_k", lambda p: is_int_from(-1, p.top_k), "an int >= -1 (0 or -1: off)"),

@@ -1,4 +1,4 @@
-"""An engine's messages while it runs: a line of statistics at intervals, and one warning about low acceptance."""
+"""Messages of a running engine: a line of statistics at intervals, and one warning about low acceptance."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LOW = 1.2  # mean acceptance length below which the warning is given
 
 
 class LowAcceptanceWarner:
-    """Counts the accepted tokens of all drafted rounds, and warns once if they are few.
+    """Counts the accepted draft tokens of all drafted rounds, and warns once if their number is low.
 
-    It counts what a round accepted, even where the end of the request cut it. Drafters without `Drafter.advice` are not
-    watched.
+    Draft tokens that a round accepted after the end of a request are counted too. There is no warning for a drafter
+    without `Drafter.advice`.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -33,7 +33,11 @@ class LowAcceptanceWarner:
         self._num_accepted = 0
 
     def count(self, report: Int[np.ndarray, "rounds rows columns"]) -> None:
-        """Count the rounds of a step's drafted rows; warn if acceptance is low after enough rounds."""
+        """Count the rounds of a step's drafted rows; warn if acceptance is low after `MIN_ROUNDS` rounds.
+
+        Args:
+            report: rows of `StepOutput.report` that had a draft.
+        """
         if self._advice is None:
             return
         fields = StepResult.read(report)
@@ -52,10 +56,10 @@ class LowAcceptanceWarner:
 
 
 class StatsLogger:
-    """Logs one line of statistics per interval, while steps are made.
+    """Logs one line of statistics per interval, as long as the engine is stepped.
 
     Args:
-        interval: seconds; None: no lines.
+        interval: seconds between lines; None: no lines.
     """
 
     def __init__(self, interval: float | None) -> None:
@@ -67,7 +71,7 @@ class StatsLogger:
         return self._interval is not None and time.perf_counter() - self._last_time >= self._interval
 
     def write(self, metrics: Metrics, gauges: Gauges) -> None:
-        """Log what changed since the last line."""
+        """Log the load and the changes of the counters since the last line."""
         now, last = time.perf_counter(), self._last_metrics
         num_rounds = metrics.num_drafts - last.num_drafts
         num_accepted = metrics.num_accepted_tokens - last.num_accepted_tokens

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 
 class StopStringMatcher:
-    """Finds the first stop string in a text that comes in pieces, wherever the pieces are cut.
+    """Finds the first stop string in a text that arrives in pieces; a match may span several pieces.
 
-    The match that ends first wins, because the text can be cut there without waiting for more; of several that end at
-    the same character, the one that is listed first, as in vLLM. Text that may be part of a match is held back; all
-    other text is returned at once.
+    The match that ends first counts, because the text can be cut there without waiting for more; of several matches
+    that end at the same character, the stop string that is listed first counts, as in vLLM. Text that may be part of a
+    match is held back; all other text is returned at once.
 
     Attributes:
-        found: the stop string that was found; no text is returned after it.
+        found: the stop string that was found, after which no text is returned; None: none was found yet.
 
     Source: Knuth, Morris, Pratt, "Fast pattern matching in strings" (1977).
     """
@@ -21,18 +21,19 @@ class StopStringMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self.found: str | None = None
         self._stops = [(stop, _borders(stop)) for stop in stops]
-        self._matched = [0] * len(stops)  # for each, length of the longest prefix of it that the text ends with
-        self._held = ""  # end of the text that is held back; as long as the longest of these prefixes
+        self._matched = [0] * len(stops)  # per stop string: length of its longest prefix that ends the text
+        self._held = ""  # end of the text that is held back, as long as the longest such prefix
 
     def __bool__(self) -> bool:
-        """Whether there is any stop string."""
+        """Whether any stop strings were given."""
         return bool(self._stops)
 
     def push(self, text: str, *, may_end: bool = True) -> str:
-        """Add a piece of text; returns the text that cannot be part of a match any more.
+        """Add a piece of text; return the text that can no longer be part of a match.
 
         Args:
-            may_end: False: a match that ends in this piece does not count.
+            text: the next piece.
+            may_end: whether a match that ends in this piece counts.
         """
         if self.found is not None:
             return ""
@@ -49,12 +50,12 @@ class StopStringMatcher:
         return held[:size]
 
     def finish(self) -> str:
-        """The text that was held back; call it when the text has ended."""
+        """Return the text that was held back; call this when the text has ended."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, character: str, may_end: bool) -> bool:
-        """Add one character to all matches; whether a stop string ends with it and counts."""
+        """Add one character to all partial matches; return whether a match that counts ends with this character."""
         for index, (stop, borders) in enumerate(self._stops):
             size = self._matched[index]
             while size and stop[size] != character:
@@ -70,7 +71,7 @@ class StopStringMatcher:
 
 
 def _borders(stop: str) -> list[int]:
-    """Entry n: length of the longest proper prefix of the first n characters that is also their suffix."""
+    """Border lengths: entry n is the length of the longest proper prefix of ``stop[:n]`` that is also its suffix."""
     borders, size = [0, 0], 0
     for character in stop[1:]:
         while size and stop[size] != character:

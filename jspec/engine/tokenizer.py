@@ -1,4 +1,4 @@
-"""Text to token ids and back: one interface over byte models and Hugging Face tokenizers."""
+"""Conversion between text and token ids: one interface for byte models and Hugging Face tokenizers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: number of ids, added tokens included.
         hidden_ids: ids that `decode` leaves out (special tokens).
-        byte_ids: ids of single bytes whose runs are decoded as a whole: a run becomes text if all of it is UTF-8, and
-            one replacement character per byte otherwise. Empty if bytes are decoded one by one.
+        byte_ids: ids of single bytes, whose runs are decoded as a whole: a run becomes text if all of it is UTF-8, else
+            one replacement character per byte. Empty if bytes are decoded one by one.
     """
 
     vocab_size: int
@@ -28,23 +28,26 @@ class Tokenizer(Protocol):
     byte_ids: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, including the special tokens that the tokenizer adds."""
+        """Token ids of a text, including the special tokens that the tokenizer adds."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids without special tokens."""
+        """Text of the given token ids; special tokens are left out."""
         ...
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Ids of a conversation, ending where the answer begins.
+        """Token ids of a conversation, up to the beginning of the assistant's answer.
+
+        Args:
+            messages: mappings with "role" and "content".
 
         Raises:
-            ValueError: there is no chat template.
+            ValueError: the tokenizer has no chat template.
         """
         ...
 
     def token_bytes(self) -> list[bytes | None]:
-        """The UTF-8 bytes that each id adds to a text; None for ids without text.
+        """The UTF-8 bytes that each token id adds to a text; None for ids without text.
 
         Raises:
             ValueError: the bytes of a token depend on the tokens around it.
@@ -123,10 +126,10 @@ class HFTokenizer:
         return [None if i in self.hidden_ids else text for i, text in enumerate(texts)]
 
     def _vocabulary_kind(self) -> str:
-        """How the vocabulary writes text: "ByteLevel", one letter per byte, or "SentencePiece", plain but for blanks.
+        """Kind of the vocabulary: "ByteLevel" (one letter per byte) or "SentencePiece" (plain text except blanks).
 
         Raises:
-            ValueError: neither.
+            ValueError: the vocabulary is of another kind.
         """
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is not None and backend.decoder is not None:
@@ -143,7 +146,7 @@ class HFTokenizer:
         )
 
     def _byte_ids(self) -> frozenset[int]:
-        """Ids of the tokens <0x00> to <0xFF>, if the tokenizer falls back to bytes."""
+        """Ids of the byte tokens <0x00> to <0xFF>; empty if the tokenizer does not fall back to bytes."""
         vocab = self._tokenizer.get_vocab()
         ids = {byte: vocab.get(f"<0x{byte:02X}>") for byte in range(256)}
         letter = ids[ord("A")]
@@ -166,10 +169,10 @@ def load_tokenizer(source: str | os.PathLike[str] | None) -> Tokenizer | None:
         source: a folder, "bytes" for models whose tokens are bytes, or None.
 
     Returns:
-        None for None and for a folder without tokenizer files: ids in and out, no text.
+        The tokenizer; None if ``source`` is None or the folder has no tokenizer files.
 
     Raises:
-        ValueError: no such folder, or files that cannot be read.
+        ValueError: the folder does not exist, or its files cannot be read.
     """
     if source is None:
         return None

@@ -1,1 +1,1 @@
-"""From logits to tokens: penalties, grammar masks, processors, sampling, log-probabilities."""
+"""From logits to tokens: penalties, grammar masks, logits processors, sampling, log-probabilities."""

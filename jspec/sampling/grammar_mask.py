@@ -1,12 +1,12 @@
-"""Grammars on the device: each node's state follows from its parent's, and disallowed tokens get -inf.
+"""Grammars on the device: a state for each node, computed from its parent's, and -inf for disallowed tokens.
 
 The tables are those of `jspec.engine.grammar.token_table`. A token that violates a grammar leads to `NO_STATE`, after
 which every token is allowed; this has no effect, because the token itself is banned at its parent. For a grammar that
-fits no table the host gives masks (`jspec.engine.grammar.cfg_matcher`).
+fits no table the host computes masks (`jspec.engine.grammar.cfg_matcher`).
 
-Every state can reach the grammar's end, so some token is always allowed unless multi-token bad words ban the rest.
-Then only stop ids are allowed, and a stop id outside a final state tells the host what happened. The same holds where a
-host mask leaves no token.
+Every state can reach the grammar's end, so some token is always allowed unless multi-token bad words ban all of them.
+Then only stop ids are allowed, and a stop id outside a final state tells the host that no token was left. The same
+holds if a host mask leaves no token.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jspec.core.bitmask import EVERYTHING, WORD, words_of
 from jspec.core.records import Controls, Grammars, SlotView
 
-NO_STATE = -1
+NO_STATE = -1  # no grammar, or a violated one
 
 
 def unused(tables: int, cells: int, vocab: int) -> Grammars:
-    """Empty tables for an engine without requests."""
+    """Make empty grammar tables, for an engine without requests.
+
+    Args:
+        tables: number of tables.
+        cells: cells per table.
+        vocab: size of the vocabulary.
+    """
     return Grammars(
         class_of=jnp.zeros((tables, vocab), jnp.int16),
         next=jnp.zeros((tables, cells), jnp.int16),
@@ -32,12 +38,13 @@ def unused(tables: int, cells: int, vocab: int) -> Grammars:
 
 
 def pack(table: int, class_of: np.ndarray, next_state: np.ndarray, cells: int) -> np.ndarray:
-    """A grammar as the int16 vector that `load` reads.
+    """Pack a grammar into the int16 vector that `load` reads.
 
     Args:
-        class_of: class of each token, int16 [vocab].
-        next_state: state after each state and class, int16 [states, classes]; -1: not allowed.
-        cells: cells per table.
+        table: index of the table to fill.
+        class_of: token class of each token, int16 [vocab].
+        next_state: next state for each state and token class, int16 [states, classes]; -1: not allowed.
+        cells: number of cells per table.
     """
     padding = np.zeros(cells - next_state.size, np.int16)
     return np.concatenate([np.array([table, next_state.shape[1]], np.int16), class_of, next_state.reshape(-1), padding])
@@ -49,7 +56,7 @@ def packed_size(grammars: Grammars) -> int:
 
 
 def load(grammars: Grammars, packed: Int[Array, "packed"]) -> Grammars:
-    """The tables (donated) with one table replaced."""
+    """Replace one of the tables (donated) by a packed grammar."""
     table, classes = packed[0].astype(jnp.int32), packed[1]
     class_of, next_state = jnp.split(packed[2:], [grammars.class_of.shape[1]])
     return Grammars(
@@ -62,7 +69,7 @@ def load(grammars: Grammars, packed: Int[Array, "packed"]) -> Grammars:
 def follow(
     grammars: Grammars, table: Int[Array, "batch"], state: Int[Array, "batch *more"], token: Int[Array, "batch *more"]
 ) -> Int[Array, "batch *more"]:
-    """The state after one token each; negative tokens leave a state unchanged."""
+    """The grammar state after each given state and token; a negative token leaves the state unchanged."""
     table = table.reshape(-1, *(1,) * (state.ndim - 1))
     column = grammars.class_of[table, jnp.maximum(token, 0)].astype(jnp.int32)
     cell = jnp.maximum(state, 0) * grammars.classes[table].astype(jnp.int32) + column
@@ -71,7 +78,7 @@ def follow(
 
 
 def states(view: SlotView, path: Int[Array, "batch nodes depth"]) -> Int[Array, "batch nodes"]:
-    """The state after each path from the root; `NO_STATE` without a grammar, or if the path violates it."""
+    """Grammar state after each path of tokens from the root; `NO_STATE` without a grammar or after a violation."""
     assert view.controls is not None and view.grammars is not None
     row = _rows(view.controls, view)
     state = jnp.broadcast_to(row[1][:, None], path.shape[:2])
@@ -83,10 +90,10 @@ def states(view: SlotView, path: Int[Array, "batch nodes depth"]) -> Int[Array, 
 def apply_grammars(
     logits: Float[Array, "batch nodes vocab"], view: SlotView, path: Int[Array, "batch nodes depth"]
 ) -> Float[Array, "batch nodes vocab"]:
-    """The logits with -inf for every token that the grammar does not allow after a node.
+    """Set the logits of all tokens that the grammar does not allow after a node to -inf.
 
     Args:
-        path: tokens on the path to each node (`jspec.sampling.penalties.node_paths`).
+        path: token ids on the path to each node (`jspec.sampling.penalties.node_paths`).
     """
     assert view.controls is not None and view.grammars is not None
     grammars, (table, root_state) = view.grammars, _rows(view.controls, view)
@@ -100,13 +107,13 @@ def apply_grammars(
         return _to_bits(_or_stop_ids(is_allowed, logits, view))
 
     everything = jnp.full((*logits.shape[:2], words_of(vocab)), EVERYTHING)
-    # A conditional copies its result: bits are 32 times smaller than flags.
+    # A conditional copies its result; packed bits make that copy small.
     bits = jax.lax.cond(jnp.any(root_state >= 0), allowed, lambda: everything)
     return jnp.where(_from_bits(bits, vocab), logits, -jnp.inf)
 
 
 def apply_host_masks(logits: Float[Array, "batch nodes vocab"], view: SlotView) -> Float[Array, "batch nodes vocab"]:
-    """The logits with -inf for every token that the view's masks do not allow."""
+    """Set the logits of all tokens that the host's masks (``view.masks``) do not allow to -inf."""
     assert view.masks is not None
     is_allowed = _or_stop_ids(_from_bits(view.masks, logits.shape[-1]), logits, view)
     return jnp.where(is_allowed, logits, -jnp.inf)
@@ -115,14 +122,14 @@ def apply_host_masks(logits: Float[Array, "batch nodes vocab"], view: SlotView) 
 def _or_stop_ids(
     is_allowed: Bool[Array, "batch nodes vocab"], logits: Float[Array, "batch nodes vocab"], view: SlotView
 ) -> Bool[Array, "batch nodes vocab"]:
-    """The allowed tokens; where none of them has a finite logit, the row's stop ids."""
+    """Return ``is_allowed``, but the row's stop ids instead for each node whose allowed tokens all have logit -inf."""
     has_token = jnp.any(is_allowed & (logits > -jnp.inf), axis=-1, keepdims=True)
     is_stop = jnp.any(jnp.arange(logits.shape[-1]) == view.sampling.stop_ids[..., None], axis=1)
     return jnp.where(has_token, is_allowed, is_stop[:, None])
 
 
 def _rows(controls: Controls, view: SlotView) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-    """Each row's table, and its state after the root."""
+    """Index of each row's grammar table, and the row's grammar state after the root."""
     table, state, used = (
         field.at[view.slots].get(mode="fill", fill_value=0)
         for field in (controls.table, controls.grammar_state, controls.used)

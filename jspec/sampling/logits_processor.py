@@ -1,10 +1,10 @@
-"""A user's own edit of the logits, traced into the program: its arguments, and what it cannot change.
+"""The user's logits processor, a function that edits logits: its arguments, its call and its checks.
 
-It runs after penalties and grammar and before temperature, at every node of a draft as if the node's ancestors and the
-node itself had been generated. Drafting therefore changes no token and no distribution, as long as the processor's
-result for a node depends on that node's row of the arguments alone. Tokens banned by controls or a grammar stay banned
-whatever it returns; it must leave at least one of the others. Where it leaves no token that a grammar allows, the
-request ends with an error.
+The processor is traced into the program. It runs after penalties and grammar and before temperature, at every node of
+a draft as if the node's ancestors and the node itself had been generated. Drafting therefore changes no token and no
+distribution, as long as the processor's result for a node depends only on that node's row of the arguments. Tokens
+banned by controls or a grammar stay banned whatever the processor returns; the processor must leave at least one other
+token. If no token is left that a grammar allows, the request ends with an error.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from jspec.core.tree import Tree
 
 @struct.dataclass
 class LogitsContext:
-    """Arguments of a logits processor beside the logits ``[batch, nodes, vocab]``.
+    """The second argument of a logits processor; the first are the logits ``[batch, nodes, vocab]``.
 
-    The context at node n of row b is ``text[b]`` up to ``size[b]``, then ``path[b, n]``. The number of nodes and the
-    depth differ between programs: a processor is traced for each.
+    The context of node n in row b is the first ``size[b]`` tokens of ``text[b]``, then ``path[b, n]``. The number of
+    nodes and the depth differ between programs, and the processor is traced for each program.
     """
 
     text: Int[Array, "batch positions"]  # prompt and generated tokens by position; -1 from ``size`` on
     size: Int[Array, "batch"]  # number of tokens in text
     prompt_size: Int[Array, "batch"]  # number of prompt tokens
-    path: Int[Array, "batch nodes depth"]  # drafted tokens after text, the node's own last; then -1
+    path: Int[Array, "batch nodes depth"]  # drafted tokens from text to the node's own, then -1
     args: Float[Array, "batch args"]  # `SamplingParams.processor_args`; 0 where a request gives none
 
     @property
@@ -43,11 +43,11 @@ class LogitsContext:
 
     @property
     def generated(self) -> Int[Array, "batch nodes"]:
-        """Number of tokens in each node's context after the prompt."""
+        """Number of tokens after the prompt in each node's context."""
         return (self.size - self.prompt_size)[:, None] + self.depth
 
     def newest(self, count: int) -> Int[Array, "batch nodes count"]:
-        """The last tokens of each node's context, the newest last; -1 before its beginning."""
+        """The last ``count`` tokens of each node's context, the newest last; -1 where the context is shorter."""
         back = jnp.arange(count - 1, -1, -1)
         place = self.size[:, None, None] + self.depth[..., None] - 1 - back
         nodes, path_place = self.path.shape[1], place - self.size[:, None, None]
@@ -65,10 +65,10 @@ LogitsProcessor = Callable[[Array, LogitsContext], Array]
 def apply(
     logits: Float[Array, "batch nodes vocab"], view: SlotView, path: Int[Array, "batch nodes depth"]
 ) -> Float[Array, "batch nodes vocab"]:
-    """The logits edited by the view's processor.
+    """Edit the logits with ``view.processor``; tokens that were banned before stay banned.
 
     Args:
-        path: tokens on the path to each node (`jspec.sampling.penalties.node_paths`).
+        path: token ids on the path to each node (`jspec.sampling.penalties.node_paths`).
     """
     assert view.processor is not None and view.controls is not None and view.token_history is not None
     prompt_size, args = (
@@ -84,15 +84,16 @@ def apply(
 
 
 def check(processor: LogitsProcessor | None, config: EngineConfig, tree: Tree, vocab: int) -> None:
-    """Trace a processor for the shapes that it will be called with.
+    """Trace a logits processor for all shapes that it will be called with, to find its errors early.
 
     Args:
+        processor: the user's function; None: none.
         tree: the drafter's tree.
-        vocab: vocabulary size.
+        vocab: size of the vocabulary.
 
     Raises:
-        ValueError: it is not a function, raises, or returns other than logits of the same shape and dtype; or the
-            engine's options do not fit it.
+        ValueError: the processor is not a function, raises, or returns a value that differs from the logits in shape or
+            dtype; or the engine's options do not fit the processor.
     """
     if processor is None:
         if config.processor_args:

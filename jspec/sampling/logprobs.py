@@ -1,8 +1,8 @@
 """Log-probabilities of emitted tokens and of prompts, for the programs of batches that ask for them.
 
-Raw log-probabilities are the log-softmax of the model's logits. Processed ones belong to the distribution that a token
-is drawn from, after `jspec.sampling.penalties`, temperature, top-k, top-p and min-p; for a greedy row after the
-penalties only. Prompt tokens were not drawn, so theirs are raw.
+Raw log-probabilities are the log-softmax of the model's logits. Processed log-probabilities belong to the
+distribution that a token is drawn from, after `jspec.sampling.penalties`, temperature, top-k, top-p and min-p; for a
+greedy row after the penalties only. Prompt tokens were not drawn, so their log-probabilities are raw.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ BLOCK = 64  # rows of a chunk whose logits are in memory at once
 
 
 def score(logits: Float[Array, "*places vocab"], tokens: Int[Array, "*places"], view: SlotView) -> LogProbs:
-    """The log-probability and rank of each token, and the most likely tokens at its place.
+    """Compute the log-probability and rank of each token, and the most likely tokens at its position.
 
     Args:
-        tokens: token ids; results of negative ids are undefined.
+        logits: logits at each position; their log-softmax is reported.
+        tokens: token id at each position; the results for negative ids are undefined.
     """
     rows = (logits.reshape(-1, logits.shape[-1]), jnp.maximum(tokens, 0).reshape(-1, 1))
     one = partial(_score, implementation=view.implementation)
@@ -44,7 +45,7 @@ def _score(flat: Float[Array, "rows vocab"], ids: Int[Array, "rows 1"], *, imple
     top, top_ids = top_log_probs(flat, min(MAX_LOGPROBS, vocab), implementation=implementation)
     picked = jnp.take_along_axis(flat, ids, axis=-1)
     chosen = jnp.minimum(picked - jax.nn.logsumexp(flat, axis=-1, keepdims=True), 0.0)
-    is_chosen = top_ids == ids  # the same bits for the same token
+    is_chosen = top_ids == ids  # for such a token the value in ``top`` is taken, so both have the same bits
     chosen = jnp.where(jnp.any(is_chosen, axis=-1), jnp.sum(jnp.where(is_chosen, top, 0.0), axis=-1), chosen[:, 0])
     return LogProbs(chosen=chosen, ranks=1 + jnp.sum(flat > picked, axis=-1, dtype=jnp.int32), top=top, top_ids=top_ids)
 
@@ -52,10 +53,11 @@ def _score(flat: Float[Array, "rows vocab"], ids: Int[Array, "rows 1"], *, imple
 def of_round(
     mode: str, logits: Float[Array, "batch nodes vocab"], draft: Draft, verdict: Verdict, view: SlotView, tree: Tree
 ) -> LogProbs:
-    """Log-probabilities of a step's tokens, ``[batch, depth + 1]``: each was chosen by the logits of the node before.
+    """Log-probabilities of a round's tokens, ``[batch, depth + 1]``; each belongs to the logits of the preceding node.
 
     Args:
-        logits: the target's raw logits at every node.
+        mode: "raw_logprobs" or "processed_logprobs".
+        logits: the target's raw logits after every node.
     """
     node = jnp.maximum(verdict.path, 0)[..., None]
     rows = jnp.take_along_axis(logits, node, axis=1)
@@ -79,6 +81,8 @@ def of_first(
     """Log-probabilities of the first token after a prompt.
 
     Args:
+        mode: "raw_logprobs" or "processed_logprobs".
+        raw: the target's raw logits.
         edited: the raw logits after `jspec.sampling.penalties`.
     """
     rows = sampler.process(edited, view.sampling, view.implementation) if mode == PROCESSED else raw
@@ -91,11 +95,11 @@ def of_chunk(
     logits_of: Callable[[Float[Array, "block hidden"]], Float[Array, "block vocab"]],
     view: SlotView,
 ) -> LogProbs:
-    """Raw log-probabilities ``[tokens]`` of the token after each token of a chunk; the last one's is ``chunk.root``.
+    """Raw log-probabilities ``[tokens]`` of the token after each token of a chunk, ``chunk.root`` after the last.
 
     Args:
         normed: hidden states after the target's final norm.
-        logits_of: applies the target's output head.
+        logits_of: the target's output head, a function from hidden states to logits.
     """
     size = normed.shape[1]
     next_tokens = jnp.roll(chunk.tokens, -1).at[chunk.count - 1].set(chunk.root)
@@ -110,6 +114,6 @@ def of_chunk(
 def without_normed(
     features: Float[Array, "1 tokens features"], hidden: int
 ) -> tuple[Float[Array, "1 tokens others"] | None, Float[Array, "1 tokens hidden"]]:
-    """Split features into those of the drafter (None if there are none) and the target's final normed states."""
+    """Split features into the drafter's (None if it reads none) and the target's hidden states after its final norm."""
     others = features[..., :-hidden]
     return (others if others.shape[-1] else None), features[..., -hidden:]

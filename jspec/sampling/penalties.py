@@ -1,11 +1,12 @@
 """Edits of the logits that depend on earlier tokens: bias, penalties, bad words, minimum length, allowed tokens.
 
 They edit the target's raw logits at every node of a draft before the accept rule sees them, as if the node's ancestors
-and the node itself had been generated: drafting therefore changes no token and no distribution. Temperature, top-k,
+and the node itself had been generated; drafting therefore changes no token and no distribution. Temperature, top-k,
 top-p and min-p follow in `jspec.sampling.sampler.process`.
 
 The order is that of transformers' processors: bias, repetition, presence and frequency, bad words, minimum length,
-allowed tokens and grammar (`jspec.sampling.grammar_mask`); then a user's own (`jspec.sampling.logits_processor`).
+allowed tokens and grammar (`jspec.sampling.grammar_mask`); then the user's processor
+(`jspec.sampling.logits_processor`).
 A banned token is never allowed again by a later edit. Tokens banned for the whole request (single-token bad words,
 tokens not in allowed_token_ids) are stored as -inf in the logit bias.
 
@@ -32,15 +33,20 @@ from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 
 MAX_BAD_WORDS = 128  # multi-token bad words per request
 MAX_BAD_WORD_TOKENS = 16
-LOOK_BACK = MAX_BAD_WORD_TOKENS - 1  # newest tokens that decide whether a bad word's last token is banned
+LOOK_BACK = MAX_BAD_WORD_TOKENS - 1  # number of newest tokens that decide whether a bad word's last token is banned
 Decision = tuple[Int[Array, "batch"], Int[Array, "batch"]]  # the last accepted node, and the token after it
-IN_PROMPT, GENERATED = 1, 2  # added to a token's count: once if it is in the prompt, and for each generated occurrence
+IN_PROMPT, GENERATED = (
+    1,
+    2,
+)  # added to a token's count: once if in the prompt; per occurrence in the output
 
 
 def unused(slots: int, vocab: int, args: int = 0) -> Controls:
-    """Slots without controls; every field is an array of its own.
+    """Make the controls of an engine without requests; no two fields share an array.
 
     Args:
+        slots: number of slots.
+        vocab: size of the vocabulary.
         args: number of values that a request may pass to a logits processor.
     """
     return Controls(
@@ -62,10 +68,11 @@ def unused(slots: int, vocab: int, args: int = 0) -> Controls:
 
 
 def pack(slot: int, row: Mapping[str, np.ndarray]) -> np.ndarray:
-    """One slot's controls as the int32 vector that `admit` reads.
+    """Pack one slot's controls into the int32 vector that `admit` reads.
 
     Args:
-        row: fields of `Controls` by name, of 4-byte numbers; floats keep their bits.
+        slot: index of the slot.
+        row: the slot's fields of `Controls` by name, arrays of 4-byte numbers; floats keep their bits.
     """
     fields = [np.ravel(row[field.name]) for field in dataclasses.fields(Controls)]
     assert len(fields) == len(row) and all(field.dtype.itemsize == 4 for field in fields)
@@ -78,7 +85,7 @@ def packed_size(controls: Controls) -> int:
 
 
 def admit(controls: Controls, packed: Int[Array, "packed"]) -> Controls:
-    """The controls (donated) with one slot's replaced."""
+    """Replace one slot's entries in the controls (donated) by a packed row."""
     slot, words = packed[0], packed[1:]
     fields, structure = jax.tree.flatten(controls)
     ends = np.cumsum([math.prod(field.shape[1:]) for field in fields])[:-1]
@@ -101,10 +108,13 @@ def advance(
     count: Int[Array, "batch"],
     grammar_state: Int[Array, "batch"] | None,
 ) -> Controls:
-    """The controls after the first ``count`` of each slot's new tokens.
+    """Update token counts, recent tokens and grammar state with the tokens that each slot has emitted.
 
     Args:
-        grammar_state: grammar state after the last of these tokens; undefined for a slot that ends with them.
+        slots: slot of each row.
+        tokens: new tokens of each row.
+        count: number of new tokens to count in each row, from the first.
+        grammar_state: grammar state after the last counted token; undefined for a slot that ends with it.
     """
     is_committed = jnp.arange(tokens.shape[1]) < count[:, None]
     rows = jnp.where(is_committed, slots[:, None], controls.used.shape[0])
@@ -122,7 +132,7 @@ def advance(
 
 
 def node_paths(draft: Draft, ancestor_mask: AncestorMask, depth: int) -> Int[Array, "batch nodes depth"]:
-    """Tokens on the path from the root (excluded) to each node (included); `NO_TOKEN` after the node.
+    """Token ids on the path from the root (excluded) to each node (included); `NO_TOKEN` after the node.
 
     Args:
         ancestor_mask: ancestors of each node (`jspec.core.ancestors.ancestors`).
@@ -140,15 +150,15 @@ def decide_with_penalties(
     get_paths: Callable[[], Int[Array, "batch nodes depth"]],
     decide: Callable[[PartialSums], Decision],
 ) -> tuple[Decision, Int[Array, "batch"] | None]:
-    """Call ``decide`` with the logits, edited if any row uses controls.
+    """Call ``decide`` with the logits, edited if any row uses controls or the program has a logits processor.
 
     Args:
-        logits: raw logits, [1, batch, nodes, vocab], perhaps still to be scaled.
-        get_paths: returns the tokens on the path to each node (`node_paths`); called only if they are needed.
-        decide: function of logits in the same form.
+        logits: raw logits after every node, [1, batch, nodes, vocab]; scales may still be unapplied.
+        get_paths: returns the token ids on the path to each node (`node_paths`); called only for edited logits.
+        decide: takes logits in the same form; returns the last accepted node and the token after it.
 
     Returns:
-        The decision, and each row's grammar state after the decision's last token (None without grammars).
+        The result of ``decide``, and each row's grammar state after its token (None without grammars).
     """
     if view.controls is None:
         return decide(logits), None
@@ -163,13 +173,13 @@ def decide_with_penalties(
         path = jnp.concatenate([accepted, bonus[:, None, None]], axis=-1)
         return (last_node, bonus), grammar_mask.states(view, path)[:, 0]
 
-    if view.processor is not None:  # it edits every row
+    if view.processor is not None:  # a processor edits every row
         return with_controls()
     return jax.lax.cond(_is_used(view), with_controls, lambda: (decide(logits), no_state))
 
 
 def apply_penalties_at_root(logits: Float[Array, "batch 1 vocab"], view: SlotView) -> Float[Array, "batch 1 vocab"]:
-    """`apply_penalties` for the root alone; its logits are small enough to be returned by a conditional."""
+    """Call `apply_penalties` on the root's logits, which are small enough to be returned by a conditional."""
     if view.controls is None:
         return logits
     no_path = jnp.zeros((*logits.shape[:2], 0), jnp.int32)
@@ -186,11 +196,11 @@ def _is_used(view: SlotView) -> Bool[Array, ""]:
 def apply_penalties(
     logits: Float[Array, "batch nodes vocab"], view: SlotView, path: Int[Array, "batch nodes depth"]
 ) -> Float[Array, "batch nodes vocab"]:
-    """The logits edited by each row's controls; rows without controls are returned unchanged.
+    """Edit the logits by each row's controls; rows without controls are returned unchanged.
 
     Args:
-        logits: raw logits of the token after every node.
-        path: tokens on the path to each node (`node_paths`); the slot's counts and recent tokens include the root.
+        logits: raw logits after every node.
+        path: token ids on the path to each node (`node_paths`), without the root, which the slot's counts include.
     """
     assert view.controls is not None
     row: Controls = jax.tree.map(lambda field: field.at[view.slots].get(mode="fill", fill_value=0), view.controls)
@@ -202,7 +212,7 @@ def apply_penalties(
         is_stop = vocab == view.sampling.stop_ids[:, None, index, None]
         edited = jnp.where(is_early[..., None] & is_stop, -jnp.inf, edited)
     edited = jnp.where(row.used[:, None, None], edited, logits)
-    edited = _ban_bad_words(edited, row, path, depth)  # last and in place: the edits before it are one pass
+    edited = _ban_bad_words(edited, row, path, depth)  # last and in place: the earlier edits fuse into one pass
     if view.grammars is not None:
         edited = grammar_mask.apply_grammars(edited, view, path)
     if view.masks is not None:
@@ -213,7 +223,7 @@ def apply_penalties(
 def _apply_counts(
     logits: Float[Array, "batch nodes vocab"], row: Controls, path: Int[Array, "batch nodes depth"]
 ) -> Float[Array, "batch nodes vocab"]:
-    """Repetition penalty over prompt and output, then presence and frequency penalties over the output."""
+    """Apply repetition penalties for tokens of prompt and output, then presence and frequency penalties for output."""
     vocab = jnp.arange(logits.shape[-1])
     counts = jnp.broadcast_to(row.counts[:, None], logits.shape)
     for index in range(path.shape[-1]):
@@ -232,7 +242,7 @@ def _ban_bad_words(
     path: Int[Array, "batch nodes depth"],
     depth: Int[Array, "batch nodes"],
 ) -> Float[Array, "batch nodes vocab"]:
-    """The logits with -inf for the last token of every bad word whose other tokens are the newest tokens."""
+    """Set the logit of a bad word's last token to -inf if the newest tokens are the word's other tokens."""
     batch, nodes, _ = path.shape
     history = jnp.concatenate([jnp.broadcast_to(row.recent[:, None], (batch, nodes, LOOK_BACK)), path], axis=-1)
     newest = jnp.take_along_axis(history, depth[..., None] + jnp.arange(LOOK_BACK), axis=-1)

@@ -1,8 +1,8 @@
 """From logits to tokens: the processed probabilities of each row, and noise that depends on seed and position alone.
 
-Noise for the target's token is keyed (seed, TOKEN, position); every other draw is keyed (seed, purpose, root position,
-depth). A root position occurs in one step only, while a position may be drafted in several steps, and keys that repeat
-between steps bias the accept rules.
+The random key of the target's noise is (seed, TOKEN, position); the key of every other draw is (seed, purpose, root
+position, depth). A root position occurs in one step only, while a position may be drafted in several steps, and keys
+that repeat between steps would bias the accept rules.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Purpose(enum.IntEnum):
 
 
 def by_temperature(view: SlotView, run: Callable[[SlotView], Any]) -> Any:
-    """Run one of two branches: a batch with greedy rows only computes no noise and no probabilities.
+    """Call ``run`` in one of two branches: a batch with only greedy rows computes no noise and no probabilities.
 
     Args:
-        run: function of the view, with `SlotView.all_greedy` set for its branch. No pool may pass through it: a
-            conditional copies what both branches return.
+        run: function of the view; `SlotView.all_greedy` is True in the greedy branch. Its result must not contain a KV
+            pool: a conditional copies the results of its branches.
     """
     return jax.lax.cond(
         jnp.any(view.sampling.temperature > 0),
@@ -50,7 +50,7 @@ def by_temperature(view: SlotView, run: Callable[[SlotView], Any]) -> Any:
 
 
 def keys(seed: UInt32[Array, "... 2"], purpose: Purpose, *coordinates: Int[Array, "..."]) -> Array:
-    """One random key for each element of the broadcast of seed and coordinates."""
+    """Random keys, one for each element of the broadcast of seed and coordinates."""
     shape = jnp.broadcast_shapes(seed.shape[:-1], *(c.shape for c in coordinates))
     flat_seed = jnp.broadcast_to(seed, (*shape, 2)).reshape(-1, 2)
     flat_coordinates = [jnp.broadcast_to(c, shape).reshape(-1) for c in coordinates]
@@ -67,7 +67,7 @@ def keys(seed: UInt32[Array, "... 2"], purpose: Purpose, *coordinates: Int[Array
 def gumbel(key: Array, vocab: int) -> Float[Array, "... vocab"]:
     """Gumbel noise over a vocabulary for each key: ``argmax(logits + noise)`` is a draw from softmax(logits)."""
     draw = jax.vmap(lambda k: jax.random.gumbel(k, (vocab,), jnp.float32, mode="low"))
-    with jax.threefry_partitionable(True):  # as in `sample_tokens`, whatever the process has configured
+    with jax.threefry_partitionable(True):  # as in `sample_tokens`, for any configuration of the process
         return draw(key.reshape(-1)).reshape(*key.shape, vocab)
 
 
@@ -80,10 +80,10 @@ def uniform(key: Array) -> Float[Array, "..."]:
 def process(
     logits: Float[Array, "batch nodes vocab"], sampling: Sampling, implementation: str = "auto"
 ) -> Float[Array, "batch nodes vocab"]:
-    """Logits after temperature, top-k, top-p and min-p, in this order; excluded tokens get -inf.
+    """Apply temperature, top-k, top-p and min-p to the logits, in this order; excluded tokens get -inf.
 
-    Greedy rows are returned unchanged. As in transformers' warpers, each filter sees the tokens that the one before
-    kept, renormalised. Tokens that tie with the last kept token are kept too.
+    Greedy rows are returned unchanged. As in transformers' warpers, each filter gets the renormalised probabilities of
+    the tokens that the previous filter kept. Tokens as likely as the last kept token are kept too.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     bound = sampling_threshold(rows, *_filters(sampling), implementation=implementation).reshape(logits.shape[:2])
@@ -92,18 +92,17 @@ def process(
 
 
 def _filters(sampling: Sampling) -> tuple[Array, ...]:
-    """The fields of each row that decide which tokens it may sample."""
+    """Temperature, top-k, top-p and min-p of each row."""
     return sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
 
 
 def target_tokens(logits: PartialSums, view: SlotView, offset: Int[Array, "batch nodes"]) -> Int[Array, "batch nodes"]:
-    """The token plain decoding would emit at each position: argmax for greedy rows, else drawn.
+    """The token that plain decoding would emit after each node: the argmax for greedy rows, else a draw.
 
     Args:
-        logits: edited logits of the node before each position, [1, batch, nodes, vocab]
-            (`jspec.sampling.penalties`). Scales may still be unapplied: applying them in a kernel of its own would
-            read and write the logits once more.
-        offset: number of tokens between the root and the emitted token, 1 for the token right after the root.
+        logits: logits after every node, edited by `jspec.sampling.penalties`, [1, batch, nodes, vocab]. Scales may
+            still be unapplied: applying them in a separate kernel would read and write the logits once more.
+        offset: position of the emitted token minus the root's position; 1 for the token right after the root.
     """
     if not view.deterministic:
         return _draw(logits, view.lengths, offset, view.sampling, None, view.implementation)
@@ -111,7 +110,7 @@ def target_tokens(logits: PartialSums, view: SlotView, offset: Int[Array, "batch
     def draw(logits: Array, root: Array, offset: Array, sampling: Sampling) -> Array:
         return _draw(logits[None], root, offset, sampling, None, view.implementation)
 
-    # Each row is a batch of its own: no bit of its probabilities or noise depends on the number of rows.
+    # Each row is computed as a separate batch, so its bits do not depend on the number of rows.
     rows, each = reduce_partials(logits, jnp.float32).reshape(offset.size, -1), offset.shape[1]
     shared = jax.tree.map(lambda field: jnp.repeat(field, each, axis=0), (view.lengths, view.sampling))
     arguments = rows, shared[0], offset.reshape(-1), shared[1]
@@ -126,7 +125,11 @@ def _draw(
     ids: Array | None,
     implementation: str,
 ) -> Int[Array, "*rows"]:
-    """One token for each row, with the noise of its target id; neighbouring rows share a root and its sampling."""
+    """Draw one token for each row with the target's noise; neighbouring rows share a root and sampling parameters.
+
+    Args:
+        ids: target id of each entry of the vocabulary, which selects its noise; None: the same ids.
+    """
     place, options = (sampling.seed, root, offset), {"purpose": int(Purpose.TOKEN), "implementation": implementation}
     return sample_tokens(logits, *place, *_filters(sampling), ids, **options)
 
@@ -134,7 +137,7 @@ def _draw(
 def processed_probs(
     logits: Float[Array, "batch nodes vocab"], sampling: Sampling, implementation: str = "auto"
 ) -> Float[Array, "batch nodes vocab"]:
-    """The processed probabilities of each row; greedy rows are one-hot at the argmax."""
+    """Probabilities after temperature, top-k, top-p and min-p; greedy rows are one-hot at the argmax."""
     probs = jax.nn.softmax(process(logits, sampling, implementation), axis=-1)
     one_hot = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=probs.dtype)
     return jnp.where(sampling.temperature[:, None, None] > 0, probs, one_hot)
@@ -146,21 +149,24 @@ ChildChooser = Callable[[PartialSums, int, int], tuple[Array, Array | None]]
 def child_chooser(
     view: SlotView, depth: int, vocab_map: Int[Array, "draft_vocab"] | None, target_vocab: int
 ) -> ChildChooser:
-    """How the program's accept rule (`AcceptRule.draft_sampling`) wants the children of drafted nodes to be chosen.
+    """Make the function that chooses the children of drafted nodes, as the accept rule's ``draft_sampling`` demands.
 
-    TARGET_NOISE: a sampled row adds the noise that the target will use at that position, which makes close
-    distributions choose the same tokens. OWN_DISTRIBUTION: children are drawn from the draft's processed
-    probabilities without replacement, in draw order (Gumbel top-k, arXiv:1903.06059). MOST_LIKELY: the largest logits.
+    TARGET_NOISE: sampled rows add the noise that the target will use at the position; if draft and target have similar
+    distributions, they then mostly choose the same tokens.
+    OWN_DISTRIBUTION: children are drawn from the draft's processed probabilities without replacement, in draw order
+    (Gumbel top-k, arXiv:1903.06059).
+    MOST_LIKELY: children are the tokens with the largest logits.
 
     Args:
-        depth: depth of the deepest nodes to be chosen.
-        vocab_map: target-vocabulary id of each draft-vocabulary id; None: they are the same.
+        depth: depth of the deepest nodes to choose.
+        vocab_map: target-vocabulary id of each draft-vocabulary id; None: the same ids.
+        target_vocab: size of the target's vocabulary.
 
     Returns:
-        A function of the logits ``[1, batch, fed, draft_vocab]`` (perhaps still to be scaled), the depth of the nodes
-        to choose (1 below the root) and their number. It returns the chosen draft-vocabulary ids
-        ``[batch, fed, count]``, best first, and the probabilities ``[batch, fed, draft_vocab]`` they were drawn from
-        (None if they were not drawn).
+        A function of the parents' logits ``[1, batch, fed, draft_vocab]`` (scales may still be unapplied), the depth of
+        the children (1 for those of the root) and the number ``count`` of children per parent. The function returns the
+        children's draft-vocabulary ids ``[batch, fed, count]``, best first, and the probabilities
+        ``[batch, fed, draft_vocab]`` from which they were drawn (None if they were not drawn).
     """
     noise = functools.cache(lambda: _target_noise(view, depth, vocab_map, target_vocab))
     draft_sampling = view.accept.draft_sampling
@@ -184,7 +190,7 @@ def child_chooser(
 def _target_noise(
     view: SlotView, depth: int, vocab_map: Array | None, target_vocab: int
 ) -> Float[Array, "batch depth draft_vocab"]:
-    """The target's noise at the positions of all levels, in one conditional: each conditional costs a GPU time."""
+    """The target's noise at the positions of all draft levels; one conditional for all, as each costs GPU time."""
     positions = view.lengths[:, None] + jnp.arange(1, depth + 1)
     size = target_vocab if vocab_map is None else vocab_map.shape[0]
 
@@ -200,7 +206,10 @@ def _target_noise(
 def _draw_children(
     logits: Float[Array, "batch fed vocab"], view: SlotView, depth: int, count: int
 ) -> tuple[Array, Array]:
-    """Children drawn without replacement, and the probabilities they were drawn from; greedy rows: one-hot."""
+    """Draw children without replacement; return their ids and the probabilities they were drawn from.
+
+    Greedy rows take the tokens with the largest logits, and have one-hot probabilities.
+    """
     if view.all_greedy:
         one_hot = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
         return _largest(logits, count, view), one_hot
@@ -212,7 +221,7 @@ def _draw_children(
 
 
 def _largest(scores: Float[Array, "batch fed vocab"], count: int, view: SlotView) -> Int[Array, "batch fed count"]:
-    """The ids of the ``count`` largest scores, largest first; of equal scores the smaller id first."""
+    """Token ids of the ``count`` largest scores, largest first; of equal scores the smaller id first."""
     if count == 1:
         return jnp.argmax(scores, axis=-1, keepdims=True).astype(jnp.int32)
     rows, fed, vocab = scores.shape
@@ -223,6 +232,6 @@ def _largest(scores: Float[Array, "batch fed vocab"], count: int, view: SlotView
 def log_prob(
     logits: Float[Array, "batch fed vocab"], ids: Int[Array, "batch fed count"]
 ) -> Float[Array, "batch fed count"]:
-    """Natural log-probabilities without temperature, never above 0."""
+    """Natural log-probabilities of the given tokens without temperature, never above 0."""
     picked = jnp.take_along_axis(logits, ids, axis=-1)
     return jnp.minimum(picked - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)

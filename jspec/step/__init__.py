@@ -1,1 +1,1 @@
-"""The compiled device programs: a decoding step, a prefill chunk."""
+"""The compiled device programs: a decoding step and a prefill chunk."""

@@ -1,6 +1,7 @@
 """One speculative decoding step as one compiled program, in four stages: draft, verify, accept, commit.
 
-By-products: log-probabilities and the report. Invariants: `jspec.step.program`. Prompts: `jspec.step.prefill`.
+By-products: log-probabilities and the report. `jspec.step.program` documents the state and its invariants;
+`jspec.step.prefill` computes prompts.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ def spec_step(
 
 
 def output_of_one(results: Sequence[Any]) -> StepOutput:
-    """The output of a step of a single round."""
+    """Make the output of a step of a single round from the results of `verify_and_commit`, the state excluded."""
     return _output_of([jax.tree.map(lambda x: x[None], result) for result in results])
 
 
 def _output_of(results: Sequence[Any]) -> StepOutput:
-    """The output of a step, from the reports, traces and log-probabilities of its rounds, each with a rounds axis."""
+    """Make the output of a step from reports, traces and log-probabilities, each with a rounds axis."""
     report, trace, scores = results
     return StepOutput(report=report, trace=trace, logprobs=scores)
 
@@ -76,7 +77,7 @@ def spec_round(
     """Run one round: the four stages in order, and its by-products.
 
     Returns:
-        The new state, the packed report, and the trace and log-probabilities if the program returns them.
+        The new state, the packed report, and the trace and the log-probabilities (None if the program has none).
     """
     view = view_of(state, slots, program)
     draft, draft_state = draft_stage(program, params, state, view)
@@ -86,10 +87,14 @@ def spec_round(
 def verify_and_commit(
     program: Program, params: Params, state: SlotState, view: SlotView, draft: Draft
 ) -> tuple[SlotState, Int[Array, "batch columns"], Trace | None, LogProbs | None]:
-    """Run the stages of a round that follow the draft stage.
+    """Run the stages of a round that follow the draft stage: verify, accept, commit and report.
 
     Args:
         state: the state after the draft stage.
+        draft: the result of the draft stage.
+
+    Returns:
+        As `spec_round`.
     """
     out, target = verify_stage(program, params, state, view, draft)
     verdict = accept_stage(program, out, view, draft)
@@ -120,7 +125,7 @@ def draft_stage(program: Program, params: Params, state: SlotState, view: SlotVi
 def verify_stage(
     program: Program, params: Params, state: SlotState, view: SlotView, draft: Draft
 ) -> tuple[TargetOut, kv_cache.KVCache]:
-    """Run the target on root and nodes. Each node attends to the committed rows and to its own ancestors."""
+    """Run the target on the root and all drafted nodes; each node attends to committed rows and its own ancestors."""
     with jax.named_scope("verify"):
         tree, fixed = program.drafter.tree, view.deterministic
         batch = TokenBatch(
@@ -161,7 +166,7 @@ def commit_stage(
     verdict: Verdict,
     out: TargetOut,
 ) -> SlotState:
-    """Move the accepted rows into place, give the drafter the features, and update each row's root and length."""
+    """Move the accepted cache rows into place, pass the features to the drafter, and update each slot's state."""
     with jax.named_scope("commit"):
         tree = program.drafter.tree
         target = kv_cache.commit(state.target, tree, view, verdict)

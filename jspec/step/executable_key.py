@@ -1,4 +1,4 @@
-"""The key of a compiled program: what it computes and for which shapes."""
+"""The key of a compiled program: its kind and its shapes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class ExecutableKey:
 
     Attributes:
         kind: "round" is the fused decode step, "draft" and "verify" are the two halves of the split step, "prefill" is
-            one chunk of a prompt. The other kinds exist once.
+            one chunk of a prompt. The other kinds are helpers with one executable each.
         size: batch rows of a step's bucket, or tokens of a prefill bucket.
         depth: depth at which a step cuts the drafter's tree.
-        logprobs: whether it returns log-probabilities of the emitted tokens.
+        logprobs: whether the program returns log-probabilities of the emitted tokens.
         prompt_logprobs: whether a prefill returns log-probabilities of its prompt tokens.
         traced: whether a step returns its drafts.
-        masked: whether it takes token masks from the host.
+        masked: whether the program takes token masks from the host.
     """
 
     kind: Kind
@@ -33,16 +33,16 @@ class ExecutableKey:
 
     @classmethod
     def round(cls, rows: int, depth: int, *, logprobs: bool = False, traced: bool = False) -> ExecutableKey:
-        """A fused step. With log-probabilities it is always traced, because any request of its batch may be traced."""
+        """Key of a fused step; with log-probabilities the step also returns its drafts, which requests may want."""
         return cls("round", rows, depth, logprobs=logprobs, traced=traced or logprobs)
 
     @classmethod
     def split(cls, rows: int, depth: int, *, logprobs: bool = False) -> tuple[ExecutableKey, ExecutableKey]:
-        """The draft step and the verify step of a split step; the latter is always traced."""
+        """Keys of the draft step and the verify step of a split step; the verify step always returns its drafts."""
         return cls("draft", rows, depth), cls("verify", rows, depth, logprobs=logprobs, traced=True, masked=True)
 
     def name(self, full_depth: int) -> str:
-        """The name in logs, `Engine.compile_seconds` and `Engine.lower_seconds`.
+        """Name of the executable in logs, `Engine.compile_seconds` and `Engine.lower_seconds`.
 
         Args:
             full_depth: depth of the drafter's whole tree.

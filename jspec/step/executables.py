@@ -1,4 +1,4 @@
-"""All compiled programs of an engine, by key: decode steps by bucket and draft depth, prefills by bucket, and helpers.
+"""All compiled programs of an engine, by key: decode steps per bucket and draft depth, prefills per bucket, helpers.
 
 The programs that every engine needs are compiled before any of them runs. Variants with log-probabilities, traces or
 host masks are compiled when a request first needs them.
@@ -35,16 +35,19 @@ from pallas_kernels.dispatch import describe, resolve
 
 logger = logging.getLogger(__name__)
 
-PREFILL_HEAD = PrefillInput._fields.index("seed") + 2 + MAX_STOP_IDS  # int32 words before a packed page row and tokens
-PENDING_ROWS_HEAD = 3  # int32 words before a packed page row: slot, root, committed rows
+PREFILL_HEAD = PrefillInput._fields.index("seed") + 2 + MAX_STOP_IDS  # int32 words before the page row and tokens
+PENDING_ROWS_HEAD = 3  # int32 words before the page row: slot, root, committed rows
 
 Check = Callable[[Sequence[Any]], None]
 
 
 def keep_compiled(folder: str | Path | None) -> None:
-    """Read compiled programs from a folder, and store new ones there, from now on in this process.
+    """Make this process read compiled programs from a folder and store new ones there from now on.
 
-    XLA stores its kernel autotuning results for GPUs in the same folder. None changes nothing.
+    XLA stores its kernel autotuning results for GPUs in the same folder.
+
+    Args:
+        folder: the folder; None changes nothing.
 
     Raises:
         OSError: the folder cannot be created.
@@ -52,24 +55,25 @@ def keep_compiled(folder: str | Path | None) -> None:
     if folder is None:
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # small programs too
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # store programs that compile quickly too
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     compilation_cache.reset_cache()  # otherwise the folder of the process's first compilation stays in use
 
 
 class Executables:
-    """Compiles and holds the executables. Calling one never traces or compiles.
+    """Compiles and holds the executables of an engine. Calling an executable never traces or compiles.
 
     Args:
-        program: the settings that all of them share.
+        program: the settings that all executables share.
         state: the engine's state; only its shapes are used.
         depths: the depths at which steps cut the drafter's tree, ascending.
 
     Attributes:
-        compiled: the executables.
-        page_updates: entries that one call of "update_page_table" takes.
-        seconds, lower_seconds: time to compile each executable, and to trace and lower it, by name.
+        compiled: the executables by key.
+        page_updates: number of entries that one call of the executable "update_page_table" takes.
+        seconds: seconds to compile each executable, by name.
+        lower_seconds: seconds to trace and lower each executable, by name.
     """
 
     def __init__(
@@ -99,15 +103,15 @@ class Executables:
         prompt_logprobs: bool,
         masked_prefills: Collection[tuple[bool, bool]],
     ) -> None:
-        """Compile the executables that some requests need and that are still missing. Other threads keep stepping.
+        """Compile the missing executables that some requests need, while other threads keep stepping.
 
         Args:
-            check: called with all executables, the new ones included; if it raises, no new one is stored.
-            traced: whether any request wants its drafts.
+            check: called with all executables, the new ones included; if it raises, no new executable is stored.
+            traced: whether any request wants its drafts recorded.
             logprobs: whether any request wants log-probabilities of its tokens.
             prompt_logprobs: whether any request wants log-probabilities of its prompt.
-            masked_prefills: for each request whose first token is masked by the host, the values of ``logprobs`` and
-                ``prompt_logprobs`` of its `ExecutableKey`.
+            masked_prefills: (``logprobs``, ``prompt_logprobs``) of the `ExecutableKey` of the prefill, for each request
+                whose first token is masked by the host.
         """
         with self._ensuring:
             keys = self._round_keys(traced=True) if traced else []
@@ -123,7 +127,7 @@ class Executables:
             self._compile(map(self._lower, [key for key in keys if key not in self.compiled]), check)
 
     def _initial_keys(self) -> Iterator[ExecutableKey]:
-        """The executables that the engine needs whatever the requests ask for."""
+        """Keys of the executables that every engine needs, independent of its requests."""
         yield from self._round_keys()
         yield from self._prefill_keys()
         yield ExecutableKey("update_page_table")
@@ -146,7 +150,7 @@ class Executables:
         return [ExecutableKey("prefill", tokens, **fields) for tokens in self._config.prefill_buckets]
 
     def _buckets(self) -> Iterator[tuple[int, int]]:
-        """Rows and depth of every step, the deepest first."""
+        """(batch rows, draft depth) of every decode step, the deepest first."""
         assert self._config.buckets is not None
         return product(self._config.buckets, reversed(self._depths))
 
@@ -162,7 +166,7 @@ class Executables:
         )
 
     def _lower(self, key: ExecutableKey) -> tuple[ExecutableKey, Any]:
-        """Trace and lower one program."""
+        """Trace and lower one program; return its key and the lowered program."""
         start = time.perf_counter()
         function, donated, arguments = self._call(key)
         lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
@@ -172,7 +176,7 @@ class Executables:
     def _call(self, key: ExecutableKey) -> tuple[Callable[..., Any], int, tuple[Any, ...]]:
         """The function to compile, the index of the donated argument, and the shapes of the arguments.
 
-        A step donates the whole state; a helper donates the part of the state that it edits.
+        A step donates the whole state; a helper donates only the part of the state that the helper edits.
         """
         state, vocab = self._shapes, self._params.target.config.vocab_size
         match key.kind:
@@ -201,9 +205,9 @@ class Executables:
         return partial(step, program), 1, (self._params, state, *inputs)
 
     def _compile(self, lowered: Iterable[tuple[ExecutableKey, Any]], check: Check = lambda executables: None) -> None:
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # one is lowered while others compile
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # the next program is lowered while others compile
             futures = {key: pool.submit(self._compile_one, self._name(key), program) for key, program in lowered}
-        new = {key: future.result() for key, future in futures.items()}  # none is stored if one fails
+        new = {key: future.result() for key, future in futures.items()}  # if one fails, none is stored
         if new:
             check([*self.compiled.values(), *new.values()])
         self.compiled.update(new)

@@ -29,8 +29,8 @@ class DeviceMemory:
     """Memory of a device, in bytes.
 
     Attributes:
-        limit: what the allocator may use.
-        in_use: what this process has allocated.
+        limit: bytes that the allocator may use.
+        in_use: bytes that this process has allocated.
         is_reported: False if the device does not report its memory; then ``limit`` is the machine's memory.
     """
 
@@ -40,7 +40,7 @@ class DeviceMemory:
 
 
 def device_memory() -> DeviceMemory:
-    """The memory of the default device, now."""
+    """Read the memory limit and the current memory usage of the default device."""
     stats = jax.devices()[0].memory_stats() or {}
     if limit := stats.get("bytes_limit"):  # 0 or None: the allocator has no limit
         return DeviceMemory(limit, stats.get("bytes_in_use") or 0, is_reported=True)
@@ -48,7 +48,7 @@ def device_memory() -> DeviceMemory:
 
 
 def tree_bytes(tree: object) -> int:
-    """Bytes of all arrays (or array shapes) in a tree."""
+    """Total bytes of all arrays (or array shapes) in a pytree."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
@@ -57,14 +57,16 @@ class MemoryPlan:
     """Device memory of an engine, in bytes, by use.
 
     Attributes:
-        target_weights, draft_weights: weights; those that both models share count for the target.
-        target_pool, draft_pool: keys and values of ``pages`` pages.
-        features: the rest of the drafter's state: pending features, features kept by page, token histories.
+        target_weights: the target's weights, including those that the drafter shares.
+        draft_weights: the drafter's other weights.
+        target_pool: the target's keys and values, for ``pages`` pages.
+        draft_pool: the drafter's keys and values, for ``pages`` pages.
+        features: other state of the drafter: pending features, features kept by page, token histories.
         slots: page table, controls and grammar tables, and the token history if the state has one.
         workspace: temporary memory of the largest program while it runs: logits, noise, activations.
-        other: arrays that this process had on the device before.
+        other: arrays that this process already had on the device.
         pages: pages in each pool.
-        limit: the most that the total may be, ``memory_fraction`` of ``device``.
+        limit: upper limit of the total, ``memory_fraction`` of ``device``.
         device: the memory of the device.
         is_measured: whether ``workspace`` comes from the compiled programs; otherwise it is an estimate.
     """
@@ -84,12 +86,12 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Bytes in use while the engine runs."""
+        """Total bytes in use while the engine runs."""
         return self.target_weights + self.draft_weights + self.state + self.workspace + self.other
 
     @property
     def state(self) -> int:
-        """Bytes of the slot state: pools, features and slots."""
+        """Bytes of the engine's state: pools, features and slots."""
         return self.target_pool + self.draft_pool + self.features + self.slots
 
     def __str__(self) -> str:
@@ -109,7 +111,7 @@ class MemoryPlan:
 
 
 def size(count: int) -> str:
-    """A number of bytes with a readable unit."""
+    """Text of a number of bytes, with a readable unit."""
     name, unit = next(((n, u) for n, u in reversed(UNITS.items()) if count >= u), ("bytes", 1))
     return f"{count / unit:.2f} {name}" if unit > 1 else f"{count} bytes"
 
@@ -124,7 +126,7 @@ class MemoryPlanner:
     device: DeviceMemory
 
     def plan(self, pool: PoolShape) -> MemoryPlan:
-        """The memory of an engine with these pools."""
+        """Plan the memory of an engine with the given pools."""
         target = {id(leaf): leaf for leaf in jax.tree.leaves(self.params.target)}
         draft = {id(leaf): leaf for leaf in jax.tree.leaves(self.params.draft) if id(leaf) not in target}
         weights = tree_bytes(target), tree_bytes(draft)
@@ -147,9 +149,9 @@ class MemoryPlanner:
     def _workspace(self, pool: PoolShape) -> int:
         """Estimate the temporary memory of the largest program.
 
-        Counts for each token of a forward pass two copies of its row of every matrix product in a layer, and for each
-        draft node three copies of its logits: raw, with noise, and after top-k, top-p and min-p; a fourth, edited copy
-        if the program applies controls.
+        Counted are: for each token of a forward pass, two copies of the token's output of every matrix product in a
+        layer; for each draft node, three copies of the node's logits (raw, with noise, and after top-k, top-p and
+        min-p), and a fourth, edited copy if the program applies controls.
         """
         assert self.config.prefill_buckets is not None
         own, tree = self.params.target.config, self.program.drafter.tree
@@ -161,7 +163,7 @@ class MemoryPlanner:
         return max(pool.slots * max(tree.nodes, tree.k) * node, self.config.prefill_buckets[-1] * token + node)
 
     def pages_that_fit(self, pool: PoolShape, limit: int) -> int:
-        """The most pages with which the plan's total stays within the limit; less than 2 if no number does."""
+        """Largest number of pages whose plan fits into ``limit`` bytes; less than 2 if no number fits."""
         two, three = (self.plan(replace(pool, pages=pages)).total for pages in (2, 3))
         state = jax.eval_shape(lambda p: init_state(self.program, p, replace(pool, pages=1)), self.params)
         caches = jax.tree.leaves(_caches((state.target, state.draft)))
@@ -169,9 +171,9 @@ class MemoryPlanner:
         return min(2 + (limit - two) // (three - two), addressable)
 
     def fewest_pages(self, pool: PoolShape) -> int:
-        """The fewest pages to accept: enough for one request of ``max_len``, or the number that the user gave.
+        """Smallest acceptable number of pages: enough for one request of ``max_len``, or the number that the user gave.
 
-        If the device does not report its memory: enough for a request of ``max_len`` in every slot.
+        If the device does not report its memory, enough for a request of ``max_len`` in every slot.
         """
         if self.config.pages is not None:
             return self.config.pages
@@ -180,21 +182,22 @@ class MemoryPlanner:
 
     @property
     def is_auto_sized(self) -> bool:
-        """Whether the number of pages is chosen to fill the memory."""
+        """Whether the planner chooses the number of pages to fill the memory."""
         return self.config.pages is None and self.device.is_reported
 
     def suggest_smaller(self, pool: PoolShape, limit: int, *, is_started: bool = True) -> str:
-        """Name settings to lower, and how far; each by itself brings the plan's total within the limit.
+        """Name settings to lower, and their largest values; each one alone brings the plan's total within the limit.
 
         Args:
-            is_started: the pools were planned already, and something outside the plan needed more memory.
+            limit: bytes that the plan may use.
+            is_started: whether the engine was planned before, and ran out of memory for something outside the plan.
         """
 
         def fits(other: PoolShape) -> bool:
             return self.fewest_pages(other) <= self.pages_that_fit(other, limit)
 
         found = []
-        if not (is_started and self.is_auto_sized):  # otherwise the next start would fill the freed memory with pages
+        if not (is_started and self.is_auto_sized):  # else the next start fills the freed memory with pages
             largest = {
                 "max_len": _largest(pool.max_len - 1, lambda value: fits(replace(pool, max_len=value))),
                 "slots": _largest(pool.slots - 1, lambda value: fits(replace(pool, slots=value))),
@@ -225,7 +228,7 @@ def fit(planner: MemoryPlanner, pool: PoolShape) -> tuple[PoolShape, MemoryPlan]
         pool: pools with pages for every slot to reach ``max_len``, or with the number that the user gave.
 
     Raises:
-        ValueError: the pools do not fit, or not even a single request of ``max_len`` does.
+        ValueError: the pools, or the pages of a single request of ``max_len``, do not fit.
     """
     if planner.is_auto_sized:
         plan = planner.plan(replace(pool, pages=2))
@@ -239,10 +242,13 @@ def fit(planner: MemoryPlanner, pool: PoolShape) -> tuple[PoolShape, MemoryPlan]
 
 
 def measured(planner: MemoryPlanner, pool: PoolShape, programs: Iterable[Any]) -> MemoryPlan:
-    """The plan with the workspace measured: the most that any one compiled program needs while it runs.
+    """Plan with a measured workspace: the largest temporary memory of any of the compiled programs.
+
+    Args:
+        programs: the compiled programs.
 
     Raises:
-        ValueError: the total is more than the device has.
+        ValueError: the total exceeds the device's memory.
     """
     plan = planner.plan(pool)
     analyses = [analysis for program in programs if (analysis := program.memory_analysis()) is not None]
@@ -261,16 +267,16 @@ def measured(planner: MemoryPlanner, pool: PoolShape, programs: Iterable[Any]) -
 
 @contextmanager
 def explain_oom(planner: MemoryPlanner, pool: PoolShape) -> Iterator[None]:
-    """If the device runs out of memory inside the context, raise an error that names settings to lower, and how far.
+    """Context in which running out of device memory raises an error that names settings to lower, and how far.
 
     Raises:
-        ValueError: memory ran out although the plan fits; the device's own error is its cause.
+        ValueError: memory ran out although the plan fits; the device's error is attached as the cause.
     """
     try:
         yield
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error) or "shared memory" in str(error).lower():
-            raise  # a kernel needs more shared memory than a multiprocessor has: not the device's memory
+            raise  # a kernel exceeds a multiprocessor's shared memory; device memory is not the cause
         plan, asked = planner.plan(pool), _bytes_asked(str(error))
         missing = plan.state // 10 if asked is None else asked
         named = size(missing) + (" or more" if asked is not None else ", for instance, as the device does not say")
@@ -290,13 +296,13 @@ def _bytes_asked(message: str) -> int | None:
 
 
 def _caches(tree: object) -> list[object]:
-    """The KV pools in a state."""
+    """List the KV pools in a state."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, KVCache))
     return [leaf for leaf in leaves if isinstance(leaf, KVCache)]
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest value from 1 to ``most`` that fits; 0 if none does. If a value fits, all smaller ones do."""
+    """The largest value from 1 to ``most`` that fits; 0 if none fits. If a value fits, all smaller values must fit."""
     low = 0
     while low < most:
         middle = (low + most + 1) // 2

@@ -87,7 +87,7 @@ def prefill_step(
 
 @jax.named_scope("admit")
 def _admit(state: SlotState, chunk: PrefillInput) -> SlotState:
-    """Enter a request's length, pages and sampling settings into its slot; every chunk repeats them."""
+    """Write a request's length, pages and sampling parameters into its slot; every chunk does this again."""
     row: Sampling = jax.tree.map(lambda x: x[0], chunk.sampling())
     used = state.controls
     return replace(
@@ -104,7 +104,7 @@ def _admit(state: SlotState, chunk: PrefillInput) -> SlotState:
 def _first_token(
     program: Program, state: SlotState, chunk: PrefillInput, view: SlotView, out: TargetOut
 ) -> tuple[SlotState, StepOutput]:
-    """Sample the token after the chunk, unless the chunk names it; only the last chunk makes it the root."""
+    """Sample the token after the chunk unless ``chunk.root`` gives it; after the last chunk it is the new root."""
     length = chunk.start + chunk.count
     newest = chunk.tokens[chunk.count - 1]
     of_newest = replace(view, root=newest[None], lengths=length[None] - 1)
@@ -138,13 +138,13 @@ def _first_token(
 def write_pending_rows_step(
     program: Program, params: Params, state: SlotState, packed: Int[Array, "packed"]
 ) -> SlotState:
-    """Write the rows that the draft cache is missing of a request that has just ended.
+    """Write the missing draft cache rows of a request that has just ended.
 
-    No further round would write them, and without them the request's last page could not enter the prefix cache.
+    No later round would write these rows, and without them the request's last page could not enter the prefix cache.
 
     Args:
         state: donated.
-        packed: slot, root, number of committed rows, then the slot's row of the page table.
+        packed: int32 vector of slot, root, number of committed rows, then the slot's row of the page table.
     """
     slot, root, length = packed[:3]
     running = replace(

@@ -1,4 +1,4 @@
-"""The static description of a compiled step, its weights, and the slot state that it reads and writes.
+"""The static description of a compiled step, the weights, and the slot state that a step reads and writes.
 
 One slot's rows in the KV caches at the start of a step (N: nodes of the draft, the root included):
 
@@ -56,13 +56,13 @@ class Program:
         drafter: the draft method, with its tree.
         feature_layers: indices of the target's hidden states that the drafter reads.
         accept: the accept rule, or its name.
-        implementation: of the kernels, as `pallas_kernels.dispatch` names it.
+        implementation: kernel implementation, as `pallas_kernels.dispatch` names it.
         rounds: draft-verify rounds in one dispatch.
         trace: whether the result contains the drafts.
         controls: whether the step can apply `jspec.sampling.penalties`.
         grammar_cells: cells of one grammar table of `jspec.sampling.grammar_mask`; 0: no grammars.
         processor: the user's logits processor; needs ``controls``.
-        processor_args: how many numbers a request may pass to the processor.
+        processor_args: number of values that a request may pass to the processor.
         logprobs: mode of `jspec.sampling.logprobs` for emitted tokens; None: no log-probabilities.
         prompt_logprobs: whether a prefill returns the log-probabilities of its prompt tokens.
         deterministic: whether a token's logits are the same bits in every program.
@@ -86,8 +86,8 @@ class Program:
     def compiler_options(self) -> dict[str, Any]:
         """XLA options of this program.
 
-        In a tree's CUDA graph, independent launches may run concurrently. Such a graph starts later, which costs a
-        chain as much as it gains. XLA may skip a rounding if that saves a conversion, but not in a deterministic
+        For a tree, independent launches of its CUDA graph may run concurrently. A chain gains nothing from this,
+        because such a graph starts later. XLA may skip a rounding if that saves a conversion, except in a deterministic
         program.
         """
         options: dict[str, Any] = {"xla_allow_excess_precision": False} if self.deterministic else {}
@@ -98,14 +98,14 @@ class Program:
 
 @struct.dataclass
 class Params:
-    """All weights; never donated."""
+    """The weights of target and draft; never donated."""
 
     target: Model
     draft: Any
 
 
 def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> SlotView:
-    """Gather a bucket's rows of the state. Rows that are padding or have ended are inactive, empty and all zeros."""
+    """Gather a bucket's rows of the state. Padding rows and rows that have ended are inactive, with all fields zero."""
     with jax.named_scope("view"):
         names = ("root", "lengths", "active", "remaining", "page_table", "sampling")
         fields = {name: getattr(state, name) for name in names}
@@ -125,7 +125,7 @@ def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> S
 
 
 def token_history(state: SlotState, page_table: Int[Array, "batch pages"]) -> Int[Array, "batch positions"]:
-    """Gather the tokens of all committed rows, by position, for the slots whose page tables are given."""
+    """Gather the token of every cache row, by position, for the slots whose page tables are given."""
     assert state.token_history is not None
     return state.token_history[page_table].reshape(page_table.shape[0], -1)
 
@@ -134,7 +134,7 @@ def init_state(program: Program, params: Params, pool: kv_cache.PoolShape) -> Sl
     """Make empty slots and zeroed pools."""
 
     def fill(value: float, dtype: jnp.dtype = jnp.int32, *inner: int) -> Array:
-        return jnp.full((pool.slots, *inner), value, dtype)  # a new array each time: each is donated by itself
+        return jnp.full((pool.slots, *inner), value, dtype)  # a new array for each field, as each is donated separately
 
     config, cells = params.target.config, program.grammar_cells
     return SlotState(
@@ -155,5 +155,5 @@ def init_state(program: Program, params: Params, pool: kv_cache.PoolShape) -> Sl
 
 
 def _needs_token_history(program: Program, pool: kv_cache.PoolShape) -> bool:
-    """Whether a processor reads the tokens, or a drafter reads the tokens of pages that another request filled."""
+    """Whether a logits processor reads the tokens, or the drafter reads tokens of pages that another request filled."""
     return program.processor is not None or (pool.prefix_cache and program.drafter.reads_text)

@@ -2,8 +2,8 @@
 
 Between the two launches the device waits: the draft goes to the host, the host computes which tokens may follow each
 node, and the masks go back. Everything else equals the fused step of `jspec.step.decode`, so the output equals masked
-decoding token by token. A bucket runs this way only if one of its requests has such a grammar; the masks of its other
-rows allow every token.
+decoding token by token. A bucket runs in two launches only if one of its requests has such a grammar; the masks of
+its other rows allow every token.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from jspec.step.decode import draft_stage, output_of_one, verify_and_commit
 from jspec.step.program import Params, Program, view_of
 
 Step = Callable[[Params, SlotState, Any], tuple[SlotState, StepOutput]]
-# Takes tokens, parents and valid [nodes] of one row's draft, in numpy; returns masks [nodes, words] uint32.
+# Takes tokens, parents and valid [nodes] of one row's draft as numpy arrays; returns masks [nodes, words] uint32.
 DraftMasks = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
 def draft_step(
     program: Program, params: Params, state: SlotState, slots: Int[Array, "batch"]
 ) -> tuple[SlotState, Draft]:
-    """Run a round up to its draft.
+    """Run the draft stage of a round.
 
     Args:
         state: donated.
@@ -48,7 +48,7 @@ def verify_step(
     draft: Draft,
     masks: UInt32[Array, "batch nodes words"],
 ) -> tuple[SlotState, StepOutput]:
-    """Run the rest of the round.
+    """Run the stages of a round that follow the draft stage, with token masks from the host.
 
     Args:
         state: donated.
@@ -64,8 +64,10 @@ def split_step(draft: Any, verify: Any, mask_functions: Sequence[DraftMasks | No
     """Combine the two compiled steps of a bucket into one call with the signature of the fused step.
 
     Args:
-        draft, verify: the compiled `draft_step` and `verify_step`.
-        mask_functions: one for each of the bucket's first rows; None: the row's masks allow every token.
+        draft: the compiled `draft_step`.
+        verify: the compiled `verify_step`.
+        mask_functions: functions that compute the masks of a row's nodes, for the first rows of the bucket; None: the
+            masks of the row allow every token.
     """
 
     def step(params: Params, state: SlotState, slots: Array) -> tuple[SlotState, StepOutput]:

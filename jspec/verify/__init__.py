@@ -1,4 +1,4 @@
-"""Accept rules, one a file; `rules.py` finds them by name and applies them."""
+"""Accept rules, one per file; `rules.py` finds them by name and applies them."""
 
 from jspec.core.accept_rule import AcceptRule
 from jspec.verify.block import Block

@@ -1,9 +1,9 @@
 """Block verification of a sampled chain (arXiv:2403.10444, algorithm 2): the whole chain is verified at once.
 
-By the paper's validity theorem it keeps the target's joint distribution; by its optimality theorem no rule that does
-accepts more of a chain on average. A deterministic draft (a point mass) gains nothing: n tokens are accepted with
-probability p(x1) ... p(xn) and the residual is p without the next token, exactly as in the multi-candidate rule, so
-drafts without probabilities use that rule.
+By the paper's validity theorem the rule keeps the target's joint distribution. By its optimality theorem no other rule
+with this property accepts more tokens of a chain on average. A deterministic draft (a point mass) gains nothing: n
+tokens are accepted with probability p(x1) ... p(xn) and the residual is p without the next token, exactly as in the
+multi-candidate rule, so a draft without ``probs`` uses that rule.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jspec.verify.tree_walk import AcceptResult
 @final
 @dataclass(frozen=True)
 class Block(SampledRule):
-    """Verify a chain as a whole; the draft is sampled from its own distribution."""
+    """Block verification: a chain is verified as a whole. Its tokens are sampled from the draft's own distribution."""
 
     name = "block"
     draft_sampling = DraftSampling.OWN_DISTRIBUTION
@@ -51,16 +51,18 @@ def block_accept(
     ancestor_mask: AncestorMask,
     uniforms: Float[Array, "batch nodes"],
 ) -> AcceptResult:
-    """Block verification with given uniforms, one for each node; the longest chain whose end is accepted wins.
+    """Apply block verification with given uniforms; the chain is accepted up to the last node that passes its test.
 
-    A chain's weight is w[0] = 1, w[i] = min(1, w[i-1] p(x[i]) / q(x[i])). Node i is accepted with probability
-    m / (m + 1 - w[i]), where m is the mass of the residual max(w[i] p - q, 0) after it, from which the last token is
-    drawn. The last valid node is accepted with probability w[i], and the token after it has the probabilities p.
+    Node i has token x[i]; p and q are the target's and the draft's probabilities of the next token. The weight of node
+    i is w[i] = min(1, w[i-1] p(x[i]) / q(x[i])), with w[0] = 1. Node i passes with probability m / (m + 1 - w[i]),
+    where m is the mass of the residual max(w[i] p - q, 0) at the node; if no later node passes, the next token is drawn
+    from this residual. The last valid node passes with probability w[i], and the token after it is drawn from p.
 
-    Where w[i] = 1 and no residual is left (p equals q up to rounding), node i + 1 gets weight 1 whatever its ratio.
+    If w[i] = 1 and the residual has no mass (p equals q up to rounding), the weight of node i + 1 is 1.
 
     Args:
-        target_probs: the target's processed probabilities at every node.
+        target_probs: the target's processed probabilities of the token after every node.
+        uniforms: a uniform number in [0, 1) for each node.
 
     Source: arXiv:2403.10444, algorithm 2.
     """

@@ -1,7 +1,7 @@
 """Sample and match ("coupled"): a draft token is accepted if the target draws the same token at its position.
 
-The target's noise depends on seed and position alone, so the emitted tokens are those of plain decoding with that
-seed, for every drafter and tree. Greedy decoding is the rule at temperature 0.
+The target's noise depends on seed and position alone, so every drafter and tree emits the same tokens as plain
+decoding with that seed. Greedy decoding is this rule at temperature 0.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pallas_kernels.layers.quantized import PartialSums
 @final
 @dataclass(frozen=True)
 class Coupled(AcceptRule):
-    """Accept the tokens that the target draws itself; the draft is sampled with the target's noise."""
+    """Accept a draft token if the target draws the same one; the draft is sampled with the target's noise."""
 
     name = "coupled"
     draft_sampling = DraftSampling.TARGET_NOISE
     is_draft_independent = True
 
     def check(self, tree: Tree) -> None:
-        """Every tree fits."""
+        """Accept every tree."""
 
     def decide(
         self, logits: PartialSums, draft: Draft, ancestor_mask: AncestorMask, view: SlotView
@@ -42,14 +42,14 @@ class Coupled(AcceptRule):
 def match_target_tokens(
     logits: PartialSums, draft: Draft, ancestor_mask: AncestorMask, view: SlotView
 ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-    """Accept a node if it and all its ancestors are the tokens that the target draws at their positions.
+    """Accept a node if the target draws the node's token, and every ancestor's token, at that token's position.
 
     Args:
         logits: the target's edited logits at every node, [1, batch, nodes, vocab]. The sampling kernel handles greedy
             and sampled rows in one launch.
 
     Returns:
-        The deepest accepted node, and the target's token after it.
+        The deepest accepted node [batch], and the target's token after that node [batch].
     """
     target_tokens = sampler.target_tokens(logits, view, depths(ancestor_mask) + 1)
     matches = draft.tokens == jnp.take_along_axis(target_tokens, jnp.maximum(draft.parents, 0), axis=1)

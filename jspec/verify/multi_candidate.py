@@ -1,9 +1,10 @@
 """The multi-candidate rule, for deterministic drafts: siblings are tried in order, each as a point mass.
 
-A child x is accepted with the probability of x under the target's probabilities without the siblings tried before it,
-normalised. If none is accepted, the last token is drawn from what all children leave. Each step is rejection sampling
-with a point mass for q (arXiv:2211.17192, theorem 1), so token x is emitted with probability p(x) whatever the
-children are. It is the rule of EAGLE's trees (arXiv:2401.15077); for a chain it is the classic rule.
+A child x is accepted with its target probability after the tokens of the siblings tried before it are removed and the
+rest is normalised. If no child is accepted, the last token is drawn from the target's probabilities without all
+children. Each step is rejection sampling with a point mass for q (arXiv:2211.17192, theorem 1), so token x is emitted
+with probability p(x) whatever the children are. EAGLE uses this rule for its trees (arXiv:2401.15077); for a chain it
+equals rejection sampling.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from jspec.verify.tree_walk import (
 @final
 @dataclass(frozen=True)
 class MultiCandidate(SampledRule):
-    """Try siblings one after the other as point masses; the draft takes the most likely tokens."""
+    """Try siblings in order, each as a point mass; the drafter proposes its most likely tokens."""
 
     name = "multi_candidate"
     draft_sampling = DraftSampling.MOST_LIKELY
 
     def check(self, tree: Tree) -> None:
-        """Every tree fits."""
+        """Accept every tree."""
 
     def decide_sampled(
         self, logits: Float[Array, "batch nodes vocab"], draft: Draft, ancestor_mask: AncestorMask, view: SlotView
@@ -56,12 +57,13 @@ def multi_candidate_accept(
     ancestor_mask: AncestorMask,
     uniforms: Float[Array, "batch nodes"],
 ) -> AcceptResult:
-    """The multi-candidate rule with given uniforms, one for each node.
+    """Apply the multi-candidate rule with given uniforms.
 
-    Lossless whatever distribution the draft's tokens came from, as long as the uniforms do not depend on them.
+    The rule is lossless for any distribution of the draft's tokens, as long as the uniforms are independent of them.
 
     Args:
-        target_probs: the target's processed probabilities at every node.
+        target_probs: the target's processed probabilities of the token after every node.
+        uniforms: a uniform number in [0, 1) for each node.
     """
     residual = _without_children(target_probs, draft)
     accept_probs = _accept_probs(target_probs, draft, jnp.sum(residual, axis=-1))
@@ -82,10 +84,10 @@ def _without_children(probs: Float[Array, "batch nodes vocab"], draft: Draft) ->
 def _accept_probs(
     probs: Float[Array, "batch nodes vocab"], draft: Draft, residual_mass: Float[Array, "batch nodes"]
 ) -> Float[Array, "batch nodes"]:
-    """Each child's share of the mass that its earlier siblings leave.
+    """Acceptance probability of each child: its share of the mass of the tokens that are not its earlier siblings.
 
-    That mass is summed from the remaining tokens, never subtracted from 1: rounding cannot make it 0 while a later
-    token still has mass. A child after which no mass remains is accepted.
+    This mass is a sum over the remaining tokens and never 1 minus a sum: rounding cannot make it 0 while a later token
+    still has mass. If the tokens after a child have no mass, the child is accepted.
     """
     node_probs = child_probs(probs, draft)
     is_later_sibling = jnp.triu(siblings(draft))
@@ -95,24 +97,25 @@ def _accept_probs(
 
 
 class Candidate(NamedTuple):
-    """The path that `multi_candidate` accepts in one tree."""
+    """The result of `multi_candidate`: the accepted path of one tree."""
 
-    accept_len: int
+    accept_len: int  # number of accepted draft tokens
     path: np.ndarray  # accept_len + 1 node ids, the root first
     bonus_probs: np.ndarray  # [vocab], probabilities of the token after the path
 
 
 def multi_candidate(p: ArrayLike, tokens: ArrayLike, parents: ArrayLike, uniforms: ArrayLike) -> Candidate:
-    """Apply the rule to one tree with recorded uniforms; a host function, not to be called inside jit.
+    """Apply the multi-candidate rule to one tree with recorded uniforms; a host function, not for use inside jit.
 
     Args:
         p: the target's processed probabilities at every node, [nodes, vocab].
         tokens: token ids [nodes], the root first; siblings are tried in node order.
         parents: parent of each node [nodes], ``parents[i] < i``; -1 for the root and for padding nodes.
-        uniforms: one uniform for each tried child, in order; further ones are not read and may be NaN.
+        uniforms: a uniform number for each tried child, in the order of trials; later entries are not read and may be
+            NaN.
 
     Raises:
-        ValueError: arrays that do not describe one tree, or fewer uniforms than tried children.
+        ValueError: the arrays do not describe one tree, or there are fewer uniforms than tried children.
     """
     probs, given = np.asarray(p, np.float32), np.asarray(uniforms, np.float32)
     node_tokens, node_parents = np.asarray(tokens, np.int32), np.asarray(parents, np.int32)
@@ -128,7 +131,7 @@ def multi_candidate(p: ArrayLike, tokens: ArrayLike, parents: ArrayLike, uniform
     )
     ancestor_mask = ancestors(draft.parents)
     trial = np.asarray(_trial_index(draft, ancestor_mask)[0])
-    draws = np.full(nodes, np.nan, np.float32)  # the last one is the root's
+    draws = np.full(nodes, np.nan, np.float32)  # the last entry is the root's
     draws[:-1][: len(given)] = given[: nodes - 1]
     result = jax.jit(multi_candidate_accept)(
         jnp.asarray(probs)[None], draft, ancestor_mask, jnp.asarray(draws[trial])[None]
@@ -142,7 +145,7 @@ def multi_candidate(p: ArrayLike, tokens: ArrayLike, parents: ArrayLike, uniform
 
 
 def _trial_index(draft: Draft, ancestor_mask: AncestorMask) -> Int[Array, "batch nodes"]:
-    """Number of children tried before each node if all its ancestors are accepted; -1 for the root."""
+    """Index of each node in the order of trials, if all ancestors of the node are accepted; -1 for the root."""
     tries = jnp.where(candidates(draft), ranks(draft) + 1, 0)
     return jnp.sum(jnp.where(ancestor_mask, tries[:, None], 0), axis=-1, dtype=jnp.int32) - 1
 

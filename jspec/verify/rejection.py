@@ -1,9 +1,10 @@
 """Rejection sampling with the draft's own probabilities, for chains and for siblings drawn without replacement.
 
-A token drawn from q is accepted with probability min(1, p/q); after a rejection the target's probabilities become the
-residual max(p - q, 0), normalised (arXiv:2211.17192, theorem 1; arXiv:2302.01318, theorem 1). The next sibling was
-drawn from q without the rejected token, normalised, and is tried against the residual in the same way, so the theorem
-applies sibling by sibling: recursive rejection sampling without replacement (arXiv:2402.14160).
+A token drawn from the draft's probabilities q is accepted with probability min(1, p/q), where p are the target's
+probabilities. After a rejection p becomes the residual max(p - q, 0), normalised (arXiv:2211.17192, theorem 1;
+arXiv:2302.01318, theorem 1). The next sibling was drawn from q without the rejected token, normalised, and is tried
+against the residual in the same way, so the theorem applies sibling by sibling: recursive rejection sampling without
+replacement (arXiv:2402.14160).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jspec.verify.tree_walk import AcceptResult
 class Rejection(SampledRule):
     """Rejection sampling, sibling by sibling; the draft is sampled from its own distribution.
 
-    Drafts without probabilities were not drawn and use the multi-candidate rule.
+    If the draft has no ``probs`` (it was not sampled), the multi-candidate rule is used.
     """
 
     name = "rejection"
@@ -44,12 +45,15 @@ class Rejection(SampledRule):
 
 
 def check_no_rank_gaps(rule: str, tree: Tree) -> None:
-    """Raise unless a static tree has every sibling rank below its largest.
+    """Raise if the sibling ranks of a static tree have a gap.
 
-    Siblings after a missing rank would not be a sample without replacement.
+    Siblings after a gap would not be a sample without replacement.
+
+    Args:
+        rule: name of the accept rule, for the error message.
 
     Raises:
-        ValueError: a rank is missing.
+        ValueError: a sibling rank is missing.
     """
     for path in tree.paths or ():
         if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in (tree.paths or ()):
@@ -60,9 +64,9 @@ def check_no_rank_gaps(rule: str, tree: Tree) -> None:
 
 
 class Trial(NamedTuple):
-    """The result of trying one sibling."""
+    """The result of trying one sibling against the target's probabilities."""
 
-    accept_prob: Float[Array, "batch"]  # may exceed 1
+    accept_prob: Float[Array, "batch"]  # acceptance probability of the sibling, may exceed 1
     residual_p: Float[Array, "batch vocab"]  # the target's probabilities for the next sibling, after a rejection
     residual_q: Float[Array, "batch vocab"]  # the draft's probabilities for the next sibling, after a rejection
 
@@ -73,12 +77,13 @@ def rejection_accept(
     ancestor_mask: AncestorMask,
     uniforms: Float[Array, "batch nodes"],
 ) -> AcceptResult:
-    """Rejection sampling with given uniforms, one for each node.
+    """Apply rejection sampling with given uniforms.
 
     One pass over the nodes in order: a node is tried if its parent is the last node accepted so far.
 
     Args:
-        target_probs: the target's processed probabilities at every node.
+        target_probs: the target's processed probabilities of the token after every node.
+        uniforms: a uniform number in [0, 1) for each node.
     """
     assert draft.probs is not None
     vocab = target_probs.shape[-1]
@@ -98,10 +103,10 @@ def rejection_accept(
 
 
 def try_token(p: Float[Array, "batch vocab"], q: Float[Array, "batch vocab"], token: Int[Array, "batch"]) -> Trial:
-    """Try a token drawn from q against p.
+    """Try a token drawn from the draft's probabilities q against the target's probabilities p.
 
-    Where q has no mass left, the draft had no choice and the token counts as a point mass. Where no residual is left
-    (p equals q up to rounding) the token is accepted.
+    If q has no mass left, the draft had only this token and it counts as a point mass. If the residual max(p - q, 0)
+    has no mass (p equals q up to rounding), the token is accepted.
     """
     is_token = jnp.arange(p.shape[-1]) == token[:, None]
     q = jnp.where(jnp.any(q > 0, axis=-1, keepdims=True), q, is_token.astype(q.dtype))
@@ -113,7 +118,7 @@ def try_token(p: Float[Array, "batch vocab"], q: Float[Array, "batch vocab"], to
 
 
 def normalised(weights: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
-    """Weights that sum to 1; all zero if they are."""
+    """The weights of each row divided by their sum; all zeros stay zeros."""
     mass = jnp.sum(weights, axis=-1, keepdims=True)
     return weights / jnp.where(mass > 0, mass, 1.0)
 
@@ -121,7 +126,12 @@ def normalised(weights: Float[Array, "batch vocab"]) -> Float[Array, "batch voca
 def to_target_vocab(
     probs: Float[Array, "batch draft_vocab"], vocab_map: Int[Array, "draft_vocab"] | None, vocab: int
 ) -> Float[Array, "batch vocab"]:
-    """Draft-vocabulary probabilities over the target's vocabulary; tokens the draft lacks have probability 0."""
+    """Expand draft-vocabulary probabilities to the target's vocabulary; tokens that the draft lacks get probability 0.
+
+    Args:
+        vocab_map: target id of each draft id; None: the two vocabularies are the same.
+        vocab: size of the target's vocabulary.
+    """
     if vocab_map is None:
         return probs
     return jnp.zeros((probs.shape[0], vocab), probs.dtype).at[:, vocab_map].set(probs)

@@ -1,15 +1,15 @@
-"""The accept rules by name, and one step's verdict: decide by the program's rule, then cut where the row ends.
+"""The accept rules by name, and the verdict of one round: apply the program's rule, then cut where the row ends.
 
-The rule is an option of the engine, fixed before any step: choosing one by a step's own draws would be lossy even
-between lossless rules. All but "typical" emit the target's processed distribution, whatever the draft.
+The rule is an option of the engine, fixed before any round: choosing a rule by a round's own draws would be lossy even
+if all rules were lossless. All rules but "typical" emit the target's processed distribution for any draft.
 
-| rule | file | what |
+| rule | file | method |
 |---|---|---|
-| "coupled" | `coupled` | accept the tokens that the target draws itself (sample and match) |
+| "coupled" | `coupled` | accept a draft token if the target draws the same one (sample and match) |
 | "rejection" | `rejection` | rejection sampling with the draft's probabilities, siblings without replacement |
 | "block" | `block` | a sampled chain is verified as a whole |
 | "multi_candidate" | `multi_candidate` | siblings are tried in order as point masses, for deterministic drafts |
-| "typical" | `typical` | lossy: accept what is likely enough |
+| "typical" | `typical` | lossy: accept tokens that are likely enough |
 
 The accept functions of the sampling rules take their uniforms as arguments and return probabilities, which lets tests
 feed recorded draws and enumerate all outcomes.
@@ -40,13 +40,14 @@ RULES: dict[str, type[AcceptRule]] = {rule.name: rule for rule in (Coupled, Reje
 
 
 def resolve(accept: str | AcceptRule, **options: float) -> AcceptRule:
-    """The rule of a name; a rule is returned unchanged.
+    """Construct the accept rule of a given name; a rule object is returned unchanged.
 
     Args:
-        options: of the rule's constructor, for a name.
+        accept: name of the rule, or a rule.
+        options: arguments of the rule's constructor; ignored for a rule object.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: the name is unknown.
     """
     if isinstance(accept, AcceptRule):
         return accept
@@ -56,10 +57,10 @@ def resolve(accept: str | AcceptRule, **options: float) -> AcceptRule:
 
 
 def accept(logits: PartialSums, draft: Draft, ancestor_mask: AncestorMask, view: SlotView, tree: Tree) -> Verdict:
-    """Decide which draft tokens are accepted, by the program's rule, and cut the result where the row ends.
+    """Decide by the program's rule which draft tokens are accepted, and cut the result where the row ends.
 
     Args:
-        logits: the target's raw logits at every node, [1, batch, nodes, vocab], perhaps still to be scaled.
+        logits: the target's raw logits after every node, [1, batch, nodes, vocab]; scales may still be unapplied.
         ancestor_mask: ancestors of each node (`jspec.core.ancestors.ancestors`).
     """
 
@@ -80,11 +81,11 @@ def verdict_of(
     view: SlotView,
     tree: Tree,
 ) -> Verdict:
-    """Lay out the path to the last accepted node by depth and cut the tokens where the row ends.
+    """Make the verdict from the last accepted node of each row, cut where the row ends.
 
     Args:
         last_node: the last accepted node.
-        bonus: the target's token after it.
+        bonus: the target's token after the last accepted node.
     """
     path, accept_len = (
         at_node(by_depth(ancestor_mask, tree.depth), last_node),
@@ -101,7 +102,7 @@ def verdict_of(
 
 
 def cut(verdict: Verdict, view: SlotView) -> Verdict:
-    """End a row at its first stop id (which is emitted) or when `remaining` is used up, and count its tokens."""
+    """End each row after its first stop id or after ``remaining`` tokens, and count the emitted tokens."""
     stops = jnp.any(verdict.tokens[..., None] == view.sampling.stop_ids[:, None], axis=-1) & (verdict.tokens >= 0)
     first = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, verdict.counts)
     counts = jnp.minimum(jnp.minimum(first, verdict.counts), view.remaining).astype(jnp.int32)

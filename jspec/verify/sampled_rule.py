@@ -1,4 +1,4 @@
-"""What the rules share that compare probabilities: float32 logits, uniforms and noise of the step, greedy batches."""
+"""Base class of the rules that compare probabilities: float32 logits, random numbers of a round, greedy batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AcceptFunction = Callable[[Array, Draft, AncestorMask, Array], AcceptResult]
 
 
 class SampledRule(AcceptRule):
-    """A rule for temperatures above 0. At temperature 0 all rules are the same: match the target's argmax."""
+    """An accept rule that compares probabilities; at temperature 0 each such rule matches the target's argmax."""
 
     def decide(
         self, logits: PartialSums, draft: Draft, ancestor_mask: AncestorMask, view: SlotView
@@ -37,7 +37,7 @@ class SampledRule(AcceptRule):
     def decide_sampled(
         self, logits: Float[Array, "batch nodes vocab"], draft: Draft, ancestor_mask: AncestorMask, view: SlotView
     ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-        """`decide` for a batch with sampled rows; greedy rows among them have one-hot probabilities."""
+        """Do what `decide` does, for a batch with at least one sampled row; greedy rows have one-hot probabilities."""
 
 
 def draw_and_accept(
@@ -47,12 +47,16 @@ def draw_and_accept(
     ancestor_mask: AncestorMask,
     view: SlotView,
 ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-    """Call an accept function with this step's uniforms, and draw the last token from the probabilities it returns.
+    """Call an accept function with this round's uniforms, and draw the last token from the probabilities it returns.
 
-    The keys occur in this step only: a root position occurs once.
+    The random keys contain the root position, which occurs in one round only, so no key is used twice.
+
+    Args:
+        accept_function: takes target probabilities, draft, ancestor mask and uniforms.
+        logits: the target's edited logits after every node.
 
     Returns:
-        The last accepted node, and the token after it.
+        The last accepted node [batch], and the token after that node [batch].
     """
     rank = ranks(draft)
     seed, root = view.sampling.seed, view.lengths

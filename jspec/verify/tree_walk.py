@@ -12,20 +12,20 @@ from jspec.core.records import AncestorMask, Draft
 
 
 class AcceptResult(NamedTuple):
-    """What an accept function returns; the token after the last accepted node is drawn later."""
+    """The result of an accept function; the token after the last accepted node is drawn later."""
 
     last_node: Int[Array, "batch"]  # the last accepted node
     residual_probs: Float[Array, "batch vocab"]  # probabilities of the token after the last accepted node
-    accept_probs: Float[Array, "batch nodes"]  # acceptance probability of each tried node, may exceed 1; else undefined
+    accept_probs: Float[Array, "batch nodes"]  # acceptance probability of tried nodes, may exceed 1; else undefined
 
 
 def candidates(draft: Draft) -> Bool[Array, "batch nodes"]:
-    """Nodes that a rule may accept: all but the root, padding nodes and nodes beyond the draft cap."""
+    """Whether a rule may accept each node: False for the root, padding nodes and nodes beyond the draft cap."""
     return draft.valid & (draft.parents >= 0)
 
 
 def siblings(draft: Draft) -> Bool[Array, "batch nodes nodes"]:
-    """``[b, n, m]`` is True when n and m are different candidates with the same parent."""
+    """Sibling mask: ``[b, n, m]`` is True if n and m are different candidates (`candidates`) with the same parent."""
     is_candidate = candidates(draft)
     same = draft.parents[:, :, None] == draft.parents[:, None]
     other = ~jnp.eye(draft.parents.shape[1], dtype=bool)
@@ -33,12 +33,16 @@ def siblings(draft: Draft) -> Bool[Array, "batch nodes nodes"]:
 
 
 def ranks(draft: Draft) -> Int[Array, "batch nodes"]:
-    """Number of siblings before each node; 0 for the root and for padding nodes."""
+    """Number of siblings that precede each node in node order; 0 for the root and for padding nodes."""
     return jnp.sum(jnp.tril(siblings(draft)), axis=-1, dtype=jnp.int32)
 
 
 def child_probs(probs: Float[Array, "batch nodes vocab"], draft: Draft) -> Float[Array, "batch nodes"]:
-    """Probability of each node's token at its parent; undefined for the root."""
+    """Probability of each node's token given its parent; undefined for the root.
+
+    Args:
+        probs: probabilities of the token after each node.
+    """
     row = jnp.arange(probs.shape[0])[:, None]
     return probs[row, jnp.maximum(draft.parents, 0), draft.tokens]
 
@@ -46,10 +50,13 @@ def child_probs(probs: Float[Array, "batch nodes vocab"], draft: Draft) -> Float
 def longest_accepted_path(
     matches: Bool[Array, "batch nodes"], draft: Draft, ancestor_mask: AncestorMask
 ) -> tuple[Bool[Array, "batch nodes"], Int[Array, "batch"]]:
-    """Accept nodes that match together with all their ancestors; the root always is, a padding node never.
+    """Accept each node that matches and whose ancestors all match.
+
+    Args:
+        matches: whether each node passes the rule's test; the root counts as True, a padding node as False.
 
     Returns:
-        Whether each node is accepted, and the deepest accepted node.
+        Whether each node is accepted, and the deepest accepted node [batch].
     """
     is_root = jnp.arange(matches.shape[1]) == 0
     matches = (matches & (draft.parents >= 0)) | is_root
@@ -59,6 +66,6 @@ def longest_accepted_path(
 
 
 def at_node(rows: Array, node: Int[Array, "batch"]) -> Array:
-    """``rows[b, node[b]]``, for rows of two or more dimensions."""
+    """Gather one node's entry for each batch row: ``rows[b, node[b]]``; ``rows`` is [batch, nodes, ...]."""
     index = node.reshape(-1, *(1,) * (rows.ndim - 1))
     return jnp.take_along_axis(rows, index, axis=1)[:, 0]

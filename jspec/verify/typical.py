@@ -27,14 +27,14 @@ LOG_GUARD = 1e-5  # the authors' guard against log(0); part of the rule, because
 @final
 @dataclass(frozen=True)
 class Typical(SampledRule):
-    """Accept plausible tokens; the draft takes the most likely tokens.
+    """Typical acceptance: accept tokens above a threshold of probability; the drafter proposes its most likely tokens.
 
     Args:
-        threshold: largest probability that is ever required.
-        alpha: factor of exp(-entropy).
+        threshold: upper limit of the required probability.
+        alpha: factor of exp(-entropy) in the required probability.
 
     Raises:
-        ValueError: an option that is not a number above 0.
+        ValueError: an option is not a number above 0.
     """
 
     threshold: float = 0.09
@@ -51,7 +51,7 @@ class Typical(SampledRule):
                 raise ValueError(f"Typical: {option}: expected a number > 0, got {value!r}")
 
     def check(self, tree: Tree) -> None:
-        """Warn that the rule is lossy; every tree fits."""
+        """Warn that the rule is lossy, and accept every tree."""
         warnings.warn(
             'accept="typical" does not keep the target\'s distribution; every other rule does',
             UserWarning,
@@ -61,13 +61,13 @@ class Typical(SampledRule):
     def decide_sampled(
         self, logits: Float[Array, "batch nodes vocab"], draft: Draft, ancestor_mask: AncestorMask, view: SlotView
     ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-        """Accept the longest plausible path, the most likely one among equally long ones; greedy rows are exact.
+        """Accept the longest path of plausible nodes; of equally long paths the most likely one. Greedy rows are exact.
 
         Args:
-            logits: the target's edited logits; p is their softmax after temperature, top-k, top-p and min-p.
+            logits: the target's edited logits; the rule's p is their softmax after temperature, top-k, top-p and min-p.
 
         Returns:
-            The last accepted node, and the argmax after it.
+            The last accepted node [batch], and the most likely token after that node [batch].
         """
         probs = sampler.processed_probs(logits, view.sampling, view.implementation)
         entropy = -jnp.sum(probs * jnp.log(probs + LOG_GUARD), axis=-1)

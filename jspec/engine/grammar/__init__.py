@@ -1,1 +1,1 @@
-"""Grammars on the host: what may follow a text."""
+"""Grammars on the host: which tokens may follow a text."""

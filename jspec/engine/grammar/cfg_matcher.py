@@ -1,8 +1,8 @@
 """Context-free grammars: masks of the tokens that may follow an output and each node of its draft. Host only, no jax.
 
 A context-free grammar nests to any depth, so no table holds its states. The library llguidance parses the output and
-computes the tokens that may follow. It is asked after every node that the mask of the node's parent allows, so the
-output equals masked decoding token by token. Between nodes the parser is rolled back to their common ancestor.
+computes the tokens that may follow, for every node that the mask of the node's parent allows, so the output equals
+masked decoding token by token. Between nodes the parser is rolled back to their common ancestor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jspec.core.bitmask import EVERYTHING, WORD, words_of
 
 INSTALL = "install llguidance (pip install 'jspec[grammar]')"
 TOKENIZERS = 8  # llguidance tokenizers to cache, one for each set of stop ids
-ALL_TOKENIZATIONS = '\n%llguidance {"no_forcing": true}\n'  # otherwise only one tokenisation of a text is allowed
+ALL_TOKENIZATIONS = '\n%llguidance {"no_forcing": true}\n'  # else only one tokenisation of a text is allowed
 # JSON whitespace as in the regular expressions of outlines_core: at most one blank between JSON tokens.
 JSON_OPTIONS = {"whitespace_pattern": "[ ]?", "lenient": False, "coerce_one_of": False}
 STATE = "\n<state>"  # start of the internal parser state in the library's messages
@@ -40,8 +40,8 @@ class LarkGrammar:
     Attributes:
         source: the request's field and its value, for error messages.
         stop_ids: tokens that end a request; allowed exactly where the grammar may end.
-        words: words of a mask (`jspec.core.bitmask`).
-        start: the library's parser before the first token.
+        words: number of words in a token mask (`jspec.core.bitmask`).
+        start: the library's parser in its state before the first token.
     """
 
     source: str
@@ -50,16 +50,16 @@ class LarkGrammar:
     start: Any = field(repr=False)
 
     def first_tokens(self) -> set[int]:
-        """The tokens that an output may begin with."""
+        """Ids of the tokens that an output may begin with."""
         return set(_tokens(_next_tokens(self, self.start.deep_copy())))
 
 
 class Vocabularies:
-    """Makes the library's view of the vocabulary, one for each set of stop ids.
+    """Makes llguidance tokenizers from the vocabulary, one for each set of stop ids.
 
     Args:
-        texts: bytes of each token; None if it has no text.
-        vocab_size: vocabulary of the model; ids that the tokenizer does not have get no text.
+        texts: bytes of each token; None for a token without text.
+        vocab_size: size of the model's vocabulary; ids that the tokenizer lacks get no text.
     """
 
     def __init__(self, texts: Sequence[bytes | None], vocab_size: int) -> None:
@@ -76,7 +76,7 @@ class Vocabularies:
 
 @dataclass
 class _TokenizerWrapper:
-    """The interface that the library expects of a tokenizer."""
+    """Presents the vocabulary through the tokenizer interface that llguidance expects."""
 
     tokens: list[bytes | None]
     special_token_ids: list[int]
@@ -85,11 +85,11 @@ class _TokenizerWrapper:
     is_tokenizer_wrapper: bool = True
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return []  # only called for forced text, and ALL_TOKENIZATIONS turns forcing off
+        return []  # only called for forced text, which ALL_TOKENIZATIONS switches off
 
 
 def lark_of_schema(schema: Mapping[str, Any]) -> str:
-    """The Lark grammar of a JSON schema: properties in the schema's order, at most one blank between JSON tokens."""
+    """Write a JSON schema as a Lark grammar: properties in the schema's order, at most one blank between tokens."""
     return f"start: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
 
 
@@ -98,9 +98,12 @@ def compile_lark(source: str, lark: str, vocabularies: Vocabularies, stop_ids: t
 
     Args:
         source: the request's field and its value, for error messages.
+        lark: the grammar's text.
+        vocabularies: makes the llguidance tokenizer.
+        stop_ids: tokens that end a request.
 
     Raises:
-        ValueError: the grammar is invalid, a part of it would be ignored, or no token can begin any of its texts.
+        ValueError: the grammar is invalid, a part of it would be ignored, or no token can begin a text of the grammar.
         ImportError: llguidance is missing.
     """
     named = {name for options in RULE_OPTIONS.findall(lark) for name in re.findall(r"[\w-]+", LITERAL.sub("", options))}
@@ -129,10 +132,10 @@ def compile_lark(source: str, lark: str, vocabularies: Vocabularies, stop_ids: t
 
 @final
 class Matcher:
-    """The state of one request's output in its grammar.
+    """Follows one request's output through its grammar, and computes token masks.
 
     Attributes:
-        count: tokens of the output that it has consumed.
+        count: number of output tokens that the parser has consumed.
     """
 
     def __init__(self, grammar: LarkGrammar) -> None:
@@ -142,10 +145,14 @@ class Matcher:
         self._error: Exception | None = None
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Consume the tokens of an output that are new since the last call.
+        """Consume the output tokens that are new since the last call.
+
+        Args:
+            tokens: all tokens of the output so far.
 
         Raises:
-            ValueError: they violate the grammar, because every token that it allows was banned, or the parser failed.
+            ValueError: the tokens violate the grammar, because every token that the grammar allows was banned, or the
+                parser failed.
         """
         for token in tokens[self.count :]:
             if self._error is not None:
@@ -162,24 +169,24 @@ class Matcher:
     def masks(
         self, tokens: Int[np.ndarray, "nodes"], parents: Int[np.ndarray, "nodes"], valid: Bool[np.ndarray, "nodes"]
     ) -> UInt32[np.ndarray, "nodes words"]:
-        """The mask of the tokens that may follow each node of a draft; all tokens after a node that is not allowed.
+        """Compute the mask of the tokens that may follow each node of a draft; after a disallowed node, all tokens.
 
         If no token may follow, or the parser fails, the mask allows only the stop ids, and `follow` raises next.
 
         Args:
-            tokens: tokens of the nodes; node 0 is the newest output token, which was consumed already.
-            parents: parent of each node; -1: none.
+            tokens: token id of each node; node 0 is the newest output token, which was consumed already.
+            parents: parent of each node; -1 for a node without parent.
             valid: whether each node is part of the draft.
         """
         masks = np.full((len(tokens), self.grammar.words), EVERYTHING, np.uint32)
         try:
             self._fill(masks, tokens.tolist(), parents.tolist(), valid.tolist())
-        except Exception as error:  # must not end the other requests of the batch
+        except Exception as error:  # an error here must not end the other requests of the batch
             self._error, masks[0] = error, _bits(self.grammar.stop_ids, self.grammar.words)
         return masks
 
     def first(self) -> UInt32[np.ndarray, "1 words"]:
-        """The mask of the output's next token, without a draft."""
+        """Compute the mask of the output's next token, without a draft."""
         return self.masks(np.zeros(1, np.int32), np.full(1, -1, np.int32), np.ones(1, bool))
 
     def _fill(self, masks: np.ndarray, tokens: list[int], parents: list[int], valid: list[bool]) -> None:
@@ -199,7 +206,7 @@ class Matcher:
 
 
 def _move(parser: Any, consumed: list[int], path: list[int]) -> None:
-    """Move a parser from one path to another: roll back to their common prefix, then consume the rest."""
+    """Move a parser to a path: roll back to the common prefix with the consumed tokens, then consume the rest."""
     shared = 0
     while shared < min(len(consumed), len(path)) and consumed[shared] == path[shared]:
         shared += 1
@@ -208,7 +215,7 @@ def _move(parser: Any, consumed: list[int], path: list[int]) -> None:
 
 
 def _next_tokens(grammar: LarkGrammar, parser: Any) -> UInt32[np.ndarray, "words"]:
-    """The mask of the next token; includes the stop ids where the text may end or no other token may follow."""
+    """Compute the mask of the next token; stop ids are allowed if the text may end or no other token may follow."""
     mask, stops = np.zeros(grammar.words, np.uint32), _bits(grammar.stop_ids, grammar.words)
     may_end = parser.is_accepting()
     parser.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

@@ -1,4 +1,4 @@
-"""Grammars of requests: checks a request's fields against the engine and compiles each distinct grammar once.
+"""Compiles the grammars of requests, each distinct grammar once, and checks them against the engine's options.
 
 A regular expression or a schema of bounded depth becomes a table on the device. Any other grammar becomes a parser on
 the host.
@@ -24,7 +24,7 @@ from jspec.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-CACHE_SIZE = 64  # compiled grammars that the host keeps
+CACHE_SIZE = 64  # number of compiled grammars that the host keeps
 
 
 @final
@@ -33,8 +33,8 @@ class GrammarInput:
 
     Args:
         tokenizer: the engine's tokenizer; None: requests cannot have grammars.
-        vocab_size: vocabulary of the model.
-        cells: cells of one table on the device; 0: no tables.
+        vocab_size: size of the model's vocabulary.
+        cells: number of cells of one table on the device; 0: no tables.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, cells: int) -> None:
@@ -53,16 +53,16 @@ class GrammarInput:
         self._build.close()
 
     def of(self, params: SamplingParams, stop_ids: tuple[int, ...], words: Words) -> Grammar | LarkGrammar | None:
-        """Compile the grammar of a request; None if it has none.
+        """Compile the grammar of a request; None if the request has no grammar.
 
         Args:
-            stop_ids: tokens that end the request; the grammar allows them exactly where its text may end.
-            words: the request's bad words as token ids. A table contains neither bad words of a single token nor tokens
-                outside ``allowed_token_ids``.
+            stop_ids: tokens that end the request; the grammar allows these tokens exactly where its text may end.
+            words: the request's bad words as token ids. A table bans bad words of a single token and tokens outside
+                ``allowed_token_ids``.
 
         Raises:
             ValueError: the grammar cannot be served; the message names the field, its value and what is allowed.
-            ImportError: a library is missing.
+            ImportError: a grammar library is missing.
         """
         field = params.grammar_field
         if field is None:
@@ -141,7 +141,7 @@ class GrammarInput:
 
 
 def _check_first_tokens(field: str, params: SamplingParams, grammar: LarkGrammar) -> None:
-    """Refuse allowed tokens none of which can be the first one; later tokens are not checked."""
+    """Refuse a request if no allowed token can be the output's first token; later tokens are not checked."""
     allowed, first = params.allowed_token_ids, grammar.first_tokens()
     if allowed is not None and not set(allowed) & first:
         raise ValueError(
@@ -151,7 +151,7 @@ def _check_first_tokens(field: str, params: SamplingParams, grammar: LarkGrammar
 
 
 def _lark_of(schema: str) -> str | None:
-    """The Lark grammar of a recursive JSON schema; None for other schemas."""
+    """Write the Lark grammar of a recursive JSON schema; None for other schemas."""
     try:
         parsed = json.loads(schema)
     except json.JSONDecodeError:
@@ -170,10 +170,11 @@ def _lark_of(schema: str) -> str | None:
 
 
 def follow(request: Request) -> None:
-    """Advance the state of a request's grammar by the tokens that are new in its output.
+    """Advance the state of a request's grammar by the new tokens of the output.
 
     Raises:
-        ValueError: they violate the grammar, because every token that it allows was banned; names the cause.
+        ValueError: the tokens violate the grammar, because every token that the grammar allows was banned; the message
+            names the cause.
     """
     if request.matcher is not None:
         request.matcher.follow(request.token_ids)

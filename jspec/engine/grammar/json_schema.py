@@ -1,4 +1,4 @@
-"""Checks that a JSON schema is followed completely, because the libraries ignore keywords that they do not know.
+"""Refuses JSON schemas that would not be followed completely, because libraries ignore keywords they do not know.
 
 A schema of bounded depth becomes a regular expression if `check` accepts it. A recursive schema goes to the library
 llguidance, which follows or refuses every keyword of JSON Schema; `check_keywords` refuses all other keywords.
@@ -61,11 +61,11 @@ def check(schema: Any, is_plain: Callable[[str], bool], path: str = "#") -> None
     """Refuse a schema if a part of it would be ignored.
 
     Args:
-        is_plain: tells whether no text that a regular expression matches needs an escape inside a JSON string.
-        path: location of this schema in the whole schema.
+        is_plain: tells whether every text that a regular expression matches can stand in a JSON string unescaped.
+        path: location of ``schema`` in the whole schema.
 
     Raises:
-        ValueError: names the keyword and its location.
+        ValueError: the schema is refused; the message names the keyword and its location.
     """
     if not isinstance(schema, Mapping):
         return
@@ -92,7 +92,7 @@ def check(schema: Any, is_plain: Callable[[str], bool], path: str = "#") -> None
 
 
 def _check_values(schema: Mapping[str, Any], form: str, is_plain: Callable[[str], bool], path: str) -> None:
-    """Refuse values that the libraries do not follow, of keywords that they follow."""
+    """Refuse unsupported values of supported keywords."""
     type_, pattern = schema.get("type"), schema.get("pattern")
     unlisted = sorted(set(schema.get("required", [])) - set(schema.get("properties", [])))
     if unlisted:
@@ -119,7 +119,7 @@ def _check_values(schema: Mapping[str, Any], form: str, is_plain: Callable[[str]
 
 
 def is_recursive(schema: Any) -> bool:
-    """Whether a `$ref` points to a schema that contains it, so the depth of the texts has no bound."""
+    """Whether a `$ref` points to a schema that contains this `$ref`, so the texts may nest to any depth."""
     done: set[str] = set()
 
     def leads_back(part: Any, open_refs: frozenset[str]) -> bool:
@@ -137,10 +137,10 @@ def is_recursive(schema: Any) -> bool:
 
 
 def check_keywords(schema: Any, path: str = "#") -> None:
-    """Refuse keywords that JSON Schema does not know. The standard ignores them, but most are spelling mistakes.
+    """Refuse keywords outside JSON Schema, which the standard ignores, because most are spelling mistakes.
 
     Raises:
-        ValueError: names the keyword and its location.
+        ValueError: the schema is refused; the message names the keyword and its location.
     """
     if not isinstance(schema, Mapping):
         return
@@ -154,7 +154,7 @@ def check_keywords(schema: Any, path: str = "#") -> None:
 
 
 def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas directly inside a schema, with their locations."""
+    """Yield the schemas directly inside a schema, as (location, schema)."""
     for key, value in schema.items():
         if key in NO_SUBSCHEMAS:
             continue
@@ -167,7 +167,7 @@ def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _at(schema: Any, ref: str) -> Any:
-    """The part of a schema that a reference points to; None if there is none."""
+    """The part of a schema that a `$ref` points to; None if that part does not exist."""
     found, (start, *names) = schema, ref.split("/")
     for name in names:
         key = unquote(name).replace("~1", "/").replace("~0", "~")

@@ -1,8 +1,8 @@
-"""Automata over bytes of regular expressions, built by the library outlines_core within bounds. No jax.
+"""Byte automata of regular expressions, built by the library outlines_core within limits of time and memory. No jax.
 
-The number of states is only known once they are built and may be exponential in the length of the expression.
-Therefore a separate process builds them. It runs this file as a script, serves one expression after another, and is
-killed if one takes too long or too much memory. This file must import nothing of jspec.
+The size of an automaton may be exponential in the length of the expression and is only known once it is built.
+Therefore a separate process builds the automata. The process runs this file as a script, serves one expression after
+another, and is killed if an expression takes too much time or memory. This file must import nothing of jspec.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Build = Callable[[str], Automaton]
 
 
 class TooLarge(ValueError):
-    """An automaton exceeds the limits of time or memory."""
+    """Error: an automaton exceeds the limits of time or memory."""
 
 
 def library() -> Any:
-    """Import outlines_core.
+    """Import outlines_core and return the module.
 
     Raises:
-        ImportError: it is missing; the message names the remedy.
+        ImportError: outlines_core is missing; the message names the remedy.
     """
     try:
         import outlines_core
@@ -51,15 +51,16 @@ def library() -> Any:
 def build(regex: str) -> Automaton:
     """Build the automaton of a regular expression; the start state is 0.
 
-    The library omits transitions from final to non-final states. Therefore it gets the expression followed by the end
-    character: then only the state after that character is final, and the states from which it can be reached in that
-    character are the final states of the expression itself.
+    The library omits transitions from final to non-final states. Therefore the library gets the expression followed by
+    an end character. Then only the state after the end character is final, and the final states of the expression
+    itself are those with a transition by the end character.
 
     Returns:
-        The next state for each state and byte, `NOWHERE` if there is none, and whether each state is final.
+        The next state for each state and byte, [states, 256] (`NOWHERE`: no such transition), and whether each state is
+        final, [states].
 
     Raises:
-        ValueError: the expression is invalid; the library's own error.
+        ValueError: the expression is invalid; the message is the library's.
         ImportError: the library is missing.
     """
     outlines, stop_id = library(), 256
@@ -83,7 +84,7 @@ def build(regex: str) -> Automaton:
 
 @final
 class Builder:
-    """Calls `build` in a separate process, which starts with the first call and ends with this object.
+    """Calls `build` in a separate process, which starts at the first call and ends when this object is deleted.
 
     Args:
         seconds: time limit for one automaton.
@@ -126,7 +127,7 @@ class Builder:
             return pickle.load(process.stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=1)  # to get its own return code
+                process.wait(timeout=1)  # to get the return code of a process that ended by itself
             self.close()
             stderr = self._stderr_tail()
             if is_late.is_set() or "memory" in stderr.lower() or process.returncode == -signal.SIGKILL:
@@ -179,11 +180,11 @@ def _close(process: subprocess.Popen[bytes]) -> None:
 
 
 def serve(limit: int, seconds: int) -> None:
-    """Read expressions from stdin and write their automata, or the errors, to stdout, until stdin ends.
+    """Read pickled expressions from stdin and write their automata, or errors, to stdout, until stdin ends.
 
     Args:
         limit: memory limit in bytes.
-        seconds: time limit for one expression; the process ends itself, in case its owner is gone.
+        seconds: time limit for one expression, after which the process ends itself, as its parent may be gone.
     """
     alarm = getattr(signal, "alarm", lambda seconds: None)  # Windows has no alarm
     with contextlib.suppress(ImportError, OSError, ValueError):  # some systems have no memory limit

@@ -1,8 +1,8 @@
-"""Grammars as tables of transitions between states, by class of tokens. Host only, no jax.
+"""Grammars as tables of transitions between states, one column per class of tokens. Host only, no jax.
 
 The library outlines_core compiles a regular expression to an automaton over bytes; this module turns it into an
-automaton over the tokenizer's tokens. Tokens with the same transition from every state form a class, so the table has
-one column a class. States from which no final state can be reached in allowed tokens are removed.
+automaton over the tokenizer's tokens. Tokens with the same transition from every state form a class. States from
+which no final state can be reached by allowed tokens are removed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jspec.engine.grammar import json_schema, regex_dfa
 from jspec.engine.grammar.regex_dfa import NOWHERE, Automaton, Build, TooLarge
 
 MAX_STATES = 2**15 - 1  # states and classes are int16 on the device
-MAX_WORK = 2**27  # cells of an intermediate table, before useless states and classes are removed
+MAX_WORK = 2**27  # most cells of an intermediate table, before useless states and classes are removed
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,9 +28,9 @@ class Grammar:
 
     Attributes:
         source: the request's field and its value, for error messages.
-        class_of: class of each token, [vocab] int16.
-        next: the next state, [states, classes] int16; `NOWHERE`: the token is not allowed. Stop ids are allowed in
-            final states and do not change the state.
+        class_of: token class of each token, [vocab] int16.
+        next: next state by state and token class, [states, classes] int16; `NOWHERE`: the token is not allowed. Stop
+            ids are allowed in final states and do not change the state.
     """
 
     source: str
@@ -38,7 +38,7 @@ class Grammar:
     next: np.ndarray = field(repr=False)
 
     def follow(self, tokens: Iterable[int], state: int = 0) -> int:
-        """The state after some tokens; `NOWHERE` if they violate the grammar."""
+        """The state after the given tokens, from a given state; `NOWHERE` if the tokens violate the grammar."""
         for token in tokens:
             if state != NOWHERE:
                 state = int(self.next[state, self.class_of[token]])
@@ -49,13 +49,13 @@ class TokenTexts:
     """The tokens' bytes, grouped by byte position, in the order in which `compile_grammar` reads them.
 
     Args:
-        texts: bytes of each token; None if it has no text.
-        vocab_size: vocabulary of the model; ids that the tokenizer does not have get no text.
+        texts: bytes of each token; None for a token without text.
+        vocab_size: size of the model's vocabulary; ids that the tokenizer lacks get no text.
 
     Attributes:
-        size: the vocabulary.
+        size: size of the vocabulary.
         has_text: whether each token has a text, [vocab].
-        positions: for each byte position, the tokens that are long enough and their bytes there.
+        positions: for each byte position, the ids of the tokens that are long enough, and their bytes at the position.
     """
 
     def __init__(self, texts: Sequence[bytes | None], vocab_size: int) -> None:
@@ -72,10 +72,10 @@ class TokenTexts:
 
 
 def regex_of_schema(schema: str | Mapping[str, Any], build: Build = regex_dfa.build) -> str:
-    """The regular expression that matches the JSON texts of a schema.
+    """Make the regular expression that matches the JSON texts of a schema.
 
-    The texts contain the schema's properties in its order, and no others. Where the schema leaves a type, items or
-    properties open, outlines_core chooses, with bounded depth.
+    The texts contain the schema's properties in the schema's order, and no other properties. If the schema does not
+    specify a type, items or properties, outlines_core chooses these, with bounded depth.
 
     Args:
         build: builds the automata of the schema's patterns.
@@ -104,7 +104,7 @@ def regex_of_schema(schema: str | Mapping[str, Any], build: Build = regex_dfa.bu
 
 
 def _is_plain(regex: str, build: Build) -> bool:
-    """Whether no matching text needs an escape inside a JSON string."""
+    """Whether every matching text can stand in a JSON string unescaped."""
     step, _ = _automaton(f"json_schema: pattern {regex!r}", regex, build)
     return bool(np.all(step[:, [*range(0x20), *b'"\\']] == NOWHERE))
 
@@ -117,11 +117,12 @@ def compile_grammar(
     banned: Collection[int] = (),
     build: Build = regex_dfa.build,
 ) -> Grammar:
-    """The table of the texts that a regular expression matches as a whole.
+    """Compile a regular expression, which must match the whole text, to a table.
 
     Args:
         source: the request's field and its value, for error messages.
-        stop_ids: tokens that end a request; never allowed as text.
+        texts: the tokens' bytes.
+        stop_ids: tokens that end a request; allowed only in final states.
         banned: tokens that are never allowed.
         build: builds automata over bytes.
 
@@ -156,10 +157,11 @@ def _automaton(source: str, regex: str, build: Build) -> Automaton:
 def _over_tokens(
     source: str, step: np.ndarray, texts: TokenTexts, is_allowed: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Turn an automaton over bytes into one over tokens.
+    """Convert an automaton over bytes to an automaton over tokens.
 
-    A column is the state after a byte string, from each start state. All tokens advance by one byte at a time; tokens
-    with the same column so far share it, so each pair of a column and a class of bytes is computed once.
+    A column contains, for each start state, the state after a byte string. All tokens advance by one byte at a time.
+    Tokens whose bytes so far lead to equal columns share one column, so each pair of a column and a class of bytes is
+    computed once.
 
     Returns:
         The next state, [states, classes], and the class of each token, [vocab].
@@ -186,7 +188,7 @@ def _over_tokens(
 
 
 def _trim(source: str, table: np.ndarray, is_final: np.ndarray) -> np.ndarray:
-    """Keep only states that can be reached from the start and from which a final state can be reached."""
+    """Remove states that cannot be reached from the start or cannot reach a final state; renumber the rest."""
     size = len(table)
     rows, _ = np.nonzero(table != NOWHERE)
     sources, targets = np.divmod(np.unique(rows * size + table[table != NOWHERE]), size)
@@ -201,7 +203,7 @@ def _trim(source: str, table: np.ndarray, is_final: np.ndarray) -> np.ndarray:
 
 
 def _closure(states: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """The given states and all states that can be reached from them along the edges."""
+    """Whether each state is one of the given states or reachable from them along the edges ``sources -> targets``."""
     order = np.argsort(sources, kind="stable")
     targets, first = targets[order], np.searchsorted(sources[order], np.arange(len(states) + 1)).tolist()
     found, newest = states.copy(), np.flatnonzero(states).tolist()
@@ -218,7 +220,7 @@ def check_size(grammar: Grammar, cells: int) -> None:
     """Refuse a table that is larger than the tables on the device.
 
     Raises:
-        ValueError: names the size of the table and the limit.
+        ValueError: the table is too large; the message names its size and the limit.
     """
     states, classes = grammar.next.shape
     if states * classes > cells or max(states, classes) > MAX_STATES:
@@ -236,15 +238,15 @@ class TablePool:
     """Tracks which grammar each of the device's tables holds.
 
     Requests with the same grammar share a table. If all tables are taken, the least recently used grammar that no
-    running request has is replaced; there are as many tables as slots, so there always is one.
+    running request has is replaced; there are as many tables as slots, so such a grammar always exists.
     """
 
     def __init__(self, tables: int) -> None:
         self._tables = tables
-        self._held: OrderedDict[Grammar, int] = OrderedDict()  # the least recently used first
+        self._held: OrderedDict[Grammar, int] = OrderedDict()  # table of each grammar, least recently used first
 
     def place(self, grammar: Grammar, in_use: Collection[Grammar]) -> tuple[int, bool]:
-        """The table of a grammar, and whether the grammar must be loaded into it.
+        """Choose the table of a grammar; return its index, and whether the grammar must be loaded into the table.
 
         Args:
             in_use: grammars of running requests.
