@@ -1,4 +1,4 @@
-"""Suffix drafting: draft the most frequent continuations of the newest tokens, in one request's text or in all texts."""
+"""Suffix drafting: draft the most frequent continuations of the newest tokens, in a request's text or in all texts."""
 
 from __future__ import annotations
 
