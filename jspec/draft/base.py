@@ -81,8 +81,8 @@ class Drafter(abc.ABC):
     ) -> DraftState:
         """Process one chunk of each prompt and return the new state.
 
-        The first chunk of a prompt starts after the rows that the prefix cache holds. If it holds all rows of the
-        prompt, the chunk is the prompt's last token with ``batch.valid`` False: nothing may be written for that token.
+        The first chunk of a prompt starts after the rows in the prefix cache. If all rows of the prompt are cached, the
+        chunk is the prompt's last token with ``batch.valid`` False: nothing may be written for that token.
 
         Args:
             params: weights that `bind` returned.
@@ -133,7 +133,8 @@ class Drafter(abc.ABC):
     def write_pending_rows(self, params: Params, state: DraftState, view: SlotView) -> DraftState:
         """Write the draft-cache rows of committed tokens and of the root, as `draft` does, but draft no tokens.
 
-        A step that does not draft calls this method instead of `draft`, because later steps may draft again.
+        A step that does not draft calls this method instead of `draft`; the draft cache is then complete for a later
+        step that drafts.
         """
         return state
 

@@ -370,7 +370,7 @@ def _pairs(
 
 
 def _check_pair(name: str, head: EagleHead, target: Model, feature_layers: tuple[int, ...]) -> None:
-    """Raises ValueError unless the head fits the target."""
+    """Raises ValueError if the head's vocabulary, widths or feature layers do not match the target."""
     config, own = head.config, target.config
     wrong = [i for i in feature_layers if not 0 <= i <= own.num_layers + 1]
     if wrong or len(set(feature_layers)) != len(feature_layers):

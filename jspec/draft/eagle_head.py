@@ -42,7 +42,7 @@ FIRST_ROW = 1  # first row of the draft cache; row 0 is never written
 
 @struct.dataclass
 class EagleLayer(LayerWeights):
-    """Weights of one layer of a head; the ``qkv`` of layer 0 of an EAGLE-3 head is [qkv, 2 * hidden]."""
+    """Weights of one layer of a head; ``qkv`` in layer 0 of an EAGLE-3 head has 2 * hidden input channels."""
 
     # Norm of the embedding in layer 0 of EAGLE-3, of the layer's input in later layers; None in layer 0 of EAGLE-1.
     input_norm: Float[Array, "hidden"] | None = None

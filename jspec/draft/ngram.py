@@ -31,8 +31,8 @@ class NGram(LookupDrafter):
     Raises:
         ValueError: ``1 <= min_n <= max_n`` does not hold.
 
-    Source: prompt lookup decoding (A. Saxena, 2023); "Inference with Reference", arXiv:2304.04487. Both draft from the
-        first of equally long matches; this class takes the most recent one, and merges several matches into a tree.
+    Source: prompt lookup decoding (A. Saxena, 2023); "Inference with Reference", arXiv:2304.04487. Both take the first
+        match; this class takes the most recent match, and merges several matches into a tree.
     """
 
     def __init__(self, tree: Tree = DEFAULT_TREE, *, max_n: int = 4, min_n: int = 1) -> None:

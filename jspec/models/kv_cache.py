@@ -32,7 +32,7 @@ class PoolShape:
 
     @classmethod
     def of(cls, config: EngineConfig, tree: Tree, dtype: str) -> PoolShape:
-        """The pool sizes of an engine, with enough pages for every slot to reach ``max_len`` if the config gives none.
+        """The pool sizes of an engine; if ``config.pages`` is None, enough pages for every slot to reach ``max_len``.
 
         Args:
             config: config of the engine.

@@ -51,7 +51,7 @@ OTHER_CAUSES = (
 
 @dataclass(frozen=True)
 class Setting:
-    """A draft head with one choice of its options.
+    """A drafter with one choice of its options.
 
     Attributes:
         name: name in the report: "as the file says", or the argument of `from_pretrained` that selects the option.
