@@ -1,1 +1,1 @@
-"""Reads and writes checkpoints: Hugging Face folders, orbax folders, the hub. It knows bytes and names, not models."""
+"""Reads Hugging Face folders and the hub, reads and writes orbax folders; knows tensors by name, but no model."""

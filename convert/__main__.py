@@ -1,4 +1,4 @@
-"""`python -m convert SRC DST` is `jspec convert SRC DST`."""
+"""The command `python -m convert SRC DST`, the same as `jspec convert SRC DST`."""
 
 import sys
 

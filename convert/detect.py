@@ -1,4 +1,4 @@
-"""Tells which kind of checkpoint a Hugging Face folder holds, by its config.json and its tensor names."""
+"""Detects the kind of checkpoint in a Hugging Face folder from config.json and tensor names."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 MEDUSA_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
 
-# Tensor names that only methods without a reader have, and the name of the method.
+# Patterns of tensor names that occur only in unsupported methods, and the name of the method.
 OTHER_TENSORS = {
     r"mask_hidden": "P-EAGLE (parallel drafting)",
     r"parallel_draft_heads\..*": "parallel draft heads",
@@ -19,19 +19,19 @@ OTHER_ARCHITECTURES = ("PEagle", "DFlash", "DSpark", "Domino")
 
 
 def bare_name(name: str) -> str:
-    """A tensor name without the `model.` that some exporters of heads put before it."""
+    """A tensor name without the prefix `model.`, which some exporters of heads add."""
     return name.removeprefix("model.")
 
 
 def kind_of(config: Mapping[str, Any], names: Collection[str]) -> str:
-    """The kind of a folder: "target", "eagle3", "eagle" or "medusa".
+    """The kind of checkpoint in a folder: "target", "eagle3", "eagle" or "medusa".
 
     Args:
-        config: the parsed config.json.
-        names: of all tensors in the folder.
+        config: parsed config.json.
+        names: names of all tensors in the folder.
 
     Raises:
-        NotImplementedError: naming a method whose heads are not read.
+        NotImplementedError: the folder holds a head of an unsupported method; the message names the method.
     """
     bare = {bare_name(name) for name in names}
     architectures = " ".join(config.get("architectures") or ())
@@ -53,6 +53,12 @@ def kind_of(config: Mapping[str, Any], names: Collection[str]) -> str:
 
 
 def check_kind(folder: Path, got: str, expected: str | None) -> None:
-    """Raises ValueError unless the folder is of the expected kind; None: any kind will do."""
+    """Raises ValueError if a checkpoint is not of the expected kind.
+
+    Args:
+        folder: folder of the checkpoint, for the error.
+        got: kind of the checkpoint.
+        expected: expected kind; None: any.
+    """
     if expected is not None and got != expected:
         raise ValueError(f"{folder}: expected a checkpoint of kind {expected!r}, got {got!r}; give another folder")

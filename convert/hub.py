@@ -9,17 +9,17 @@ from convert.huggingface import read_json
 
 HUB_FILES = ["*.json", "model*.safetensors", "medusa_lm_head.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
 TORCH_FILES = ["pytorch_model*.bin", "medusa_lm_head.pt"]  # where there are no safetensors
-SUBFOLDERS = ["*/*"]  # of a repository: other formats of the same weights
+SUBFOLDERS = ["*/*"]  # files in subfolders of a repository, which are other formats of the same weights
 
 
 def find(path: str | Path) -> Path:
-    """The folder of a model: an existing one, else a local copy of the hub's.
+    """The folder of a model; downloads the model from the hub if there is no such folder.
 
     Args:
-        path: a folder or a hub id ("owner/name").
+        path: existing folder, else hub id ("owner/name").
 
     Raises:
-        FileNotFoundError: if there is neither.
+        FileNotFoundError: there is no such folder, and the hub has no such model.
     """
     folder = Path(path)
     if folder.is_dir():
@@ -43,7 +43,7 @@ def find(path: str | Path) -> Path:
 
 
 def eos_ids(folder: str | Path) -> tuple[int, ...]:
-    """The EOS ids of generation_config.json, else of config.json; () if neither has any."""
+    """The EOS token ids in a folder's generation_config.json, else in its config.json, else ()."""
     for name in ("generation_config.json", "config.json"):
         file = Path(folder) / name
         ids = read_json(file).get("eos_token_id") if file.is_file() else None

@@ -1,7 +1,8 @@
-"""Streams the tensors of a Hugging Face folder into parameters, by a weight map of rows.
+"""Streams the tensors of a Hugging Face folder into parameters.
 
-Tensors are read piece by piece into the arrays that they fill. Peak memory is one batch of parameters, which is as
-large as the largest parameter, and one piece.
+A weight map says which tensors make which parameter; it has one `Row` per parameter. Tensors are read piece by piece
+into the parameters' arrays. Peak memory is one piece and one batch of parameters; a batch is at most as large as the
+largest parameter (or `BATCH_BYTES`, if that is larger).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import numpy as np
 from ml_dtypes import bfloat16
 from safetensors import SafetensorError, safe_open
 
-PIECE_BYTES = 8 * 2**20
-BATCH_BYTES = 32 * 2**20  # smaller batches only make more files
+PIECE_BYTES = 8 * 2**20  # bytes of a tensor that are read at a time, as float32
+BATCH_BYTES = 32 * 2**20  # least size limit of a batch: smaller batches would only make more files
 FLOATS = ("float32", "bfloat16", "float16")
-IGNORED = ("rotary_emb.inv_freq",)  # buffers of old checkpoints; the config determines them
+IGNORED = ("rotary_emb.inv_freq",)  # tensors of old checkpoints whose values follow from the config
 SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 SAFETENSORS_DTYPES |= {"I64": "int64", "I32": "int32", "BOOL": "bool"}
 
@@ -31,15 +32,22 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor's header, and the file that holds it."""
+    """The header of a tensor in a file."""
 
     shape: Shape
-    dtype: str
-    file: Path
+    dtype: str  # name of the dtype, as numpy spells it
+    file: Path  # file that holds the tensor
 
 
 class Source(abc.ABC):
-    """The tensors of a folder: headers by name; rows are read on request."""
+    """The tensors of a folder; `tensors` has their headers by name, `read` reads their values.
+
+    Args:
+        files: the files that hold the tensors.
+
+    Raises:
+        ValueError: a file is incomplete, or two files hold tensors of the same name.
+    """
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -53,17 +61,18 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def _headers(self, file: Path) -> dict[str, Tensor]:
-        """The headers of one file.
+        """The headers of the tensors in one file, by name.
 
-        Raises: ValueError if the file is incomplete.
+        Raises:
+            ValueError: the file is incomplete.
         """
 
     @abc.abstractmethod
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows start to stop of a tensor, in its own dtype."""
+        """The rows from start (inclusive) to stop (exclusive) of a tensor, in the dtype of the file."""
 
     def pieces(self, name: str) -> Iterator[np.ndarray]:
-        """All rows of a tensor in order, a few megabytes at a time."""
+        """All rows of a tensor in order, in pieces of a few megabytes."""
         rows, *rest = self.tensors[name].shape
         step = max(1, PIECE_BYTES // (4 * int(np.prod(rest))))
         for start in range(0, rows, step):
@@ -72,7 +81,10 @@ class Source(abc.ABC):
 
 @final
 class Safetensors(Source):
-    """Safetensors files, opened for each read: an open mapping keeps every page it has touched in memory."""
+    """Tensors in safetensors files.
+
+    Each read opens the file again, because an open memory mapping keeps all pages that were read in memory.
+    """
 
     def _headers(self, file: Path) -> dict[str, Tensor]:
         try:
@@ -92,7 +104,7 @@ class Safetensors(Source):
 
 @final
 class TorchFiles(Source):
-    """Files of torch.save, mapped for each read, for the same reason."""
+    """Tensors in files that torch.save wrote; each read maps the file again, as in `Safetensors`."""
 
     def _headers(self, file: Path) -> dict[str, Tensor]:
         return {
@@ -141,15 +153,15 @@ MEDUSA: dict[str, Reader] = {"medusa_lm_head.safetensors": Safetensors, "medusa_
 
 
 def open_source(folder: Path, *, heads_first: bool = False) -> Source:
-    """Opens the weights of a folder, sharded or not: safetensors if there are any, else torch files.
+    """Opens the weights of a folder, in one file or sharded: safetensors files if there are any, else torch files.
 
     Args:
-        folder: with the weights.
-        heads_first: open the Medusa heads if the folder has both heads and a whole model.
+        folder: folder with the weights.
+        heads_first: open the Medusa heads if the folder has both heads and a whole model; False: open the model.
 
     Raises:
-        FileNotFoundError: if there are no weights, or a file that the index names is absent.
-        ValueError: if a file is incomplete, or index and files disagree.
+        FileNotFoundError: there are no weights, or a file that the index names is missing.
+        ValueError: a file is incomplete, or the index does not match the files.
     """
     for single, reader in (MEDUSA | MODEL if heads_first else MODEL | MEDUSA).items():
         index = folder / f"{single}.index.json"
@@ -181,9 +193,10 @@ def _open_sharded(index: Path, reader: Reader) -> Source:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object.
+    """Reads a file that holds a JSON object.
 
-    Raises: ValueError naming a file that is not one.
+    Raises:
+        ValueError: the file holds something else; the message names the file.
     """
     try:
         value = json.loads(file.read_text())
@@ -199,11 +212,11 @@ class Row:
     """A row of a weight map: how one parameter is made of tensors.
 
     Attributes:
-        parameter: its name.
-        sources: shapes of the tensors by name.
-        shape: of the parameter.
-        fill: makes the parameter from the source, the row and the wanted dtype.
-        dtype: None: that of the checkpoint.
+        parameter: name of the parameter.
+        sources: expected shapes of the tensors, by tensor name.
+        shape: shape of the parameter.
+        fill: function (source, row, dtype) that returns the values of the parameter.
+        dtype: dtype of the parameter; None: the dtype that the caller of `batches` asks for.
     """
 
     parameter: str
@@ -217,13 +230,23 @@ class Row:
 
 
 def stacked(parameter: str, sources: Mapping[str, Shape]) -> Row:
-    """A parameter made of one tensor, or of several concatenated along axis 0."""
+    """The row of a parameter that is one tensor, or several tensors concatenated along axis 0.
+
+    Args:
+        parameter: name of the parameter.
+        sources: shapes of the tensors, by tensor name, in order.
+    """
     shapes = list(sources.values())
     return Row(parameter, sources, (sum(s[0] for s in shapes), *shapes[0][1:]), _stack)
 
 
 def side_by_side(parameter: str, sources: Mapping[str, Shape]) -> Row:
-    """A parameter made of tensors of one shape, stacked along a new axis 0."""
+    """The row of a parameter that is several tensors of one shape, stacked along a new axis 0.
+
+    Args:
+        parameter: name of the parameter.
+        sources: shapes of the tensors, by tensor name, in order.
+    """
     shapes = list(sources.values())
     return Row(parameter, sources, (len(shapes), *shapes[0]), _stack)
 
@@ -239,7 +262,12 @@ def _stack(source: Source, row: Row, dtype: str) -> np.ndarray:
 
 
 def same(parameter: str, sources: Mapping[str, Shape]) -> Row:
-    """A parameter that the file may hold several times under different names, with the same values."""
+    """The row of a parameter that a file may hold as several tensors with equal values (tied weights).
+
+    Args:
+        parameter: name of the parameter.
+        sources: shapes of the tensors, by tensor name.
+    """
     return Row(parameter, sources, next(iter(sources.values())), _first_of_same)
 
 
@@ -256,12 +284,26 @@ def _first_of_same(source: Source, row: Row, dtype: str) -> np.ndarray:
 
 
 def renamed(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
-    """The rows with other tensor names; a tensor that `names` does not hold keeps its own."""
+    """The rows of a weight map with their tensors renamed.
+
+    Args:
+        rows: rows of a weight map.
+        names: new tensor names by old name; tensors without an entry keep their names.
+    """
     return [replace(row, sources={names.get(name, name): shape for name, shape in row.sources.items()}) for row in rows]
 
 
 def cast(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
-    """The values in another dtype, by way of float32: float16 and bfloat16 do not convert exactly to each other."""
+    """The values in another dtype, converted by way of float32, which holds float16 and bfloat16 exactly.
+
+    Args:
+        values: values of the tensor.
+        dtype: dtype to convert to.
+        name: name of the tensor, for the error.
+
+    Raises:
+        ValueError: a finite value is too large for float16.
+    """
     wanted = np.dtype(dtype)
     if values.dtype == wanted:
         return values
@@ -273,7 +315,14 @@ def cast(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
 
 
 def check(rows: Iterable[Row], tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError unless every tensor is used, every needed tensor exists, and shapes and dtypes are right."""
+    """Raises ValueError unless the tensors of a folder match a weight map.
+
+    Every tensor must be used by a row, every tensor of a row must exist, and shapes and dtypes must be as expected.
+
+    Args:
+        rows: rows of the weight map.
+        tensors: headers of the tensors, by name.
+    """
     rows = list(rows)
     wanted = {name: shape for row in rows for name, shape in row.sources.items()}
     twice = [name for name, n in Counter(name for row in rows for name in row.sources).items() if n > 1]
@@ -294,15 +343,15 @@ def check(rows: Iterable[Row], tensors: Mapping[str, Tensor]) -> None:
 
 
 def batches(source: Source, rows: Iterable[Row], dtype: str) -> Iterator[dict[str, np.ndarray]]:
-    """Fills all parameters, in batches of at most the size of the largest one.
+    """Reads all parameters in batches, each at most as large as the largest parameter (or `BATCH_BYTES`).
 
     Args:
-        source: tensors that `check` has passed.
-        rows: the weight map.
-        dtype: of floating-point parameters.
+        source: tensors of the folder, which `check` has accepted.
+        rows: rows of the weight map.
+        dtype: dtype of the parameters whose row gives none.
 
     Yields:
-        Parameters by name; drop them before taking the next ones.
+        A batch of parameters, by name; the caller should drop each batch before taking the next.
     """
     rows = list(rows)
     limit = max(BATCH_BYTES, *(row.nbytes(dtype) for row in rows))

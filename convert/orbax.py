@@ -1,6 +1,7 @@
-"""Converted checkpoints: folders of `jspec.json` (the manifest), `weights/` (by orbax) and tokenizer files.
+"""Reads and writes converted checkpoints: folders of `jspec.json` (the manifest), `weights/` and tokenizer files.
 
-Every use of orbax is here. The weight tree is stored flat, under names such as "layers.3.qkv", which conversion prints.
+orbax writes and reads `weights/`; no other file of jspec uses orbax. The tree of weights is stored flat, under names
+such as "layers.3.qkv", which the converter prints.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ COMPANIONS = (
     "chat_template.json",
 )
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZED = {"values", "scale"}  # the names under a quantised weight
-READ_AHEAD = 2**30  # bytes that a restore may hold on the host in addition to its largest array
+QUANTIZED = {"values", "scale"}  # names of the two arrays of a quantised weight
+READ_AHEAD = 2**30  # bytes that a restore may hold on the host in addition to the largest array
 
 
 class WritesJson(Protocol):
-    """A config that is stored in the manifest."""
+    """The interface of a config record that can be stored in the manifest."""
 
     def to_json(self) -> dict[str, Any]: ...
 
@@ -52,13 +53,13 @@ Placement = Callable[[str], jax.sharding.Sharding]  # parameter name -> sharding
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model in memory.
+    """A model or a draft head in memory.
 
     Attributes:
-        kind: "target", "eagle3", "eagle" or "medusa".
-        config: the config record of the kind.
+        kind: kind of checkpoint, "target", "eagle3", "eagle" or "medusa".
+        config: config record of the kind.
         weights: tree of dicts and lists of arrays.
-        folder: the folder that it was read from.
+        folder: folder that the checkpoint was read from.
     """
 
     kind: str
@@ -69,13 +70,14 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Header:
-    """The contents of a folder without the weights.
+    """A checkpoint without the values of its weights.
 
     Attributes:
-        kind: "target", "eagle3", "eagle" or "medusa".
-        config: the manifest's fields as `read_header` returns it; the config record as jspec returns it.
-        parameters: shape and dtype by name.
-        folder: the folder that it was read from.
+        kind: kind of checkpoint, "target", "eagle3", "eagle" or "medusa".
+        config: config of the checkpoint: a dict from `convert.orbax.read_header`, a config record from
+            `jspec.models.load.read_header`.
+        parameters: shape and dtype of each parameter, by name.
+        folder: folder of the checkpoint.
     """
 
     kind: str
@@ -85,7 +87,12 @@ class Header:
 
 
 def flatten(tree: Mapping[str, Any] | list[Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of a weight tree by name: {"layers": [{"o": x}]} becomes {"layers.0.o": x}."""
+    """The arrays of a tree of weights, by name: {"layers": [{"o": x}]} becomes {"layers.0.o": x}.
+
+    Args:
+        tree: tree of dicts, lists, arrays and `Quantized` weights.
+        prefix: text before each name.
+    """
     flat: dict[str, Any] = {}
     for key, node in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
         node = {"values": node.values, "scale": node.scale} if isinstance(node, Quantized) else node
@@ -95,7 +102,10 @@ def flatten(tree: Mapping[str, Any] | list[Any], prefix: str = "") -> dict[str, 
 
 
 def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `flatten`: children 0, 1, ... become a list, `values` and `scale` become a `Quantized`."""
+    """The tree of weights from arrays by name, the inverse of `flatten`.
+
+    Children named 0, 1, ... become a list, a pair of children `values` and `scale` becomes a `Quantized`.
+    """
     children: dict[str, dict[str, Any]] = {}
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
@@ -111,12 +121,12 @@ def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether the folder was written by `save`."""
+    """Whether a folder is a converted checkpoint, as `save` writes it."""
     return (folder / MANIFEST).is_file()
 
 
 def companions(folder: Path) -> list[Path]:
-    """The files of a model's folder that are copied with its weights: tokenizer and configs."""
+    """The tokenizer and config files of a model's folder, which the converter copies."""
     return [folder / name for name in COMPANIONS if (folder / name).is_file()]
 
 
@@ -130,19 +140,20 @@ def save(
     overwrite: bool = False,
     compress: bool = False,
 ) -> None:
-    """Writes a checkpoint folder, all or nothing: an unfinished folder never has the final name.
+    """Writes a converted checkpoint under a temporary name, and renames the folder when it is complete.
 
     Args:
-        folder: the folder to write; its parent is created.
-        kind: "target", "eagle3", "eagle" or "medusa".
-        config: stored in the manifest.
-        batches: flat parameters, a few at a time; one batch is held in memory.
-        files: to copy into the folder (tokenizer files).
-        overwrite: replace an existing checkpoint.
-        compress: worth it only for weights that are mostly zeros; takes time and a second copy of a batch.
+        folder: folder to write; missing parents are created.
+        kind: kind of checkpoint, "target", "eagle3", "eagle" or "medusa".
+        config: config record, which is stored in the manifest.
+        batches: batches of parameters by name; one batch is held in memory.
+        files: files to copy into the folder (tokenizer files).
+        overwrite: whether an existing converted checkpoint is replaced.
+        compress: whether to compress the weights, for weights that are mostly zeros; takes time and a second copy of
+            each batch in memory.
 
     Raises:
-        FileExistsError: if the folder exists and may not be replaced.
+        FileExistsError: the folder exists and may not be replaced.
     """
     folder = Path(folder).absolute()
     check_vacant(folder, overwrite)
@@ -163,7 +174,7 @@ def save(
 
 
 def _move(work: Path, folder: Path) -> None:
-    """Renames `work` to `folder`; an existing folder is deleted only after that."""
+    """Renames `work` to `folder`, then deletes the folder that had this name before, if any."""
     if not folder.exists():
         work.rename(folder)
         return
@@ -200,15 +211,15 @@ def _write_weights(folder: Path, batches: Iterable[dict[str, np.ndarray]], compr
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
-    """Bytes of each file, to find truncated ones: orbax reports those with long errors of no common class."""
+    """The size of each file in bytes, by path; finds truncated files, for which orbax raises errors of many classes."""
     return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def read_header(folder: Path) -> Header:
-    """Reads kind, config and the parameters' shapes.
+    """Reads the kind, config and parameter shapes of a converted folder, but no weights.
 
     Raises:
-        ValueError: if the folder is damaged or of another format version.
+        ValueError: the folder is damaged or has another format version.
     """
     with named_damage(folder):
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -232,16 +243,19 @@ def read_arrays(
     placement: Placement | None = None,
     names: Iterable[str] | None = None,
 ) -> dict[str, jax.Array]:
-    """Restores parameters in the wanted dtype on their devices.
+    """Reads parameters of a converted folder onto the devices.
 
     Args:
-        header: of the folder.
-        dtype: of the floating-point parameters; quantised ones and None: as stored.
-        placement: sharding by parameter name; None: the default device.
-        names: which parameters; None: all.
+        header: header of the folder.
+        dtype: dtype of floating-point parameters that are not quantised; None: as stored.
+        placement: sharding of each parameter, by name; None: the default device.
+        names: names of the parameters to read; None: all.
 
     Returns:
-        Flat parameters.
+        The parameters, by name.
+
+    Raises:
+        ValueError: a value is too large for float16.
     """
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     names = list(header.parameters) if names is None else list(names)
@@ -268,7 +282,7 @@ def read_arrays(
 
 @contextlib.contextmanager
 def named_damage(folder: Path) -> Iterator[None]:
-    """Turn errors while a manifest is read into a ValueError that names the folder."""
+    """A context manager that turns errors of reading a manifest into a ValueError that names the folder."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError) as error:

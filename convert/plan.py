@@ -1,4 +1,4 @@
-"""Plans of Hugging Face folders: kind, config and weight map, made before any weight is read."""
+"""Plans for reading Hugging Face folders: kind, config and weight map, made before any weight is read."""
 
 from __future__ import annotations
 
@@ -12,22 +12,29 @@ import numpy as np
 from convert.detect import check_kind, kind_of
 from convert.huggingface import FLOATS, Row, Source, batches, check, open_source, read_json
 
-# From (kind, the parsed config.json, the tensors) to the config record of that kind and the rows of its weight map.
+# Function (kind, parsed config.json, tensors) -> (config record of the kind, rows of the weight map).
 ReadFormat = Callable[[str, Mapping[str, Any], Source], tuple[Any, list[Row]]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The kind and config of a folder, and the rows by which its tensors fill each parameter."""
+    """The plan for reading a Hugging Face folder."""
 
-    folder: Path
-    kind: str
-    config: Any
-    rows: tuple[Row, ...]
-    source: Source
+    folder: Path  # Hugging Face folder
+    kind: str  # kind of checkpoint, "target", "eagle3", "eagle" or "medusa"
+    config: Any  # config record of the kind
+    rows: tuple[Row, ...]  # weight map: which tensors make which parameter
+    source: Source  # tensors of the folder
 
     def dtype(self, wanted: str | None = None) -> str:
-        """The wanted floating dtype; None: the dtype that all tensors in the folder share."""
+        """The floating-point dtype to convert to.
+
+        Args:
+            wanted: dtype that the caller wants; None: the dtype of all tensors in the folder.
+
+        Raises:
+            ValueError: the wanted dtype is not supported, or None is given and the tensors have several dtypes.
+        """
         if wanted is not None:
             if wanted not in FLOATS:
                 raise ValueError(f"dtype: expected one of {', '.join(FLOATS)}, got {wanted!r}; pass one of them")
@@ -40,30 +47,34 @@ class Plan:
         return found.pop()
 
     def row_dtype(self, row: Row) -> str:
-        """The dtype of a parameter as the folder stores it."""
+        """The dtype of a row's parameter if it is read without conversion."""
         return row.dtype or self.source.tensors[next(iter(row.sources))].dtype
 
     def batches(self, dtype: str) -> Iterator[dict[str, np.ndarray]]:
-        """All parameters by name, a few at a time; drop a batch before taking the next."""
+        """All parameters by name, in batches; the caller should drop each batch before taking the next.
+
+        Args:
+            dtype: dtype of floating-point parameters.
+        """
         return batches(self.source, self.rows, dtype)
 
 
 def plan_folder(folder: str | Path, read_format: ReadFormat, *, kind: str | None = None) -> Plan:
-    """Reads config and tensor headers of a Hugging Face folder and matches them both ways.
+    """Reads the config and the tensor headers of a Hugging Face folder, and checks that they match.
 
     Args:
-        folder: with config.json and weights.
-        read_format: reads the config of a kind and gives the rows of its weight map.
-        kind: the kind that the caller needs; None: any.
+        folder: folder with config.json and weights.
+        read_format: function that reads the config of a kind of checkpoint and makes its weight map.
+        kind: required kind of checkpoint; None: any.
 
     Returns:
         The plan; no weight is read yet.
 
     Raises:
-        FileNotFoundError: if a file is missing.
-        ValueError: if the files are damaged or contradict themselves, the folder is of another kind, or tensors and
-            config do not match (the message lists every name).
-        NotImplementedError: naming an unsupported option or method.
+        FileNotFoundError: a file is missing.
+        ValueError: files are damaged or contradict each other, the checkpoint is of another kind, or the tensors do not
+            match the config (the message lists the names).
+        NotImplementedError: an option or the method of the checkpoint is not supported.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():

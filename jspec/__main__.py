@@ -37,20 +37,20 @@ CHECK_OPTIONS = ("text", "tokenizer", "max_tokens")  # options of `info` that ne
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints an error as one line without the usage, which --help shows."""
+    """An argument parser that prints an error as one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command of the command line.
 
     Args:
-        argv: the command line without the program's name; None: that of the process.
+        argv: command-line arguments without the program's name; None: the arguments of the process.
 
     Returns:
-        The exit code; 2 after one line that says what is wrong with the arguments or files.
+        The exit status: 0; 2 if arguments or files are wrong, after an error message of one line; others by command.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["convert"]:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; `convert` has a parser of its own."""
+    """The argument parser of all commands except `convert`, which has a parser of its own."""
     parser = Parser(prog="jspec", description="Lossless speculative decoding in JAX.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="plain and speculative decoding of the embedded models").set_defaults(run=_demo)

@@ -1,4 +1,4 @@
-"""Reads folders of any kind: targets, draft models, EAGLE heads and Medusa heads."""
+"""Loads checkpoints of any kind: targets, draft models, EAGLE heads and Medusa heads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.models.load import Format, FormatOf
 
-LENGTH = 4  # draft tokens of the chain that a drafter gets by default
+LENGTH = 4  # draft tokens of the default chain
 
 
 def load_checkpoint(
@@ -42,13 +42,18 @@ def load_checkpoint(
     """Loads a target, a draft model or a draft head.
 
     Args:
-        path: an existing folder, else a hub id ("owner/name").
-        overrides: values that replace those of the file.
-        kind: the kind that the caller needs, "target", "eagle3", "eagle" (1 and 2) or "medusa"; None: any.
-        dtype, quantize, placement: as for `jspec.models.load.load`.
+        path: existing folder, else hub id ("owner/name").
+        overrides: config values that replace those of the checkpoint.
+        kind: required kind of checkpoint, "target", "eagle3", "eagle" (EAGLE-1 and 2) or "medusa"; None: any.
+        dtype, quantize, placement: arguments of `jspec.models.load.load`.
+
+    Returns:
+        The checkpoint, with its weights on the devices.
 
     Raises:
-        FileNotFoundError, ValueError, NotImplementedError: naming the expected value, the value found and the remedy.
+        FileNotFoundError: the folder or a file in it is missing, and the hub has no such model.
+        ValueError: an argument is wrong, the checkpoint is of another kind, or its files are damaged.
+        NotImplementedError: an option or a method of the checkpoint is not supported.
     """
     options: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "placement": placement}
     return load.read_checkpoint(path, _formats(overrides), kind=kind, **options)
@@ -57,10 +62,13 @@ def load_checkpoint(
 def load_drafter(
     path: str | Path, tree: Tree | None = None, *, dtype: str | None = None, length: int = LENGTH
 ) -> Drafter:
-    """Loads a folder as a drafter: a head, or a model as a draft model.
+    """Loads a draft head or a draft model as a drafter.
 
     Args:
-        tree: None: a chain of `length` tokens, or of as many as there are Medusa heads.
+        path: existing folder, else hub id ("owner/name").
+        tree: draft tree; None: a chain of `length` tokens, or one token per Medusa head if there are fewer heads.
+        dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
+        length: number of draft tokens of the default chain.
     """
     found, chain = load_checkpoint(path, dtype=dtype), tree or Tree.chain(length)
     match found.kind:
@@ -76,17 +84,30 @@ def load_drafter(
 
 
 def plan(folder: str | Path, overrides: Overrides | None = None) -> Plan:
-    """Plans the reading of a Hugging Face folder; errors as `convert.plan.plan_folder`."""
+    """The plan for reading a Hugging Face folder: kind, config and weight map; errors as `convert.plan.plan_folder`.
+
+    Args:
+        folder: folder with config.json and weights, of any kind.
+        overrides: config values that replace those of the folder.
+    """
     return load.read_plan(folder, _formats(overrides))
 
 
 def read_header(path: str | Path) -> Header:
-    """Reads kind, config and parameter shapes of a folder, but no weights; arguments as `load_checkpoint`."""
+    """Reads the kind, config and parameter shapes of a checkpoint, but no weights; errors as `load_checkpoint`.
+
+    Args:
+        path: existing folder, else hub id ("owner/name").
+    """
     return load.read_header(path, _formats(None))
 
 
 def read_draft_to_target(found: Header) -> Int[np.ndarray, "draft_vocab"]:
-    """Reads the vocabulary map of a head, and no other parameter."""
+    """Reads the target id of each draft id from an EAGLE-3 head, and no other parameter.
+
+    Args:
+        found: header of the head's folder.
+    """
     name = "draft_to_target"
     if orbax.is_checkpoint(found.folder):
         return np.asarray(orbax.read_arrays(found, names=[name])[name])
@@ -96,7 +117,7 @@ def read_draft_to_target(found: Header) -> Int[np.ndarray, "draft_vocab"]:
 
 
 def _formats(overrides: Overrides | None) -> FormatOf:
-    """The format of each kind, with these values in place of the file's."""
+    """The function from a kind of checkpoint to its format, with config values replaced by ``overrides``."""
     given = overrides or Overrides()
     formats: dict[str, FormatOf] = {
         "target": partial(load.target_format, rope_theta=given.rope_theta),
@@ -108,7 +129,7 @@ def _formats(overrides: Overrides | None) -> FormatOf:
 
 
 def _checked(kind: str, form: Format, overrides: Overrides) -> Format:
-    """A format that refuses overrides which checkpoints of the kind do not have."""
+    """A format as given, which also raises ValueError for overrides that do not apply to checkpoints of the kind."""
 
     def from_hf(fields: Mapping[str, Any], source: Source) -> tuple[Any, list[Row]]:
         overrides.check(kind)

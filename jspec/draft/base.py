@@ -1,8 +1,8 @@
-"""The drafter interface: a draft method is an object with its own options and four device functions.
+"""The drafter interface: a draft method is an object with its own options and device functions.
 
-A drafter holds its weights on the host only until `bind`; the device functions get them as ``params`` and must not
-close over arrays: weights are arguments of the compiled program, never constants in it.
-Randomness comes from `jspec.sampling`, never from a key of the drafter's own.
+`Drafter.bind` returns the drafter's weights. The device functions get the weights as ``params`` and must not close over
+arrays: weights are arguments of the compiled program, never constants in it.
+Randomness comes from `jspec.sampling`; a drafter has no random key of its own.
 """
 
 from __future__ import annotations
@@ -30,36 +30,45 @@ CHECK_HEAD = "run: jspec info --check HEAD TARGET"
 
 
 class Drafter(abc.ABC):
-    """Proposes a tree of tokens after the root, once a step.
+    """Base class of draft methods: proposes a tree of tokens after the root in every step.
 
-    Contract of the returned `Draft`: node 0 is the root, ``parents[i] < i``, siblings have distinct tokens, a valid
-    node's ancestors are valid, and ``probs`` are the probabilities the tokens were really drawn from, or None if they
-    were not drawn. Any draft that keeps the contract leaves the output's distribution unchanged.
+    Contract of the `Draft` that `draft` returns: node 0 is the root, ``parents[i] < i``, siblings have distinct tokens,
+    the ancestors of a valid node are valid, and ``probs`` are the probabilities from which the tokens were drawn, or
+    None if the tokens were not drawn. Any draft that keeps the contract leaves the output's distribution unchanged.
     """
 
-    tree: Tree
+    tree: Tree  # draft tree
     # Whether `prefill` reads ``view.token_history``, because a prompt's cached pages are not in the batch.
     reads_text: ClassVar[bool] = False
-    # Whether the draft cache misses the tokens accepted in the last step until `draft` or `write_pending_rows` runs.
+    # Whether the tokens accepted in a step enter the draft cache only when `draft` or `write_pending_rows` runs next.
     has_pending_rows: ClassVar[bool] = False
-    draft_window: int | None = None  # tokens back that the draft attends to, the newest included; None: all
+    draft_window: int | None = None  # number of newest tokens that the drafter attends to; None: all
 
     @property
     def advice(self) -> str | None:
-        """What to check if few drafts are accepted; None: acceptance depends on the text alone, or is not known."""
+        """Text that tells the user what to check if few draft tokens are accepted; None: no advice."""
         return None
 
     @abc.abstractmethod
     def feature_layers(self, target: Model) -> tuple[int, ...]:
-        """Indices of the target's hidden states that `prefill` and `commit` read; () for none."""
+        """Indices of the target's hidden states that `prefill` and `commit` get as features, as in `forward`."""
 
     @abc.abstractmethod
     def bind(self, target: Model) -> Params:
-        """The drafter's weights, with those shared with the target by reference. Every mismatch raises here."""
+        """The drafter's weights for a target; weights that both have in common are the target's own arrays.
+
+        Raises:
+            ValueError: the drafter does not match the target.
+        """
 
     @abc.abstractmethod
     def init(self, params: Params, pool: PoolShape) -> DraftState:
-        """A new state for ``pool.slots`` slots."""
+        """The initial state of the drafter for ``pool.slots`` slots.
+
+        Args:
+            params: weights that `bind` returned.
+            pool: sizes of the KV cache's pools.
+        """
 
     @abc.abstractmethod
     def prefill(
@@ -70,15 +79,23 @@ class Drafter(abc.ABC):
         batch: TokenBatch,
         features: Float[Array, "batch tokens features"] | None,
     ) -> DraftState:
-        """Process one chunk of a prompt: its ``batch.valid`` tokens, from position ``batch.first_row`` on.
+        """Process one chunk of each prompt and return the new state.
 
-        The first chunk starts after the rows that are in the cache already. If all of the prompt's rows are, the batch
-        is its last token, which is not ``valid``: nothing may be written for it.
+        The first chunk of a prompt starts after the rows in the prefix cache. If all rows of the prompt are cached, the
+        chunk is the prompt's last token with ``batch.valid`` False: nothing may be written for that token.
+
+        Args:
+            params: weights that `bind` returned.
+            state: the drafter's state.
+            view: the slots of the batch.
+            batch: tokens of the chunk; positions start at ``batch.first_row``.
+            features: the target's hidden states of `feature_layers` at each token, concatenated; None if there are
+                none.
         """
 
     @abc.abstractmethod
     def draft(self, params: Params, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
-        """Propose a tree after each row's root."""
+        """Draft a tree after each row's root; returns the draft and the new state."""
 
     @abc.abstractmethod
     def commit(
@@ -90,17 +107,23 @@ class Drafter(abc.ABC):
         verdict: Verdict,
         features: Float[Array, "batch nodes features"] | None,
     ) -> DraftState:
-        """Update the state with the accepted tokens. Rows that are not active must stay unchanged.
+        """Update the state with the accepted tokens and return it. Slots of inactive rows must stay unchanged.
 
         Args:
-            features: the target's features at every node.
+            params: weights that `bind` returned.
+            state: state after `draft`.
+            view: the slots of the batch.
+            draft: tree that was verified.
+            verdict: accepted path and emitted tokens of each row.
+            features: the target's hidden states of `feature_layers` at each node, concatenated; None if there are
+                none.
         """
 
     def with_window(self, draft_window: int) -> Drafter:
-        """The same drafter with a window.
+        """A copy of the drafter that attends to the ``draft_window`` newest tokens only.
 
         Raises:
-            ValueError: the drafter does not attend to a cache.
+            ValueError: the drafter has no attention, or the window is too small for the tree.
         """
         name = type(self).__name__
         raise ValueError(
@@ -108,15 +131,16 @@ class Drafter(abc.ABC):
         )
 
     def write_pending_rows(self, params: Params, state: DraftState, view: SlotView) -> DraftState:
-        """Write the rows that `draft` would write for committed tokens, the root's included, without drafting.
+        """Write the draft-cache rows of committed tokens and of the root, as `draft` does, but draft no tokens.
 
-        A step that does not draft calls it instead of `draft`; later steps can then draft again.
+        A step that does not draft calls this method instead of `draft`; the draft cache is then complete for a later
+        step that drafts.
         """
         return state
 
     @final
     def cut(self, depth: int) -> Self:
-        """The same drafter with its tree cut at a depth; it uses the uncut drafter's states."""
+        """A copy of the drafter with its tree cut at a depth; both drafters can use the same state."""
         if depth == self.tree.depth:
             return self
         other = copy.copy(self)
@@ -125,7 +149,7 @@ class Drafter(abc.ABC):
 
 
 class StatelessDrafter(Drafter):
-    """A drafter without state: only `feature_layers`, `bind` and `draft` are to be implemented."""
+    """Base class of drafters without state; subclasses implement only `feature_layers`, `bind` and `draft`."""
 
     def init(self, params: Params, pool: PoolShape) -> DraftState:
         return ()
@@ -143,7 +167,7 @@ class StatelessDrafter(Drafter):
 
 @final
 class NoDraft(StatelessDrafter):
-    """Plain decoding: the tree of the root alone."""
+    """The drafter of plain decoding: its tree is the root alone."""
 
     def __init__(self) -> None:
         self.tree = ROOT_ONLY
@@ -159,15 +183,25 @@ class NoDraft(StatelessDrafter):
 
 
 def active_slots(view: SlotView, slots: int) -> Int[Array, "batch"]:
-    """Slot of each active row; ``slots`` (which scatters drop) for rows that have ended, whose slots stay unchanged."""
+    """The slot of each active row, for scatters; inactive rows get the index ``slots``, which scatters drop.
+
+    Args:
+        view: the slots of the batch.
+        slots: number of slots.
+    """
     return jnp.where(view.active, view.slots, slots)
 
 
 def check_window(method: str, draft_window: int | None, tree: Tree) -> int | None:
-    """The window, if it lets all nodes of a tree attend to their ancestors.
+    """Check that a window lets all nodes of a tree attend to their ancestors, and return the window.
+
+    Args:
+        method: name of the drafter, for the error.
+        draft_window: number of newest tokens that the drafter attends to; None: all.
+        tree: draft tree.
 
     Raises:
-        ValueError: it is not an int, or too small.
+        ValueError: the window is not an int, or not larger than the tree's depth.
     """
     is_int = isinstance(draft_window, int) and not isinstance(draft_window, bool)
     if draft_window is not None and not (is_int and draft_window > tree.depth):
@@ -179,10 +213,14 @@ def check_window(method: str, draft_window: int | None, tree: Tree) -> int | Non
 
 
 def require_static(method: str, tree: Tree) -> Tree:
-    """The tree, if it is a chain or static.
+    """Check that a tree is a chain or static, for methods without scores to choose nodes by, and return the tree.
+
+    Args:
+        method: name of the drafter, for the error.
+        tree: draft tree.
 
     Raises:
-        NotImplementedError: it is dynamic, and the method has no scores to choose nodes by.
+        NotImplementedError: the tree is dynamic.
     """
     if tree.paths is None:
         raise NotImplementedError(f"{method}: expected a chain or a static tree, got {tree}; use Tree.static(paths)")
@@ -200,11 +238,13 @@ def static_draft(
     """The `Draft` of a chain or another static tree; its parents are a numpy array.
 
     Args:
-        tokens: target-vocabulary ids of each level, in the order of the tree's nodes.
-        log_probs: untempered draft log-probability of each token, given its parent.
-        probs: for each level, the probabilities its nodes were drawn from, one array for each parent (the nodes with
-            children of the level above); empty if they were not drawn.
-        vocab_map: target id of each id that ``probs`` are over; None: the same ids.
+        tree: chain or static tree.
+        view: the slots of the batch.
+        tokens: target-vocabulary ids of each level below the root, in the order of the tree's nodes.
+        log_probs: untempered draft log-probability of each token, given its ancestors.
+        probs: draft probabilities from which the tokens were drawn, [level][parent] with one array per parent (the
+            nodes of the level above that have children); empty if the tokens were not drawn.
+        vocab_map: target id of each draft id, the index into an array of ``probs``; None: the same ids.
     """
     rows = view.root.shape[0]
     scores = [jnp.zeros((rows, 1), jnp.float32)]

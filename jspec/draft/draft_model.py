@@ -1,4 +1,4 @@
-"""Draft-target speculation: a smaller model of the same vocabulary drafts (arXiv:2211.17192)."""
+"""Drafting with a smaller model that has the target's vocabulary (speculative decoding, arXiv:2211.17192)."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from pallas_kernels.layers.quantized import PartialSums
 
 @struct.dataclass
 class DraftModelState:
-    """The draft model's cache, and which of its rows are missing.
+    """The draft model's KV cache, and the token of each slot whose row is missing in the cache.
 
-    The model never runs on a node without children, so the row of such a node is missing if it is accepted. Every
-    round therefore first runs the model on the last committed token, together with the root. Where that token's row
-    exists, it is not written again, as its page may be shared.
+    The model never runs on nodes without children. If such a node is accepted, the row of the last committed token is
+    missing in the cache. Every round therefore first runs the model on the last committed token together with the root.
+    If the row of that token exists already, the row is not written again, because its page may be shared.
     """
 
-    cache: KVCache
-    previous: Int[Array, "slots"]  # the last committed token; -1 where its row exists
-    rows: Int[Array, "slots nodes"]  # row of each node of the last draft, relative to the root's; -1: not written
+    cache: KVCache  # KV cache of the draft model
+    previous: Int[Array, "slots"]  # last committed token if its row is missing, else -1
+    rows: Int[Array, "slots nodes"]  # cache row of each node of the last draft, counted from the root's; -1: no row
 
 
 @final
 class DraftModel(Drafter):
-    """A draft model with the target's vocabulary.
+    """Drafts with a smaller model that has the target's vocabulary.
 
     Args:
-        model: the draft model.
-        tree: of any kind.
-        draft_window: tokens back that the model attends to, the newest included; None: all.
+        model: draft model.
+        tree: draft tree of any kind.
+        draft_window: number of newest tokens that the model attends to; None: all.
 
     Raises:
-        ValueError: a node of the tree has more children than there are tokens, or the window does not cover the tree's
-            depth.
+        ValueError: a node of the tree has more children than the vocabulary has tokens, or the window is not larger
+            than the tree's depth.
     """
 
     has_pending_rows = True
@@ -73,11 +73,15 @@ class DraftModel(Drafter):
         quantize: str | None = None,
         draft_window: int | None = None,
     ) -> Self:
-        """Load a Hugging Face folder, a converted folder or a hub id.
+        """Load a draft model.
 
         Args:
-            dtype, quantize: as for `Model.from_pretrained`.
-            draft_window: tokens back that the model attends to; None: all.
+            path: Hugging Face folder, converted folder or hub id ("owner/name").
+            tree: draft tree of any kind.
+            dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
+            quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
+                None: as stored.
+            draft_window: number of newest tokens that the model attends to; None: all.
         """
         return cls(Model.from_pretrained(path, dtype=dtype, quantize=quantize), tree, draft_window=draft_window)
 
@@ -159,7 +163,19 @@ def _run_root(
     window: int | None,
     with_logits: bool = True,
 ) -> tuple[TargetOut, KVCache]:
-    """Run the model on the last committed token, where its row is missing, and on the root; logits after the root."""
+    """Run the model on the root and, if its row is missing, on the last committed token.
+
+    Args:
+        params: weights of the draft model.
+        cache: KV cache of the draft model.
+        view: the slots of the batch.
+        previous: last committed token if its row is missing, else -1.
+        window: number of newest tokens that the model attends to; None: all.
+        with_logits: False: write the rows only.
+
+    Returns:
+        The output with the logits after the root, and the cache.
+    """
     first_row = jnp.maximum(view.lengths - 1, 0)
     is_missing = previous >= 0
     tokens = jnp.stack([jnp.where(is_missing, previous, 0), view.root], axis=1)
@@ -180,7 +196,7 @@ def _run_root(
 def _run_level(
     params: Model, cache: KVCache, view: SlotView, level: Level, window: int | None
 ) -> tuple[PartialSums, KVCache]:
-    """Run the model on the nodes of a level, all at one position; logits after each."""
+    """Run the model on the nodes of a level, all at one position; returns the logits after each node and the cache."""
     out, cache = forward(params, cache, level.batch(view, view.lengths + level.depth, window))
     assert out.product is not None
     return out.product, cache

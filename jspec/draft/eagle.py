@@ -1,11 +1,12 @@
 """EAGLE drafting (EAGLE-1: arXiv:2401.15077, EAGLE-2: 2406.16858, EAGLE-3: 2503.01840).
 
-Row i of the draft's cache holds the pair (feature of position i - 1, token i), with rotary position i - 1; row 0 does
-not exist and is masked. A page's draft rows therefore depend only on the tokens up to the page's end.
+Row i of the draft cache holds the keys and values of the pair (feature at position i - 1, token i), with rotary
+position i - 1; row 0 is masked, because token 0 has no feature before it. The draft rows of a page therefore depend
+only on the tokens up to the page's end.
 
-The draft's cache is missing the rows of the tokens accepted in the last round: their features are kept in
-`EagleState`, and the first forward of the next round writes these rows together with the root's. Drafted nodes write
-their rows after the root's; the next round overwrites them with rows computed from the target's features.
+Tokens accepted in a round have no rows in the draft cache yet. Their features are stored in `EagleState`, and the first
+forward pass of the next round writes their rows together with the root's. Drafted nodes write their rows after the
+root's; the next round overwrites these rows with rows computed from the target's features.
 """
 
 from __future__ import annotations
@@ -47,27 +48,27 @@ from pallas_kernels.state.scatter_rows import scatter_rows
 
 @struct.dataclass
 class EagleState:
-    """The draft's cache, and the pending pairs, whose rows are not written yet; the last one is the root's."""
+    """The draft cache, and the (feature, token) pairs of each slot whose rows are pending; the last is the root's."""
 
-    cache: KVCache
-    features: Float[Array, "slots depth1 hidden"]  # of the pending pairs, after `fuse`
-    tokens: Int[Array, "slots depth1"]  # the token after each feature
+    cache: KVCache  # KV cache of the head
+    features: Float[Array, "slots depth1 hidden"]  # feature of each pending pair, after `fuse`
+    tokens: Int[Array, "slots depth1"]  # token of each pending pair, one position after the feature
     count: Int[Array, "slots"]  # number of pending pairs
-    # The feature of each page's last row, for prompts that begin with cached pages; None without a prefix cache.
+    # Feature at the last row of each page, for prompts that begin with cached pages; None without a prefix cache.
     page_end_features: Float[Array, "pages hidden"] | None
 
 
 class EagleDrafter(Drafter):
-    """The EAGLE methods; they differ in the head's forward pass (`jspec.draft.eagle_head`).
+    """Base class of the EAGLE drafters, which differ only in the head's forward pass (`jspec.draft.eagle_head`).
 
     Args:
-        head: the head's weights.
-        tree: of any kind; every rank in it must exist in the draft's vocabulary.
-        draft_window: tokens back that the head attends to, the newest included; None: all.
+        head: weights and config of the head.
+        tree: draft tree of any kind.
+        draft_window: number of newest tokens that the head attends to; None: all.
 
     Raises:
-        ValueError: the head is of another method, a node of the tree has more children than there are draft tokens, or
-            the window does not cover the tree's depth.
+        ValueError: the head is of another method, a node of the tree has more children than the draft vocabulary has
+            tokens, or the window is not larger than the tree's depth.
     """
 
     method: ClassVar[str]
@@ -175,7 +176,7 @@ class EagleDrafter(Drafter):
 
 @final
 class Eagle3(EagleDrafter):
-    """An EAGLE-3 head (arXiv:2503.01840); arguments as `EagleDrafter`."""
+    """Drafts with an EAGLE-3 head (arXiv:2503.01840); arguments as `EagleDrafter`."""
 
     method = "eagle3"
 
@@ -193,15 +194,20 @@ class Eagle3(EagleDrafter):
         quantize: str | None = None,
         draft_window: int | None = None,
     ) -> Self:
-        """Load a head from a folder as released, a converted folder or a hub id.
+        """Load an EAGLE-3 head. Options that are None are as in the head's config.json.
 
         Args:
-            rope_theta: overrides the file's rotary base (10000 where the file is silent).
-            feature_layers: overrides the target's state indices that are fused.
-            norm_before_residual: overrides whether the residual is the normed feature.
-            norm_output: overrides whether the normed output is fed back (EAGLE-3.1).
-            quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`).
-            draft_window: tokens back that the head attends to; None: all.
+            path: folder as the head's authors released it, converted folder or hub id ("owner/name").
+            tree: draft tree of any kind.
+            dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
+            rope_theta: rotary base; 10000 if config.json gives none either.
+            feature_layers: indices of the target's hidden states that the head reads, as in
+                `jspec.models.decoder.forward`.
+            norm_before_residual: whether the first residual is the normed feature instead of the feature itself.
+            norm_output: whether the head's normed output is the next feature (EAGLE-3.1).
+            quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
+                None: as stored.
+            draft_window: number of newest tokens that the head attends to; None: all.
         """
         layers = None if feature_layers is None else tuple(feature_layers)
         overrides = Overrides(rope_theta, layers, norm_before_residual, norm_output)
@@ -211,7 +217,10 @@ class Eagle3(EagleDrafter):
 
 @final
 class Eagle(EagleDrafter):
-    """An EAGLE-1 or EAGLE-2 head (one checkpoint format; EAGLE-2 is the dynamic tree); arguments as `EagleDrafter`."""
+    """Drafts with an EAGLE-1 or EAGLE-2 head; arguments as `EagleDrafter`.
+
+    Both methods have the same checkpoints; EAGLE-2 is EAGLE-1 with a dynamic tree.
+    """
 
     method = "eagle"
 
@@ -226,12 +235,16 @@ class Eagle(EagleDrafter):
         quantize: str | None = None,
         draft_window: int | None = None,
     ) -> Self:
-        """Load a head from a folder as released, a converted folder or a hub id.
+        """Load an EAGLE-1 or EAGLE-2 head.
 
         Args:
-            rope_theta: overrides the file's rotary base (10000 where the file is silent).
-            quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`).
-            draft_window: tokens back that the head attends to; None: all.
+            path: folder as the head's authors released it, converted folder or hub id ("owner/name").
+            tree: draft tree of any kind.
+            dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
+            rope_theta: rotary base; None: as in config.json, or 10000 if the file gives none.
+            quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
+                None: as stored.
+            draft_window: number of newest tokens that the head attends to; None: all.
         """
         head = _load_head(path, cls.method, Overrides(rope_theta), dtype=dtype, quantize=quantize)
         return cls(head, tree, draft_window=draft_window)
@@ -248,9 +261,13 @@ def _load_head(
 def write_pending_rows(
     params: EagleHead, state: EagleState, view: SlotView, window: int | None = None
 ) -> tuple[HeadOut, PartialSums, KVCache]:
-    """Write the rows of the pending pairs and run the head on the root's pair.
+    """Write the draft-cache rows of the pending pairs, and run the head on the root's pair.
 
-    In the last layer the other rows need only K and V: the tokens after them are known already.
+    In the last layer, only the root's pair is run through attention and feed-forward. The other pending pairs need keys
+    and values only, because the tokens after them are committed.
+
+    Returns:
+        The head's output for the root, the product of its output head (logits without scales), and the draft cache.
     """
     last, q, residual, cache = _write_pending(params, state, view, window)
     q = jnp.take_along_axis(q, last[..., None, None], axis=1)
@@ -264,10 +281,10 @@ def write_pending_rows(
 def _write_pending(
     params: EagleHead, state: EagleState, view: SlotView, window: int | None
 ) -> tuple[Int[Array, "batch 1"], Array, Array, KVCache]:
-    """Write the rows of the pending pairs.
+    """Write the draft-cache rows of the pending pairs.
 
     Returns:
-        The index of the root's pair, the queries of the last layer and the residual stream of all pairs, the cache.
+        Index of the root's pair; for all pending pairs the last layer's queries and the residual stream; draft cache.
     """
     features = state.features.at[view.slots].get(mode="fill", fill_value=0)
     pending = state.tokens.at[view.slots].get(mode="fill", fill_value=0)
@@ -281,7 +298,7 @@ def _write_pending(
 
 
 def _feature_before(state: EagleState, view: SlotView, first_row: Int[Array, "batch"]) -> Float[Array, "batch hidden"]:
-    """The feature of the row before a chunk: the slot's pending one, or, after a page's end, the page's own."""
+    """The feature at the position before a prompt's chunk: that of the page before, or the slot's pending feature."""
     pending = state.features.at[view.slots, 0].get(mode="fill", fill_value=0)
     if state.page_end_features is None:
         return pending
@@ -298,7 +315,7 @@ def _keep_page_ends(
     valid: Bool[Array, "batch rows"],
     features: Float[Array, "batch rows hidden"],
 ) -> Float[Array, "pages hidden"] | None:
-    """Store the features of those committed rows that end a page."""
+    """The new ``page_end_features``, with the features of those committed (``valid``) rows that are a page's last."""
     if state.page_end_features is None:
         return None
     shape = (state.page_end_features.shape[0], state.cache.k[0].shape[2])
@@ -315,9 +332,16 @@ def draft_step(
     parents: HeadOut,
     window: int | None = None,
 ) -> tuple[HeadOut, PartialSums, KVCache]:
-    """Run the head on the drafted tokens of a level, each with its parent's output as its feature.
+    """Run the head on the drafted tokens of one level; the feature of each token is the head's output for its parent.
 
-    All nodes of a level have one position, that of their features: one less than the tokens'.
+    All nodes of a level have the same rotary position: the position of their features, one before the tokens'.
+
+    Args:
+        level: the nodes of the level that have children.
+        parents: the head's output for the parent of each node.
+
+    Returns:
+        The head's output for each node, the product of its output head (logits without scales), and the draft cache.
     """
     pairs = level.batch(view, view.lengths + level.depth - 1, window)
     projected = project_draft_tokens(params, pairs, level.ids, parents)
@@ -332,7 +356,7 @@ def _pairs(
     valid: Bool[Array, "batch tokens"],
     window: int | None,
 ) -> TokenBatch:
-    """The batch of pairs for the draft's cache rows from ``first_row`` on; a pair's position is one below its row."""
+    """A batch of (feature, token) pairs for the draft-cache rows from ``first_row`` on; rotary position = row - 1."""
     return TokenBatch(
         tokens=tokens,
         positions=first_row[:, None] + jnp.arange(tokens.shape[1]) - 1,
@@ -346,7 +370,7 @@ def _pairs(
 
 
 def _check_pair(name: str, head: EagleHead, target: Model, feature_layers: tuple[int, ...]) -> None:
-    """Raises ValueError unless the head fits the target."""
+    """Raises ValueError if the head's vocabulary, widths or feature layers do not match the target."""
     config, own = head.config, target.config
     wrong = [i for i in feature_layers if not 0 <= i <= own.num_layers + 1]
     if wrong or len(set(feature_layers)) != len(feature_layers):

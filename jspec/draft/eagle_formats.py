@@ -1,7 +1,8 @@
-"""Reads the files of EAGLE heads, by exporter: config.json, tensor names, vocabulary maps.
+"""Reads the files of EAGLE heads by all known exporters: config.json, tensor names, vocabulary maps.
 
-The authors' own file is a Llama config. SpecForge and ModelOpt keep that and add `eagle_config`; speculators wraps the
-layer's config as `transformer_layer_config`; vLLM's EAGLE-1 files wrap the authors' as `model`.
+The config.json of the EAGLE authors is a Llama config. SpecForge and ModelOpt add the key `eagle_config` to it.
+speculators nests the layer's config under `transformer_layer_config`. vLLM's EAGLE-1 files nest the authors' config
+under `model`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jspec.models.params import rows
 IDS = "eagle_aux_hidden_state_layer_ids"
 TARGET_LAYERS = ("num_target_layers", "target_num_hidden_layers")
 
-# Options that change a head's forward pass, each with the only value that is computed.
+# Options that change a head's forward pass, each with its only supported value.
 MODELOPT = {
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
@@ -63,7 +64,7 @@ TENSORS = {
     "head": "lm_head.weight",
 }
 LAYER = llama.LAYER | {"input_norm": ("input_layernorm.weight",), "hidden_norm": ("hidden_norm.weight",)}
-# Values of `model_type` whose layers are computed, by exporter.
+# Supported values of `model_type`, by exporter.
 MODEL_TYPES = {"speculators": ("llama", "qwen3"), "vllm": ("llama", "qwen2")}
 
 
@@ -73,9 +74,9 @@ class Parts:
 
     Attributes:
         source_format: name of the exporter.
-        layer: describes the decoder layer.
-        outer: the file's top level.
-        nested: its `eagle_config`.
+        layer: the part that describes the decoder layer.
+        outer: the top level of the file.
+        nested: the `eagle_config` of the top level; {} if there is none.
     """
 
     source_format: str
@@ -98,16 +99,21 @@ class Parts:
         return cls("specforge" if specforge else "official", config, config, nested)
 
     def values(self, *names: str) -> list[Any]:
-        """The distinct values under these names in any part of the file."""
+        """The distinct values that any part of the file has under any of the names."""
         parts = (self.outer, self.nested, self.layer)
         given = [part[name] for part in parts for name in names if part.get(name) is not None]
         return [value for index, value in enumerate(given) if value not in given[:index]]
 
     def one(self, *names: str, default: Any = None, remedy: str = "correct config.json") -> Any:
-        """The value under these names, or the default.
+        """The value that the file has under any of the names.
+
+        Args:
+            names: alternative names of one option.
+            default: value if the file has none.
+            remedy: end of the error message.
 
         Raises:
-            ValueError: if the file gives several values.
+            ValueError: the file has several different values.
         """
         found = self.values(*names)
         if len(found) > 1:
@@ -116,11 +122,11 @@ class Parts:
 
 
 def head_format(method: str, overrides: Overrides | None = None) -> Format:
-    """The format of EAGLE heads of any exporter.
+    """The format of EAGLE heads, for files of any exporter.
 
     Args:
         method: "eagle3", or "eagle" for EAGLE-1 and 2.
-        overrides: values that replace those of the file.
+        overrides: config values that replace those of the file.
     """
     given = overrides or Overrides()
 
@@ -136,16 +142,16 @@ def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | Non
     """Reads the config.json of an EAGLE head.
 
     Args:
-        config: the parsed file.
+        config: parsed config.json.
         method: "eagle3", or "eagle" for EAGLE-1 and 2.
-        overrides: values that replace those of the file.
+        overrides: config values that replace those of the file.
 
     Returns:
-        The config. The rotary base is 10000 where the file gives none; the target's base is never used.
+        The config record. If the file gives no rotary base, the base is 10000, whatever the target's base is.
 
     Raises:
-        ValueError: listing missing keys, or naming contradictory fields and the argument that decides.
-        NotImplementedError: naming an unsupported option.
+        ValueError: keys are missing, or values contradict each other; the message names the argument that decides.
+        NotImplementedError: an option is not supported.
     """
     overrides = overrides or Overrides()
     parts = Parts.of(config)
@@ -211,17 +217,20 @@ def _norm_output(parts: Parts, override: bool | None) -> bool:
 
 
 def _fc_bias(parts: Parts, method: str) -> bool:
-    """The EAGLE-1 authors' code has a bias unless the key is false; vLLM has one only if its own key is true."""
+    """Whether `fc` has a bias.
+
+    In the EAGLE-1 authors' code `fc` has a bias unless `bias` is false; in vLLM, only if `eagle_fc_bias` is true.
+    """
     if parts.source_format == "vllm":
         return bool(parts.one("eagle_fc_bias"))
     return bool(parts.one("bias", default=method == "eagle"))
 
 
 def _feature_layers(parts: Parts, fuses: bool) -> tuple[int, ...] | None:
-    """Target state indices from the ids in the file, ascending: all exporters join states in the order of layers.
+    """Indices of the target's hidden states that the head reads, ascending, as all exporters concatenate them.
 
-    Ids in `eagle_config` that begin at 1 are layer indices, and the output of layer j is state j+1; but if one of them
-    is the number of layers, they are state indices. All other ids are state indices.
+    The ids in the file are state indices, with one exception: ids in `eagle_config` whose lowest is 1 are layer
+    indices, unless one id is the target's number of layers. The output of layer j is state j + 1.
     """
     found = set()
     for part in (parts.nested, parts.outer):
@@ -238,11 +247,13 @@ def _feature_layers(parts: Parts, fuses: bool) -> tuple[int, ...] | None:
 
 
 def head_weights(config: HeadConfig, names: Collection[str]) -> list[Row]:
-    """The rows of the weight map of an EAGLE head of any exporter.
+    """The rows of the weight map of an EAGLE head, for files of any exporter.
 
     Args:
-        names: the tensors in the file, without the prefix `model.`. `embed_tokens`, `t2d`, and, for a head over the
-            whole vocabulary, `d2t` and `lm_head` may be absent; the first layer is `midlayer` or `layers.0`.
+        config: config of the head.
+        names: names of the tensors in the file, without the prefix `model.`. The first layer is `midlayer` or
+            `layers.0`. `embed_tokens` and `t2d` are optional; so are `d2t` and `lm_head` if the head drafts from the
+            whole vocabulary.
     """
     drafts_all = config.draft_vocab_size == config.vocab_size
     has_head = "lm_head.weight" in names or not drafts_all
@@ -264,7 +275,7 @@ def head_weights(config: HeadConfig, names: Collection[str]) -> list[Row]:
 
 
 def _fill_vocabulary(vocab: int, source: Source, row: Row, dtype: str) -> np.ndarray:
-    """Fills `draft_to_target` from `d2t`, or with all ids, and checks it against `t2d`."""
+    """Fills `draft_to_target` from `d2t`, or with all ids if there is no `d2t`, and checks the ids against `t2d`."""
     tables = {bare_name(name): np.concatenate(list(source.pieces(name))) for name in row.sources}
     if floats := [name for name, table in tables.items() if table.dtype.kind not in "biu"]:
         raise ValueError(f"{floats[0]}: expected integers, got {tables[floats[0]].dtype}; rounding has lost ids")
@@ -275,14 +286,14 @@ def _fill_vocabulary(vocab: int, source: Source, row: Row, dtype: str) -> np.nda
 
 
 def draft_to_target(offsets: Int[np.ndarray, "draft_vocab"], vocab: int) -> Int[np.ndarray, "draft_vocab"]:
-    """Target ids of draft ids, in any order: target id = draft id + d2t[draft id].
+    """The target id of each draft id: draft id + d2t[draft id]. Target ids need not be ascending.
 
     Args:
-        offsets: `d2t`.
-        vocab: tokens of the target's vocabulary.
+        offsets: tensor `d2t`.
+        vocab: number of tokens of the target's vocabulary.
 
     Raises:
-        ValueError: if two draft ids share a target id, or one is outside the target's vocabulary.
+        ValueError: two draft ids have the same target id, or a target id is outside the target's vocabulary.
     """
     ids = np.arange(len(offsets)) + offsets
     repeated = len(ids) - len(np.unique(ids))
@@ -295,7 +306,12 @@ def draft_to_target(offsets: Int[np.ndarray, "draft_vocab"], vocab: int) -> Int[
 
 
 def check_members(ids: Int[np.ndarray, "draft_vocab"], member: Bool[np.ndarray, "vocab"]) -> None:
-    """Raises ValueError unless `t2d` marks exactly the target ids of the draft vocabulary."""
+    """Raises ValueError unless the tensor `t2d` marks exactly the target ids of the draft vocabulary.
+
+    Args:
+        ids: target id of each draft id.
+        member: tensor `t2d`, whether each target id is in the draft vocabulary.
+    """
     expected = np.flatnonzero(member)
     if not np.array_equal(np.sort(ids), expected):
         wrong = np.setxor1d(ids, expected)

@@ -1,10 +1,13 @@
 """The forward pass of EAGLE heads: one or a few decoder layers over (feature, token) pairs.
 
-EAGLE-3 (arXiv:2503.01840): a pair's feature is the target's fused hidden states, or, for a drafted token, the head's
-own output for its parent. Layer 0 reads the normed embedding and the normed feature side by side, embedding first.
-EAGLE-1 and 2 (arXiv:2401.15077, 2406.16858): the feature is the target's state after its final norm; ``fc`` joins
-embedding and feature at every step, layer 0 has no norm before its attention, and the output goes to the target's
-own output head without a norm.
+The feature of a committed token comes from the target's hidden states; the feature of a drafted token is the head's own
+output for the token's parent.
+
+EAGLE-3 (arXiv:2503.01840): ``fc`` fuses several hidden states of the target into one feature. Layer 0 reads the normed
+embedding and the normed feature, concatenated in this order.
+EAGLE-1 and 2 (arXiv:2401.15077, 2406.16858): the feature is the target's hidden state after its final norm. ``fc`` maps
+the concatenated embedding and feature to the input of layer 0, which has no norm before its attention. The output of
+the last layer goes to the target's output head without a norm.
 """
 
 from __future__ import annotations
@@ -34,48 +37,49 @@ from pallas_kernels.layers.quantized import (
 )
 from pallas_kernels.layers.split_matmul import split_matmul
 
-FIRST_ROW = 1  # row 0 of the draft's cache does not exist
+FIRST_ROW = 1  # first row of the draft cache; row 0 is never written
 
 
 @struct.dataclass
 class EagleLayer(LayerWeights):
-    """Weights of one layer of a head; ``qkv`` of layer 0 of EAGLE-3 reads twice the hidden size."""
+    """Weights of one layer of a head; ``qkv`` in layer 0 of an EAGLE-3 head has 2 * hidden input channels."""
 
-    input_norm: Float[Array, "hidden"] | None = None  # layer 0: of the embedding; further layers: of their input
-    hidden_norm: Float[Array, "hidden"] | None = None  # layer 0 of EAGLE-3: of the feature
+    # Norm of the embedding in layer 0 of EAGLE-3, of the layer's input in later layers; None in layer 0 of EAGLE-1.
+    input_norm: Float[Array, "hidden"] | None = None
+    hidden_norm: Float[Array, "hidden"] | None = None  # norm of the feature in layer 0 of EAGLE-3; None elsewhere
 
 
 @struct.dataclass
 class PrecomputedFirstLayer:
     """The embedding half of layer 0's QKV projection, precomputed for every token of the draft vocabulary.
 
-    The projection of a drafted token then needs a row lookup and a sum instead of a product, and half of the weight is
-    not read. (Precomputing a first layer: arXiv:2402.13388.)
+    The embedding's part of a drafted token's projection is then a row lookup instead of a matrix product, and half of
+    the weight is not read. Source: precomputing the first layer, arXiv:2402.13388.
     """
 
-    projected: Float[Array, "draft_vocab qkv"]  # projections of the normed embeddings
-    qkv: Weight  # [(heads + 2 kv_heads) * head_dim, hidden], the half for the normed feature
+    projected: Float[Array, "draft_vocab qkv"]  # projection of each draft token's normed embedding
+    qkv: Weight  # half of the weight that multiplies the normed feature [(heads + 2 kv_heads) * head_dim, hidden]
 
 
 @struct.dataclass
 class EagleHead:
-    """A head's weights with its config. ``embed`` and ``head`` are None until the target's are bound."""
+    """The weights and the config of an EAGLE head."""
 
-    embed: Float[Array, "vocab hidden"] | None
-    layers: list[EagleLayer]
-    fc: Weight | None = None  # [hidden, features]
-    fc_bias: Float[Array, "hidden"] | None = None
-    fc_norm: Float[Array, "states target_hidden"] | None = None  # of each state before fc
-    input_norm: Float[Array, "features"] | None = None  # of all states together before fc
-    norm: Float[Array, "hidden"] | None = None  # before the output head
-    head: Weight | None = None  # [draft_vocab, hidden]
-    draft_to_target: Int[Array, "draft_vocab"] | None = None  # None: the same ids
-    precomputed: PrecomputedFirstLayer | None = None  # of a bound EAGLE-3 head with a reduced draft vocabulary
+    embed: Float[Array, "vocab hidden"] | None  # embedding; None: the target's, until `EagleDrafter.bind` sets it
+    layers: list[EagleLayer]  # weights of each layer
+    fc: Weight | None = None  # projection of the joined inputs [hidden, features]; None: one state is the feature
+    fc_bias: Float[Array, "hidden"] | None = None  # bias of fc; None: no bias
+    fc_norm: Float[Array, "states target_hidden"] | None = None  # norm of each target state before fc
+    input_norm: Float[Array, "features"] | None = None  # norm of the concatenated target states before fc
+    norm: Float[Array, "hidden"] | None = None  # norm before the output head; None in EAGLE-1
+    head: Weight | None = None  # output head [draft_vocab, hidden]; None: the target's, until `EagleDrafter.bind`
+    draft_to_target: Int[Array, "draft_vocab"] | None = None  # target id of each draft id; None: the same ids
+    precomputed: PrecomputedFirstLayer | None = None  # set by `bind` for EAGLE-3 heads with a reduced vocabulary
     config: HeadConfig = struct.field(pytree_node=False, kw_only=True)
 
     @classmethod
     def from_weights(cls, config: HeadConfig, weights: Mapping[str, Any]) -> EagleHead:
-        """Build from the tree of arrays that `jspec.models.load.read_checkpoint` returns."""
+        """Build a head from the weights that `jspec.models.load.read_checkpoint` returns, a tree of arrays."""
         own = {name: array for name, array in weights.items() if name not in ("embed", "layers")}
         layers = [EagleLayer(**layer) for layer in weights["layers"]]
         return cls(embed=weights.get("embed"), layers=layers, config=config, **own)
@@ -86,11 +90,13 @@ class EagleHead:
 
 
 def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool = True) -> dict[str, ParamSpec]:
-    """The parameters of a head, by name.
+    """The `ParamSpec` of each parameter of an EAGLE head, by name.
 
     Args:
-        has_embed, has_head: whether an EAGLE-3 head has an embedding and an output head of its own, or an EAGLE-1 head
-            an embedding; otherwise it uses the target's.
+        config: config of the head.
+        has_embed: whether the head has an embedding of its own; otherwise it uses the target's.
+        has_head: whether an EAGLE-3 head has an output head of its own; otherwise it uses the target's, as EAGLE-1
+            heads always do.
     """
     hidden, states, width = config.hidden_size, config.num_features, config.target_hidden_size
     params: dict[str, ParamSpec] = {}
@@ -122,14 +128,15 @@ def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool =
 
 
 class HeadOut(NamedTuple):
-    """The head's output for a token."""
+    """The head's output for each token, besides logits."""
 
-    hidden: Float[Array, "batch tokens hidden"]  # the feature of the next pair
-    projected: Float[Array, "batch tokens qkv"] | None  # layer 0's projection of ``hidden`` (`PrecomputedFirstLayer`)
+    hidden: Float[Array, "batch tokens hidden"]  # feature for the tokens that follow
+    # QKV projection of the normed ``hidden`` by layer 0; None without `PrecomputedFirstLayer`.
+    projected: Float[Array, "batch tokens qkv"] | None
 
 
 def fuse(head: EagleHead, features: Float[Array, "... features"]) -> Float[Array, "... hidden"]:
-    """The feature of a pair from the target's states."""
+    """The feature of each token, computed from the target's concatenated hidden states (by ``fc`` in EAGLE-3)."""
     features, eps = features.astype(head.dtype), head.config.norm_eps
     if head.fc is None or not head.config.fuses_states:
         return features
@@ -144,9 +151,12 @@ def fuse(head: EagleHead, features: Float[Array, "... features"]) -> Float[Array
 
 
 def precompute_first_layer(head: EagleHead) -> EagleHead:
-    """A head whose embedding is bound, with its `PrecomputedFirstLayer`; weights may be shapes.
+    """The head with its `PrecomputedFirstLayer`, if it is an EAGLE-3 head with a reduced draft vocabulary.
 
-    Heads that draft from the whole vocabulary get none: the table would be larger than the head.
+    Other heads are returned unchanged: for a whole vocabulary the table would be larger than the head.
+
+    Args:
+        head: head with an embedding; its weights are arrays or `jax.ShapeDtypeStruct`.
     """
     config = head.config
     if not isinstance(config, Eagle3Config) or config.draft_vocab_size == config.vocab_size:
@@ -173,7 +183,16 @@ def _columns(weight: Weight, part: slice) -> Weight:
 def project_inputs(
     head: EagleHead, pairs: TokenBatch, features: Float[Array, "batch tokens hidden"]
 ) -> tuple[Array, PartialSums]:
-    """The residual stream and the QKV projection of layer 0, for any (feature, token) pairs."""
+    """The residual stream and the QKV projection of layer 0 for (feature, token) pairs.
+
+    Args:
+        head: weights of the head.
+        pairs: tokens of the pairs.
+        features: features of the pairs, after `fuse`.
+
+    Returns:
+        Residual stream [batch, tokens, hidden], and partial sums of the projection.
+    """
     assert head.embed is not None
     layer, eps = head.layers[0], head.config.norm_eps
     embedded = head.embed[pairs.tokens].astype(features.dtype)
@@ -192,11 +211,13 @@ def project_inputs(
 def project_draft_tokens(
     head: EagleHead, pairs: TokenBatch, ids: Int[Array, "batch tokens"], parents: HeadOut
 ) -> tuple[Array, PartialSums]:
-    """`project_inputs` for drafted tokens.
+    """The results of `project_inputs` for drafted tokens, from the `PrecomputedFirstLayer` if the head has one.
 
     Args:
-        ids: the tokens as ids of the draft vocabulary.
-        parents: the head's output for each token's parent.
+        head: weights of the head.
+        pairs: drafted tokens.
+        ids: draft-vocabulary id of each token.
+        parents: the head's output for the parent of each token, which holds the token's feature.
     """
     if head.precomputed is None or parents.projected is None:
         return project_inputs(head, pairs, parents.hidden)
@@ -213,7 +234,7 @@ def _is_output_normed(config: HeadConfig) -> bool:
 
 
 def _norm_features(head: EagleHead, features: Array) -> Array:
-    """Features under the norm of layer 0 of EAGLE-3."""
+    """The features normed by the ``hidden_norm`` of layer 0 (EAGLE-3 alone)."""
     weight = head.layers[0].hidden_norm
     assert weight is not None
     return rms_norm(features, weight, head.config.norm_eps)
@@ -222,13 +243,20 @@ def _norm_features(head: EagleHead, features: Array) -> Array:
 def run_layers(
     head: EagleHead, cache: KVCache, pairs: TokenBatch, residual: Array, qkv: PartialSums, *, attends: bool
 ) -> tuple[Any, Array, KVCache]:
-    """Run projected pairs up to the last layer's attention, and write their keys and values in every layer.
+    """Run the layers on (feature, token) pairs, from layer 0's QKV projection to the last layer's attention.
+
+    The keys and values of every layer are written to the cache.
 
     Args:
-        attends: False: stop before the last layer's attention.
+        head: weights of the head.
+        cache: draft cache.
+        pairs: tokens of the pairs, with positions and cache rows.
+        residual: residual stream at the input of layer 0.
+        qkv: partial sums of the QKV projection of layer 0.
+        attends: False: stop before the last layer's attention, after its keys and values are written.
 
     Returns:
-        The last layer's attended values, or its queries; the residual stream; and the cache.
+        The last layer's attended values (queries if ``attends`` is False), the residual stream and the cache.
     """
     k_pools, v_pools, eps = [], [], head.config.norm_eps
     out: Any = None
@@ -250,10 +278,20 @@ def run_layers(
 def output_logits(
     head: EagleHead, attended: Inputs, residual: Array, implementation: str
 ) -> tuple[HeadOut, PartialSums]:
-    """Finish the last layer and run the output norm and the output head; a quantised head's scales are not applied yet.
+    """Run the last layer after its attention, the output norm and the output head.
 
-    Launches of one graph may run concurrently. The next token's projection waits for the output head's product, so it
-    overlaps with the choice of that token: two products at once take as long as one after the other.
+    With a `PrecomputedFirstLayer`, the output's projection by layer 0 starts only after the output head's product and
+    runs while the next tokens are chosen: two products at the same time would take as long as one after the other.
+
+    Args:
+        head: weights of the head.
+        attended: the last layer's attended values.
+        residual: residual stream before the last layer's attention.
+        implementation: kernel implementation (`pallas_kernels.dispatch`).
+
+    Returns:
+        The head's output for each token, and the logits [1, batch, tokens, draft_vocab] without a quantised head's
+        scales.
     """
     assert head.head is not None
     is_fed_back, feature_norm = _is_output_normed(head.config), head.layers[0].hidden_norm

@@ -1,7 +1,7 @@
-"""Expand a draft tree level by level, for drafters that predict the next token from the tokens before it.
+"""Expand a draft tree level by level, for autoregressive drafters (EAGLE heads and draft models).
 
-Nodes with children are fed: run through the draft model, which writes their rows to the draft cache after the root's,
-level by level, and returns the logits from which their children are chosen.
+Fed nodes are the nodes that have children. The draft model runs on the fed nodes of one level at a time: it writes
+their keys and values to the draft cache, after the root's row, and returns the logits of their children.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from pallas_kernels.sampling.top_log_probs import top, top_in_order, top_log_pro
 
 @struct.dataclass
 class Level:
-    """The fed nodes of one level."""
+    """The fed nodes of one level: nodes with children, on which the draft model runs."""
 
     tokens: Int[Array, "batch fed"]  # target-vocabulary id of each fed node
     ids: Int[Array, "batch fed"]  # draft-vocabulary id of each fed node
     parents: Int[Array, "batch fed"]  # index of the parent among the fed nodes of the level before
-    bits: UInt32[Array, "batch fed words"] | None  # visible rows, counted from the root's; None: all (a chain)
-    depth: int = struct.field(pytree_node=False)  # depth of the level, 1 below the root
+    bits: UInt32[Array, "batch fed words"] | None  # bit mask of visible rows, bit 0: the root's; None: all (a chain)
+    depth: int = struct.field(pytree_node=False)  # depth of the level; the root's children have depth 1
     first: int = struct.field(pytree_node=False)  # row of the level's first fed node, counted from the root's
-    draft_rows: int = struct.field(pytree_node=False)  # number of rows that bits cover: those of the whole tree
+    draft_rows: int = struct.field(pytree_node=False)  # number of rows that bits cover: all fed nodes of the tree
 
     def batch(self, view: SlotView, position: Int[Array, "batch"], window: int | None = None) -> TokenBatch:
-        """The level as a batch for the forward pass; all its nodes have the same position.
+        """The level's nodes as a batch for the forward pass; all nodes of the level have the same position.
 
         Args:
-            position: position of the level's nodes.
-            window: the drafter's window. A node's ancestors count towards it, although in a tree their rows are not
-                the ones just before the node's.
+            view: the slots of the batch.
+            position: rotary position of the level's nodes.
+            window: number of newest tokens that the drafter attends to, with a node's ancestors in the tree; None: all.
         """
         shape = self.tokens.shape
         return TokenBatch(
@@ -64,35 +64,42 @@ class Level:
 class ExpandedTree:
     """A drafted tree, and the draft-cache row of each node."""
 
-    draft: Draft
+    draft: Draft  # drafted tree
     rows: Int[Array, "batch nodes"]  # row of each node, counted from the root's; -1: not fed
 
 
-# The drafter's forward pass: (state, level) -> (logits [1, batch, fed, draft_vocab] after each fed node, perhaps still
-# to be scaled, and the new state).
+# The drafter's forward pass over one level: (state, level) -> (logits, new state). The logits after each fed node are
+# [1, batch, fed, draft_vocab]; `reduce_partials` applies the scales of a quantised output head.
 Feed = Callable[[Any, Level], tuple[PartialSums, Any]]
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The draft's vocabulary."""
+    """The draft vocabulary, and its map to the target's."""
 
     to_target: Int[Array, "draft_vocab"] | None  # target id of each draft id; None: the same ids
     target_size: int  # size of the target's vocabulary
 
     def lift(self, ids: Int[Array, "..."]) -> Int[Array, "..."]:
-        """Draft ids as target ids."""
+        """The target ids of draft ids."""
         return ids if self.to_target is None else self.to_target[ids]
 
 
 def expand_tree(
     tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: PartialSums, state: Any, feed: Feed
 ) -> tuple[ExpandedTree, Any]:
-    """Expand the tree from the root's logits.
+    """Draft a tree of any kind, level by level.
 
     Args:
-        logits: logits after the root, [1, batch, 1, draft_vocab], perhaps still to be scaled.
-        state: the drafter's state, passed through ``feed``.
+        tree: draft tree.
+        view: the slots of the batch.
+        vocabulary: draft vocabulary.
+        logits: logits after the root, as ``feed`` returns them, [1, batch, 1, draft_vocab].
+        state: the drafter's state, argument and result of ``feed``.
+        feed: the drafter's forward pass over one level.
+
+    Returns:
+        The drafted tree and the drafter's new state.
     """
     run = _expand_dynamic if tree.paths is None else _expand_static
     return run(tree, view, vocabulary, logits, state, feed)
@@ -101,7 +108,7 @@ def expand_tree(
 def _expand_static(
     tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: PartialSums, state: Any, feed: Feed
 ) -> tuple[ExpandedTree, Any]:
-    """Choose the tokens of a static tree: a node of rank r is its parent's r-th choice."""
+    """Draft a chain or a static tree: the node of rank r among its siblings gets the parent's r-th choice of token."""
     rows = view.root.shape[0]
     tokens, log_probs, probs = [], [], []
     choose = sampler.child_chooser(view, tree.depth, vocabulary.to_target, vocabulary.target_size)
@@ -127,7 +134,7 @@ def _expand_static(
 
 @struct.dataclass
 class _Candidates:
-    """Every node that was drafted, level after level."""
+    """All drafted nodes, in the order of levels, from which the nodes of a dynamic tree are selected."""
 
     ids: Int[Array, "batch candidates"]  # draft-vocabulary ids
     scores: Float[Array, "batch candidates"]  # cumulative draft log-probability
@@ -138,13 +145,14 @@ class _Candidates:
 def _expand_dynamic(
     tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: PartialSums, state: Any, feed: Feed
 ) -> tuple[ExpandedTree, Any]:
-    """EAGLE-2 (arXiv:2406.16858, section 4): the k best of a level are fed, the best of all candidates verified.
+    """Draft a dynamic tree (EAGLE-2, arXiv:2406.16858, section 4).
 
-    A score is a sum of untempered log-probabilities and never grows along a path; of equal candidates the earlier one
-    is chosen. The parent of a chosen candidate is therefore chosen too.
+    The k nodes of highest score of every level are fed. Of all candidates, the nodes of highest score become the tree.
+    A node's score is the sum of the untempered log-probabilities along its path, so it is at most its parent's score;
+    among equal scores the earlier candidate is chosen. The parent of a chosen candidate is therefore chosen too.
     """
     rows, k = view.root.shape[0], tree.k
-    # Scores and candidate indices of the fed nodes of the level before, at first of the root.
+    # Scores and candidate indices of the fed nodes of the previous level; the root is the level of depth 0.
     scores, fed = jnp.zeros((rows, 1)), jnp.full((rows, 1), -1, jnp.int32)
     bits, levels, count = _root_bits(tree, rows), [], 0
     for depth in range(1, tree.depth + 1):
@@ -168,7 +176,7 @@ def _expand_dynamic(
 
 
 def _children(scores: Array, fed: Array, logits: Array, k: int, implementation: str) -> _Candidates:
-    """The k best children of every fed node.
+    """The k most likely children of every fed node, as candidates.
 
     Args:
         scores: scores of the fed nodes [batch, fed].
@@ -187,7 +195,7 @@ def _children(scores: Array, fed: Array, logits: Array, k: int, implementation: 
 
 
 def _select(tree: Tree, view: SlotView, vocabulary: Vocabulary, candidates: _Candidates) -> ExpandedTree:
-    """The best candidates as nodes, in the candidates' order."""
+    """The tree of the root and the candidates of highest score, in the order in which they were drafted."""
     chosen = top_in_order(candidates.scores, tree.nodes - 1, implementation=view.implementation)
 
     def take(field: Array) -> Array:
@@ -211,23 +219,24 @@ def _select(tree: Tree, view: SlotView, vocabulary: Vocabulary, candidates: _Can
 
 
 def _put(field: Array, at: Array, values: Array) -> Array:
-    """``field[b, at[b, i]] = values[b, i]``."""
+    """A copy of ``field`` with ``field[b, at[b, i]] = values[b, i]``."""
     return jnp.put_along_axis(field, at, values, axis=1, inplace=False)
 
 
 def _root_bits(tree: Tree, rows: int) -> UInt32[Array, "batch 1 words"] | None:
-    """The root attends to itself; the rows of a chain attend to all earlier rows and need no bits."""
+    """The bit mask of the root, which sees its own row; None for a chain, whose rows see all earlier rows."""
     if tree.is_chain:
         return None
     return jnp.broadcast_to(own_bits(np.arange(1), tree.draft_rows), (rows, 1, num_words(tree.draft_rows)))
 
 
 def _visible_bits(bits: Array | None, parents: Array, first: int) -> Array | None:
-    """Visible rows of the nodes at rows ``first`` on: those of their parents, and their own.
+    """The bit mask of visible rows of each fed node of a level: the parent's visible rows, and the node's own row.
 
     Args:
-        bits: visible rows of the fed nodes of the level before.
-        parents: index of each node's parent among them.
+        bits: bit masks of the fed nodes of the previous level; None for a chain.
+        parents: index of each node's parent among the fed nodes of the previous level.
+        first: row of the level's first fed node, counted from the root's.
     """
     if bits is None:
         return None

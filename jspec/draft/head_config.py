@@ -1,4 +1,4 @@
-"""The configs of EAGLE heads as frozen records, one a method, and the values that a caller may override."""
+"""Config records of EAGLE heads, one class per method, and the config values that a caller may override."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jspec.models.config import DecoderConfig, Rope, positive, unsupported
 
 # Options of the forward pass that only EAGLE-3 heads have.
 EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "fuse")
-# The fields of `Overrides` that a checkpoint of each kind has.
+# The fields of `Overrides` that apply to each kind of checkpoint.
 OVERRIDABLE = {
     "target": {"rope_theta"},
     "eagle3": {"rope_theta", "feature_layers", "norm_before_residual", "norm_output"},
@@ -22,21 +22,26 @@ OVERRIDABLE = {
 
 
 def default_states(num_layers: int) -> tuple[int, int, int]:
-    """The target states that an EAGLE-3 head reads if its file names none; they differ from 7 layers on."""
+    """Indices of the three target states that an EAGLE-3 head reads by default; distinct for 7 layers or more.
+
+    Args:
+        num_layers: number of layers of the target.
+    """
     return 2, num_layers // 2, num_layers - 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(DecoderConfig, ABC):
-    """An EAGLE head: the fields that all methods have; `vocab_size` is the target's.
+    """The config of an EAGLE head, with the fields of all methods; `vocab_size` is the target's.
 
     Attributes:
-        draft_vocab_size: tokens that the head can draft.
-        target_hidden_size: channels of one target state.
-        feature_layers: target state indices, joined in this order. State k enters layer k, state N leaves the last
-            of N layers, state N+1 is the output of the final norm. None: as `states_of` says.
-        source_format: name of the exporter, for people to read.
-        fc_bias: `fc` has a bias.
+        draft_vocab_size: number of tokens that the head can draft.
+        target_hidden_size: number of channels of the target's hidden states.
+        feature_layers: indices of the target's hidden states that the head reads, concatenated in this order. State k
+            is the input of layer k, state N the output of the last of N layers, state N+1 the output of the final norm.
+            None: the defaults of `states_of`.
+        source_format: name of the exporter, for display.
+        fc_bias: whether `fc` has a bias.
     """
 
     method: ClassVar[str]
@@ -66,26 +71,30 @@ class HeadConfig(DecoderConfig, ABC):
     @property
     @abstractmethod
     def fuses_states(self) -> bool:
-        """Whether `fc` makes one feature of several target states; otherwise one state is the feature."""
+        """Whether `fc` maps several target states to the feature; otherwise one target state is the feature."""
 
     @property
     def num_features(self) -> int:
-        """Number of target states that make one feature."""
+        """Number of target states that the head reads."""
         if self.feature_layers is not None:
             return len(self.feature_layers)
         return 3 if self.fuses_states else 1
 
     def states_of(self, num_layers: int) -> tuple[int, ...]:
-        """The state indices that the head reads of a target of ``num_layers`` layers.
+        """Indices of the target's hidden states that the head reads.
 
-        Where `feature_layers` is None: the `default_states` of a head that fuses states, else state N+1.
+        If `feature_layers` is None: the `default_states` for a head that fuses states, else the state after the
+        target's final norm.
+
+        Args:
+            num_layers: number of layers of the target.
         """
         if self.feature_layers is not None:
             return self.feature_layers
         return default_states(num_layers) if self.fuses_states else (num_layers + 1,)
 
     def _check_single_state(self) -> None:
-        """A head without fusion reads one state of its own width."""
+        """Raises ValueError unless the head, which fuses no states, reads one target state of its own hidden size."""
         if self.num_features != 1:
             raise ValueError(
                 f"feature_layers: expected one target state for a head that fuses none, got {self.feature_layers}; "
@@ -102,7 +111,7 @@ class HeadConfig(DecoderConfig, ABC):
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Builds the config that `to_json` wrote, of the method that it names."""
+        """Builds a config from the JSON values that `to_json` returned; their "method" selects the class."""
         fields = dict(fields)
         method, layers = fields.pop("method"), fields["feature_layers"]
         if method not in METHODS:
@@ -114,20 +123,24 @@ class HeadConfig(DecoderConfig, ABC):
 
     @classmethod
     def of_method(cls, **fields: Any) -> Self:
-        """As `of_sizes`, from the flags of all methods; the flags of another method must be off."""
+        """The config from the arguments of `of_sizes`, with the flags of all methods.
+
+        Raises:
+            NotImplementedError: a flag is True that this method does not have.
+        """
         return cls.of_sizes(**fields)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(HeadConfig):
-    """An EAGLE-3 head (arXiv:2503.01840).
+    """The config of an EAGLE-3 head (arXiv:2503.01840).
 
     Attributes:
-        norm_before_residual: the first residual is the normed feature, not the feature itself.
-        norm_before_fc: one norm over all joined states before fc.
-        fc_norm: a norm of each state before fc.
-        norm_output: the normed output is fed back as the next feature (EAGLE-3.1).
-        fuse: False: the one target state enters the layer without fc.
+        norm_before_residual: whether the first residual is the normed feature instead of the feature itself.
+        norm_before_fc: whether one norm over the concatenated target states precedes `fc`.
+        fc_norm: whether a norm of each target state precedes `fc`.
+        norm_output: whether the head's normed output is the next feature (EAGLE-3.1).
+        fuse: whether `fc` maps the target states to the feature; False: one target state is the feature.
     """
 
     method: ClassVar[str] = "eagle3"
@@ -157,7 +170,7 @@ class Eagle3Config(HeadConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(HeadConfig):
-    """An EAGLE-1 or EAGLE-2 head (arXiv:2401.15077, 2406.16858), which share their checkpoints."""
+    """The config of an EAGLE-1 or EAGLE-2 head (arXiv:2401.15077, 2406.16858); both methods have the same heads."""
 
     method: ClassVar[str] = "eagle"
 
@@ -188,19 +201,19 @@ def _refuse(flags: Mapping[str, bool], where: str, *names: str) -> None:
 
 @dataclass(frozen=True)
 class Overrides:
-    """Values that a caller gives in place of those of a checkpoint's file; None: as the file says."""
+    """Config values that replace those of a checkpoint; None: as in the checkpoint."""
 
-    rope_theta: float | None = None
-    feature_layers: tuple[int, ...] | None = None
-    norm_before_residual: bool | None = None
-    norm_output: bool | None = None
+    rope_theta: float | None = None  # rotary base
+    feature_layers: tuple[int, ...] | None = None  # as in `HeadConfig`
+    norm_before_residual: bool | None = None  # as in `Eagle3Config`
+    norm_output: bool | None = None  # as in `Eagle3Config`
 
     def given(self) -> dict[str, Any]:
-        """The values that are not None, by name."""
+        """The fields that are not None, by name."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
     def check(self, kind: str) -> None:
-        """Raises ValueError for values that a checkpoint of this kind does not have."""
+        """Raises ValueError if a given value does not apply to checkpoints of a kind ("target", "eagle3", ...)."""
         if extra := self.given().keys() - OVERRIDABLE[kind]:
             raise ValueError(
                 f"{', '.join(sorted(extra))}: expected a draft head that has this, got a checkpoint of kind {kind!r}; "
@@ -208,9 +221,10 @@ class Overrides:
             )
 
     def apply(self, config: HeadConfig) -> HeadConfig:
-        """Replaces the values of a converted head by those given.
+        """The config of a converted head with its values replaced by the given ones.
 
-        Raises: ValueError if a weight would need another shape.
+        Raises:
+            ValueError: the number of feature layers differs, which would change the shape of `fc`.
         """
         changes, layers = self.given(), self.feature_layers
         if layers is not None and len(layers) != config.num_features:

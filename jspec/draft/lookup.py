@@ -1,12 +1,12 @@
 """Drafting by look-up: find earlier occurrences of the newest tokens in a text, and draft the tokens that followed.
 
-Shared by `jspec.draft.ngram` and `jspec.draft.suffix`. Three stages, all inside the step's program:
+Shared by `jspec.draft.ngram` and `jspec.draft.suffix`. There are three stages, all inside the step's program:
 `find_ngram_matches` compares every position of a text with the newest tokens and keeps the M best matches;
-`build_trie` merges their continuations into a trie, which makes siblings distinct tokens; `tree_from_trie` takes a
-tree's nodes from it.
+`build_trie` merges the tokens after the matches (continuations) into a trie, in which siblings are distinct tokens;
+`tree_from_trie` chooses trie nodes as the nodes of the draft tree.
 
-A text is int32 tokens, with `GAP` at every position without a token: after each text's end, and therefore between any
-two texts. A match or a continuation ends at a gap.
+A text is an int32 array of tokens, with `GAP` at every position without a token. There is a gap after the end of each
+text. Matches and continuations do not extend over a gap.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from jspec.draft.base import Drafter, Params, active_slots
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
 
-GAP = -1  # in a text: no token
-UNKNOWN = -2  # in a query: equals neither a token nor a gap
+GAP = -1  # position of a text without a token
+UNKNOWN = -2  # position of a query without a token; equals neither a token nor a gap
 GROUPS = 2048  # `lax.top_k` of any k is one sort kernel on a GPU up to about this length
 MATCHES_PER_BRANCH = 4  # enough matches to count how often a continuation occurred
 DEFAULT_TREE = Tree.chain(5)
 
-History = Int[Array, "slots positions"]
+History = Int[Array, "slots positions"]  # token of each slot at each position, or `GAP`
 
 
 @struct.dataclass
 class LookupState:
     """The texts that a look-up drafter searches."""
 
-    history: History  # each slot's tokens by position
-    corpus: Int[Array, "corpus"] | None = None  # texts of earlier requests, oldest first, a gap after each
+    history: History  # tokens of each slot's request
+    corpus: Int[Array, "corpus"] | None = None  # texts of earlier requests, oldest first, each with a gap after it
 
 
 class LookupDrafter(Drafter):
-    """What n-gram and suffix drafting share: options, and a history of every slot's tokens.
+    """Base class of n-gram and suffix drafting: their options, and a history of every slot's tokens.
 
     Args:
-        tree: any tree.
-        max_n: largest number of tokens compared, the root included.
-        min_n: smallest number of tokens that must agree.
+        tree: draft tree of any kind.
+        max_n: largest length of a match in tokens, with the root.
+        min_n: smallest length of a match in tokens, with the root.
 
     Raises:
-        ValueError: not ``1 <= min_n <= max_n``.
+        ValueError: ``1 <= min_n <= max_n`` does not hold.
     """
 
     reads_text = True
@@ -102,7 +102,13 @@ class LookupDrafter(Drafter):
         by_count: bool,
         preferred: Int[Array, "batch 2"] | None = None,
     ) -> Draft:
-        """The tree of the best matches of a query in a text; arguments as in the three stages."""
+        """Draft a tree from the best matches of the newest tokens in a text.
+
+        Args:
+            view: the slots of the batch.
+            text, query, preferred: arguments of `find_ngram_matches`.
+            by_count: argument of `build_trie`.
+        """
         count = match_count(self.tree)
         ends = find_ngram_matches(text, query, min_n=self.min_n, count=count, preferred=preferred)
         trie = build_trie(continuations(text, ends, self.tree.depth), by_count=by_count)
@@ -118,7 +124,14 @@ def _check_lengths(method: str, max_n: object, min_n: object) -> None:
 
 
 def check_size(method: str, max_n: int, positions: int, remedy: str) -> None:
-    """Raise ValueError if the scores of `find_ngram_matches` over so many positions would overflow int32."""
+    """Raise ValueError if the scores of `find_ngram_matches` would overflow int32.
+
+    Args:
+        method: name of the drafter, for the error.
+        max_n: largest length of a match in tokens.
+        positions: number of positions of the searched text.
+        remedy: name of the option to lower, for the error.
+    """
     if (2 * max_n + 2) * (positions + GROUPS) >= 2**31:
         raise ValueError(
             f"{method}: expected (2 * max_n + 2) * (positions + {GROUPS}) below 2**31, got max_n={max_n} and "
@@ -127,7 +140,7 @@ def check_size(method: str, max_n: int, positions: int, remedy: str) -> None:
 
 
 def match_count(tree: Tree) -> int:
-    """Number of matches that a tree is built from (M): enough to fill it, and to repeat a text of period 1."""
+    """Number of matches from which a tree is built (M): enough to fill the tree, even if one token repeats."""
     branches = tree.k if tree.paths is None else tree.nodes - len(tree.fed)
     wanted = max(MATCHES_PER_BRANCH * branches, tree.depth, -(-(tree.nodes - 1) // tree.depth))
     return min(wanted, GROUPS)  # `find_ngram_matches` returns no more; a tree has at most 256 nodes
@@ -137,17 +150,20 @@ def match_count(tree: Tree) -> int:
 
 
 def new_history(pool: PoolShape, tree: Tree) -> History:
-    """Empty rows; their last columns stay gaps, because no committed token is at ``pool.max_len`` or later."""
+    """A history without tokens; the columns from ``pool.max_len`` on stay gaps, as no committed token is there."""
     return jnp.full((pool.slots, pool.max_len + tree.scratch_rows), GAP, jnp.int32)
 
 
 def history_rows(history: History, slots: Int[Array, "batch"]) -> Int[Array, "batch positions"]:
-    """The history of a bucket's rows; a padding row is all gaps."""
+    """The history of each batch row's slot; the history of a padding row is all gaps."""
     return history.at[slots].get(mode="fill", fill_value=GAP)
 
 
 def write_chunk(history: History, view: SlotView, batch: TokenBatch) -> History:
-    """Write a prompt's tokens up to a chunk's end, and gaps after them over the tokens of the slot's last request."""
+    """Write a prompt's tokens up to a chunk's end into the history, and gaps over the slot's later, older tokens.
+
+    The tokens before the chunk are those of ``view.token_history``, if it is given, else those in the history.
+    """
     width = history.shape[1]
     if view.token_history is not None:
         ends = batch.first_row + jnp.maximum(jnp.sum(batch.valid, axis=1), 1)
@@ -160,19 +176,19 @@ def write_chunk(history: History, view: SlotView, batch: TokenBatch) -> History:
 
 
 def write_roots(history: History, view: SlotView) -> History:
-    """Write each row's root; only a request's first root is not in the history yet."""
+    """Write each row's root into the history; `write_emitted` has written it already, except a request's first root."""
     return history.at[active_slots(view, history.shape[0]), view.lengths].set(view.root, mode="drop")
 
 
 def write_emitted(history: History, view: SlotView, verdict: Verdict) -> History:
-    """Write the tokens that a step emitted."""
+    """Write the tokens that a step emitted into the history, after each row's root."""
     steps = jnp.arange(1, verdict.tokens.shape[1] + 1)
     places = jnp.where(verdict.tokens >= 0, view.lengths[:, None] + steps, history.shape[1])
     return history.at[active_slots(view, history.shape[0])[:, None], places].set(verdict.tokens, mode="drop")
 
 
 def newest_tokens(history: History, view: SlotView, count: int) -> Int[Array, "batch count"]:
-    """The last tokens of each row, the root first and then backwards; `UNKNOWN` before the text's beginning."""
+    """The ``count`` last tokens of each row from the root backwards; `UNKNOWN` before the beginning of the text."""
     places = view.lengths[:, None] - jnp.arange(count)
     places = jnp.where(view.active[:, None] & (places >= 0), places, history.shape[1])
     tokens = history.at[view.slots[:, None], places].get(mode="fill", fill_value=GAP)
@@ -192,25 +208,27 @@ def find_ngram_matches(
 ) -> Int[Array, "batch matches"]:
     """Find earlier occurrences of the newest tokens in a text.
 
-    The length of the match that ends at a position is the number of query tokens, from the newest backwards, that
-    equal the tokens from that position backwards. A match is a position of length ``min_n`` or more that a token
-    follows. The best match is the longest; of equally long ones those in the preferred interval, then the last.
+    The match length at a position is the number of consecutive query tokens, from the newest backwards, that equal the
+    text's tokens from that position backwards. A match is a position of match length ``min_n`` or more, with a token
+    after the position. Longer matches are better; among equally long matches, matches in the preferred interval are
+    better, then later matches.
 
-    Positions that are equal modulo `GROUPS` form a group, and only the best match of a group is kept: in texts of
-    at most `GROUPS` positions all matches count; in longer ones the best match is always found, but of two others
-    a multiple of `GROUPS` apart the worse is lost. A full sort of a long text would cost more than it gains.
+    Positions that are equal modulo `GROUPS` form a group, and only the best match of each group is kept. In texts of at
+    most `GROUPS` positions every group has one position. In longer texts the best match is always kept, but a match is
+    lost if a better match is a multiple of `GROUPS` positions away. A full sort of a long text would cost more than it
+    gains.
 
-    Costs ``max_n`` comparisons a position and row, and scratch memory of up to 4 bytes a position and row.
+    Costs per position and row: ``max_n`` comparisons, and up to 4 bytes of scratch memory.
 
     Args:
-        text: one text a row, or a single one for all rows.
+        text: one text per row, or a single text for all rows.
         query: newest tokens of each row (`newest_tokens`).
-        min_n: smallest length of a match.
+        min_n: smallest match length in tokens.
         count: number of matches to keep (M).
-        preferred: half-open interval of positions that win ties of length.
+        preferred: half-open interval of preferred positions of each row.
 
     Returns:
-        The last position of each match, best first; -1 where there are fewer matches.
+        The last position of each match, best match first; -1 after the last match.
     """
     size, max_n = text.shape[1], query.shape[1]
     groups = min(GROUPS, max(size, count))
@@ -233,7 +251,13 @@ def find_ngram_matches(
 def continuations(
     text: Int[Array, "texts positions"], ends: Int[Array, "batch matches"], depth: int
 ) -> Int[Array, "batch depth matches"]:
-    """The tokens after each match, valid up to the first `GAP`; a row's own text has one after its root."""
+    """The tokens after each match; tokens after the first `GAP` of a continuation are to be ignored.
+
+    Args:
+        text: one text per row, or a single text for all rows.
+        ends: last position of each match; -1: no match, all gaps.
+        depth: number of tokens to take.
+    """
     texts, size = text.shape
     rows = jnp.arange(ends.shape[0]) % texts
     places = jnp.where(ends >= 0, ends, size)[:, None] + jnp.arange(1, depth + 1)[:, None]
@@ -246,15 +270,16 @@ def continuations(
 class Trie(NamedTuple):
     """Continuations merged by their prefixes.
 
-    Entry ``[b, d, j]`` describes the trie node that the first d + 1 tokens of match j lead to. All matches through a
-    node have the same entry; the best of them is its leader and represents the node.
+    Entry ``[b, d, j]`` describes the trie node that is reached by the first d + 1 tokens of the continuation of match
+    j. A node has one entry for each match whose continuation passes through the node. The best of these matches is the
+    node's leader; the leader's entry represents the node.
     """
 
     tokens: Int[Array, "batch depth matches"]  # token of the node
-    leader: Int[Array, "batch depth matches"]  # best match through the node
+    leader: Int[Array, "batch depth matches"]  # index of the best match through the node
     leads: Bool[Array, "batch depth matches"]  # whether match j is the leader
     passing: Int[Array, "batch depth matches"]  # number of matches through the node; 0 after a continuation's end
-    rank: Int[Array, "batch depth matches"]  # place among all siblings, whether they become tree nodes or not
+    rank: Int[Array, "batch depth matches"]  # rank of the node among its siblings in the trie, from 0
     found: Int[Array, "batch"]  # number of matches
 
 
@@ -263,7 +288,7 @@ def build_trie(tokens: Int[Array, "batch depth matches"], *, by_count: bool) -> 
 
     Args:
         tokens: continuations of the matches, best match first (`continuations`).
-        by_count: order siblings by their number of matches, then by their best match; else by their best match only.
+        by_count: rank siblings by number of matches, then by best match; False: by best match only.
     """
     depth, matches = tokens.shape[1:]
     match = jnp.arange(matches)
@@ -287,10 +312,10 @@ def build_trie(tokens: Int[Array, "batch depth matches"], *, by_count: bool) -> 
 
 
 def tree_from_trie(view: SlotView, trie: Trie, tree: Tree) -> Draft:
-    """Take a tree's nodes from a trie.
+    """Make a `Draft` whose nodes are trie nodes: those at a static tree's paths, or the best for a dynamic tree.
 
-    A node's score is the log of the share of matches that pass through it. Nodes that the trie lacks are padding,
-    after all others.
+    A node's score is the log of the share of matches that pass through the node. Tree nodes without a trie node are
+    padding at the end of the draft.
     """
     rows, _, matches = trie.tokens.shape
     priority = _static_priority(trie, tree) if tree.paths is not None else _dynamic_priority(trie, tree)
@@ -321,7 +346,7 @@ def tree_from_trie(view: SlotView, trie: Trie, tree: Tree) -> Draft:
 
 
 def _static_priority(trie: Trie, tree: Tree) -> Int[Array, "batch depth matches"]:
-    """Larger for nodes that come earlier in the tree, -1 for trie nodes that are not in it."""
+    """Priority of each trie node for a static tree: larger for earlier tree nodes, -1 outside of the tree."""
     assert tree.paths is not None
     priority = []
     for depth in range(1, tree.depth + 1):
@@ -333,9 +358,10 @@ def _static_priority(trie: Trie, tree: Tree) -> Int[Array, "batch depth matches"
 
 
 def _dynamic_priority(trie: Trie, tree: Tree) -> Int[Array, "batch depth matches"]:
-    """By count, equal counts by depth and then by best match: no node comes before its parent.
+    """Priority of each trie node for a dynamic tree: by number of matches, then by depth, then by best match.
 
-    A node has at most ``tree.k`` children; the number of nodes with children per level is not bounded.
+    A parent has a higher priority than its children. Children of rank ``tree.k`` or more, and their descendants, have
+    priority -1. Unlike in drafters with scores, the number of nodes with children per level is not bounded by k.
     """
     depth, matches = trie.tokens.shape[1:]
     size = depth * matches

@@ -1,8 +1,8 @@
-"""Medusa heads (arXiv:2401.10774): every head predicts a later token from the same target state.
+"""Drafting with Medusa heads (arXiv:2401.10774): every head predicts another later token from the same target state.
 
-Head h reads the target's state after its final norm at the position before the root, and predicts token h + 1 after
-the root without seeing the choices of other heads. A node's token therefore depends only on its depth and rank, and
-the only state of a slot is that one target state.
+Head h reads the target's hidden state after the final norm, at the position before the root, and predicts token h + 1
+after the root. No head sees the choices of other heads, so a node's token depends only on the node's depth and rank.
+The drafter's state of a slot is that one hidden state.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from pallas_kernels.layers.quantized import matmul
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """Medusa heads: `num_heads` of them, each with `num_layers` residual blocks; sizes are the target's."""
+    """The config of a target's Medusa heads."""
 
-    vocab_size: int
-    hidden_size: int
-    num_heads: int
-    num_layers: int
-    source_format: str = "official"
+    vocab_size: int  # number of tokens of the target's vocabulary
+    hidden_size: int  # number of channels of the target's hidden states
+    num_heads: int  # number of heads
+    num_layers: int  # number of residual blocks of each head
+    source_format: str = "official"  # name of the exporter, for display
 
     def __post_init__(self) -> None:
         positive("heads", self, ("vocab_size", "hidden_size", "num_heads", "num_layers"))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields as JSON values, for `from_json`."""
+        """The fields as JSON values, for `from_json`."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Builds the config that `to_json` wrote."""
+        """Builds a config from the JSON values that `to_json` returned."""
         return cls(**fields)
 
 
 @struct.dataclass
 class MedusaBlock:
-    """A residual block: ``x + silu(weight x + bias)``."""
+    """Weights of one residual block, ``x + silu(weight x + bias)``."""
 
     weight: Float[Array, "hidden hidden"]
     bias: Float[Array, "hidden"]
@@ -68,22 +68,22 @@ class MedusaBlock:
 
 @struct.dataclass
 class MedusaHead:
-    """Residual blocks, then logits over the vocabulary."""
+    """Weights of one head: residual blocks, then a matrix that gives logits over the vocabulary."""
 
-    blocks: list[MedusaBlock]
-    output: Float[Array, "vocab hidden"]
+    blocks: list[MedusaBlock]  # residual blocks in order
+    output: Float[Array, "vocab hidden"]  # output matrix
 
 
 @struct.dataclass
 class MedusaHeads:
-    """All heads with their config; head h predicts the token at depth h + 1."""
+    """The weights and the config of all heads."""
 
-    heads: list[MedusaHead]
+    heads: list[MedusaHead]  # head h predicts the tokens at depth h + 1 of the tree
     config: MedusaConfig = struct.field(pytree_node=False)
 
     @classmethod
     def from_weights(cls, config: MedusaConfig, weights: Mapping[str, Any]) -> MedusaHeads:
-        """Build from the tree of arrays that `jspec.models.load.read_checkpoint` returns."""
+        """Build heads from the weights that `jspec.models.load.read_checkpoint` returns, a tree of arrays."""
         heads = [
             MedusaHead([MedusaBlock(**block) for block in head["blocks"]], head["output"]) for head in weights["heads"]
         ]
@@ -92,22 +92,23 @@ class MedusaHeads:
 
 @struct.dataclass
 class MedusaState:
-    """The target's state, after its final norm, at the position before each slot's root."""
+    """The state of the Medusa drafter."""
 
-    hidden: Float[Array, "slots hidden"]
+    hidden: Float[Array, "slots hidden"]  # target's state after the final norm, at the position before the slot's root
 
 
 @final
 class Medusa(Drafter):
-    """Medusa heads, under lossless accept rules; the authors' typical acceptance is ``accept="typical"``.
+    """Drafts with Medusa heads; any accept rule applies, ``accept="typical"`` is the Medusa authors' (not lossless).
 
     Args:
-        heads: the weights.
-        tree: a chain or a static tree no deeper than there are heads.
+        heads: weights and config of the heads.
+        tree: chain or static tree; its depth is at most the number of heads.
 
     Raises:
-        NotImplementedError: a dynamic tree.
-        ValueError: the tree is deeper than there are heads, or a node has more children than there are tokens.
+        NotImplementedError: the tree is dynamic.
+        ValueError: the tree is deeper than the number of heads, or a node has more children than the vocabulary has
+            tokens.
     """
 
     def __init__(self, heads: MedusaHeads, tree: Tree) -> None:
@@ -123,7 +124,13 @@ class Medusa(Drafter):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, tree: Tree, dtype: str | None = None) -> Self:
-        """Load heads from a folder as released, a converted folder or a hub id."""
+        """Load Medusa heads.
+
+        Args:
+            path: folder as the heads' authors released it, converted folder or hub id ("owner/name").
+            tree: chain or static tree.
+            dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
+        """
         checkpoint = load.read_checkpoint(path, head_format, kind="medusa", dtype=dtype)
         return cls(MedusaHeads.from_weights(checkpoint.config, checkpoint.weights), tree)
 
@@ -187,14 +194,14 @@ class Medusa(Drafter):
 
 
 def head_logits(head: MedusaHead, hidden: Float[Array, "batch rows hidden"]) -> Float[Array, "batch rows vocab"]:
-    """A head's logits over the vocabulary, float32."""
+    """A head's logits over the vocabulary, float32, from the target's hidden states."""
     for block in head.blocks:
         hidden = hidden + jax.nn.silu(matmul(hidden, block.weight) + block.bias)
     return logits_of(hidden, head.output)
 
 
 def _store(state: MedusaState, view: SlotView, features: Array, at: Array) -> MedusaState:
-    """Store the feature of each row at index ``at``."""
+    """The new state, with each row's feature at index ``at`` [batch] of ``features`` [batch, tokens, hidden]."""
     newest = jnp.take_along_axis(features, at[:, None, None], axis=1)[:, 0]
     return MedusaState(state.hidden.at[view.slots].set(newest.astype(state.hidden.dtype), mode="drop"))
 
@@ -203,7 +210,7 @@ def _store(state: MedusaState, view: SlotView, features: Array, at: Array) -> Me
 
 
 def head_format(kind: str = "medusa") -> Format:
-    """The format of Medusa heads."""
+    """The format of Medusa heads' checkpoints; ``kind`` is ignored."""
     return Format(_read_heads, MedusaConfig.from_json)
 
 
@@ -214,13 +221,15 @@ def _read_heads(fields: Mapping[str, Any], source: Source) -> tuple[MedusaConfig
 
 
 def medusa_config(tensors: Mapping[str, Tensor]) -> MedusaConfig:
-    """The sizes of Medusa heads from the shapes of their tensors: config.json lacks sizes and misstates the heads.
+    """The config of Medusa heads, from the shapes of their tensors.
+
+    The heads' config.json lacks the sizes and states a wrong number of heads.
 
     Args:
-        tensors: by name, without the prefix `model.`.
+        tensors: headers of the tensors, by name without the prefix `model.`.
 
     Raises:
-        ValueError: if there is no vocabulary matrix to read the sizes from.
+        ValueError: the output matrix of the first head is missing.
     """
     layers = 1 + max(int(match[2]) for match in map(MEDUSA_BLOCK.fullmatch, tensors) if match)
     heads = 1 + max(int(name.partition(".")[0]) for name in tensors if name[:1].isdigit())
@@ -235,7 +244,7 @@ def medusa_config(tensors: Mapping[str, Tensor]) -> MedusaConfig:
 
 
 def medusa_params(config: MedusaConfig) -> dict[str, ParamSpec]:
-    """The parameters of all heads, by name: residual blocks, then a matrix over the vocabulary."""
+    """The `ParamSpec` of each parameter of all heads, by name."""
     hidden, params = config.hidden_size, {}
     for head in range(config.num_heads):
         for index in range(config.num_layers):
@@ -247,7 +256,7 @@ def medusa_params(config: MedusaConfig) -> dict[str, ParamSpec]:
 
 
 def head_weights(config: MedusaConfig) -> list[Row]:
-    """The rows of the weight map."""
+    """The rows of the weight map, one for each parameter of all heads."""
     tensors = {}
     for head in range(config.num_heads):
         for index in range(config.num_layers):

@@ -15,23 +15,24 @@ from jspec.draft.lookup import DEFAULT_TREE, LookupDrafter, LookupState, history
 
 @final
 class NGram(LookupDrafter):
-    """Drafts the tokens after the longest, then most recent match of the newest tokens in the request's own text.
+    """Drafts the tokens that followed earlier occurrences of the newest tokens in the request's own text.
 
-    Among siblings the continuation of the better match comes first. A chain follows the best match; where that reaches
-    the root, it continues with the next match that began alike.
+    Longer matches are better; among equally long matches, later ones. Siblings are ordered by their best match. A chain
+    follows the best match; if its continuation ends at the root, the chain goes on with the next best match whose
+    continuation begins with the same tokens.
 
-    A step reads a row's text once, 4 bytes a position of ``max_len``, and compares ``max_n`` tokens a position.
+    A step reads a row's text once, 4 bytes per position of ``max_len``, and compares ``max_n`` tokens per position.
 
     Args:
-        tree: any tree.
-        max_n: largest number of tokens compared, the root included.
-        min_n: smallest number of tokens that must agree.
+        tree: draft tree of any kind.
+        max_n: largest length of a match in tokens, with the root.
+        min_n: smallest length of a match in tokens, with the root.
 
     Raises:
-        ValueError: not ``1 <= min_n <= max_n``.
+        ValueError: ``1 <= min_n <= max_n`` does not hold.
 
-    Source: prompt lookup decoding (A. Saxena, 2023); "Inference with Reference", arXiv:2304.04487. This version merges
-        several matches into a tree, and takes the most recent match where those take the first.
+    Source: prompt lookup decoding (A. Saxena, 2023); "Inference with Reference", arXiv:2304.04487. Both take the first
+        match; this class takes the most recent match, and merges several matches into a tree.
     """
 
     def __init__(self, tree: Tree = DEFAULT_TREE, *, max_n: int = 4, min_n: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Suffix drafting: draft the most frequent continuations of the newest tokens, in one text or in the engine's texts."""
+"""Suffix drafting: draft the most frequent continuations of the newest tokens, in a request's text or in all texts."""
 
 from __future__ import annotations
 
@@ -32,35 +32,38 @@ CORPUS_TOKENS = 2**20
 
 @final
 class Suffix(LookupDrafter):
-    """Drafts the continuations that most of the best matches of the newest tokens have.
+    """Drafts the most frequent continuations among the best matches of the newest tokens.
 
-    Among siblings the one with more matches comes first, among equals the one of the better match.
+    Longer matches are better; among equally long matches, those in the request's own text, then later ones. Siblings
+    are ordered by their number of matches, then by their best match.
 
-    scope="request" searches the request's own text. scope="engine" also searches the texts of all other slots, finished
-    ones included, and a corpus: the last ``corpus_tokens`` tokens (with one gap a text) of earlier requests. A text
-    moves to the corpus when its slot is reused. **Tokens of one user's request may then be drafted for another's.** The
-    output stays the target's own, but its speed may reveal that a text was seen before: use "request" where users must
-    not learn that about each other. scope="engine" needs accept="coupled": under the other rules a draft that repeats
-    tokens which an earlier request drew with the same seed would not be independent of the draws.
+    scope="request" searches the request's own text. scope="engine" also searches the texts of all other slots, even of
+    finished requests, and a corpus: the last ``corpus_tokens`` tokens of earlier requests (with one gap per text). A
+    text is appended to the corpus when its slot is reused.
+    **With scope="engine", tokens of one user's request may be drafted for another user's request.** The output is still
+    the target's, but a fast answer may reveal that a text was seen before; use "request" if users must not learn this
+    about each other.
+    scope="engine" needs accept="coupled": other rules need a draft that is independent of the row's random draws, and
+    a draft that repeats tokens which an earlier request drew with the same seed is not.
 
-    A step compares ``max_n`` tokens a position and row. With "request" it reads 4 bytes a position of ``max_len``
-    and row. With "engine" the text has ``corpus_tokens + slots * max_len`` positions and a little more: a step
-    copies it once, 8 bytes a position, and for every row reads 4 bytes a position and writes and reads up to 4 more;
-    a prompt's chunk shifts the corpus, 16 bytes a token. The corpus takes 4 bytes a token.
+    Costs: a step compares ``max_n`` tokens per position and row. With "request" it reads 4 bytes per position of
+    ``max_len`` and row. With "engine" the text has slightly more than ``corpus_tokens + slots * max_len`` positions; a
+    step copies the text once (8 bytes per position), and per row reads 4 bytes and writes and reads up to 4 more bytes
+    per position. Each chunk of a prompt shifts the corpus (16 bytes per token). The corpus takes 4 bytes per token.
 
     Args:
-        tree: any tree.
-        max_n: largest number of tokens compared, the root included.
-        min_n: smallest number of tokens that must agree.
-        corpus_tokens: size of the corpus of scope="engine".
-        scope: "request" or "engine".
+        tree: draft tree of any kind.
+        max_n: largest length of a match in tokens, with the root.
+        min_n: smallest length of a match in tokens, with the root.
+        corpus_tokens: size of the corpus in tokens, for scope="engine".
+        scope: texts that are searched, "request" or "engine".
 
     Raises:
-        ValueError: not ``1 <= min_n <= max_n``, an unknown scope, corpus_tokens < 1; when an engine is made,
-            scope="engine" with an accept rule other than "coupled".
+        ValueError: ``1 <= min_n <= max_n`` does not hold, the scope is unknown, or corpus_tokens < 1. An engine raises
+            it for scope="engine" with an accept rule other than "coupled".
 
-    Source: SuffixDecoding, arXiv:2411.04975, which walks suffix trees on the host and counts all occurrences; this
-        version compares all positions on the device and counts the best matches only.
+    Source: SuffixDecoding, arXiv:2411.04975, which walks suffix trees on the host and counts all occurrences. This
+        class compares all positions on the device and counts the best matches only.
     """
 
     def __init__(
@@ -111,7 +114,13 @@ class Suffix(LookupDrafter):
 def search_text(
     history: History, corpus: Int[Array, "corpus"] | None, view: SlotView
 ) -> tuple[Int[Array, "texts searched"], Int[Array, "batch 2"] | None]:
-    """The text to search, and the interval of it that is the row's own (None: all of it)."""
+    """The text to search, and the half-open interval of positions with each row's own text.
+
+    Args:
+        history: tokens of each slot.
+        corpus: texts of earlier requests; None: each row searches its own text only, and the interval is None.
+        view: the slots of the batch.
+    """
     if corpus is None:
         return history_rows(history, view.slots), None
     own = corpus.size + view.slots[:, None] * history.shape[1] + jnp.array([0, history.shape[1]])
@@ -121,13 +130,13 @@ def search_text(
 def append_to_corpus(
     corpus: Int[Array, "corpus"], history: History, view: SlotView, batch: TokenBatch
 ) -> Int[Array, "corpus"]:
-    """On a request's first chunk, append to the corpus the text that its slot still holds.
+    """Append the text of a slot's previous request to the corpus if the chunk is the first of the next request.
 
-    A chunk is not the first one if its slot holds the tokens before it. A text that the new one begins with, because
-    it is in the prefix cache, is not appended.
+    A chunk is the first one unless the slot holds the tokens before the chunk. A previous text that is a cached prefix
+    of the new text is not appended, because the new text contains it.
 
-    The oldest tokens make room for the text and the gap after it; of a text longer than the corpus the last tokens
-    are kept.
+    The oldest tokens of the corpus are dropped to make room for the text and one gap. Of a text longer than the corpus,
+    the last tokens are kept.
     """
     old = history_rows(history, view.slots)
     sizes = jnp.sum(old >= 0, axis=1, dtype=jnp.int32)

@@ -1,4 +1,7 @@
-"""Attention over the paged cache, for targets, draft models and draft heads: split, rotate, write, attend."""
+"""Attention over the paged KV cache, for targets, draft models and draft heads.
+
+Four operations: split the fused QKV projection, rotate queries and keys, write keys and values, attend.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,11 @@ from pallas_kernels.layers.quantized import Inputs, PartialSums, QuantizedActiva
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """Rotary frequency of each pair of channels in radians per position, float32 [head_dim / 2].
 
-    Source: RoFormer (arXiv:2104.09864) section 3.4.2. "llama3" scales low frequencies as the release of Llama 3.1 does:
-    frequencies with wavelengths above ``original / low_freq_factor`` are divided by ``factor``, those with wavelengths
-    below ``original / high_freq_factor`` are kept, and those between are interpolated linearly.
+    Kind "llama3" scales low frequencies as the release of Llama 3.1 does, by wavelength in positions: frequencies with
+    wavelengths above ``original_max_position / low_freq_factor`` are divided by ``factor``, frequencies with
+    wavelengths below ``original_max_position / high_freq_factor`` are kept, frequencies between are interpolated.
+
+    Source: RoFormer (arXiv:2104.09864) section 3.4.2.
     """
     inv_freq = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.kind == "llama3":
@@ -41,14 +46,17 @@ def project(
     config: GQA,
     dtype: jnp.dtype,
 ) -> tuple[Float[Array, "batch tokens heads head_dim"], Array, Array]:
-    """Split a fused projection, rotate queries and keys, and write the batch's keys and values into the pools.
+    """Split a fused QKV projection, rotate queries and keys, and write the batch's keys and values into the pools.
 
     Args:
-        qkv: partial sums of the projection, [parts, batch, tokens, width].
-        dtype: of the model.
+        qkv: partial sums of the QKV projection, [parts, batch, tokens, width].
+        k_pool, v_pool: key and value pools of the layer, [pages, kv_heads, page_size, head_dim].
+        batch: positions and cache rows of the tokens.
+        config: attention config of the layer.
+        dtype: dtype of the model.
 
     Returns:
-        The rotated queries and both pools.
+        The rotated queries, the key pool and the value pool.
     """
     rows = _rows(batch, config)
     options = {"heads": config.heads, "dtype": dtype, "implementation": batch.implementation}
@@ -56,7 +64,7 @@ def project(
 
 
 def _rows(batch: TokenBatch, config: GQA) -> tuple[Array, ...]:
-    """Positions, rotary frequencies, page table, first row and validity of the batch's rows, for the kernels."""
+    """The batch's arguments of the kernels: positions, rotary frequencies, page table, first row and validity."""
     inv_freq = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
     return batch.positions, inv_freq, batch.page_table, batch.first_row, batch.valid
 
@@ -72,10 +80,14 @@ def project_and_attend(
     start: int = 0,
     quantize_output: bool = False,
 ) -> tuple[Inputs, Array, Array]:
-    """`project`, then `attend`; in one kernel where queries see only committed rows and rows of the batch.
+    """Run `project`, then `attend`; in one kernel if queries attend only to committed rows and rows of the batch.
 
     Args:
-        start, quantize_output: as in `attend`.
+        qkv, k_pool, v_pool, batch, config, dtype: arguments of `project`.
+        start, quantize_output: arguments of `attend`.
+
+    Returns:
+        The attended values [batch, tokens, heads * head_dim], the key pool and the value pool.
     """
     if batch.base is not None or batch.deterministic or batch.window is not None:
         q, k_pool, v_pool = project(qkv, k_pool, v_pool, batch, config, dtype)
@@ -102,11 +114,14 @@ def attend(
     """Attend to the cache rows that the batch's mask allows.
 
     Args:
-        start: first cache row that exists (a draft head's row 0 does not).
-        quantize_output: return a `QuantizedActivation`, for a weight with dynamic activations.
+        q: rotated queries.
+        k_pool, v_pool: key and value pools of the layer, [pages, kv_heads, page_size, head_dim].
+        batch: page table, first rows and ancestor mask of the tokens.
+        start: first cache row that exists; 1 for EAGLE heads, which have no row 0.
+        quantize_output: return a `QuantizedActivation`, for an output projection with dynamic activations.
 
     Returns:
-        The attended values, heads concatenated, [batch, tokens, width].
+        The attended values with their heads concatenated, [batch, tokens, heads * head_dim].
     """
     out = paged_attention(
         q,

@@ -1,8 +1,9 @@
 """One decoder layer, for targets, draft models and EAGLE heads: the only code that computes a `LayerConfig`.
 
-A layer is split where its residual sums are: `attention_part` goes from the fused QKV projection to the attended
-values, `mlp_part` from these to the residual stream and the norm that the next layer reads, which one kernel computes
-with the residual sum. So the norm before a layer's attention is computed by the layer before it.
+A layer is computed by two functions. `attention_part` goes from the fused QKV projection to the attended values.
+`mlp_part` goes from the attended values to the residual stream and to the normed input of the next layer: one kernel
+computes the last residual sum and that norm. The norm before a layer's attention is therefore computed by the layer
+before it.
 
 Layers are a list, never a stacked array under a scan: a scan copies each layer's weights and cache on a GPU.
 """
@@ -26,26 +27,29 @@ from pallas_kernels.layers.quantized import Inputs, PartialSums, Weight, has_dyn
 from pallas_kernels.layers.residual_norm import add_rms_norm
 from pallas_kernels.layers.split_matmul import split_matmul
 
-# The weight of a norm, and the only weight that its output is multiplied by; None: the output is used otherwise too.
+# The weight of a norm, and the one linear weight that multiplies the norm's output; None: the output has other uses.
 Norm = tuple[Float[Array, "hidden"], Weight | None]
 
 
 @struct.dataclass
 class LayerWeights:
-    """Weights of one decoder layer, linear ones as [out, in]; ``inputs`` is the hidden size except in EAGLE-3."""
+    """Weights of one decoder layer; linear weights are [out, in].
 
-    qkv: Weight  # [(heads + 2 kv_heads) * head_dim, inputs]
-    o: Weight  # [hidden, heads * head_dim]
-    mlp_norm: Float[Array, "hidden"]
-    gate_up: Weight  # [2 * intermediate, hidden]
-    down: Weight  # [hidden, intermediate]
-    qkv_bias: Float[Array, "qkv"] | None = struct.field(default=None, kw_only=True)
-    q_norm: Float[Array, "head_dim"] | None = struct.field(default=None, kw_only=True)
-    k_norm: Float[Array, "head_dim"] | None = struct.field(default=None, kw_only=True)
+    The fused QKV projection reads ``inputs`` channels: the hidden size, or twice that in layer 0 of an EAGLE-3 head.
+    """
+
+    qkv: Weight  # fused QKV projection [(heads + 2 kv_heads) * head_dim, inputs]
+    o: Weight  # output projection of the attention [hidden, heads * head_dim]
+    mlp_norm: Float[Array, "hidden"]  # norm before the feed-forward
+    gate_up: Weight  # fused gate and up projections [2 * intermediate, hidden]
+    down: Weight  # down projection [hidden, intermediate]
+    qkv_bias: Float[Array, "qkv"] | None = struct.field(default=None, kw_only=True)  # bias of qkv; None: no bias
+    q_norm: Float[Array, "head_dim"] | None = struct.field(default=None, kw_only=True)  # norm of a query head, or None
+    k_norm: Float[Array, "head_dim"] | None = struct.field(default=None, kw_only=True)  # norm of a key head, or None
 
 
 def product(batch: TokenBatch) -> Any:
-    """The function that multiplies activations with a weight into partial sums."""
+    """The function (activations, weight) -> partial sums of their product, batch-invariant if the batch asks for it."""
     multiply = deterministic_matmul if batch.deterministic else split_matmul
     return partial(multiply, implementation=batch.implementation)
 
@@ -62,18 +66,21 @@ def attention_part(
     start: int = 0,
     attends: bool = True,
 ) -> tuple[Any, Array, Array]:
-    """Write the batch's keys and values, and attend.
+    """Write the batch's keys and values into the pools, and attend.
 
     Args:
-        qkv: partial sums of the fused projection.
-        pools: the layer's pools of keys and values.
-        dtype: of the model.
-        eps: of the norms.
-        start: first cache row that exists.
-        attends: False: return the rotated queries instead of the attended values.
+        layer: weights of the layer.
+        config: config of the layer.
+        qkv: partial sums of the fused QKV projection, [parts, batch, tokens, width].
+        pools: key and value pools of the layer.
+        batch: positions, cache rows and mask of the tokens.
+        dtype: dtype of the model.
+        eps: epsilon of the norms.
+        start: first cache row that exists; 1 for EAGLE heads.
+        attends: False: return the rotated queries [batch, tokens, heads, head_dim] instead of the attended values.
 
     Returns:
-        The attended values [batch, tokens, heads * head_dim] and both pools.
+        The attended values [batch, tokens, heads * head_dim], the key pool and the value pool.
     """
     qkv = _bias_and_norm_heads(qkv, layer, config, dtype, eps)
     if not attends:
@@ -93,16 +100,19 @@ def mlp_part(
     implementation: str,
     deterministic: bool = False,
 ) -> tuple[Any, ...]:
-    """Run a layer from the attended values to its output.
+    """Run a layer's attention output projection and feed-forward, and the norms that are applied to the layer's output.
 
     Args:
-        attended: as `attention_part` returns it.
-        residual: the residual stream before the layer's attention.
-        norms: of the layer's output, one for each operation that reads it next.
-        eps: of the norms.
+        layer: weights of the layer.
+        attended: attended values, as `attention_part` returns them.
+        residual: residual stream before the layer's attention [batch, tokens, hidden].
+        norms: norms of the layer's output, one for each operation that reads the output next.
+        eps: epsilon of the norms.
+        implementation: kernel implementation (`pallas_kernels.dispatch`).
+        deterministic: use products whose result does not depend on the batch size.
 
     Returns:
-        The residual stream after the layer, and its output under each of ``norms``; without norms the output itself.
+        The residual stream after the layer, and its normed value for each norm; without norms twice the stream.
     """
     fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic}
     multiply = deterministic_matmul if deterministic else split_matmul
@@ -120,7 +130,7 @@ def mlp_part(
 def _bias_and_norm_heads(
     parts: PartialSums, layer: LayerWeights, config: LayerConfig, dtype: jnp.dtype, eps: float
 ) -> PartialSums:
-    """Add the bias of the fused projection, and norm every query and key head, where the layer does (Qwen)."""
+    """Add the bias to the fused QKV projection, and norm every query and key head, if the layer's config says so."""
     attention = config.attention
     if not attention.bias and not attention.qk_norm:
         return parts

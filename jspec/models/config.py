@@ -1,4 +1,4 @@
-"""Configs of decoders as frozen, hashable records with one `LayerConfig` a layer, and checks with their messages."""
+"""Configs of decoders as frozen, hashable records with one `LayerConfig` per layer, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ NORMS = ("pre",)
 
 
 def positive(where: str, record: Any, names: Iterable[str]) -> None:
-    """Raises ValueError naming the first of the record's attributes that is not above 0."""
+    """Raises ValueError if one of the named attributes of a record is not above 0.
+
+    Args:
+        where: beginning of the error message.
+        record: object with the attributes.
+        names: names of the attributes to check.
+    """
     _positive(where, {name: getattr(record, name) for name in names})
 
 
@@ -24,20 +30,41 @@ def _positive(where: str, values: Mapping[str, float]) -> None:
 
 
 def require(where: str, config: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises ValueError listing the keys that are absent or null."""
+    """Raises ValueError, with all missing keys, if a required key of a config is absent or null.
+
+    Args:
+        where: beginning of the error message.
+        config: parsed config.json, or a part of it.
+        names: required keys.
+    """
     missing = [name for name in names if config.get(name) is None]
     if missing:
         raise ValueError(f"{where}: missing {', '.join(missing)}; got {', '.join(sorted(config))}; add the keys")
 
 
 def unsupported(name: str, got: Any, expected: str) -> NotImplementedError:
-    """The error for an option that is not computed."""
+    """The error for a checkpoint option whose value jspec does not support.
+
+    Args:
+        name: name of the option.
+        got: value of the option in the checkpoint.
+        expected: supported values, as text.
+    """
     return NotImplementedError(f"{name}: expected {expected}, got {got!r}; this checkpoint is not supported yet")
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: base and, for kind "llama3", the frequency scaling of Llama 3.1."""
+    """Rotary position embedding, with the frequency scaling of Llama 3.1 if the kind is "llama3".
+
+    Attributes:
+        theta: rotary base.
+        kind: "default" or "llama3"; the fields below apply to "llama3" alone.
+        factor: divisor of low frequencies.
+        low_freq_factor, high_freq_factor: limits of the interpolated frequencies, in rotations per
+            ``original_max_position``.
+        original_max_position: context length before the scaling, in tokens.
+    """
 
     theta: float = 10000.0
     kind: str = "default"
@@ -64,12 +91,13 @@ class GQA:
     """Grouped-query attention (arXiv:2305.13245).
 
     Attributes:
-        heads, kv_heads: number of query heads, and of key and value heads.
-        head_dim: channels of a head.
-        bias: the query, key and value projections have a bias.
-        qk_norm: every query and key head is normed before it is rotated.
-        window: tokens back that a query attends to; None: all.
-        rope: the rotary position embedding.
+        heads: number of query heads.
+        kv_heads: number of key heads, which is also the number of value heads.
+        head_dim: number of channels of a head.
+        bias: whether the query, key and value projections have a bias.
+        qk_norm: whether every query and key head is normed before its rotation.
+        window: number of newest tokens that a query attends to; None: all.
+        rope: rotary position embedding.
     """
 
     heads: int
@@ -82,16 +110,21 @@ class GQA:
 
     @property
     def q_size(self) -> int:
-        """Channels of all queries."""
+        """Number of channels of all query heads together."""
         return self.heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Channels of all keys, and of all values."""
+        """Number of channels of all key heads together, which is also that of all value heads."""
         return self.kv_heads * self.head_dim
 
     def check(self) -> None:
-        """Raises ValueError for impossible sizes, NotImplementedError for unsupported options."""
+        """Checks sizes and options.
+
+        Raises:
+            ValueError: a size is impossible.
+            NotImplementedError: an option is not supported.
+        """
         named = {"num_heads": self.heads, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim}
         _positive("config", named)
         if self.heads % self.kv_heads:
@@ -107,13 +140,23 @@ class GQA:
 
 @dataclass(frozen=True)
 class Dense:
-    """A gated feed-forward (arXiv:2002.05202) of ``width`` channels."""
+    """A gated feed-forward (arXiv:2002.05202).
+
+    Attributes:
+        width: number of intermediate channels.
+        activation: name of the gate's activation function.
+    """
 
     width: int
     activation: str = "silu"
 
     def check(self) -> None:
-        """Raises ValueError for an impossible size, NotImplementedError for another activation."""
+        """Checks width and activation.
+
+        Raises:
+            ValueError: the width is not positive.
+            NotImplementedError: the activation is not supported.
+        """
         _positive("config", {"intermediate_size": self.width})
         if self.activation not in ACTIVATIONS:
             raise unsupported("hidden_act", self.activation, " or ".join(map(repr, ACTIVATIONS)))
@@ -124,7 +167,9 @@ class LayerConfig:
     """A decoder layer.
 
     Attributes:
-        norms: where the norms are; "pre": before the attention and before the feed-forward.
+        attention: config of the attention.
+        mlp: config of the feed-forward.
+        norms: placement of the norms; "pre": before the attention and before the feed-forward.
     """
 
     attention: GQA
@@ -132,7 +177,12 @@ class LayerConfig:
     norms: str = "pre"
 
     def check(self) -> None:
-        """Raises ValueError for impossible sizes, NotImplementedError naming an unsupported option."""
+        """Checks the sizes and options of the layer.
+
+        Raises:
+            ValueError: a size is impossible.
+            NotImplementedError: an option is not supported.
+        """
         self.attention.check()
         self.mlp.check()
         if self.norms not in NORMS:
@@ -141,13 +191,13 @@ class LayerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The sizes that models and EAGLE heads share.
+    """The config fields that models and EAGLE heads have in common.
 
     Attributes:
-        vocab_size: tokens of the vocabulary.
-        hidden_size: channels of the residual stream.
-        layers: one record a layer.
-        norm_eps: of all RMS norms.
+        vocab_size: number of tokens of the vocabulary.
+        hidden_size: number of channels of the residual stream.
+        layers: config of each layer.
+        norm_eps: epsilon of all RMS norms.
     """
 
     vocab_size: int
@@ -206,18 +256,22 @@ class DecoderConfig:
         qk_norm: bool = False,
         **others: Any,
     ) -> Self:
-        """A decoder whose layers are all alike.
+        """The config of a decoder whose layers are all alike.
 
         Args:
-            others: the fields of the record beside ``layers``.
+            num_layers: number of layers.
+            num_heads, num_kv_heads, head_dim, rope, qkv_bias, qk_norm: fields of each layer's `GQA`.
+            intermediate_size: width of each layer's `Dense`.
+            others: all fields of the record except ``layers``.
         """
         attention = GQA(num_heads, num_kv_heads, head_dim, bias=qkv_bias, qk_norm=qk_norm, rope=rope)
         return cls(layers=(LayerConfig(attention, Dense(intermediate_size)),) * num_layers, **others)
 
     def sizes(self) -> dict[str, Any]:
-        """The arguments of `of_sizes` that give this config.
+        """The arguments of `of_sizes` that make this config.
 
-        Raises: NotImplementedError if its layers differ.
+        Raises:
+            NotImplementedError: the layers of the config differ.
         """
         if len(set(self.layers)) > 1:
             raise unsupported("layers", "layers that differ", "layers that are all alike")
@@ -238,26 +292,26 @@ class DecoderConfig:
         return sizes
 
     def resized(self, **changes: Any) -> Self:
-        """The config with other arguments of `of_sizes`."""
+        """A copy of the config with some arguments of `of_sizes` replaced."""
         return type(self).of_sizes(**{**self.sizes(), **changes})
 
     def to_json(self) -> dict[str, Any]:
-        """The sizes as JSON values, for `from_json`."""
+        """The arguments of `of_sizes` as JSON values, for `from_json`."""
         return self.sizes() | {"rope": dataclasses.asdict(self.rope)}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Builds the config that `to_json` wrote."""
+        """Builds a config from the JSON values that `to_json` returned."""
         return cls.of_sizes(**{**fields, "rope": Rope(**fields["rope"])})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(DecoderConfig):
-    """A target or a draft model.
+    """The config of a target or a draft model.
 
     Attributes:
-        family: the `model_type` under which `jspec.models.families` knows it.
-        tie_word_embeddings: the output head is the embedding.
+        family: name of the model family in `jspec.models.families`, the `model_type` of config.json.
+        tie_word_embeddings: whether the embedding is also the output head.
         max_position: longest sequence that the model was trained for, in tokens.
     """
 

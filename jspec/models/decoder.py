@@ -1,6 +1,7 @@
-"""The decoder: a function on a pytree of weights, with its layers (`jspec.models.block`) unrolled.
+"""The decoder of targets and draft models: a forward pass over a pytree of weights, its layers unrolled.
 
-Linear weights are stored ``[out, in]``, as in the checkpoints, with Q, K and V fused and gate and up fused.
+The layers are those of `jspec.models.block`. Linear weights are stored ``[out, in]``, as in the checkpoints; Q, K and V
+are fused into one weight, gate and up into another.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from pallas_kernels.layers.residual_norm import add_rms_norm
 class Layer(LayerWeights):
     """Weights of one layer of a target or a draft model."""
 
-    attn_norm: Float[Array, "hidden"] = struct.field(kw_only=True)
+    attn_norm: Float[Array, "hidden"] = struct.field(kw_only=True)  # norm before the attention
 
 
 @struct.dataclass
 class Model:
-    """A decoder's weights with its config. ``head`` is None where the output head is the embedding (tied)."""
+    """The weights and the config of a target or a draft model."""
 
-    embed: Float[Array, "vocab hidden"]
-    layers: list[Layer]
-    norm: Float[Array, "hidden"]
-    head: Weight | None  # [vocab, hidden]
+    embed: Float[Array, "vocab hidden"]  # embedding
+    layers: list[Layer]  # weights of each layer
+    norm: Float[Array, "hidden"]  # final norm
+    head: Weight | None  # output head [vocab, hidden]; None: tied to the embedding
     config: ModelConfig = struct.field(pytree_node=False)
 
     @classmethod
     def from_weights(cls, config: ModelConfig, weights: Mapping[str, Any]) -> Model:
-        """Build from the tree of arrays that `jspec.models.load.load` returns."""
+        """Build a model from the weights that `jspec.models.load.load` returns, a tree of arrays."""
         layers = [Layer(**layer) for layer in weights["layers"]]
         return cls(
             embed=weights["embed"],
@@ -55,11 +56,13 @@ class Model:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, dtype: str | None = None, quantize: str | None = None) -> Model:
-        """Load a Hugging Face folder, a folder written by ``python -m convert``, or a hub id.
+        """Load a target or a draft model.
 
         Args:
-            dtype: of the weights; None: float32 on CPU, bfloat16 elsewhere.
-            quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`).
+            path: Hugging Face folder, folder written by ``python -m convert``, or hub id ("owner/name").
+            dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
+            quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
+                None: as stored.
         """
         checkpoint = load.load(path, dtype=dtype, quantize=quantize)
         return cls.from_weights(checkpoint.config, checkpoint.weights)
@@ -73,13 +76,13 @@ class Model:
 class TargetOut:
     """The result of a forward pass."""
 
-    # The output head's product for the requested rows, in one part: the logits, before a quantised head's scales.
+    # The output head's product [1, batch, rows, vocab]; `logits` applies the scales of a quantised head to it.
     product: PartialSums | None
     features: Float[Array, "batch tokens features"] | None  # the requested hidden states, concatenated
 
     @property
     def logits(self) -> Float[Array, "batch rows vocab"]:
-        """The logits in float32."""
+        """The logits of the requested tokens, float32."""
         assert self.product is not None, "the forward pass was taken with_logits=False"
         return reduce_partials(self.product, jnp.float32)
 
@@ -93,17 +96,19 @@ def forward(
     logit_rows: Int[Array, "batch rows"] | None = None,
     with_logits: bool = True,
 ) -> tuple[TargetOut, KVCache]:
-    """Run the model on a batch of tokens and write their rows into the cache.
+    """Run the model on a batch of tokens and write their keys and values into the cache.
 
     Args:
-        cache: the model's pools; rows before ``batch.first_row`` are committed.
-        feature_layers: requested state indices: state k enters layer k, state 0 is the embedding, state L leaves the
-            last of L layers, state L + 1 is the output of the final norm.
-        logit_rows: indices of the tokens whose logits are requested; None: all.
-        with_logits: False skips the final norm and the head.
+        model: weights and config.
+        cache: the model's KV cache; rows before ``batch.first_row`` are committed.
+        batch: tokens with their positions and cache rows.
+        feature_layers: indices of the requested hidden states. State 0 is the embedding, state k is the input of
+            layer k, state L is the output of the last of L layers, state L + 1 is the output of the final norm.
+        logit_rows: index within ``batch.tokens`` of each token whose logits are requested; None: all tokens.
+        with_logits: False: skip the output head.
 
     Returns:
-        Logits and features (concatenated in the order of ``feature_layers``), and the cache.
+        The logits and the features (the requested states, concatenated in the order of ``feature_layers``); the cache.
     """
     sequences, tokens = batch.tokens.shape
     if not batch.deterministic:

@@ -20,22 +20,24 @@ MAX_POOL_ELEMENTS = 2**31
 
 @dataclass(frozen=True)
 class PoolShape:
-    """The sizes of the pools; target and draft use the same page numbers."""
+    """The sizes of the KV cache's pools; target and drafter use the same page numbers."""
 
-    slots: int
-    pages: int  # the null page included
-    page_size: int
-    max_len: int
-    dtype: str
-    draft_dtype: str
-    prefix_cache: bool = False  # drafters store per page the state that a request beginning with it needs
+    slots: int  # number of slots
+    pages: int  # number of pages, with the null page
+    page_size: int  # rows per page
+    max_len: int  # largest number of tokens per slot
+    dtype: str  # dtype of the target's pools
+    draft_dtype: str  # dtype of the drafter's pools
+    prefix_cache: bool = False  # whether drafters store, per page, the state for requests that reuse the page
 
     @classmethod
     def of(cls, config: EngineConfig, tree: Tree, dtype: str) -> PoolShape:
-        """The pools of an engine: as many pages as the config says, or enough for every slot to reach ``max_len``.
+        """The pool sizes of an engine; if ``config.pages`` is None, enough pages for every slot to reach ``max_len``.
 
         Args:
-            dtype: of the weights.
+            config: config of the engine.
+            tree: draft tree, whose scratch rows need pages too.
+            dtype: dtype of the weights; the pools' default.
         """
         shape = cls(
             slots=config.slots,
@@ -51,15 +53,15 @@ class PoolShape:
         return shape
 
     def width(self, tree: Tree) -> int:
-        """Columns of the page table: the pages for ``max_len`` rows and the scratch rows of a round."""
+        """Number of columns of the page table: pages per slot for ``max_len`` rows and a round's scratch rows."""
         return math.ceil((self.max_len + tree.scratch_rows) / self.page_size)
 
 
 def create(layers: Sequence[LayerConfig], pool: PoolShape, dtype: str) -> KVCache:
-    """Zeroed pools for these layers.
+    """A KV cache of zeros, with one key pool and one value pool per layer.
 
     Raises:
-        ValueError: a pool would reach 2**31 elements; index arithmetic is verified below that only.
+        ValueError: a pool would reach 2**31 elements; index arithmetic is verified only below that size.
     """
     shapes = [(pool.pages, layer.attention.kv_heads, pool.page_size, layer.attention.head_dim) for layer in layers]
     largest = max(shapes, key=math.prod)
@@ -75,10 +77,13 @@ def places(
     valid: Bool[Array, "batch rows"],
     shape: tuple[int, ...],
 ) -> tuple[Int[Array, "batch rows"], Int[Array, "batch rows"]]:
-    """Page and row in the page of each slot's rows; invalid rows get the page ``pages``, which does not exist.
+    """The page of each cache row, and the row's index within that page.
 
     Args:
-        shape: of the paged array, ``[pages, page_size, ...]``.
+        page_table: page numbers of each batch row's pages.
+        rows: cache rows, counted from the beginning of each batch row's text.
+        valid: False for cache rows to drop; their page is ``pages``, which does not exist.
+        shape: shape of the paged array, ``[pages, page_size, ...]``.
     """
     pages, page_size = shape[:2]
     columns = jnp.minimum(rows // page_size, page_table.shape[1] - 1)
@@ -89,7 +94,7 @@ def places(
 def update_page_table(
     page_table: Int[Array, "slots pages"], updates: Int[Array, "updates 3"]
 ) -> Int[Array, "slots pages"]:
-    """The page table (donated) with each (slot, column, page) written; updates with an invalid slot are dropped."""
+    """The page table with each update (slot, column, page) written; updates of slots that do not exist are dropped."""
     slot, column, page = updates.T
     return page_table.at[slot, column].set(page, mode="drop")
 
@@ -101,7 +106,18 @@ def write_token_history(
     tokens: Int[Array, "batch rows"],
     count: Int[Array, "batch"],
 ) -> Int[Array, "pages page_size"]:
-    """The tokens of all pages, with the first ``count`` of ``tokens`` written from each slot's ``first_row`` on."""
+    """Write new tokens into the paged token history.
+
+    Args:
+        text: token of each row of each page.
+        page_table: page numbers of each batch row's pages.
+        first_row: cache row of the first new token.
+        tokens: new tokens.
+        count: number of new tokens to write; later ones are dropped.
+
+    Returns:
+        The updated ``text``.
+    """
     steps = jnp.arange(tokens.shape[1])
     index = places(page_table, first_row[:, None] + steps, steps < count[:, None], text.shape)
     return text.at[index].set(tokens, mode="drop")
@@ -110,12 +126,17 @@ def write_token_history(
 def commit(
     cache: KVCache, tree: Tree, view: SlotView, verdict: Verdict, rows: Int[Array, "batch nodes"] | None = None
 ) -> KVCache:
-    """Move the rows of the accepted path together: the row of node ``path[d]`` becomes row d after the committed rows.
+    """Move the cache rows of the accepted path next to each other, directly after the committed rows.
 
-    The nodes of a chain are written to their final rows, so nothing has to move.
+    The row of node ``path[d]`` is moved to row d, counted from the root's. The nodes of a chain are written to their
+    final rows, so a chain's cache is returned unchanged.
 
     Args:
-        rows: row of each node, relative to the root's; -1: it has none; None: node n has row n.
+        cache: the KV cache, of the target or of a draft model.
+        tree: draft tree.
+        view: the slots of the batch.
+        verdict: accepted path of each batch row.
+        rows: cache row of each node, counted from the root's; -1: the node has no row; None: node n has row n.
     """
     if tree.is_chain:
         return cache

@@ -1,4 +1,4 @@
-"""The parts of a decoder that are not attention: norm, feed-forward, output head."""
+"""The parts of a decoder besides attention: norm, feed-forward, output head."""
 
 from __future__ import annotations
 
@@ -23,14 +23,25 @@ from pallas_kernels.layers.split_matmul import split_matmul
 def rms_norm(
     x: Float[Array, "... hidden"], weight: Float[Array, "*states hidden"], eps: float
 ) -> Float[Array, "... hidden"]:
-    """Root-mean-square norm (arXiv:1910.07467): variance in float32, cast back, then scaled in the model's dtype."""
+    """Root-mean-square norm (arXiv:1910.07467) in float32; the weight multiplies in the dtype of ``x``."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return wide.astype(x.dtype) * weight
 
 
 def mlp(x: Inputs, gate_up: Weight, down: Weight, implementation: str, *, deterministic: bool = False) -> PartialSums:
-    """SiLU-gated feed-forward (arXiv:2002.05202), as the partial sums of `split_matmul`."""
+    """SiLU-gated feed-forward (arXiv:2002.05202).
+
+    Args:
+        x: normed input [batch, tokens, hidden].
+        gate_up: fused gate and up projections [2 * intermediate, hidden].
+        down: down projection [hidden, intermediate].
+        implementation: kernel implementation (`pallas_kernels.dispatch`).
+        deterministic: use products whose result does not depend on the batch size.
+
+    Returns:
+        Partial sums of the output, [parts, batch, tokens, hidden].
+    """
     if deterministic:
         (gate_and_up,) = deterministic_matmul(x, gate_up, is_whole=True, implementation=implementation)
         return deterministic_matmul(gate_and_up, down, is_gated=True, implementation=implementation)
@@ -43,12 +54,19 @@ def mlp(x: Inputs, gate_up: Weight, down: Weight, implementation: str, *, determ
 def logits_of(
     x: Float[Array, "... hidden"], head: Weight, implementation: str = "auto", *, deterministic: bool = False
 ) -> Float[Array, "... vocab"]:
-    """Logits over a vocabulary, accumulated and returned in float32."""
+    """The logits ``x @ head.T``, accumulated and returned in float32.
+
+    Args:
+        x: hidden states.
+        head: output head [vocab, hidden].
+        implementation: kernel implementation (`pallas_kernels.dispatch`).
+        deterministic: use a product whose result does not depend on the batch size.
+    """
     return reduce_partials(head_product(x, head, implementation, deterministic=deterministic), jnp.float32)
 
 
 def head_product(x: Array, head: Weight, implementation: str, *, deterministic: bool) -> PartialSums:
-    """The output head's product in one part: the logits before a quantised head's scales are applied."""
+    """The product of hidden states and output head [1, batch, tokens, vocab]: logits without the head's scales."""
     if deterministic:
         return deterministic_matmul(x, head, jnp.float32, is_whole=True, implementation=implementation)
     return matmul_unscaled(x, head, jnp.float32)

@@ -26,12 +26,13 @@ from jspec.models.quantize import check_scope, quantize_parameters
 
 @dataclass(frozen=True)
 class Format:
-    """How a kind of checkpoint is read.
+    """The functions that read one kind of checkpoint.
 
     Attributes:
-        from_hf: from a Hugging Face folder (parsed config.json and tensors) to the config and the weight map.
-        from_json: from the fields in a converted folder's manifest to the config.
-        override: replaces values of a converted folder's config by those that the caller gave.
+        from_hf: function of a Hugging Face folder's parsed config.json and tensors that returns the config record and
+            the rows of the weight map.
+        from_json: function of a converted folder's parsed config that returns the config record.
+        override: function that applies the caller's overrides to the config record of a converted folder.
     """
 
     from_hf: Callable[[Mapping[str, Any], Source], tuple[Any, list[Row]]]
@@ -39,7 +40,7 @@ class Format:
     override: Callable[[Any], Any] = lambda config: config
 
 
-FormatOf = Callable[[str], Format]  # kind -> its format
+FormatOf = Callable[[str], Format]  # kind of checkpoint -> format of that kind
 
 
 def load(
@@ -53,24 +54,32 @@ def load(
     """Loads a target or a draft model.
 
     Args:
-        path: an existing folder, else a hub id ("owner/name").
-        dtype: "float32", "bfloat16" or "float16"; None: float32 on CPU, bfloat16 elsewhere.
-        rope_theta: replaces the rotary base that the file gives.
-        quantize: the products' weights, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`); None: as stored.
-        placement: sharding by parameter name; None: the default device.
+        path: existing folder, else hub id ("owner/name").
+        dtype: dtype of the weights, "float32", "bfloat16" or "float16"; None: float32 on CPU, bfloat16 elsewhere.
+        rope_theta: rotary base; None: as in config.json.
+        quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
+            None: as stored.
+        placement: sharding of each parameter, by name; None: the default device.
 
     Returns:
-        The checkpoint, its weights on the devices.
+        The checkpoint, with its weights on the devices.
 
     Raises:
-        FileNotFoundError, ValueError, NotImplementedError: naming the expected value, the value found and the remedy.
+        FileNotFoundError: the folder or a file in it is missing, and the hub has no such model.
+        ValueError: an argument is wrong, or the files are damaged or contradict each other.
+        NotImplementedError: the model's family or an option of it is not supported.
     """
     format_of = partial(target_format, rope_theta=rope_theta)
     return read_checkpoint(path, format_of, kind="target", dtype=dtype, quantize=quantize, placement=placement)
 
 
 def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
-    """The format of targets and draft models, with another rotary base if one is given."""
+    """The format of targets and draft models.
+
+    Args:
+        kind: "target", the kind of both.
+        rope_theta: rotary base; None: as in the checkpoint.
+    """
     assert kind == "target", kind
 
     def from_hf(fields: Mapping[str, Any], source: Source) -> tuple[ModelConfig, list[Row]]:
@@ -96,11 +105,18 @@ def read_checkpoint(
     quantize: str | None = None,
     placement: Placement | None = None,
 ) -> Checkpoint:
-    """Loads a checkpoint of any form; arguments and errors as `load`.
+    """Loads a checkpoint of any kind from a Hugging Face folder, a converted folder or the hub.
 
     Args:
-        format_of: the format of each kind that may be found.
-        kind: the kind that the caller needs; None: any.
+        path, dtype, quantize, placement: arguments of `load`.
+        format_of: function that returns the format of the checkpoint's kind.
+        kind: required kind of checkpoint; None: any.
+
+    Returns:
+        The checkpoint, with its weights on the devices.
+
+    Raises:
+        ValueError: the checkpoint is of another kind; and all errors of `load`.
     """
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if dtype not in orbax.DTYPES:
@@ -124,7 +140,14 @@ def read_checkpoint(
 
 
 def read_header(path: str | Path, format_of: FormatOf) -> Header:
-    """Reads kind, config and parameter shapes of a folder, without its weights; arguments and errors as `load`."""
+    """Reads the kind, config and parameter shapes of a checkpoint, but no weights.
+
+    Args:
+        path: existing folder, else hub id ("owner/name").
+        format_of: function that returns the format of the checkpoint's kind.
+
+    Raises: the errors of `load`.
+    """
     folder = find(path)
     if orbax.is_checkpoint(folder):
         return _read_manifest(folder, format_of, None)
@@ -134,12 +157,18 @@ def read_header(path: str | Path, format_of: FormatOf) -> Header:
 
 
 def read_plan(folder: str | Path, format_of: FormatOf, *, kind: str | None = None) -> Plan:
-    """The plan of a Hugging Face folder; arguments and errors as `convert.plan.plan_folder`."""
+    """The plan for reading a Hugging Face folder: kind, config and weight map; errors as `convert.plan.plan_folder`.
+
+    Args:
+        folder: folder with config.json and weights.
+        format_of: function that returns the format of the checkpoint's kind.
+        kind: required kind of checkpoint; None: any.
+    """
     return plan_folder(folder, lambda found, fields, source: format_of(found).from_hf(fields, source), kind=kind)
 
 
 def _read_manifest(folder: Path, format_of: FormatOf, kind: str | None) -> Header:
-    """The header of a converted folder, its config as the record of its kind, with the caller's values."""
+    """The header of a converted folder, with its config as a record that has the caller's overrides."""
     found = orbax.read_header(folder)
     check_kind(folder, found.kind, kind)
     with orbax.named_damage(folder):

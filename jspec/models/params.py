@@ -1,7 +1,7 @@
-"""The parameters of a model, each declared once: shape, logical axes, and how random weights are drawn.
+"""Declarations of a model's parameters: shape, logical axes, and how random weights are drawn.
 
-Parameters are named as in a converted folder, "layers.3.qkv". The shapes of the weight maps, of random weights and of
-abstract ones all come from here; `axes` name dimensions so that a mesh can be assigned to them.
+Parameters are named as in a converted folder, "layers.3.qkv". Weight maps, random weights and abstract weights all take
+their shapes from these declarations. The axes name the dimensions; a mesh axis can be assigned to each name.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from jspec.models.quantize import quantize_parameters
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter.
+    """The declaration of one parameter.
 
     Attributes:
-        shape: linear weights are [out, in].
-        axes: the logical name of each dimension.
-        init: random values: "normal" (of unit gain), "ones", "zeros" or "range" (0, 1, 2, ...).
-        dtype: None: the dtype of the model.
-        parts: rows of each tensor in a file, of which a fused parameter is made along axis 0; (): one tensor.
+        shape: shape of the parameter; linear weights are [out, in].
+        axes: logical name of each dimension.
+        init: random values: "normal" (standard deviation 1 / sqrt(in)), "ones", "zeros" or "range" (0, 1, 2, ...).
+        dtype: dtype of the parameter; None: the dtype of the model.
+        parts: sizes along axis 0 of the checkpoint's tensors that are concatenated to a fused parameter, in order;
+            (): one tensor.
     """
 
     shape: Shape
@@ -43,24 +44,25 @@ class ParamSpec:
         assert not self.parts or sum(self.parts) == self.shape[0], self
 
     def part_shapes(self) -> list[Shape]:
-        """The shapes of the tensors that the parameter is made of."""
+        """The shapes of the checkpoint's tensors that are concatenated to the parameter."""
         return [(rows, *self.shape[1:]) for rows in self.parts or self.shape[:1]]
 
 
-Params = Mapping[str, ParamSpec]
+Params = Mapping[str, ParamSpec]  # parameter name -> declaration
 
 
 def norm(size: int, axis: str = "hidden") -> ParamSpec:
-    """The weight of a norm over ``size`` channels."""
+    """The `ParamSpec` of the weight of a norm over ``size`` channels."""
     return ParamSpec((size,), (axis,), init="ones")
 
 
 def layer_params(layer: LayerConfig, hidden: int, inputs: int) -> dict[str, ParamSpec]:
-    """The parameters of a decoder layer, by the field names of `jspec.models.block.LayerWeights`.
+    """The `ParamSpec` of each parameter of a decoder layer, by field name of `jspec.models.block.LayerWeights`.
 
     Args:
-        hidden: channels of the residual stream.
-        inputs: channels that the attention's projection reads.
+        layer: config of the layer.
+        hidden: number of channels of the residual stream.
+        inputs: number of input channels of the fused QKV projection.
     """
     q, kv, width = layer.attention.q_size, layer.attention.kv_size, layer.mlp.width
     params = {
@@ -78,7 +80,7 @@ def layer_params(layer: LayerConfig, hidden: int, inputs: int) -> dict[str, Para
 
 
 def model_params(config: ModelConfig) -> dict[str, ParamSpec]:
-    """The parameters of a target or a draft model, by name."""
+    """The `ParamSpec` of each parameter of a target or a draft model, by name."""
     vocab = ParamSpec((config.vocab_size, config.hidden_size), ("vocab", "hidden"))
     params = {"embed": vocab}
     for index, layer in enumerate(config.layers):
@@ -89,29 +91,39 @@ def model_params(config: ModelConfig) -> dict[str, ParamSpec]:
 
 
 def prefixed(prefix: str, params: Params) -> dict[str, ParamSpec]:
-    """The parameters under names that begin with ``prefix.``."""
+    """The same declarations, with ``prefix.`` before each name."""
     return {f"{prefix}.{name}": spec for name, spec in params.items()}
 
 
 def rows(params: Params, tensors: Mapping[str, Sequence[str]]) -> list[Row]:
-    """The rows of a weight map.
+    """The rows of a weight map, one per parameter.
 
     Args:
-        tensors: by parameter the names of the tensors that it is made of, one after the other along axis 0.
+        params: declarations of the parameters.
+        tensors: names of the checkpoint's tensors that are concatenated along axis 0, by parameter name.
     """
     return [stacked(name, dict(zip(names, params[name].part_shapes(), strict=True))) for name, names in tensors.items()]
 
 
 def abstract_weights(params: Params, dtype: str) -> dict[str, Any]:
-    """The tree of weights as shapes, for compiling without weights."""
+    """The tree of weights as `jax.ShapeDtypeStruct`, for compiling without weights.
+
+    Args:
+        params: declarations of the parameters.
+        dtype: dtype of the parameters that declare none.
+    """
     return unflatten({name: _abstract(spec, dtype) for name, spec in params.items()})
 
 
 def random_weights(params: Params, dtype: str, seed: int, quantize: str | None = None) -> dict[str, Any]:
-    """The tree of weights, drawn on the device.
+    """A tree of random weights, drawn on the device.
 
     Args:
-        quantize: as `jspec.models.quantize`, parameter by parameter: the whole unquantised model never exists.
+        params: declarations of the parameters.
+        dtype: dtype of the parameters that declare none.
+        seed: seed of the random numbers.
+        quantize: how the weight matrices are quantised (`jspec.models.quantize`); None: not at all. Each parameter is
+            quantised before the next is drawn, to save memory.
     """
     make = jax.jit(_draw, static_argnums=(1, 2))
     keys = jax.random.split(jax.random.key(seed), len(params))

@@ -1,6 +1,6 @@
-"""int8 and fp8 quantisation of linear weights; `pallas_kernels.layers.quantized` defines their products.
+"""int8 and fp8 quantisation of linear weights; `pallas_kernels.layers.quantized` defines the products with them.
 
-The embedding is not quantised, nor is the output head of a model that ties both; norms and biases are not either.
+Only the weights named in `NAMES` are quantised. Embeddings, tied output heads, norms and biases keep their dtype.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import jax
 
 from pallas_kernels.layers.quantized import KINDS, Quantized, quantize
 
-FLOAT8_CAPABILITY = (8, 9)
-NAMES = ("qkv", "o", "gate_up", "down", "fc", "head")
+FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability with float8
+NAMES = ("qkv", "o", "gate_up", "down", "fc", "head")  # last part of the names of quantised weights
 
 Tree = TypeVar("Tree")
 _quantize = jax.jit(quantize, static_argnames="kind")
 
 
 def check_scope(kind: object, model: str | None) -> None:
-    """Raises ValueError unless a checkpoint can be quantised so.
+    """Raises ValueError if checkpoints of a kind cannot be quantised as asked.
 
     Args:
-        kind: of quantisation; None: no quantisation.
-        model: the kind of the checkpoint, "target", "eagle3", "eagle" or "medusa"; None: a model or an EAGLE head.
+        kind: kind of quantisation; None: no quantisation.
+        model: kind of checkpoint, "target", "eagle3", "eagle" or "medusa"; None: any kind that can be quantised.
     """
     if kind is not None and kind not in KINDS:
         raise ValueError(f"quantize: expected None or one of {', '.join(KINDS)}, got {kind!r}; pass one of them")
@@ -37,10 +37,15 @@ def quantize_weights(model: Tree, kind: str) -> Tree:
     """Quantises the linear weights of a `Model` or an `EagleHead`.
 
     Args:
-        kind: "int8", "fp8" or "fp8_dynamic"; a model in one of the last two may be changed to the other.
+        model: the model or the head. Its weights are unquantised, of the given kind already, or, for either of the two
+            fp8 kinds, of the other fp8 kind.
+        kind: kind of quantisation, "int8", "fp8" or "fp8_dynamic".
+
+    Returns:
+        The model or the head with quantised weights.
 
     Raises:
-        ValueError: unknown kind, weights that are quantised otherwise, or a model that has none of `NAMES`.
+        ValueError: the kind is unknown, the weights are quantised in another kind, or no weight is named in `NAMES`.
     """
     check_scope(kind, None)
     quantized = quantize_parameters(model, kind)
@@ -50,12 +55,17 @@ def quantize_weights(model: Tree, kind: str) -> Tree:
 
 
 def quantize_parameters(tree: Tree, kind: str) -> Tree:
-    """Quantises the linear weights in any tree of parameters; it may hold none."""
+    """Quantises the linear weights (`NAMES`) in any tree of parameters; other leaves stay as they are."""
     return jax.tree_util.tree_map_with_path(partial(_leaf, kind), tree, is_leaf=_is_quantized)
 
 
 def check_device(tree: Any, *cache_dtypes: str) -> None:
-    """Raises ValueError if weights or caches are float8 and the GPU does not support it."""
+    """Raises ValueError if weights or KV caches are float8 on a GPU without float8.
+
+    Args:
+        tree: tree of weights.
+        cache_dtypes: dtypes of the KV caches.
+    """
     capability = getattr(jax.devices()[0], "compute_capability", None)
     if capability is None or tuple(map(int, str(capability).split("."))) >= FLOAT8_CAPABILITY:
         return
@@ -67,7 +77,7 @@ def check_device(tree: Any, *cache_dtypes: str) -> None:
 
 
 def quantized_as(tree: Any) -> str | None:
-    """The kind of quantisation of a tree's weights; None: not quantised."""
+    """The kind of quantisation of the first quantised weight in a tree; None: no weight is quantised."""
     return next((leaf.kind for leaf in jax.tree.leaves(tree, is_leaf=_is_quantized) if _is_quantized(leaf)), None)
 
 

@@ -1,1 +1,1 @@
-"""What is built on the engine: command line, bench, demo, checks of heads, pictures."""
+"""Tools that use the engine: command line, bench, demo, checks of draft heads, figures."""

@@ -1,14 +1,16 @@
-"""`jspec info --check`: compare a draft head's options as its config.json has them with values that exporters confuse.
+"""`jspec info --check`: measure whether a draft head's config.json has the right options.
 
-Two quantities are measured for each setting:
+Exporters confuse some options of EAGLE heads. The head is measured with the options of its config.json and with other
+values of these options (settings). Two quantities are measured for each setting:
 
 - agreement: share of first draft tokens equal to the target's argmax, over all positions of a given text;
-- mean acceptance length: of greedy decoding with chains, over a few hundred tokens.
+- mean acceptance length: tokens per round of greedy decoding with chains, over a few hundred tokens.
 
-The advice rests on the agreement: it has ten times as many samples, two settings are compared position by position, and
-long accepted chains in one repetitive text cannot hide misses. The acceptance length decides only if the agreements are
-equal, for example between options that act only after the first draft token. The texts are short because beyond the
-length that a head was trained on, a wrong rope theta may score higher than the right one on both quantities.
+The advice depends on the agreement: agreement has ten times as many samples, two settings are compared position by
+position, and long accepted chains in one repetitive text cannot hide misses. The acceptance length decides only if the
+agreements are equal, for example between options that act only after the first draft token. The texts are short,
+because beyond the length on which a head was trained, a wrong rope theta may score higher than the right one on both
+quantities.
 """
 
 from __future__ import annotations
@@ -32,15 +34,15 @@ from jspec.tools.replay import Replay, Texts, continue_greedily, observe
 from jspec.tools.table import table
 
 TEXT = (Path(__file__).parent / "sample_text.txt").read_text(encoding="utf-8")  # English prose, then Python
-LENGTH = 4  # draft tokens a round
-PROMPT = 64  # tokens of a prompt
+LENGTH = 4  # draft tokens per round
+PROMPT = 64  # tokens per prompt
 PROMPTS = 4  # number of prompts
 WINDOWS = 16  # maximum number of windows of the text
 FIRST = 8  # position of the first root in a window
-MAX_TOKENS = 48
-CLEAR = 3.0  # standard errors; a setting that is better by more is clearly better
-OFFICIAL_THETA = 10000.0
-OWN = "as the file says"
+MAX_TOKENS = 48  # default number of tokens decoded after each prompt
+CLEAR = 3.0  # number of standard errors by which a clearly better setting is better
+OFFICIAL_THETA = 10000.0  # rope theta of the EAGLE authors' code
+OWN = "as the file says"  # name of the setting with the options of config.json
 OTHER_CAUSES = (
     "if drafts are still refused, check the prompt template (give a text as the model is used) and that the draft was "
     "trained for this very target."
@@ -49,11 +51,12 @@ OTHER_CAUSES = (
 
 @dataclass(frozen=True)
 class Setting:
-    """A drafter and the target's hidden states that it reads; settings that differ only in these share the drafter.
+    """A drafter with one choice of its options.
 
     Attributes:
-        name: as in the report: "as the file says", or the argument that changes the option.
-        layers: indices of the hidden states, in the order in which they are concatenated.
+        name: name in the report: "as the file says", or the argument of `from_pretrained` that selects the option.
+        drafter: drafter with these options; settings that differ only in their layers have the same drafter.
+        layers: indices of the target's hidden states that the head reads, in the order of concatenation.
     """
 
     name: str
@@ -63,11 +66,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Material:
-    """Texts with the target's outputs: first windows of the given text, then greedy continuations by the target.
+    """The texts on which all settings are measured: windows of the given text, then greedy texts of the target.
 
     Attributes:
-        start: position of the first root of each text.
-        stepwise: per text, whether every position is a root (windows) or the roots are those of decoding.
+        texts: the texts, with the target's outputs.
+        start: position of the first root, per text.
+        stepwise: whether every position is a root (windows), per text; False: the roots are those of decoding.
     """
 
     texts: Texts
@@ -79,9 +83,9 @@ class Material:
 class Measurement:
     """The results of one setting."""
 
-    name: str
+    name: str  # name of the setting
     hits: Bool[np.ndarray, "positions"]  # whether the first draft token is the target's argmax
-    lengths: Int[np.ndarray, "rounds"]  # tokens a round, including the bonus token
+    lengths: Int[np.ndarray, "rounds"]  # tokens per round, with the bonus token
 
     @property
     def agreement(self) -> float:
@@ -94,8 +98,8 @@ class Measurement:
     def beats(self, other: Measurement) -> bool:
         """Whether this setting is better than `other` by more than `CLEAR` standard errors.
 
-        Agreement decides by McNemar's test: of the positions where exactly one of the two is right, each should have
-        half. If both are right at the same positions, the mean acceptance lengths decide.
+        Agreement decides, by McNemar's test: two equally good settings would each be right at half of the positions
+        where exactly one of them is right. If both are right at the same positions, mean acceptance length decides.
         """
         won, lost = np.sum(self.hits & ~other.hits), np.sum(other.hits & ~self.hits)
         if won + lost > 0:
@@ -117,18 +121,20 @@ def check(
     Args:
         head: folder or hub id of an EAGLE head, Medusa heads or a draft model.
         target: folder or hub id of the target.
-        tokenizer: "bytes" for byte-level models; None takes the tokenizer of the target's folder.
-        text: read in at most `WINDOWS` windows of ``PROMPT + max_tokens`` tokens; None takes the built-in text.
-        max_tokens: tokens decoded after each of `PROMPTS` prompts; ``PROMPT + max_tokens`` should not exceed the length
-            that the head was trained on.
+        tokenizer: a tokenizer, its folder, or "bytes" for byte-level models; None: the tokenizer in the target's
+            folder.
+        text: text to measure on, cut into at most `WINDOWS` windows of ``PROMPT + max_tokens`` tokens; None: the
+            built-in text.
+        max_tokens: number of tokens decoded after each of `PROMPTS` prompts; ``PROMPT + max_tokens`` should not exceed
+            the length on which the head was trained.
 
     Returns:
-        A table and one sentence of advice.
+        A table of the settings' results, and one sentence of advice.
 
     Raises:
         ValueError: head, target and tokenizer do not match, `max_tokens` is too small, or the text is too short.
-        NotImplementedError: an unsupported checkpoint.
-        FileNotFoundError: no such folder.
+        NotImplementedError: a checkpoint is not supported.
+        FileNotFoundError: a folder does not exist.
     """
     if max_tokens < 2 * LENGTH:
         raise ValueError(f"max_tokens: expected at least {2 * LENGTH}, two full rounds, got {max_tokens}; raise it")
@@ -147,13 +153,15 @@ def check(
 def load_target(
     path: str | Path, tokenizer: Tokenizer | str | None, *, dtype: str | None = None
 ) -> tuple[Model, Tokenizer]:
-    """Load a target and a tokenizer.
+    """Load a target and its tokenizer.
 
     Args:
-        tokenizer: a tokenizer, its folder, or "bytes"; None takes the tokenizer of the target's folder.
+        path: folder or hub id of the target.
+        tokenizer: a tokenizer, its folder, or "bytes"; None: the tokenizer in the target's folder.
+        dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
 
     Raises:
-        ValueError: the folder has no tokenizer.
+        ValueError: the target's folder has no tokenizer.
     """
     found = load.load(path, dtype=dtype)
     model = Model.from_weights(found.config, found.weights)
@@ -165,7 +173,7 @@ def load_target(
 
 
 def settings_of(drafter: Drafter, target: Model) -> list[Setting]:
-    """The drafter as loaded; for an EAGLE head also each other setting, named as the argument that selects it."""
+    """The settings to measure: the drafter as loaded; for EAGLE heads also one setting per other value of an option."""
     layers = drafter.feature_layers(target)
     settings = [Setting(OWN, drafter, layers)]
     if not isinstance(drafter, EagleDrafter):
@@ -179,14 +187,19 @@ def settings_of(drafter: Drafter, target: Model) -> list[Setting]:
 
 
 def _other_layers(layers: tuple[int, ...], last: int) -> list[tuple[int, ...]]:
-    """Feature layers all one lower, all one higher, and in reverse order, if such hidden states exist."""
+    """Other feature layers to try: all indices minus 1, all plus 1, and the reverse order.
+
+    Args:
+        layers: indices of the target's hidden states that the head reads.
+        last: largest index of a hidden state of the target.
+    """
     lower, higher = (tuple(layer + step for layer in layers) for step in (-1, 1))
     others = dict.fromkeys((lower, higher, layers[::-1]))
     return [other for other in others if other != layers and min(other) >= 0 and max(other) <= last]
 
 
 def _changes(config: HeadConfig, target: Model) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Other values of a head's options: the argument as text, and the changed fields of its config."""
+    """Other values of a head's options: name of each setting, and the changed fields of the head's config."""
     for theta in dict.fromkeys((OFFICIAL_THETA, target.config.rope.theta)):
         if theta != config.rope.theta:
             yield f"rope_theta={theta:g}", {"rope": replace(config.rope, theta=theta)}
@@ -197,10 +210,12 @@ def _changes(config: HeadConfig, target: Model) -> Iterator[tuple[str, dict[str,
 
 
 def windows(text: str, tokenizer: Tokenizer, size: int) -> Int[np.ndarray, "windows size"]:
-    """Cut a text into consecutive windows; each starts with the tokens that the tokenizer puts before any text (BOS).
+    """Cut a text into consecutive windows of tokens; each begins with the tokenizer's first tokens (BOS).
 
     Args:
-        size: tokens of a window, including those.
+        text: text to cut.
+        tokenizer: tokenizer of the target.
+        size: number of tokens per window, with the BOS tokens.
 
     Raises:
         ValueError: the text is shorter than one window.
@@ -215,7 +230,13 @@ def windows(text: str, tokenizer: Tokenizer, size: int) -> Int[np.ndarray, "wind
 
 
 def prepare(target: Model, cuts: Int[np.ndarray, "windows size"], settings: Sequence[Setting]) -> Material:
-    """Run the target once for all settings: its greedy texts, and its choices and hidden states at every position."""
+    """Make the texts, and run the target on them once for all settings.
+
+    Args:
+        target: the target.
+        cuts: windows of the given text; the beginnings of some are the prompts of the greedy texts.
+        settings: all settings, whose hidden states are stored.
+    """
     greedy = continue_greedily(target, cuts[:PROMPTS, :PROMPT], cuts.shape[1] - PROMPT)
     return Material(
         texts=observe(target, np.concatenate([cuts, greedy]), [layer for one in settings for layer in one.layers]),
@@ -225,7 +246,13 @@ def prepare(target: Model, cuts: Int[np.ndarray, "windows size"], settings: Sequ
 
 
 def measure(setting: Setting, run: Replay, material: Material) -> Measurement:
-    """Measure one setting by replaying its drafter."""
+    """Measure one setting.
+
+    Args:
+        setting: setting to measure.
+        run: replay of the setting's drafter.
+        material: texts to measure on.
+    """
     rounds = run(material.texts, layers=setting.layers, start=material.start, stepwise=material.stepwise)
     stepwise = np.asarray(material.stepwise)
     return Measurement(
@@ -236,7 +263,7 @@ def measure(setting: Setting, run: Replay, material: Material) -> Measurement:
 
 
 def report(measured: Sequence[Measurement]) -> str:
-    """The table of all settings, starting with the file's own, and the advice."""
+    """The table of all results and the advice, as text; the first result is the one with the options of the file."""
     best = max(measured, key=lambda one: (one.agreement, one.mean_acceptance_length))
     rows = [["setting", "mean acceptance length", "first draft agrees", ""]]
     for one in measured:
@@ -246,7 +273,11 @@ def report(measured: Sequence[Measurement]) -> str:
 
 
 def advice(measured: Sequence[Measurement]) -> str:
-    """One sentence of advice; it names another setting only if that is clearly better than the file's, the first."""
+    """One sentence of advice, which recommends another setting only if it is clearly better than the file's.
+
+    Args:
+        measured: results of all settings; the first has the options of the file.
+    """
     own, *others = measured
     better = [one for one in others if one.beats(own)]
     if not better:

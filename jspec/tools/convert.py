@@ -16,17 +16,17 @@ from jspec.draft.auto import plan
 from jspec.draft.head_config import Overrides
 from jspec.models.quantize import check_scope, quantize_parameters
 
-STORED = ("int8", "fp8")  # "fp8_dynamic" has the same weights as "fp8"
+STORED = ("int8", "fp8")  # kinds of quantisation to store; "fp8_dynamic" has the same weights as "fp8"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Converts a folder as the command line says.
+    """Runs `jspec convert`: converts a Hugging Face folder to an orbax folder.
 
     Args:
-        argv: the arguments; None: those of the process.
+        argv: command-line arguments; None: the arguments of the process.
 
     Returns:
-        The exit status: 0, or 2 after printing an error.
+        The exit status: 0, or 2 after an error, which is printed.
     """
     options = _parser().parse_args(argv)
     start = time.perf_counter()

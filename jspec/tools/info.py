@@ -17,17 +17,17 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def describe(path: str | Path) -> str:
-    """Describes a Hugging Face folder, a converted folder or a hub id.
+    """Describes a checkpoint from its headers, without reading its weights.
 
     Args:
-        path: as for `jspec.models.load.load`.
+        path: Hugging Face folder, converted folder or hub id ("owner/name").
 
     Returns:
-        Lines of text: family, sizes, parameters, and for a head its features and vocabulary; or the reason why the
-        folder cannot be loaded.
+        Lines of text: family, sizes and parameters of the model; for a head also its features and its vocabulary. If
+        the folder cannot be loaded, the reason.
 
     Raises:
-        FileNotFoundError: if there is no such folder.
+        FileNotFoundError: there is no such folder, and the hub has no such model.
     """
     folder = hub.find(path)
     origin = "converted by jspec" if orbax.is_checkpoint(folder) else "Hugging Face folder"
@@ -79,7 +79,7 @@ def _eagle(found: Header, config: HeadConfig) -> list[str]:
 
 
 def _flags(config: HeadConfig) -> str:
-    """The options of the head's forward pass that are not its method's plain ones."""
+    """The options in which a head's forward pass differs from its method's default, as text."""
     plain = {field.name: field.default for field in fields(config) if isinstance(field.default, bool)}
     plain |= {"qk_norm": False, "qkv_bias": False}
     plain["fc_bias"] = isinstance(config, EagleConfig)  # EAGLE-1 has that bias, unless the file says otherwise

@@ -1,6 +1,7 @@
-"""Pictures: tokens of each round, a round's tree, acceptance by position, by drafter and by score. Needs matplotlib.
+"""Figures: tokens of each round, a round's tree, acceptance by position, by drafter and by score. Needs matplotlib.
 
-All use two colours that colour-blind readers can tell apart: blue for draft tokens, orange for the target's own tokens.
+All figures have two colours that colour-blind readers can tell apart: blue for draft tokens, orange for the target's
+own tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from jspec.engine.tokenizer import Tokenizer
 
 DRAFT, TARGET, FAINT = "#0072B2", "#D55E00", "#BBBBBB"
-FONT, FONT_SIZE = "DejaVu Sans Mono", 8.0  # comes with matplotlib; points
-CHARACTER = 0.61 * FONT_SIZE / 72  # inches of width in that font
-LONGEST = 10  # characters of a token's text
-ROW = 0.27  # inches between the tree's rows
-LEGEND = 6.5  # inches: width of a legend in one line
+FONT, FONT_SIZE = "DejaVu Sans Mono", 8.0  # font that comes with matplotlib; size in points
+CHARACTER = 0.61 * FONT_SIZE / 72  # width of a character in inches
+LONGEST = 10  # maximum number of characters of a token's text
+ROW = 0.27  # distance of the tree's rows in inches
+LEGEND = 6.5  # width of a legend in one line, in inches
 VISIBLE = str.maketrans({" ": "·", "\n": "↵", "\t": "→", "\r": "↵"})
 
 
@@ -69,7 +70,12 @@ def acceptance(metrics: Metrics, ax: Axes | None = None) -> Axes:
 
 
 def methods(metrics: Mapping[str, Metrics], ax: Axes | None = None) -> Axes:
-    """Draw mean acceptance lengths by drafter's name: accepted draft tokens and the target's own token."""
+    """Draw the mean acceptance length of several drafters as bars: the target's own token and accepted draft tokens.
+
+    Args:
+        metrics: metrics of each drafter, by the drafter's name.
+        ax: axes to draw on; None makes a figure.
+    """
     ax = ax or _new_axes(width=LEGEND, height=0.7 + 0.4 * len(metrics))
     accepted = [one.mean_acceptance_length - 1 for one in metrics.values()]
     ax.barh(list(metrics), 1, color=TARGET, label="the target's own token")
@@ -82,14 +88,15 @@ def methods(metrics: Mapping[str, Metrics], ax: Axes | None = None) -> Axes:
 
 
 def calibration(rounds: Sequence[Round], ax: Axes | None = None, *, bins: int = 10) -> Axes:
-    """Draw the acceptance rate of draft tokens by their draft probability, as a calibration curve.
+    """Draw the acceptance rate of draft tokens over their draft probability, as a calibration curve.
 
-    On the diagonal tokens are accepted as often as their probability says. Each point shows its number of tokens.
+    On the diagonal, tokens are accepted as often as their draft probability says. Each point is labelled with its
+    number of tokens.
 
     Args:
-        rounds: of completions generated with ``trace=True``.
+        rounds: rounds of completions that were generated with ``trace=True``.
         ax: axes to draw on; None makes a figure.
-        bins: number of bins of equal width.
+        bins: number of bins of draft probability, all of equal width.
     """
     points = _calibration(rounds, bins)
     ax = ax or _new_axes(width=5.0, height=4.0)
@@ -113,7 +120,7 @@ def calibration(rounds: Sequence[Round], ax: Axes | None = None, *, bins: int = 
 
 
 class _Bin(NamedTuple):
-    """Draft tokens of similar probability."""
+    """One bin of the calibration curve: draft tokens of similar draft probability."""
 
     predicted: float  # mean draft probability
     accepted: float  # share of tokens accepted
@@ -121,7 +128,14 @@ class _Bin(NamedTuple):
 
 
 def _calibration(rounds: Sequence[Round], bins: int) -> list[_Bin]:
-    """The bins that are not empty. Only children of accepted nodes count: the target has judged no others."""
+    """The non-empty bins of the calibration curve.
+
+    Only children of accepted nodes are counted, because other nodes are rejected with their parents.
+
+    Args:
+        rounds: rounds with their trees.
+        bins: number of bins.
+    """
     pairs = [
         (float(np.exp(r.scores[node] - r.scores[r.parents[node]])), node in r.path)
         for r in rounds
@@ -135,14 +149,14 @@ def _calibration(rounds: Sequence[Round], bins: int) -> list[_Bin]:
 
 
 def tree(round: Round, tokenizer: Tokenizer | None = None, ax: Axes | None = None) -> Axes:
-    """Draw one round's tree with the text and score of each node; nodes of one depth share a column.
+    """Draw one round's tree with the text and the score of each node; each depth is a column.
 
-    The accepted path is filled. The root and the token after the path are the target's own and are orange.
+    Accepted nodes are filled. The root and the token after the accepted path are the target's own and are orange.
 
     Args:
         round: an element of ``completion.rounds``.
         tokenizer: decodes the labels; None shows token ids.
-        ax: axes to draw on, with a smaller font if necessary; None makes a figure that is large enough.
+        ax: axes to draw on, with a smaller font if the axes are small; None makes a figure that is large enough.
     """
     nodes = _place(_nodes(round, tokenizer))
     column = CHARACTER * max(len(node.label) for node in nodes) + 0.45  # inches
@@ -160,18 +174,18 @@ def tree(round: Round, tokenizer: Tokenizer | None = None, ax: Axes | None = Non
 
 @dataclass
 class _Node:
-    """A node of the picture, drawn in column `depth` and row `row`."""
+    """A node of the drawn tree."""
 
-    label: str
-    parent: int
-    accepted: bool = False
-    is_target: bool = False  # chosen by the target: the root, and the token after the last accepted one
-    depth: int = 0
-    row: float = 0.0
+    label: str  # text in the node
+    parent: int  # index of the parent; -1: the root
+    accepted: bool = False  # whether the node is a draft token that was accepted
+    is_target: bool = False  # whether the target chose the token: the root, and the token after the accepted path
+    depth: int = 0  # column
+    row: float = 0.0  # vertical position in rows from the top
 
 
 def _nodes(round: Round, tokenizer: Tokenizer | None) -> list[_Node]:
-    """The root, the draft nodes without padding, and the target's own token after the path, if it was emitted."""
+    """The nodes to draw: root, draft nodes without padding, and the target's token after the path if it was emitted."""
     count = 1 + int((round.parents >= 0).sum())
     path = {int(node) for node in round.path}
     nodes = [_Node(_token_text(int(round.tokens[0]), tokenizer), -1, is_target=True)]
@@ -185,7 +199,10 @@ def _nodes(round: Round, tokenizer: Tokenizer | None) -> list[_Node]:
 
 
 def _place(nodes: list[_Node]) -> list[_Node]:
-    """Set depth and row: each leaf has its own row, in sibling order; a parent is centred on its children."""
+    """Set the depth and row of each node and return the nodes.
+
+    Each leaf has a row of its own, in sibling order; a parent is centred on its children.
+    """
     children: list[list[_Node]] = [[] for _ in nodes]
     for node in nodes[1:]:
         children[node.parent].append(node)
@@ -245,7 +262,7 @@ def _draw(ax: Axes, nodes: Sequence[_Node], font_size: float) -> None:
 
 
 def _token_text(token: int, tokenizer: Tokenizer | None) -> str:
-    """Label of a token: its text, shortened, with visible blanks; its id if the text cannot be shown in the font."""
+    """The label of a token: its shortened text with visible spaces, or its id if the font lacks a character."""
     text = "" if tokenizer is None else tokenizer.decode([token]).translate(VISIBLE)
     if len(text) > LONGEST:
         text = text[: LONGEST - 1] + "…"
@@ -255,7 +272,7 @@ def _token_text(token: int, tokenizer: Tokenizer | None) -> str:
 
 
 def _new_axes(width: float, height: float) -> Axes:
-    """Axes of a new figure; sizes in inches."""
+    """The axes of a new figure of the given size in inches."""
     _, ax = _pyplot().subplots(figsize=(width, height), layout="constrained")
     return ax
 
@@ -266,7 +283,7 @@ def _legend_above(ax: Axes) -> None:
 
 
 def _inches(ax: Axes) -> tuple[float, float]:
-    """Current width and height of the axes."""
+    """The current width and height of axes in inches."""
     figure: Any = ax.get_figure(root=True)
     extent = ax.get_window_extent().transformed(figure.dpi_scale_trans.inverted())
     return extent.width, extent.height

@@ -1,7 +1,7 @@
 """Measure a drafter's chains on texts for which the target's outputs are known already.
 
-Greedy decoding gives the same text with any drafter. So the target runs once, first; which draft tokens it would have
-accepted then follows from drafting alone, and measuring another option of the drafter compiles no target again.
+Greedy decoding gives the same text with any drafter. The target therefore runs only once, before all drafters; a draft
+token would be accepted if it equals the text's token. Measuring another drafter does not compile the target again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.kv_cache import PoolShape, create
 from jspec.verify import MultiCandidate
 
-PAGE_SIZE = 16
+PAGE_SIZE = 16  # cache rows per page
 
 
 @struct.dataclass
@@ -31,9 +31,9 @@ class Texts:
     """Texts of one length with the target's outputs; the shape of every field starts with ``[rows, size]``.
 
     Attributes:
-        tokens: token ids.
+        tokens: token id at each position.
         choices: the target's argmax for the token after each position.
-        states: hidden states at each position, by their index in `forward`.
+        states: the target's hidden states at each position, by state index as in `jspec.models.decoder.forward`.
     """
 
     tokens: Int[Array, "rows size"]
@@ -42,19 +42,21 @@ class Texts:
 
 
 class Rounds(NamedTuple):
-    """Results of every round; a row's rounds are in order and end at the first False of ``is_round``."""
+    """The results of every round of every row, in order; arrays are padded with False ``is_round`` at the end."""
 
-    is_round: Bool[np.ndarray, "rounds rows"]
-    positions: Int[np.ndarray, "rounds rows"]  # positions of the roots
+    is_round: Bool[np.ndarray, "rounds rows"]  # whether the entry is a round; False after the row has ended
+    positions: Int[np.ndarray, "rounds rows"]  # position of the root
     hits: Bool[np.ndarray, "rounds rows"]  # whether the first draft token is the target's argmax after the root
     accept_len: Int[np.ndarray, "rounds rows"]  # number of draft tokens before the first that differs from the text
 
 
 def observe(target: Model, tokens: Int[np.ndarray, "rows size"], layers: Sequence[int]) -> Texts:
-    """Run the target over texts, one forward pass a text.
+    """Run the target over texts, one forward pass per text, and return the texts with the target's outputs.
 
     Args:
-        layers: indices of the hidden states to keep.
+        target: the target.
+        tokens: token ids of each text.
+        layers: indices of the hidden states to return, as in `jspec.models.decoder.forward`.
     """
     run = jax.jit(partial(_target_outputs, tuple(sorted(set(layers)))))
     parts = [run(target, jnp.asarray(row[None], jnp.int32)) for row in tokens]
@@ -64,9 +66,10 @@ def observe(target: Model, tokens: Int[np.ndarray, "rows size"], layers: Sequenc
 def continue_greedily(
     target: Model, prompts: Int[np.ndarray, "rows prompt"], count: int
 ) -> Int[np.ndarray, "rows size"]:
-    """Prompts of one length, each continued by ``count`` tokens of greedy decoding.
+    """The prompts, each followed by ``count`` tokens of greedy decoding.
 
-    Every token runs the whole text again: for a few short texts that is faster than compiling a step with a cache.
+    Each token is a forward pass over the whole text: for a few short texts this is faster than compiling a step with a
+    cache.
     """
     rows, size = prompts.shape
     tokens = np.concatenate([prompts, np.zeros((rows, count), prompts.dtype)], axis=1)
@@ -77,15 +80,16 @@ def continue_greedily(
 
 
 class Replay:
-    """Drafts chains along texts, round by round; a call with other texts of the same shape compiles nothing.
+    """Drafts chains along given texts, round by round, and compares the draft tokens with the texts.
 
     A round advances a row by the number of correct draft tokens plus one, as greedy decoding does if the text is the
-    target's own greedy text. A stepwise row advances by one token, so every position of any text is a root once.
-    A row ends when a round could pass the end of its text.
+    target's own greedy text. A stepwise row advances by one token per round, so every position is a root once.
+    A row ends when its next round could pass the end of its text.
+    Calls with texts of one shape compile once.
 
     Args:
-        drafter: drafts chains, each from the text of its own row only.
-        target: the model that the drafter is bound to.
+        drafter: drafter of chains, which drafts each row from the row's own text only.
+        target: target that the drafter is bound to.
     """
 
     def __init__(self, drafter: Drafter, target: Model) -> None:
@@ -95,13 +99,13 @@ class Replay:
     def __call__(
         self, texts: Texts, *, layers: Sequence[int], start: Sequence[int], stepwise: Sequence[bool]
     ) -> Rounds:
-        """Replay all rounds of all rows.
+        """Draft all rounds of all rows, and return the results of each round.
 
         Args:
             texts: texts with the target's outputs.
-            layers: keys of ``texts.states`` that are concatenated to the features, in this order.
+            layers: keys of ``texts.states`` that are concatenated to the drafter's features, in this order.
             start: position of each row's first root, at least 1.
-            stepwise: per row, whether it advances by one token a round.
+            stepwise: whether each row advances by one token per round.
         """
         features = jnp.concatenate([texts.states[layer] for layer in layers], axis=-1) if layers else None
         seen = self._run(self._params, texts, features, jnp.asarray(start, jnp.int32), jnp.asarray(stepwise))
@@ -109,7 +113,13 @@ class Replay:
 
 
 def run_texts(target: Model, tokens: Int[Array, "rows size"], layers: Sequence[int] = ()) -> TargetOut:
-    """The target's logits and hidden states at every token of texts, from one forward pass over all of them."""
+    """The target's logits and hidden states at every token of the texts, from one forward pass over all texts.
+
+    Args:
+        target: the target.
+        tokens: token ids of each text.
+        layers: indices of the hidden states to return, as in `jspec.models.decoder.forward`.
+    """
     rows, size = tokens.shape
     pool = _pool(rows, size, size, str(target.embed.dtype))
     cache = create(target.config.layers, pool, pool.dtype)
@@ -127,7 +137,7 @@ def _target_outputs(layers: tuple[int, ...], target: Model, tokens: Int[Array, "
 def _rounds(
     drafter: Drafter, params: Any, texts: Texts, features: Array | None, start: Array, stepwise: Array
 ) -> tuple[Array, ...]:
-    """The fields of `Rounds`. Rows that have ended keep drafting; ``is_round`` is False for them."""
+    """The fields of `Rounds`, as one compiled function; rows that have ended are drafted for too, and ignored."""
     rows, size = texts.tokens.shape
     depth = drafter.tree.depth
     dtype = next(str(leaf.dtype) for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating))
@@ -159,7 +169,12 @@ def _rounds(
 
 
 def _verdict(taken: Int[Array, "rows"], ahead: Int[Array, "rows depth1"]) -> Verdict:
-    """Accepts ``taken`` draft tokens and emits the token after them."""
+    """A `Verdict` that accepts the first ``taken`` draft tokens and emits the token of the text after them.
+
+    Args:
+        taken: number of draft tokens to accept.
+        ahead: tokens of the text after the root.
+    """
     nodes = jnp.arange(ahead.shape[1])
     kept = nodes <= taken[:, None]
     return Verdict(
@@ -172,7 +187,7 @@ def _verdict(taken: Int[Array, "rows"], ahead: Int[Array, "rows depth1"]) -> Ver
 
 
 def _view(tokens: Array, roots: Array, active: Array, table: Array) -> SlotView:
-    """Greedy rows, row i in slot i; rows that have ended read and write nothing."""
+    """A `SlotView` of greedy rows, row i in slot i; rows that have ended (not ``active``) read and write nothing."""
     rows = tokens.shape[0]
     return SlotView(
         slots=jnp.arange(rows),

@@ -1,4 +1,4 @@
-"""`check_lossless`, a test for any drafter, and two drafters for tests: `Scripted` and `Random`."""
+"""Tests of drafters: `check_lossless`, a test for any drafter, and two drafters for tests, `Scripted` and `Random`."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ NEAR_TIE = 1e-5  # logits closer than this may swap places when a float32 forwar
 
 @struct.dataclass
 class Script:
-    """Known outputs, one a line, each found by the hash of its prompt, its seed and whether it is greedy."""
+    """Known outputs, each found by a hash of its prompt, its seed and whether it is greedy."""
 
-    hashes: UInt32[Array, "lines"]
-    tokens: Int[Array, "lines longest"]
-    vocab: int = struct.field(pytree_node=False)
+    hashes: UInt32[Array, "lines"]  # hash of each output's request
+    tokens: Int[Array, "lines longest"]  # token ids of each output
+    vocab: int = struct.field(pytree_node=False)  # size of the target's vocabulary
 
 
 @struct.dataclass
 class ScriptState:
-    """Hash and length of each slot's prompt, as far as it has been prefilled."""
+    """The hash and the length of the prefilled part of each slot's prompt."""
 
-    hashes: UInt32[Array, "slots"]
-    prompt_len: Int[Array, "slots"]
+    hashes: UInt32[Array, "slots"]  # hash of the prompt's prefilled tokens
+    prompt_len: Int[Array, "slots"]  # number of prefilled tokens
 
 
 @final
 class Scripted(Drafter):
-    """Drafts known outputs, each token plus ``shift``: with 0 all drafts are right, with 1 or more all are wrong.
+    """Drafts the tokens of known outputs plus ``shift``: with shift 0 all drafts are right, else all are wrong.
 
-    Among siblings the last has the right token; the siblings before it have the tokens 1, 2, ... higher.
+    The last of several siblings has the known token plus ``shift``; the siblings before it have ids 1, 2, ... higher.
 
     Args:
         known: completions of plain decoding.
-        params: the sampling parameters of each completion.
-        tree: a chain or a static tree.
-        shift: added to every draft token, modulo the vocabulary size.
+        params: sampling parameters of each completion.
+        tree: chain or static tree.
+        shift: number that is added to every draft token, modulo the vocabulary size.
     """
 
     reads_text = True
@@ -130,27 +130,42 @@ class Scripted(Drafter):
 
 
 def _prompt_hash(tokens: Any, positions: Any, *, xp: Any) -> Any:
-    """Hash of each token with its position; the hash of a prompt is their sum modulo 2**32."""
+    """The hash of each token with its position; the sum of these hashes modulo 2**32 is the hash of a prompt.
+
+    Args:
+        tokens: token ids.
+        positions: position of each token.
+        xp: array module, numpy or jax.numpy.
+    """
     mixed = (tokens.astype(xp.uint32) + xp.uint32(1)) * xp.uint32(2654435761)
     mixed = mixed ^ (positions.astype(xp.uint32) * xp.uint32(2246822519) + xp.uint32(374761393))
     return (mixed ^ (mixed >> xp.uint32(15))) * xp.uint32(3266489917)
 
 
 def _run_hash(is_sampled: Any, seed: Any) -> Any:
-    """Added to a prompt's hash: tells greedy from sampled requests and one seed from another."""
+    """The number that is added to a prompt's hash, to distinguish greedy requests, and sampled requests by seed.
+
+    Args:
+        is_sampled: 1 for sampled requests, 0 for greedy ones.
+        seed: seed of the request, uint32.
+    """
     return is_sampled * (seed * 2 + 1)
 
 
 @struct.dataclass
 class Alphabet:
-    """Size of the vocabulary to draw from."""
+    """The vocabulary that `Random` draws tokens from."""
 
-    size: int = struct.field(pytree_node=False)
+    size: int = struct.field(pytree_node=False)  # number of tokens
 
 
 @final
 class Random(StatelessDrafter):
-    """Drafts uniformly random tokens; siblings are drawn without replacement."""
+    """Drafts uniformly random tokens; siblings are drawn without replacement.
+
+    Args:
+        tree: chain or static tree.
+    """
 
     def __init__(self, tree: Tree) -> None:
         self.tree = require_static("Random", tree)
@@ -189,13 +204,13 @@ class Difference:
 def differences(
     target: Model, plain: Sequence[Completion], other: Sequence[Completion], seeds: Any
 ) -> list[Difference]:
-    """Compare outputs token by token.
+    """The differences between the outputs of plain and of speculative decoding.
 
     Args:
-        target: the model that recomputes the logits at a difference.
+        target: the target, which recomputes the logits at each difference.
         plain: completions of plain decoding.
-        other: completions of the same prompts with speculation.
-        seeds: None for greedy outputs; else (temperature, seed of each prompt); no other sampling control may be set.
+        other: completions of the same prompts with speculative decoding.
+        seeds: (temperature, seed of each prompt) for sampled outputs, without other sampling options; None: greedy.
 
     Returns:
         One `Difference` for each prompt whose outputs differ.
@@ -220,7 +235,7 @@ def differences(
 
 
 def last_logits(target: Model, ids: Sequence[int]) -> np.ndarray:
-    """The target's logits [vocab] for the token after a text, from one forward pass over the whole text."""
+    """The target's logits [vocab] for the token after the text ``ids``, from one forward pass over the whole text."""
     logits = run_texts(target, jnp.asarray([ids], jnp.int32)).logits
     assert logits is not None
     return np.asarray(logits[0, -1])
@@ -236,25 +251,25 @@ def check_lossless(
     make_engine: Callable[..., Engine] = Engine,
     **options: Any,
 ) -> dict[float, list[Difference]]:
-    """Decode prompts with and without a drafter, greedy and sampled, and compare every token.
+    """Check that a drafter is lossless: decode prompts with and without the drafter, and compare every token.
 
     Under the default accept rule ("coupled") all tokens must be equal. A difference is tolerated only where the
-    target's two highest (perturbed) logits differ by less than `NEAR_TIE` in float32.
+    target's two highest logits (with the sampling noise, if sampled) differ by less than `NEAR_TIE` in float32.
 
     Args:
         drafter: the drafter to test.
         target: a model with float32 weights.
         prompts: token ids of each prompt.
-        max_tokens: tokens generated for each prompt.
-        temperatures: 0 is greedy decoding; others sample, prompt i with seed 1000 + i.
-        make_engine: called as `Engine` is, once without and once with ``drafter=``.
-        options: arguments of both engines, as of `Engine`.
+        max_tokens: number of tokens generated for each prompt.
+        temperatures: temperatures to test; 0 decodes greedily, others sample prompt i with seed 1000 + i.
+        make_engine: function with the arguments of `Engine`, called once without and once with ``drafter=``.
+        options: further arguments of both engines.
 
     Returns:
         The tolerated differences by temperature.
 
     Raises:
-        AssertionError: a token differs; the message names the prompt, the position and both tokens.
+        AssertionError: a difference is not tolerated; the message names the prompt, the position and both tokens.
     """
     tolerated = {}
     with (

@@ -1,6 +1,7 @@
-"""Model families: one file each, with the reader of its config.json and the names of its tensors.
+"""Model families, one per file: the reader of a family's config.json and the names of its tensors.
 
-A file registers its family under the values of `model_type` that it reads; nothing else has to name it.
+A file registers its family under the values of `model_type` that the family reads. `family_of` imports all files of
+this folder, so a new file needs no other change.
 """
 
 from __future__ import annotations
@@ -15,26 +16,37 @@ from jspec.models.config import ModelConfig, unsupported
 
 
 class Family(Protocol):
-    """A family of models."""
+    """The interface of a family: read its config.json, and map its tensors to parameters."""
 
     def config(self, fields: Mapping[str, Any], *, rope_theta: float | None = None) -> ModelConfig:
-        """Reads a parsed config.json; `rope_theta` replaces the rotary base in it.
+        """Reads the config.json of a model.
 
-        Raises: ValueError listing missing keys; NotImplementedError naming an option that is not supported.
+        Args:
+            fields: parsed config.json.
+            rope_theta: rotary base; None: as in config.json.
+
+        Raises:
+            ValueError: keys are missing; the message names them.
+            NotImplementedError: an option is not supported.
         """
 
     def weights(self, config: ModelConfig, names: Collection[str]) -> list[Row]:
-        """The rows of the weight map; `names` are those of the tensors in the folder."""
+        """The rows of the weight map, one per parameter.
+
+        Args:
+            config: config of the model.
+            names: names of all tensors in the checkpoint.
+        """
 
 
 FAMILIES: dict[str, Family] = {}
-DEFAULT = "llama"  # reads a config.json without a model_type, and names the missing key
+DEFAULT = "llama"  # family of a config.json without a model_type; its reader raises the error that names the key
 
 F = TypeVar("F", bound=type[Family])
 
 
 def register(*model_types: str) -> Callable[[F], F]:
-    """Registers a family under the values of `model_type` that it reads."""
+    """A class decorator that registers a family under the given values of `model_type`."""
 
     def add(family: F) -> F:
         FAMILIES.update(dict.fromkeys(model_types, family()))
@@ -44,9 +56,10 @@ def register(*model_types: str) -> Callable[[F], F]:
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a `model_type`.
+    """The family that is registered under a `model_type`.
 
-    Raises: NotImplementedError naming the known values.
+    Raises:
+        NotImplementedError: there is none; the message names the registered values.
     """
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
@@ -56,5 +69,5 @@ def family_of(model_type: str) -> Family:
 
 
 def read_config(fields: Mapping[str, Any], *, rope_theta: float | None = None) -> ModelConfig:
-    """Reads the parsed config.json of a model of any family; arguments and errors as `Family.config`."""
+    """Reads the config.json of a model of any family; arguments and errors as `Family.config`."""
     return family_of(fields.get("model_type") or DEFAULT).config(fields, rope_theta=rope_theta)

@@ -10,7 +10,7 @@ from jspec.models.params import Params, model_params, rows
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps")
 TENSORS = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
-LAYER = {  # the tensors that make each parameter of a layer, one after the other along axis 0
+LAYER = {  # tensors that are concatenated along axis 0, by parameter of a layer
     "attn_norm": ("input_layernorm.weight",),
     "qkv": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
     "qkv_bias": tuple(f"self_attn.{part}_proj.bias" for part in "qkv"),
@@ -25,13 +25,15 @@ LAYER = {  # the tensors that make each parameter of a layer, one after the othe
 
 @register("llama")
 class Llama:
-    """Llama 2 and 3, and the base class of families that differ from Llama in flags of their layers."""
+    """The family of Llama 2 and 3; base class of families that differ from Llama only in flags of their layers."""
 
     def config(self, fields: Mapping[str, Any], *, rope_theta: float | None = None, **flags: bool) -> ModelConfig:
-        """Reads a parsed config.json; arguments and errors as `jspec.models.families.Family.config`.
+        """Reads the config.json of a model; errors as `jspec.models.families.Family.config`.
 
         Args:
-            flags: `qkv_bias` and `qk_norm` of all layers, for derived families.
+            fields: parsed config.json.
+            rope_theta: rotary base; None: as in config.json.
+            flags: values of `qkv_bias` and `qk_norm` for all layers, from derived families.
         """
         return ModelConfig.of_sizes(
             **read_sizes(fields, "num_hidden_layers"),
@@ -59,13 +61,13 @@ class Llama:
 def layer_tensors(
     params: Params, to: str, source: str, layer: Mapping[str, Sequence[str]] = LAYER
 ) -> dict[str, list[str]]:
-    """The tensors of each parameter of a layer.
+    """The names of the checkpoint's tensors for each parameter of a layer, by parameter name.
 
     Args:
-        params: of the model; a layer's parameter that is not among them has no tensors.
-        to: prefix of the layer's parameters.
-        source: prefix of the layer's tensors.
-        layer: the tensors of each parameter, both without prefix.
+        params: declarations of the model's parameters; parameters of the layer that are not declared are left out.
+        to: prefix of the layer's parameter names.
+        source: prefix of the layer's tensor names.
+        layer: tensor names by parameter name, both without prefix.
     """
     return {
         f"{to}.{name}": [f"{source}.{tensor}" for tensor in tensors]
@@ -75,13 +77,15 @@ def layer_tensors(
 
 
 def read_sizes(fields: Mapping[str, Any], *required: str) -> dict[str, Any]:
-    """The sizes of a decoder layer as the fields of a config record, with the defaults of the Llama format.
+    """The sizes in a config.json, by argument name of `DecoderConfig.of_sizes`, with the defaults of the Llama format.
 
     Args:
-        fields: the parsed config.json, or the part of it that describes the layers.
+        fields: parsed config.json, or the part of it that describes the layers.
         required: further keys that must be present.
 
-    Raises: ValueError listing missing keys; NotImplementedError naming an unsupported option of the layers.
+    Raises:
+        ValueError: keys are missing; the message names them.
+        NotImplementedError: an option of the layers is not supported.
     """
     if fields.get("hidden_act", "silu") != "silu":
         raise unsupported("hidden_act", fields["hidden_act"], "'silu'")
@@ -106,13 +110,17 @@ def read_sizes(fields: Mapping[str, Any], *required: str) -> dict[str, Any]:
 
 
 def read_rope(fields: Mapping[str, Any], *, theta: float | None = None) -> Rope:
-    """The rotary embedding of `rope_theta` and `rope_scaling`, or of `rope_parameters` as transformers 5 writes them.
+    """Reads the rotary embedding in a config.json.
+
+    Older files have `rope_theta` and `rope_scaling`; transformers 5 writes `rope_parameters` instead.
 
     Args:
-        fields: the parsed config.json.
-        theta: replaces the base that the file gives; the base is 10000 where neither is given.
+        fields: parsed config.json.
+        theta: rotary base; None: as in config.json, or 10000 if the file gives none.
 
-    Raises: ValueError if the two ways of writing it disagree; NotImplementedError for another rope type.
+    Raises:
+        ValueError: the file has both forms and their values differ.
+        NotImplementedError: the rope type is not supported.
     """
     parameters, scaling = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
     if by_layer := [kind for kind, value in parameters.items() if isinstance(value, Mapping)]:

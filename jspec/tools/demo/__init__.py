@@ -22,20 +22,23 @@ FOLDER = Path(__file__).parent
 TARGET, HEAD = FOLDER / "target", FOLDER / "head"
 PROMPT = "class Config:\n    def _interpolate_some(self, parser, option, accum, "
 TOKENS = 160
-LENGTH = 3  # draft tokens a round
+LENGTH = 3  # draft tokens per round
 OPTIONS: dict[str, Any] = dict(slots=1, max_len=512, prefill_buckets=(128,), tokenizer="bytes", dtype="float32")
 COLOURS = {True: "\033[36m", False: "\033[33m"}
 RESET = "\033[0m"
 
 
 def engine(*, drafted: bool) -> Engine:
-    """An engine of the embedded target: with its EAGLE-3 head drafting chains, or plain."""
+    """An engine with the embedded target, with the embedded EAGLE-3 head as drafter if ``drafted``, else without."""
     drafter = Eagle3.from_pretrained(HEAD, tree=Tree.chain(LENGTH), dtype="float32") if drafted else None
     return Engine.from_pretrained(TARGET, drafter=drafter, **OPTIONS)
 
 
 def run(out: TextIO = sys.stdout) -> int:
-    """Stream a completion with draft tokens in their own colour, then compare it with plain decoding.
+    """Run `jspec demo`: print a completion with draft tokens in their own colour, then compare it with plain decoding.
+
+    Args:
+        out: stream to print to.
 
     Returns:
         0 if both texts are equal, else 1.
@@ -67,7 +70,13 @@ def _legend(out: TextIO, colour: bool) -> None:
 
 
 def _painted(text: str, from_draft: list[bool], colour: bool) -> str:
-    """The text of one round, draft tokens first; without colours, text from draft tokens is in brackets."""
+    """The text of one round, with the text of draft tokens in colour or, without colours, in brackets.
+
+    Args:
+        text: text of the round, one character per token, draft tokens first.
+        from_draft: whether each token is a draft token.
+        colour: whether to print in colour.
+    """
     drafted = sum(from_draft)
     parts = ((True, text[:drafted]), (False, text[drafted:]))
     if colour:
@@ -76,7 +85,7 @@ def _painted(text: str, from_draft: list[bool], colour: bool) -> str:
 
 
 def _timed(one: Engine, params: SamplingParams) -> tuple[Completion, float]:
-    """A completion and its tokens/s, the best of three runs; the first ones warm up."""
+    """A completion of the prompt, and the tokens/s of the fastest of three runs."""
     best = float("inf")
     for _ in range(3):
         began = time.perf_counter()
