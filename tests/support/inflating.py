@@ -14,8 +14,9 @@ from jspec import Model
 from jspec.draft.eagle_head import EagleHead, EagleLayer
 from jspec.models.config import Rope
 from jspec.tools import demo
-from jspec.tools.bench import inflate, sizes
-from jspec.tools.bench.sizes import Sizes
+from jspec.tools.bench.inflate import convert as inflate
+from jspec.tools.bench.inflate import sizes
+from jspec.tools.bench.inflate.sizes import Sizes
 from jspec.tools.replay import run_texts
 from tests.support import tiny
 
