@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 from jspec.core.tree import Tree
 from jspec.tools.bench.report import Column, Mark, Report
 
-NUMBER = (int, float)
-RIVAL_FIELDS: dict[str, Any] = {"mode": str, "quant": str, "k": int, "batch": int, "inlen": int, "step_ms": NUMBER}
-OUR_FIELDS: dict[str, Any] = {"tree": str, "context": int, "batch": int}
+RIVAL_LINE = "an object with mode, quant, k, batch, inlen and step_ms"
 ONE_OF_EACH = ("shape", "dtype", "page_size", "implementation", "greedy", "quantize", "draft_quantize", "kv_dtype")
 SETTINGS = (*ONE_OF_EACH, "idle", "depth")  # settings that all our results must share
 QUANT = {"fp8_dynamic": "fp8", "fp8": "fp8 weights"}  # other engines' "fp8" quantises weights and activations
@@ -69,7 +67,7 @@ COLUMNS = (
 
 
 def read_rival(path: Path) -> dict[Point, float]:
-    """Milliseconds of a step by point, from lines of JSON with the fields of `RIVAL_FIELDS`; others are ignored.
+    """Milliseconds of a step by point, from lines of JSON with mode, quant, k, batch, inlen and step_ms.
 
     Raises:
         ValueError: naming a line with a wrong field or a repeated point; or there is no line.
@@ -78,14 +76,14 @@ def read_rival(path: Path) -> dict[Point, float]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
             try:
-                record = _checked(json.loads(line), RIVAL_FIELDS)
-                if (record["mode"] == "none") != (record["k"] == 0):
-                    raise ValueError(f'expected k 0 with mode "none" and only there, got {line}')
-                draft = str(Tree.chain(record["k"])) if record["k"] else "none"
-                point = Point(record["quant"], record["inlen"], record["batch"], record["mode"], draft)
-                _put(found, point, float(record["step_ms"]))
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
+                record = json.loads(line)
+                mode, quant, k = record["mode"], record["quant"], record["k"]
+                if type(k) is not int or not isinstance(quant, str) or (mode == "none") != (k == 0):
+                    raise ValueError(f"mode {mode!r}, quant {quant!r} and k {k!r}; k is 0 with mode none alone")
+                draft = str(Tree.chain(k)) if k else "none"
+                _put(found, Point(quant, record["inlen"], record["batch"], mode, draft), record["step_ms"])
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{path}, line {number}: expected {RIVAL_LINE}, got {error!r}") from None
     if not found:
         raise ValueError(f"{path}: expected a line of JSON for each point, got none")
     return found
@@ -102,33 +100,25 @@ def read_ours(path: Path) -> tuple[dict[str, Any], dict[Point, tuple[float, floa
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         for result in content["results"]:
-            case = _checked(result["case"], OUR_FIELDS)
-            times = _checked(result, {"milliseconds": NUMBER, "floor": NUMBER})
-            mode, quant = "none" if case["tree"] == "none" else "eagle3", case.get("quantize") or ""
+            case, quant = result["case"], result["case"].get("quantize") or ""
+            mode = "none" if case["tree"] == "none" else "eagle3"
             point = Point(QUANT.get(quant, quant), case["context"], case["batch"], mode, case["tree"])
-            _put(found, point, (times["milliseconds"], times["floor"]))
+            _put(found, point, result["milliseconds"], result["floor"])
             settings.add(tuple(case.get(name) for name in SETTINGS))
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path}: expected results as `jspec bench step --json` writes them, got {error}") from None
+        raise ValueError(f"{path}: expected results as `jspec bench step --json` writes them, got {error!r}") from None
     if len(settings) != 1:
         raise ValueError(f"{path}: expected results of one {', '.join(SETTINGS)}, got {sorted(map(str, settings))}")
     return content.get("environment", {}) | dict(zip(SETTINGS, settings.pop(), strict=True)), found
 
 
-def _checked(record: Any, kinds: Mapping[str, Any]) -> Any:
-    """The record, if it has fields of these types; numbers are above 0, k may be 0."""
-    for name, kind in kinds.items():
-        value: Any = record.get(name) if isinstance(record, dict) else None
-        is_right = isinstance(value, kind) and not isinstance(value, bool)
-        if not is_right or (kind is not str and not (0 < value < math.inf or (name == "k" and value == 0))):
-            raise ValueError(f"an object without {name}, {'a text' if kind is str else 'a number'}: {value!r}")
-    return record
-
-
-def _put(found: dict[Point, Any], point: Point, value: Any) -> None:
+def _put(found: dict[Point, Any], point: Point, *times: Any) -> None:
+    numbers = (point.context, point.batch, *times)
+    if not all(type(one) in (int, float) and 0 < one < math.inf for one in numbers):
+        raise ValueError(f"context, batch and times {numbers}, which must be above 0")
     if point in found:
         raise ValueError(f"the point {tuple(point)} twice")
-    found[point] = value
+    found[point] = times if len(times) > 1 else float(times[0])
 
 
 def rows(rival: Mapping[Point, float], ours: Mapping[Point, tuple[float, float]], rates: Sequence[float]) -> list[Row]:

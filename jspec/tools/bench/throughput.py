@@ -286,7 +286,6 @@ def _mark(result: Throughput) -> Mark:
     return Mark(f"context {result.case.contexts}", label, result.case.point.batch, result.tokens_per_second)
 
 
-FIELDS = ", ".join(compare.RIVAL_FIELDS)
 OPTIONS = (
     *step.MODEL_OPTIONS,
     *step.POINT_OPTIONS,
@@ -294,6 +293,6 @@ OPTIONS = (
     option("--length", type=float, help="stated mean acceptance length of every tree, in place of --positions"),
     option("--positions", type=floats, default=RATES, metavar=".75,.55", help="stated share of steps that accept each"),
     option("--seed", type=int, default=0, help="seed of the acceptance"),
-    file_option("--rival", f"measure nothing, but read another engine's steps, lines of JSON with {FIELDS}"),
+    file_option("--rival", f"measure nothing, but read another engine's steps, each line {compare.RIVAL_LINE}"),
     file_option("--ours", "with --rival: our steps, a file of `jspec bench step --json`"),
 )

@@ -48,9 +48,6 @@ def pair(
     """Inflate a target and its EAGLE-3 head in memory, on the default device.
 
     Args:
-        target: the small model.
-        sizes: sizes of the large pair.
-        head: head of the target.
         feature_layers: states of the new target that the new head reads, in the order of the old ones; None: 2, N//2
             and N-3 if the old ones are these, else the same.
         dtype: dtype of the new weights, "float32" or "bfloat16"; None: the target's.
@@ -85,10 +82,8 @@ def write(
 
     Args:
         target: folder or hub id, or "demo"; its tokenizer files and config.json are copied.
-        out: folder to write.
         head, head_out: folder or hub id of the EAGLE-3 head and folder to write, both or none.
         feature_layers, dtype: as in `pair`.
-        overwrite: replace existing converted folders.
 
     Raises:
         ValueError: as `pair`; all errors are raised before anything is written.
