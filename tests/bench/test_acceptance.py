@@ -108,7 +108,7 @@ def test_measure_draft_quantize_is_passed_on(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(acceptance.Eagle3, "from_pretrained", load)
     for kind in (None, "int8"):
         with pytest.raises(InterruptedError, match=str(kind)):
-            acceptance.measure(*acceptance.cases(["coupled"], [Tree.chain(4)], kind))
+            next(acceptance.measure(*acceptance.cases(["coupled"], [Tree.chain(4)], kind)))
 
 
 TARGET, TREE = tiny.model(16, layers=1), Tree.chain(2)
@@ -133,14 +133,14 @@ def test_text_places_wrong_sizes_raise(contexts: tuple[int, ...], places: int) -
 
 def test_measure_contexts_drafter_without_window_raises() -> None:
     with pytest.raises(ValueError, match="expected a drafter with a window"):
-        measure_contexts(TARGET, [NGram(TREE)], IDS, contexts=(4,), windows=(8,))
+        next(measure_contexts(TARGET, [NGram(TREE)], IDS, contexts=(4,), windows=(8,)))
 
 
 @pytest.mark.long
 def test_measure_contexts_window_lowers_acceptance() -> None:
     """The target drafts for itself: all is accepted, unless a window hides a part of the context."""
     sizes = dict(contexts=(3, 40), windows=(None, 4), places=3, tokens=10)
-    results = measure_contexts(TARGET, [DraftModel(TARGET, TREE)], IDS, **sizes)
+    results = list(measure_contexts(TARGET, [DraftModel(TARGET, TREE)], IDS, **sizes))
     keys = [(one.case.draft_window, one.case.context) for one in results]
     assert keys == [(None, 3), (None, 40), (4, 3), (4, 40)]
     for one in results:

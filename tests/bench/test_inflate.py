@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
@@ -98,20 +98,6 @@ def test_pair_bfloat16_is_as_near_as_the_small_one() -> None:
 # ---- negative controls: each part left out or done wrongly is seen
 
 
-@pytest.fixture
-def wrong() -> Iterator[pytest.MonkeyPatch]:
-    """Patches for functions that compiled functions call."""
-    with pytest.MonkeyPatch.context() as patch:
-        clear()
-        yield patch
-    clear()
-
-
-def clear() -> None:
-    for function in (inflate._layer, inflate._target_embedding, inflate._target_output):
-        function.clear_cache()
-
-
 def scaled(dims: int) -> Callable[..., Any]:
     """`padding.pad` without the scale of weights of some number of dimensions."""
     pad = padding.pad
@@ -152,9 +138,9 @@ STEPS: dict[str, tuple[Any, str, Any, str]] = {
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_pair_without_one_part_differs(step: str, wrong: pytest.MonkeyPatch) -> None:
+def test_pair_without_one_part_differs(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, instead, seen = STEPS[step]
-    wrong.setattr(where, name, instead)
+    monkeypatch.setattr(where, name, instead)
     small = target()
     large, _ = inflate.pair(small, SIZES)
     match = compare(small, large, (2, 3, 4), (2, 6, 9), tokens())

@@ -15,6 +15,7 @@ import pytest
 from jspec.__main__ import main
 from jspec.tools.bench import profiling, step
 from jspec.tools.bench.profiling import Launch, watch_clock
+from jspec.tools.bench.report import table_of
 
 pytestmark = pytest.mark.once
 
@@ -108,8 +109,10 @@ def test_launches_by_name_are_counted_and_totalled() -> None:
         Launch("product", 0.5, 9.0, pytest.approx(0.0045), 0.5),
         Launch("norm", 2.0, 2.0, pytest.approx(0.004), pytest.approx(8 / 18)),
         Launch("copy", 0.5, 1.0, pytest.approx(0.0005), pytest.approx(1 / 18)),
+        Launch("all", 3.0, None, pytest.approx(0.009)),
     ]
-    printed = profiling.launch_table(profiling.launches_by_name(events, steps=1)).splitlines()
+    found = profiling.launches_by_name(events, steps=1)
+    printed = table_of(profiling.LAUNCH_COLUMNS, found).splitlines()
     assert printed[2].split() == ["product", "1", "9.0", "0.009", "50.0%"]
     assert printed[-1].split() == ["all", "6", "0.018"]
 
@@ -119,8 +122,7 @@ def test_gpu_events_several_traces_reads_newest(tmp_path: Path) -> None:
     for _ in range(2):
         with jax.profiler.trace(tmp_path):
             jax.block_until_ready(jnp.ones(3) + 1)
-    found = profiling.launches_by_name(profiling.gpu_events(tmp_path), steps=1)
-    assert profiling.launch_table(found) == "no launches of a GPU in the trace"
+    assert profiling.launches_of(tmp_path, steps=1) == "no launches of a GPU in the trace"
 
 
 def test_time_in_turns_every_repeat_runs_all_and_reverses() -> None:
@@ -139,4 +141,4 @@ def test_step_profile_on_gpu_lists_launches(tmp_path: Path, capsys: pytest.Captu
     one = {launch.name: launch.count for launch in found}
     layers = sum(count for name, count in one.items() if name.startswith("append_attention"))
     assert one["gather_rows"] == 1 and layers >= 8
-    assert profiling.launch_table(found) in capsys.readouterr().out
+    assert profiling.launches_of(trace, step.GROUP) in capsys.readouterr().out

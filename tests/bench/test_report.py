@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,20 +64,28 @@ def test_plain_record_is_json() -> None:
 
 
 def test_command_run_prints_writes_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Results that are measured one by one are printed and written one by one."""
+    paths, seen = (tmp_path / "out.json", tmp_path / "out.svg"), []
+
     def run(arguments: argparse.Namespace) -> Report:
+        def measured() -> Iterator[Result]:
+            yield RESULTS[0]
+            seen.append((capsys.readouterr(), json.loads(paths[0].read_text())["results"]))
+            yield from RESULTS[1 : arguments.count]
+
         marks = [Mark("one panel", "a line", 1, 3.0)]
-        return Report("what", COLUMNS, RESULTS[: arguments.count], "after", {"seed": 3}, marks, code=1)
+        return Report("what", COLUMNS, measured(), "after", {"seed": 3}, lambda result: marks, code=1)
 
     parser = argparse.ArgumentParser()
     options = [report.option("--count", type=int), report.PICTURE]
     Command("measure", "help", run, options).add_to(parser.add_subparsers())
-    paths = tmp_path / "out.json", tmp_path / "out.svg"
-    words = ["measure", "--count", "1", "--json", str(paths[0]), "--picture", str(paths[1])]
+    words = ["measure", "--count", "2", "--json", str(paths[0]), "--picture", str(paths[1])]
     arguments = parser.parse_args(words)
     assert arguments.run(arguments) == 1
+    assert seen == [(("", "none 25%\n"), report.plain(RESULTS[:1]))]
     printed, written = capsys.readouterr().out.splitlines(), json.loads(paths[0].read_text())
-    assert printed[0].startswith("what; {'device'") and printed[-1] == "after" and len(printed) == 5
-    assert written == {"environment": report.environment(), "seed": 3, "results": report.plain(RESULTS[:1])}
+    assert printed[0].startswith("what; {'device'") and printed[-1] == "after" and len(printed) == 6
+    assert written == {"environment": report.environment(), "seed": 3, "results": report.plain(RESULTS)}
     assert "<svg" in paths[1].read_text()
 
 

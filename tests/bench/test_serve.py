@@ -16,9 +16,12 @@ from scipy import stats
 
 from jspec import Engine, SamplingParams, Tree
 from jspec.__main__ import main
+from jspec.tools import demo
 from jspec.tools.bench import serve as bench
-from jspec.tools.bench.pair import read_prompts
-from jspec.tools.bench.serve import Arrival, Load, Log, Spread, figures_of, serve
+from jspec.tools.bench.acceptance import SOURCE_TEXT
+from jspec.tools.bench.load import Arrival, Load, Log, serve
+from jspec.tools.bench.pair import Pair, read_prompts
+from jspec.tools.bench.serve import Setting, Spread, figures_of
 from tests.support import folders, small
 
 pytestmark = pytest.mark.once
@@ -68,13 +71,12 @@ def test_arrivals_text_gives_parts_of_it() -> None:
         ("range_ratio", 1.5),
         ("rate", 0.0),
         ("rate", math.nan),
-        ("max_concurrency", 0),
         ("seed", -1),
     ],
 )
 def test_load_wrong_field_raises(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field}: expected"):
-        Load(**{field: value})  # type: ignore[arg-type]
+        Load(**{"num_prompts": 1, field: value})  # type: ignore[arg-type]
 
 
 class Clock:
@@ -118,7 +120,7 @@ def test_serve_times_run_from_arrival_to_each_piece(clock: Clock) -> None:
     first, second = log.served
     assert (first.began, first.pieces) == (0.0, [(2.0, 1), (3.0, 2), (4.0, 3)])
     assert (second.began, second.pieces) == (2.5, [(5.0, 1), (6.0, 2)])
-    found = figures_of(None, log)
+    found = figures_of(Setting(), log)
     assert (found["ttft_ms"].min, found["ttft_ms"].max) == (2000.0, 2500.0)
     assert (found["e2e_ms"].min, found["e2e_ms"].max) == (3500.0, 4000.0)
     assert (found["mean_tpot_ms"], found["itl_ms"].count, found["mean_itl_ms"]) == (1000.0, 3, 1000.0)
@@ -156,13 +158,13 @@ def failing(clock: Clock) -> Log:
 
 
 def test_figures_failed_request_counts_as_failed_alone(clock: Clock) -> None:
-    found = figures_of(Tree.chain(1), failing(clock))
+    found = figures_of(Setting(Tree.chain(1)), failing(clock))
     assert (found["completed"], found["failed"], found["ttft_ms"].count) == (2, 1, 2)
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (3, 5)
 
 
 def test_figures_have_the_names_and_values_of_vllm(clock: Clock) -> None:
-    found = figures_of(None, replace(failing(clock), seconds=8.0))
+    found = figures_of(Setting(), replace(failing(clock), seconds=8.0))
     assert (found["request_throughput"], found["output_throughput"], found["total_token_throughput"]) == (
         2 / 8,
         5 / 8,
@@ -175,12 +177,35 @@ def test_figures_have_the_names_and_values_of_vllm(clock: Clock) -> None:
     assert re.search(r"^ *e2e_ms +3500.000/3625.000/3750.000/3875.000/4000.000$", printed, re.MULTILINE)
 
 
-def test_text_two_trees_are_compared_with_the_first(clock: Clock) -> None:
+def test_text_has_one_column_a_setting(clock: Clock) -> None:
     log = failing(clock)
-    slow, fast = figures_of(None, log), figures_of(Tree.chain(2), replace(log, seconds=log.seconds / 2))
-    *_, first, second, last = (line.split() for line in bench.text([slow, fast]).splitlines())
-    assert first == ["acceptance", "at", "token", "0", "0.00"] and second[-2:] == ["1", "0.00"]
-    assert last[-2:] == ["1.00", "2.00"]
+    found = [figures_of(Setting(tree), log) for tree in (Tree.chain(1), Tree.chain(2))]
+    *_, first, second = (line.split() for line in bench.text(found).splitlines())
+    assert first == ["acceptance", "at", "token", "0", "0.00", "0.00"] and second[-2:] == ["1", "0.00"]
+
+
+def test_figures_full_batch_throughput_by_hand(clock: Clock) -> None:
+    """Both decode from the second's first token to the first's last, 3 s in which each emits 3 tokens."""
+    log = run(clock, [arrival(0.0, [3, 1], 6), arrival(2.5, [4], 4)])
+    first, second = log.served
+    begin, end = second.pieces[0][0], first.pieces[-1][0]
+    assert (end - begin, first.count_at(begin), first.count_at(end), second.count_at(begin)) == (3, 3, 6, 1)
+    assert figures_of(Setting(), log)["full_batch_throughput"] == 2.0
+    alone = run(clock, [arrival(0.0, [3, 1], 2), arrival(20.0, [4], 2)])
+    assert math.isnan(alone.full_batch_throughput)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (dict(max_concurrency=0), "max_concurrency: expected at least 1"),
+        (dict(depth=3), r"depth: expected auto or one of \(0, 1, 2, 4\) for chain:4, got 3"),
+        (dict(tree=None, depth=1), "depth: expected"),
+    ],
+)
+def test_setting_wrong_field_raises(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Setting(**{"tree": Tree.chain(4)} | changed)
 
 
 def test_spread_values_by_hand() -> None:
@@ -210,13 +235,45 @@ def test_command_load_is_the_same_with_every_tree(
     printed, written = capsys.readouterr().out, json.loads(out.read_text())
     arrivals = Load(num_prompts=6, input_len=12, output_len=9, rate=200.0).arrivals(256)
     assert [one["tree"] for one in written["results"]] == ["none", "chain:2"]
-    assert written["load"]["max_concurrency"] == 2 and written["load"]["rate"] == 200.0
+    assert written["results"][0]["max_concurrency"] == 2 and written["load"]["rate"] == 200.0
     for one in written["results"]:
         assert one["completed"] == 6 and one["failed"] == 0 and one["mean_acceptance_length"] >= 1
         assert one["total_output_tokens"] == sum(arrival.params.max_tokens for arrival in arrivals)
         assert 0 < one["mean_ttft_ms"] < one["e2e_ms"]["mean"] and one["p99_itl_ms"] >= one["median_itl_ms"]
         assert one["request_throughput"] == pytest.approx(6 / one["duration"])
     assert re.search(r"^ *completed  +6  +6$", printed, re.MULTILINE)
+
+
+def test_command_settings_in_turns_decode_the_same_tokens(pair: list[str], tmp_path: Path) -> None:
+    """Depths, concurrency and overlap: each request's tokens add up, and only the depths asked for are drafted."""
+    out = tmp_path / "out.json"
+    words = "--num-prompts 2 --input-len 12 --output-len 12 --range-ratio 1 --slots 2 --repeats 2 --draft ngram"
+    grid = "--tree none chain:2 --depth 1 auto --max-concurrency 1 2 --overlap yes no"
+    assert main(["bench", "serve", *pair, *words.split(), *grid.split(), "--json", str(out)]) == 0
+    found = json.loads(out.read_text())["results"]
+    assert len(found) == 4 + 2 * 4 and len({json.dumps([one[n] for n in NAMES]) for one in found}) == len(found)
+    assert found[0]["ratio"] == 1 and all(one["ratio"] > 0 and one["duration_spread"] >= 0 for one in found)
+    for one in found:
+        assert (one["completed"], one["total_output_tokens"], one["prefix_hit_rate"]) == (2, 24, 0)
+        tokens = one["mean_acceptance_length"] * sum(one["num_rounds_per_depth"].values())
+        # A row's first token belongs to no step; a last step that is cut after a drafted token counts a bonus too.
+        assert 2 * 11 - 0.01 < tokens < 2 * 11 + 2.01
+        depths = {None: {"0"}, 1: {"1"}, "auto": {"0", "1", "2"}}[one["depth"]]
+        assert set(one["num_rounds_per_depth"]) <= depths
+
+
+NAMES = ("tree", "depth", "max_concurrency", "overlap")
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("tree", [None, Tree.chain(3)], ids=str)
+def test_batch_is_three_times_as_fast_and_overlap_no_slower(tree: Tree | None) -> None:
+    settings = [Setting(tree, max_concurrency=1), Setting(tree), Setting(tree, overlap=False)]
+    arrivals = Load(64, 16, 64, range_ratio=1.0).arrivals(256, text=SOURCE_TEXT.encode())
+    found = list(bench.measure(Pair.load(demo.TARGET), settings, arrivals, 5, slots=64, max_len=80))
+    print(bench.text(found))
+    assert found[1]["ratio"] >= 3.0
+    assert found[1]["ratio"] / found[2]["ratio"] >= 0.98  # as fast, but for the difference of two medians
 
 
 def test_command_tree_without_drafter_is_refused(pair: list[str], capsys: pytest.CaptureFixture) -> None:

@@ -67,7 +67,7 @@ def test_command_outputs_have_table_json_picture_and_trace(
     monkeypatch.setattr(profiling, "watch_clock", twice)
     files = ["--picture", str(tmp_path / "step.png"), "--profile", str(tmp_path / "traces")]
     assert main([*PLAIN, "--idle", "1", *files, "--json", str(tmp_path / "step.json")]) == 0
-    trace = tmp_path / "traces" / "tiny_float32_none_batch2_context16_page16_idle1"
+    trace = tmp_path / "traces" / "shape-tiny_batch-2_context-16_tree-none_dtype-float32_idle-1"
     _, heads, _, row, where, last = capsys.readouterr().out.splitlines()
     assert heads.split() == [*HEADINGS[:14], "SM", "MHz", "W", "capped", *HEADINGS[14:]]
     assert row.split()[:10] == ["tiny", "float32", "float32", "float32", "16", "2", "1", "16", "none", "0"]

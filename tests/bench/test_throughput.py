@@ -243,7 +243,7 @@ def test_draw_follows_rates_until_every_row_is_done() -> None:
 
 
 def test_rates_have_stated_lengths() -> None:
-    assert [throughput.mean_length(RATES[:k]) for k in range(5)] == pytest.approx([1, 1.75, 2.30, 2.72, 3.03])
+    assert [1 + sum(RATES[:k]) for k in range(5)] == pytest.approx([1, 1.75, 2.30, 2.72, 3.03])
     assert throughput.rates_of_length(2.5, Tree.chain(4)) == (1, 0.5, 0, 0)
     assert throughput.rates_of_length(3, Tree.chain(2)) == (1, 1)
     assert throughput.rates_of_length(1, None) == ()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -65,28 +65,19 @@ class Acceptance:
     rounds: int  # steps of which this is the mean
 
 
-def cases(rules: Iterable[str], trees: Iterable[Tree], draft_quantize: str | None = None) -> list[Case]:
+def cases(rules: Sequence[str], trees: Sequence[Tree], draft_quantize: str | None = None) -> list[Case]:
     """Combinations of rules and trees that are possible, tree by tree.
 
     "block" accepts chains alone; a dynamic tree is not sampled, so there "rejection" equals "multi_candidate".
-
-    Raises:
-        ValueError: no combination is possible.
     """
-    rules, trees = list(rules), list(trees)
-    found = [Case(rule, tree, draft_quantize) for tree, rule in product(trees, rules) if _applies(rule, tree)]
-    if not found:
+    fits = {"block": lambda tree: tree.is_chain, "rejection": lambda tree: tree.paths is not None}
+    pairs = [(tree, rule) for tree, rule in product(trees, rules) if rule not in fits or fits[rule](tree)]
+    if not pairs:
         raise ValueError(
-            f"expected an accept rule that fits a tree, got {rules} and {[str(tree) for tree in trees]}: "
+            f"expected an accept rule that fits a tree, got {[*rules]} and {[str(tree) for tree in trees]}: "
             '"block" needs a chain, "rejection" a chain or a static tree'
         )
-    return found
-
-
-def _applies(rule: str, tree: Tree) -> bool:
-    if rule == "block":
-        return tree.is_chain
-    return rule != "rejection" or tree.paths is not None
+    return [Case(rule, tree, draft_quantize) for tree, rule in pairs]
 
 
 def prompts(count: int = PROMPTS, size: int = PROMPT_SIZE) -> list[str]:
@@ -97,7 +88,7 @@ def prompts(count: int = PROMPTS, size: int = PROMPT_SIZE) -> list[str]:
 
 def measure(
     case: Case, temperatures: Sequence[float] = TEMPERATURES, *, tokens: int = TOKENS, samples: int = SAMPLES
-) -> list[Acceptance]:
+) -> Iterator[Acceptance]:
     """Complete the prompts with the embedded pair at each temperature, with the same seeds in every case.
 
     Args:
@@ -105,41 +96,30 @@ def measure(
         samples: completions of each prompt at temperatures above 0.
     """
     drafter = Eagle3.from_pretrained(demo.HEAD, tree=case.tree, dtype="float32", quantize=case.draft_quantize)
+    sizes: dict[str, Any] = dict(
+        slots=SLOTS, buckets=(SLOTS,), max_len=PROMPT_SIZE + tokens, prefill_buckets=(PROMPT_SIZE,)
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message='accept="typical"')  # the table says so
-        engine = Engine(
-            Model.from_pretrained(demo.TARGET, dtype="float32"),
-            drafter=drafter,
-            tokenizer="bytes",
-            accept=case.accept,
-            slots=SLOTS,
-            buckets=(SLOTS,),
-            max_len=PROMPT_SIZE + tokens,
-            prefill_buckets=(PROMPT_SIZE,),
-        )
+        target = Model.from_pretrained(demo.TARGET, dtype="float32")
+        engine = Engine(target, drafter=drafter, tokenizer="bytes", accept=case.accept, **sizes)
     with engine:
-        return [
-            _complete(engine, case, prompts(), temperature, tokens, samples if temperature else 1)
-            for temperature in temperatures
-        ]
+        for temperature in temperatures:
+            yield _complete(engine, case, prompts(), temperature, tokens, samples if temperature else 1)
 
 
 def text_places(ids: Sequence[int], contexts: Sequence[int], places: int) -> dict[int, list[list[int]]]:
-    """For each context length the tokens before ``places`` places of the text, which do not depend on the length.
-
-    Raises:
-        ValueError: no length or one below 1, fewer than two places, or a text too short for the longest.
-    """
+    """For each context length the tokens before ``places`` places of the text, which do not depend on the length."""
     longest = max(contexts, default=0)
     if min(contexts, default=0) < 1 or places < 2:
-        raise ValueError(f"expected context lengths >= 1 and at least 2 places, got {list(contexts)} and {places}")
+        raise ValueError(f"expected context lengths >= 1 and at least 2 places, got {[*contexts]} and {places}")
     if len(ids) < longest + places - 1:
         raise ValueError(
             f"expected a text of at least {longest + places - 1} tokens for contexts of {longest}, got {len(ids)}; "
             "give a longer --text or shorter contexts"
         )
     ends = [longest + (len(ids) - longest) * place // (places - 1) for place in range(places)]
-    return {context: [list(ids[end - context : end]) for end in ends] for context in contexts}
+    return {context: [list(ids[end - context : end]) for end in ends] for context in sorted(contexts)}
 
 
 def measure_contexts(
@@ -151,25 +131,18 @@ def measure_contexts(
     windows: Sequence[int | None],
     places: int = PLACES,
     tokens: int = TOKENS,
-) -> list[Acceptance]:
-    """Continue the text greedily after each context, with every drafter and window.
-
-    Args:
-        ids: tokens of the text.
-        places: number of places that are continued.
-        tokens: tokens of each completion; its last step is cut there.
-    """
-    found, results = text_places(ids, contexts, places), []
-    fixed: dict[str, Any] = dict(slots=places, buckets=(places,), prefill_buckets=(PREFILL,), prefix_cache=False)
-    variants = [
-        drafter if window is None else drafter.with_window(window) for drafter, window in product(drafters, windows)
-    ]  # raises where a drafter has no window
+) -> Iterator[Acceptance]:
+    """Continue a text's tokens greedily after each context, with every drafter and window."""
+    found = text_places(ids, contexts, places)
+    sizes: dict[str, Any] = dict(
+        slots=places, buckets=(places,), max_len=max(contexts) + tokens, prefill_buckets=(PREFILL,)
+    )
+    variants = [one if window is None else one.with_window(window) for one, window in product(drafters, windows)]
     for drafter in variants:
         case = Case("coupled", drafter.tree, None, drafter.draft_window)
-        with Engine(target, drafter=drafter, max_len=max(contexts) + tokens, **fixed) as engine:
-            for context, texts in sorted(found.items()):
-                results.append(_complete(engine, replace(case, context=context), texts, 0.0, tokens, 1))
-    return results
+        with Engine(target, drafter=drafter, prefix_cache=False, **sizes) as engine:
+            for context, texts in found.items():
+                yield _complete(engine, replace(case, context=context), texts, 0.0, tokens, 1)
 
 
 def _complete(
@@ -189,11 +162,7 @@ def _complete(
 
 
 def standard_error(parts: Sequence[Metrics]) -> float:
-    """Standard error of the mean acceptance length, by the jackknife over prompts, whose steps are not independent.
-
-    Args:
-        parts: counts of each prompt, at least two.
-    """
+    """Standard error of the mean acceptance length, by the jackknife over prompts, whose steps are not independent."""
     without = [
         sum((part for j, part in enumerate(parts) if j != i), Metrics()).mean_acceptance_length
         for i in range(len(parts))
@@ -207,38 +176,31 @@ def text(results: Sequence[Acceptance]) -> str:
     for one in results:
         case, length = one.case, f"{one.length:.2f} ± {one.error:.2f}"
         if case.context is None:
+            headings = ["tree", "accept rule", "head"]
             rule = case.accept + " (lossy)" * (case.accept == "typical")
-            own = lines.setdefault((tree_label(case.tree), rule, case.draft_quantize or "float32"), {})
-            own[f"temperature {one.temperature:g}"] = f"{length}  {one.rate:4.0%}"
+            names: tuple[str, ...] = (tree_label(case.tree), rule, case.draft_quantize or "float32")
+            cell = {f"temperature {one.temperature:g}": f"{length}  {one.rate:4.0%}"}
         else:
-            own = lines.setdefault((str(case.tree), str(case.draft_window or "none")), {})
-            own[f"{case.context} tokens"] = length
-    headings = ["tree", "accept rule", "head"] if results[0].case.context is None else ["tree", "draft window"]
-    columns = list(next(iter(lines.values())))
-    return table(
-        [[*headings, *columns], *([*names, *(cells[one] for one in columns)] for names, cells in lines.items())]
-    )
-
-
-def package_source() -> str:
-    """A long text like those that the embedded pair was trained on: this package's own modules."""
-    files = sorted(Path(__file__).parent.parent.parent.rglob("*.py"))
-    return "\n\n".join(file.read_text(encoding="utf-8") for file in files)
+            headings, names = ["tree", "draft window"], (str(case.tree), str(case.draft_window or "none"))
+            cell = {f"{case.context} tokens": length}
+        lines.setdefault(names, {}).update(cell)
+    rows = [[*names, *cells.values()] for names, cells in lines.items()]
+    return table([[*headings, *next(iter(lines.values()))], *rows])
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    a, results = arguments, []
+    a = arguments
     if a.context is not None:
         pair = Pair.of(a)
-        written = package_source() if a.text is None else a.text.read_text(encoding="utf-8")
+        files = sorted(Path(__file__).parents[2].rglob("*.py"))  # the embedded pair was trained on Python
+        written = "\n\n".join(file.read_text(encoding="utf-8") for file in ([a.text] if a.text else files))
         drafters = [drafter for tree in a.tree if (drafter := pair.drafter(tree)) is not None]
         sizes = dict(contexts=a.context, windows=a.draft_window, places=a.places, tokens=a.tokens)
-        results = measure_contexts(pair.target, drafters, pair.tokenizer.encode(written), **sizes)
+        results: Iterable[Acceptance] = measure_contexts(pair.target, drafters, pair.tokenizer.encode(written), **sizes)
     else:
-        for case in cases(a.accept, a.tree, a.draft_quantize):
-            results += measure(case, a.temperature, tokens=a.tokens, samples=a.samples)
-    headline = "tokens a step ± standard error, share of drafted tokens emitted"
-    return Report(headline, (), results, text(results))
+        found, sizes = cases(a.accept, a.tree, a.draft_quantize), dict(tokens=a.tokens, samples=a.samples)
+        results = (one for case in found for one in measure(case, a.temperature, **sizes))
+    return Report("tokens a step ± standard error, share of drafted tokens emitted", (), results, text)
 
 
 def _window(word: str) -> int | None:

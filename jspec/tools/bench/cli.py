@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 from jspec.tools.bench import (
@@ -12,7 +11,6 @@ from jspec.tools.bench import (
     kernels,
     pair,
     serve,
-    serve_variants,
     startup,
     step,
     step_controls,
@@ -20,49 +18,33 @@ from jspec.tools.bench import (
     throughput,
 )
 from jspec.tools.bench.inflate import convert as inflate
-from jspec.tools.bench.report import Command, Option, Report, option
+from jspec.tools.bench.report import Command, Report, option
 
-Run = Callable[[argparse.Namespace], Report]
-STEP: dict[str, Run] = {
+STEP = {
     "step": step.run,
     "controls": step_controls.run,
     "overlap": step_host.run_overlap,
     "host": step_host.run_host,
 }
-SERVE: dict[str, Run] = {
-    "load": serve.run,
-    "depths": serve_variants.run_depths,
-    "batching": serve_variants.run_batching,
-}
+MEASURE = option(
+    "--measure",
+    choices=list(STEP),
+    default="step",
+    help="the step; cost of controls; device's waiting for the host; the host's time",
+)
 
 
-def _choice(runs: dict[str, Run], text: str) -> tuple[Run, Option]:
-    """A command's `--measure`: the function that follows it, and the option."""
-
-    def run(arguments: argparse.Namespace) -> Report:
-        return runs[arguments.measure](arguments)
-
-    return run, option("--measure", choices=list(runs), default=next(iter(runs)), help=text)
+def run_step(arguments: argparse.Namespace) -> Report:
+    return STEP[arguments.measure](arguments)
 
 
-run_step, STEP_CHOICE = _choice(STEP, "the step; cost of controls; device's waiting for the host; the host's time")
-run_serve, SERVE_CHOICE = _choice(SERVE, "a load; drafts of fixed and chosen depth; batching and overlap")
 COMMANDS = (
-    Command(
-        "step", "time of a decoding step beside its floor", run_step, (*step.OPTIONS, *step_host.OPTIONS, STEP_CHOICE)
-    ),
+    Command("step", "time of a decoding step beside its floor", run_step, (*step.OPTIONS, *step_host.OPTIONS, MEASURE)),
     Command("kernels", "attention and products by themselves, beside their floors", kernels.run, kernels.OPTIONS),
     Command("acceptance", "how much is accepted", acceptance.run, (*acceptance.OPTIONS, *pair.OPTIONS)),
     Command("throughput", "tokens/s at a stated, synthetic acceptance", throughput.run, throughput.OPTIONS),
-    Command(
-        "serve",
-        "latencies, throughput and acceptance of an engine",
-        run_serve,
-        (*serve.OPTIONS, *serve_variants.OPTIONS, *pair.OPTIONS, SERVE_CHOICE),
-    ),
-    Command(
-        "eval", "whether a task's score or the probabilities are the same", eval.run, (*eval.OPTIONS, *pair.OPTIONS)
-    ),
+    Command("serve", "latencies, throughput and acceptance of an engine", serve.run, (*serve.OPTIONS, *pair.OPTIONS)),
+    Command("eval", "whether a score or the probabilities are the same", eval.run, (*eval.OPTIONS, *pair.OPTIONS)),
     Command("startup", "seconds until engines serve, without and with a cache", startup.run, startup.OPTIONS),
     Command("inflate", "a small model in a larger shape that computes the same", inflate.run, inflate.OPTIONS),
 )

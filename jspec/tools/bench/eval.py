@@ -27,7 +27,7 @@ from jspec.models.quantize import quantize_weights, quantized_as
 from jspec.step.memory import tree_bytes
 from jspec.tools import check_head
 from jspec.tools.bench.pair import ENGINE_OPTIONS, Pair, engine_options, records
-from jspec.tools.bench.report import Column, Report, option, tree_name
+from jspec.tools.bench.report import Column, Report, option, scaled, tree_name
 from jspec.tools.replay import run_texts
 from pallas_kernels.layers.quantized import KINDS
 
@@ -62,11 +62,7 @@ SCORE_COLUMNS = (
 
 
 def read_problems(path: Path) -> list[Problem]:
-    """All problems of a file.
-
-    Raises:
-        ValueError: a line without the texts question and answer, or an answer without a number.
-    """
+    """All problems of a file."""
     found = []
     for where, record in records(path):
         match record:
@@ -103,11 +99,7 @@ def share_correct(answers: Sequence[str], problems: Sequence[Problem]) -> float:
 def answer(
     pair: Pair, tree: Tree | None, problems: Sequence[Problem], prompts: Sequence[list[int]], **options: Any
 ) -> tuple[Score, list[list[int]]]:
-    """The score, and the tokens of every greedy answer.
-
-    Args:
-        options: of the engine; ``max_tokens`` is the length of an answer at most.
-    """
+    """The score, and the tokens of every greedy answer, of ``max_tokens`` at most."""
     params = SamplingParams(max_tokens=options.pop("max_tokens"), temperature=0.0)
     with pair.engine(pair.drafter(tree), **options) as engine:
         began = time.perf_counter()
@@ -124,25 +116,22 @@ def run_gsm8k(arguments: argparse.Namespace) -> Report:
     if arguments.file is None or shots < 0 or (count is not None and count < 1):
         raise ValueError("eval gsm8k: expected --file, --shots of at least 0 and --num-questions of at least 1")
     problems = read_problems(arguments.file)
-    if len(problems) < shots + (count or 1):
-        raise ValueError(
-            f"{arguments.file}: expected {shots + (count or 1)} questions, examples included, got {len(problems)}"
-        )
+    if len(problems) < (least := shots + (count or 1)):
+        raise ValueError(f"{arguments.file}: expected {least} questions, examples included, got {len(problems)}")
     problems = problems[: None if count is None else shots + count]
     pair = Pair.of(arguments)
     pair.drafter(arguments.tree)  # raises before anything runs
     prompts = [pair.tokenizer.encode(prompt) for prompt in prompts_of(problems, shots)]
-    sizes = dict(max_len=max(map(len, prompts)) + arguments.max_tokens, max_tokens=arguments.max_tokens)
-    options = engine_options(arguments) | sizes
-    (plain, own), (drafted, other) = (
-        answer(pair, tree, problems[shots:], prompts, **options) for tree in (None, arguments.tree)
+    options = engine_options(arguments) | dict(max_tokens=arguments.max_tokens)
+    options["max_len"] = max(map(len, prompts)) + arguments.max_tokens
+    scores, answers = zip(
+        *(answer(pair, tree, problems[shots:], prompts, **options) for tree in (None, arguments.tree)), strict=True
     )
-    differing = sum(a != b for a, b in zip(own, other, strict=True))
+    differing = sum(one != other for one, other in zip(*answers, strict=True))
     about = {"questions": len(prompts), "shots": shots, "differing": differing}
     headline = f"gsm8k, {len(prompts)} questions, {shots} examples before each, greedy"
     code = int(differing > 0 and pair.target.embed.dtype == jnp.float32)
-    text = f"{differing} of {len(prompts)} texts differ"
-    return Report(headline, SCORE_COLUMNS, [plain, drafted], text, about, code=code)
+    return Report(headline, SCORE_COLUMNS, scores, f"{differing} of {len(prompts)} texts differ", about, code=code)
 
 
 @dataclass(frozen=True)
@@ -156,14 +145,10 @@ class Divergence:
     agreement: float  # share of positions where the most probable token is the same
     places: int  # number of positions
 
-    @property
-    def megabytes(self) -> float:
-        return self.bytes / 1e6
-
 
 DIVERGENCE_COLUMNS = (
     Column("kind", "weights"),
-    Column("megabytes", "MB", ".2f"),
+    Column("bytes", "MB", scaled(1e-6, ".2f")),
     Column("divergence", "mean KL, nats", ".5f"),
     Column("worst", "largest", ".4f"),
     Column("agreement", "same top token", ".1%"),
@@ -172,12 +157,7 @@ DIVERGENCE_COLUMNS = (
 
 
 def measure_divergence(target: Model, texts: Int[np.ndarray, "rows size"], kinds: Iterable[str]) -> list[Divergence]:
-    """Run the target over texts as it is and quantised.
-
-    Args:
-        texts: token ids; every one is a position.
-        kinds: kinds of `jspec.models.quantize`.
-    """
+    """Run the target over texts as it is and quantised."""
     if stored := quantized_as(target):
         raise ValueError(f"eval quantization: expected a target as it was trained, got {stored}; give the original")
     results = [divergence(str(target.embed.dtype), target, target, texts)]
@@ -186,14 +166,13 @@ def measure_divergence(target: Model, texts: Int[np.ndarray, "rows size"], kinds
 
 def divergence(kind: str, target: Model, other: Model, texts: Int[np.ndarray, "rows size"]) -> Divergence:
     """One model's next-token probabilities beside another's."""
-    gaps, same = [], []
+    found = []
     for row in texts:
         tokens = jnp.asarray(row[None], jnp.int32)
-        p, q = (np.asarray(_log_probs(model, tokens), np.float64) for model in (target, other))
-        gaps.append((np.exp(p) * (p - q)).sum(-1).ravel())
-        same.append((p.argmax(-1) == q.argmax(-1)).ravel())
-    gap, agrees = np.concatenate(gaps), np.concatenate(same)
-    return Divergence(kind, tree_bytes(other), float(gap.mean()), float(gap.max()), float(agrees.mean()), agrees.size)
+        p, q = (np.asarray(_log_probs(model, tokens)[0], np.float64) for model in (target, other))
+        found.append(((np.exp(p) * (p - q)).sum(-1), p.argmax(-1) == q.argmax(-1)))
+    gap, same = map(np.concatenate, zip(*found, strict=True))
+    return Divergence(kind, tree_bytes(other), float(gap.mean()), float(gap.max()), float(same.mean()), same.size)
 
 
 @jax.jit

@@ -13,7 +13,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -25,7 +25,7 @@ import numpy as np
 
 from jspec.core.config import KV_DTYPES
 from jspec.tools.bench import profiling, random_models, roofline
-from jspec.tools.bench.report import Column, Report, ints, option
+from jspec.tools.bench.report import Column, Report, ints, option, scaled
 from pallas_kernels import gated_matmul, paged_attention, split_matmul
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.quantized import KINDS, matmul, quantize
@@ -54,18 +54,9 @@ class Result:
     clock: profiling.Clock | None  # clock in the long run
     joules: float | None  # energy of a call in the long run
 
-    @property
-    def share(self) -> float:
-        return self.floor_seconds / self.seconds
-
-    @property
-    def rates(self) -> tuple[float, float]:
-        """Terabytes and tera-operations a second."""
-        return self.bytes / self.seconds / 1e12, self.flops / self.seconds / 1e12
-
-
-def _scaled(factor: float, spec: str) -> Callable[[float | None], str]:
-    return lambda value: "" if value is None else format(value * factor, spec)
+    share = property(lambda self: self.floor_seconds / self.seconds)
+    byte_rate = property(lambda self: self.bytes / self.seconds)
+    flop_rate = property(lambda self: self.flops / self.seconds)
 
 
 def _setting(name: str) -> Callable[[dict[str, Any]], str]:
@@ -75,25 +66,23 @@ def _setting(name: str) -> Callable[[dict[str, Any]], str]:
 COLUMNS = (
     Column("name", "kernel"),
     *(Column("settings", name, _setting(name)) for name in SETTINGS),
-    Column("bytes", "MB", _scaled(1e-6, ".1f")),
-    Column("floor_seconds", "least us", _scaled(1e6, ".1f")),
-    Column("seconds", "us", _scaled(1e6, ".1f")),
-    Column("rates", "TB/s", lambda rates: f"{rates[0]:.2f}"),
-    Column("rates", "TFLOP/s", lambda rates: f"{rates[1]:.1f}"),
+    Column("bytes", "MB", scaled(1e-6, ".1f")),
+    Column("floor_seconds", "least us", scaled(1e6, ".1f")),
+    Column("seconds", "us", scaled(1e6, ".1f")),
+    Column("byte_rate", "TB/s", scaled(1e-12, ".2f")),
+    Column("flop_rate", "TFLOP/s", scaled(1e-12, ".1f")),
     Column("share", "share", ".0%"),
     Column("timer", "timed by"),
-    Column("long_seconds", "long us", _scaled(1e6, ".1f")),
+    Column("long_seconds", "long us", scaled(1e6, ".1f")),
     *profiling.clock_columns(),
-    Column("joules", "mJ", _scaled(1e3, ".1f")),
+    Column("joules", "mJ", scaled(1e3, ".1f")),
 )
 
 
 def attention(settings: dict[str, Any], *, power: bool = False) -> Result:
     """``rows`` new tokens a sequence attend to ``context`` committed ones, with pages in random order.
 
-    Args:
-        settings: values of `ATTENTION`; ``kv`` is the dtype of the caches.
-        power: whether to run for some seconds too.
+    The settings are the values of `ATTENTION`; ``kv`` is the dtype of the caches. Power: run for some seconds too.
     """
     batch, rows, context, heads, kv_heads, head_dim, page_size, dtype, kv, how = (settings[name] for name in ATTENTION)
     own = random_models.TARGETS["llama3-8b"].resized(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
@@ -115,12 +104,7 @@ def attention(settings: dict[str, Any], *, power: bool = False) -> Result:
 
 
 def gemm(name: str, settings: dict[str, Any], *, power: bool = False) -> Result:
-    """A number of rows times a weight [out, inner], with the decoder's function for that product.
-
-    Args:
-        settings: ``rows, out, inner, dtype, quantize`` (a kind or None) and ``implementation``.
-        power: whether to run for some seconds too.
-    """
+    """A number of rows times a weight [out, inner], with the decoder's function for that product."""
     keys = ("rows", "out", "inner", "dtype", "quantize", "implementation")
     rows, out, inner, dtype, kind, how = (settings[key] for key in keys)
     width = jnp.dtype(dtype).itemsize if kind is None else 1
@@ -176,19 +160,20 @@ def _seconds(program: Any, arguments: tuple[Any, ...], dispatched: int) -> float
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    a, c = arguments, random_models.TARGETS[arguments.shape]
-    results: list[Result] = []
-    if "attention" in a.kernel:
-        heads, dims = (a.heads or c.num_heads, a.kv_heads or c.num_kv_heads), a.head_dim or [c.head_dim]
-        for page, dim, context, batch, rows in product(a.page_size, dims, a.context, a.batch, a.rows):
-            values = (batch, rows, context, *heads, dim, page, a.dtype, a.kv_dtype or a.dtype, a.implementation)
-            results.append(attention(dict(zip(ATTENTION, values, strict=True)), power=a.power))
-    if "gemm" in a.kernel:
-        sizes = roofline.block_products(c, c.hidden_size) | {"head": (c.vocab_size, c.hidden_size)}
-        common = dict(dtype=a.dtype, quantize=a.quantize, implementation=a.implementation)
-        for rows, (name, (out, inner)) in product(a.rows, sizes.items()):
-            results.append(gemm(name, dict(rows=rows, out=out, inner=inner) | common, power=a.power))
-    return Report("one call, random data", COLUMNS, results)
+    return Report("one call, random data", COLUMNS, _results(arguments))
+
+
+def _results(a: argparse.Namespace) -> Iterator[Result]:
+    c = random_models.TARGETS[a.shape]
+    heads, dims = (a.heads or c.num_heads, a.kv_heads or c.num_kv_heads), a.head_dim or [c.head_dim]
+    points = product(a.page_size, dims, a.context, a.batch, a.rows) if "attention" in a.kernel else ()
+    for page, dim, context, batch, rows in points:
+        values = (batch, rows, context, *heads, dim, page, a.dtype, a.kv_dtype or a.dtype, a.implementation)
+        yield attention(dict(zip(ATTENTION, values, strict=True)), power=a.power)
+    sizes = roofline.block_products(c, c.hidden_size) | {"head": (c.vocab_size, c.hidden_size)}
+    common = dict(dtype=a.dtype, quantize=a.quantize, implementation=a.implementation)
+    for rows, (name, (out, inner)) in product(a.rows, sizes.items()) if "gemm" in a.kernel else ():
+        yield gemm(name, dict(rows=rows, out=out, inner=inner) | common, power=a.power)
 
 
 def _sizes(flag: str, default: str, **more: Any) -> Any:

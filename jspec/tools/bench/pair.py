@@ -68,11 +68,7 @@ class Pair:
         return Engine(self.target, drafter=drafter, tokenizer=self.tokenizer, eos_ids=self.eos_ids, **options)
 
     def drafter(self, tree: Tree | None) -> Drafter | None:
-        """The drafter of a tree; None for plain decoding.
-
-        Raises:
-            ValueError: a tree without `--draft`.
-        """
+        """The drafter of a tree; None for plain decoding."""
         if tree is None:
             return None
         if self.draft is None:
@@ -87,30 +83,22 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_prompts(path: Path, count: int | None = None) -> list[str]:
-    """The first prompts of a file with one JSON object a line; all of them without a count.
-
-    Raises:
-        ValueError: naming a line and what was expected in it, or a file that holds fewer.
-    """
-    found = [_prompt(record, where) for where, record in records(path)]
+    """The first prompts of a file with one JSON object a line; all of them without a count."""
+    found = []
+    for where, record in records(path):
+        match record:
+            case {"turns": [str(text), *_]} | {"prompt": str(text)} | {"question": str(text)}:
+                found.append(text)
+            case _:
+                got = ", ".join(record) or "no field"
+                raise ValueError(f"{where}: expected the field {PROMPT_FIELDS}, got {got}")
     if count is not None and len(found) < count:
         raise ValueError(f"{path}: expected {count} prompts, got {len(found)}; ask for no more")
     return found[:count]
 
 
-def _prompt(record: Mapping[str, Any], where: str) -> str:
-    match record:
-        case {"turns": [str(text), *_]} | {"prompt": str(text)} | {"question": str(text)}:
-            return text
-    raise ValueError(f"{where}: expected the field {PROMPT_FIELDS}, got {', '.join(record) or 'no field'}")
-
-
 def records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each object of a file, with words that name its line.
-
-    Raises:
-        ValueError: a line that is no JSON object, or a file without any.
-    """
+    """Each object of a file, with words that name its line."""
     is_empty = True
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if line.strip():

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,19 +39,15 @@ class Clock:
     watts: float
     capped: float  # share of the samples in which the power limit lowered the clock
 
-    @property
-    def shown(self) -> str:
-        return f"{self.mhz:.0f}/{self.highest:.0f}"
-
 
 def clock_columns(path: str = "clock") -> list[Column]:
     """Table columns of a result's clock; empty, and so left out, where no result has one."""
+    formats = (("SM MHz", "{0.mhz:.0f}/{0.highest:.0f}"), ("W", "{0.watts:.0f}"), ("capped", "{0.capped:.0%}"))
+    return [Column(path, heading, partial(_shown, text)) for heading, text in formats]
 
-    def part(name: str, spec: str = "") -> Callable[[Clock | None], str]:
-        return lambda clock: format(getattr(clock, name), spec) if clock else ""
 
-    parts = (("SM MHz", "shown", ""), ("W", "watts", ".0f"), ("capped", "capped", ".0%"))
-    return [Column(path, heading, part(name, spec)) for heading, name, spec in parts]
+def _shown(text: str, clock: Clock | None) -> str:
+    return text.format(clock) if clock else ""
 
 
 def watch_clock(work: Callable[[], object], *, seconds: float = SECONDS) -> Clock | None:
@@ -119,7 +116,7 @@ def stream_events(planes: Iterable[Any]) -> list[Any]:
 
 
 def launches_by_name(events: Iterable[Any], steps: int) -> list[Launch]:
-    """Launches of a number of steps, by time, longest first."""
+    """Launches of a number of steps, longest first, and their sum last; empty without events."""
     nanoseconds = defaultdict(list)
     for event in events:
         nanoseconds[event.name].append(event.duration_ns)
@@ -128,15 +125,14 @@ def launches_by_name(events: Iterable[Any], steps: int) -> list[Launch]:
         Launch(name, len(own) / steps, statistics.median(own) / 1e3, sum(own) / steps / 1e6, sum(own) / total)
         for name, own in nanoseconds.items()
     ]
-    return sorted(found, key=lambda launch: -launch.milliseconds)
+    whole = [Launch("all", sum(one.count for one in found), None, total / steps / 1e6)] if found else []
+    return sorted(found, key=lambda launch: -launch.milliseconds) + whole
 
 
-def launch_table(launches: Sequence[Launch]) -> str:
-    """A table; its last line is the whole step."""
-    if not launches:
-        return "no launches of a GPU in the trace"
-    count, milliseconds = (sum(getattr(launch, name) for launch in launches) for name in ("count", "milliseconds"))
-    return table_of(LAUNCH_COLUMNS, [*launches, Launch("all", count, None, milliseconds)])
+def launches_of(folder: Path, steps: int) -> str:
+    """A table of a trace's launches."""
+    launches = launches_by_name(gpu_events(folder), steps)
+    return table_of(LAUNCH_COLUMNS, launches) or "no launches of a GPU in the trace"
 
 
 def time_in_turns(runs: Sequence[Callable[[], T]], repeats: int, *, warm_up: int = 1) -> list[list[T]]:

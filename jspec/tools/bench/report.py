@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -51,12 +52,12 @@ class Mark(NamedTuple):
 class Report:
     """What a command measured: records, of which the JSON file has all fields and the table has the columns."""
 
-    headline: str  # printed first, followed by the environment
+    headline: str  # printed before the table, followed by the environment
     columns: Sequence[Column]
-    results: Sequence[Any]
-    text: str = ""  # printed after the table
+    results: Iterable[Any]  # a generator measures one after the other
+    text: str | Callable[[Sequence[Any]], str] = ""  # printed after the table, or a function of the results
     about: Mapping[str, Any] = field(default_factory=dict)  # further members of the JSON object
-    marks: Sequence[Mark] = ()  # of the picture
+    marks: Callable[[Any], Sequence[Mark]] = lambda result: ()  # marks of a result in the picture
     code: int = 0  # exit code
 
 
@@ -77,19 +78,37 @@ class Command:
         parser.set_defaults(run=self)
 
     def __call__(self, arguments: argparse.Namespace) -> int:
-        """Measure, print, write; returns the exit code."""
+        """Measure, print, write; returns the exit code.
+
+        Each result goes to the JSON file, and its row to the standard error, as soon as it is measured.
+        """
         image = getattr(arguments, "picture", None)
         if image is not None:
             check_picture_path(image)
-        report = self.run(arguments)
-        parts = (f"{report.headline}; {environment()}", table_of(report.columns, report.results), report.text)
+        report, results = self.run(arguments), list[Any]()
+
+        def write() -> None:
+            content = {"environment": environment(), **plain(report.about), "results": plain(results)}
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(content, indent=1))
+
+        for result in report.results:
+            results.append(result)
+            if isinstance(report.results, Iterator):
+                print(*(cell for one in report.columns if (cell := one.cell(result))), file=sys.stderr, flush=True)
+                write()
+        write()
+        text = report.text if isinstance(report.text, str) else report.text(results)
+        parts = (f"{report.headline}; {environment()}", table_of(report.columns, results), text)
         print("\n".join(part for part in parts if part))
-        if arguments.json is not None:
-            content = {"environment": environment(), **plain(report.about), "results": plain(report.results)}
-            arguments.json.write_text(json.dumps(content, indent=1))
         if image is not None:
-            draw(report.marks, report.headline).savefig(image, dpi=150)
+            draw([mark for result in results for mark in report.marks(result)], report.headline).savefig(image, dpi=150)
         return report.code
+
+
+def scaled(factor: float, spec: str) -> Callable[[float | None], str]:
+    """A column's format of a value times a factor; None is an empty cell."""
+    return lambda value: "" if value is None else format(value * factor, spec)
 
 
 def option(*flags: str, **settings: Any) -> Option:

@@ -15,16 +15,11 @@ from jspec.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Chip:
-    """Highest rates measured on a kind of device.
-
-    Attributes:
-        bandwidth: bytes a second of a device-to-device copy, reads plus writes.
-        matmul_rate: bf16 flops a second of an 8192^3 product.
-    """
+    """Highest rates measured on a kind of device."""
 
     name: str
-    bandwidth: float
-    matmul_rate: float
+    bandwidth: float  # bytes a second of a device-to-device copy, reads plus writes
+    matmul_rate: float  # bf16 flops a second of an 8192^3 product
 
     def __str__(self) -> str:
         return f"{self.name}, {self.bandwidth / 1e12:.2f} TB/s, {self.matmul_rate / 1e12:.0f} TFLOP/s"

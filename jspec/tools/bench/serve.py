@@ -1,200 +1,82 @@
-"""`jspec bench serve`: latencies, throughput and acceptance of an engine under a load, for each tree.
+"""`jspec bench serve`: latencies, throughput and acceptance of an engine under a load, for each configuration.
 
-The engine runs in this process; there is no network. Times of a request begin when it is due (and when
-``max_concurrency`` leaves room for it). The inter-token latency is the time between two pieces of an answer; a piece is
-the output of one step, so with drafting it may hold several tokens, and the time per output token says more.
+A configuration is a tree, the depth to which steps draft it, a concurrency, and whether dispatches overlap. The engine
+runs in this process; there is no network. Times of a request begin when it is due (and when the concurrency leaves room
+for it). The inter-token latency is the time between two pieces of an answer; a piece is the output of one step, so with
+drafting it may hold several tokens, and the time per output token says more.
 
-`--measure depths` and `--measure batching` time variants of an engine in turns (`serve_variants`).
+With `--repeats` all configurations serve the load in turns, so a slow phase of the machine affects all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby, pairwise, product
 from typing import Any
 
 import numpy as np
 
 from jspec.core.tree import Tree
 from jspec.engine.api import Engine
+from jspec.engine.draft_length import Adaptive, Fixed, Policy, halvings
 from jspec.engine.metrics import Metrics
-from jspec.engine.request import Completion, Request
 from jspec.engine.sampling_params import SamplingParams
+from jspec.tools.bench.load import Arrival, Load, Log, serve
 from jspec.tools.bench.pair import ENGINE_OPTIONS, PROMPT_FIELDS, Pair, engine_options, read_prompts
+from jspec.tools.bench.profiling import time_in_turns
 from jspec.tools.bench.report import TREES, Report, file_option, option, tree_name
 from jspec.tools.table import table
 
 LATENCIES = ("ttft", "tpot", "itl")  # time to first token, per output token after the first, between two pieces
 WORDS = ("mean", "median", "p99")
-DRAFTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "mean_acceptance_length")
+DRAFTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "mean_acceptance_length", "num_rounds_per_depth")
 METRICS = (*DRAFTS, "prefix_hit_rate", "num_preemptions")
 WARM_UP = 8  # tokens
 NUM_PROMPTS = 500
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """A request to come, in seconds from the start."""
-
-    at: float
-    prompt: list[int]
-    params: SamplingParams
-
-
-@dataclass(frozen=True)
-class Load:
-    """How many requests come, how long and when.
+class Setting:
+    """A configuration.
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: a concurrency below 1, or a depth that no program of the tree has.
     """
 
-    num_prompts: int = NUM_PROMPTS
-    input_len: int = 1024  # tokens of a prompt at most
-    output_len: int = 1024  # tokens of an answer at most
-    range_ratio: float = 0.7  # lengths are uniform from int(range_ratio * len), at least 1, to len
-    rate: float = math.inf  # requests a second, a Poisson process that begins with the first request; inf: all at once
+    tree: Tree | None = None  # None: plain decoding
+    depth: int | str | None = None  # to which all steps draft; "auto": the engine chooses; None: of the whole tree
     max_concurrency: int | None = None  # requests in the engine at most; the time of the others does not run
-    temperature: float = 0.0
-    seed: int = 0  # seed of lengths, prompts and arrivals
+    overlap: bool = True
 
     def __post_init__(self) -> None:
-        limits = (
-            *((name, getattr(self, name) >= 1, "at least 1") for name in ("num_prompts", "input_len", "output_len")),
-            ("range_ratio", 0 <= self.range_ratio <= 1, "in [0, 1]"),
-            ("rate", self.rate > 0, "more than 0, inf included"),
-            ("max_concurrency", self.max_concurrency is None or self.max_concurrency >= 1, "at least 1"),
-            ("seed", self.seed >= 0, "at least 0"),
-        )
-        for name, holds, allowed in limits:
-            if not holds:
-                raise ValueError(f"{name}: expected {allowed}, got {getattr(self, name)}")
-
-    def arrivals(self, vocab_size: int, text: Sequence[int] | None = None) -> list[Arrival]:
-        """The requests, equal for equal seeds; each emits all its tokens, end tokens or not.
-
-        Args:
-            text: token ids, of which prompts are parts; None: tokens drawn uniformly from the vocabulary.
-
-        Raises:
-            ValueError: a text that is shorter than a prompt.
-        """
-        if text is not None and len(text) < self.input_len:
-            raise ValueError(f"text: expected at least {self.input_len} tokens, a prompt's, got {len(text)}")
-        rng = np.random.default_rng(self.seed)
-        inputs, outputs = (
-            rng.integers(max(int(self.range_ratio * most), 1), most + 1, self.num_prompts)
-            for most in (self.input_len, self.output_len)
-        )
-        times = self._times(rng)
-
-        def prompt(size: int) -> list[int]:
-            if text is None:
-                return rng.integers(0, vocab_size, size).tolist()
-            start = int(rng.integers(0, len(text) - size + 1))
-            return list(text[start : start + size])
-
-        def params(size: int) -> SamplingParams:
-            return SamplingParams(max_tokens=size, temperature=self.temperature, ignore_eos=True)
-
-        sizes = zip(times, inputs.tolist(), outputs.tolist(), strict=True)
-        return [Arrival(float(at), prompt(size), params(output)) for at, size, output in sizes]
-
-    def arrivals_of(self, prompts: Sequence[list[int]]) -> list[Arrival]:
-        """Requests with given prompts, which end as usual and have `output_len` tokens at most."""
-        params = SamplingParams(max_tokens=self.output_len, temperature=self.temperature, seed=self.seed)
-        times = self._times(np.random.default_rng(self.seed))
-        return [Arrival(float(at), prompt, params) for at, prompt in zip(times, prompts, strict=True)]
-
-    def _times(self, rng: np.random.Generator) -> np.ndarray:
-        times = np.zeros(self.num_prompts)
-        if self.rate < math.inf:
-            times[1:] = np.cumsum(rng.exponential(1 / self.rate, self.num_prompts - 1))
-        return times
-
-
-@dataclass
-class Served:
-    """One request in progress or done."""
-
-    arrival: Arrival
-    began: float  # when it was due and there was room for it, seconds from the start
-    request: Request
-    pieces: list[tuple[float, int]] = field(default_factory=list)  # time and token count of each growth
-    completion: Completion | None = None
-
-    def record(self, now: float) -> None:
-        count = len(self.request.token_ids)
-        if count > (self.pieces[-1][1] if self.pieces else 0):
-            self.pieces.append((now, count))
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ValueError(f"max_concurrency: expected at least 1, got {self.max_concurrency}")
+        if self.depth not in (None, AUTO, *self.depths):
+            raise ValueError(f"depth: expected {AUTO} or one of {self.depths} for {self.tree}, got {self.depth}")
 
     @property
-    def first_token(self) -> float:
-        """Seconds to the first token."""
-        return self.pieces[0][0] - self.began
+    def depths(self) -> tuple[int, ...]:
+        return () if self.tree is None else tuple(halvings(self.tree.depth))
 
     @property
-    def latency(self) -> float:
-        """Seconds to the last token."""
-        return self.pieces[-1][0] - self.began
+    def engine(self) -> tuple[Tree | None, bool]:
+        """Settings with equal values share an engine: the tree, and whether programs cut it."""
+        return self.tree, self.depth is not None
 
-
-@dataclass(frozen=True)
-class Log:
-    """A run: its requests in the order of their ends, and the seconds of each step and of all."""
-
-    served: list[Served]
-    steps: list[float]
-    seconds: float
-
-
-def serve(
-    engine: Engine,
-    arrivals: Sequence[Arrival],
-    *,
-    max_concurrency: int | None = None,
-    now: Callable[[], float] = time.perf_counter,
-    wait: Callable[[float], None] = time.sleep,
-) -> Log:
-    """Submit requests when they are due and step the engine until all are answered.
-
-    A request that comes during a step is submitted after it, but its time runs from when it was due.
-
-    Args:
-        arrivals: in the order of their times.
-        max_concurrency: requests in the engine at most.
-        now, wait: the clock, in seconds.
-    """
-    most = len(arrivals) if max_concurrency is None else max_concurrency
-    due, live, log = deque(arrivals), list[Served](), Log([], [], 0.0)
-    start, full_until, passed = now(), 0.0, 0.0
-    while due or live:
-        while due and due[0].at <= passed and len(live) < most:
-            arrival = due.popleft()
-            live.append(Served(arrival, max(arrival.at, full_until), engine.submit(arrival.prompt, arrival.params)))
-        if not live:
-            wait(due[0].at - passed)
-            passed = now() - start
-            continue
-        is_full, before = len(live) == most, now()
-        engine.step()
-        passed = now() - start
-        log.steps.append(passed + start - before)
-        for one in live:
-            one.record(passed)
-        ended = [one for one in live if one.request.finish_reason is not None]
-        for one in ended:
-            one.completion = engine.result(one.request)
-        if ended:
-            live = [one for one in live if one.completion is None]
-            full_until = passed if is_full else full_until
-        log.served.extend(ended)
-    return Log(log.served, log.steps, passed)
+    def policy(self) -> Policy | None:
+        """The policy of an engine whose programs cut the tree."""
+        if self.tree is None or self.depth is None:
+            return None
+        if isinstance(self.depth, int):
+            return Fixed(self.depth)
+        return Adaptive(self.depths, shared_acceptance=self.tree.paths is not None)
 
 
 @dataclass(frozen=True)
@@ -221,8 +103,8 @@ class Spread:
         return cls(found.size, *map(float, (found.min(), found.max(), found.mean(), found.std(), *quantiles)))
 
 
-def figures_of(tree: Tree | None, log: Log) -> dict[str, Any]:
-    """Figures of a load with one tree, under the names of vLLM's ``bench serve`` and offline example.
+def figures_of(setting: Setting, log: Log) -> dict[str, Any]:
+    """Figures of a load with one setting, under the names of vLLM's ``bench serve`` and offline example.
 
     Requests that ended with an error count as ``failed`` alone. The spreads are in milliseconds: latencies of the
     requests, and times of `Engine.step`.
@@ -241,7 +123,10 @@ def figures_of(tree: Tree | None, log: Log) -> dict[str, Any]:
     inputs, outputs = sum(len(one.arrival.prompt) for one in good), sum(one.pieces[-1][1] for one in good)
     shares = metrics.acceptance_per_position
     counts = {
-        "tree": tree_name(tree),
+        "tree": tree_name(setting.tree),
+        "depth": setting.depth,
+        "max_concurrency": setting.max_concurrency,
+        "overlap": setting.overlap,
         "completed": len(good),
         "failed": len(log.served) - len(good),
         "duration": log.seconds,
@@ -250,47 +135,70 @@ def figures_of(tree: Tree | None, log: Log) -> dict[str, Any]:
         "request_throughput": len(good) / log.seconds if good else math.nan,
         "output_throughput": outputs / log.seconds,
         "total_token_throughput": (inputs + outputs) / log.seconds,
+        "full_batch_throughput": log.full_batch_throughput,
         **{name: getattr(metrics, name) for name in METRICS},
-        "acceptance_per_position": shares + [0.0] * ((tree.depth if tree else 0) - len(shares)),
+        "acceptance_per_position": shares + [0.0] * ((setting.tree.depth if setting.tree else 0) - len(shares)),
     }
     means = {f"{word}_{name}_ms": getattr(spreads[name], word) for name in LATENCIES for word in WORDS}
     return counts | means | {f"{name}_ms": spread for name, spread in spreads.items()}
 
 
 def text(results: Sequence[dict[str, Any]]) -> str:
-    """One line a figure, one column a tree; then requests a second beside the first tree's."""
+    """One line a figure, one column a setting."""
     rows = [[name, *(_shown(one[name]) for one in results)] for name in results[0] if not name.startswith("acceptance")]
-    longest = max(len(one["acceptance_per_position"]) for one in results)
-    for i in range(longest):
+    for i in range(max(len(one["acceptance_per_position"]) for one in results)):
         shares = (one["acceptance_per_position"][i:] for one in results)
         rows.append([f"acceptance at token {i}", *(_shown(share[0]) if share else "" for share in shares)])
-    first = results[0]["request_throughput"]
-    ratios = [f"{one['request_throughput'] / first:.2f}" for one in results]
-    return table([*rows, ["requests a second, beside the first", *ratios]])
+    return table(rows)
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, Spread):
         return "/".join(f"{one:.3f}" for one in (value.min, value.q25, value.median, value.q75, value.max))
+    if isinstance(value, dict):  # counts, as shares
+        return ", ".join(f"{name}: {value[name] / sum(value.values()):.0%}" for name in sorted(value))
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def measure(
-    pair: Pair, trees: Iterable[Tree | None], arrivals: Sequence[Arrival], most: int | None = None, **options: Any
-) -> list[dict[str, Any]]:
-    """Serve the same requests at the same times, once with every tree; None is plain decoding.
+    pair: Pair, settings: Sequence[Setting], arrivals: Sequence[Arrival], repeats: int = 1, **options: Any
+) -> Iterator[dict[str, Any]]:
+    """Serve the same requests at the same times with every setting.
 
     Args:
-        most: requests in the engine at most.
-        options: options of the engines.
+        repeats: timed repeats, all settings in turns, after one that is not timed; 1: one setting after the other.
+            The figures are those of the median repeat, ``ratio`` is the median of the ratios to the first setting.
+        options: options of the engines. An engine that serves the load more than once shares no pages.
     """
-    drafters = {tree: pair.drafter(tree) for tree in trees}  # raises before anything runs
-    results = []
-    for tree, drafter in drafters.items():
-        with pair.engine(drafter, **options) as engine:
-            _warm_up(engine)
-            results.append(figures_of(tree, serve(engine, arrivals, max_concurrency=most)))
-    return results
+    drafters = {setting.tree: pair.drafter(setting.tree) for setting in settings}  # raises before anything runs
+    by_engine = [list(group) for _, group in groupby(settings, key=lambda setting: setting.engine)]
+    if repeats > 1 or len(by_engine) < len(settings):
+        options |= {"prefix_cache": False}
+    first: list[Log] = []
+    for group in [list(settings)] if repeats > 1 else by_engine:
+        with ExitStack() as stack:
+            engines = {
+                (tree, cuts): stack.enter_context(pair.engine(drafters[tree], adaptive=cuts, **options))
+                for tree, cuts in dict.fromkeys(setting.engine for setting in group)
+            }
+            for engine in engines.values():
+                _warm_up(engine)
+            runs = [partial(_run, engines[one.engine], one, one.policy(), arrivals) for one in group]
+            found = time_in_turns(runs, repeats, warm_up=int(repeats > 1))
+        first = first or found[0]
+        for setting, logs in zip(group, found, strict=True):
+            seconds = [log.seconds for log in logs]
+            ratios = (one.seconds / own for one, own in zip(first, seconds, strict=True))
+            more = {"duration_spread": max(seconds) - min(seconds), "ratio": statistics.median(ratios)}
+            yield figures_of(setting, sorted(logs, key=lambda log: log.seconds)[len(logs) // 2]) | more
+
+
+def _run(engine: Engine, setting: Setting, policy: Policy | None, arrivals: Sequence[Arrival]) -> Log:
+    """Serve once; the programs do not depend on overlap."""
+    engine.config = replace(engine.config, overlap=setting.overlap)
+    if policy is not None:
+        engine.policy = policy
+    return serve(engine, arrivals, max_concurrency=setting.max_concurrency)
 
 
 def _warm_up(engine: Engine) -> None:
@@ -308,10 +216,14 @@ def _warm_up(engine: Engine) -> None:
 
 def run(arguments: argparse.Namespace) -> Report:
     a = arguments
-    names = ("input_len", "output_len", "range_ratio", "rate", "max_concurrency", "temperature", "seed")
+    if a.repeats < 1:
+        raise ValueError(f"repeats: expected at least 1, got {a.repeats}")
+    names = ("input_len", "output_len", "range_ratio", "rate", "temperature", "seed")
     texts = None if a.prompts is None else read_prompts(a.prompts, a.num_prompts)
     count = (a.num_prompts or NUM_PROMPTS) if texts is None else len(texts)
     load = Load(count, **{name: getattr(a, name) for name in names})
+    grid = product(a.tree, a.depth, a.max_concurrency, a.overlap)
+    settings = [Setting(tree, depth if tree else None, most, how == "yes") for tree, depth, most, how in grid]
     pair = Pair.of(a)
     if texts is None:
         source = None if a.text is None else pair.tokenizer.encode(a.text.read_text(encoding="utf-8"))
@@ -320,14 +232,18 @@ def run(arguments: argparse.Namespace) -> Report:
         arrivals = load.arrivals_of([encode(pair, text, chat=a.chat) for text in texts])
         longest = max(len(one.prompt) for one in arrivals)
     options = engine_options(a) | {"max_len": longest + load.output_len}
-    results = measure(pair, a.tree, arrivals, load.max_concurrency, **options)
-    about = {"load": load, "prompts": a.prompts or a.text or "random tokens"}
-    return Report(f"{load}, spreads from least to largest with quartiles", (), results, text(results), about)
+    results = measure(pair, list(dict.fromkeys(settings)), arrivals, a.repeats, **options)
+    about = {"load": load, "prompts": a.prompts or a.text or "random tokens", "repeats": a.repeats}
+    return Report(f"{load}, spreads from least to largest with quartiles", (), results, text, about)
 
 
 def encode(pair: Pair, text: str, *, chat: bool) -> list[int]:
     """Token ids of a prompt; with ``chat`` as a user's message in the tokenizer's chat template."""
     return list(pair.tokenizer.chat([{"role": "user", "content": text}]) if chat else pair.tokenizer.encode(text))
+
+
+def _depth(word: str) -> int | str:
+    return word if word == AUTO else int(word)
 
 
 OPTIONS = (
@@ -339,7 +255,10 @@ OPTIONS = (
     option("--input-len", type=int, default=1024, help="tokens of a prompt at most"),
     option("--output-len", type=int, default=1024, help="tokens of an answer at most"),
     option("--range-ratio", type=float, default=0.7, help="lengths are uniform from int(ratio * len) to len"),
-    option("--max-concurrency", type=int, help="requests in the engine at most"),
+    option("--max-concurrency", type=int, nargs="+", default=(None,), help="requests in the engine at most"),
+    option("--depth", type=_depth, nargs="+", default=(None,), help=f"depth that steps draft, or {AUTO}; the tree's"),
+    option("--overlap", nargs="+", choices=("yes", "no"), default=("yes",), help="dispatch before reading results"),
+    option("--repeats", type=int, default=1, help="times that the load is served, all configurations in turns"),
     option("--temperature", type=float, default=0.0),
     option("--seed", type=int, default=0, help="seed of lengths, prompts and arrivals"),
     TREES(default=(None, Tree.chain(1), Tree.topk(16, 4, 4))),

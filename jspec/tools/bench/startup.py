@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,43 +23,20 @@ from typing import Any
 import jax
 
 from jspec.core.config import EngineConfig
-from jspec.core.tree import Tree
 from jspec.draft.eagle import Eagle3
 from jspec.engine.api import Engine
 from jspec.engine.sampling_params import SamplingParams
 from jspec.step.executables import keep_compiled
-from jspec.tools.bench import random_models
-from jspec.tools.bench.report import Report, ints, option, tree_name
-from jspec.tools.bench.step import MODEL_OPTIONS
+from jspec.tools.bench import step
+from jspec.tools.bench.report import Report, ints, option, tree_name, tree_or_none
 from jspec.tools.table import table
 
 ABOUT = "programs are lowered one after the other and compiled side by side: their seconds add up to more than passed"
 ROWS, PREFILL = (1, 8, 32, 64), (128, 512, 2048)
 PROMPT, TOKENS = [1, 2, 3, 4], 4
 HIT, ASKED = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/compile_requests_use_cache"
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is started."""
-
-    shape: str
-    trees: tuple[str, ...]  # an engine each, drafted by an EAGLE-3 head; "none": plain decoding
-    rows: tuple[int, ...] = ROWS
-    prefill: tuple[int, ...] = PREFILL
-    max_len: int = 2048
-    page_size: int = 16
-    dtype: str = "bfloat16"
-    implementation: str = "auto"
-    quantize: str | None = None  # kind for target and heads
-    draft_quantize: str | None = None  # kind for the heads alone; None: as the target
-    kv_dtype: str | None = None  # dtype of both caches; None: `dtype`
-
-    def options(self) -> dict[str, Any]:
-        """Options of the engines."""
-        same = {name: getattr(self, name) for name in ("max_len", "page_size", "implementation", "kv_dtype")}
-        sizes = dict(slots=self.rows[-1], buckets=self.rows, prefill_buckets=self.prefill)
-        return same | sizes | {"draft_kv_dtype": self.kv_dtype}
+MODEL = ("shape", "dtype", "quantize", "draft_quantize")
+SAME = ("max_len", "page_size", "implementation", "kv_dtype")  # options of the command and of the engines
 
 
 @dataclass
@@ -86,100 +63,89 @@ class Startup:
         self.asked += event == ASKED
 
 
-def measure(case: Case, folder: Path | None = None) -> tuple[Startup, Startup]:
+def measure(case: dict[str, Any], folder: Path | None = None) -> Iterator[Startup]:
     """Start twice.
 
     Args:
+        case: trees, `MODEL`, and options of the engines, as JSON holds them.
         folder: new or empty, for compiled programs; None: a temporary one.
-
-    Raises:
-        ValueError: options that an engine refuses, or a folder that is not empty.
-        ChildProcessError: a start that failed.
     """
-    EngineConfig(**case.options())
+    EngineConfig(**options_of(case))
     if folder is not None and folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder}: expected a new or an empty folder, so that the first start is cold; name another")
     with tempfile.TemporaryDirectory() as own:
-        return _start(case, folder or Path(own), "cold"), _start(case, folder or Path(own), "warm")
+        for name in ("cold", "warm"):
+            spec = json.dumps({"case": case, "folder": str(folder or own), "started": time.time()})
+            command = [sys.executable, "-m", __name__, spec]  # its log goes to the standard error
+            process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+            if process.returncode:
+                code = process.returncode
+                raise ChildProcessError(f"startup: a process that started an engine ended with {code}; see above")
+            yield Startup(**json.loads(process.stdout.splitlines()[-1]) | {"start": name})
 
 
-def _start(case: Case, folder: Path, name: str) -> Startup:
-    """One start in a process of its own; its log goes to the standard error."""
-    spec = json.dumps({"case": asdict(case), "folder": str(folder), "started": time.time()})
-    process = subprocess.run([sys.executable, "-m", __name__, spec], stdout=subprocess.PIPE, text=True, check=False)
-    if process.returncode:
-        raise ChildProcessError(f"startup: a process that started an engine ended with {process.returncode}; see above")
-    return Startup(**json.loads(process.stdout.splitlines()[-1]) | {"start": name})
+def options_of(case: dict[str, Any]) -> dict[str, Any]:
+    """Options of the engines; tuples are lists in JSON."""
+    return {name: tuple(own) if isinstance(own, list) else own for name, own in case["options"].items()}
 
 
-def start(case: Case, folder: str, started: float) -> Startup:
-    """The work that `measure` times, in this process.
-
-    Args:
-        started: start of the process, seconds since the epoch.
-    """
-    result = Startup()
+def start(case: dict[str, Any], folder: str, started: float) -> Startup:
+    """The work that `measure` times, in this process, which started then, in seconds since the epoch."""
+    result, answers = Startup(), Startup()
     jax.monitoring.register_event_listener(result.count)
     result.stages["process, imports"] = time.time() - started
     with result.stage("device"):
         jax.devices()
     keep_compiled(folder)  # as `compile_cache` does, but for the programs that make the weights too
+    trees = {text: tree_or_none(text) for text in case["trees"]}
     with result.stage("weights"):
-        target = random_models.random_target(case.shape, case.dtype, case.quantize)
-        head = None
-        if any(tree != "none" for tree in case.trees):
-            head = random_models.random_head(case.shape, case.dtype, case.draft_quantize or case.quantize)
+        model = {name: case[name] for name in MODEL}
+        target, head = step.models_of([step.Case(batch=1, context=1, tree=tree, **model) for tree in trees.values()])
         jax.block_until_ready((target, head))
-    answers = Startup()
-    for tree in case.trees:
-        with result.stage(f"{tree}: engine"):
-            drafter = None if tree == "none" or head is None else Eagle3(head, Tree.parse(tree))
-            engine = Engine(target, drafter=drafter, **case.options())
-        result.lower |= {f"{tree}: {name}": seconds for name, seconds in engine.lower_seconds.items()}
-        result.compile |= {f"{tree}: {name}": seconds for name, seconds in engine.compile_seconds.items()}
-        with answers.stage(f"{tree}: first answer"), engine:
+    for text, tree in trees.items():
+        with result.stage(f"{text}: engine"):
+            drafter = None if tree is None or head is None else Eagle3(head, tree)
+            engine = Engine(target, drafter=drafter, **options_of(case))
+        result.lower |= {f"{text}: {name}": seconds for name, seconds in engine.lower_seconds.items()}
+        result.compile |= {f"{text}: {name}": seconds for name, seconds in engine.compile_seconds.items()}
+        with answers.stage(f"{text}: first answer"), engine:
             engine.generate(PROMPT, SamplingParams(max_tokens=TOKENS, temperature=0.0))
     result.ready = sum(result.stages.values())
     result.stages |= answers.stages
     return result
 
 
-def text(cold: Startup, warm: Startup) -> str:
+def text(results: Sequence[Startup]) -> str:
     """Stages, then programs, cold beside warm."""
-    stages = [["stage", "cold s", "warm s"]]
-    stages += [[name, f"{cold.stages[name]:.1f}", f"{warm.stages[name]:.1f}"] for name in cold.stages]
-    stages += [["ready, without the answers", f"{cold.ready:.1f}", f"{warm.ready:.1f}"]]
+    cold, warm = results
+    stages = {**cold.stages, "ready, without the answers": cold.ready}
+    other = {**warm.stages, "ready, without the answers": warm.ready}
+    times = [["stage", "cold s", "warm s"], *([name, f"{stages[name]:.1f}", f"{other[name]:.1f}"] for name in stages)]
     programs = [["program", "lower s", "compile s", "warm: lower s", "compile s"]]
-    for name in cold.compile:
-        seconds = (cold.lower[name], cold.compile[name], warm.lower[name], warm.compile[name])
-        programs.append([name, *(f"{value:.1f}" for value in seconds)])
-    hits = ", ".join(f"{one.hits} of {one.asked} ({one.start})" for one in (cold, warm))
-    return f"{table(stages)}\n\n{table(programs)}\n{ABOUT}\nprograms found in the cache, small ones included: {hits}"
+    own = [times_of for one in results for times_of in (one.lower, one.compile)]
+    programs += [[name, *(f"{times_of[name]:.1f}" for times_of in own)] for name in cold.compile]
+    hits = ", ".join(f"{one.hits} of {one.asked} ({one.start})" for one in results)
+    return f"{table(times)}\n\n{table(programs)}\n{ABOUT}\nprograms found in the cache, small ones included: {hits}"
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    names = ("shape", "dtype", "implementation", "quantize", "draft_quantize", "kv_dtype", "max_len", "page_size")
-    case = Case(
-        trees=tuple(tree_name(tree) for tree in arguments.tree),
-        rows=tuple(arguments.batch),
-        prefill=tuple(arguments.prefill),
-        **{name: getattr(arguments, name) for name in names},
-    )
-    results = measure(case, arguments.cache)
-    return Report(f"random weights of {case.shape}, made on the device", (), results, text(*results), {"case": case})
+    a = arguments
+    sizes = dict(slots=a.batch[-1], buckets=list(a.batch), prefill_buckets=list(a.prefill), draft_kv_dtype=a.kv_dtype)
+    options = sizes | {name: getattr(a, name) for name in SAME}
+    case = {name: getattr(a, name) for name in MODEL} | {"trees": list(map(tree_name, a.tree)), "options": options}
+    results = measure(case, a.cache)
+    return Report(f"random weights of {a.shape}, made on the device", (), results, text, {"case": case})
 
 
 def main(spec: str) -> None:
     """The process of one start: its result is the last line of the standard output."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("jspec").setLevel(logging.INFO)
-    given = json.loads(spec)
-    own: dict[str, Any] = {name: tuple(of) if isinstance(of, list) else of for name, of in given["case"].items()}
-    print(json.dumps(asdict(start(Case(**own), given["folder"], given["started"]))))
+    print(json.dumps(asdict(start(**json.loads(spec)))))
 
 
 OPTIONS = (
-    *(one for one in MODEL_OPTIONS if one[0] != ("--batch",)),
+    *(one for one in step.MODEL_OPTIONS if one[0] != ("--batch",)),
     option("--batch", type=ints, default=ROWS, metavar="1,8,32,64", help="rows of the compiled steps"),
     option("--prefill", type=ints, default=PREFILL, metavar="128,512,2048", help="tokens of the compiled prefills"),
     option("--max-len", type=int, default=2048),

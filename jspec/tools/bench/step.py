@@ -1,17 +1,18 @@
 """`jspec bench step`: time of one decoding step for a shape with random weights, beside its floor.
 
 The compiled step runs alone, at acceptance about 0. `--measure` chooses other times of a step: the cost of sampling
-controls (`step_controls`), the device's waiting for the host and the host's own time (`step_host`).
+controls (here too), the device's waiting for the host and the host's own time (`step_host`).
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import time
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -38,7 +39,7 @@ from pallas_kernels.layers.quantized import KINDS
 GROUP = 32  # steps dispatched between two looks at the clock; only the first one finds an idle device
 GROUPS = 12
 WARM_UP = 3
-LONGEST = 40  # characters of a tree in a case's name
+LONGEST = 90  # characters of a case's name
 
 
 @dataclass(frozen=True)
@@ -62,18 +63,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        """One word that can name a folder; a long tree is identified by a checksum."""
-        tree = self.tree_text.replace(":", "-").replace(",", "-")
-        if self.tree is not None and len(tree) > LONGEST:
-            tree = f"tree-{self.tree.nodes}-{zlib.crc32(tree.encode()):08x}"
-        words = [self.shape, self.dtype, tree, f"batch{self.batch}", f"context{self.context}", f"page{self.page_size}"]
-        words += [word for word in (self.quantize, self.kv_dtype) if word]
-        words += [f"head-{self.draft_quantize}"] if self.draft_quantize and self.tree else []
-        words += [] if self.implementation == "auto" else [self.implementation]
-        words += [f"idle{self.idle}"] if self.idle else []
-        words += [] if self.depth is None else [f"depth{self.depth}"]
-        words += ["deterministic"] * self.deterministic
-        return "_".join(words if self.greedy else [*words, "sampled"])
+        """One word that can name a folder: all settings that are not the default; a long one by its checksum."""
+        own = [(one.name, one.default, getattr(self, one.name)) for one in fields(self)]
+        words = [f"{name}-{value}" for name, default, value in own if value is not default]
+        text = re.sub("[^a-z0-9._-]+", "-", "_".join(words).lower())
+        return text if len(text) < LONGEST else f"{text[:LONGEST]}-{zlib.crc32(text.encode()):08x}"
 
     @property
     def weights(self) -> str:
@@ -83,6 +77,7 @@ class Case:
 
     cache = property(lambda self: self.kv_dtype or self.dtype)
     tree_text = property(lambda self: tree_name(self.tree))
+    tree_depth = property(lambda self: self.tree.depth if self.tree else 0)
     drafted_depth = property(lambda self: self.drafted.depth if self.drafted else 0)
 
     @property
@@ -90,13 +85,6 @@ class Case:
         """The part of the tree that a step drafts; None: nothing."""
         tree = self.tree if self.tree is None or self.depth is None else self.tree.cut(self.depth)
         return tree if tree is not None and tree.depth else None
-
-
-def case_columns(path: str = "case.") -> list[Column]:
-    """Table columns of the case that results hold under an attribute."""
-    renamed = {"page_size": "page", "tree_text": "tree", "drafted_depth": "depth"}
-    names = "shape dtype weights cache page_size batch idle context tree_text drafted_depth"
-    return [Column(path + name, renamed.get(name, name)) for name in names.split()]
 
 
 @dataclass(frozen=True)
@@ -115,7 +103,11 @@ class Timing:
 
 
 COLUMNS = (
-    *case_columns(),
+    *(Column(f"case.{name}", name) for name in ("shape", "dtype", "weights", "cache")),
+    Column("case.page_size", "page"),
+    *(Column(f"case.{name}", name) for name in ("batch", "idle", "context")),
+    Column("case.tree_text", "tree"),
+    Column("case.drafted_depth", "depth"),
     Column("milliseconds", "ms", ".3f"),
     Column("spread", "p90-p10", ".3f"),
     Column("floor", "floor", ".3f"),
@@ -133,9 +125,6 @@ def build(
 
     Args:
         growth: tokens that a row may gain beyond the context; None: those of `GROUP` steps.
-
-    Raises:
-        ValueError: every row is idle.
     """
     if not 0 <= case.idle < case.batch:
         raise ValueError(f"idle: expected 0 to {case.batch - 1} of a batch of {case.batch} rows, got {case.idle}")
@@ -148,7 +137,7 @@ def build(
         implementation=case.implementation,
         deterministic=case.deterministic,
     )
-    max_len = case.context + (GROUP * (_depth(case) + 1) + 1 if growth is None else growth)
+    max_len = case.context + (GROUP * (case.tree_depth + 1) + 1 if growth is None else growth)
     dtypes = (case.kv_dtype or case.dtype,) * 2
     width = PoolShape(case.batch, 2, case.page_size, max_len, *dtypes).width(drafter.tree)
     pool = PoolShape(case.batch, case.batch * width + 1, case.page_size, max_len, *dtypes)
@@ -162,8 +151,29 @@ def compile_step(program: Program, params: Params, state: Any, batch: int) -> An
     return lowered.compile(compiler_options=program.compiler_options)
 
 
+class Runner:
+    """Runs groups of steps of a case, dispatched back to back."""
+
+    def __init__(self, executable: Any, params: Params, state: SlotState, case: Case) -> None:
+        self.executable, self.params, self.state, self.case = executable, params, state, case
+
+    def __call__(self) -> tuple[float, float]:
+        """`GROUP` steps from the case's context on: milliseconds a step, and tokens a row of the last step."""
+        case, state = self.case, self.state
+        slots = jnp.arange(case.batch, dtype=jnp.int32)
+        state = replace(state, lengths=jnp.full(case.batch, case.context, jnp.int32))
+        jax.block_until_ready((state, slots))
+        began = time.perf_counter()
+        for _ in range(GROUP):
+            state, output = self.executable(self.params, state, slots)
+        jax.block_until_ready((state, output))
+        milliseconds = (time.perf_counter() - began) / GROUP * 1e3
+        self.state = state
+        return milliseconds, float(np.asarray(output.report)[..., -4].sum()) / (case.batch - case.idle)
+
+
 def measure(case: Case, target: Model, head: EagleHead | None, *, profile: Path | None = None) -> Timing:
-    """Compile a case and time it: groups of steps, dispatched back to back, median over groups.
+    """Compile a case and time it: median over groups of steps.
 
     Args:
         profile: folder for a trace of one more group, which is not timed; None: no trace.
@@ -173,94 +183,55 @@ def measure(case: Case, target: Model, head: EagleHead | None, *, profile: Path 
     started = time.perf_counter()
     if case.depth is not None:
         program = replace(program, drafter=program.drafter.cut(case.depth))
-    step = compile_step(program, params, state, case.batch)
+    run = Runner(compile_step(program, params, state, case.batch), params, state, case)
     compile_seconds = time.perf_counter() - started
-    seen: list[tuple[float, float]] = []
-
-    def group() -> None:
-        nonlocal state
-        state, *figures = run_group(step, params, state, case)
-        seen.append((figures[0], figures[1]))
-
-    for _ in range(WARM_UP + GROUPS):
-        group()
-    times, emitted = zip(*seen[WARM_UP:], strict=True)
-    clock = profiling.watch_clock(group)
+    ((*groups,),) = profiling.time_in_turns([run], GROUPS, warm_up=WARM_UP)
+    times, emitted = zip(*groups, strict=True)
+    clock = profiling.watch_clock(run)
     if profile is not None:
         with jax.profiler.trace(str(profile)):
-            group()
-    deciles = statistics.quantiles(times, n=10)
-    return Timing(
-        case=case,
-        milliseconds=statistics.median(times),
-        spread=deciles[-1] - deciles[0],
-        floor=floor_seconds(case) * 1e3,
-        compile_seconds=compile_seconds,
-        tokens=statistics.fmean(emitted),
-        clock=clock,
-    )
-
-
-def run_group(step: Any, params: Params, state: SlotState, case: Case) -> tuple[SlotState, float, float]:
-    """`GROUP` steps from the case's context on: the next state, milliseconds a step, tokens a row of the last step."""
-    slots = jnp.arange(case.batch, dtype=jnp.int32)
-    state = replace(state, lengths=jnp.full(case.batch, case.context, jnp.int32))
-    jax.block_until_ready((state, slots))
-    began = time.perf_counter()
-    for _ in range(GROUP):
-        state, output = step(params, state, slots)
-    jax.block_until_ready((state, output))
-    milliseconds = (time.perf_counter() - began) / GROUP * 1e3
-    return state, milliseconds, float(np.asarray(output.report)[..., -4].sum()) / (case.batch - case.idle)
+            run()
+    deciles, floor = statistics.quantiles(times, n=10), floor_seconds(case) * 1e3
+    figures = (statistics.median(times), deciles[-1] - deciles[0], floor, compile_seconds, statistics.fmean(emitted))
+    return Timing(case, *figures, clock)
 
 
 def floor_seconds(case: Case) -> float:
     """The least time of a step."""
-    nodes = 1 if case.drafted is None else case.drafted.nodes
-    rows = case.batch - case.idle
-    widths = _widths(case.quantize, case.kv_dtype)
-    costs = roofline.verify_costs(random_models.TARGETS[case.shape], rows, nodes, case.context, widths)
+
+    def widths(quantize: str | None) -> roofline.Widths:
+        cache = jnp.dtype(case.kv_dtype or "bfloat16").itemsize
+        return roofline.Widths(1 if quantize else 2, cache, 2 if quantize == "fp8_dynamic" else 1)
+
+    nodes, rows = 1 if case.drafted is None else case.drafted.nodes, case.batch - case.idle
+    target, head = random_models.TARGETS[case.shape], random_models.head_config(case.shape)
+    costs = roofline.verify_costs(target, rows, nodes, case.context, widths(case.quantize))
     if case.drafted is not None:
-        widths = _widths(case.draft_quantize or case.quantize, case.kv_dtype)
-        costs += roofline.draft_costs(random_models.head_config(case.shape), rows, case.drafted, case.context, widths)
+        own = widths(case.draft_quantize or case.quantize)
+        costs += roofline.draft_costs(head, rows, case.drafted, case.context, own)
     return roofline.seconds(costs)
-
-
-def _widths(quantize: str | None, kv_dtype: str | None) -> roofline.Widths:
-    return roofline.Widths(
-        weight=1 if quantize else 2,
-        cache=jnp.dtype(kv_dtype or "bfloat16").itemsize,
-        speed=2 if quantize == "fp8_dynamic" else 1,
-    )
-
-
-def _depth(case: Case) -> int:
-    return 0 if case.tree is None else case.tree.depth
 
 
 def filled_state(state: SlotState, case: Case) -> SlotState:
     """The state with every slot that is not idle in use: own pages, random K and V in all caches, random roots."""
-    width = state.page_table.shape[1]
-    rng = np.random.default_rng(0)
-
-    def noise(x: jax.Array) -> jax.Array:
-        return jax.random.normal(jax.random.key(x.size), x.shape, x.dtype)
+    width, rng, rows = state.page_table.shape[1], np.random.default_rng(0), case.batch
 
     def fill(part: Any) -> Any:
+        def noise(x: jax.Array) -> jax.Array:
+            return jax.random.normal(jax.random.key(x.size), x.shape, x.dtype)
+
         return jax.tree.map(noise, part) if isinstance(part, KVCache) else part
 
     target, draft = jax.tree.map(fill, (state.target, state.draft), is_leaf=lambda part: isinstance(part, KVCache))
     temperature = state.sampling.temperature if case.greedy else state.sampling.temperature + 1
-    sampling = replace(
-        state.sampling, temperature=temperature, draft_cap=jnp.full(case.batch, max(_depth(case), 1), jnp.int32)
-    )
+    cap = jnp.full(rows, max(case.tree_depth, 1), jnp.int32)
     return replace(
         state,
-        root=jnp.asarray(rng.integers(0, random_models.TARGETS[case.shape].vocab_size, case.batch), jnp.int32),
-        active=jnp.arange(case.batch) < case.batch - case.idle,
-        remaining=jnp.full(case.batch, 2**30, jnp.int32),
-        page_table=jnp.asarray(1 + np.arange(case.batch * width).reshape(case.batch, width), jnp.int32),
-        sampling=sampling,
+        root=jnp.asarray(rng.integers(0, random_models.TARGETS[case.shape].vocab_size, rows), jnp.int32),
+        active=jnp.arange(rows) < rows - case.idle,
+        remaining=jnp.full(rows, 2**30, jnp.int32),
+        page_table=jnp.asarray(1 + np.arange(rows * width).reshape(rows, width), jnp.int32),
+        sampling=replace(state.sampling, temperature=temperature, draft_cap=cap),
         target=target,
         draft=draft,
     )
@@ -268,42 +239,40 @@ def filled_state(state: SlotState, case: Case) -> SlotState:
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
     """All cases of the parsed options."""
-    names = ("shape", "dtype", "implementation", "quantize", "draft_quantize", "kv_dtype", "depth", "deterministic")
-    common = {name: value for name, value in vars(arguments).items() if name in names}
-    common["greedy"] = not getattr(arguments, "sampled", False)
-    idles = getattr(arguments, "idle", [0])
-    grid = product(arguments.page_size, arguments.context, arguments.batch, arguments.tree, idles)
+    given = vars(arguments)
+    names = {"shape", "dtype", "implementation", "quantize", "draft_quantize", "kv_dtype", "depth", "deterministic"}
+    common = {name: given[name] for name in names & given.keys()} | {"greedy": not given.get("sampled")}
+    grid = product(given["page_size"], given["context"], given["batch"], given["tree"], given.get("idle", [0]))
     return [
         Case(context=context, batch=batch, tree=tree, page_size=page, idle=idle, **common)
         for page, context, batch, tree, idle in grid
     ]
 
 
-def models_of(cases: Iterable[Case]) -> tuple[Model, EagleHead | None]:
+def models_of(cases: Sequence[Case]) -> tuple[Model, EagleHead | None]:
     """Random target and, where a case drafts, head of the cases' common shape, dtype and quantisation."""
-    models = {(case.shape, case.dtype, case.quantize, case.draft_quantize or case.quantize) for case in cases}
-    (shape, dtype, quantize, draft_quantize), *others = models
-    assert not others, "one shape, dtype and quantisation a run"
-    head = random_models.random_head(shape, dtype, draft_quantize) if any(case.tree for case in cases) else None
-    return random_models.random_target(shape, dtype, quantize), head
+    one, drafts = cases[0], any(case.tree for case in cases)
+    head = random_models.random_head(one.shape, one.dtype, one.draft_quantize or one.quantize) if drafts else None
+    return random_models.random_target(one.shape, one.dtype, one.quantize), head
 
 
 def run(arguments: argparse.Namespace) -> Report:
     cases, profile = cases_of(arguments), arguments.profile
     target, head = models_of(cases)
-    results = [measure(case, target, head, profile=profile and profile / case.name) for case in cases]
-    traces = []
-    for folder in (profile / case.name for case in cases) if profile else ():
-        launches = profiling.launches_by_name(profiling.gpu_events(folder), GROUP)
-        traces.append(f"trace: {folder}\n{profiling.launch_table(launches)}")
+
+    def traces(results: Sequence[Timing]) -> str:
+        folders = [profile / result.case.name for result in results] if profile else []
+        return "\n".join(f"trace: {folder}\n{profiling.launches_of(folder, GROUP)}" for folder in folders)
+
+    results = (measure(case, target, head, profile=profile and profile / case.name) for case in cases)
     headline = "ms a step, drafted by an EAGLE-3 head, random weights, acceptance about 0"
-    return Report(headline, COLUMNS, results, "\n".join(traces), marks=list(map(_mark, results)))
+    return Report(headline, COLUMNS, results, traces, marks=_marks)
 
 
-def _mark(result: Timing) -> Mark:
+def _marks(result: Timing) -> list[Mark]:
     case = result.case
     panel = f"context {case.context}, page size {case.page_size}" + f", {case.idle} rows idle" * bool(case.idle)
-    return Mark(panel, tree_label(case.tree), case.batch, result.milliseconds, result.floor)
+    return [Mark(panel, tree_label(case.tree), case.batch, result.milliseconds, result.floor)]
 
 
 MODEL_OPTIONS = (

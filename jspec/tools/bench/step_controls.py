@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.records import Controls, Grammars, SlotState
+from jspec.core.records import Grammars, SlotState
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
-from jspec.step.program import Params, Program, init_state
+from jspec.step.program import Program, init_state
 from jspec.tools.bench import step
 from jspec.tools.bench.profiling import time_in_turns
 from jspec.tools.bench.report import Column, Report
@@ -27,8 +27,7 @@ CELLS = 4096  # entries of a grammar's table
 STATES = 16
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """A program and what its rows request."""
 
     name: str
@@ -51,8 +50,7 @@ VARIANTS = (
 )
 
 
-@dataclass(frozen=True)
-class VariantTime:
+class VariantTime(NamedTuple):
     """Median time of a step, and of the difference to the first variant's step, milliseconds."""
 
     kind: Variant
@@ -81,69 +79,40 @@ def measure(
         state = _filled(step.filled_state(init_state(own, params, pool), case), variant)
         if own not in compiled:
             compiled[own] = step.compile_step(own, params, state, case.batch)
-        runs.append(_group_runner(compiled[own], params, state, case))
-    times = time_in_turns(runs, step.GROUPS, warm_up=step.WARM_UP)
-    return [
-        VariantTime(
-            variant,
-            case.batch,
-            statistics.median(own),
-            statistics.median(one - first for one, first in zip(own, times[0], strict=True)),
-        )
-        for variant, own in zip(variants, times, strict=True)
-    ]
-
-
-def _group_runner(executable: Any, params: Params, state: SlotState, case: step.Case) -> Callable[[], float]:
-    def run() -> float:
-        nonlocal state
-        state, milliseconds, _ = step.run_group(executable, params, state, case)
-        return milliseconds
-
-    return run
+        runs.append(step.Runner(compiled[own], params, state, case))
+    times = [[ms for ms, _ in own] for own in time_in_turns(runs, step.GROUPS, warm_up=step.WARM_UP)]
+    more = [[one - first for one, first in zip(own, times[0], strict=True)] for own in times]
+    medians = zip(variants, map(statistics.median, times), map(statistics.median, more), strict=True)
+    return [VariantTime(variant, case.batch, *figures) for variant, *figures in medians]
 
 
 def _filled(state: SlotState, variant: Variant) -> SlotState:
     """The state with the variant's requests in every slot; none of them can end a row."""
-    sampling, slots = state.sampling, state.root.shape[0]
-
-    def each(value: float, dtype: Any = jnp.float32) -> jax.Array:
-        return jnp.full(slots, value, dtype)
-
+    sampling, each = state.sampling, partial(jnp.full, state.root.shape[0])
     if variant.sampled:
-        sampling = replace(sampling, temperature=each(1))
+        sampling = replace(sampling, temperature=each(1.0))
     if variant.cuts:
-        sampling = replace(sampling, top_k=each(50, jnp.int32), top_p=each(0.9), min_p=each(0.01))
-    state = replace(state, sampling=sampling)
-    if not variant.used:
-        return state
-    assert state.controls is not None
-    state = replace(state, controls=_used(state.controls, each))
-    return state if state.grammars is None else replace(state, grammars=_tables(state.grammars))
-
-
-def _used(controls: Controls, each: Any) -> Controls:
-    rng = np.random.default_rng(0)
-    vocab = controls.bias.shape[1]
-    return replace(
-        controls,
-        used=each(True, bool),
-        repetition=each(1.2),
-        presence=each(0.3),
-        frequency=each(0.3),
-        may_end_at=each(2**30, jnp.int32),
-        bias=jnp.asarray(rng.normal(size=controls.bias.shape), jnp.float32),
-        counts=jnp.asarray(rng.integers(0, 4, controls.counts.shape), jnp.int32),
-        bad_beginnings=jnp.asarray(rng.integers(-1, vocab, controls.bad_beginnings.shape), jnp.int32),
-        bad_ends=jnp.asarray(rng.integers(0, vocab, controls.bad_ends.shape), jnp.int32),
-        grammar_state=each(0, jnp.int32),
-    )
+        sampling = replace(sampling, top_k=each(50), top_p=each(0.9), min_p=each(0.01))
+    controls, grammars = state.controls, state.grammars
+    if variant.used and controls is not None:
+        rng = np.random.default_rng(0)
+        vocab = controls.bias.shape[1]
+        controls = replace(
+            controls,
+            **dict(used=each(True), repetition=each(1.2), presence=each(0.3), frequency=each(0.3)),
+            **dict(may_end_at=each(2**30), grammar_state=each(0)),
+            bias=jnp.asarray(rng.normal(size=controls.bias.shape), jnp.float32),
+            counts=jnp.asarray(rng.integers(0, 4, controls.counts.shape), jnp.int32),
+            bad_beginnings=jnp.asarray(rng.integers(-1, vocab, controls.bad_beginnings.shape), jnp.int32),
+            bad_ends=jnp.asarray(rng.integers(0, vocab, controls.bad_ends.shape), jnp.int32),
+        )
+        grammars = None if grammars is None else _tables(grammars)
+    return replace(state, sampling=sampling, controls=controls, grammars=grammars)
 
 
 def _tables(grammars: Grammars) -> Grammars:
     """Grammar tables in which each state forbids one token class and no state is final."""
-    rng = np.random.default_rng(0)
-    tables, vocab = grammars.class_of.shape
+    rng, (tables, vocab) = np.random.default_rng(0), grammars.class_of.shape
     classes = grammars.next.shape[1] // STATES
     following = rng.integers(0, STATES, (STATES, classes))
     following[np.arange(STATES), np.arange(STATES)] = -1
@@ -157,5 +126,5 @@ def _tables(grammars: Grammars) -> Grammars:
 def run(arguments: argparse.Namespace) -> Report:
     cases = step.cases_of(arguments)
     target, head = step.models_of(cases)
-    results = [one for case in cases for one in measure(case, target, head)]
+    results = (one for case in cases for one in measure(case, target, head))
     return Report(f"steps of {', '.join(case.name for case in cases)}", COLUMNS, results)

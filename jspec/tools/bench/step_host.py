@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,19 +36,14 @@ from jspec.models.decoder import Model
 from jspec.tools.bench import random_models, step
 from jspec.tools.bench.report import Column, Report, option
 
-LOOP = 64  # steps of one dispatch
-LOOPS = 4  # dispatches that are timed
+LOOP, LOOPS, LOOP_WARM_UP = 64, 4, 2  # steps of one dispatch; dispatches that are timed, and before these
 STEPS = 200  # steps that are timed, each in a dispatch of its own
-LOOP_WARM_UP = 2  # dispatches of `LOOP` steps before those that are timed
-SHAPE, DTYPE = "least", "float32"
-FEATURE_LAYERS = (0, 1, 2)  # of a target with one layer
 CHUNK = 2048  # tokens of a prefill
 WARM_UP = 5  # steps before those that are timed
 TOKEN = 5
 
 
-@dataclass(frozen=True)
-class Overlap:
+class Overlap(NamedTuple):
     """Median times of a step, milliseconds."""
 
     case: step.Case
@@ -58,11 +53,9 @@ class Overlap:
 
 
 OVERLAP_COLUMNS = (
-    Column("case.batch", "batch"),
-    Column("case.context", "context"),
+    *(Column(f"case.{name}", name) for name in ("batch", "context")),
     Column("case.tree_text", "tree"),
-    Column("loop", "loop ms", ".3f"),
-    Column("engine", "engine ms", ".3f"),
+    *(Column(name, f"{name} ms", ".3f") for name in ("loop", "engine")),
     Column("idle", "idle", ".1%"),
 )
 
@@ -81,41 +74,40 @@ def measure_overlap(case: step.Case, target: Model, head: EagleHead | None, *, o
 def _dispatch_seconds(
     case: step.Case, target: Model, head: EagleHead | None, size: int, before: int, count: int, overlap: bool
 ) -> list[float]:
-    """Seconds between the results of successive dispatches of ``size`` steps, with all rows active.
-
-    Args:
-        before: dispatches before the first that is timed.
-        count: dispatches that are timed.
-    """
-    total, depth = (before + count + 2) * size, 0 if case.tree is None else case.tree.depth  # one is in flight
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(0, target.config.vocab_size, (case.batch, case.context)).tolist()
-    with Engine(
-        target,
-        drafter=None if case.tree is None or head is None else Eagle3(head, case.tree),
-        slots=case.batch,
-        buckets=(case.batch,),
-        prefill_buckets=(case.context,),
-        prefill_budget=case.context * case.batch,  # all rows begin at once
-        max_len=case.context + (depth + 1) * total,
-        page_size=case.page_size,
-        implementation=case.implementation,
-        rounds_per_dispatch=size,
-        overlap=overlap,
-        kv_dtype=case.kv_dtype,
-        draft_kv_dtype=case.kv_dtype,
-        prefix_cache=False,
-        log_interval=None,
-    ) as engine:
-        requests = _begin(engine, prompts, (depth + 1) * total)
+    """Seconds of each of ``count`` dispatches of ``size`` steps, after ``before`` others, with all rows active."""
+    tokens = (before + count + 2) * size * (1 + case.drafted_depth)  # one dispatch is in flight
+    options = dict(rounds_per_dispatch=size, overlap=overlap, prefix_cache=False)
+    with _engine(case, target, head, case.context + tokens, case.context, **options) as engine:
+        requests = _begin(engine, case, tokens)
         times = [_step_seconds(engine)[1] for _ in range(before + count)]
         assert not any(request.finish_reason for request in requests), "every row is active to the end"
         return times[before:]
 
 
-def _begin(engine: Engine, prompts: Sequence[list[int]], max_tokens: int) -> list[Request]:
-    """Requests with their first token read."""
+def _engine(case: step.Case, target: Model, head: EagleHead | None, max_len: int, chunk: int, **options: Any) -> Engine:
+    """An engine of the case's rows, which prefills all prompts, in chunks, before the first step."""
+    return Engine(
+        target,
+        drafter=None if case.tree is None or head is None else Eagle3(head, case.tree),
+        slots=case.batch,
+        buckets=(case.batch,),
+        prefill_buckets=(chunk,),
+        prefill_budget=case.batch * (max_len + chunk),
+        max_len=max_len,
+        page_size=case.page_size,
+        implementation=case.implementation,
+        kv_dtype=case.kv_dtype,
+        draft_kv_dtype=case.kv_dtype,
+        log_interval=None,
+        **options,
+    )
+
+
+def _begin(engine: Engine, case: step.Case, max_tokens: int) -> list[Request]:
+    """Requests of random prompts, with their first token read."""
+    rng, vocab = np.random.default_rng(case.context), random_models.TARGETS[case.shape].vocab_size
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    prompts = rng.integers(0, vocab, (case.batch, case.context)).tolist()
     requests = [engine.submit(prompt, params) for prompt in prompts]
     while not all(request.token_ids for request in requests):
         engine.step()
@@ -132,7 +124,7 @@ def _step_seconds(engine: Engine) -> tuple[float, float]:
 def run_overlap(arguments: argparse.Namespace) -> Report:
     cases = step.cases_of(arguments)
     target, head = step.models_of(cases)
-    results = [measure_overlap(case, target, head, overlap=not arguments.no_overlap) for case in cases]
+    results = (measure_overlap(case, target, head, overlap=not arguments.no_overlap) for case in cases)
     return Report("the device's waiting for the host, random weights, acceptance about 0", OVERLAP_COLUMNS, results)
 
 
@@ -151,14 +143,14 @@ class HostCase:
         if min(self.rows, self.rounds, self.blocks, *self.contexts) < 1:
             raise ValueError(f"host: expected at least 1 row, token of context, step and block, got {self}")
 
-    @property
-    def max_tokens(self) -> int:
-        """More tokens than a request emits."""
-        return (self.rounds + WARM_UP + 8) * (self.length + 1)
+    max_tokens = property(lambda self: (self.rounds + WARM_UP + 8) * (self.length + 1))  # more than a request emits
+
+    def point(self, context: int) -> step.Case:
+        """The least model, as only the host's time counts."""
+        return step.Case("least", self.rows, context, Tree.chain(self.length), dtype="float32")
 
 
-@dataclass(frozen=True)
-class HostTime:
+class HostTime(NamedTuple):
     """Times of a step at one context."""
 
     rows: int
@@ -169,14 +161,9 @@ class HostTime:
     ratio: float  # CPU time beside the first context's, median over blocks timed one after the other
 
 
-HOST_COLUMNS = (
-    Column("rows", "rows"),
-    Column("context", "context"),
-    Column("milliseconds", "ms a step", ".3f"),
-    Column("spread", "max-min", ".3f"),
-    Column("wall", "wall ms", ".3f"),
-    Column("ratio", "beside the first", ".3f"),
-)
+HOST_HEADINGS = ("rows", "context", "ms a step", "max-min", "wall ms", "beside the first")
+HOST_FORMATS = ("", "", *[".3f"] * 4)
+HOST_COLUMNS = tuple(Column(*one) for one in zip(HostTime._fields, HOST_HEADINGS, HOST_FORMATS, strict=True))
 
 
 class ReadyResult(np.ndarray):
@@ -188,31 +175,19 @@ class ReadyResult(np.ndarray):
 
 def measure_host(engines: Sequence[Engine], case: HostCase) -> list[HostTime]:
     """Time steps of every context, with an engine of `ready_engine` for each."""
-    blocks = [_block(engines, case) for _ in range(case.blocks)]
-    results = []
-    for i, context in enumerate(case.contexts):
-        own, wall = ([line[i][clock] * 1e3 for line in blocks] for clock in (0, 1))
-        ratio = statistics.median(line[i][0] / line[0][0] for line in blocks)
-        figures = (statistics.median(own), max(own) - min(own), statistics.median(wall), ratio)
-        results.append(HostTime(case.rows, context, *figures))
-    return results
+    cpu, wall = np.array([_block(engines, case) for _ in range(case.blocks)]).transpose(1, 2, 0) * 1e3
+    figures = (np.median(cpu, 1), np.ptp(cpu, 1), np.median(wall, 1), np.median(cpu / cpu[0], 1))
+    lines = zip(case.contexts, *(one.tolist() for one in figures), strict=True)
+    return [HostTime(case.rows, *line) for line in lines]
 
 
 def ready_engine(case: HostCase) -> Engine:
     """An engine, with room for the longest context, whose programs only return a ready result."""
-    head = random_models.random_head(SHAPE, DTYPE)
-    head = replace(head, config=replace(head.config, feature_layers=FEATURE_LAYERS))
-    max_len = max(case.contexts) + case.max_tokens
-    engine = Engine(
-        random_models.random_target(SHAPE, DTYPE),
-        drafter=Eagle3(head, Tree.chain(case.length)),
-        slots=case.rows,
-        buckets=(case.rows,),
-        max_len=max_len,
-        prefill_buckets=(CHUNK,),
-        prefill_budget=case.rows * (max_len + CHUNK),  # all prompts are prefilled before the first step
-        log_interval=None,
-    )
+    point = case.point(max(case.contexts))
+    target, head = step.models_of([point])
+    assert head is not None
+    head = replace(head, config=replace(head.config, feature_layers=(0, 1, 2)))  # of a target with one layer
+    engine = _engine(point, target, head, point.context + case.max_tokens, CHUNK)
     compiled = engine.core.runner.programs.compiled
     answers: dict[str, Callable[..., Any]] = {
         "prefill": _answer(1, case.length, 0),
@@ -232,25 +207,22 @@ def _answer(rows: int, length: int, accepted: int) -> Callable[..., Any]:
     return lambda params, state, packed: (state, output)
 
 
-def _block(engines: Sequence[Engine], case: HostCase) -> list[tuple[float, float]]:
-    """Median seconds of a step at each context: CPU time of the thread, and wall time.
+def _block(engines: Sequence[Engine], case: HostCase) -> np.ndarray:
+    """Median seconds of a step: CPU time of the thread and wall time, each at every context.
 
     The contexts alternate step by step, so a slow phase of the machine affects all of them.
     """
-    requests = []
-    for engine, context in zip(engines, case.contexts, strict=True):
-        rng, vocab = np.random.default_rng(context), random_models.TARGETS[SHAPE].vocab_size
-        prompts = [rng.integers(0, vocab, context).tolist() for _ in range(case.rows)]
-        requests.append(_begin(engine, prompts, case.max_tokens))
+    pairs = list(zip(engines, case.contexts, strict=True))
+    requests = [_begin(engine, case.point(context), case.max_tokens) for engine, context in pairs]
     for engine in [*engines] * WARM_UP:
         engine.step()
-    own, wall = np.array([[_step_seconds(engine) for engine in engines] for _ in range(case.rounds)]).T
+    seconds = np.array([[_step_seconds(engine) for engine in engines] for _ in range(case.rounds)])
     assert all(one.finish_reason is None for rows in requests for one in rows), "all rows were active"
     for engine, rows in zip(engines, requests, strict=True):
         for request in rows:
             engine.abort(request)
             engine.result(request)
-    return list(zip(np.median(own, axis=1), np.median(wall, axis=1), strict=True))
+    return np.median(seconds, axis=0).T
 
 
 def run_host(arguments: argparse.Namespace) -> Report:

@@ -46,11 +46,7 @@ RATES: Rates = (0.75, 0.55, 0.42, 0.31)  # published for EAGLE-3 on MT-Bench
 
 
 def check_rates(rates: Sequence[float]) -> Rates:
-    """The rates, if a drafter can have them.
-
-    Raises:
-        ValueError: no rate, one outside 0 to 1, or one above that of the position before.
-    """
+    """The rates, if a drafter can have them."""
     falling = all(later <= earlier for earlier, later in itertools.pairwise(rates))
     if not rates or not all(0 <= rate <= 1 for rate in rates) or not falling:
         raise ValueError(f"positions: expected shares from 0 to 1 that never rise, such as .75,.55, got {list(rates)}")
@@ -73,18 +69,8 @@ def rates_of_tree(rates: Rates, tree: Tree | None) -> Rates:
     return rates[:depth]
 
 
-def mean_length(rates: Rates) -> float:
-    """Tokens a step, the target's own token included."""
-    return 1 + math.fsum(rates)
-
-
 def draw(rates: Rates, batch: int, tokens: int, seed: int) -> Int[np.ndarray, "steps batch"]:
-    """Number of draft tokens that each row accepts in each step, until every row has emitted ``tokens``.
-
-    Args:
-        rates: one for each level of the tree.
-        tokens: tokens that each row emits; its last step is cut there.
-    """
+    """Number of draft tokens that each row accepts in each step, until every row has emitted ``tokens``."""
     chance = np.random.default_rng(seed).random((tokens, batch, 1))  # a step emits at least one token
     accepted = np.asarray(np.sum(chance < np.array(rates), axis=-1), np.int32)
     emitted = np.cumsum(accepted + 1, axis=0)
@@ -94,11 +80,7 @@ def draw(rates: Rates, batch: int, tokens: int, seed: int) -> Int[np.ndarray, "s
 def impose(verdict: Verdict, draft: Draft, view: SlotView, tree: Tree, accepted: Int[Array, "batch"]) -> Verdict:
     """A verdict that accepts a given number of draft tokens of each row, whatever the target's probabilities.
 
-    The first node at that depth is accepted; the verdict's last token follows it.
-
-    Args:
-        verdict: verdict of the program's own rule.
-        accepted: number of draft tokens to accept, at most the tree's depth.
+    The first node at that depth is accepted; the last token of the rule's own verdict follows it.
     """
     ancestor_mask = ancestors(draft.parents)
     within = draft.valid & (depths(ancestor_mask) <= accepted[:, None])
@@ -114,12 +96,7 @@ def synthetic_step(
     slots: Int[Array, "batch"],
     accepted: Int[Array, "batch"],
 ) -> tuple[SlotState, StepOutput]:
-    """One step with the stages of `jspec.step.decode.spec_step`, its accept rule included, and the verdict imposed.
-
-    Args:
-        state: donated.
-        accepted: as for `impose`.
-    """
+    """One step with the stages of `jspec.step.decode.spec_step`, its accept rule included, and the verdict imposed."""
     view = view_of(state, slots, program)
     draft, draft_state = decode.draft_stage(program, params, state, view)
     out, target = decode.verify_stage(program, params, state, view, draft)
@@ -133,11 +110,7 @@ def synthetic_step(
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the table.
-
-    Raises:
-        ValueError: a dynamic tree, or a number of rates that differs from the tree's depth.
-    """
+    """One point of the table."""
 
     point: step.Case  # its context is the first one of the rows
     rates: Rates  # share of steps that accept each level of the tree
@@ -155,8 +128,6 @@ class Case:
                 f"throughput: expected no tree, a chain or a static one, got {tree}, whose depth depends on scores "
                 "of random weights; take chain:LENGTH"
             )
-        if len(self.rates) != (0 if tree is None else tree.depth):
-            raise ValueError(f"throughput: expected a rate for each level of {tree}, got {list(self.rates)}")
         if self.tokens < 1:
             raise ValueError(f"tokens: expected at least 1, got {self.tokens}")
 
@@ -179,10 +150,7 @@ class Throughput:
 
 
 COLUMNS = (
-    Column("case.point.shape", "shape"),
-    Column("case.point.weights", "weights"),
-    Column("case.point.cache", "cache"),
-    Column("case.point.batch", "batch"),
+    *(Column(f"case.point.{name}", name) for name in ("shape", "weights", "cache", "batch")),
     Column("case.contexts", "context"),
     Column("case.point.tree_text", "tree"),
     Column("stated_length", "stated", ".2f"),
@@ -190,8 +158,7 @@ COLUMNS = (
     Column("rounds", "steps"),
     Column("live", "live", ".1f"),
     Column("milliseconds", "ms", ".3f"),
-    Column("spread", "spread", ".3f"),
-    Column("floor", "floor", ".3f"),
+    *(Column(name, name, ".3f") for name in ("spread", "floor")),
     Column("milliseconds_per_token", "ms/token", ".3f"),
     Column("tokens_per_second", "tokens/s", ".0f"),
 )
@@ -211,7 +178,22 @@ def measure(case: Case, target: Model, head: EagleHead | None) -> Throughput:
         state, spent, seen = run_steps(executable, params, restart(state, case), accepted)
         seconds.append(spent)
     assert seen.counts.sum() == case.point.batch * case.tokens, "every row emits its tokens and no more"
-    return _result(case, seconds, seen, compile_seconds)
+    active, median = seen.counts > 0, statistics.median(seconds)
+    count, rows = active.shape
+    midway = replace(case.point, context=case.point.context + case.tokens // 2)
+    return Throughput(
+        case=case,
+        tokens_per_second=rows * case.tokens / median,
+        milliseconds=median / count * 1e3,
+        spread=(max(seconds) - min(seconds)) / count * 1e3,
+        floor=step.floor_seconds(midway) * 1e3,
+        milliseconds_per_token=median / case.tokens * 1e3,
+        stated_length=1 + math.fsum(case.rates),
+        length=float(np.mean(seen.accept_len[active] + 1)),
+        rounds=count,
+        live=float(active.sum() / count),
+        compile_seconds=compile_seconds,
+    )
 
 
 def compile_step(program: Program, params: Params, state: SlotState, batch: int) -> Any:
@@ -249,25 +231,6 @@ def run_steps(
     return state, seconds, StepResult.read(np.concatenate([np.asarray(one) for one in reports]))
 
 
-def _result(case: Case, seconds: Sequence[float], seen: StepResult, compile_seconds: float) -> Throughput:
-    active, median = seen.counts > 0, statistics.median(seconds)
-    count, rows = active.shape
-    midway = replace(case.point, context=case.point.context + case.tokens // 2)
-    return Throughput(
-        case=case,
-        tokens_per_second=rows * case.tokens / median,
-        milliseconds=median / count * 1e3,
-        spread=(max(seconds) - min(seconds)) / count * 1e3,
-        floor=step.floor_seconds(midway) * 1e3,
-        milliseconds_per_token=median / case.tokens * 1e3,
-        stated_length=mean_length(case.rates),
-        length=float(np.mean(seen.accept_len[active] + 1)),
-        rounds=count,
-        live=float(active.sum() / count),
-        compile_seconds=compile_seconds,
-    )
-
-
 def run(arguments: argparse.Namespace) -> Report:
     a = arguments
     if a.rival is not None:
@@ -278,13 +241,13 @@ def run(arguments: argparse.Namespace) -> Report:
         stated = rates_of_length(a.length, point.tree) if by_length else check_rates(a.positions)
         cases.append(Case(point, rates_of_tree(stated, point.tree), a.tokens, a.seed))
     target, head = step.models_of([case.point for case in cases])
-    results = [measure(case, target, head) for case in cases]
-    return Report(f"tokens/s; {ABOUT}", COLUMNS, results, about={"acceptance": ABOUT}, marks=list(map(_mark, results)))
+    results = (measure(case, target, head) for case in cases)
+    return Report(f"tokens/s; {ABOUT}", COLUMNS, results, about={"acceptance": ABOUT}, marks=_marks)
 
 
-def _mark(result: Throughput) -> Mark:
+def _marks(result: Throughput) -> list[Mark]:
     label = f"{tree_label(result.case.point.tree)}, stated length {result.stated_length:.2f}"
-    return Mark(f"context {result.case.contexts}", label, result.case.point.batch, result.tokens_per_second)
+    return [Mark(f"context {result.case.contexts}", label, result.case.point.batch, result.tokens_per_second)]
 
 
 OPTIONS = (

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ from jaxtyping import Array
 from convert import orbax
 from convert.orbax import Checkpoint
 from jspec.draft import auto
-from jspec.draft.eagle_head import EagleHead, EagleLayer
-from jspec.draft.head_config import HeadConfig
+from jspec.draft.eagle_head import EagleHead
+from jspec.draft.head_config import Eagle3Config
 from jspec.models.config import ModelConfig
-from jspec.models.decoder import Layer, Model
+from jspec.models.decoder import Model
 from jspec.tools import demo
 from jspec.tools.bench import random_models
 from jspec.tools.bench.inflate.padding import Factor, Padder
@@ -33,8 +32,7 @@ from jspec.tools.bench.inflate.sizes import DTYPES, NAMES, Plan, Sizes, plan
 from jspec.tools.bench.report import Report, ints, option
 
 DEMO = "demo"  # in place of a folder: the embedded pair
-FUSING = ("fc", "fc_bias", "fc_norm", "input_norm")  # weights that make a head's feature
-Batches = Iterator[dict[str, Array]]
+Batches = Iterator[dict[str, Array]]  # weights by name; one batch is in memory at a time
 
 
 def pair(
@@ -55,12 +53,8 @@ def pair(
     Returns:
         The target with an untied output head: the small one's logits for its tokens, all others far below. And the
         head, if there is one.
-
-    Raises:
-        ValueError: with what was expected, what was got, what to do.
     """
-    dtype = dtype or str(target.embed.dtype)
-    made = plan(target, sizes, head=head, feature_layers=feature_layers, dtype=dtype)
+    made = plan(target, sizes, head=head, feature_layers=feature_layers, dtype=dtype or str(target.embed.dtype))
     large = Model.from_weights(made.target.new, _tree(_target_batches(target, made)))
     if head is None or made.head is None:
         return large, None
@@ -74,20 +68,15 @@ def write(
     *,
     head: str | Path | None = None,
     head_out: str | Path | None = None,
-    feature_layers: tuple[int, ...] | None = None,
-    dtype: str = "bfloat16",
     overwrite: bool = False,
+    **options: Any,
 ) -> Plan:
-    """Inflate into folders as conversion writes them, with one layer of the large model in memory at a time.
+    """Inflate into folders as conversion writes them; all errors are raised before anything is written.
 
     Args:
         target: folder or hub id, or "demo"; its tokenizer files and config.json are copied.
         head, head_out: folder or hub id of the EAGLE-3 head and folder to write, both or none.
-        feature_layers, dtype: as in `pair`.
-
-    Raises:
-        ValueError: as `pair`; all errors are raised before anything is written.
-        FileExistsError: a folder exists and may not be replaced.
+        options: feature layers and dtype, as for `plan`.
     """
     if (head is None) != (head_out is None) or out == head_out:
         raise ValueError(f"expected HEAD and a HEAD_OUT apart from OUT, got {head} and {head_out}; give both or none")
@@ -97,7 +86,7 @@ def write(
     small = Model.from_weights(source.config, source.weights)
     head_source = None if head is None else _load(head, demo.HEAD, "eagle3")
     small_head = None if head_source is None else EagleHead.from_weights(head_source.config, head_source.weights)
-    made = plan(small, sizes, head=small_head, feature_layers=feature_layers, dtype=dtype)
+    made = plan(small, sizes, head=small_head, **options)
     _save(out, source, made.target, _target_batches(small, made), overwrite)
     if head_out is not None and head_source is not None and small_head is not None and made.head is not None:
         _save(head_out, head_source, made.head, _head_batches(small_head, made.head, made.target), overwrite)
@@ -118,100 +107,63 @@ def _tree(batches: Batches) -> dict[str, Any]:
     return orbax.unflatten({name: array for batch in batches for name, array in batch.items()})
 
 
-# ---- weights by name, in batches; one program makes a batch, so only its results take memory
-
-compiled = partial(jax.jit, static_argnums=0)
-
-
 def _target_batches(model: Model, made: Plan) -> Batches:
     padder = made.target
-    yield _target_embedding(padder, model.embed)
-    like = jax.eval_shape(lambda: _layer(padder, model.layers[0]))
-    for index, old in enumerate(made.layer_at):
-        zeros = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in like.items()} if old is None else {}
-        layer = zeros if old is None else _layer(padder, model.layers[old])  # zeros add nothing to the state
-        yield {f"layers.{index}.{name}": array for name, array in layer.items()}
-    yield _target_output(padder, model.norm, model.output_head)
+
+    def layer(index: int) -> dict[str, Array]:
+        own = model.layers[index]
+        return padder.block(own, (padder.hidden,)) | {"attn_norm": padder.norm(own.attn_norm)}
+
+    yield {"embed": padder.embedding(model.embed)}
+    like = jax.eval_shape(lambda: layer(0))
+    for index, old in enumerate(made.layer_at):  # zeros add nothing to the state
+        weights = layer(old) if old is not None else {n: jnp.zeros(x.shape, x.dtype) for n, x in like.items()}
+        yield {f"layers.{index}.{name}": array for name, array in weights.items()}
+    yield {"norm": padder.last_norm(model.norm), "head": padder.output_head(model.output_head, padder.vocab)}
 
 
-@compiled
-def _target_embedding(padder: Padder[ModelConfig], embed: Array) -> dict[str, Array]:
-    return {"embed": padder.embedding(embed)}
-
-
-@compiled
-def _target_output(padder: Padder[ModelConfig], norm: Array, head: Array) -> dict[str, Array]:
-    return {"norm": padder.last_norm(norm), "head": padder.output_head(head, padder.vocab)}
-
-
-@compiled
-def _layer(padder: Padder[ModelConfig], layer: Layer) -> dict[str, Array]:
-    return padder.block(layer, (padder.hidden,)) | {"attn_norm": padder.norm(layer.attn_norm)}
-
-
-def _head_batches(head: EagleHead, padder: Padder[HeadConfig], target: Padder[ModelConfig]) -> Batches:
+def _head_batches(head: EagleHead, padder: Padder[Eagle3Config], target: Padder[ModelConfig]) -> Batches:
+    hidden, normed = (padder.hidden,), padder.old.qk_norm
     if head.embed is not None:
-        yield _head_embedding(padder, head.embed)
-    yield _fusion((padder, target), {name: x for name in FUSING if (x := getattr(head, name)) is not None})
+        yield {"embed": padder.pad(head.embed, (padder.vocab,), hidden)}
+    yield _fusion(head, padder, target)
     for index, layer in enumerate(head.layers):
-        made = _head_layer((padder, index), layer)
+        made = padder.block(layer, (Factor(2, 2), *hidden) if index == 0 else hidden, normed=normed)
+        for name in ("input_norm", "hidden_norm"):
+            if (norm := getattr(layer, name)) is not None:
+                made[name] = padder.norm(norm)
+        if layer.qkv_bias is not None:
+            made["qkv_bias"] = padder.qkv(layer.qkv_bias, normed=normed)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            made |= padder.head_norms(layer.q_norm, layer.k_norm)
         yield {f"layers.{index}.{name}": array for name, array in made.items()}
-    yield _head_output(padder, head.norm, head.head, head.draft_to_target)
+    drafted = Factor(padder.old.draft_vocab_size, padder.new.draft_vocab_size)
+    own = jnp.arange(drafted.old) if head.draft_to_target is None else head.draft_to_target
+    padded = padder.old.vocab_size + jnp.arange(drafted.new - drafted.old)  # map to padded tokens of the target
+    made = {"draft_to_target": jnp.concatenate([own, padded]).astype(jnp.int32)}
+    if head.norm is not None:
+        made["norm"] = padder.last_norm(head.norm)
+    if head.head is not None:
+        made["head"] = padder.output_head(head.head, drafted)
+    yield made
 
 
-@compiled
-def _head_embedding(padder: Padder[HeadConfig], embed: Array) -> dict[str, Array]:
-    return {"embed": padder.pad(embed, (padder.vocab,), (padder.hidden,))}
-
-
-@compiled
-def _fusion(how: tuple[Padder[HeadConfig], Padder[ModelConfig]], weights: dict[str, Array]) -> dict[str, Array]:
+def _fusion(head: EagleHead, padder: Padder[Eagle3Config], target: Padder[ModelConfig]) -> dict[str, Array]:
     """Weights that make one feature of the target's states; the first state's mask becomes the feature's."""
-    (padder, target), many = how, how[0].old.num_features
+    many = padder.old.num_features
     states = (Factor(many, many), target.hidden)
     made = {}
-    for name in {"input_norm", "fc_norm"} & weights.keys():
-        norm = weights[name]
-        made[name] = padder.norm(norm, states).reshape(*norm.shape[:-1], -1)
-    if "fc_bias" in weights:
-        made["fc_bias"] = padder.pad(weights["fc_bias"], (padder.hidden,))
-    if "fc" in weights:
-        made["fc"] = padder.pad(weights["fc"], (padder.hidden,), states)
+    for name in ("input_norm", "fc_norm"):
+        if (norm := getattr(head, name)) is not None:
+            made[name] = padder.norm(norm, states).reshape(*norm.shape[:-1], -1)
+    if head.fc_bias is not None:
+        made["fc_bias"] = padder.pad(head.fc_bias, (padder.hidden,))
+    if head.fc is not None:
+        made["fc"] = padder.pad(head.fc, (padder.hidden,), states)
         if padder.mask is not None:
             assert target.mask is not None  # padded draft tokens are padded tokens of the target
             ratio = padder.mask.constant / target.mask.constant
             made["fc"] = made["fc"].at[padder.mask.channel, target.mask.channel].set(ratio)
-    return made
-
-
-@compiled
-def _head_layer(how: tuple[Padder[HeadConfig], int], layer: EagleLayer) -> dict[str, Array]:
-    (padder, index), normed = how, how[0].old.qk_norm
-    made = padder.block(layer, (Factor(2, 2), padder.hidden) if index == 0 else (padder.hidden,), normed=normed)
-    if layer.input_norm is not None:
-        made["input_norm"] = padder.norm(layer.input_norm)
-    if layer.hidden_norm is not None:
-        made["hidden_norm"] = padder.norm(layer.hidden_norm)
-    if layer.qkv_bias is not None:
-        made["qkv_bias"] = padder.qkv(layer.qkv_bias, normed=normed)
-    if layer.q_norm is not None and layer.k_norm is not None:
-        made |= padder.head_norms(layer.q_norm, layer.k_norm)
-    return made
-
-
-@compiled
-def _head_output(
-    padder: Padder[HeadConfig], norm: Array | None, head: Array | None, ids: Array | None
-) -> dict[str, Array]:
-    """Norm, output head and draft vocabulary; padded draft tokens map to padded tokens of the target."""
-    drafted = Factor(padder.old.draft_vocab_size, padder.new.draft_vocab_size)
-    own = jnp.arange(drafted.old) if ids is None else ids
-    padded = padder.old.vocab_size + jnp.arange(drafted.new - drafted.old)
-    made = {"draft_to_target": jnp.concatenate([own, padded]).astype(jnp.int32)}
-    if norm is not None:
-        made["norm"] = padder.last_norm(norm)
-    if head is not None:
-        made["head"] = padder.output_head(head, drafted)
     return made
 
 

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jspec.draft.eagle_head import EagleLayer
-from jspec.draft.head_config import HeadConfig
+from jspec.draft.head_config import Eagle3Config, HeadConfig
 from jspec.models.config import ModelConfig
 from jspec.models.decoder import Layer
 from pallas_kernels.layers.quantized import Quantized
 
 LEVEL = 2.0**20  # padded logits are at most -LEVEL / rms of the small model's last state
 NEGLIGIBLE = 2.0**-26  # share of a norm's mean square, even of a zero state: below float32's rounding
-C = TypeVar("C", ModelConfig, HeadConfig)
+C = TypeVar("C", ModelConfig, Eagle3Config)
 
 
 class Factor(NamedTuple):
@@ -66,11 +66,7 @@ class Mask:
 
     @classmethod
     def of(cls, old: ModelConfig | HeadConfig, new: ModelConfig | HeadConfig) -> Mask:
-        """The mask between two hidden sizes.
-
-        Raises:
-            ValueError: there is no further channel.
-        """
+        """The mask between two hidden sizes."""
         if new.hidden_size == old.hidden_size:
             raise ValueError(
                 f"hidden_size: expected more than {old.hidden_size}, of which a channel masks the padded vocabulary, "
@@ -117,7 +113,7 @@ class Padder(Generic[C]):
         padded = self.norm(weight)
         return padded if self.mask is None else padded.at[self.mask.channel].set(1 / self.mask.constant)
 
-    def output_head(self, weight: Array, rows: Factor) -> Array:
+    def output_head(self, weight: Array | Quantized, rows: Factor) -> Array:
         """The output head over a larger vocabulary."""
         padded = self.pad(weight, (rows,), (self.hidden,))
         return padded if self.mask is None else padded.at[rows.old :, self.mask.channel].set(self.mask.row)
@@ -134,11 +130,7 @@ class Padder(Generic[C]):
         )
 
     def qkv(self, x: Array | Quantized, *inputs: Axis, normed: bool = False) -> Array:
-        """The fused projection, or its bias.
-
-        Args:
-            normed: query and key heads are normed, so their scale matters only relative to eps.
-        """
+        """The fused projection, or its bias; ``normed``: heads are normed, their scale matters only relative to eps."""
         old, scale = self.old, math.sqrt(self.new.head_dim / self.old.head_dim)
         ends = [old.num_heads * old.head_dim, (old.num_heads + old.num_kv_heads) * old.head_dim]
         assert not isinstance(x, Quantized)

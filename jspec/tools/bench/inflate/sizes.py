@@ -45,11 +45,7 @@ class Sizes:
 
     @classmethod
     def of(cls, shape: str) -> Sizes:
-        """Sizes of a shape of `random_models` and of its head's draft vocabulary.
-
-        Raises:
-            ValueError: an unknown shape.
-        """
+        """Sizes of a shape of `random_models` and of its head's draft vocabulary."""
         if shape not in random_models.TARGETS:
             raise ValueError(
                 f"shape: expected one of {', '.join(random_models.TARGETS)}, got {shape!r}; pass one of them"
@@ -70,14 +66,14 @@ class Plan:
     """How a pair grows."""
 
     target: Padder[ModelConfig]
-    head: Padder[HeadConfig] | None
+    head: Padder[Eagle3Config] | None
     layer_at: tuple[int | None, ...]  # old layer at each new place; None: inserted
 
 
 def plan(
     target: Model, sizes: Sizes, *, head: EagleHead | None, feature_layers: tuple[int, ...] | None, dtype: str
 ) -> Plan:
-    """Check that a pair can grow, and plan it; arguments and errors as for `convert.pair`.
+    """Check that a pair can grow, and plan it; arguments as for `convert.pair`.
 
     Without a head, the target's `default_states` keep their meaning, for a head that is inflated later.
     """
@@ -87,27 +83,23 @@ def plan(
         raise ValueError(f"inflate: expected unquantised weights, got {kind}; inflate first, then quantise")
     if head is not None:
         jax.eval_shape(Eagle3(head, Tree.chain(1)).bind, target)  # raises for another target's head
-    padder = _plan_target(target.config, sizes, dtype)
-    old, new = padder.old, padder.new
-    states = _states(old, None if head is None else head.config)
-    wanted = _new_states(states, old, new) if feature_layers is None else feature_layers
+    old = target.config
+    grown = dict(num_layers=sizes.num_layers, norm_eps=_eps(old, sizes), tie_word_embeddings=False)
+    new = old.resized(**sizes.of_layers(), **grown)
+    _check_sizes("target", old, new)
+    padder = Padder(old, new, dtype, Mask.of(old, new) if new.vocab_size > old.vocab_size else None)
+    usual = default_states(old.num_layers) if old.num_layers >= LEAST_LAYERS else ()
+    states = usual if head is None else head.config.states_of(old.num_layers)
+    wanted = feature_layers
+    if wanted is None:  # the state after the final norm is that of the larger target
+        moved = tuple(new.num_layers + 1 if state == old.num_layers + 1 else state for state in states)
+        wanted = default_states(new.num_layers) if states and states == usual else moved
     if len(wanted) != len(states):
         raise ValueError(
             f"feature_layers: expected a state for each of {states}, got {wanted}; pass {len(states)} of them"
         )
     layer_at = insert_layers(old.num_layers, new.num_layers, dict(zip(states, wanted, strict=True)))
     return Plan(padder, None if head is None else _plan_head(head, padder, sizes, wanted), layer_at)
-
-
-def _plan_target(old: ModelConfig, sizes: Sizes, dtype: str) -> Padder[ModelConfig]:
-    new = old.resized(
-        **sizes.of_layers(),
-        num_layers=sizes.num_layers,
-        norm_eps=_eps(old, sizes),
-        tie_word_embeddings=False,
-    )
-    _check_sizes("target", old, new)
-    return Padder(old, new, dtype, Mask.of(old, new) if new.vocab_size > old.vocab_size else None)
 
 
 def _eps(old: ModelConfig | HeadConfig, sizes: Sizes) -> float:
@@ -127,31 +119,11 @@ def _check_sizes(what: str, old: ModelConfig | HeadConfig, new: ModelConfig | He
         )
 
 
-def _states(target: ModelConfig, head: HeadConfig | None) -> tuple[int, ...]:
-    """States of the old target that the new one must have too."""
-    if head is not None:
-        return head.states_of(target.num_layers)
-    return default_states(target.num_layers) if target.num_layers >= LEAST_LAYERS else ()
-
-
-def _new_states(states: tuple[int, ...], old: ModelConfig, new: ModelConfig) -> tuple[int, ...]:
-    if old.num_layers >= LEAST_LAYERS and states == default_states(old.num_layers):
-        return default_states(new.num_layers)
-    after_norm = old.num_layers + 1
-    return tuple(new.num_layers + 1 if state == after_norm else state for state in states)
-
-
 def insert_layers(old: int, new: int, moved: Mapping[int, int]) -> tuple[int | None, ...]:
-    """Place ``old`` layers among ``new`` ones.
+    """The old layer at each place among ``new`` ones, None where one is inserted.
 
     Args:
         moved: the new state for each old state whose place is prescribed.
-
-    Returns:
-        The old layer at each new place, None where one is inserted.
-
-    Raises:
-        ValueError: the prescribed states leave too little room.
     """
     # The final norm counts as one more layer: it maps state N to state N + 1.
     layer_at: list[int | None] = []
@@ -171,59 +143,43 @@ def insert_layers(old: int, new: int, moved: Mapping[int, int]) -> tuple[int | N
 
 def _plan_head(
     head: EagleHead, target: Padder[ModelConfig], sizes: Sizes, feature_layers: tuple[int, ...]
-) -> Padder[HeadConfig]:
+) -> Padder[Eagle3Config]:
     old = head.config
     assert isinstance(old, Eagle3Config)  # an `Eagle3` drafter was made of it
-    new = old.resized(
-        **sizes.of_layers(),
-        draft_vocab_size=_draft_vocab(head, sizes),
-        target_hidden_size=sizes.hidden_size,
-        norm_eps=_eps(old, sizes),
-        feature_layers=feature_layers,
-    )
+    grown = dict(target_hidden_size=sizes.hidden_size, norm_eps=_eps(old, sizes), feature_layers=feature_layers)
+    new = old.resized(**sizes.of_layers(), draft_vocab_size=_draft_vocab(head, sizes), **grown)
     _check_sizes("head", old, new)
-    _check_eps(old)
+    if (old.norm_before_fc or old.fc_norm) and old.target_hidden_size != old.hidden_size:  # eps depends on the width
+        raise ValueError(
+            f"head: expected features that are normed before fc as wide as its own state ({old.hidden_size}), as all "
+            f"norms share one eps, got {old.target_hidden_size}; take a head without norm_before_fc and fc_norm"
+        )
     if target.mask is not None and target.new.num_layers + 1 in feature_layers:
         raise ValueError(
             "feature_layers: expected states before the final norm, which scales up the padded vocabulary's mask, "
             f"got state {target.old.num_layers + 1} among them; keep the vocabulary of {target.old.vocab_size}"
         )
-    mask = None
-    if new.draft_vocab_size > old.draft_vocab_size:
-        _check_carried(old)
-        mask = Mask.of(old, new) if old.fuse else target.mask  # without fc the feature is the target's state
-    return Padder(old, new, target.dtype, mask)
-
-
-def _draft_vocab(head: EagleHead, sizes: Sizes) -> int:
-    """The new draft vocabulary; its padded tokens map to padded tokens of the target."""
-    config = head.config
-    shared = head.head is None  # the output head is the target's
-    wanted = sizes.draft_vocab_size or (sizes.vocab_size if shared else config.draft_vocab_size)
-    most = config.draft_vocab_size + sizes.vocab_size - config.vocab_size
-    least = most if shared else config.draft_vocab_size
-    if not least <= wanted <= most:
-        raise ValueError(
-            f"draft_vocab_size: expected {least} to {most} for {config.draft_vocab_size} draft tokens and a vocabulary "
-            f"of {config.vocab_size} -> {sizes.vocab_size}, got {wanted}; pass another"
-        )
-    return wanted
-
-
-def _check_eps(old: Eagle3Config) -> None:
-    """All norms of a head share one eps, which depends on their width."""
-    if (old.norm_before_fc or old.fc_norm) and old.target_hidden_size != old.hidden_size:
-        raise ValueError(
-            f"head: expected features that are normed before fc as wide as its own state ({old.hidden_size}), as all "
-            f"norms share one eps, got {old.target_hidden_size}; take a head without norm_before_fc and fc_norm"
-        )
-
-
-def _check_carried(old: Eagle3Config) -> None:
-    """The padded draft vocabulary's mask must pass from feature to feature unchanged."""
+    if new.draft_vocab_size == old.draft_vocab_size:
+        return Padder(old, new, target.dtype, None)
     wrong = [n for n in ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm") if getattr(old, n)]
     if wrong:
         raise ValueError(
             f"draft_vocab_size: expected {old.draft_vocab_size} for a head with {', '.join(wrong)}, whose normed "
             "features carry no constant that masks padded draft tokens, got a larger one; pass that"
         )
+    mask = Mask.of(old, new) if old.fuse else target.mask  # without fc the feature is the target's state
+    return Padder(old, new, target.dtype, mask)
+
+
+def _draft_vocab(head: EagleHead, sizes: Sizes) -> int:
+    """The new draft vocabulary; its padded tokens map to padded tokens of the target."""
+    config, shared = head.config, head.head is None  # shared: the output head is the target's
+    most = config.draft_vocab_size + sizes.vocab_size - config.vocab_size
+    least = most if shared else config.draft_vocab_size
+    wanted = sizes.draft_vocab_size or (sizes.vocab_size if shared else config.draft_vocab_size)
+    if not least <= wanted <= most:
+        raise ValueError(
+            f"draft_vocab_size: expected {least} to {most} for {config.draft_vocab_size} draft tokens and a vocabulary "
+            f"of {config.vocab_size} -> {sizes.vocab_size}, got {wanted}; pass another"
+        )
+    return wanted
