@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
@@ -18,8 +18,10 @@ from jspec.draft.eagle_head import EagleHead, fuse, output_logits, project_input
 from jspec.models.config import Rope
 from jspec.models.kv_cache import PoolShape, create
 from jspec.tools import demo
-from jspec.tools.bench import inflate, padding, shapes, sizes
-from jspec.tools.bench.sizes import Sizes
+from jspec.tools.bench import random_models
+from jspec.tools.bench.inflate import convert as inflate
+from jspec.tools.bench.inflate import padding, sizes
+from jspec.tools.bench.inflate.sizes import Sizes
 from jspec.tools.replay import run_texts
 from pallas_kernels.layers.quantized import reduce_partials
 from tests.support.inflating import (
@@ -59,7 +61,7 @@ pytestmark = pytest.mark.once
     ],
     ids=["grouped queries, llama3", "one kv head, one channel more", "a kv head each, tied", "its vocabulary, tied"],
 )
-def test_a_larger_target_computes_the_same(model: dict[str, Any], larger: dict[str, int]) -> None:
+def test_pair_larger_target_computes_the_same(model: dict[str, Any], larger: dict[str, int]) -> None:
     small, wanted = target(**model), replace(SIZES, **larger)
     large, none = inflate.pair(small, wanted)
     assert none is None and large.head is not None
@@ -74,15 +76,15 @@ def sizes_of(wanted: Sizes) -> dict[str, int]:
     return {name: size for name, size in asdict(wanted).items() if name != "draft_vocab_size"}
 
 
-def test_the_embedded_target_computes_the_same() -> None:
+def test_pair_embedded_target_computes_the_same() -> None:
     large, head = large_pair()
     assert head.config.feature_layers == (2, 4, 6)
     match = compare(demo_pair()[0], large, (2, 4, 5), (2, 4, 6), text_tokens())
     assert match.same, match
 
 
-def test_in_bfloat16_it_is_as_near_as_the_small_one() -> None:
-    """Both round differently, so neither is the other's measure, but float32 is."""
+def test_pair_bfloat16_is_as_near_as_the_small_one() -> None:
+    """Both round differently, so both are compared with float32."""
     small, _ = demo_pair()
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), small)
     large, _ = inflate.pair(small, replace(DEMO_SIZES, hidden_size=128), dtype="bfloat16")
@@ -93,47 +95,33 @@ def test_in_bfloat16_it_is_as_near_as_the_small_one() -> None:
     assert errors[1] < 1.5 * errors[0] < 0.1 * exact.std()
 
 
-# ---- negative controls: each step left out or done otherwise is seen
-
-
-@pytest.fixture
-def wrong() -> Iterator[pytest.MonkeyPatch]:
-    """Patches for what compiled functions have read."""
-    with pytest.MonkeyPatch.context() as patch:
-        clear()
-        yield patch
-    clear()
-
-
-def clear() -> None:
-    for function in (inflate._layer, inflate._target_embedding, inflate._target_output):
-        function.clear_cache()
+# ---- negative controls: each part left out or done wrongly is seen
 
 
 def scaled(dims: int) -> Callable[..., Any]:
-    """`padding.pad`, deaf to the scale of weights of so many dimensions."""
+    """`padding.pad` without the scale of weights of some number of dimensions."""
     pad = padding.pad
 
-    def deaf(x: jax.Array, *axes: padding.Axis, scale: float = 1.0, dtype: str) -> jax.Array:
+    def unscaled(x: jax.Array, *axes: padding.Axis, scale: float = 1.0, dtype: str) -> jax.Array:
         return pad(x, *axes, scale=1.0 if x.ndim == dims else scale, dtype=dtype)
 
-    return deaf
+    return unscaled
 
 
 def contiguous(factor: padding.Factor) -> tuple[int, int, int]:
     return 0, factor.new - factor.old, 0
 
 
-def heads_in_one_row(growth: padding.Growth, *group: padding.Factor) -> padding.Axis:
+def heads_in_one_row(padder: padding.Padder, *group: padding.Factor) -> padding.Axis:
     heads = "num_heads" if group else "num_kv_heads"
-    return padding.Factor(getattr(growth.old, heads), getattr(growth.new, heads)), *growth._channels
+    return padding.Factor(getattr(padder.old, heads), getattr(padder.new, heads)), *padder._channels
 
 
-def unmasked(growth: padding.Growth, weight: jax.Array, rows: padding.Factor) -> jax.Array:
-    return growth.pad(weight, (rows,), (growth.hidden,))
+def unmasked(padder: padding.Padder, weight: jax.Array, rows: padding.Factor) -> jax.Array:
+    return padder.pad(weight, (rows,), (padder.hidden,))
 
 
-def behind_all(old: int, new: int, moved: dict[int, int]) -> tuple[int | None, ...]:
+def after_all(old: int, new: int, moved: dict[int, int]) -> tuple[int | None, ...]:
     return (*range(old), *[None] * (new - old))
 
 
@@ -142,17 +130,17 @@ STEPS: dict[str, tuple[Any, str, Any, str]] = {
     "scale of the norms": (padding, "pad", scaled(1), "logits"),
     "eps": (sizes, "_eps", lambda old, new: old.norm_eps, "logits"),
     "places of the channels": (padding.Factor, "padding", property(contiguous), "logits"),
-    "places of the heads": (padding.Growth, "_heads", heads_in_one_row, "logits"),
+    "places of the heads": (padding.Padder, "_heads", heads_in_one_row, "logits"),
     "a constant for the mask that norms do not see": (padding, "NEGLIGIBLE", 1.0, "logits"),
-    "the mask": (padding.Growth, "output_head", unmasked, "margin"),
-    "places of the layers": (sizes, "insert_layers", behind_all, "features"),
+    "the mask": (padding.Padder, "output_head", unmasked, "margin"),
+    "places of the layers": (sizes, "insert_layers", after_all, "features"),
 }
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_every_step_is_needed(step: str, wrong: pytest.MonkeyPatch) -> None:
+def test_pair_without_one_part_differs(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, instead, seen = STEPS[step]
-    wrong.setattr(where, name, instead)
+    monkeypatch.setattr(where, name, instead)
     small = target()
     large, _ = inflate.pair(small, SIZES)
     match = compare(small, large, (2, 3, 4), (2, 6, 9), tokens())
@@ -164,7 +152,7 @@ def test_every_step_is_needed(step: str, wrong: pytest.MonkeyPatch) -> None:
 
 
 def drafted(head: EagleHead, model: Model, features: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Logits of a head behind pairs of a text with a target's features, and behind its own features again."""
+    """Logits of a head after pairs of a text with a target's features, and after its own features again."""
     bound = Eagle3(head, Tree.chain(1)).bind(model)
     count = features.shape[1]
     pool = PoolShape(1, 8, 16, 2 * count, "float32", "float32")
@@ -188,7 +176,7 @@ def drafted(head: EagleHead, model: Model, features: jax.Array) -> tuple[np.ndar
 
 
 @pytest.mark.parametrize("name", [*CARRIED, *NORMED, "shared output"])
-def test_every_kind_of_head_computes_the_same(name: str) -> None:
+def test_pair_every_kind_of_head_computes_the_same(name: str) -> None:
     model = target()
     head = variant(name, model)
     vocab = {**dict.fromkeys(CARRIED, 16), **dict.fromkeys(NORMED, None), "shared output": None}[name]
@@ -205,7 +193,7 @@ def test_every_kind_of_head_computes_the_same(name: str) -> None:
         assert np.isfinite(other).all()
 
 
-def test_padded_draft_tokens_are_padded_tokens() -> None:
+def test_pair_padded_draft_tokens_map_to_padded_tokens() -> None:
     _, head = large_pair()
     ids = np.asarray(head.draft_to_target)
     old = np.asarray(demo_pair()[1].draft_to_target)
@@ -224,9 +212,9 @@ def short_pairs() -> list[tuple[Model, EagleHead]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("tree", [pytest.param(Tree.chain(2), marks=pytest.mark.matrix), Tree.topk(6, 2, 3)], ids=str)
-def test_pairs_emit_the_same_tokens_in_as_many_rounds(tree: Tree) -> None:
+def test_pairs_emit_the_same_tokens_in_as_many_steps(tree: Tree) -> None:
     size, seen = len(demo.PROMPT), []
-    # For greedy rows all rules are one; this one is compiled soonest.
+    # For greedy rows all rules are equal; this one compiles fastest.
     options = dict(slots=1, max_len=size + 64, prefill_buckets=(size,), tokenizer="bytes", accept="multi_candidate")
     for model, head in short_pairs():
         with Engine(model, drafter=Eagle3(head, tree), **options) as engine:
@@ -250,7 +238,7 @@ def test_pairs_emit_the_same_tokens_in_as_many_rounds(tree: Tree) -> None:
         (2, 2, {2: 2}, (0, 1)),
     ],
 )
-def test_layers_stand_between_the_states_they_stood_between(
+def test_insert_layers_states_keep_their_neighbours(
     old: int, new: int, moved: dict[int, int], expected: tuple[int | None, ...]
 ) -> None:
     assert sizes.insert_layers(old, new, moved) == expected
@@ -259,12 +247,12 @@ def test_layers_stand_between_the_states_they_stood_between(
 @pytest.mark.parametrize(
     "moved", [{1: 0}, {1: 2, 2: 2}, {1: 4}, {3: 4}, {2: 5}, {3: 6}], ids=lambda moved: f"{moved} of 2 in 4"
 )
-def test_states_that_cannot_be_there_are_refused(moved: dict[int, int]) -> None:
+def test_insert_layers_impossible_states_raise(moved: dict[int, int]) -> None:
     with pytest.raises(ValueError, match="layers: expected room"):
         sizes.insert_layers(2, 4, moved)
 
 
-def test_other_states_stay_or_go_where_they_are_wanted() -> None:
+def test_pair_other_feature_layers_stay_or_move_as_asked() -> None:
     model = target()
     head = head_of(model, feature_layers=(1, 5, LAYERS))
     for wanted, expected in ((None, (1, 5, LAYERS)), ((3, 8, 10), (3, 8, 10))):
@@ -274,11 +262,11 @@ def test_other_states_stay_or_go_where_they_are_wanted() -> None:
         assert match.same, match
 
 
-def test_the_embedded_pair_fits_an_eight_billion_shape() -> None:
+def test_plan_embedded_pair_fits_8b_shape() -> None:
     model, head = demo_pair()
     made = sizes.plan(model, Sizes.of("llama3-8b"), head=head, feature_layers=None, dtype="bfloat16")
     own = made.target.old
-    assert made.target.new == shapes.TARGETS["llama3-8b"].resized(
+    assert made.target.new == random_models.TARGETS["llama3-8b"].resized(
         rope=own.rope, max_position=own.max_position, norm_eps=own.norm_eps / 64
     )
     assert made.head is not None and made.head.new.feature_layers == (2, 16, 29)

@@ -17,8 +17,8 @@ from jspec import Eagle3, Model, Tree
 from jspec.__main__ import main
 from jspec.models.quantize import quantize_weights
 from jspec.tools import demo
-from jspec.tools.bench import inflate
-from jspec.tools.bench.sizes import Sizes
+from jspec.tools.bench.inflate import convert as inflate
+from jspec.tools.bench.inflate.sizes import Sizes
 from tests.support import tiny
 from tests.support.inflating import (
     DEMO_SIZES,
@@ -35,8 +35,6 @@ from tests.support.inflating import (
 )
 
 pytestmark = pytest.mark.once
-
-# ---- what is refused
 
 
 def refused(**changes: Any) -> Callable[[], Any]:
@@ -105,13 +103,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_is_refused(what: str) -> None:
+def test_pair_impossible_sizes_or_heads_raise(what: str) -> None:
     attempt, message = REFUSED[what]
     with pytest.raises(ValueError, match=message):
         attempt()
 
-
-# ---- folders and the command line
 
 FLAGS = [f"--{name.removesuffix('_size').replace('_', '-')}={size}" for name, size in asdict(DEMO_SIZES).items()]
 LARGER_TINY = ("--shape", "tiny", "--hidden", "96", "--num-heads", "8")
@@ -126,7 +122,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return out, head
 
 
-def test_folders_load_as_the_pair_in_memory(written: tuple[Path, Path]) -> None:
+def test_write_folders_load_as_the_pair_in_memory(written: tuple[Path, Path]) -> None:
     model = Model.from_pretrained(written[0], dtype="float32")
     head = Eagle3.from_pretrained(written[1], tree=Tree.chain(2), dtype="float32").head
     assert (model.config, head.config) == tuple(part.config for part in large_pair())
@@ -137,7 +133,7 @@ def test_folders_load_as_the_pair_in_memory(written: tuple[Path, Path]) -> None:
     assert match.same, match
 
 
-def test_zeros_take_no_room(written: tuple[Path, Path]) -> None:
+def test_write_zeros_are_compressed(written: tuple[Path, Path]) -> None:
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(Model.from_pretrained(written[0], dtype="float32")))
     assert sum(file.stat().st_size for file in (written[0] / "weights").rglob("*")) < 0.8 * weights
 
@@ -151,7 +147,7 @@ def test_zeros_take_no_room(written: tuple[Path, Path]) -> None:
         ((*LARGER_TINY, "--feature-layers", "3,2,5"), "layers: expected room"),
     ],
 )
-def test_a_mistake_is_one_line_and_writes_nothing(
+def test_command_mistake_is_one_line_and_writes_nothing(
     words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     assert main(["bench", "inflate", "demo", str(tmp_path / "out"), *words]) == 2
@@ -160,7 +156,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_head_folder_in_the_way_is_seen_before_the_target_is_written(
+def test_command_existing_head_folder_is_refused_before_writing(
     written: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     command = ["bench", "inflate", "demo", str(tmp_path / "out"), *FLAGS, "--head", "demo"]
@@ -171,11 +167,11 @@ def test_a_head_folder_in_the_way_is_seen_before_the_target_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_is_replaced_when_asked_alone(written: tuple[Path, Path], capsys: pytest.CaptureFixture) -> None:
+def test_command_overwrite_replaces_folder(written: tuple[Path, Path], capsys: pytest.CaptureFixture) -> None:
     command = ["bench", "inflate", "demo", str(written[0]), *LARGER_TINY]
     assert main(command) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert main([*command, "--overwrite"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"{written[0]}: target, bfloat16") and "hidden_size=96" in said
+    assert said.startswith(f"{written[0]}: bfloat16") and "hidden_size=96" in said
     assert json.loads((written[0] / "jspec.json").read_text())["config"]["vocab_size"] == 512

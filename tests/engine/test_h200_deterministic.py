@@ -11,7 +11,7 @@ import pytest
 
 from jspec import Completion, Eagle3, Engine, Model, SamplingParams, Tree
 from jspec.draft.eagle_head import EagleHead
-from jspec.tools.bench import shapes
+from jspec.tools.bench import random_models as shapes
 from jspec.tools.testing import Scripted
 
 SHAPE, DTYPE, PROMPTS, TOKENS = "llama3-8b", "bfloat16", 64, 256

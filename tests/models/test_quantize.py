@@ -22,7 +22,9 @@ from jspec.engine.tokenizer import load_tokenizer
 from jspec.models.decoder import Model
 from jspec.models.quantize import NAMES, check_device, quantize_weights, quantized_as
 from jspec.tools import check_head, demo
-from jspec.tools.bench import accuracy, shapes
+from jspec.tools.bench import eval as accuracy
+from jspec.tools.bench import random_models as shapes
+from jspec.tools.bench import report
 from jspec.tools.convert import STORED
 from jspec.tools.convert import main as convert_main
 from jspec.tools.info import describe
@@ -178,7 +180,7 @@ def test_quantize_unsupported_kind_or_model_raises(tmp_path: Path, capsys: pytes
     with pytest.raises(ValueError, match=r"expected weights named qkv, .*got none"):
         quantize_weights(tiny.medusa_heads(model, 2), "int8")
     with pytest.raises(ValueError, match="expected a target as it was trained, got int8"):
-        accuracy.measure(quantize_weights(model, "int8"), np.zeros((1, 8), np.int32), KINDS)
+        accuracy.measure_divergence(quantize_weights(model, "int8"), np.zeros((1, 8), np.int32), KINDS)
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 3, "medusa_num_layers": 1}')
     save_file(folders.medusa_tensors(), tmp_path / "medusa_lm_head.safetensors")
     assert convert_main([str(tmp_path), str(tmp_path / "out"), "--quantize", "int8"]) == 2
@@ -232,7 +234,7 @@ def test_quantize_weights_of_the_embedded_target_changes_probabilities_little(
 ) -> None:
     target = Model.from_pretrained(demo.TARGET)
     cuts = check_head.windows(check_head.TEXT, load_tokenizer("bytes"), 64)
-    own, int8, fp8, dynamic = accuracy.measure(target, cuts, KINDS)
+    own, int8, fp8, dynamic = accuracy.measure_divergence(target, cuts, KINDS)
     assert (own.divergence, own.agreement) == (0.0, 1.0)
     assert 0 < int8.divergence < 2e-3
     assert int8.divergence < fp8.divergence < dynamic.divergence < 0.05
@@ -240,8 +242,8 @@ def test_quantize_weights_of_the_embedded_target_changes_probabilities_little(
     assert min(fp8.agreement, dynamic.agreement) > 0.9
     assert int8.bytes == fp8.bytes == dynamic.bytes < own.bytes / 3
     spoiled = jax.tree.map(lambda x: x * 1.2 if x.ndim == 1 else x, quantize_weights(target, "int8"))
-    assert accuracy.compare("spoiled", target, spoiled, cuts[:2]).divergence > 3 * dynamic.divergence
-    assert "int8" in accuracy.text([own, int8])
+    assert accuracy.divergence("spoiled", target, spoiled, cuts[:2]).divergence > 3 * dynamic.divergence
+    assert "int8" in report.table_of(accuracy.DIVERGENCE_COLUMNS, [own, int8])
 
 
 @pytest.mark.once

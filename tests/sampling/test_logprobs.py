@@ -14,7 +14,7 @@ import pytest
 from jspec import Completion, Drafter, DraftModel, Engine, Model, NGram, SamplingParams, Suffix, TokenLogprob, Tree
 from jspec.core.config import EngineConfig
 from jspec.engine.tokenizer import ByteTokenizer, load_tokenizer
-from jspec.tools.bench import prompts as files
+from jspec.tools.bench import pair as files
 from tests.reference import decoder, processors
 from tests.support import small, tiny
 
@@ -243,7 +243,7 @@ def test_logprobs_of_a_real_model_equal_one_dense_pass(drafter: str, count: int,
     }
     target, tokenizer = tiny.load_target(data / "stories260k"), load_tokenizer(data / "stories260k")
     assert tokenizer is not None
-    texts = files.read(data / "prompts" / "eagle_mt_bench.jsonl", count)
+    texts = files.read_prompts(data / "prompts" / "eagle_mt_bench.jsonl", count)
     prompts = [tokenizer.encode(text)[:LONGEST_PROMPT] for text in texts]
     params = [SamplingParams(max_tokens=tokens, temperature=i % 2, seed=i, logprobs=5) for i in range(count)]
     engine = Engine(

@@ -14,7 +14,8 @@ from jspec.models.decoder import Model
 from jspec.models.quantize import quantize_weights
 from jspec.step.decode import spec_step
 from jspec.step.program import init_state
-from jspec.tools.bench import rounds, shapes
+from jspec.tools.bench import random_models as shapes
+from jspec.tools.bench import step as rounds
 from tests.support.h200 import H200Program, compile_for_h200
 
 SHAPE = "llama3-8b"

@@ -20,7 +20,8 @@ from jspec.step.decode import spec_step
 from jspec.step.executables import PREFILL_HEAD
 from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state
-from jspec.tools.bench import rounds, shapes
+from jspec.tools.bench import random_models as shapes
+from jspec.tools.bench import step as rounds
 
 pytestmark = pytest.mark.once
 

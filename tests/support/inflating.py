@@ -14,8 +14,9 @@ from jspec import Model
 from jspec.draft.eagle_head import EagleHead, EagleLayer
 from jspec.models.config import Rope
 from jspec.tools import demo
-from jspec.tools.bench import inflate, sizes
-from jspec.tools.bench.sizes import Sizes
+from jspec.tools.bench.inflate import convert as inflate
+from jspec.tools.bench.inflate import sizes
+from jspec.tools.bench.inflate.sizes import Sizes
 from jspec.tools.replay import run_texts
 from tests.support import tiny
 
@@ -31,14 +32,14 @@ SIZES = Sizes(
     draft_vocab_size=16,
 )
 TOLERANCE = 1e-4  # of the largest value
-LLAMA3 = Rope(theta=500.0, kind="llama3", factor=8.0, original_max_position=64)  # slows some of few channels down
-# Few layers, to compile quickly; one more of everything.
+LLAMA3 = Rope(theta=500.0, kind="llama3", factor=8.0, original_max_position=64)  # scales some of the few channels
+# Few layers, to compile quickly; larger in every size.
 DEMO_SIZES = Sizes(96, 208, 9, 9, 3, 32, 300, 100)
 TEXT = (demo.PROMPT * 3).encode()[:96]
 
 
 def target(*, kv_heads: int = 2, rope: Rope = LLAMA3, tied: bool = False) -> Model:
-    """A random target whose norms are changed by their eps."""
+    """A random target with a large eps, which changes its norms."""
     model = tiny.model(VOCAB, layers=LAYERS)
     own = model.config.resized(
         num_kv_heads=kv_heads, rope=rope, tie_word_embeddings=tied, norm_eps=0.1, max_position=64

@@ -22,8 +22,6 @@ pytestmark = pytest.mark.once
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 READMES = [REPOSITORY / folder / "README.md" for folder in (".", "jspec", "jspec/draft", "jspec/models/families")]
 LONGEST = 200  # lines of the first README
-# Named by the READMEs but not in the tree yet; the change that adds one deletes its entry.
-PENDING = {"jspec bench kernels", "jspec bench serve", "jspec bench startup"}
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 
 each_document = pytest.mark.parametrize("path", READMES + NOTEBOOKS, ids=lambda path: str(path.relative_to(REPOSITORY)))
@@ -113,14 +111,12 @@ def wrong_keywords(call: ast.Call, called: Any) -> list[str]:
 
 @each_document
 def test_paths_in_each_document_exist(path: Path) -> None:
-    missing = wrong_paths(text_of(path), path.parent)
-    assert [name for name in missing if name not in PENDING] == []
+    assert wrong_paths(text_of(path), path.parent) == []
 
 
 @each_document
 def test_commands_in_each_document_parse(path: Path) -> None:
-    wrong = [command for command in commands(text_of(path)) if not parses(command)]
-    assert [command for command in wrong if f"jspec {command}" not in PENDING] == []
+    assert [command for command in commands(text_of(path)) if not parses(command)] == []
 
 
 @each_document

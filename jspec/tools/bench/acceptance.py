@@ -1,205 +1,168 @@
-"""Acceptance of the embedded pair (`jspec.tools.demo`): by accept rule, temperature and tree."""
+"""`jspec bench acceptance`: how much is accepted, by accept rule, temperature and tree, or by context length.
+
+By rule, temperature and tree it is measured on the embedded pair (`jspec.tools.demo`). By context length (`--context`),
+with draft windows and without, on any pair: a head that was trained on short texts drafts worse on long ones, and a
+window limits what it sees. All context lengths end at the same places of the text, so the same tokens are continued.
+"""
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
-from jspec.core.tree import Tree
+from jspec.core.config import ACCEPT_RULES
+from jspec.core.tree import TREE_FORMS, Tree
+from jspec.draft.base import Drafter
 from jspec.draft.eagle import Eagle3
 from jspec.engine.api import Engine
-from jspec.engine.metrics import Metrics
+from jspec.engine.metrics import LowAcceptanceWarning, Metrics
 from jspec.engine.sampling_params import SamplingParams
 from jspec.models.decoder import Model
 from jspec.tools import demo
-from jspec.tools.bench.report import write
+from jspec.tools.bench.pair import Pair
+from jspec.tools.bench.report import Report, option, tree_label
 from jspec.tools.table import table
+from pallas_kernels.layers.quantized import KINDS
 
-TREES = tuple(
-    Tree.parse(text)
-    for text in (
-        "chain:4",
-        "static:0,1,2,0.0,0.1,1.0,0.0.0,0.0.1,0.1.0,0.0.0.0,0.0.0.1",
-        "topk:16,4,4",
-    )
-)
+STATIC = "static:0,1,2,0.0,0.1,1.0,0.0.0,0.0.1,0.1.0,0.0.0.0,0.0.0.1"
+TREES = tuple(Tree.parse(text) for text in ("chain:4", STATIC, "topk:16,4,4"))
 TEMPERATURES = (0.0, 0.5, 1.0)
-TOKENS = 64  # of each completion
-SAMPLES = 4  # completions a prompt, where they are random
+TOKENS = 64  # tokens of each completion
+SAMPLES = 4  # completions a prompt at temperatures above 0
 SLOTS = 16
-PROMPTS, PROMPT_SIZE = 16, 96  # bytes, which are the pair's tokens
-SOURCE_TEXT = '''\
-class Ledger:
-    """Accounts by name, and what moved between them."""
-
-    def __init__(self, names, limit=None):
-        self.limit = limit
-        self._moves = []
-        self._balances = {name: 0 for name in names}
-
-    def __len__(self):
-        return len(self._moves)
-
-    def move(self, amount, source, target):
-        """Move an amount from one account to another."""
-        if amount <= 0:
-            raise ValueError("expected a positive amount, got %r" % (amount,))
-        for name in (source, target):
-            if name not in self._balances:
-                raise KeyError(name)
-        if self.limit is not None and self._balances[source] - amount < -self.limit:
-            return False
-        self._balances[source] -= amount
-        self._balances[target] += amount
-        self._moves.append((amount, source, target))
-        return True
-
-    def undo(self):
-        """Take the last move back."""
-        if not self._moves:
-            raise IndexError("nothing to undo")
-        amount, source, target = self._moves.pop()
-        self._balances[source] += amount
-        self._balances[target] -= amount
-
-    def report(self, file=None):
-        """Print one line for each account, in order of name."""
-        for name, balance in sorted(self._balances.items()):
-            print("%-20s %10d" % (name, balance), file=file)
-
-
-def read_moves(path, encoding="utf-8"):
-    """Yield the moves of a file, one a line."""
-    with open(path, encoding=encoding) as file:
-        for number, line in enumerate(file, 1):
-            line = line.strip()
-            if not line or line.startswith("#"):
-                continue
-            fields = line.split(",")
-            if len(fields) != 3:
-                raise ValueError("line %d: expected three fields" % number)
-            yield int(fields[0]), fields[1].strip(), fields[2].strip()
-'''
+PROMPTS, PROMPT_SIZE = 16, 96  # number, and bytes, which are the pair's tokens
+SOURCE_TEXT = Path(__file__).with_name("ledger.txt").read_text(encoding="utf-8")
+PREFILL = 512
+PLACES = 8  # places of the text that are continued, by context length
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is compiled: one engine serves all temperatures."""
+    """What is compiled: one engine serves all temperatures, or all contexts."""
 
     accept: str
     tree: Tree
-    draft_quantize: str | None = None  # the head's weights; None: float32
+    draft_quantize: str | None = None  # kind for the head's weights; None: none
+    draft_window: int | None = None  # tokens that the drafter sees; None: all
+    context: int | None = None  # tokens of the prompts; None: `PROMPT_SIZE`
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What a case came to at one temperature.
-
-    Attributes:
-        length: mean acceptance length, tokens a round.
-        error: its standard error over prompts.
-        rate: share of the drafted tokens that were emitted.
-        rounds: that the mean is taken over.
-    """
+    """Acceptance of a case at one temperature."""
 
     case: Case
     temperature: float
-    length: float
-    error: float
-    rate: float
-    rounds: int
+    length: float  # mean acceptance length, tokens a step
+    error: float  # its standard error over prompts
+    rate: float  # share of the drafted tokens that were emitted
+    rounds: int  # steps of which this is the mean
 
 
-def cases(rules: Iterable[str], trees: Iterable[Tree], draft_quantize: str | None = None) -> list[Case]:
-    """Rules and trees that go together, tree by tree.
+def cases(rules: Sequence[str], trees: Sequence[Tree], draft_quantize: str | None = None) -> list[Case]:
+    """Combinations of rules and trees that are possible, tree by tree.
 
-    "block" judges chains alone; a dynamic tree is not drawn, so "rejection" there is "multi_candidate" by another name.
-
-    Raises:
-        ValueError: none do.
+    "block" accepts chains alone; a dynamic tree is not sampled, so there "rejection" equals "multi_candidate".
     """
-    rules, trees = list(rules), list(trees)
-    found = [Case(rule, tree, draft_quantize) for tree, rule in product(trees, rules) if _applies(rule, tree)]
-    if not found:
+    fits = {"block": lambda tree: tree.is_chain, "rejection": lambda tree: tree.paths is not None}
+    pairs = [(tree, rule) for tree, rule in product(trees, rules) if rule not in fits or fits[rule](tree)]
+    if not pairs:
         raise ValueError(
-            f"expected an accept rule that fits a tree, got {rules} and {[str(tree) for tree in trees]}: "
+            f"expected an accept rule that fits a tree, got {[*rules]} and {[str(tree) for tree in trees]}: "
             '"block" needs a chain, "rejection" a chain or a static tree'
         )
-    return found
-
-
-def _applies(rule: str, tree: Tree) -> bool:
-    if rule == "block":
-        return tree.is_chain
-    return rule != "rejection" or tree.paths is not None
+    return [Case(rule, tree, draft_quantize) for tree, rule in pairs]
 
 
 def prompts(count: int = PROMPTS, size: int = PROMPT_SIZE) -> list[str]:
-    """Cuts of `SOURCE_TEXT`, evenly spaced, each of ``size`` characters."""
+    """Parts of `SOURCE_TEXT`, evenly spaced, each of ``size`` characters."""
     last = len(SOURCE_TEXT) - size
     return [SOURCE_TEXT[start : start + size] for start in (last * i // (count - 1) for i in range(count))]
 
 
 def measure(
-    case: Case,
-    temperatures: Sequence[float] = TEMPERATURES,
-    *,
-    tokens: int = TOKENS,
-    samples: int = SAMPLES,
-) -> list[Acceptance]:
-    """Complete the prompts at each temperature, with the same seeds in every case.
+    case: Case, temperatures: Sequence[float] = TEMPERATURES, *, tokens: int = TOKENS, samples: int = SAMPLES
+) -> Iterator[Acceptance]:
+    """Complete the prompts with the embedded pair at each temperature, with the same seeds in every case.
 
     Args:
-        tokens: of each completion; its last round is cut there.
-        samples: completions of each prompt, where the temperature is not 0.
+        tokens: tokens of each completion; its last step is cut there.
+        samples: completions of each prompt at temperatures above 0.
     """
     drafter = Eagle3.from_pretrained(demo.HEAD, tree=case.tree, dtype="float32", quantize=case.draft_quantize)
+    sizes: dict[str, Any] = dict(
+        slots=SLOTS, buckets=(SLOTS,), max_len=PROMPT_SIZE + tokens, prefill_buckets=(PROMPT_SIZE,)
+    )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message='accept="typical"')  # the table says it
+        warnings.filterwarnings("ignore", message='accept="typical"')  # the table says so
         target = Model.from_pretrained(demo.TARGET, dtype="float32")
-        engine = Engine(
-            target,
-            drafter=drafter,
-            tokenizer="bytes",
-            accept=case.accept,
-            slots=SLOTS,
-            buckets=(SLOTS,),
-            max_len=PROMPT_SIZE + tokens,
-            prefill_buckets=(PROMPT_SIZE,),
-        )
+        engine = Engine(target, drafter=drafter, tokenizer="bytes", accept=case.accept, **sizes)
     with engine:
-        return [_at(engine, case, temperature, tokens, samples if temperature else 1) for temperature in temperatures]
+        for temperature in temperatures:
+            yield _complete(engine, case, prompts(), temperature, tokens, samples if temperature else 1)
 
 
-def _at(engine: Engine, case: Case, temperature: float, tokens: int, samples: int) -> Acceptance:
-    """One temperature: prompt by prompt, then over all."""
-    texts = [prompt for prompt in prompts() for _ in range(samples)]
-    params = [SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed) for seed in range(len(texts))]
-    done = [completion.raise_for_error().metrics for completion in engine.generate(texts, params)]
+def text_places(ids: Sequence[int], contexts: Sequence[int], places: int) -> dict[int, list[list[int]]]:
+    """For each context length the tokens before ``places`` places of the text, which do not depend on the length."""
+    longest = max(contexts, default=0)
+    if min(contexts, default=0) < 1 or places < 2:
+        raise ValueError(f"expected context lengths >= 1 and at least 2 places, got {[*contexts]} and {places}")
+    if len(ids) < longest + places - 1:
+        raise ValueError(
+            f"expected a text of at least {longest + places - 1} tokens for contexts of {longest}, got {len(ids)}; "
+            "give a longer --text or shorter contexts"
+        )
+    ends = [longest + (len(ids) - longest) * place // (places - 1) for place in range(places)]
+    return {context: [list(ids[end - context : end]) for end in ends] for context in sorted(contexts)}
+
+
+def measure_contexts(
+    target: Model,
+    drafters: Sequence[Drafter],
+    ids: Sequence[int],
+    *,
+    contexts: Sequence[int],
+    windows: Sequence[int | None],
+    places: int = PLACES,
+    tokens: int = TOKENS,
+) -> Iterator[Acceptance]:
+    """Continue a text's tokens greedily after each context, with every drafter and window."""
+    found = text_places(ids, contexts, places)
+    sizes: dict[str, Any] = dict(
+        slots=places, buckets=(places,), max_len=max(contexts) + tokens, prefill_buckets=(PREFILL,)
+    )
+    variants = [one if window is None else one.with_window(window) for one, window in product(drafters, windows)]
+    for drafter in variants:
+        case = Case("coupled", drafter.tree, None, drafter.draft_window)
+        with Engine(target, drafter=drafter, prefix_cache=False, **sizes) as engine:
+            for context, texts in found.items():
+                yield _complete(engine, replace(case, context=context), texts, 0.0, tokens, 1)
+
+
+def _complete(
+    engine: Engine, case: Case, texts: Sequence[Any], temperature: float, tokens: int, samples: int
+) -> Acceptance:
+    """Acceptance over all texts, each completed ``samples`` times."""
+    given = [text for text in texts for _ in range(samples)]
+    common = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=case.context is not None)
+    params = [replace(common, seed=seed) for seed in range(len(given))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LowAcceptanceWarning)  # the table says it
+        done = [completion.raise_for_error().metrics for completion in engine.generate(given, params)]
     parts = [sum(done[start : start + samples], Metrics()) for start in range(0, len(done), samples)]
     whole = sum(parts, Metrics())
-    return Acceptance(
-        case=case,
-        temperature=temperature,
-        length=whole.mean_acceptance_length,
-        error=standard_error(parts),
-        rate=whole.acceptance_rate,
-        rounds=whole.num_drafts,
-    )
+    figures = (whole.mean_acceptance_length, standard_error(parts), whole.acceptance_rate, whole.num_drafts)
+    return Acceptance(case, temperature, *figures)
 
 
 def standard_error(parts: Sequence[Metrics]) -> float:
-    """Of the mean acceptance length, by leaving out each prompt in turn (the jackknife).
-
-    Rounds of one prompt are alike, so they do not count as independent.
-
-    Args:
-        parts: counts of each prompt, at least two.
-    """
+    """Standard error of the mean acceptance length, by the jackknife over prompts, whose steps are not independent."""
     without = [
         sum((part for j, part in enumerate(parts) if j != i), Metrics()).mean_acceptance_length
         for i in range(len(parts))
@@ -208,25 +171,51 @@ def standard_error(parts: Sequence[Metrics]) -> float:
 
 
 def text(results: Sequence[Acceptance]) -> str:
-    """One line a case, and for each temperature: tokens a round, their standard error, share of drafts emitted."""
-    temperatures = list(dict.fromkeys(result.temperature for result in results))
-    by_case: dict[Case, dict[float, Acceptance]] = {}
-    for result in results:
-        by_case.setdefault(result.case, {})[result.temperature] = result
-    rows = [["tree", "accept rule", "head", *(f"temperature {temperature:g}" for temperature in temperatures)]]
-    for case, own in by_case.items():
-        cells = [f"{own[t].length:.2f} ± {own[t].error:.2f}  {own[t].rate:4.0%}" for t in temperatures]
-        rule = case.accept + " (lossy)" * (case.accept == "typical")
-        rows.append([_tree_name(case.tree), rule, case.draft_quantize or "float32", *cells])
-    return table(rows)
+    """One line a case, one column a temperature or context: tokens a step, standard error, share of drafts emitted."""
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for one in results:
+        case, length = one.case, f"{one.length:.2f} ± {one.error:.2f}"
+        if case.context is None:
+            headings = ["tree", "accept rule", "head"]
+            rule = case.accept + " (lossy)" * (case.accept == "typical")
+            names: tuple[str, ...] = (tree_label(case.tree), rule, case.draft_quantize or "float32")
+            cell = {f"temperature {one.temperature:g}": f"{length}  {one.rate:4.0%}"}
+        else:
+            headings, names = ["tree", "draft window"], (str(case.tree), str(case.draft_window or "none"))
+            cell = {f"{case.context} tokens": length}
+        lines.setdefault(names, {}).update(cell)
+    rows = [[*names, *cells.values()] for names, cells in lines.items()]
+    return table([[*headings, *next(iter(lines.values()))], *rows])
 
 
-def _tree_name(tree: Tree) -> str:
-    is_long = tree.paths is not None and not tree.is_chain
-    return f"static, {tree.nodes} nodes" if is_long else str(tree)
+def run(arguments: argparse.Namespace) -> Report:
+    a = arguments
+    if a.context is not None:
+        pair = Pair.of(a)
+        files = sorted(Path(__file__).parents[2].rglob("*.py"))  # the embedded pair was trained on Python
+        written = "\n\n".join(file.read_text(encoding="utf-8") for file in ([a.text] if a.text else files))
+        drafters = [drafter for tree in a.tree if (drafter := pair.drafter(tree)) is not None]
+        sizes = dict(contexts=a.context, windows=a.draft_window, places=a.places, tokens=a.tokens)
+        results: Iterable[Acceptance] = measure_contexts(pair.target, drafters, pair.tokenizer.encode(written), **sizes)
+    else:
+        found, sizes = cases(a.accept, a.tree, a.draft_quantize), dict(tokens=a.tokens, samples=a.samples)
+        results = (one for case in found for one in measure(case, a.temperature, **sizes))
+    return Report("tokens a step ± standard error, share of drafted tokens emitted", (), results, text)
 
 
-def write_json(path: Path, results: Sequence[Acceptance]) -> None:
-    """Environment and results as one JSON object."""
-    rows = [asdict(r) | {"case": asdict(r.case) | {"tree": str(r.case.tree)}} for r in results]
-    write(path, rows)
+def _window(word: str) -> int | None:
+    return None if word == "none" else int(word)
+
+
+OPTIONS = (
+    option("--accept", nargs="+", choices=ACCEPT_RULES, default=ACCEPT_RULES, metavar="RULE"),
+    option("--tree", type=Tree.parse, nargs="+", default=TREES, metavar="TREE", help=TREE_FORMS),
+    option("--temperature", type=float, nargs="+", default=TEMPERATURES),
+    option("--tokens", type=int, default=TOKENS, help="tokens of each completion"),
+    option("--samples", type=int, default=SAMPLES, help="completions a prompt at temperatures above 0"),
+    option("--draft-quantize", choices=KINDS, help="kind for the head's weights; float32 if left out"),
+    option("--context", type=int, nargs="+", metavar="256", help="tokens of prompts: measure by context length"),
+    option("--draft-window", type=_window, nargs="+", default=(None, 128), metavar="W", help="tokens, or none"),
+    option("--places", type=int, default=PLACES, help="with --context: places where the text is continued"),
+    option("--text", type=Path, metavar="FILE", help="with --context: the text; Python source if left out"),
+)

@@ -1,4 +1,4 @@
-"""Requests that come by a clock, served by an engine: who came when, and when each of its tokens was there."""
+"""Loads of requests for `jspec bench serve`: lengths and arrivals, and the loop that serves them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -17,115 +17,110 @@ from jspec.engine.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request to come.
-
-    Attributes:
-        at: seconds from the start.
-        prompt: token ids.
-        output_len: tokens it emits, end tokens or not.
-    """
+    """A request to come, in seconds from the start."""
 
     at: float
     prompt: list[int]
-    output_len: int
+    params: SamplingParams
 
 
 @dataclass(frozen=True)
 class Load:
-    """How many requests come, how long and when.
+    """How many requests come, how long and when."""
 
-    Attributes:
-        input_len, output_len: tokens of a prompt and of its answer at most.
-        range_ratio: lengths are uniform over the whole numbers from ``int(range_ratio * len)`` (at least 1) to ``len``.
-        rate: requests a second, in a Poisson process that begins with the first request; inf: all come at once.
-        max_concurrency: requests in the engine at most; the others wait outside and their time does not run.
-        seed: of lengths, prompts and arrivals.
-
-    Raises:
-        ValueError: naming the field, its value and what is allowed.
-    """
-
-    num_prompts: int = 500
-    input_len: int = 1024
-    output_len: int = 1024
-    range_ratio: float = 0.7
-    rate: float = math.inf
-    max_concurrency: int | None = None
-    seed: int = 0
+    num_prompts: int
+    input_len: int = 1024  # tokens of a prompt at most
+    output_len: int = 1024  # tokens of an answer at most
+    range_ratio: float = 0.7  # lengths are uniform from int(range_ratio * len), at least 1, to len
+    rate: float = math.inf  # requests a second, a Poisson process that begins with the first request; inf: all at once
+    temperature: float = 0.0
+    seed: int = 0  # seed of lengths, prompts and arrivals
 
     def __post_init__(self) -> None:
-        limits = (
-            ("num_prompts", self.num_prompts >= 1, "at least 1"),
-            ("input_len", self.input_len >= 1, "at least 1"),
-            ("output_len", self.output_len >= 1, "at least 1"),
-            ("range_ratio", 0 <= self.range_ratio <= 1, "in [0, 1]"),
-            ("rate", self.rate > 0, "more than 0, inf included"),
-            ("max_concurrency", self.max_concurrency is None or self.max_concurrency >= 1, "at least 1"),
-            ("seed", self.seed >= 0, "at least 0"),
-        )
-        for name, holds, allowed in limits:
-            if not holds:
-                raise ValueError(f"{name}: expected {allowed}, got {getattr(self, name)}")
+        least = dict(num_prompts=1, input_len=1, output_len=1, range_ratio=0, rate=math.ulp(0), seed=0)
+        for name, low in least.items():
+            value, high = getattr(self, name), 1 if name == "range_ratio" else math.inf
+            if not low <= value <= high:
+                raise ValueError(f"{name}: expected at least {low} and at most {high}, got {value}")
 
     def arrivals(self, vocab_size: int, text: Sequence[int] | None = None) -> list[Arrival]:
-        """The requests, the same for the same seed.
+        """The requests, equal for equal seeds; each emits all its tokens, end tokens or not.
 
         Args:
-            text: token ids; prompts are cuts of it. None: tokens drawn uniformly from the vocabulary.
-
-        Raises:
-            ValueError: a text that is shorter than a prompt.
+            text: token ids, of which prompts are parts; None: tokens drawn uniformly from the vocabulary.
         """
         if text is not None and len(text) < self.input_len:
             raise ValueError(f"text: expected at least {self.input_len} tokens, a prompt's, got {len(text)}")
         rng = np.random.default_rng(self.seed)
         inputs, outputs = (
-            rng.integers(max(int(self.range_ratio * most), 1), most + 1, self.num_prompts)
+            rng.integers(max(int(self.range_ratio * most), 1), most + 1, self.num_prompts).tolist()
             for most in (self.input_len, self.output_len)
         )
-        times = np.zeros(self.num_prompts)
-        if self.rate < math.inf:
-            times[1:] = np.cumsum(rng.exponential(1 / self.rate, self.num_prompts - 1))
-        prompts = (_prompt(rng, int(size), vocab_size, text) for size in inputs)
-        return [Arrival(float(at), prompt, int(size)) for at, prompt, size in zip(times, prompts, outputs, strict=True)]
+        common = SamplingParams(max_tokens=1, temperature=self.temperature, ignore_eos=True)
+        found = []
+        for at, size, output in zip(self._times(rng), inputs, outputs, strict=True):
+            start = 0 if text is None else int(rng.integers(0, len(text) - size + 1))
+            prompt = rng.integers(0, vocab_size, size).tolist() if text is None else list(text[start : start + size])
+            found.append(Arrival(at, prompt, replace(common, max_tokens=output)))
+        return found
 
+    def arrivals_of(self, prompts: Sequence[list[int]]) -> list[Arrival]:
+        """Requests with given prompts, which end as usual and have `output_len` tokens at most."""
+        params = SamplingParams(max_tokens=self.output_len, temperature=self.temperature, seed=self.seed)
+        times = self._times(np.random.default_rng(self.seed))
+        return [Arrival(at, prompt, params) for at, prompt in zip(times, prompts, strict=True)]
 
-def _prompt(rng: np.random.Generator, size: int, vocab_size: int, text: Sequence[int] | None) -> list[int]:
-    if text is None:
-        return rng.integers(0, vocab_size, size).tolist()
-    start = int(rng.integers(0, len(text) - size + 1))
-    return list(text[start : start + size])
+    def _times(self, rng: np.random.Generator) -> list[float]:
+        if self.rate == math.inf:
+            return [0.0] * self.num_prompts
+        return [0.0, *np.cumsum(rng.exponential(1 / self.rate, self.num_prompts - 1)).tolist()]
 
 
 @dataclass
 class Served:
-    """One request on its way.
-
-    Attributes:
-        began: when it was due and there was room for it, seconds from the start.
-        pieces: for every time when it had more tokens than before: that time, and how many.
-    """
+    """One request in progress or done."""
 
     arrival: Arrival
-    began: float
+    began: float  # when it was due and there was room for it, seconds from the start
     request: Request
-    pieces: list[tuple[float, int]] = field(default_factory=list)
+    pieces: list[tuple[float, int]] = field(default_factory=list)  # time and token count of each growth
     completion: Completion | None = None
 
-    def look(self, now: float) -> None:
-        """Take note of what it has by now."""
+    def record(self, now: float) -> None:
         count = len(self.request.token_ids)
         if count > (self.pieces[-1][1] if self.pieces else 0):
             self.pieces.append((now, count))
 
+    @property
+    def first_token(self) -> float:
+        """Seconds to the first token."""
+        return self.pieces[0][0] - self.began
+
+    @property
+    def latency(self) -> float:
+        """Seconds to the last token."""
+        return self.pieces[-1][0] - self.began
+
+    def count_at(self, when: float) -> int:
+        """Tokens at a time."""
+        return max((count for at, count in self.pieces if at <= when), default=0)
+
 
 @dataclass(frozen=True)
 class Log:
-    """A run: its requests in the order in which they ended, and the seconds of each step and of all."""
+    """A run: its requests in the order of their ends, and the seconds of each step and of all."""
 
     served: list[Served]
     steps: list[float]
     seconds: float
+
+    @property
+    def full_batch_throughput(self) -> float:
+        """Tokens a second while all requests decode: from the last first token to the first end; nan: never."""
+        begin = max((one.pieces[0][0] for one in self.served if one.pieces), default=0.0)
+        end = min((one.pieces[-1][0] for one in self.served if one.pieces), default=0.0)
+        tokens = sum(one.count_at(end) - one.count_at(begin) for one in self.served)
+        return tokens / (end - begin) if end > begin else math.nan
 
 
 def serve(
@@ -133,13 +128,12 @@ def serve(
     arrivals: Sequence[Arrival],
     *,
     max_concurrency: int | None = None,
-    temperature: float = 0.0,
     now: Callable[[], float] = time.perf_counter,
     wait: Callable[[float], None] = time.sleep,
 ) -> Log:
-    """Submit requests as they are due and step the engine until all are answered.
+    """Submit requests when they are due and step the engine until all are answered.
 
-    A request that comes in the middle of a step is submitted behind it, but its time runs from when it was due.
+    A request that comes during a step is submitted after it, but its time runs from when it was due.
 
     Args:
         arrivals: in the order of their times.
@@ -152,8 +146,7 @@ def serve(
     while due or live:
         while due and due[0].at <= passed and len(live) < most:
             arrival = due.popleft()
-            request = engine.submit(arrival.prompt, _params(arrival, temperature))
-            live.append(Served(arrival, max(arrival.at, full_until), request))
+            live.append(Served(arrival, max(arrival.at, full_until), engine.submit(arrival.prompt, arrival.params)))
         if not live:
             wait(due[0].at - passed)
             passed = now() - start
@@ -163,7 +156,7 @@ def serve(
         passed = now() - start
         log.steps.append(passed + start - before)
         for one in live:
-            one.look(passed)
+            one.record(passed)
         ended = [one for one in live if one.request.finish_reason is not None]
         for one in ended:
             one.completion = engine.result(one.request)
@@ -171,8 +164,5 @@ def serve(
             live = [one for one in live if one.completion is None]
             full_until = passed if is_full else full_until
         log.served.extend(ended)
+    engine.step()  # reads the step in flight, which the next run would otherwise pay for
     return Log(log.served, log.steps, passed)
-
-
-def _params(arrival: Arrival, temperature: float) -> SamplingParams:
-    return SamplingParams(max_tokens=arrival.output_len, temperature=temperature, ignore_eos=True)

@@ -1,80 +1,210 @@
-"""What the bench prints: a text table and, on request, JSON."""
+"""What all bench commands share: options, columns and records are declared once, and give parser, table and JSON."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from jspec.tools.bench import floors
-from jspec.tools.bench.rounds import Timing
+from jspec.core.tree import TREE_FORMS, Tree
+from jspec.tools.bench import roofline
+from jspec.tools.plot import matplotlib_module
 from jspec.tools.table import table
+
+Option = tuple[tuple[str, ...], dict[str, Any]]  # arguments of `argparse.ArgumentParser.add_argument`
+
+
+class Column(NamedTuple):
+    """A column of a table: a value of every result, which the JSON file holds under the same name."""
+
+    path: str  # attribute of a result; dots go into its records
+    heading: str  # with the unit
+    format: str | Callable[[Any], str] = ""  # specification, with which None is an empty cell, or a function
+
+    def cell(self, result: Any) -> str:
+        value = attrgetter(self.path)(result)
+        if not isinstance(self.format, str):
+            return self.format(value)
+        return "" if value is None else format(value, self.format)
+
+
+class Mark(NamedTuple):
+    """A value to draw over the batch, in a panel, on the line with a label; and its floor."""
+
+    panel: str
+    label: str
+    batch: int
+    value: float
+    floor: float | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a command measured: records, of which the JSON file has all fields and the table has the columns."""
+
+    headline: str  # printed before the table, followed by the environment
+    columns: Sequence[Column]
+    results: Iterable[Any]  # a generator measures one after the other
+    text: str | Callable[[Sequence[Any]], str] = ""  # printed after the table, or a function of the results
+    about: Mapping[str, Any] = field(default_factory=dict)  # further members of the JSON object
+    marks: Callable[[Any], Sequence[Mark]] = lambda result: ()  # marks of a result in the picture
+    code: int = 0  # exit code
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand of `jspec bench`."""
+
+    name: str
+    help: str
+    run: Callable[[argparse.Namespace], Report]
+    options: Sequence[Option]  # besides --json
+
+    def add_to(self, commands: Any) -> None:
+        """Declare the subcommand."""
+        parser = commands.add_parser(self.name, help=self.help)
+        for flags, settings in (*self.options, file_option("--json", "also write the results there")):
+            parser.add_argument(*flags, **settings)
+        parser.set_defaults(run=self)
+
+    def __call__(self, arguments: argparse.Namespace) -> int:
+        """Measure, print, write; returns the exit code.
+
+        Each result goes to the JSON file, and its row to the standard error, as soon as it is measured.
+        """
+        image = getattr(arguments, "picture", None)
+        if image is not None:
+            check_picture_path(image)
+        report, results = self.run(arguments), list[Any]()
+
+        def write() -> None:
+            content = {"environment": environment(), **plain(report.about), "results": plain(results)}
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(content, indent=1))
+
+        for result in report.results:
+            results.append(result)
+            if isinstance(report.results, Iterator):
+                print(*(cell for one in report.columns if (cell := one.cell(result))), file=sys.stderr, flush=True)
+                write()
+        write()
+        text = report.text if isinstance(report.text, str) else report.text(results)
+        parts = (f"{report.headline}; {environment()}", table_of(report.columns, results), text)
+        print("\n".join(part for part in parts if part))
+        if image is not None:
+            draw([mark for result in results for mark in report.marks(result)], report.headline).savefig(image, dpi=150)
+        return report.code
+
+
+def scaled(factor: float, spec: str) -> Callable[[float | None], str]:
+    """A column's format of a value times a factor; None is an empty cell."""
+    return lambda value: "" if value is None else format(value * factor, spec)
+
+
+def option(*flags: str, **settings: Any) -> Option:
+    return flags, settings
+
+
+def file_option(flag: str, text: str) -> Option:
+    return option(flag, type=Path, metavar="FILE", help=text)
+
+
+def ints(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def floats(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def tree_or_none(text: str) -> Tree | None:
+    return None if text == "none" else Tree.parse(text)
+
+
+def tree_name(tree: Tree | None) -> str:
+    """A tree as `Tree.parse` reads it, or "none"."""
+    return str(tree).lower()
+
+
+def tree_label(tree: Tree | None) -> str:
+    """A tree in a table or picture: long static ones by their size."""
+    is_long = tree is not None and tree.paths is not None and not tree.is_chain
+    return f"static, {tree.nodes} nodes" if is_long and tree else tree_name(tree)
+
+
+TREES = partial(option, "--tree", type=tree_or_none, nargs="+", metavar="TREE", help=f"none, {TREE_FORMS}")
+PICTURE = file_option("--picture", "also draw the results there, over the batch; needs matplotlib")
 
 
 def environment() -> dict[str, str]:
-    """What a figure depends on besides the case."""
+    """What every figure depends on besides the case."""
     device = jax.devices()[0]
-    return {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "jax": jax.__version__,
-        "jspec": _own_version(),
-        "floors": str(floors.chip()),
-    }
-
-
-def _own_version() -> str:
     try:
-        return version("jspec")
+        own = version("jspec")
     except PackageNotFoundError:
-        return "not installed"
+        own = "not installed"
+    names = {"device": device.device_kind, "platform": device.platform, "jax": jax.__version__, "jspec": own}
+    return names | {"floors": str(roofline.chip())}
 
 
-def timings(results: Sequence[Timing]) -> str:
-    """One line a case: median, spread, floor and their ratio; of a GPU also its clock and power."""
-    clock: dict[str, Callable[[Timing], str]] = {
-        "SM MHz": lambda r: str(r.clock) if r.clock else "",
-        "W": lambda r: f"{r.clock.watts:.0f}" if r.clock else "",
-        "capped": lambda r: f"{r.clock.capped:.0%}" if r.clock else "",
-    }
-    columns: dict[str, Callable[[Timing], str]] = {
-        "shape": lambda r: r.case.shape,
-        "dtype": lambda r: r.case.dtype,
-        "weights": lambda r: r.case.weights,
-        "cache": lambda r: r.case.kv_dtype or r.case.dtype,
-        "page": lambda r: str(r.case.page_size),
-        "batch": lambda r: str(r.case.batch),
-        "idle": lambda r: str(r.case.idle),
-        "context": lambda r: str(r.case.context),
-        "tree": lambda r: str(r.case.tree).lower(),
-        "depth": lambda r: str(r.case.drafted.depth if r.case.drafted else 0),
-        "ms": lambda r: f"{r.milliseconds:.3f}",
-        "p90-p10": lambda r: f"{r.spread:.3f}",
-        "floor": lambda r: f"{r.floor:.3f}",
-        "ratio": lambda r: f"{r.milliseconds / r.floor:.2f}",
-        **(clock if any(result.clock for result in results) else {}),
-        "tokens": lambda r: f"{r.tokens:.2f}",
-        "compile s": lambda r: f"{r.compile_seconds:.1f}",
-    }
-    return table([list(columns), *([cell(result) for cell in columns.values()] for result in results)])
+def table_of(columns: Sequence[Column], results: Iterable[Any]) -> str:
+    """One line a result; columns of empty cells are left out."""
+    rows = [[column.cell(result) for column in columns] for result in results]
+    shown = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    return table([[columns[i].heading for i in shown], *([row[i] for i in shown] for row in rows)]) if shown else ""
 
 
-def fields(result: Timing) -> dict[str, Any]:
-    """A result as it is written; the tree as `Tree.parse` reads it."""
-    own = asdict(result)
-    return own | {"case": own["case"] | {"tree": str(result.case.tree).lower()}}
+def plain(value: Any) -> Any:
+    """A value as JSON has it: records as objects, trees and infinity as text, nan as null."""
+    if is_dataclass(value):
+        value = {one.name: getattr(value, one.name) for one in fields(value)}
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {name: tree_name(one) if name == "tree" else plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return str(value) if isinstance(value, (Tree, Path)) else value
 
 
-def write_json(path: Path, results: Sequence[Timing]) -> None:
-    """Environment and results as one JSON object."""
-    write(path, [fields(result) for result in results])
+def check_picture_path(path: Path) -> None:
+    """Refuse a path that no picture can be written to, before anything is measured."""
+    kinds = sorted(matplotlib_module("figure").Figure().canvas.get_supported_filetypes())
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        raise ValueError(f"picture: expected a file that ends in one of {', '.join(kinds)}, got {path}")
+    if not path.parent.is_dir():
+        raise ValueError(f"picture: expected an existing folder, got {path.parent}; make it first")
 
 
-def write(path: Path, results: Sequence[dict[str, Any]], **about: Any) -> None:
-    """Environment, what else is to be said, and results as one JSON object."""
-    path.write_text(json.dumps({"environment": environment(), **about, "results": results}, indent=1))
+def draw(marks: Sequence[Mark], title: str) -> Any:
+    """A figure with panels side by side and one legend below; floors are dotted."""
+    panels = list(dict.fromkeys(mark.panel for mark in marks))
+    labels = list(dict.fromkeys(mark.label for mark in marks))
+    batches = sorted({mark.batch for mark in marks})
+    figure = matplotlib_module("figure").Figure(figsize=(4.6 * len(panels), 4.3), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for (index, panel), (number, label) in ((p, n) for p in enumerate(panels) for n in enumerate(labels)):
+        own = sorted((m.batch, m.value, m.floor) for m in marks if (m.panel, m.label) == (panel, label))
+        style = {"color": f"C{number % 10}", "marker": "os^Dv"[number // 10 % 5]}
+        axes[index].plot([m[0] for m in own], [m[1] for m in own], label=label, **style)
+        floors = [m[2] if m[2] is not None else math.nan for m in own]
+        axes[index].plot([m[0] for m in own], floors, color=style["color"], linestyle=":", linewidth=0.9)
+    for ax, panel in zip(axes, panels, strict=True):
+        ax.set_xscale("log", base=2)
+        ax.set(title=panel, xlabel="batch (rows)", ylim=(0, None))
+        ax.set_xticks(batches, labels=[str(batch) for batch in batches])
+    figure.suptitle(title, size=10, wrap=True)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=max(1, 2 * len(panels)))
+    return figure

@@ -1,0 +1,208 @@
+"""`jspec bench eval`: is the result the same? A task's score with drafting, and probabilities after quantisation.
+
+gsm8k: grade-school problems, answered greedily with and without drafting; the answers must be equal. quantization: a
+quantised target's next-token probabilities on a text beside those of the target as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jspec.core.tree import TREE_FORMS, Tree
+from jspec.engine.sampling_params import SamplingParams
+from jspec.models.decoder import Model
+from jspec.models.quantize import quantize_weights, quantized_as
+from jspec.step.memory import tree_bytes
+from jspec.tools import check_head
+from jspec.tools.bench.pair import ENGINE_OPTIONS, Pair, engine_options, records
+from jspec.tools.bench.report import Column, Report, option, scaled, tree_name
+from jspec.tools.replay import run_texts
+from pallas_kernels.layers.quantized import KINDS
+
+NEXT = "Question:"  # a model that continues with another question has given its answer
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question with its worked answer, which ends with ``#### number``."""
+
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Score:
+    """Answers with one tree, or none."""
+
+    tree: Tree | None
+    correct: float  # share of the questions
+    tokens_per_second: float  # of all answers
+    length: float  # mean acceptance length
+
+
+SCORE_COLUMNS = (
+    Column("tree", "tree", tree_name),
+    Column("correct", "score", ".2%"),
+    Column("tokens_per_second", "tokens/s", ".1f"),
+    Column("length", "tokens a step", ".2f"),
+)
+
+
+def read_problems(path: Path) -> list[Problem]:
+    """All problems of a file."""
+    found = []
+    for where, record in records(path):
+        match record:
+            case {"question": str(question), "answer": str(answer)} if number_of(answer) is not None:
+                found.append(Problem(question, answer))
+            case _:
+                raise ValueError(
+                    f"{where}: expected the fields question and answer, the latter with a number after ####, "
+                    f"got {', '.join(record) or 'no field'}"
+                )
+    return found
+
+
+def prompts_of(problems: Sequence[Problem], shots: int) -> list[str]:
+    """A prompt for each question after the first ``shots``, which precede it with their answers."""
+    examples = "".join(f"{NEXT} {one.question}\nAnswer: {one.answer}\n\n" for one in problems[:shots])
+    return [f"{examples}{NEXT} {one.question}\nAnswer:" for one in problems[shots:]]
+
+
+def number_of(answer: str) -> Decimal | None:
+    """The number after ``####``, or else the last one of the answer; None: there is none."""
+    answer = answer.split(NEXT)[0]
+    _, mark, result = answer.partition("####")
+    numbers = NUMBER.findall(result if mark else answer)
+    return Decimal(numbers[0 if mark else -1].replace(",", "")) if numbers else None
+
+
+def share_correct(answers: Sequence[str], problems: Sequence[Problem]) -> float:
+    """Share of the answers with the problem's number."""
+    pairs = zip(answers, problems, strict=True)
+    return sum(number_of(answer) == number_of(own.answer) for answer, own in pairs) / len(problems)
+
+
+def answer(
+    pair: Pair, tree: Tree | None, problems: Sequence[Problem], prompts: Sequence[list[int]], **options: Any
+) -> tuple[Score, list[list[int]]]:
+    """The score, and the tokens of every greedy answer, of ``max_tokens`` at most."""
+    params = SamplingParams(max_tokens=options.pop("max_tokens"), temperature=0.0)
+    with pair.engine(pair.drafter(tree), **options) as engine:
+        began = time.perf_counter()
+        done = [one.raise_for_error() for one in engine.generate(prompts, params)]
+        seconds, metrics = time.perf_counter() - began, engine.metrics
+    correct = share_correct([one.text or "" for one in done], problems)
+    score = Score(tree, correct, metrics.num_tokens / seconds, metrics.mean_acceptance_length)
+    return score, [one.token_ids for one in done]
+
+
+def run_gsm8k(arguments: argparse.Namespace) -> Report:
+    """Exit code 1 if answers differ in float32, where they must not."""
+    shots, count = arguments.shots, arguments.num_questions
+    if arguments.file is None or shots < 0 or (count is not None and count < 1):
+        raise ValueError("eval gsm8k: expected --file, --shots of at least 0 and --num-questions of at least 1")
+    problems = read_problems(arguments.file)
+    if len(problems) < (least := shots + (count or 1)):
+        raise ValueError(f"{arguments.file}: expected {least} questions, examples included, got {len(problems)}")
+    problems = problems[: None if count is None else shots + count]
+    pair = Pair.of(arguments)
+    pair.drafter(arguments.tree)  # raises before anything runs
+    prompts = [pair.tokenizer.encode(prompt) for prompt in prompts_of(problems, shots)]
+    options = engine_options(arguments) | dict(max_tokens=arguments.max_tokens)
+    options["max_len"] = max(map(len, prompts)) + arguments.max_tokens
+    scores, answers = zip(
+        *(answer(pair, tree, problems[shots:], prompts, **options) for tree in (None, arguments.tree)), strict=True
+    )
+    differing = sum(one != other for one, other in zip(*answers, strict=True))
+    about = {"questions": len(prompts), "shots": shots, "differing": differing}
+    headline = f"gsm8k, {len(prompts)} questions, {shots} examples before each, greedy"
+    code = int(differing > 0 and pair.target.embed.dtype == jnp.float32)
+    return Report(headline, SCORE_COLUMNS, scores, f"{differing} of {len(prompts)} texts differ", about, code=code)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """One kind of quantisation beside the target as it is."""
+
+    kind: str
+    bytes: int  # bytes of all weights
+    divergence: float  # mean Kullback-Leibler divergence of the next-token probabilities, nats
+    worst: float  # the largest of these divergences
+    agreement: float  # share of positions where the most probable token is the same
+    places: int  # number of positions
+
+
+DIVERGENCE_COLUMNS = (
+    Column("kind", "weights"),
+    Column("bytes", "MB", scaled(1e-6, ".2f")),
+    Column("divergence", "mean KL, nats", ".5f"),
+    Column("worst", "largest", ".4f"),
+    Column("agreement", "same top token", ".1%"),
+    Column("places", "positions"),
+)
+
+
+def measure_divergence(target: Model, texts: Int[np.ndarray, "rows size"], kinds: Iterable[str]) -> list[Divergence]:
+    """Run the target over texts as it is and quantised."""
+    if stored := quantized_as(target):
+        raise ValueError(f"eval quantization: expected a target as it was trained, got {stored}; give the original")
+    results = [divergence(str(target.embed.dtype), target, target, texts)]
+    return results + [divergence(kind, target, quantize_weights(target, kind), texts) for kind in kinds]
+
+
+def divergence(kind: str, target: Model, other: Model, texts: Int[np.ndarray, "rows size"]) -> Divergence:
+    """One model's next-token probabilities beside another's."""
+    found = []
+    for row in texts:
+        tokens = jnp.asarray(row[None], jnp.int32)
+        p, q = (np.asarray(_log_probs(model, tokens)[0], np.float64) for model in (target, other))
+        found.append(((np.exp(p) * (p - q)).sum(-1), p.argmax(-1) == q.argmax(-1)))
+    gap, same = map(np.concatenate, zip(*found, strict=True))
+    return Divergence(kind, tree_bytes(other), float(gap.mean()), float(gap.max()), float(same.mean()), same.size)
+
+
+@jax.jit
+def _log_probs(model: Model, tokens: Int[Array, "rows size"]) -> Float[Array, "rows size vocab"]:
+    logits = run_texts(model, tokens).logits
+    assert logits is not None
+    return jax.nn.log_softmax(logits, axis=-1)
+
+
+def run_quantization(arguments: argparse.Namespace) -> Report:
+    pair = Pair.of(arguments)
+    text = check_head.TEXT if arguments.text is None else arguments.text.read_text(encoding="utf-8")
+    windows = check_head.windows(text, pair.tokenizer, arguments.size)
+    results = measure_divergence(pair.target, windows, arguments.quantize)
+    return Report(f"next-token probabilities over {len(windows)} parts of a text", DIVERGENCE_COLUMNS, results)
+
+
+def run(arguments: argparse.Namespace) -> Report:
+    return {"gsm8k": run_gsm8k, "quantization": run_quantization}[arguments.task](arguments)
+
+
+OPTIONS = (
+    option("task", choices=("gsm8k", "quantization")),
+    option("--file", type=Path, help="gsm8k: JSON lines with question and answer"),
+    option("--shots", type=int, default=5, help="gsm8k: first questions of the file, with answers, before each"),
+    option("--num-questions", type=int, help="gsm8k: number of the following questions; all if left out"),
+    option("--max-tokens", type=int, default=256, help="gsm8k: tokens of each answer"),
+    option("--tree", type=Tree.parse, default=Tree.chain(4), help=f"gsm8k: {TREE_FORMS}"),
+    *ENGINE_OPTIONS,
+    option("--quantize", nargs="+", choices=KINDS, default=KINDS, help="quantization: kinds"),
+    option("--text", type=Path, metavar="FILE", help="quantization: an English and Python text if left out"),
+    option("--size", type=int, default=128, help="quantization: tokens of a part of the text"),
+)

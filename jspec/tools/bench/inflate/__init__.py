@@ -1,0 +1,1 @@
+"""A small trained model in a larger shape that computes the same."""

@@ -1,0 +1,200 @@
+"""`jspec bench inflate`: real text and acceptance at a large model's cost.
+
+Widths are padded with zeros (`padding`), layers that add nothing are inserted, padded tokens are masked. A step that
+memory bounds takes the larger shape's time; one that arithmetic bounds may take less, as a GPU draws less power for
+zeros and may clock higher.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from convert import orbax
+from convert.orbax import Checkpoint
+from jspec.draft import auto
+from jspec.draft.eagle_head import EagleHead
+from jspec.draft.head_config import Eagle3Config
+from jspec.models.config import ModelConfig
+from jspec.models.decoder import Model
+from jspec.tools import demo
+from jspec.tools.bench import random_models
+from jspec.tools.bench.inflate.padding import Factor, Padder
+from jspec.tools.bench.inflate.sizes import DTYPES, NAMES, Plan, Sizes, plan
+from jspec.tools.bench.report import Report, ints, option
+
+DEMO = "demo"  # in place of a folder: the embedded pair
+Batches = Iterator[dict[str, Array]]  # weights by name; one batch is in memory at a time
+
+
+def pair(
+    target: Model,
+    sizes: Sizes,
+    *,
+    head: EagleHead | None = None,
+    feature_layers: tuple[int, ...] | None = None,
+    dtype: str | None = None,
+) -> tuple[Model, EagleHead | None]:
+    """Inflate a target and its EAGLE-3 head in memory, on the default device.
+
+    Args:
+        feature_layers: states of the new target that the new head reads, in the order of the old ones; None: 2, N//2
+            and N-3 if the old ones are these, else the same.
+        dtype: dtype of the new weights, "float32" or "bfloat16"; None: the target's.
+
+    Returns:
+        The target with an untied output head: the small one's logits for its tokens, all others far below. And the
+        head, if there is one.
+    """
+    made = plan(target, sizes, head=head, feature_layers=feature_layers, dtype=dtype or str(target.embed.dtype))
+    large = Model.from_weights(made.target.new, _tree(_target_batches(target, made)))
+    if head is None or made.head is None:
+        return large, None
+    return large, EagleHead.from_weights(made.head.new, _tree(_head_batches(head, made.head, made.target)))
+
+
+def write(
+    target: str | Path,
+    out: str | Path,
+    sizes: Sizes,
+    *,
+    head: str | Path | None = None,
+    head_out: str | Path | None = None,
+    overwrite: bool = False,
+    **options: Any,
+) -> Plan:
+    """Inflate into folders as conversion writes them; all errors are raised before anything is written.
+
+    Args:
+        target: folder or hub id, or "demo"; its tokenizer files and config.json are copied.
+        head, head_out: folder or hub id of the EAGLE-3 head and folder to write, both or none.
+        options: feature layers and dtype, as for `plan`.
+    """
+    if (head is None) != (head_out is None) or out == head_out:
+        raise ValueError(f"expected HEAD and a HEAD_OUT apart from OUT, got {head} and {head_out}; give both or none")
+    for folder in (out, *([] if head_out is None else [head_out])):
+        orbax.check_vacant(Path(folder).absolute(), overwrite)
+    source = _load(target, demo.TARGET, "target")
+    small = Model.from_weights(source.config, source.weights)
+    head_source = None if head is None else _load(head, demo.HEAD, "eagle3")
+    small_head = None if head_source is None else EagleHead.from_weights(head_source.config, head_source.weights)
+    made = plan(small, sizes, head=small_head, **options)
+    _save(out, source, made.target, _target_batches(small, made), overwrite)
+    if head_out is not None and head_source is not None and small_head is not None and made.head is not None:
+        _save(head_out, head_source, made.head, _head_batches(small_head, made.head, made.target), overwrite)
+    return made
+
+
+def _load(path: str | Path, embedded: Path, kind: str) -> Checkpoint:
+    return auto.load_checkpoint(embedded if path == DEMO else path, dtype="float32", kind=kind)
+
+
+def _save(out: str | Path, source: Checkpoint, padder: Padder[Any], batches: Batches, overwrite: bool) -> None:
+    on_host = ({name: np.asarray(array) for name, array in batch.items()} for batch in batches)
+    files = orbax.companions(source.folder)
+    orbax.save(out, source.kind, padder.new, on_host, files=files, overwrite=overwrite, compress=True)
+
+
+def _tree(batches: Batches) -> dict[str, Any]:
+    return orbax.unflatten({name: array for batch in batches for name, array in batch.items()})
+
+
+def _target_batches(model: Model, made: Plan) -> Batches:
+    padder = made.target
+
+    def layer(index: int) -> dict[str, Array]:
+        own = model.layers[index]
+        return padder.block(own, (padder.hidden,)) | {"attn_norm": padder.norm(own.attn_norm)}
+
+    yield {"embed": padder.embedding(model.embed)}
+    like = jax.eval_shape(lambda: layer(0))
+    for index, old in enumerate(made.layer_at):  # zeros add nothing to the state
+        weights = layer(old) if old is not None else {n: jnp.zeros(x.shape, x.dtype) for n, x in like.items()}
+        yield {f"layers.{index}.{name}": array for name, array in weights.items()}
+    yield {"norm": padder.last_norm(model.norm), "head": padder.output_head(model.output_head, padder.vocab)}
+
+
+def _head_batches(head: EagleHead, padder: Padder[Eagle3Config], target: Padder[ModelConfig]) -> Batches:
+    hidden, normed = (padder.hidden,), padder.old.qk_norm
+    if head.embed is not None:
+        yield {"embed": padder.pad(head.embed, (padder.vocab,), hidden)}
+    yield _fusion(head, padder, target)
+    for index, layer in enumerate(head.layers):
+        made = padder.block(layer, (Factor(2, 2), *hidden) if index == 0 else hidden, normed=normed)
+        for name in ("input_norm", "hidden_norm"):
+            if (norm := getattr(layer, name)) is not None:
+                made[name] = padder.norm(norm)
+        if layer.qkv_bias is not None:
+            made["qkv_bias"] = padder.qkv(layer.qkv_bias, normed=normed)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            made |= padder.head_norms(layer.q_norm, layer.k_norm)
+        yield {f"layers.{index}.{name}": array for name, array in made.items()}
+    drafted = Factor(padder.old.draft_vocab_size, padder.new.draft_vocab_size)
+    own = jnp.arange(drafted.old) if head.draft_to_target is None else head.draft_to_target
+    padded = padder.old.vocab_size + jnp.arange(drafted.new - drafted.old)  # map to padded tokens of the target
+    made = {"draft_to_target": jnp.concatenate([own, padded]).astype(jnp.int32)}
+    if head.norm is not None:
+        made["norm"] = padder.last_norm(head.norm)
+    if head.head is not None:
+        made["head"] = padder.output_head(head.head, drafted)
+    yield made
+
+
+def _fusion(head: EagleHead, padder: Padder[Eagle3Config], target: Padder[ModelConfig]) -> dict[str, Array]:
+    """Weights that make one feature of the target's states; the first state's mask becomes the feature's."""
+    many = padder.old.num_features
+    states = (Factor(many, many), target.hidden)
+    made = {}
+    for name in ("input_norm", "fc_norm"):
+        if (norm := getattr(head, name)) is not None:
+            made[name] = padder.norm(norm, states).reshape(*norm.shape[:-1], -1)
+    if head.fc_bias is not None:
+        made["fc_bias"] = padder.pad(head.fc_bias, (padder.hidden,))
+    if head.fc is not None:
+        made["fc"] = padder.pad(head.fc, (padder.hidden,), states)
+        if padder.mask is not None:
+            assert target.mask is not None  # padded draft tokens are padded tokens of the target
+            ratio = padder.mask.constant / target.mask.constant
+            made["fc"] = made["fc"].at[padder.mask.channel, target.mask.channel].set(ratio)
+    return made
+
+
+def run(arguments: argparse.Namespace) -> Report:
+    """Write the folders."""
+    a = arguments
+    given = {one.name: value for one in fields(Sizes) if (value := getattr(a, one.name)) is not None}
+    missing = [name for name in NAMES if name not in given]
+    if a.shape is None and missing:
+        raise ValueError(
+            f"expected --shape or every size, got none for {', '.join(missing)}; give the one or the other"
+        )
+    sizes = Sizes(**given) if a.shape is None else replace(Sizes.of(a.shape), **given)
+    layers = None if a.feature_layers is None else tuple(a.feature_layers)
+    options = dict(feature_layers=layers, dtype=a.dtype, overwrite=a.overwrite)
+    made = write(a.target, a.out, sizes, head=a.head, head_out=a.head_out, **options)
+    written = {a.out: made.target.new} | ({} if made.head is None else {a.head_out: made.head.new})
+    return Report("\n".join(f"{folder}: {a.dtype}, {config}" for folder, config in written.items()), (), ())
+
+
+OPTIONS = (
+    option("target", help=f'folder or hub id of a small model; "{DEMO}": the embedded pair\'s target'),
+    option("out", type=Path, help="folder to write"),
+    option("--head", help=f'folder or hub id of its EAGLE-3 head; "{DEMO}": the embedded one'),
+    option("--head-out", type=Path, help="folder to write the head to"),
+    option("--shape", choices=sorted(random_models.TARGETS), help="all sizes; those given beside it replace its own"),
+    *(
+        option(f"--{one.name.removesuffix('_size').replace('_', '-')}", type=int, dest=one.name)
+        for one in fields(Sizes)
+    ),
+    option("--feature-layers", type=ints, metavar="2,16,29", help="states that the written head reads"),
+    option("--dtype", choices=DTYPES, default="bfloat16"),
+    option("--overwrite", action="store_true", help="replace existing converted folders"),
+)

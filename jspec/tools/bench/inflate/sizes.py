@@ -1,0 +1,185 @@
+"""Configs of a small pair in a larger shape: sizes, feature layers, and where layers are inserted."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jspec.core.tree import Tree
+from jspec.draft.eagle import Eagle3
+from jspec.draft.eagle_head import EagleHead
+from jspec.draft.head_config import Eagle3Config, HeadConfig, default_states
+from jspec.models.config import ModelConfig
+from jspec.models.decoder import Model
+from jspec.models.quantize import quantized_as
+from jspec.tools.bench import random_models
+from jspec.tools.bench.inflate.padding import Mask, Padder
+
+DTYPES = ("float32", "bfloat16")  # float16 has too few exponents for the padded vocabulary's mask
+WIDTHS = ("hidden_size", "intermediate_size", "num_kv_heads", "vocab_size")
+LEAST_LAYERS = 7  # least number of layers whose default states differ
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The larger shape, names as in `ModelConfig`; the layers of a head get the same sizes."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int | None = None  # None: the old head's
+
+    def __post_init__(self) -> None:
+        for name, size in dataclasses.asdict(self).items():
+            if size is not None and size < 1:
+                raise ValueError(f"{name}: expected at least 1, got {size}; take a larger one")
+
+    @classmethod
+    def of(cls, shape: str) -> Sizes:
+        """Sizes of a shape of `random_models` and of its head's draft vocabulary."""
+        if shape not in random_models.TARGETS:
+            raise ValueError(
+                f"shape: expected one of {', '.join(random_models.TARGETS)}, got {shape!r}; pass one of them"
+            )
+        own = {name: getattr(random_models.TARGETS[shape], name) for name in NAMES}
+        return cls(**own, draft_vocab_size=random_models.DRAFT_VOCAB[shape])
+
+    def of_layers(self) -> dict[str, Any]:
+        """Sizes that the configs of target and head share."""
+        return {name: getattr(self, name) for name in NAMES if name != "num_layers"}
+
+
+NAMES = tuple(field.name for field in dataclasses.fields(Sizes) if field.name != "draft_vocab_size")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a pair grows."""
+
+    target: Padder[ModelConfig]
+    head: Padder[Eagle3Config] | None
+    layer_at: tuple[int | None, ...]  # old layer at each new place; None: inserted
+
+
+def plan(
+    target: Model, sizes: Sizes, *, head: EagleHead | None, feature_layers: tuple[int, ...] | None, dtype: str
+) -> Plan:
+    """Check that a pair can grow, and plan it; arguments as for `convert.pair`.
+
+    Without a head, the target's `default_states` keep their meaning, for a head that is inflated later.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}; pass one of them")
+    if kind := quantized_as((target, head)):
+        raise ValueError(f"inflate: expected unquantised weights, got {kind}; inflate first, then quantise")
+    if head is not None:
+        jax.eval_shape(Eagle3(head, Tree.chain(1)).bind, target)  # raises for another target's head
+    old = target.config
+    grown = dict(num_layers=sizes.num_layers, norm_eps=_eps(old, sizes), tie_word_embeddings=False)
+    new = old.resized(**sizes.of_layers(), **grown)
+    _check_sizes("target", old, new)
+    padder = Padder(old, new, dtype, Mask.of(old, new) if new.vocab_size > old.vocab_size else None)
+    usual = default_states(old.num_layers) if old.num_layers >= LEAST_LAYERS else ()
+    states = usual if head is None else head.config.states_of(old.num_layers)
+    wanted = feature_layers
+    if wanted is None:  # the state after the final norm is that of the larger target
+        moved = tuple(new.num_layers + 1 if state == old.num_layers + 1 else state for state in states)
+        wanted = default_states(new.num_layers) if states and states == usual else moved
+    if len(wanted) != len(states):
+        raise ValueError(
+            f"feature_layers: expected a state for each of {states}, got {wanted}; pass {len(states)} of them"
+        )
+    layer_at = insert_layers(old.num_layers, new.num_layers, dict(zip(states, wanted, strict=True)))
+    return Plan(padder, None if head is None else _plan_head(head, padder, sizes, wanted), layer_at)
+
+
+def _eps(old: ModelConfig | HeadConfig, sizes: Sizes) -> float:
+    return old.norm_eps * old.hidden_size / sizes.hidden_size
+
+
+def _check_sizes(what: str, old: ModelConfig | HeadConfig, new: ModelConfig | HeadConfig) -> None:
+    pairs = [(name, getattr(old, name), getattr(new, name)) for name in WIDTHS]
+    pairs.append(("num_heads / num_kv_heads", old.num_heads // old.num_kv_heads, new.num_heads // new.num_kv_heads))
+    for name, least, got in pairs:
+        if got < least:
+            raise ValueError(f"{what}: {name}: expected at least the small one's {least}, got {got}; take a larger one")
+    if new.head_dim % old.head_dim:
+        raise ValueError(
+            f"{what}: head_dim: expected a multiple of {old.head_dim}, in which every channel keeps its rotary speed, "
+            f"got {new.head_dim}; take a multiple"
+        )
+
+
+def insert_layers(old: int, new: int, moved: Mapping[int, int]) -> tuple[int | None, ...]:
+    """The old layer at each place among ``new`` ones, None where one is inserted.
+
+    Args:
+        moved: the new state for each old state whose place is prescribed.
+    """
+    # The final norm counts as one more layer: it maps state N to state N + 1.
+    layer_at: list[int | None] = []
+    fits = True
+    for (start, begin), (stop, end) in itertools.pairwise([(0, 0), *sorted(moved.items()), (old + 1, new + 1)]):
+        inserted = (end - begin) - (stop - start)
+        fits &= inserted >= 0
+        layer_at += [*[None] * inserted, *range(start, stop)]
+    if not fits or layer_at[-1] != old:
+        wanted = ", ".join(f"{state} of {old} -> {place} of {new}" for state, place in sorted(moved.items()))
+        raise ValueError(
+            "layers: expected room for as many before, between and after the feature layers as in the small target, "
+            f"got {old} -> {new} layers with states {wanted or 'none'}; take more layers or other feature layers"
+        )
+    return tuple(layer_at[:-1])
+
+
+def _plan_head(
+    head: EagleHead, target: Padder[ModelConfig], sizes: Sizes, feature_layers: tuple[int, ...]
+) -> Padder[Eagle3Config]:
+    old = head.config
+    assert isinstance(old, Eagle3Config)  # an `Eagle3` drafter was made of it
+    grown = dict(target_hidden_size=sizes.hidden_size, norm_eps=_eps(old, sizes), feature_layers=feature_layers)
+    new = old.resized(**sizes.of_layers(), draft_vocab_size=_draft_vocab(head, sizes), **grown)
+    _check_sizes("head", old, new)
+    if (old.norm_before_fc or old.fc_norm) and old.target_hidden_size != old.hidden_size:  # eps depends on the width
+        raise ValueError(
+            f"head: expected features that are normed before fc as wide as its own state ({old.hidden_size}), as all "
+            f"norms share one eps, got {old.target_hidden_size}; take a head without norm_before_fc and fc_norm"
+        )
+    if target.mask is not None and target.new.num_layers + 1 in feature_layers:
+        raise ValueError(
+            "feature_layers: expected states before the final norm, which scales up the padded vocabulary's mask, "
+            f"got state {target.old.num_layers + 1} among them; keep the vocabulary of {target.old.vocab_size}"
+        )
+    if new.draft_vocab_size == old.draft_vocab_size:
+        return Padder(old, new, target.dtype, None)
+    wrong = [n for n in ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm") if getattr(old, n)]
+    if wrong:
+        raise ValueError(
+            f"draft_vocab_size: expected {old.draft_vocab_size} for a head with {', '.join(wrong)}, whose normed "
+            "features carry no constant that masks padded draft tokens, got a larger one; pass that"
+        )
+    mask = Mask.of(old, new) if old.fuse else target.mask  # without fc the feature is the target's state
+    return Padder(old, new, target.dtype, mask)
+
+
+def _draft_vocab(head: EagleHead, sizes: Sizes) -> int:
+    """The new draft vocabulary; its padded tokens map to padded tokens of the target."""
+    config, shared = head.config, head.head is None  # shared: the output head is the target's
+    most = config.draft_vocab_size + sizes.vocab_size - config.vocab_size
+    least = most if shared else config.draft_vocab_size
+    wanted = sizes.draft_vocab_size or (sizes.vocab_size if shared else config.draft_vocab_size)
+    if not least <= wanted <= most:
+        raise ValueError(
+            f"draft_vocab_size: expected {least} to {most} for {config.draft_vocab_size} draft tokens and a vocabulary "
+            f"of {config.vocab_size} -> {sizes.vocab_size}, got {wanted}; pass another"
+        )
+    return wanted

@@ -1,0 +1,75 @@
+"""Model shapes with random weights, made on the device: speed needs no checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jspec.draft.eagle_head import EagleHead, head_params
+from jspec.draft.head_config import Eagle3Config
+from jspec.models.config import ModelConfig, Rope
+from jspec.models.decoder import Model
+from jspec.models.params import abstract_weights, model_params, random_weights
+
+LLAMA3 = Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_position=8192)
+
+
+def _config(
+    vocab_size: int, hidden: int, inner: int, layers: int, heads: tuple[int, int, int], **more: Any
+) -> ModelConfig:
+    num_heads, num_kv_heads, head_dim = heads
+    return ModelConfig.of_sizes(
+        family="llama",
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        norm_eps=1e-5,
+        tie_word_embeddings=False,
+        **more,
+    )
+
+
+TARGETS = {
+    "llama3-8b": _config(128256, 4096, 14336, 32, (32, 8, 128), rope=LLAMA3, max_position=131072),
+    "tiny": _config(512, 64, 192, 8, (4, 2, 16), rope=Rope(), max_position=2048),
+    "least": _config(64, 16, 16, 1, (1, 1, 8), rope=Rope(), max_position=65536),  # for measurements of the host
+}
+DRAFT_VOCAB = {"llama3-8b": 32000, "tiny": 128, "least": 16}
+
+
+def target_shapes(name: str, dtype: str) -> Any:
+    """Shapes of a target's weights."""
+    return abstract_weights(model_params(TARGETS[name]), dtype)
+
+
+def head_config(name: str) -> Eagle3Config:
+    """Config of an EAGLE-3 head as published, for a target shape."""
+    c = TARGETS[name]
+    same = "vocab_size hidden_size intermediate_size num_heads num_kv_heads head_dim norm_eps"
+    return Eagle3Config.of_sizes(
+        **{size: getattr(c, size) for size in same.split()},
+        target_hidden_size=c.hidden_size,
+        draft_vocab_size=DRAFT_VOCAB[name],
+        rope=Rope(),
+        feature_layers=None,
+        source_format="random",
+    )
+
+
+def head_shapes(name: str, dtype: str) -> Any:
+    """Shapes of the weights of its EAGLE-3 head."""
+    return abstract_weights(head_params(head_config(name)), dtype)
+
+
+def random_target(name: str, dtype: str, quantize: str | None = None, *, seed: int = 0) -> Model:
+    """A target with random weights."""
+    return Model.from_weights(TARGETS[name], random_weights(model_params(TARGETS[name]), dtype, seed, quantize))
+
+
+def random_head(name: str, dtype: str, quantize: str | None = None, *, seed: int = 1) -> EagleHead:
+    """Its EAGLE-3 head with random weights, whose drafts are practically never accepted."""
+    config = head_config(name)
+    return EagleHead.from_weights(config, random_weights(head_params(config), dtype, seed, quantize))

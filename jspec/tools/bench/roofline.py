@@ -1,0 +1,114 @@
+"""The least time of a decoding step: the sum over its kernels of the larger of bytes / bandwidth and flops / rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+
+from jspec.core.tree import Tree
+from jspec.draft.head_config import HeadConfig
+from jspec.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Highest rates measured on a kind of device."""
+
+    name: str
+    bandwidth: float  # bytes a second of a device-to-device copy, reads plus writes
+    matmul_rate: float  # bf16 flops a second of an 8192^3 product
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.bandwidth / 1e12:.2f} TB/s, {self.matmul_rate / 1e12:.0f} TFLOP/s"
+
+
+H200 = Chip("NVIDIA H200", 4.3e12, 790e12)
+CHIPS = {chip.name: chip for chip in (H200, Chip("NVIDIA H100 80GB HBM3", 3.02e12, 789e12))}
+
+
+def chip() -> Chip:
+    """The device that JAX computes on; an H200, for comparison, if that device is not listed."""
+    return CHIPS.get(jax.devices()[0].device_kind, H200)
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes of one weight and of one cache entry, and the speed of products relative to bf16."""
+
+    weight: int = 2
+    cache: int = 2
+    speed: int = 1
+
+
+BF16 = Widths()
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes and flops that a kernel cannot avoid."""
+
+    name: str
+    bytes: float
+    flops: float
+
+    @property
+    def seconds(self) -> float:
+        own = chip()
+        return max(self.bytes / own.bandwidth, self.flops / own.matmul_rate)
+
+
+def matmul(name: str, rows: int, out: int, inner: int, widths: Widths) -> Cost:
+    """A product with a weight [out, inner]; activations stay in the L2 cache and are not counted as bytes."""
+    return Cost(name, out * inner * widths.weight, 2 * rows * out * inner / widths.speed)
+
+
+def attention(c: ModelConfig | HeadConfig, batch: int, nodes: int, context: int, widths: Widths) -> Cost:
+    """Attention of ``nodes`` queries a sequence over a context, with keys and values read once."""
+    numbers = 2 * batch * context * c.num_kv_heads * c.head_dim
+    return Cost("attention", numbers * widths.cache, 4 * batch * nodes * c.num_heads * c.head_dim * context)
+
+
+def verify_costs(c: ModelConfig, batch: int, nodes: int, context: int, widths: Widths = BF16) -> list[Cost]:
+    """One forward pass of the target over root and nodes."""
+    product = partial(matmul, rows=batch * nodes, widths=widths)
+    layer = [*_block(c, product, c.hidden_size), attention(c, batch, nodes, context, widths)]
+    return layer * c.num_layers + [product("head", out=c.vocab_size, inner=c.hidden_size)]
+
+
+def block_products(c: ModelConfig | HeadConfig, inputs: int) -> dict[str, tuple[int, int]]:
+    """Sizes (out, inner) of the products of a layer whose QKV projection has a number of inputs."""
+    return {
+        "qkv": ((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, inputs),
+        "o": (c.hidden_size, c.num_heads * c.head_dim),
+        "gate_up": (2 * c.intermediate_size, c.hidden_size),
+        "down": (c.hidden_size, c.intermediate_size),
+    }
+
+
+def _block(c: ModelConfig | HeadConfig, product: Callable[..., Cost], inputs: int) -> list[Cost]:
+    return [product(name, out=out, inner=inner) for name, (out, inner) in block_products(c, inputs).items()]
+
+
+def draft_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Widths = BF16) -> list[Cost]:
+    """The passes of an EAGLE-3 head that draft a tree, and its fusion of features."""
+    if tree.paths is None:
+        fed = [1] + [tree.k] * (tree.depth - 1)
+    else:
+        fed = [len(level.with_children) for level in tree.levels[:-1]]
+    costs = [matmul("fc", batch * (tree.depth + 1), c.hidden_size, 3 * c.target_hidden_size, widths)]
+    # The embeddings' half of the projection is precomputed for a reduced draft vocabulary.
+    has_own_vocab = c.draft_vocab_size < c.vocab_size
+    for depth, nodes in enumerate(fed):
+        product = partial(matmul, rows=batch * nodes, widths=widths)
+        inputs = c.hidden_size if depth and has_own_vocab else 2 * c.hidden_size
+        costs += [*_block(c, product, inputs), attention(c, batch, nodes, context, widths)]
+        costs.append(product("head", out=c.draft_vocab_size, inner=c.hidden_size))
+    return costs
+
+
+def seconds(costs: list[Cost]) -> float:
+    """The floor of kernels that run one after another."""
+    return sum(cost.seconds for cost in costs)

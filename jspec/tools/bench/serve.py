@@ -1,0 +1,266 @@
+"""`jspec bench serve`: latencies, throughput and acceptance of an engine under a load, for each configuration.
+
+A configuration is a tree, the depth to which steps draft it, a concurrency, and whether dispatches overlap. The engine
+runs in this process; there is no network. Times of a request begin when it is due (and when the concurrency leaves room
+for it). The inter-token latency is the time between two pieces of an answer; a piece is the output of one step, so with
+drafting it may hold several tokens, and the time per output token says more.
+
+With `--repeats` all configurations serve the load in turns, so a slow phase of the machine affects all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby, pairwise, product
+from typing import Any
+
+import numpy as np
+
+from jspec.core.tree import Tree
+from jspec.engine.api import Engine
+from jspec.engine.draft_length import Adaptive, Fixed, Policy, halvings
+from jspec.engine.metrics import Metrics
+from jspec.engine.sampling_params import SamplingParams
+from jspec.tools.bench.load import Arrival, Load, Log, serve
+from jspec.tools.bench.pair import ENGINE_OPTIONS, PROMPT_FIELDS, Pair, engine_options, read_prompts
+from jspec.tools.bench.profiling import time_in_turns
+from jspec.tools.bench.report import TREES, Report, file_option, option, tree_name
+from jspec.tools.table import table
+
+LATENCIES = ("ttft", "tpot", "itl")  # time to first token, per output token after the first, between two pieces
+WORDS = ("mean", "median", "p99")
+DRAFTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "mean_acceptance_length", "num_rounds_per_depth")
+METRICS = (*DRAFTS, "prefix_hit_rate", "num_preemptions")
+WARM_UP = 8  # tokens
+NUM_PROMPTS = 500
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A configuration.
+
+    Raises:
+        ValueError: a concurrency below 1, or a depth that no program of the tree has.
+    """
+
+    tree: Tree | None = None  # None: plain decoding
+    depth: int | str | None = None  # to which all steps draft; "auto": the engine chooses; None: of the whole tree
+    max_concurrency: int | None = None  # requests in the engine at most; the time of the others does not run
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ValueError(f"max_concurrency: expected at least 1, got {self.max_concurrency}")
+        if self.depth not in (None, AUTO, *self.depths):
+            raise ValueError(f"depth: expected {AUTO} or one of {self.depths} for {self.tree}, got {self.depth}")
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        return () if self.tree is None else tuple(halvings(self.tree.depth))
+
+    @property
+    def engine(self) -> tuple[Tree | None, bool]:
+        """Settings with equal values share an engine: the tree, and whether programs cut it."""
+        return self.tree, self.depth is not None
+
+    def policy(self) -> Policy | None:
+        """The policy of an engine whose programs cut the tree."""
+        if self.tree is None or self.depth is None:
+            return None
+        if isinstance(self.depth, int):
+            return Fixed(self.depth)
+        return Adaptive(self.depths, shared_acceptance=self.tree.paths is not None)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Statistics of some values, in their unit; quantiles are interpolated linearly; nan without values."""
+
+    count: int
+    min: float
+    max: float
+    mean: float
+    std: float  # standard deviation of the values themselves
+    q25: float
+    median: float
+    q75: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Iterable[float], scale: float = 1.0) -> Spread:
+        """Statistics of the values times a scale."""
+        found = np.array(list(values), np.float64) * scale
+        if not found.size:
+            return cls(0, *[float("nan")] * 8)
+        quantiles = np.quantile(found, (0.25, 0.5, 0.75, 0.99))
+        return cls(found.size, *map(float, (found.min(), found.max(), found.mean(), found.std(), *quantiles)))
+
+
+def figures_of(setting: Setting, log: Log) -> dict[str, Any]:
+    """Figures of a load with one setting, under the names of vLLM's ``bench serve`` and offline example.
+
+    Requests that ended with an error count as ``failed`` alone. The spreads are in milliseconds: latencies of the
+    requests, and times of `Engine.step`.
+    """
+    good = [one for one in log.served if one.completion is not None and one.completion.error is None]
+    several = [one for one in good if one.pieces[-1][1] > 1]
+    gaps = (b - a for one in good for (a, _), (b, _) in pairwise(one.pieces))
+    spreads = {
+        "ttft": Spread.of((one.first_token for one in good), 1e3),
+        "tpot": Spread.of(((one.latency - one.first_token) / (one.pieces[-1][1] - 1) for one in several), 1e3),
+        "itl": Spread.of(gaps, 1e3),
+        "e2e": Spread.of((one.latency for one in good), 1e3),
+        "step": Spread.of(log.steps, 1e3),
+    }
+    metrics = sum((one.request.metrics for one in good), Metrics())
+    inputs, outputs = sum(len(one.arrival.prompt) for one in good), sum(one.pieces[-1][1] for one in good)
+    shares = metrics.acceptance_per_position
+    counts = {
+        "tree": tree_name(setting.tree),
+        "depth": setting.depth,
+        "max_concurrency": setting.max_concurrency,
+        "overlap": setting.overlap,
+        "completed": len(good),
+        "failed": len(log.served) - len(good),
+        "duration": log.seconds,
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "request_throughput": len(good) / log.seconds if good else math.nan,
+        "output_throughput": outputs / log.seconds,
+        "total_token_throughput": (inputs + outputs) / log.seconds,
+        "full_batch_throughput": log.full_batch_throughput,
+        **{name: getattr(metrics, name) for name in METRICS},
+        "acceptance_per_position": shares + [0.0] * ((setting.tree.depth if setting.tree else 0) - len(shares)),
+    }
+    means = {f"{word}_{name}_ms": getattr(spreads[name], word) for name in LATENCIES for word in WORDS}
+    return counts | means | {f"{name}_ms": spread for name, spread in spreads.items()}
+
+
+def text(results: Sequence[dict[str, Any]]) -> str:
+    """One line a figure, one column a setting."""
+    rows = [[name, *(_shown(one[name]) for one in results)] for name in results[0] if not name.startswith("acceptance")]
+    for i in range(max(len(one["acceptance_per_position"]) for one in results)):
+        shares = (one["acceptance_per_position"][i:] for one in results)
+        rows.append([f"acceptance at token {i}", *(_shown(share[0]) if share else "" for share in shares)])
+    return table(rows)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Spread):
+        return "/".join(f"{one:.3f}" for one in (value.min, value.q25, value.median, value.q75, value.max))
+    if isinstance(value, dict):  # counts, as shares
+        return ", ".join(f"{name}: {value[name] / sum(value.values()):.0%}" for name in sorted(value))
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def measure(
+    pair: Pair, settings: Sequence[Setting], arrivals: Sequence[Arrival], repeats: int = 1, **options: Any
+) -> Iterator[dict[str, Any]]:
+    """Serve the same requests at the same times with every setting.
+
+    Args:
+        repeats: timed repeats, all settings in turns, after one that is not timed; 1: one setting after the other.
+            The figures are those of the median repeat, ``ratio`` is the median of the ratios to the first setting.
+        options: options of the engines. An engine that serves the load more than once shares no pages.
+    """
+    drafters = {setting.tree: pair.drafter(setting.tree) for setting in settings}  # raises before anything runs
+    by_engine = [list(group) for _, group in groupby(settings, key=lambda setting: setting.engine)]
+    if repeats > 1 or len(by_engine) < len(settings):
+        options |= {"prefix_cache": False}
+    first: list[Log] = []
+    for group in [list(settings)] if repeats > 1 else by_engine:
+        with ExitStack() as stack:
+            engines = {
+                (tree, cuts): stack.enter_context(pair.engine(drafters[tree], adaptive=cuts, **options))
+                for tree, cuts in dict.fromkeys(setting.engine for setting in group)
+            }
+            for engine in engines.values():
+                _warm_up(engine)
+            runs = [partial(_run, engines[one.engine], one, one.policy(), arrivals) for one in group]
+            found = time_in_turns(runs, repeats, warm_up=int(repeats > 1))
+        first = first or found[0]
+        for setting, logs in zip(group, found, strict=True):
+            seconds = [log.seconds for log in logs]
+            ratios = (one.seconds / own for one, own in zip(first, seconds, strict=True))
+            more = {"duration_spread": max(seconds) - min(seconds), "ratio": statistics.median(ratios)}
+            yield figures_of(setting, sorted(logs, key=lambda log: log.seconds)[len(logs) // 2]) | more
+
+
+def _run(engine: Engine, setting: Setting, policy: Policy | None, arrivals: Sequence[Arrival]) -> Log:
+    """Serve once; the programs do not depend on overlap."""
+    engine.config = replace(engine.config, overlap=setting.overlap)
+    if policy is not None:
+        engine.policy = policy
+    return serve(engine, arrivals, max_concurrency=setting.max_concurrency)
+
+
+def _warm_up(engine: Engine) -> None:
+    """Run every program once: steps of each bucket of rows, and a prompt for each prefill bucket.
+
+    Prompts repeat one token, so no page of theirs in the prefix cache begins a later prompt.
+    """
+    params, config = SamplingParams(max_tokens=WARM_UP, temperature=0.0, ignore_eos=True), engine.config
+    assert config.buckets is not None and config.prefill_buckets is not None
+    rows = [[[0]] * count for count in config.buckets]
+    for prompts in [*rows, *([[0] * max(min(size, config.max_len - WARM_UP), 1)] for size in config.prefill_buckets)]:
+        for completion in engine.generate(prompts, params):
+            completion.raise_for_error()
+
+
+def run(arguments: argparse.Namespace) -> Report:
+    a = arguments
+    if a.repeats < 1:
+        raise ValueError(f"repeats: expected at least 1, got {a.repeats}")
+    names = ("input_len", "output_len", "range_ratio", "rate", "temperature", "seed")
+    texts = None if a.prompts is None else read_prompts(a.prompts, a.num_prompts)
+    count = (a.num_prompts or NUM_PROMPTS) if texts is None else len(texts)
+    load = Load(count, **{name: getattr(a, name) for name in names})
+    grid = product(a.tree, a.depth, a.max_concurrency, a.overlap)
+    settings = [Setting(tree, depth if tree else None, most, how == "yes") for tree, depth, most, how in grid]
+    pair = Pair.of(a)
+    if texts is None:
+        source = None if a.text is None else pair.tokenizer.encode(a.text.read_text(encoding="utf-8"))
+        arrivals, longest = load.arrivals(pair.target.config.vocab_size, source), load.input_len
+    else:
+        arrivals = load.arrivals_of([encode(pair, text, chat=a.chat) for text in texts])
+        longest = max(len(one.prompt) for one in arrivals)
+    options = engine_options(a) | {"max_len": longest + load.output_len}
+    results = measure(pair, list(dict.fromkeys(settings)), arrivals, a.repeats, **options)
+    about = {"load": load, "prompts": a.prompts or a.text or "random tokens", "repeats": a.repeats}
+    return Report(f"{load}, spreads from least to largest with quartiles", (), results, text, about)
+
+
+def encode(pair: Pair, text: str, *, chat: bool) -> list[int]:
+    """Token ids of a prompt; with ``chat`` as a user's message in the tokenizer's chat template."""
+    return list(pair.tokenizer.chat([{"role": "user", "content": text}]) if chat else pair.tokenizer.encode(text))
+
+
+def _depth(word: str) -> int | str:
+    return word if word == AUTO else int(word)
+
+
+OPTIONS = (
+    file_option("--prompts", f"JSON lines with {PROMPT_FIELDS}; answers end as usual"),
+    option("--num-prompts", type=int, help=f"all of --prompts, {NUM_PROMPTS} otherwise, if left out"),
+    option("--chat", action="store_true", help="lay --prompts out by the tokenizer's chat template"),
+    file_option("--text", "prompts are parts of it; random tokens if left out"),
+    option("--rate", type=float, default=math.inf, help="requests a second, Poisson; inf: all at once"),
+    option("--input-len", type=int, default=1024, help="tokens of a prompt at most"),
+    option("--output-len", type=int, default=1024, help="tokens of an answer at most"),
+    option("--range-ratio", type=float, default=0.7, help="lengths are uniform from int(ratio * len) to len"),
+    option("--max-concurrency", type=int, nargs="+", default=(None,), help="requests in the engine at most"),
+    option("--depth", type=_depth, nargs="+", default=(None,), help=f"depth that steps draft, or {AUTO}; the tree's"),
+    option("--overlap", nargs="+", choices=("yes", "no"), default=("yes",), help="dispatch before reading results"),
+    option("--repeats", type=int, default=1, help="times that the load is served, all configurations in turns"),
+    option("--temperature", type=float, default=0.0),
+    option("--seed", type=int, default=0, help="seed of lengths, prompts and arrivals"),
+    TREES(default=(None, Tree.chain(1), Tree.topk(16, 4, 4))),
+    *ENGINE_OPTIONS,
+)

@@ -1,0 +1,158 @@
+"""`jspec bench startup`: time from the start of a process until its engines serve, without and then with a cache.
+
+Each start is a process of its own: it makes random weights on the device, builds an engine for each tree, whose
+programs are all compiled before any runs, and answers one short request with each. The second start finds the programs
+of the first one in the folder of `compile_cache`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jspec.core.config import EngineConfig
+from jspec.draft.eagle import Eagle3
+from jspec.engine.api import Engine
+from jspec.engine.sampling_params import SamplingParams
+from jspec.step.executables import keep_compiled
+from jspec.tools.bench import step
+from jspec.tools.bench.report import Report, ints, option, tree_name, tree_or_none
+from jspec.tools.table import table
+
+ABOUT = "programs are lowered one after the other and compiled side by side: their seconds add up to more than passed"
+ROWS, PREFILL = (1, 8, 32, 64), (128, 512, 2048)
+PROMPT, TOKENS = [1, 2, 3, 4], 4
+HIT, ASKED = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/compile_requests_use_cache"
+MODEL = ("shape", "dtype", "quantize", "draft_quantize")
+SAME = ("max_len", "page_size", "implementation", "kv_dtype")  # options of the command and of the engines
+
+
+@dataclass
+class Startup:
+    """One process; times in seconds, those of programs by tree and name."""
+
+    start: str = ""  # "cold" or "warm"
+    ready: float = 0.0  # from the start of the process until the last engine could serve
+    stages: dict[str, float] = field(default_factory=dict)  # in their order
+    lower: dict[str, float] = field(default_factory=dict)
+    compile: dict[str, float] = field(default_factory=dict)
+    asked: int = 0  # programs that were looked up in the cache, small ones included
+    hits: int = 0  # programs that were found there
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage."""
+        began = time.perf_counter()
+        yield
+        self.stages[name] = time.perf_counter() - began
+
+    def count(self, event: str, **_: Any) -> None:
+        self.hits += event == HIT
+        self.asked += event == ASKED
+
+
+def measure(case: dict[str, Any], folder: Path | None = None) -> Iterator[Startup]:
+    """Start twice.
+
+    Args:
+        case: trees, `MODEL`, and options of the engines, as JSON holds them.
+        folder: new or empty, for compiled programs; None: a temporary one.
+    """
+    EngineConfig(**options_of(case))
+    if folder is not None and folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder}: expected a new or an empty folder, so that the first start is cold; name another")
+    with tempfile.TemporaryDirectory() as own:
+        for name in ("cold", "warm"):
+            spec = json.dumps({"case": case, "folder": str(folder or own), "started": time.time()})
+            command = [sys.executable, "-m", __name__, spec]  # its log goes to the standard error
+            process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+            if process.returncode:
+                code = process.returncode
+                raise ChildProcessError(f"startup: a process that started an engine ended with {code}; see above")
+            yield Startup(**json.loads(process.stdout.splitlines()[-1]) | {"start": name})
+
+
+def options_of(case: dict[str, Any]) -> dict[str, Any]:
+    """Options of the engines; tuples are lists in JSON."""
+    return {name: tuple(own) if isinstance(own, list) else own for name, own in case["options"].items()}
+
+
+def start(case: dict[str, Any], folder: str, started: float) -> Startup:
+    """The work that `measure` times, in this process, which started then, in seconds since the epoch."""
+    result, answers = Startup(), Startup()
+    jax.monitoring.register_event_listener(result.count)
+    result.stages["process, imports"] = time.time() - started
+    with result.stage("device"):
+        jax.devices()
+    keep_compiled(folder)  # as `compile_cache` does, but for the programs that make the weights too
+    trees = {text: tree_or_none(text) for text in case["trees"]}
+    with result.stage("weights"):
+        model = {name: case[name] for name in MODEL}
+        target, head = step.models_of([step.Case(batch=1, context=1, tree=tree, **model) for tree in trees.values()])
+        jax.block_until_ready((target, head))
+    for text, tree in trees.items():
+        with result.stage(f"{text}: engine"):
+            drafter = None if tree is None or head is None else Eagle3(head, tree)
+            engine = Engine(target, drafter=drafter, **options_of(case))
+        result.lower |= {f"{text}: {name}": seconds for name, seconds in engine.lower_seconds.items()}
+        result.compile |= {f"{text}: {name}": seconds for name, seconds in engine.compile_seconds.items()}
+        with answers.stage(f"{text}: first answer"), engine:
+            engine.generate(PROMPT, SamplingParams(max_tokens=TOKENS, temperature=0.0))
+    result.ready = sum(result.stages.values())
+    result.stages |= answers.stages
+    return result
+
+
+def text(results: Sequence[Startup]) -> str:
+    """Stages, then programs, cold beside warm."""
+    cold, warm = results
+    stages = {**cold.stages, "ready, without the answers": cold.ready}
+    other = {**warm.stages, "ready, without the answers": warm.ready}
+    times = [["stage", "cold s", "warm s"], *([name, f"{stages[name]:.1f}", f"{other[name]:.1f}"] for name in stages)]
+    programs = [["program", "lower s", "compile s", "warm: lower s", "compile s"]]
+    own = [times_of for one in results for times_of in (one.lower, one.compile)]
+    programs += [[name, *(f"{times_of[name]:.1f}" for times_of in own)] for name in cold.compile]
+    hits = ", ".join(f"{one.hits} of {one.asked} ({one.start})" for one in results)
+    return f"{table(times)}\n\n{table(programs)}\n{ABOUT}\nprograms found in the cache, small ones included: {hits}"
+
+
+def run(arguments: argparse.Namespace) -> Report:
+    a = arguments
+    sizes = dict(slots=a.batch[-1], buckets=list(a.batch), prefill_buckets=list(a.prefill), draft_kv_dtype=a.kv_dtype)
+    options = sizes | {name: getattr(a, name) for name in SAME}
+    case = {name: getattr(a, name) for name in MODEL} | {"trees": list(map(tree_name, a.tree)), "options": options}
+    results = measure(case, a.cache)
+    return Report(f"random weights of {a.shape}, made on the device", (), results, text, {"case": case})
+
+
+def main(spec: str) -> None:
+    """The process of one start: its result is the last line of the standard output."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("jspec").setLevel(logging.INFO)
+    print(json.dumps(asdict(start(**json.loads(spec)))))
+
+
+OPTIONS = (
+    *(one for one in step.MODEL_OPTIONS if one[0] != ("--batch",)),
+    option("--batch", type=ints, default=ROWS, metavar="1,8,32,64", help="rows of the compiled steps"),
+    option("--prefill", type=ints, default=PREFILL, metavar="128,512,2048", help="tokens of the compiled prefills"),
+    option("--max-len", type=int, default=2048),
+    option("--page-size", type=int, default=16),
+    option("--cache", type=Path, metavar="DIR", help="new or empty; keeps the compiled programs"),
+)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

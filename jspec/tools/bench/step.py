@@ -1,0 +1,301 @@
+"""`jspec bench step`: time of one decoding step for a shape with random weights, beside its floor.
+
+The compiled step runs alone, at acceptance about 0. `--measure` chooses other times of a step: the cost of sampling
+controls (here too), the device's waiting for the host and the host's own time (`step_host`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.core.config import KV_DTYPES
+from jspec.core.records import KVCache, SlotState
+from jspec.core.tree import Tree
+from jspec.draft.base import Drafter, NoDraft
+from jspec.draft.eagle import Eagle3
+from jspec.draft.eagle_head import EagleHead
+from jspec.models.decoder import Model
+from jspec.models.kv_cache import PoolShape
+from jspec.step.decode import spec_step
+from jspec.step.program import Params, Program, init_state
+from jspec.tools.bench import profiling, random_models, roofline
+from jspec.tools.bench.report import PICTURE, TREES, Column, Mark, Report, ints, option, tree_label, tree_name
+from pallas_kernels.layers.quantized import KINDS
+
+GROUP = 32  # steps dispatched between two looks at the clock; only the first one finds an idle device
+GROUPS = 12
+WARM_UP = 3
+LONGEST = 90  # characters of a case's name
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the table."""
+
+    shape: str
+    batch: int
+    context: int
+    tree: Tree | None  # drafted by an EAGLE-3 head; None: plain decoding
+    page_size: int = 16
+    dtype: str = "bfloat16"
+    implementation: str = "auto"
+    greedy: bool = True
+    quantize: str | None = None  # kind for target and head
+    draft_quantize: str | None = None  # kind for the head alone; None: as the target
+    kv_dtype: str | None = None  # dtype of both caches; None: `dtype`
+    idle: int = 0  # rows of the batch without a request
+    depth: int | None = None  # depth at which a step cuts the tree, 0: nothing is drafted; None: the tree's own
+    deterministic: bool = False
+
+    @property
+    def name(self) -> str:
+        """One word that can name a folder: all settings that are not the default; a long one by its checksum."""
+        own = [(one.name, one.default, getattr(self, one.name)) for one in fields(self)]
+        words = [f"{name}-{value}" for name, default, value in own if value is not default]
+        text = re.sub("[^a-z0-9._-]+", "-", "_".join(words).lower())
+        return text if len(text) < LONGEST else f"{text[:LONGEST]}-{zlib.crc32(text.encode()):08x}"
+
+    @property
+    def weights(self) -> str:
+        """How the weights are stored."""
+        head = f", head {self.draft_quantize}" if self.draft_quantize and self.tree else ""
+        return f"{self.quantize or self.dtype}{head}"
+
+    cache = property(lambda self: self.kv_dtype or self.dtype)
+    tree_text = property(lambda self: tree_name(self.tree))
+    tree_depth = property(lambda self: self.tree.depth if self.tree else 0)
+    drafted_depth = property(lambda self: self.drafted.depth if self.drafted else 0)
+
+    @property
+    def drafted(self) -> Tree | None:
+        """The part of the tree that a step drafts; None: nothing."""
+        tree = self.tree if self.tree is None or self.depth is None else self.tree.cut(self.depth)
+        return tree if tree is not None and tree.depth else None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of a case."""
+
+    case: Case
+    milliseconds: float  # median time of a step
+    spread: float  # 90th less 10th percentile, milliseconds
+    floor: float  # least time of a step, milliseconds
+    compile_seconds: float
+    tokens: float  # mean number of tokens emitted a step and row
+    clock: profiling.Clock | None = None  # clock of the GPU, during further steps that are not timed
+
+    ratio = property(lambda self: self.milliseconds / self.floor)
+
+
+COLUMNS = (
+    *(Column(f"case.{name}", name) for name in ("shape", "dtype", "weights", "cache")),
+    Column("case.page_size", "page"),
+    *(Column(f"case.{name}", name) for name in ("batch", "idle", "context")),
+    Column("case.tree_text", "tree"),
+    Column("case.drafted_depth", "depth"),
+    Column("milliseconds", "ms", ".3f"),
+    Column("spread", "p90-p10", ".3f"),
+    Column("floor", "floor", ".3f"),
+    Column("ratio", "ratio", ".2f"),
+    *profiling.clock_columns(),
+    Column("tokens", "tokens", ".2f"),
+    Column("compile_seconds", "compile s", ".1f"),
+)
+
+
+def build(
+    case: Case, target: Model, head: EagleHead | None, *, growth: int | None = None
+) -> tuple[Program, Params, PoolShape]:
+    """Program, weights and pool shape of a case; the models may hold shapes in place of arrays.
+
+    Args:
+        growth: tokens that a row may gain beyond the context; None: those of `GROUP` steps.
+    """
+    if not 0 <= case.idle < case.batch:
+        raise ValueError(f"idle: expected 0 to {case.batch - 1} of a batch of {case.batch} rows, got {case.idle}")
+    assert case.tree is None or head is not None
+    drafter: Drafter = NoDraft() if case.tree is None or head is None else Eagle3(head, case.tree)
+    program = Program(
+        drafter=drafter,
+        feature_layers=drafter.feature_layers(target),
+        accept="coupled",
+        implementation=case.implementation,
+        deterministic=case.deterministic,
+    )
+    max_len = case.context + (GROUP * (case.tree_depth + 1) + 1 if growth is None else growth)
+    dtypes = (case.kv_dtype or case.dtype,) * 2
+    width = PoolShape(case.batch, 2, case.page_size, max_len, *dtypes).width(drafter.tree)
+    pool = PoolShape(case.batch, case.batch * width + 1, case.page_size, max_len, *dtypes)
+    return program, Params(target=target, draft=drafter.bind(target)), pool
+
+
+def compile_step(program: Program, params: Params, state: Any, batch: int) -> Any:
+    """The executable of one step; params and state may hold shapes."""
+    slots = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    lowered = jax.jit(partial(spec_step, program), donate_argnums=(1,)).lower(params, state, slots)
+    return lowered.compile(compiler_options=program.compiler_options)
+
+
+class Runner:
+    """Runs groups of steps of a case, dispatched back to back."""
+
+    def __init__(self, executable: Any, params: Params, state: SlotState, case: Case) -> None:
+        self.executable, self.params, self.state, self.case = executable, params, state, case
+
+    def __call__(self) -> tuple[float, float]:
+        """`GROUP` steps from the case's context on: milliseconds a step, and tokens a row of the last step."""
+        case, state = self.case, self.state
+        slots = jnp.arange(case.batch, dtype=jnp.int32)
+        state = replace(state, lengths=jnp.full(case.batch, case.context, jnp.int32))
+        jax.block_until_ready((state, slots))
+        began = time.perf_counter()
+        for _ in range(GROUP):
+            state, output = self.executable(self.params, state, slots)
+        jax.block_until_ready((state, output))
+        milliseconds = (time.perf_counter() - began) / GROUP * 1e3
+        self.state = state
+        return milliseconds, float(np.asarray(output.report)[..., -4].sum()) / (case.batch - case.idle)
+
+
+def measure(case: Case, target: Model, head: EagleHead | None, *, profile: Path | None = None) -> Timing:
+    """Compile a case and time it: median over groups of steps.
+
+    Args:
+        profile: folder for a trace of one more group, which is not timed; None: no trace.
+    """
+    program, params, pool = build(case, target, head)
+    state = filled_state(init_state(program, params, pool), case)
+    started = time.perf_counter()
+    if case.depth is not None:
+        program = replace(program, drafter=program.drafter.cut(case.depth))
+    run = Runner(compile_step(program, params, state, case.batch), params, state, case)
+    compile_seconds = time.perf_counter() - started
+    ((*groups,),) = profiling.time_in_turns([run], GROUPS, warm_up=WARM_UP)
+    times, emitted = zip(*groups, strict=True)
+    clock = profiling.watch_clock(run)
+    if profile is not None:
+        with jax.profiler.trace(str(profile)):
+            run()
+    deciles, floor = statistics.quantiles(times, n=10), floor_seconds(case) * 1e3
+    figures = (statistics.median(times), deciles[-1] - deciles[0], floor, compile_seconds, statistics.fmean(emitted))
+    return Timing(case, *figures, clock)
+
+
+def floor_seconds(case: Case) -> float:
+    """The least time of a step."""
+
+    def widths(quantize: str | None) -> roofline.Widths:
+        cache = jnp.dtype(case.kv_dtype or "bfloat16").itemsize
+        return roofline.Widths(1 if quantize else 2, cache, 2 if quantize == "fp8_dynamic" else 1)
+
+    nodes, rows = 1 if case.drafted is None else case.drafted.nodes, case.batch - case.idle
+    target, head = random_models.TARGETS[case.shape], random_models.head_config(case.shape)
+    costs = roofline.verify_costs(target, rows, nodes, case.context, widths(case.quantize))
+    if case.drafted is not None:
+        own = widths(case.draft_quantize or case.quantize)
+        costs += roofline.draft_costs(head, rows, case.drafted, case.context, own)
+    return roofline.seconds(costs)
+
+
+def filled_state(state: SlotState, case: Case) -> SlotState:
+    """The state with every slot that is not idle in use: own pages, random K and V in all caches, random roots."""
+    width, rng, rows = state.page_table.shape[1], np.random.default_rng(0), case.batch
+
+    def fill(part: Any) -> Any:
+        def noise(x: jax.Array) -> jax.Array:
+            return jax.random.normal(jax.random.key(x.size), x.shape, x.dtype)
+
+        return jax.tree.map(noise, part) if isinstance(part, KVCache) else part
+
+    target, draft = jax.tree.map(fill, (state.target, state.draft), is_leaf=lambda part: isinstance(part, KVCache))
+    temperature = state.sampling.temperature if case.greedy else state.sampling.temperature + 1
+    cap = jnp.full(rows, max(case.tree_depth, 1), jnp.int32)
+    return replace(
+        state,
+        root=jnp.asarray(rng.integers(0, random_models.TARGETS[case.shape].vocab_size, rows), jnp.int32),
+        active=jnp.arange(rows) < rows - case.idle,
+        remaining=jnp.full(rows, 2**30, jnp.int32),
+        page_table=jnp.asarray(1 + np.arange(rows * width).reshape(rows, width), jnp.int32),
+        sampling=replace(state.sampling, temperature=temperature, draft_cap=cap),
+        target=target,
+        draft=draft,
+    )
+
+
+def cases_of(arguments: argparse.Namespace) -> list[Case]:
+    """All cases of the parsed options."""
+    given = vars(arguments)
+    names = {"shape", "dtype", "implementation", "quantize", "draft_quantize", "kv_dtype", "depth", "deterministic"}
+    common = {name: given[name] for name in names & given.keys()} | {"greedy": not given.get("sampled")}
+    grid = product(given["page_size"], given["context"], given["batch"], given["tree"], given.get("idle", [0]))
+    return [
+        Case(context=context, batch=batch, tree=tree, page_size=page, idle=idle, **common)
+        for page, context, batch, tree, idle in grid
+    ]
+
+
+def models_of(cases: Sequence[Case]) -> tuple[Model, EagleHead | None]:
+    """Random target and, where a case drafts, head of the cases' common shape, dtype and quantisation."""
+    one, drafts = cases[0], any(case.tree for case in cases)
+    head = random_models.random_head(one.shape, one.dtype, one.draft_quantize or one.quantize) if drafts else None
+    return random_models.random_target(one.shape, one.dtype, one.quantize), head
+
+
+def run(arguments: argparse.Namespace) -> Report:
+    cases, profile = cases_of(arguments), arguments.profile
+    target, head = models_of(cases)
+
+    def traces(results: Sequence[Timing]) -> str:
+        folders = [profile / result.case.name for result in results] if profile else []
+        return "\n".join(f"trace: {folder}\n{profiling.launches_of(folder, GROUP)}" for folder in folders)
+
+    results = (measure(case, target, head, profile=profile and profile / case.name) for case in cases)
+    headline = "ms a step, drafted by an EAGLE-3 head, random weights, acceptance about 0"
+    return Report(headline, COLUMNS, results, traces, marks=_marks)
+
+
+def _marks(result: Timing) -> list[Mark]:
+    case = result.case
+    panel = f"context {case.context}, page size {case.page_size}" + f", {case.idle} rows idle" * bool(case.idle)
+    return [Mark(panel, tree_label(case.tree), case.batch, result.milliseconds, result.floor)]
+
+
+MODEL_OPTIONS = (
+    option("--shape", choices=sorted(random_models.TARGETS), default="llama3-8b"),
+    option("--batch", type=ints, default=[1], metavar="1,8,32"),
+    TREES(default=[None, Tree.chain(4)]),
+    option("--dtype", default="bfloat16"),
+    option("--quantize", choices=KINDS, help="weights of target and head"),
+    option("--draft-quantize", choices=KINDS, help="weights of the head alone; as --quantize if left out"),
+    option("--kv-dtype", choices=KV_DTYPES, help="dtype of both caches; the weights' dtype if left out"),
+    option("--implementation", default="auto"),
+)
+POINT_OPTIONS = (
+    option("--context", type=ints, default=[1024], metavar="1024"),
+    option("--page-size", type=ints, default=[16], metavar="16"),
+    PICTURE,
+)
+OPTIONS = (
+    *MODEL_OPTIONS,
+    *POINT_OPTIONS,
+    option("--idle", type=ints, default=[0], metavar="0,7", help="rows of the batch without a request"),
+    option("--depth", type=int, help="depth at which steps cut their trees; 0: nothing is drafted"),
+    option("--deterministic", action="store_true", help="steps whose tokens are the same in every program"),
+    option("--sampled", action="store_true", help="temperature 1 instead of greedy"),
+    option("--profile", type=Path, metavar="DIR", help="trace steps of each case into DIR/CASE"),
+)

@@ -1,0 +1,172 @@
+"""`jspec bench acceptance`: what it runs, how it counts, what it prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jspec import DraftModel, NGram
+from jspec.__main__ import main
+from jspec.core.config import ACCEPT_RULES
+from jspec.core.tree import Tree
+from jspec.engine.metrics import Metrics
+from jspec.tools.bench import acceptance
+from jspec.tools.bench.acceptance import Acceptance, Case, measure_contexts, text_places
+from tests.support import tiny
+
+pytestmark = pytest.mark.once
+
+TOKENS, SAMPLES = 12, 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where one small run left what it printed and its results."""
+    folder = tmp_path_factory.mktemp("acceptance")
+    options = ["--accept", "coupled", "--tree", "chain:4", "--temperature", "0", "1"]
+    sizes = ["--tokens", str(TOKENS), "--samples", str(SAMPLES), "--json", str(folder / "results.json")]
+    with pytest.MonkeyPatch.context() as patch, open(folder / "printed.txt", "w") as printed:
+        patch.setattr("sys.stdout", printed)
+        assert main(["bench", "acceptance", *options, *sizes]) == 0
+    return folder
+
+
+def test_cases_rules_are_combined_with_fitting_trees() -> None:
+    found = {(case.accept, str(case.tree)) for case in acceptance.cases(ACCEPT_RULES, acceptance.TREES)}
+    chain, static, dynamic = map(str, acceptance.TREES)
+    everywhere = {
+        (rule, tree) for rule in ("coupled", "multi_candidate", "typical") for tree in (chain, static, dynamic)
+    }
+    assert found == everywhere | {("block", chain), ("rejection", chain), ("rejection", static)}
+
+
+def test_cases_rule_without_fitting_tree_raises(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(ValueError, match="needs a chain"):
+        acceptance.cases(["block"], [Tree.topk(4, 2, 2)])
+    assert main(["bench", "acceptance", "--accept", "block", "--tree", "topk:4,2,2"]) == 2
+    assert "needs a chain" in capsys.readouterr().err
+
+
+def test_prompts_are_different_parts_of_the_whole_text() -> None:
+    cuts = acceptance.prompts()
+    assert len(set(cuts)) == acceptance.PROMPTS and {len(cut.encode()) for cut in cuts} == {acceptance.PROMPT_SIZE}
+    assert acceptance.SOURCE_TEXT.startswith(cuts[0]) and acceptance.SOURCE_TEXT.endswith(cuts[-1])
+
+
+def test_standard_error_equal_step_counts_is_that_of_a_mean() -> None:
+    """If every prompt has as many steps, the jackknife is the standard error of the prompts' means."""
+    accepted = np.array([3, 9, 4, 17, 8])
+    parts = [Metrics(num_drafts=10, num_accepted_tokens=int(n)) for n in accepted]
+    expected = np.std(accepted / 10, ddof=1) / np.sqrt(5)
+    assert acceptance.standard_error(parts) == pytest.approx(expected)
+    assert acceptance.standard_error(parts[:1] * 5) == pytest.approx(0)
+    assert np.std(accepted / 10) / np.sqrt(5) != pytest.approx(expected)  # the spread of the sample itself
+
+
+@pytest.mark.long
+def test_command_counts_every_completion(folder: Path) -> None:
+    """Steps times their mean length are the tokens after the first ones; a step cut at the end may lack one."""
+    results = json.loads((folder / "results.json").read_text())["results"]
+    assert [result["temperature"] for result in results] == [0, 1]
+    for result, samples in zip(results, (1, SAMPLES), strict=True):
+        completions = acceptance.PROMPTS * samples
+        tokens = result["rounds"] * result["length"]
+        assert completions * (TOKENS - 1) <= tokens <= completions * TOKENS
+        assert result["rounds"] * 4 * result["rate"] == pytest.approx(tokens - result["rounds"])
+        assert (
+            result["case"]
+            == {"accept": "coupled", "tree": "chain:4", "draft_quantize": None, "draft_window": None, "context": None}
+            and 0 < result["error"] < 1
+        )
+    assert results[0]["length"] > results[1]["length"] > 1.3  # the head drafts, and chance makes it harder
+
+
+@pytest.mark.long
+def test_command_table_has_the_results(folder: Path) -> None:
+    results = json.loads((folder / "results.json").read_text())["results"]
+    about, heading, _, row = (folder / "printed.txt").read_text().splitlines()
+    assert "standard error" in about
+    assert heading.split() == ["tree", "accept", "rule", "head", "temperature", "0", "temperature", "1"]
+    numbers = [word for r in results for word in (f"{r['length']:.2f}", "±", f"{r['error']:.2f}", f"{r['rate']:.0%}")]
+    assert row.split() == ["chain:4", "coupled", "float32", *numbers]
+
+
+def test_text_lossy_rule_is_named() -> None:
+    case = acceptance.Case("typical", Tree.static([(0,), (1,), (0, 0)]))
+    row = acceptance.text([acceptance.Acceptance(case, 1.0, 2.5, 0.1, 0.5, 10)]).splitlines()[-1]
+    assert "typical (lossy)" in row and "static, 4 nodes" in row
+
+
+def test_measure_draft_quantize_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object, quantize: str | None, **__: object) -> None:
+        raise InterruptedError(quantize)
+
+    monkeypatch.setattr(acceptance.Eagle3, "from_pretrained", load)
+    for kind in (None, "int8"):
+        with pytest.raises(InterruptedError, match=str(kind)):
+            next(acceptance.measure(*acceptance.cases(["coupled"], [Tree.chain(4)], kind)))
+
+
+TARGET, TREE = tiny.model(16, layers=1), Tree.chain(2)
+IDS = np.random.default_rng(0).integers(0, 16, 60).tolist()
+
+
+def test_text_places_every_context_ends_at_the_same_places() -> None:
+    found = text_places(range(100), (5, 20, 50), 4)
+    assert {size: {len(text) for text in own} for size, own in found.items()} == {5: {5}, 20: {20}, 50: {50}}
+    for short, long in zip(found[5], found[50], strict=True):
+        assert long[-5:] == short and long == list(range(long[0], long[0] + 50))
+    assert found[50][0][0] == 0 and found[50][-1][-1] == 99 and len({text[-1] for text in found[50]}) == 4
+
+
+@pytest.mark.parametrize(("contexts", "places"), [((), 4), ((0, 8), 4), ((8,), 1), ((99,), 4)])
+def test_text_places_wrong_sizes_raise(contexts: tuple[int, ...], places: int) -> None:
+    with pytest.raises(
+        ValueError, match=r"expected (context lengths >= 1 and at least 2 places|a text of at least 102)"
+    ):
+        text_places(range(100), contexts, places)
+
+
+def test_measure_contexts_drafter_without_window_raises() -> None:
+    with pytest.raises(ValueError, match="expected a drafter with a window"):
+        next(measure_contexts(TARGET, [NGram(TREE)], IDS, contexts=(4,), windows=(8,)))
+
+
+@pytest.mark.long
+def test_measure_contexts_window_lowers_acceptance() -> None:
+    """The target drafts for itself: all is accepted, unless a window hides a part of the context."""
+    sizes = dict(contexts=(3, 40), windows=(None, 4), places=3, tokens=10)
+    results = list(measure_contexts(TARGET, [DraftModel(TARGET, TREE)], IDS, **sizes))
+    keys = [(one.case.draft_window, one.case.context) for one in results]
+    assert keys == [(None, 3), (None, 40), (4, 3), (4, 40)]
+    for one in results:
+        assert 3 * 9 <= round(one.rounds * one.length) <= 3 * 10
+    lengths = dict(zip(keys, [one.length for one in results], strict=True))
+    assert lengths[None, 3] == lengths[None, 40] == 3
+    assert lengths[4, 40] < 3
+
+
+def test_command_contexts_prints_and_writes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def measure(target: Any, drafters: Any, ids: list[int], **options: Any) -> list[Acceptance]:
+        asked.update(options, trees=[drafter.tree for drafter in drafters], ids=len(ids))
+        cases = [Case("coupled", TREE, None, w, size) for w in options["windows"] for size in options["contexts"]]
+        return [Acceptance(case, 0.0, 1 + (case.context or 0) / 1000, 0.25, 0.5, 7) for case in cases]
+
+    monkeypatch.setattr(acceptance, "measure_contexts", measure)
+    sizes = ["--context", "256", "512", "--draft-window", "none", "64", "--places", "3", "--tokens", "9"]
+    assert main(["bench", "acceptance", *sizes, "--tree", "chain:2", "--json", str(tmp_path / "out.json")]) == 0
+    assert asked["trees"] == [TREE] and asked["ids"] > 2048 and (asked["places"], asked["tokens"]) == (3, 9)
+    _, heading, _, none, window = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["tree", "draft", "window", "256", "tokens", "512", "tokens"]
+    assert none.split() == ["chain:2", "none", "1.26", "±", "0.25", "1.51", "±", "0.25"]
+    assert window.split()[:2] == ["chain:2", "64"]
+    results = [one["case"] for one in json.loads((tmp_path / "out.json").read_text())["results"]]
+    assert [(r["draft_window"], r["context"]) for r in results] == [(None, 256), (None, 512), (64, 256), (64, 512)]

@@ -1,0 +1,48 @@
+"""The times the README promises for one request at 8B, measured on the device they were promised for."""
+
+from __future__ import annotations
+
+import pytest
+
+from jspec import Tree
+from jspec.draft.eagle_head import EagleHead
+from jspec.models.decoder import Model
+from jspec.tools.bench import random_models, step
+
+SHAPE, DTYPE = "llama3-8b", "bfloat16"
+LIMITS = {"none": 4.6, "chain:4": 5.7, "topk:60,8,10": 7.0}  # milliseconds, by tree
+
+
+@pytest.fixture(scope="module")
+def target() -> Model:
+    return random_models.random_target(SHAPE, DTYPE)
+
+
+@pytest.fixture(scope="module")
+def head() -> EagleHead:
+    return random_models.random_head(SHAPE, DTYPE)
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("tree", LIMITS)
+def test_step_median_is_within_its_limit(tree: str, target: Model, head: EagleHead) -> None:
+    """Nothing is accepted; measured once, so a slow process fails instead of being asked again."""
+    drafted = None if tree == "none" else Tree.parse(tree)
+    case = step.Case(SHAPE, batch=1, context=1024, tree=drafted, page_size=16, dtype=DTYPE)
+    timing = step.measure(case, target, head)
+    print(
+        f"{tree}: {timing.milliseconds:.3f} ms (p90-p10 {timing.spread:.3f}), floor {timing.floor:.3f}, "
+        f"ratio {timing.milliseconds / timing.floor:.2f}"
+    )
+    # A step faster than its floor has not done its work; more than a token a step has had its draft accepted.
+    assert timing.floor < timing.milliseconds <= LIMITS[tree]
+    assert timing.tokens < 1.1
+
+
+@pytest.mark.h200
+def test_step_without_kernels_misses_its_limit(target: Model) -> None:
+    """Negative control: the same step on the kernels' references."""
+    case = step.Case(SHAPE, batch=1, context=1024, tree=None, dtype=DTYPE, implementation="reference")
+    timing = step.measure(case, target, None)
+    print(f"references, none: {timing.milliseconds:.3f} ms")
+    assert timing.milliseconds > LIMITS["none"]

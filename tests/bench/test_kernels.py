@@ -1,0 +1,94 @@
+"""`jspec bench kernels`: bytes and operations counted by hand, the timer, and the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jspec.__main__ import main
+from jspec.tools.bench import kernels, profiling
+from jspec.tools.bench.report import table_of
+
+pytestmark = pytest.mark.once
+
+GEMM = dict(rows=5, out=96, inner=64, dtype="float32", quantize=None, implementation="auto")
+
+
+@pytest.fixture(autouse=True)
+def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "MOST_CALLS", 2)
+
+
+@pytest.mark.parametrize(("bytes_read", "calls"), [(1.0, 64), (4.2e6, 64), (33.6e6, 8), (1e9, 2)])
+def test_calls_for_bytes_exceed_caches(bytes_read: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "MOST_CALLS", 64)
+    assert kernels.calls_for(bytes_read) == calls
+
+
+def test_gemm_bytes_and_flops_are_counted() -> None:
+    result = kernels.gemm("o", GEMM | {"quantize": "int8"})
+    assert (result.bytes, result.flops) == (96 * 64, 2 * 5 * 96 * 64)
+    assert result.timer == "host" and result.seconds > 0
+    assert result.floor_seconds == pytest.approx(96 * 64 / 4.3e12)
+
+
+def test_command_attention_counts_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a GPU, `--power` measures nothing."""
+    sizes = "--batch 2 --rows 3 --context 40 --heads 4 --kv-heads 2 --head-dim 16 --page-size 8 --dtype float32"
+    words = f"{sizes} --kernel attention --kv-dtype bfloat16 --power".split()
+    assert main(["bench", "kernels", *words, "--json", str(tmp_path / "out.json")]) == 0
+    (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert result["bytes"] == 2 * 2 * 40 * 2 * 16 * 2  # K and V, rows of two sequences, heads, channels, two bytes
+    assert result["flops"] == 4 * 2 * 3 * 4 * 16 * 40
+    assert result["floor_seconds"] == pytest.approx(result["bytes"] / 4.3e12)
+    printed = capsys.readouterr().out
+    assert "share" in printed and " host" in printed and "mJ" not in printed
+
+
+def test_command_gemm_multiplies_what_a_decoder_does(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--kernel", "gemm", "--shape", "tiny", "--rows", "1", "--dtype", "float32"]
+    assert main(["bench", "kernels", *words]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()[3:8]] == ["qkv", "o", "gate_up", "down", "head"]
+
+
+def test_gemm_power_gives_joules_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: watts times the median of the groups' times, each of so many programs and calls."""
+    clock, times = profiling.Clock(1560.0, 1980.0, 700.0, 1.0), iter([9.0, 2.0, 1.0, *[1e-3] * kernels.REPEATS])
+
+    def watch(work: Callable[[], object]) -> profiling.Clock:
+        for _ in range(3):
+            work()
+        return clock
+
+    monkeypatch.setattr(kernels, "_seconds", lambda *_: next(times))
+    monkeypatch.setattr(profiling, "watch_clock", watch)
+    result = kernels.gemm("o", GEMM, power=True)
+    assert (result.long_seconds, result.clock) == (2.0 / kernels.DISPATCHED / 2, clock)
+    assert result.joules == pytest.approx(700 * 2 / 32 / 2)
+    last = table_of(kernels.COLUMNS, [result]).splitlines()[2].split()
+    assert last[-5:] == ["31250.0", "1560/1980", "700", "100%", "21875.0"]
+    assert next(times, None) is None
+
+
+@pytest.mark.parametrize("name", ["qkv", "gate_up", "attention"])
+def test_implementation_asked_for_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def noted(x: jnp.ndarray, *_: Any, implementation: str) -> jnp.ndarray:
+        asked.append(implementation)
+        return x
+
+    for kernel in ("split_matmul", "gated_matmul", "paged_attention"):
+        monkeypatch.setattr(kernels, kernel, noted)
+    if name == "attention":
+        values = (1, 1, 8, 2, 1, 16, 8, "float32", "float32", "reference")
+        result = kernels.attention(dict(zip(kernels.ATTENTION, values, strict=True)))
+    else:
+        result = kernels.gemm(name, GEMM | {"implementation": "reference"})
+    assert set(asked) == {"reference"} == {result.settings["implementation"]}

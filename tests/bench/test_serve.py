@@ -1,0 +1,342 @@
+"""`jspec bench serve`: arrivals, times of requests, figures, and files of prompts."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from jspec import Engine, SamplingParams, Tree
+from jspec.__main__ import main
+from jspec.tools import demo
+from jspec.tools.bench import serve as bench
+from jspec.tools.bench.acceptance import SOURCE_TEXT
+from jspec.tools.bench.load import Arrival, Load, Log, serve
+from jspec.tools.bench.pair import Pair, read_prompts
+from jspec.tools.bench.serve import Setting, Spread, figures_of
+from tests.support import folders, small
+
+pytestmark = pytest.mark.once
+
+
+@pytest.mark.parametrize(("ratio", "shortest"), [(0.7, 7), (0.0, 1), (1.0, 10)])
+def test_arrivals_lengths_are_uniform(ratio: float, shortest: int) -> None:
+    load = Load(num_prompts=2000, input_len=10, output_len=20, range_ratio=ratio)
+    arrivals = load.arrivals(vocab_size=5)
+    lengths = np.array([len(one.prompt) for one in arrivals])
+    counts = [int(np.sum(lengths == size)) for size in range(shortest, 11)]
+    assert sum(counts) == 2000 and (len(counts) == 1 or stats.chisquare(counts).pvalue > 1e-3)
+    outputs = {one.params.max_tokens for one in arrivals}
+    assert outputs == set(range(max(2 * shortest, 1) if ratio else 1, 21))
+    assert {token for one in arrivals for token in one.prompt} == set(range(5))
+
+
+def test_arrivals_rate_gives_poisson_process() -> None:
+    times = np.array([one.at for one in Load(num_prompts=2000, input_len=2, rate=4.0).arrivals(9)])
+    gaps = np.diff(times)
+    assert times[0] == 0.0
+    assert stats.kstest(gaps, "expon", args=(0, 0.25)).pvalue > 1e-3
+    even = np.random.default_rng(0).uniform(0, 0.5, 2000)  # negative control: as many in the same time
+    assert stats.kstest(even, "expon", args=(0, 0.25)).pvalue < 1e-3
+    assert {one.at for one in Load(num_prompts=20, input_len=2).arrivals(9)} == {0.0}
+
+
+def test_arrivals_equal_seeds_are_equal() -> None:
+    load = Load(num_prompts=5, input_len=4, rate=2.0, seed=3)
+    assert load.arrivals(50) == load.arrivals(50) != replace(load, seed=4).arrivals(50)
+
+
+def test_arrivals_text_gives_parts_of_it() -> None:
+    load = Load(num_prompts=50, input_len=6, range_ratio=0.5)
+    prompts = [one.prompt for one in load.arrivals(9, text=range(100))]
+    assert all(prompt == list(range(prompt[0], prompt[0] + len(prompt))) for prompt in prompts)
+    assert len({prompt[0] for prompt in prompts}) > 20
+    with pytest.raises(ValueError, match="at least 6 tokens"):
+        load.arrivals(9, text=range(5))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_prompts", 0),
+        ("input_len", 0),
+        ("range_ratio", 1.5),
+        ("rate", 0.0),
+        ("rate", math.nan),
+        ("seed", -1),
+    ],
+)
+def test_load_wrong_field_raises(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field}: expected"):
+        Load(**{"num_prompts": 1, field: value})  # type: ignore[arg-type]
+
+
+class Clock:
+    """A second passes with every step of the engine, and none otherwise unless waited for."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def now(self) -> float:
+        return self.time
+
+    def wait(self, seconds: float) -> None:
+        assert seconds > 0
+        self.time += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    clock, step = Clock(), Engine.step
+
+    def steps(self: Engine) -> None:
+        step(self)
+        clock.time += 1.0
+
+    monkeypatch.setattr(Engine, "step", steps)
+    yield clock
+    assert small.plain().pages_in_use == 0
+
+
+def arrival(at: float, prompt: list[int], output_len: int) -> Arrival:
+    return Arrival(at, prompt, SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True))
+
+
+def run(clock: Clock, arrivals: list[Arrival], most: int | None = None) -> Log:
+    return serve(small.plain(), arrivals, max_concurrency=most, now=clock.now, wait=clock.wait)
+
+
+def test_serve_times_run_from_arrival_to_each_piece(clock: Clock) -> None:
+    """By hand: a result is read one step after its dispatch; the second request comes during the third step."""
+    log = run(clock, [arrival(0.0, [3, 1], 3), arrival(2.5, [4], 2)])
+    first, second = log.served
+    assert (first.began, first.pieces) == (0.0, [(2.0, 1), (3.0, 2), (4.0, 3)])
+    assert (second.began, second.pieces) == (2.5, [(5.0, 1), (6.0, 2)])
+    found = figures_of(Setting(), log)
+    assert (found["ttft_ms"].min, found["ttft_ms"].max) == (2000.0, 2500.0)
+    assert (found["e2e_ms"].min, found["e2e_ms"].max) == (3500.0, 4000.0)
+    assert (found["mean_tpot_ms"], found["itl_ms"].count, found["mean_itl_ms"]) == (1000.0, 3, 1000.0)
+    assert (log.seconds, log.steps) == (6.0, [1.0] * 6)
+    assert (found["total_output_tokens"], found["total_input_tokens"]) == (5, 3)
+    assert found["request_throughput"] == 2 / 6 and found["output_throughput"] == 5 / 6
+
+
+def test_serve_max_concurrency_times_begin_when_there_is_room(clock: Clock) -> None:
+    """One at a time: the second's time begins when the first has ended; the third comes to an idle engine."""
+    log = run(clock, [arrival(0.0, [3, 1], 3), arrival(0.5, [4], 2), arrival(50.0, [5], 1)], most=1)
+    assert [one.began for one in log.served] == [0.0, 4.0, 50.0]
+    assert [one.pieces[0][0] - one.began for one in log.served] == [2.0, 2.0, 2.0]
+    together = run(clock, [arrival(0.0, [3, 1], 3), arrival(0.5, [4], 2)], most=2)
+    assert [one.began for one in together.served] == [0.0, 0.5]  # there was room, so its time runs
+
+
+def test_serve_answers_have_requested_lengths(clock: Clock) -> None:
+    load = Load(num_prompts=30, input_len=20, output_len=8, rate=0.5)
+    arrivals = load.arrivals(small.VOCAB)
+    log = run(clock, arrivals, most=5)
+    assert len(log.served) == 30
+    for one in log.served:
+        assert one.completion is not None and one.completion.prompt_token_ids == one.arrival.prompt
+        assert one.pieces[-1][1] == len(one.completion.token_ids) == one.arrival.params.max_tokens
+
+
+def failing(clock: Clock) -> Log:
+    """A run whose last request ends with an error."""
+    log = run(clock, [arrival(0.0, [3, 1], 3), arrival(2.5, [4], 2), arrival(30.0, [2], 2)])
+    bad = log.served[-1]
+    assert bad.completion is not None
+    bad.completion = replace(bad.completion, error=KeyError("no such token"))
+    return log
+
+
+def test_figures_failed_request_counts_as_failed_alone(clock: Clock) -> None:
+    found = figures_of(Setting(Tree.chain(1)), failing(clock))
+    assert (found["completed"], found["failed"], found["ttft_ms"].count) == (2, 1, 2)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (3, 5)
+
+
+def test_figures_have_the_names_and_values_of_vllm(clock: Clock) -> None:
+    found = figures_of(Setting(), replace(failing(clock), seconds=8.0))
+    assert (found["request_throughput"], found["output_throughput"], found["total_token_throughput"]) == (
+        2 / 8,
+        5 / 8,
+        1,
+    )
+    for name, mean, p99 in (("ttft", 2250, 2495), ("tpot", 1000, 1000), ("itl", 1000, 1000)):
+        assert [found[f"{word}_{name}_ms"] for word in ("mean", "median", "p99")] == [mean, mean, pytest.approx(p99)]
+    printed = bench.text([found])
+    assert re.search(r"^ *median_ttft_ms +2250.00$", printed, re.MULTILINE)
+    assert re.search(r"^ *e2e_ms +3500.000/3625.000/3750.000/3875.000/4000.000$", printed, re.MULTILINE)
+
+
+def test_text_has_one_column_a_setting(clock: Clock) -> None:
+    log = failing(clock)
+    found = [figures_of(Setting(tree), log) for tree in (Tree.chain(1), Tree.chain(2))]
+    *_, first, second = (line.split() for line in bench.text(found).splitlines())
+    assert first == ["acceptance", "at", "token", "0", "0.00", "0.00"] and second[-2:] == ["1", "0.00"]
+
+
+def test_figures_full_batch_throughput_by_hand(clock: Clock) -> None:
+    """Both decode from the second's first token to the first's last, 3 s in which each emits 3 tokens."""
+    log = run(clock, [arrival(0.0, [3, 1], 6), arrival(2.5, [4], 4)])
+    first, second = log.served
+    begin, end = second.pieces[0][0], first.pieces[-1][0]
+    assert (end - begin, first.count_at(begin), first.count_at(end), second.count_at(begin)) == (3, 3, 6, 1)
+    assert figures_of(Setting(), log)["full_batch_throughput"] == 2.0
+    alone = run(clock, [arrival(0.0, [3, 1], 2), arrival(20.0, [4], 2)])
+    assert math.isnan(alone.full_batch_throughput)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (dict(max_concurrency=0), "max_concurrency: expected at least 1"),
+        (dict(depth=3), r"depth: expected auto or one of \(0, 1, 2, 4\) for chain:4, got 3"),
+        (dict(tree=None, depth=1), "depth: expected"),
+    ],
+)
+def test_setting_wrong_field_raises(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Setting(**{"tree": Tree.chain(4)} | changed)
+
+
+def test_spread_values_by_hand() -> None:
+    spread = Spread.of([4.0, 1.0, 2.0, 3.0], 10.0)
+    assert (spread.min, spread.max, spread.mean, spread.median) == (10.0, 40.0, 25.0, 25.0)
+    assert (spread.q25, spread.q75) == (17.5, 32.5) and spread.std == pytest.approx(math.sqrt(125))
+    assert Spread.of([]).count == 0 and math.isnan(Spread.of([]).mean)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options that name a target of one layer over bytes."""
+    folder = tmp_path_factory.mktemp("pair")
+    config = {**folders.TARGET, "num_hidden_layers": 1, "vocab_size": 256, "eos_token_id": None}
+    folders.write(folder, config, folders.target_tensors(config))
+    return ["--target", str(folder), "--tokenizer", "bytes"]
+
+
+def test_command_load_is_the_same_with_every_tree(
+    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    sizes = {"num-prompts": 6, "input-len": 12, "output-len": 9, "rate": "200", "max-concurrency": 2, "slots": 1}
+    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    out = tmp_path / "results.json"
+    words += ["--draft", "ngram", "--tree", "none", "chain:2", "--json", str(out)]
+    assert main(["bench", "serve", *pair, *words]) == 0
+    printed, written = capsys.readouterr().out, json.loads(out.read_text())
+    arrivals = Load(num_prompts=6, input_len=12, output_len=9, rate=200.0).arrivals(256)
+    assert [one["tree"] for one in written["results"]] == ["none", "chain:2"]
+    assert written["results"][0]["max_concurrency"] == 2 and written["load"]["rate"] == 200.0
+    for one in written["results"]:
+        assert one["completed"] == 6 and one["failed"] == 0 and one["mean_acceptance_length"] >= 1
+        assert one["total_output_tokens"] == sum(arrival.params.max_tokens for arrival in arrivals)
+        assert 0 < one["mean_ttft_ms"] < one["e2e_ms"]["mean"] and one["p99_itl_ms"] >= one["median_itl_ms"]
+        assert one["request_throughput"] == pytest.approx(6 / one["duration"])
+    assert re.search(r"^ *completed  +6  +6$", printed, re.MULTILINE)
+
+
+def test_command_settings_in_turns_decode_the_same_tokens(pair: list[str], tmp_path: Path) -> None:
+    """Depths, concurrency and overlap: each request's tokens add up, and only the depths asked for are drafted."""
+    out = tmp_path / "out.json"
+    words = "--num-prompts 2 --input-len 12 --output-len 12 --range-ratio 1 --slots 2 --repeats 2 --draft ngram"
+    grid = "--tree none chain:2 --depth 1 auto --max-concurrency 1 2 --overlap yes no"
+    assert main(["bench", "serve", *pair, *words.split(), *grid.split(), "--json", str(out)]) == 0
+    found = json.loads(out.read_text())["results"]
+    assert len(found) == 4 + 2 * 4 and len({json.dumps([one[n] for n in NAMES]) for one in found}) == len(found)
+    assert found[0]["ratio"] == 1 and all(one["ratio"] > 0 and one["duration_spread"] >= 0 for one in found)
+    for one in found:
+        assert (one["completed"], one["total_output_tokens"], one["prefix_hit_rate"]) == (2, 24, 0)
+        tokens = one["mean_acceptance_length"] * sum(one["num_rounds_per_depth"].values())
+        # A row's first token belongs to no step; a last step that is cut after a drafted token counts a bonus too.
+        assert 2 * 11 - 0.01 < tokens < 2 * 11 + 2.01
+        depths = {None: {"0"}, 1: {"1"}, "auto": {"0", "1", "2"}}[one["depth"]]
+        assert set(one["num_rounds_per_depth"]) <= depths
+
+
+NAMES = ("tree", "depth", "max_concurrency", "overlap")
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("tree", [None, Tree.chain(3)], ids=str)
+def test_batch_is_three_times_as_fast_and_overlap_no_slower(tree: Tree | None) -> None:
+    settings = [Setting(tree, max_concurrency=1), Setting(tree), Setting(tree, overlap=False)]
+    arrivals = Load(64, 16, 64, range_ratio=1.0).arrivals(256, text=SOURCE_TEXT.encode())
+    found = list(bench.measure(Pair.load(demo.TARGET), settings, arrivals, 5, slots=64, max_len=80))
+    print(bench.text(found))
+    assert found[1]["ratio"] >= 3.0
+    assert found[1]["ratio"] / found[2]["ratio"] >= 0.98  # as fast, but for the difference of two medians
+
+
+def test_command_tree_without_drafter_is_refused(pair: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert main(["bench", "serve", *pair, "--tree", "chain:2"]) == 2
+    assert "expected --draft" in capsys.readouterr().err
+
+
+TOKENS = 12
+
+
+def test_command_prompts_file_counts_drafts(pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Two sets of books: the printed figures, and that steps and accepted drafts add up to the tokens."""
+    texts = ["one two one two one", "aaaaaaaa", "x y z"]
+    objects = [{"turns": [texts[0], "not read"]}, {"prompt": texts[1]}, {"question": texts[2]}, {"prompt": "left out"}]
+    path, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    path.write_text("\n".join(map(json.dumps, objects)))
+    words = ["--draft", "ngram", "--slots", "1", "--prompts", str(path), "--num-prompts", "3", "--tree", "chain:3"]
+    assert main(["bench", "serve", *pair, *words, "--output-len", str(TOKENS), "--json", str(out)]) == 0
+    printed = dict(re.findall(r"^ *([\w ]+?)  +([\d.]+)$", capsys.readouterr().out, re.MULTILINE))
+    (own,) = json.loads(out.read_text())["results"]
+    assert own["total_output_tokens"] == 3 * TOKENS == int(printed["total_output_tokens"])
+    assert own["total_input_tokens"] == sum(map(len, texts))
+    steps, accepted = own["num_drafts"], own["num_accepted_tokens"]
+    assert accepted > 0 and steps + accepted - 3 <= 3 * (TOKENS - 1) <= steps + accepted
+    assert accepted <= own["num_draft_tokens"] <= 3 * steps
+    shares = own["acceptance_per_position"]
+    assert len(shares) == 3 and shares == sorted(shares, reverse=True)
+    assert steps * sum(shares) >= accepted  # a step that was cut at the end accepted more than it emitted
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert int(printed[name]) == own[name]
+    assert float(printed["mean_acceptance_length"]) == pytest.approx(1 + accepted / steps, abs=0.005)
+    assert [float(printed[f"acceptance at token {i}"]) for i in range(3)] == pytest.approx(shares, abs=0.005)
+
+
+def test_read_prompts_every_shared_file_is_read(data: Path) -> None:
+    """Beside each file's first texts, read with json alone."""
+    counts = {}
+    for path in sorted((data / "prompts").glob("*.jsonl")):
+        found = read_prompts(path)
+        objects = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        assert found == [
+            next(o[name] for name in ("prompt", "question") if name in o) if "turns" not in o else o["turns"][0]
+            for o in objects
+        ]
+        counts[path.stem] = len(found)
+    assert counts["eagle_mt_bench"] == 80 and counts["spec_bench"] == 480 and counts["gsm8k_test"] == 1319
+    assert read_prompts(data / "prompts" / "eagle_mt_bench.jsonl", 3)[0].startswith("Compose an engaging travel")
+
+
+@pytest.mark.parametrize(
+    ("objects", "expected"),
+    [
+        ([{"text": "a", "id": 1}], r"line 1: expected the field turns \(a list.*prompt.*question.*, got text, id"),
+        ([{"prompt": "a"}, {"turns": []}], "line 2: expected the field turns"),
+        ([{"prompt": 3}], "line 1: expected the field turns"),
+        ([{"prompt": "a"}, "", "{nonsense"], "line 3: expected a JSON object"),
+        (["[1]"], "line 1: expected a JSON object"),
+        ([""], "got an empty file"),
+        ([{"prompt": "a"}], "expected 2 prompts, got 1"),
+    ],
+)
+def test_read_prompts_wrong_line_is_named(objects: list[Any], expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.jsonl"
+    path.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in objects))
+    with pytest.raises(ValueError, match=expected):
+        read_prompts(path, 2)

@@ -1,0 +1,270 @@
+"""`jspec bench throughput`: acceptance comes out as stated, caches grow by it, no engine can be put in that mode."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import Tree
+from jspec.__main__ import main
+from jspec.core.config import ACCEPT_RULES, EngineConfig
+from jspec.core.records import Draft, SlotState, StepResult, Verdict
+from jspec.step.program import Params, Program, init_state
+from jspec.tools.bench import random_models, step, throughput
+from jspec.tools.bench.throughput import RATES
+from tests.support.views import view_of_rows
+
+pytestmark = pytest.mark.once
+
+SHAPE, DTYPE, CONTEXT, TOKENS = "tiny", "float32", 20, 40
+TREE, ROWS = Tree.chain(2), 3
+STATED = 1 + RATES[0] + RATES[1]
+
+
+def simulated_lengths(rates: tuple[float, ...], rows: int, tokens: int, trials: int = 400) -> np.ndarray:
+    """Mean acceptance lengths of simulated runs: each position by its probability given the one before."""
+    rng = np.random.default_rng(1)
+    given = [rate / before for rate, before in zip(rates, (1.0, *rates), strict=False)]
+    lengths = []
+    for _ in range(trials):
+        emitted = count = 0
+        for _ in range(rows):
+            own = 0
+            while own < tokens:
+                length = 1
+                for probability in given:
+                    if rng.random() >= probability:
+                        break
+                    length += 1
+                own, emitted, count = own + length, emitted + length, count + 1
+        lengths.append(emitted / count)
+    return np.array(lengths)
+
+
+def is_as_stated(measured: float, rates: tuple[float, ...], rows: int, tokens: int) -> bool:
+    """Whether a length is within 4 standard deviations of simulated runs."""
+    lengths = simulated_lengths(rates, rows, tokens)
+    return abs(measured - lengths.mean()) < 4 * lengths.std()
+
+
+class Compiled(NamedTuple):
+    """One case: the synthetic step, the product's own, and the state before the first."""
+
+    case: throughput.Case
+    params: Params
+    fresh: Callable[[], SlotState]
+    synthetic: Any
+    own: Any
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Compiled:
+    point = step.Case(SHAPE, ROWS, CONTEXT, TREE, dtype=DTYPE)
+    case = throughput.Case(point, RATES[:2], TOKENS)
+    target, head = random_models.random_target(SHAPE, DTYPE), random_models.random_head(SHAPE, DTYPE)
+    program, params, pool = step.build(point, target, head, growth=TOKENS)
+
+    def fresh() -> SlotState:
+        return throughput.restart(step.filled_state(init_state(program, params, pool), point), case)
+
+    state = fresh()
+    return Compiled(
+        case,
+        params,
+        fresh,
+        throughput.compile_step(program, params, state, ROWS),
+        step.compile_step(program, params, state, ROWS),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the output, the results and the picture of one run of the command."""
+    pytest.importorskip("matplotlib")
+    folder = tmp_path_factory.mktemp("throughput")
+    words = f"--shape {SHAPE} --dtype {DTYPE} --batch 8 --tree chain:2 --context {CONTEXT} --tokens {TOKENS}".split()
+    outputs = ["--json", str(folder / "results.json"), "--picture", str(folder / "picture.svg")]
+    with pytest.MonkeyPatch.context() as patch, open(folder / "printed.txt", "w") as printed:
+        patch.setattr("sys.stdout", printed)
+        assert main(["bench", "throughput", *words, *outputs]) == 0
+    return folder
+
+
+def test_measure_acceptance_is_as_stated(folder: Path) -> None:
+    (result,) = json.loads((folder / "results.json").read_text())["results"]
+    assert result["stated_length"] == pytest.approx(STATED) == pytest.approx(2.3)
+    assert is_as_stated(result["length"], RATES[:2], rows=8, tokens=TOKENS)
+    assert not is_as_stated(1.05, RATES[:2], rows=8, tokens=TOKENS)
+    assert not is_as_stated(2.72, RATES[:2], rows=8, tokens=TOKENS)  # another draft's
+
+
+def test_measure_figures_agree(folder: Path) -> None:
+    (result,) = json.loads((folder / "results.json").read_text())["results"]
+    seconds = result["rounds"] * result["milliseconds"] / 1e3
+    assert result["tokens_per_second"] * seconds == pytest.approx(8 * TOKENS)
+    assert result["milliseconds_per_token"] * TOKENS == pytest.approx(seconds * 1e3)
+    at_work = result["rounds"] * result["live"]
+    assert 8 * TOKENS <= at_work * result["length"] < 8 * (TOKENS + 2)  # the last rounds may be cut
+    assert 1 <= result["live"] <= 8 and result["floor"] < result["milliseconds"]
+
+
+def test_command_outputs_say_synthetic(folder: Path) -> None:
+    printed = (folder / "printed.txt").read_text()
+    about, heading, _, row = printed.splitlines()
+    assert "SYNTHETIC acceptance" in about
+    values = dict(zip(heading.split(), row.split(), strict=True))
+    assert (values["stated"], values["tree"], values["context"]) == ("2.30", "chain:2", f"{CONTEXT}-{CONTEXT + TOKENS}")
+    content = json.loads((folder / "results.json").read_text())
+    assert content["acceptance"].startswith("SYNTHETIC")
+    assert values["tokens/s"] == f"{content['results'][0]['tokens_per_second']:.0f}"
+    assert "SYNTHETIC acceptance" in (folder / "picture.svg").read_text()  # as a comment beside the glyphs
+
+
+def test_synthetic_step_caches_grow_by_accepted_tokens(compiled: Compiled) -> None:
+    drawn = throughput.draw(RATES[:2], ROWS, TOKENS, seed=3)
+    state, slots = compiled.fresh(), jnp.arange(ROWS)
+    left = np.full(ROWS, TOKENS)
+    for accepted in drawn:
+        before, active = np.asarray(state.lengths), left > 0
+        state, output = compiled.synthetic(compiled.params, state, slots, jnp.asarray(accepted))
+        expected = np.minimum(accepted + 1, left)
+        (seen,) = StepResult.read(np.asarray(output.report)).counts
+        assert seen.tolist() == expected.tolist()
+        assert (np.asarray(state.lengths) - before)[active].tolist() == expected[active].tolist()
+        waiting = np.asarray(state.draft.count)  # pairs that the head has to catch up with
+        assert waiting[active].tolist() == expected[active].tolist()
+        left = left - expected
+    assert not left.any() and not np.asarray(state.active).any()
+
+
+def test_synthetic_step_own_acceptance_imposed_equals_product_step(compiled: Compiled) -> None:
+    """This keeps the bench's step equal to the product's."""
+    slots, states = jnp.arange(ROWS), [compiled.fresh(), compiled.fresh()]
+    for _ in range(3):
+        states[0], own = compiled.own(compiled.params, states[0], slots)
+        accepted = jnp.asarray(StepResult.read(np.asarray(own.report)).accept_len[0])
+        states[1], imposed = compiled.synthetic(compiled.params, states[1], slots, accepted)
+        assert np.asarray(own.report).tolist() == np.asarray(imposed.report).tolist()
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *states)
+
+
+def test_product_step_in_its_place_accepts_nothing(compiled: Compiled) -> None:
+    """Negative control: the product's step in the synthetic one's place."""
+
+    def own_step(params: Params, state: SlotState, slots: Any, accepted: Any) -> Any:
+        return compiled.own(params, state, slots)
+
+    drawn = throughput.draw(RATES[:2], ROWS, TOKENS, seed=0)
+    results = [
+        throughput.run_steps(one, compiled.params, compiled.fresh(), drawn)[2] for one in (compiled.synthetic, own_step)
+    ]
+    lengths = [float(np.mean(seen.accept_len[seen.counts > 0] + 1)) for seen in results]
+    assert [is_as_stated(length, RATES[:2], ROWS, TOKENS) for length in lengths] == [True, False]
+    assert lengths[1] < 1.1
+    assert results[0].counts.sum() == ROWS * TOKENS > results[1].counts.sum()
+
+
+def test_compiled_step_operations_have_scopes(compiled: Compiled) -> None:
+    names = {
+        line.split('op_name="')[1].split('"')[0] for line in compiled.own.as_text().splitlines() if "op_name=" in line
+    }
+    inside = {tuple(name.split("/")[1:]) for name in names}
+    for scope in (
+        "view",
+        "draft/root/head",
+        "draft/draft1/head",
+        "verify/layer0",
+        "verify/layer7",
+        "verify/head",
+        "accept",
+        "commit/fuse",
+        "report",
+    ):
+        words = tuple(scope.split("/"))
+        assert any(name[: len(words)] == words for name in inside), f"no operation under {scope}"
+    assert not any(name[:1] == ("impose",) for name in inside)
+    assert "/impose/" in compiled.synthetic.as_text()
+
+
+def test_engine_has_no_synthetic_mode() -> None:
+    names = [*ACCEPT_RULES, *(field.name for record in (Program, EngineConfig) for field in fields(record))]
+    assert not [name for name in names if "synth" in name or "impose" in name]
+    with pytest.raises(ValueError, match="accept: expected one of"):
+        EngineConfig(accept="synthetic")
+
+
+def test_impose_accepts_first_node_at_depth() -> None:
+    """Root 10 with children 11 and 12, and theirs, 13 and 14; the target's own token is 9."""
+    tree, rows = Tree.static([(0,), (1,), (0, 0), (1, 0)]), 5
+    within_cap = np.ones((rows, 5), bool)
+    within_cap[3, 3:] = False
+    draft = Draft(
+        tokens=jnp.tile(jnp.arange(10, 15), (rows, 1)),
+        parents=jnp.tile(jnp.array(tree.parents), (rows, 1)),
+        scores=jnp.zeros((rows, 5)),
+        valid=jnp.asarray(within_cap),
+        probs=None,
+        vocab_map=None,
+    )
+    ones, first = jnp.ones(rows, jnp.int32), jnp.arange(3) == 0
+    own = Verdict(
+        0 * ones,
+        jnp.where(first, 0, -1) + 0 * ones[:, None],
+        jnp.where(first, 9, -1) + 0 * ones[:, None],
+        ones,
+        ones < 0,
+    )
+    view = view_of_rows([10] * rows)
+    view = replace(view, remaining=view.remaining.at[4].set(1))
+    impose = jax.jit(throughput.impose, static_argnums=3)
+    imposed = impose(own, draft, view, tree, jnp.array([0, 1, 2, 2, 2]))
+    assert imposed.path.tolist() == [[0, -1, -1], [0, 1, -1], [0, 1, 3], [0, 1, -1], [0, 1, 3]]
+    assert imposed.tokens.tolist() == [[9, -1, -1], [11, 9, -1], [11, 13, 9], [11, 9, -1], [11, -1, -1]]
+    assert imposed.counts.tolist() == [1, 2, 3, 2, 1]  # the last row has one token left
+    assert imposed.ended.tolist() == [False] * 4 + [True]
+
+
+def test_draw_follows_rates_until_every_row_is_done() -> None:
+    drawn = throughput.draw(RATES, 64, 200, seed=0)
+    for position, rate in enumerate(RATES):
+        assert np.mean(drawn > position) == pytest.approx(rate, abs=4 * (rate * (1 - rate) / drawn.size) ** 0.5)
+    assert ((drawn + 1).sum(0) >= 200).all() and ((drawn[:-1] + 1).sum(0) < 200).any()
+    assert (drawn == throughput.draw(RATES, 64, 200, seed=0)).all()
+    assert throughput.draw((), 2, 5, seed=0).tolist() == [[0, 0]] * 5  # plain decoding
+
+
+def test_rates_have_stated_lengths() -> None:
+    assert [1 + sum(RATES[:k]) for k in range(5)] == pytest.approx([1, 1.75, 2.30, 2.72, 3.03])
+    assert throughput.rates_of_length(2.5, Tree.chain(4)) == (1, 0.5, 0, 0)
+    assert throughput.rates_of_length(3, Tree.chain(2)) == (1, 1)
+    assert throughput.rates_of_length(1, None) == ()
+    assert throughput.rates_of_tree(RATES, Tree.static([(0,), (1,), (0, 0)])) == RATES[:2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tree chain:2 --length 3.5", "length: expected 1 to 3 tokens a step of chain:2, got 3.5"),
+        ("--tree chain:2 --length 0.5", "expected 1 to 3"),
+        ("--tree chain:2 --positions .5", "expected 2 for chain:2, got 1"),
+        ("--tree chain:2 --positions .5,.6", "never rise"),
+        ("--tree chain:2 --positions 1.5,.6", "from 0 to 1"),
+        ("--tree topk:6,2,2", "expected no tree, a chain or a static one"),
+        ("--tokens 0", "tokens: expected at least 1"),
+        ("--picture out.txt", "picture: expected a file that ends in"),
+        ("--picture nowhere/out.png", "picture: expected an existing folder"),
+    ],
+)
+def test_command_mistake_is_one_line_before_measuring(words: str, message: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["bench", "throughput", "--shape", SHAPE, *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("jspec: ") and error.count("\n") == 1
