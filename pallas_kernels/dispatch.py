@@ -46,7 +46,10 @@ def dispatch(
 
 
 def resolve(implementation: str, device: jax.Device) -> str:
-    """Returns `implementation`, or "reference" for "auto" on devices but NVIDIA GPUs, to trace no unused kernel."""
+    """Returns `implementation`, but "reference" instead of "auto" for a device that is not an NVIDIA GPU.
+
+    So kernels that would not run there are not traced.
+    """
     return "reference" if implementation == "auto" and not _capability(device) else implementation
 
 
@@ -59,7 +62,7 @@ def _capability(device: jax.Device) -> str:
 def describe(implementation: str, device: jax.Device) -> str:
     """Describes in words which implementation `dispatch` runs on a device, and why.
 
-    Calls that a kernel does not support run the reference in any case but "pallas".
+    With "auto", calls that a kernel does not support run the reference on every device.
     """
     capability = _capability(device)
     name = device.device_kind + (f", compute capability {capability}" if capability else "")

@@ -69,7 +69,7 @@ class GridIndex(NamedTuple):
 
 
 class ChannelLayout:
-    """Which channels of a row each of the vectors holds that a Pallas program loads it into.
+    """Assigns the channels of a row to the vectors (arrays in registers) into which a Pallas program loads the row.
 
     Args:
         elements: number of elements of a row in the pool.
@@ -111,7 +111,7 @@ class ContextReader:
         return self.first_row(index) + jnp.arange(self.tiles.tile)
 
     def locate(self, index):
-        """Returns page numbers of a tile's rows [tile] and, if queries have paths, the cache row read per depth [tile].
+        """Returns the page numbers of a tile's rows and, if queries have paths, the cache rows to read, [tile] each.
 
         They are loaded one loop iteration ahead: K and V are prefetched only if their addresses do not depend on a load
         of the same iteration.

@@ -65,7 +65,8 @@ def choose_tiles(
     alone give enough programs to fill the GPU, contexts are not split; otherwise each context has at least two splits.
 
     Args:
-        q, k_pool, page_table, bits, new_rows, start, window: as in `paged_attention`; only shapes and dtypes are read.
+        q, k_pool, page_table, bits, new_rows, start, window: as in `paged_attention`; of arrays, only shapes and dtypes
+            matter.
         wide: the matrix products are computed in float32.
     """
     batch, queries, heads = q.shape[:3]

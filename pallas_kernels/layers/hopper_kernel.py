@@ -313,9 +313,9 @@ def choose_compiled(implementation: Implementation, kernel: Callable, reference:
 
 
 def multiprocessors() -> int | None:
-    """Returns the number of multiprocessors of the Hopper GPU that is traced for; None if that is another device.
+    """Returns the number of multiprocessors of the Hopper GPU (9.0) that the program is traced for.
 
-    None too for jax before 0.11.
+    It is None if the program is traced for another device, or if jax is older than 0.11.
     """
     if jax.__version_info__ < (0, 11):
         return None  # earlier versions cannot compile such kernels on a machine without a GPU

@@ -88,8 +88,8 @@ def choose_tiles(
     Returns:
         The sizes, or None if the kernel does not support the product or would be slower than XLA.
     """
-    groups, step = math.ceil(rows / HEIGHT), INNER_BYTES // dtype.itemsize
-    if dtype not in DTYPES or groups > MOST_GROUPS or (rows > 8 and rows % 8) or inner % (step * parts):
+    groups, slice_size = math.ceil(rows / HEIGHT), INNER_BYTES // dtype.itemsize
+    if dtype not in DTYPES or groups > MOST_GROUPS or (rows > 8 and rows % 8) or inner % (slice_size * parts):
         return None
 
     # Width of an output tile: of the widths that divide `out` and whose accumulators fit into registers, choose the one
@@ -114,17 +114,17 @@ def choose_tiles(
     scale_tiles = math.ceil(items / multiprocessors) if dtype == FP8 else 0
     sizes = (height, scale_tiles * halves * MOST_COLUMNS) if scale_tiles else ()
     scale_bytes = sum(math.ceil(4 * size / ALIGNMENT) * ALIGNMENT for size in sizes)
-    room, step_bytes = SHARED_BYTES - store_bytes, (height + halves * columns) * INNER_BYTES
-    stages, fewer = (min(free // step_bytes, inner // step // parts) for free in (room, room - scale_bytes))
+    room, slice_bytes = SHARED_BYTES - store_bytes, (height + halves * columns) * INNER_BYTES
+    stages, fewer = (min(free // slice_bytes, inner // slice_size // parts) for free in (room, room - scale_bytes))
     # One more slice in flight saves more time than scales in shared memory. But if the scales are not there, the kernel
     # reads the scales of x in multiples of 64 rows, past the array's end unless the number of rows is such a multiple.
     if fewer < stages and rows == height:
         scale_tiles = 0
     stages = fewer if scale_tiles else stages
-    if stages < min(2, inner // step // parts):  # the scales leave no room for two slices of k
+    if stages < min(2, inner // slice_size // parts):  # the scales leave no room for two slices of k
         return None
     programs = min(items, multiprocessors)
-    return Tiles(groups, columns, step, stages, store, programs, parts, halves, scale_tiles, transposed)
+    return Tiles(groups, columns, slice_size, stages, store, programs, parts, halves, scale_tiles, transposed)
 
 
 def _imbalance(items: int, multiprocessors: int) -> float:

@@ -2,8 +2,7 @@
 
     int8          y = (x @ values.T) * scale              only weights are quantised; scale = max |w| / 127 per row of w
     fp8           y = (x @ values.T) * scale              like int8, to float8_e4m3fn; scale = max |w| / 448
-    fp8_dynamic   y = (x8 @ values.T) * scale_x * scale   x is quantised too, to x8; scale_x = max |x| / 448 per row of
-    x
+    fp8_dynamic   y = (x8 @ values.T) * scale_x * scale   like fp8, and x to x8; scale_x = max |x| / 448 per row of x
 
 Each row of x is quantised by itself, so its result does not depend on other rows. But quantising can enlarge a
 difference in the last bit of a float32 sum to a relative difference of 1/16: with "fp8_dynamic", decoding keeps the

@@ -1,4 +1,4 @@
-"""Fixture of the kernel tests: compiles a Mosaic GPU kernel and reads what ptxas prints about it."""
+"""Fixture for kernel tests that compiles a Mosaic GPU kernel and returns the output of ptxas."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 from tests.support.h200 import H200Program, compile_for_h200
 
-UNIQUE = itertools.count()
+UNIQUE = itertools.count()  # numbers for kernel names
 
 
 @pytest.fixture
 def compile_with_ptxas_output(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> Callable[..., tuple[H200Program, str]]:
-    """Returns a function that compiles a jitted function for an H200: (program, what ptxas printed about it).
+    """Returns a function (jitted function, *arrays) that compiles for an H200 and returns program and ptxas output.
 
     XLA compiles equal Mosaic GPU kernels once per process, and runs no ptxas the second time. So each kernel gets a
     name that no other test used, which makes it distinct, and the function is traced again instead of taken from

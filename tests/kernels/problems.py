@@ -1,4 +1,4 @@
-"""Random problems for the kernels: trees, ragged lengths, pools with NaN in every row that no query sees."""
+"""Random attention problems: trees, ragged lengths, and pools with NaN in every row that no query sees."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "dim": (16, 64, 128),
     "lengths": ("ragged", "zero", "full"),
 }
-ROWS = 320  # capacity of a sequence: more than two splits of the kernel's context
+ROWS = 320  # rows that a sequence can have: more than two of the kernel's splits
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One shape of the attention problem."""
+    """Shapes, dtypes and options of one attention problem."""
 
     queries: int = 5
     tree: str = "random"
@@ -38,7 +38,7 @@ class Case:
     group: int = 4
     dim: int = 16
     lengths: str = "ragged"
-    pool: str | None = None  # dtype of the pools; None: as the rest
+    pool: str | None = None  # dtype of the pools; None: `dtype`
     window: int | None = None
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Case:
 
 @dataclasses.dataclass
 class Problem:
-    """Arguments of `paged_attention` and the expected result."""
+    """Arguments of `paged_attention`, and the expected result."""
 
     q: Any
     k_pool: Any
@@ -57,7 +57,7 @@ class Problem:
     bits: Any
     start: int
     expected: np.ndarray  # float64 [B, T, H, D]
-    real: np.ndarray  # bool [B, T]: not a padding query
+    real: np.ndarray  # bool [B, T]: False for padding queries
 
     @property
     def arrays(self) -> tuple[Any, ...]:
@@ -65,33 +65,33 @@ class Problem:
 
     @property
     def tolerance(self) -> float:
-        """Largest error allowed.
+        """Largest error that is allowed.
 
-        bfloat16 rounds the weights (their sum is 1) and the output, each by at most 2**-9 of the largest |V|.
-        float32 adds up to 320 terms, exponentials of scores up to about 5: some 40 roundings of 2**-24.
+        bfloat16 rounds the weights (their sum is 1) and the output, each by at most 2**-9 of the largest |V|. float32
+        adds up to 320 terms, exponentials of scores up to about 5: some 40 roundings of 2**-24.
         """
         largest = float(np.nanmax(np.abs(np.asarray(self.v_pool, np.float64))))
         return largest * (2**-8 if self.q.dtype == jnp.bfloat16 else 40 * 2**-24)
 
     def error(self, out: Any) -> float:
-        """Largest difference from what is expected; infinite if any is NaN. Padding queries do not count."""
+        """Returns the largest difference from the expected result, without padding queries; infinite if one is NaN."""
         difference = np.abs(np.asarray(out, np.float64) - self.expected)[self.real]
         return float(np.nan_to_num(difference, nan=np.inf).max())
 
 
 def full_product(**wanted: Any) -> list[Case]:
-    """All cases with the given values."""
+    """Returns all combinations of the factors' values, with the wanted values of some factors."""
     options = {name: (wanted[name],) if name in wanted else values for name, values in FACTORS.items()}
     return [Case(*values) for values in itertools.product(*options.values())]
 
 
 def pairwise_cover(seed: int = 0) -> list[Case]:
-    """Few cases in which every pair of values of two factors occurs."""
+    """Returns few cases in which every pair of values of any two factors occurs."""
     return [Case(**case) for case in cover.pairwise(FACTORS, seed=seed)]
 
 
 def make_tree(kind: str, nodes: int, generator: np.random.Generator) -> np.ndarray:
-    """Parents [nodes]: a chain, a random tree, or one with padding nodes at its end and in between."""
+    """Returns parents [nodes] of a chain, a random tree, or a random tree with padding nodes at the end and inside."""
     parents = np.arange(-1, nodes - 1)
     if kind in ("random", "padded"):
         parents[1:] = [generator.integers(0, n) for n in range(1, nodes)]
@@ -104,6 +104,7 @@ def make_tree(kind: str, nodes: int, generator: np.random.Generator) -> np.ndarr
 
 
 def make_lengths(kind: str, queries: int) -> np.ndarray:
+    """Returns the committed rows of four sequences [4]."""
     full = ROWS - queries
     return {
         "ragged": np.array([0, 15, 129, full - 1]),
@@ -113,7 +114,7 @@ def make_lengths(kind: str, queries: int) -> np.ndarray:
 
 
 def make_problem(case: Case, *, scale: float | None = None, seed: int = 0) -> Problem:
-    """Random values in rows that real queries see; NaN in all other rows and in the null page."""
+    """Returns a problem with random values in rows that real queries see, and NaN in all other rows of the pools."""
     generator = np.random.default_rng(seed)
     lengths = make_lengths(case.lengths, case.queries)
     batch, kv_heads, columns = len(lengths), 2, ROWS // case.page

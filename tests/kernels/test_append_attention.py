@@ -16,14 +16,15 @@ import pytest
 from pallas_kernels import ancestor_bits, append_attention
 from pallas_kernels.attention.tiling import choose_tiles
 from tests.kernels.problems import make_tree
-from tests.kernels.test_quantize_rows import off
+from tests.kernels.test_quantize_rows import half_step_error
 from tests.kernels.test_rope_append import oracle
 from tests.reference.attention import ancestors, attention
 from tests.support import cover
 from tests.support.h200 import compile_for_h200
 
 KV_HEADS, CAPACITY = 2, 640
-LENGTHS = (0, 62, 255, 511, 632)  # nothing; on both sides of a tile's end, in a share of their own; the table's end
+# No committed row; new rows on both sides of a tile's end; new rows that begin another split; the page table's end.
+LENGTHS = (0, 62, 255, 511, 632)
 FACTORS: dict[str, tuple[Any, ...]] = {
     "tokens": (1, 5, 8),
     "tree": ("causal", "random"),
@@ -50,7 +51,10 @@ def problem(
     start: int,
     lengths: Sequence[int] = LENGTHS,
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """Arguments, and the rows' parents; NaN in rows that are hidden or not committed, and in the null page."""
+    """Returns arguments of `append_attention` and the parents of the new rows [batch, tokens].
+
+    The pools hold NaN in rows that are hidden or not committed, and in the null page.
+    """
     rng = np.random.default_rng(0)
     batch, columns, heads = len(lengths), CAPACITY // page, group * KV_HEADS
     table = rng.permutation(np.arange(1, batch * columns + 1)).reshape(batch, columns)
@@ -80,7 +84,10 @@ def problem(
 
 
 def errors(found: tuple[Any, ...], p: dict[str, Any], parents: np.ndarray) -> list[float]:
-    """Largest errors of output and pools against float64, in units of the dtype's tolerance; NaN counts as infinite."""
+    """Returns the largest error of the attention and of each pool against float64, divided by the dtype's tolerance.
+
+    A NaN counts as an infinite error.
+    """
     heads, dtype = p["heads"], p["dtype"]
     rotation = {**p, "first_row": p["lengths"]}
     q, k_pool, v_pool = oracle(rotation, heads)
@@ -106,12 +113,12 @@ def test_append_attention_output_and_pools_match_float64(case: dict[str, Any], i
     assert max(errors(append_attention(**p, implementation=implementation), p, parents)) < 1
 
 
-FEW = EXAMPLE | {"tokens": 3, "dim": 16, "dtype": "bfloat16"}  # for a program of 16 rows
+FEW = EXAMPLE | {"tokens": 3, "dim": 16, "dtype": "bfloat16"}  # few enough for a Pallas program of 16 packed rows
 
 
 @pytest.fixture
-def is_one_of_many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Uses the tiles of 200 sequences, whose contexts are not split, for a few: 200 would take a CPU half a minute."""
+def tiles_of_200_sequences(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Uses the tiles of 200 sequences, which do not split contexts, for few: 200 would take a CPU half a minute."""
 
     def tiles_of_many(q: Any, *pools: Any, **options: Any) -> Any:
         tiles = choose_tiles(jax.ShapeDtypeStruct((200, *q.shape[1:]), q.dtype), *pools, **options)
@@ -125,26 +132,26 @@ def is_one_of_many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     append_attention.clear_cache()
 
 
-@pytest.mark.usefixtures("is_one_of_many")
-def test_append_attention_unsplit_contexts_match_float64() -> None:
+@pytest.mark.usefixtures("tiles_of_200_sequences")
+def test_append_attention_of_unsplit_contexts_matches_float64() -> None:
     p, parents = problem(**FEW)
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas", pytest.param("auto", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_append_attention_quantize_output_matches_quantised_result(
-    is_shared: bool, implementation: str, request: pytest.FixtureRequest
+@pytest.mark.parametrize("is_split", [False, True])
+def test_append_attention_quantize_output_quantises_the_same_attention(
+    is_split: bool, implementation: str, request: pytest.FixtureRequest
 ) -> None:
-    """In the merge kernel, or after an attention kernel that needs no merge."""
-    if not is_shared:
-        request.getfixturevalue("is_one_of_many")
-    p, _ = problem(**EXAMPLE | {"dtype": "bfloat16"} if is_shared else FEW)
+    """Split contexts: the merge kernel quantises; others: a separate kernel after the attention kernel does."""
+    if not is_split:
+        request.getfixturevalue("tiles_of_200_sequences")
+    p, _ = problem(**EXAMPLE | {"dtype": "bfloat16"} if is_split else FEW)
     out, *pools = append_attention(**p, implementation=implementation)
     row, *same = append_attention(**p, quantize_output=True, implementation=implementation)
     wanted = np.asarray(out, np.float64).reshape(row.shape)
-    assert row.dtype == out.dtype and off(row.values, row.scale, wanted) < 1.1
+    assert row.dtype == out.dtype and half_step_error(row.values, row.scale, wanted) < 1.1
     np.testing.assert_allclose(row.scale, np.abs(wanted).max(-1) / 448, rtol=2**-7, atol=1e-37)
     for one, other in zip(pools, same, strict=True):
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
@@ -152,8 +159,7 @@ def test_append_attention_quantize_output_matches_quantised_result(
 
 @pytest.mark.once
 @pytest.mark.parametrize("wrong", ["positions", "lengths", "bits", "inv_freq", "start"])
-def test_append_attention_changed_argument_exceeds_tolerance(wrong: str) -> None:
-    """The negative control."""
+def test_control_append_attention_changed_argument_exceeds_tolerance(wrong: str) -> None:
     p, parents = problem(**EXAMPLE)
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
     other = {"bits": None, "inv_freq": p["inv_freq"][::-1], "start": 0}
@@ -167,8 +173,8 @@ def test_append_attention_invalid_rows_are_not_written(implementation: str) -> N
     valid = np.arange(5) < np.array([0, 1, 3, 5, 4])[:, None]
     p |= {"valid": jnp.asarray(valid)}
     found = append_attention(**p, implementation=implementation)
-    assert max(errors(found, p, parents)[1:]) < 1  # NaN wherever nothing is written, in the null page too
-    assert np.isfinite(np.asarray(found[0])[valid]).all()  # a row sees only its ancestors, which come before it
+    assert max(errors(found, p, parents)[1:]) < 1  # NaN in rows that are not written, also in the null page
+    assert np.isfinite(np.asarray(found[0])[valid]).all()  # a row sees only its ancestors, which are earlier rows
 
 
 def test_append_attention_wrong_shapes_raise() -> None:
@@ -182,7 +188,7 @@ def test_append_attention_wrong_shapes_raise() -> None:
 @pytest.mark.parametrize(
     ("tokens", "page", "pool"), [(9, 16, "float32"), (5, 16, "float8_e4m3fn"), (5, 160, "float32")]
 )
-def test_append_attention_unsupported_by_one_kernel_matches_float64(tokens: int, page: int, pool: str) -> None:
+def test_append_attention_in_two_kernels_matches_float64(tokens: int, page: int, pool: str) -> None:
     p, parents = problem(**EXAMPLE | {"tokens": tokens, "page": page}, lengths=(0, 62, 511))
     p |= {name: p[name].astype(pool) for name in ("k_pool", "v_pool")}
     assert max(errors(append_attention(**p), p, parents)) < 1
@@ -215,7 +221,7 @@ def compile_attention(batch: int, rows: int, parts: int, start: int, *, quantize
         (64, 3, 2, 1),
     ],
 )
-def test_append_attention_compiled_for_h200_writes_pools_in_place(
+def test_append_attention_compiled_for_h200_rotates_in_the_attention_kernel_and_writes_in_place(
     batch: int, rows: int, parts: int, start: int
 ) -> None:
     program = compile_attention(batch, rows, parts, start)
@@ -226,7 +232,7 @@ def test_append_attention_compiled_for_h200_writes_pools_in_place(
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
-def test_append_attention_quantize_output_of_split_contexts_adds_no_launch(batch: int) -> None:
+def test_append_attention_quantize_output_launches_one_kernel_after_attention(batch: int) -> None:
     program = compile_attention(batch, 5, 2, 0, quantize_output=True)
     names = ["paged_attention_merge_and_round"] if batch < 32 else ["quantize_rows"]
     assert [launch.name for launch in program.launches][-2:] == ["append_attention", *names]
@@ -243,7 +249,7 @@ def test_append_attention_on_gpu_matches_float64(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("sequences", "tokens", "packed", "splits"), [(200, 3, 16, 1), (200, 5, 32, 1), (80, 5, 32, 3)]
 )
-def test_append_attention_on_gpu_many_sequences_in_small_programs_match_float64(
+def test_append_attention_on_gpu_of_many_sequences_in_two_warp_programs_matches_float64(
     sequences: int, tokens: int, packed: int, splits: int
 ) -> None:
     p, parents = problem(**FEW | {"tokens": tokens}, lengths=[7 * b % 140 for b in range(sequences)])

@@ -1,4 +1,4 @@
-"""`choose_tiles` of attention at the shapes of an 8B model."""
+"""`choose_tiles` of attention at the shapes of an 8B model, for an H200; a program is a Pallas program."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ def tiles_for(batch, queries, dim, rows, dtype):
 @pytest.mark.parametrize(
     ("batch", "queries", "dim", "rows", "splits", "warps"),
     [
-        (1, 64, 128, 1392, 4, 4),  # 128 programs, of 348 rows
-        (1, 64, 128, 4096, 8, 4),  # with half as many, of 1024
-        (2, 64, 128, 1392, 4, 4),  # of 696
+        (1, 64, 128, 1392, 4, 4),  # 128 programs, each of 348 rows of context
+        (1, 64, 128, 4096, 8, 4),  # four splits would be 128 programs of 1024 rows
+        (2, 64, 128, 1392, 4, 4),  # two splits would be 696 rows each
         (8, 64, 128, 1392, 1, 4),
         (1, 30, 128, 1392, 8, 4),
         (1, 512, 128, 1536, 1, 4),
         (8, 5, 128, 1392, 4, 4),
         (8, 5, 128, 8192, 8, 2),
         (32, 5, 128, 1392, 1, 4),
-        (32, 5, 128, 8192, 2, 2),  # 512 programs, four for each multiprocessor
+        (32, 5, 128, 8192, 2, 2),  # 512 programs, four per multiprocessor
         (32, 5, 64, 8192, 2, 2),
-        (32, 5, 256, 8192, 1, 4),  # large ones
+        (32, 5, 256, 8192, 1, 4),  # large programs: head_dim 256
         (4, 64, 128, 8192, 2, 4),
         (8, 64, 128, 8192, 1, 4),
-        (48, 5, 128, 8192, 1, 2),  # twice as many would not fit at once
+        (48, 5, 128, 8192, 1, 2),  # twice as many programs would not run at the same time
         (64, 5, 128, 8192, 1, 2),
-        (16, 5, 128, 1392, 2, 4),  # 256 large ones, two for each multiprocessor
-        (17, 5, 128, 1392, 3, 2),  # 272 would wait for each other
+        (16, 5, 128, 1392, 2, 4),  # 256 large programs, two per multiprocessor
+        (17, 5, 128, 1392, 3, 2),  # 272 large programs would run in two waves
         (31, 5, 128, 1392, 2, 2),
-        (33, 5, 128, 1392, 1, 2),  # 264 take as long either way
+        (33, 5, 128, 1392, 1, 2),  # 264 programs: splitting would not save time
         (48, 5, 128, 1392, 1, 2),
     ],
 )
-def test_choose_tiles_splits_contexts_until_the_gpu_is_full(batch, queries, dim, rows, splits, warps):
+def test_choose_tiles_splits_contexts_until_programs_fill_the_gpu(batch, queries, dim, rows, splits, warps):
     tiles = tiles_for(batch, queries, dim, rows, jnp.bfloat16)
     assert (tiles.splits, tiles.packed, tiles.warps) == (splits, 32 if queries == 5 else 64, warps)
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(64, jnp.bfloat16), (128, jnp.float8_e4m3fn)])
 @pytest.mark.parametrize(("batch", "splits", "warps"), [(11, 3, 4), (12, 5, 2), (16, 4, 2), (31, 2, 2), (32, 1, 2)])
-def test_choose_tiles_short_rows_use_small_programs_from_12_sequences(batch, splits, warps, dim, dtype):
+def test_choose_tiles_of_short_key_rows_uses_two_warps_from_12_sequences(batch, splits, warps, dim, dtype):
     tiles = tiles_for(batch, 5, dim, 1392, dtype)
     assert (tiles.splits, tiles.packed, tiles.warps) == (splits, 32, warps)

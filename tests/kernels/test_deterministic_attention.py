@@ -1,4 +1,4 @@
-"""Deterministic `paged_attention`: matches the numpy oracle, and a query's bits do not depend on the call."""
+"""Deterministic `paged_attention` matches the numpy oracle, and a query's bits do not depend on the call."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CASES = [
     Case(queries=60, tree="chain", lengths="zero"),
 ]
 IMPLEMENTATIONS = ("reference", "pallas")
-LENGTH, NEW, KV_HEADS, DIM = 580, 6, 2, 16  # more than a tile for each of the kernel's splits
+LENGTH, NEW, KV_HEADS, DIM = 580, 6, 2, 16  # each of the kernel's splits has more than one tile
 
 
 def paths_of(problem: Problem) -> jax.Array | None:
-    """Paths with the new rows that each query sees by its bits."""
+    """Returns paths [B, T, depths] with the new rows of each query's ancestor bits; None for causal problems."""
     if problem.bits is None:
         return None
     bits = np.asarray(problem.bits)[..., None] >> np.arange(32, dtype=np.uint32) & 1
@@ -67,7 +67,7 @@ def test_deterministic_attention_with_bits_window_or_quantisation_raises() -> No
 
 
 class Text:
-    """Keys, values and queries of one text, stored in pools with any page size and neighbours."""
+    """Keys, values and queries of one sequence, for calls with any page size and any other sequences in the batch."""
 
     def __init__(self, dtype: str, implementation: str, *, deterministic: bool = True) -> None:
         rng = np.random.default_rng(0)
@@ -77,7 +77,13 @@ class Text:
         self.attend = jax.jit(partial(paged_attention, implementation=implementation, deterministic=deterministic))
 
     def run(self, length: int, rows: list[int], *, page: int = 16, mates: int = 0, paths: Any = None) -> np.ndarray:
-        """Attends queries of `rows` after `length` committed rows; their keys are the next rows."""
+        """Returns the attention of the text's queries `rows`, whose keys and values follow `length` committed rows.
+
+        Args:
+            page: rows per page.
+            mates: number of other sequences in the batch.
+            paths: paths of the queries [T, depths]; None: causal.
+        """
         columns = -(-(LENGTH + NEW + page) // page)
         order = np.random.default_rng(page).permutation((1 + mates) * columns) + 1
         table = order.reshape(1 + mates, columns)

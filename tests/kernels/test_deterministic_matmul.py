@@ -1,4 +1,4 @@
-"""`deterministic_matmul` against float64, and its rows against themselves among others."""
+"""`deterministic_matmul` against float64, and the bits of each row in products of different numbers of rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pallas_kernels.layers.deterministic_matmul import deterministic_matmul, fix
 from pallas_kernels.layers.quantized import matmul, reduce_partials
 from pallas_kernels.layers.row_blocks import in_row_blocks
 
-COUNTS = (1, 5, 8, 9, 80)  # rows
+COUNTS = (1, 5, 8, 9, 80)  # numbers of rows
 
 
 def problem(rows: int, out: int, inner: int, dtype: str) -> tuple[jax.Array, jax.Array]:
@@ -40,7 +40,7 @@ def test_deterministic_matmul_matches_float64(
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_deterministic_matmul_is_gated_multiplies_silu_gate_by_up(implementation: str) -> None:
+def test_deterministic_matmul_is_gated_multiplies_silu_of_gate_times_up_by_the_weight(implementation: str) -> None:
     x, weight = problem(3, 64, 64, "float32")
     both = jnp.concatenate([x, x[::-1]], axis=1)
     got = deterministic_matmul(both, weight, is_gated=True, implementation=implementation)[0]
@@ -72,7 +72,7 @@ def test_control_matmul_row_bits_depend_on_row_count() -> None:
     assert not same_bits(product(x[:1], weight), product(x, weight)[:1])
 
 
-def test_fixed_parts_of_llama_weights_are_fixed() -> None:
+def test_fixed_parts_of_llama_weights_are_1_2_or_4() -> None:
     llama = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
     parts = {name: fixed_parts(*shape, jnp.dtype("bfloat16")) for name, shape in llama.items()}
     assert parts == {"qkv": 2, "o": 4, "gate_up": 1, "down": 4}

@@ -1,4 +1,4 @@
-"""What is said about the choice between kernels and references is what is chosen."""
+"""`dispatch` compiles the implementation that `describe` names, and engines log and trace only that."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEVICES = {
 
 
 def chosen(implementation: str, platform: str) -> str:
-    """The branch that a program compiled for the platform holds."""
+    """Returns the words by which `describe` names the branch that a program compiled for the platform holds."""
 
     def kernel(x: jax.Array, *, interpret: bool) -> jax.Array:
         return jnp.sin(x) if interpret else jnp.cos(x)
@@ -53,7 +53,7 @@ def chosen(implementation: str, platform: str) -> str:
         ("pallas", "cpu"),
     ],
 )
-def test_describe_matches_the_branch_that_dispatch_compiles(implementation: str, platform: str) -> None:
+def test_describe_names_the_implementation_that_dispatch_compiles(implementation: str, platform: str) -> None:
     said = describe(implementation, DEVICES[platform])
     assert said.startswith(f"{chosen(implementation, platform)} {DEVICES[platform].device_kind}")
     assert ("compute capability 9.0" in said) == (platform == "cuda")
@@ -62,7 +62,7 @@ def test_describe_matches_the_branch_that_dispatch_compiles(implementation: str,
     assert (resolve(implementation, DEVICES[platform]) == "reference") == said.startswith("references")
 
 
-def test_executables_log_the_implementation_once(
+def test_executables_log_the_description_of_the_implementation_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Executables, "_compile", lambda *args, **options: None)
@@ -75,9 +75,9 @@ def test_executables_log_the_implementation_once(
         assert [record.getMessage() for record in caplog.records] == [describe(implementation, jax.devices()[0])]
 
 
-def test_engine_auto_off_gpu_traces_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_auto_without_gpu_traces_no_pallas_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     if jax.default_backend() == "gpu":
-        pytest.skip("here an engine holds kernels")
+        pytest.skip("on a GPU an engine runs kernels")
     traced: list[str] = []
 
     def counted(*args: Any, name: str, **options: Any) -> Any:
@@ -92,6 +92,6 @@ def test_engine_auto_off_gpu_traces_no_kernel(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Executables, "_compile", only_traced)
     for implementation, some in (("auto", False), ("pallas", True)):
         traced.clear()
-        target = tiny.model(24, layers=1, hidden=64)  # of shapes that nothing else traced
+        target = tiny.model(24, layers=1, hidden=64)  # shapes that no other test has traced
         Engine(target, slots=3, max_len=40, buckets=(3,), prefill_buckets=(7,), implementation=implementation)
         assert bool(traced) == some, traced

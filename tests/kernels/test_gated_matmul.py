@@ -1,4 +1,4 @@
-"""`gated_matmul` and the Hopper kernel against float64: the formula, interpreted, and what they are compiled to."""
+"""`gated_matmul` by XLA, and the Hopper kernel interpreted and on a GPU, against float64; their launches on an H200."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.gpus import GPUS, compile_for
 from tests.support.h200 import compile_for_h200
 
 BF16, F16, F32, FP8 = (jnp.dtype(name) for name in ("bfloat16", "float16", "float32", "float8_e4m3fn"))
-mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="such kernels need jax 0.11")
+mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernel needs jax 0.11")
 
 
 def problem(rows: int, out: int, inner: int, dtype: Any = BF16) -> tuple[jax.Array, jax.Array]:
@@ -32,16 +32,18 @@ def problem(rows: int, out: int, inner: int, dtype: Any = BF16) -> tuple[jax.Arr
 
 
 def wanted(x: Any, weight: Any) -> np.ndarray:
+    """Returns silu(x @ gate.T) * (x @ up.T) in float64."""
     gate, up = np.split(np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T, 2, axis=-1)
     return gate / (1 + np.exp(-gate)) * up
 
 
-def exact(rounded: QuantizedActivation | Quantized) -> np.ndarray:
-    return np.asarray(rounded.values, np.float64) * np.asarray(rounded.scale, np.float64)[:, None]
+def exact(quantized: QuantizedActivation | Quantized) -> np.ndarray:
+    """Returns the float64 values of a quantised matrix."""
+    return np.asarray(quantized.values, np.float64) * np.asarray(quantized.scale, np.float64)[:, None]
 
 
 def error(got: jax.Array, x: Any, weight: Any) -> float:
-    """Largest error relative to 1 + |expected|."""
+    """Returns the largest error relative to 1 + |expected|."""
     right = wanted(x, weight)
     return float((np.abs(np.asarray(got, np.float64) - right) / (1 + np.abs(right))).max())
 
@@ -52,15 +54,15 @@ def test_gated_matmul_by_xla_matches_float64(dtype: Any, most: float) -> None:
     got = gated_matmul(x.reshape(4, 10, -1), weight)
     assert (got.shape, got.dtype) == ((4, 10, 96), dtype)
     assert error(got.reshape(40, -1), x, weight) < most
-    assert error(got.reshape(40, -1), x, jnp.roll(weight, 96, axis=0)) > 0.5, "control: gate and up change places"
+    assert error(got.reshape(40, -1), x, jnp.roll(weight, 96, axis=0)) > 0.5, "control: gate and up swapped"
 
 
 def interpreted(*arrays: jax.Array, tiles: Tiles, dtype: Any = BF16) -> jax.Array:
-    """Runs the kernel in jax's interpreter, which detects races in shared memory; returns the sum of its parts."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # there is no public way to the races
+    """Returns the added-up result of the Hopper kernel in jax's interpreter; fails if it detects races."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # no public function returns the races
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    # So many copies that no two look ordered because one came after the other in the same queue.
+    # So many TMA threads that no two copies look ordered merely because they were in the same queue.
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)  # type: ignore[attr-defined]
     got = jax.block_until_ready(multiply(*arrays, tiles=tiles, dtype=dtype, interpret=params))
     assert not gpu_callbacks.get_races().races_found
@@ -72,16 +74,16 @@ def interpreted(*arrays: jax.Array, tiles: Tiles, dtype: Any = BF16) -> jax.Arra
 @pytest.mark.parametrize(
     ("rows", "tiles"),
     [
-        (5, Tiles(groups=1, columns=48, inner=64, stages=2, store=16, programs=4, halves=2)),  # fewer than a TMA tile
-        (40, Tiles(groups=1, columns=48, inner=64, stages=2, store=16, programs=3, halves=2)),  # than a warpgroup has
-        (72, Tiles(groups=2, columns=96, inner=64, stages=3, store=16, programs=1, halves=2)),  # a tile after the other
-        (128, Tiles(groups=2, columns=48, inner=64, stages=4, store=16, programs=3, halves=2)),  # 4 tiles, 3 programs
+        (5, Tiles(groups=1, columns=48, inner=64, stages=2, store=16, programs=4, halves=2)),  # less than a TMA tile
+        (40, Tiles(groups=1, columns=48, inner=64, stages=2, store=16, programs=3, halves=2)),  # less than a warpgroup
+        (72, Tiles(groups=2, columns=96, inner=64, stages=3, store=16, programs=1, halves=2)),  # 1 CTA, 2 tiles
+        (128, Tiles(groups=2, columns=48, inner=64, stages=4, store=16, programs=3, halves=2)),  # 4 tiles for 3 CTAs
         (40, Tiles(groups=1, columns=64, inner=64, stages=2, store=8, programs=2, halves=2, transposed=40)),
         (80, Tiles(groups=3, columns=192, inner=64, stages=3, store=16, programs=1, halves=2, transposed=80)),
         (72, Tiles(groups=2, columns=56, inner=64, stages=2, store=56, programs=2, halves=2)),  # stored at once
     ],
 )
-def test_hopper_kernel_interpreted_gated_matches_float64(rows: int, tiles: Tiles) -> None:
+def test_hopper_kernel_interpreted_with_gate_and_up_matches_float64(rows: int, tiles: Tiles) -> None:
     """The interpreter also fails if a barrier is passed too early or has arrivals left at the end."""
     out = 4 * tiles.columns if tiles.stores_in_x else 192
     x, weight = problem(rows, out, 320)
@@ -89,10 +91,10 @@ def test_hopper_kernel_interpreted_gated_matches_float64(rows: int, tiles: Tiles
     assert (got.shape, got.dtype) == ((rows, out), BF16)
     assert error(got, x, weight) < 4e-3  # one rounding to eight bits
     assert error(got, x, jnp.roll(weight, out, axis=0)) > 0.5
-    assert error(got, x.at[rows - 1].set(0), weight) > 0.1, "control: its last row counts"
+    assert error(got, x.at[rows - 1].set(0), weight) > 0.1, "control: last row zero"
 
 
-def test_choose_tiles_float8_keeps_scales_in_shared_memory_where_stages_remain() -> None:
+def test_choose_tiles_of_float8_keeps_scales_in_shared_memory_with_at_least_4_stages() -> None:
     kept = {rows: choose_tiles(rows, 4096, 14336, FP8, 132, halves=2) for rows in (5, 40, 160, 264, 320)}
     assert [tiles.scale_tiles for tiles in kept.values() if tiles] == [1, 1, 1, 2, 2]
     assert [tiles.stages for tiles in kept.values() if tiles] == [6, 6, 4, 4, 4]
@@ -100,7 +102,7 @@ def test_choose_tiles_float8_keeps_scales_in_shared_memory_where_stages_remain()
     for rows in (40, 320):
         tiles = choose_tiles(rows, 4096, 14336, BF16, 132, halves=2)
         assert tiles and tiles.scale_tiles == 0
-    wide = [choose_tiles(rows, 8192, 28672, FP8, 132, halves=2) for rows in (312, 320)]  # four tiles a program
+    wide = [choose_tiles(rows, 8192, 28672, FP8, 132, halves=2) for rows in (312, 320)]  # four tiles per CTA
     assert [(tiles.scale_tiles, tiles.stages) for tiles in wide if tiles] == [(4, 4), (4, 4)]
 
 
@@ -116,19 +118,21 @@ def test_choose_tiles_float8_keeps_scales_in_shared_memory_where_stages_remain()
         (160, 12288, 96),
         (96, 28736, None),
         (192, 14336, 112),
-        (200, 14336, 56),  # four warpgroups have registers for 88 columns at most
+        (200, 14336, 56),  # with four warpgroups, registers suffice for 88 columns at most
         (320, 14336, 56),
         (64, 12288, 96),
         (64, 8192, 64),
         (64, 28672, 112),  # 256 tiles
         (5, 14336, 112),
-        (36, 14336, None),  # no multiple of 8
-        (328, 14336, None),  # more than five warpgroups
-        (64, 18944, None),  # 296 tiles of 64 take as long as 396
+        (36, 14336, None),  # not a multiple of 8 rows
+        (328, 14336, None),  # would need more than five warpgroups
+        (64, 18944, None),  # 296 tiles of 64 columns would take as long as 396
         (64, 14340, None),
     ],
 )
-def test_choose_tiles_width_leaves_few_multiprocessors_idle(rows: int, out: int, columns: int | None) -> None:
+def test_choose_tiles_chooses_a_width_that_leaves_few_multiprocessors_idle(
+    rows: int, out: int, columns: int | None
+) -> None:
     tiles = choose_tiles(rows, 4096, out, BF16, 132, halves=2)
     assert (tiles and tiles.columns) == columns
     if tiles:
@@ -138,7 +142,7 @@ def test_choose_tiles_width_leaves_few_multiprocessors_idle(rows: int, out: int,
 
 
 @pytest.mark.parametrize(("inner", "dtype"), [(4096, F32), (4000, BF16)], ids=str)
-def test_choose_tiles_unsupported_inner_size_or_dtype_returns_none(inner: int, dtype: Any) -> None:
+def test_choose_tiles_of_unsupported_inner_size_or_dtype_returns_none(inner: int, dtype: Any) -> None:
     assert choose_tiles(64, inner, 14336, dtype, 132) is None
 
 
@@ -147,20 +151,20 @@ def test_choose_tiles_unsupported_inner_size_or_dtype_returns_none(inner: int, d
     ("rows", "columns", "programs"),
     [pytest.param(40, 96, 3, marks=pytest.mark.long), pytest.param(64, 96, 8, marks=pytest.mark.matrix), (8, 48, 16)],
 )
-def test_hopper_kernel_interpreted_parts_add_up_to_product(rows: int, columns: int, programs: int) -> None:
+def test_hopper_kernel_interpreted_sums_two_parts_to_the_product(rows: int, columns: int, programs: int) -> None:
     x, weight = problem(rows, 192, 512)
     tiles = Tiles(groups=1, columns=columns, inner=64, stages=3, store=16, programs=programs, parts=2)
     right = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     got, wrong = (np.asarray(interpreted(*pair, tiles=tiles, dtype=F32)) for pair in ((x, weight), (x[::-1], weight)))
     assert np.abs(got - right).max() < 1e-5
-    assert np.abs(wrong - right).max() > 0.5, "control: each row is its own"
+    assert np.abs(wrong - right).max() > 0.5, "control: rows reversed"
     half = np.asarray(interpreted(x[:, :256], weight[:, :256], tiles=tiles, dtype=F32))
-    assert np.abs(half - right).max() > 0.5, "control: both parts count"
+    assert np.abs(half - right).max() > 0.5, "control: half of k"
 
 
 @pytest.mark.once
 @mosaic
-def test_hopper_kernel_interpreted_parts_are_scaled() -> None:
+def test_hopper_kernel_interpreted_applies_scales_to_the_sum_of_two_parts() -> None:
     x, weight = problem(40, 192, 1024)
     rows, quantized = quantize_rows(x), quantize(weight, "fp8_dynamic")
     right = exact(QuantizedActivation(*rows, BF16)) @ exact(quantized).T
@@ -205,7 +209,7 @@ def test_hopper_kernel_interpreted_parts_are_scaled() -> None:
         (48, Tiles(groups=2, columns=128, inner=128, stages=2, store=16, programs=2, halves=2, transposed=48)),
     ],
 )
-def test_hopper_kernel_interpreted_gated_float8_is_scaled(many: int, tiles: Tiles) -> None:
+def test_hopper_kernel_interpreted_with_gate_and_up_of_fp8_applies_scales(many: int, tiles: Tiles) -> None:
     out = 256 if tiles.transposed else 4 * tiles.columns if tiles.stores_in_x else 192
     x, weight = problem(many, out, 640)
     rows, quantized = QuantizedActivation(*quantize_rows(x), BF16), quantize(weight, "fp8_dynamic")
@@ -246,7 +250,7 @@ def test_gated_matmul_compiled_for_h200_is_one_launch_without_spills(
 
 
 @mosaic
-def test_tiles_for_unsupported_dtypes_returns_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_for_returns_tiles_only_for_supported_dtypes_and_enough_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 132)
     out, inner = 132 * 48, 128
     bf16, int8, fp8 = (jnp.zeros((2 * out, inner), dtype) for dtype in (BF16, jnp.int8, FP8))
@@ -258,18 +262,18 @@ def test_tiles_for_unsupported_dtypes_returns_none(monkeypatch: pytest.MonkeyPat
         "fp8_dynamic": Quantized(fp8, scale, dynamic=True),
     }
     rows = {dtype: jnp.zeros((320, inner), dtype) for dtype in (BF16, F16, F32)}
-    taken = {(str(dtype), name) for dtype in rows for name in weights if tiles_for(rows[dtype], weights[name])}
-    assert taken == {("bfloat16", "bf16"), ("bfloat16", "fp8_dynamic"), ("float16", "fp8_dynamic")}
-    rounded = QuantizedActivation(jnp.zeros((320, inner), FP8), jnp.ones(320, F32), F32)
-    assert tiles_for(dataclasses.replace(rounded, dtype=BF16), weights["fp8_dynamic"])
+    supported = {(str(dtype), name) for dtype in rows for name in weights if tiles_for(rows[dtype], weights[name])}
+    assert supported == {("bfloat16", "bf16"), ("bfloat16", "fp8_dynamic"), ("float16", "fp8_dynamic")}
+    x8 = QuantizedActivation(jnp.zeros((320, inner), FP8), jnp.ones(320, F32), F32)
+    assert tiles_for(dataclasses.replace(x8, dtype=BF16), weights["fp8_dynamic"])
     few = {dtype: jnp.zeros((24, inner), dtype) for dtype in (BF16, FP8)}
-    assert not tiles_for(few[BF16], weights["bf16"]), "XLA's is as fast"
+    assert not tiles_for(few[BF16], weights["bf16"]), "XLA is as fast"
     assert tiles_for(QuantizedActivation(few[FP8], jnp.ones(24, F32), BF16), weights["fp8_dynamic"])
-    assert not tiles_for(rounded, weights["fp8_dynamic"])
+    assert not tiles_for(x8, weights["fp8_dynamic"])
 
 
 @mosaic
-def test_kernel_padding_reaches_the_next_supported_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_padding_fills_up_to_the_next_supported_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = jnp.zeros((2 * 6144, 1024), BF16)
     wanted = {
         (1, 60): 4,
@@ -282,27 +286,27 @@ def test_kernel_padding_reaches_the_next_supported_row_count(monkeypatch: pytest
         (1, 321): 0,
         (33, 1): 0,
     }
-    assert not any(kernel_padding(*shape, weight, BF16) for shape in wanted), "XLA's product takes any"
+    assert not any(kernel_padding(*shape, weight, BF16) for shape in wanted), "XLA needs no padding"
     monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 132)
     assert {shape: kernel_padding(*shape, weight, BF16) for shape in wanted} == wanted
     assert kernel_padding(1, 60, weight, F32) == 0
 
 
 @mosaic
-@pytest.mark.parametrize(("implementation", "is_ours"), [("auto", True), ("pallas", True), ("reference", False)])
+@pytest.mark.parametrize(("implementation", "runs_kernel"), [("auto", True), ("pallas", True), ("reference", False)])
 @pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
-def test_gated_matmul_implementation_selects_kernel_or_reference(
-    implementation: Any, is_ours: bool, dtype: Any
+def test_gated_matmul_compiled_for_h200_runs_the_kernel_unless_reference_is_chosen(
+    implementation: Any, runs_kernel: bool, dtype: Any
 ) -> None:
     x, weight = jax.ShapeDtypeStruct((64, 1024), BF16), jax.ShapeDtypeStruct((2 * 6144, 1024), dtype)
     if dtype == FP8:
         weight = Quantized(weight, jax.ShapeDtypeStruct((2 * 6144,), F32), dynamic=True)
     program = compile_for_h200(partial(gated_matmul, implementation=implementation), x, weight)
-    assert program.count("kCustomCall") == is_ours
+    assert program.count("kCustomCall") == runs_kernel
 
 
 @mosaic
-def test_gated_matmul_on_cpu_beside_hopper_gpu_runs_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_matmul_on_cpu_beside_a_hopper_gpu_matches_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 4)
     x, weight = problem(80, 192, 256)
     assert tiles_for(x, weight)
@@ -311,11 +315,11 @@ def test_gated_matmul_on_cpu_beside_hopper_gpu_runs_reference(monkeypatch: pytes
 
 
 @mosaic
-@pytest.mark.parametrize(("gpu", "is_ours"), [("A100", False), ("L40", False), ("H100", True), ("B200", False)])
-def test_gated_matmul_compiled_for_other_generations_is_xlas(gpu: str, is_ours: bool) -> None:
+@pytest.mark.parametrize(("gpu", "runs_kernel"), [("A100", False), ("L40", False), ("H100", True), ("B200", False)])
+def test_gated_matmul_runs_the_hopper_kernel_only_on_hopper_gpus(gpu: str, runs_kernel: bool) -> None:
     x, weight = jax.ShapeDtypeStruct((64, 1024), BF16), jax.ShapeDtypeStruct((2 * 6144, 1024), BF16)
     launches = compile_for(GPUS[gpu], lambda *arrays: gated_matmul(*arrays), x, weight).launches
-    assert ([launch.kind for launch in launches] == ["kCustomCall"]) == is_ours
+    assert ([launch.kind for launch in launches] == ["kCustomCall"]) == runs_kernel
 
 
 @pytest.mark.gpu
@@ -330,12 +334,12 @@ def test_gated_matmul_on_gpu_matches_float64(rows: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [5, 8, 32, 72, 160, 264, 320])
-def test_gated_matmul_on_gpu_float8_is_scaled(rows: int) -> None:
-    """The tensor core adds up products of float8 with some 14 bits."""
+def test_gated_matmul_on_gpu_of_fp8_applies_scales(rows: int) -> None:
+    """The tolerance is large because tensor cores add up products of float8 with some 14 bits."""
     x, weight = problem(rows, 14336, 4096)
     quantized = quantize(weight, "fp8_dynamic")
-    rounded = QuantizedActivation(*quantize_rows(x), BF16)
-    factors = exact(rounded), exact(quantized)
-    assert error(gated_matmul(rounded, quantized), *factors) < 2e-2
+    x8 = QuantizedActivation(*quantize_rows(x), BF16)
+    factors = exact(x8), exact(quantized)
+    assert error(gated_matmul(x8, quantized), *factors) < 2e-2
     assert error(gated_matmul(x, quantized), *factors) < 2e-2
-    assert error(gated_matmul(rounded, quantized), factors[0][::-1], factors[1]) > 0.5
+    assert error(gated_matmul(x8, quantized), factors[0][::-1], factors[1]) > 0.5

@@ -1,4 +1,4 @@
-"""`gather_rows` against numpy, with NaN wherever nothing may be read."""
+"""`gather_rows` against numpy, with NaN in every row that must not be read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pallas_kernels import gather_rows
 from tests.support.h200 import compile_for_h200
 
 EXISTS = np.array([True, False, True, True, False])
-ROWS = np.array([3, 1, 5, 0, 3, 7], np.int32)  # one that does not exist, two beyond the last
+ROWS = np.array([3, 1, 5, 0, 3, 7], np.int32)  # one slot without a sequence, two beyond the last slot
 
 
 def problem(width: int) -> dict[str, Any]:
@@ -48,14 +48,13 @@ def test_gather_rows_matches_numpy(width: int, implementation: str) -> None:
     check(width, implementation)
 
 
-def test_control_gather_rows_of_missing_row_differs() -> None:
-    """The negative control."""
+def test_control_gather_rows_as_if_every_slot_held_a_sequence_differs() -> None:
     arrays = problem(75)
     taken = gather_rows(arrays, ROWS, np.ones(5, bool), implementation="pallas")
     assert np.isnan(taken["one"][1]) and not np.array_equal(taken["words"], expected(arrays["words"]))
 
 
-def test_gather_rows_compiled_for_h200_is_one_kernel() -> None:
+def test_gather_rows_compiled_for_h200_is_one_launch_without_spills() -> None:
     shape = jax.ShapeDtypeStruct
     arrays = [shape((64,), jnp.float32), shape((64,), jnp.bool), shape((64, 2048), jnp.int32)]
     program = compile_for_h200(gather_rows, arrays, shape((8,), jnp.int32), shape((64,), jnp.bool), fail_on_spills=True)

@@ -1,4 +1,4 @@
-"""Every kernel compiled for each generation of GPU: it fits, and spills registers only where listed."""
+"""Every kernel, compiled for each generation of GPU, fits and spills registers only if it is listed in `SPILLS`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def pools(dim: int, dtype: Any) -> list[jax.ShapeDtypeStruct]:
 
 
 def attention(rows: int, dim: int, dtype: Any = BF16) -> Case:
-    """A plain step, a chain, or a tree of 60 nodes and its root."""
+    """Returns attention of a plain decoding step (1 row), a chain (5 rows), or a tree of 60 nodes and its root."""
     q, table = shape(1, rows, HEADS, dim), shape(1, 128, dtype=I32)
     bits = () if rows < 32 else (shape(1, rows, 2, dtype=jnp.uint32),)
 
@@ -61,7 +61,7 @@ def attention(rows: int, dim: int, dtype: Any = BF16) -> Case:
 
 
 def deterministic_attention(rows: int, depths: int = 0) -> Case:
-    """Deterministic attention of a chain, a chunk, or a tree with paths."""
+    """Returns deterministic attention of a chain, a prefill chunk, or (with `depths`) of a tree with paths."""
 
     def attend(*arrays: Any) -> Any:
         own = {"paths": arrays[5]} if depths else {}
@@ -123,7 +123,7 @@ def deterministic_product(rows: int, dtype: Any = BF16) -> Case:
 
 
 def xla_product(kind: str) -> Case:
-    """A product whose output is so wide that XLA takes it."""
+    """Returns a product whose output is so wide that XLA computes it."""
     weight = Quantized(shape(VOCAB, HIDDEN, dtype=FP8), shape(VOCAB, dtype=F32), dynamic=kind == "fp8_dynamic")
     return matmul, (shape(5, HIDDEN), weight)
 
@@ -242,7 +242,7 @@ def combinations() -> list[Any]:
 
 @pytest.mark.parametrize(("gpu", "name"), combinations())
 def test_kernel_compiled_for_gpu_spills_only_if_listed(gpu: str, name: str) -> None:
-    """A kernel that spills still fits; it fails only because the compiler is told to fail on spills."""
+    """A kernel that spills fits all the same: compilation fails only because the compiler is told to fail on spills."""
     function, arrays = {**CASES, **FLOAT8}[name]
     spills = pytest.raises(jax.errors.JaxRuntimeError, match="discarded due to register spilling")
     with spills if (gpu, name) in SPILLS else nullcontext():
@@ -250,7 +250,7 @@ def test_kernel_compiled_for_gpu_spills_only_if_listed(gpu: str, name: str) -> N
 
 
 @pytest.mark.parametrize("case", [attention(5, 128, FP8), rotation(128, FP8)], ids=["attention", "rotate"])
-def test_float8_kernel_compiled_for_a100_raises(case: Case) -> None:
+def test_kernel_of_float8_pools_compiled_for_a100_raises(case: Case) -> None:
     with pytest.raises(
         (NotImplementedError, jax.errors.JaxRuntimeError), match=r"float8_e4m3fn|requires .target sm_89"
     ):
@@ -258,8 +258,8 @@ def test_float8_kernel_compiled_for_a100_raises(case: Case) -> None:
 
 
 @pytest.mark.parametrize(("gpu", "fits"), [("A100", True), ("L40", False), ("H100", True)])
-def test_control_kernel_of_144_kib_compiles_only_where_it_fits(gpu: str, fits: bool) -> None:
-    """Three tiles of 48 KiB in flight: within 163 KiB and 227 KiB, beyond the 99 KiB of capability 8.9."""
+def test_control_kernel_of_144_kib_shared_memory_does_not_compile_for_l40(gpu: str, fits: bool) -> None:
+    """Three tiles of 48 KiB in flight fit into 163 KiB and 227 KiB, but not into the 99 KiB of capability 8.9."""
     rows, inner = 128, 64
 
     def kernel(x_ref: Any, y_ref: Any, out_ref: Any) -> None:
@@ -282,7 +282,7 @@ def test_control_kernel_of_144_kib_compiles_only_where_it_fits(gpu: str, fits: b
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-def test_gpu_description_holds_its_own_figures(gpu: str) -> None:
+def test_gpu_description_has_the_figures_of_that_gpu_and_none_of_the_h200(gpu: str) -> None:
     device, text = GPUS[gpu], GPUS[gpu].description()
     assert f"shared_memory_per_block_optin: {device.block_shared_kib * 1024}\n" in text
     assert f"  core_count: {device.multiprocessors}\n" in text

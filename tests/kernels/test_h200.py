@@ -1,4 +1,4 @@
-"""The kernels compiled for an H200: they spill nothing, copy no pool and launch as little as stated."""
+"""Attention kernels compiled for an H200 spill no registers, copy no pool and need only the stated launches."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ WIDE = pytest.param(jnp.float32, marks=pytest.mark.matrix, id="float32")
 
 
 def more(*cases):
-    """Similar cases, not run by default."""
+    """Marks further cases of the same kind, which the default run leaves out."""
     return [pytest.param(*case, marks=pytest.mark.matrix) for case in cases]
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.bfloat16, id="bfloat16"), WIDE])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("queries", [1, 5, 60])
-def test_attention_split_is_two_kernels_without_spills(queries, dim, dtype):
+def test_paged_attention_of_split_contexts_is_two_kernels_without_spills_or_copies(queries, dim, dtype):
     program = compile_attention(queries=queries, dim=dim, dtype=dtype)
     assert [launch.name for launch in program.launches] == ["paged_attention", "paged_attention_merge"]
     assert not program.copies()
@@ -62,15 +62,15 @@ def test_attention_split_is_two_kernels_without_spills(queries, dim, dtype):
 
 
 @pytest.mark.parametrize(("queries", "dim"), [(1, 128), (5, 256), (60, 128), (60, 256)])
-def test_attention_float8_pools_is_two_kernels_without_copies(queries, dim):
+def test_paged_attention_of_float8_pools_is_two_kernels_without_copies(queries, dim):
     program = compile_attention(queries=queries, dim=dim, pool_dtype=jnp.float8_e4m3fn)
     assert len(program.launches) == 2
     assert not program.copies()
 
 
 @pytest.mark.parametrize(("queries", "causal"), [(1, True), (2048, True), (60, False), *more((5, True), (10, False))])
-def test_attention_window_compiles_without_copies(queries, causal):
-    """A draft's root, its pending rows, a prompt's chunk, the levels of a tree."""
+def test_paged_attention_with_window_makes_no_copies(queries, causal):
+    """The queries of a draft: its root, its pending rows, a chunk of the prompt, the levels of a tree."""
     program = compile_attention(queries=queries, causal=causal, context=16384, start=1, window=2048)
     assert len(program.launches) == (1 if queries == 2048 else 2)
     assert not program.copies()
@@ -79,7 +79,7 @@ def test_attention_window_compiles_without_copies(queries, causal):
 @pytest.mark.parametrize(
     ("page", "start"), [(1, 0), (16, 1), (64, 0), (128, 1), *more((1, 1), (16, 0), (64, 1), (128, 0))]
 )
-def test_attention_every_page_size_is_two_kernels(page, start):
+def test_paged_attention_of_every_page_size_is_two_kernels(page, start):
     program = compile_attention(page=page, start=start)
     assert len(program.launches) == 2
 
@@ -96,14 +96,14 @@ def test_attention_every_page_size_is_two_kernels(page, start):
     ],
     ids=["batch", "trees", "long trees", "chunk", "prefill", "prefills"],
 )
-def test_attention_many_programs_is_one_kernel(sizes):
+def test_paged_attention_of_enough_queries_to_fill_the_gpu_is_one_kernel(sizes):
     program = compile_attention(**sizes)
     assert [launch.name for launch in program.launches] == ["paged_attention"]
     assert program.temp_bytes < 1024
 
 
-def test_attention_long_context_temporary_memory_is_bounded():
-    """60 nodes at 128k rows: 1 GB of partial results if every 128 rows were a split."""
+def test_paged_attention_of_long_context_uses_at_most_16_mib_of_temporary_memory():
+    """60 nodes at 128k rows would need 1 GB for partial results if every 128 rows were a split."""
     program = compile_attention(queries=60, context=131072)
     assert 1 << 22 < program.temp_bytes <= 1 << 24
 
@@ -121,7 +121,7 @@ def assert_in_place(program: H200Program, pool_bytes: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 60, 2048])
-def test_append_is_one_kernel_in_place(tokens):
+def test_append_is_one_kernel_that_writes_pools_in_place(tokens):
     k_pool, v_pool, pool_bytes = pools()
     new = shape((2, tokens, KV_HEADS, 128))
     arrays = (new, new, shape((2, 512), jnp.int32), shape((2,), jnp.int32), shape((2, tokens), jnp.bool))
@@ -140,7 +140,7 @@ def test_control_append_without_donation_copies_pools():
     assert len(program.copies(pool_bytes // 2)) == 2
 
 
-def test_control_spilling_kernel_raises():
+def test_control_kernel_that_spills_registers_raises():
     """The kernel needs more registers than one warp has."""
 
     def kernel(x_ref, out_ref):
@@ -154,7 +154,7 @@ def test_control_spilling_kernel_raises():
 
 
 @pytest.mark.parametrize("rows", [2, 9, 64])
-def test_move_rows_is_one_kernel_in_place(rows):
+def test_move_rows_is_one_kernel_that_writes_pools_in_place(rows):
     k_pool, v_pool, pool_bytes = pools()
     arrays = (shape((2, 512), jnp.int32), *[shape((2, rows), jnp.int32)] * 2, shape((2, rows), jnp.bool))
     program = compile_for_h200(
@@ -163,8 +163,8 @@ def test_move_rows_is_one_kernel_in_place(rows):
     assert_in_place(program, pool_bytes, "move_rows")
 
 
-def test_three_layers_are_one_graph_with_few_kernels():
-    """Append, attend and move on three layers' pools, the tree mask built once from the parents."""
+def test_append_attend_and_move_of_three_layers_are_one_graph_without_copies():
+    """Each layer appends, attends and moves rows in its own pools; the tree mask is built once from the parents."""
     k_pool, v_pool, pool_bytes = pools()
     layers, nodes = 3, 60
 
@@ -195,4 +195,4 @@ def test_three_layers_are_one_graph_with_few_kernels():
     for name in ("append_rows", "paged_attention_merge", "move_rows"):
         assert program.count(name) == layers
     bits_and_glue = len(program.launches) - 4 * layers
-    assert bits_and_glue <= 6 + 3 * layers  # a slice of K and of V and an addition a layer
+    assert bits_and_glue <= 6 + 3 * layers  # per layer: a slice of K, one of V, and an addition

@@ -1,4 +1,4 @@
-"""Appending and moving rows of a paged cache, against loops over numpy."""
+"""`append` and `move_rows` of a paged cache against loops over rows in numpy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CASES = [
 
 
 def make_cache(case: Case, generator: np.random.Generator):
-    """Two pools of random values and the page table of three sequences, which does not contain page 0."""
+    """Returns random pools of K and V, a page table of three sequences without page 0, and its rows per sequence."""
     columns = -(-ROWS // case.page)
     shape = (3 * columns + 1, case.kv_heads, case.page, case.dim)
     pools = [jnp.asarray(generator.standard_normal(shape), case.dtype) for _ in range(2)]
@@ -51,7 +51,7 @@ def make_cache(case: Case, generator: np.random.Generator):
 
 
 def expect_rows(pool, page_table: np.ndarray, targets: np.ndarray, values: np.ndarray, valid: np.ndarray):
-    """Writes values[b, t] to row targets[b, t], one by one."""
+    """Returns the pool after writing values[b, t] to row targets[b, t] of sequence b, one by one, where valid."""
     pool = np.array(pool)
     rows = page_table.shape[1] * pool.shape[2]
     for b, t in np.ndindex(targets.shape):
@@ -71,7 +71,7 @@ def read_rows(pool, page_table: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def assert_same_but_null(pool, expected: np.ndarray) -> None:
-    """Bit for bit, except in the null page."""
+    """Asserts that all pages but the null page have the expected bits."""
     pool = np.asarray(pool)
     np.testing.assert_array_equal(pool[1:].view(np.uint8), expected[1:].view(np.uint8))
 
@@ -79,7 +79,7 @@ def assert_same_but_null(pool, expected: np.ndarray) -> None:
 def check_append(case: Case, implementation: str) -> None:
     generator = np.random.default_rng(0)
     k_pool, v_pool, page_table, rows = make_cache(case, generator)
-    first_row = np.array([0, 31, rows - 2], np.int32)  # the last one runs over the table's end
+    first_row = np.array([0, 31, rows - 2], np.int32)  # the last sequence's rows go past the table's end
     valid = generator.random((3, case.tokens)) < 0.7
     k, v = generator.standard_normal((2, 3, case.tokens, case.kv_heads, case.dim)).astype(np.float32)
     out = append(k_pool, v_pool, *map(jnp.asarray, (k, v, page_table, first_row, valid)), implementation=implementation)
@@ -91,17 +91,17 @@ def check_append(case: Case, implementation: str) -> None:
 
 
 def check_move(case: Case, implementation: str, pairs: int = 1) -> None:
-    """An accepted path: sources increasing, targets the rows from 7 on, so that the two overlap.
+    """Moves the rows of an accepted path to rows from 7 on; the rows to read and the rows to write overlap.
 
     Args:
-        pairs: of layers.
+        pairs: number of pairs of layers.
     """
     generator = np.random.default_rng(1)
     k_pool, v_pool, page_table, rows = make_cache(case, generator)
     steps = generator.integers(1, 3, (3, case.tokens))
     sources = (6 + np.cumsum(steps, axis=1)).astype(np.int32)
     targets = np.broadcast_to(7 + np.arange(case.tokens, dtype=np.int32), sources.shape).copy()
-    sources[1], targets[1] = targets[1].copy(), sources[1].copy()  # and upwards
+    sources[1], targets[1] = targets[1].copy(), sources[1].copy()  # one sequence moves rows upwards
     targets[2, -1], valid = rows, generator.random(sources.shape) < 0.8
     arguments = map(jnp.asarray, (page_table, sources, targets, valid))
     pools = [k_pool, v_pool] * pairs, [v_pool, k_pool] * pairs
@@ -120,12 +120,12 @@ def test_append_writes_only_valid_rows(case, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", cover.thinned(CASES, every=6, name=str))
-def test_move_rows_overlapping_ranges_reads_before_writing(case, implementation):
+def test_move_rows_of_overlapping_ranges_reads_all_rows_before_writing(case, implementation):
     check_move(case, implementation)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_move_rows_more_layers_than_one_kernel_moves_all(implementation):
+def test_move_rows_of_more_layers_than_one_kernel_supports_moves_all_layers(implementation):
     check_move(Case(), implementation, pairs=LAYERS // 2 + 1)
 
 
@@ -136,8 +136,8 @@ def test_append_and_move_rows_on_gpu_match_numpy(case):
     check_move(case, "pallas", pairs=LAYERS // 2 + 1)
 
 
-def test_control_moving_row_by_row_differs():
-    """Overlapping ranges make the order matter, so a write that comes too early is detected."""
+def test_control_moving_overlapping_rows_one_by_one_differs():
+    """With overlapping ranges the order matters, so the tests above detect a write that comes too early."""
     case = Case()
     k_pool, _, page_table, _ = make_cache(case, np.random.default_rng(1))
     sources, targets = np.array([[0, 1, 2]] * 3), np.array([[1, 2, 3]] * 3)
@@ -152,7 +152,7 @@ def test_control_moving_row_by_row_differs():
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_append_and_move_rows_nothing_valid_change_no_page(implementation):
+def test_append_and_move_rows_without_valid_rows_change_no_page(implementation):
     k_pool, v_pool, page_table, _ = make_cache(Case(), np.random.default_rng(2))
     rows, none = jnp.zeros((3, 4), jnp.int32), jnp.zeros((3, 4), bool)
     new = jnp.full((3, 4, 2, 16), jnp.nan)
@@ -164,7 +164,7 @@ def test_append_and_move_rows_nothing_valid_change_no_page(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_append_float8_pool_clips_large_values(implementation):
+def test_append_to_float8_pool_clips_large_values(implementation):
     pool = jnp.zeros((2, 1, 4, 16), "float8_e4m3fn")
     values = jnp.tile(jnp.asarray([1e6, -1e6, 449.0, 1.0]), 4)[None, None, None]
     k_pool, _ = append(
@@ -175,7 +175,7 @@ def test_append_float8_pool_clips_large_values(implementation):
 
 
 @pytest.mark.parametrize("operation", [append, move_rows], ids=lambda operation: operation.__name__)
-def test_append_and_move_rows_donated_pools_are_written_in_place(operation):
+def test_append_and_move_rows_write_donated_pools_in_place(operation):
     k_pool, v_pool, page_table, _ = make_cache(Case(), np.random.default_rng(3))
     new, rows, valid = jnp.ones((3, 4, 2, 16)), jnp.ones((3, 4), jnp.int32), jnp.ones((3, 4), bool)
     before = [pool.unsafe_buffer_pointer() for pool in (k_pool, v_pool)]

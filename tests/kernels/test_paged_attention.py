@@ -1,4 +1,4 @@
-"""paged_attention against the numpy oracle: reference, kernel interpreted on the CPU, kernel on a GPU."""
+"""`paged_attention` against the numpy oracle: the reference, the kernel interpreted on a CPU, the kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from pallas_kernels import paged_attention
 from pallas_kernels.attention import merge
 from tests.kernels.problems import FACTORS, ROWS, Case, full_product, make_problem, pairwise_cover
-from tests.kernels.test_quantize_rows import off
+from tests.kernels.test_quantize_rows import half_step_error
 from tests.support import cover
 
 COVER = pairwise_cover()
@@ -42,7 +42,7 @@ WINDOWS = [
     Case(window=ROWS, tree="random"),
     Case(window=33, tree="random", dtype="bfloat16", pool="float8_e4m3fn"),
 ]
-ROUNDED = [  # three splits of a context
+QUANTIZED_OUTPUT = [  # contexts have three splits
     Case(dtype="bfloat16", dim=64),
     Case(dtype="float32", tree="causal", start=1, queries=17, group=1, dim=16),
     Case(dtype="bfloat16", group=3, dim=80, lengths="zero"),
@@ -67,31 +67,31 @@ def test_paged_attention_matches_float64(case, implementation):
 
 @pytest.mark.parametrize("case", cover.thinned(FP8, every=3, name=str))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_paged_attention_float8_pools_match_float64(case, implementation):
+def test_paged_attention_of_float8_pools_matches_float64(case, implementation):
     check(case, implementation)
 
 
 @pytest.mark.parametrize("case", cover.thinned(BETWEEN, every=3, name=str, is_halved=True))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_paged_attention_head_dim_between_powers_of_two_matches_float64(case, implementation):
+def test_paged_attention_of_head_dim_between_powers_of_two_matches_float64(case, implementation):
     check(case, implementation)
 
 
 @pytest.mark.parametrize("case", cover.thinned(WINDOWS, every=5, name=str, is_halved=True))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_paged_attention_window_hides_older_rows(case, implementation):
-    """Hidden rows are NaN."""
+    """Rows outside the window hold NaN."""
     check(case, implementation)
 
 
-def check_rounded(case: Case, implementation: str) -> None:
-    """Half a step of float8 is 2**-4 of a value, or 2**-10 of the scale; the scale is from the largest value."""
+def check_quantized_output(case: Case, implementation: str) -> None:
+    """Asserts that quantised attention is within half a float8 step: 2**-4 of a value, or 2**-10 of the row's scale."""
     problem = PROBLEMS(case)
-    rounded = paged_attention(
+    quantized = paged_attention(
         *problem.arrays, start=case.start, window=case.window, quantize_output=True, implementation=implementation
     )
-    values, scale = (np.asarray(array, np.float64) for array in (rounded.values, rounded.scale))
-    assert rounded.values.dtype == jnp.float8_e4m3fn and rounded.dtype == problem.q.dtype
+    values, scale = (np.asarray(array, np.float64) for array in (quantized.values, quantized.scale))
+    assert quantized.values.dtype == jnp.float8_e4m3fn and quantized.dtype == problem.q.dtype
     wanted = problem.expected.reshape(values.shape)
     largest = np.abs(wanted).max(-1)
     assert (np.abs(scale * 448 - largest) <= problem.tolerance)[problem.real].all()
@@ -101,36 +101,38 @@ def check_rounded(case: Case, implementation: str) -> None:
     assert (np.abs(values[problem.real & (largest > 0)]).max(-1) == 448).all()
 
 
-@pytest.mark.parametrize("case", cover.thinned(ROUNDED, every=4, name=str))
+@pytest.mark.parametrize("case", cover.thinned(QUANTIZED_OUTPUT, every=4, name=str))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_paged_attention_quantize_output_matches_float64(case, implementation):
-    check_rounded(case, implementation)
+    check_quantized_output(case, implementation)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ROUNDED, ids=str)
+@pytest.mark.parametrize("case", QUANTIZED_OUTPUT, ids=str)
 def test_paged_attention_quantize_output_on_gpu_matches_float64(case):
-    check_rounded(case, "pallas")
+    check_quantized_output(case, "pallas")
 
 
 @pytest.mark.parametrize("implementation", ["reference", pytest.param("pallas", marks=pytest.mark.once)])
-def test_paged_attention_large_scores_do_not_overflow(implementation):
-    """Scores of several hundred in base 2: every split and both merges subtract the maximum."""
+def test_paged_attention_of_large_scores_does_not_overflow(implementation):
+    """Base-2 scores reach several hundred: every split and both merge kernels must subtract the maximum."""
     problem = make_problem(Case(), scale=30.0)
     attend = functools.partial(paged_attention, *problem.arrays, scale=30.0, implementation=implementation)
     out, row = attend(), attend(quantize_output=True)
     assert problem.error(out) <= 100 * problem.tolerance
     real = problem.real
-    assert off(row.values[real], row.scale[real], np.asarray(out, np.float64).reshape(row.shape)[real]) < 1.1
+    assert (
+        half_step_error(row.values[real], row.scale[real], np.asarray(out, np.float64).reshape(row.shape)[real]) < 1.1
+    )
 
 
 @pytest.mark.gpu
-def test_paged_attention_unchanged_maximum_does_not_fade_sums():
-    """The first row has the largest score through 1024 tiles, chosen so that rounding it times log2(e) loses most.
+def test_paged_attention_on_gpu_with_unchanged_maximum_keeps_the_running_sums():
+    """The first row has the largest score of all 1024 tiles; score * log2(e) has the largest rounding error of any.
 
-    If each tile faded the sums by 2**(that loss), the result would be off by 7e-4.
+    If each tile scaled the running sums by 2**error, the result would be wrong by 7e-4.
     """
-    sequences, rows, dim = 264, 65536, 16  # so many sequences that none is split; they share their pages
+    sequences, rows, dim = 264, 65536, 16  # so many sequences that contexts are not split; all have the same pages
     tops = np.arange(65, 88, 0.125)
     factor = np.float64(np.float32(np.log2(np.e)))
     top = tops[np.argmax(np.abs(tops * factor - (tops * factor).astype(np.float32)))]
@@ -149,28 +151,28 @@ def test_paged_attention_unchanged_maximum_does_not_fade_sums():
 
 @pytest.fixture
 def patch(monkeypatch):
-    """A monkeypatch with jax's caches cleared before and after."""
+    """Yields a monkeypatch; jax's caches are cleared before and after the test."""
     jax.clear_caches()
     yield monkeypatch
     jax.clear_caches()
 
 
 @pytest.mark.once
-def test_paged_attention_quantize_output_with_many_splits_matches_float64(patch):
+def test_paged_attention_quantize_output_in_a_separate_kernel_matches_float64(patch):
     patch.setattr(sys.modules[paged_attention.__module__], "MERGED", 2)
-    check_rounded(ROUNDED[0], "pallas")
+    check_quantized_output(QUANTIZED_OUTPUT[0], "pallas")
 
 
 @pytest.mark.once
-def test_control_heads_quantised_separately_fail(patch):
-    case, real = ROUNDED[0], merge.scaled_rows
+def test_control_attention_heads_quantised_separately_fail(patch):
+    case, real = QUANTIZED_OUTPUT[0], merge.scaled_rows
 
     def by_heads(out, dtype, dims):
         return real(out, dtype)[0], real(out, dtype, dims=dims)[1]
 
     patch.setattr(merge, "scaled_rows", by_heads)
     with pytest.raises(AssertionError):
-        check_rounded(case, "pallas")
+        check_quantized_output(case, "pallas")
 
 
 @pytest.mark.matrix
@@ -179,8 +181,8 @@ def test_control_heads_quantised_separately_fail(patch):
 @pytest.mark.parametrize("page", FACTORS["page"])
 @pytest.mark.parametrize("queries", FACTORS["queries"])
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_paged_attention_every_combination_matches_float64(implementation, queries, page, dtype, group):
-    """All combinations; with JAX_PLATFORMS=cuda the compiled kernel runs."""
+def test_paged_attention_of_every_combination_matches_float64(implementation, queries, page, dtype, group):
+    """With JAX_PLATFORMS=cuda the compiled kernel runs, else the interpreted one."""
     for case in full_product(queries=queries, page=page, dtype=dtype, group=group, dim=16, lengths="ragged"):
         check(case, implementation)
     jax.clear_caches()  # a process may hold 65530 memory maps, and a compiled CPU program holds dozens
@@ -193,14 +195,14 @@ def test_paged_attention_on_gpu_matches_float64(case):
 
 
 @pytest.mark.gpu
-def test_paged_attention_auto_on_gpu_is_the_kernel():
+def test_paged_attention_auto_on_gpu_runs_the_kernel():
     problem = make_problem(Case())
     text = jax.jit(paged_attention).lower(*problem.arrays).as_text()
     assert "triton" in text
 
 
 @pytest.mark.gpu
-def test_paged_attention_pool_beyond_2_31_elements_reads_the_right_page():
+def test_paged_attention_on_gpu_of_pool_beyond_2_31_elements_reads_the_right_page():
     page, kv_heads, dim, pages = 16, 8, 128, 2**18 + 3
     pool = jax.jit(lambda: jnp.full((pages, kv_heads, page, dim), jnp.nan, jnp.bfloat16))()
     keys = jax.random.normal(jax.random.key(0), (2, page, kv_heads, dim), jnp.bfloat16)
@@ -214,8 +216,8 @@ def test_paged_attention_pool_beyond_2_31_elements_reads_the_right_page():
 
 
 @pytest.mark.once
-def test_paged_attention_rows_beyond_page_table_are_hidden():
-    """Three of six new rows have no page; the last queries see the same rows as the third."""
+def test_paged_attention_hides_rows_beyond_the_page_table():
+    """Three of six new rows have no page, so the last three queries see the same rows as the third query."""
     rng = np.random.default_rng(0)
     k, v = (jnp.asarray(rng.normal(size=(4, 1, 10, 16)), jnp.float32) for _ in range(2))
     q = jnp.asarray(rng.normal(size=(1, 6, 1, 16)), jnp.float32)
@@ -234,7 +236,7 @@ def test_paged_attention_scale_is_applied(implementation):
 
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_paged_attention_query_without_rows_returns_zeros(implementation):
+def test_paged_attention_of_query_that_sees_no_row_returns_zeros(implementation):
     problem = make_problem(Case(lengths="zero", tree="chain"))
     q, k_pool, _, page_table, lengths, bits = problem.arrays
     nan = jnp.full_like(k_pool, jnp.nan)
@@ -245,8 +247,8 @@ def test_paged_attention_query_without_rows_returns_zeros(implementation):
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("queries", [17, 60])
-def test_paged_attention_last_tree_level_sees_rows_of_earlier_levels(queries, implementation):
-    """Fewer queries than new rows: the bits name rows that other calls have written."""
+def test_paged_attention_of_the_last_tree_level_sees_rows_of_earlier_levels(queries, implementation):
+    """There are fewer queries than new rows: bits are also set for rows that earlier calls wrote."""
     problem = make_problem(Case(queries=queries, tree="random"))
     q, k_pool, v_pool, page_table, lengths, bits = problem.arrays
     last = slice(queries - 5, None)
@@ -262,7 +264,7 @@ def test_paged_attention_last_tree_level_sees_rows_of_earlier_levels(queries, im
 
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_paged_attention_page_size_20_matches_float64(implementation):
+def test_paged_attention_of_page_size_20_matches_float64(implementation):
     """The page size need not be a power of two."""
     check(Case(page=20), implementation)
 
@@ -270,17 +272,17 @@ def test_paged_attention_page_size_20_matches_float64(implementation):
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_paged_attention_bits_do_not_depend_on_page_size(implementation):
-    """Splits and tiles are divided by rows, not by pages."""
+    """Contexts are divided into splits and tiles by rows, not by pages."""
     outs = []
     for page in FACTORS["page"]:
-        problem = make_problem(Case(lengths="full", page=page))  # the same numbers, elsewhere
+        problem = make_problem(Case(lengths="full", page=page))  # the same values, at other places
         outs.append(np.asarray(paged_attention(*problem.arrays, implementation=implementation)))
     np.testing.assert_array_equal(outs[0], outs[1])
     np.testing.assert_array_equal(outs[0], outs[2])
 
 
 def test_paged_attention_kernel_bits_do_not_depend_on_table_width_or_other_sequences():
-    """As long as the number of splits is the same; it changes from four sequences of an 8B model."""
+    """This holds while the number of splits is the same; for an 8B model that changes from four sequences on."""
     problem = make_problem(Case())
     q, k_pool, v_pool, page_table, lengths, bits = problem.arrays
     out = paged_attention(*problem.arrays, implementation="pallas")
@@ -291,15 +293,15 @@ def test_paged_attention_kernel_bits_do_not_depend_on_table_width_or_other_seque
 
 
 @pytest.mark.parametrize("tree", ["causal", "random"])
-def test_reference_window_gathers_only_its_pages(tree):
-    """Its cost does not grow with the context: no array has as many rows as the page table can address."""
+def test_paged_attention_reference_with_window_gathers_only_pages_of_the_window(tree):
+    """The cost does not grow with the context: no array has as many rows as the page table can address."""
     problem = make_problem(Case(tree=tree, page=16))
     run = functools.partial(paged_attention, implementation="reference")
     sizes = {w: str(jax.make_jaxpr(functools.partial(run, window=w))(*problem.arrays)) for w in (20, None)}
     assert f",{ROWS}" in sizes[None] and f",{ROWS}" not in sizes[20] and ",48" in sizes[20]
 
 
-def test_paged_attention_invalid_window_or_scale_raises():
+def test_paged_attention_of_invalid_window_or_scale_raises():
     with pytest.raises(ValueError, match="window must be None or at least 1, got 0"):
         paged_attention(*make_problem(Case()).arrays, window=0)
     for scale in (-1.0, 0.0, 1e-40, np.nan, np.inf):
@@ -316,7 +318,7 @@ def test_paged_attention_invalid_window_or_scale_raises():
         ({"dtype": "float8_e5m2"}, "dtype must be"),
     ],
 )
-def test_paged_attention_unsupported_shape_raises_and_auto_runs_reference(changed, message):
+def test_paged_attention_of_unsupported_shape_raises_with_pallas_and_runs_the_reference_with_auto(changed, message):
     sizes = {"dim": 16, "page": 16, "queries": 2, "dtype": "float32"} | changed
     q = jnp.zeros((1, sizes["queries"], 2, sizes["dim"]))
     pool = jnp.zeros((4, 1, sizes["page"], sizes["dim"]), sizes["dtype"])
@@ -336,7 +338,7 @@ def test_paged_attention_unsupported_shape_raises_and_auto_runs_reference(change
         ("bits", np.zeros((1, 2, 2), np.uint32), r"bits must be \(1, 2, 1\)"),
     ],
 )
-def test_paged_attention_mismatched_arrays_raise(name, bad, message):
+def test_paged_attention_of_mismatched_arrays_raises(name, bad, message):
     pool = jnp.zeros((4, 2, 16, 16))
     arrays = {"q": jnp.zeros((1, 2, 2, 16)), "k_pool": pool, "v_pool": pool}
     arrays |= {"page_table": jnp.array([[1, 2, 3]]), "lengths": jnp.array([4])}
@@ -345,7 +347,7 @@ def test_paged_attention_mismatched_arrays_raise(name, bad, message):
         paged_attention(**(arrays | {name: bad}))
 
 
-def test_paged_attention_unknown_implementation_raises():
+def test_paged_attention_of_unknown_implementation_raises():
     problem = make_problem(Case(queries=1))
     with pytest.raises(ValueError, match="implementation must be"):
         paged_attention(*problem.arrays, implementation="triton")

@@ -1,4 +1,4 @@
-"""`quantize_rows` against ml_dtypes in float64, and what a GPU launches for it."""
+"""`quantize_rows` against rounding in float64, and its launches on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.h200 import compile_for_h200
 
 
 def rows(inner: int, dtype: str) -> jax.Array:
-    """Rows that differ in size by up to a million; the last is zero."""
+    """Returns rows [2, 3, inner] whose magnitudes differ by up to a factor of a million; the last row is zero."""
     rng = np.random.default_rng(inner)
     x = rng.normal(size=(2, 3, inner)) * 10.0 ** rng.uniform(-3, 3, (2, 3, 1))
     x[1, 2] = 0
@@ -21,7 +21,7 @@ def rows(inner: int, dtype: str) -> jax.Array:
 
 
 def expected(x: jax.Array, is_gated: bool) -> np.ndarray:
-    """The values to quantise, in float64 except for one rounding to x's dtype."""
+    """Returns the values to quantise, computed in float64; gated values are rounded once to x's dtype."""
     wide = np.asarray(x, np.float64)
     if not is_gated:
         return wide
@@ -29,8 +29,8 @@ def expected(x: jax.Array, is_gated: bool) -> np.ndarray:
     return np.asarray(jnp.asarray(gate / (1 + np.exp(-gate)) * up, x.dtype), np.float64)
 
 
-def off(values: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, wanted: np.ndarray) -> float:
-    """Largest error in units of half a float8 step at that value."""
+def half_step_error(values: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, wanted: np.ndarray) -> float:
+    """Returns the largest error of quantised rows, in units of half the distance between neighbouring float8 values."""
     scale = np.asarray(scale, np.float64)[..., None]
     got, exact = np.asarray(values, np.float64), wanted / scale
     step = 2.0 ** np.maximum(np.floor(np.log2(np.maximum(np.abs(exact), 2.0**-6))) - 3, -9)
@@ -41,30 +41,30 @@ def off(values: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, wanted: np.nd
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("inner", [64, 200])
-def test_quantize_rows_rounds_to_nearest_at_each_rows_scale(
+def test_quantize_rows_rounds_to_the_nearest_float8_with_a_scale_per_row(
     inner: int, is_gated: bool, dtype: str, implementation: str
 ) -> None:
     x = rows(inner, dtype)
     wanted = expected(x, is_gated)
     values, scale = quantize_rows(x, is_gated=is_gated, implementation=implementation)
     assert values.dtype == jnp.float8_e4m3fn and values.shape == wanted.shape
-    loose = 2**-7 if is_gated and dtype == "bfloat16" else 2**-20  # the gate's own rounding may go the other way
+    loose = 2**-7 if is_gated and dtype == "bfloat16" else 2**-20  # the gated value may be rounded the other way
     np.testing.assert_allclose(scale, np.abs(wanted).max(-1) / 448, rtol=loose, atol=1e-37)
-    # Halfway cases and the gate's rounding: a little more than half a step.
-    assert off(values, scale, wanted) < 1.01 + 32 * loose
+    # A little more than half a step, for halfway cases and for the rounding of gated values.
+    assert half_step_error(values, scale, wanted) < 1.01 + 32 * loose
     assert not np.asarray(values, np.float32)[1, 2].any(), "a row of zeros stays one"
 
 
-def test_control_one_scale_for_all_rows_exceeds_tolerance() -> None:
-    """Small rows would be rounded in the steps of large rows."""
+def test_control_quantize_with_one_scale_for_all_rows_exceeds_tolerance() -> None:
+    """With a common scale, rows of small values have large relative errors."""
     x = rows(64, "float32")
     wanted = expected(x, is_gated=False)
     common, own = np.abs(wanted).max() / 448, np.maximum(np.abs(wanted).max(-1), 1e-37) / 448
     values = (wanted / common).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    assert off(values * common / own[..., None], own, wanted) > 2
+    assert half_step_error(values * common / own[..., None], own, wanted) > 2
 
 
-def test_quantize_rows_too_wide_raises() -> None:
+def test_quantize_rows_of_too_wide_rows_raises() -> None:
     with pytest.raises(NotImplementedError, match="32768 columns, got 40000"):
         quantize_rows(jnp.zeros((1, 40000)), implementation="pallas")
 
@@ -83,4 +83,4 @@ def test_quantize_rows_compiled_for_h200_is_one_launch_without_spills(inner: int
 def test_quantize_rows_on_gpu_matches_float64(is_gated: bool) -> None:
     x = rows(28672, "bfloat16")
     values, scale = quantize_rows(x, is_gated=is_gated, implementation="pallas")
-    assert off(values, scale, expected(x, is_gated)) < 1.3
+    assert half_step_error(values, scale, expected(x, is_gated)) < 1.3

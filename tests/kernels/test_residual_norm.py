@@ -1,4 +1,4 @@
-"""`add_rms_norm` against float64, and the kernel against the reference bit for bit."""
+"""`add_rms_norm` against float64; on a GPU, the kernel against the reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels import add_rms_norm
 from pallas_kernels.layers.quantized import Scaled
-from tests.kernels.test_quantize_rows import off
+from tests.kernels.test_quantize_rows import half_step_error
 
 EPS = 1e-5
 
@@ -25,7 +25,7 @@ def inputs(hidden: int, dtype: str, parts: int = 1) -> tuple[jnp.ndarray, jnp.nd
 
 
 def added(x: jnp.ndarray, delta: jnp.ndarray) -> jnp.ndarray:
-    """The parts' sum, and then the total, are rounded to the model's dtype."""
+    """Returns x + the sum of the partial sums; that sum, and then the result, are quantized to the model's dtype."""
     return x + jnp.asarray(np.asarray(delta, np.float64).sum(0), x.dtype)
 
 
@@ -40,10 +40,10 @@ def oracle(x: jnp.ndarray, delta: jnp.ndarray, weight: jnp.ndarray, eps: float =
 def test_add_rms_norm_matches_float64(hidden: int, parts: int, dtype: str, implementation: str) -> None:
     x, delta, weight = inputs(hidden, dtype, parts)
     total, normed = add_rms_norm(x, delta, weight, eps=EPS, implementation=implementation)
-    unit = 2**-8 if dtype == "bfloat16" else 2**-20  # a float32 sum of parts may round the other way
+    unit = 2**-8 if dtype == "bfloat16" else 2**-20  # a float32 sum of the partial sums may round the other way
     wanted = np.asarray(added(x, delta), np.float32)
     np.testing.assert_allclose(np.asarray(total, np.float32), wanted, rtol=unit * (parts > 1), atol=unit * (parts > 1))
-    # Three roundings: the sum's, which a compiler may leave out, the quotient's and the product's.
+    # Three roundings: of the sum, which a compiler may leave out, of the quotient, and of the product.
     tolerance = 3 * unit
     np.testing.assert_allclose(
         np.asarray(normed, np.float64), oracle(x, delta, weight), rtol=tolerance, atol=tolerance * (parts > 1) + 1e-6
@@ -51,9 +51,9 @@ def test_add_rms_norm_matches_float64(hidden: int, parts: int, dtype: str, imple
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_add_rms_norm_bfloat16_parts_are_summed_in_float32(implementation: str) -> None:
+def test_add_rms_norm_adds_up_bfloat16_partial_sums_in_float32(implementation: str) -> None:
     x, delta, weight = inputs(96, "bfloat16", 8)
-    delta = delta.astype(x.dtype)  # a float32 sum of so few of them is exact
+    delta = delta.astype(x.dtype)  # a float32 sum of so few values is exact
     total, _ = add_rms_norm(x, delta, weight, eps=EPS, implementation=implementation)
     np.testing.assert_array_equal(np.asarray(total, np.float32), np.asarray(added(x, delta), np.float32))
     first, *others = delta
@@ -62,20 +62,22 @@ def test_add_rms_norm_bfloat16_parts_are_summed_in_float32(implementation: str) 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize(("hidden", "parts"), [(96, 1), (4096, 4)])
-def test_add_rms_norm_quantize_output_matches_quantised_norm(hidden: int, parts: int, implementation: str) -> None:
+def test_add_rms_norm_quantize_output_quantises_the_same_norm(hidden: int, parts: int, implementation: str) -> None:
     x, delta, weight = inputs(hidden, "bfloat16", parts)
-    total, rounded = add_rms_norm(x, delta, weight, eps=EPS, quantize_output=True, implementation=implementation)
+    total, quantized = add_rms_norm(x, delta, weight, eps=EPS, quantize_output=True, implementation=implementation)
     wanted, normed = add_rms_norm(x, delta, weight, eps=EPS, implementation=implementation)
     np.testing.assert_array_equal(np.asarray(total, np.float32), np.asarray(wanted, np.float32))
     # A compiler may leave out the rounding to bfloat16 in between: a little more than half a step of float8.
-    assert off(rounded.values, rounded.scale, np.asarray(normed, np.float64)) < 1.3
-    assert off(rounded.values, rounded.scale, np.asarray(normed, np.float64) + 0.25) > 2, "another norm must show"
+    assert half_step_error(quantized.values, quantized.scale, np.asarray(normed, np.float64)) < 1.3
+    assert half_step_error(quantized.values, quantized.scale, np.asarray(normed, np.float64) + 0.25) > 2, (
+        "control: another norm"
+    )
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("quantize_output", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_add_rms_norm_several_weights_match_separate_norms(
+def test_add_rms_norm_of_several_weights_matches_separate_norms(
     quantize_output: bool, deterministic: bool, implementation: str
 ) -> None:
     x, delta, weight = inputs(96, "float32", 2)
@@ -84,8 +86,8 @@ def test_add_rms_norm_several_weights_match_separate_norms(
     np.testing.assert_allclose(total, added(x, delta), rtol=1e-6, atol=1e-6)
     own, other = oracle(x, delta, weight[::-1]), oracle(x, delta, weight)
     if quantize_output:
-        assert off(second.values, second.scale, own) < 1.1
-        assert off(second.values, second.scale, other) > 2, "control"
+        assert half_step_error(second.values, second.scale, own) < 1.1
+        assert half_step_error(second.values, second.scale, other) > 2, "control"
     else:
         np.testing.assert_allclose(second, own, rtol=1e-5, atol=1e-5)
         assert np.abs(np.asarray(second) - other).max() > 0.1, "control"
@@ -95,21 +97,19 @@ def test_add_rms_norm_several_weights_match_separate_norms(
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_add_rms_norm_scaled_parts_are_scaled(parts: int, implementation: str) -> None:
+def test_add_rms_norm_of_scaled_delta_applies_row_and_column_scales(parts: int, implementation: str) -> None:
     x, delta, weight = inputs(96, "float32", parts)
     row_scale = jnp.arange(1, 1 + x[..., 0].size, dtype=jnp.float32).reshape(x.shape[:-1]) / 8
     scale = jnp.arange(96, dtype=jnp.float32) / 64
-    waiting = Scaled(delta, row_scale, scale)
+    scaled = Scaled(delta, row_scale, scale)
     call = partial(add_rms_norm, eps=EPS, implementation=implementation)
-    for got, wanted in zip(
-        call(x, waiting, weight), call(x, delta * row_scale[..., None] * scale, weight), strict=True
-    ):
+    for got, wanted in zip(call(x, scaled, weight), call(x, delta * row_scale[..., None] * scale, weight), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
-    rounded = call(x, waiting, weight, quantize_output=True)[1]
-    assert off(rounded.values, rounded.scale, np.asarray(call(x, waiting, weight)[1], np.float64)) < 1.3
+    quantized = call(x, scaled, weight, quantize_output=True)[1]
+    assert half_step_error(quantized.values, quantized.scale, np.asarray(call(x, scaled, weight)[1], np.float64)) < 1.3
     for changed in ({"scale": scale[::-1]}, {"row_scale": row_scale[:, ::-1]}):
-        wrong = dataclasses.replace(waiting, **changed)
-        assert np.abs(np.asarray(call(x, wrong, weight)[0] - call(x, waiting, weight)[0])).max() > 0.1
+        wrong = dataclasses.replace(scaled, **changed)
+        assert np.abs(np.asarray(call(x, wrong, weight)[0] - call(x, scaled, weight)[0])).max() > 0.1
 
 
 def test_control_add_rms_norm_without_eps_differs() -> None:
@@ -118,7 +118,7 @@ def test_control_add_rms_norm_without_eps_differs() -> None:
     assert np.abs(np.asarray(normed) - oracle(x * 1e-3, delta * 1e-3, weight, 0.0)).max() > 0.1
 
 
-def test_add_rms_norm_too_wide_raises() -> None:
+def test_add_rms_norm_of_too_wide_rows_raises() -> None:
     x = jnp.zeros((1, 20000))
     with pytest.raises(NotImplementedError, match="16384 columns"):
         add_rms_norm(x, x[None], jnp.zeros(20000), eps=EPS, implementation="pallas")

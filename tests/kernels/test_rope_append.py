@@ -1,4 +1,4 @@
-"""`rotate_append` against complex multiplication in float64 and against a loop over rows."""
+"""`rotate_append` against rotation by complex numbers in float64 and a loop that writes row by row."""
 
 from __future__ import annotations
 
@@ -44,22 +44,23 @@ def problem(shape: tuple[int, int, int, int], dtype: str, parts: int = 1, pool: 
 
 
 def oracle(p: dict[str, Any], heads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the expected queries [B, T, heads, D] and pools, in float64."""
     k_pool, v_pool = (np.asarray(p[name], np.float64).copy() for name in ("k_pool", "v_pool"))
     _, kv_heads, page, dim = k_pool.shape
     rounded = jnp.asarray(np.asarray(p["qkv"], np.float64).sum(0), p["dtype"])
     batch, tokens = p["valid"].shape
     parts = np.asarray(rounded, np.float64).reshape(batch, tokens, -1, dim)
     angles = np.asarray(p["positions"])[..., None] * np.asarray(p["inv_freq"], np.float64)
-    turned = (parts[..., : dim // 2] + 1j * parts[..., dim // 2 :]) * np.exp(1j * angles)[:, :, None]
-    turned = np.concatenate([turned.real, turned.imag], axis=-1)
+    rotated = (parts[..., : dim // 2] + 1j * parts[..., dim // 2 :]) * np.exp(1j * angles)[:, :, None]
+    rotated = np.concatenate([rotated.real, rotated.imag], axis=-1)
     for b in range(batch):
         for t in range(tokens):
             if p["valid"][b, t]:
                 row = int(p["first_row"][b]) + t
                 target = int(p["page_table"][b, row // page])
-                k_pool[target, :, row % page] = turned[b, t, heads : heads + kv_heads]
+                k_pool[target, :, row % page] = rotated[b, t, heads : heads + kv_heads]
                 v_pool[target, :, row % page] = parts[b, t, heads + kv_heads :]
-    return turned[:, :, :heads], k_pool, v_pool
+    return rotated[:, :, :heads], k_pool, v_pool
 
 
 def check(
@@ -67,10 +68,10 @@ def check(
 ) -> None:
     p, heads = problem(shape, dtype, parts, pool), shape[0]
     got = rotate_append(**p, heads=heads, implementation=implementation)
-    # Angles reach 120 rad in float32 (2**-18 of a turn); bfloat16 rounds the result once more.
+    # Angles reach 120 rad in float32 (errors of 2**-18 of a full circle); bfloat16 rounds the result once more.
     tolerance = 2**-7 if dtype == "bfloat16" else 1e-4
     for one, wanted in zip(got, oracle(p, heads), strict=True):
-        if one.dtype == "float8_e4m3fn":  # three bits of mantissa, steps of 2**-9 below 2**-6
+        if one.dtype == "float8_e4m3fn":  # three bits of mantissa; below 2**-6 values are 2**-9 apart
             tolerance = 2**-4
         np.testing.assert_allclose(np.asarray(one, np.float64), wanted, rtol=tolerance, atol=tolerance)
 
@@ -86,15 +87,15 @@ def test_rotate_append_queries_and_pools_match_float64(
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rotate_append_parts_are_summed(dtype: str, implementation: str) -> None:
+def test_rotate_append_of_four_partial_sums_matches_float64(dtype: str, implementation: str) -> None:
     check(SHAPES[1], dtype, implementation, parts=4)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_rotate_append_bfloat16_parts_are_summed_in_float32(implementation: str) -> None:
+def test_rotate_append_adds_up_bfloat16_partial_sums_in_float32(implementation: str) -> None:
     p, heads = problem(SHAPES[1], "bfloat16", 4), SHAPES[1][0]
     p = p | {"qkv": p["qkv"].astype(p["dtype"]), "valid": jnp.ones_like(p["valid"])}
-    *_, values = rotate_append(**p, heads=heads, implementation=implementation)  # which are not rotated
+    *_, values = rotate_append(**p, heads=heads, implementation=implementation)  # the V pool: values are not rotated
     first, *others = p["qkv"]
     *_, wanted = oracle(p, heads)
     np.testing.assert_array_equal(np.asarray(values, np.float64), wanted)
@@ -103,37 +104,37 @@ def test_rotate_append_bfloat16_parts_are_summed_in_float32(implementation: str)
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_rotate_append_scaled_projection_is_scaled(parts: int, implementation: str) -> None:
+def test_rotate_append_of_scaled_projection_applies_row_and_column_scales(parts: int, implementation: str) -> None:
     p, heads = problem(SHAPES[1], "float32", parts), SHAPES[1][0]
     row_scale = jnp.arange(1, 1 + BATCH * TOKENS, dtype=jnp.float32).reshape(BATCH, TOKENS) / 8
     scale = jnp.arange(p["qkv"].shape[-1], dtype=jnp.float32) / 64
-    waiting = Scaled(p["qkv"], row_scale, scale)
+    scaled = Scaled(p["qkv"], row_scale, scale)
 
     def errors(qkv: Scaled) -> list[float]:
         got = rotate_append(**(p | {"qkv": qkv}), heads=heads, implementation=implementation)
         wanted = oracle(p | {"qkv": p["qkv"] * row_scale[..., None] * scale}, heads)
         return [np.abs(np.asarray(a, np.float64) - b).max() for a, b in zip(got, wanted, strict=True)]
 
-    assert max(errors(waiting)) < 1e-3
-    assert min(errors(dataclasses.replace(waiting, scale=scale[::-1]))) > 0.1
-    assert min(errors(dataclasses.replace(waiting, row_scale=row_scale[::-1]))) > 0.1
+    assert max(errors(scaled)) < 1e-3
+    assert min(errors(dataclasses.replace(scaled, scale=scale[::-1]))) > 0.1
+    assert min(errors(dataclasses.replace(scaled, row_scale=row_scale[::-1]))) > 0.1
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rotate_append_float8_pools_match_float64(dtype: str, implementation: str) -> None:
+def test_rotate_append_to_float8_pools_matches_float64(dtype: str, implementation: str) -> None:
     check(SHAPES[2], dtype, implementation, pool="float8_e4m3fn")
 
 
 @pytest.mark.parametrize("fault", ["positions", "first_row", "valid"])
-def test_control_rotate_append_changed_argument_exceeds_tolerance(fault: str) -> None:
+def test_control_rotate_append_of_changed_argument_exceeds_tolerance(fault: str) -> None:
     p = problem(SHAPES[0], "float32")
     wrong = p | {fault: ~p[fault] if fault == "valid" else p[fault] + 1}
     got, wanted = rotate_append(**wrong, heads=8), oracle(p, 8)
     assert max(np.abs(np.asarray(a, np.float64) - b).max() for a, b in zip(got, wanted, strict=True)) > 0.1
 
 
-def test_rotate_append_wrong_width_raises() -> None:
+def test_rotate_append_of_wrong_projection_width_raises() -> None:
     p = problem(SHAPES[0], "float32")
     with pytest.raises(ValueError, match="qkv must be 192 wide, got 176"):
         rotate_append(**(p | {"qkv": p["qkv"][..., :176]}), heads=8)

@@ -1,4 +1,4 @@
-"""`sample_tokens` against JAX's own noise, added and searched in numpy among the tokens that sorting keeps."""
+"""`sample_tokens` against numpy: noise of `jax.random.gumbel`, maximised over the tokens that sorting keeps."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ CASES = [
     (1.3, 1, 1.0, 0.0),
     (0.7, 4000, 0.99, 0.0),
 ]
-EACH = 6  # rows of a case
+EACH = 6  # rows per case
 ROWS = EACH * len(CASES)
 PURPOSE = 3
-LARGE = 20000  # of more tokens than a program holds
+LARGE = 20000  # vocabulary of more tokens than a Pallas program holds
 Problem = tuple[np.ndarray, ...]
 draw = partial(sample_tokens, purpose=PURPOSE)
 
 
 def problem(vocab: int = 3000, scale: float = 3.0) -> Problem:
-    """Logits, seeds, first positions, offsets and controls; rows of a group share all but logits and offset."""
+    """Returns logits, seeds, first positions, offsets and controls; rows of a group share all but logits and offset."""
     rng = np.random.default_rng(vocab)
     logits = rng.normal(0, scale, (1, ROWS, vocab)).astype(np.float32)
     seed = rng.integers(0, 2**32, (len(CASES), 2), dtype=np.uint32)
@@ -52,14 +52,18 @@ def problem(vocab: int = 3000, scale: float = 3.0) -> Problem:
 
 
 def mapped(vocab: int = 3000, scale: float = 3.0) -> Problem:
-    """With ids: a draft vocabulary, random tokens of a larger vocabulary."""
+    """Returns a problem with token ids: columns are random tokens of a larger vocabulary, as in draft vocabularies."""
     return *problem(vocab, scale), np.random.default_rng(1).permutation(4 * vocab)[:vocab].astype(np.int32)
 
 
 def expected(
     logits: np.ndarray, seed: np.ndarray, first: np.ndarray, offsets: np.ndarray, *controls: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Each row's token, and its margin in a slightly larger nucleus; 0 if it is not in a slightly smaller one."""
+    """Returns the expected token of each row, and a margin within which rounding could not change this token.
+
+    The margin is the distance of its score from the next one in a slightly larger nucleus; it is 0 for a token that a
+    slightly smaller nucleus leaves out.
+    """
     tokens, margins = [], []
     *controls, ids = controls if len(controls) == 5 else (*controls, np.arange(logits.shape[2]))
     each = len(logits[0]) // len(controls[0])
@@ -90,42 +94,43 @@ def check(rows: Problem, implementation: str) -> None:
 @pytest.mark.parametrize("vocab", cover.thinned([3000, 4096, 7], every=3, name=str, is_halved=True))
 @pytest.mark.parametrize("make", [problem, mapped])
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_sample_tokens_matches_jax_random(make: Callable[[int], Problem], vocab: int, implementation: str) -> None:
+def test_sample_tokens_matches_noise_of_jax_random(
+    make: Callable[[int], Problem], vocab: int, implementation: str
+) -> None:
     check(make(vocab), implementation)
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("scale", [0.3, 6.0])
-def test_sample_tokens_large_vocabulary_matches_jax_random(scale: float) -> None:
+def test_sample_tokens_of_large_vocabulary_matches_noise_of_jax_random(scale: float) -> None:
     check(mapped(LARGE, scale), "pallas")
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_sample_tokens_ids_select_the_noise(implementation: str) -> None:
+def test_sample_tokens_without_ids_uses_other_noise(implementation: str) -> None:
     rows = mapped()
     tokens, _ = expected(*rows)
     differs = np.asarray(draw(*rows[:-1], implementation=implementation)) != tokens
-    assert differs[EACH:].any() and not differs[:EACH].any(), "control: noise of its own"
+    assert differs[EACH:].any() and not differs[:EACH].any(), "greedy rows have no noise"
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_sample_tokens_rows_of_a_group_share_controls(implementation: str) -> None:
+def test_sample_tokens_of_groups_equals_repeating_the_controls_per_row(implementation: str) -> None:
     rows = problem()
     own = [*rows[:3], rows[3], *rows[4:]]
     for place in (1, 2, *range(4, 8)):
         own[place] = np.repeat(rows[place], EACH, axis=0)
     found = np.asarray(draw(*rows, implementation=implementation))
     np.testing.assert_array_equal(found, draw(*own, implementation=implementation))
-    dealt_out = *own[:4], *(np.tile(control, EACH) for control in rows[4:])
-    assert (found != draw(*dealt_out, implementation=implementation)).any(), "control"
+    interleaved = *own[:4], *(np.tile(control, EACH) for control in rows[4:])
+    assert (found != draw(*interleaved, implementation=implementation)).any(), "control"
     with pytest.raises(ValueError, match="as many groups each, equal ones of 48 rows"):
         draw(rows[0], rows[1][:7], rows[2][:7], rows[3], *(control[:7] for control in rows[4:]))
 
 
 @pytest.mark.parametrize("part", range(1, 8))
-def test_control_sample_tokens_changed_argument_changes_tokens(part: int) -> None:
-    """Each argument affects the tokens."""
+def test_control_sample_tokens_of_changed_argument_samples_other_tokens(part: int) -> None:
     rows = list(problem())
     tokens, margins = expected(*rows)
     others = (
@@ -143,7 +148,7 @@ def test_control_sample_tokens_changed_argument_changes_tokens(part: int) -> Non
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_sample_tokens_scaled_logits_match_scaling_first(implementation: str) -> None:
+def test_sample_tokens_of_scaled_logits_equals_scaling_them_before(implementation: str) -> None:
     logits, *others = mapped()
     rng = np.random.default_rng(5)
     row_scale, scale = rng.uniform(0.5, 2, ROWS).astype(np.float32), rng.uniform(0.5, 2, 3000).astype(np.float32)
@@ -157,7 +162,7 @@ def test_sample_tokens_scaled_logits_match_scaling_first(implementation: str) ->
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("temperature", [0.0, 1e-3])
-def test_sample_tokens_equal_scores_take_the_first_token(implementation: str, temperature: float) -> None:
+def test_sample_tokens_of_equal_scores_takes_the_first_token(implementation: str, temperature: float) -> None:
     logits = np.zeros((1, 1, 9000), np.float32)
     logits[..., [5, 4101]] = 1
     controls = [jnp.full(1, temperature), jnp.zeros(1, jnp.int32), jnp.ones(1), jnp.zeros(1)]
@@ -171,8 +176,8 @@ def test_sample_tokens_equal_scores_take_the_first_token(implementation: str, te
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("kept", [0, 3])
-def test_sample_tokens_infinite_logits_are_never_drawn(kept: int, implementation: str) -> None:
-    """Fewer tokens are left than top-k; if none is left, the first token is taken, as by argmax."""
+def test_sample_tokens_never_samples_logits_of_minus_infinity(kept: int, implementation: str) -> None:
+    """Fewer tokens than top-k are finite; if none is finite, the first token is returned, as by argmax."""
     rows = list(problem())
     left = np.array([7, 1999, 2500][:kept], int)
     rows[0] = np.where(np.isin(np.arange(3000), left), rows[0], -np.inf).astype(np.float32)
@@ -184,7 +189,7 @@ def test_sample_tokens_infinite_logits_are_never_drawn(kept: int, implementation
 @pytest.mark.parametrize(
     ("has_ids", "is_scaled"), [(False, False), pytest.param(True, False, marks=pytest.mark.matrix), (True, True)]
 )
-def test_sample_tokens_compiled_for_h200_is_two_kernels_and_stores_no_noise(has_ids: bool, is_scaled: bool) -> None:
+def test_sample_tokens_compiled_for_h200_is_two_kernels_that_store_no_noise(has_ids: bool, is_scaled: bool) -> None:
     rows, vocab, shape = 160, 128256, jax.ShapeDtypeStruct
     controls = [shape((rows,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32, jnp.float32)]
     product = shape((1, rows, vocab), jnp.float32)
@@ -200,7 +205,7 @@ def test_sample_tokens_compiled_for_h200_is_two_kernels_and_stores_no_noise(has_
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", [problem, mapped])
 @pytest.mark.parametrize(("vocab", "scale"), [(7, 3.0), (3000, 3.0), (LARGE, 0.3), (128256, 1.0), (128256, 3.0)])
-def test_sample_tokens_on_gpu_matches_jax_random(
+def test_sample_tokens_on_gpu_matches_noise_of_jax_random(
     make: Callable[[int, float], Problem], vocab: int, scale: float
 ) -> None:
     rows = make(vocab, scale)

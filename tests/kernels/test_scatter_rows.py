@@ -12,11 +12,11 @@ import pytest
 from pallas_kernels import scatter_rows
 from tests.support.h200 import compile_for_h200
 
-ROWS = np.array([3, 5, 0, 7, 5, 4], np.int32)  # three beyond the last, two of them alike
+ROWS = np.array([3, 5, 0, 7, 5, 4], np.int32)  # three beyond the last slot, two of them equal
 
 
 def problem(width: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays and new rows; one array gets only the first of its two entries per row."""
+    """Returns arrays and new rows for them; in one array only the first of a row's two entries is replaced."""
     rng = np.random.default_rng(width)
 
     def numbers(*shape: int) -> dict[str, Any]:
@@ -52,8 +52,7 @@ def test_scatter_rows_matches_numpy(width: int, implementation: str) -> None:
     check(width, implementation)
 
 
-def test_control_scatter_rows_to_other_rows_differs() -> None:
-    """The negative control."""
+def test_control_scatter_rows_in_reversed_order_differs() -> None:
     arrays, new = problem(75)
     put = scatter_rows(arrays, ROWS[::-1].copy(), new, implementation="pallas")
     assert not np.array_equal(put["one"], expected(arrays["one"], new["one"]))
@@ -62,17 +61,17 @@ def test_control_scatter_rows_to_other_rows_differs() -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((5, 4), "float32"), ((4, 2), "float32"), ((5, 2), "int32"), ((5,), "float32")]
 )
-def test_scatter_rows_wrong_shape_or_dtype_raises(shape: tuple[int, ...], dtype: str) -> None:
+def test_scatter_rows_of_wrong_shape_or_dtype_raises(shape: tuple[int, ...], dtype: str) -> None:
     with pytest.raises(ValueError, match=r"expected \(5, 3\) float32, or fewer in the second dimension, got"):
         scatter_rows([jnp.zeros((6, 3))], jnp.arange(5), [jnp.zeros(shape, dtype)])
 
 
-def test_scatter_rows_other_tree_raises() -> None:
+def test_scatter_rows_of_another_tree_structure_raises() -> None:
     with pytest.raises(ValueError, match="expected a tree"):
         scatter_rows({"a": jnp.zeros((6, 3))}, jnp.arange(5), {"b": jnp.zeros((5, 3))})
 
 
-def test_scatter_rows_compiled_for_h200_is_one_kernel_without_copies() -> None:
+def test_scatter_rows_compiled_for_h200_is_one_launch() -> None:
     def shapes(rows: int) -> list[jax.ShapeDtypeStruct]:
         sizes: Any = [((), jnp.int32), ((), jnp.bool), ((5, 4096), jnp.bfloat16)]
         return [jax.ShapeDtypeStruct((rows, *own), dtype) for own, dtype in sizes]

@@ -1,4 +1,4 @@
-"""`split_matmul` against float64."""
+"""`split_matmul` against float64: its partial sums, their number, and its launches on an H200."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.h200 import compile_for_h200
 
 BF16, FP8 = jnp.dtype("bfloat16"), jnp.dtype("float8_e4m3fn")
 
-mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels of this kind are taken from jax 0.11 on")
+mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernel needs jax 0.11")
 
 
 def problem(rows: int, out: int, inner: int, dtype: str) -> tuple[jax.Array, jax.Array]:
@@ -29,24 +29,25 @@ def problem(rows: int, out: int, inner: int, dtype: str) -> tuple[jax.Array, jax
 
 
 def error(parts: jax.Array, x: jax.Array, weight: jax.Array) -> float:
+    """Returns the largest difference between the added-up partial sums and x @ weight.T in float64."""
     wanted = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     return float(np.abs(np.asarray(reduce_partials(parts, jnp.float32), np.float64) - wanted).max())
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize(("rows", "out", "parts"), [(1, 1024, 4), (5, 2048, 4), (60, 1024, 4), (64, 6144, 2)])
-def test_split_matmul_parts_add_up_to_product(rows: int, out: int, parts: int, implementation: str) -> None:
+def test_split_matmul_partial_sums_add_up_to_the_product(rows: int, out: int, parts: int, implementation: str) -> None:
     x, weight = problem(rows, out, 2048, "bfloat16")
     got = split_matmul(x, weight, implementation=implementation)
     assert got.shape == (parts, 1, rows, out)
     assert got.dtype == jnp.float32
     assert error(got, x, weight) < 1e-5  # float32 sums of 2048 products of exact bfloat16 factors
-    assert error(got[1:], x, weight) > 0.1, "a part that is left out must show"
+    assert error(got[1:], x, weight) > 0.1, "control: without the first partial sum"
 
 
 @pytest.mark.parametrize(("inner", "parts"), [(2048, 2), (4096, 4), (8192, 8)])
-def test_split_matmul_many_rows_bfloat16_parts_stay_within_rounding(inner: int, parts: int) -> None:
-    """The rounding errors of all parts together are as large as one rounding of the sum."""
+def test_split_matmul_of_many_rows_in_bfloat16_errs_like_one_rounding_of_the_sum(inner: int, parts: int) -> None:
+    """The rounding errors of all partial sums together are as large as those of rounding the sum once."""
     x, weight = problem(72, 1024, inner, "bfloat16")
     got = split_matmul(x, weight)
     assert (got.shape, got.dtype) == ((parts, 1, 72, 1024), BF16)
@@ -57,12 +58,12 @@ def test_split_matmul_many_rows_bfloat16_parts_stay_within_rounding(inner: int, 
 
     once = spread(jnp.asarray(exact, BF16))
     assert 0.5 * once < spread(reduce_partials(got, jnp.float32)) < 1.2 * once
-    assert spread(reduce_partials(got[1:], jnp.float32)) > 100 * once, "a part that is left out must show"
+    assert spread(reduce_partials(got[1:], jnp.float32)) > 100 * once, "control: without the first partial sum"
 
 
 @pytest.mark.parametrize("rows", [60, 72])
-def test_split_matmul_float16_parts_do_not_overflow(rows: int) -> None:
-    """Two parts of +-2**16 that cancel each other."""
+def test_split_matmul_of_float16_returns_partial_sums_beyond_float16(rows: int) -> None:
+    """The sums over both halves of k are +2**16 and -2**16: beyond float16, and they cancel each other."""
     sign = jnp.where(jnp.arange(2048) < 1024, 8, -8).astype(jnp.float16)
     x, weight = jnp.broadcast_to(sign, (1, rows, 2048)), jnp.full((1024, 2048), 8, jnp.float16)
     got = split_matmul(x, weight)
@@ -72,15 +73,15 @@ def test_split_matmul_float16_parts_do_not_overflow(rows: int) -> None:
 
 
 @pytest.mark.once
-def test_split_matmul_after_does_not_change_result() -> None:
+def test_split_matmul_after_an_array_returns_the_same_result() -> None:
     x, weight = problem(5, 1024, 2048, "bfloat16")
-    alone, behind = (split_matmul(x, weight, after=after, implementation="pallas") for after in (None, x[..., :8]))
-    np.testing.assert_array_equal(alone, behind)
+    without, awaited = (split_matmul(x, weight, after=after, implementation="pallas") for after in (None, x[..., :8]))
+    np.testing.assert_array_equal(without, awaited)
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_split_matmul_after_orders_launches(waits: bool) -> None:
-    """Graph edges follow data; without `after` both products may run side by side, as the control shows."""
+def test_split_matmul_after_an_array_makes_the_kernel_wait_for_it(waits: bool) -> None:
+    """With `after`, the array is an operand of the kernel; without it (control), both products may run side by side."""
 
     def both(x: jax.Array, weight: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = x @ head.T
@@ -100,28 +101,28 @@ def test_split_matmul_after_orders_launches(waits: bool) -> None:
         (60, 4096, 14336, BF16, 4),
         (60, 6144, 4096, BF16, 2),
         (5, 6144, 4096, BF16, 2),
-        (65, 4096, 4096, BF16, 4),  # by XLA, as the next ones
+        (65, 4096, 4096, BF16, 4),  # by XLA, like all products of more than 64 rows
         (80, 4096, 14336, BF16, 8),
         (80, 6144, 4096, BF16, 4),
         (96, 4096, 14336, BF16, 4),
         (96, 6144, 4096, BF16, 2),
         (136, 4096, 14336, BF16, 2),
-        (80, 4096, 14080, BF16, 4),  # no eight equal pieces of steps
+        (80, 4096, 14080, BF16, 4),  # 8 equal parts of k would not be multiples of 64 values
         (80, 10240, 8192, BF16, 2),
         (80, 8192, 28672, BF16, 4),
-        (80, 1024, 2048, BF16, 2),  # short
+        (80, 1024, 2048, BF16, 2),  # parts of k are short
         (512, 4096, 4096, BF16, 2),
-        (513, 4096, 4096, BF16, 1),  # enough tiles
+        (513, 4096, 4096, BF16, 1),  # enough output tiles
         (160, 6144, 4096, BF16, 2),
         (320, 6144, 4096, BF16, 1),
         (5, 4096, 11008, BF16, 4),
         (5, 28672, 4096, BF16, 1),  # enough columns
         (5, 4096, 4096, jnp.dtype("float32"), 1),
-        (5, 4096, 4100, BF16, 1),  # no equal pieces
-        (5, 64, 4096, BF16, 1),  # small
+        (5, 4096, 4100, BF16, 1),  # k has no equal parts
+        (5, 64, 4096, BF16, 1),  # small weight
     ],
 )
-def test_parts_of_splits_large_weights_with_few_rows(
+def test_parts_of_divides_k_for_large_weights_and_few_rows(
     rows: int, out: int, inner: int, dtype: jnp.dtype, parts: int
 ) -> None:
     assert parts_of(rows, out, inner, dtype) == parts
@@ -131,8 +132,8 @@ def test_parts_of_splits_large_weights_with_few_rows(
     ("rows", "out", "inner"),
     [(65, 4096, 4096), (72, 4096, 14336), (88, 6144, 4096), (96, 6144, 4096), (128, 4096, 14336), (136, 4096, 4096)],
 )
-def test_split_matmul_many_rows_xla_does_not_split_parts_again(rows: int, out: int, inner: int) -> None:
-    """XLA would add up in one more launch, as the control with fewer parts shows."""
+def test_split_matmul_of_many_rows_is_one_launch_by_xla(rows: int, out: int, inner: int) -> None:
+    """If XLA divided k again, it would need one more launch to add up, as the control with half as many parts shows."""
 
     def launches(multiply: Any, x: jax.Array, weight: jax.Array) -> int:
         return len(compile_for_h200(multiply, x, weight).launches)
@@ -147,7 +148,7 @@ def test_split_matmul_many_rows_xla_does_not_split_parts_again(rows: int, out: i
         assert launches(fewer, *arrays) == 2
 
 
-def test_split_matmul_unsplit_is_one_part_of_x_dtype() -> None:
+def test_split_matmul_of_small_weight_returns_one_partial_sum_in_x_dtype() -> None:
     x, weight = problem(5, 32, 64, "float32")
     got = split_matmul(x, weight)
     assert (got.shape, got.dtype) == ((1, 1, 5, 32), jnp.float32)
@@ -167,7 +168,7 @@ def test_split_matmul_compiled_for_h200_is_one_launch_without_spills(rows: int, 
 
 @mosaic
 @pytest.mark.parametrize(("rows", "hopper"), [(16, 0), (24, 1), (40, 1), (60, 0), (64, 1), (72, 0)])
-def test_split_matmul_float8_17_to_64_rows_is_the_hopper_kernel(
+def test_split_matmul_of_fp8_runs_the_hopper_kernel_for_multiples_of_8_from_17_to_64_rows(
     rows: int, hopper: int, compile_with_ptxas_output: Any
 ) -> None:
     shape = jax.ShapeDtypeStruct
@@ -176,12 +177,12 @@ def test_split_matmul_float8_17_to_64_rows_is_the_hopper_kernel(
     program, printed = compile_with_ptxas_output(split_matmul, x, weight)
     assert program.count("kCustomCall") == hopper
     assert re.findall(r"\b(\d+) bytes spill stores, (\d+) bytes spill loads", printed) == [("0", "0")] * hopper
-    assert sum(launch.kind != "kCopy" for launch in program.launches) == 1  # scales are handed on
+    assert sum(launch.kind != "kCopy" for launch in program.launches) == 1  # no launch of its own applies the scales
 
 
 @mosaic
 @pytest.mark.parametrize("implementation", ["reference", "pallas", "auto"])
-def test_split_matmul_on_cpu_beside_hopper_gpu_has_the_same_parts(
+def test_split_matmul_on_cpu_beside_a_hopper_gpu_returns_two_partial_sums(
     implementation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 132)
@@ -195,7 +196,7 @@ def test_split_matmul_on_cpu_beside_hopper_gpu_has_the_same_parts(
 @pytest.mark.parametrize(
     ("rows", "dtype", "parts"), [(72, "bfloat16", 2), (264, "float16", 2), (2120, "float16", 1), (2120, "bfloat16", 1)]
 )
-def test_split_matmul_float8_many_rows_returns_scaled(rows: int, dtype: str, parts: int) -> None:
+def test_split_matmul_of_fp8_with_many_rows_returns_scaled_partial_sums(rows: int, dtype: str, parts: int) -> None:
     """Products of values up to 448 exceed float16."""
     x, weight = problem(rows, 1024, 2048, dtype)
     x, quantized = jnp.abs(x), quantize(jnp.abs(weight), "fp8_dynamic")
@@ -216,15 +217,14 @@ def test_split_matmul_float8_many_rows_returns_scaled(rows: int, dtype: str, par
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [24, 40, 64])
-def test_split_matmul_on_gpu_hopper_parts_add_up_to_product(rows: int) -> None:
+def test_split_matmul_of_fp8_on_hopper_sums_two_parts_to_the_product(rows: int) -> None:
     for out, inner in ((6144, 4096), (4096, 14336)):
         x, weight = problem(rows, out, inner, "bfloat16")
-        quantized, rounded = quantize(weight, "fp8_dynamic"), quantize_rows(x)
+        quantized, x8 = quantize(weight, "fp8_dynamic"), quantize_rows(x)
         exact = [
-            np.asarray(v, np.float32) * np.asarray(s)[..., None]
-            for v, s in (rounded, (quantized.values, quantized.scale))
+            np.asarray(v, np.float32) * np.asarray(s)[..., None] for v, s in (x8, (quantized.values, quantized.scale))
         ]
-        got = split_matmul(QuantizedActivation(*rounded, BF16), quantized)
+        got = split_matmul(QuantizedActivation(*x8, BF16), quantized)
         assert got.shape[0] == 2
         assert error(got, *exact) < 5e-2  # the tensor core adds up 7168 products with some 14 bits
         assert error(got[1:], *exact) > 0.5
@@ -243,8 +243,8 @@ def test_split_matmul_on_gpu_hopper_parts_add_up_to_product(rows: int) -> None:
         (320, 4096, 14336),
     ],
 )
-def test_split_matmul_on_gpu_parts_add_up_to_product(rows: int, out: int, inner: int) -> None:
+def test_split_matmul_on_gpu_partial_sums_add_up_to_the_product(rows: int, out: int, inner: int) -> None:
     x, weight = problem(rows, out, inner, "bfloat16")
     got = split_matmul(x, weight, implementation="pallas")
-    assert error(got, x, weight) < (1e-4 if rows <= MOST_ROWS else 0.03)  # of parts up to 4, rounded to eight bits
+    assert error(got, x, weight) < (1e-4 if rows <= MOST_ROWS else 0.03)  # bfloat16 partial sums of up to 4
     assert error(got[1:], x, weight) > 1

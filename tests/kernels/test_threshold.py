@@ -1,4 +1,4 @@
-"""`sampling_threshold` against sorting in float64."""
+"""`sampling_threshold` against top-k, top-p and min-p by sorting in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOCAB = 3000
 KERNEL = "pallas_kernels.sampling.threshold"
 
 
-LARGE = 20000  # more groups than a program holds
+LARGE = 20000  # vocabulary of more token groups than a Pallas program holds
 
 
 def problem(vocab: int = VOCAB, scale: float = 3.0) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -35,7 +35,10 @@ def problem(vocab: int = VOCAB, scale: float = 3.0) -> tuple[np.ndarray, list[np
 
 
 def mismatches(bounds: np.ndarray, logits: np.ndarray, cases: Sequence[tuple] = CONTROLS) -> list[tuple]:
-    """Cases that keep other tokens; at the edge of the nucleus float32 sums may differ by tokens of 1e-5."""
+    """Returns the cases whose thresholds keep other tokens than sorting does.
+
+    With top-p, tokens at the edge of the nucleus may differ if their probabilities add up to at most 1e-5.
+    """
     found = []
     for case, bound, row in zip(cases, bounds, logits, strict=True):
         t, k, p, m = case
@@ -53,14 +56,14 @@ def test_sampling_threshold_keeps_the_tokens_that_sorting_keeps(implementation: 
 
 @pytest.mark.once
 @pytest.mark.parametrize("scale", [0.5, 6.0])
-def test_sampling_threshold_large_vocabulary_keeps_the_tokens_that_sorting_keeps(scale: float) -> None:
+def test_sampling_threshold_of_large_vocabulary_keeps_the_tokens_that_sorting_keeps(scale: float) -> None:
     logits, controls = problem(LARGE, scale)
     assert not mismatches(np.asarray(sampling_threshold(logits, *controls, implementation="pallas")), logits)
 
 
 @pytest.mark.once
 def test_sampling_threshold_reads_whole_rows_only_for_flat_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If reading the whole row returns nothing, flat rows are wrong and others are right."""
+    """If reading the whole row finds no weight, thresholds of flat rows are wrong and those of other rows are right."""
 
     def nothing(*_: Any) -> Any:
         return (lambda _: jnp.float32(0),) * 2
@@ -82,8 +85,8 @@ def test_control_sampling_threshold_without_temperature_differs() -> None:
     assert mismatches(np.asarray(sampling_threshold(logits, np.ones_like(t), *controls)), logits)
 
 
-def test_control_sampling_threshold_top_p_before_top_k_differs() -> None:
-    """Without renormalising after top-k the nucleus differs."""
+def test_control_sampling_threshold_of_top_p_without_top_k_differs() -> None:
+    """Without renormalising after top-k, top-p keeps other tokens."""
     logits, (t, k, p, m) = problem()
     apart = np.maximum(sampling_threshold(logits, t, k, np.ones_like(p), m), sampling_threshold(logits, t, 0 * k, p, m))
     assert mismatches(np.asarray(apart), logits)
@@ -100,8 +103,8 @@ def test_sampling_threshold_keeps_ties_and_the_most_probable_token(implementatio
 
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_sampling_threshold_infinite_logits_have_no_weight(implementation: str) -> None:
-    """Two thirds are -inf, fewer are left than some top-k: the thresholds are those of the others."""
+def test_sampling_threshold_gives_logits_of_minus_infinity_no_weight(implementation: str) -> None:
+    """Two thirds of the logits are -inf, so fewer tokens than some top-k are finite: only these set the thresholds."""
     logits, controls = problem()
     left = logits[:, ::3]
     logits[:, 1::3] = logits[:, 2::3] = -np.inf
@@ -109,14 +112,14 @@ def test_sampling_threshold_infinite_logits_have_no_weight(implementation: str) 
     assert not mismatches(bounds, left)
 
 
-def test_sampling_threshold_without_controls_is_minus_infinity() -> None:
+def test_sampling_threshold_with_all_controls_off_is_minus_infinity() -> None:
     bound = sampling_threshold(jnp.zeros((2, 9)), jnp.ones(2), jnp.zeros(2, jnp.int32), jnp.ones(2), jnp.zeros(2))
     assert bound.tolist() == [-jnp.inf] * 2
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_sampling_threshold_groups_share_controls_and_temperature_0_has_none(implementation: str) -> None:
+def test_sampling_threshold_applies_controls_by_group_and_ignores_them_at_temperature_0(implementation: str) -> None:
     logits = problem()[0][:12]
     controls = [np.array([0.7, 0.0, 1.5, 1.0], np.float32), np.array([5, 5, 0, 0], np.int32)]
     controls += [np.array([1.0, 0.5, 0.9, 1.0], np.float32), np.array([0.0, 0.1, 0.0, 0.3], np.float32)]
@@ -125,12 +128,12 @@ def test_sampling_threshold_groups_share_controls_and_temperature_0_has_none(imp
     own = [np.repeat(control, 3) for control in controls]
     own[0][3:6], own[1][3:6], own[2][3:6], own[3][3:6] = 1, 0, 1, 0
     assert not mismatches(bounds, logits, list(zip(*own, strict=True)))
-    dealt_out = [np.tile(control, 3) for control in controls]  # the negative control
-    other = np.asarray(sampling_threshold(logits, *dealt_out, implementation=implementation))
+    interleaved = [np.tile(control, 3) for control in controls]  # the negative control
+    other = np.asarray(sampling_threshold(logits, *interleaved, implementation=implementation))
     assert mismatches(other, logits, list(zip(*own, strict=True)))
 
 
-def test_sampling_threshold_unequal_groups_raise() -> None:
+def test_sampling_threshold_of_unequal_groups_raises() -> None:
     logits, controls = problem()
     with pytest.raises(ValueError, match="as many groups each"):
         sampling_threshold(logits[:5], *(control[:2] for control in controls))

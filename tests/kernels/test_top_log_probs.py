@@ -1,4 +1,4 @@
-"""`top_log_probs` against sorting in float64."""
+"""`top_log_probs`, `top` and `top_in_order` against sorting in float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_top_log_probs_matches_sorting(vocab: int, k: int, ties: bool, implement
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_top_log_probs_adds_base(implementation: str) -> None:
+def test_top_log_probs_adds_base_to_log_probs(implementation: str) -> None:
     logits, base = jnp.asarray(problem(50, ties=False)), jnp.asarray([-1.0, -2.0, 0.0])
     log_probs, _ = top_log_probs(logits, 4, base=base, implementation=implementation)
     np.testing.assert_allclose(log_probs, expected(np.asarray(logits), 4)[0] + np.asarray(base)[:, None], atol=1e-5)
@@ -67,7 +67,7 @@ def test_top_in_order_matches_sorting(size: int, k: int, ties: bool, implementat
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF])
-def test_top_nan_comes_first(bits: int, implementation: str) -> None:
+def test_top_in_order_counts_nan_as_the_largest_value(bits: int, implementation: str) -> None:
     values = problem(100, ties=False)
     values[0].view(np.uint32)[7] = bits
     found = top_in_order(jnp.asarray(values), 5, implementation=implementation)
@@ -78,20 +78,19 @@ def test_top_nan_comes_first(bits: int, implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("function", [top, top_in_order])
-def test_top_zeros_of_both_signs_are_equal(function: Callable, implementation: str) -> None:
+def test_top_and_top_in_order_treat_zeros_of_both_signs_as_equal(function: Callable, implementation: str) -> None:
     found = function(jnp.asarray([[-0.0, -1.0, 0.0]]), 1, implementation=implementation)
     np.testing.assert_array_equal(found[1] if function is top else found, [[0]])
 
 
-def test_control_other_order_among_equals_differs() -> None:
-    """The larger id first."""
+def test_control_top_log_probs_with_larger_id_first_among_equals_differs() -> None:
     logits = problem(3000, ties=True)
     flipped = 2999 - np.asarray(top_log_probs(jnp.asarray(logits[:, ::-1]), 10)[1])
     assert (flipped != expected(logits, 10)[1]).any()
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_top_log_probs_infinite_logits_come_last(implementation: str) -> None:
+def test_top_log_probs_puts_logits_of_minus_infinity_last(implementation: str) -> None:
     logits = np.full((1, 1030), -np.inf, np.float32)
     logits[0, [1028, 5]] = [1.0, 0.0]
     log_probs, ids = top_log_probs(jnp.asarray(logits), 5, implementation=implementation)
@@ -100,7 +99,7 @@ def test_top_log_probs_infinite_logits_come_last(implementation: str) -> None:
     np.testing.assert_allclose(np.exp(log_probs[0, :2]), [1 / (1 + np.exp(-1)), 1 / (1 + np.exp(1))], rtol=1e-5)
 
 
-def test_top_log_probs_too_many_candidates_raises() -> None:
+def test_top_log_probs_and_top_of_too_many_candidates_raise() -> None:
     for function in top, top_in_order:
         with pytest.raises(NotImplementedError, match="rows of at most 4096, got 5000"):
             function(jnp.zeros((1, 5000)), 10, implementation="pallas")
@@ -118,7 +117,7 @@ def test_top_log_probs_compiled_for_h200_is_two_launches_without_spills(rows: in
 @pytest.mark.gpu
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("size", [100, 710, 3630])
-def test_top_on_gpu_matches_sorting(size: int, ties: bool) -> None:
+def test_top_and_top_in_order_on_gpu_match_sorting(size: int, ties: bool) -> None:
     values = problem(size, ties)
     wanted = np.argsort(-values, axis=1, kind="stable")[:, :59]
     np.testing.assert_array_equal(top(jnp.asarray(values), 59, implementation="pallas")[1], wanted)
