@@ -111,7 +111,7 @@ class ContextReader:
         return self.first_row(index) + jnp.arange(self.tiles.tile)
 
     def locate(self, index):
-        """Returns the page numbers of a tile's rows [tile] and, with paths, the cache rows to read for them [tile].
+        """Returns the page numbers of a tile's rows and, if queries have paths, the cache rows to read, [tile] each.
 
         They are loaded one loop iteration ahead: K and V are prefetched only if their addresses do not depend on a load
         of the same iteration.

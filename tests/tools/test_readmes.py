@@ -20,7 +20,9 @@ from jspec.tools import convert
 pytestmark = pytest.mark.once
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-READMES = [REPOSITORY / folder / "README.md" for folder in (".", "jspec", "jspec/draft", "jspec/models/families", "tests")]
+READMES = [
+    REPOSITORY / folder / "README.md" for folder in (".", "jspec", "jspec/draft", "jspec/models/families", "tests")
+]
 LONGEST = 200  # lines of the first README
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 
