@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jspec.__main__ import main
-from jspec.tools.bench import compare
+from jspec.tools.bench import throughput
 
 pytestmark = pytest.mark.once
 
@@ -77,7 +77,7 @@ def test_command_ratios_and_tokens_by_hand(tmp_path: Path, capsys: pytest.Captur
 def test_read_rival_wrong_line_is_named(line: str, message: str, tmp_path: Path) -> None:
     path, _ = write(tmp_path, [rival_line(k=1), "", line], [])
     with pytest.raises(ValueError, match=r"rival.jsonl: expected lines, each an object") as error:
-        compare.read(Path(path), is_rival=True)
+        throughput.read_times(Path(path), is_rival=True)
     assert message in str(error.value)
 
 
@@ -97,7 +97,7 @@ def test_read_ours_wrong_file_is_named(ours: Any, message: str, tmp_path: Path) 
     path = tmp_path / "ours.json"
     path.write_text(ours if isinstance(ours, str) else json.dumps(ours))
     with pytest.raises(ValueError, match=r"ours\.json: expected what") as error:
-        compare.read(path, is_rival=False)
+        throughput.read_times(path, is_rival=False)
     assert message in str(error.value)
 
 

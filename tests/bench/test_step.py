@@ -17,7 +17,7 @@ from jspec.__main__ import main
 from jspec.draft.eagle_head import EagleHead
 from jspec.engine.core import EngineCore
 from jspec.models.decoder import Model
-from jspec.tools.bench import profiling, random_models, step, step_controls, step_host
+from jspec.tools.bench import profiling, random_models, step, step_costs
 from pallas_kernels.layers.quantized import Quantized
 
 pytest.importorskip("matplotlib")
@@ -134,7 +134,7 @@ WAIT = 0.03  # seconds a step of a program that supports grammars
 def test_controls_program_that_waits_costs_its_wait(
     few_groups: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    variants = tuple(step_controls.VARIANTS[index] for index in (0, 1, 2, 7))
+    variants = tuple(step_costs.VARIANTS[index] for index in (0, 1, 2, 7))
     compiled, reports = step.compile_step, []
 
     def slow(program: Any, *shapes: Any) -> Any:
@@ -149,7 +149,7 @@ def test_controls_program_that_waits_costs_its_wait(
         return run
 
     monkeypatch.setattr(step, "compile_step", slow)
-    monkeypatch.setattr(step_controls, "measure", partial(step_controls.measure, variants=variants))
+    monkeypatch.setattr(step_costs, "measure_controls", partial(step_costs.measure_controls, variants=variants))
     words = ["--measure", "controls", "--batch", "2", "--context", "32", "--tree", "chain:2"]
     assert main([*TINY, *words, "--json", str(tmp_path / "out.json")]) == 0
     results = json.loads((tmp_path / "out.json").read_text())["results"]
@@ -171,8 +171,8 @@ def test_overlap_host_that_waits_is_measured(
         time.sleep(wait)
         return dispatch(self, plan)
 
-    monkeypatch.setattr(step_host, "LOOP", 4)
-    monkeypatch.setattr(step_host, "STEPS", 9)
+    monkeypatch.setattr(step_costs, "LOOP", 4)
+    monkeypatch.setattr(step_costs, "STEPS", 9)
     monkeypatch.setattr(EngineCore, "_dispatch", slow)
     words = ["--measure", "overlap", "--batch", "12", "--json", str(tmp_path / "out.json")]
     assert main([*TINY, "--tree", "none", "--context", "16", *words]) == 0

@@ -11,24 +11,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec import Engine, SamplingParams
+from jspec import Engine, SamplingParams, Tree
 from jspec.__main__ import main
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Scheduler
-from jspec.tools.bench import step_host
+from jspec.tools.bench import step_costs
 from jspec.tools.bench.report import table_of
-from jspec.tools.bench.step_host import HOST_COLUMNS, HostCase, HostTime, measure_host
+from jspec.tools.bench.step import Case
+from jspec.tools.bench.step_costs import HOST_COLUMNS, HostTime, max_tokens, measure_host, ready_engine
 
 pytestmark = pytest.mark.once
 
-CASE = HostCase(rows=4, contexts=(64, 16384), length=1, accepted=1, rounds=20, blocks=5)
-FULL = HostCase()
+CASES = [Case("least", 4, context, Tree.chain(1), dtype="float32") for context in (64, 16384)]
+FULL = [Case("least", 64, context, Tree.chain(4), dtype="float32") for context in (1024, 32768)]
+STEPS = 20
 DEVICE = HOST = 0.004  # seconds
+
+
+def max_len(cases: list[Case]) -> int:
+    return cases[-1].context + max_tokens(cases[-1], 50)
 
 
 @pytest.fixture(scope="module")
 def engines() -> list[Engine]:
-    return [step_host.ready_engine(CASE) for _ in CASE.contexts]
+    return [ready_engine(case, max_len(CASES)) for case in CASES]
 
 
 def read_all(self: Scheduler, request: Request, rows: int, keep: Callable[..., None] = Scheduler.cache_prefix) -> None:
@@ -41,35 +47,35 @@ def read_all(self: Scheduler, request: Request, rows: int, keep: Callable[..., N
 def test_measure_host_every_step_is_full(engines: list[Engine]) -> None:
     """All rows are active at the context that is named, and accept as many drafts as the case says."""
     before = [engine.metrics for engine in engines]
-    (short, _) = measure_host(engines, replace(CASE, blocks=1))
-    assert short.context == 64 and short.milliseconds > 0 and short.ratio == 1.0
-    for engine, was, context in zip(engines, before, CASE.contexts, strict=True):
+    short, _ = measure_host(engines, CASES, STEPS, 1)
+    assert short.case.context == 64 and short.milliseconds > 0 and short.ratio == 1.0
+    for engine, was, case in zip(engines, before, CASES, strict=True):
         metrics = engine.metrics
-        assert metrics.num_prompt_tokens - was.num_prompt_tokens == 4 * context
+        assert metrics.num_prompt_tokens - was.num_prompt_tokens == 4 * case.context
         steps = metrics.num_drafts - was.num_drafts
-        assert steps >= 4 * (CASE.rounds + step_host.WARM_UP - 1)
-        assert metrics.num_accepted_tokens - was.num_accepted_tokens == CASE.accepted * steps
+        assert steps >= 4 * (STEPS + step_costs.WARM_UP - 1)
+        assert metrics.num_accepted_tokens - was.num_accepted_tokens == steps
         assert engine.pages_in_use == 0
 
 
 def test_measure_host_cost_that_grows_with_context_shows(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert measure_host(engines, CASE)[1].ratio < 2
+    assert measure_host(engines, CASES, STEPS, 5)[1].ratio < 2
     monkeypatch.setattr(Scheduler, "cache_prefix", read_all)
-    assert measure_host(engines, CASE)[1].ratio > 2
+    assert measure_host(engines, CASES, STEPS, 5)[1].ratio > 2
 
 
 def test_table_has_the_results() -> None:
-    results = [HostTime(4, 64, 0.5, 0.1, 0.6, 1.0), HostTime(4, 16384, 0.55, 0.2, 0.7, 1.1)]
+    results = [HostTime(case, *[0.1 * (i + 1)] * 4) for i, case in enumerate(CASES)]
     rows = [line.split() for line in table_of(HOST_COLUMNS, results).splitlines()[2:]]
-    assert rows == [["4", "64", "0.500", "0.100", "0.600", "1.000"], ["4", "16384", "0.550", "0.200", "0.700", "1.100"]]
+    assert rows == [["4", "64", "chain:1", *["0.100"] * 4], ["4", "16384", "chain:1", *["0.200"] * 4]]
 
 
 @pytest.mark.parametrize("words", [("--batch", "0"), ("--context", "0"), ("--steps", "0")])
 def test_command_wrong_case_is_refused(words: tuple[str, str], capsys: pytest.CaptureFixture) -> None:
     assert main(["bench", "step", "--measure", "host", *words]) == 2
-    assert "expected at least" in capsys.readouterr().err
+    assert "at least 1 row, token of context, step and block" in capsys.readouterr().err
 
 
 class LateResult:
@@ -115,7 +121,7 @@ def test_overlap_host_as_slow_as_device_saves_half(slow: Engine) -> None:
 
     def seconds(overlap: bool) -> float:
         slow.config = replace(slow.config, overlap=overlap)
-        request = slow.submit([5] * 8, SamplingParams(max_tokens=CASE.max_tokens, temperature=0.0))
+        request = slow.submit([5] * 8, SamplingParams(max_tokens=max_tokens(CASES[0], STEPS), temperature=0.0))
         began = time.perf_counter()
         for _ in range(25):
             slow.step()
@@ -133,10 +139,10 @@ def test_overlap_host_as_slow_as_device_saves_half(slow: Engine) -> None:
 
 @pytest.mark.timing
 def test_host_time_is_below_a_millisecond_at_any_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    with step_host.ready_engine(FULL) as first, step_host.ready_engine(FULL) as second:
-        short, long = measure_host([first, second], FULL)
+    with ready_engine(FULL[0], max_len(FULL)) as first, ready_engine(FULL[1], max_len(FULL)) as second:
+        short, long = measure_host([first, second], FULL, 50, 5)
         print(table_of(HOST_COLUMNS, [short, long]))
         assert max(short.milliseconds, long.milliseconds) < 1.0
         assert abs(long.ratio - 1) < 0.1
         monkeypatch.setattr(Scheduler, "cache_prefix", read_all)
-        assert measure_host([first, second], replace(FULL, blocks=1))[1].ratio > 1.1
+        assert measure_host([first, second], FULL, 50, 1)[1].ratio > 1.1
