@@ -65,7 +65,7 @@ class Case:
     def name(self) -> str:
         """One word that can name a folder: all settings that are not the default; a long one by its checksum."""
         own = [(one.name, one.default, getattr(self, one.name)) for one in fields(self)]
-        words = [f"{name}-{value}" for name, default, value in own if value is not default]
+        words = [f"{name}-{value}" for name, default, value in own if value != default]
         text = re.sub("[^a-z0-9._-]+", "-", "_".join(words).lower())
         return text if len(text) < LONGEST else f"{text[:LONGEST]}-{zlib.crc32(text.encode()):08x}"
 

@@ -34,7 +34,7 @@ from jspec.models.decoder import Model
 from jspec.step import decode
 from jspec.step.program import Params, Program, init_state, view_of
 from jspec.tools.bench import step
-from jspec.tools.bench.report import Mark, Report, columns, file_option, floats, option, tree_label
+from jspec.tools.bench.report import Mark, Report, columns, file_option, floats, option, tree_label, tree_or_none
 
 TOKENS = 256
 REPEATS = 3
@@ -234,7 +234,7 @@ class Row(NamedTuple):
     quant: str  # "none", or the kind
     context: int
     batch: int
-    draft: str  # as `Tree.parse` reads it, or "none"
+    draft: str  # drafter and tree, or "none"
     rival: float | None
     ours: float | None
     floor: float | None
@@ -256,8 +256,8 @@ def _rival_times(path: Path) -> Iterator[tuple[Any, ...]]:
         one = json.loads(line)
         if (one["mode"] == "none") != (one["k"] == 0):
             raise ValueError(f"k {one['k']} with mode {one['mode']}")
-        draft = str(Tree.chain(one["k"])) if one["k"] else "none"
-        yield one["quant"] or "none", one["inlen"], one["batch"], draft, one["step_ms"]
+        draft = f"{one['mode']} {Tree.chain(one['k'])}" if one["k"] else "none"
+        yield str(one["quant"] or "none"), one["inlen"], one["batch"], draft, one["step_ms"]
 
 
 def _our_times(path: Path) -> Iterator[tuple[Any, ...]]:
@@ -266,8 +266,9 @@ def _our_times(path: Path) -> Iterator[tuple[Any, ...]]:
         case, first = ({k: v for k, v in r["case"].items() if k not in VARIED} for r in (one, results[0]))
         if case != first:
             raise ValueError(f"{first} and {case}")
-        context, batch, tree, quant = (one["case"][name] for name in ("context", "batch", "tree", "quantize"))
-        yield QUANT.get(quant, quant or "none"), context, batch, tree, one["milliseconds"], one["floor"]
+        batch, context, tree, quant = (one["case"][name] for name in VARIED)
+        draft = tree if tree == "none" else f"eagle3 {tree}"
+        yield QUANT.get(quant, quant or "none"), context, batch, draft, one["milliseconds"], one["floor"]
 
 
 def read_times(path: Path, *, is_rival: bool) -> dict[tuple[Any, ...], tuple[float, ...]]:
@@ -289,7 +290,7 @@ def read_times(path: Path, *, is_rival: bool) -> dict[tuple[Any, ...], tuple[flo
 
 def length(draft: str, rates: Sequence[float]) -> float | None:
     """Tokens a step of a chain, by the share of steps that accept each position; None: no rates for this draft."""
-    tree = None if draft == "none" else Tree.parse(draft)
+    tree = tree_or_none(draft.split()[-1])
     depth = 0 if tree is None else tree.depth
     return 1 + math.fsum(rates[:depth]) if (tree is None or tree.is_chain) and depth <= len(rates) else None
 
@@ -308,9 +309,7 @@ def compare(rival: Path, ours: Path | None, rates: Sequence[float]) -> Report:
         found.append(Row._make([*point, rival_ms, our_ms, floor, ratio, *speeds]))
         most = best.setdefault(point[:3], [0.0, 0.0])
         most[:] = [max(one, speed or 0.0) for one, speed in zip(most, speeds, strict=True)]
-    gains = [
-        f"best draft, {', '.join(map(str, at))}: {b / a:.2f} times the rival's" for at, (a, b) in best.items() if a
-    ]
+    gains = [f"best draft, {', '.join(map(str, at))}: ours/rival {b / a:.2f}" for at, (a, b) in best.items() if a]
     text = f"tokens/s from STATED shares of steps that accept each position of a chain, {', '.join(map(str, rates))}"
     about = {"rival": rival, "ours": ours, "stated_rates": rates}
     return Report(f"ms a step, rival: {rival}; ours: {ours}", RIVAL_COLUMNS, found, "\n".join([*gains, text]), about)
