@@ -20,8 +20,8 @@ from jspec.models.kv_cache import PoolShape, create
 from jspec.tools import demo
 from jspec.tools.bench import random_models
 from jspec.tools.bench.inflate import convert as inflate
-from jspec.tools.bench.inflate import padding, sizes
-from jspec.tools.bench.inflate.sizes import Sizes
+from jspec.tools.bench.inflate import grow
+from jspec.tools.bench.inflate.grow import Sizes
 from jspec.tools.replay import run_texts
 from pallas_kernels.layers.quantized import reduce_partials
 from tests.support.inflating import (
@@ -99,25 +99,25 @@ def test_pair_bfloat16_is_as_near_as_the_small_one() -> None:
 
 
 def scaled(dims: int) -> Callable[..., Any]:
-    """`padding.pad` without the scale of weights of some number of dimensions."""
-    pad = padding.pad
+    """`grow.pad` without the scale of weights of some number of dimensions."""
+    pad = grow.pad
 
-    def unscaled(x: jax.Array, *axes: padding.Axis, scale: float = 1.0, dtype: str) -> jax.Array:
+    def unscaled(x: jax.Array, *axes: grow.Axis, scale: float = 1.0, dtype: str) -> jax.Array:
         return pad(x, *axes, scale=1.0 if x.ndim == dims else scale, dtype=dtype)
 
     return unscaled
 
 
-def contiguous(factor: padding.Factor) -> tuple[int, int, int]:
+def contiguous(factor: grow.Factor) -> tuple[int, int, int]:
     return 0, factor.new - factor.old, 0
 
 
-def heads_in_one_row(padder: padding.Padder, *group: padding.Factor) -> padding.Axis:
+def heads_in_one_row(padder: grow.Padder, *group: grow.Factor) -> grow.Axis:
     heads = "num_heads" if group else "num_kv_heads"
-    return padding.Factor(getattr(padder.old, heads), getattr(padder.new, heads)), *padder._channels
+    return grow.Factor(getattr(padder.old, heads), getattr(padder.new, heads)), *padder._channels
 
 
-def unmasked(padder: padding.Padder, weight: jax.Array, rows: padding.Factor) -> jax.Array:
+def unmasked(padder: grow.Padder, weight: jax.Array, rows: grow.Factor) -> jax.Array:
     return padder.pad(weight, (rows,), (padder.hidden,))
 
 
@@ -126,14 +126,14 @@ def after_all(old: int, new: int, moved: dict[int, int]) -> tuple[int | None, ..
 
 
 STEPS: dict[str, tuple[Any, str, Any, str]] = {
-    "scale of the queries": (padding, "pad", scaled(2), "logits"),
-    "scale of the norms": (padding, "pad", scaled(1), "logits"),
-    "eps": (sizes, "_eps", lambda old, new: old.norm_eps, "logits"),
-    "places of the channels": (padding.Factor, "padding", property(contiguous), "logits"),
-    "places of the heads": (padding.Padder, "_heads", heads_in_one_row, "logits"),
-    "a constant for the mask that norms do not see": (padding, "NEGLIGIBLE", 1.0, "logits"),
-    "the mask": (padding.Padder, "output_head", unmasked, "margin"),
-    "places of the layers": (sizes, "insert_layers", after_all, "features"),
+    "scale of the queries": (grow, "pad", scaled(2), "logits"),
+    "scale of the norms": (grow, "pad", scaled(1), "logits"),
+    "eps": (grow, "_eps", lambda old, new: old.norm_eps, "logits"),
+    "places of the channels": (grow.Factor, "padding", property(contiguous), "logits"),
+    "places of the heads": (grow.Padder, "_heads", heads_in_one_row, "logits"),
+    "a constant for the mask that norms do not see": (grow, "NEGLIGIBLE", 1.0, "logits"),
+    "the mask": (grow.Padder, "output_head", unmasked, "margin"),
+    "places of the layers": (grow, "insert_layers", after_all, "features"),
 }
 
 
@@ -241,7 +241,7 @@ def test_pairs_emit_the_same_tokens_in_as_many_steps(tree: Tree) -> None:
 def test_insert_layers_states_keep_their_neighbours(
     old: int, new: int, moved: dict[int, int], expected: tuple[int | None, ...]
 ) -> None:
-    assert sizes.insert_layers(old, new, moved) == expected
+    assert grow.insert_layers(old, new, moved) == expected
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_insert_layers_states_keep_their_neighbours(
 )
 def test_insert_layers_impossible_states_raise(moved: dict[int, int]) -> None:
     with pytest.raises(ValueError, match="layers: expected room"):
-        sizes.insert_layers(2, 4, moved)
+        grow.insert_layers(2, 4, moved)
 
 
 def test_pair_other_feature_layers_stay_or_move_as_asked() -> None:
@@ -264,7 +264,7 @@ def test_pair_other_feature_layers_stay_or_move_as_asked() -> None:
 
 def test_plan_embedded_pair_fits_8b_shape() -> None:
     model, head = demo_pair()
-    made = sizes.plan(model, Sizes.of("llama3-8b"), head=head, feature_layers=None, dtype="bfloat16")
+    made = grow.plan(model, Sizes.of("llama3-8b"), head=head, feature_layers=None, dtype="bfloat16")
     own = made.target.old
     assert made.target.new == random_models.TARGETS["llama3-8b"].resized(
         rope=own.rope, max_position=own.max_position, norm_eps=own.norm_eps / 64

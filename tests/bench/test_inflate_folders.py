@@ -18,7 +18,7 @@ from jspec.__main__ import main
 from jspec.models.quantize import quantize_weights
 from jspec.tools import demo
 from jspec.tools.bench.inflate import convert as inflate
-from jspec.tools.bench.inflate.sizes import Sizes
+from jspec.tools.bench.inflate.grow import Sizes
 from tests.support import tiny
 from tests.support.inflating import (
     DEMO_SIZES,

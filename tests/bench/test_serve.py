@@ -19,9 +19,8 @@ from jspec.__main__ import main
 from jspec.tools import demo
 from jspec.tools.bench import serve as bench
 from jspec.tools.bench.acceptance import SOURCE_TEXT
-from jspec.tools.bench.load import Arrival, Load, Log, serve
 from jspec.tools.bench.pair import Pair, read_prompts
-from jspec.tools.bench.serve import Setting, Spread, figures_of
+from jspec.tools.bench.serve import Arrival, Load, Log, Setting, Spread, figures_of, serve
 from tests.support import folders, small
 
 pytestmark = pytest.mark.once
@@ -164,7 +163,7 @@ def test_figures_failed_request_counts_as_failed_alone(clock: Clock) -> None:
 
 
 def test_figures_have_the_names_and_values_of_vllm(clock: Clock) -> None:
-    found = figures_of(Setting(), replace(failing(clock), seconds=8.0))
+    found = figures_of(Setting(), failing(clock)._replace(seconds=8.0))
     assert (found["request_throughput"], found["output_throughput"], found["total_token_throughput"]) == (
         2 / 8,
         5 / 8,

@@ -60,7 +60,7 @@ def test_startup_second_process_finds_every_program(tmp_path: Path, capfd: pytes
         assert any(line.strip().startswith(row) for line in said.out.splitlines())
     assert f"{cold['hits']} of {cold['asked']} (cold), {warm['asked']} of {warm['asked']} (warm)" in said.out
     assert said.err.count("compiled round[1] in") == 2, "progress"
-    assert written["case"]["rows"] == [1] and any(cache.iterdir())
+    assert written["case"]["options"]["buckets"] == [1] and any(cache.iterdir())
 
 
 @pytest.mark.parametrize(

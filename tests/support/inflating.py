@@ -15,8 +15,8 @@ from jspec.draft.eagle_head import EagleHead, EagleLayer
 from jspec.models.config import Rope
 from jspec.tools import demo
 from jspec.tools.bench.inflate import convert as inflate
-from jspec.tools.bench.inflate import sizes
-from jspec.tools.bench.inflate.sizes import Sizes
+from jspec.tools.bench.inflate import grow
+from jspec.tools.bench.inflate.grow import Sizes
 from jspec.tools.replay import run_texts
 from tests.support import tiny
 
@@ -51,7 +51,7 @@ def target(*, kv_heads: int = 2, rope: Rope = LLAMA3, tied: bool = False) -> Mod
 
 def head_of(model: Model, **changes: Any) -> EagleHead:
     """A random EAGLE-3 head at the default states; ``changes`` are fields of its config."""
-    head = tiny.eagle_head(model, draft_vocab=DRAFTED, feature_layers=sizes.default_states(LAYERS))
+    head = tiny.eagle_head(model, draft_vocab=DRAFTED, feature_layers=grow.default_states(LAYERS))
     return head.replace(config=head.config.resized(norm_eps=0.05, **changes))
 
 

@@ -11,10 +11,10 @@ import argparse
 import statistics
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jspec.core.config import ACCEPT_RULES
 from jspec.core.tree import TREE_FORMS, Tree
@@ -42,8 +42,7 @@ PREFILL = 512
 PLACES = 8  # places of the text that are continued, by context length
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """What is compiled: one engine serves all temperatures, or all contexts."""
 
     accept: str
@@ -53,8 +52,7 @@ class Case:
     context: int | None = None  # tokens of the prompts; None: `PROMPT_SIZE`
 
 
-@dataclass(frozen=True)
-class Acceptance:
+class Acceptance(NamedTuple):
     """Acceptance of a case at one temperature."""
 
     case: Case
@@ -89,12 +87,7 @@ def prompts(count: int = PROMPTS, size: int = PROMPT_SIZE) -> list[str]:
 def measure(
     case: Case, temperatures: Sequence[float] = TEMPERATURES, *, tokens: int = TOKENS, samples: int = SAMPLES
 ) -> Iterator[Acceptance]:
-    """Complete the prompts with the embedded pair at each temperature, with the same seeds in every case.
-
-    Args:
-        tokens: tokens of each completion; its last step is cut there.
-        samples: completions of each prompt at temperatures above 0.
-    """
+    """Complete the prompts with the embedded pair at each temperature, with the same seeds in every case."""
     drafter = Eagle3.from_pretrained(demo.HEAD, tree=case.tree, dtype="float32", quantize=case.draft_quantize)
     sizes: dict[str, Any] = dict(
         slots=SLOTS, buckets=(SLOTS,), max_len=PROMPT_SIZE + tokens, prefill_buckets=(PROMPT_SIZE,)
@@ -142,7 +135,7 @@ def measure_contexts(
         case = Case("coupled", drafter.tree, None, drafter.draft_window)
         with Engine(target, drafter=drafter, prefix_cache=False, **sizes) as engine:
             for context, texts in found.items():
-                yield _complete(engine, replace(case, context=context), texts, 0.0, tokens, 1)
+                yield _complete(engine, case._replace(context=context), texts, 0.0, tokens, 1)
 
 
 def _complete(

@@ -10,10 +10,9 @@ import argparse
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from jspec.models.quantize import quantize_weights, quantized_as
 from jspec.step.memory import tree_bytes
 from jspec.tools import check_head
 from jspec.tools.bench.pair import ENGINE_OPTIONS, Pair, engine_options, records
-from jspec.tools.bench.report import Column, Report, option, scaled, tree_name
+from jspec.tools.bench.report import Column, Report, columns, option, scaled, tree_name
 from jspec.tools.replay import run_texts
 from pallas_kernels.layers.quantized import KINDS
 
@@ -35,16 +34,14 @@ NEXT = "Question:"  # a model that continues with another question has given its
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """A question with its worked answer, which ends with ``#### number``."""
 
     question: str
     answer: str
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """Answers with one tree, or none."""
 
     tree: Tree | None
@@ -55,9 +52,9 @@ class Score:
 
 SCORE_COLUMNS = (
     Column("tree", "tree", tree_name),
-    Column("correct", "score", ".2%"),
-    Column("tokens_per_second", "tokens/s", ".1f"),
-    Column("length", "tokens a step", ".2f"),
+    *columns(".2%", correct="score"),
+    *columns(".1f", tokens_per_second="tokens/s"),
+    *columns(".2f", length="tokens a step"),
 )
 
 
@@ -134,8 +131,7 @@ def run_gsm8k(arguments: argparse.Namespace) -> Report:
     return Report(headline, SCORE_COLUMNS, scores, f"{differing} of {len(prompts)} texts differ", about, code=code)
 
 
-@dataclass(frozen=True)
-class Divergence:
+class Divergence(NamedTuple):
     """One kind of quantisation beside the target as it is."""
 
     kind: str
@@ -147,12 +143,12 @@ class Divergence:
 
 
 DIVERGENCE_COLUMNS = (
-    Column("kind", "weights"),
+    *columns(kind="weights"),
     Column("bytes", "MB", scaled(1e-6, ".2f")),
-    Column("divergence", "mean KL, nats", ".5f"),
-    Column("worst", "largest", ".4f"),
-    Column("agreement", "same top token", ".1%"),
-    Column("places", "positions"),
+    *columns(".5f", divergence="mean KL, nats"),
+    *columns(".4f", worst="largest"),
+    *columns(".1%", agreement="same top token"),
+    *columns(places="positions"),
 )
 
 
@@ -191,7 +187,7 @@ def run_quantization(arguments: argparse.Namespace) -> Report:
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    return {"gsm8k": run_gsm8k, "quantization": run_quantization}[arguments.task](arguments)
+    return run_gsm8k(arguments) if arguments.task == "gsm8k" else run_quantization(arguments)
 
 
 OPTIONS = (

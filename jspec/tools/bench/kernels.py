@@ -25,7 +25,7 @@ import numpy as np
 
 from jspec.core.config import KV_DTYPES
 from jspec.tools.bench import profiling, random_models, roofline
-from jspec.tools.bench.report import Column, Report, ints, option, scaled
+from jspec.tools.bench.report import Column, Report, columns, ints, option, scaled
 from pallas_kernels import gated_matmul, paged_attention, split_matmul
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.quantized import KINDS, matmul, quantize
@@ -64,15 +64,15 @@ def _setting(name: str) -> Callable[[dict[str, Any]], str]:
 
 
 COLUMNS = (
-    Column("name", "kernel"),
+    *columns(name="kernel"),
     *(Column("settings", name, _setting(name)) for name in SETTINGS),
     Column("bytes", "MB", scaled(1e-6, ".1f")),
     Column("floor_seconds", "least us", scaled(1e6, ".1f")),
     Column("seconds", "us", scaled(1e6, ".1f")),
     Column("byte_rate", "TB/s", scaled(1e-12, ".2f")),
     Column("flop_rate", "TFLOP/s", scaled(1e-12, ".1f")),
-    Column("share", "share", ".0%"),
-    Column("timer", "timed by"),
+    *columns(".0%", share="share"),
+    *columns(timer="timed by"),
     Column("long_seconds", "long us", scaled(1e6, ".1f")),
     *profiling.clock_columns(),
     Column("joules", "mJ", scaled(1e3, ".1f")),
@@ -147,8 +147,8 @@ def _timed(
         computed = sum(event.duration_ns for event in profiling.gpu_events(folder)) / 1e9 / REPEATS
     own, timer = (computed, "device") if computed else (statistics.median(seconds), "host")
     joules = long_seconds * clock.watts if long_seconds and clock else None
-    times_of_call = (cost.seconds, own / calls, timer, long_seconds)
-    return Result(cost.name, settings, cost.bytes, cost.flops, *times_of_call, clock, joules)
+    times_of_call = (cost.seconds, own / calls, timer, long_seconds, clock, joules)
+    return Result(cost.name, settings, cost.bytes, cost.flops, *times_of_call)
 
 
 def _seconds(program: Any, arguments: tuple[Any, ...], dispatched: int) -> float:

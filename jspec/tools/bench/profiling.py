@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import jax
 from jax.profiler import ProfileData
 
-from jspec.tools.bench.report import Column, table_of
+from jspec.tools.bench.report import Column, columns, table_of
 
 FIELDS = ("clocks.sm", "clocks.max.sm", "power.draw", "clocks_event_reasons.sw_power_cap")
 INTERVAL = 20  # milliseconds between two samples
@@ -51,11 +51,7 @@ def _shown(text: str, clock: Clock | None) -> str:
 
 
 def watch_clock(work: Callable[[], object], *, seconds: float = SECONDS) -> Clock | None:
-    """Repeat some work for some seconds and return how the GPU ran, as `nvidia-smi` tells.
-
-    Returns:
-        None without an NVIDIA GPU, or with one that does not report its clock.
-    """
+    """Repeat some work for some seconds and return how the GPU ran, as `nvidia-smi` tells; None: it does not."""
     program = shutil.which("nvidia-smi")
     if program is None or jax.devices()[0].platform != "gpu":
         return None
@@ -95,11 +91,11 @@ class Launch:
 
 
 LAUNCH_COLUMNS = (
-    Column("name", "launch"),
-    Column("count", "a step", "g"),
-    Column("microseconds", "median us", ".1f"),
-    Column("milliseconds", "ms a step", ".3f"),
-    Column("share", "share", ".1%"),
+    *columns(name="launch"),
+    *columns("g", count="a step"),
+    *columns(".1f", microseconds="median us"),
+    *columns(".3f", milliseconds="ms a step"),
+    *columns(".1%", share="share"),
 )
 
 

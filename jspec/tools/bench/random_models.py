@@ -13,23 +13,11 @@ from jspec.models.params import abstract_weights, model_params, random_weights
 LLAMA3 = Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_position=8192)
 
 
-def _config(
-    vocab_size: int, hidden: int, inner: int, layers: int, heads: tuple[int, int, int], **more: Any
-) -> ModelConfig:
+def _config(vocab: int, hidden: int, inner: int, layers: int, heads: tuple[int, int, int], **more: Any) -> ModelConfig:
     num_heads, num_kv_heads, head_dim = heads
-    return ModelConfig.of_sizes(
-        family="llama",
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_layers=layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        norm_eps=1e-5,
-        tie_word_embeddings=False,
-        **more,
-    )
+    sizes: dict[str, Any] = dict(vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_layers=layers)
+    sizes |= dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    return ModelConfig.of_sizes(family="llama", norm_eps=1e-5, tie_word_embeddings=False, **sizes, **more)
 
 
 TARGETS = {

@@ -38,6 +38,11 @@ class Column(NamedTuple):
         return "" if value is None else format(value, self.format)
 
 
+def columns(format: str = "", **headings: str) -> list[Column]:
+    """Columns of one format, by name; ``a__b`` is attribute b of the record a."""
+    return [Column(name.replace("__", "."), heading, format) for name, heading in headings.items()]
+
+
 class Mark(NamedTuple):
     """A value to draw over the batch, in a panel, on the line with a label; and its floor."""
 
@@ -95,7 +100,8 @@ class Command:
         for result in report.results:
             results.append(result)
             if isinstance(report.results, Iterator):
-                print(*(cell for one in report.columns if (cell := one.cell(result))), file=sys.stderr, flush=True)
+                cells = [cell for one in report.columns if (cell := one.cell(result))]
+                print(*cells, end="\n" if cells else "", file=sys.stderr, flush=True)
                 write()
         write()
         text = report.text if isinstance(report.text, str) else report.text(results)

@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, pairwise, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,15 +28,13 @@ from jspec.core.tree import Tree
 from jspec.engine.api import Engine
 from jspec.engine.draft_length import Adaptive, Fixed, Policy, halvings
 from jspec.engine.metrics import Metrics
+from jspec.engine.request import Completion, Request
 from jspec.engine.sampling_params import SamplingParams
-from jspec.tools.bench.load import Arrival, Load, Log, serve
 from jspec.tools.bench.pair import ENGINE_OPTIONS, PROMPT_FIELDS, Pair, engine_options, read_prompts
 from jspec.tools.bench.profiling import time_in_turns
 from jspec.tools.bench.report import TREES, Report, file_option, option, tree_name
 from jspec.tools.table import table
 
-LATENCIES = ("ttft", "tpot", "itl")  # time to first token, per output token after the first, between two pieces
-WORDS = ("mean", "median", "p99")
 DRAFTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "mean_acceptance_length", "num_rounds_per_depth")
 METRICS = (*DRAFTS, "prefix_hit_rate", "num_preemptions")
 WARM_UP = 8  # tokens
@@ -42,13 +42,144 @@ NUM_PROMPTS = 500
 AUTO = "auto"
 
 
+class Arrival(NamedTuple):
+    """A request to come, in seconds from the start."""
+
+    at: float
+    prompt: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Load:
+    """How many requests come, how long and when."""
+
+    num_prompts: int
+    input_len: int = 1024  # tokens of a prompt at most
+    output_len: int = 1024  # tokens of an answer at most
+    range_ratio: float = 0.7  # lengths are uniform from int(range_ratio * len), at least 1, to len
+    rate: float = math.inf  # requests a second, a Poisson process that begins with the first request; inf: all at once
+    temperature: float = 0.0
+    seed: int = 0  # seed of lengths, prompts and arrivals
+
+    def __post_init__(self) -> None:
+        least = dict(num_prompts=1, input_len=1, output_len=1, range_ratio=0, rate=math.ulp(0), seed=0)
+        for name, low in least.items():
+            value, high = getattr(self, name), 1 if name == "range_ratio" else math.inf
+            if not low <= value <= high:
+                raise ValueError(f"{name}: expected at least {low} and at most {high}, got {value}")
+
+    def arrivals(self, vocab_size: int, text: Sequence[int] | None = None) -> list[Arrival]:
+        """The requests, equal for equal seeds; each emits all its tokens, end tokens or not."""
+        if text is not None and len(text) < self.input_len:
+            raise ValueError(f"text: expected at least {self.input_len} tokens, a prompt's, got {len(text)}")
+        rng = np.random.default_rng(self.seed)
+        inputs, outputs = (
+            rng.integers(max(int(self.range_ratio * most), 1), most + 1, self.num_prompts).tolist()
+            for most in (self.input_len, self.output_len)
+        )
+        common = SamplingParams(max_tokens=1, temperature=self.temperature, ignore_eos=True)
+        found = []
+        for at, size, output in zip(self._times(rng), inputs, outputs, strict=True):
+            start = 0 if text is None else int(rng.integers(0, len(text) - size + 1))
+            prompt = rng.integers(0, vocab_size, size).tolist() if text is None else list(text[start : start + size])
+            found.append(Arrival(at, prompt, replace(common, max_tokens=output)))
+        return found
+
+    def arrivals_of(self, prompts: Sequence[list[int]]) -> list[Arrival]:
+        """Requests with given prompts, which end as usual and have `output_len` tokens at most."""
+        params = SamplingParams(max_tokens=self.output_len, temperature=self.temperature, seed=self.seed)
+        times = self._times(np.random.default_rng(self.seed))
+        return [Arrival(at, prompt, params) for at, prompt in zip(times, prompts, strict=True)]
+
+    def _times(self, rng: np.random.Generator) -> list[float]:
+        if self.rate == math.inf:
+            return [0.0] * self.num_prompts
+        return [0.0, *np.cumsum(rng.exponential(1 / self.rate, self.num_prompts - 1)).tolist()]
+
+
+@dataclass
+class Served:
+    """One request in progress or done."""
+
+    arrival: Arrival
+    began: float  # when it was due and there was room for it, seconds from the start
+    request: Request
+    pieces: list[tuple[float, int]] = field(default_factory=list)  # time and token count of each growth
+    completion: Completion | None = None
+
+    def record(self, now: float) -> None:
+        count = len(self.request.token_ids)
+        if count > (self.pieces[-1][1] if self.pieces else 0):
+            self.pieces.append((now, count))
+
+    first_token = property(lambda self: self.pieces[0][0] - self.began)  # seconds to the first token
+    latency = property(lambda self: self.pieces[-1][0] - self.began)  # seconds to the last token
+
+    def count_at(self, when: float) -> int:
+        """Tokens at a time."""
+        return max((count for at, count in self.pieces if at <= when), default=0)
+
+
+class Log(NamedTuple):
+    """A run: its requests in the order of their ends, and the seconds of each step and of all."""
+
+    served: list[Served]
+    steps: list[float]
+    seconds: float
+
+    @property
+    def full_batch_throughput(self) -> float:
+        """Tokens a second while all requests decode: from the last first token to the first end; nan: never."""
+        begin = max((one.pieces[0][0] for one in self.served if one.pieces), default=0.0)
+        end = min((one.pieces[-1][0] for one in self.served if one.pieces), default=0.0)
+        tokens = sum(one.count_at(end) - one.count_at(begin) for one in self.served)
+        return tokens / (end - begin) if end > begin else math.nan
+
+
+def serve(
+    engine: Engine,
+    arrivals: Sequence[Arrival],
+    *,
+    max_concurrency: int | None = None,
+    now: Callable[[], float] = time.perf_counter,
+    wait: Callable[[float], None] = time.sleep,
+) -> Log:
+    """Submit requests, in the order of their times, when they are due and step the engine until all are answered.
+
+    A request that comes during a step is submitted after it, but its time runs from when it was due.
+    """
+    most = len(arrivals) if max_concurrency is None else max_concurrency
+    due, live, log = deque(arrivals), list[Served](), Log([], [], 0.0)
+    start, full_until, passed = now(), 0.0, 0.0
+    while due or live:
+        while due and due[0].at <= passed and len(live) < most:
+            arrival = due.popleft()
+            live.append(Served(arrival, max(arrival.at, full_until), engine.submit(arrival.prompt, arrival.params)))
+        if not live:
+            wait(due[0].at - passed)
+            passed = now() - start
+            continue
+        is_full, before = len(live) == most, now()
+        engine.step()
+        passed = now() - start
+        log.steps.append(passed + start - before)
+        for one in live:
+            one.record(passed)
+        ended = [one for one in live if one.request.finish_reason is not None]
+        for one in ended:
+            one.completion = engine.result(one.request)
+        if ended:
+            live = [one for one in live if one.completion is None]
+            full_until = passed if is_full else full_until
+        log.served.extend(ended)
+    engine.step()  # reads the step in flight, which the next run would otherwise pay for
+    return Log(log.served, log.steps, passed)
+
+
 @dataclass(frozen=True)
 class Setting:
-    """A configuration.
-
-    Raises:
-        ValueError: a concurrency below 1, or a depth that no program of the tree has.
-    """
+    """A configuration."""
 
     tree: Tree | None = None  # None: plain decoding
     depth: int | str | None = None  # to which all steps draft; "auto": the engine chooses; None: of the whole tree
@@ -79,35 +210,34 @@ class Setting:
         return Adaptive(self.depths, shared_acceptance=self.tree.paths is not None)
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Statistics of some values, in their unit; quantiles are interpolated linearly; nan without values."""
+class Spread(NamedTuple):
+    """Statistics of some values; quantiles are interpolated linearly."""
 
-    count: int
+    count: int  # type: ignore[assignment]
     min: float
-    max: float
-    mean: float
-    std: float  # standard deviation of the values themselves
     q25: float
     median: float
     q75: float
+    max: float
     p99: float
+    mean: float
+    std: float  # standard deviation of the values themselves
 
     @classmethod
     def of(cls, values: Iterable[float], scale: float = 1.0) -> Spread:
-        """Statistics of the values times a scale."""
+        """Statistics of the values times a scale; nan without values."""
         found = np.array(list(values), np.float64) * scale
         if not found.size:
-            return cls(0, *[float("nan")] * 8)
-        quantiles = np.quantile(found, (0.25, 0.5, 0.75, 0.99))
-        return cls(found.size, *map(float, (found.min(), found.max(), found.mean(), found.std(), *quantiles)))
+            return cls(0, *[math.nan] * 8)
+        quantiles = np.quantile(found, (0, 0.25, 0.5, 0.75, 1, 0.99)).tolist()
+        return cls._make([found.size, *quantiles, float(found.mean()), float(found.std())])
 
 
 def figures_of(setting: Setting, log: Log) -> dict[str, Any]:
     """Figures of a load with one setting, under the names of vLLM's ``bench serve`` and offline example.
 
     Requests that ended with an error count as ``failed`` alone. The spreads are in milliseconds: latencies of the
-    requests, and times of `Engine.step`.
+    requests (time to first token, per output token after it, between pieces, to the end), and times of `Engine.step`.
     """
     good = [one for one in log.served if one.completion is not None and one.completion.error is None]
     several = [one for one in good if one.pieces[-1][1] > 1]
@@ -139,7 +269,8 @@ def figures_of(setting: Setting, log: Log) -> dict[str, Any]:
         **{name: getattr(metrics, name) for name in METRICS},
         "acceptance_per_position": shares + [0.0] * ((setting.tree.depth if setting.tree else 0) - len(shares)),
     }
-    means = {f"{word}_{name}_ms": getattr(spreads[name], word) for name in LATENCIES for word in WORDS}
+    latencies = product(("ttft", "tpot", "itl"), ("mean", "median", "p99"))
+    means = {f"{word}_{name}_ms": getattr(spreads[name], word) for name, word in latencies}
     return counts | means | {f"{name}_ms": spread for name, spread in spreads.items()}
 
 
@@ -154,7 +285,7 @@ def text(results: Sequence[dict[str, Any]]) -> str:
 
 def _shown(value: Any) -> str:
     if isinstance(value, Spread):
-        return "/".join(f"{one:.3f}" for one in (value.min, value.q25, value.median, value.q75, value.max))
+        return "/".join(f"{one:.3f}" for one in value[1:6])
     if isinstance(value, dict):  # counts, as shares
         return ", ".join(f"{name}: {value[name] / sum(value.values()):.0%}" for name in sorted(value))
     return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -64,12 +64,7 @@ class Startup:
 
 
 def measure(case: dict[str, Any], folder: Path | None = None) -> Iterator[Startup]:
-    """Start twice.
-
-    Args:
-        case: trees, `MODEL`, and options of the engines, as JSON holds them.
-        folder: new or empty, for compiled programs; None: a temporary one.
-    """
+    """Start twice."""
     EngineConfig(**options_of(case))
     if folder is not None and folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder}: expected a new or an empty folder, so that the first start is cold; name another")
@@ -133,7 +128,7 @@ def run(arguments: argparse.Namespace) -> Report:
     sizes = dict(slots=a.batch[-1], buckets=list(a.batch), prefill_buckets=list(a.prefill), draft_kv_dtype=a.kv_dtype)
     options = sizes | {name: getattr(a, name) for name in SAME}
     case = {name: getattr(a, name) for name in MODEL} | {"trees": list(map(tree_name, a.tree)), "options": options}
-    results = measure(case, a.cache)
+    results = list(measure(case, a.cache))  # this process leaves the device to those that it starts
     return Report(f"random weights of {a.shape}, made on the device", (), results, text, {"case": case})
 
 

@@ -33,7 +33,7 @@ from jspec.models.kv_cache import PoolShape
 from jspec.step.decode import spec_step
 from jspec.step.program import Params, Program, init_state
 from jspec.tools.bench import profiling, random_models, roofline
-from jspec.tools.bench.report import PICTURE, TREES, Column, Mark, Report, ints, option, tree_label, tree_name
+from jspec.tools.bench.report import PICTURE, TREES, Mark, Report, columns, ints, option, tree_label, tree_name
 from pallas_kernels.layers.quantized import KINDS
 
 GROUP = 32  # steps dispatched between two looks at the clock; only the first one finds an idle device
@@ -65,7 +65,7 @@ class Case:
     def name(self) -> str:
         """One word that can name a folder: all settings that are not the default; a long one by its checksum."""
         own = [(one.name, one.default, getattr(self, one.name)) for one in fields(self)]
-        words = [f"{name}-{value}" for name, default, value in own if value is not default]
+        words = [f"{name}-{value}" for name, default, value in own if value != default]
         text = re.sub("[^a-z0-9._-]+", "-", "_".join(words).lower())
         return text if len(text) < LONGEST else f"{text[:LONGEST]}-{zlib.crc32(text.encode()):08x}"
 
@@ -103,29 +103,21 @@ class Timing:
 
 
 COLUMNS = (
-    *(Column(f"case.{name}", name) for name in ("shape", "dtype", "weights", "cache")),
-    Column("case.page_size", "page"),
-    *(Column(f"case.{name}", name) for name in ("batch", "idle", "context")),
-    Column("case.tree_text", "tree"),
-    Column("case.drafted_depth", "depth"),
-    Column("milliseconds", "ms", ".3f"),
-    Column("spread", "p90-p10", ".3f"),
-    Column("floor", "floor", ".3f"),
-    Column("ratio", "ratio", ".2f"),
+    *columns(case__shape="shape", case__dtype="dtype", case__weights="weights", case__cache="cache"),
+    *columns(case__page_size="page", case__batch="batch", case__idle="idle", case__context="context"),
+    *columns(case__tree_text="tree", case__drafted_depth="depth"),
+    *columns(".3f", milliseconds="ms", spread="p90-p10", floor="floor"),
+    *columns(".2f", ratio="ratio"),
     *profiling.clock_columns(),
-    Column("tokens", "tokens", ".2f"),
-    Column("compile_seconds", "compile s", ".1f"),
+    *columns(".2f", tokens="tokens"),
+    *columns(".1f", compile_seconds="compile s"),
 )
 
 
 def build(
     case: Case, target: Model, head: EagleHead | None, *, growth: int | None = None
 ) -> tuple[Program, Params, PoolShape]:
-    """Program, weights and pool shape of a case; the models may hold shapes in place of arrays.
-
-    Args:
-        growth: tokens that a row may gain beyond the context; None: those of `GROUP` steps.
-    """
+    """Program, weights and pool shape of a case; the models may hold shapes in place of arrays."""
     if not 0 <= case.idle < case.batch:
         raise ValueError(f"idle: expected 0 to {case.batch - 1} of a batch of {case.batch} rows, got {case.idle}")
     assert case.tree is None or head is not None
@@ -173,11 +165,7 @@ class Runner:
 
 
 def measure(case: Case, target: Model, head: EagleHead | None, *, profile: Path | None = None) -> Timing:
-    """Compile a case and time it: median over groups of steps.
-
-    Args:
-        profile: folder for a trace of one more group, which is not timed; None: no trace.
-    """
+    """Compile a case and time it: median over groups of steps."""
     program, params, pool = build(case, target, head)
     state = filled_state(init_state(program, params, pool), case)
     started = time.perf_counter()

@@ -1,26 +1,24 @@
 """`jspec bench throughput`: tokens a second of random weights at a stated, synthetic acceptance.
 
-Drafts of random weights are accepted at random, at stated rates, until each row has its tokens. The accept rule is part
-of a step that this module assembles from the stages of `jspec.step.decode`; neither `Program` nor `Engine` has such a
-mode, so it cannot be used to serve.
-
-A rate is the share of steps that accept the draft token at a position, and so all before it: rates .75, .55, .42, .31
-give chains of 1 to 4 tokens the mean acceptance lengths 1.75, 2.30, 2.72 and 3.03.
-
-With `--rival` nothing is measured: `compare` reads another engine's step times beside ours.
+Drafts of random weights are accepted at random, at stated rates, until each row has its tokens. The step is assembled
+here from the stages of `jspec.step.decode`: neither `Program` nor `Engine` has such a mode. A rate is the share of
+steps that accept the draft token at a position, and so all before it: .75, .55, .42, .31 give chains of 1 to 4 tokens
+the mean acceptance lengths 1.75, 2.30, 2.72 and 3.03. With `--rival`, another engine's step times are read beside ours.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,14 +33,18 @@ from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
 from jspec.step import decode
 from jspec.step.program import Params, Program, init_state, view_of
-from jspec.tools.bench import compare, step
-from jspec.tools.bench.report import Column, Mark, Report, file_option, floats, option, tree_label
+from jspec.tools.bench import step
+from jspec.tools.bench.report import Mark, Report, columns, file_option, floats, option, tree_label, tree_or_none
 
 TOKENS = 256
 REPEATS = 3
 ABOUT = "SYNTHETIC acceptance: drafts of random weights are accepted at random, at stated rates"
 Rates = tuple[float, ...]
 RATES: Rates = (0.75, 0.55, 0.42, 0.31)  # published for EAGLE-3 on MT-Bench
+RIVAL_LINE = "an object with mode, quant, k, batch, inlen and step_ms"
+OUR_FILE = "what `jspec bench step --json` writes, each point once, all else of the cases equal"
+VARIED = ("batch", "context", "tree", "quantize")
+QUANT = {"fp8_dynamic": "fp8", "fp8": "fp8 weights"}  # other engines' "fp8" quantises weights and activations
 
 
 def check_rates(rates: Sequence[float]) -> Rates:
@@ -132,8 +134,7 @@ class Case:
             raise ValueError(f"tokens: expected at least 1, got {self.tokens}")
 
 
-@dataclass(frozen=True)
-class Throughput:
+class Throughput(NamedTuple):
     """Figures of a case."""
 
     case: Case
@@ -150,17 +151,13 @@ class Throughput:
 
 
 COLUMNS = (
-    *(Column(f"case.point.{name}", name) for name in ("shape", "weights", "cache", "batch")),
-    Column("case.contexts", "context"),
-    Column("case.point.tree_text", "tree"),
-    Column("stated_length", "stated", ".2f"),
-    Column("length", "measured", ".2f"),
-    Column("rounds", "steps"),
-    Column("live", "live", ".1f"),
-    Column("milliseconds", "ms", ".3f"),
-    *(Column(name, name, ".3f") for name in ("spread", "floor")),
-    Column("milliseconds_per_token", "ms/token", ".3f"),
-    Column("tokens_per_second", "tokens/s", ".0f"),
+    *columns(case__point__shape="shape", case__point__weights="weights", case__point__cache="cache"),
+    *columns(case__point__batch="batch", case__contexts="context", case__point__tree_text="tree"),
+    *columns(".2f", stated_length="stated", length="measured"),
+    *columns(rounds="steps"),
+    *columns(".1f", live="live"),
+    *columns(".3f", milliseconds="ms", spread="spread", floor="floor", milliseconds_per_token="ms/token"),
+    *columns(".0f", tokens_per_second="tokens/s"),
 )
 
 
@@ -231,10 +228,97 @@ def run_steps(
     return state, seconds, StepResult.read(np.concatenate([np.asarray(one) for one in reports]))
 
 
+class Row(NamedTuple):
+    """A point that at least one side has: milliseconds of a step, and tokens a second of the whole batch."""
+
+    quant: str  # "none", or the kind
+    context: int
+    batch: int
+    draft: str  # drafter and tree, or "none"
+    rival: float | None
+    ours: float | None
+    floor: float | None
+    ratio: float | None  # our time over the rival's: below 1 ours is faster
+    rival_tokens: float | None  # None without a step, or without stated rates for the draft
+    our_tokens: float | None
+
+
+RIVAL_COLUMNS = (
+    *columns(quant="quant", context="context", batch="batch", draft="draft"),
+    *columns(".3f", rival="rival ms", ours="our ms", floor="floor"),
+    *columns(".2f", ratio="ours/rival"),
+    *columns(".0f", rival_tokens="rival tok/s", our_tokens="our tok/s"),
+)
+
+
+def _rival_times(path: Path) -> Iterator[tuple[Any, ...]]:
+    for line in filter(str.strip, path.read_text(encoding="utf-8").splitlines()):
+        one = json.loads(line)
+        if (one["mode"] == "none") != (one["k"] == 0):
+            raise ValueError(f"k {one['k']} with mode {one['mode']}")
+        draft = f"{one['mode']} {Tree.chain(one['k'])}" if one["k"] else "none"
+        yield str(one["quant"] or "none"), one["inlen"], one["batch"], draft, one["step_ms"]
+
+
+def _our_times(path: Path) -> Iterator[tuple[Any, ...]]:
+    results = json.loads(path.read_text(encoding="utf-8"))["results"]
+    for one in results:
+        case, first = ({k: v for k, v in r["case"].items() if k not in VARIED} for r in (one, results[0]))
+        if case != first:
+            raise ValueError(f"{first} and {case}")
+        batch, context, tree, quant = (one["case"][name] for name in VARIED)
+        draft = tree if tree == "none" else f"eagle3 {tree}"
+        yield QUANT.get(quant, quant or "none"), context, batch, draft, one["milliseconds"], one["floor"]
+
+
+def read_times(path: Path, *, is_rival: bool) -> dict[tuple[Any, ...], tuple[float, ...]]:
+    """Milliseconds by point: the rival's step, or our step and its floor; any mistake in the file is a ValueError."""
+    found: dict[tuple[Any, ...], tuple[float, ...]] = {}
+    try:
+        for line in _rival_times(path) if is_rival else _our_times(path):
+            point, times = line[:4], line[4:]
+            if point in found or not all(0 < one < math.inf for one in (*point[1:3], *times)):
+                raise ValueError(f"{line}, twice or not above 0")
+            found[point] = times
+        if not found:
+            raise ValueError("no point")
+    except (ValueError, TypeError, KeyError) as error:
+        expected = f"lines, each {RIVAL_LINE}" if is_rival else OUR_FILE
+        raise ValueError(f"{path}: expected {expected}, got {error!r}") from None
+    return found
+
+
+def length(draft: str, rates: Sequence[float]) -> float | None:
+    """Tokens a step of a chain, by the share of steps that accept each position; None: no rates for this draft."""
+    tree = tree_or_none(draft.split()[-1])
+    depth = 0 if tree is None else tree.depth
+    return 1 + math.fsum(rates[:depth]) if (tree is None or tree.is_chain) and depth <= len(rates) else None
+
+
+def compare(rival: Path, ours: Path | None, rates: Sequence[float]) -> Report:
+    """Compare two files."""
+    if ours is None:
+        raise ValueError("throughput: expected --ours with --rival, a file of `jspec bench step --json`; give both")
+    theirs, own = read_times(rival, is_rival=True), read_times(ours, is_rival=False)
+    found, best = [], dict[tuple[Any, ...], list[float]]()
+    for point in sorted(theirs.keys() | own.keys()):
+        (rival_ms,), (our_ms, floor) = theirs.get(point, (None,)), own.get(point, (None, None))
+        tokens = length(point[3], rates)
+        speeds = [point[2] * tokens / ms * 1e3 if ms and tokens else None for ms in (rival_ms, our_ms)]
+        ratio = our_ms / rival_ms if rival_ms and our_ms else None
+        found.append(Row._make([*point, rival_ms, our_ms, floor, ratio, *speeds]))
+        most = best.setdefault(point[:3], [0.0, 0.0])
+        most[:] = [max(one, speed or 0.0) for one, speed in zip(most, speeds, strict=True)]
+    gains = [f"best draft, {', '.join(map(str, at))}: ours/rival {b / a:.2f}" for at, (a, b) in best.items() if a]
+    text = f"tokens/s from STATED shares of steps that accept each position of a chain, {', '.join(map(str, rates))}"
+    about = {"rival": rival, "ours": ours, "stated_rates": rates}
+    return Report(f"ms a step, rival: {rival}; ours: {ours}", RIVAL_COLUMNS, found, "\n".join([*gains, text]), about)
+
+
 def run(arguments: argparse.Namespace) -> Report:
     a = arguments
     if a.rival is not None:
-        return compare.run(a.rival, a.ours, check_rates(a.positions))
+        return compare(a.rival, a.ours, check_rates(a.positions))
     cases = []
     for point in step.cases_of(a):
         by_length = point.tree is not None and a.length is not None
@@ -257,6 +341,6 @@ OPTIONS = (
     option("--length", type=float, help="stated mean acceptance length of every tree, in place of --positions"),
     option("--positions", type=floats, default=RATES, metavar=".75,.55", help="stated share of steps that accept each"),
     option("--seed", type=int, default=0, help="seed of the acceptance"),
-    file_option("--rival", f"measure nothing, but read another engine's steps, each line {compare.RIVAL_LINE}"),
+    file_option("--rival", f"measure nothing, but read another engine's steps, each line {RIVAL_LINE}"),
     file_option("--ours", "with --rival: our steps, a file of `jspec bench step --json`"),
 )

@@ -1,6 +1,6 @@
 """`jspec bench inflate`: real text and acceptance at a large model's cost.
 
-Widths are padded with zeros (`padding`), layers that add nothing are inserted, padded tokens are masked. A step that
+Widths are padded with zeros (`grow`), layers that add nothing are inserted, padded tokens are masked. A step that
 memory bounds takes the larger shape's time; one that arithmetic bounds may take less, as a GPU draws less power for
 zeros and may clock higher.
 """
@@ -27,8 +27,7 @@ from jspec.models.config import ModelConfig
 from jspec.models.decoder import Model
 from jspec.tools import demo
 from jspec.tools.bench import random_models
-from jspec.tools.bench.inflate.padding import Factor, Padder
-from jspec.tools.bench.inflate.sizes import DTYPES, NAMES, Plan, Sizes, plan
+from jspec.tools.bench.inflate.grow import DTYPES, NAMES, Factor, Padder, Plan, Sizes, plan
 from jspec.tools.bench.report import Report, ints, option
 
 DEMO = "demo"  # in place of a folder: the embedded pair
