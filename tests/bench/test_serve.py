@@ -16,6 +16,7 @@ from scipy import stats
 
 from jspec import Engine, SamplingParams, Tree
 from jspec.__main__ import main
+from jspec.core.config import PREFILL_BUCKETS
 from jspec.tools import demo
 from jspec.tools.bench import serve as bench
 from jspec.tools.bench.acceptance import SOURCE_TEXT
@@ -269,7 +270,8 @@ NAMES = ("tree", "depth", "max_concurrency", "overlap")
 def test_batch_is_three_times_as_fast_and_overlap_no_slower(tree: Tree | None) -> None:
     settings = [Setting(tree, max_concurrency=1), Setting(tree), Setting(tree, overlap=False)]
     arrivals = Load(64, 16, 64, range_ratio=1.0).arrivals(256, text=SOURCE_TEXT.encode())
-    found = list(bench.measure(Pair.load(demo.TARGET), settings, arrivals, 5, slots=64, max_len=80))
+    sizes = dict(slots=64, buckets=(1, 64), max_len=80, prefill_buckets=(16,), prefill_budget=PREFILL_BUCKETS[-1])
+    found = list(bench.measure(Pair.load(demo.TARGET), settings, arrivals, 5, **sizes))
     print(bench.text(found))
     assert found[1]["ratio"] >= 3.0
     assert found[1]["ratio"] / found[2]["ratio"] >= 0.98  # as fast, but for the difference of two medians

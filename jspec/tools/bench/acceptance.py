@@ -26,7 +26,7 @@ from jspec.engine.sampling_params import SamplingParams
 from jspec.models.decoder import Model
 from jspec.tools import demo
 from jspec.tools.bench.pair import Pair
-from jspec.tools.bench.report import Report, option, tree_label
+from jspec.tools.bench.report import Report, int_or_none, option, tree_label
 from jspec.tools.table import table
 from pallas_kernels.layers.quantized import KINDS
 
@@ -89,9 +89,7 @@ def measure(
 ) -> Iterator[Acceptance]:
     """Complete the prompts with the embedded pair at each temperature, with the same seeds in every case."""
     drafter = Eagle3.from_pretrained(demo.HEAD, tree=case.tree, dtype="float32", quantize=case.draft_quantize)
-    sizes: dict[str, Any] = dict(
-        slots=SLOTS, buckets=(SLOTS,), max_len=PROMPT_SIZE + tokens, prefill_buckets=(PROMPT_SIZE,)
-    )
+    sizes: Any = dict(slots=SLOTS, buckets=(SLOTS,), max_len=PROMPT_SIZE + tokens, prefill_buckets=(PROMPT_SIZE,))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message='accept="typical"')  # the table says so
         target = Model.from_pretrained(demo.TARGET, dtype="float32")
@@ -127,9 +125,7 @@ def measure_contexts(
 ) -> Iterator[Acceptance]:
     """Continue a text's tokens greedily after each context, with every drafter and window."""
     found = text_places(ids, contexts, places)
-    sizes: dict[str, Any] = dict(
-        slots=places, buckets=(places,), max_len=max(contexts) + tokens, prefill_buckets=(PREFILL,)
-    )
+    sizes: Any = dict(slots=places, buckets=(places,), max_len=max(contexts) + tokens, prefill_buckets=(PREFILL,))
     variants = [one if window is None else one.with_window(window) for one, window in product(drafters, windows)]
     for drafter in variants:
         case = Case("coupled", drafter.tree, None, drafter.draft_window)
@@ -156,10 +152,8 @@ def _complete(
 
 def standard_error(parts: Sequence[Metrics]) -> float:
     """Standard error of the mean acceptance length, by the jackknife over prompts, whose steps are not independent."""
-    without = [
-        sum((part for j, part in enumerate(parts) if j != i), Metrics()).mean_acceptance_length
-        for i in range(len(parts))
-    ]
+    others = [sum((*parts[:i], *parts[i + 1 :]), Metrics()) for i in range(len(parts))]
+    without = [one.mean_acceptance_length for one in others]
     return (len(parts) - 1) / len(parts) ** 0.5 * statistics.stdev(without)
 
 
@@ -196,10 +190,6 @@ def run(arguments: argparse.Namespace) -> Report:
     return Report("tokens a step ± standard error, share of drafted tokens emitted", (), results, text)
 
 
-def _window(word: str) -> int | None:
-    return None if word == "none" else int(word)
-
-
 OPTIONS = (
     option("--accept", nargs="+", choices=ACCEPT_RULES, default=ACCEPT_RULES, metavar="RULE"),
     option("--tree", type=Tree.parse, nargs="+", default=TREES, metavar="TREE", help=TREE_FORMS),
@@ -208,7 +198,7 @@ OPTIONS = (
     option("--samples", type=int, default=SAMPLES, help="completions a prompt at temperatures above 0"),
     option("--draft-quantize", choices=KINDS, help="kind for the head's weights; float32 if left out"),
     option("--context", type=int, nargs="+", metavar="256", help="tokens of prompts: measure by context length"),
-    option("--draft-window", type=_window, nargs="+", default=(None, 128), metavar="W", help="tokens, or none"),
+    option("--draft-window", type=int_or_none, nargs="+", default=(None, 128), metavar="W", help="tokens, or none"),
     option("--places", type=int, default=PLACES, help="with --context: places where the text is continued"),
     option("--text", type=Path, metavar="FILE", help="with --context: the text; Python source if left out"),
 )

@@ -129,8 +129,8 @@ def ints(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def floats(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+def int_or_none(text: str) -> int | None:
+    return None if text == "none" else int(text)
 
 
 def tree_or_none(text: str) -> Tree | None:

@@ -1,7 +1,6 @@
 """`jspec bench step`: time of one decoding step for a shape with random weights, beside its floor.
 
-The compiled step runs alone, at acceptance about 0. `--measure` chooses other times of a step: the cost of sampling
-controls (here too), the device's waiting for the host and the host's own time (`step_host`).
+The compiled step runs alone, at acceptance about 0. `--measure` chooses other times (`step_costs`).
 """
 
 from __future__ import annotations

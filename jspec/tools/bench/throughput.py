@@ -34,7 +34,7 @@ from jspec.models.decoder import Model
 from jspec.step import decode
 from jspec.step.program import Params, Program, init_state, view_of
 from jspec.tools.bench import step
-from jspec.tools.bench.report import Mark, Report, columns, file_option, floats, option, tree_label, tree_or_none
+from jspec.tools.bench.report import Mark, Report, columns, file_option, option, tree_label, tree_or_none
 
 TOKENS = 256
 REPEATS = 3
@@ -334,12 +334,16 @@ def _marks(result: Throughput) -> list[Mark]:
     return [Mark(f"context {result.case.contexts}", label, result.case.point.batch, result.tokens_per_second)]
 
 
+def _rates(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 OPTIONS = (
     *step.MODEL_OPTIONS,
     *step.POINT_OPTIONS,
     option("--tokens", type=int, default=TOKENS, help="tokens that each row emits"),
     option("--length", type=float, help="stated mean acceptance length of every tree, in place of --positions"),
-    option("--positions", type=floats, default=RATES, metavar=".75,.55", help="stated share of steps that accept each"),
+    option("--positions", type=_rates, default=RATES, metavar=".75,.55", help="stated share of steps that accept each"),
     option("--seed", type=int, default=0, help="seed of the acceptance"),
     file_option("--rival", f"measure nothing, but read another engine's steps, each line {RIVAL_LINE}"),
     file_option("--ours", "with --rival: our steps, a file of `jspec bench step --json`"),

@@ -148,8 +148,7 @@ class Padder(Generic[C]):
 
     @property
     def _group(self) -> Factor:
-        old, new = (c.num_heads // c.num_kv_heads for c in (self.old, self.new))
-        return Factor(old, new)
+        return Factor(self.old.num_heads // self.old.num_kv_heads, self.new.num_heads // self.new.num_kv_heads)
 
     @property
     def _channels(self) -> Axis:
@@ -185,11 +184,10 @@ class Sizes:
     @classmethod
     def of(cls, shape: str) -> Sizes:
         """Sizes of a shape of `random_models` and of its head's draft vocabulary."""
-        if shape not in random_models.TARGETS:
-            raise ValueError(
-                f"shape: expected one of {', '.join(random_models.TARGETS)}, got {shape!r}; pass one of them"
-            )
-        own = {name: getattr(random_models.TARGETS[shape], name) for name in NAMES}
+        known = random_models.TARGETS
+        if shape not in known:
+            raise ValueError(f"shape: expected one of {', '.join(known)}, got {shape!r}; pass one of them")
+        own = {name: getattr(known[shape], name) for name in NAMES}
         return cls(**own, draft_vocab_size=random_models.DRAFT_VOCAB[shape])
 
     def of_layers(self) -> dict[str, Any]:
@@ -229,8 +227,7 @@ def plan(
     padder = Padder(old, new, dtype, Mask.of(old, new) if new.vocab_size > old.vocab_size else None)
     usual = default_states(old.num_layers) if old.num_layers >= LEAST_LAYERS else ()
     states = usual if head is None else head.config.states_of(old.num_layers)
-    wanted = feature_layers
-    if wanted is None:  # the state after the final norm is that of the larger target
+    if (wanted := feature_layers) is None:  # the state after the final norm is that of the larger target
         moved = tuple(new.num_layers + 1 if state == old.num_layers + 1 else state for state in states)
         wanted = default_states(new.num_layers) if states and states == usual else moved
     if len(wanted) != len(states):
