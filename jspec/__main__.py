@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: command-line arguments without the program's name; None: the arguments of the process.
 
     Returns:
-        The exit status: 0; 2 if arguments or files are wrong, after an error message of one line; others by command.
+        The exit status: 0 on success; 2 if arguments or files are wrong, after an error message of one line. A command
+        may define further values.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["convert"]:

@@ -48,7 +48,9 @@ class InputProcessor:
             raise ValueError(f"eos_ids: expected ids in [0, {self.vocab_size}), got {wrong[0]}")
 
     def requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
-        """Make one request per prompt, in order; with ``n`` > 1 the others of a prompt are the request's siblings.
+        """Return one request per prompt, in the order of the prompts.
+
+        With ``n`` > 1 it is the request of the first completion; those of the other completions are its ``siblings``.
 
         Raises:
             TypeError, ValueError: a prompt or parameter is wrong; the message names it, the expected and the given

@@ -11,7 +11,7 @@ from pallas_kernels.attention.tiling import Tiles, own_tiles
 
 
 class KVRange(NamedTuple):
-    """Bounds of the cache rows that one Pallas program reads and its queries see: row numbers within the sequence."""
+    """Which cache rows one Pallas program reads, and which of these its queries see, as row numbers in the sequence."""
 
     length: Array  # number of committed rows; new rows follow them
     first: Array  # first row to read

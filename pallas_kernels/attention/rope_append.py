@@ -61,9 +61,10 @@ def _reference(
 
 
 def column_loader(qkv_ref, scale_refs, sequence, token, dtype):
-    """In a kernel: returns a function (columns, mask options) that loads columns of one row of the QKV projection.
+    """For use in a kernel: returns `load(columns, mask)`, which loads these columns of one row of the QKV projection.
 
-    The function adds up the partial sums, applies the scales and rounds to `dtype`.
+    `load` adds up the partial sums, applies the scales and rounds to `dtype`; its argument `mask` is a dictionary with
+    the load's `mask` and `other`, or empty.
 
     Args:
         qkv_ref: partial sums [parts, B, T, (H + 2 KH) * D].

@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_cases_rules_are_combined_with_fitting_trees() -> None:
+def test_acceptance_cases_combine_each_rule_with_the_trees_it_supports() -> None:
     found = {(case.accept, str(case.tree)) for case in acceptance.cases(ACCEPT_RULES, acceptance.TREES)}
     chain, static, dynamic = map(str, acceptance.TREES)
     everywhere = {

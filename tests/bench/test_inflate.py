@@ -61,7 +61,9 @@ pytestmark = pytest.mark.once
     ],
     ids=["grouped queries, llama3", "one kv head, one channel more", "a kv head each, tied", "its vocabulary, tied"],
 )
-def test_pair_larger_target_computes_the_same(model: dict[str, Any], larger: dict[str, int]) -> None:
+def test_inflated_target_computes_the_same_logits_as_the_small_one(
+    model: dict[str, Any], larger: dict[str, int]
+) -> None:
     small, wanted = target(**model), replace(SIZES, **larger)
     large, none = inflate.pair(small, wanted)
     assert none is None and large.head is not None

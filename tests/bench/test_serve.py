@@ -267,7 +267,7 @@ NAMES = ("tree", "depth", "max_concurrency", "overlap")
 
 @pytest.mark.timing
 @pytest.mark.parametrize("tree", [None, Tree.chain(3)], ids=str)
-def test_batch_is_three_times_as_fast_and_overlap_no_slower(tree: Tree | None) -> None:
+def test_serving_a_batch_is_3x_as_fast_as_one_at_a_time_and_overlap_is_not_slower(tree: Tree | None) -> None:
     settings = [Setting(tree, max_concurrency=1), Setting(tree), Setting(tree, overlap=False)]
     arrivals = Load(64, 16, 64, range_ratio=1.0).arrivals(256, text=SOURCE_TEXT.encode())
     sizes = dict(slots=64, buckets=(1, 64), max_len=80, prefill_buckets=(16,), prefill_budget=PREFILL_BUCKETS[-1])

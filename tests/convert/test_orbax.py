@@ -325,7 +325,9 @@ def test_describe_head_without_fusion_prints_the_one_target_state(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["source", "converted"])
-def test_describe_eagle1_and_medusa_heads_prints_format_and_target_state(tmp_path, eagle, medusa, form):
+def test_describe_eagle1_and_medusa_heads_prints_format_and_which_target_hidden_state_is_read(
+    tmp_path, eagle, medusa, form
+):
     folder = {"eagle": eagle, "medusa": medusa}
     if form == "converted":
         for name, source in folder.items():

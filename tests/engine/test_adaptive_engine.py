@@ -191,7 +191,7 @@ def rows_of_both_caches(one: Engine) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
-def test_plain_rounds_write_the_cache_rows_of_the_draft_model(spoilt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_of_depth_0_still_write_the_draft_models_cache(spoilt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft model is the target, so both caches have equal rows; ``spoilt`` is the negative control."""
     one = engine("draft model")
     wipe(one)

@@ -29,7 +29,7 @@ def test_pallas_calls_state_compiler_params_and_do_not_use_num_programs(path):
     assert not calls(path, "num_programs")  # in jax 0.11 it may be that of another call's grid (jax issue 40847)
 
 
-def test_control_pallas_calls_of_the_package_are_found():
+def test_search_for_pallas_calls_finds_the_packages_own():
     assert sum(len(calls(path, "pallas_call")) for path in FILES) >= 3
 
 

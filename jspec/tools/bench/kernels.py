@@ -126,7 +126,11 @@ def gemm(name: str, settings: dict[str, Any], *, power: bool = False) -> Result:
 
 
 def calls_for(bytes_read: float) -> int:
-    """Number of calls of one program that together read more than caches hold."""
+    """How many calls to put into one timed program, 2 to `MOST_CALLS`: together they should read more than caches hold.
+
+    Args:
+        bytes_read: bytes that one call reads.
+    """
     return min(max(math.ceil(BEYOND_CACHES / bytes_read), 2), MOST_CALLS)
 
 

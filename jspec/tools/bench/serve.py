@@ -122,7 +122,13 @@ class Served:
 
 
 class Log(NamedTuple):
-    """A run: its requests in the order of their ends, and the seconds of each step and of all."""
+    """Record of one run.
+
+    Attributes:
+        served: the requests, in the order in which they ended.
+        steps: seconds of each step.
+        seconds: seconds of the whole run, waiting for arrivals included.
+    """
 
     served: list[Served]
     steps: list[float]

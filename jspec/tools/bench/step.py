@@ -149,7 +149,11 @@ class Runner:
         self.executable, self.params, self.state, self.case = executable, params, state, case
 
     def __call__(self) -> tuple[float, float]:
-        """`GROUP` steps from the case's context on: milliseconds a step, and tokens a row of the last step."""
+        """Run `GROUP` steps, starting with ``case.context`` committed tokens in each row.
+
+        Returns:
+            Milliseconds per step, and the tokens that an active row emitted in the last step, on average.
+        """
         case, state = self.case, self.state
         slots = jnp.arange(case.batch, dtype=jnp.int32)
         state = replace(state, lengths=jnp.full(case.batch, case.context, jnp.int32))
