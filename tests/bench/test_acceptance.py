@@ -44,20 +44,20 @@ def test_acceptance_cases_combine_each_rule_with_the_trees_it_supports() -> None
     assert found == everywhere | {("block", chain), ("rejection", chain), ("rejection", static)}
 
 
-def test_cases_rule_without_fitting_tree_raises(capsys: pytest.CaptureFixture) -> None:
+def test_acceptance_cases_rule_without_supported_tree_raises_error(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(ValueError, match="needs a chain"):
         acceptance.cases(["block"], [Tree.topk(4, 2, 2)])
     assert main(["bench", "acceptance", "--accept", "block", "--tree", "topk:4,2,2"]) == 2
     assert "needs a chain" in capsys.readouterr().err
 
 
-def test_prompts_are_different_parts_of_the_whole_text() -> None:
+def test_acceptance_prompts_are_different_parts_spread_over_the_whole_text() -> None:
     cuts = acceptance.prompts()
     assert len(set(cuts)) == acceptance.PROMPTS and {len(cut.encode()) for cut in cuts} == {acceptance.PROMPT_SIZE}
     assert acceptance.SOURCE_TEXT.startswith(cuts[0]) and acceptance.SOURCE_TEXT.endswith(cuts[-1])
 
 
-def test_standard_error_equal_step_counts_is_that_of_a_mean() -> None:
+def test_acceptance_standard_error_equal_step_counts_equals_standard_error_of_prompt_means() -> None:
     """If every prompt has as many steps, the jackknife is the standard error of the prompts' means."""
     accepted = np.array([3, 9, 4, 17, 8])
     parts = [Metrics(num_drafts=10, num_accepted_tokens=int(n)) for n in accepted]
@@ -68,7 +68,7 @@ def test_standard_error_equal_step_counts_is_that_of_a_mean() -> None:
 
 
 @pytest.mark.long
-def test_command_counts_every_completion(folder: Path) -> None:
+def test_acceptance_command_step_counts_times_mean_length_equal_emitted_tokens(folder: Path) -> None:
     """Steps times their mean length are the tokens after the first ones; a step cut at the end may lack one."""
     results = json.loads((folder / "results.json").read_text())["results"]
     assert [result["temperature"] for result in results] == [0, 1]
@@ -86,7 +86,7 @@ def test_command_counts_every_completion(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_command_table_has_the_results(folder: Path) -> None:
+def test_acceptance_table_numbers_equal_those_of_the_json_file(folder: Path) -> None:
     results = json.loads((folder / "results.json").read_text())["results"]
     about, heading, _, row = (folder / "printed.txt").read_text().splitlines()
     assert "standard error" in about
@@ -95,13 +95,13 @@ def test_command_table_has_the_results(folder: Path) -> None:
     assert row.split() == ["chain:4", "coupled", "float32", *numbers]
 
 
-def test_text_lossy_rule_is_named() -> None:
+def test_acceptance_table_typical_rule_is_marked_lossy() -> None:
     case = acceptance.Case("typical", Tree.static([(0,), (1,), (0, 0)]))
     row = acceptance.text([acceptance.Acceptance(case, 1.0, 2.5, 0.1, 0.5, 10)]).splitlines()[-1]
     assert "typical (lossy)" in row and "static, 4 nodes" in row
 
 
-def test_measure_draft_quantize_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_acceptance_draft_quantize_option_reaches_head_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: object, quantize: str | None, **__: object) -> None:
         raise InterruptedError(quantize)
 
@@ -115,7 +115,7 @@ TARGET, TREE = tiny.model(16, layers=1), Tree.chain(2)
 IDS = np.random.default_rng(0).integers(0, 16, 60).tolist()
 
 
-def test_text_places_every_context_ends_at_the_same_places() -> None:
+def test_acceptance_prompts_of_all_context_lengths_end_at_same_positions() -> None:
     found = text_places(range(100), (5, 20, 50), 4)
     assert {size: {len(text) for text in own} for size, own in found.items()} == {5: {5}, 20: {20}, 50: {50}}
     for short, long in zip(found[5], found[50], strict=True):
@@ -124,20 +124,20 @@ def test_text_places_every_context_ends_at_the_same_places() -> None:
 
 
 @pytest.mark.parametrize(("contexts", "places"), [((), 4), ((0, 8), 4), ((8,), 1), ((99,), 4)])
-def test_text_places_wrong_sizes_raise(contexts: tuple[int, ...], places: int) -> None:
+def test_acceptance_context_prompts_wrong_sizes_raise_error(contexts: tuple[int, ...], places: int) -> None:
     with pytest.raises(
         ValueError, match=r"expected (context lengths >= 1 and at least 2 places|a text of at least 102)"
     ):
         text_places(range(100), contexts, places)
 
 
-def test_measure_contexts_drafter_without_window_raises() -> None:
+def test_acceptance_by_context_drafter_without_window_support_raises_error() -> None:
     with pytest.raises(ValueError, match="expected a drafter with a window"):
         next(measure_contexts(TARGET, [NGram(TREE)], IDS, contexts=(4,), windows=(8,)))
 
 
 @pytest.mark.long
-def test_measure_contexts_window_lowers_acceptance() -> None:
+def test_acceptance_by_context_draft_window_shorter_than_context_lowers_acceptance() -> None:
     """The target drafts for itself: all is accepted, unless a window hides a part of the context."""
     sizes = dict(contexts=(3, 40), windows=(None, 4), places=3, tokens=10)
     results = list(measure_contexts(TARGET, [DraftModel(TARGET, TREE)], IDS, **sizes))
@@ -150,7 +150,7 @@ def test_measure_contexts_window_lowers_acceptance() -> None:
     assert lengths[4, 40] < 3
 
 
-def test_command_contexts_prints_and_writes(
+def test_acceptance_command_context_lengths_given_prints_table_and_writes_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
     asked: dict[str, Any] = {}

@@ -44,7 +44,7 @@ def lines(tmp_path: Path) -> Lines:
     return write
 
 
-def test_number_of_every_answer_of_the_file_is_right(data: Path) -> None:
+def test_gsm8k_number_of_every_worked_answer_in_the_file_is_found(data: Path) -> None:
     problems = bench.read_problems(data / "prompts" / "gsm8k_test.jsonl")
     assert len(problems) == 1319
     expected = [Decimal(one.answer.rsplit("#### ", 1)[1].replace(",", "")) for one in problems]
@@ -65,11 +65,13 @@ def test_number_of_every_answer_of_the_file_is_right(data: Path) -> None:
         ("none at all", None),
     ],
 )
-def test_number_of_answer_is_the_marked_or_last_one(answer: str, expected: int | Decimal | None) -> None:
+def test_gsm8k_number_of_answer_is_the_marked_or_else_the_last_number(
+    answer: str, expected: int | Decimal | None
+) -> None:
     assert bench.number_of(answer) == expected
 
 
-def test_prompts_of_examples_precede_each_question() -> None:
+def test_gsm8k_prompts_contain_worked_examples_before_each_question() -> None:
     problems = [Problem(f"q{i}?", f"a{i} #### {i}") for i in range(4)]
     first, second = bench.prompts_of(problems, 2)
     before = "Question: q0?\nAnswer: a0 #### 0\n\nQuestion: q1?\nAnswer: a1 #### 1\n\n"
@@ -85,7 +87,9 @@ def evaluate(pair: list[str], lines: Lines, *words: str) -> int:
 
 
 @pytest.mark.long
-def test_command_score_is_the_same_with_drafting(pair: list[str], lines: Lines, capsys: pytest.CaptureFixture) -> None:
+def test_gsm8k_command_score_with_drafting_equals_score_without(
+    pair: list[str], lines: Lines, capsys: pytest.CaptureFixture
+) -> None:
     out = lines("").with_suffix(".out")
     assert evaluate(pair, lines, "--json", str(out)) == 0
     own = json.loads(out.read_text())
@@ -98,7 +102,7 @@ def test_command_score_is_the_same_with_drafting(pair: list[str], lines: Lines, 
 
 
 @pytest.mark.parametrize(("dtype", "code"), [("float32", 1), ("bfloat16", 0)])
-def test_command_texts_that_differ_are_counted(
+def test_gsm8k_command_drafter_that_changes_answers_is_counted_and_fails(
     pair: list[str],
     lines: Lines,
     dtype: str,
@@ -117,7 +121,9 @@ def test_command_texts_that_differ_are_counted(
     assert "2 of 3 texts differ" in capsys.readouterr().out
 
 
-def test_command_wrong_problems_are_named(pair: list[str], lines: Lines, capsys: pytest.CaptureFixture) -> None:
+def test_gsm8k_command_wrong_problem_file_gives_error_naming_the_line(
+    pair: list[str], lines: Lines, capsys: pytest.CaptureFixture
+) -> None:
     for wrong in ({"question": "2 and 2?"}, {"question": "2 and 2?", "answer": "four"}):
         with pytest.raises(ValueError, match="line 2: expected the fields question and answer"):
             bench.read_problems(lines(PROBLEMS[0], wrong))

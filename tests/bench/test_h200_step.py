@@ -25,7 +25,7 @@ def head() -> EagleHead:
 
 @pytest.mark.h200
 @pytest.mark.parametrize("tree", LIMITS)
-def test_step_median_is_within_its_limit(tree: str, target: Model, head: EagleHead) -> None:
+def test_step_time_one_request_8b_is_within_readme_limit(tree: str, target: Model, head: EagleHead) -> None:
     """Nothing is accepted; measured once, so a slow process fails instead of being asked again."""
     drafted = None if tree == "none" else Tree.parse(tree)
     case = step.Case(SHAPE, batch=1, context=1024, tree=drafted, page_size=16, dtype=DTYPE)
@@ -40,7 +40,7 @@ def test_step_median_is_within_its_limit(tree: str, target: Model, head: EagleHe
 
 
 @pytest.mark.h200
-def test_step_without_kernels_misses_its_limit(target: Model) -> None:
+def test_step_time_reference_implementation_is_slower_than_readme_limit(target: Model) -> None:
     """Negative control: the same step on the kernels' references."""
     case = step.Case(SHAPE, batch=1, context=1024, tree=None, dtype=DTYPE, implementation="reference")
     timing = step.measure(case, target, None)

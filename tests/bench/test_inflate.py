@@ -61,9 +61,7 @@ pytestmark = pytest.mark.once
     ],
     ids=["grouped queries, llama3", "one kv head, one channel more", "a kv head each, tied", "its vocabulary, tied"],
 )
-def test_inflated_target_computes_the_same_logits_as_the_small_one(
-    model: dict[str, Any], larger: dict[str, int]
-) -> None:
+def test_inflated_target_logits_equal_those_of_small_target(model: dict[str, Any], larger: dict[str, int]) -> None:
     small, wanted = target(**model), replace(SIZES, **larger)
     large, none = inflate.pair(small, wanted)
     assert none is None and large.head is not None
@@ -78,14 +76,14 @@ def sizes_of(wanted: Sizes) -> dict[str, int]:
     return {name: size for name, size in asdict(wanted).items() if name != "draft_vocab_size"}
 
 
-def test_pair_embedded_target_computes_the_same() -> None:
+def test_inflated_target_of_embedded_pair_logits_equal_those_of_small_target() -> None:
     large, head = large_pair()
     assert head.config.feature_layers == (2, 4, 6)
     match = compare(demo_pair()[0], large, (2, 4, 5), (2, 4, 6), text_tokens())
     assert match.same, match
 
 
-def test_pair_bfloat16_is_as_near_as_the_small_one() -> None:
+def test_inflated_target_bfloat16_logit_error_is_near_that_of_small_bfloat16_target() -> None:
     """Both round differently, so both are compared with float32."""
     small, _ = demo_pair()
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), small)
@@ -140,7 +138,7 @@ STEPS: dict[str, tuple[Any, str, Any, str]] = {
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_pair_without_one_part_differs(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inflated_target_with_one_padding_rule_broken_logits_differ(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, instead, seen = STEPS[step]
     monkeypatch.setattr(where, name, instead)
     small = target()
@@ -178,7 +176,7 @@ def drafted(head: EagleHead, model: Model, features: jax.Array) -> tuple[np.ndar
 
 
 @pytest.mark.parametrize("name", [*CARRIED, *NORMED, "shared output"])
-def test_pair_every_kind_of_head_computes_the_same(name: str) -> None:
+def test_inflated_head_every_kind_logits_equal_those_of_small_head(name: str) -> None:
     model = target()
     head = variant(name, model)
     vocab = {**dict.fromkeys(CARRIED, 16), **dict.fromkeys(NORMED, None), "shared output": None}[name]
@@ -195,7 +193,7 @@ def test_pair_every_kind_of_head_computes_the_same(name: str) -> None:
         assert np.isfinite(other).all()
 
 
-def test_pair_padded_draft_tokens_map_to_padded_tokens() -> None:
+def test_inflated_head_padded_draft_tokens_map_to_padded_target_tokens() -> None:
     _, head = large_pair()
     ids = np.asarray(head.draft_to_target)
     old = np.asarray(demo_pair()[1].draft_to_target)
@@ -214,7 +212,7 @@ def short_pairs() -> list[tuple[Model, EagleHead]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("tree", [pytest.param(Tree.chain(2), marks=pytest.mark.matrix), Tree.topk(6, 2, 3)], ids=str)
-def test_pairs_emit_the_same_tokens_in_as_many_steps(tree: Tree) -> None:
+def test_inflated_pair_emits_same_tokens_in_as_many_steps_as_small_pair(tree: Tree) -> None:
     size, seen = len(demo.PROMPT), []
     # For greedy rows all rules are equal; this one compiles fastest.
     options = dict(slots=1, max_len=size + 64, prefill_buckets=(size,), tokenizer="bytes", accept="multi_candidate")
@@ -240,7 +238,7 @@ def test_pairs_emit_the_same_tokens_in_as_many_steps(tree: Tree) -> None:
         (2, 2, {2: 2}, (0, 1)),
     ],
 )
-def test_insert_layers_states_keep_their_neighbours(
+def test_inflation_inserted_layers_keep_old_layers_around_feature_states(
     old: int, new: int, moved: dict[int, int], expected: tuple[int | None, ...]
 ) -> None:
     assert grow.insert_layers(old, new, moved) == expected
@@ -249,12 +247,12 @@ def test_insert_layers_states_keep_their_neighbours(
 @pytest.mark.parametrize(
     "moved", [{1: 0}, {1: 2, 2: 2}, {1: 4}, {3: 4}, {2: 5}, {3: 6}], ids=lambda moved: f"{moved} of 2 in 4"
 )
-def test_insert_layers_impossible_states_raise(moved: dict[int, int]) -> None:
+def test_inflation_feature_states_without_room_for_layers_raise_error(moved: dict[int, int]) -> None:
     with pytest.raises(ValueError, match="layers: expected room"):
         grow.insert_layers(2, 4, moved)
 
 
-def test_pair_other_feature_layers_stay_or_move_as_asked() -> None:
+def test_inflated_head_other_feature_layers_stay_or_move_as_requested() -> None:
     model = target()
     head = head_of(model, feature_layers=(1, 5, LAYERS))
     for wanted, expected in ((None, (1, 5, LAYERS)), ((3, 8, 10), (3, 8, 10))):
@@ -264,7 +262,7 @@ def test_pair_other_feature_layers_stay_or_move_as_asked() -> None:
         assert match.same, match
 
 
-def test_plan_embedded_pair_fits_8b_shape() -> None:
+def test_inflation_plan_embedded_pair_grows_to_8b_shape() -> None:
     model, head = demo_pair()
     made = grow.plan(model, Sizes.of("llama3-8b"), head=head, feature_layers=None, dtype="bfloat16")
     own = made.target.old

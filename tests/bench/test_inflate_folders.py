@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_pair_impossible_sizes_or_heads_raise(what: str) -> None:
+def test_inflation_impossible_sizes_or_heads_raise_error(what: str) -> None:
     attempt, message = REFUSED[what]
     with pytest.raises(ValueError, match=message):
         attempt()
@@ -122,7 +122,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return out, head
 
 
-def test_write_folders_load_as_the_pair_in_memory(written: tuple[Path, Path]) -> None:
+def test_inflated_folders_load_with_weights_equal_to_those_in_memory(written: tuple[Path, Path]) -> None:
     model = Model.from_pretrained(written[0], dtype="float32")
     head = Eagle3.from_pretrained(written[1], tree=Tree.chain(2), dtype="float32").head
     assert (model.config, head.config) == tuple(part.config for part in large_pair())
@@ -133,7 +133,7 @@ def test_write_folders_load_as_the_pair_in_memory(written: tuple[Path, Path]) ->
     assert match.same, match
 
 
-def test_write_zeros_are_compressed(written: tuple[Path, Path]) -> None:
+def test_inflated_folder_weights_padded_with_zeros_are_compressed(written: tuple[Path, Path]) -> None:
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(Model.from_pretrained(written[0], dtype="float32")))
     assert sum(file.stat().st_size for file in (written[0] / "weights").rglob("*")) < 0.8 * weights
 
@@ -147,7 +147,7 @@ def test_write_zeros_are_compressed(written: tuple[Path, Path]) -> None:
         ((*LARGER_TINY, "--feature-layers", "3,2,5"), "layers: expected room"),
     ],
 )
-def test_command_mistake_is_one_line_and_writes_nothing(
+def test_inflate_command_mistake_prints_one_line_and_writes_nothing(
     words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     assert main(["bench", "inflate", "demo", str(tmp_path / "out"), *words]) == 2
@@ -156,7 +156,7 @@ def test_command_mistake_is_one_line_and_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_command_existing_head_folder_is_refused_before_writing(
+def test_inflate_command_existing_head_folder_is_refused_before_writing(
     written: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     command = ["bench", "inflate", "demo", str(tmp_path / "out"), *FLAGS, "--head", "demo"]
@@ -167,7 +167,9 @@ def test_command_existing_head_folder_is_refused_before_writing(
     assert not (tmp_path / "out").exists()
 
 
-def test_command_overwrite_replaces_folder(written: tuple[Path, Path], capsys: pytest.CaptureFixture) -> None:
+def test_inflate_command_overwrite_option_replaces_folder(
+    written: tuple[Path, Path], capsys: pytest.CaptureFixture
+) -> None:
     command = ["bench", "inflate", "demo", str(written[0]), *LARGER_TINY]
     assert main(command) == 2
     assert "--overwrite" in capsys.readouterr().err

@@ -28,19 +28,23 @@ def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("bytes_read", "calls"), [(1.0, 64), (4.2e6, 64), (33.6e6, 8), (1e9, 2)])
-def test_calls_for_bytes_exceed_caches(bytes_read: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_timing_calls_of_one_program_read_more_bytes_than_caches_hold(
+    bytes_read: float, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernels, "MOST_CALLS", 64)
     assert kernels.calls_for(bytes_read) == calls
 
 
-def test_gemm_bytes_and_flops_are_counted() -> None:
+def test_matrix_product_bytes_and_flops_equal_those_counted_by_hand() -> None:
     result = kernels.gemm("o", GEMM | {"quantize": "int8"})
     assert (result.bytes, result.flops) == (96 * 64, 2 * 5 * 96 * 64)
     assert result.timer == "host" and result.seconds > 0
     assert result.floor_seconds == pytest.approx(96 * 64 / 4.3e12)
 
 
-def test_command_attention_counts_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_command_attention_counts_bytes_and_flops_and_writes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without a GPU, `--power` measures nothing."""
     sizes = "--batch 2 --rows 3 --context 40 --heads 4 --kv-heads 2 --head-dim 16 --page-size 8 --dtype float32"
     words = f"{sizes} --kernel attention --kv-dtype bfloat16 --power".split()
@@ -53,14 +57,14 @@ def test_command_attention_counts_and_writes(tmp_path: Path, capsys: pytest.Capt
     assert "share" in printed and " host" in printed and "mJ" not in printed
 
 
-def test_command_gemm_multiplies_what_a_decoder_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_command_products_have_the_sizes_of_a_decoder_layer(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--kernel", "gemm", "--shape", "tiny", "--rows", "1", "--dtype", "float32"]
     assert main(["bench", "kernels", *words]) == 0
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines()[3:8]] == ["qkv", "o", "gate_up", "down", "head"]
 
 
-def test_gemm_power_gives_joules_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrix_product_with_power_gives_joules_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: watts times the median of the groups' times, each of so many programs and calls."""
     clock, times = profiling.Clock(1560.0, 1980.0, 700.0, 1.0), iter([9.0, 2.0, 1.0, *[1e-3] * kernels.REPEATS])
 
@@ -80,7 +84,9 @@ def test_gemm_power_gives_joules_of_a_call(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("name", ["qkv", "gate_up", "attention"])
-def test_implementation_asked_for_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_command_implementation_option_times_that_implementation(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def noted(x: jnp.ndarray, *_: Any, implementation: str) -> jnp.ndarray:
@@ -113,14 +119,14 @@ CHAIN = Tree.chain(4)
         (CHAIN, 1, "fp8", None, (7.505e9 + 4 * 373e6 - 3 * 25e6 + 50e6 + 1024 * (131072 + 4 * 4096)) / 4.3e9),
     ],
 )
-def test_floor_few_rows_is_bound_by_bytes(
+def test_least_step_time_few_rows_equals_bytes_over_bandwidth(
     tree: Tree | None, batch: int, quantize: str | None, kv_dtype: str | None, milliseconds: float
 ) -> None:
     case = Case("llama3-8b", batch, 1024, tree, quantize=quantize, kv_dtype=kv_dtype)
     assert floor_seconds(case) * 1e3 == pytest.approx(milliseconds, rel=0.005)
 
 
-def test_floor_many_rows_is_bound_by_arithmetic() -> None:
+def test_least_step_time_many_rows_equals_flops_over_arithmetic_rate() -> None:
     """320 verified rows: 2 * 320 * 7.505e9 operations at 790 TFLOP/s, twice as fast in fp8, beside attention."""
     attention = 64 * 1024 * 131072 / 4.3e12
     verify = 2 * 320 * 7.505e9 / 790e12
@@ -141,7 +147,7 @@ def test_floor_many_rows_is_bound_by_arithmetic() -> None:
         ("another", 4.3e12, 790e12, "H200"),
     ],
 )
-def test_floor_another_device_has_its_rates(
+def test_least_step_time_another_device_uses_its_own_rates(
     monkeypatch: pytest.MonkeyPatch, kind: str, bandwidth: float, rate: float, named: str
 ) -> None:
     device = SimpleNamespace(device_kind=kind, platform="gpu")
@@ -152,14 +158,14 @@ def test_floor_another_device_has_its_rates(
     assert report.environment()["device"] == kind and named in report.environment()["floors"]
 
 
-def test_floor_quantised_head_has_fewer_bytes() -> None:
+def test_least_step_time_quantised_head_counts_fewer_bytes() -> None:
     """Four passes of 373e6 weights, three of them 25e6 less, and features' 50e6, each one byte less."""
     whole, own = (Case("llama3-8b", 1, 1024, CHAIN, draft_quantize=kind) for kind in (None, "fp8"))
     saved = (4 * 373e6 - 3 * 25e6 + 50e6) / 4.3e12
     assert floor_seconds(whole) - floor_seconds(own) == pytest.approx(saved, rel=0.005)
 
 
-def test_floor_depth_0_is_that_of_plain_decoding() -> None:
+def test_least_step_time_draft_depth_0_equals_that_of_plain_decoding() -> None:
     options = ((None, None), (CHAIN, 4), (CHAIN, 0))
     plain, chain, nothing = (Case("llama3-8b", 8, 1024, tree, depth=depth) for tree, depth in options)
     assert floor_seconds(nothing) == floor_seconds(plain) < floor_seconds(chain)

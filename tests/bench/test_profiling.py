@@ -41,7 +41,7 @@ def watched(folder: Path, lines: list[str]) -> profiling.Clock | None:
     return watch_clock(lambda: None, seconds=0.3)
 
 
-def test_watch_clock_samples_gives_medians(smi: Path) -> None:
+def test_gpu_clock_is_the_median_over_samples(smi: Path) -> None:
     clock = watched(smi, ANSWER)
     assert clock is not None
     assert asdict(clock) == {"mhz": 1595.0, "highest": 1980.0, "watts": 695.25, "capped": 0.75}
@@ -52,7 +52,7 @@ def test_watch_clock_samples_gives_medians(smi: Path) -> None:
 
 
 @pytest.mark.parametrize(("visible", "own"), [(None, "--id=0"), ("3,1", "--id=3")])
-def test_watch_clock_several_gpus_asks_first_visible(
+def test_gpu_clock_several_gpus_samples_first_visible_gpu(
     visible: str | None, own: str, smi: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -62,7 +62,7 @@ def test_watch_clock_several_gpus_asks_first_visible(
     assert own in (smi / "asked").read_text()
 
 
-def test_watch_clock_silent_program_or_failing_work_ends_program(smi: Path) -> None:
+def test_gpu_clock_silent_nvidia_smi_or_failing_work_ends_nvidia_smi(smi: Path) -> None:
     (smi / "answer").write_text("\n".join(ANSWER))
     began = time.monotonic()
     with pytest.raises(ZeroDivisionError):
@@ -77,11 +77,11 @@ def test_watch_clock_silent_program_or_failing_work_ends_program(smi: Path) -> N
     [[], ['Field "clocks_event_reasons.sw_power_cap" is not a valid field to query.'], ["1, 1, [N/A], Active"] * 4],
     ids=["nothing", "an old driver", "a GPU that does not tell"],
 )
-def test_watch_clock_unknown_answer_gives_none(smi: Path, lines: list[str]) -> None:
+def test_gpu_clock_unknown_nvidia_smi_output_gives_none(smi: Path, lines: list[str]) -> None:
     assert watched(smi, lines) is None
 
 
-def test_watch_clock_without_gpu_starts_no_program(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_clock_without_gpu_does_not_start_nvidia_smi(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="cpu")])
     assert watched(smi, ANSWER) is None and not (smi / "asked").exists()
 
@@ -96,14 +96,14 @@ STREAMS = [
 ]
 
 
-def test_stream_events_host_and_modules_are_left_out() -> None:
+def test_trace_events_of_host_and_modules_are_left_out() -> None:
     host = SimpleNamespace(name="/host:CPU", lines=[line("python", ("norm", 9e9)), *STREAMS])
     device = SimpleNamespace(name="/device:GPU:0", lines=[line("XLA Modules", ("jit_step", 9e9)), *STREAMS])
     assert sum(event.duration_ns for event in profiling.stream_events([host, device])) == 18000
     assert profiling.stream_events([host]) == []
 
 
-def test_launches_by_name_are_counted_and_totalled() -> None:
+def test_trace_kernel_launches_are_counted_by_name_and_summed() -> None:
     events = profiling.stream_events([SimpleNamespace(name="/device:GPU:0", lines=STREAMS)])
     assert profiling.launches_by_name(events, steps=2) == [
         Launch("product", 0.5, 9.0, pytest.approx(0.0045), 0.5),
@@ -117,7 +117,7 @@ def test_launches_by_name_are_counted_and_totalled() -> None:
     assert printed[-1].split() == ["all", "6", "0.018"]
 
 
-def test_gpu_events_several_traces_reads_newest(tmp_path: Path) -> None:
+def test_trace_folder_with_several_traces_reads_newest(tmp_path: Path) -> None:
     """On a CPU no trace holds a GPU's launches, and the table says so."""
     for _ in range(2):
         with jax.profiler.trace(tmp_path):
@@ -125,7 +125,7 @@ def test_gpu_events_several_traces_reads_newest(tmp_path: Path) -> None:
     assert profiling.launches_of(tmp_path, steps=1) == "no launches of a GPU in the trace"
 
 
-def test_time_in_turns_every_repeat_runs_all_and_reverses() -> None:
+def test_timing_in_turns_each_repeat_calls_all_runs_in_reversed_order() -> None:
     seen: list[str] = []
     runs = [lambda name=name: seen.append(name) or len(seen) for name in "abc"]
     assert profiling.time_in_turns(runs, 2) == [[6, 7], [5, 8], [4, 9]]
@@ -133,7 +133,7 @@ def test_time_in_turns_every_repeat_runs_all_and_reverses() -> None:
 
 
 @pytest.mark.gpu
-def test_step_profile_on_gpu_lists_launches(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_step_command_profile_on_gpu_lists_kernel_launches(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["--shape", "tiny", "--dtype", "bfloat16", "--tree", "chain:2", "--batch", "1", "--context", "64"]
     assert main(["bench", "step", *words, "--profile", str(tmp_path)]) == 0
     (trace,) = tmp_path.iterdir()

@@ -38,7 +38,7 @@ RESULTS = [Result(Inner(None, math.inf), 0.25), Result(Inner(Tree.chain(2), 8), 
 COLUMNS = (Column("inner.tree", "tree", report.tree_name), Column("share", "share", ".0%"))
 
 
-def test_table_empty_column_is_left_out() -> None:
+def test_report_table_column_without_values_is_left_out() -> None:
     columns = [*COLUMNS, Column("share", "never", lambda value: "")]
     lines = report.table_of(columns, [*RESULTS, Result(RESULTS[0].inner, None)]).splitlines()
     assert [line.split() for line in lines if "-" not in line] == [
@@ -50,7 +50,7 @@ def test_table_empty_column_is_left_out() -> None:
     assert report.table_of(columns[2:], RESULTS) == ""
 
 
-def test_plain_record_is_json() -> None:
+def test_report_records_are_converted_to_json_values() -> None:
     expected = [
         {"inner": {"tree": "none", "context": "inf"}, "share": 0.25},
         {"inner": {"tree": "chain:2", "context": 8}, "share": None},
@@ -63,7 +63,9 @@ def test_plain_record_is_json() -> None:
     }
 
 
-def test_command_run_prints_writes_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_report_command_prints_table_writes_json_and_draws_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """Results that are measured one by one are printed and written one by one."""
     paths, seen = (tmp_path / "out.json", tmp_path / "out.svg"), []
 
@@ -92,12 +94,12 @@ def test_command_run_prints_writes_and_draws(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("name", "message"), [("out.txt", "a file that ends in"), ("nowhere/out.png", "an existing folder")]
 )
-def test_check_picture_path_wrong_path_raises(name: str, message: str) -> None:
+def test_report_picture_path_not_writable_raises_error(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         report.check_picture_path(Path(name))
 
 
-def test_draw_marks_gives_lines_with_floors() -> None:
+def test_report_picture_has_a_line_and_dotted_least_value_for_each_label() -> None:
     batches, trees = (1, 8, 64), [f"chain:{length}" for length in range(1, 13)]
     marks = [
         Mark(f"context {context}", tree, batch, 10.0 * batch + index, 5.0 * batch)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.once
 
 
 @pytest.mark.parametrize(("ratio", "shortest"), [(0.7, 7), (0.0, 1), (1.0, 10)])
-def test_arrivals_lengths_are_uniform(ratio: float, shortest: int) -> None:
+def test_serve_load_request_lengths_are_uniform(ratio: float, shortest: int) -> None:
     load = Load(num_prompts=2000, input_len=10, output_len=20, range_ratio=ratio)
     arrivals = load.arrivals(vocab_size=5)
     lengths = np.array([len(one.prompt) for one in arrivals])
@@ -39,7 +39,7 @@ def test_arrivals_lengths_are_uniform(ratio: float, shortest: int) -> None:
     assert {token for one in arrivals for token in one.prompt} == set(range(5))
 
 
-def test_arrivals_rate_gives_poisson_process() -> None:
+def test_serve_load_rate_given_arrival_times_are_a_poisson_process() -> None:
     times = np.array([one.at for one in Load(num_prompts=2000, input_len=2, rate=4.0).arrivals(9)])
     gaps = np.diff(times)
     assert times[0] == 0.0
@@ -49,12 +49,12 @@ def test_arrivals_rate_gives_poisson_process() -> None:
     assert {one.at for one in Load(num_prompts=20, input_len=2).arrivals(9)} == {0.0}
 
 
-def test_arrivals_equal_seeds_are_equal() -> None:
+def test_serve_load_equal_seeds_give_equal_requests() -> None:
     load = Load(num_prompts=5, input_len=4, rate=2.0, seed=3)
     assert load.arrivals(50) == load.arrivals(50) != replace(load, seed=4).arrivals(50)
 
 
-def test_arrivals_text_gives_parts_of_it() -> None:
+def test_serve_load_text_given_prompts_are_parts_of_the_text() -> None:
     load = Load(num_prompts=50, input_len=6, range_ratio=0.5)
     prompts = [one.prompt for one in load.arrivals(9, text=range(100))]
     assert all(prompt == list(range(prompt[0], prompt[0] + len(prompt))) for prompt in prompts)
@@ -74,7 +74,7 @@ def test_arrivals_text_gives_parts_of_it() -> None:
         ("seed", -1),
     ],
 )
-def test_load_wrong_field_raises(field: str, value: float) -> None:
+def test_serve_load_wrong_field_raises_error(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field}: expected"):
         Load(**{"num_prompts": 1, field: value})  # type: ignore[arg-type]
 
@@ -114,7 +114,7 @@ def run(clock: Clock, arrivals: list[Arrival], most: int | None = None) -> Log:
     return serve(small.plain(), arrivals, max_concurrency=most, now=clock.now, wait=clock.wait)
 
 
-def test_serve_times_run_from_arrival_to_each_piece(clock: Clock) -> None:
+def test_serve_request_times_run_from_due_time_to_each_piece_of_the_answer(clock: Clock) -> None:
     """By hand: a result is read one step after its dispatch; the second request comes during the third step."""
     log = run(clock, [arrival(0.0, [3, 1], 3), arrival(2.5, [4], 2)])
     first, second = log.served
@@ -129,7 +129,7 @@ def test_serve_times_run_from_arrival_to_each_piece(clock: Clock) -> None:
     assert found["request_throughput"] == 2 / 6 and found["output_throughput"] == 5 / 6
 
 
-def test_serve_max_concurrency_times_begin_when_there_is_room(clock: Clock) -> None:
+def test_serve_max_concurrency_request_times_begin_when_a_place_is_free(clock: Clock) -> None:
     """One at a time: the second's time begins when the first has ended; the third comes to an idle engine."""
     log = run(clock, [arrival(0.0, [3, 1], 3), arrival(0.5, [4], 2), arrival(50.0, [5], 1)], most=1)
     assert [one.began for one in log.served] == [0.0, 4.0, 50.0]
@@ -138,7 +138,7 @@ def test_serve_max_concurrency_times_begin_when_there_is_room(clock: Clock) -> N
     assert [one.began for one in together.served] == [0.0, 0.5]  # there was room, so its time runs
 
 
-def test_serve_answers_have_requested_lengths(clock: Clock) -> None:
+def test_serve_answers_have_the_requested_number_of_tokens(clock: Clock) -> None:
     load = Load(num_prompts=30, input_len=20, output_len=8, rate=0.5)
     arrivals = load.arrivals(small.VOCAB)
     log = run(clock, arrivals, most=5)
@@ -157,13 +157,13 @@ def failing(clock: Clock) -> Log:
     return log
 
 
-def test_figures_failed_request_counts_as_failed_alone(clock: Clock) -> None:
+def test_serve_report_failed_request_counts_only_as_failed(clock: Clock) -> None:
     found = figures_of(Setting(Tree.chain(1)), failing(clock))
     assert (found["completed"], found["failed"], found["ttft_ms"].count) == (2, 1, 2)
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (3, 5)
 
 
-def test_figures_have_the_names_and_values_of_vllm(clock: Clock) -> None:
+def test_serve_report_names_and_values_equal_those_of_vllm(clock: Clock) -> None:
     found = figures_of(Setting(), failing(clock)._replace(seconds=8.0))
     assert (found["request_throughput"], found["output_throughput"], found["total_token_throughput"]) == (
         2 / 8,
@@ -177,14 +177,14 @@ def test_figures_have_the_names_and_values_of_vllm(clock: Clock) -> None:
     assert re.search(r"^ *e2e_ms +3500.000/3625.000/3750.000/3875.000/4000.000$", printed, re.MULTILINE)
 
 
-def test_text_has_one_column_a_setting(clock: Clock) -> None:
+def test_serve_table_has_one_column_for_each_setting(clock: Clock) -> None:
     log = failing(clock)
     found = [figures_of(Setting(tree), log) for tree in (Tree.chain(1), Tree.chain(2))]
     *_, first, second = (line.split() for line in bench.text(found).splitlines())
     assert first == ["acceptance", "at", "token", "0", "0.00", "0.00"] and second[-2:] == ["1", "0.00"]
 
 
-def test_figures_full_batch_throughput_by_hand(clock: Clock) -> None:
+def test_serve_report_full_batch_throughput_equals_value_by_hand(clock: Clock) -> None:
     """Both decode from the second's first token to the first's last, 3 s in which each emits 3 tokens."""
     log = run(clock, [arrival(0.0, [3, 1], 6), arrival(2.5, [4], 4)])
     first, second = log.served
@@ -203,12 +203,12 @@ def test_figures_full_batch_throughput_by_hand(clock: Clock) -> None:
         (dict(tree=None, depth=1), "depth: expected"),
     ],
 )
-def test_setting_wrong_field_raises(changed: dict[str, Any], message: str) -> None:
+def test_serve_setting_wrong_field_raises_error(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Setting(**{"tree": Tree.chain(4)} | changed)
 
 
-def test_spread_values_by_hand() -> None:
+def test_serve_report_quantiles_mean_and_deviation_equal_values_by_hand() -> None:
     spread = Spread.of([4.0, 1.0, 2.0, 3.0], 10.0)
     assert (spread.min, spread.max, spread.mean, spread.median) == (10.0, 40.0, 25.0, 25.0)
     assert (spread.q25, spread.q75) == (17.5, 32.5) and spread.std == pytest.approx(math.sqrt(125))
@@ -224,7 +224,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--target", str(folder), "--tokenizer", "bytes"]
 
 
-def test_command_load_is_the_same_with_every_tree(
+def test_serve_command_every_tree_serves_equal_requests(
     pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     sizes = {"num-prompts": 6, "input-len": 12, "output-len": 9, "rate": "200", "max-concurrency": 2, "slots": 1}
@@ -244,7 +244,7 @@ def test_command_load_is_the_same_with_every_tree(
     assert re.search(r"^ *completed  +6  +6$", printed, re.MULTILINE)
 
 
-def test_command_settings_in_turns_decode_the_same_tokens(pair: list[str], tmp_path: Path) -> None:
+def test_serve_command_settings_in_turns_emit_equal_numbers_of_tokens(pair: list[str], tmp_path: Path) -> None:
     """Depths, concurrency and overlap: each request's tokens add up, and only the depths asked for are drafted."""
     out = tmp_path / "out.json"
     words = "--num-prompts 2 --input-len 12 --output-len 12 --range-ratio 1 --slots 2 --repeats 2 --draft ngram"
@@ -267,7 +267,7 @@ NAMES = ("tree", "depth", "max_concurrency", "overlap")
 
 @pytest.mark.timing
 @pytest.mark.parametrize("tree", [None, Tree.chain(3)], ids=str)
-def test_serving_a_batch_is_3x_as_fast_as_one_at_a_time_and_overlap_is_not_slower(tree: Tree | None) -> None:
+def test_serve_throughput_of_batch_is_3x_that_of_one_at_a_time_and_overlap_is_not_slower(tree: Tree | None) -> None:
     settings = [Setting(tree, max_concurrency=1), Setting(tree), Setting(tree, overlap=False)]
     arrivals = Load(64, 16, 64, range_ratio=1.0).arrivals(256, text=SOURCE_TEXT.encode())
     sizes = dict(slots=64, buckets=(1, 64), max_len=80, prefill_buckets=(16,), prefill_budget=PREFILL_BUCKETS[-1])
@@ -277,7 +277,7 @@ def test_serving_a_batch_is_3x_as_fast_as_one_at_a_time_and_overlap_is_not_slowe
     assert found[1]["ratio"] / found[2]["ratio"] >= 0.98  # as fast, but for the difference of two medians
 
 
-def test_command_tree_without_drafter_is_refused(pair: list[str], capsys: pytest.CaptureFixture) -> None:
+def test_serve_command_tree_without_drafter_is_refused(pair: list[str], capsys: pytest.CaptureFixture) -> None:
     assert main(["bench", "serve", *pair, "--tree", "chain:2"]) == 2
     assert "expected --draft" in capsys.readouterr().err
 
@@ -285,7 +285,9 @@ def test_command_tree_without_drafter_is_refused(pair: list[str], capsys: pytest
 TOKENS = 12
 
 
-def test_command_prompts_file_counts_drafts(pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_serve_command_prompt_file_steps_and_accepted_drafts_add_up_to_tokens(
+    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """Two sets of books: the printed figures, and that steps and accepted drafts add up to the tokens."""
     texts = ["one two one two one", "aaaaaaaa", "x y z"]
     objects = [{"turns": [texts[0], "not read"]}, {"prompt": texts[1]}, {"question": texts[2]}, {"prompt": "left out"}]
@@ -309,7 +311,7 @@ def test_command_prompts_file_counts_drafts(pair: list[str], tmp_path: Path, cap
     assert [float(printed[f"acceptance at token {i}"]) for i in range(3)] == pytest.approx(shares, abs=0.005)
 
 
-def test_read_prompts_every_shared_file_is_read(data: Path) -> None:
+def test_prompt_file_every_shared_file_first_prompts_equal_json(data: Path) -> None:
     """Beside each file's first texts, read with json alone."""
     counts = {}
     for path in sorted((data / "prompts").glob("*.jsonl")):
@@ -336,7 +338,7 @@ def test_read_prompts_every_shared_file_is_read(data: Path) -> None:
         ([{"prompt": "a"}], "expected 2 prompts, got 1"),
     ],
 )
-def test_read_prompts_wrong_line_is_named(objects: list[Any], expected: str, tmp_path: Path) -> None:
+def test_prompt_file_wrong_line_gives_error_naming_the_line(objects: list[Any], expected: str, tmp_path: Path) -> None:
     path = tmp_path / "file.jsonl"
     path.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in objects))
     with pytest.raises(ValueError, match=expected):

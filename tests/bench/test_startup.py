@@ -39,7 +39,7 @@ def restored() -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_startup_second_process_finds_every_program(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_startup_second_process_loads_every_program_from_cache(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     results, cache = tmp_path / "results.json", tmp_path / "cache"
     assert main([*COMMAND, "--tree", "chain:1", "--json", str(results), "--cache", str(cache)]) == 0
     said, written = capfd.readouterr(), json.loads(results.read_text())
@@ -72,7 +72,7 @@ def test_startup_second_process_finds_every_program(tmp_path: Path, capfd: pytes
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_startup_mistake_is_refused_before_a_process_starts(
+def test_startup_wrong_option_is_refused_before_a_process_starts(
     words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: pytest.fail("a process was started"))
@@ -82,7 +82,9 @@ def test_startup_mistake_is_refused_before_a_process_starts(
     assert message in error and error.count("\n") == 1
 
 
-def test_startup_failing_process_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_startup_failing_process_raises_error_with_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     ended = subprocess.CompletedProcess([], 1, stdout="")
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: ended)
     assert main(COMMAND) == 2
@@ -90,7 +92,7 @@ def test_startup_failing_process_is_reported(monkeypatch: pytest.MonkeyPatch, ca
 
 
 @pytest.mark.usefixtures("restored")
-def test_engine_compile_cache_keeps_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_compile_cache_folder_holds_compiled_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if the first program of the process was compiled without a folder."""
 
     def compiled(*args: Any, **options: Any) -> None:
@@ -120,7 +122,7 @@ def test_generate_compile_cache_is_used_before_weights_load(tmp_path: Path, monk
     assert seen == [None, str(tmp_path / "kept")]
 
 
-def test_engine_wrong_compile_cache_is_refused(tmp_path: Path) -> None:
+def test_engine_wrong_compile_cache_folder_raises_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"compile_cache: expected None or a folder's path, got 3"):
         Engine(small.target(), compile_cache=3)

@@ -61,7 +61,7 @@ def few_groups(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(step, name, count)
 
 
-def test_command_outputs_have_table_json_picture_and_trace(
+def test_step_command_writes_table_json_picture_and_trace(
     few_groups: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU, further steps follow those that were timed; each takes the state of the step before."""
@@ -89,7 +89,7 @@ def test_command_outputs_have_table_json_picture_and_trace(
     assert set(result["clock"]) == {"mhz", "highest", "watts", "capped"}
 
 
-def test_command_draft_quantize_stores_the_head_alone(
+def test_step_command_draft_quantize_quantises_only_the_head(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     seen = []
@@ -107,12 +107,12 @@ def test_command_draft_quantize_stores_the_head_alone(
     assert small is Quantized is not plain and both == [Quantized] * 2
 
 
-def test_command_all_rows_idle_is_refused(capsys: pytest.CaptureFixture) -> None:
+def test_step_command_all_batch_rows_idle_is_refused(capsys: pytest.CaptureFixture) -> None:
     assert main([*PLAIN, "--idle", "2"]) == 2
     assert "idle: expected 0 to 1 of a batch of 2 rows, got 2" in capsys.readouterr().err
 
 
-def test_case_names_differ_and_can_be_folders() -> None:
+def test_step_case_names_differ_and_are_valid_folder_names() -> None:
     wide = [Tree.static((rank,) for rank in range(count)) for count in (200, 201)]
     trees = (None, Tree.chain(1), Tree.chain(4), Tree.topk(60, 8, 10), *wide)
     cases = [step.Case("tiny", 1, 8, tree, greedy=greedy) for tree in trees for greedy in (True, False)]
@@ -123,7 +123,7 @@ def test_case_names_differ_and_can_be_folders() -> None:
     assert not any(character in name for name in names for character in "/:, ")
 
 
-def test_filled_state_caches_hold_no_zeros() -> None:
+def test_step_state_for_timing_caches_hold_no_zeros() -> None:
     """Zeros cost less power (NOTES, "Tried"); the draft's cache counts too."""
     case = step.Case("tiny", 3, 20, Tree.chain(2), dtype="float32")
     target, head = random_models.random_target("tiny", "float32"), random_models.random_head("tiny", "float32")
@@ -138,7 +138,7 @@ WAIT = 0.03  # seconds a step of a program that supports grammars
 
 
 @pytest.mark.long
-def test_controls_program_that_waits_costs_its_wait(
+def test_sampling_control_cost_program_slowed_by_a_wait_equals_the_wait(
     few_groups: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variants = tuple(step_costs.VARIANTS[index] for index in (0, 1, 2, 7))
@@ -169,7 +169,7 @@ def test_controls_program_that_waits_costs_its_wait(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("runs_long")  # steps must be short beside the wait
-def test_overlap_host_that_waits_is_measured(
+def test_device_idle_share_host_slowed_by_a_wait_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     dispatch, wait = EngineCore._dispatch, 0.02  # seconds before each dispatch, many times a step of this shape
@@ -215,7 +215,7 @@ def read_all(self: Scheduler, request: Request, rows: int, keep: Callable[..., N
     keep(self, request, rows)
 
 
-def test_measure_host_every_step_is_full(engines: list[Engine]) -> None:
+def test_host_time_measurement_all_rows_decode_in_every_step(engines: list[Engine]) -> None:
     """All rows are active at the context that is named, and accept as many drafts as the case says."""
     before = [engine.metrics for engine in engines]
     short, _ = measure_host(engines, CASES, STEPS, 1)
@@ -229,7 +229,7 @@ def test_measure_host_every_step_is_full(engines: list[Engine]) -> None:
         assert engine.pages_in_use == 0
 
 
-def test_measure_host_cost_that_grows_with_context_shows(
+def test_host_time_step_that_reads_whole_text_grows_with_context(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert measure_host(engines, CASES, STEPS, 5)[1].ratio < 2
@@ -237,14 +237,16 @@ def test_measure_host_cost_that_grows_with_context_shows(
     assert measure_host(engines, CASES, STEPS, 5)[1].ratio > 2
 
 
-def test_table_has_the_results() -> None:
+def test_host_time_table_numbers_equal_the_results() -> None:
     results = [HostTime(case, *[0.1 * (i + 1)] * 4) for i, case in enumerate(CASES)]
     rows = [line.split() for line in table_of(HOST_COLUMNS, results).splitlines()[2:]]
     assert rows == [["4", "64", "chain:1", *["0.100"] * 4], ["4", "16384", "chain:1", *["0.200"] * 4]]
 
 
 @pytest.mark.parametrize("words", [("--batch", "0"), ("--context", "0"), ("--steps", "0")])
-def test_command_wrong_case_is_refused(words: tuple[str, str], capsys: pytest.CaptureFixture) -> None:
+def test_host_time_command_case_without_rows_context_or_steps_is_refused(
+    words: tuple[str, str], capsys: pytest.CaptureFixture
+) -> None:
     assert main(["bench", "step", "--measure", "host", *words]) == 2
     assert "at least 1 row, token of context, step and block" in capsys.readouterr().err
 
@@ -287,7 +289,7 @@ def slow(engines: list[Engine], monkeypatch: pytest.MonkeyPatch) -> Engine:
     return engine
 
 
-def test_overlap_host_as_slow_as_device_saves_half(slow: Engine) -> None:
+def test_engine_overlap_host_as_slow_as_device_halves_the_time(slow: Engine) -> None:
     """Without overlap, the same run twice gains nothing."""
 
     def seconds(overlap: bool) -> float:
@@ -309,7 +311,7 @@ def test_overlap_host_as_slow_as_device_saves_half(slow: Engine) -> None:
 
 
 @pytest.mark.timing
-def test_host_time_is_below_a_millisecond_at_any_context(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_time_of_a_step_is_below_a_millisecond_at_any_context(monkeypatch: pytest.MonkeyPatch) -> None:
     with ready_engine(FULL[0], max_len(FULL)) as first, ready_engine(FULL[1], max_len(FULL)) as second:
         short, long = measure_host([first, second], FULL, 50, 5)
         print(table_of(HOST_COLUMNS, [short, long]))

@@ -99,7 +99,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_measure_acceptance_is_as_stated(folder: Path) -> None:
+def test_throughput_acceptance_length_equals_stated_rates_within_error(folder: Path) -> None:
     (result,) = json.loads((folder / "results.json").read_text())["results"]
     assert result["stated_length"] == pytest.approx(STATED) == pytest.approx(2.3)
     assert is_as_stated(result["length"], RATES[:2], rows=8, tokens=TOKENS)
@@ -107,7 +107,7 @@ def test_measure_acceptance_is_as_stated(folder: Path) -> None:
     assert not is_as_stated(2.72, RATES[:2], rows=8, tokens=TOKENS)  # another draft's
 
 
-def test_measure_figures_agree(folder: Path) -> None:
+def test_throughput_results_times_and_token_counts_agree(folder: Path) -> None:
     (result,) = json.loads((folder / "results.json").read_text())["results"]
     seconds = result["rounds"] * result["milliseconds"] / 1e3
     assert result["tokens_per_second"] * seconds == pytest.approx(8 * TOKENS)
@@ -117,7 +117,7 @@ def test_measure_figures_agree(folder: Path) -> None:
     assert 1 <= result["live"] <= 8 and result["floor"] < result["milliseconds"]
 
 
-def test_command_outputs_say_synthetic(folder: Path) -> None:
+def test_throughput_table_json_and_picture_say_acceptance_is_synthetic(folder: Path) -> None:
     printed = (folder / "printed.txt").read_text()
     about, heading, _, row = printed.splitlines()
     assert "SYNTHETIC acceptance" in about
@@ -129,7 +129,7 @@ def test_command_outputs_say_synthetic(folder: Path) -> None:
     assert "SYNTHETIC acceptance" in (folder / "picture.svg").read_text()  # as a comment beside the glyphs
 
 
-def test_synthetic_step_caches_grow_by_accepted_tokens(compiled: Compiled) -> None:
+def test_throughput_step_caches_grow_by_imposed_number_of_tokens(compiled: Compiled) -> None:
     drawn = throughput.draw(RATES[:2], ROWS, TOKENS, seed=3)
     state, slots = compiled.fresh(), jnp.arange(ROWS)
     left = np.full(ROWS, TOKENS)
@@ -146,7 +146,7 @@ def test_synthetic_step_caches_grow_by_accepted_tokens(compiled: Compiled) -> No
     assert not left.any() and not np.asarray(state.active).any()
 
 
-def test_synthetic_step_own_acceptance_imposed_equals_product_step(compiled: Compiled) -> None:
+def test_throughput_step_own_acceptance_imposed_equals_decoding_step(compiled: Compiled) -> None:
     """This keeps the bench's step equal to the product's."""
     slots, states = jnp.arange(ROWS), [compiled.fresh(), compiled.fresh()]
     for _ in range(3):
@@ -157,7 +157,7 @@ def test_synthetic_step_own_acceptance_imposed_equals_product_step(compiled: Com
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *states)
 
 
-def test_product_step_in_its_place_accepts_nothing(compiled: Compiled) -> None:
+def test_throughput_with_ordinary_decoding_step_accepts_almost_no_draft(compiled: Compiled) -> None:
     """Negative control: the product's step in the synthetic one's place."""
 
     def own_step(params: Params, state: SlotState, slots: Any, accepted: Any) -> Any:
@@ -173,18 +173,18 @@ def test_product_step_in_its_place_accepts_nothing(compiled: Compiled) -> None:
     assert results[0].counts.sum() == ROWS * TOKENS > results[1].counts.sum()
 
 
-def test_impose_is_part_of_the_synthetic_step_alone(compiled: Compiled) -> None:
+def test_imposed_verdict_is_used_only_in_the_throughput_step(compiled: Compiled) -> None:
     assert ["/impose/" in one.as_text() for one in (compiled.synthetic, compiled.own)] == [True, False]
 
 
-def test_engine_has_no_synthetic_mode() -> None:
+def test_engine_has_no_option_for_synthetic_acceptance() -> None:
     names = [*ACCEPT_RULES, *(field.name for record in (Program, EngineConfig) for field in fields(record))]
     assert not [name for name in names if "synth" in name or "impose" in name]
     with pytest.raises(ValueError, match="accept: expected one of"):
         EngineConfig(accept="synthetic")
 
 
-def test_impose_accepts_first_node_at_depth() -> None:
+def test_imposed_verdict_accepts_first_tree_node_at_given_depth() -> None:
     """Root 10 with children 11 and 12, and theirs, 13 and 14; the target's own token is 9."""
     tree, rows = Tree.static([(0,), (1,), (0, 0), (1, 0)]), 5
     within_cap = np.ones((rows, 5), bool)
@@ -215,7 +215,7 @@ def test_impose_accepts_first_node_at_depth() -> None:
     assert imposed.ended.tolist() == [False] * 4 + [True]
 
 
-def test_draw_follows_rates_until_every_row_is_done() -> None:
+def test_drawn_accepted_counts_follow_rates_until_every_row_has_its_tokens() -> None:
     drawn = throughput.draw(RATES, 64, 200, seed=0)
     for position, rate in enumerate(RATES):
         assert np.mean(drawn > position) == pytest.approx(rate, abs=4 * (rate * (1 - rate) / drawn.size) ** 0.5)
@@ -224,7 +224,7 @@ def test_draw_follows_rates_until_every_row_is_done() -> None:
     assert throughput.draw((), 2, 5, seed=0).tolist() == [[0, 0]] * 5  # plain decoding
 
 
-def test_rates_have_stated_lengths() -> None:
+def test_acceptance_rates_have_the_stated_mean_length() -> None:
     assert [1 + sum(RATES[:k]) for k in range(5)] == pytest.approx([1, 1.75, 2.30, 2.72, 3.03])
     assert throughput.rates_of_length(2.5, Tree.chain(4)) == (1, 0.5, 0, 0)
     assert throughput.rates_of_length(3, Tree.chain(2)) == (1, 1)
@@ -246,7 +246,9 @@ def test_rates_have_stated_lengths() -> None:
         ("--picture nowhere/out.png", "picture: expected an existing folder"),
     ],
 )
-def test_command_mistake_is_one_line_before_measuring(words: str, message: str, capsys: pytest.CaptureFixture) -> None:
+def test_throughput_command_mistake_prints_one_line_before_measuring(
+    words: str, message: str, capsys: pytest.CaptureFixture
+) -> None:
     assert main(["bench", "throughput", "--shape", SHAPE, *words.split()]) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("jspec: ") and error.count("\n") == 1
@@ -268,7 +270,9 @@ def write(folder: Path, rival: list[str], ours: list[dict[str, Any]]) -> tuple[s
     return str(folder / "rival.jsonl"), str(folder / "ours.json")
 
 
-def test_command_ratios_and_tokens_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_rival_comparison_ratios_and_tokens_a_second_equal_values_by_hand(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """Chains of 0, 1, 2 emit 1, 1.5, 1.75 tokens a step. The rival's best is k = 1 (2400 tokens/s), ours 2 (2800)."""
     rival = [rival_line(mode="none", k=0, step_ms=4.0), rival_line(k=1, step_ms=5), rival_line()]
     rival.append(rival_line(quant="fp8"))
@@ -313,7 +317,7 @@ def test_command_ratios_and_tokens_by_hand(tmp_path: Path, capsys: pytest.Captur
         (rival_line(k=1), "twice"),
     ],
 )
-def test_read_rival_wrong_line_is_named(line: str, message: str, tmp_path: Path) -> None:
+def test_rival_file_wrong_line_gives_error_naming_the_line(line: str, message: str, tmp_path: Path) -> None:
     path, _ = write(tmp_path, [rival_line(k=1), "", line], [])
     with pytest.raises(ValueError, match=r"rival.jsonl: expected lines, each an object") as error:
         throughput.read_times(Path(path), is_rival=True)
@@ -332,7 +336,7 @@ def test_read_rival_wrong_line_is_named(line: str, message: str, tmp_path: Path)
         ({"results": [3]}, "TypeError"),
     ],
 )
-def test_read_ours_wrong_file_is_named(ours: Any, message: str, tmp_path: Path) -> None:
+def test_our_step_file_wrong_content_gives_error_naming_the_file(ours: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "ours.json"
     path.write_text(ours if isinstance(ours, str) else json.dumps(ours))
     with pytest.raises(ValueError, match=r"ours\.json: expected what") as error:
@@ -340,7 +344,7 @@ def test_read_ours_wrong_file_is_named(ours: Any, message: str, tmp_path: Path) 
     assert message in str(error.value)
 
 
-def test_command_without_lines_or_ours_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_rival_comparison_without_lines_or_our_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path, ours = write(tmp_path, ["", " "], [our_result()])
     for words, message in (["--ours", ours], "no point"), ([], "expected --ours with --rival"):
         assert main(["bench", "throughput", "--rival", path, *words]) == 2

@@ -1,6 +1,7 @@
 """`jspec bench`: eight commands, declared in `cli`.
 
-step: how far is a decoding step from its floor (`roofline`)? kernels: how far is a kernel? acceptance: how much is
-accepted? throughput: tokens a second at a stated acceptance. serve: what does a user get? eval: is the result the same?
-startup: how long until an engine serves? inflate: a small pair at a large model's cost.
+step: time of a decoding step beside its least possible time (`roofline`). kernels: the same for single kernels.
+acceptance: draft tokens accepted a step. throughput: tokens a second at a stated acceptance. serve: latencies of
+requests under a load. eval: whether drafting or quantisation changes answers. startup: seconds until an engine serves.
+inflate: writes a small trained target and head in a large model's shape.
 """

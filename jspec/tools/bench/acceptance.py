@@ -1,8 +1,8 @@
-"""`jspec bench acceptance`: how much is accepted, by accept rule, temperature and tree, or by context length.
+"""`jspec bench acceptance`: mean tokens a step, by accept rule, temperature and tree, or by context length.
 
-By rule, temperature and tree it is measured on the embedded pair (`jspec.tools.demo`). By context length (`--context`),
-with draft windows and without, on any pair: a head that was trained on short texts drafts worse on long ones, and a
-window limits what it sees. All context lengths end at the same places of the text, so the same tokens are continued.
+By rule, temperature and tree the embedded pair is measured (`jspec.tools.demo`). By context length (`--context`), with
+draft windows and without, any target and drafter: a head that was trained on short texts drafts worse on long ones,
+and a window limits the tokens that it sees. Prompts of all context lengths end at the same positions of the text.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ PLACES = 8  # places of the text that are continued, by context length
 
 
 class Case(NamedTuple):
-    """What is compiled: one engine serves all temperatures, or all contexts."""
+    """Settings of one compiled engine, which serves all temperatures, or all contexts."""
 
     accept: str
     tree: Tree
-    draft_quantize: str | None = None  # kind for the head's weights; None: none
+    draft_quantize: str | None = None  # quantisation of the head's weights; None: not quantised
     draft_window: int | None = None  # tokens that the drafter sees; None: all
     context: int | None = None  # tokens of the prompts; None: `PROMPT_SIZE`
 
 
 class Acceptance(NamedTuple):
-    """Acceptance of a case at one temperature."""
+    """Measured acceptance of an engine's draft tokens at one temperature."""
 
     case: Case
     temperature: float
     length: float  # mean acceptance length, tokens a step
-    error: float  # its standard error over prompts
+    error: float  # standard error of `length` over prompts, tokens a step
     rate: float  # share of the drafted tokens that were emitted
-    rounds: int  # steps of which this is the mean
+    rounds: int  # number of steps that `length` averages
 
 
 def cases(rules: Sequence[str], trees: Sequence[Tree], draft_quantize: str | None = None) -> list[Case]:
-    """Combinations of rules and trees that are possible, tree by tree.
+    """Return one case for each accept rule and each tree that the rule supports, tree by tree.
 
     "block" accepts chains alone; a dynamic tree is not sampled, so there "rejection" equals "multi_candidate".
     """
@@ -79,7 +79,7 @@ def cases(rules: Sequence[str], trees: Sequence[Tree], draft_quantize: str | Non
 
 
 def prompts(count: int = PROMPTS, size: int = PROMPT_SIZE) -> list[str]:
-    """Parts of `SOURCE_TEXT`, evenly spaced, each of ``size`` characters."""
+    """Return ``count`` evenly spaced parts of `SOURCE_TEXT`, each of ``size`` characters."""
     last = len(SOURCE_TEXT) - size
     return [SOURCE_TEXT[start : start + size] for start in (last * i // (count - 1) for i in range(count))]
 
@@ -100,7 +100,7 @@ def measure(
 
 
 def text_places(ids: Sequence[int], contexts: Sequence[int], places: int) -> dict[int, list[list[int]]]:
-    """For each context length the tokens before ``places`` places of the text, which do not depend on the length."""
+    """Return by context length the token ids before each of ``places`` positions, equal for all lengths."""
     longest = max(contexts, default=0)
     if min(contexts, default=0) < 1 or places < 2:
         raise ValueError(f"expected context lengths >= 1 and at least 2 places, got {[*contexts]} and {places}")
@@ -137,7 +137,7 @@ def measure_contexts(
 def _complete(
     engine: Engine, case: Case, texts: Sequence[Any], temperature: float, tokens: int, samples: int
 ) -> Acceptance:
-    """Acceptance over all texts, each completed ``samples`` times."""
+    """Complete each prompt ``samples`` times and return the acceptance over all completions."""
     given = [text for text in texts for _ in range(samples)]
     common = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=case.context is not None)
     params = [replace(common, seed=seed) for seed in range(len(given))]
@@ -151,14 +151,14 @@ def _complete(
 
 
 def standard_error(parts: Sequence[Metrics]) -> float:
-    """Standard error of the mean acceptance length, by the jackknife over prompts, whose steps are not independent."""
+    """Return the standard error of the mean tokens a step, by the jackknife over prompts (steps are dependent)."""
     others = [sum((*parts[:i], *parts[i + 1 :]), Metrics()) for i in range(len(parts))]
     without = [one.mean_acceptance_length for one in others]
     return (len(parts) - 1) / len(parts) ** 0.5 * statistics.stdev(without)
 
 
 def text(results: Sequence[Acceptance]) -> str:
-    """One line a case, one column a temperature or context: tokens a step, standard error, share of drafts emitted."""
+    """Format a table, a line a case and a column a temperature or context: tokens a step, error, share emitted."""
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for one in results:
         case, length = one.case, f"{one.length:.2f} ± {one.error:.2f}"

@@ -34,7 +34,7 @@ COMMANDS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the subcommands."""
+    """Declare the eight subcommands of `jspec bench` on a parser."""
     commands: Any = parser.add_subparsers(dest="bench", required=True)
     for command in COMMANDS:
         command.add_to(commands)

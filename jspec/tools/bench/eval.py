@@ -1,4 +1,4 @@
-"""`jspec bench eval`: is the result the same? A task's score with drafting, and probabilities after quantisation.
+"""`jspec bench eval`: whether drafting changes a task's answers, and quantisation next-token probabilities.
 
 gsm8k: grade-school problems, answered greedily with and without drafting; the answers must be equal. quantization: a
 quantised target's next-token probabilities on a text beside those of the target as it is.
@@ -35,19 +35,19 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 class Problem(NamedTuple):
-    """A question with its worked answer, which ends with ``#### number``."""
+    """A question of GSM8K with its worked answer, which ends with ``#### number``."""
 
     question: str
     answer: str
 
 
 class Score(NamedTuple):
-    """Answers with one tree, or none."""
+    """Score and speed of the answers decoded with one draft tree, or without drafting (None)."""
 
     tree: Tree | None
-    correct: float  # share of the questions
-    tokens_per_second: float  # of all answers
-    length: float  # mean acceptance length
+    correct: float  # share of the questions answered correctly
+    tokens_per_second: float  # tokens of all answers over the seconds of the run
+    length: float  # mean acceptance length, tokens a step
 
 
 SCORE_COLUMNS = (
@@ -59,7 +59,7 @@ SCORE_COLUMNS = (
 
 
 def read_problems(path: Path) -> list[Problem]:
-    """All problems of a file."""
+    """Read all problems of a file with one JSON object a line."""
     found = []
     for where, record in records(path):
         match record:
@@ -74,13 +74,13 @@ def read_problems(path: Path) -> list[Problem]:
 
 
 def prompts_of(problems: Sequence[Problem], shots: int) -> list[str]:
-    """A prompt for each question after the first ``shots``, which precede it with their answers."""
+    """Return a prompt for each question after the first ``shots``, which precede it with their answers."""
     examples = "".join(f"{NEXT} {one.question}\nAnswer: {one.answer}\n\n" for one in problems[:shots])
     return [f"{examples}{NEXT} {one.question}\nAnswer:" for one in problems[shots:]]
 
 
 def number_of(answer: str) -> Decimal | None:
-    """The number after ``####``, or else the last one of the answer; None: there is none."""
+    """Return the number after ``####``, or else the last number of the answer; None if it has no number."""
     answer = answer.split(NEXT)[0]
     _, mark, result = answer.partition("####")
     numbers = NUMBER.findall(result if mark else answer)
@@ -88,7 +88,7 @@ def number_of(answer: str) -> Decimal | None:
 
 
 def share_correct(answers: Sequence[str], problems: Sequence[Problem]) -> float:
-    """Share of the answers with the problem's number."""
+    """Return the share of answers, 0 to 1, whose number equals that of the problem's worked answer."""
     pairs = zip(answers, problems, strict=True)
     return sum(number_of(answer) == number_of(own.answer) for answer, own in pairs) / len(problems)
 
@@ -96,7 +96,7 @@ def share_correct(answers: Sequence[str], problems: Sequence[Problem]) -> float:
 def answer(
     pair: Pair, tree: Tree | None, problems: Sequence[Problem], prompts: Sequence[list[int]], **options: Any
 ) -> tuple[Score, list[list[int]]]:
-    """The score, and the tokens of every greedy answer, of ``max_tokens`` at most."""
+    """Answer the prompts greedily; return the score and each answer's token ids (``max_tokens`` at most)."""
     params = SamplingParams(max_tokens=options.pop("max_tokens"), temperature=0.0)
     with pair.engine(pair.drafter(tree), **options) as engine:
         began = time.perf_counter()
@@ -108,7 +108,7 @@ def answer(
 
 
 def run_gsm8k(arguments: argparse.Namespace) -> Report:
-    """Exit code 1 if answers differ in float32, where they must not."""
+    """Score answers with and without drafting; exit code 1 if they differ in float32, where they must not."""
     shots, count = arguments.shots, arguments.num_questions
     if arguments.file is None or shots < 0 or (count is not None and count < 1):
         raise ValueError("eval gsm8k: expected --file, --shots of at least 0 and --num-questions of at least 1")
@@ -132,7 +132,7 @@ def run_gsm8k(arguments: argparse.Namespace) -> Report:
 
 
 class Divergence(NamedTuple):
-    """One kind of quantisation beside the target as it is."""
+    """Difference between a quantised target's next-token probabilities and the unquantised target's."""
 
     kind: str
     bytes: int  # bytes of all weights
@@ -153,7 +153,7 @@ DIVERGENCE_COLUMNS = (
 
 
 def measure_divergence(target: Model, texts: Int[np.ndarray, "rows size"], kinds: Iterable[str]) -> list[Divergence]:
-    """Run the target over texts as it is and quantised."""
+    """Return one comparison with the unquantised target for each kind of quantisation, on given token ids."""
     if stored := quantized_as(target):
         raise ValueError(f"eval quantization: expected a target as it was trained, got {stored}; give the original")
     results = [divergence(str(target.embed.dtype), target, target, texts)]
@@ -161,7 +161,7 @@ def measure_divergence(target: Model, texts: Int[np.ndarray, "rows size"], kinds
 
 
 def divergence(kind: str, target: Model, other: Model, texts: Int[np.ndarray, "rows size"]) -> Divergence:
-    """One model's next-token probabilities beside another's."""
+    """Compare the next-token probabilities of ``other`` with those of ``target`` at every position of the texts."""
     found = []
     for row in texts:
         tokens = jnp.asarray(row[None], jnp.int32)

@@ -1,4 +1,4 @@
-"""`jspec bench kernels`: attention and a decoder's products by themselves, beside the limits of memory and arithmetic.
+"""`jspec bench kernels`: times of attention and of a decoder's matrix products, beside their least possible times.
 
 One program holds many calls, each on its own data, so no call finds its data in a cache or waits for another's result.
 On a GPU the time is the sum of the kernels' times in the device's trace, launch gaps excluded; elsewhere it is the
@@ -41,17 +41,17 @@ SETTINGS = (*ATTENTION[:-1], "out", "inner", "quantize", "implementation")
 
 @dataclass(frozen=True)
 class Result:
-    """Times of one kernel."""
+    """Measured time, least time, bytes and flops of one call of a kernel."""
 
     name: str
     settings: dict[str, Any]
-    bytes: float
-    flops: float
-    floor_seconds: float
-    seconds: float  # time of a call
+    bytes: float  # bytes that a call must read and write
+    flops: float  # flops that a call must do
+    floor_seconds: float  # least time of a call by memory bandwidth and arithmetic rate, seconds
+    seconds: float  # measured time of a call, seconds
     timer: str  # "device" or "host"
-    long_seconds: float | None  # time of a call in a long run, by the host; None: not asked for, or no NVIDIA GPU
-    clock: profiling.Clock | None  # clock in the long run
+    long_seconds: float | None  # host's time of a call in a long run, seconds; None: not asked for, or no GPU
+    clock: profiling.Clock | None  # GPU clock in the long run
     joules: float | None  # energy of a call in the long run
 
     share = property(lambda self: self.floor_seconds / self.seconds)
@@ -80,7 +80,7 @@ COLUMNS = (
 
 
 def attention(settings: dict[str, Any], *, power: bool = False) -> Result:
-    """``rows`` new tokens a sequence attend to ``context`` committed ones, with pages in random order.
+    """Time attention of ``rows`` new tokens a sequence to ``context`` committed ones, with pages in random order.
 
     The settings are the values of `ATTENTION`; ``kv`` is the dtype of the caches. Power: run for some seconds too.
     """
@@ -104,7 +104,7 @@ def attention(settings: dict[str, Any], *, power: bool = False) -> Result:
 
 
 def gemm(name: str, settings: dict[str, Any], *, power: bool = False) -> Result:
-    """A number of rows times a weight [out, inner], with the decoder's function for that product."""
+    """Time the product of activations [rows, inner] and a weight [out, inner], with the decoder's function."""
     keys = ("rows", "out", "inner", "dtype", "quantize", "implementation")
     rows, out, inner, dtype, kind, how = (settings[key] for key in keys)
     width = jnp.dtype(dtype).itemsize if kind is None else 1
@@ -126,7 +126,7 @@ def gemm(name: str, settings: dict[str, Any], *, power: bool = False) -> Result:
 
 
 def calls_for(bytes_read: float) -> int:
-    """How many calls to put into one timed program, 2 to `MOST_CALLS`: together they should read more than caches hold.
+    """Return the number of calls in one timed program, 2 to `MOST_CALLS`: together they read more than caches hold.
 
     Args:
         bytes_read: bytes that one call reads.
@@ -137,7 +137,7 @@ def calls_for(bytes_read: float) -> int:
 def _timed(
     cost: roofline.Cost, settings: dict[str, Any], run: Callable[..., Any], arguments: tuple[Any, ...], power: bool
 ) -> Result:
-    """Time the calls that ``run`` makes."""
+    """Return the times of one kernel, whose calls ``run`` makes, beside its ``cost``."""
     calls, program = calls_for(cost.bytes), jax.jit(run).lower(*arguments).compile()
     for _ in range(3):
         jax.block_until_ready(program(*arguments))

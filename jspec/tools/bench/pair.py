@@ -1,4 +1,4 @@
-"""The target and drafter of benches that run whole engines, and files of prompts."""
+"""Target and drafter of the bench commands that run whole engines, and reading of prompt files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Pair:
     def load(
         cls, target: str | Path, draft: str | None = None, *, tokenizer: str | None = None, dtype: str | None = None
     ) -> Pair:
-        """Load the target; that of `demo.TARGET` has a default head and tokenizer."""
+        """Load the target and its tokenizer; the embedded target `demo.TARGET` has a default head and tokenizer."""
         if str(target) == str(demo.TARGET):
             draft, tokenizer = draft or str(demo.HEAD), tokenizer or "bytes"
         model, words = check_head.load_target(target, tokenizer, dtype=dtype)
@@ -60,7 +60,7 @@ class Pair:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Pair:
-        """The pair of the parsed `OPTIONS`."""
+        """Load the target and drafter that the parsed command line (`OPTIONS`) names."""
         draft = getattr(arguments, "draft", None)
         return cls.load(arguments.target, draft, tokenizer=arguments.tokenizer, dtype=arguments.dtype)
 
@@ -68,7 +68,7 @@ class Pair:
         return Engine(self.target, drafter=drafter, tokenizer=self.tokenizer, eos_ids=self.eos_ids, **options)
 
     def drafter(self, tree: Tree | None) -> Drafter | None:
-        """The drafter of a tree; None for plain decoding."""
+        """Return a new drafter for a draft tree; None, which is plain decoding, if there is no tree."""
         if tree is None:
             return None
         if self.draft is None:
@@ -78,12 +78,12 @@ class Pair:
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The parsed `ENGINE_OPTIONS`."""
+    """Return keyword arguments of `Engine` from the parsed command line (`ENGINE_OPTIONS`)."""
     return {name: getattr(arguments, name) for name in ("slots", "page_size", "prefill_budget")}
 
 
 def read_prompts(path: Path, count: int | None = None) -> list[str]:
-    """The first prompts of a file with one JSON object a line; all of them without a count."""
+    """Read the first ``count`` prompts of a file with one JSON object a line; all prompts if None."""
     found = []
     for where, record in records(path):
         match record:
@@ -98,7 +98,7 @@ def read_prompts(path: Path, count: int | None = None) -> list[str]:
 
 
 def records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each object of a file, with words that name its line."""
+    """Yield each JSON object of a file, after a text for error messages that names its line."""
     is_empty = True
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if line.strip():

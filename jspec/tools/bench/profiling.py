@@ -1,7 +1,7 @@
-"""What a GPU did: its clock and power during some work, and the kernels that a trace lists; and runs timed in turns.
+"""A GPU's clock and power during some work, times of the kernels in a trace, and runs timed in turns.
 
-A figure depends on the clock: an H200 that streams weights and multiplies at once reaches its 700 W, and lowers its
-clock by a fifth to a quarter.
+A measured time depends on the clock: an H200 that streams weights and multiplies at once reaches its 700 W, and
+lowers its clock by a fifth to a quarter.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Clock:
-    """Medians over the samples."""
+    """A GPU's clock and power during some work, medians over the samples."""
 
-    mhz: float  # clock of the multiprocessors
-    highest: float  # their highest clock, MHz
-    watts: float
+    mhz: float  # clock of the multiprocessors, MHz
+    highest: float  # highest clock that the multiprocessors support, MHz
+    watts: float  # power, watts
     capped: float  # share of the samples in which the power limit lowered the clock
 
 
 def clock_columns(path: str = "clock") -> list[Column]:
-    """Table columns of a result's clock; empty, and so left out, where no result has one."""
+    """Return table columns of the clock in attribute ``path`` of each result; left out where no result has one."""
     formats = (("SM MHz", "{0.mhz:.0f}/{0.highest:.0f}"), ("W", "{0.watts:.0f}"), ("capped", "{0.capped:.0%}"))
     return [Column(path, heading, partial(_shown, text)) for heading, text in formats]
 
@@ -51,7 +51,7 @@ def _shown(text: str, clock: Clock | None) -> str:
 
 
 def watch_clock(work: Callable[[], object], *, seconds: float = SECONDS) -> Clock | None:
-    """Repeat some work for some seconds and return how the GPU ran, as `nvidia-smi` tells; None: it does not."""
+    """Repeat ``work`` for ``seconds`` and return the GPU's clock by `nvidia-smi`; None if that reports nothing."""
     program = shutil.which("nvidia-smi")
     if program is None or jax.devices()[0].platform != "gpu":
         return None
@@ -70,7 +70,7 @@ def watch_clock(work: Callable[[], object], *, seconds: float = SECONDS) -> Cloc
 
 
 def _parse_clock(lines: list[str]) -> Clock | None:
-    """The clock from the complete lines; a GPU that changes its state may leave out a value."""
+    """Return medians over complete lines of `nvidia-smi`; a GPU that changes its state may leave out a value."""
     number = r"([\d.]+)"
     found = [re.fullmatch(rf"\s*{number}, {number}, {number}, (Active|Not Active)\s*", line) for line in lines]
     if not (rows := [match.groups() for match in found if match]):
@@ -81,13 +81,13 @@ def _parse_clock(lines: list[str]) -> Clock | None:
 
 @dataclass(frozen=True)
 class Launch:
-    """All launches of one kernel."""
+    """Number and time of one kernel's launches in a trace."""
 
     name: str
-    count: float  # launches a step
-    microseconds: float | None  # median time of one launch
-    milliseconds: float  # time of all launches, a step
-    share: float | None = None  # share of the step's time
+    count: float  # number of launches a step
+    microseconds: float | None  # median time of one launch, microseconds
+    milliseconds: float  # time of all launches a step, milliseconds
+    share: float | None = None  # share of the time of all kernels; None in the line of their sum
 
 
 LAUNCH_COLUMNS = (
@@ -100,19 +100,19 @@ LAUNCH_COLUMNS = (
 
 
 def gpu_events(folder: Path | str) -> list[Any]:
-    """Events of all GPU streams, with name and duration, of the newest trace in a folder of `jax.profiler.trace`."""
+    """Return events (name, duration) of all GPU streams in a folder's newest trace by `jax.profiler.trace`."""
     newest = max(Path(folder).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
     return stream_events(ProfileData.from_file(str(newest)).planes)
 
 
 def stream_events(planes: Iterable[Any]) -> list[Any]:
-    """Events that the GPU streams among a trace's planes hold."""
+    """Return the events of the GPU streams in a trace's planes; those of the host are left out."""
     lines = [line for plane in planes if "GPU" in plane.name for line in plane.lines if "stream" in line.name.lower()]
     return [event for line in lines for event in line.events]
 
 
 def launches_by_name(events: Iterable[Any], steps: int) -> list[Launch]:
-    """Launches of a number of steps, longest first, and their sum last; empty without events."""
+    """Return each kernel's launches a step, longest first, and their sum last; empty without events."""
     nanoseconds = defaultdict(list)
     for event in events:
         nanoseconds[event.name].append(event.duration_ns)
@@ -126,15 +126,15 @@ def launches_by_name(events: Iterable[Any], steps: int) -> list[Launch]:
 
 
 def launches_of(folder: Path, steps: int) -> str:
-    """A table of a trace's launches."""
+    """Format a table of the kernels' times in the newest trace of a folder, per step."""
     launches = launches_by_name(gpu_events(folder), steps)
     return table_of(LAUNCH_COLUMNS, launches) or "no launches of a GPU in the trace"
 
 
 def time_in_turns(runs: Sequence[Callable[[], T]], repeats: int, *, warm_up: int = 1) -> list[list[T]]:
-    """Results of each run, of as many repeats; all runs take part in each repeat, so a slow phase affects them all.
+    """Return the results of each run, one a repeat; each repeat calls all runs, so a slow phase affects all of them.
 
-    Every second repeat goes in the opposite order, so a steady drift favours none.
+    Every second repeat calls the runs in the opposite order, so a steady drift favours none of them.
     """
     found: list[list[T]] = [[] for _ in runs]
     for repeat in range(warm_up + repeats):

@@ -29,12 +29,12 @@ DRAFT_VOCAB = {"llama3-8b": 32000, "tiny": 128, "least": 16}
 
 
 def target_shapes(name: str, dtype: str) -> Any:
-    """Shapes of a target's weights."""
+    """Return a target's weights as shapes and dtypes, without memory for them."""
     return abstract_weights(model_params(TARGETS[name]), dtype)
 
 
 def head_config(name: str) -> Eagle3Config:
-    """Config of an EAGLE-3 head as published, for a target shape."""
+    """Return the config of an EAGLE-3 head, as published heads have it, for a named target shape."""
     c = TARGETS[name]
     same = "vocab_size hidden_size intermediate_size num_heads num_kv_heads head_dim norm_eps"
     return Eagle3Config.of_sizes(
@@ -48,16 +48,16 @@ def head_config(name: str) -> Eagle3Config:
 
 
 def head_shapes(name: str, dtype: str) -> Any:
-    """Shapes of the weights of its EAGLE-3 head."""
+    """Return the weights of a target's EAGLE-3 head as shapes and dtypes, without memory for them."""
     return abstract_weights(head_params(head_config(name)), dtype)
 
 
 def random_target(name: str, dtype: str, quantize: str | None = None, *, seed: int = 0) -> Model:
-    """A target with random weights."""
+    """Return a target of a named shape with random weights, quantised if asked for."""
     return Model.from_weights(TARGETS[name], random_weights(model_params(TARGETS[name]), dtype, seed, quantize))
 
 
 def random_head(name: str, dtype: str, quantize: str | None = None, *, seed: int = 1) -> EagleHead:
-    """Its EAGLE-3 head with random weights, whose drafts are practically never accepted."""
+    """Return a target's EAGLE-3 head with random weights, whose drafts are practically never accepted."""
     config = head_config(name)
     return EagleHead.from_weights(config, random_weights(head_params(config), dtype, seed, quantize))

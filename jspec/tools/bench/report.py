@@ -1,4 +1,4 @@
-"""What all bench commands share: options, columns and records are declared once, and give parser, table and JSON."""
+"""Base of the bench commands: parser, table, JSON file and picture from declared options and columns."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Option = tuple[tuple[str, ...], dict[str, Any]]  # arguments of `argparse.Argume
 
 
 class Column(NamedTuple):
-    """A column of a table: a value of every result, which the JSON file holds under the same name."""
+    """A table column: one attribute of every result, which the JSON file holds under the same name."""
 
-    path: str  # attribute of a result; dots go into its records
-    heading: str  # with the unit
-    format: str | Callable[[Any], str] = ""  # specification, with which None is an empty cell, or a function
+    path: str  # attribute of a result, with dots for an attribute of an attribute
+    heading: str  # text above the column, with the unit
+    format: str | Callable[[Any], str] = ""  # format specification (None gives an empty cell) or a function
 
     def cell(self, result: Any) -> str:
         value = attrgetter(self.path)(result)
@@ -39,28 +39,28 @@ class Column(NamedTuple):
 
 
 def columns(format: str = "", **headings: str) -> list[Column]:
-    """Columns of one format, by name; ``a__b`` is attribute b of the record a."""
+    """Return columns with one format from attribute names and headings; ``a__b`` names attribute b of a."""
     return [Column(name.replace("__", "."), heading, format) for name, heading in headings.items()]
 
 
 class Mark(NamedTuple):
-    """A value to draw over the batch, in a panel, on the line with a label; and its floor."""
+    """One point of the picture, drawn at its batch size on a labelled line of a panel."""
 
-    panel: str
-    label: str
-    batch: int
-    value: float
-    floor: float | None = None
+    panel: str  # title of the panel
+    label: str  # label of the line in the legend
+    batch: int  # rows of the batch, the x axis
+    value: float  # measured value, the y axis
+    floor: float | None = None  # least possible value, drawn dotted
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a command measured: records, of which the JSON file has all fields and the table has the columns."""
+    """Results of a command: the JSON file holds all their fields, the printed table the given columns."""
 
     headline: str  # printed before the table, followed by the environment
     columns: Sequence[Column]
-    results: Iterable[Any]  # a generator measures one after the other
-    text: str | Callable[[Sequence[Any]], str] = ""  # printed after the table, or a function of the results
+    results: Iterable[Any]  # records; a generator measures one after the other
+    text: str | Callable[[Sequence[Any]], str] = ""  # text printed after the table, or a function of the results
     about: Mapping[str, Any] = field(default_factory=dict)  # further members of the JSON object
     marks: Callable[[Any], Sequence[Mark]] = lambda result: ()  # marks of a result in the picture
     code: int = 0  # exit code
@@ -68,22 +68,22 @@ class Report:
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand of `jspec bench`."""
+    """A subcommand of `jspec bench`, called with the parsed command line."""
 
     name: str
     help: str
     run: Callable[[argparse.Namespace], Report]
-    options: Sequence[Option]  # besides --json
+    options: Sequence[Option]  # command-line options besides --json
 
     def add_to(self, commands: Any) -> None:
-        """Declare the subcommand."""
+        """Declare the subcommand and its options on a parser's subcommands."""
         parser = commands.add_parser(self.name, help=self.help)
         for flags, settings in (*self.options, file_option("--json", "also write the results there")):
             parser.add_argument(*flags, **settings)
         parser.set_defaults(run=self)
 
     def __call__(self, arguments: argparse.Namespace) -> int:
-        """Measure, print, write; returns the exit code.
+        """Measure, print the table, write the JSON file and picture; return the exit code.
 
         Each result goes to the JSON file, and its row to the standard error, as soon as it is measured.
         """
@@ -113,7 +113,7 @@ class Command:
 
 
 def scaled(factor: float, spec: str) -> Callable[[float | None], str]:
-    """A column's format of a value times a factor; None is an empty cell."""
+    """Return a column format that multiplies a value by ``factor``; None gives an empty cell."""
     return lambda value: "" if value is None else format(value * factor, spec)
 
 
@@ -138,12 +138,12 @@ def tree_or_none(text: str) -> Tree | None:
 
 
 def tree_name(tree: Tree | None) -> str:
-    """A tree as `Tree.parse` reads it, or "none"."""
+    """Return a draft tree as the text that `Tree.parse` reads, or "none"."""
     return str(tree).lower()
 
 
 def tree_label(tree: Tree | None) -> str:
-    """A tree in a table or picture: long static ones by their size."""
+    """Return a draft tree's short name for tables and pictures: a long static tree by its size."""
     is_long = tree is not None and tree.paths is not None and not tree.is_chain
     return f"static, {tree.nodes} nodes" if is_long and tree else tree_name(tree)
 
@@ -153,7 +153,7 @@ PICTURE = file_option("--picture", "also draw the results there, over the batch;
 
 
 def environment() -> dict[str, str]:
-    """What every figure depends on besides the case."""
+    """Return the device, versions and other facts of the environment that every result depends on."""
     device = jax.devices()[0]
     try:
         own = version("jspec")
@@ -164,14 +164,14 @@ def environment() -> dict[str, str]:
 
 
 def table_of(columns: Sequence[Column], results: Iterable[Any]) -> str:
-    """One line a result; columns of empty cells are left out."""
+    """Format a table with a line for each result; columns without a value are left out."""
     rows = [[column.cell(result) for column in columns] for result in results]
     shown = [i for i in range(len(columns)) if any(row[i] for row in rows)]
     return table([[columns[i].heading for i in shown], *([row[i] for i in shown] for row in rows)]) if shown else ""
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: records as objects, trees and infinity as text, nan as null."""
+    """Convert a value for JSON: records to objects, trees and infinity to text, nan to null."""
     if is_dataclass(value):
         value = {one.name: getattr(value, one.name) for one in fields(value)}
     if hasattr(value, "_asdict"):
@@ -186,7 +186,7 @@ def plain(value: Any) -> Any:
 
 
 def check_picture_path(path: Path) -> None:
-    """Refuse a path that no picture can be written to, before anything is measured."""
+    """Raise an error, before anything is measured, if no picture can be written to a path."""
     kinds = sorted(matplotlib_module("figure").Figure().canvas.get_supported_filetypes())
     if path.suffix.lower().removeprefix(".") not in kinds:
         raise ValueError(f"picture: expected a file that ends in one of {', '.join(kinds)}, got {path}")
@@ -195,7 +195,7 @@ def check_picture_path(path: Path) -> None:
 
 
 def draw(marks: Sequence[Mark], title: str) -> Any:
-    """A figure with panels side by side and one legend below; floors are dotted."""
+    """Draw marks over batch size in panels side by side, with one legend below and dotted floors; return the figure."""
     panels = list(dict.fromkeys(mark.panel for mark in marks))
     labels = list(dict.fromkeys(mark.label for mark in marks))
     batches = sorted({mark.batch for mark in marks})

@@ -15,7 +15,7 @@ from jspec.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Chip:
-    """Highest rates measured on a kind of device."""
+    """Highest memory and arithmetic rates measured on a kind of device."""
 
     name: str
     bandwidth: float  # bytes a second of a device-to-device copy, reads plus writes
@@ -30,7 +30,7 @@ CHIPS = {chip.name: chip for chip in (H200, Chip("NVIDIA H100 80GB HBM3", 3.02e1
 
 
 def chip() -> Chip:
-    """The device that JAX computes on; an H200, for comparison, if that device is not listed."""
+    """Return the rates of the device that JAX computes on; an H200's if that device is not listed."""
     return CHIPS.get(jax.devices()[0].device_kind, H200)
 
 
@@ -38,9 +38,9 @@ def chip() -> Chip:
 class Widths:
     """Bytes of one weight and of one cache entry, and the speed of products relative to bf16."""
 
-    weight: int = 2
-    cache: int = 2
-    speed: int = 1
+    weight: int = 2  # bytes of a weight
+    cache: int = 2  # bytes of a K or V cache entry
+    speed: int = 1  # rate of matrix products over that of bf16
 
 
 BF16 = Widths()
@@ -48,7 +48,7 @@ BF16 = Widths()
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes and flops that a kernel cannot avoid."""
+    """Least bytes and flops of one kernel; `seconds` is the larger of the two times they need."""
 
     name: str
     bytes: float
@@ -61,25 +61,25 @@ class Cost:
 
 
 def matmul(name: str, rows: int, out: int, inner: int, widths: Widths) -> Cost:
-    """A product with a weight [out, inner]; activations stay in the L2 cache and are not counted as bytes."""
+    """Return the cost of ``rows`` vectors times a weight [out, inner]; their bytes, in L2 cache, do not count."""
     return Cost(name, out * inner * widths.weight, 2 * rows * out * inner / widths.speed)
 
 
 def attention(c: ModelConfig | HeadConfig, batch: int, nodes: int, context: int, widths: Widths) -> Cost:
-    """Attention of ``nodes`` queries a sequence over a context, with keys and values read once."""
+    """Return the cost of attention of ``nodes`` queries a sequence over a context; K and V are read once."""
     numbers = 2 * batch * context * c.num_kv_heads * c.head_dim
     return Cost("attention", numbers * widths.cache, 4 * batch * nodes * c.num_heads * c.head_dim * context)
 
 
 def verify_costs(c: ModelConfig, batch: int, nodes: int, context: int, widths: Widths = BF16) -> list[Cost]:
-    """One forward pass of the target over root and nodes."""
+    """Return the costs of the kernels of one target forward pass over root and draft nodes of each row."""
     product = partial(matmul, rows=batch * nodes, widths=widths)
     layer = [*_block(c, product, c.hidden_size), attention(c, batch, nodes, context, widths)]
     return layer * c.num_layers + [product("head", out=c.vocab_size, inner=c.hidden_size)]
 
 
 def block_products(c: ModelConfig | HeadConfig, inputs: int) -> dict[str, tuple[int, int]]:
-    """Sizes (out, inner) of the products of a layer whose QKV projection has a number of inputs."""
+    """Return by name the sizes (out, inner) of a layer's products, with ``inputs`` columns in the QKV weight."""
     return {
         "qkv": ((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, inputs),
         "o": (c.hidden_size, c.num_heads * c.head_dim),
@@ -93,7 +93,7 @@ def _block(c: ModelConfig | HeadConfig, product: Callable[..., Cost], inputs: in
 
 
 def draft_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Widths = BF16) -> list[Cost]:
-    """The passes of an EAGLE-3 head that draft a tree, and its fusion of features."""
+    """Return the costs of an EAGLE-3 head's kernels that fuse features and draft a tree."""
     if tree.paths is None:
         fed = [1] + [tree.k] * (tree.depth - 1)
     else:
@@ -110,5 +110,5 @@ def draft_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Wid
 
 
 def seconds(costs: list[Cost]) -> float:
-    """The floor of kernels that run one after another."""
+    """Return the least seconds of kernels that run one after another: the sum of their least times."""
     return sum(cost.seconds for cost in costs)

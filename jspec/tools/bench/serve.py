@@ -43,20 +43,20 @@ AUTO = "auto"
 
 
 class Arrival(NamedTuple):
-    """A request to come, in seconds from the start."""
+    """A request of the load and the time at which it is due."""
 
-    at: float
-    prompt: list[int]
+    at: float  # due time, seconds from the start of the run
+    prompt: list[int]  # token ids
     params: SamplingParams
 
 
 @dataclass(frozen=True)
 class Load:
-    """How many requests come, how long and when."""
+    """Number, lengths (tokens) and arrival rate of a load's requests."""
 
-    num_prompts: int
-    input_len: int = 1024  # tokens of a prompt at most
-    output_len: int = 1024  # tokens of an answer at most
+    num_prompts: int  # number of requests
+    input_len: int = 1024  # largest number of tokens of a prompt
+    output_len: int = 1024  # largest number of tokens of an answer
     range_ratio: float = 0.7  # lengths are uniform from int(range_ratio * len), at least 1, to len
     rate: float = math.inf  # requests a second, a Poisson process that begins with the first request; inf: all at once
     temperature: float = 0.0
@@ -70,7 +70,7 @@ class Load:
                 raise ValueError(f"{name}: expected at least {low} and at most {high}, got {value}")
 
     def arrivals(self, vocab_size: int, text: Sequence[int] | None = None) -> list[Arrival]:
-        """The requests, equal for equal seeds; each emits all its tokens, end tokens or not."""
+        """Return requests with random prompts or parts of a text, equal for equal seeds; end tokens do not end them."""
         if text is not None and len(text) < self.input_len:
             raise ValueError(f"text: expected at least {self.input_len} tokens, a prompt's, got {len(text)}")
         rng = np.random.default_rng(self.seed)
@@ -87,7 +87,7 @@ class Load:
         return found
 
     def arrivals_of(self, prompts: Sequence[list[int]]) -> list[Arrival]:
-        """Requests with given prompts, which end as usual and have `output_len` tokens at most."""
+        """Return requests with given prompts, which end at an end token or after `output_len` tokens."""
         params = SamplingParams(max_tokens=self.output_len, temperature=self.temperature, seed=self.seed)
         times = self._times(np.random.default_rng(self.seed))
         return [Arrival(at, prompt, params) for at, prompt in zip(times, prompts, strict=True)]
@@ -100,10 +100,10 @@ class Load:
 
 @dataclass
 class Served:
-    """One request in progress or done."""
+    """A submitted request with the times at which its tokens were read."""
 
     arrival: Arrival
-    began: float  # when it was due and there was room for it, seconds from the start
+    began: float  # time when it was due and the concurrency left room for it, seconds from the start
     request: Request
     pieces: list[tuple[float, int]] = field(default_factory=list)  # time and token count of each growth
     completion: Completion | None = None
@@ -117,12 +117,12 @@ class Served:
     latency = property(lambda self: self.pieces[-1][0] - self.began)  # seconds to the last token
 
     def count_at(self, when: float) -> int:
-        """Tokens at a time."""
+        """Return the number of tokens that the request had emitted at time ``when``, seconds from the start."""
         return max((count for at, count in self.pieces if at <= when), default=0)
 
 
 class Log(NamedTuple):
-    """Record of one run.
+    """Requests and step times of one run of a load.
 
     Attributes:
         served: the requests, in the order in which they ended.
@@ -151,7 +151,7 @@ def serve(
     now: Callable[[], float] = time.perf_counter,
     wait: Callable[[float], None] = time.sleep,
 ) -> Log:
-    """Submit requests, in the order of their times, when they are due and step the engine until all are answered.
+    """Submit requests in the order of their due times and step the engine until all are answered; return the times.
 
     A request that comes during a step is submitted after it, but its time runs from when it was due.
     """
@@ -185,11 +185,11 @@ def serve(
 
 @dataclass(frozen=True)
 class Setting:
-    """A configuration."""
+    """One configuration of the engine under a load."""
 
-    tree: Tree | None = None  # None: plain decoding
-    depth: int | str | None = None  # to which all steps draft; "auto": the engine chooses; None: of the whole tree
-    max_concurrency: int | None = None  # requests in the engine at most; the time of the others does not run
+    tree: Tree | None = None  # draft tree; None: plain decoding
+    depth: int | str | None = None  # depth that steps draft; "auto": the engine chooses; None: the tree's
+    max_concurrency: int | None = None  # largest number of requests in the engine; None: no limit
     overlap: bool = True
 
     def __post_init__(self) -> None:
@@ -204,11 +204,11 @@ class Setting:
 
     @property
     def engine(self) -> tuple[Tree | None, bool]:
-        """Settings with equal values share an engine: the tree, and whether programs cut it."""
+        """The tree, and whether programs cut it to a depth; settings with equal values share an engine."""
         return self.tree, self.depth is not None
 
     def policy(self) -> Policy | None:
-        """The policy of an engine whose programs cut the tree."""
+        """Return the policy that chooses a step's draft depth; None if all steps draft the whole tree, or none."""
         if self.tree is None or self.depth is None:
             return None
         if isinstance(self.depth, int):
@@ -217,7 +217,7 @@ class Setting:
 
 
 class Spread(NamedTuple):
-    """Statistics of some values; quantiles are interpolated linearly."""
+    """Quantiles (interpolated linearly), mean and standard deviation of measured values, in the values' unit."""
 
     count: int  # type: ignore[assignment]
     min: float
@@ -231,7 +231,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[float], scale: float = 1.0) -> Spread:
-        """Statistics of the values times a scale; nan without values."""
+        """Return the statistics of the values times ``scale``; nan without values."""
         found = np.array(list(values), np.float64) * scale
         if not found.size:
             return cls(0, *[math.nan] * 8)
@@ -240,7 +240,7 @@ class Spread(NamedTuple):
 
 
 def figures_of(setting: Setting, log: Log) -> dict[str, Any]:
-    """Figures of a load with one setting, under the names of vLLM's ``bench serve`` and offline example.
+    """Return one setting's latencies, throughput and acceptance, named as in vLLM's ``bench serve``.
 
     Requests that ended with an error count as ``failed`` alone. The spreads are in milliseconds: latencies of the
     requests (time to first token, per output token after it, between pieces, to the end), and times of `Engine.step`.
@@ -281,7 +281,7 @@ def figures_of(setting: Setting, log: Log) -> dict[str, Any]:
 
 
 def text(results: Sequence[dict[str, Any]]) -> str:
-    """One line a figure, one column a setting."""
+    """Format the results of all settings: a line for each measured value, a column for each setting."""
     rows = [[name, *(_shown(one[name]) for one in results)] for name in results[0] if not name.startswith("acceptance")]
     for i in range(max(len(one["acceptance_per_position"]) for one in results)):
         shares = (one["acceptance_per_position"][i:] for one in results)
@@ -300,7 +300,7 @@ def _shown(value: Any) -> str:
 def measure(
     pair: Pair, settings: Sequence[Setting], arrivals: Sequence[Arrival], repeats: int = 1, **options: Any
 ) -> Iterator[dict[str, Any]]:
-    """Serve the same requests at the same times with every setting.
+    """Serve the same requests at the same times with each setting and yield its results.
 
     Args:
         repeats: timed repeats, all settings in turns, after one that is not timed; 1: one setting after the other.
@@ -331,7 +331,7 @@ def measure(
 
 
 def _run(engine: Engine, setting: Setting, policy: Policy | None, arrivals: Sequence[Arrival]) -> Log:
-    """Serve once; the programs do not depend on overlap."""
+    """Serve the load once with a setting; an engine can change overlap, as its programs do not depend on it."""
     engine.config = replace(engine.config, overlap=setting.overlap)
     if policy is not None:
         engine.policy = policy
@@ -339,9 +339,9 @@ def _run(engine: Engine, setting: Setting, policy: Policy | None, arrivals: Sequ
 
 
 def _warm_up(engine: Engine) -> None:
-    """Run every program once: steps of each bucket of rows, and a prompt for each prefill bucket.
+    """Run every program once, untimed: steps of each batch bucket, and a prompt for each prefill bucket.
 
-    Prompts repeat one token, so no page of theirs in the prefix cache begins a later prompt.
+    Prompts repeat one token, so their pages in the prefix cache never match a later prompt.
     """
     params, config = SamplingParams(max_tokens=WARM_UP, temperature=0.0, ignore_eos=True), engine.config
     assert config.buckets is not None and config.prefill_buckets is not None
@@ -375,7 +375,7 @@ def run(arguments: argparse.Namespace) -> Report:
 
 
 def encode(pair: Pair, text: str, *, chat: bool) -> list[int]:
-    """Token ids of a prompt; with ``chat`` as a user's message in the tokenizer's chat template."""
+    """Return a prompt's token ids; with ``chat``, as a user's message in the tokenizer's chat template."""
     return list(pair.tokenizer.chat([{"role": "user", "content": text}]) if chat else pair.tokenizer.encode(text))
 
 

@@ -1,4 +1,4 @@
-"""`jspec bench startup`: time from the start of a process until its engines serve, without and then with a cache.
+"""`jspec bench startup`: seconds until a process's engines serve, first without and then with a compile cache.
 
 Each start is a process of its own: it makes random weights on the device, builds an engine for each tree, whose
 programs are all compiled before any runs, and answers one short request with each. The second start finds the programs
@@ -41,19 +41,19 @@ SAME = ("max_len", "page_size", "implementation", "kv_dtype")  # options of the 
 
 @dataclass
 class Startup:
-    """One process; times in seconds, those of programs by tree and name."""
+    """Times of one process, seconds; those of programs are keyed by tree and name."""
 
-    start: str = ""  # "cold" or "warm"
-    ready: float = 0.0  # from the start of the process until the last engine could serve
-    stages: dict[str, float] = field(default_factory=dict)  # in their order
-    lower: dict[str, float] = field(default_factory=dict)
-    compile: dict[str, float] = field(default_factory=dict)
-    asked: int = 0  # programs that were looked up in the cache, small ones included
-    hits: int = 0  # programs that were found there
+    start: str = ""  # "cold" (empty compile cache) or "warm"
+    ready: float = 0.0  # seconds from the start of the process until the last engine could serve
+    stages: dict[str, float] = field(default_factory=dict)  # seconds of each stage, in order
+    lower: dict[str, float] = field(default_factory=dict)  # seconds to trace and lower each program
+    compile: dict[str, float] = field(default_factory=dict)  # seconds to compile or load each program
+    asked: int = 0  # number of programs that were looked up in the cache, small ones included
+    hits: int = 0  # number of programs that were found there
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage."""
+        """Store the seconds of the `with` block as the stage ``name``."""
         began = time.perf_counter()
         yield
         self.stages[name] = time.perf_counter() - began
@@ -64,7 +64,7 @@ class Startup:
 
 
 def measure(case: dict[str, Any], folder: Path | None = None) -> Iterator[Startup]:
-    """Start twice."""
+    """Start a process twice with one compile cache and yield the times of each start, cold and warm."""
     EngineConfig(**options_of(case))
     if folder is not None and folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder}: expected a new or an empty folder, so that the first start is cold; name another")
@@ -80,12 +80,12 @@ def measure(case: dict[str, Any], folder: Path | None = None) -> Iterator[Startu
 
 
 def options_of(case: dict[str, Any]) -> dict[str, Any]:
-    """Options of the engines; tuples are lists in JSON."""
+    """Return the engines' options of a case, with lists (from JSON) as tuples."""
     return {name: tuple(own) if isinstance(own, list) else own for name, own in case["options"].items()}
 
 
 def start(case: dict[str, Any], folder: str, started: float) -> Startup:
-    """The work that `measure` times, in this process, which started then, in seconds since the epoch."""
+    """Build engines and answer a request with each; return the times since ``started`` (seconds since the epoch)."""
     result, answers = Startup(), Startup()
     jax.monitoring.register_event_listener(result.count)
     result.stages["process, imports"] = time.time() - started
@@ -111,7 +111,7 @@ def start(case: dict[str, Any], folder: str, started: float) -> Startup:
 
 
 def text(results: Sequence[Startup]) -> str:
-    """Stages, then programs, cold beside warm."""
+    """Format seconds of each stage and each program, with a column for the cold and one for the warm start."""
     cold, warm = results
     stages = {**cold.stages, "ready, without the answers": cold.ready}
     other = {**warm.stages, "ready, without the answers": warm.ready}
@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> Report:
 
 
 def main(spec: str) -> None:
-    """The process of one start: its result is the last line of the standard output."""
+    """Run one start, the entry point of its process; print its times, as JSON, as the last line."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("jspec").setLevel(logging.INFO)
     print(json.dumps(asdict(start(**json.loads(spec)))))

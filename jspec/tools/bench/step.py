@@ -1,6 +1,7 @@
-"""`jspec bench step`: time of one decoding step for a shape with random weights, beside its floor.
+"""`jspec bench step`: time of one decoding step for a shape with random weights, beside its least possible time.
 
-The compiled step runs alone, at acceptance about 0. `--measure` chooses other times (`step_costs`).
+The compiled step runs without an engine, and almost no draft is accepted. `--measure` times other costs of a step
+(`step_costs`).
 """
 
 from __future__ import annotations
@@ -43,26 +44,26 @@ LONGEST = 90  # characters of a case's name
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the table."""
+    """Model, batch and settings of one measured step: one line of the table."""
 
-    shape: str
-    batch: int
-    context: int
-    tree: Tree | None  # drafted by an EAGLE-3 head; None: plain decoding
+    shape: str  # name of a shape in `random_models`
+    batch: int  # number of batch rows
+    context: int  # committed tokens of a row
+    tree: Tree | None  # tree drafted by an EAGLE-3 head; None: plain decoding
     page_size: int = 16
     dtype: str = "bfloat16"
     implementation: str = "auto"
     greedy: bool = True
-    quantize: str | None = None  # kind for target and head
-    draft_quantize: str | None = None  # kind for the head alone; None: as the target
+    quantize: str | None = None  # quantisation of target and head
+    draft_quantize: str | None = None  # quantisation of the head alone; None: as the target
     kv_dtype: str | None = None  # dtype of both caches; None: `dtype`
-    idle: int = 0  # rows of the batch without a request
+    idle: int = 0  # number of batch rows without a request
     depth: int | None = None  # depth at which a step cuts the tree, 0: nothing is drafted; None: the tree's own
     deterministic: bool = False
 
     @property
     def name(self) -> str:
-        """One word that can name a folder: all settings that are not the default; a long one by its checksum."""
+        """Folder name made of all settings that are not the default; a long name ends with its checksum."""
         own = [(one.name, one.default, getattr(self, one.name)) for one in fields(self)]
         words = [f"{name}-{value}" for name, default, value in own if value != default]
         text = re.sub("[^a-z0-9._-]+", "-", "_".join(words).lower())
@@ -70,7 +71,7 @@ class Case:
 
     @property
     def weights(self) -> str:
-        """How the weights are stored."""
+        """Text that names the dtype or quantisation of target and head."""
         head = f", head {self.draft_quantize}" if self.draft_quantize and self.tree else ""
         return f"{self.quantize or self.dtype}{head}"
 
@@ -81,20 +82,20 @@ class Case:
 
     @property
     def drafted(self) -> Tree | None:
-        """The part of the tree that a step drafts; None: nothing."""
+        """The tree cut to the depth that a step drafts; None if it drafts nothing."""
         tree = self.tree if self.tree is None or self.depth is None else self.tree.cut(self.depth)
         return tree if tree is not None and tree.depth else None
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of a case."""
+    """Measured and least times of a case's step."""
 
     case: Case
-    milliseconds: float  # median time of a step
+    milliseconds: float  # median time of a step, milliseconds
     spread: float  # 90th less 10th percentile, milliseconds
     floor: float  # least time of a step, milliseconds
-    compile_seconds: float
+    compile_seconds: float  # time to compile the step, seconds
     tokens: float  # mean number of tokens emitted a step and row
     clock: profiling.Clock | None = None  # clock of the GPU, during further steps that are not timed
 
@@ -116,7 +117,7 @@ COLUMNS = (
 def build(
     case: Case, target: Model, head: EagleHead | None, *, growth: int | None = None
 ) -> tuple[Program, Params, PoolShape]:
-    """Program, weights and pool shape of a case; the models may hold shapes in place of arrays."""
+    """Return the program, weights and pool shape of a case; the models may hold shapes in place of arrays."""
     if not 0 <= case.idle < case.batch:
         raise ValueError(f"idle: expected 0 to {case.batch - 1} of a batch of {case.batch} rows, got {case.idle}")
     assert case.tree is None or head is not None
@@ -136,14 +137,14 @@ def build(
 
 
 def compile_step(program: Program, params: Params, state: Any, batch: int) -> Any:
-    """The executable of one step; params and state may hold shapes."""
+    """Compile one decoding step and return its executable; params and state may hold shapes."""
     slots = jax.ShapeDtypeStruct((batch,), jnp.int32)
     lowered = jax.jit(partial(spec_step, program), donate_argnums=(1,)).lower(params, state, slots)
     return lowered.compile(compiler_options=program.compiler_options)
 
 
 class Runner:
-    """Runs groups of steps of a case, dispatched back to back."""
+    """A timer of groups of steps, dispatched one after the other without waiting; each call times one group."""
 
     def __init__(self, executable: Any, params: Params, state: SlotState, case: Case) -> None:
         self.executable, self.params, self.state, self.case = executable, params, state, case
@@ -168,7 +169,7 @@ class Runner:
 
 
 def measure(case: Case, target: Model, head: EagleHead | None, *, profile: Path | None = None) -> Timing:
-    """Compile a case and time it: median over groups of steps."""
+    """Compile a case's step and return its median time over groups of steps, in milliseconds."""
     program, params, pool = build(case, target, head)
     state = filled_state(init_state(program, params, pool), case)
     started = time.perf_counter()
@@ -188,7 +189,7 @@ def measure(case: Case, target: Model, head: EagleHead | None, *, profile: Path 
 
 
 def floor_seconds(case: Case) -> float:
-    """The least time of a step."""
+    """Return the least seconds of a case's step, by the memory and arithmetic rates of `roofline`."""
 
     def widths(quantize: str | None) -> roofline.Widths:
         cache = jnp.dtype(case.kv_dtype or "bfloat16").itemsize
@@ -204,7 +205,7 @@ def floor_seconds(case: Case) -> float:
 
 
 def filled_state(state: SlotState, case: Case) -> SlotState:
-    """The state with every slot that is not idle in use: own pages, random K and V in all caches, random roots."""
+    """Return the state with a request in every slot that is not idle: own pages, random K and V, random root token."""
     width, rng, rows = state.page_table.shape[1], np.random.default_rng(0), case.batch
 
     def fill(part: Any) -> Any:
@@ -229,7 +230,7 @@ def filled_state(state: SlotState, case: Case) -> SlotState:
 
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
-    """All cases of the parsed options."""
+    """Return the cases that the parsed command line asks for."""
     given = vars(arguments)
     names = {"shape", "dtype", "implementation", "quantize", "draft_quantize", "kv_dtype", "depth", "deterministic"}
     common = {name: given[name] for name in names & given.keys()} | {"greedy": not given.get("sampled")}
@@ -241,7 +242,7 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
 
 
 def models_of(cases: Sequence[Case]) -> tuple[Model, EagleHead | None]:
-    """Random target and, where a case drafts, head of the cases' common shape, dtype and quantisation."""
+    """Return a random target and, if a case drafts, head, of the shape, dtype and quantisation of all cases."""
     one, drafts = cases[0], any(case.tree for case in cases)
     head = random_models.random_head(one.shape, one.dtype, one.draft_quantize or one.quantize) if drafts else None
     return random_models.random_target(one.shape, one.dtype, one.quantize), head

@@ -1,4 +1,4 @@
-"""`jspec bench step --measure controls|overlap|host`: what a step costs besides its kernels.
+"""`jspec bench step --measure controls|overlap|host`: time that controls and the host add to a step.
 
 Controls: steps of programs with sampling and its controls, timed in turns on the same weights. A cost is the median of
 the differences to the first program, which has none.
@@ -51,14 +51,14 @@ TOKEN = 5
 
 
 class Variant(NamedTuple):
-    """A program and what its rows request."""
+    """Features that a step's program supports, and sampling controls that its rows request."""
 
-    name: str
-    controls: bool = False  # the program supports controls
-    grammars: bool = False  # the program supports grammars
-    sampled: bool = False  # temperature 1
-    cuts: bool = False  # top-k, top-p and min-p
-    used: bool = False  # bias, penalties, bad words, min_tokens, and a grammar if the program supports it
+    name: str  # name in the table
+    controls: bool = False  # program supports controls
+    grammars: bool = False  # program supports grammars
+    sampled: bool = False  # rows sample at temperature 1; otherwise greedy
+    cuts: bool = False  # rows request top-k, top-p and min-p
+    used: bool = False  # rows request bias, penalties, bad words, min_tokens, and a grammar if supported
 
 
 VARIANTS = (
@@ -74,12 +74,12 @@ VARIANTS = (
 
 
 class VariantTime(NamedTuple):
-    """Median time of a step, and of the difference to the first variant's step, milliseconds."""
+    """Time of one variant's step, and its difference to the first variant's step."""
 
     kind: Variant
-    batch: int
-    milliseconds: float
-    more: float
+    batch: int  # number of batch rows
+    milliseconds: float  # median time of a step, milliseconds
+    more: float  # median difference to the first variant's step, milliseconds
 
 
 VARIANT_COLUMNS = (
@@ -92,7 +92,7 @@ VARIANT_COLUMNS = (
 def measure_controls(
     case: step.Case, target: Model, head: EagleHead | None, variants: Sequence[Variant] = VARIANTS
 ) -> list[VariantTime]:
-    """Time steps of all variants in turns."""
+    """Time steps of all variants in turns, on the same weights; return one result a variant."""
     program, params, pool = step.build(case, target, head)
     compiled: dict[Program, Any] = {}
     runs = []
@@ -109,7 +109,7 @@ def measure_controls(
 
 
 def _filled(state: SlotState, variant: Variant) -> SlotState:
-    """The state with the variant's requests in every slot; none of them can end a row."""
+    """Return the state with the variant's controls in every slot; no control can end a row."""
     sampling, each = state.sampling, partial(jnp.full, state.root.shape[0])
     if variant.sampled:
         sampling = replace(sampling, temperature=each(1.0))
@@ -132,7 +132,7 @@ def _filled(state: SlotState, variant: Variant) -> SlotState:
 
 
 def _tables(grammars: Grammars) -> Grammars:
-    """Grammar tables in which each state forbids one token class and no state is final."""
+    """Return grammar tables in which each state forbids one token class and no state is final."""
     rng, (tables, vocab) = np.random.default_rng(0), grammars.class_of.shape
     classes = grammars.next.shape[1] // STATES
     following = rng.integers(0, STATES, (STATES, classes))
@@ -152,11 +152,11 @@ def run_controls(arguments: argparse.Namespace) -> Report:
 
 
 class Overlap(NamedTuple):
-    """Median times of a step, milliseconds."""
+    """Times of a step with and without the host between steps."""
 
     case: step.Case
-    loop: float  # with `LOOP` steps a dispatch
-    engine: float  # with one
+    loop: float  # median time of a step with `LOOP` steps a dispatch, milliseconds
+    engine: float  # median time of a step with one step a dispatch, milliseconds
     idle: float  # share of the engine's time in which the device waits; noise can make it negative
 
 
@@ -168,7 +168,7 @@ OVERLAP_COLUMNS = (
 
 
 def measure_overlap(case: step.Case, target: Model, head: EagleHead | None, *, overlap: bool = True) -> Overlap:
-    """Time a case with many steps a dispatch, and with one; ``overlap`` is the engine's option."""
+    """Time steps of an engine with many steps a dispatch, and with one; ``overlap`` is the engine's option."""
     # Attention takes longer as the text grows: both times are taken at the same mean length.
     before = max((LOOP_WARM_UP * 2 + LOOPS) * LOOP - STEPS, 0) // 2
     with warnings.catch_warnings():
@@ -183,7 +183,7 @@ def measure_overlap(case: step.Case, target: Model, head: EagleHead | None, *, o
 def _dispatch_seconds(
     case: step.Case, target: Model, head: EagleHead | None, size: int, before: int, count: int, overlap: bool
 ) -> list[float]:
-    """Seconds of each of ``count`` dispatches of ``size`` steps, after ``before`` others, with all rows active."""
+    """Return the seconds of each of ``count`` dispatches of ``size`` steps, after ``before`` untimed dispatches."""
     tokens = (before + count + 2) * size * (1 + case.tree_depth)  # one dispatch is in flight
     options = dict(rounds_per_dispatch=size, overlap=overlap, prefix_cache=False)
     with _engine(case, target, head, case.context + tokens, case.context, **options) as engine:
@@ -194,7 +194,7 @@ def _dispatch_seconds(
 
 
 def _engine(case: step.Case, target: Model, head: EagleHead | None, max_len: int, chunk: int, **options: Any) -> Engine:
-    """An engine of the case's rows, which prefills all prompts, in chunks, before the first step."""
+    """Return an engine with the case's batch rows, which prefills all prompts, in chunks, before the first step."""
     return Engine(
         target,
         drafter=None if case.tree is None or head is None else Eagle3(head, case.tree),
@@ -213,7 +213,7 @@ def _engine(case: step.Case, target: Model, head: EagleHead | None, max_len: int
 
 
 def _begin(engine: Engine, case: step.Case, max_tokens: int) -> list[Request]:
-    """Requests of random prompts, with their first token read."""
+    """Submit a random prompt for each batch row and return the requests once each has its first token."""
     rng, vocab = np.random.default_rng(case.context), random_models.TARGETS[case.shape].vocab_size
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     prompts = rng.integers(0, vocab, (case.batch, case.context)).tolist()
@@ -224,7 +224,7 @@ def _begin(engine: Engine, case: step.Case, max_tokens: int) -> list[Request]:
 
 
 def _step_seconds(engine: Engine) -> tuple[float, float]:
-    """CPU time of the thread and wall time of a step."""
+    """Step the engine once; return the CPU time of the thread and the wall time, seconds."""
     began, since = time.perf_counter(), time.thread_time()
     engine.step()
     return time.thread_time() - since, time.perf_counter() - began
@@ -238,13 +238,13 @@ def run_overlap(arguments: argparse.Namespace) -> Report:
 
 
 class HostTime(NamedTuple):
-    """Times of a step, milliseconds."""
+    """Host's time of one `Engine.step`, without a device."""
 
     case: step.Case
-    milliseconds: float  # CPU time of the thread, median over blocks of each block's median
-    spread: float  # largest less smallest block median
-    wall: float  # the same median of wall time
-    ratio: float  # CPU time beside the first case's, median over blocks timed one after the other
+    milliseconds: float  # CPU time of the thread, median over blocks of each block's median step, milliseconds
+    spread: float  # largest less smallest block median of CPU time, milliseconds
+    wall: float  # wall time, median over blocks of each block's median step, milliseconds
+    ratio: float  # CPU time over the first case's in the same block, median over blocks
 
 
 HOST_COLUMNS = (
@@ -254,26 +254,26 @@ HOST_COLUMNS = (
 
 
 class ReadyResult(np.ndarray):
-    """A step's result that needs no waiting."""
+    """Array in place of a step's result on the device; it is ready at once."""
 
     def block_until_ready(self) -> ReadyResult:
         return self
 
 
 def measure_host(engines: Sequence[Engine], cases: Sequence[step.Case], steps: int, blocks: int) -> list[HostTime]:
-    """Time blocks of steps of every case, with an engine of `ready_engine` for each."""
+    """Return the host's time of a step for each case, over ``blocks`` of ``steps`` steps of its `ready_engine`."""
     cpu, wall = np.array([_block(engines, cases, steps) for _ in range(blocks)]).transpose(1, 2, 0) * 1e3
     figures = (np.median(cpu, 1), np.ptp(cpu, 1), np.median(wall, 1), np.median(cpu / cpu[0], 1))
     return [HostTime(*line) for line in zip(cases, *(one.tolist() for one in figures), strict=True)]
 
 
 def max_tokens(case: step.Case, steps: int) -> int:
-    """More tokens than a request emits in a block."""
+    """Return a limit above the number of tokens that a request emits in ``steps`` steps."""
     return (steps + WARM_UP + 8) * (case.tree_depth + 1)
 
 
 def ready_engine(case: step.Case, max_len: int) -> Engine:
-    """An engine whose programs only return a ready result; a step accepts half of its chain."""
+    """Return an engine whose programs compute nothing; each step's ready result accepts half of the chain."""
     target, head = step.models_of([case])
     if head is not None:
         head = replace(head, config=replace(head.config, feature_layers=(0, 1, 2)))  # of a target with one layer
@@ -290,14 +290,14 @@ def ready_engine(case: step.Case, max_len: int) -> Engine:
 
 
 def _answer(rows: int, length: int, accepted: int) -> Callable[..., Any]:
-    """A program that accepts a fixed number of draft tokens; columns as in `jspec.core.records.StepResult`."""
+    """Return a program whose ready result accepts ``accepted`` draft tokens a row; columns as in `StepResult`."""
     line = [TOKEN] * (accepted + 1) + [-1] * (length - accepted) + [accepted + 1, accepted, length, 0]
     output = StepOutput(report=np.array([[line] * rows], np.int32).view(ReadyResult), trace=None)  # type: ignore[arg-type]
     return lambda params, state, packed: (state, output)
 
 
 def _block(engines: Sequence[Engine], cases: Sequence[step.Case], steps: int) -> np.ndarray:
-    """Median seconds of a step: CPU time of the thread and wall time, each of every case.
+    """Return the median seconds of a step of each case: CPU time of the thread, and wall time.
 
     The cases alternate step by step, so a slow phase of the machine affects all of them.
     """
@@ -315,7 +315,7 @@ def _block(engines: Sequence[Engine], cases: Sequence[step.Case], steps: int) ->
 
 
 def run_host(arguments: argparse.Namespace) -> Report:
-    """Of the least model, as only the host's time counts."""
+    """Measure the host's time of a step with the smallest model, as the device's time does not count."""
     a = arguments
     if min(a.steps, a.blocks, *a.batch, *a.context) < 1 or any(tree and not tree.is_chain for tree in a.tree):
         raise ValueError("host: expected chains or none, and at least 1 row, token of context, step and block")

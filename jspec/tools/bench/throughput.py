@@ -48,7 +48,7 @@ QUANT = {"fp8_dynamic": "fp8", "fp8": "fp8 weights"}  # other engines' "fp8" qua
 
 
 def check_rates(rates: Sequence[float]) -> Rates:
-    """The rates, if a drafter can have them."""
+    """Return the acceptance rates unchanged; raise if no drafter can have them."""
     falling = all(later <= earlier for earlier, later in itertools.pairwise(rates))
     if not rates or not all(0 <= rate <= 1 for rate in rates) or not falling:
         raise ValueError(f"positions: expected shares from 0 to 1 that never rise, such as .75,.55, got {list(rates)}")
@@ -56,7 +56,7 @@ def check_rates(rates: Sequence[float]) -> Rates:
 
 
 def rates_of_length(length: float, tree: Tree | None) -> Rates:
-    """Rates with a given mean acceptance length, as vLLM's ``synthetic_acceptance_length``: 2.5 is 1, .5, 0."""
+    """Return rates with a mean acceptance length, as vLLM's ``synthetic_acceptance_length``: 2.5 gives 1, .5, 0."""
     depth = (tree or ROOT_ONLY).depth
     if not 1 <= length <= depth + 1:
         raise ValueError(f"length: expected 1 to {depth + 1} tokens a step of {tree or ROOT_ONLY}, got {length:g}")
@@ -64,7 +64,7 @@ def rates_of_length(length: float, tree: Tree | None) -> Rates:
 
 
 def rates_of_tree(rates: Rates, tree: Tree | None) -> Rates:
-    """The first rates, one for each level of the tree."""
+    """Return the first acceptance rates, one for each level of the tree."""
     depth = (tree or ROOT_ONLY).depth
     if len(rates) < depth:
         raise ValueError(f"positions: expected {depth} for {tree}, got {len(rates)}; state more or draft fewer tokens")
@@ -72,7 +72,7 @@ def rates_of_tree(rates: Rates, tree: Tree | None) -> Rates:
 
 
 def draw(rates: Rates, batch: int, tokens: int, seed: int) -> Int[np.ndarray, "steps batch"]:
-    """Number of draft tokens that each row accepts in each step, until every row has emitted ``tokens``."""
+    """Draw the number of draft tokens that each row accepts in each step, until every row has ``tokens`` tokens."""
     chance = np.random.default_rng(seed).random((tokens, batch, 1))  # a step emits at least one token
     accepted = np.asarray(np.sum(chance < np.array(rates), axis=-1), np.int32)
     emitted = np.cumsum(accepted + 1, axis=0)
@@ -80,9 +80,9 @@ def draw(rates: Rates, batch: int, tokens: int, seed: int) -> Int[np.ndarray, "s
 
 
 def impose(verdict: Verdict, draft: Draft, view: SlotView, tree: Tree, accepted: Int[Array, "batch"]) -> Verdict:
-    """A verdict that accepts a given number of draft tokens of each row, whatever the target's probabilities.
+    """Return a verdict that accepts a given number of draft tokens a row, whatever the target's probabilities.
 
-    The first node at that depth is accepted; the last token of the rule's own verdict follows it.
+    The first node at that depth and its ancestors are accepted; the last token of the given verdict follows.
     """
     ancestor_mask = ancestors(draft.parents)
     within = draft.valid & (depths(ancestor_mask) <= accepted[:, None])
@@ -98,7 +98,7 @@ def synthetic_step(
     slots: Int[Array, "batch"],
     accepted: Int[Array, "batch"],
 ) -> tuple[SlotState, StepOutput]:
-    """One step with the stages of `jspec.step.decode.spec_step`, its accept rule included, and the verdict imposed."""
+    """Run one step with the stages of `jspec.step.decode.spec_step`, accept rule included, but impose the verdict."""
     view = view_of(state, slots, program)
     draft, draft_state = decode.draft_stage(program, params, state, view)
     out, target = decode.verify_stage(program, params, state, view, draft)
@@ -112,12 +112,12 @@ def synthetic_step(
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the table."""
+    """Settings of one measured throughput: one line of the table."""
 
-    point: step.Case  # its context is the first one of the rows
+    point: step.Case  # model, batch and tree; its context is the rows' first one
     rates: Rates  # share of steps that accept each level of the tree
-    tokens: int = TOKENS  # tokens that each row emits
-    seed: int = 0
+    tokens: int = TOKENS  # number of tokens that each row emits
+    seed: int = 0  # seed of the accepted numbers
 
     @property
     def contexts(self) -> str:
@@ -135,19 +135,19 @@ class Case:
 
 
 class Throughput(NamedTuple):
-    """Figures of a case."""
+    """Measured throughput and times of one case at its stated acceptance."""
 
     case: Case
-    tokens_per_second: float  # of all rows
-    milliseconds: float  # time of a step, median over repeats
-    spread: float  # largest less smallest of these times
-    floor: float  # floor of a step in the middle of the text, milliseconds
-    milliseconds_per_token: float  # time between two tokens of a row
-    stated_length: float  # mean acceptance length by the rates
-    length: float  # measured mean acceptance length, without the cut at the end of a row
-    rounds: int  # steps of a repeat, until the last row has its tokens
+    tokens_per_second: float  # tokens a second of all rows
+    milliseconds: float  # time of a step, median over repeats, milliseconds
+    spread: float  # largest less smallest time of a step over repeats, milliseconds
+    floor: float  # least time of a step in the middle of the text, milliseconds
+    milliseconds_per_token: float  # mean time between two tokens of a row, milliseconds
+    stated_length: float  # mean acceptance length by the rates, tokens a step
+    length: float  # measured mean acceptance length, tokens a step, without the cut at a row's end
+    rounds: int  # number of steps of a repeat, until the last row has its tokens
     live: float  # mean number of active rows; rows that are done wait for the last one
-    compile_seconds: float
+    compile_seconds: float  # time to compile the step, seconds
 
 
 COLUMNS = (
@@ -162,7 +162,7 @@ COLUMNS = (
 
 
 def measure(case: Case, target: Model, head: EagleHead | None) -> Throughput:
-    """Compile a case and time all of it `REPEATS` times, with the same acceptance."""
+    """Compile a case's step, decode all its tokens `REPEATS` times with equal acceptance, return the throughput."""
     program, params, pool = step.build(case.point, target, head, growth=case.tokens)
     state = step.filled_state(init_state(program, params, pool), case.point)
     started = time.perf_counter()
@@ -194,14 +194,14 @@ def measure(case: Case, target: Model, head: EagleHead | None) -> Throughput:
 
 
 def compile_step(program: Program, params: Params, state: SlotState, batch: int) -> Any:
-    """The executable of one step with imposed acceptance."""
+    """Compile one decoding step with imposed acceptance and return its executable."""
     rows = jax.ShapeDtypeStruct((batch,), jnp.int32)
     executable = jax.jit(partial(synthetic_step, program), donate_argnums=(1,))
     return executable.lower(params, state, rows, rows).compile()
 
 
 def restart(state: SlotState, case: Case) -> SlotState:
-    """The state with every row back at the case's context and all its tokens to emit."""
+    """Return the state with every row back at the case's context, with all its tokens still to emit."""
     rows = case.point.batch
     return replace(
         state,
@@ -214,7 +214,7 @@ def restart(state: SlotState, case: Case) -> SlotState:
 def run_steps(
     executable: Any, params: Params, state: SlotState, accepted: Int[np.ndarray, "steps batch"]
 ) -> tuple[SlotState, float, StepResult]:
-    """Steps dispatched back to back: the next state, seconds, and the steps' results."""
+    """Run steps dispatched without waiting; return the next state, the seconds of all, and the steps' results."""
     slots = jnp.arange(accepted.shape[1], dtype=jnp.int32)
     lines = [jnp.asarray(line) for line in accepted]
     jax.block_until_ready((state, slots, lines))
@@ -229,18 +229,18 @@ def run_steps(
 
 
 class Row(NamedTuple):
-    """A point that at least one side has: milliseconds of a step, and tokens a second of the whole batch."""
+    """Step times and throughput of our engine and of a rival in one case; None where a side was not measured."""
 
-    quant: str  # "none", or the kind
-    context: int
-    batch: int
+    quant: str  # kind of quantisation, or "none"
+    context: int  # committed tokens of a row
+    batch: int  # number of batch rows
     draft: str  # drafter and tree, or "none"
-    rival: float | None
-    ours: float | None
-    floor: float | None
+    rival: float | None  # time of the rival's step, milliseconds
+    ours: float | None  # time of our step, milliseconds
+    floor: float | None  # least time of our step, milliseconds
     ratio: float | None  # our time over the rival's: below 1 ours is faster
-    rival_tokens: float | None  # None without a step, or without stated rates for the draft
-    our_tokens: float | None
+    rival_tokens: float | None  # tokens a second of the rival's batch; None without a step or rates for the draft
+    our_tokens: float | None  # tokens a second of our batch
 
 
 RIVAL_COLUMNS = (
@@ -272,7 +272,7 @@ def _our_times(path: Path) -> Iterator[tuple[Any, ...]]:
 
 
 def read_times(path: Path, *, is_rival: bool) -> dict[tuple[Any, ...], tuple[float, ...]]:
-    """Milliseconds by point: the rival's step, or our step and its floor; any mistake in the file is a ValueError."""
+    """Read step times by case, milliseconds: the rival's, or ours and the least one; a wrong file is a ValueError."""
     found: dict[tuple[Any, ...], tuple[float, ...]] = {}
     try:
         for line in _rival_times(path) if is_rival else _our_times(path):
@@ -289,14 +289,14 @@ def read_times(path: Path, *, is_rival: bool) -> dict[tuple[Any, ...], tuple[flo
 
 
 def length(draft: str, rates: Sequence[float]) -> float | None:
-    """Tokens a step of a chain, by the share of steps that accept each position; None: no rates for this draft."""
+    """Return the mean tokens a step of a draft at the acceptance rates; None without rates for this draft."""
     tree = tree_or_none(draft.split()[-1])
     depth = 0 if tree is None else tree.depth
     return 1 + math.fsum(rates[:depth]) if (tree is None or tree.is_chain) and depth <= len(rates) else None
 
 
 def compare(rival: Path, ours: Path | None, rates: Sequence[float]) -> Report:
-    """Compare two files."""
+    """Report our step times beside a rival engine's, read from two files, with throughput at the rates."""
     if ours is None:
         raise ValueError("throughput: expected --ours with --rival, a file of `jspec bench step --json`; give both")
     theirs, own = read_times(rival, is_rival=True), read_times(ours, is_rival=False)

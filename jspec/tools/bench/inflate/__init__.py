@@ -1,1 +1,1 @@
-"""A small trained model in a larger shape that computes the same."""
+"""Inflation: a small trained model gets a larger shape, and its logits stay the same."""

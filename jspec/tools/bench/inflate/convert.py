@@ -1,4 +1,6 @@
-"""`jspec bench inflate`: real text and acceptance at a large model's cost.
+"""`jspec bench inflate`: write a small trained target and head in a larger shape, with equal logits.
+
+So a benchmark decodes real text with real acceptance at a large model's cost.
 
 Widths are padded with zeros (`grow`), layers that add nothing are inserted, padded tokens are masked. A step that
 memory bounds takes the larger shape's time; one that arithmetic bounds may take less, as a GPU draws less power for
@@ -46,12 +48,12 @@ def pair(
 
     Args:
         feature_layers: states of the new target that the new head reads, in the order of the old ones; None: 2, N//2
-            and N-3 if the old ones are these, else the same.
+            and N-3 of N layers if the old head reads these of the old target, else the old numbers.
         dtype: dtype of the new weights, "float32" or "bfloat16"; None: the target's.
 
     Returns:
-        The target with an untied output head: the small one's logits for its tokens, all others far below. And the
-        head, if there is one.
+        The new target with an untied output head (logits of the small target for its tokens, far lower ones for all
+        other tokens), and the new EAGLE-3 head, None without ``head``.
     """
     made = plan(target, sizes, head=head, feature_layers=feature_layers, dtype=dtype or str(target.embed.dtype))
     large = Model.from_weights(made.target.new, _tree(_target_batches(target, made)))
@@ -70,7 +72,7 @@ def write(
     overwrite: bool = False,
     **options: Any,
 ) -> Plan:
-    """Inflate into folders as conversion writes them; all errors are raised before anything is written.
+    """Inflate a target and its head and write their folders; all errors are raised before anything is written.
 
     Args:
         target: folder or hub id, or "demo"; its tokenizer files and config.json are copied.
@@ -148,7 +150,7 @@ def _head_batches(head: EagleHead, padder: Padder[Eagle3Config], target: Padder[
 
 
 def _fusion(head: EagleHead, padder: Padder[Eagle3Config], target: Padder[ModelConfig]) -> dict[str, Array]:
-    """Weights that make one feature of the target's states; the first state's mask becomes the feature's."""
+    """Return padded weights that fuse target states into a feature; its mask channel is the first state's."""
     many = padder.old.num_features
     states = (Factor(many, many), target.hidden)
     made = {}
@@ -167,7 +169,7 @@ def _fusion(head: EagleHead, padder: Padder[Eagle3Config], target: Padder[ModelC
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    """Write the folders."""
+    """Write the inflated target and head to the folders that the command line names."""
     a = arguments
     given = {one.name: value for one in fields(Sizes) if (value := getattr(a, one.name)) is not None}
     missing = [name for name in NAMES if name not in given]

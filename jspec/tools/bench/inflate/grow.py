@@ -1,9 +1,9 @@
-"""Growing a pair to a larger shape that computes the same: configs, places of layers, and weights padded with zeros.
+"""Growing a target and head to a larger shape with equal logits: configs, layer order, weights padded with zeros.
 
-Hidden channels come first in the larger width D. The mean square over D is d/D of that over d, so a norm's weight is
-scaled by sqrt(d/D) and its eps by d/D. Query head m of the group of kv head k stays that. Channel i of each half of a
-head of e channels rotates with theta^(-2i/e), which in a head of E channels is channel i*E/e of the half. Scores are
-divided by sqrt(E) instead of sqrt(e), so queries are scaled by sqrt(E/e).
+Hidden channels come first in the larger width D. The mean square over D is d/D of the one over d, so a norm's weight is
+scaled by sqrt(d/D) and its eps by d/D. Query head m of the group of kv head k keeps its number and group.
+Channel i of each half of a head of e channels rotates with theta^(-2i/e), which in a head of E channels is channel
+i*E/e of the half. Scores are divided by sqrt(E) instead of sqrt(e), so queries are scaled by sqrt(E/e).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ C = TypeVar("C", ModelConfig, Eagle3Config)
 
 
 class Factor(NamedTuple):
-    """A factor of an axis: ``old`` entries become ``new``, with zeros after all of them or, if spaced, after each."""
+    """Growth of one factor of an axis from ``old`` to ``new`` entries; zeros follow all or, if ``spaced``, each."""
 
     old: int
     new: int
@@ -43,7 +43,7 @@ class Factor(NamedTuple):
 
     @property
     def padding(self) -> tuple[int, int, int]:
-        """Zeros before, after and between, as `jax.lax.pad` takes them."""
+        """Return the number of zeros before, after and between entries, for `jax.lax.pad`."""
         gap = self.new // self.old - 1
         return (0, gap, gap) if self.spaced else (0, self.new - self.old, 0)
 
@@ -52,7 +52,7 @@ Axis = tuple[Factor, ...]  # outermost first
 
 
 def pad(x: Array, *axes: Axis, scale: float = 1.0, dtype: str) -> Array:
-    """The weight with zeros along its axes, scaled in float32 and rounded once."""
+    """Return a weight padded with zeros along its axes, scaled in float32 and rounded once to ``dtype``."""
     factors = [factor for axis in axes for factor in axis]
     small = (x.astype(jnp.float32) * scale).astype(dtype).reshape([factor.old for factor in factors])
     large = jax.lax.pad(small, jnp.zeros((), dtype), [factor.padding for factor in factors])
@@ -61,19 +61,19 @@ def pad(x: Array, *axes: Axis, scale: float = 1.0, dtype: str) -> Array:
 
 @dataclass(frozen=True)
 class Mask:
-    """A channel that keeps the logits of padded tokens far below all others, as the output head has no bias.
+    """A hidden channel that keeps logits of padded tokens far below all others; the output head has no bias for it.
 
     The channel follows the old ones. It holds a constant from the embedding on, which no layer reads or writes; the
     last norm scales it up to 1, and the output head's rows of padded tokens read it.
     """
 
-    channel: int
-    constant: float  # power of two, negligible for every norm
-    row: float  # power of two, entry of the output head's padded rows
+    channel: int  # index of the hidden channel
+    constant: float  # value of the channel in every embedding; power of two, negligible for every norm
+    row: float  # weight of the channel in the output head's padded rows; power of two, negative
 
     @classmethod
     def of(cls, old: ModelConfig | HeadConfig, new: ModelConfig | HeadConfig) -> Mask:
-        """The mask between two hidden sizes."""
+        """Return the mask channel for growing config ``old`` to ``new``."""
         if new.hidden_size == old.hidden_size:
             raise ValueError(
                 f"hidden_size: expected more than {old.hidden_size}, of which a channel masks the padded vocabulary, "
@@ -86,7 +86,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Padder(Generic[C]):
-    """Pads weights from the sizes of one config to those of another."""
+    """Functions that pad each kind of weight from the sizes of config ``old`` to those of ``new``."""
 
     old: C
     new: C
@@ -101,26 +101,26 @@ class Padder(Generic[C]):
         return pad(x, *axes, scale=scale, dtype=self.dtype)
 
     def embedding(self, weight: Array) -> Array:
-        """The target's embedding; every row holds the masking constant."""
+        """Return the padded token embedding; every row holds the mask channel's constant."""
         padded = self.pad(weight, (self.vocab,), (self.hidden,))
         return padded if self.mask is None else padded.at[:, self.mask.channel].set(self.mask.constant)
 
     def norm(self, weight: Array, axis: Axis | None = None) -> Array:
-        """The weight of a norm over hidden channels, or over another axis that grows by the same factor."""
+        """Return the padded weight of a norm over hidden channels, or over an axis that grows by the same factor."""
         return self.pad(weight, axis or (self.hidden,), scale=math.sqrt(self.hidden.old / self.hidden.new))
 
     def last_norm(self, weight: Array) -> Array:
-        """The weight of the norm before the output head."""
+        """Return the padded weight of the final norm, which scales the mask channel up to 1."""
         padded = self.norm(weight)
         return padded if self.mask is None else padded.at[self.mask.channel].set(1 / self.mask.constant)
 
     def output_head(self, weight: Array | Quantized, rows: Factor) -> Array:
-        """The output head over a larger vocabulary."""
+        """Return the padded output head, whose rows of padded tokens read the mask channel."""
         padded = self.pad(weight, (rows,), (self.hidden,))
         return padded if self.mask is None else padded.at[rows.old :, self.mask.channel].set(self.mask.row)
 
     def block(self, layer: Layer | EagleLayer, inputs: Axis, *, normed: bool = False) -> dict[str, Array]:
-        """Attention with these inputs, and feed-forward; ``normed`` as for `qkv`."""
+        """Return a layer's padded attention (``inputs`` columns) and feed-forward weights; ``normed`` as in `qkv`."""
         inner = Factor(self.old.intermediate_size, self.new.intermediate_size)
         return dict(
             qkv=self.qkv(layer.qkv, inputs, normed=normed),
@@ -131,7 +131,7 @@ class Padder(Generic[C]):
         )
 
     def qkv(self, x: Array | Quantized, *inputs: Axis, normed: bool = False) -> Array:
-        """The fused projection, or its bias; ``normed``: heads are normed, their scale matters only relative to eps."""
+        """Return the padded QKV weight or bias; ``normed``: heads are normed, so scale matters only beside eps."""
         old, scale = self.old, math.sqrt(self.new.head_dim / self.old.head_dim)
         ends = [old.num_heads * old.head_dim, (old.num_heads + old.num_kv_heads) * old.head_dim]
         assert not isinstance(x, Quantized)
@@ -142,7 +142,7 @@ class Padder(Generic[C]):
         return jnp.concatenate([queries, keys, self.pad(v, self._heads(), *inputs)])
 
     def head_norms(self, q_norm: Array, k_norm: Array) -> dict[str, Array]:
-        """The weights of the norms of query and key heads; the queries' include the scale of the scores."""
+        """Return padded norm weights of query and key heads; the scales of width and scores cancel for queries."""
         shrunk = math.sqrt(self.old.head_dim / self.new.head_dim)
         return dict(q_norm=self.pad(q_norm, self._channels), k_norm=self.pad(k_norm, self._channels, scale=shrunk))
 
@@ -165,7 +165,7 @@ LEAST_LAYERS = 7  # least number of layers whose default states differ
 
 @dataclass(frozen=True)
 class Sizes:
-    """The larger shape, names as in `ModelConfig`; the layers of a head get the same sizes."""
+    """Sizes of the larger target, named as in `ModelConfig`; the head's layers get the same sizes."""
 
     hidden_size: int
     intermediate_size: int
@@ -174,7 +174,7 @@ class Sizes:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    draft_vocab_size: int | None = None  # None: the old head's
+    draft_vocab_size: int | None = None  # tokens that the head can draft; None: as many as the old head
 
     def __post_init__(self) -> None:
         for name, size in dataclasses.asdict(self).items():
@@ -183,7 +183,7 @@ class Sizes:
 
     @classmethod
     def of(cls, shape: str) -> Sizes:
-        """Sizes of a shape of `random_models` and of its head's draft vocabulary."""
+        """Return the sizes of a named shape in `random_models`, with its head's draft vocabulary."""
         known = random_models.TARGETS
         if shape not in known:
             raise ValueError(f"shape: expected one of {', '.join(known)}, got {shape!r}; pass one of them")
@@ -191,7 +191,7 @@ class Sizes:
         return cls(**own, draft_vocab_size=random_models.DRAFT_VOCAB[shape])
 
     def of_layers(self) -> dict[str, Any]:
-        """Sizes that the configs of target and head share."""
+        """Return the sizes that the configs of target and head share: all but the number of layers."""
         return {name: getattr(self, name) for name in NAMES if name != "num_layers"}
 
 
@@ -200,19 +200,19 @@ NAMES = tuple(field.name for field in dataclasses.fields(Sizes) if field.name !=
 
 @dataclass(frozen=True)
 class Plan:
-    """How a pair grows."""
+    """Padding of the target's and head's weights, and the order of the new target's layers."""
 
     target: Padder[ModelConfig]
     head: Padder[Eagle3Config] | None
-    layer_at: tuple[int | None, ...]  # old layer at each new place; None: inserted
+    layer_at: tuple[int | None, ...]  # old index of each new layer; None: an inserted layer
 
 
 def plan(
     target: Model, sizes: Sizes, *, head: EagleHead | None, feature_layers: tuple[int, ...] | None, dtype: str
 ) -> Plan:
-    """Check that a pair can grow, and plan it; arguments as for `convert.pair`.
+    """Check that a target and head can grow and return the plan; arguments as for `convert.pair`.
 
-    Without a head, the target's `default_states` keep their meaning, for a head that is inflated later.
+    Without a head, the new target's states numbered `default_states` equal the old one's, for a head inflated later.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}; pass one of them")
@@ -256,7 +256,7 @@ def _check_sizes(what: str, old: ModelConfig | HeadConfig, new: ModelConfig | He
 
 
 def insert_layers(old: int, new: int, moved: Mapping[int, int]) -> tuple[int | None, ...]:
-    """The old layer at each place among ``new`` ones, None where one is inserted."""
+    """Return the old index of each of ``new`` layers, None for an inserted one; state i becomes ``moved[i]``."""
     # The final norm counts as one more layer: it maps state N to state N + 1.
     layer_at: list[int | None] = []
     fits = True
@@ -304,7 +304,7 @@ def _plan_head(
 
 
 def _draft_vocab(head: EagleHead, sizes: Sizes) -> int:
-    """The new draft vocabulary; its padded tokens map to padded tokens of the target."""
+    """Return the new draft vocabulary's size; its padded tokens map to padded tokens of the target."""
     config, shared = head.config, head.head is None  # shared: the output head is the target's
     most = config.draft_vocab_size + sizes.vocab_size - config.vocab_size
     least = most if shared else config.draft_vocab_size
