@@ -1,4 +1,4 @@
-"""`jspec bench acceptance`: what it runs, how it counts, what it prints."""
+"""`jspec bench acceptance`: measured cases, counts of steps and tokens, printed table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENS, SAMPLES = 12, 2
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where one small run left what it printed and its results."""
+    """Folder with the printed output and the JSON results of one small run."""
     folder = tmp_path_factory.mktemp("acceptance")
     options = ["--accept", "coupled", "--tree", "chain:4", "--temperature", "0", "1"]
     sizes = ["--tokens", str(TOKENS), "--samples", str(SAMPLES), "--json", str(folder / "results.json")]
@@ -58,7 +58,7 @@ def test_acceptance_prompts_are_different_parts_spread_over_the_whole_text() -> 
 
 
 def test_acceptance_standard_error_equal_step_counts_equals_standard_error_of_prompt_means() -> None:
-    """If every prompt has as many steps, the jackknife is the standard error of the prompts' means."""
+    """If all prompts have equal numbers of steps, the jackknife gives the standard error of their means."""
     accepted = np.array([3, 9, 4, 17, 8])
     parts = [Metrics(num_drafts=10, num_accepted_tokens=int(n)) for n in accepted]
     expected = np.std(accepted / 10, ddof=1) / np.sqrt(5)
@@ -69,7 +69,7 @@ def test_acceptance_standard_error_equal_step_counts_equals_standard_error_of_pr
 
 @pytest.mark.long
 def test_acceptance_command_step_counts_times_mean_length_equal_emitted_tokens(folder: Path) -> None:
-    """Steps times their mean length are the tokens after the first ones; a step cut at the end may lack one."""
+    """Each prompt's first token belongs to no step; the last step of a completion may be cut by a token."""
     results = json.loads((folder / "results.json").read_text())["results"]
     assert [result["temperature"] for result in results] == [0, 1]
     for result, samples in zip(results, (1, SAMPLES), strict=True):
@@ -138,7 +138,7 @@ def test_acceptance_by_context_drafter_without_window_support_raises_error() -> 
 
 @pytest.mark.long
 def test_acceptance_by_context_draft_window_shorter_than_context_lowers_acceptance() -> None:
-    """The target drafts for itself: all is accepted, unless a window hides a part of the context."""
+    """The target drafts for itself, so all drafts are accepted unless a window hides part of the context."""
     sizes = dict(contexts=(3, 40), windows=(None, 4), places=3, tokens=10)
     results = list(measure_contexts(TARGET, [DraftModel(TARGET, TREE)], IDS, **sizes))
     keys = [(one.case.draft_window, one.case.context) for one in results]

@@ -1,4 +1,4 @@
-"""`jspec bench eval gsm8k`: answers, scores and texts that differ."""
+"""`jspec bench eval gsm8k`: numbers in answers, scores, and answers that drafting changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = 12
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options that name a target of one layer over bytes, and who drafts for it."""
+    """Command-line options that name a target of one layer over bytes, and its drafter."""
     folder = tmp_path_factory.mktemp("pair")
     config = {**folders.TARGET, "num_hidden_layers": 1, "vocab_size": 256, "eos_token_id": None}
     folders.write(folder, config, folders.target_tensors(config))
@@ -34,7 +34,7 @@ Lines = Callable[..., Path]
 
 @pytest.fixture
 def lines(tmp_path: Path) -> Lines:
-    """Writes objects, or texts as they are, one a line."""
+    """Function that writes a file of JSON objects, or of given texts, one a line."""
 
     def write(*objects: object) -> Path:
         path = tmp_path / "file.jsonl"

@@ -1,4 +1,4 @@
-"""The times the README promises for one request at 8B, measured on the device they were promised for."""
+"""Step times of one request with an 8B target on an H200, compared with the limits in the README."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def head() -> EagleHead:
 @pytest.mark.h200
 @pytest.mark.parametrize("tree", LIMITS)
 def test_step_time_one_request_8b_is_within_readme_limit(tree: str, target: Model, head: EagleHead) -> None:
-    """Nothing is accepted; measured once, so a slow process fails instead of being asked again."""
+    """No draft is accepted; the time is measured once, so a slow process fails and is not tried again."""
     drafted = None if tree == "none" else Tree.parse(tree)
     case = step.Case(SHAPE, batch=1, context=1024, tree=drafted, page_size=16, dtype=DTYPE)
     timing = step.measure(case, target, head)
@@ -41,7 +41,7 @@ def test_step_time_one_request_8b_is_within_readme_limit(tree: str, target: Mode
 
 @pytest.mark.h200
 def test_step_time_reference_implementation_is_slower_than_readme_limit(target: Model) -> None:
-    """Negative control: the same step on the kernels' references."""
+    """Negative control: the step without drafting, on the reference implementations of the kernels."""
     case = step.Case(SHAPE, batch=1, context=1024, tree=None, dtype=DTYPE, implementation="reference")
     timing = step.measure(case, target, None)
     print(f"references, none: {timing.milliseconds:.3f} ms")

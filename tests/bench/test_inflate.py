@@ -1,4 +1,4 @@
-"""`jspec bench inflate`: a larger model computes what the small one does, and so does its head."""
+"""`jspec bench inflate`: the inflated target's and head's logits equal those of the small ones."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_inflated_target_of_embedded_pair_logits_equal_those_of_small_target() -
 
 
 def test_inflated_target_bfloat16_logit_error_is_near_that_of_small_bfloat16_target() -> None:
-    """Both round differently, so both are compared with float32."""
+    """Small and inflated bfloat16 targets round differently, so each is compared with the float32 target."""
     small, _ = demo_pair()
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), small)
     large, _ = inflate.pair(small, replace(DEMO_SIZES, hidden_size=128), dtype="bfloat16")
@@ -99,7 +99,7 @@ def test_inflated_target_bfloat16_logit_error_is_near_that_of_small_bfloat16_tar
 
 
 def scaled(dims: int) -> Callable[..., Any]:
-    """`grow.pad` without the scale of weights of some number of dimensions."""
+    """Return a `grow.pad` that does not scale weights with ``dims`` dimensions."""
     pad = grow.pad
 
     def unscaled(x: jax.Array, *axes: grow.Axis, scale: float = 1.0, dtype: str) -> jax.Array:
@@ -152,7 +152,7 @@ def test_inflated_target_with_one_padding_rule_broken_logits_differ(step: str, m
 
 
 def drafted(head: EagleHead, model: Model, features: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Logits of a head after pairs of a text with a target's features, and after its own features again."""
+    """Return a head's logits over a text, first from the target's features, then from its own features."""
     bound = Eagle3(head, Tree.chain(1)).bind(model)
     count = features.shape[1]
     pool = PoolShape(1, 8, 16, 2 * count, "float32", "float32")
@@ -202,7 +202,7 @@ def test_inflated_head_padded_draft_tokens_map_to_padded_target_tokens() -> None
 
 @cache
 def short_pairs() -> list[tuple[Model, EagleHead]]:
-    """The embedded pair without the target's last three layers, which compiles sooner: small and large."""
+    """Small and inflated embedded pair without the target's last three layers, which compile faster."""
     whole, head = demo_pair()
     model = whole.replace(layers=whole.layers[:5], config=whole.config.resized(num_layers=5))
     large, large_head = inflate.pair(model, replace(DEMO_SIZES, num_layers=6), head=head, feature_layers=(2, 5, 6))

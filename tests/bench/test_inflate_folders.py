@@ -1,4 +1,4 @@
-"""`jspec bench inflate`: what is refused, the folders, the command line."""
+"""`jspec bench inflate`: refused sizes and heads, written folders, command line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.once
 
 
 def refused(**changes: Any) -> Callable[[], Any]:
-    """Inflating a pair to other sizes."""
+    """Return a function that inflates a target and its head to other sizes, which must raise."""
     return lambda: inflate.pair(target(), replace(SIZES, **changes), head=head_of(target()))
 
 
@@ -47,7 +47,7 @@ def refused_head(name: str, **changes: Any) -> Callable[[], Any]:
 
 
 def wide_features() -> Any:
-    """A head narrower than the target, which norms the target's states."""
+    """Inflate a target with a narrower EAGLE-3 head that norms the target's states, which must raise."""
     small = target()
     head = variant("fc_norm", small)
     narrow = head_of(tiny.model(VOCAB, layers=LAYERS, hidden=8))

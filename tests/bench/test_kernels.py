@@ -1,4 +1,4 @@
-"""`jspec bench kernels` and the least time of a step, counted by hand; the timer, and the command line."""
+"""`jspec bench kernels`: bytes, flops and timer; and the least time of a step, counted by hand."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_kernels_command_attention_counts_bytes_and_flops_and_writes_json(
     assert "share" in printed and " host" in printed and "mJ" not in printed
 
 
-def test_kernels_command_products_have_the_sizes_of_a_decoder_layer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_command_products_are_those_of_a_decoder_layer_and_output_head(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ["--kernel", "gemm", "--shape", "tiny", "--rows", "1", "--dtype", "float32"]
     assert main(["bench", "kernels", *words]) == 0
     printed = capsys.readouterr().out
@@ -65,7 +67,7 @@ def test_kernels_command_products_have_the_sizes_of_a_decoder_layer(capsys: pyte
 
 
 def test_matrix_product_with_power_gives_joules_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand: watts times the median of the groups' times, each of so many programs and calls."""
+    """Joules are watts times the median time of a group, over its programs and their calls."""
     clock, times = profiling.Clock(1560.0, 1980.0, 700.0, 1.0), iter([9.0, 2.0, 1.0, *[1e-3] * kernels.REPEATS])
 
     def watch(work: Callable[[], object]) -> profiling.Clock:
@@ -119,7 +121,7 @@ CHAIN = Tree.chain(4)
         (CHAIN, 1, "fp8", None, (7.505e9 + 4 * 373e6 - 3 * 25e6 + 50e6 + 1024 * (131072 + 4 * 4096)) / 4.3e9),
     ],
 )
-def test_least_step_time_few_rows_equals_bytes_over_bandwidth(
+def test_least_step_time_few_rows_equals_bytes_over_bandwidth_by_hand(
     tree: Tree | None, batch: int, quantize: str | None, kv_dtype: str | None, milliseconds: float
 ) -> None:
     case = Case("llama3-8b", batch, 1024, tree, quantize=quantize, kv_dtype=kv_dtype)
@@ -159,7 +161,7 @@ def test_least_step_time_another_device_uses_its_own_rates(
 
 
 def test_least_step_time_quantised_head_counts_fewer_bytes() -> None:
-    """Four passes of 373e6 weights, three of them 25e6 less, and features' 50e6, each one byte less."""
+    """Four passes read 373e6 weights (three of them 25e6 less), the fusion 50e6; each is one byte smaller."""
     whole, own = (Case("llama3-8b", 1, 1024, CHAIN, draft_quantize=kind) for kind in (None, "fp8"))
     saved = (4 * 373e6 - 3 * 25e6 + 50e6) / 4.3e12
     assert floor_seconds(whole) - floor_seconds(own) == pytest.approx(saved, rel=0.005)

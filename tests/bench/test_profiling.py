@@ -1,4 +1,4 @@
-"""The clock of a GPU, as a program in `nvidia-smi`'s place tells it; launches of a trace; runs in turns."""
+"""GPU clock from a program in place of `nvidia-smi`, kernel launches in a trace, runs timed in turns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANSWER += ["1980, 1980, 640.0, Not Active", "1590, 1980, 700.0, Active", "15"]
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder of a program that replaces `nvidia-smi`: it prints the file `answer` and writes its arguments down."""
+    """Folder of a program in place of `nvidia-smi`, which prints the file `answer` and stores its arguments."""
     program = tmp_path / "nvidia-smi"
     wait = "test $(wc -l < answer) -gt 1 && exec sleep 60"
     program.write_text("\n".join(["#!/bin/sh", f"cd {tmp_path}", 'echo "$@" > asked', "cat answer", wait]))
@@ -118,7 +118,7 @@ def test_trace_kernel_launches_are_counted_by_name_and_summed() -> None:
 
 
 def test_trace_folder_with_several_traces_reads_newest(tmp_path: Path) -> None:
-    """On a CPU no trace holds a GPU's launches, and the table says so."""
+    """A trace on a CPU holds no GPU launches, and the table says so."""
     for _ in range(2):
         with jax.profiler.trace(tmp_path):
             jax.block_until_ready(jnp.ones(3) + 1)

@@ -1,4 +1,4 @@
-"""What bench commands print, write and draw."""
+"""Tables, JSON files and pictures of the bench commands."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_report_picture_has_a_line_and_dotted_least_value_for_each_label() -> No
 
 
 def check_inside(figure: Any) -> None:
-    """Titles, legend and labels lie inside the figure."""
+    """Assert that titles, legend and labels lie inside the figure."""
     (legend,) = figure.legends
     texts = [text for ax in figure.axes for text in (ax.title, ax.xaxis.label, ax.yaxis.label)]
     for box in [legend.get_window_extent(), *(text.get_window_extent() for text in texts if text.get_text())]:

@@ -1,4 +1,4 @@
-"""`jspec bench serve`: arrivals, times of requests, figures, and files of prompts."""
+"""`jspec bench serve`: arrivals, times of requests, report, and files of prompts."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_serve_load_wrong_field_raises_error(field: str, value: float) -> None:
 
 
 class Clock:
-    """A second passes with every step of the engine, and none otherwise unless waited for."""
+    """Clock that advances by one second with every step of the engine, and by the seconds waited for."""
 
     def __init__(self) -> None:
         self.time = 100.0
@@ -115,7 +115,7 @@ def run(clock: Clock, arrivals: list[Arrival], most: int | None = None) -> Log:
 
 
 def test_serve_request_times_run_from_due_time_to_each_piece_of_the_answer(clock: Clock) -> None:
-    """By hand: a result is read one step after its dispatch; the second request comes during the third step."""
+    """A result is read one step after its dispatch; the second request is due during the third step."""
     log = run(clock, [arrival(0.0, [3, 1], 3), arrival(2.5, [4], 2)])
     first, second = log.served
     assert (first.began, first.pieces) == (0.0, [(2.0, 1), (3.0, 2), (4.0, 3)])
@@ -130,7 +130,7 @@ def test_serve_request_times_run_from_due_time_to_each_piece_of_the_answer(clock
 
 
 def test_serve_max_concurrency_request_times_begin_when_a_place_is_free(clock: Clock) -> None:
-    """One at a time: the second's time begins when the first has ended; the third comes to an idle engine."""
+    """Concurrency is 1: the second request begins when the first ends; the third is due at an idle engine."""
     log = run(clock, [arrival(0.0, [3, 1], 3), arrival(0.5, [4], 2), arrival(50.0, [5], 1)], most=1)
     assert [one.began for one in log.served] == [0.0, 4.0, 50.0]
     assert [one.pieces[0][0] - one.began for one in log.served] == [2.0, 2.0, 2.0]
@@ -149,7 +149,7 @@ def test_serve_answers_have_the_requested_number_of_tokens(clock: Clock) -> None
 
 
 def failing(clock: Clock) -> Log:
-    """A run whose last request ends with an error."""
+    """Log of a run whose last request ends with an error."""
     log = run(clock, [arrival(0.0, [3, 1], 3), arrival(2.5, [4], 2), arrival(30.0, [2], 2)])
     bad = log.served[-1]
     assert bad.completion is not None
@@ -185,7 +185,7 @@ def test_serve_table_has_one_column_for_each_setting(clock: Clock) -> None:
 
 
 def test_serve_report_full_batch_throughput_equals_value_by_hand(clock: Clock) -> None:
-    """Both decode from the second's first token to the first's last, 3 s in which each emits 3 tokens."""
+    """Both requests decode for 3 s, from the second one's first token to the first one's last; each emits 3."""
     log = run(clock, [arrival(0.0, [3, 1], 6), arrival(2.5, [4], 4)])
     first, second = log.served
     begin, end = second.pieces[0][0], first.pieces[-1][0]
@@ -217,7 +217,7 @@ def test_serve_report_quantiles_mean_and_deviation_equal_values_by_hand() -> Non
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options that name a target of one layer over bytes."""
+    """Command-line options that name a target of one layer over bytes."""
     folder = tmp_path_factory.mktemp("pair")
     config = {**folders.TARGET, "num_hidden_layers": 1, "vocab_size": 256, "eos_token_id": None}
     folders.write(folder, config, folders.target_tensors(config))
@@ -245,7 +245,7 @@ def test_serve_command_every_tree_serves_equal_requests(
 
 
 def test_serve_command_settings_in_turns_emit_equal_numbers_of_tokens(pair: list[str], tmp_path: Path) -> None:
-    """Depths, concurrency and overlap: each request's tokens add up, and only the depths asked for are drafted."""
+    """For all depths, concurrencies and overlaps, tokens add up and only the requested depths are drafted."""
     out = tmp_path / "out.json"
     words = "--num-prompts 2 --input-len 12 --output-len 12 --range-ratio 1 --slots 2 --repeats 2 --draft ngram"
     grid = "--tree none chain:2 --depth 1 auto --max-concurrency 1 2 --overlap yes no"
@@ -288,7 +288,7 @@ TOKENS = 12
 def test_serve_command_prompt_file_steps_and_accepted_drafts_add_up_to_tokens(
     pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Two sets of books: the printed figures, and that steps and accepted drafts add up to the tokens."""
+    """The printed numbers equal the JSON file's; steps and accepted drafts add up to the tokens."""
     texts = ["one two one two one", "aaaaaaaa", "x y z"]
     objects = [{"turns": [texts[0], "not read"]}, {"prompt": texts[1]}, {"question": texts[2]}, {"prompt": "left out"}]
     path, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
@@ -311,8 +311,8 @@ def test_serve_command_prompt_file_steps_and_accepted_drafts_add_up_to_tokens(
     assert [float(printed[f"acceptance at token {i}"]) for i in range(3)] == pytest.approx(shares, abs=0.005)
 
 
-def test_prompt_file_every_shared_file_first_prompts_equal_json(data: Path) -> None:
-    """Beside each file's first texts, read with json alone."""
+def test_prompt_file_every_shared_file_prompts_equal_those_read_with_json(data: Path) -> None:
+    """The expected prompts are read with `json` alone; in a conversation the first message is the prompt."""
     counts = {}
     for path in sorted((data / "prompts").glob("*.jsonl")):
         found = read_prompts(path)

@@ -30,7 +30,7 @@ CONFIG = (
 
 @pytest.fixture
 def restored() -> Iterator[None]:
-    """Restores the folder, a setting of the process: programs of other tests must not be kept."""
+    """Restore the process's compile cache folder after a test, so other tests' programs are not stored."""
     before = {name: getattr(jax.config, name) for name in CONFIG}
     yield
     for name, value in before.items():
@@ -93,7 +93,7 @@ def test_startup_failing_process_raises_error_with_exit_code(
 
 @pytest.mark.usefixtures("restored")
 def test_engine_compile_cache_folder_holds_compiled_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if the first program of the process was compiled without a folder."""
+    """The cache works even if the process compiled its first program without a folder."""
 
     def compiled(*args: Any, **options: Any) -> None:
         jax.jit(lambda x: x * 7).lower(3.0).compile()

@@ -1,4 +1,4 @@
-"""`jspec bench step`: cases, the command, and the costs of controls, of a waiting host and of the host."""
+"""`jspec bench step`: cases, command, cost of sampling controls, idle share of the device, host's time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def few_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_step_command_writes_table_json_picture_and_trace(
     few_groups: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, further steps follow those that were timed; each takes the state of the step before."""
+    """On a GPU, untimed steps for the clock follow the timed ones; each gets the state of the step before."""
 
     def twice(work: Callable[[], object]) -> profiling.Clock:
         work()
@@ -124,7 +124,7 @@ def test_step_case_names_differ_and_are_valid_folder_names() -> None:
 
 
 def test_step_state_for_timing_caches_hold_no_zeros() -> None:
-    """Zeros cost less power (NOTES, "Tried"); the draft's cache counts too."""
+    """A GPU draws less power for zeros (NOTES, "Tried"); the drafter's cache is checked too."""
     case = step.Case("tiny", 3, 20, Tree.chain(2), dtype="float32")
     target, head = random_models.random_target("tiny", "float32"), random_models.random_head("tiny", "float32")
     program, params, pool = step.build(case, target, head)
@@ -138,7 +138,7 @@ WAIT = 0.03  # seconds a step of a program that supports grammars
 
 
 @pytest.mark.long
-def test_sampling_control_cost_program_slowed_by_a_wait_equals_the_wait(
+def test_sampling_control_cost_program_slowed_by_a_wait_is_near_the_wait(
     few_groups: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variants = tuple(step_costs.VARIANTS[index] for index in (0, 1, 2, 7))
@@ -209,14 +209,14 @@ def engines() -> list[Engine]:
 
 
 def read_all(self: Scheduler, request: Request, rows: int, keep: Callable[..., None] = Scheduler.cache_prefix) -> None:
-    """Negative control: every step reads each request's whole text several times."""
+    """Read a request's whole text 16 times, then do what `keep` does: the negative control of a slow host."""
     for _ in range(16):
         request.tokens_between(0, rows)
     keep(self, request, rows)
 
 
 def test_host_time_measurement_all_rows_decode_in_every_step(engines: list[Engine]) -> None:
-    """All rows are active at the context that is named, and accept as many drafts as the case says."""
+    """All rows are active at the case's context, and each step accepts as many drafts as the case says."""
     before = [engine.metrics for engine in engines]
     short, _ = measure_host(engines, CASES, STEPS, 1)
     assert short.case.context == 64 and short.milliseconds > 0 and short.ratio == 1.0
@@ -252,7 +252,7 @@ def test_host_time_command_case_without_rows_context_or_steps_is_refused(
 
 
 class LateResult:
-    """A result that is ready at a given time."""
+    """Result of a step that is ready at a given time."""
 
     def __init__(self, report: np.ndarray, at: float) -> None:
         self._report, self._at = np.asarray(report), at
@@ -266,7 +266,7 @@ class LateResult:
 
 @pytest.fixture
 def slow(engines: list[Engine], monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """An engine with a device that needs `DEVICE` seconds a step, one after the other, and a host that needs `HOST`."""
+    """Engine whose simulated device needs `DEVICE` seconds a step, and whose host needs `HOST` seconds."""
     engine, free_at = engines[0], 0.0
     read, programs = engine.core._read, engine.core.runner.programs
 
@@ -289,8 +289,8 @@ def slow(engines: list[Engine], monkeypatch: pytest.MonkeyPatch) -> Engine:
     return engine
 
 
-def test_engine_overlap_host_as_slow_as_device_halves_the_time(slow: Engine) -> None:
-    """Without overlap, the same run twice gains nothing."""
+def test_engine_overlap_host_as_slow_as_device_is_over_1_3x_as_fast(slow: Engine) -> None:
+    """Negative control: two runs without overlap take equal times."""
 
     def seconds(overlap: bool) -> float:
         slow.config = replace(slow.config, overlap=overlap)

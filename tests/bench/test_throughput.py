@@ -1,4 +1,4 @@
-"""`jspec bench throughput`: acceptance is as stated, no engine has that mode; another engine's times beside ours."""
+"""`jspec bench throughput`: synthetic acceptance at stated rates, and the comparison with a rival engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STATED = 1 + RATES[0] + RATES[1]
 
 
 def simulated_lengths(rates: tuple[float, ...], rows: int, tokens: int, trials: int = 400) -> np.ndarray:
-    """Mean acceptance lengths of simulated runs: each position by its probability given the one before."""
+    """Return mean acceptance lengths of simulated runs, drawn by the probability of each position given the last."""
     rng = np.random.default_rng(1)
     given = [rate / before for rate, before in zip(rates, (1.0, *rates), strict=False)]
     lengths = []
@@ -51,13 +51,13 @@ def simulated_lengths(rates: tuple[float, ...], rows: int, tokens: int, trials: 
 
 
 def is_as_stated(measured: float, rates: tuple[float, ...], rows: int, tokens: int) -> bool:
-    """Whether a length is within 4 standard deviations of simulated runs."""
+    """Return whether a mean acceptance length is within 4 standard deviations of simulated runs."""
     lengths = simulated_lengths(rates, rows, tokens)
     return abs(measured - lengths.mean()) < 4 * lengths.std()
 
 
 class Compiled(NamedTuple):
-    """One case: the synthetic step, the product's own, and the state before the first."""
+    """Compiled steps of one case, with imposed acceptance and without, and the state before the first step."""
 
     case: throughput.Case
     params: Params
@@ -147,7 +147,7 @@ def test_throughput_step_caches_grow_by_imposed_number_of_tokens(compiled: Compi
 
 
 def test_throughput_step_own_acceptance_imposed_equals_decoding_step(compiled: Compiled) -> None:
-    """This keeps the bench's step equal to the product's."""
+    """Guards against a change of `spec_step` that the step of the benchmark lacks."""
     slots, states = jnp.arange(ROWS), [compiled.fresh(), compiled.fresh()]
     for _ in range(3):
         states[0], own = compiled.own(compiled.params, states[0], slots)
@@ -158,7 +158,7 @@ def test_throughput_step_own_acceptance_imposed_equals_decoding_step(compiled: C
 
 
 def test_throughput_with_ordinary_decoding_step_accepts_almost_no_draft(compiled: Compiled) -> None:
-    """Negative control: the product's step in the synthetic one's place."""
+    """Negative control: the ordinary decoding step in place of the step with imposed acceptance."""
 
     def own_step(params: Params, state: SlotState, slots: Any, accepted: Any) -> Any:
         return compiled.own(params, state, slots)
@@ -185,7 +185,7 @@ def test_engine_has_no_option_for_synthetic_acceptance() -> None:
 
 
 def test_imposed_verdict_accepts_first_tree_node_at_given_depth() -> None:
-    """Root 10 with children 11 and 12, and theirs, 13 and 14; the target's own token is 9."""
+    """Root 10 has children 11 and 12, which have children 13 and 14; the target's own token is 9."""
     tree, rows = Tree.static([(0,), (1,), (0, 0), (1, 0)]), 5
     within_cap = np.ones((rows, 5), bool)
     within_cap[3, 3:] = False

@@ -87,7 +87,7 @@ def prompts(count: int = PROMPTS, size: int = PROMPT_SIZE) -> list[str]:
 def measure(
     case: Case, temperatures: Sequence[float] = TEMPERATURES, *, tokens: int = TOKENS, samples: int = SAMPLES
 ) -> Iterator[Acceptance]:
-    """Complete the prompts with the embedded pair at each temperature, with the same seeds in every case."""
+    """Yield the acceptance at each temperature, as the embedded pair completes prompts with fixed seeds."""
     drafter = Eagle3.from_pretrained(demo.HEAD, tree=case.tree, dtype="float32", quantize=case.draft_quantize)
     sizes: Any = dict(slots=SLOTS, buckets=(SLOTS,), max_len=PROMPT_SIZE + tokens, prefill_buckets=(PROMPT_SIZE,))
     with warnings.catch_warnings():
@@ -123,7 +123,7 @@ def measure_contexts(
     places: int = PLACES,
     tokens: int = TOKENS,
 ) -> Iterator[Acceptance]:
-    """Continue a text's tokens greedily after each context, with every drafter and window."""
+    """Yield the acceptance of each drafter, window and context length, as the target continues a text greedily."""
     found = text_places(ids, contexts, places)
     sizes: Any = dict(slots=places, buckets=(places,), max_len=max(contexts) + tokens, prefill_buckets=(PREFILL,))
     variants = [one if window is None else one.with_window(window) for one, window in product(drafters, windows)]

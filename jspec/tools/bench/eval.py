@@ -1,7 +1,7 @@
 """`jspec bench eval`: whether drafting changes a task's answers, and quantisation next-token probabilities.
 
 gsm8k: grade-school problems, answered greedily with and without drafting; the answers must be equal. quantization: a
-quantised target's next-token probabilities on a text beside those of the target as it is.
+quantised target's next-token probabilities on a text compared with those of the unquantised target.
 """
 
 from __future__ import annotations

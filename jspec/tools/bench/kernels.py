@@ -50,7 +50,7 @@ class Result:
     floor_seconds: float  # least time of a call by memory bandwidth and arithmetic rate, seconds
     seconds: float  # measured time of a call, seconds
     timer: str  # "device" or "host"
-    long_seconds: float | None  # host's time of a call in a long run, seconds; None: not asked for, or no GPU
+    long_seconds: float | None  # host's time of a call in a long run, seconds; None: not requested, or no NVIDIA GPU
     clock: profiling.Clock | None  # GPU clock in the long run
     joules: float | None  # energy of a call in the long run
 

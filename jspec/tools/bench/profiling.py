@@ -106,7 +106,7 @@ def gpu_events(folder: Path | str) -> list[Any]:
 
 
 def stream_events(planes: Iterable[Any]) -> list[Any]:
-    """Return the events of the GPU streams in a trace's planes; those of the host are left out."""
+    """Return the events of the GPU streams in a trace's planes, without events of the host."""
     lines = [line for plane in planes if "GPU" in plane.name for line in plane.lines if "stream" in line.name.lower()]
     return [event for line in lines for event in line.events]
 

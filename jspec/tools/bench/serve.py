@@ -304,7 +304,7 @@ def measure(
 
     Args:
         repeats: timed repeats, all settings in turns, after one that is not timed; 1: one setting after the other.
-            The figures are those of the median repeat, ``ratio`` is the median of the ratios to the first setting.
+            Results are from the median repeat; ``ratio`` is the median of the ratios to the first setting.
         options: options of the engines. An engine that serves the load more than once shares no pages.
     """
     drafters = {setting.tree: pair.drafter(setting.tree) for setting in settings}  # raises before anything runs

@@ -41,7 +41,7 @@ SAME = ("max_len", "page_size", "implementation", "kv_dtype")  # options of the 
 
 @dataclass
 class Startup:
-    """Times of one process, seconds; those of programs are keyed by tree and name."""
+    """Times of one process, seconds; times of programs are keyed by tree and name."""
 
     start: str = ""  # "cold" (empty compile cache) or "warm"
     ready: float = 0.0  # seconds from the start of the process until the last engine could serve
