@@ -122,17 +122,11 @@ class Served:
 
 
 class Log(NamedTuple):
-    """Requests and step times of one run of a load.
+    """Requests and step times of one run of a load."""
 
-    Attributes:
-        served: the requests, in the order in which they ended.
-        steps: seconds of each step.
-        seconds: seconds of the whole run, waiting for arrivals included.
-    """
-
-    served: list[Served]
-    steps: list[float]
-    seconds: float
+    served: list[Served]  # the requests, in the order in which they ended
+    steps: list[float]  # seconds of each step
+    seconds: float  # seconds of the whole run, waiting for arrivals included
 
     @property
     def full_batch_throughput(self) -> float:
