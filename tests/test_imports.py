@@ -27,8 +27,6 @@ HOST = "jspec.engine"  # one file of it names jax
 HOST_JAX = "jspec.engine.model_runner"
 ALONE = "jspec.engine.grammar.regex_dfa"  # is run as a script in a process of its own
 KERNEL_LIBRARIES = {"jax", "numpy", "jaxtyping"}
-# Arrows that still go up or across; each cut deletes its line.
-EXCEPTIONS = {}
 
 
 def room_of(module: str) -> str:
@@ -81,7 +79,7 @@ def sources() -> dict[str, str]:
 def test_imports_of_every_file_are_from_the_same_room_or_lower_floors() -> None:
     files = sources()
     assert "jspec.engine.tokenizer" in files
-    assert [line for module, source in files.items() for line in violations(module, source)] == sorted(EXCEPTIONS)
+    assert [line for module, source in files.items() for line in violations(module, source)] == []
 
 
 @pytest.mark.parametrize(
