@@ -153,7 +153,7 @@ def _run_hash(is_sampled: Any, seed: Any) -> Any:
 
 
 @struct.dataclass
-class Alphabet:
+class Vocabulary:
     """The vocabulary that `Random` draws tokens from."""
 
     size: int = struct.field(pytree_node=False)  # number of tokens
@@ -173,10 +173,10 @@ class Random(StatelessDrafter):
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return ()
 
-    def bind(self, target: Model) -> Alphabet:
-        return Alphabet(target.config.vocab_size)
+    def bind(self, target: Model) -> Vocabulary:
+        return Vocabulary(target.config.vocab_size)
 
-    def draft(self, params: Alphabet, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
+    def draft(self, params: Vocabulary, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
         rows, tokens, log_probs, probs = view.root.shape[0], [], [], []
         uniform = jnp.full((rows, params.size), 1 / params.size)
         for depth, level in enumerate(self.tree.levels[1:], 1):

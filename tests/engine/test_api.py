@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,23 +11,9 @@ import pytest
 from jspec import Engine, SamplingParams
 from jspec.engine.fair_lock import FairLock
 from jspec.engine.request import Request
-from tests.support import brittle
 from tests.support.brittle import PARAMS, PATIENCE, PROMPTS, Fault, make_events, run_together
 
 pytestmark = pytest.mark.once
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    """The shared engine; after every test no page, slot or request is held, and the engine works."""
-    brittle.expected()
-    yield brittle.engine()
-    brittle.check_idle()
-
-
-@pytest.fixture
-def expected() -> list[list[int]]:
-    return brittle.expected()
 
 
 def test_engine_shared_by_threads_returns_the_right_tokens_to_each_thread(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,23 +16,10 @@ from jspec.engine.errors import RESTART
 from jspec.engine.metrics import LowAcceptanceWarning
 from jspec.step.executable_key import ExecutableKey
 from jspec.step.program import init_state
-from tests.support import brittle, tiny
+from tests.support import tiny
 from tests.support.brittle import PARAMS, PROMPTS, VOCAB, Fault
 
 pytestmark = pytest.mark.once
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    """The shared engine; after every test no page, slot or request is held, and the engine works."""
-    brittle.expected()
-    yield brittle.engine()
-    brittle.check_idle()
-
-
-@pytest.fixture
-def expected() -> list[list[int]]:
-    return brittle.expected()
 
 
 def test_tokenizer_error_in_a_step_ends_only_that_request(engine: Engine, expected: list[list[int]]) -> None:

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 
 from jspec import Engine, Metrics, SamplingParams
 from jspec.engine.prometheus import Gauges, Histogram, Latencies, exposition
 from jspec.engine.stats_logger import StatsLogger
-from tests.support import brittle
 from tests.support.brittle import PARAMS, PROMPTS
 
 pytestmark = pytest.mark.once
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    """The shared engine; after every test no page, slot or request is held, and the engine works."""
-    brittle.expected()
-    yield brittle.engine()
-    brittle.check_idle()
-
-
-@pytest.fixture
-def expected() -> list[list[int]]:
-    return brittle.expected()
 
 
 def samples(text: str) -> dict[str, float]:
