@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import jax
 
 from jspec.core.accept_rule import AcceptRule
 
@@ -38,7 +40,7 @@ class EngineConfig:
 
     Attributes, schedule:
         buckets: batch sizes of the compiled decode programs, ascending, ending at ``slots``; None: 1, 2, 4, ...
-            ``slots``.
+            ``slots`` with ``compile_ahead``, else 1 and ``slots``.
         prefill_buckets: chunk lengths of the compiled prefill programs in tokens, ascending; a longer prompt is
             prefilled in several chunks.
         prefill_budget: most prompt tokens to prefill between two decode steps while a running request may emit, with
@@ -73,8 +75,11 @@ class EngineConfig:
         deterministic: a request's tokens at temperature 0, or with a seed under "coupled", are bit for bit the same for
             every drafter, tree, bucket, batch, slot, page size and chunking, at some cost in time; needs weights that
             are not quantised.
+        compile_ahead: compile the programs of all buckets before the first request, so that no request waits for a
+            compilation unless it is the first with log-probabilities, a trace or a host grammar; False: compile a
+            program when a request first needs it. None: True on a GPU or TPU, False on a CPU.
         compile_cache: folder in which the whole process stores compiled programs from now on; None: the folder
-            JAX_COMPILATION_CACHE_DIR, if set.
+            JAX_COMPILATION_CACHE_DIR if set, else a folder in the user's cache; False: store nothing.
         log_interval: seconds between log lines while requests run; None: no lines.
 
     Raises:
@@ -112,7 +117,8 @@ class EngineConfig:
     implementation: str = "auto"
     quantize: str | None = None
     deterministic: bool = False
-    compile_cache: str | Path | None = None
+    compile_ahead: bool | None = None
+    compile_cache: str | Path | Literal[False] | None = None
     log_interval: float | None = 10.0
 
     def __post_init__(self) -> None:
@@ -124,6 +130,8 @@ class EngineConfig:
             raise ValueError(f"deterministic: expected quantize=None, got {self.quantize!r}; set one of them only")
         self._check_typical()
         self._check_adaptive()
+        if self.compile_ahead is None:
+            object.__setattr__(self, "compile_ahead", jax.default_backend() != "cpu")
         self._set_buckets()
 
     @property
@@ -159,7 +167,8 @@ class EngineConfig:
     def _set_buckets(self) -> None:
         rows = self.buckets
         if rows is None:
-            rows = (*(1 << i for i in range((self.slots - 1).bit_length())), self.slots)
+            powers = range((self.slots - 1).bit_length() if self.compile_ahead else min(self.slots - 1, 1))
+            rows = (*(1 << i for i in powers), self.slots)
         rows = _ascending("buckets", rows)
         if rows[-1] != self.slots:
             raise ValueError(f"buckets: the last must be slots={self.slots}, got {rows}")
@@ -212,7 +221,11 @@ CHECKS: dict[str, Check] = {
     "prefix_cache": BOOL,
     "controls": BOOL,
     "deterministic": BOOL,
-    "compile_cache": ("None or a folder's path", lambda value: value is None or isinstance(value, (str, Path))),
+    "compile_ahead": _one_of(None, True, False),
+    "compile_cache": (
+        "None, False or a folder's path",
+        lambda value: value is None or value is False or isinstance(value, (str, Path)),
+    ),
     "seed": ("an int >= 0", lambda value: isinstance(value, int) and value >= 0),
     "grammar_cells": _int_from(0),
     "processor_args": _int_from(0),

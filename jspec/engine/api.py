@@ -32,7 +32,7 @@ from jspec.engine.tokenizer import Tokenizer, load_tokenizer
 from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.sampling.logits_processor import LogitsProcessor
-from jspec.step.executables import keep_compiled
+from jspec.step.compile_cache import keep_compiled
 from jspec.step.memory import MemoryPlan
 
 
@@ -264,22 +264,26 @@ class Engine:
                 self._acceptance_warner.count(rows)  # last: a warning filter may make this raise an error
 
     def _make_requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
-        """Make and check a caller's requests, and compile missing programs, before any request is queued."""
+        """Make and check a caller's requests, before any of them is queued."""
         self._check_open()
         requests = self.input_processor.requests(prompts, params, trace=trace)
         for request in requests:
             self.scheduler.check(request)
-        self.core.runner.ensure(requests)
         return requests
 
     def _queue(self, requests: Sequence[Request]) -> None:
-        """Add requests to the schedule, except those that were aborted already."""
+        """Add requests to the schedule, except those that were aborted already, once their programs are compiled."""
         queued_at = time.perf_counter()
-        with self._lock:
-            self._check_open()
-            for request in requests:
-                if request.finish_reason is None:
-                    self.core.add(request, queued_at)
+        while True:
+            with self._lock:
+                self._check_open()
+                new = [request for request in requests if request.finish_reason is None]
+                missing = self.core.runner.missing_keys(new, self.core.live)
+                if not missing:
+                    for request in new:
+                        self.core.add(request, queued_at)
+                    return
+            self.core.runner.compile(missing)  # outside of the lock: other threads keep stepping
 
     def _abort(self, requests: Sequence[Request]) -> None:
         """Abort those of the requests that have not ended yet.

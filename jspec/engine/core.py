@@ -13,8 +13,9 @@ from jspec.engine.draft_length import DispatchResult, Policy, Stopwatch
 from jspec.engine.grammar.compiler import follow
 from jspec.engine.input_processor import draft_cap
 from jspec.engine.metrics import Metrics
-from jspec.engine.model_runner import ModelRunner, wants_newest
+from jspec.engine.model_runner import ModelRunner
 from jspec.engine.output_processor import process_prompt_logprobs, process_step_output
+from jspec.engine.program_choice import LiveRequests, wants_newest
 from jspec.engine.prometheus import Gauges, Latencies
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
@@ -32,6 +33,7 @@ class EngineCore:
         drafted_rows: result rows of requests with drafts, read for the warning about low acceptance.
         ended_metrics: sum of the counters of ended requests.
         latencies: latency histograms over complete requests.
+        live: the queued requests that have not ended.
     """
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler, policy: Policy) -> None:
@@ -44,6 +46,7 @@ class EngineCore:
         self.drafted_rows: list[np.ndarray] = []
         self.ended_metrics = Metrics()
         self.latencies = Latencies()
+        self.live = LiveRequests()
 
     # -- the loop
 
@@ -139,6 +142,8 @@ class EngineCore:
             queued_at: `time.perf_counter` from which the request's latencies count.
         """
         request.output.queued_at = queued_at
+        request.state.max_chunk = self.runner.choice.longest_chunk(request)
+        self.live.add(request)
         self.scheduler.add(request)
 
     def finish(self, request: Request, reason: str) -> None:
@@ -159,6 +164,7 @@ class EngineCore:
         self.ended_metrics = self.ended_metrics + output.metrics
         if reason in COMPLETE:
             self.latencies.observe(output.metrics)
+        self.live.discard(request)
         self.scheduler.finish(request)  # not earlier: after an interrupt above, the request can still be ended
         output.finish_reason = reason  # last: when other threads see it, everything else is written
 

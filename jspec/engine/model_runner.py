@@ -19,6 +19,7 @@ from jspec.core.records import MAX_STOP_IDS, PrefillInput, StepOutput
 from jspec.engine.grammar.token_table import TablePool
 from jspec.engine.input_processor import draft_cap
 from jspec.engine.penalty_input import pack_controls
+from jspec.engine.program_choice import LiveRequests, ProgramChoice, prefill_key, round_keys
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan
 from jspec.models.decoder import Model
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @final
 class ModelRunner:
-    """Plans the device memory, compiles all programs, then dispatches the scheduler's plans.
+    """Plans the device memory, compiles programs, and dispatches the scheduler's plans.
 
     Args:
         depths: draft depths at which rounds may cut the drafter's tree, ascending.
@@ -48,6 +49,7 @@ class ModelRunner:
         pool: the shapes of the KV pools.
         state: the slot state, donated to every step.
         programs: the compiled programs.
+        choice: chooses the programs to compile.
 
     Raises:
         ValueError: the engine does not fit into memory; the message names settings to lower.
@@ -65,7 +67,10 @@ class ModelRunner:
             self.state = init_state(program, params, self.pool)
             jax.block_until_ready(self.state)
             self.programs = Executables(program, params, self.state, config, depths)
-        self._update_memory_plan(list(self.programs.compiled.values()))
+            self.choice = ProgramChoice(config, depths, self.programs.helpers, edits_all=program.processor is not None)
+            self._update_memory_plan([])
+            if config.compile_ahead:
+                self.compile(self.choice.all_keys())
         self._tables = TablePool(config.slots)
         self._rows: tuple[int | None, ...] = ()
         self._slots = jax.device_put(np.zeros(0, np.int32))
@@ -74,6 +79,18 @@ class ModelRunner:
         """Replace the memory plan by one with the executables' measured memory; raise if it exceeds the device's."""
         self.memory_plan = memory.measured(self.planner, self.pool, executables)
         logger.info("%s", self.memory_plan)
+
+    def compile(self, keys: Sequence[ExecutableKey]) -> None:
+        """Compile the missing ones of some programs; other threads keep stepping meanwhile.
+
+        Raises:
+            ValueError: the programs do not fit into the device's memory; none is stored then.
+        """
+        self.programs.compile(keys, self._update_memory_plan)
+
+    def missing_keys(self, new: Sequence[Request], live: LiveRequests) -> list[ExecutableKey]:
+        """Keys of the programs that must be compiled before new requests may be queued beside the live ones."""
+        return [key for key in self.choice.needed_keys(new, live) if key not in self.programs.compiled]
 
     def dispatch(self, plan: Plan, depth: int, running: Collection[Request]) -> StepOutput:
         """Start the step of a plan and the copy of its result to the host; return the result, not yet computed.
@@ -85,14 +102,34 @@ class ModelRunner:
         if isinstance(plan, PrefillPlan):
             if plan.is_last and self.edits(plan.request):  # all tokens that penalties count are known now
                 self._admit_controls(plan.request, running)
-            packed = jax.device_put(self._pack(plan))
+            step, size = self._prefill_of(plan)
+            packed = jax.device_put(self._pack(plan, size))
         else:
             self._enter_pages(plan.new_pages)
-            packed = self._slots_of(plan)
-        executable = select_executable(self.programs, plan, depth)
-        self.state, output = executable(self.params, self.state, packed)
+            step, size = self._round_of(plan, depth)
+            packed = self._slots_of(plan, size)
+        self.state, output = step(self.params, self.state, packed)
         jax.copy_to_host_async(output)
         return output
+
+    def _prefill_of(self, plan: PrefillPlan) -> tuple[Step, int]:
+        """The compiled program for a chunk of a prompt, and its number of tokens."""
+        key = self.programs.cover(prefill_key(plan))
+        prefill = self.programs.compiled[key]
+        if key.masked:
+            assert plan.request.matcher is not None
+            prefill = masked_prefill(prefill, plan.request.matcher.first)
+        return prefill, key.size
+
+    def _round_of(self, plan: RoundPlan, depth: int) -> tuple[Step, int]:
+        """The compiled program for a round, and its number of batch rows."""
+        *drafts, key = round_keys(plan, depth)
+        key = self.programs.cover(key)
+        if not drafts:
+            return self.programs.compiled[key], key.size
+        draft = self.programs.compiled[replace(drafts[0], size=key.size)]
+        mask_functions = [None if request.matcher is None else request.matcher.masks for request in plan.requests]
+        return split_step(draft, self.programs.compiled[key], mask_functions), key.size
 
     def to_host(self, output: StepOutput) -> StepOutput:
         """Wait for a step and return its result as numpy arrays."""
@@ -139,14 +176,14 @@ class ModelRunner:
             packed[: len(new) - start] = new[start : start + size]
             self.state = replace(self.state, page_table=update(self.state.page_table, jax.device_put(packed)))
 
-    def _pack(self, plan: PrefillPlan) -> np.ndarray:
+    def _pack(self, plan: PrefillPlan, size: int) -> np.ndarray:
         tree = self.program.drafter.tree
-        return pack_chunk(plan, width=self.pool.width(tree), depth=tree.depth, vocab_size=self._vocab_size)
+        return pack_chunk(plan, size, width=self.pool.width(tree), depth=tree.depth, vocab_size=self._vocab_size)
 
-    def _slots_of(self, plan: RoundPlan) -> jax.Array:
+    def _slots_of(self, plan: RoundPlan, size: int) -> jax.Array:
         """The slot of each bucket row, as a device array; cached until the rows change, because a copy takes 20 us."""
         slots = self._config.slots
-        rows = (*(request.state.slot for request in plan.requests), *[slots] * (plan.bucket - len(plan.requests)))
+        rows = (*(request.state.slot for request in plan.requests), *[slots] * (size - len(plan.requests)))
         if rows != self._rows:
             self._rows, self._slots = rows, jax.device_put(np.array(rows, np.int32))
         return self._slots
@@ -164,25 +201,6 @@ class ModelRunner:
         if write is not None and lengths[0] // page_size < lengths[1] // page_size:
             packed = pack_pending_rows(request, pages, width=self.state.page_table.shape[1])
             self.state = write(self.params, self.state, jax.device_put(packed))
-
-    def ensure(self, requests: Sequence[Request]) -> None:
-        """Compile the programs that the given requests need and that are still missing.
-
-        Other threads keep stepping meanwhile; only the caller waits.
-        """
-        traced = any(request.trace for request in requests)
-        logprobs = any(request.params.logprobs is not None for request in requests)
-        prompt_logprobs = any(request.scores_prompt for request in requests)
-        samples = (sample for request in requests for sample in request.samples)
-        masked_prefills = {prefill_outputs(sample) for sample in samples if sample.matcher is not None}
-        if traced or logprobs or prompt_logprobs or masked_prefills:
-            self.programs.ensure(
-                self._update_memory_plan,
-                traced=traced,
-                logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs,
-                masked_prefills=masked_prefills,
-            )
 
     def clear(self) -> None:
         """Mark the device's grammar tables as empty, because the contents of the state are lost."""
@@ -227,57 +245,17 @@ def check_deterministic(target: Model, implementation: str) -> None:
         raise ValueError(f"deterministic: on a GPU {reason}; leave it off")
 
 
-def select_executable(programs: Executables, plan: Plan, depth: int) -> Step:
-    """Select the compiled program for a plan.
-
-    Args:
-        depth: draft depth at which a round cuts the drafter's tree.
-    """
-    return _select_prefill(programs, plan) if isinstance(plan, PrefillPlan) else _select_round(programs, plan, depth)
-
-
-def _select_prefill(programs: Executables, plan: PrefillPlan) -> Step:
-    """Select a masked prefill if the chunk samples a first token whose grammar the host follows; else a plain one."""
-    (logprobs, prompt_logprobs), matcher = prefill_outputs(plan.request), plan.request.matcher
-    is_masked = plan.emits and matcher is not None
-    key = ExecutableKey("prefill", plan.bucket, logprobs=logprobs, prompt_logprobs=prompt_logprobs, masked=is_masked)
-    if is_masked:
-        assert matcher is not None
-        return masked_prefill(programs.compiled[key], matcher.first)
-    return programs.compiled[key]
-
-
-def _select_round(programs: Executables, plan: RoundPlan, depth: int) -> Step:
-    """Select a split step if the host follows the grammar of any request of the plan; else a fused step."""
-    logprobs = any(request.params.logprobs is not None for request in plan.requests)
-    if wants_newest(plan.requests):
-        draft, verify = ExecutableKey.split(plan.bucket, depth, logprobs=logprobs)
-        mask_functions = [None if request.matcher is None else request.matcher.masks for request in plan.requests]
-        return split_step(programs.compiled[draft], programs.compiled[verify], mask_functions)
-    traced = any(request.trace for request in plan.requests)
-    return programs.compiled[ExecutableKey.round(plan.bucket, depth, logprobs=logprobs, traced=traced)]
-
-
-def wants_newest(requests: Sequence[Request]) -> bool:
-    """Whether the host must read the newest tokens before the next round, because it computes masks from them."""
-    return any(request.matcher is not None and request.is_prefilled for request in requests)
-
-
-def prefill_outputs(request: Request) -> tuple[bool, bool]:
-    """Whether a request's prefills return any log-probabilities, and whether log-probabilities of prompt tokens."""
-    return request.scores_prompt or request.params.logprobs is not None, request.scores_prompt
-
-
-def pack_chunk(plan: PrefillPlan, *, width: int, depth: int, vocab_size: int) -> np.ndarray:
+def pack_chunk(plan: PrefillPlan, size: int, *, width: int, depth: int, vocab_size: int) -> np.ndarray:
     """Pack a chunk of a prompt for `jspec.step.prefill.prefill_step`.
 
     Args:
+        size: number of tokens of the compiled program; the chunk is padded to it.
         width: number of columns of the page table.
         depth: depth of the drafter's tree.
     """
     request, params = plan.request, plan.request.params
     assert request.state.slot is not None
-    tokens, end = np.zeros(plan.bucket, np.int32), plan.start + plan.count
+    tokens, end = np.zeros(size, np.int32), plan.start + plan.count
     tokens[: plan.count] = request.tokens_between(plan.start, end)
     page_row = np.zeros(width, np.int32)
     page_row[: len(plan.pages)] = plan.pages

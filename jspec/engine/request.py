@@ -93,6 +93,7 @@ class RequestState:
         steps_in_flight: number of prefill and round dispatches whose result was not read yet.
         rounds_in_flight: number of rounds in these dispatches.
         grammar_position: (number of output tokens followed, state of the grammar's automaton after those tokens).
+        max_chunk: length of the longest prefill chunk that the scheduler may plan, in tokens; None: any.
     """
 
     slot: int | None = None
@@ -106,6 +107,7 @@ class RequestState:
     steps_in_flight: int = 0
     rounds_in_flight: int = 0
     grammar_position: tuple[int, int] = (0, 0)
+    max_chunk: int | None = None
 
     @property
     def is_prefilled(self) -> bool:

@@ -254,7 +254,8 @@ class Scheduler:
 
         While other requests could decode, only lengths within the budget are used, or the smallest if none is.
         """
-        sizes = self.limits.prefill_buckets
+        most = request.state.max_chunk or self.limits.prefill_buckets[-1]
+        sizes = tuple(size for size in self.limits.prefill_buckets if size <= most)
         if any(other.is_prefilled and self._may_emit(other) for other in self.running):
             sizes = tuple(size for size in sizes if size <= self.prefill_budget) or sizes[:1]
         left = request.state.prefill_len - request.state.num_prefilled

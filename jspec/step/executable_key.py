@@ -41,6 +41,14 @@ class ExecutableKey:
         """Keys of the draft step and the verify step of a split step; the verify step always returns its drafts."""
         return cls("draft", rows, depth), cls("verify", rows, depth, logprobs=logprobs, traced=True, masked=True)
 
+    def covers(self, other: ExecutableKey) -> bool:
+        """Whether this program can do the work of another: it has as many rows or tokens and outputs, or more."""
+        same = ("kind", "depth", "prompt_logprobs", "masked")
+        more = ("size", "logprobs", "traced")
+        return all(getattr(self, name) == getattr(other, name) for name in same) and all(
+            getattr(self, name) >= getattr(other, name) for name in more
+        )
+
     def name(self, full_depth: int) -> str:
         """Name of the executable in logs, `Engine.compile_seconds` and `Engine.lower_seconds`.
 

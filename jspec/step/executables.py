@@ -1,7 +1,6 @@
 """All compiled programs of an engine, by key: decode steps per bucket and draft depth, prefills per bucket, helpers.
 
-The programs that every engine needs are compiled before any of them runs. Variants with log-probabilities, traces or
-host masks are compiled when a request first needs them.
+The engine says which programs to compile and when (`jspec.engine.program_choice`).
 """
 
 from __future__ import annotations
@@ -10,24 +9,22 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import product
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.compilation_cache import compilation_cache
 
 from jspec.core.config import EngineConfig
+from jspec.core.progress import progress_bar
 from jspec.core.records import MAX_STOP_IDS, PrefillInput, SlotState
 from jspec.models.kv_cache import update_page_table
 from jspec.sampling import grammar_mask, penalties
 from jspec.step.decode import spec_step
-from jspec.step.executable_key import ExecutableKey
+from jspec.step.executable_key import ExecutableKey, Kind
 from jspec.step.prefill import prefill_step, write_pending_rows_step
 from jspec.step.program import Params, Program
 from jspec.step.split_decode import draft_step, mask_shape, verify_step
@@ -39,26 +36,6 @@ PREFILL_HEAD = PrefillInput._fields.index("seed") + 2 + MAX_STOP_IDS  # int32 wo
 PENDING_ROWS_HEAD = 3  # int32 words before the page row: slot, root, committed rows
 
 Check = Callable[[Sequence[Any]], None]
-
-
-def keep_compiled(folder: str | Path | None) -> None:
-    """Make this process read compiled programs from a folder and store new ones there from now on.
-
-    XLA stores its kernel autotuning results for GPUs in the same folder.
-
-    Args:
-        folder: the folder; None changes nothing.
-
-    Raises:
-        OSError: the folder cannot be created.
-    """
-    if folder is None:
-        return
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # store programs that compile quickly too
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    compilation_cache.reset_cache()  # otherwise the folder of the process's first compilation stays in use
 
 
 class Executables:
@@ -87,72 +64,56 @@ class Executables:
         self._pages = state.page_table.shape[1]
         self.page_updates = config.slots * 2
         self._shapes = jax.eval_shape(lambda: state)
-        self._ensuring = threading.Lock()
+        self._compiling = threading.Lock()
         self.compiled: dict[ExecutableKey, Any] = {}
         self.seconds: dict[str, float] = {}
         self.lower_seconds: dict[str, float] = {}
         logger.info("%s", describe(program.implementation, device))
-        self._compile(map(self._lower, self._initial_keys()))
 
-    def ensure(
-        self,
-        check: Check,
-        *,
-        traced: bool,
-        logprobs: bool,
-        prompt_logprobs: bool,
-        masked_prefills: Collection[tuple[bool, bool]],
-    ) -> None:
-        """Compile the missing executables that some requests need, while other threads keep stepping.
+    @property
+    def helpers(self) -> list[Kind]:
+        """Kinds of the small programs that edit parts of this engine's state."""
+        kinds: list[Kind] = ["update_page_table"]
+        kinds += ["controls"] if self._shapes.controls is not None else []
+        kinds += ["grammar"] if self._shapes.grammars is not None else []
+        has_pending_rows = self._program.drafter.has_pending_rows and self._config.prefix_cache
+        return kinds + (["write_pending_rows"] if has_pending_rows else [])
+
+    def compile(self, keys: Iterable[ExecutableKey], check: Check = lambda executables: None) -> None:
+        """Compile the missing ones of some programs. Other threads may run programs meanwhile; only the caller waits.
 
         Args:
             check: called with all executables, the new ones included; if it raises, no new executable is stored.
-            traced: whether any request wants its drafts recorded.
-            logprobs: whether any request wants log-probabilities of its tokens.
-            prompt_logprobs: whether any request wants log-probabilities of its prompt.
-            masked_prefills: (``logprobs``, ``prompt_logprobs``) of the `ExecutableKey` of the prefill, for each request
-                whose first token is masked by the host.
         """
-        with self._ensuring:
-            keys = self._round_keys(traced=True) if traced else []
-            for prompt, is_wanted in ((False, logprobs), (True, prompt_logprobs)):
-                keys += self._prefill_keys(logprobs=True, prompt_logprobs=prompt) if is_wanted else []
-            keys += self._round_keys(logprobs=True) if logprobs else []
-            # A batch may mix masked requests with requests that want log-probabilities.
-            if masked_prefills or (logprobs and any(key.kind == "verify" for key in self.compiled)):
-                is_scored = logprobs or any(key.kind == "round" and key.logprobs for key in self.compiled)
-                keys += self._split_keys([False, True] if is_scored else [False])
-                for tokens, prompt in masked_prefills:
-                    keys += self._prefill_keys(logprobs=tokens, prompt_logprobs=prompt, masked=True)
-            self._compile(map(self._lower, [key for key in keys if key not in self.compiled]), check)
+        with self._compiling:
+            missing = [key for key in keys if key not in self.compiled]
+            if not missing:
+                return
+            logger.info("compiling %d programs: %s", len(missing), ", ".join(map(self._name, missing)))
+            futures = {}
+            with (
+                progress_bar(len(missing), "compiling", "programs") as progress,
+                ThreadPoolExecutor(max_workers=os.cpu_count()) as pool,
+            ):
+                for key in missing:  # the next program is lowered while others compile
+                    futures[key] = pool.submit(self._compile_one, self._name(key), self._lower(key))
+                    futures[key].add_done_callback(lambda _: progress.update())
+            new = {key: future.result() for key, future in futures.items()}  # if one fails, none is stored
+            check([*self.compiled.values(), *new.values()])
+            self.compiled.update(new)
 
-    def _initial_keys(self) -> Iterator[ExecutableKey]:
-        """Keys of the executables that every engine needs, independent of its requests."""
-        yield from self._round_keys()
-        yield from self._prefill_keys()
-        yield ExecutableKey("update_page_table")
-        if self._shapes.controls is not None:
-            yield ExecutableKey("controls")
-        if self._shapes.grammars is not None:
-            yield ExecutableKey("grammar")
-        if self._program.drafter.has_pending_rows and self._config.prefix_cache:
-            yield ExecutableKey("write_pending_rows")
+    def cover(self, key: ExecutableKey) -> ExecutableKey:
+        """The key itself if its program is compiled; else the compiled program with the least more rows or outputs.
 
-    def _round_keys(self, *, logprobs: bool = False, traced: bool = False) -> list[ExecutableKey]:
-        return [ExecutableKey.round(*bucket, logprobs=logprobs, traced=traced) for bucket in self._buckets()]
-
-    def _split_keys(self, modes: Sequence[bool]) -> list[ExecutableKey]:
-        keys = (ExecutableKey.split(*bucket, logprobs=mode) for bucket in self._buckets() for mode in modes)
-        return list(dict.fromkeys(key for pair in keys for key in pair))
-
-    def _prefill_keys(self, **fields: bool) -> list[ExecutableKey]:
-        assert self._config.prefill_buckets is not None
-        return [ExecutableKey("prefill", tokens, **fields) for tokens in self._config.prefill_buckets]
-
-    def _buckets(self) -> Iterator[tuple[int, int]]:
-        """(batch rows, draft depth) of every decode step, the deepest first."""
-        assert self._config.buckets is not None
-        return product(self._config.buckets, reversed(self._depths))
+        Raises:
+            KeyError: no compiled program can do the work.
+        """
+        if key in self.compiled:
+            return key
+        able = [other for other in list(self.compiled) if other.covers(key)]
+        if not able:
+            raise KeyError(f"no compiled program can run {self._name(key)}")
+        return min(able, key=lambda other: (other.logprobs, other.traced, other.size))
 
     def _program_of(self, key: ExecutableKey) -> Program:
         drafter = self._program.drafter
@@ -165,13 +126,13 @@ class Executables:
             prompt_logprobs=key.prompt_logprobs,
         )
 
-    def _lower(self, key: ExecutableKey) -> tuple[ExecutableKey, Any]:
-        """Trace and lower one program; return its key and the lowered program."""
+    def _lower(self, key: ExecutableKey) -> Any:
+        """Trace and lower one program."""
         start = time.perf_counter()
         function, donated, arguments = self._call(key)
         lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
         self.lower_seconds[self._name(key)] = time.perf_counter() - start
-        return key, lowered
+        return lowered
 
     def _call(self, key: ExecutableKey) -> tuple[Callable[..., Any], int, tuple[Any, ...]]:
         """The function to compile, the index of the donated argument, and the shapes of the arguments.
@@ -203,14 +164,6 @@ class Executables:
             case "write_pending_rows":
                 step, inputs = write_pending_rows_step, [_int32(PENDING_ROWS_HEAD + self._pages)]
         return partial(step, program), 1, (self._params, state, *inputs)
-
-    def _compile(self, lowered: Iterable[tuple[ExecutableKey, Any]], check: Check = lambda executables: None) -> None:
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # the next program is lowered while others compile
-            futures = {key: pool.submit(self._compile_one, self._name(key), program) for key, program in lowered}
-        new = {key: future.result() for key, future in futures.items()}  # if one fails, none is stored
-        if new:
-            check([*self.compiled.values(), *new.values()])
-        self.compiled.update(new)
 
     def _compile_one(self, name: str, lowered: Any) -> Any:
         start = time.perf_counter()

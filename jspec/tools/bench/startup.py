@@ -26,7 +26,7 @@ from jspec.core.config import EngineConfig
 from jspec.draft.eagle import Eagle3
 from jspec.engine.api import Engine
 from jspec.engine.sampling_params import SamplingParams
-from jspec.step.executables import keep_compiled
+from jspec.step.compile_cache import keep_compiled
 from jspec.tools.bench import step
 from jspec.tools.bench.report import Report, ints, option, tree_name, tree_or_none
 from jspec.tools.table import table

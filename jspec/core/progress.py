@@ -1,0 +1,19 @@
+"""Progress of slow work: a bar on a terminal and in a notebook, else lines in the log."""
+
+from __future__ import annotations
+
+import sys
+
+from tqdm import tqdm
+
+
+def progress_bar(total: int, what: str, unit: str) -> tqdm:
+    """A progress bar on stderr that vanishes at its end; hidden if stderr is neither a terminal nor a notebook.
+
+    Args:
+        total: number of units.
+        what: the work, in words.
+        unit: plural noun of the units.
+    """
+    is_watched = sys.stderr.isatty() or "ipykernel" in sys.modules
+    return tqdm(total=total, desc=f"jspec: {what}", unit=f" {unit}", leave=False, disable=not is_watched)

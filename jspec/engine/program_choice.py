@@ -1,0 +1,159 @@
+"""Which compiled programs a set of requests needs, and which one runs a plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+from jspec.core.config import EngineConfig
+from jspec.engine.request import Request
+from jspec.engine.scheduler import PrefillPlan, RoundPlan
+from jspec.step.executable_key import ExecutableKey, Kind
+
+
+@dataclass(frozen=True)
+class Features:
+    """What requests want of the rounds that serve them.
+
+    Attributes:
+        traced: the drafts of every round.
+        logprobs: log-probabilities of the emitted tokens.
+        masked: token masks that the host computes.
+    """
+
+    traced: bool = False
+    logprobs: bool = False
+    masked: bool = False
+
+    @classmethod
+    def of(cls, request: Request) -> Features:
+        return cls(request.trace, request.params.logprobs is not None, request.matcher is not None)
+
+    def __or__(self, other: Features) -> Features:
+        return Features(self.traced or other.traced, self.logprobs or other.logprobs, self.masked or other.masked)
+
+
+class LiveRequests:
+    """Counts the queued requests that have not ended, and joins their features."""
+
+    def __init__(self) -> None:
+        self._features: dict[int, Features] = {}
+        self._counts: Counter[Features] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._features)
+
+    def add(self, request: Request) -> None:
+        self._features[request.id] = Features.of(request)
+        self._counts[self._features[request.id]] += 1
+
+    def discard(self, request: Request) -> None:
+        """Remove a request; do nothing if it is not in the collection."""
+        features = self._features.pop(request.id, None)
+        if features is not None:
+            self._counts[features] -= 1
+
+    def features(self) -> Features:
+        """The features that any of the requests wants."""
+        return union(features for features, count in self._counts.items() if count > 0)
+
+
+def union(features: Iterable[Features]) -> Features:
+    return reduce(Features.__or__, features, Features())
+
+
+class ProgramChoice:
+    """Chooses the programs to compile: for every batch size and prompt length, or only for those in use.
+
+    Args:
+        depths: depths at which rounds may cut the drafter's tree, ascending.
+        helpers: kinds of the small programs that edit parts of this engine's state.
+        edits_all: whether a logits processor edits the logits of every request.
+    """
+
+    def __init__(
+        self, config: EngineConfig, depths: Sequence[int], helpers: Collection[Kind], *, edits_all: bool
+    ) -> None:
+        assert config.buckets is not None and config.prefill_buckets is not None
+        self._buckets, self._chunks = config.buckets, config.prefill_buckets
+        self._compile_ahead = config.compile_ahead
+        self._depths = depths
+        self._helpers = helpers
+        self._edits_all = edits_all
+
+    def all_keys(self, features: Features = Features(), *, prompt_logprobs: bool = False) -> list[ExecutableKey]:
+        """Keys of the programs that serve requests with the given features, for all batch sizes and prompt lengths."""
+        keys = self._round_keys(self._buckets, features)
+        for prompt in {False, prompt_logprobs}:
+            keys += self._prefill_keys(self._chunks, features.logprobs or prompt, prompt, features.masked)
+        return [*keys, *map(ExecutableKey, self._helpers)]
+
+    def needed_keys(self, new: Sequence[Request], live: LiveRequests) -> list[ExecutableKey]:
+        """Keys of the programs that new requests need, beside the live ones that they will share rounds with."""
+        rows = min(len(new) + len(live), self._buckets[-1])
+        buckets = self._buckets if self._compile_ahead else [_smallest(self._buckets, rows)]
+        keys = self._round_keys(buckets, union([live.features(), *map(Features.of, new)]))
+        for request in new:
+            chunks = self._chunks if self._compile_ahead else [self.longest_chunk(request)]
+            keys += self._prefill_keys(chunks, *prefill_outputs(request), request.matcher is not None)
+        return list(dict.fromkeys([*keys, *map(ExecutableKey, self._needed_helpers(new))]))
+
+    def _needed_helpers(self, new: Sequence[Request]) -> list[Kind]:
+        wanted: set[Kind] = {"update_page_table", "write_pending_rows"}
+        if self._compile_ahead or self._edits_all or any(request.params.controls_used for request in new):
+            wanted |= {"controls", "grammar"}
+        return [kind for kind in self._helpers if kind in wanted]
+
+    def longest_chunk(self, request: Request) -> int:
+        """Longest chunk of a request's prefill, in tokens, for which programs are compiled."""
+        return self._chunks[-1] if self._compile_ahead else _smallest(self._chunks, len(request.prompt_token_ids))
+
+    def _round_keys(self, buckets: Sequence[int], features: Features) -> list[ExecutableKey]:
+        sizes = [(rows, depth) for rows in buckets for depth in reversed(self._depths)]
+        keys = [ExecutableKey.round(*size, logprobs=features.logprobs, traced=features.traced) for size in sizes]
+        if features.masked:
+            keys += [key for size in sizes for key in ExecutableKey.split(*size, logprobs=features.logprobs)]
+        return keys
+
+    def _prefill_keys(
+        self, chunks: Sequence[int], logprobs: bool, prompt_logprobs: bool, masked: bool
+    ) -> list[ExecutableKey]:
+        outputs = dict(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        modes = [False, True] if masked else [False]
+        return [ExecutableKey("prefill", size, masked=mode, **outputs) for size in chunks for mode in modes]
+
+
+def prefill_key(plan: PrefillPlan) -> ExecutableKey:
+    """Key of a prefill; masked if the chunk samples a first token whose grammar the host follows."""
+    logprobs, prompt_logprobs = prefill_outputs(plan.request)
+    masked = plan.emits and plan.request.matcher is not None
+    return ExecutableKey("prefill", plan.bucket, logprobs=logprobs, prompt_logprobs=prompt_logprobs, masked=masked)
+
+
+def round_keys(plan: RoundPlan, depth: int) -> tuple[ExecutableKey, ...]:
+    """Key of a fused step; keys of the draft and the verify step if the host follows the grammar of any request.
+
+    Args:
+        depth: draft depth at which the round cuts the drafter's tree.
+    """
+    features = union(map(Features.of, plan.requests))
+    if wants_newest(plan.requests):
+        return ExecutableKey.split(plan.bucket, depth, logprobs=features.logprobs)
+    return (ExecutableKey.round(plan.bucket, depth, logprobs=features.logprobs, traced=features.traced),)
+
+
+def wants_newest(requests: Sequence[Request]) -> bool:
+    """Whether the host must read the newest tokens before the next round, because it computes masks from them."""
+    return any(request.matcher is not None and request.is_prefilled for request in requests)
+
+
+def prefill_outputs(request: Request) -> tuple[bool, bool]:
+    """Whether a request's prefills return any log-probabilities, and whether log-probabilities of prompt tokens."""
+    return request.scores_prompt or request.params.logprobs is not None, request.scores_prompt
+
+
+def _smallest(sizes: Sequence[int], least: int) -> int:
+    """The smallest of ascending sizes that is at least ``least``; the largest size if there is none."""
+    return next((size for size in sizes if size >= least), sizes[-1])

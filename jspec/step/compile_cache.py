@@ -1,0 +1,76 @@
+"""Keeps compiled programs on disk, by default in the user's cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import stat
+from pathlib import Path
+from typing import Literal
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+logger = logging.getLogger(__name__)
+
+
+def keep_compiled(folder: str | Path | Literal[False] | None) -> None:
+    """Make this process read compiled programs from a folder and store new ones there from now on.
+
+    XLA stores its kernel autotuning results for GPUs in the same folder.
+
+    Args:
+        folder: the folder; None: the folder that jax is configured with, else `user_folder`; False: change nothing.
+
+    Raises:
+        OSError: the given folder cannot be created.
+    """
+    if folder is False or (folder is None and jax.config.values["jax_compilation_cache_dir"]):
+        return
+    if folder is None:
+        try:
+            folder = user_folder()
+            make_private(folder)
+        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
+            logger.warning("compiled programs are not kept: %s; pass compile_cache=FOLDER, or False", error)
+            return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # store programs that compile quickly too
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    compilation_cache.reset_cache()  # otherwise the folder of the process's first compilation stays in use
+
+
+def user_folder() -> Path:
+    """Default folder of this user for this jaxlib and this processor, since code for one processor may crash another.
+
+    Raises:
+        RuntimeError: the user has no home folder.
+    """
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "jspec" / f"compiled-{jax.lib.__version__}-{_processor()}"
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder that only its owner can use: whoever can write to it can run code in this process.
+
+    Raises:
+        OSError: the folder cannot be created.
+        PermissionError: the folder is another user's, or others may write to it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not hasattr(os, "getuid"):
+        return
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{folder}: expected a folder that only you may write to; run chmod 700 on it")
+
+
+def _processor() -> str:
+    """Short name of the processor and its instruction sets."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    named = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+    return hashlib.sha256("\n".join([platform.machine(), platform.processor(), *named]).encode()).hexdigest()[:8]
