@@ -23,6 +23,7 @@ from jspec.engine.fair_lock import FairLock
 from jspec.engine.input_processor import InputProcessor, Prompt
 from jspec.engine.metrics import Metrics
 from jspec.engine.output_processor import make_chunk, make_completion
+from jspec.engine.program_choice import Features
 from jspec.engine.prometheus import exposition
 from jspec.engine.request import Chunk, Completion, Request
 from jspec.engine.sampling_params import SamplingParams
@@ -247,6 +248,23 @@ class Engine:
     def _update_bar(self, bar: tqdm, requests: Sequence[Request]) -> None:
         bar.update(sum(len(request.token_ids) for request in requests) - bar.n)
         bar.set_postfix(tau=f"{self.metrics.mean_acceptance_length:.2f}", refresh=False)
+
+    def warmup(
+        self, *, logprobs: bool = False, prompt_logprobs: bool = False, trace: bool = False, grammar: bool = False
+    ) -> None:
+        """Compile the programs of all batch sizes and prompt lengths now; other threads keep stepping meanwhile.
+
+        Args:
+            logprobs, prompt_logprobs, trace: compile the programs of requests that ask for these outputs too.
+            grammar: compile the programs of requests whose grammar the host follows too.
+
+        Raises:
+            ValueError: the programs do not fit into the device's memory.
+        """
+        self._check_open()
+        runner = self.core.runner
+        features = Features(traced=trace, logprobs=logprobs, masked=grammar)
+        runner.compile(runner.choice.all_keys(features, prompt_logprobs=prompt_logprobs))
 
     # -- the loop, with lock, recovery and log
 

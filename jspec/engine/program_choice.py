@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import product
 
 from jspec.core.config import EngineConfig
 from jspec.engine.request import Request
@@ -84,11 +85,13 @@ class ProgramChoice:
         self._edits_all = edits_all
 
     def all_keys(self, features: Features = Features(), *, prompt_logprobs: bool = False) -> list[ExecutableKey]:
-        """Keys of the programs that serve requests with the given features, for all batch sizes and prompt lengths."""
-        keys = self._round_keys(self._buckets, features)
-        for prompt in {False, prompt_logprobs}:
-            keys += self._prefill_keys(self._chunks, features.logprobs or prompt, prompt, features.masked)
-        return [*keys, *map(ExecutableKey, self._helpers)]
+        """Keys of all programs for requests with any of the given features, for all batch sizes and prompt lengths."""
+        keys: list[ExecutableKey] = []
+        for traced, logprobs, masked in product(*map(_modes, (features.traced, features.logprobs, features.masked))):
+            keys += self._round_keys(self._buckets, Features(traced, logprobs, masked))
+            for prompt in _modes(prompt_logprobs):
+                keys += self._prefill_keys(self._chunks, logprobs or prompt, prompt, masked)
+        return list(dict.fromkeys([*keys, *map(ExecutableKey, self._helpers)]))
 
     def needed_keys(self, new: Sequence[Request], live: LiveRequests) -> list[ExecutableKey]:
         """Keys of the programs that new requests need, beside the live ones that they will share rounds with."""
@@ -121,8 +124,7 @@ class ProgramChoice:
         self, chunks: Sequence[int], logprobs: bool, prompt_logprobs: bool, masked: bool
     ) -> list[ExecutableKey]:
         outputs = dict(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-        modes = [False, True] if masked else [False]
-        return [ExecutableKey("prefill", size, masked=mode, **outputs) for size in chunks for mode in modes]
+        return [ExecutableKey("prefill", size, masked=mode, **outputs) for size in chunks for mode in _modes(masked)]
 
 
 def prefill_key(plan: PrefillPlan) -> ExecutableKey:
@@ -152,6 +154,10 @@ def wants_newest(requests: Sequence[Request]) -> bool:
 def prefill_outputs(request: Request) -> tuple[bool, bool]:
     """Whether a request's prefills return any log-probabilities, and whether log-probabilities of prompt tokens."""
     return request.scores_prompt or request.params.logprobs is not None, request.scores_prompt
+
+
+def _modes(is_wanted: bool) -> list[bool]:
+    return [False, True] if is_wanted else [False]
 
 
 def _smallest(sizes: Sequence[int], least: int) -> int:

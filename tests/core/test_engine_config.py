@@ -27,7 +27,8 @@ def test_engine_config_impossible_value_raises_naming_field_and_value(name: str)
 
 
 def test_engine_config_default_buckets_cover_slots_and_max_len() -> None:
-    config = EngineConfig(slots=6, max_len=600)
+    config = EngineConfig(slots=6, max_len=600, compile_ahead=True)
     assert config.buckets == (1, 2, 4, 6)
+    assert EngineConfig(slots=6, compile_ahead=False).buckets == (1, 6)
     assert config.prefill_buckets == (128, 512, 2048)
     assert EngineConfig(slots=1, max_len=100).prefill_buckets == (128,)

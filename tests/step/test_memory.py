@@ -58,7 +58,7 @@ def state_of(planner: MemoryPlanner, pool: PoolShape) -> Any:
 
 def test_memory_plan_sizes_equal_the_bytes_that_the_engine_allocates(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="jspec.engine.model_runner"):
-        engine = Engine(small.target(), drafter=eagle3(), **OPTIONS)
+        engine = Engine(small.target(), drafter=eagle3(), compile_ahead=True, **OPTIONS)
     plan, state, params = engine.memory_plan, engine.core.runner.state, engine.core.runner.params
     caches = [(cache.k, cache.v) for cache in (state.target, state.draft.cache)]
     assert (plan.target_pool, plan.draft_pool) == tuple(map(held, caches))
@@ -248,7 +248,7 @@ def test_engine_deleted_frees_device_memory_without_garbage_collection() -> None
 
 def test_programs_compiled_later_update_the_memory_plan_or_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the programs need too much memory, the request is refused before queueing and no new program is stored."""
-    engine, scored = Engine(small.target(), **OPTIONS), SamplingParams(logprobs=3)
+    engine, scored = Engine(small.target(), compile_ahead=True, **OPTIONS), SamplingParams(logprobs=3)
     plan, count, planner = engine.memory_plan, len(engine.core.runner.programs.compiled), engine.core.runner.planner
     monkeypatch.setattr(engine.core.runner, "planner", replace(planner, device=device(plan.total + 10)))
     with pytest.raises(ValueError, match=r"out of memory: the compiled programs need .* more than the device has"):

@@ -66,7 +66,7 @@ class Launches:
 def test_dispatch_runs_the_split_step_only_with_a_host_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     """A split step starts with no unread result, while fused steps overlap."""
     engine = lettered.chain()
-    check_decoding(engine, MASKS, [0, 6, 7])  # compiles everything
+    engine.warmup(logprobs=True, grammar=True)
     seen = Launches(engine, monkeypatch)
     check_decoding(engine, MASKS, [1, 4])
     assert seen.names.keys() == {"prefill", "round"} and seen.unread["round"] > 0
@@ -183,50 +183,43 @@ def test_engine_step_after_an_interrupt_reads_results_before_computing_masks(mon
 
 def test_submit_releases_the_engine_lock_while_compiling_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, free = lettered.chain(), []
-    compiled = engine.core.runner.programs._compile
+    compiled = engine.core.runner.programs.compile
 
     def watched(*arguments: Any) -> None:
         free.append(not engine._lock.is_mine)
         compiled(*arguments)
 
-    monkeypatch.setattr(engine.core.runner.programs, "_compile", watched)
+    monkeypatch.setattr(engine.core.runner.programs, "compile", watched)
     request = engine.submit(PROMPTS[6], PARAMS[6])
     engine.abort(engine.submit(PROMPTS[4], PARAMS[4]))  # needs no new program, so it does not wait
     assert free and all(free) and engine.result(request).token_ids == expected()[6]
 
 
-def test_executables_ensure_when_out_of_memory_stores_no_new_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_executables_when_out_of_memory_store_no_new_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """Either all programs that a request needs are stored or none; requests that need fewer are still served."""
-    programs, made, wanted = lettered.chain().core.runner.programs, [], dict(traced=False, prompt_logprobs=False)
+    programs, made = lettered.chain().core.runner.programs, []
     monkeypatch.setattr(programs, "compiled", {})
-    monkeypatch.setattr(programs, "_lower", lambda key: (key, programs._name(key)))
+    monkeypatch.setattr(programs, "_lower", programs._name)
     monkeypatch.setattr(programs, "_compile_one", lambda name, lowered: made.append(name) or name)
+    plain, scored, masked = (
+        ExecutableKey.round(1, 2),
+        ExecutableKey.round(1, 2, logprobs=True),
+        ExecutableKey.split(1, 2),
+    )
 
-    def nothing_more(executables: Any) -> None:
-        if any("verify" in str(name) and "logprobs" in str(name) for name in executables):
+    def refuses_logprobs(executables: Any) -> None:
+        if any("logprobs" in str(name) for name in executables):
             raise ValueError("out of memory")
 
-    def ensure(*, logprobs: bool, masked: bool) -> None:
-        masked_prefills = {(False, False)} if masked else set()
-        programs.ensure(nothing_more, logprobs=logprobs, masked_prefills=masked_prefills, **wanted)
-
-    def has(kind: str, **fields: bool) -> bool:
-        return any(key == replace(key, kind=kind, **fields) for key in programs.compiled)
-
-    ensure(logprobs=False, masked=True)
-    assert has("verify") and has("prefill", masked=True)
+    programs.compile([plain, *masked], refuses_logprobs)
     with pytest.raises(ValueError, match="out of memory"):
-        ensure(logprobs=True, masked=False)
-    assert not has("round", logprobs=True) and not has("prefill", logprobs=True)
+        programs.compile([scored, ExecutableKey("prefill", 16)], refuses_logprobs)
+    assert programs.compiled.keys() == {plain, *masked}
     made.clear()
-    ensure(logprobs=False, masked=True)
+    programs.compile([plain, *masked], refuses_logprobs)
     assert made == []
-    programs.compiled.clear()
-    with pytest.raises(ValueError, match="out of memory"):
-        ensure(logprobs=True, masked=True)
-    assert programs.compiled == {}
-    ensure(logprobs=True, masked=False)  # the refused grammar does not affect other requests
-    assert has("round", logprobs=True) and not has("verify")
+    programs.compile([scored])
+    assert programs.compiled.keys() == {plain, scored, *masked}
 
 
 def test_processed_logprobs_with_host_masks_equal_those_of_the_masked_logits() -> None:
