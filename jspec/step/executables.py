@@ -1,7 +1,8 @@
-"""All compiled programs of an engine, by key: decode steps per bucket and draft depth, prefills per bucket, helpers.
+"""Compiles all programs of an engine and stores them by key.
 
-The programs that every engine needs are compiled before any of them runs. Variants with log-probabilities, traces or
-host masks are compiled when a request first needs them.
+There is one decode step for each batch size (bucket) and draft depth, one prefill for each chunk length, and a few
+helpers. The programs that every engine needs are compiled before any of them runs. Variants with log-probabilities,
+traces or host masks are compiled when a request first needs them.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from pallas_kernels.dispatch import describe, resolve
 
 logger = logging.getLogger(__name__)
 
-PREFILL_HEAD = PrefillInput._fields.index("seed") + 2 + MAX_STOP_IDS  # int32 words before the page row and tokens
-PENDING_ROWS_HEAD = 3  # int32 words before the page row: slot, root, committed rows
+PREFILL_HEAD = PrefillInput._fields.index("seed") + 2 + MAX_STOP_IDS  # int32 values before page row and tokens
+PENDING_ROWS_HEAD = 3  # number of int32 values before the page row: slot, root, committed rows
 
 Check = Callable[[Sequence[Any]], None]
 
 
 def keep_compiled(folder: str | Path | None) -> None:
-    """Make this process read compiled programs from a folder and store new ones there from now on.
+    """Make this process store compiled programs in a folder and read them from it.
 
-    XLA stores its kernel autotuning results for GPUs in the same folder.
+    XLA also stores its results of autotuning GPU kernels there.
 
     Args:
         folder: the folder; None changes nothing.
@@ -55,25 +56,27 @@ def keep_compiled(folder: str | Path | None) -> None:
     if folder is None:
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # store programs that compile quickly too
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # also store programs that compile quickly
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    compilation_cache.reset_cache()  # otherwise the folder of the process's first compilation stays in use
+    compilation_cache.reset_cache()  # without this, jax goes on using the folder of the first compilation
 
 
 class Executables:
-    """Compiles and holds the executables of an engine. Calling an executable never traces or compiles.
+    """Compiles and stores the executables of an engine. A call of an executable never traces or compiles.
 
     Args:
         program: the settings that all executables share.
-        state: the engine's state; only its shapes are used.
-        depths: the depths at which steps cut the drafter's tree, ascending.
+        params: the weights; only their shapes are used.
+        state: the slot state; only its shapes are used.
+        config: the engine's options.
+        depths: draft depths for which decode steps are compiled, ascending.
 
     Attributes:
         compiled: the executables by key.
-        page_updates: number of entries that one call of the executable "update_page_table" takes.
-        seconds: seconds to compile each executable, by name.
-        lower_seconds: seconds to trace and lower each executable, by name.
+        page_updates: number of page table entries that one call of "update_page_table" writes.
+        seconds: time to compile each executable in seconds, by its name.
+        lower_seconds: time to trace and lower each executable in seconds, by its name.
     """
 
     def __init__(
@@ -103,22 +106,23 @@ class Executables:
         prompt_logprobs: bool,
         masked_prefills: Collection[tuple[bool, bool]],
     ) -> None:
-        """Compile the missing executables that some requests need, while other threads keep stepping.
+        """Compile the missing executables that some requests need, while other threads may step the engine.
 
         Args:
-            check: called with all executables, the new ones included; if it raises, no new executable is stored.
+            check: function that gets all executables, including the new ones. If it raises an error, no new executable
+                is stored.
             traced: whether any request wants its drafts recorded.
             logprobs: whether any request wants log-probabilities of its tokens.
             prompt_logprobs: whether any request wants log-probabilities of its prompt.
-            masked_prefills: (``logprobs``, ``prompt_logprobs``) of the `ExecutableKey` of the prefill, for each request
-                whose first token is masked by the host.
+            masked_prefills: for each request whose first token the host masks, the fields ``logprobs`` and
+                ``prompt_logprobs`` of its prefill's `ExecutableKey`.
         """
         with self._ensuring:
             keys = self._round_keys(traced=True) if traced else []
             for prompt, is_wanted in ((False, logprobs), (True, prompt_logprobs)):
                 keys += self._prefill_keys(logprobs=True, prompt_logprobs=prompt) if is_wanted else []
             keys += self._round_keys(logprobs=True) if logprobs else []
-            # A batch may mix masked requests with requests that want log-probabilities.
+            # One batch may contain masked requests and requests that want log-probabilities.
             if masked_prefills or (logprobs and any(key.kind == "verify" for key in self.compiled)):
                 is_scored = logprobs or any(key.kind == "round" and key.logprobs for key in self.compiled)
                 keys += self._split_keys([False, True] if is_scored else [False])
@@ -127,7 +131,7 @@ class Executables:
             self._compile(map(self._lower, [key for key in keys if key not in self.compiled]), check)
 
     def _initial_keys(self) -> Iterator[ExecutableKey]:
-        """Keys of the executables that every engine needs, independent of its requests."""
+        """Yield the keys of the executables that the engine always needs."""
         yield from self._round_keys()
         yield from self._prefill_keys()
         yield ExecutableKey("update_page_table")
@@ -150,7 +154,7 @@ class Executables:
         return [ExecutableKey("prefill", tokens, **fields) for tokens in self._config.prefill_buckets]
 
     def _buckets(self) -> Iterator[tuple[int, int]]:
-        """(batch rows, draft depth) of every decode step, the deepest first."""
+        """Yield (number of batch rows, draft depth) of every decode step; for each number the deepest comes first."""
         assert self._config.buckets is not None
         return product(self._config.buckets, reversed(self._depths))
 
@@ -174,9 +178,9 @@ class Executables:
         return key, lowered
 
     def _call(self, key: ExecutableKey) -> tuple[Callable[..., Any], int, tuple[Any, ...]]:
-        """The function to compile, the index of the donated argument, and the shapes of the arguments.
+        """Return the function to compile, the index of the donated argument, and the shapes of all arguments.
 
-        A step donates the whole state; a helper donates only the part of the state that the helper edits.
+        A step donates the whole state; a helper donates only the part of the state that it changes.
         """
         state, vocab = self._shapes, self._params.target.config.vocab_size
         match key.kind:
@@ -205,7 +209,7 @@ class Executables:
         return partial(step, program), 1, (self._params, state, *inputs)
 
     def _compile(self, lowered: Iterable[tuple[ExecutableKey, Any]], check: Check = lambda executables: None) -> None:
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # the next program is lowered while others compile
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # lowers the next program while others compile
             futures = {key: pool.submit(self._compile_one, self._name(key), program) for key, program in lowered}
         new = {key: future.result() for key, future in futures.items()}  # if one fails, none is stored
         if new:
