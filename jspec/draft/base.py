@@ -99,7 +99,7 @@ class Drafter(abc.ABC):
 
     @abc.abstractmethod
     def draft(self, params: Params, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
-        """Draft a tree after each row's root; return the draft and the new state."""
+        """Propose a tree of tokens after each row's root; return the draft and the new state."""
 
     @abc.abstractmethod
     def commit(
@@ -186,7 +186,7 @@ class NoDraft(StatelessDrafter):
 
 
 def active_slots(view: SlotView, slots: int) -> Int[Array, "batch"]:
-    """Return the slot of each row to write to; an inactive row gets the index ``slots``, which scatters drop.
+    """Return the slot of each active row, and ``slots`` for an inactive row, because scatters drop this index.
 
     Args:
         view: the slots of the batch.
@@ -196,7 +196,7 @@ def active_slots(view: SlotView, slots: int) -> Int[Array, "batch"]:
 
 
 def check_window(method: str, draft_window: int | None, tree: Tree) -> int | None:
-    """Check that all nodes of a tree can attend to their ancestors within a window; return the window.
+    """Check that a window is large enough for all nodes of a tree to attend to their ancestors; return the window.
 
     Args:
         method: name of the drafter, for the error.
@@ -216,7 +216,7 @@ def check_window(method: str, draft_window: int | None, tree: Tree) -> int | Non
 
 
 def require_static(method: str, tree: Tree) -> Tree:
-    """Check that a tree is a chain or static, and return it; for methods that cannot choose nodes by score.
+    """Check that a tree is a chain or static, and return it. Drafters without scores need such a tree.
 
     Args:
         method: name of the drafter, for the error.

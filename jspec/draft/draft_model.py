@@ -22,7 +22,7 @@ from pallas_kernels.layers.quantized import PartialSums
 
 @struct.dataclass
 class DraftModelState:
-    """The draft model's KV cache, and the token of each slot whose row is missing in the cache.
+    """The state of a draft model: its KV cache, and for each slot the token whose row is missing in the cache.
 
     The model does not run on tree nodes without children. If such a node is accepted, the cache has no row for the last
     committed token. Every round therefore first runs the model on the last committed token and the root. If the row of

@@ -48,12 +48,12 @@ from pallas_kernels.state.scatter_rows import scatter_rows
 
 @struct.dataclass
 class EagleState:
-    """The draft cache, and each slot's (feature, token) pairs without rows in it (pending); the last is the root's."""
+    """The draft cache, and each slot's pending (feature, token) pairs, whose rows are not in the cache yet."""
 
     cache: KVCache  # KV cache of the head
     features: Float[Array, "slots depth1 hidden"]  # feature of each pending pair, after `fuse`
     tokens: Int[Array, "slots depth1"]  # token of each pending pair, one position after the feature
-    count: Int[Array, "slots"]  # number of pending pairs
+    count: Int[Array, "slots"]  # number of pending pairs; the last one is the root's
     # Feature at the last row of each page, for prompts with cached pages; None without a prefix cache.
     page_end_features: Float[Array, "pages hidden"] | None
 
@@ -298,7 +298,7 @@ def _write_pending(
 
 
 def _feature_before(state: EagleState, view: SlotView, first_row: Int[Array, "batch"]) -> Float[Array, "batch hidden"]:
-    """Return the feature at the position before a chunk, from the page before or from the slot's pending pair."""
+    """Return the feature at the position before a chunk, from the page before it or from the slot's state."""
     pending = state.features.at[view.slots, 0].get(mode="fill", fill_value=0)
     if state.page_end_features is None:
         return pending
@@ -315,7 +315,7 @@ def _keep_page_ends(
     valid: Bool[Array, "batch rows"],
     features: Float[Array, "batch rows hidden"],
 ) -> Float[Array, "pages hidden"] | None:
-    """Return ``page_end_features``, updated with the features of valid rows that are the last row of a page."""
+    """Return ``page_end_features`` with the features of those valid rows that are the last row of their page."""
     if state.page_end_features is None:
         return None
     shape = (state.page_end_features.shape[0], state.cache.k[0].shape[2])
@@ -356,7 +356,7 @@ def _pairs(
     valid: Bool[Array, "batch tokens"],
     window: int | None,
 ) -> TokenBatch:
-    """Make a batch of (feature, token) pairs for the draft cache rows from ``first_row`` on, at position row - 1."""
+    """Make a batch of (feature, token) pairs for draft cache rows from ``first_row`` on; position i is row i + 1."""
     return TokenBatch(
         tokens=tokens,
         positions=first_row[:, None] + jnp.arange(tokens.shape[1]) - 1,

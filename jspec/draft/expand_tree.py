@@ -109,7 +109,7 @@ def expand_tree(
 def _expand_static(
     tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: PartialSums, state: Any, feed: Feed
 ) -> tuple[ExpandedTree, Any]:
-    """Draft a chain or a static tree; the node of rank r among its siblings gets the parent's token choice r."""
+    """Draft a chain or a static tree; the child of rank r gets the r-th token that was chosen after its parent."""
     rows = view.root.shape[0]
     tokens, log_probs, probs = [], [], []
     choose = sampler.child_chooser(view, tree.depth, vocabulary.to_target, vocabulary.target_size)
@@ -135,7 +135,7 @@ def _expand_static(
 
 @struct.dataclass
 class _Candidates:
-    """The nodes from which a dynamic tree is selected: all drafted nodes, level by level."""
+    """The candidates for the nodes of a dynamic tree, which are all drafted nodes in the order of levels."""
 
     ids: Int[Array, "batch candidates"]  # token ids in the draft vocabulary
     scores: Float[Array, "batch candidates"]  # sum of the draft log-probabilities along the path
@@ -177,7 +177,7 @@ def _expand_dynamic(
 
 
 def _children(scores: Array, fed: Array, logits: Array, k: int, implementation: str) -> _Candidates:
-    """Return the k most likely children of every fed node, as candidates.
+    """Return the k most likely children of every fed node (node with children), as candidates.
 
     Args:
         scores: scores of the fed nodes [batch, fed].
@@ -225,14 +225,14 @@ def _put(field: Array, at: Array, values: Array) -> Array:
 
 
 def _root_bits(tree: Tree, rows: int) -> UInt32[Array, "batch 1 words"] | None:
-    """Return the root's bit mask of visible rows: its own row. None for a chain, whose rows see all earlier rows."""
+    """Return a bit mask by which the root sees only its own row; None for a chain, whose rows see all earlier rows."""
     if tree.is_chain:
         return None
     return jnp.broadcast_to(own_bits(np.arange(1), tree.draft_rows), (rows, 1, num_words(tree.draft_rows)))
 
 
 def _visible_bits(bits: Array | None, parents: Array, first: int) -> Array | None:
-    """Return the bit mask of rows that each fed node of a level sees: those its parent sees, and its own.
+    """Return a bit mask by which each fed node of a level sees its own row and all rows that its parent sees.
 
     Args:
         bits: bit masks of the fed nodes of the previous level; None for a chain.

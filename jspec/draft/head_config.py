@@ -96,7 +96,7 @@ class HeadConfig(DecoderConfig, ABC):
         return default_states(num_layers) if self.fuses_states else (num_layers + 1,)
 
     def _check_single_state(self) -> None:
-        """Raise ValueError unless the head reads one target state, which must have the head's hidden size."""
+        """Raise ValueError unless the head reads a single target state of the head's own hidden size."""
         if self.num_features != 1:
             raise ValueError(
                 f"feature_layers: expected one target state for a head that fuses none, got {self.feature_layers}; "

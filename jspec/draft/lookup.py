@@ -140,7 +140,7 @@ def check_size(method: str, max_n: int, positions: int, remedy: str) -> None:
 
 
 def match_count(tree: Tree) -> int:
-    """Return the number of matches to build a tree from (M): enough to fill the tree, even if one token repeats."""
+    """Return the number of matches (M) to keep, which is enough to fill the tree even if one token repeats."""
     branches = tree.k if tree.paths is None else tree.nodes - len(tree.fed)
     wanted = max(MATCHES_PER_BRANCH * branches, tree.depth, -(-(tree.nodes - 1) // tree.depth))
     return min(wanted, GROUPS)  # `find_ngram_matches` returns no more; a tree has at most 256 nodes
@@ -176,7 +176,7 @@ def write_chunk(history: History, view: SlotView, batch: TokenBatch) -> History:
 
 
 def write_roots(history: History, view: SlotView) -> History:
-    """Write each row's root into the history, because `write_emitted` does not write a request's first root."""
+    """Write each row's root (its newest token) into the history, because `write_emitted` omits a request's first."""
     return history.at[active_slots(view, history.shape[0]), view.lengths].set(view.root, mode="drop")
 
 
@@ -249,11 +249,11 @@ def find_ngram_matches(
 def continuations(
     text: Int[Array, "texts positions"], ends: Int[Array, "batch matches"], depth: int
 ) -> Int[Array, "batch depth matches"]:
-    """Return the tokens after each match; ignore those after a continuation's first `GAP`.
+    """Return the tokens after each match (its continuation); those after the first `GAP` have no meaning.
 
     Args:
         text: one text per row, or a single text for all rows.
-        ends: last position of each match; -1: no match; its continuation is all gaps.
+        ends: last position of each match; -1 stands for no match, and its continuation is all gaps.
         depth: number of tokens to take.
     """
     texts, size = text.shape
@@ -310,7 +310,7 @@ def build_trie(tokens: Int[Array, "batch depth matches"], *, by_count: bool) -> 
 
 
 def tree_from_trie(view: SlotView, trie: Trie, tree: Tree) -> Draft:
-    """Make a `Draft` from trie nodes: for a static tree those at its paths, for a dynamic tree the best ones.
+    """Make a `Draft` from trie nodes. A static tree takes the nodes at its paths, a dynamic tree the best nodes.
 
     A node's score is the logarithm of the share of matches that pass through it. Tree nodes without a trie node are
     padding at the end of the draft.

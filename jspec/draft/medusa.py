@@ -76,7 +76,7 @@ class MedusaHead:
 
 @struct.dataclass
 class MedusaHeads:
-    """The weights and the config of all heads."""
+    """The weights and the config of all Medusa heads of a target."""
 
     heads: list[MedusaHead]  # head h predicts the tokens at depth h + 1 of the tree
     config: MedusaConfig = struct.field(pytree_node=False)
@@ -203,7 +203,7 @@ def head_logits(head: MedusaHead, hidden: Float[Array, "batch rows hidden"]) -> 
 
 
 def _store(state: MedusaState, view: SlotView, features: Array, at: Array) -> MedusaState:
-    """Store each row's feature, at index ``at`` [batch] of ``features`` [batch, tokens, hidden], in a new state."""
+    """Return a state with each row's feature at index ``at`` [batch] of ``features`` [batch, tokens, hidden]."""
     newest = jnp.take_along_axis(features, at[:, None, None], axis=1)[:, 0]
     return MedusaState(state.hidden.at[view.slots].set(newest.astype(state.hidden.dtype), mode="drop"))
 
@@ -258,7 +258,7 @@ def medusa_params(config: MedusaConfig) -> dict[str, ParamSpec]:
 
 
 def head_weights(config: MedusaConfig) -> list[Row]:
-    """Return the rows of the weight map, one for each parameter of all heads."""
+    """Return the weight map's rows, each of which maps tensors of a file to one parameter."""
     tensors = {}
     for head in range(config.num_heads):
         for index in range(config.num_layers):

@@ -1,4 +1,4 @@
-"""The public engine: prompts in, completions or chunks out, from any thread or asyncio task."""
+"""The public engine, which completes prompts for any number of threads and asyncio tasks."""
 
 from __future__ import annotations
 
@@ -137,11 +137,11 @@ class Engine:
         Args:
             prompts: one prompt (a string or a list of token ids) or a list of prompts.
             params: one `SamplingParams` for all prompts, or one per prompt.
-            trace: record every round's tree in ``Completion.rounds``.
-            progress: show a progress bar with tokens/s and mean acceptance length.
+            trace: whether to record every round's draft tree in ``Completion.rounds``.
+            progress: whether to show a progress bar with tokens per second and mean acceptance length.
 
         Raises:
-            ValueError: a prompt or a parameter cannot be served; nothing is queued then.
+            ValueError: a prompt or a parameter cannot be served. No prompt is queued in this case.
         """
         asked = self._make_requests(prompts, params, trace=trace)
         requests = [sample for request in asked for sample in request.samples]
@@ -186,7 +186,7 @@ class Engine:
         return make_completion(request)
 
     def abort(self, request: Request) -> None:
-        """End the unfinished completions of a request; their slots and pages are free at once."""
+        """End all unfinished completions of a request, and free their slots and cache pages at once."""
         self._abort(request.samples)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
@@ -217,7 +217,7 @@ class Engine:
             self._abort(request.samples)
 
     def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
-        """Yield the chunks of `stream` asynchronously, in any number of tasks; cancelling a task aborts its request."""
+        """Yield the chunks that `stream` yields, for use in asyncio tasks; cancelling the task aborts the request."""
         (request,) = self._make_requests([prompt], params, trace=False)
         return self._astream(request)
 
@@ -237,7 +237,7 @@ class Engine:
                 await asyncio.shield(asyncio.to_thread(self._abort, request.samples))
 
     async def _astep(self) -> None:
-        """Step the engine in a thread and wait; all tasks of this event loop that wait now share the step."""
+        """Wait for a step in another thread; all tasks of this event loop that wait meanwhile share the step."""
         loop = asyncio.get_running_loop()
         step = self._shared_steps.get(loop)
         if step is None or step.done():
@@ -251,7 +251,7 @@ class Engine:
     # -- the loop, with lock, recovery and log
 
     def step(self) -> None:
-        """Run one step for all requests: dispatch a program and read results of earlier dispatches."""
+        """Run one step for all requests, which starts a program and reads the results of earlier programs."""
         with self._lock:
             self._recovery.resume()
             with self._recovery:
@@ -273,7 +273,7 @@ class Engine:
         return requests
 
     def _queue(self, requests: Sequence[Request]) -> None:
-        """Add requests to the schedule; a request that was aborted already is left out."""
+        """Add requests to the schedule, except requests that were aborted already."""
         queued_at = time.perf_counter()
         with self._lock:
             self._check_open()
@@ -323,7 +323,7 @@ class Engine:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a request."""
+        """The token ids that end a request."""
         return self.input_processor.eos_ids
 
     @property
@@ -332,7 +332,7 @@ class Engine:
 
     @property
     def policy(self) -> Policy:
-        """The policy that chooses the draft depth; it may be replaced while no step is in flight."""
+        """The policy that chooses the draft depth; it may be replaced when all results of steps have been read."""
         return self.core.policy
 
     @policy.setter
@@ -376,7 +376,7 @@ class Engine:
 
 
 def _with_new_output(num_sent: dict[Request, int]) -> list[Request]:
-    """Return the completions that have ended or have more tokens than ``num_sent``, the number sent so far."""
+    """Return the completions that have ended or have unsent tokens; ``num_sent`` counts the tokens sent so far."""
     return [
         sample
         for sample, count in num_sent.items()
@@ -385,7 +385,7 @@ def _with_new_output(num_sent: dict[Request, int]) -> list[Request]:
 
 
 def _next_chunk(sample: Request, num_sent: dict[Request, int]) -> Chunk:
-    """Make a chunk of a completion's unsent tokens and update ``num_sent``, which drops a completion that has ended."""
+    """Make a chunk of a completion's unsent tokens, and update ``num_sent``; ended completions are removed from it."""
     chunk = make_chunk(sample, num_sent[sample])
     num_sent[sample] += len(chunk.token_ids)
     if chunk.finish_reason is not None:

@@ -1,4 +1,4 @@
-"""Builds an engine's loop from models and options."""
+"""Builds the loop of an engine (`EngineCore`) from models and options."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _policy(config: EngineConfig, drafter: Drafter, depths: tuple[int, ...]) -> 
 
 
 def _draft_depths(config: EngineConfig, drafter: Drafter) -> tuple[int, ...]:
-    """Return the draft depths to compile rounds for, ascending; the last one is the depth of the drafter's tree.
+    """Return the draft depths for which to compile rounds, ascending; the last is the depth of the drafter's tree.
 
     Raises:
         ValueError: ``adaptive`` is set without a drafter, or the last of ``draft_depths`` is not the tree's depth.

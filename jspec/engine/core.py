@@ -48,7 +48,7 @@ class EngineCore:
     # -- the loop
 
     def step(self, *, overlap: bool) -> None:
-        """Plan and dispatch one step, then read the results of steps in flight.
+        """Plan and dispatch one step, then read the results of dispatched steps.
 
         Args:
             overlap: whether to leave the result of the newest step unread, so that the host works while it runs.
@@ -79,7 +79,7 @@ class EngineCore:
         return self.runner.dispatch(plan, depth, self.scheduler.running)
 
     def _read_down_to(self, count: int) -> None:
-        """Read the oldest results until ``count`` steps are in flight."""
+        """Read results, the oldest first, until only ``count`` dispatched steps are unread."""
         while len(self.in_flight) > count:
             self.in_flight[0][1].report.block_until_ready()  # an interrupt here loses nothing
             self.is_mid_step = True
@@ -119,7 +119,7 @@ class EngineCore:
         self.drafted_rows.append(report[:, rows])
 
     def _read_row(self, request: Request, step: StepOutput, row: int, *, is_round: bool) -> None:
-        """Process one request's row of a step's result, and end the request if it is finished."""
+        """Process the row of a step's result that belongs to a request; end the request if it is finished."""
         try:
             reason = process_step_output(request, step, row, is_round=is_round)
             follow(request)
@@ -140,7 +140,7 @@ class EngineCore:
         """Queue a request that the scheduler has checked.
 
         Args:
-            queued_at: value of `time.perf_counter` (seconds) when the request's latencies begin.
+            queued_at: value of `time.perf_counter` (seconds) from which the request's latencies are measured.
         """
         request.output.queued_at = queued_at
         self.scheduler.add(request)
@@ -173,7 +173,7 @@ class EngineCore:
             self.finish(request, "error")
 
     def drop_in_flight(self) -> None:
-        """Discard all steps in flight; all rows in the KV pools count as lost."""
+        """Discard all steps whose results were not read, and treat all rows in the KV pools as lost."""
         self.is_mid_step = False
         self.in_flight.clear()
         self.stopwatch.reset()
@@ -191,7 +191,7 @@ class EngineCore:
     # -- statistics
 
     def take_drafted_rows(self) -> list[np.ndarray]:
-        """Return the result rows of requests with drafts that were read since the last call, and forget them."""
+        """Return the contents of ``drafted_rows``, and clear it."""
         rows, self.drafted_rows = self.drafted_rows, []
         return rows
 
@@ -229,13 +229,13 @@ class EngineCore:
     # -- prefix cache
 
     def _cache_prefix(self, request: Request) -> None:
-        """Put those pages of a request whose rows are all committed into the prefix cache."""
+        """Put a request's pages into the prefix cache, except pages with rows that are not committed."""
         has_pending_rows = self.runner.program.drafter.has_pending_rows
         rows = request.state.num_draft_cached_tokens if has_pending_rows else request.rows_committed
         self.scheduler.cache_prefix(request, rows)
 
     def _write_pending_rows(self, request: Request) -> None:
-        """Write the missing draft cache rows of a request that has ended, and put its full pages into the prefix cache.
+        """Write the missing draft cache rows of an ended request, and put its full pages into the prefix cache.
 
         The rows are missing because the next round would have written them.
         """

@@ -74,7 +74,7 @@ class TextDecoder:
 
 
 class IncrementalDetokenizer:
-    """Decodes a stream of token ids; text is emitted as soon as no later id can change it.
+    """Decodes a stream of token ids, and emits text as soon as no later id can change it.
 
     All emitted text together equals ``decode(prompt + ids)`` without the leading ``decode(prompt)``. Each `push`
     decodes only a window of the last tokens, so its cost does not grow with the number of earlier ids.
@@ -106,7 +106,7 @@ class IncrementalDetokenizer:
         return piece
 
     def finish(self) -> str:
-        """Return the rest of the text, even if its last character is incomplete."""
+        """Return the text that `push` has held back, even if its last character is incomplete."""
         text = self._tokenizer.decode(self._window)
         return self._take(text, len(text))
 
@@ -151,7 +151,7 @@ def visible_context(tokenizer: Tokenizer) -> list[int]:
 
 
 def _final_length(text: str) -> int:
-    """Return how many characters no later token can change: all except a replacement character at the end."""
+    """Return the length of a text without a replacement character at its end, which later tokens may change."""
     return len(text) - text.endswith(REPLACEMENT)
 
 

@@ -68,7 +68,7 @@ class Policy(abc.ABC):
 
     @abc.abstractmethod
     def learn(self, result: DispatchResult) -> None:
-        """Update the estimates with the next result, in dispatch order; with overlap it comes one dispatch later."""
+        """Update the estimates with the result of a dispatch; results come in the order of dispatches."""
 
 
 @final
@@ -130,7 +130,7 @@ class Adaptive(Policy):
         return self._rate(bucket, depth, Counter(caps))
 
     def _rate(self, bucket: int, depth: int, rows_by_cap: Counter[int]) -> float:
-        """Return what `rate` returns, given the number of batch rows with each cap."""
+        """Return the expected tokens per second, as `rate`, from the number of batch rows with each cap."""
         if not self._seconds[bucket, depth]:
             return 0.0
         expected = self._acceptance[depth].expected
@@ -138,14 +138,14 @@ class Adaptive(Policy):
         return tokens / median(self._seconds[bucket, depth])
 
     def _useful(self, cap: int) -> tuple[int, ...]:
-        """Return the draft depths up to the first one that reaches ``cap``; deeper drafts cannot help."""
+        """Return the draft depths up to the first one that is at least ``cap``, because deeper drafts cannot help."""
         return self._depths[: bisect_left(self._depths, cap) + 1]
 
     def _is_untimed(self, bucket: int, depth: int) -> bool:
         return len(self._seconds[bucket, depth]) < MIN_SAMPLES and self._tries[bucket, depth] < MAX_TRIES
 
     def _best_or_stalest(self, bucket: int, depths: Sequence[int], caps: Sequence[int]) -> int:
-        """Return the least recently run depth if the saved time allows a probe, else the depth of highest rate."""
+        """Return the depth of highest rate, or the least recently run depth if the saved time allows a probe."""
         rows_by_cap = Counter(caps)
         best = max(reversed(depths), key=lambda depth: self._rate(bucket, depth, rows_by_cap))
         others = [depth for depth in depths if depth != best and self._seconds[bucket, depth]]
@@ -244,7 +244,7 @@ class Stopwatch:
             self._idle += self._clock() - max(self._left_at, self._start_times[0])
 
     def reset(self) -> None:
-        """Forget all dispatches in flight."""
+        """Forget all dispatches that have started and not stopped."""
         self._start_times.clear()
         self._idle = 0.0
 

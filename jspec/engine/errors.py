@@ -44,7 +44,7 @@ class Recovery:
         return not is_interrupt
 
     def resume(self) -> None:
-        """Complete the recovery that was interrupted, if any was."""
+        """Complete the last recovery if it was interrupted."""
         if self.lost is not None:
             self._recover(self.lost)
 
@@ -69,7 +69,7 @@ class Recovery:
 
 
 def error_of_requests(error: BaseException) -> Exception:
-    """Return the error with which requests end; an interrupt, which only one caller shall see, is replaced."""
+    """Return the error with which requests end; an interrupt is replaced, because only one caller shall see it."""
     return error if isinstance(error, Exception) else caused_by(error, "a step was interrupted and is lost; ask again")
 
 

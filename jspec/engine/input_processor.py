@@ -128,7 +128,7 @@ class InputProcessor:
         return GrammarInput(self.tokenizer, self.vocab_size, self.config.grammar_cells)
 
     def _check_output(self, params: SamplingParams) -> None:
-        """Check processor arguments, stop strings and numbers of log-probabilities against the engine's options."""
+        """Check that the engine supports the given processor arguments, stop strings and log-probabilities."""
         args = self.config.processor_args
         if params.processor_args and len(params.processor_args) != args:
             raise ValueError(

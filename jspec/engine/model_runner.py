@@ -1,4 +1,4 @@
-"""Runs the compiled programs on the device, and holds weights, KV pools and slot state.
+"""Runs the compiled programs on the device, and stores weights, KV pools and slot state.
 
 This is the only file of `jspec.engine` that imports jax. It also packs requests into the arrays that programs read.
 """
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @final
 class ModelRunner:
-    """Plans the device memory, compiles all programs, then dispatches the scheduler's plans.
+    """Plans the device memory, compiles all programs, and dispatches the scheduler's plans.
 
     Args:
         depths: draft depths for which rounds are compiled, ascending.
@@ -103,7 +103,7 @@ class ModelRunner:
         return bool(request.params.controls_used) or self.program.processor is not None
 
     def _admit_controls(self, request: Request, running: Collection[Request]) -> None:
-        """Load a request's logit edits into its slot, and its grammar into a device table if it is in none."""
+        """Load a request's logit edits into its slot, and its grammar into a device table if it is not in one."""
         table = 0
         if request.grammar is not None:
             in_use = {other.grammar for other in running if other.grammar is not None}
@@ -185,7 +185,7 @@ class ModelRunner:
             )
 
     def clear(self) -> None:
-        """Mark the device's grammar tables as empty, after the contents of the state were lost."""
+        """Mark all grammar tables as empty, because the device's state was lost."""
         self._tables.clear()
 
     def reset_state(self, error: BaseException) -> None:
@@ -236,7 +236,7 @@ def select_executable(programs: Executables, plan: Plan, depth: int) -> Step:
 
 
 def _select_prefill(programs: Executables, plan: PrefillPlan) -> Step:
-    """Select a prefill; it masks the first token if the chunk samples this token and the host masks its grammar."""
+    """Select the prefill program, with a token mask if the chunk samples a token whose mask the host computes."""
     (logprobs, prompt_logprobs), matcher = prefill_outputs(plan.request), plan.request.matcher
     is_masked = plan.emits and matcher is not None
     key = ExecutableKey("prefill", plan.bucket, logprobs=logprobs, prompt_logprobs=prompt_logprobs, masked=is_masked)
@@ -247,7 +247,7 @@ def _select_prefill(programs: Executables, plan: PrefillPlan) -> Step:
 
 
 def _select_round(programs: Executables, plan: RoundPlan, depth: int) -> Step:
-    """Select a round: two programs if the host masks the grammar of any request of the plan, else one program."""
+    """Select the programs of a round: two if the host computes the token masks of any request, else one."""
     logprobs = any(request.params.logprobs is not None for request in plan.requests)
     if wants_newest(plan.requests):
         draft, verify = ExecutableKey.split(plan.bucket, depth, logprobs=logprobs)
@@ -263,7 +263,7 @@ def wants_newest(requests: Sequence[Request]) -> bool:
 
 
 def prefill_outputs(request: Request) -> tuple[bool, bool]:
-    """Return whether a request's prefill returns log-probabilities, and whether it returns those of prompt tokens."""
+    """Return two bools: whether a request's prefill returns log-probabilities, and whether also of prompt tokens."""
     return request.scores_prompt or request.params.logprobs is not None, request.scores_prompt
 
 

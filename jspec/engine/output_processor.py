@@ -14,7 +14,7 @@ from jspec.engine.request import Chunk, Completion, Request, Round, TokenLogprob
 
 
 def process_step_output(request: Request, step: StepOutput, row: int, *, is_round: bool) -> str | None:
-    """Add one row of a step's result to its request's output, up to the token that completes a stop string.
+    """Add a row of a step's result to the output of its request, up to the token that completes a stop string.
 
     Args:
         step: result of the step for all rows, as numpy arrays.
@@ -114,7 +114,7 @@ def _round(trace: Trace, index: int, row: int, accept_len: int, emitted: list[in
 
 
 def make_chunk(request: Request, start: int) -> Chunk:
-    """Make a chunk of a request's output from output token ``start`` on.
+    """Make a chunk of a request's output that begins at output token ``start``.
 
     Another thread may step the engine meanwhile: a step appends a token's text last, after its other values.
     """
@@ -135,7 +135,7 @@ def make_chunk(request: Request, start: int) -> Chunk:
 
 
 def make_completion(request: Request) -> Completion:
-    """Make the completion of a request that has ended; further completions of its prompt become ``others``."""
+    """Make the completion of an ended request; the other completions of its prompt become its ``others``."""
     first, *others = (_completion(sample) for sample in request.samples)
     return replace(first, others=tuple(others))
 

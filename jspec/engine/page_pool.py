@@ -18,7 +18,7 @@ Digest = bytes
 
 
 def page_digests(tokens: Sequence[int], page_size: int, before: Digest = b"") -> list[Digest]:
-    """Compute a digest for each full page of a token sequence, from the tokens of this page and all pages before.
+    """Compute a digest of each full page of a token sequence, from the tokens of the page and of all pages before.
 
     Args:
         page_size: tokens per page.
@@ -118,7 +118,7 @@ class PagePool:
         return True
 
     def shrink(self, owner: int, rows: int) -> None:
-        """Give back the owner's pages that its first ``rows`` cache rows do not need."""
+        """Give back the pages at the end of an owner's pages that its first ``rows`` cache rows do not need."""
         owned = self._owned[owner]
         while len(owned) > self.needed(rows):
             self._give_back(owned.pop())

@@ -47,7 +47,7 @@ class Latencies:
     request: Histogram = field(default_factory=lambda: Histogram(REQUEST))
 
     def observe(self, metrics: Metrics) -> None:
-        """Add the latencies of one request."""
+        """Add the latencies of one request to the histograms."""
         self.first_token.observe(metrics.time_to_first_token)
         self.request.observe(metrics.time_to_first_token + metrics.decode_seconds)
         if metrics.num_tokens > 1:
@@ -96,7 +96,7 @@ class _Text:
 
 
 def exposition(metrics: Metrics, latencies: Latencies, gauges: Gauges, model_name: str) -> str:
-    """Format all metric families with their help and type as one Prometheus text."""
+    """Format all metrics as a Prometheus text, with the help and the type of each metric."""
     escaped = model_name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     text = _Text(f'model_name="{escaped}"')
     _add_gauges(text, gauges)

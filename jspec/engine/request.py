@@ -79,7 +79,7 @@ class Round:
 
 @dataclass(eq=False)
 class RequestState:
-    """The state of a request in the schedule, which the scheduler and the loop change.
+    """The schedule state of a request, which the scheduler and the loop change.
 
     Attributes:
         slot: slot in the device's state; None while the request waits.
@@ -246,7 +246,7 @@ class Request:
 
     @property
     def rows_committed(self) -> int:
-        """The number of committed rows in the target's cache: one for each token read so far except the newest."""
+        """The number of committed rows in the target's cache, one for each token read so far except the newest."""
         return len(self.prompt_token_ids) + max(len(self.token_ids) - 1, 0)
 
     def tokens_between(self, start: int, stop: int) -> tuple[int, ...]:
@@ -280,7 +280,7 @@ class Chunk:
 
 @dataclass(frozen=True, repr=False)
 class Completion:
-    """A finished output for one prompt.
+    """The finished output of one request.
 
     Attributes:
         text: text of the output, without prompt, end tokens and stop string; None without a tokenizer.

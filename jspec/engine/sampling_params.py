@@ -116,7 +116,7 @@ class SamplingParams:
 
     @property
     def grammar_field(self) -> str | None:
-        """The name of the field that is set among "regex", "json_schema" and "grammar"; None if none is set."""
+        """The name of the grammar field that is set ("regex", "json_schema" or "grammar"); None if none is set."""
         return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
 
     @classmethod
@@ -132,7 +132,7 @@ class SamplingParams:
 
     @cached_property
     def controls_used(self) -> tuple[str, ...]:
-        """The names of the fields that edit logits and differ from their default (`jspec.sampling.penalties`)."""
+        """The names of the set fields that need logits to be edited before sampling (`jspec.sampling.penalties`)."""
         is_set = dict(
             repetition_penalty=self.repetition_penalty != 1,
             presence_penalty=self.presence_penalty != 0,
@@ -156,7 +156,7 @@ def sample_seed(seed: int, index: int) -> int:
 
 
 def _normalised(params: SamplingParams) -> dict[str, Any]:
-    """Return the fields whose values are stored in another form: sequences as tuples, a schema as text."""
+    """Return the fields to store in another form than given, such as sequences as tuples and a schema as text."""
     values: dict[str, Any] = {}
     for name in ("stop_token_ids", "allowed_token_ids"):
         if isinstance(getattr(params, name), (list, set, frozenset, np.ndarray)):

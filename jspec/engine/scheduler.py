@@ -154,7 +154,7 @@ class Scheduler:
         return self._plan_prefill(request)
 
     def on_output_read(self, plan: Plan) -> None:
-        """Update how many steps and rounds of a plan's requests are in flight, after the plan's result was read."""
+        """Reduce the in-flight counts of a plan's requests after the plan's result was read."""
         for request in plan.requests:
             request.state.steps_in_flight -= 1
             if isinstance(plan, RoundPlan):
@@ -178,7 +178,7 @@ class Scheduler:
             self.waiting.remove(request)
 
     def cache_prefix(self, request: Request, rows: int) -> None:
-        """Put a running request's full pages among its first ``rows`` cache rows into the prefix cache.
+        """Put the full pages of a running request's first ``rows`` cache rows into the prefix cache.
 
         These rows must be committed in the target's and the draft's pool, or a dispatched step must commit them. The
         device runs steps in order, so later steps may read the rows.
@@ -235,7 +235,7 @@ class Scheduler:
         return self.pages.match(request.state.page_digests[:count])
 
     def _extend_digests(self, request: Request, count: int) -> None:
-        """Compute the digests of a request's first ``count`` pages, as far as they are missing."""
+        """Compute the missing ones of the digests of a request's first ``count`` pages."""
         digests, size = request.state.page_digests, self.pages.page_size
         tokens = request.tokens_between(len(digests) * size, count * size)
         digests += page_digests(tokens, size, digests[-1] if digests else b"")
@@ -279,7 +279,7 @@ class Scheduler:
         )
 
     def _plan_round(self) -> RoundPlan | None:
-        """Plan rounds for all requests that may emit and for which pages suffice; None if there are none."""
+        """Plan rounds for all requests that may emit tokens and get enough pages; None if no request does."""
         ready: list[Request] = []
         for request in list(self.running):
             state = request.state
@@ -305,7 +305,7 @@ class Scheduler:
         return [(state.slot, column, pages[column]) for column in range(first, len(pages))]
 
     def _reserve_or_preempt(self, request: Request) -> bool:
-        """Reserve pages for a request's next rounds, if necessary by preempting later requests; False if impossible."""
+        """Reserve pages for a request's next rounds, if needed by preempting later requests; False if impossible."""
         if self.pages.grow(request.id, self._rows_to_reserve(request)):
             return True
         self._reclaim_unused()
@@ -360,7 +360,7 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class _FailedAdmission:
-    """An admission that failed for lack of pages; it is remembered because another try would cost time.
+    """A record of an admission that failed for lack of pages, kept because another try would cost time.
 
     Attributes:
         request: the request that was not admitted.

@@ -1,4 +1,4 @@
-"""Search for stop strings, which are texts that end a request. Runs on the host."""
+"""Finds stop strings (texts that end a request) in the output. Runs on the host."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class StopStringMatcher:
 
 
 def _borders(stop: str) -> list[int]:
-    """Return, for each n, the length of the longest proper prefix of ``stop[:n]`` that is also its suffix."""
+    """Return for each n the length of the longest proper prefix of ``stop[:n]`` that is also a suffix of it."""
     borders, size = [0, 0], 0
     for character in stop[1:]:
         while size and stop[size] != character:

@@ -1,4 +1,4 @@
-"""Tokenizers that convert between text and token ids: one of bytes, and those of Hugging Face."""
+"""Tokenizers that convert between text and token ids: one for bytes, and one for files of Hugging Face."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 
 
 class Tokenizer(Protocol):
-    """The tokenizer methods that the engine calls.
+    """The interface of a tokenizer, with the methods that the engine calls.
 
     Attributes:
         vocab_size: number of ids, added tokens included.
@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A tokenizer of one token per byte, ids 0 to 255. Larger ids and invalid UTF-8 become replacement characters."""
+    """A tokenizer with one token per byte. Ids above 255 and invalid UTF-8 are decoded to replacement characters."""
 
     vocab_size = 256
     hidden_ids: frozenset[int] = frozenset()

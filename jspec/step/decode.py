@@ -61,7 +61,7 @@ def spec_step(
 
 
 def output_of_one(results: Sequence[Any]) -> StepOutput:
-    """Make a step's output from the results of its only round, which are those of `verify_and_commit` without state."""
+    """Make the output of a step with one round from the results of `verify_and_commit` except the state."""
     return _output_of([jax.tree.map(lambda x: x[None], result) for result in results])
 
 
@@ -74,7 +74,7 @@ def _output_of(results: Sequence[Any]) -> StepOutput:
 def spec_round(
     program: Program, params: Params, state: SlotState, slots: Int[Array, "batch"]
 ) -> tuple[SlotState, Int[Array, "batch columns"], Trace | None, LogProbs | None]:
-    """Run one round: the four stages in order, then report, trace and log-probabilities.
+    """Run the four stages of one round, and return its results.
 
     Returns:
         The new state, the packed report, the trace and the log-probabilities. The last two are None if the program does
@@ -88,7 +88,7 @@ def spec_round(
 def verify_and_commit(
     program: Program, params: Params, state: SlotState, view: SlotView, draft: Draft
 ) -> tuple[SlotState, Int[Array, "batch columns"], Trace | None, LogProbs | None]:
-    """Run the stages of a round after the draft stage: verify, accept and commit, then the report.
+    """Run the stages of a round after the draft stage (verify, accept and commit), and return its results.
 
     Args:
         state: the state after the draft stage.
@@ -110,7 +110,7 @@ def verify_and_commit(
 
 
 def draft_stage(program: Program, params: Params, state: SlotState, view: SlotView) -> tuple[Draft, Any]:
-    """Draft a tree, and mark nodes deeper than the request's largest number of draft tokens as invalid.
+    """Draft a tree, and mark nodes as invalid if they are deeper than their request allows.
 
     If the tree has depth 0, the drafter only writes its pending rows.
     """

@@ -33,16 +33,16 @@ class ExecutableKey:
 
     @classmethod
     def round(cls, rows: int, depth: int, *, logprobs: bool = False, traced: bool = False) -> ExecutableKey:
-        """Make the key of a step in one program; with log-probabilities the step also returns its drafts."""
+        """Make the key of a decode step in one program. A step with log-probabilities also returns its drafts."""
         return cls("round", rows, depth, logprobs=logprobs, traced=traced or logprobs)
 
     @classmethod
     def split(cls, rows: int, depth: int, *, logprobs: bool = False) -> tuple[ExecutableKey, ExecutableKey]:
-        """Make the keys of the draft step and the verify step; the verify step always returns its drafts."""
+        """Make the keys of a decode step in two programs, draft and verify; "verify" always returns the drafts."""
         return cls("draft", rows, depth), cls("verify", rows, depth, logprobs=logprobs, traced=True, masked=True)
 
     def name(self, full_depth: int) -> str:
-        """Return the executable's name in logs, `Engine.compile_seconds` and `Engine.lower_seconds`.
+        """Return the executable's name for logs, `Engine.compile_seconds` and `Engine.lower_seconds`.
 
         Args:
             full_depth: depth of the drafter's whole tree.

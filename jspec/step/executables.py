@@ -75,8 +75,8 @@ class Executables:
     Attributes:
         compiled: the executables by key.
         page_updates: number of page table entries that one call of "update_page_table" writes.
-        seconds: time to compile each executable in seconds, by its name.
-        lower_seconds: time to trace and lower each executable in seconds, by its name.
+        seconds: compilation time of each executable in seconds, by name.
+        lower_seconds: time in seconds for tracing and lowering each executable, by name.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Executables:
         return [ExecutableKey("prefill", tokens, **fields) for tokens in self._config.prefill_buckets]
 
     def _buckets(self) -> Iterator[tuple[int, int]]:
-        """Yield (number of batch rows, draft depth) of every decode step; for each number the deepest comes first."""
+        """Yield (number of batch rows, draft depth) of every decode step, with descending depth for each number."""
         assert self._config.buckets is not None
         return product(self._config.buckets, reversed(self._depths))
 

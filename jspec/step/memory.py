@@ -54,14 +54,14 @@ def tree_bytes(tree: object) -> int:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The device memory of an engine in bytes, by use.
+    """The device memory that an engine uses for each purpose, in bytes.
 
     Attributes:
         target_weights: the target's weights, including those that the drafter shares.
         draft_weights: the drafter's own weights.
         target_pool: the target's keys and values, for ``pages`` pages.
         draft_pool: the drafter's keys and values, for ``pages`` pages.
-        features: the drafter's other state: features of pending tokens, features stored for each page, token histories.
+        features: the drafter's other state, such as features of pending tokens and of pages, and token histories.
         slots: page table, controls and grammar tables, and the token history if the state has one.
         workspace: temporary memory of the largest program while it runs: logits, noise, activations.
         other: other arrays of this process on the device.
@@ -186,7 +186,7 @@ class MemoryPlanner:
         return self.config.pages is None and self.device.is_reported
 
     def suggest_smaller(self, pool: PoolShape, limit: int, *, is_started: bool = True) -> str:
-        """Name settings to lower, and their largest values; each alone brings the plan's total within the limit.
+        """Name settings to lower and their largest values; each one alone makes the plan fit into the limit.
 
         Args:
             limit: number of bytes that the plan may use.
@@ -243,7 +243,7 @@ def fit(planner: MemoryPlanner, pool: PoolShape) -> tuple[PoolShape, MemoryPlan]
 
 
 def measured(planner: MemoryPlanner, pool: PoolShape, programs: Iterable[Any]) -> MemoryPlan:
-    """Make a plan whose workspace is measured, as the largest temporary memory of any compiled program.
+    """Make a plan with a measured workspace, which is the largest temporary memory of any compiled program.
 
     Args:
         programs: the compiled programs.
@@ -268,7 +268,7 @@ def measured(planner: MemoryPlanner, pool: PoolShape, programs: Iterable[Any]) -
 
 @contextmanager
 def explain_oom(planner: MemoryPlanner, pool: PoolShape) -> Iterator[None]:
-    """Turn an out-of-memory error inside this context into one that names settings to lower and their largest values.
+    """Replace an out-of-memory error in this context by one that names settings to lower and their largest values.
 
     Raises:
         ValueError: device memory ran out although the plan fits; the device's error is the cause.

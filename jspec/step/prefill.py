@@ -87,7 +87,7 @@ def prefill_step(
 
 @jax.named_scope("admit")
 def _admit(state: SlotState, chunk: PrefillInput) -> SlotState:
-    """Write a request's length, pages and sampling parameters into its slot, in every chunk again."""
+    """Write a request's length, pages and sampling parameters into its slot; every chunk repeats this."""
     row: Sampling = jax.tree.map(lambda x: x[0], chunk.sampling())
     used = state.controls
     return replace(
@@ -104,7 +104,7 @@ def _admit(state: SlotState, chunk: PrefillInput) -> SlotState:
 def _first_token(
     program: Program, state: SlotState, chunk: PrefillInput, view: SlotView, out: TargetOut
 ) -> tuple[SlotState, StepOutput]:
-    """Sample the token after the chunk, unless ``chunk.root`` gives it; the last chunk makes it the root."""
+    """Sample the token after the chunk, or take it from ``chunk.root``; after the last chunk it becomes the root."""
     length = chunk.start + chunk.count
     newest = chunk.tokens[chunk.count - 1]
     of_newest = replace(view, root=newest[None], lengths=length[None] - 1)

@@ -1,4 +1,4 @@
-"""What a compiled step depends on: its static settings, the weights, and the slot state that it reads and writes.
+"""The settings and weights of a compiled step, and the slot state that the step reads and writes.
 
 A slot has these rows in the KV caches during a step (N: number of nodes of the draft, including the root):
 
@@ -126,7 +126,7 @@ def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> S
 
 
 def token_history(state: SlotState, page_table: Int[Array, "batch pages"]) -> Int[Array, "batch positions"]:
-    """Gather the token of every cache row, by position, for each row of a page table."""
+    """Gather the tokens of all cache rows by position, for each row of a page table."""
     assert state.token_history is not None
     return state.token_history[page_table].reshape(page_table.shape[0], -1)
 

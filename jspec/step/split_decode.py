@@ -84,7 +84,7 @@ def split_step(draft: Any, verify: Any, mask_functions: Sequence[DraftMasks | No
 
 
 def masked_prefill(prefill: Any, first_mask: Callable[[], np.ndarray]) -> Step:
-    """Make a function that is called like a prefill without masks and passes a mask to the compiled prefill.
+    """Make a function that passes a mask to a compiled prefill, and is called like a prefill without masks.
 
     Args:
         prefill: the compiled `jspec.step.prefill.prefill_step` with masks.
@@ -94,5 +94,5 @@ def masked_prefill(prefill: Any, first_mask: Callable[[], np.ndarray]) -> Step:
 
 
 def mask_shape(rows: int, nodes: int, vocab_size: int) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype of the masks of a batch, for every draft node of every row."""
+    """Return shape and dtype of a batch's token masks, with one mask for each node of each row."""
     return jax.ShapeDtypeStruct((rows, nodes, words_of(vocab_size)), jnp.uint32)
