@@ -163,7 +163,7 @@ class EagleDrafter(Drafter):
         is_row = view.active[:, None] & (steps < verdict.counts[:, None])
         slots = active_slots(view, state.count.shape[0])
         old = {"features": state.features, "tokens": state.tokens, "count": state.count}
-        new = {"features": accepted, "tokens": verdict.tokens, "count": verdict.counts}  # shorter if the tree is cut
+        new = {"features": accepted, "tokens": verdict.tokens, "count": verdict.counts}  # fewer columns if the tree is cut
         return replace(
             state,
             **scatter_rows(old, slots, new, implementation=view.implementation),
@@ -315,7 +315,7 @@ def _keep_page_ends(
     valid: Bool[Array, "batch rows"],
     features: Float[Array, "batch rows hidden"],
 ) -> Float[Array, "pages hidden"] | None:
-    """Return ``page_end_features`` with the features of those valid rows that are the last row of their page."""
+    """Return ``page_end_features`` with the features of new rows; only valid rows at the end of a page count."""
     if state.page_end_features is None:
         return None
     shape = (state.page_end_features.shape[0], state.cache.k[0].shape[2])

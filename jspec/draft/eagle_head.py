@@ -73,7 +73,7 @@ class EagleHead:
     input_norm: Float[Array, "features"] | None = None  # norm of the concatenated target states before fc
     norm: Float[Array, "hidden"] | None = None  # norm before the output head; None in EAGLE-1
     head: Weight | None = None  # output head [draft_vocab, hidden]; None: the target's, until `EagleDrafter.bind`
-    draft_to_target: Int[Array, "draft_vocab"] | None = None  # target id of each draft id; None: the same ids
+    draft_to_target: Int[Array, "draft_vocab"] | None = None  # target id of each draft id; None: ids are equal
     precomputed: PrecomputedFirstLayer | None = None  # set by `bind` for EAGLE-3 heads with a reduced vocabulary
     config: HeadConfig = struct.field(pytree_node=False, kw_only=True)
 

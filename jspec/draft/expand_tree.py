@@ -78,7 +78,7 @@ Feed = Callable[[Any, Level], tuple[PartialSums, Any]]
 class Vocabulary:
     """The vocabulary of a drafter, with its map to the target's vocabulary."""
 
-    to_target: Int[Array, "draft_vocab"] | None  # target id of each draft id; None: the same ids
+    to_target: Int[Array, "draft_vocab"] | None  # target id of each draft id; None: ids are equal
     target_size: int  # size of the target's vocabulary
 
     def lift(self, ids: Int[Array, "..."]) -> Int[Array, "..."]:
@@ -207,7 +207,7 @@ def _select(tree: Tree, view: SlotView, vocabulary: Vocabulary, candidates: _Can
 
     zero = jnp.zeros_like(view.root)
     is_parent = take(candidates.parents)[:, :, None] == chosen[:, None]
-    node = jnp.sum(jnp.where(is_parent, jnp.arange(1, tree.nodes), 0), axis=-1, dtype=jnp.int32)  # no match: the root
+    node = jnp.sum(jnp.where(is_parent, jnp.arange(1, tree.nodes), 0), axis=-1, dtype=jnp.int32)  # 0, the root, if no candidate is the parent
     draft = Draft(
         tokens=with_root(view.root, vocabulary.lift(take(candidates.ids))),
         parents=with_root(zero - 1, node),

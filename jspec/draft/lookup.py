@@ -323,7 +323,7 @@ def tree_from_trie(view: SlotView, trie: Trie, tree: Tree) -> Draft:
     def pick(field: Array, places: Array) -> Array:
         return jnp.take_along_axis(field.reshape(rows, -1), places, axis=1)
 
-    above = jnp.maximum(entry - matches, 0)  # the same match, one level up
+    above = jnp.maximum(entry - matches, 0)  # entry of this match one level higher
     parent = above // matches * matches + pick(trie.leader, above)
     parents = 1 + jnp.argmax(parent[:, :, None] == entry[:, None], axis=2).astype(jnp.int32)
     parents = jnp.where(entry < matches, 0, parents)
@@ -344,7 +344,7 @@ def tree_from_trie(view: SlotView, trie: Trie, tree: Tree) -> Draft:
 
 
 def _static_priority(trie: Trie, tree: Tree) -> Int[Array, "batch depth matches"]:
-    """Return each trie node's priority for a static tree: larger for earlier tree nodes, -1 outside the tree."""
+    """Return each trie node's priority for a static tree, larger for earlier tree nodes and -1 outside the tree."""
     assert tree.paths is not None
     priority = []
     for depth in range(1, tree.depth + 1):

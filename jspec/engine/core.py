@@ -109,7 +109,7 @@ class EngineCore:
         report = np.asarray(output.report)
         fields, is_plain = StepResult.read(report), output.trace is None and output.logprobs is None
         self._update_policy(plan, fields, seconds if is_plain else None)
-        # A request of another row had ended, but its end was read after this step was dispatched.
+        # Other rows belong to requests that ended before this step; the host read this after the dispatch.
         live = [(row, request) for row, request in enumerate(plan.requests) if request.finish_reason is None]
         for row, request in live:
             self._read_row(request, output, row, is_round=True)

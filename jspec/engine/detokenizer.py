@@ -151,7 +151,7 @@ def visible_context(tokenizer: Tokenizer) -> list[int]:
 
 
 def _final_length(text: str) -> int:
-    """Return the length of a text without a replacement character at its end, which later tokens may change."""
+    """Count the characters that no later token can change, which are all but a replacement character at the end."""
     return len(text) - text.endswith(REPLACEMENT)
 
 
