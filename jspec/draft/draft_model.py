@@ -163,7 +163,7 @@ def _run_root(
     window: int | None,
     with_logits: bool = True,
 ) -> tuple[TargetOut, KVCache]:
-    """Run the model on the root, and also on the last committed token if its row is missing.
+    """Run the model on the root, and also on the last committed token if the cache has no row for it.
 
     Args:
         params: weights of the draft model.

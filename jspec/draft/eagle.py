@@ -163,7 +163,7 @@ class EagleDrafter(Drafter):
         is_row = view.active[:, None] & (steps < verdict.counts[:, None])
         slots = active_slots(view, state.count.shape[0])
         old = {"features": state.features, "tokens": state.tokens, "count": state.count}
-        new = {"features": accepted, "tokens": verdict.tokens, "count": verdict.counts}  # fewer columns if the tree is cut
+        new = {"features": accepted, "tokens": verdict.tokens, "count": verdict.counts}  # shorter in a cut tree
         return replace(
             state,
             **scatter_rows(old, slots, new, implementation=view.implementation),

@@ -207,7 +207,7 @@ def _select(tree: Tree, view: SlotView, vocabulary: Vocabulary, candidates: _Can
 
     zero = jnp.zeros_like(view.root)
     is_parent = take(candidates.parents)[:, :, None] == chosen[:, None]
-    node = jnp.sum(jnp.where(is_parent, jnp.arange(1, tree.nodes), 0), axis=-1, dtype=jnp.int32)  # 0, the root, if no candidate is the parent
+    node = jnp.sum(jnp.where(is_parent, jnp.arange(1, tree.nodes), 0), axis=-1, dtype=jnp.int32)  # no match: the root
     draft = Draft(
         tokens=with_root(view.root, vocabulary.lift(take(candidates.ids))),
         parents=with_root(zero - 1, node),

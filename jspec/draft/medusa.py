@@ -92,7 +92,7 @@ class MedusaHeads:
 
 @struct.dataclass
 class MedusaState:
-    """The state of the Medusa drafter."""
+    """The state of the Medusa drafter, which has one hidden state of the target for each slot."""
 
     hidden: Float[Array, "slots hidden"]  # target's state after the final norm, one position before the slot's root
 

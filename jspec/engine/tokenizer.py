@@ -19,8 +19,8 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: number of ids, added tokens included.
         hidden_ids: ids that `decode` leaves out (special tokens).
-        byte_ids: ids of single bytes that are decoded in runs: a run becomes text if all of it is UTF-8, else one
-            replacement character per byte. Empty if bytes are decoded one by one.
+        byte_ids: ids of single bytes that are decoded in runs. A run becomes text if all of it is UTF-8, else one
+            replacement character per byte. Empty if the tokenizer decodes bytes one by one.
     """
 
     vocab_size: int
