@@ -1,1 +1,1 @@
-"""Drafters, one a file; base.py is the interface."""
+"""Draft methods, one per file; base.py defines their interface."""

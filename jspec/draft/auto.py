@@ -27,7 +27,7 @@ from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.models.load import Format, FormatOf
 
-LENGTH = 4  # draft tokens of the default chain
+LENGTH = 4  # number of draft tokens of the default chain
 
 
 def load_checkpoint(
@@ -39,10 +39,10 @@ def load_checkpoint(
     quantize: str | None = None,
     placement: Placement | None = None,
 ) -> Checkpoint:
-    """Loads a target, a draft model or a draft head.
+    """Load a target, a draft model or a draft head.
 
     Args:
-        path: existing folder, else hub id ("owner/name").
+        path: an existing folder, or else a hub id ("owner/name").
         overrides: config values that replace those of the checkpoint.
         kind: required kind of checkpoint, "target", "eagle3", "eagle" (EAGLE-1 and 2) or "medusa"; None: any.
         dtype, quantize, placement: arguments of `jspec.models.load.load`.
@@ -62,11 +62,11 @@ def load_checkpoint(
 def load_drafter(
     path: str | Path, tree: Tree | None = None, *, dtype: str | None = None, length: int = LENGTH
 ) -> Drafter:
-    """Loads a draft head or a draft model as a drafter.
+    """Load a draft head or a draft model as a drafter.
 
     Args:
-        path: existing folder, else hub id ("owner/name").
-        tree: draft tree; None: a chain of `length` tokens, or one token per Medusa head if there are fewer heads.
+        path: an existing folder, or else a hub id ("owner/name").
+        tree: draft tree; None: a chain of `length` tokens, or of as many tokens as there are Medusa heads if fewer.
         dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
         length: number of draft tokens of the default chain.
     """
@@ -84,26 +84,30 @@ def load_drafter(
 
 
 def plan(folder: str | Path, overrides: Overrides | None = None) -> Plan:
-    """The plan for reading a Hugging Face folder: kind, config and weight map; errors as `convert.plan.plan_folder`.
+    """Plan how to read a Hugging Face folder: its kind, config and weight map.
+
+    The errors are those of `convert.plan.plan_folder`.
 
     Args:
-        folder: folder with config.json and weights, of any kind.
+        folder: folder of any kind of checkpoint, with config.json and weights.
         overrides: config values that replace those of the folder.
     """
     return load.read_plan(folder, _formats(overrides))
 
 
 def read_header(path: str | Path) -> Header:
-    """Reads the kind, config and parameter shapes of a checkpoint, but no weights; errors as `load_checkpoint`.
+    """Read the kind, config and parameter shapes of a checkpoint, without its weights.
+
+    The errors are those of `load_checkpoint`.
 
     Args:
-        path: existing folder, else hub id ("owner/name").
+        path: an existing folder, or else a hub id ("owner/name").
     """
     return load.read_header(path, _formats(None))
 
 
 def read_draft_to_target(found: Header) -> Int[np.ndarray, "draft_vocab"]:
-    """Reads the target id of each draft id from an EAGLE-3 head, and no other parameter.
+    """Read from an EAGLE-3 head only the target id of each draft id.
 
     Args:
         found: header of the head's folder.
@@ -117,7 +121,7 @@ def read_draft_to_target(found: Header) -> Int[np.ndarray, "draft_vocab"]:
 
 
 def _formats(overrides: Overrides | None) -> FormatOf:
-    """The function from a kind of checkpoint to its format, with config values replaced by ``overrides``."""
+    """Return a function that maps a kind of checkpoint to its format; ``overrides`` replace config values."""
     given = overrides or Overrides()
     formats: dict[str, FormatOf] = {
         "target": partial(load.target_format, rope_theta=given.rope_theta),
@@ -129,7 +133,7 @@ def _formats(overrides: Overrides | None) -> FormatOf:
 
 
 def _checked(kind: str, form: Format, overrides: Overrides) -> Format:
-    """A format as given, which also raises ValueError for overrides that do not apply to checkpoints of the kind."""
+    """Return a copy of a format that also raises ValueError if ``overrides`` do not apply to the kind."""
 
     def from_hf(fields: Mapping[str, Any], source: Source) -> tuple[Any, list[Row]]:
         overrides.check(kind)

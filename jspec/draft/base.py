@@ -1,8 +1,8 @@
-"""The drafter interface: a draft method is an object with its own options and device functions.
+"""The interface of drafters: a drafter is an object with options and with functions that run on the device.
 
 `Drafter.bind` returns the drafter's weights. The device functions get the weights as ``params`` and must not close over
-arrays: weights are arguments of the compiled program, never constants in it.
-Randomness comes from `jspec.sampling`; a drafter has no random key of its own.
+arrays, because weights are arguments of the compiled program and not constants in it.
+Random numbers come from `jspec.sampling`; a drafter has no random key of its own.
 """
 
 from __future__ import annotations
@@ -30,32 +30,36 @@ CHECK_HEAD = "run: jspec info --check HEAD TARGET"
 
 
 class Drafter(abc.ABC):
-    """Base class of draft methods: proposes a tree of tokens after the root in every step.
+    """Base class of drafters, which propose a tree of tokens after the root (a row's newest token) in every round.
 
-    Contract of the `Draft` that `draft` returns: node 0 is the root, ``parents[i] < i``, siblings have distinct tokens,
-    the ancestors of a valid node are valid, and ``probs`` are the probabilities from which the tokens were drawn, or
-    None if the tokens were not drawn. Any draft that keeps the contract leaves the output's distribution unchanged.
+    The `Draft` that `draft` returns must keep a contract: node 0 is the root, ``parents[i] < i``, siblings have
+    distinct tokens, and the ancestors of a valid node are valid. ``probs`` are the probabilities from which the tokens
+    were drawn, or None if the tokens were not drawn. A draft that keeps the contract leaves the output's distribution
+    unchanged.
     """
 
-    tree: Tree  # draft tree
-    # Whether `prefill` reads ``view.token_history``, because a prompt's cached pages are not in the batch.
+    tree: Tree  # shape of the tree to draft
+    # Whether `prefill` reads ``view.token_history``; the batch lacks the tokens of a prompt's cached pages.
     reads_text: ClassVar[bool] = False
-    # Whether the tokens accepted in a step enter the draft cache only when `draft` or `write_pending_rows` runs next.
+    # Whether accepted tokens enter the draft cache only when `draft` or `write_pending_rows` runs next.
     has_pending_rows: ClassVar[bool] = False
     draft_window: int | None = None  # number of newest tokens that the drafter attends to; None: all
 
     @property
     def advice(self) -> str | None:
-        """Text that tells the user what to check if few draft tokens are accepted; None: no advice."""
+        """A text that tells the user what to check if few draft tokens are accepted; None: no advice."""
         return None
 
     @abc.abstractmethod
     def feature_layers(self, target: Model) -> tuple[int, ...]:
-        """Indices of the target's hidden states that `prefill` and `commit` get as features, as in `forward`."""
+        """Return the indices of the target's hidden states to pass to `prefill` and `commit` as features.
+
+        They count as in `jspec.models.decoder.forward`.
+        """
 
     @abc.abstractmethod
     def bind(self, target: Model) -> Params:
-        """The drafter's weights for a target; weights that both have in common are the target's own arrays.
+        """Return the drafter's weights for a target; weights that both share are the target's own arrays.
 
         Raises:
             ValueError: the drafter does not match the target.
@@ -63,7 +67,7 @@ class Drafter(abc.ABC):
 
     @abc.abstractmethod
     def init(self, params: Params, pool: PoolShape) -> DraftState:
-        """The initial state of the drafter for ``pool.slots`` slots.
+        """Make the drafter's initial state for ``pool.slots`` slots.
 
         Args:
             params: weights that `bind` returned.
@@ -82,20 +86,20 @@ class Drafter(abc.ABC):
         """Process one chunk of each prompt and return the new state.
 
         The first chunk of a prompt starts after the rows in the prefix cache. If all rows of the prompt are cached, the
-        chunk is the prompt's last token with ``batch.valid`` False: nothing may be written for that token.
+        chunk is the prompt's last token with ``batch.valid`` False. Nothing may be written for such a token.
 
         Args:
             params: weights that `bind` returned.
             state: the drafter's state.
             view: the slots of the batch.
-            batch: tokens of the chunk; positions start at ``batch.first_row``.
-            features: the target's hidden states of `feature_layers` at each token, concatenated; None if there are
-                none.
+            batch: tokens of the chunk; their positions start at ``batch.first_row``.
+            features: the target's hidden states at each token, concatenated over `feature_layers`; None if there are
+                no feature layers.
         """
 
     @abc.abstractmethod
     def draft(self, params: Params, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
-        """Draft a tree after each row's root; returns the draft and the new state."""
+        """Propose a tree of tokens after each row's root; return the draft and the new state."""
 
     @abc.abstractmethod
     def commit(
@@ -107,20 +111,20 @@ class Drafter(abc.ABC):
         verdict: Verdict,
         features: Float[Array, "batch nodes features"] | None,
     ) -> DraftState:
-        """Update the state with the accepted tokens and return it. Slots of inactive rows must stay unchanged.
+        """Return the state after the accepted tokens. Slots of inactive rows must stay unchanged.
 
         Args:
             params: weights that `bind` returned.
-            state: state after `draft`.
+            state: the state that `draft` returned.
             view: the slots of the batch.
-            draft: tree that was verified.
+            draft: the tree that was verified.
             verdict: accepted path and emitted tokens of each row.
-            features: the target's hidden states of `feature_layers` at each node, concatenated; None if there are
-                none.
+            features: the target's hidden states at each node, concatenated over `feature_layers`; None if there are
+                no feature layers.
         """
 
     def with_window(self, draft_window: int) -> Drafter:
-        """A copy of the drafter that attends to the ``draft_window`` newest tokens only.
+        """Return a copy of the drafter that attends only to the ``draft_window`` newest tokens.
 
         Raises:
             ValueError: the drafter has no attention, or the window is too small for the tree.
@@ -131,25 +135,24 @@ class Drafter(abc.ABC):
         )
 
     def write_pending_rows(self, params: Params, state: DraftState, view: SlotView) -> DraftState:
-        """Write the draft-cache rows of committed tokens and of the root, as `draft` does, but draft no tokens.
+        """Write the missing draft cache rows of committed tokens and of the root, and return the new state.
 
-        A step that does not draft calls this method instead of `draft`; the draft cache is then complete for a later
-        step that drafts.
+        A step that does not draft calls this method instead of `draft`, so that a later step can draft.
         """
         return state
 
     @final
     def cut(self, depth: int) -> Self:
-        """A copy of the drafter with its tree cut at a depth; both drafters can use the same state."""
+        """Return a copy of the drafter whose tree is cut at a depth; both drafters can use the same state."""
         if depth == self.tree.depth:
             return self
         other = copy.copy(self)
-        object.__setattr__(other, "tree", self.tree.cut(depth))  # a user's drafter may be frozen
+        object.__setattr__(other, "tree", self.tree.cut(depth))  # a user's drafter may be a frozen dataclass
         return other
 
 
 class StatelessDrafter(Drafter):
-    """Base class of drafters without state; subclasses implement only `feature_layers`, `bind` and `draft`."""
+    """Base class of drafters without state, which implement only `feature_layers`, `bind` and `draft`."""
 
     def init(self, params: Params, pool: PoolShape) -> DraftState:
         return ()
@@ -167,7 +170,7 @@ class StatelessDrafter(Drafter):
 
 @final
 class NoDraft(StatelessDrafter):
-    """The drafter of plain decoding: its tree is the root alone."""
+    """A drafter that proposes no tokens, for plain decoding; its tree has only the root."""
 
     def __init__(self) -> None:
         self.tree = ROOT_ONLY
@@ -183,7 +186,7 @@ class NoDraft(StatelessDrafter):
 
 
 def active_slots(view: SlotView, slots: int) -> Int[Array, "batch"]:
-    """The slot of each active row, for scatters; inactive rows get the index ``slots``, which scatters drop.
+    """Return the slot of each active row, and ``slots`` for an inactive row, because scatters drop this index.
 
     Args:
         view: the slots of the batch.
@@ -193,12 +196,12 @@ def active_slots(view: SlotView, slots: int) -> Int[Array, "batch"]:
 
 
 def check_window(method: str, draft_window: int | None, tree: Tree) -> int | None:
-    """Check that a window lets all nodes of a tree attend to their ancestors, and return the window.
+    """Check that a window is large enough for all nodes of a tree to attend to their ancestors; return the window.
 
     Args:
         method: name of the drafter, for the error.
         draft_window: number of newest tokens that the drafter attends to; None: all.
-        tree: draft tree.
+        tree: shape of the draft tree.
 
     Raises:
         ValueError: the window is not an int, or not larger than the tree's depth.
@@ -213,7 +216,7 @@ def check_window(method: str, draft_window: int | None, tree: Tree) -> int | Non
 
 
 def require_static(method: str, tree: Tree) -> Tree:
-    """Check that a tree is a chain or static, for methods without scores to choose nodes by, and return the tree.
+    """Check that a tree is a chain or static, and return it. Drafters without scores need such a tree.
 
     Args:
         method: name of the drafter, for the error.
@@ -235,16 +238,16 @@ def static_draft(
     probs: Sequence[Sequence[Float[Array, "batch vocab"]]] = (),
     vocab_map: Int[Array, "vocab"] | None = None,
 ) -> Draft:
-    """The `Draft` of a chain or another static tree; its parents are a numpy array.
+    """Make the `Draft` of a chain or another static tree; its parents are a numpy array.
 
     Args:
         tree: chain or static tree.
         view: the slots of the batch.
-        tokens: target-vocabulary ids of each level below the root, in the order of the tree's nodes.
-        log_probs: untempered draft log-probability of each token, given its ancestors.
-        probs: draft probabilities from which the tokens were drawn, [level][parent] with one array per parent (the
-            nodes of the level above that have children); empty if the tokens were not drawn.
-        vocab_map: target id of each draft id, the index into an array of ``probs``; None: the same ids.
+        tokens: target token ids of each level below the root, in the order of the tree's nodes.
+        log_probs: log-probability of each token given its ancestors, by the drafter at temperature 1.
+        probs: draft probabilities from which the tokens were drawn, one array per parent as ``probs[level][parent]``;
+            parents are the nodes with children. Empty if the tokens were not drawn.
+        vocab_map: target id of each draft id, which indexes the arrays of ``probs``; None: ids are equal.
     """
     rows = view.root.shape[0]
     scores = [jnp.zeros((rows, 1), jnp.float32)]

@@ -22,16 +22,16 @@ from pallas_kernels.layers.quantized import PartialSums
 
 @struct.dataclass
 class DraftModelState:
-    """The draft model's KV cache, and the token of each slot whose row is missing in the cache.
+    """The state of a draft model: its KV cache, and for each slot the token whose row is missing in the cache.
 
-    The model never runs on nodes without children. If such a node is accepted, the row of the last committed token is
-    missing in the cache. Every round therefore first runs the model on the last committed token together with the root.
-    If the row of that token exists already, the row is not written again, because its page may be shared.
+    The model does not run on tree nodes without children. If such a node is accepted, the cache has no row for the last
+    committed token. Every round therefore first runs the model on the last committed token and the root. If the row of
+    the last committed token exists already, it is not written again, because its page may be shared.
     """
 
     cache: KVCache  # KV cache of the draft model
     previous: Int[Array, "slots"]  # last committed token if its row is missing, else -1
-    rows: Int[Array, "slots nodes"]  # cache row of each node of the last draft, counted from the root's; -1: no row
+    rows: Int[Array, "slots nodes"]  # cache row of each node of the last draft; the root's is 0; -1: no row
 
 
 @final
@@ -39,7 +39,7 @@ class DraftModel(Drafter):
     """Drafts with a smaller model that has the target's vocabulary.
 
     Args:
-        model: draft model.
+        model: the draft model.
         tree: draft tree of any kind.
         draft_window: number of newest tokens that the model attends to; None: all.
 
@@ -163,7 +163,7 @@ def _run_root(
     window: int | None,
     with_logits: bool = True,
 ) -> tuple[TargetOut, KVCache]:
-    """Run the model on the root and, if its row is missing, on the last committed token.
+    """Run the model on the root, and also on the last committed token if the cache has no row for it.
 
     Args:
         params: weights of the draft model.
@@ -171,10 +171,10 @@ def _run_root(
         view: the slots of the batch.
         previous: last committed token if its row is missing, else -1.
         window: number of newest tokens that the model attends to; None: all.
-        with_logits: False: write the rows only.
+        with_logits: whether to compute logits; False: only write the rows.
 
     Returns:
-        The output with the logits after the root, and the cache.
+        The model's output with the logits after the root, and the new cache.
     """
     first_row = jnp.maximum(view.lengths - 1, 0)
     is_missing = previous >= 0
@@ -196,7 +196,7 @@ def _run_root(
 def _run_level(
     params: Model, cache: KVCache, view: SlotView, level: Level, window: int | None
 ) -> tuple[PartialSums, KVCache]:
-    """Run the model on the nodes of a level, all at one position; returns the logits after each node and the cache."""
+    """Run the model on all nodes of a tree level; return the logits after each node and the new cache."""
     out, cache = forward(params, cache, level.batch(view, view.lengths + level.depth, window))
     assert out.product is not None
     return out.product, cache

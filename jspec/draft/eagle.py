@@ -1,12 +1,12 @@
 """EAGLE drafting (EAGLE-1: arXiv:2401.15077, EAGLE-2: 2406.16858, EAGLE-3: 2503.01840).
 
-Row i of the draft cache holds the keys and values of the pair (feature at position i - 1, token i), with rotary
-position i - 1; row 0 is masked, because token 0 has no feature before it. The draft rows of a page therefore depend
-only on the tokens up to the page's end.
+Row i of the draft cache holds the keys and values of the pair (feature at position i - 1, token i), at rotary position
+i - 1. Row 0 is masked, because token 0 has no feature before it. The draft rows of a page therefore depend only on the
+tokens up to the page's end.
 
-Tokens accepted in a round have no rows in the draft cache yet. Their features are stored in `EagleState`, and the first
-forward pass of the next round writes their rows together with the root's. Drafted nodes write their rows after the
-root's; the next round overwrites these rows with rows computed from the target's features.
+Tokens accepted in a round have no rows in the draft cache yet. `EagleState` stores their features. The first forward
+pass of the next round writes their rows and the row of the root (the newest token). Draft nodes write their rows after
+the root's. The next round overwrites these rows with rows computed from the target's features.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from pallas_kernels.state.scatter_rows import scatter_rows
 
 @struct.dataclass
 class EagleState:
-    """The draft cache, and the (feature, token) pairs of each slot whose rows are pending; the last is the root's."""
+    """The draft cache, and each slot's pending (feature, token) pairs, whose rows are not in the cache yet."""
 
     cache: KVCache  # KV cache of the head
     features: Float[Array, "slots depth1 hidden"]  # feature of each pending pair, after `fuse`
     tokens: Int[Array, "slots depth1"]  # token of each pending pair, one position after the feature
-    count: Int[Array, "slots"]  # number of pending pairs
-    # Feature at the last row of each page, for prompts that begin with cached pages; None without a prefix cache.
+    count: Int[Array, "slots"]  # number of pending pairs; the last one is the root's
+    # Feature at the last row of each page, for prompts with cached pages; None without a prefix cache.
     page_end_features: Float[Array, "pages hidden"] | None
 
 
 class EagleDrafter(Drafter):
-    """Base class of the EAGLE drafters, which differ only in the head's forward pass (`jspec.draft.eagle_head`).
+    """Base class of the EAGLE drafters; they differ only in the head's forward pass (`jspec.draft.eagle_head`).
 
     Args:
         head: weights and config of the head.
@@ -163,7 +163,7 @@ class EagleDrafter(Drafter):
         is_row = view.active[:, None] & (steps < verdict.counts[:, None])
         slots = active_slots(view, state.count.shape[0])
         old = {"features": state.features, "tokens": state.tokens, "count": state.count}
-        new = {"features": accepted, "tokens": verdict.tokens, "count": verdict.counts}  # shorter if the tree is cut
+        new = {"features": accepted, "tokens": verdict.tokens, "count": verdict.counts}  # shorter in a cut tree
         return replace(
             state,
             **scatter_rows(old, slots, new, implementation=view.implementation),
@@ -176,7 +176,7 @@ class EagleDrafter(Drafter):
 
 @final
 class Eagle3(EagleDrafter):
-    """Drafts with an EAGLE-3 head (arXiv:2503.01840); arguments as `EagleDrafter`."""
+    """Drafts with an EAGLE-3 head (arXiv:2503.01840); the arguments are those of `EagleDrafter`."""
 
     method = "eagle3"
 
@@ -194,14 +194,14 @@ class Eagle3(EagleDrafter):
         quantize: str | None = None,
         draft_window: int | None = None,
     ) -> Self:
-        """Load an EAGLE-3 head. Options that are None are as in the head's config.json.
+        """Load an EAGLE-3 head. Options that are None are taken from the head's config.json.
 
         Args:
-            path: folder as the head's authors released it, converted folder or hub id ("owner/name").
+            path: folder in the format of any known exporter, converted folder, or hub id ("owner/name").
             tree: draft tree of any kind.
             dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
-            rope_theta: rotary base; 10000 if config.json gives none either.
-            feature_layers: indices of the target's hidden states that the head reads, as in
+            rope_theta: rotary base; None: as in config.json, or 10000 if the file gives none.
+            feature_layers: indices of the target's hidden states that the head reads; they count as in
                 `jspec.models.decoder.forward`.
             norm_before_residual: whether the first residual is the normed feature instead of the feature itself.
             norm_output: whether the head's normed output is the next feature (EAGLE-3.1).
@@ -217,9 +217,9 @@ class Eagle3(EagleDrafter):
 
 @final
 class Eagle(EagleDrafter):
-    """Drafts with an EAGLE-1 or EAGLE-2 head; arguments as `EagleDrafter`.
+    """Drafts with an EAGLE-1 or EAGLE-2 head; the arguments are those of `EagleDrafter`.
 
-    Both methods have the same checkpoints; EAGLE-2 is EAGLE-1 with a dynamic tree.
+    Both methods use the same checkpoints; EAGLE-2 is EAGLE-1 with a dynamic tree.
     """
 
     method = "eagle"
@@ -238,7 +238,7 @@ class Eagle(EagleDrafter):
         """Load an EAGLE-1 or EAGLE-2 head.
 
         Args:
-            path: folder as the head's authors released it, converted folder or hub id ("owner/name").
+            path: folder in the format of any known exporter, converted folder, or hub id ("owner/name").
             tree: draft tree of any kind.
             dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
             rope_theta: rotary base; None: as in config.json, or 10000 if the file gives none.
@@ -261,13 +261,13 @@ def _load_head(
 def write_pending_rows(
     params: EagleHead, state: EagleState, view: SlotView, window: int | None = None
 ) -> tuple[HeadOut, PartialSums, KVCache]:
-    """Write the draft-cache rows of the pending pairs, and run the head on the root's pair.
+    """Write the draft cache rows of the pending pairs, and run the head on the root's pair.
 
-    In the last layer, only the root's pair is run through attention and feed-forward. The other pending pairs need keys
-    and values only, because the tokens after them are committed.
+    In the last layer, only the root's pair runs through attention and feed-forward. The other pending pairs need only
+    keys and values, because the tokens after them are committed.
 
     Returns:
-        The head's output for the root, the product of its output head (logits without scales), and the draft cache.
+        The head's output for the root, its logits before the scales of a quantised output head, and the draft cache.
     """
     last, q, residual, cache = _write_pending(params, state, view, window)
     q = jnp.take_along_axis(q, last[..., None, None], axis=1)
@@ -281,10 +281,10 @@ def write_pending_rows(
 def _write_pending(
     params: EagleHead, state: EagleState, view: SlotView, window: int | None
 ) -> tuple[Int[Array, "batch 1"], Array, Array, KVCache]:
-    """Write the draft-cache rows of the pending pairs.
+    """Write the draft cache rows of the pending pairs.
 
     Returns:
-        Index of the root's pair; for all pending pairs the last layer's queries and the residual stream; draft cache.
+        The index of the root's pair, all pairs' queries in the last layer, the residual stream, and the draft cache.
     """
     features = state.features.at[view.slots].get(mode="fill", fill_value=0)
     pending = state.tokens.at[view.slots].get(mode="fill", fill_value=0)
@@ -298,7 +298,7 @@ def _write_pending(
 
 
 def _feature_before(state: EagleState, view: SlotView, first_row: Int[Array, "batch"]) -> Float[Array, "batch hidden"]:
-    """The feature at the position before a prompt's chunk: that of the page before, or the slot's pending feature."""
+    """Return the feature at the position before a chunk, from the page before it or from the slot's state."""
     pending = state.features.at[view.slots, 0].get(mode="fill", fill_value=0)
     if state.page_end_features is None:
         return pending
@@ -315,7 +315,7 @@ def _keep_page_ends(
     valid: Bool[Array, "batch rows"],
     features: Float[Array, "batch rows hidden"],
 ) -> Float[Array, "pages hidden"] | None:
-    """The new ``page_end_features``, with the features of those committed (``valid``) rows that are a page's last."""
+    """Return ``page_end_features`` with the features of new rows; only valid rows at the end of a page count."""
     if state.page_end_features is None:
         return None
     shape = (state.page_end_features.shape[0], state.cache.k[0].shape[2])
@@ -332,16 +332,16 @@ def draft_step(
     parents: HeadOut,
     window: int | None = None,
 ) -> tuple[HeadOut, PartialSums, KVCache]:
-    """Run the head on the drafted tokens of one level; the feature of each token is the head's output for its parent.
+    """Run the head on the draft tokens of one tree level; a token's feature is the head's output for its parent.
 
-    All nodes of a level have the same rotary position: the position of their features, one before the tokens'.
+    All nodes of a level have one rotary position: that of their features, one before the position of their tokens.
 
     Args:
         level: the nodes of the level that have children.
         parents: the head's output for the parent of each node.
 
     Returns:
-        The head's output for each node, the product of its output head (logits without scales), and the draft cache.
+        The head's output for each node, its logits before the scales of a quantised output head, and the draft cache.
     """
     pairs = level.batch(view, view.lengths + level.depth - 1, window)
     projected = project_draft_tokens(params, pairs, level.ids, parents)
@@ -356,7 +356,7 @@ def _pairs(
     valid: Bool[Array, "batch tokens"],
     window: int | None,
 ) -> TokenBatch:
-    """A batch of (feature, token) pairs for the draft-cache rows from ``first_row`` on; rotary position = row - 1."""
+    """Make a batch of (feature, token) pairs for draft cache rows from ``first_row`` on; position i is row i + 1."""
     return TokenBatch(
         tokens=tokens,
         positions=first_row[:, None] + jnp.arange(tokens.shape[1]) - 1,
@@ -370,7 +370,7 @@ def _pairs(
 
 
 def _check_pair(name: str, head: EagleHead, target: Model, feature_layers: tuple[int, ...]) -> None:
-    """Raises ValueError if the head's vocabulary, widths or feature layers do not match the target."""
+    """Raise ValueError if the head's vocabulary, sizes or feature layers do not match the target."""
     config, own = head.config, target.config
     wrong = [i for i in feature_layers if not 0 <= i <= own.num_layers + 1]
     if wrong or len(set(feature_layers)) != len(feature_layers):

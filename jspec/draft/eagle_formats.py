@@ -1,8 +1,8 @@
-"""Reads the files of EAGLE heads by all known exporters: config.json, tensor names, vocabulary maps.
+"""Reads the files of EAGLE heads (config.json, tensor names, vocabulary maps) in the formats of all known exporters.
 
-The config.json of the EAGLE authors is a Llama config. SpecForge and ModelOpt add the key `eagle_config` to it.
-speculators nests the layer's config under `transformer_layer_config`. vLLM's EAGLE-1 files nest the authors' config
-under `model`.
+The config.json of the EAGLE authors is a Llama config. SpecForge and ModelOpt add the key `eagle_config` to it. The
+exporter speculators puts the layer's config under `transformer_layer_config`. vLLM's EAGLE-1 files put the authors'
+config under `model`.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ MODEL_TYPES = {"speculators": ("llama", "qwen3"), "vllm": ("llama", "qwen2")}
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a head's config.json.
+    """The parts of one EAGLE head's config.json.
 
     Attributes:
         source_format: name of the exporter.
         layer: the part that describes the decoder layer.
         outer: the top level of the file.
-        nested: the `eagle_config` of the top level; {} if there is none.
+        nested: the value of `eagle_config` at the top level; {} if there is none.
     """
 
     source_format: str
@@ -99,18 +99,18 @@ class Parts:
         return cls("specforge" if specforge else "official", config, config, nested)
 
     def values(self, *names: str) -> list[Any]:
-        """The distinct values that any part of the file has under any of the names."""
+        """Return the distinct values under any of the names, in any part of the file."""
         parts = (self.outer, self.nested, self.layer)
         given = [part[name] for part in parts for name in names if part.get(name) is not None]
         return [value for index, value in enumerate(given) if value not in given[:index]]
 
     def one(self, *names: str, default: Any = None, remedy: str = "correct config.json") -> Any:
-        """The value that the file has under any of the names.
+        """Return the single value that the file has under any of the names.
 
         Args:
             names: alternative names of one option.
             default: value if the file has none.
-            remedy: end of the error message.
+            remedy: what the user shall do, for the error message.
 
         Raises:
             ValueError: the file has several different values.
@@ -122,7 +122,7 @@ class Parts:
 
 
 def head_format(method: str, overrides: Overrides | None = None) -> Format:
-    """The format of EAGLE heads, for files of any exporter.
+    """Return the format of EAGLE heads, for files of any exporter.
 
     Args:
         method: "eagle3", or "eagle" for EAGLE-1 and 2.
@@ -139,7 +139,7 @@ def head_format(method: str, overrides: Overrides | None = None) -> Format:
 
 
 def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | None = None) -> HeadConfig:
-    """Reads the config.json of an EAGLE head.
+    """Read the config.json of an EAGLE head.
 
     Args:
         config: parsed config.json.
@@ -147,16 +147,16 @@ def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | Non
         overrides: config values that replace those of the file.
 
     Returns:
-        The config record. If the file gives no rotary base, the base is 10000, whatever the target's base is.
+        The config. If the file gives no rotary base, the base is 10000, even if the target's base is another.
 
     Raises:
-        ValueError: keys are missing, or values contradict each other; the message names the argument that decides.
+        ValueError: keys are missing, or values contradict each other; the message names the argument to pass.
         NotImplementedError: an option is not supported.
     """
     overrides = overrides or Overrides()
     parts = Parts.of(config)
     _check_options(parts, EAGLE3 if method == "eagle3" else EAGLE)
-    # The count in other EAGLE-3 files is often the target's; their heads have one layer.
+    # Other EAGLE-3 files often give the target's number of layers; their heads have one layer.
     counted = ("num_hidden_layers",) if method == "eagle" or parts.source_format == "speculators" else ()
     _check_model_type(parts, method)
     fields = read_sizes(parts.layer, *counted)
@@ -198,7 +198,7 @@ def _norm_before_residual(parts: Parts, override: bool | None) -> bool:
         return override
     remedy = "pass norm_before_residual=True if the first residual is the normed hidden state, else False"
     value = parts.one("norm_before_residual", remedy=remedy)
-    if value is None and parts.source_format == "speculators":  # its tools and vLLM take different defaults
+    if value is None and parts.source_format == "speculators":  # speculators and vLLM take different defaults
         raise ValueError(f"norm_before_residual: expected in a speculators config.json, got none; {remedy}")
     return bool(value)
 
@@ -217,9 +217,9 @@ def _norm_output(parts: Parts, override: bool | None) -> bool:
 
 
 def _fc_bias(parts: Parts, method: str) -> bool:
-    """Whether `fc` has a bias.
+    """Whether the head's projection `fc` has a bias.
 
-    In the EAGLE-1 authors' code `fc` has a bias unless `bias` is false; in vLLM, only if `eagle_fc_bias` is true.
+    In the EAGLE-1 authors' code `fc` has a bias unless `bias` is false. In vLLM it has one if `eagle_fc_bias` is true.
     """
     if parts.source_format == "vllm":
         return bool(parts.one("eagle_fc_bias"))
@@ -227,10 +227,10 @@ def _fc_bias(parts: Parts, method: str) -> bool:
 
 
 def _feature_layers(parts: Parts, fuses: bool) -> tuple[int, ...] | None:
-    """Indices of the target's hidden states that the head reads, ascending, as all exporters concatenate them.
+    """Return the indices of the target's hidden states that the head reads, ascending; None if the file has none.
 
-    The ids in the file are state indices, with one exception: ids in `eagle_config` whose lowest is 1 are layer
-    indices, unless one id is the target's number of layers. The output of layer j is state j + 1.
+    The ids in the file are indices of states, with one exception. Ids in `eagle_config` whose lowest is 1 are indices
+    of layers, unless one id is the target's number of layers. The output of layer j is state j + 1.
     """
     found = set()
     for part in (parts.nested, parts.outer):
@@ -247,13 +247,13 @@ def _feature_layers(parts: Parts, fuses: bool) -> tuple[int, ...] | None:
 
 
 def head_weights(config: HeadConfig, names: Collection[str]) -> list[Row]:
-    """The rows of the weight map of an EAGLE head, for files of any exporter.
+    """Return the rows of an EAGLE head's weight map, for files of any exporter.
 
     Args:
         config: config of the head.
-        names: names of the tensors in the file, without the prefix `model.`. The first layer is `midlayer` or
-            `layers.0`. `embed_tokens` and `t2d` are optional; so are `d2t` and `lm_head` if the head drafts from the
-            whole vocabulary.
+        names: names of the tensors in the file, without the prefix `model.`. The first layer is named `midlayer` or
+            `layers.0`. `embed_tokens` and `t2d` are optional. `d2t` and `lm_head` are optional if the head drafts from
+            the whole vocabulary.
     """
     drafts_all = config.draft_vocab_size == config.vocab_size
     has_head = "lm_head.weight" in names or not drafts_all
@@ -275,7 +275,7 @@ def head_weights(config: HeadConfig, names: Collection[str]) -> list[Row]:
 
 
 def _fill_vocabulary(vocab: int, source: Source, row: Row, dtype: str) -> np.ndarray:
-    """Fills `draft_to_target` from `d2t`, or with all ids if there is no `d2t`, and checks the ids against `t2d`."""
+    """Fill `draft_to_target` from `d2t`, or with all ids if there is no `d2t`, and check the ids against `t2d`."""
     tables = {bare_name(name): np.concatenate(list(source.pieces(name))) for name in row.sources}
     if floats := [name for name, table in tables.items() if table.dtype.kind not in "biu"]:
         raise ValueError(f"{floats[0]}: expected integers, got {tables[floats[0]].dtype}; rounding has lost ids")
@@ -286,10 +286,10 @@ def _fill_vocabulary(vocab: int, source: Source, row: Row, dtype: str) -> np.nda
 
 
 def draft_to_target(offsets: Int[np.ndarray, "draft_vocab"], vocab: int) -> Int[np.ndarray, "draft_vocab"]:
-    """The target id of each draft id: draft id + d2t[draft id]. Target ids need not be ascending.
+    """Compute the target id of each draft id, ``id + d2t[id]``; target ids need not be ascending.
 
     Args:
-        offsets: tensor `d2t`.
+        offsets: the tensor `d2t`.
         vocab: number of tokens of the target's vocabulary.
 
     Raises:
@@ -306,11 +306,11 @@ def draft_to_target(offsets: Int[np.ndarray, "draft_vocab"], vocab: int) -> Int[
 
 
 def check_members(ids: Int[np.ndarray, "draft_vocab"], member: Bool[np.ndarray, "vocab"]) -> None:
-    """Raises ValueError unless the tensor `t2d` marks exactly the target ids of the draft vocabulary.
+    """Raise ValueError unless the tensor `t2d` marks exactly the target ids of the draft vocabulary.
 
     Args:
         ids: target id of each draft id.
-        member: tensor `t2d`, whether each target id is in the draft vocabulary.
+        member: the tensor `t2d`: whether each target id is in the draft vocabulary.
     """
     expected = np.flatnonzero(member)
     if not np.array_equal(np.sort(ids), expected):

@@ -1,11 +1,11 @@
 """The forward pass of EAGLE heads: one or a few decoder layers over (feature, token) pairs.
 
-The feature of a committed token comes from the target's hidden states; the feature of a drafted token is the head's own
-output for the token's parent.
+The feature of a committed token comes from the target's hidden states. The feature of a draft token is the head's own
+output for the token's parent in the tree.
 
-EAGLE-3 (arXiv:2503.01840): ``fc`` fuses several hidden states of the target into one feature. Layer 0 reads the normed
-embedding and the normed feature, concatenated in this order.
-EAGLE-1 and 2 (arXiv:2401.15077, 2406.16858): the feature is the target's hidden state after its final norm. ``fc`` maps
+EAGLE-3 (arXiv:2503.01840): The projection ``fc`` fuses several hidden states of the target into one feature. Layer 0
+reads the normed embedding and the normed feature, concatenated in this order.
+EAGLE-1 and 2 (arXiv:2401.15077, 2406.16858): The feature is the target's hidden state after its final norm. ``fc`` maps
 the concatenated embedding and feature to the input of layer 0, which has no norm before its attention. The output of
 the last layer goes to the target's output head without a norm.
 """
@@ -42,9 +42,9 @@ FIRST_ROW = 1  # first row of the draft cache; row 0 is never written
 
 @struct.dataclass
 class EagleLayer(LayerWeights):
-    """Weights of one layer of a head; ``qkv`` in layer 0 of an EAGLE-3 head has 2 * hidden input channels."""
+    """The weights of one layer of a head; in layer 0 of EAGLE-3, ``qkv`` has 2 * hidden input channels."""
 
-    # Norm of the embedding in layer 0 of EAGLE-3, of the layer's input in later layers; None in layer 0 of EAGLE-1.
+    # Norm of the embedding in layer 0 of EAGLE-3, or of the input in later layers; None in layer 0 of EAGLE-1.
     input_norm: Float[Array, "hidden"] | None = None
     hidden_norm: Float[Array, "hidden"] | None = None  # norm of the feature in layer 0 of EAGLE-3; None elsewhere
 
@@ -53,12 +53,12 @@ class EagleLayer(LayerWeights):
 class PrecomputedFirstLayer:
     """The embedding half of layer 0's QKV projection, precomputed for every token of the draft vocabulary.
 
-    The embedding's part of a drafted token's projection is then a row lookup instead of a matrix product, and half of
-    the weight is not read. Source: precomputing the first layer, arXiv:2402.13388.
+    A lookup of one row then replaces the embedding's half of the matrix product, and half of the weight is not read.
+    Source: precomputing the first layer, arXiv:2402.13388.
     """
 
     projected: Float[Array, "draft_vocab qkv"]  # projection of each draft token's normed embedding
-    qkv: Weight  # half of the weight that multiplies the normed feature [(heads + 2 kv_heads) * head_dim, hidden]
+    qkv: Weight  # the half that multiplies the normed feature [(heads + 2 kv_heads) * head_dim, hidden]
 
 
 @struct.dataclass
@@ -73,7 +73,7 @@ class EagleHead:
     input_norm: Float[Array, "features"] | None = None  # norm of the concatenated target states before fc
     norm: Float[Array, "hidden"] | None = None  # norm before the output head; None in EAGLE-1
     head: Weight | None = None  # output head [draft_vocab, hidden]; None: the target's, until `EagleDrafter.bind`
-    draft_to_target: Int[Array, "draft_vocab"] | None = None  # target id of each draft id; None: the same ids
+    draft_to_target: Int[Array, "draft_vocab"] | None = None  # target id of each draft id; None: ids are equal
     precomputed: PrecomputedFirstLayer | None = None  # set by `bind` for EAGLE-3 heads with a reduced vocabulary
     config: HeadConfig = struct.field(pytree_node=False, kw_only=True)
 
@@ -90,13 +90,13 @@ class EagleHead:
 
 
 def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool = True) -> dict[str, ParamSpec]:
-    """The `ParamSpec` of each parameter of an EAGLE head, by name.
+    """Return the `ParamSpec` of each parameter of an EAGLE head, by name.
 
     Args:
         config: config of the head.
-        has_embed: whether the head has an embedding of its own; otherwise it uses the target's.
-        has_head: whether an EAGLE-3 head has an output head of its own; otherwise it uses the target's, as EAGLE-1
-            heads always do.
+        has_embed: whether the head has an embedding of its own; if not, it uses the target's.
+        has_head: whether an EAGLE-3 head has an output head of its own; if not, it uses the target's. EAGLE-1 heads
+            always use the target's.
     """
     hidden, states, width = config.hidden_size, config.num_features, config.target_hidden_size
     params: dict[str, ParamSpec] = {}
@@ -112,7 +112,7 @@ def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool =
         if config.fc_bias:
             params["fc_bias"] = ParamSpec((hidden,), ("hidden",), init="zeros")
     for index, layer in enumerate(config.layers):
-        is_joined = index == 0 and isinstance(config, Eagle3Config)  # reads embedding and feature side by side
+        is_joined = index == 0 and isinstance(config, Eagle3Config)  # reads embedding beside feature
         own = layer_params(layer, hidden, 2 * hidden if is_joined else hidden)
         if is_joined or index > 0:
             own["input_norm"] = norm(hidden)
@@ -128,7 +128,7 @@ def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool =
 
 
 class HeadOut(NamedTuple):
-    """The head's output for each token, besides logits."""
+    """The output of a head for each token, without the logits."""
 
     hidden: Float[Array, "batch tokens hidden"]  # feature for the tokens that follow
     # QKV projection of the normed ``hidden`` by layer 0; None without `PrecomputedFirstLayer`.
@@ -136,7 +136,7 @@ class HeadOut(NamedTuple):
 
 
 def fuse(head: EagleHead, features: Float[Array, "... features"]) -> Float[Array, "... hidden"]:
-    """The feature of each token, computed from the target's concatenated hidden states (by ``fc`` in EAGLE-3)."""
+    """Compute each token's feature from the target's concatenated hidden states; EAGLE-3 uses ``fc`` for this."""
     features, eps = features.astype(head.dtype), head.config.norm_eps
     if head.fc is None or not head.config.fuses_states:
         return features
@@ -151,12 +151,12 @@ def fuse(head: EagleHead, features: Float[Array, "... features"]) -> Float[Array
 
 
 def precompute_first_layer(head: EagleHead) -> EagleHead:
-    """The head with its `PrecomputedFirstLayer`, if it is an EAGLE-3 head with a reduced draft vocabulary.
+    """Add a `PrecomputedFirstLayer` to an EAGLE-3 head with a reduced draft vocabulary; return the head.
 
-    Other heads are returned unchanged: for a whole vocabulary the table would be larger than the head.
+    Other heads are returned unchanged, because for a whole vocabulary the table would be larger than the head.
 
     Args:
-        head: head with an embedding; its weights are arrays or `jax.ShapeDtypeStruct`.
+        head: a head with an embedding; its weights are arrays or `jax.ShapeDtypeStruct`.
     """
     config = head.config
     if not isinstance(config, Eagle3Config) or config.draft_vocab_size == config.vocab_size:
@@ -183,7 +183,7 @@ def _columns(weight: Weight, part: slice) -> Weight:
 def project_inputs(
     head: EagleHead, pairs: TokenBatch, features: Float[Array, "batch tokens hidden"]
 ) -> tuple[Array, PartialSums]:
-    """The residual stream and the QKV projection of layer 0 for (feature, token) pairs.
+    """Compute the residual stream and the QKV projection of layer 0 for (feature, token) pairs.
 
     Args:
         head: weights of the head.
@@ -191,7 +191,7 @@ def project_inputs(
         features: features of the pairs, after `fuse`.
 
     Returns:
-        Residual stream [batch, tokens, hidden], and partial sums of the projection.
+        The residual stream [batch, tokens, hidden], and the partial sums of the projection.
     """
     assert head.embed is not None
     layer, eps = head.layers[0], head.config.norm_eps
@@ -211,13 +211,13 @@ def project_inputs(
 def project_draft_tokens(
     head: EagleHead, pairs: TokenBatch, ids: Int[Array, "batch tokens"], parents: HeadOut
 ) -> tuple[Array, PartialSums]:
-    """The results of `project_inputs` for drafted tokens, from the `PrecomputedFirstLayer` if the head has one.
+    """Compute the results of `project_inputs` for draft tokens, with the `PrecomputedFirstLayer` if there is one.
 
     Args:
         head: weights of the head.
-        pairs: drafted tokens.
-        ids: draft-vocabulary id of each token.
-        parents: the head's output for the parent of each token, which holds the token's feature.
+        pairs: batch of the draft tokens.
+        ids: id of each token in the draft vocabulary.
+        parents: the head's output for each token's parent, which contains the token's feature.
     """
     if head.precomputed is None or parents.projected is None:
         return project_inputs(head, pairs, parents.hidden)
@@ -234,7 +234,7 @@ def _is_output_normed(config: HeadConfig) -> bool:
 
 
 def _norm_features(head: EagleHead, features: Array) -> Array:
-    """The features normed by the ``hidden_norm`` of layer 0 (EAGLE-3 alone)."""
+    """Norm features with the ``hidden_norm`` of layer 0, which only EAGLE-3 heads have."""
     weight = head.layers[0].hidden_norm
     assert weight is not None
     return rms_norm(features, weight, head.config.norm_eps)
@@ -245,7 +245,7 @@ def run_layers(
 ) -> tuple[Any, Array, KVCache]:
     """Run the layers on (feature, token) pairs, from layer 0's QKV projection to the last layer's attention.
 
-    The keys and values of every layer are written to the cache.
+    Every layer writes its keys and values to the cache.
 
     Args:
         head: weights of the head.
@@ -253,10 +253,10 @@ def run_layers(
         pairs: tokens of the pairs, with positions and cache rows.
         residual: residual stream at the input of layer 0.
         qkv: partial sums of the QKV projection of layer 0.
-        attends: False: stop before the last layer's attention, after its keys and values are written.
+        attends: whether to run the last layer's attention; False: stop after its keys and values are written.
 
     Returns:
-        The last layer's attended values (queries if ``attends`` is False), the residual stream and the cache.
+        The last layer's attended values (its queries if ``attends`` is False), the residual stream and the cache.
     """
     k_pools, v_pools, eps = [], [], head.config.norm_eps
     out: Any = None
@@ -280,8 +280,8 @@ def output_logits(
 ) -> tuple[HeadOut, PartialSums]:
     """Run the last layer after its attention, the output norm and the output head.
 
-    With a `PrecomputedFirstLayer`, the output's projection by layer 0 starts only after the output head's product and
-    runs while the next tokens are chosen: two products at the same time would take as long as one after the other.
+    With a `PrecomputedFirstLayer`, layer 0 also projects the output for the next tokens. This projection starts after
+    the output head's product and runs while the next tokens are chosen.
 
     Args:
         head: weights of the head.
@@ -290,8 +290,8 @@ def output_logits(
         implementation: kernel implementation (`pallas_kernels.dispatch`).
 
     Returns:
-        The head's output for each token, and the logits [1, batch, tokens, draft_vocab] without a quantised head's
-        scales.
+        The head's output for each token, and the logits [1, batch, tokens, draft_vocab]. The scales of a quantised
+        output head are not applied to these logits.
     """
     assert head.head is not None
     is_fed_back, feature_norm = _is_output_normed(head.config), head.layers[0].hidden_norm

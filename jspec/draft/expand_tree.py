@@ -1,7 +1,8 @@
-"""Expand a draft tree level by level, for autoregressive drafters (EAGLE heads and draft models).
+"""Drafts a tree level by level, for autoregressive drafters (EAGLE heads and draft models).
 
-Fed nodes are the nodes that have children. The draft model runs on the fed nodes of one level at a time: it writes
-their keys and values to the draft cache, after the root's row, and returns the logits of their children.
+Fed nodes are the tree nodes that have children. The drafter's model runs on the fed nodes of one level at a time. It
+writes their keys and values to the draft cache, after the row of the root (the newest token), and returns the logits
+for their children.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from pallas_kernels.sampling.top_log_probs import top, top_in_order, top_log_pro
 
 @struct.dataclass
 class Level:
-    """The fed nodes of one level: nodes with children, on which the draft model runs."""
+    """The fed nodes of one tree level, which have children and on which the drafter's model runs."""
 
-    tokens: Int[Array, "batch fed"]  # target-vocabulary id of each fed node
-    ids: Int[Array, "batch fed"]  # draft-vocabulary id of each fed node
+    tokens: Int[Array, "batch fed"]  # token id of each fed node in the target's vocabulary
+    ids: Int[Array, "batch fed"]  # token id of each fed node in the draft vocabulary
     parents: Int[Array, "batch fed"]  # index of the parent among the fed nodes of the level before
-    bits: UInt32[Array, "batch fed words"] | None  # bit mask of visible rows, bit 0: the root's; None: all (a chain)
-    depth: int = struct.field(pytree_node=False)  # depth of the level; the root's children have depth 1
-    first: int = struct.field(pytree_node=False)  # row of the level's first fed node, counted from the root's
-    draft_rows: int = struct.field(pytree_node=False)  # number of rows that bits cover: all fed nodes of the tree
+    bits: UInt32[Array, "batch fed words"] | None  # mask of visible rows, bit 0 is the root's; None: all (a chain)
+    depth: int = struct.field(pytree_node=False)  # depth of the level; 1 for the root's children
+    first: int = struct.field(pytree_node=False)  # cache row of the first fed node, counted from the root's row
+    draft_rows: int = struct.field(pytree_node=False)  # number of rows that ``bits`` covers: all fed nodes of the tree
 
     def batch(self, view: SlotView, position: Int[Array, "batch"], window: int | None = None) -> TokenBatch:
-        """The level's nodes as a batch for the forward pass; all nodes of the level have the same position.
+        """Make a batch of the level's nodes for the forward pass; all nodes of a level have one position.
 
         Args:
             view: the slots of the batch.
             position: rotary position of the level's nodes.
-            window: number of newest tokens that the drafter attends to, with a node's ancestors in the tree; None: all.
+            window: number of newest tokens that the drafter attends to, including a node's ancestors; None: all.
         """
         shape = self.tokens.shape
         return TokenBatch(
@@ -62,26 +63,26 @@ class Level:
 
 @struct.dataclass
 class ExpandedTree:
-    """A drafted tree, and the draft-cache row of each node."""
+    """A drafted tree with the draft cache row of each node."""
 
     draft: Draft  # drafted tree
-    rows: Int[Array, "batch nodes"]  # row of each node, counted from the root's; -1: not fed
+    rows: Int[Array, "batch nodes"]  # cache row of each node, counted from the root's row; -1: not fed
 
 
-# The drafter's forward pass over one level: (state, level) -> (logits, new state). The logits after each fed node are
-# [1, batch, fed, draft_vocab]; `reduce_partials` applies the scales of a quantised output head.
+# The drafter's forward pass over one level: (state, level) -> (logits, new state). The logits after the fed nodes have
+# the shape [1, batch, fed, draft_vocab]; `reduce_partials` applies the scales of a quantised output head.
 Feed = Callable[[Any, Level], tuple[PartialSums, Any]]
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The draft vocabulary, and its map to the target's."""
+    """The vocabulary of a drafter, with its map to the target's vocabulary."""
 
-    to_target: Int[Array, "draft_vocab"] | None  # target id of each draft id; None: the same ids
+    to_target: Int[Array, "draft_vocab"] | None  # target id of each draft id; None: ids are equal
     target_size: int  # size of the target's vocabulary
 
     def lift(self, ids: Int[Array, "..."]) -> Int[Array, "..."]:
-        """The target ids of draft ids."""
+        """Convert draft ids to target ids."""
         return ids if self.to_target is None else self.to_target[ids]
 
 
@@ -93,9 +94,9 @@ def expand_tree(
     Args:
         tree: draft tree.
         view: the slots of the batch.
-        vocabulary: draft vocabulary.
-        logits: logits after the root, as ``feed`` returns them, [1, batch, 1, draft_vocab].
-        state: the drafter's state, argument and result of ``feed``.
+        vocabulary: the draft vocabulary.
+        logits: logits after the root, in the form that ``feed`` returns, [1, batch, 1, draft_vocab].
+        state: the drafter's state, which ``feed`` takes and returns.
         feed: the drafter's forward pass over one level.
 
     Returns:
@@ -108,7 +109,7 @@ def expand_tree(
 def _expand_static(
     tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: PartialSums, state: Any, feed: Feed
 ) -> tuple[ExpandedTree, Any]:
-    """Draft a chain or a static tree: the node of rank r among its siblings gets the parent's r-th choice of token."""
+    """Draft a chain or a static tree; the child of rank r gets the r-th token that was chosen after its parent."""
     rows = view.root.shape[0]
     tokens, log_probs, probs = [], [], []
     choose = sampler.child_chooser(view, tree.depth, vocabulary.to_target, vocabulary.target_size)
@@ -134,12 +135,12 @@ def _expand_static(
 
 @struct.dataclass
 class _Candidates:
-    """All drafted nodes, in the order of levels, from which the nodes of a dynamic tree are selected."""
+    """The candidates for the nodes of a dynamic tree, which are all drafted nodes in the order of levels."""
 
-    ids: Int[Array, "batch candidates"]  # draft-vocabulary ids
-    scores: Float[Array, "batch candidates"]  # cumulative draft log-probability
+    ids: Int[Array, "batch candidates"]  # token ids in the draft vocabulary
+    scores: Float[Array, "batch candidates"]  # sum of the draft log-probabilities along the path
     parents: Int[Array, "batch candidates"]  # index of the parent among the candidates, -1 for the root
-    rows: Int[Array, "batch candidates"]  # draft-cache row, counted from the root's; -1: not fed
+    rows: Int[Array, "batch candidates"]  # draft cache row, counted from the root's row; -1: not fed
 
 
 def _expand_dynamic(
@@ -147,9 +148,9 @@ def _expand_dynamic(
 ) -> tuple[ExpandedTree, Any]:
     """Draft a dynamic tree (EAGLE-2, arXiv:2406.16858, section 4).
 
-    The k nodes of highest score of every level are fed. Of all candidates, the nodes of highest score become the tree.
-    A node's score is the sum of the untempered log-probabilities along its path, so it is at most its parent's score;
-    among equal scores the earlier candidate is chosen. The parent of a chosen candidate is therefore chosen too.
+    In every level the k nodes of highest score are fed. Of all candidates, the nodes of highest score become the tree.
+    A node's score is the sum of the log-probabilities (at temperature 1) along its path, so it is at most its parent's
+    score. Of equal scores the earlier candidate is chosen. The parent of a chosen candidate is therefore chosen too.
     """
     rows, k = view.root.shape[0], tree.k
     # Scores and candidate indices of the fed nodes of the previous level; the root is the level of depth 0.
@@ -176,7 +177,7 @@ def _expand_dynamic(
 
 
 def _children(scores: Array, fed: Array, logits: Array, k: int, implementation: str) -> _Candidates:
-    """The k most likely children of every fed node, as candidates.
+    """Return the k most likely children of every fed node (node with children), as candidates.
 
     Args:
         scores: scores of the fed nodes [batch, fed].
@@ -195,7 +196,7 @@ def _children(scores: Array, fed: Array, logits: Array, k: int, implementation: 
 
 
 def _select(tree: Tree, view: SlotView, vocabulary: Vocabulary, candidates: _Candidates) -> ExpandedTree:
-    """The tree of the root and the candidates of highest score, in the order in which they were drafted."""
+    """Make the tree of the root and the candidates of highest score, in the order in which they were drafted."""
     chosen = top_in_order(candidates.scores, tree.nodes - 1, implementation=view.implementation)
 
     def take(field: Array) -> Array:
@@ -219,24 +220,24 @@ def _select(tree: Tree, view: SlotView, vocabulary: Vocabulary, candidates: _Can
 
 
 def _put(field: Array, at: Array, values: Array) -> Array:
-    """A copy of ``field`` with ``field[b, at[b, i]] = values[b, i]``."""
+    """Return a copy of ``field`` in which ``field[b, at[b, i]]`` is ``values[b, i]``."""
     return jnp.put_along_axis(field, at, values, axis=1, inplace=False)
 
 
 def _root_bits(tree: Tree, rows: int) -> UInt32[Array, "batch 1 words"] | None:
-    """The bit mask of the root, which sees its own row; None for a chain, whose rows see all earlier rows."""
+    """Return a bit mask by which the root sees only its own row; None for a chain, whose rows see all earlier rows."""
     if tree.is_chain:
         return None
     return jnp.broadcast_to(own_bits(np.arange(1), tree.draft_rows), (rows, 1, num_words(tree.draft_rows)))
 
 
 def _visible_bits(bits: Array | None, parents: Array, first: int) -> Array | None:
-    """The bit mask of visible rows of each fed node of a level: the parent's visible rows, and the node's own row.
+    """Return a bit mask by which each fed node of a level sees its own row and all rows that its parent sees.
 
     Args:
         bits: bit masks of the fed nodes of the previous level; None for a chain.
         parents: index of each node's parent among the fed nodes of the previous level.
-        first: row of the level's first fed node, counted from the root's.
+        first: cache row of the level's first fed node, counted from the root's row.
     """
     if bits is None:
         return None

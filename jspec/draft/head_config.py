@@ -1,4 +1,4 @@
-"""Config records of EAGLE heads, one class per method, and the config values that a caller may override."""
+"""Configs of EAGLE heads, with one class per method, and the config values that a caller may override."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ OVERRIDABLE = {
 
 
 def default_states(num_layers: int) -> tuple[int, int, int]:
-    """Indices of the three target states that an EAGLE-3 head reads by default; distinct for 7 layers or more.
+    """Return the indices of the three target states that an EAGLE-3 head reads by default.
+
+    They are distinct if the target has 7 layers or more.
 
     Args:
         num_layers: number of layers of the target.
@@ -32,16 +34,16 @@ def default_states(num_layers: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(DecoderConfig, ABC):
-    """The config of an EAGLE head, with the fields of all methods; `vocab_size` is the target's.
+    """Base class of EAGLE head configs, with the fields of all methods; `vocab_size` is the target's.
 
     Attributes:
         draft_vocab_size: number of tokens that the head can draft.
         target_hidden_size: number of channels of the target's hidden states.
         feature_layers: indices of the target's hidden states that the head reads, concatenated in this order. State k
-            is the input of layer k, state N the output of the last of N layers, state N+1 the output of the final norm.
-            None: the defaults of `states_of`.
+            is the input of layer k. In a target of N layers, state N is the output of the last layer, and state N + 1
+            the output of the final norm. None: the defaults of `states_of`.
         source_format: name of the exporter, for display.
-        fc_bias: whether `fc` has a bias.
+        fc_bias: whether `fc`, the projection of the head's inputs, has a bias.
     """
 
     method: ClassVar[str]
@@ -71,20 +73,20 @@ class HeadConfig(DecoderConfig, ABC):
     @property
     @abstractmethod
     def fuses_states(self) -> bool:
-        """Whether `fc` maps several target states to the feature; otherwise one target state is the feature."""
+        """Whether `fc` maps several target states to one feature; if not, the feature is one target state."""
 
     @property
     def num_features(self) -> int:
-        """Number of target states that the head reads."""
+        """The number of target states that the head reads."""
         if self.feature_layers is not None:
             return len(self.feature_layers)
         return 3 if self.fuses_states else 1
 
     def states_of(self, num_layers: int) -> tuple[int, ...]:
-        """Indices of the target's hidden states that the head reads.
+        """Return the indices of the target's hidden states that the head reads.
 
-        If `feature_layers` is None: the `default_states` for a head that fuses states, else the state after the
-        target's final norm.
+        If `feature_layers` is None, a head that fuses states reads the `default_states`. Another head reads the state
+        after the target's final norm.
 
         Args:
             num_layers: number of layers of the target.
@@ -94,7 +96,7 @@ class HeadConfig(DecoderConfig, ABC):
         return default_states(num_layers) if self.fuses_states else (num_layers + 1,)
 
     def _check_single_state(self) -> None:
-        """Raises ValueError unless the head, which fuses no states, reads one target state of its own hidden size."""
+        """Raise ValueError unless the head reads a single target state of the head's own hidden size."""
         if self.num_features != 1:
             raise ValueError(
                 f"feature_layers: expected one target state for a head that fuses none, got {self.feature_layers}; "
@@ -111,7 +113,7 @@ class HeadConfig(DecoderConfig, ABC):
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Builds a config from the JSON values that `to_json` returned; their "method" selects the class."""
+        """Build a config from the JSON values that `to_json` returned; the value "method" selects the class."""
         fields = dict(fields)
         method, layers = fields.pop("method"), fields["feature_layers"]
         if method not in METHODS:
@@ -123,10 +125,10 @@ class HeadConfig(DecoderConfig, ABC):
 
     @classmethod
     def of_method(cls, **fields: Any) -> Self:
-        """The config from the arguments of `of_sizes`, with the flags of all methods.
+        """Build a config from the arguments of `of_sizes` and the flags of all methods.
 
         Raises:
-            NotImplementedError: a flag is True that this method does not have.
+            NotImplementedError: a flag that this method does not have is True.
         """
         return cls.of_sizes(**fields)
 
@@ -137,8 +139,8 @@ class Eagle3Config(HeadConfig):
 
     Attributes:
         norm_before_residual: whether the first residual is the normed feature instead of the feature itself.
-        norm_before_fc: whether one norm over the concatenated target states precedes `fc`.
-        fc_norm: whether a norm of each target state precedes `fc`.
+        norm_before_fc: whether the concatenated target states are normed together before `fc`.
+        fc_norm: whether each target state is normed before `fc`.
         norm_output: whether the head's normed output is the next feature (EAGLE-3.1).
         fuse: whether `fc` maps the target states to the feature; False: one target state is the feature.
     """
@@ -201,7 +203,7 @@ def _refuse(flags: Mapping[str, bool], where: str, *names: str) -> None:
 
 @dataclass(frozen=True)
 class Overrides:
-    """Config values that replace those of a checkpoint; None: as in the checkpoint."""
+    """Config values that replace a checkpoint's; a value of None keeps the checkpoint's."""
 
     rope_theta: float | None = None  # rotary base
     feature_layers: tuple[int, ...] | None = None  # as in `HeadConfig`
@@ -209,11 +211,11 @@ class Overrides:
     norm_output: bool | None = None  # as in `Eagle3Config`
 
     def given(self) -> dict[str, Any]:
-        """The fields that are not None, by name."""
+        """Return the fields that are not None, by name."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
     def check(self, kind: str) -> None:
-        """Raises ValueError if a given value does not apply to checkpoints of a kind ("target", "eagle3", ...)."""
+        """Raise ValueError if a given value does not apply to checkpoints of a kind, such as "target" or "eagle3"."""
         if extra := self.given().keys() - OVERRIDABLE[kind]:
             raise ValueError(
                 f"{', '.join(sorted(extra))}: expected a draft head that has this, got a checkpoint of kind {kind!r}; "
@@ -221,10 +223,10 @@ class Overrides:
             )
 
     def apply(self, config: HeadConfig) -> HeadConfig:
-        """The config of a converted head with its values replaced by the given ones.
+        """Return a converted head's config with the given values in place of its own.
 
         Raises:
-            ValueError: the number of feature layers differs, which would change the shape of `fc`.
+            ValueError: the number of feature layers differs from the head's, which would change the shape of `fc`.
         """
         changes, layers = self.given(), self.feature_layers
         if layers is not None and len(layers) != config.num_features:

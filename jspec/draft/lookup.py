@@ -1,9 +1,9 @@
 """Drafting by look-up: find earlier occurrences of the newest tokens in a text, and draft the tokens that followed.
 
-Shared by `jspec.draft.ngram` and `jspec.draft.suffix`. There are three stages, all inside the step's program:
-`find_ngram_matches` compares every position of a text with the newest tokens and keeps the M best matches;
-`build_trie` merges the tokens after the matches (continuations) into a trie, in which siblings are distinct tokens;
-`tree_from_trie` chooses trie nodes as the nodes of the draft tree.
+`jspec.draft.ngram` and `jspec.draft.suffix` use this file. There are three stages, all inside the compiled step:
+1. `find_ngram_matches` compares every position of a text with the newest tokens and keeps the M best matches.
+2. `build_trie` merges the tokens after the matches (continuations) into a trie, in which siblings are distinct tokens.
+3. `tree_from_trie` chooses trie nodes as the nodes of the draft tree.
 
 A text is an int32 array of tokens, with `GAP` at every position without a token. There is a gap after the end of each
 text. Matches and continuations do not extend over a gap.
@@ -26,10 +26,10 @@ from jspec.draft.base import Drafter, Params, active_slots
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
 
-GAP = -1  # position of a text without a token
-UNKNOWN = -2  # position of a query without a token; equals neither a token nor a gap
-GROUPS = 2048  # `lax.top_k` of any k is one sort kernel on a GPU up to about this length
-MATCHES_PER_BRANCH = 4  # enough matches to count how often a continuation occurred
+GAP = -1  # value at a position of a text without a token
+UNKNOWN = -2  # value at a position of a query without a token; equals neither a token nor a gap
+GROUPS = 2048  # up to about this length `lax.top_k` is one sort kernel on a GPU, for any k
+MATCHES_PER_BRANCH = 4  # number of matches to keep per branch, to count how often a continuation occurred
 DEFAULT_TREE = Tree.chain(5)
 
 History = Int[Array, "slots positions"]  # token of each slot at each position, or `GAP`
@@ -44,12 +44,12 @@ class LookupState:
 
 
 class LookupDrafter(Drafter):
-    """Base class of n-gram and suffix drafting: their options, and a history of every slot's tokens.
+    """Base class of n-gram and suffix drafting, with their options and a history of every slot's tokens.
 
     Args:
         tree: draft tree of any kind.
-        max_n: largest length of a match in tokens, with the root.
-        min_n: smallest length of a match in tokens, with the root.
+        max_n: largest length of a match in tokens, including the root (the newest token).
+        min_n: smallest length of a match in tokens, including the root.
 
     Raises:
         ValueError: ``1 <= min_n <= max_n`` does not hold.
@@ -140,7 +140,7 @@ def check_size(method: str, max_n: int, positions: int, remedy: str) -> None:
 
 
 def match_count(tree: Tree) -> int:
-    """Number of matches from which a tree is built (M): enough to fill the tree, even if one token repeats."""
+    """Return the number of matches (M) to keep, which is enough to fill the tree even if one token repeats."""
     branches = tree.k if tree.paths is None else tree.nodes - len(tree.fed)
     wanted = max(MATCHES_PER_BRANCH * branches, tree.depth, -(-(tree.nodes - 1) // tree.depth))
     return min(wanted, GROUPS)  # `find_ngram_matches` returns no more; a tree has at most 256 nodes
@@ -150,19 +150,19 @@ def match_count(tree: Tree) -> int:
 
 
 def new_history(pool: PoolShape, tree: Tree) -> History:
-    """A history without tokens; the columns from ``pool.max_len`` on stay gaps, as no committed token is there."""
+    """Make a history without tokens; columns from ``pool.max_len`` on always stay gaps."""
     return jnp.full((pool.slots, pool.max_len + tree.scratch_rows), GAP, jnp.int32)
 
 
 def history_rows(history: History, slots: Int[Array, "batch"]) -> Int[Array, "batch positions"]:
-    """The history of each batch row's slot; the history of a padding row is all gaps."""
+    """Return the history of each batch row's slot; a padding row has only gaps."""
     return history.at[slots].get(mode="fill", fill_value=GAP)
 
 
 def write_chunk(history: History, view: SlotView, batch: TokenBatch) -> History:
-    """Write a prompt's tokens up to a chunk's end into the history, and gaps over the slot's later, older tokens.
+    """Write a prompt's tokens up to the end of a chunk into the history, and gaps after them.
 
-    The tokens before the chunk are those of ``view.token_history``, if it is given, else those in the history.
+    The tokens before the chunk come from ``view.token_history``, or else from the history.
     """
     width = history.shape[1]
     if view.token_history is not None:
@@ -176,7 +176,7 @@ def write_chunk(history: History, view: SlotView, batch: TokenBatch) -> History:
 
 
 def write_roots(history: History, view: SlotView) -> History:
-    """Write each row's root into the history; `write_emitted` has written it already, except a request's first root."""
+    """Write each row's root (its newest token) into the history, because `write_emitted` omits a request's first."""
     return history.at[active_slots(view, history.shape[0]), view.lengths].set(view.root, mode="drop")
 
 
@@ -188,7 +188,7 @@ def write_emitted(history: History, view: SlotView, verdict: Verdict) -> History
 
 
 def newest_tokens(history: History, view: SlotView, count: int) -> Int[Array, "batch count"]:
-    """The ``count`` last tokens of each row from the root backwards; `UNKNOWN` before the beginning of the text."""
+    """Return the last ``count`` tokens of each row, newest first; `UNKNOWN` before the beginning of the text."""
     places = view.lengths[:, None] - jnp.arange(count)
     places = jnp.where(view.active[:, None] & (places >= 0), places, history.shape[1])
     tokens = history.at[view.slots[:, None], places].get(mode="fill", fill_value=GAP)
@@ -208,15 +208,13 @@ def find_ngram_matches(
 ) -> Int[Array, "batch matches"]:
     """Find earlier occurrences of the newest tokens in a text.
 
-    The match length at a position is the number of consecutive query tokens, from the newest backwards, that equal the
-    text's tokens from that position backwards. A match is a position of match length ``min_n`` or more, with a token
-    after the position. Longer matches are better; among equally long matches, matches in the preferred interval are
-    better, then later matches.
+    The match length at a position is the number of consecutive tokens, counted backwards from the position, that equal
+    the newest tokens. A match is a position with a match length of at least ``min_n`` and a token after it. Longer
+    matches are better. Of equally long matches, those in the preferred interval are better, then later ones.
 
     Positions that are equal modulo `GROUPS` form a group, and only the best match of each group is kept. In texts of at
     most `GROUPS` positions every group has one position. In longer texts the best match is always kept, but a match is
-    lost if a better match is a multiple of `GROUPS` positions away. A full sort of a long text would cost more than it
-    gains.
+    lost if a better match is a multiple of `GROUPS` positions away. A full sort would cost more than it gains.
 
     Costs per position and row: ``max_n`` comparisons, and up to 4 bytes of scratch memory.
 
@@ -225,17 +223,17 @@ def find_ngram_matches(
         query: newest tokens of each row (`newest_tokens`).
         min_n: smallest match length in tokens.
         count: number of matches to keep (M).
-        preferred: half-open interval of preferred positions of each row.
+        preferred: interval [begin, end) of preferred positions of each row.
 
     Returns:
-        The last position of each match, best match first; -1 after the last match.
+        The last position of each match, the best match first. Entries after the last match are -1.
     """
     size, max_n = text.shape[1], query.shape[1]
     groups = min(GROUPS, max(size, count))
     width = size + -size % groups
     padded = jnp.pad(text, ((0, 0), (max_n - 1, width - size + 1)), constant_values=GAP)
     place = jnp.arange(width)
-    length = jnp.full((), max_n, jnp.int32)  # the first query token that differs; a plain minimum fuses into one kernel
+    length = jnp.full((), max_n, jnp.int32)  # the first query token that differs; minimum fuses into one kernel
     for back in range(max_n):
         start = max_n - 1 - back
         agrees = padded[:, start : start + width] == query[:, back, None]
@@ -251,11 +249,11 @@ def find_ngram_matches(
 def continuations(
     text: Int[Array, "texts positions"], ends: Int[Array, "batch matches"], depth: int
 ) -> Int[Array, "batch depth matches"]:
-    """The tokens after each match; tokens after the first `GAP` of a continuation are to be ignored.
+    """Return the tokens after each match (its continuation); those after the first `GAP` have no meaning.
 
     Args:
         text: one text per row, or a single text for all rows.
-        ends: last position of each match; -1: no match, all gaps.
+        ends: last position of each match; -1 stands for no match, and its continuation is all gaps.
         depth: number of tokens to take.
     """
     texts, size = text.shape
@@ -268,17 +266,17 @@ def continuations(
 
 
 class Trie(NamedTuple):
-    """Continuations merged by their prefixes.
+    """A trie, which merges continuations that begin with the same tokens.
 
-    Entry ``[b, d, j]`` describes the trie node that is reached by the first d + 1 tokens of the continuation of match
-    j. A node has one entry for each match whose continuation passes through the node. The best of these matches is the
-    node's leader; the leader's entry represents the node.
+    The first d + 1 tokens of match j's continuation in batch row b lead to a node, which entry ``[b, d, j]`` describes.
+    A node has one entry for each match whose continuation passes through it. The best of these matches is the node's
+    leader, and the leader's entry represents the node.
     """
 
     tokens: Int[Array, "batch depth matches"]  # token of the node
     leader: Int[Array, "batch depth matches"]  # index of the best match through the node
     leads: Bool[Array, "batch depth matches"]  # whether match j is the leader
-    passing: Int[Array, "batch depth matches"]  # number of matches through the node; 0 after a continuation's end
+    passing: Int[Array, "batch depth matches"]  # number of matches through the node; 0 after the end of a continuation
     rank: Int[Array, "batch depth matches"]  # rank of the node among its siblings in the trie, from 0
     found: Int[Array, "batch"]  # number of matches
 
@@ -288,7 +286,7 @@ def build_trie(tokens: Int[Array, "batch depth matches"], *, by_count: bool) -> 
 
     Args:
         tokens: continuations of the matches, best match first (`continuations`).
-        by_count: rank siblings by number of matches, then by best match; False: by best match only.
+        by_count: whether to rank siblings by number of matches, then by best match; False: only by best match.
     """
     depth, matches = tokens.shape[1:]
     match = jnp.arange(matches)
@@ -312,9 +310,9 @@ def build_trie(tokens: Int[Array, "batch depth matches"], *, by_count: bool) -> 
 
 
 def tree_from_trie(view: SlotView, trie: Trie, tree: Tree) -> Draft:
-    """Make a `Draft` whose nodes are trie nodes: those at a static tree's paths, or the best for a dynamic tree.
+    """Make a `Draft` from trie nodes. A static tree takes the nodes at its paths, a dynamic tree the best nodes.
 
-    A node's score is the log of the share of matches that pass through the node. Tree nodes without a trie node are
+    A node's score is the logarithm of the share of matches that pass through it. Tree nodes without a trie node are
     padding at the end of the draft.
     """
     rows, _, matches = trie.tokens.shape
@@ -325,7 +323,7 @@ def tree_from_trie(view: SlotView, trie: Trie, tree: Tree) -> Draft:
     def pick(field: Array, places: Array) -> Array:
         return jnp.take_along_axis(field.reshape(rows, -1), places, axis=1)
 
-    above = jnp.maximum(entry - matches, 0)  # the same match, one level up
+    above = jnp.maximum(entry - matches, 0)  # entry of this match one level higher
     parent = above // matches * matches + pick(trie.leader, above)
     parents = 1 + jnp.argmax(parent[:, :, None] == entry[:, None], axis=2).astype(jnp.int32)
     parents = jnp.where(entry < matches, 0, parents)
@@ -346,7 +344,7 @@ def tree_from_trie(view: SlotView, trie: Trie, tree: Tree) -> Draft:
 
 
 def _static_priority(trie: Trie, tree: Tree) -> Int[Array, "batch depth matches"]:
-    """Priority of each trie node for a static tree: larger for earlier tree nodes, -1 outside of the tree."""
+    """Return each trie node's priority for a static tree, larger for earlier tree nodes and -1 outside the tree."""
     assert tree.paths is not None
     priority = []
     for depth in range(1, tree.depth + 1):
@@ -358,10 +356,11 @@ def _static_priority(trie: Trie, tree: Tree) -> Int[Array, "batch depth matches"
 
 
 def _dynamic_priority(trie: Trie, tree: Tree) -> Int[Array, "batch depth matches"]:
-    """Priority of each trie node for a dynamic tree: by number of matches, then by depth, then by best match.
+    """Return each trie node's priority for a dynamic tree.
 
-    A parent has a higher priority than its children. Children of rank ``tree.k`` or more, and their descendants, have
-    priority -1. Unlike in drafters with scores, the number of nodes with children per level is not bounded by k.
+    Nodes with more matches come first, then nodes of less depth, then nodes with a better match. So a parent comes
+    before its children. Children of rank ``tree.k`` or more, and their descendants, have priority -1. More than
+    ``tree.k`` nodes of a level may have children.
     """
     depth, matches = trie.tokens.shape[1:]
     size = depth * matches

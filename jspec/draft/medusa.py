@@ -1,8 +1,8 @@
-"""Drafting with Medusa heads (arXiv:2401.10774): every head predicts another later token from the same target state.
+"""Drafting with Medusa heads (arXiv:2401.10774).
 
-Head h reads the target's hidden state after the final norm, at the position before the root, and predicts token h + 1
-after the root. No head sees the choices of other heads, so a node's token depends only on the node's depth and rank.
-The drafter's state of a slot is that one hidden state.
+All heads read one hidden state of the target: the state after the final norm, at the position before the root (the
+newest token). Head h predicts token h + 1 after the root. No head sees the choices of other heads, so a node's token
+depends only on the node's depth and rank. The drafter stores this hidden state for each slot.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pallas_kernels.layers.quantized import matmul
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """The config of a target's Medusa heads."""
+    """The config of the Medusa heads of a target."""
 
     vocab_size: int  # number of tokens of the target's vocabulary
     hidden_size: int  # number of channels of the target's hidden states
@@ -49,18 +49,18 @@ class MedusaConfig:
         positive("heads", self, ("vocab_size", "hidden_size", "num_heads", "num_layers"))
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values, for `from_json`."""
+        """Return the fields as JSON values, for `from_json`."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Builds a config from the JSON values that `to_json` returned."""
+        """Build a config from the JSON values that `to_json` returned."""
         return cls(**fields)
 
 
 @struct.dataclass
 class MedusaBlock:
-    """Weights of one residual block, ``x + silu(weight x + bias)``."""
+    """The weights of one residual block, which computes ``x + silu(weight x + bias)``."""
 
     weight: Float[Array, "hidden hidden"]
     bias: Float[Array, "hidden"]
@@ -68,7 +68,7 @@ class MedusaBlock:
 
 @struct.dataclass
 class MedusaHead:
-    """Weights of one head: residual blocks, then a matrix that gives logits over the vocabulary."""
+    """The weights of one head: residual blocks, then a matrix that computes logits over the vocabulary."""
 
     blocks: list[MedusaBlock]  # residual blocks in order
     output: Float[Array, "vocab hidden"]  # output matrix
@@ -76,7 +76,7 @@ class MedusaHead:
 
 @struct.dataclass
 class MedusaHeads:
-    """The weights and the config of all heads."""
+    """The weights and the config of all Medusa heads of a target."""
 
     heads: list[MedusaHead]  # head h predicts the tokens at depth h + 1 of the tree
     config: MedusaConfig = struct.field(pytree_node=False)
@@ -92,18 +92,20 @@ class MedusaHeads:
 
 @struct.dataclass
 class MedusaState:
-    """The state of the Medusa drafter."""
+    """The state of the Medusa drafter, which has one hidden state of the target for each slot."""
 
-    hidden: Float[Array, "slots hidden"]  # target's state after the final norm, at the position before the slot's root
+    hidden: Float[Array, "slots hidden"]  # target's state after the final norm, one position before the slot's root
 
 
 @final
 class Medusa(Drafter):
-    """Drafts with Medusa heads; any accept rule applies, ``accept="typical"`` is the Medusa authors' (not lossless).
+    """Drafts with Medusa heads.
+
+    Any accept rule can be used; ``accept="typical"`` is the rule of the Medusa authors and not lossless.
 
     Args:
         heads: weights and config of the heads.
-        tree: chain or static tree; its depth is at most the number of heads.
+        tree: chain or static tree, at most as deep as there are heads.
 
     Raises:
         NotImplementedError: the tree is dynamic.
@@ -127,7 +129,7 @@ class Medusa(Drafter):
         """Load Medusa heads.
 
         Args:
-            path: folder as the heads' authors released it, converted folder or hub id ("owner/name").
+            path: folder in the format of the Medusa authors, converted folder, or hub id ("owner/name").
             tree: chain or static tree.
             dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
         """
@@ -194,14 +196,14 @@ class Medusa(Drafter):
 
 
 def head_logits(head: MedusaHead, hidden: Float[Array, "batch rows hidden"]) -> Float[Array, "batch rows vocab"]:
-    """A head's logits over the vocabulary, float32, from the target's hidden states."""
+    """Compute a head's logits over the vocabulary (float32) from the target's hidden states."""
     for block in head.blocks:
         hidden = hidden + jax.nn.silu(matmul(hidden, block.weight) + block.bias)
     return logits_of(hidden, head.output)
 
 
 def _store(state: MedusaState, view: SlotView, features: Array, at: Array) -> MedusaState:
-    """The new state, with each row's feature at index ``at`` [batch] of ``features`` [batch, tokens, hidden]."""
+    """Return a state with each row's feature at index ``at`` [batch] of ``features`` [batch, tokens, hidden]."""
     newest = jnp.take_along_axis(features, at[:, None, None], axis=1)[:, 0]
     return MedusaState(state.hidden.at[view.slots].set(newest.astype(state.hidden.dtype), mode="drop"))
 
@@ -210,7 +212,7 @@ def _store(state: MedusaState, view: SlotView, features: Array, at: Array) -> Me
 
 
 def head_format(kind: str = "medusa") -> Format:
-    """The format of Medusa heads' checkpoints; ``kind`` is ignored."""
+    """Return the format of checkpoints with Medusa heads; ``kind`` is ignored."""
     return Format(_read_heads, MedusaConfig.from_json)
 
 
@@ -221,12 +223,12 @@ def _read_heads(fields: Mapping[str, Any], source: Source) -> tuple[MedusaConfig
 
 
 def medusa_config(tensors: Mapping[str, Tensor]) -> MedusaConfig:
-    """The config of Medusa heads, from the shapes of their tensors.
+    """Derive the config of Medusa heads from the shapes of their tensors.
 
-    The heads' config.json lacks the sizes and states a wrong number of heads.
+    The config.json is not used, because it lacks the sizes and its number of heads is wrong.
 
     Args:
-        tensors: headers of the tensors, by name without the prefix `model.`.
+        tensors: header of each tensor, by its name without the prefix `model.`.
 
     Raises:
         ValueError: the output matrix of the first head is missing.
@@ -244,7 +246,7 @@ def medusa_config(tensors: Mapping[str, Tensor]) -> MedusaConfig:
 
 
 def medusa_params(config: MedusaConfig) -> dict[str, ParamSpec]:
-    """The `ParamSpec` of each parameter of all heads, by name."""
+    """Return the `ParamSpec` of each parameter of all heads, by name."""
     hidden, params = config.hidden_size, {}
     for head in range(config.num_heads):
         for index in range(config.num_layers):
@@ -256,7 +258,7 @@ def medusa_params(config: MedusaConfig) -> dict[str, ParamSpec]:
 
 
 def head_weights(config: MedusaConfig) -> list[Row]:
-    """The rows of the weight map, one for each parameter of all heads."""
+    """Return the weight map's rows, each of which maps tensors of a file to one parameter."""
     tensors = {}
     for head in range(config.num_heads):
         for index in range(config.num_layers):

@@ -1,4 +1,4 @@
-"""N-gram drafting, or prompt lookup: draft the tokens that followed an earlier occurrence of the newest tokens."""
+"""N-gram drafting (prompt lookup), which drafts the tokens that followed an earlier occurrence of the newest tokens."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from jspec.draft.lookup import DEFAULT_TREE, LookupDrafter, LookupState, history
 class NGram(LookupDrafter):
     """Drafts the tokens that followed earlier occurrences of the newest tokens in the request's own text.
 
-    Longer matches are better; among equally long matches, later ones. Siblings are ordered by their best match. A chain
-    follows the best match; if its continuation ends at the root, the chain goes on with the next best match whose
-    continuation begins with the same tokens.
+    Longer matches are better; of equally long matches, later ones are better. Siblings are ordered by their best match.
+    A chain follows the best match. If the tokens after that match end at the root (the newest token), the chain goes on
+    with the next best match that continues with the same tokens.
 
-    A step reads a row's text once, 4 bytes per position of ``max_len``, and compares ``max_n`` tokens per position.
+    A round reads each row's text once, 4 bytes per position of ``max_len``, and compares ``max_n`` tokens per position.
 
     Args:
         tree: draft tree of any kind.
-        max_n: largest length of a match in tokens, with the root.
-        min_n: smallest length of a match in tokens, with the root.
+        max_n: largest length of a match in tokens, including the root.
+        min_n: smallest length of a match in tokens, including the root.
 
     Raises:
         ValueError: ``1 <= min_n <= max_n`` does not hold.
@@ -42,6 +42,6 @@ class NGram(LookupDrafter):
         history = write_roots(state.history, view)
         text = history_rows(history, view.slots)
         draft = self.find_tree(view, text, newest_tokens(history, view, self.max_n), by_count=False)
-        if self.tree.is_chain:  # a chain follows the best match alone, with probability 1
+        if self.tree.is_chain:  # a chain follows only the best match, with probability 1
             draft = replace(draft, scores=jnp.zeros_like(draft.scores))
         return draft, replace(state, history=history)

@@ -1,4 +1,4 @@
-"""Suffix drafting: draft the most frequent continuations of the newest tokens, in a request's text or in all texts."""
+"""Suffix drafting, which drafts the most frequent continuations of the newest tokens in one or in all texts."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ CORPUS_TOKENS = 2**20
 class Suffix(LookupDrafter):
     """Drafts the most frequent continuations among the best matches of the newest tokens.
 
-    Longer matches are better; among equally long matches, those in the request's own text, then later ones. Siblings
-    are ordered by their number of matches, then by their best match.
+    Longer matches are better. Of equally long matches, those in the request's own text are better, then later ones.
+    Siblings are ordered by their number of matches, then by their best match.
 
     scope="request" searches the request's own text. scope="engine" also searches the texts of all other slots, even of
-    finished requests, and a corpus: the last ``corpus_tokens`` tokens of earlier requests (with one gap per text). A
-    text is appended to the corpus when its slot is reused.
+    finished requests, and a corpus of earlier requests. The corpus is the last ``corpus_tokens`` tokens of their texts,
+    with one gap after each text. A text is appended to the corpus when its slot is reused.
     **With scope="engine", tokens of one user's request may be drafted for another user's request.** The output is still
     the target's, but a fast answer may reveal that a text was seen before; use "request" if users must not learn this
     about each other.
-    scope="engine" needs accept="coupled": other rules need a draft that is independent of the row's random draws, and
-    a draft that repeats tokens which an earlier request drew with the same seed is not.
+    scope="engine" needs accept="coupled". Other rules need a draft that is independent of the row's random draws. A
+    draft depends on them if an earlier request with the same seed drew its tokens.
 
-    Costs: a step compares ``max_n`` tokens per position and row. With "request" it reads 4 bytes per position of
-    ``max_len`` and row. With "engine" the text has slightly more than ``corpus_tokens + slots * max_len`` positions; a
-    step copies the text once (8 bytes per position), and per row reads 4 bytes and writes and reads up to 4 more bytes
-    per position. Each chunk of a prompt shifts the corpus (16 bytes per token). The corpus takes 4 bytes per token.
+    Costs: a round compares ``max_n`` tokens per position and row. With "request" it reads 4 bytes per position of
+    ``max_len`` and row. With "engine" the text has slightly more than ``corpus_tokens + slots * max_len`` positions. A
+    round copies this text once (8 bytes per position); for each row it reads 4 bytes per position, and writes and reads
+    up to 4 more. Each chunk of a prompt shifts the corpus (16 bytes per token). The corpus takes 4 bytes per token.
 
     Args:
         tree: draft tree of any kind.
-        max_n: largest length of a match in tokens, with the root.
-        min_n: smallest length of a match in tokens, with the root.
+        max_n: largest length of a match in tokens, including the root (the newest token).
+        min_n: smallest length of a match in tokens, including the root.
         corpus_tokens: size of the corpus in tokens, for scope="engine".
-        scope: texts that are searched, "request" or "engine".
+        scope: texts to search, "request" or "engine".
 
     Raises:
-        ValueError: ``1 <= min_n <= max_n`` does not hold, the scope is unknown, or corpus_tokens < 1. An engine raises
-            it for scope="engine" with an accept rule other than "coupled".
+        ValueError: ``1 <= min_n <= max_n`` does not hold, the scope is unknown, or corpus_tokens < 1. An engine also
+            raises ValueError if scope="engine" is used without accept="coupled".
 
     Source: SuffixDecoding, arXiv:2411.04975, which walks suffix trees on the host and counts all occurrences. This
-        class compares all positions on the device and counts the best matches only.
+        class compares all positions on the device and counts only the best matches.
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class Suffix(LookupDrafter):
 def search_text(
     history: History, corpus: Int[Array, "corpus"] | None, view: SlotView
 ) -> tuple[Int[Array, "texts searched"], Int[Array, "batch 2"] | None]:
-    """The text to search, and the half-open interval of positions with each row's own text.
+    """Return the text to search, and the interval [begin, end) of positions of each row's own text.
 
     Args:
         history: tokens of each slot.
-        corpus: texts of earlier requests; None: each row searches its own text only, and the interval is None.
+        corpus: texts of earlier requests; None: each row searches only its own text, and the interval is None.
         view: the slots of the batch.
     """
     if corpus is None:
@@ -130,13 +130,13 @@ def search_text(
 def append_to_corpus(
     corpus: Int[Array, "corpus"], history: History, view: SlotView, batch: TokenBatch
 ) -> Int[Array, "corpus"]:
-    """Append the text of a slot's previous request to the corpus if the chunk is the first of the next request.
+    """Append the text of a slot's previous request to the corpus, if the chunk is the first one of the next request.
 
-    A chunk is the first one unless the slot holds the tokens before the chunk. A previous text that is a cached prefix
-    of the new text is not appended, because the new text contains it.
+    A chunk is the first one if the slot's history does not contain the tokens before it. A previous text that is a
+    cached prefix of the new text is not appended, because the new text contains it.
 
-    The oldest tokens of the corpus are dropped to make room for the text and one gap. Of a text longer than the corpus,
-    the last tokens are kept.
+    The oldest tokens of the corpus are dropped to make room for the text and one gap. If the text is longer than the
+    corpus, its last tokens are kept.
     """
     old = history_rows(history, view.slots)
     sizes = jnp.sum(old >= 0, axis=1, dtype=jnp.int32)

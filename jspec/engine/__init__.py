@@ -1,1 +1,1 @@
-"""Requests in, text out; only model_runner.py names jax."""
+"""The host side of an engine: it takes requests and returns text. Only model_runner.py imports jax."""

@@ -1,4 +1,4 @@
-"""The public engine: prompts in, completions or chunks out, from any thread or asyncio task."""
+"""The public engine, which completes prompts for any number of threads and asyncio tasks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from jspec.step.memory import MemoryPlan
 
 @final
 class Engine:
-    """Decodes requests with speculative decoding, in rounds of one device program each.
+    """Serves prompts with speculative decoding.
 
     There is no background thread: a caller that waits for its request steps the engine, and a step serves all requests.
     All methods may be called from several threads at once.
@@ -49,10 +49,10 @@ class Engine:
         drafter: proposes tokens; None: plain decoding with the same programs.
         tokenizer: a `Tokenizer`, a folder with tokenizer files, or "bytes"; None: prompts and output are token ids.
         eos_ids: tokens that end a request.
-        logits_processor: a pure function of jax arrays, traced into every program: takes logits ``[batch, nodes,
-            vocab]`` and a `jspec.sampling.logits_processor.LogitsContext`, and returns logits. It is applied after
-            penalties and grammar and before temperature, in every round, for all requests; every round then also
-            computes the penalties.
+        logits_processor: a pure function that jax can trace. It takes logits ``[batch, nodes, vocab]`` and a
+            `jspec.sampling.logits_processor.LogitsContext`, and returns logits. It runs for all requests in every
+            round, after penalties and grammar and before temperature. With a processor every round also computes the
+            penalties.
         options: fields of `EngineConfig`.
 
     Attributes:
@@ -61,7 +61,7 @@ class Engine:
         input_processor: makes requests from prompts.
 
     Raises:
-        ValueError: options or models that do not fit together or into memory.
+        ValueError: options or models do not fit together or into memory.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Engine:
         logits_processor: LogitsProcessor | None = None,
         **options: Any,
     ) -> Self:
-        """Make an engine for a checkpoint; further arguments are those of `Engine`.
+        """Make an engine for a checkpoint; arguments not listed here are those of `Engine`.
 
         Args:
             path: a Hugging Face folder, a folder written by ``python -m convert``, a hub id, or a loaded model.
@@ -138,11 +138,11 @@ class Engine:
         Args:
             prompts: one prompt (a string or a list of token ids) or a list of prompts.
             params: one `SamplingParams` for all prompts, or one per prompt.
-            trace: record every round's tree in ``Completion.rounds``.
-            progress: show a progress bar with tokens/s and mean acceptance length.
+            trace: whether to record every round's draft tree in ``Completion.rounds``.
+            progress: whether to show a progress bar with tokens per second and mean acceptance length.
 
         Raises:
-            ValueError: a prompt or a parameter cannot be served; nothing is queued then.
+            ValueError: a prompt or a parameter cannot be served. No prompt is queued in this case.
         """
         asked = self._make_requests(prompts, params, trace=trace)
         requests = [sample for request in asked for sample in request.samples]
@@ -161,7 +161,7 @@ class Engine:
     def chat(
         self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None, **options: Any
     ) -> list[Completion]:
-        """Complete a conversation, which the tokenizer's chat template formats; ``options`` are those of `generate`.
+        """Format a conversation with the chat template and complete it; ``options`` are those of `generate`.
 
         Raises:
             ValueError: there is no tokenizer, or the tokenizer has no chat template.
@@ -171,7 +171,7 @@ class Engine:
         return self.generate(self.tokenizer.chat(list(messages)), params, **options)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
-        """Queue one prompt as a request, to be passed to `result` or `abort`.
+        """Queue one prompt; return its request, which `result` and `abort` take.
 
         Raises:
             ValueError: the prompt or a parameter cannot be served.
@@ -187,15 +187,15 @@ class Engine:
         return make_completion(request)
 
     def abort(self, request: Request) -> None:
-        """End all completions of a request that still run; their slots and pages are free at once."""
+        """End all unfinished completions of a request, and free their slots and cache pages at once."""
         self._abort(request.samples)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Complete one prompt; yield a chunk of output whenever a round's result has been read.
+        """Complete one prompt; yield a chunk of output after each round.
 
-        The request is checked at once and queued when the first chunk is requested. Closing the iterator aborts the
-        request. If the request fails, its error is raised after the last chunk. With ``n`` > 1 the chunks of all
-        completions are interleaved, each with the index of its completion.
+        The prompt is checked at once, and queued when the caller asks for the first chunk. Closing the iterator aborts
+        the request. If the request fails, its error is raised after the last chunk. With ``n`` > 1 the chunks of all
+        completions are interleaved; each chunk has the index of its completion.
 
         Raises:
             ValueError: the prompt or a parameter cannot be served.
@@ -208,7 +208,7 @@ class Engine:
         try:
             self._queue(request.samples)
             while num_sent:
-                # Steps of other callers serve this request too, so there may be new output without a step here.
+                # Steps of other callers serve this request too, so new output may come without a step here.
                 while not (updated := _with_new_output(num_sent)):
                     self.step()
                 for sample in updated:
@@ -218,7 +218,7 @@ class Engine:
             self._abort(request.samples)
 
     def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
-        """Do what `stream` does in asyncio, for any number of tasks at once; cancelling a task aborts its request."""
+        """Yield the chunks that `stream` yields, for use in asyncio tasks; cancelling the task aborts the request."""
         (request,) = self._make_requests([prompt], params, trace=False)
         return self._astream(request)
 
@@ -234,11 +234,11 @@ class Engine:
             _raise_error(request)
         finally:
             if any(sample.finish_reason is None for sample in request.samples):
-                # In a thread, because an abort waits for the lock and the event loop must not wait.
+                # An abort waits for the lock; it runs in a thread because the event loop must not wait.
                 await asyncio.shield(asyncio.to_thread(self._abort, request.samples))
 
     async def _astep(self) -> None:
-        """Wait for a step in a thread, shared by all tasks of this event loop that wait at the same time."""
+        """Wait for a step in another thread; all tasks of this event loop that wait meanwhile share the step."""
         loop = asyncio.get_running_loop()
         step = self._shared_steps.get(loop)
         if step is None or step.done():
@@ -269,7 +269,7 @@ class Engine:
     # -- the loop, with lock, recovery and log
 
     def step(self) -> None:
-        """Dispatch one step and read the results that are due, for all requests."""
+        """Run one step for all requests, which starts a program and reads the results of earlier programs."""
         with self._lock:
             self._recovery.resume()
             with self._recovery:
@@ -279,7 +279,7 @@ class Engine:
             if self._stats_logger.is_due():
                 self._stats_logger.write(self.metrics, self.core.gauges())
             for rows in self.core.take_drafted_rows():
-                self._acceptance_warner.count(rows)  # last: a warning filter may make this raise an error
+                self._acceptance_warner.count(rows)  # last, because a warning filter may turn the warning into an error
 
     def _make_requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
         """Make and check a caller's requests, before any of them is queued."""
@@ -304,10 +304,10 @@ class Engine:
             self.core.runner.compile(missing)  # outside of the lock: other threads keep stepping
 
     def _abort(self, requests: Sequence[Request]) -> None:
-        """Abort those of the requests that have not ended yet.
+        """Abort the requests that have not ended yet.
 
         If this thread is inside a step (in a tokenizer's callback, or when the garbage collector closes a stream), the
-        requests end at the end of the step.
+        requests end when the step ends.
         """
         live = [request for request in requests if request.finish_reason is None]
         if self._lock.is_mine:
@@ -345,7 +345,7 @@ class Engine:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a request."""
+        """The token ids that end a request."""
         return self.input_processor.eos_ids
 
     @property
@@ -354,7 +354,7 @@ class Engine:
 
     @property
     def policy(self) -> Policy:
-        """The policy that chooses the draft depth; it may be replaced while no dispatch is in flight."""
+        """The policy that chooses the draft depth; it may be replaced when all results of steps have been read."""
         return self.core.policy
 
     @policy.setter
@@ -363,27 +363,27 @@ class Engine:
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine can serve; False after an error from which the device's state could not be recreated."""
+        """Whether the engine can serve; False if the device's state could not be recreated after an error."""
         return self._recovery.healthy
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """Device memory of weights, pools and programs; ``str(plan)`` is a readable summary."""
+        """The device memory of weights, KV pools and programs, in bytes; ``str(plan)`` is a readable summary."""
         return self.core.runner.memory_plan
 
     @property
     def compile_seconds(self) -> dict[str, float]:
-        """Seconds that each program took to compile, by name."""
+        """The time to compile each program, in seconds, by the program's name."""
         return dict(self.core.runner.programs.seconds)
 
     @property
     def lower_seconds(self) -> dict[str, float]:
-        """Seconds that each program took to be traced and lowered before it was compiled, by name."""
+        """The time to trace and lower each program before compilation, in seconds, by the program's name."""
         return dict(self.core.runner.programs.lower_seconds)
 
     @property
     def metrics(self) -> Metrics:
-        """Counters summed over all requests, and the pages in use now."""
+        """The counters of all requests, added up, and the number of pages in use now."""
         with self._lock:
             return replace(self.core.metrics(), pages_in_use=self.pages_in_use)
 
@@ -392,13 +392,13 @@ class Engine:
         return self.scheduler.pages.num_used
 
     def prometheus(self, model_name: str = "jspec") -> str:
-        """Counters, gauges and latencies in Prometheus' text format, under vLLM's names."""
+        """Return counters, gauges and latencies (in seconds) as Prometheus text, under vLLM's metric names."""
         with self._lock:
             return exposition(self.metrics, self.core.latencies, self.core.gauges(), model_name)
 
 
 def _with_new_output(num_sent: dict[Request, int]) -> list[Request]:
-    """Completions that have more tokens than were sent (``num_sent``), or have ended."""
+    """Return the completions that have ended or have unsent tokens; ``num_sent`` counts the tokens sent so far."""
     return [
         sample
         for sample, count in num_sent.items()
@@ -407,7 +407,7 @@ def _with_new_output(num_sent: dict[Request, int]) -> list[Request]:
 
 
 def _next_chunk(sample: Request, num_sent: dict[Request, int]) -> Chunk:
-    """Make a chunk of a completion's unsent tokens and update ``num_sent``; a completion that has ended is removed."""
+    """Make a chunk of a completion's unsent tokens, and update ``num_sent``; ended completions are removed from it."""
     chunk = make_chunk(sample, num_sent[sample])
     num_sent[sample] += len(chunk.token_ids)
     if chunk.finish_reason is not None:

@@ -1,4 +1,4 @@
-"""Builds an engine's loop from models and options: checks the options, plans memory, compiles programs."""
+"""Builds the loop of an engine (`EngineCore`) from models and options."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def build_core(
     *,
     has_tokenizer: bool,
 ) -> EngineCore:
-    """Compile the programs of a target and a drafter, and make the engine's loop that runs them.
+    """Check the options, compile the programs of target and drafter, and make the loop that runs them.
 
     Args:
         drafter: proposes tokens; None: plain decoding.
-        has_tokenizer: whether requests may have a grammar, which takes device memory for its tables.
+        has_tokenizer: whether the engine has a tokenizer. Grammars need one, and their tables take device memory.
 
     Raises:
         ValueError: options or models do not fit together or into memory.
@@ -82,10 +82,10 @@ def _policy(config: EngineConfig, drafter: Drafter, depths: tuple[int, ...]) -> 
 
 
 def _draft_depths(config: EngineConfig, drafter: Drafter) -> tuple[int, ...]:
-    """Draft depths to compile rounds for, ascending; the last one is the depth of the drafter's tree.
+    """Return the draft depths for which to compile rounds, ascending; the last is the depth of the drafter's tree.
 
     Raises:
-        ValueError: ``adaptive`` is set without a drafter, or ``draft_depths`` end at another depth.
+        ValueError: ``adaptive`` is set without a drafter, or the last of ``draft_depths`` is not the tree's depth.
     """
     depth = drafter.tree.depth
     if not config.adaptive:

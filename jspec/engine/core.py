@@ -1,4 +1,4 @@
-"""The engine's loop: plan a step, dispatch it, read the result of the step before. No lock, log or recovery here."""
+"""The engine's loop: it plans a step, dispatches the step and reads the result of an earlier step."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from jspec.engine.prometheus import Gauges, Latencies
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
 
-COMPLETE = ("eos", "stop", "length")  # finish reasons of requests that were neither aborted nor failed
+COMPLETE = ("eos", "stop", "length")  # finish reasons other than an abort or an error
 
 
 class EngineCore:
-    """Runs queued requests step by step; for one thread at a time.
+    """Runs queued requests step by step. It has no lock: only one thread may call it at a time.
 
     Attributes:
         policy: chooses the draft depth; may be replaced while no step is in flight.
-        in_flight: (plan, output) of the dispatched steps whose result was not read yet, the oldest first.
+        in_flight: (plan, output) of each step that was dispatched and whose result was not read, oldest first.
         is_mid_step: True while an interrupt would leave requests, schedule and device inconsistent.
-        drafted_rows: result rows of requests with drafts, read for the warning about low acceptance.
+        drafted_rows: result rows of requests with drafts; the warning about low acceptance reads them.
         ended_metrics: sum of the counters of ended requests.
-        latencies: latency histograms over complete requests.
+        latencies: latency histograms of the requests that ended with a reason in `COMPLETE`.
         live: the queued requests that have not ended.
     """
 
@@ -51,7 +51,11 @@ class EngineCore:
     # -- the loop
 
     def step(self, *, overlap: bool) -> None:
-        """Plan and dispatch one step, then read the results of all steps in flight, except the newest with overlap."""
+        """Plan and dispatch one step, then read the results of dispatched steps.
+
+        Args:
+            overlap: whether to leave the result of the newest step unread, so that the host works while it runs.
+        """
         self.stopwatch.come_back()
         if self._needs_newest_tokens():
             self._read_down_to(0)  # results that an interrupt left unread
@@ -61,7 +65,7 @@ class EngineCore:
         self.stopwatch.leave()
 
     def _needs_newest_tokens(self) -> bool:
-        """Whether the host must read the newest tokens before the next dispatch, to compute grammar masks from them."""
+        """Whether the next dispatch needs grammar masks that the host computes from the newest tokens."""
         return wants_newest(self.scheduler.running)
 
     def _plan_and_dispatch(self) -> Plan | None:
@@ -78,7 +82,7 @@ class EngineCore:
         return self.runner.dispatch(plan, depth, self.scheduler.running)
 
     def _read_down_to(self, count: int) -> None:
-        """Read the oldest results until ``count`` steps are in flight."""
+        """Read results, the oldest first, until only ``count`` dispatched steps are unread."""
         while len(self.in_flight) > count:
             self.in_flight[0][1].report.block_until_ready()  # an interrupt here loses nothing
             self.is_mid_step = True
@@ -108,24 +112,24 @@ class EngineCore:
         report = np.asarray(output.report)
         fields, is_plain = StepResult.read(report), output.trace is None and output.logprobs is None
         self._update_policy(plan, fields, seconds if is_plain else None)
-        # Requests of other rows ended in an earlier step, whose result was read after this step was dispatched.
+        # Other rows belong to requests that ended before this step; the host read this after the dispatch.
         live = [(row, request) for row, request in enumerate(plan.requests) if request.finish_reason is None]
         for row, request in live:
             self._read_row(request, output, row, is_round=True)
-        # The drafter does not know of edits to the logits, so low acceptance of such rows says nothing about it.
+        # Rows with edited logits are left out: the drafter does not see the edits, so rejections are not its fault.
         is_drafted = fields.depth > 0
         rows = [row for row, r in live if is_drafted and r.params.draft and not self.runner.edits(r)]
         self.drafted_rows.append(report[:, rows])
 
     def _read_row(self, request: Request, step: StepOutput, row: int, *, is_round: bool) -> None:
-        """Process one request's row of a step's result, which may end the request."""
+        """Process the row of a step's result that belongs to a request; end the request if it is finished."""
         try:
             reason = process_step_output(request, step, row, is_round=is_round)
             follow(request)
         except Exception as error:  # an error of a tokenizer, for instance, ends only this request
             request.output.error, reason = error, "error"
         self._record_times(request)
-        # After a stop string the device has committed more rows than the text, so the pending rows are others.
+        # After a stop string the device may have committed tokens beyond the text, so its pending rows differ.
         if reason is None or request.output.stop_string is not None:
             self._cache_prefix(request)
         elif request.error is None:
@@ -139,7 +143,7 @@ class EngineCore:
         """Queue a request that the scheduler has checked.
 
         Args:
-            queued_at: `time.perf_counter` from which the request's latencies count.
+            queued_at: value of `time.perf_counter` (seconds) from which the request's latencies are measured.
         """
         request.output.queued_at = queued_at
         request.state.max_chunk = self.runner.choice.longest_chunk(request)
@@ -147,7 +151,7 @@ class EngineCore:
         self.scheduler.add(request)
 
     def finish(self, request: Request, reason: str) -> None:
-        """End a request; its slot and pages are free at once. A request that has ended is left unchanged."""
+        """End a request and free its slot and pages at once; do nothing if it has ended already."""
         output = request.output
         if output.finish_reason is not None:
             return
@@ -158,15 +162,15 @@ class EngineCore:
             output.finish_text()
         except Exception as error:
             output.error, reason = output.error or error, "error"
-        if output.stop_string is not None and reason in COMPLETE:  # the stop string is the earliest end
+        if output.stop_string is not None and reason in COMPLETE:  # the stop string comes before any other end
             reason, output.stop_reason = "stop", output.stop_string
         output.metrics.finished = {reason: 1}
         self.ended_metrics = self.ended_metrics + output.metrics
         if reason in COMPLETE:
             self.latencies.observe(output.metrics)
         self.live.discard(request)
-        self.scheduler.finish(request)  # not earlier: after an interrupt above, the request can still be ended
-        output.finish_reason = reason  # last: when other threads see it, everything else is written
+        self.scheduler.finish(request)  # after the rest: an interrupt above leaves the request unfinished
+        output.finish_reason = reason  # last: threads that see it may read all other fields
 
     def fail(self, requests: Sequence[Request], error: Exception) -> None:
         """End requests with ``finish_reason="error"`` and the given error."""
@@ -175,7 +179,7 @@ class EngineCore:
             self.finish(request, "error")
 
     def drop_in_flight(self) -> None:
-        """Discard all steps in flight, and treat all rows in the KV pools as lost."""
+        """Discard all steps whose results were not read, and treat all rows in the KV pools as lost."""
         self.is_mid_step = False
         self.in_flight.clear()
         self.stopwatch.reset()
@@ -193,12 +197,12 @@ class EngineCore:
     # -- statistics
 
     def take_drafted_rows(self) -> list[np.ndarray]:
-        """Return and clear the result rows of requests with drafts that were read since the last call."""
+        """Return the contents of ``drafted_rows``, and clear it."""
         rows, self.drafted_rows = self.drafted_rows, []
         return rows
 
     def metrics(self) -> Metrics:
-        """Sum the counters of all requests, ended and live."""
+        """Add up the counters of all requests, both ended and live."""
         live = (request.metrics for request in [*self.scheduler.running, *self.scheduler.waiting])
         return sum(live, self.ended_metrics)
 
@@ -217,12 +221,12 @@ class EngineCore:
     # -- draft depth
 
     def _caps(self, plan: RoundPlan) -> list[int]:
-        """Most draft tokens per round that each request of a plan accepts."""
+        """Return, for each request of a plan, the largest number of draft tokens that it accepts per round."""
         depth = self.runner.program.drafter.tree.depth
         return [draft_cap(request.params, depth) for request in plan.requests]
 
     def _update_policy(self, plan: RoundPlan, result: StepResult, seconds: float | None) -> None:
-        """Report a dispatch to the policy, unless all requests of the dispatch had ended earlier."""
+        """Report a dispatch to the policy, unless all its requests had ended before."""
         if all(request.finish_reason is not None for request in plan.requests):
             return
         accepted = np.where(result.counts > 0, result.accept_len, -1)[:, : len(plan.requests)]
@@ -231,15 +235,15 @@ class EngineCore:
     # -- prefix cache
 
     def _cache_prefix(self, request: Request) -> None:
-        """Put a request's full pages of committed rows into the prefix cache."""
+        """Put a request's pages into the prefix cache, except pages with rows that are not committed."""
         has_pending_rows = self.runner.program.drafter.has_pending_rows
         rows = request.state.num_draft_cached_tokens if has_pending_rows else request.rows_committed
         self.scheduler.cache_prefix(request, rows)
 
     def _write_pending_rows(self, request: Request) -> None:
-        """Write the missing draft cache rows of a request that has ended, and put its full pages into the prefix cache.
+        """Write the missing draft cache rows of an ended request, and put its full pages into the prefix cache.
 
-        No later round would write these rows.
+        The rows are missing because the next round would have written them.
         """
         if request.state.slot is None:
             return  # the request was preempted after the step was dispatched

@@ -1,4 +1,4 @@
-"""Text from a stream of token ids, emitted as soon as it is final and cut before the first stop string. Host only."""
+"""Decodes a stream of token ids to text, and cuts the text before the first stop string. Runs on the host."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Collection, Iterable, Sequence
 from jspec.engine.stop_strings import StopStringMatcher
 from jspec.engine.tokenizer import REPLACEMENT, Tokenizer
 
-CONTEXT = 8  # tokens decoded before new ones, to keep a piece's leading blank and all bytes of a character
+CONTEXT = 8  # earlier tokens decoded with new ones, to keep leading blanks and all bytes of a character
 
 
 class TextDecoder:
-    """Decodes the tokens of one completion into pieces of text, one per token, up to the first stop string.
+    """Decodes the tokens of one completion into pieces of text, one per token, and stops at the first stop string.
 
     Args:
         tokenizer: the tokenizer; None: every piece is empty.
-        prompt_ids: tokens before the completion; they decide whether the first blank of the completion is kept.
-        stop: stop strings, in the order of precedence.
+        prompt_ids: tokens before the completion; they decide whether its first blank is kept.
+        stop: stop strings; of several that end at one character, the first one counts.
         stop_ids: tokens that end the completion; their text is left out.
-        min_tokens: number of tokens before which no stop string matches.
+        min_tokens: number of first tokens in which no stop string counts.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class TextDecoder:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that was found, before which the text is cut; None: none was found."""
+        """The stop string that was found and before which the text is cut; None: none was found."""
         return self._matcher.found
 
     def push(self, tokens: Sequence[int], num_before: int) -> list[str]:
-        """Decode new tokens to pieces, one per token; the list ends early at the token that completes a stop string.
+        """Decode new tokens to pieces, one per token, up to the token that completes a stop string.
 
         Args:
             tokens: new tokens of the completion.
@@ -62,10 +62,10 @@ class TextDecoder:
         return pieces
 
     def finish(self, num_tokens: int) -> str:
-        """Return the text that was held back, cut before a stop string; call it when the completion has ended.
+        """Return the held-back text, cut before a stop string; call this when the completion has ended.
 
         Args:
-            num_tokens: number of tokens of the completion.
+            num_tokens: number of tokens in the whole completion.
         """
         if self._detokenizer is None:
             return ""
@@ -74,13 +74,13 @@ class TextDecoder:
 
 
 class IncrementalDetokenizer:
-    """Decodes a stream of token ids; text is emitted as soon as no later id can change it.
+    """Decodes a stream of token ids, and emits text as soon as no later id can change it.
 
-    All emitted text together equals ``decode(prompt + ids)`` without the leading ``decode(prompt)``.
-    The cost of a push does not grow with the number of earlier ids: only a window of the last tokens is decoded.
+    All emitted text together equals ``decode(prompt + ids)`` without the leading ``decode(prompt)``. Each `push`
+    decodes only a window of the last tokens, so its cost does not grow with the number of earlier ids.
 
-    Text is held back in two cases: the last character while it may be incomplete (at most three bytes), and a run of
-    byte-fallback tokens until the run ends, because one invalid byte turns the whole run into replacement characters.
+    Two kinds of text are held back: the last character while it may be incomplete, and a run of byte tokens until the
+    run ends, because one invalid byte turns the whole run into replacement characters.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
@@ -91,7 +91,7 @@ class IncrementalDetokenizer:
             end -= 1
         text = tokenizer.decode(self._window)
         self._sent = _final_length(text if end == len(self._window) else tokenizer.decode(self._window[:end]))
-        self._echo = text[self._sent :]  # unfinished end of the prompt's text, emitted only if new ids change it
+        self._echo = text[self._sent :]  # incomplete end of the prompt's text, emitted only if new ids change it
 
     def push(self, ids: Sequence[int]) -> str:
         """Add ids; return the text that has become final."""
@@ -106,7 +106,7 @@ class IncrementalDetokenizer:
         return piece
 
     def finish(self) -> str:
-        """Return the rest of the text, even if its last character is incomplete."""
+        """Return the text that `push` has held back, even if its last character is incomplete."""
         text = self._tokenizer.decode(self._window)
         return self._take(text, len(text))
 
@@ -122,12 +122,12 @@ class IncrementalDetokenizer:
         return piece
 
     def _shorten(self, unsent: int) -> None:
-        """Drop old tokens from the window, of whose text the last ``unsent`` characters are not emitted yet."""
+        """Drop old tokens from the window; the last ``unsent`` characters of its text are not emitted yet."""
         self._window = self._tail(self._window)
         self._sent = len(self._tokenizer.decode(self._window)) - unsent
 
     def _tail(self, ids: list[int]) -> list[int]:
-        """Select the last tokens, at least the whole byte run at the end and some tokens of text before it."""
+        """Return the last tokens: the whole run of byte tokens at the end, and some tokens with text before it."""
         start = len(ids)
         while start and ids[start - 1] in self._tokenizer.byte_ids:
             start -= 1
@@ -138,9 +138,9 @@ class IncrementalDetokenizer:
 
 
 def visible_context(tokenizer: Tokenizer) -> list[int]:
-    """Find one token id with visible text, to decode other tokens after it.
+    """Find a token id with visible text; return it in a list, which is empty if there is none.
 
-    SentencePiece tokenizers drop the leading blank of a text's first token; a token after this id keeps its blank.
+    SentencePiece tokenizers drop the leading blank of a text's first token. A token decoded after this id keeps it.
     """
     for token in range(tokenizer.vocab_size):
         if token not in tokenizer.hidden_ids and token not in tokenizer.byte_ids:
@@ -151,7 +151,7 @@ def visible_context(tokenizer: Tokenizer) -> list[int]:
 
 
 def _final_length(text: str) -> int:
-    """Number of characters that no later token can change; a trailing replacement character may be incomplete."""
+    """Count the characters that no later token can change, which are all but a replacement character at the end."""
     return len(text) - text.endswith(REPLACEMENT)
 
 

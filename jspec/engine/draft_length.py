@@ -1,7 +1,7 @@
 """Policies that choose the draft depth of every dispatch, from measured acceptance and time at each depth.
 
-Host only, no jax. A drafted token costs more in a larger batch, and acceptance depends on the text. Therefore an
-adaptive engine compiles its round for several depths, 0 included, and asks a `Policy` before each dispatch.
+A draft token costs more time in a larger batch, and acceptance depends on the text. Therefore an adaptive engine
+compiles its round for several depths, 0 included, and asks a `Policy` before each dispatch. Runs on the host.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from typing import final
 import numpy as np
 from jaxtyping import Int
 
-MIN_SAMPLES = 3  # timed dispatches of a depth before it is compared with others
-MAX_TRIES = 12  # dispatches of a depth without a timing after which it is not tried again: its program may fail
-MAX_IDLE_SHARE = 0.25  # a timing is discarded if the host was outside `step` for more than this share of it
-WINDOW = 5  # newest timings, whose median is used: a pause of the host makes one too long and the next too short
-PROBE_SHARE = 0.01  # share of the time for dispatches of depths that do not look best, to update their estimates
+MIN_SAMPLES = 3  # least number of timed dispatches of a depth before it is compared with others
+MAX_TRIES = 12  # most dispatches of a depth to collect MIN_SAMPLES timings, because its program may always fail
+MAX_IDLE_SHARE = 0.25  # a timing is discarded if the host spent a larger share of it outside `step`
+WINDOW = 5  # number of newest timings whose median is used, so that a pause of the host spoils none
+PROBE_SHARE = 0.01  # share of the time to spend on depths that do not look best, to update their estimates
 PRIOR = 0.5  # acceptance probability assumed for a position that was never drafted
 MEMORY = 128.0  # weight limit of an acceptance estimate, in drafted rows
-STALE_MEMORY = 8.0  # weight to which an estimate without new results decays
-HALF_LIFE = 256.0  # dispatches in which the weight above STALE_MEMORY halves
+STALE_MEMORY = 8.0  # weight to which an estimate without new results decays, in drafted rows
+HALF_LIFE = 256.0  # number of dispatches in which the weight above STALE_MEMORY halves
 
 
 @dataclass(frozen=True)
 class DispatchResult:
-    """Result of one dispatch of rounds.
+    """The result of one dispatch of rounds.
 
     Attributes:
-        bucket: batch rows of the program.
+        bucket: number of batch rows of the program.
         depth: draft depth of the rounds.
-        caps: the most draft tokens per round that each request accepts.
-        accepted: number of draft tokens accepted, [rounds, rows]; -1 where the request had ended in an earlier round.
-        seconds: device time of the dispatch; None if unknown, because the host was outside `step` during the dispatch.
+        caps: for each request, the largest number of draft tokens that it accepts per round.
+        accepted: number of accepted draft tokens, [rounds, rows]; -1 where the request had ended in an earlier round.
+        seconds: device time of the dispatch in seconds; None if the host was outside `step` too long to know it.
     """
 
     bucket: int
@@ -53,21 +53,22 @@ class DispatchResult:
 class Policy(abc.ABC):
     """Chooses the draft depth of the next dispatch.
 
-    A policy may use only results of earlier rounds: a choice that depends on a round's own draws would not be lossless.
+    A policy may use only results of earlier rounds. If the choice depended on random draws of the same round, decoding
+    would not be lossless.
     """
 
     @abc.abstractmethod
     def choose(self, bucket: int, caps: Sequence[int]) -> int:
-        """The draft depth of the next dispatch.
+        """Choose the draft depth of the next dispatch.
 
         Args:
-            bucket: batch rows of the program.
-            caps: the most draft tokens per round that each request accepts.
+            bucket: number of batch rows of the program.
+            caps: for each request, the largest number of draft tokens that it accepts per round.
         """
 
     @abc.abstractmethod
     def learn(self, result: DispatchResult) -> None:
-        """Update the estimates with a result; results come in dispatch order, with overlap one dispatch late."""
+        """Update the estimates with the result of a dispatch; results come in the order of dispatches."""
 
 
 @final
@@ -88,14 +89,14 @@ class Fixed(Policy):
 class Adaptive(Policy):
     """A policy that chooses the draft depth with the highest expected number of tokens per second.
 
-    Every depth is run a few times in every bucket before depths are compared. Later the depths that are not the best
-    are run now and then as a probe, the least recently run first, because time changes with the context and acceptance
-    with the text.
+    Every depth runs a few times in every bucket (compiled batch size) before depths are compared. Later each depth that
+    is not the best runs now and then as a probe, the least recently run depth first. Probes are needed because time
+    changes with the context and acceptance with the text.
 
     Args:
         depths: draft depths to choose from, ascending.
-        shared_acceptance: whether a tree cut at a depth accepts as many tokens at each level as the whole tree, so one
-            estimate serves all depths; True for trees of a fixed shape.
+        shared_acceptance: whether all depths share one estimate of acceptance, because each level of a cut tree accepts
+            like that of the whole tree. True for trees of a fixed shape.
     """
 
     def __init__(self, depths: Sequence[int], *, shared_acceptance: bool = True) -> None:
@@ -103,7 +104,7 @@ class Adaptive(Policy):
         self._depths = tuple(depths)
         self._acceptance = {depth: whole if shared_acceptance else Acceptance(depth) for depth in depths}
         self._seconds: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
-        self._last_run: dict[tuple[int, int], int] = {}  # dispatch number, by bucket and depth
+        self._last_run: dict[tuple[int, int], int] = {}  # number of the last dispatch, by bucket and depth
         self._tries: Counter[tuple[int, int]] = Counter()
         self._num_dispatches = 0
         self._probe_seconds = 0.0  # time saved up for the next probe
@@ -125,11 +126,11 @@ class Adaptive(Policy):
         self._acceptance[result.depth].learn(result.accepted, offered, now=self._num_dispatches)
 
     def rate(self, bucket: int, depth: int, caps: Sequence[int]) -> float:
-        """Expected tokens per second of a batch in rounds of a draft depth; 0 if the depth was never timed."""
+        """Return the expected tokens per second of a batch at a draft depth; 0 if the depth was never timed."""
         return self._rate(bucket, depth, Counter(caps))
 
     def _rate(self, bucket: int, depth: int, rows_by_cap: Counter[int]) -> float:
-        """Do what `rate` does, given the number of batch rows for each cap."""
+        """Return the expected tokens per second, as `rate`, from the number of batch rows with each cap."""
         if not self._seconds[bucket, depth]:
             return 0.0
         expected = self._acceptance[depth].expected
@@ -137,14 +138,14 @@ class Adaptive(Policy):
         return tokens / median(self._seconds[bucket, depth])
 
     def _useful(self, cap: int) -> tuple[int, ...]:
-        """Draft depths that may help: up to the first one that reaches the highest cap."""
+        """Return the draft depths up to the first one that is at least ``cap``, because deeper drafts cannot help."""
         return self._depths[: bisect_left(self._depths, cap) + 1]
 
     def _is_untimed(self, bucket: int, depth: int) -> bool:
         return len(self._seconds[bucket, depth]) < MIN_SAMPLES and self._tries[bucket, depth] < MAX_TRIES
 
     def _best_or_stalest(self, bucket: int, depths: Sequence[int], caps: Sequence[int]) -> int:
-        """The depth with the highest rate; or, if the saved time allows a probe, the least recently run depth."""
+        """Return the depth of highest rate, or the least recently run depth if the saved time allows a probe."""
         rows_by_cap = Counter(caps)
         best = max(reversed(depths), key=lambda depth: self._rate(bucket, depth, rows_by_cap))
         others = [depth for depth in depths if depth != best and self._seconds[bucket, depth]]
@@ -157,11 +158,10 @@ class Adaptive(Policy):
 
 
 class Acceptance:
-    """Acceptance probability of each draft position, given that all positions before it were accepted.
+    """Estimates the acceptance probability of each draft position, given that all earlier positions were accepted.
 
-    A round counts for a position only if the round drafted that far and accepted all earlier positions, so the
-    estimates of deep positions keep their values while rounds are shallow. An estimate without new results loses
-    weight.
+    A round counts for a position only if it drafted this position and accepted all earlier ones. So the estimates of
+    deep positions keep their values while rounds are shallow. An estimate without new results loses weight.
 
     Attributes:
         shares: estimated acceptance probability, by draft position.
@@ -178,8 +178,8 @@ class Acceptance:
         """Update the estimates with the rounds of a dispatch.
 
         Args:
-            accepted: number of draft tokens accepted; -1: the round does not count.
-            offered: number of draft tokens that could be accepted.
+            accepted: number of accepted draft tokens, [rounds, rows]; -1: the round does not count.
+            offered: largest number of draft tokens that each row could accept, [rows].
             now: number of dispatches so far.
         """
         for position, (tried, successes) in enumerate(self._count(accepted, offered)):
@@ -194,9 +194,9 @@ class Acceptance:
         self.expected = self._expected()
 
     def _count(self, accepted: np.ndarray, offered: np.ndarray) -> list[tuple[int, int]]:
-        """For each draft position: (number of draft tokens tried there, number of draft tokens accepted there).
+        """Return (number of draft tokens tried, number of draft tokens accepted) for each draft position.
 
-        One table of cumulative counts serves all positions, which is faster than comparing all rows at each position.
+        One table of cumulative counts serves all positions; this is faster than comparing all rows at each position.
         """
         size = len(self.shares) + 2
         table = np.bincount(((accepted + 1) + size * offered).ravel(), minlength=size * size).reshape(size, size)
@@ -211,9 +211,9 @@ class Acceptance:
 class Stopwatch:
     """Measures how long each dispatch occupied the device, which runs dispatches in order.
 
-    The time of a dispatch starts when it is dispatched, or when the previous dispatch ends if that is later. If the
-    host is the bottleneck, this measures the host's time. If the host was outside `step` meanwhile (between two
-    requests, or while the reader of a stream was busy), the end of the dispatch is unknown.
+    The time of a dispatch begins when it is dispatched or when the previous dispatch ends, whichever is later. It ends
+    when the host has read the result. If the host is slower than the device, this measures the host. If the host was
+    outside `step` for long (between two requests, or in the reader of a stream), the time is unknown.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -221,34 +221,34 @@ class Stopwatch:
         self._start_times: deque[float] = deque()
         self._last_end = 0.0
         self._left_at = 0.0
-        self._idle = 0.0  # seconds outside `step` since the oldest dispatch in flight became the oldest
+        self._idle = 0.0  # seconds outside `step` with a dispatch in flight, since the last `stop`
 
     def start(self) -> None:
-        """Note that a dispatch starts now."""
+        """Record that a dispatch starts now."""
         self._start_times.append(self._clock())
 
     def stop(self) -> float | None:
-        """Note that the oldest dispatch is done; return its time in seconds, None if unknown."""
+        """Record that the oldest dispatch is done; return its time in seconds, or None if unknown."""
         began = max(self._start_times.popleft(), self._last_end)
         self._last_end, idle = self._clock(), self._idle
         seconds, self._idle = self._last_end - began, 0.0
         return seconds if idle <= MAX_IDLE_SHARE * seconds else None
 
     def leave(self) -> None:
-        """Note that the host leaves `step`."""
+        """Record that the host leaves `EngineCore.step`."""
         self._left_at = self._clock()
 
     def come_back(self) -> None:
-        """Note that the host enters `step` again."""
+        """Record that the host enters `EngineCore.step` again."""
         if self._start_times:
             self._idle += self._clock() - max(self._left_at, self._start_times[0])
 
     def reset(self) -> None:
-        """Note that no dispatch is in flight any more."""
+        """Forget all dispatches that have started and not stopped."""
         self._start_times.clear()
         self._idle = 0.0
 
 
 def halvings(depth: int) -> tuple[int, ...]:
-    """A depth halved (rounded down) again and again until 0, ascending: 5 gives (0, 1, 2, 5)."""
+    """Halve a depth, rounding down, until it is 0; return all values, ascending. 5 gives (0, 1, 2, 5)."""
     return tuple(sorted({depth >> shift for shift in range(depth.bit_length() + 1)}))

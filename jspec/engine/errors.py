@@ -1,4 +1,4 @@
-"""Recovery from a failed step: its requests end with an error, and the device's state is recreated."""
+"""Recovery from a failed step, which ends the running requests with an error and recreates the device's state."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Context manager around a step of the loop.
+    """A context manager that encloses one step of the engine's loop and recovers from its failure.
 
-    After an error inside the context, or an interrupt while `EngineCore.is_mid_step`, the steps in flight are lost: the
-    running requests end with an error, the device's state is recreated, and waiting requests go on. Then an error is
-    suppressed and an interrupt raised again for the caller. An interrupt at any other moment loses nothing and is only
-    raised again.
+    An error inside the context loses the steps in flight (dispatched steps whose results were not read). The running
+    requests then end with an error, the device's state is recreated, and waiting requests go on. The error itself is
+    suppressed. An interrupt while `EngineCore.is_mid_step` has these effects too, but is raised again for the caller.
+    An interrupt at any other moment loses nothing and is only raised again.
 
     Attributes:
-        lost: the error whose recovery was interrupted, until `resume` completes the recovery; None: no such error.
+        lost: the error whose recovery was interrupted and waits for `resume`; None: no recovery was interrupted.
         healthy: False after the device's state could not be recreated.
     """
 
@@ -44,14 +44,14 @@ class Recovery:
         return not is_interrupt
 
     def resume(self) -> None:
-        """Complete a recovery that was interrupted, if there is one."""
+        """Complete the last recovery if it was interrupted."""
         if self.lost is not None:
             self._recover(self.lost)
 
     def _recover(self, error: BaseException) -> None:
         """End the running requests with the error and recreate the device's state.
 
-        The host's records are updated before the device is used, so they are consistent if an interrupt comes then.
+        The host's records are updated first, so they are consistent if an interrupt comes while the device is used.
         """
         self.lost = error
         logger.error("a step failed; the requests under way end with its error", exc_info=error)
@@ -69,12 +69,12 @@ class Recovery:
 
 
 def error_of_requests(error: BaseException) -> Exception:
-    """Return the error for the requests to end with; an interrupt, meant for one caller only, is replaced."""
+    """Return the error with which requests end; an interrupt is replaced, because only one caller shall see it."""
     return error if isinstance(error, Exception) else caused_by(error, "a step was interrupted and is lost; ask again")
 
 
 def caused_by(cause: BaseException, message: str) -> RuntimeError:
-    """Make an error with a message for the user and a cause."""
+    """Make a RuntimeError with the given message and cause."""
     error = RuntimeError(message)
     error.__cause__ = cause
     return error

@@ -1,4 +1,4 @@
-"""A lock that threads get in the order in which they asked for it."""
+"""A lock that serves threads in the order in which they ask for it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections import deque
 
 
 class FairLock:
-    """A reentrant FIFO lock: a thread that steps an engine in a loop cannot starve threads that submit or abort.
+    """A reentrant lock that serves threads in the order in which they ask for it.
 
-    `threading.Lock` may go back to the thread that just released it, again and again.
+    With `threading.Lock` a thread that steps an engine in a loop could take the lock again and again, while threads
+    that submit or abort requests wait.
 
     Each thread that wants the lock appends a ticket, which is a `threading.Lock`, to a queue. The first ticket belongs
-    to the owner; every other ticket is locked, and its thread blocks on it until the ticket moves to the front.
+    to the owner of the lock. Every other ticket is locked, and its thread waits for it until it is first in the queue.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class FairLock:
             raise
 
     def _remove(self, ticket: threading.Lock) -> None:
-        """Remove a ticket and wake the thread of the first remaining ticket; a second removal changes nothing."""
+        """Remove a ticket, if it is in the queue, and wake the thread of the first remaining ticket."""
         with self._guard:
             if ticket in self._queue:
                 self._queue.remove(ticket)

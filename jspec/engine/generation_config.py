@@ -1,4 +1,4 @@
-"""Sampling parameters that a checkpoint recommends in its generation_config.json. No jax here."""
+"""Reads the sampling parameters that a checkpoint recommends in its generation_config.json."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-FIELDS = {  # transformers' option: field of SamplingParams
+FIELDS = {  # maps an option of transformers to a field of SamplingParams
     "temperature": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -18,7 +18,7 @@ FIELDS = {  # transformers' option: field of SamplingParams
     "bad_words_ids": "bad_words",
     "num_return_sequences": "n",
 }
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # unsupported option: its values without effect on tokens
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # maps an unsupported option to its values that change no token
     "num_beams": (1,),
     "num_beam_groups": (1,),
     "penalty_alpha": (0,),
@@ -52,8 +52,8 @@ def recommended(path: str | Path) -> dict[str, Any]:
     """Read the fields of `SamplingParams` that a generation_config.json sets.
 
     As in transformers, decoding is greedy without ``do_sample``, whatever the temperature. Fields that the file does
-    not name keep the default of `SamplingParams` (transformers' default for top_k is 50). ``max_length``, which
-    includes the prompt, is not read: the engine's ``max_len`` takes its place.
+    not name keep the default of `SamplingParams`; for top_k it is 0, unlike 50 in transformers. ``max_length`` is not
+    read, because the engine's option ``max_len`` limits prompt and output.
 
     Args:
         path: the file or its folder.

@@ -1,4 +1,4 @@
-"""Makes checked requests from a caller's prompts and parameters."""
+"""Makes requests from a caller's prompts and parameters, and checks them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ Prompt = str | Sequence[int]
 
 @dataclass
 class InputProcessor:
-    """Makes requests from prompts and parameters; raises all errors of a caller before any request is queued.
+    """Makes requests from prompts and parameters; wrong input raises an error before any request is queued.
 
     Attributes:
         tokenizer: the engine's tokenizer; None: prompts are token ids.
         vocab_size: size of the model's vocabulary.
         eos_ids: the model's end-of-sequence tokens.
-        ids: iterator over request numbers.
+        config: the engine's options.
+        ids: iterator that gives each request its number.
     """
 
     tokenizer: Tokenizer | None
@@ -48,13 +49,12 @@ class InputProcessor:
             raise ValueError(f"eos_ids: expected ids in [0, {self.vocab_size}), got {wrong[0]}")
 
     def requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
-        """Return one request per prompt, in the order of the prompts.
+        """Make one request per prompt, in the order of the prompts.
 
-        With ``n`` > 1 it is the request of the first completion; those of the other completions are its ``siblings``.
+        With ``n`` > 1 the returned request makes the first completion; its ``siblings`` make the others.
 
         Raises:
-            TypeError, ValueError: a prompt or parameter is wrong; the message names it, the expected and the given
-                value.
+            TypeError, ValueError: a prompt or parameter is wrong; the message names it and the expected values.
         """
         several = not isinstance(prompts, str) and not (len(prompts) and isinstance(prompts[0], (int, np.integer)))
         all_prompts: list[Any] = list(prompts) if several else [prompts]
@@ -76,7 +76,7 @@ class InputProcessor:
         numbers = [next(self.ids) for _ in range(params.n)]
         seed = self._seed(params, numbers[0])
         prompt_logprobs: list[TokenLogprob | None] | None = (
-            None if params.prompt_logprobs is None else [None] * len(ids)  # one for all; the first completion fills it
+            None if params.prompt_logprobs is None else [None] * len(ids)  # shared; the first completion fills it
         )
 
         def sample(index: int, siblings: tuple[Request, ...] = ()) -> Request:
@@ -103,12 +103,12 @@ class InputProcessor:
         context: Sequence[int] = prompt
         if self.tokenizer is not None and params.grammar_field is not None:
             has_text = not self.tokenizer.hidden_ids.issuperset(prompt)
-            # After a prompt without text the first blank would be dropped, but the grammar counts it.
+            # After a prompt without text the decoder would drop the first blank, but the grammar counts it.
             context = prompt if has_text else visible_context(self.tokenizer)
         return TextDecoder(self.tokenizer, context, params.stop, stop_ids, params.min_tokens)
 
     def _bad_words(self, params: SamplingParams, stop_ids: tuple[int, ...], max_new_tokens: int) -> penalty_input.Words:
-        """Check all parameters that edit logits; return the bad words as token ids."""
+        """Check the parameters that edit logits; return the bad words as token ids."""
         if not params.controls_used:
             return ()
         if not self.config.controls:
@@ -128,7 +128,7 @@ class InputProcessor:
         return GrammarInput(self.tokenizer, self.vocab_size, self.config.grammar_cells)
 
     def _check_output(self, params: SamplingParams) -> None:
-        """Check processor arguments, stop strings and log-probability counts against the engine's options."""
+        """Check that the engine supports the given processor arguments, stop strings and log-probabilities."""
         args = self.config.processor_args
         if params.processor_args and len(params.processor_args) != args:
             raise ValueError(
@@ -155,14 +155,14 @@ class InputProcessor:
         return stop_ids
 
     def _seed(self, params: SamplingParams, number: int) -> int:
-        """The seed in ``params``; without one, a seed drawn from the engine's seed and the request's number."""
+        """Return the seed in ``params``, or else a seed drawn from the engine's seed and the request's number."""
         if params.seed is not None:
             return int(params.seed)
         return int(np.random.SeedSequence([self.config.seed, number]).generate_state(1, np.uint64)[0])
 
 
 def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int, max_len: int) -> tuple[int, ...]:
-    """Convert a prompt to checked token ids.
+    """Convert a prompt to token ids and check them.
 
     Raises:
         TypeError: the prompt is neither a text nor a sequence of ints.
@@ -191,7 +191,7 @@ def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int, m
 
 
 def draft_cap(params: SamplingParams, depth: int) -> int:
-    """The most draft tokens that a request accepts in a round.
+    """Return the largest number of draft tokens that a request accepts in a round.
 
     Args:
         depth: depth of the drafter's tree.

@@ -1,4 +1,4 @@
-"""Counters of speculation, for one request or, added up, for an engine."""
+"""Counters of tokens, rounds and times, for one request or for a whole engine."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Any
 
 
 class LowAcceptanceWarning(UserWarning):
-    """Warning: few draft tokens are accepted, so the drafter does not fit the target or the prompts."""
+    """A warning that few draft tokens are accepted, so the drafter does not fit the target or the prompts."""
 
 
 @dataclass
 class Metrics:
-    """Counters of one request, or sums over requests. The first token, from the prefill, belongs to no round.
+    """The counters of one request, or their sums over requests. A request's first token belongs to no round.
 
     Attributes:
         num_drafts: number of rounds.
         num_draft_tokens: number of draft tokens that were verified.
         num_accepted_tokens: number of draft tokens that were accepted and emitted.
-        num_accepted_per_position: number of rounds that accepted more than i draft tokens, for each i.
-        num_rounds_per_depth: number of rounds by draft depth, which an adaptive engine varies; 0: plain decoding.
-        num_tokens: number of emitted tokens, first tokens included.
+        num_accepted_per_position: entry i is the number of rounds that accepted more than i draft tokens.
+        num_rounds_per_depth: number of rounds for each draft depth; depth 0 is plain decoding.
+        num_tokens: number of emitted tokens, including each first token of a request.
         num_first_tokens: number of emitted tokens that were the first of a request.
         time_to_first_token: seconds from queueing to the first token.
         decode_seconds: seconds from the first to the last token.
         num_prompt_tokens: number of tokens in the prompts of admitted requests.
         num_cached_tokens: number of prompt tokens whose cache rows were found in the prefix cache.
         num_preemptions: number of times that a request lost its pages to another request.
-        finished: number of ended requests by finish reason.
+        finished: number of ended requests for each finish reason.
         pages_in_use: number of pages that requests hold now; only set for an engine.
     """
 
@@ -50,9 +50,9 @@ class Metrics:
         """Add one round to the counters.
 
         Args:
-            depth: draft depth of the program, independent of the request's cap.
+            depth: draft depth of the compiled round, which may exceed the request's own limit.
             drafted: number of draft tokens that were verified.
-            accept_len: number of draft tokens accepted, before the cut at the request's end.
+            accept_len: number of accepted draft tokens, including any after the request's end.
             emitted_drafts: number of accepted draft tokens that were emitted.
         """
         self.num_drafts += 1
@@ -86,27 +86,27 @@ class Metrics:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Mean tokens per round, the bonus token included (tau); 1 before the first round."""
+        """The mean number of tokens per round (tau), the target's own token included; 1 before the first round."""
         return 1 + self.num_accepted_tokens / max(self.num_drafts, 1)
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the verified draft tokens that were accepted and emitted."""
+        """The share of verified draft tokens that were accepted and emitted, from 0 to 1."""
         return self.num_accepted_tokens / max(self.num_draft_tokens, 1)
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Share of the rounds that accepted more than i draft tokens, for each i."""
+        """A list whose entry i is the share of rounds that accepted more than i draft tokens."""
         return [count / max(self.num_drafts, 1) for count in self.num_accepted_per_position]
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Share of the prompt tokens whose cache rows were found in the prefix cache."""
+        """The share of prompt tokens whose cache rows were found in the prefix cache, from 0 to 1."""
         return self.num_cached_tokens / max(self.num_prompt_tokens, 1)
 
     @property
     def time_per_output_token(self) -> float:
-        """Mean seconds per output token after the first."""
+        """The mean time per output token after a request's first token, in seconds."""
         return self.decode_seconds / max(self.num_tokens - self.num_first_tokens, 1)
 
 

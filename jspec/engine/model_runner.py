@@ -1,6 +1,6 @@
-"""The engine's device side: weights, KV pools, slot state, and dispatch of the compiled programs.
+"""Runs the compiled programs on the device, and stores weights, KV pools and slot state.
 
-The only file of `jspec.engine` that imports jax. It also packs requests into the arrays that the programs read.
+This is the only file of `jspec.engine` that imports jax. It also packs requests into the arrays that programs read.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class ModelRunner:
     """Plans the device memory, compiles programs, and dispatches the scheduler's plans.
 
     Args:
-        depths: draft depths at which rounds may cut the drafter's tree, ascending.
+        depths: draft depths for which rounds are compiled, ascending.
 
     Attributes:
-        memory_plan: device memory of weights, pools and programs; ``str(plan)`` is a readable summary.
-        planner: the memory planner.
+        memory_plan: device memory of weights, KV pools and programs, in bytes; ``str(plan)`` is a readable summary.
+        planner: the planner that made ``memory_plan``.
         pool: the shapes of the KV pools.
-        state: the slot state, donated to every step.
+        state: the device's state of all slots and pools; each step takes its buffers and returns a new state.
         programs: the compiled programs.
         choice: chooses the programs to compile.
 
@@ -76,7 +76,7 @@ class ModelRunner:
         self._slots = jax.device_put(np.zeros(0, np.int32))
 
     def _update_memory_plan(self, executables: Sequence[Any]) -> None:
-        """Replace the memory plan by one with the executables' measured memory; raise if it exceeds the device's."""
+        """Replace the memory plan by one with the programs' measured memory; raise an error if it does not fit."""
         self.memory_plan = memory.measured(self.planner, self.pool, executables)
         logger.info("%s", self.memory_plan)
 
@@ -93,14 +93,14 @@ class ModelRunner:
         return [key for key in self.choice.needed_keys(new, live) if key not in self.programs.compiled]
 
     def dispatch(self, plan: Plan, depth: int, running: Collection[Request]) -> StepOutput:
-        """Start the step of a plan and the copy of its result to the host; return the result, not yet computed.
+        """Start a plan's step and the copy of its result to the host; return the result without waiting for it.
 
         Args:
-            depth: draft depth at which a round cuts the drafter's tree.
+            depth: draft depth of the round.
             running: requests whose grammars must keep their device tables.
         """
         if isinstance(plan, PrefillPlan):
-            if plan.is_last and self.edits(plan.request):  # all tokens that penalties count are known now
+            if plan.is_last and self.edits(plan.request):  # now all tokens that penalties count are known
                 self._admit_controls(plan.request, running)
             step, size = self._prefill_of(plan)
             packed = jax.device_put(self._pack(plan, size))
@@ -140,7 +140,7 @@ class ModelRunner:
         return bool(request.params.controls_used) or self.program.processor is not None
 
     def _admit_controls(self, request: Request, running: Collection[Request]) -> None:
-        """Load a request's controls into its slot, and its grammar into a device table unless it is in one already."""
+        """Load a request's logit edits into its slot, and its grammar into a device table if it is not in one."""
         table = 0
         if request.grammar is not None:
             in_use = {other.grammar for other in running if other.grammar is not None}
@@ -156,8 +156,8 @@ class ModelRunner:
 
         Args:
             table: index of the table.
-            class_of: token class of each token, [vocab] int16.
-            next_state: next state by state and token class, [states, classes] int16.
+            class_of: class of each token id, [vocab] int16; the grammar treats tokens of one class alike.
+            next_state: next state of the grammar's automaton, [states, classes] int16.
         """
         assert self.state.grammars is not None
         packed = grammar_mask.pack(table, class_of, next_state, self.state.grammars.next.shape[1])
@@ -168,11 +168,11 @@ class ModelRunner:
         """Write pages into the device's page table.
 
         Args:
-            new: (slot, column of the slot's table row, page) of each entry.
+            new: (slot, column, page) of each entry to write; the page table has one row per slot.
         """
         update, size = self.programs.compiled[ExecutableKey("update_page_table")], self.programs.page_updates
         for start in range(0, len(new), size):
-            packed = np.full((size, 3), self._config.slots, np.int32)  # padding: no such slot, so dropped
+            packed = np.full((size, 3), self._config.slots, np.int32)  # padding: no slot has this number
             packed[: len(new) - start] = new[start : start + size]
             self.state = replace(self.state, page_table=update(self.state.page_table, jax.device_put(packed)))
 
@@ -181,7 +181,7 @@ class ModelRunner:
         return pack_chunk(plan, size, width=self.pool.width(tree), depth=tree.depth, vocab_size=self._vocab_size)
 
     def _slots_of(self, plan: RoundPlan, size: int) -> jax.Array:
-        """The slot of each bucket row, as a device array; cached until the rows change, because a copy takes 20 us."""
+        """Return the slot of each batch row as a device array, kept until it changes because a copy takes 20 us."""
         slots = self._config.slots
         rows = (*(request.state.slot for request in plan.requests), *[slots] * (size - len(plan.requests)))
         if rows != self._rows:
@@ -189,9 +189,9 @@ class ModelRunner:
         return self._slots
 
     def write_pending_rows(self, request: Request, pages: Sequence[int]) -> None:
-        """Write the missing draft cache rows of a request that has ended, if this completes a page of the request.
+        """Write the missing draft cache rows of a request that has ended, if they complete one of its pages.
 
-        No later round would write these rows.
+        The rows are missing because the next round would have written them.
 
         Args:
             pages: pages of the request, in the order of their rows.
@@ -203,11 +203,11 @@ class ModelRunner:
             self.state = write(self.params, self.state, jax.device_put(packed))
 
     def clear(self) -> None:
-        """Mark the device's grammar tables as empty, because the contents of the state are lost."""
+        """Mark all grammar tables as empty, because the device's state was lost."""
         self._tables.clear()
 
     def reset_state(self, error: BaseException) -> None:
-        """Replace the state by a new one after a failed step. Weights are never donated, so they are intact."""
+        """Replace the device's state by a new one after a failed step with the given error; weights are kept."""
         delete_buffers(self.state, error)
         self.state = None  # type: ignore[assignment]
         self.state = init_state(self.program, self.params, self.pool)
@@ -219,10 +219,9 @@ class ModelRunner:
 
 
 def delete_buffers(state: Any, error: BaseException) -> None:
-    """Free a state's buffers at once.
+    """Free the device buffers of a state at once, although the traceback of an error still refers to them.
 
-    The traceback frames of the error refer to the buffers, and requests keep the error. If the buffers were not freed,
-    the new state would have to fit into memory beside the old one.
+    Requests keep the error, so without this the old state would stay in memory beside the new one.
     """
     for leaf in jax.tree.leaves(state):
         if not leaf.is_deleted():
@@ -231,10 +230,10 @@ def delete_buffers(state: Any, error: BaseException) -> None:
 
 
 def check_deterministic(target: Model, implementation: str) -> None:
-    """Refuse a target if the kernel of any of its matrix products may give the same row different bits in two programs.
+    """Refuse a target for which two programs may compute different bits for the same row.
 
     Raises:
-        ValueError: such a kernel is used; the message names the weights or the kernel.
+        ValueError: a matrix product uses a kernel that is not deterministic; the message names weights or kernel.
     """
     if kind := quantized_as(target):
         raise ValueError(f"deterministic: expected a target whose weights are not quantised, got {kind}")
@@ -246,7 +245,7 @@ def check_deterministic(target: Model, implementation: str) -> None:
 
 
 def pack_chunk(plan: PrefillPlan, size: int, *, width: int, depth: int, vocab_size: int) -> np.ndarray:
-    """Pack a chunk of a prompt for `jspec.step.prefill.prefill_step`.
+    """Pack a chunk of a prompt into the int32 array that `jspec.step.prefill.prefill_step` takes.
 
     Args:
         size: number of tokens of the compiled program; the chunk is padded to it.
@@ -283,10 +282,11 @@ def pack_chunk(plan: PrefillPlan, size: int, *, width: int, depth: int, vocab_si
 
 
 def pack_pending_rows(request: Request, pages: Sequence[int], *, width: int) -> np.ndarray:
-    """Pack a request that has ended for `jspec.step.prefill.write_pending_rows_step`.
+    """Pack a request that has ended into the array that `jspec.step.prefill.write_pending_rows_step` takes.
 
     Args:
-        width: columns of the page table.
+        pages: pages of the request, in the order of their rows.
+        width: number of columns of the page table.
     """
     padding = [0] * (width - len(pages))
     return np.array([request.state.slot, request.token_ids[-1], request.rows_committed, *pages, *padding], np.int32)

@@ -1,4 +1,4 @@
-"""From step results to the user's output: tokens, text, counters, rounds. Host only."""
+"""Turns step results into the user's output: tokens, text, counters and recorded rounds. Runs on the host."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jspec.engine.request import Chunk, Completion, Request, Round, TokenLogprob
 
 
 def process_step_output(request: Request, step: StepOutput, row: int, *, is_round: bool) -> str | None:
-    """Add one row of a step's result to the output of its request, up to the token that completes a stop string.
+    """Add a row of a step's result to the output of its request, up to the token that completes a stop string.
 
     Args:
-        step: result of the whole step, as numpy arrays.
+        step: result of the step for all rows, as numpy arrays.
         row: the request's row in the result.
-        is_round: False for the prefill's token, which belongs to no round.
+        is_round: False for the first token, which the prefill samples outside any round.
 
     Returns:
         The finish reason if the request ended, else None.
@@ -31,7 +31,7 @@ def process_step_output(request: Request, step: StepOutput, row: int, *, is_roun
         pieces = output.decoder.push(fields.tokens[: fields.counts], len(output.pieces))
         count = len(pieces)
         emitted = fields.tokens[:count]
-        # A round writes draft cache rows up to the root, which is the newest token before the round.
+        # A round writes draft cache rows up to its root (the newest token before the round).
         request.state.num_draft_cached_tokens = len(request.prompt_token_ids) + len(output.token_ids)
         if request.params.logprobs is not None:
             output.logprobs += token_logprobs(step.logprobs, (index, row), emitted, request.params.logprobs)
@@ -49,7 +49,7 @@ def process_step_output(request: Request, step: StepOutput, row: int, *, is_roun
             )
             if step.trace is not None and request.trace:
                 output.rounds.append(_round(step.trace, index, row, fields.accept_len, emitted))
-        output.pieces += pieces  # last: after this a stream in another thread yields the tokens
+        output.pieces += pieces  # last, because a stream in another thread may now yield the tokens
         if output.stop_string is not None:
             return "stop"
         if fields.ended:
@@ -58,10 +58,10 @@ def process_step_output(request: Request, step: StepOutput, row: int, *, is_roun
 
 
 def _finish_reason(request: Request) -> str:
-    """Derive the finish reason of a request that the device has ended.
+    """Return why the device has ended a request: "eos", "stop" or "length".
 
-    The device alone decides whether a request ends, which lets steps overlap, and reports one bit. If the last token is
-    a stop token, this token is the reason; otherwise the length limit was reached.
+    The device reports only that the request has ended. If the last token is a stop token, this token is the reason;
+    otherwise the request reached its length limit.
     """
     last = request.token_ids[-1]
     if last not in request.stop_ids:
@@ -71,11 +71,11 @@ def _finish_reason(request: Request) -> str:
 
 
 def process_prompt_logprobs(request: Request, scores: LogProbs, start: int, count: int) -> None:
-    """Add a chunk's log-probabilities of prompt tokens to its request.
+    """Store the log-probabilities of one chunk's prompt tokens in the request's output.
 
     Args:
-        scores: log-probabilities of the token after each token of the chunk, as numpy arrays.
-        start: position of the chunk's first token.
+        scores: log-probabilities of each chunk token's successor, as numpy arrays.
+        start: position of the chunk's first token in the prompt.
         count: number of tokens in the chunk.
     """
     records, num_top = request.output.prompt_logprobs, request.params.prompt_logprobs
@@ -89,9 +89,9 @@ def token_logprobs(scores: Any, row: Any, tokens: Sequence[int], num_top: int) -
 
     Args:
         scores: a `jspec.core.records.LogProbs` of numpy arrays.
-        row: index of the row in ``scores`` whose first entries belong to the tokens.
+        row: index into the leading axes of ``scores``; the first entries of that row belong to the tokens.
         tokens: token ids.
-        num_top: number of likeliest tokens to report.
+        num_top: number of likeliest tokens to report at each token.
     """
     size = len(tokens)
     chosen, ranks, top, top_ids = (f[row][:size] for f in (scores.chosen, scores.ranks, scores.top, scores.top_ids))
@@ -114,11 +114,11 @@ def _round(trace: Trace, index: int, row: int, accept_len: int, emitted: list[in
 
 
 def make_chunk(request: Request, start: int) -> Chunk:
-    """Make a chunk of the output from token ``start`` on.
+    """Make a chunk of a request's output that begins at output token ``start``.
 
-    This is safe while another thread steps, because a step appends a token's piece after everything else of the token.
+    Another thread may step the engine meanwhile: a step appends a token's text last, after its other values.
     """
-    output, reason = request.output, request.finish_reason  # read first: once it is set, output is complete
+    output, reason = request.output, request.finish_reason  # once this is set, the output is complete
     end = len(output.pieces) if reason is None else len(output.token_ids)
     text = None
     if output.decoder.has_text:
@@ -135,7 +135,7 @@ def make_chunk(request: Request, start: int) -> Chunk:
 
 
 def make_completion(request: Request) -> Completion:
-    """Make the completion of a request that has ended; the completions of its siblings become ``others``."""
+    """Make the completion of an ended request; the other completions of its prompt become its ``others``."""
     first, *others = (_completion(sample) for sample in request.samples)
     return replace(first, others=tuple(others))
 

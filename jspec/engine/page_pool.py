@@ -1,9 +1,9 @@
-"""Ownership of pages by requests, and the prefix cache over full pages. Host only; the device's page table is a copy.
+"""Allocation of cache pages to requests, and the prefix cache of full pages. Runs on the host.
 
-A page whose rows are all committed may be cached under a digest of its tokens and of all tokens before them. Requests
-with a common prefix share such pages. A cached page without an owner stays until its memory is needed; pages are
-evicted in the order in which their owners gave them back. Target and draft use the same page numbers, so one index
-serves both.
+A page holds the cache rows of consecutive tokens. A page whose rows are all committed may be cached under a digest of
+its tokens and of all tokens before them. Requests with a common prefix share cached pages. A cached page without an
+owner stays until its memory is needed; the page that was given back first is evicted first. Target and draft use the
+same page numbers, so one index serves both. The device's page table is a copy of the allocation.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Digest = bytes
 
 
 def page_digests(tokens: Sequence[int], page_size: int, before: Digest = b"") -> list[Digest]:
-    """Chained digests of the full pages of a token sequence; each depends on the page and all earlier pages.
+    """Compute a digest of each full page of a token sequence, from the tokens of the page and of all pages before.
 
     Args:
         page_size: tokens per page.
-        before: digest of the page before ``tokens``; empty at the beginning.
+        before: digest of the page before ``tokens``; empty if there is none.
     """
     digests = []
     for start in range(0, len(tokens) - page_size + 1, page_size):
@@ -33,7 +33,7 @@ def page_digests(tokens: Sequence[int], page_size: int, before: Digest = b"") ->
 
 
 class PagePool:
-    """Allocates the pages that target and draft share. Page 0 is the null page and never allocated.
+    """Allocates the pages that target and draft share. Page 0, the null page, is never allocated.
 
     A page is in one of three states: free, owned by one or more requests, or idle (cached and without an owner).
 
@@ -42,7 +42,7 @@ class PagePool:
         page_size: cache rows per page.
 
     Attributes:
-        num_given_back: number of pages that owners ever gave back.
+        num_given_back: number of times that an owner gave back a page.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
@@ -60,7 +60,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Number of pages that can be reserved: free and idle pages."""
+        """The number of pages that can be reserved, which are the free and the idle ones."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -68,11 +68,11 @@ class PagePool:
         return self.pages - 1 - self.num_free
 
     def needed(self, rows: int) -> int:
-        """Number of pages that ``rows`` cache rows need."""
+        """Return the number of pages that ``rows`` cache rows need."""
         return -(-rows // self.page_size)
 
     def match(self, digests: Sequence[Digest]) -> list[int]:
-        """Cached pages with the given digests, from the beginning up to the first page that is not cached."""
+        """Return the cached pages of the given digests, in order, up to the first digest that is not cached."""
         found: list[int] = []
         for digest in digests:
             page = self._page_of.get(digest)
@@ -85,12 +85,12 @@ class PagePool:
         return digest in self._page_of
 
     def can_reserve(self, rows: int, shared: Sequence[int] = ()) -> bool:
-        """Whether `reserve` would succeed with the same arguments for an owner without pages."""
+        """Whether `reserve` with these arguments would succeed for an owner without pages."""
         idle = sum(page in self._idle for page in shared)
         return self.needed(rows) - len(shared) <= self.num_free - idle
 
     def reserve(self, owner: int, rows: int, shared: Sequence[int] = ()) -> list[int]:
-        """Reserve pages for ``rows`` cache rows of an owner without pages; return all its pages in order.
+        """Reserve pages for ``rows`` cache rows of an owner without pages; return the pages in order of their rows.
 
         Args:
             owner: id of the request.
@@ -118,7 +118,7 @@ class PagePool:
         return True
 
     def shrink(self, owner: int, rows: int) -> None:
-        """Free the owner's trailing pages, which the first ``rows`` cache rows do not need."""
+        """Give back the pages at the end of an owner's pages that its first ``rows`` cache rows do not need."""
         owned = self._owned[owner]
         while len(owned) > self.needed(rows):
             self._give_back(owned.pop())
@@ -127,13 +127,13 @@ class PagePool:
         return self._owned[owner]
 
     def cache(self, owner: int, digests: Sequence[Digest], first: int = 0) -> None:
-        """Put some of the owner's pages into the prefix cache.
+        """Put consecutive pages of an owner into the prefix cache.
 
-        A digest that is cached already keeps its page.
+        A digest that is in the cache already keeps its page there.
 
         Args:
             digests: digest of each page to cache, in order.
-            first: index of the first such page among the owner's pages.
+            first: index of the first page to cache among the owner's pages.
         """
         for page, digest in zip(self._owned[owner][first:], digests, strict=False):
             if digest not in self._page_of and page not in self._digest_of:
@@ -141,9 +141,9 @@ class PagePool:
                 self._digest_of[page] = digest
 
     def release(self, owner: int) -> None:
-        """Give back an owner's pages; an owner without pages is ignored.
+        """Give back all pages of an owner; an owner without pages is ignored.
 
-        The owner's last pages are evicted before its first pages, because more requests can share those.
+        The last pages are evicted before the first ones, because more requests can share the first ones.
         """
         for page in reversed(self._owned.pop(owner, [])):
             self._give_back(page)
@@ -156,7 +156,7 @@ class PagePool:
         self._page_of.clear()
 
     def check(self) -> None:
-        """Assert that every page is in exactly one state and has as many owners as counted."""
+        """Assert that every page is in exactly one state and that its number of owners was counted correctly."""
         owned = Counter(page for pages in self._owned.values() for page in pages)
         assert sorted([*self._free, *self._idle, *owned]) == list(range(1, self.pages)), (
             "pages were lost or allocated twice"
@@ -184,7 +184,7 @@ class PagePool:
             owned.append(page)
 
     def _evict(self) -> int:
-        """Remove the idle page that was given back first from the prefix cache; return the page."""
+        """Take the page that has been idle longest out of the prefix cache; return the page."""
         page = next(iter(self._idle))
         del self._idle[page]
         del self._page_of[self._digest_of.pop(page)]

@@ -1,4 +1,4 @@
-"""Host side of `jspec.sampling.penalties`: checks a request's logit edits against the model and packs them."""
+"""Checks a request's logit edits and packs them for the device code in `jspec.sampling.penalties`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Words = tuple[tuple[int, ...], ...]
 
 
 def bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Words:
-    """Convert the bad words to token ids; a text is tokenised in three ways.
+    """Convert the bad words to token ids.
 
-    The three ways are with a leading blank, without one, and after a newline, where some tokenizers omit the blank that
-    they put before the first word of a text.
+    A text is tokenised without a leading blank, with one, and after a newline. Some tokenizers put a blank before the
+    first word of a text but not after a newline.
 
     Raises:
         ValueError: a text is given without a tokenizer, or a text has no tokens.
@@ -54,10 +54,10 @@ def check(
     """Refuse logit edits that the engine cannot store, or that may leave no token to emit.
 
     Args:
-        words: `bad_words` of the parameters.
+        words: the bad words as token ids, from `bad_words`.
         stop_ids: tokens that end the request.
         vocab_size: size of the model's vocabulary.
-        max_new_tokens: the most tokens that the request can emit.
+        max_new_tokens: the largest number of tokens that the request can emit.
 
     Raises:
         ValueError: an edit is refused; the message names the field, its value and the allowed values.
@@ -90,7 +90,7 @@ def check(
 def _check_tokens_left(params: SamplingParams, words: Words, stop_ids: Sequence[int], vocab_size: int) -> None:
     """Check that at least one token is allowed after any text.
 
-    It is enough to check texts that are a bad word without its last token: such texts ban the most tokens at once.
+    It is enough to check each text that is a bad word without its last token, because no other text bans more tokens.
     """
     if params.allowed_token_ids is None and vocab_size > len(words) + len(stop_ids):
         return
@@ -113,7 +113,7 @@ def pack_controls(request: Request, vocab_size: int, table: int = 0, args: int =
     Args:
         vocab_size: size of the model's vocabulary.
         table: index of the grammar's table on the device.
-        args: number of values that a request may pass to the engine's logits processor.
+        args: number of values that the engine's logits processor takes from a request.
     """
     assert request.state.slot is not None
     params, prompt, output = request.params, request.prompt_token_ids, request.token_ids

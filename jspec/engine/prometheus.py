@@ -1,4 +1,4 @@
-"""An engine's counters as text for Prometheus, under vLLM's names."""
+"""Formats an engine's counters as text for Prometheus, under the metric names of vLLM."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from jspec.engine.metrics import Metrics
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 OUTPUT_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
-REASONS = {"eos": "stop"}  # finish reason: vLLM's finished_reason, where the two differ
+REASONS = {"eos": "stop"}  # maps a finish reason to vLLM's finished_reason if they differ
 
 
 @dataclass
 class Histogram:
-    """Counts of values per interval between bounds, in seconds.
+    """A histogram of times in seconds.
 
     Attributes:
-        counts: number of values in (bounds[i - 1], bounds[i]] for each i; the last entry counts those above all bounds.
-        total: sum of the values in seconds.
+        bounds: upper bounds of the intervals in seconds, ascending.
+        counts: entry i is the number of times in (bounds[i - 1], bounds[i]]; the last entry, of times above all bounds.
+        total: sum of the times in seconds.
     """
 
     bounds: tuple[float, ...]
@@ -39,14 +40,14 @@ class Histogram:
 
 @dataclass
 class Latencies:
-    """Latency histograms over complete requests; aborted and failed requests are left out."""
+    """The latency histograms of all requests that were neither aborted nor failed."""
 
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN))
     output_token: Histogram = field(default_factory=lambda: Histogram(OUTPUT_TOKEN))
     request: Histogram = field(default_factory=lambda: Histogram(REQUEST))
 
     def observe(self, metrics: Metrics) -> None:
-        """Add the latencies of one request."""
+        """Add the latencies of one request to the histograms."""
         self.first_token.observe(metrics.time_to_first_token)
         self.request.observe(metrics.time_to_first_token + metrics.decode_seconds)
         if metrics.num_tokens > 1:
@@ -55,12 +56,12 @@ class Latencies:
 
 @dataclass(frozen=True)
 class Gauges:
-    """Current load of an engine.
+    """The current load of an engine.
 
     Attributes:
         running: number of running requests.
         waiting: number of waiting requests.
-        pages_used: share of the pages that requests hold, from 0 to 1.
+        pages_used: share of all pages that requests hold, from 0 to 1.
     """
 
     running: int
@@ -73,7 +74,7 @@ class _Text:
     """Collects lines in Prometheus' text format, version 0.0.4.
 
     Attributes:
-        label: text of the label that every sample gets.
+        label: name and value of the label that every sample gets, as ``name="value"``.
     """
 
     label: str
@@ -84,7 +85,7 @@ class _Text:
 
         Args:
             name: name of the family, without the prefix "vllm:".
-            kind: Prometheus type of the family.
+            kind: Prometheus type of the family ("counter", "gauge" or "histogram").
             about: help text.
             samples: (suffix of the name, labels, value) of each sample.
         """
@@ -95,7 +96,7 @@ class _Text:
 
 
 def exposition(metrics: Metrics, latencies: Latencies, gauges: Gauges, model_name: str) -> str:
-    """Text of all metric families, each with its help and type."""
+    """Format all metrics as a Prometheus text, with the help and the type of each metric."""
     escaped = model_name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     text = _Text(f'model_name="{escaped}"')
     _add_gauges(text, gauges)

@@ -1,4 +1,4 @@
-"""Host records: requests with their schedule state and output, and the user's chunks and completions. No jax."""
+"""Records of the host: requests with their schedule state and output, and the user's chunks and completions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jspec.engine.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The target's log-probability of one token given all tokens before it, natural logarithm.
+    """The target's log-probability (natural logarithm) of one token, given all tokens before it.
 
     Attributes:
-        rank: 1 for the likeliest token; rank - 1 tokens are likelier than this one.
-        top: log-probability of the likeliest tokens, as many as requested, largest first; impossible tokens are left
-            out.
+        rank: rank of the token, from 1 for the likeliest.
+        top: log-probability by token id of the likeliest tokens, largest first, as many as requested. Tokens with
+            probability 0 are left out.
     """
 
     token_id: int
@@ -33,14 +33,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Round:
-    """One draft-verify round of one request, as numpy arrays; recorded with ``trace=True``.
+    """A record of one round of one request: its draft tree with N nodes and its outcome. Made with ``trace=True``.
 
     Attributes:
-        tokens: [N] target-vocabulary id of each node; node 0 is the root.
+        tokens: [N] target token id of each node; node 0 is the root, the newest token before the round.
         parents: [N] parent of each node; -1 for the root and for padding nodes.
-        scores: [N] cumulative draft log-probability (natural, untempered); root 0.
-        path: accepted node ids, the root first.
-        accept_len: number of draft tokens accepted.
+        scores: [N] sum of the drafter's log-probabilities from the root to each node (natural, at temperature 1).
+        path: ids of the accepted nodes, the root first.
+        accept_len: number of accepted draft tokens.
         emitted: emitted tokens, cut where the request ended.
     """
 
@@ -52,11 +52,11 @@ class Round:
     emitted: list[int]
 
     def to_text(self, decode: Callable[[Sequence[int]], str] | None = None) -> str:
-        """Text of the tree with one node per line; accepted nodes are marked with a star.
+        """Draw the tree as text with one node per line; accepted nodes are marked with a star.
 
         Args:
-            decode: a tokenizer's ``decode``; None: tokens are shown as ids. A token without text of its own (a special
-                token, a part of a character) is shown as ``#id``.
+            decode: a tokenizer's ``decode``; None: tokens are shown as ids. A token without readable text (a special
+                token, or a part of a character) is shown as ``#id``.
         """
         lines: list[str] = []
 
@@ -79,20 +79,21 @@ class Round:
 
 @dataclass(eq=False)
 class RequestState:
-    """A request's place in the schedule; written by the scheduler and the loop.
+    """The schedule state of a request, which the scheduler and the loop change.
 
     Attributes:
-        slot: slot of the device's state; None while the request waits.
-        prefill_len: number of tokens to prefill: the prompt, and after a preemption the output except its newest token.
-        num_prefilled: number of these tokens whose chunk was dispatched or whose rows were in the prefix cache.
+        slot: slot in the device's state; None while the request waits.
+        prefill_len: number of tokens to prefill: those of the prompt, and after a preemption also those of the output
+            except the newest.
+        num_prefilled: number of tokens to prefill that were dispatched or found in the prefix cache.
         num_cached_rows: number of rows found in the prefix cache at admission.
         num_draft_cached_tokens: number of tokens whose rows are committed in both the target's and the draft's cache.
         page_digests: digests of the request's full pages (`jspec.engine.page_pool.page_digests`).
         num_shared_pages: number of the request's full pages that are in the prefix cache.
         num_synced_pages: number of the request's pages that are in the device's page table.
-        steps_in_flight: number of prefill and round dispatches whose result was not read yet.
-        rounds_in_flight: number of rounds in these dispatches.
-        grammar_position: (number of output tokens followed, state of the grammar's automaton after those tokens).
+        steps_in_flight: number of dispatched steps with this request whose results were not read.
+        rounds_in_flight: number of rounds in the steps in flight.
+        grammar_position: (number of output tokens read, state of the grammar's automaton after these tokens).
         max_chunk: length of the longest prefill chunk that the scheduler may plan, in tokens; None: any.
     """
 
@@ -118,21 +119,21 @@ class RequestState:
 class OutputState:
     """The tokens, text and counters of one completion so far, and how it ended.
 
-    A stream in another thread reads while the loop writes: in a step ``pieces`` is extended last, and at the end
-    ``finish_reason`` is written last, so a reader that sees either of the two sees all earlier output.
+    A stream in another thread may read while the loop writes. Each step extends ``pieces`` last, and the end of the
+    request sets ``finish_reason`` last, so a reader of these two sees all output before them.
 
     Attributes:
         decoder: decodes tokens to text.
         token_ids: emitted tokens.
         from_draft: for each emitted token, whether a draft proposed the token.
-        pieces: text of each token; text that was held back is in the piece of a later token or in ``tail``.
-        tail: text after the last token's piece, known when the request ends.
-        logprobs: one record per token, if requested.
+        pieces: text of each token. Text that was held back is in the piece of a later token or in ``tail``.
+        tail: text after the last piece, set when the request ends.
+        logprobs: one record per emitted token, if requested.
         prompt_logprobs: one record per prompt token (None for the first), shared by all completions of a prompt;
             None: not requested.
         rounds: one record per round, with ``trace=True``.
         metrics: counters of the request.
-        queued_at: `time.perf_counter` when the request was queued; None: the request was never queued.
+        queued_at: value of `time.perf_counter` (seconds) when the request was queued; None: it was never queued.
         finish_reason: reason for which the request ended; None while the request runs or waits.
         stop_reason: the stop token or stop string that ended the request.
         error: the error that ended the request.
@@ -154,7 +155,7 @@ class OutputState:
 
     @property
     def text(self) -> str | None:
-        """The text so far; None without a tokenizer."""
+        """The output text so far; None without a tokenizer."""
         return "".join(self.pieces) + self.tail if self.decoder.has_text else None
 
     @property
@@ -163,25 +164,25 @@ class OutputState:
         return self.decoder.stop_string
 
     def finish_text(self) -> None:
-        """Put the text that was held back into ``tail``."""
+        """Move the held-back text into ``tail``."""
         self.tail = self.decoder.finish(len(self.pieces))
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One completion to make: prompt and parameters, with its schedule state and its output.
+    """A request for one completion, with its prompt, parameters, schedule state and output.
 
     Attributes:
-        id: number in order of arrival.
+        id: number of the request, in order of arrival.
         seed: seed of this completion, below 2**64.
         stop_ids: tokens that end the request, ``eos_ids`` included.
-        max_new_tokens: the most tokens that the request can emit: ``params.max_tokens``, or fewer if ``max_len`` allows
-            only those.
+        max_new_tokens: largest number of tokens that the request can emit: ``params.max_tokens``, or fewer because of
+            the engine's ``max_len``.
         eos_ids: the model's end-of-sequence tokens; empty if ``params.ignore_eos``.
         trace: whether every round is recorded.
         bad_words: the bad words as token ids.
-        grammar: the request's grammar as a table; None: no grammar, or one that fits no table.
-        matcher: parser of a grammar that fits no table, which computes masks on the host.
+        grammar: the request's grammar as a table for the device; None: no grammar, or ``matcher`` serves it.
+        matcher: parser that computes masks on the host for a grammar that fits no table; else None.
         index: index among the ``n`` completions of the prompt.
         siblings: the other completions of the prompt; empty except in the first completion.
     """
@@ -207,7 +208,7 @@ class Request:
 
     @property
     def samples(self) -> tuple[Request, ...]:
-        """All completions of the prompt, if this request is the first of them."""
+        """The requests of all completions of the prompt, if this request is the first one."""
         return (self, *self.siblings)
 
     @property
@@ -232,42 +233,42 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key of the schedule; requests with smaller keys are served first."""
+        """The sort key of the schedule; requests with smaller keys are served first."""
         return self.params.priority, self.id
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether this request computes the prompt's log-probabilities; of ``n`` completions only the first does."""
+        """Whether this request computes log-probabilities of the prompt; only the first of ``n`` completions does."""
         return self.params.prompt_logprobs is not None and self.index == 0
 
     @property
     def rows_needed(self) -> int:
-        """Cache rows for the prompt and all output tokens that the request may emit."""
+        """The number of cache rows for the prompt and all tokens that the request may emit."""
         return len(self.prompt_token_ids) + self.max_new_tokens
 
     @property
     def rows_committed(self) -> int:
-        """Committed rows in the target's cache, by the results read so far: one for each token except the newest."""
+        """The number of committed rows in the target's cache, one for each token read so far except the newest."""
         return len(self.prompt_token_ids) + max(len(self.token_ids) - 1, 0)
 
     def tokens_between(self, start: int, stop: int) -> tuple[int, ...]:
-        """Tokens of prompt and output at positions ``start`` to ``stop - 1``."""
+        """Return the tokens of prompt and output at positions ``start`` to ``stop - 1``."""
         size = len(self.prompt_token_ids)
         return (*self.prompt_token_ids[start:stop], *self.token_ids[max(start - size, 0) : max(stop - size, 0)])
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """New output of one completion, as a stream yields it.
+    """A part of one completion's output that a stream yields.
 
     Attributes:
         text: new text; None without a tokenizer.
         token_ids: new tokens.
         from_draft: for each new token, whether a draft proposed the token.
-        finish_reason: reason for which the completion ended, in its last chunk; else None.
+        finish_reason: reason for which the completion ended; None except in its last chunk.
         index: index of the completion among the ``n`` completions of the prompt.
         logprobs: one record per token of this chunk, if requested.
-        prompt_logprobs: one record per prompt token (None for the first), in the first chunk, if requested.
+        prompt_logprobs: one record per prompt token (None for the first token), if requested; only in the first chunk.
     """
 
     text: str | None
@@ -281,21 +282,21 @@ class Chunk:
 
 @dataclass(frozen=True, repr=False)
 class Completion:
-    """The result of a request.
+    """The finished output of one request.
 
     Attributes:
         text: text of the output, without prompt, end tokens and stop string; None without a tokenizer.
         token_ids: emitted tokens.
         from_draft: for each emitted token, whether a draft proposed the token.
         finish_reason: "eos", "stop", "length", "abort" or "error".
-        stop_reason: the stop token or the stop string that ended the request; None: neither.
-        error: the error that ended the request, if any; other requests of the batch are unaffected.
+        stop_reason: the stop token or the stop string that ended the request; None: another reason.
+        error: the error that ended the request, if any; other requests are not affected.
         metrics: counters of the request.
         rounds: one record per round with ``trace=True``; else None.
-        logprobs: one record per token; None: not requested.
-        prompt_logprobs: one record per prompt token, None for the first, which has no predecessor; None: not requested.
+        logprobs: one record per emitted token; None: not requested.
+        prompt_logprobs: one record per prompt token (None for the first token); None: not requested.
         pieces: text of each token, for coloured display.
-        others: with ``n`` > 1, the prompt's other completions; this one is the first.
+        others: with ``n`` > 1, the second and later completions of the prompt; else empty.
     """
 
     text: str | None
@@ -313,7 +314,7 @@ class Completion:
     others: tuple[Completion, ...] = field(default=(), repr=False)
 
     def raise_for_error(self) -> Completion:
-        """Raise the first error among the prompt's completions; return this completion if there is none."""
+        """Raise the first error of the prompt's completions; return this completion if none has an error."""
         for sample in self.samples:
             if sample.error is not None:
                 raise sample.error
@@ -329,7 +330,7 @@ class Completion:
         return f"Completion({len(self.token_ids)} tokens, finish_reason={self.finish_reason!r}, {shown!r:.80})"
 
     def _repr_html_(self) -> str:
-        """HTML for notebooks: tokens from drafts have a coloured background."""
+        """Return HTML for notebooks, with a coloured background behind tokens from drafts."""
         shown = self.pieces or [f"{token} " for token in self.token_ids]
         spans = []
         for piece, drafted in zip(shown, self.from_draft, strict=False):

@@ -1,4 +1,4 @@
-"""The sampling parameters of a request, and the checks of their values. No jax here."""
+"""The parameters of a request, and the checks of their values. Runs on the host, without jax."""
 
 from __future__ import annotations
 
@@ -20,47 +20,47 @@ GRAMMARS = ("regex", "json_schema", "grammar")  # fields that constrain the text
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of one request: sampling, constraints and end. Defaults are vLLM's.
+    """The parameters of one request: how to sample, what to allow and when to end. Defaults are vLLM's.
 
     Attributes:
         max_tokens: largest number of tokens to emit (a request also ends when it reaches the engine's ``max_len``).
         temperature: sampling temperature; 0 is greedy.
         top_k: keep the k most likely tokens; 0 or -1 is off.
-        top_p: keep the smallest set of most likely tokens whose probability reaches top_p; 1 is off.
-        min_p: keep tokens at least min_p times as likely as the likeliest; 0 is off.
+        top_p: keep the fewest most likely tokens whose probabilities add up to top_p or more; 1 is off.
+        min_p: keep tokens whose probability is at least min_p times that of the most likely token; 0 is off.
         seed: seed of the request, 0 <= seed < 2**64; None: a seed drawn from the engine's seed.
         stop: one stop string or several. The text is cut before the first match; the token that completes the match is
-            the last of ``token_ids``.
-        stop_token_ids: tokens that end the request; kept in ``token_ids``, left out of the text.
+            the last one in ``token_ids``.
+        stop_token_ids: tokens that end the request; they appear in ``token_ids`` but not in the text.
         ignore_eos: whether to continue after the model's end-of-sequence tokens.
         repetition_penalty: factor for tokens in prompt or output: a positive logit is divided by the factor, a negative
             one multiplied; 1 is off.
-        presence_penalty: number subtracted from the logit of each token that occurs in the output; 0 is off.
-        frequency_penalty: number subtracted from a token's logit once per occurrence in the output; 0 is off.
+        presence_penalty: number to subtract from the logit of each token that occurs in the output; 0 is off.
+        frequency_penalty: number to subtract from a token's logit for each occurrence in the output; 0 is off.
         logit_bias: number to add to the logit, by token id.
-        bad_words: texts or token id lists whose last token is banned wherever it would complete the word, also if the
-            word begins in the prompt. A text means its tokenisations with and without a leading blank.
+        bad_words: texts or token id lists. Their last token is banned wherever it would complete the word, even if the
+            word begins in the prompt. A text is banned in its tokenisations with and without a leading blank.
         allowed_token_ids: the only tokens that may be emitted; None is off.
-        min_tokens: number of tokens before which stop tokens are masked and stop strings do not match.
+        min_tokens: least number of tokens; before it, stop tokens are masked and stop strings do not match.
         regex: a regular expression (of the library outlines_core, without look-around and anchors) that the whole text
-            matches. Tokens that end the request are allowed exactly where the text may end, and are the only tokens
-            allowed where the text must end. max_tokens or a stop string may cut the text earlier.
-        json_schema: a JSON schema, as a mapping or its text, that the whole text satisfies; same rules as ``regex``.
-            Schemas with unsupported keywords are refused (`jspec.engine.grammar.json_schema`). Stored as text. A
-            recursive schema is followed as ``grammar`` is.
+            matches. Tokens that end the request are allowed only where the text may end; where the text must end, no
+            other tokens are allowed. max_tokens or a stop string may cut the text earlier.
+        json_schema: a JSON schema, as a mapping or as JSON text, that the whole output satisfies; it ends as with
+            ``regex``. Schemas with unsupported keywords are refused (`jspec.engine.grammar.json_schema`). Stored as
+            text. A round with a recursive schema runs as with ``grammar``.
         grammar: a context-free grammar, in the Lark form that the library llguidance reads, that the whole text
-            matches; same rules as ``regex``. A round with such a request runs as two launches; between them the host
-            computes the mask of each draft node (`jspec.step.split_decode`).
-        processor_args: values for the engine's ``logits_processor``, as many as the engine's ``processor_args``; empty:
-            all zeros.
-        draft: whether to use draft tokens for this request; an int is the most draft tokens to accept per round.
+            matches; it ends as with ``regex``. A round with a ``grammar`` runs as two programs; between them the host
+            computes the token mask of each draft token (`jspec.step.split_decode`).
+        processor_args: values for the engine's ``logits_processor``; their number is the engine option
+            ``processor_args``. Empty: all zeros.
+        draft: whether to use draft tokens for this request; an int is the largest number to accept per round.
         logprobs: number of likeliest tokens whose log-probabilities are reported at each emitted token; 0: only the
             emitted token's; None: off. The engine's ``logprobs_mode`` decides whether they are raw or processed.
         prompt_logprobs: number of likeliest tokens whose log-probabilities are reported at each prompt token, always
             raw; 0: only the prompt token's; None: off. The prompt is then computed without the prefix cache.
-        priority: priority; requests with lower numbers are served first, those with equal numbers in order of arrival.
-        n: number of completions of the prompt, which share its pages (by the engine's ``prefix_cache``); completion i
-            has the seed ``sample_seed(seed, i)``.
+        priority: requests with lower numbers are served first; requests with equal numbers in order of arrival.
+        n: number of completions of the prompt. They share the prompt's cache pages if the engine has ``prefix_cache``.
+            Completion i has the seed ``sample_seed(seed, i)``.
 
     Raises:
         ValueError: a field has a wrong value; the message names the field, its value and the allowed values.
@@ -116,7 +116,7 @@ class SamplingParams:
 
     @property
     def grammar_field(self) -> str | None:
-        """Name of the grammar field that is set ("regex", "json_schema" or "grammar"); None if none is set."""
+        """The name of the grammar field that is set ("regex", "json_schema" or "grammar"); None if none is set."""
         return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
 
     @classmethod
@@ -124,15 +124,15 @@ class SamplingParams:
         """Make the parameters that a checkpoint's generation_config.json recommends.
 
         Args:
-            path: the file or its folder, read by `jspec.engine.generation_config.recommended`. EOS ids are not read
-                here, because the engine reads them.
-            fields: parameters that override those of the file.
+            path: the file or its folder, read by `jspec.engine.generation_config.recommended`. The engine itself reads
+                the file's EOS ids.
+            fields: parameters that override the file's.
         """
         return cls(**{**recommended(path), **fields})
 
     @cached_property
     def controls_used(self) -> tuple[str, ...]:
-        """Names of the set fields that edit logits before sampling (`jspec.sampling.penalties`)."""
+        """The names of the set fields that need logits to be edited before sampling (`jspec.sampling.penalties`)."""
         is_set = dict(
             repetition_penalty=self.repetition_penalty != 1,
             presence_penalty=self.presence_penalty != 0,
@@ -149,14 +149,14 @@ class SamplingParams:
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """Seed of completion ``index`` of a request; the first completion has the request's own seed."""
+    """Return the seed of completion ``index`` of a request; completion 0 has the request's own seed."""
     if index == 0:
         return seed
     return int(np.random.SeedSequence(seed, spawn_key=(index,)).generate_state(1, np.uint64)[0])
 
 
 def _normalised(params: SamplingParams) -> dict[str, Any]:
-    """Values of the fields that are stored in another form: sequences as tuples, a schema as text."""
+    """Return the fields to store in another form than given, such as sequences as tuples and a schema as text."""
     values: dict[str, Any] = {}
     for name in ("stop_token_ids", "allowed_token_ids"):
         if isinstance(getattr(params, name), (list, set, frozenset, np.ndarray)):
@@ -172,7 +172,7 @@ def _normalised(params: SamplingParams) -> dict[str, Any]:
     if isinstance(params.json_schema, Mapping) and is_schema(params.json_schema):
         values["json_schema"] = json.dumps(params.json_schema)
     if isinstance(params.logit_bias, Mapping):
-        values["logit_bias"] = dict(params.logit_bias)  # a copy, as the caller may change the original later
+        values["logit_bias"] = dict(params.logit_bias)  # a copy, because the caller may change the original later
     return values
 
 
@@ -190,7 +190,7 @@ def is_finite(value: object) -> bool:
 
 
 def is_in(value: Any, least: Any, most: Any) -> bool:
-    """Whether all three are finite numbers and least <= value <= most."""
+    """Whether ``value``, ``least`` and ``most`` are finite numbers and least <= value <= most."""
     return all(map(is_finite, (value, least, most))) and bool(least <= value <= most)
 
 
@@ -204,14 +204,14 @@ def are_texts(value: object) -> bool:
 
 
 def is_bias(value: object) -> bool:
-    """Whether the value is None or maps token ids to numbers in OpenAI's range."""
+    """Whether the value is None or maps token ids to numbers in [-100, 100], the range of OpenAI's interface."""
     if not isinstance(value, Mapping):
         return value is None
     return are_ids(tuple(value)) and all(is_in(bias, -100, 100) for bias in value.values())
 
 
 def are_words(value: object) -> bool:
-    """Whether the value is a tuple of non-empty texts and non-empty token id tuples."""
+    """Whether the value is a tuple whose entries are non-empty texts or non-empty tuples of token ids."""
     if not isinstance(value, tuple):
         return False
     return all(word.strip() != "" if isinstance(word, str) else are_ids(word) and word != () for word in value)

@@ -1,6 +1,6 @@
-"""The scheduler decides which request runs next, in which slot, with which pages. Host only, no jax.
+"""The scheduler decides which request runs next, in which slot, with which pages. Runs on the host.
 
-Requests are served by priority, then in order of arrival.
+Requests are served by priority; requests of equal priority in order of arrival.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from jspec.engine.request import Request
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """One chunk of one prompt.
+    """A plan to dispatch one chunk of one prompt.
 
     Attributes:
-        start: position of the chunk's first token.
+        start: position of the chunk's first token in the prompt.
         count: number of tokens in the chunk.
-        bucket: chunk length of the compiled program in tokens.
-        pages: pages of the request.
+        bucket: number of tokens for which the program was compiled; the chunk is padded to it.
+        pages: pages of the request, in the order of their rows.
         is_last: whether the chunk ends the prefill.
-        is_written: whether to write the chunk's cache rows; False: the rows are in shared pages already.
-        root: the token after the chunk, if the token was sampled before a preemption; else None.
+        is_written: whether to write the chunk's cache rows; False: shared pages contain the rows already.
+        root: the token after the chunk, if it was sampled before a preemption; else None.
     """
 
     request: Request
@@ -47,12 +47,12 @@ class PrefillPlan:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """One dispatch of rounds.
+    """A plan to dispatch rounds for a batch of requests.
 
     Attributes:
         requests: request of each batch row.
-        bucket: batch rows of the compiled program.
-        new_pages: (slot, column in the slot's table row, page) of each page missing in the device's page table.
+        bucket: number of batch rows for which the program was compiled.
+        new_pages: (slot, column, page) of each entry to write into the page table, which has a row for each slot.
     """
 
     requests: list[Request]
@@ -65,20 +65,20 @@ Plan = PrefillPlan | RoundPlan
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """Sizes and options of a `Scheduler`.
+    """The sizes and options of a `Scheduler`.
 
     Attributes:
         slots: number of requests that may run at once.
-        buckets: batch rows of the round programs, ascending; the last is ``slots``.
-        prefill_buckets: chunk lengths of the prefill programs in tokens, ascending.
+        buckets: numbers of batch rows for which rounds are compiled, ascending; the last is ``slots``.
+        prefill_buckets: numbers of tokens for which prefill chunks are compiled, ascending.
         scratch_rows: number of cache rows that a round writes after the committed rows.
         rounds: number of rounds per dispatch.
         round_tokens: largest number of tokens that a round may commit.
         prefix_cache: whether requests share the pages of a common prefix.
-        pages_ahead: number of pages that a request gets beyond its need while many are free, to update the device's
-            page table in few rounds; taken back when pages run out.
-        prefill_budget: most prompt tokens to prefill between two rounds while any request may emit; None: the largest
-            prefill bucket.
+        pages_ahead: number of pages that a request gets beyond its need while many are free, so that the device's page
+            table changes rarely. They are taken back when pages run out.
+        prefill_budget: largest number of prompt tokens to prefill between two rounds while any request can decode;
+            None: the largest prefill bucket.
     """
 
     slots: int
@@ -97,9 +97,8 @@ class Scheduler:
 
     A running request has pages for its committed rows, for the rounds in flight and for the next rounds. When a round
     needs more pages than are free, the running request that is last in order is preempted: it loses its slot and pages,
-    waits, and recomputes its rows when it is admitted again. If the request that needs pages is itself the last in
-    order, it waits in its slot. No starvation: a request that passed `check` fits the pool by itself, so the first in
-    order can always run.
+    waits, and recomputes its rows when it is admitted again. If the last request itself needs pages, it waits in its
+    slot. No request starves: a request that passed `check` fits into the pool alone, so the first one can always run.
 
     Attributes:
         waiting: waiting requests, in the order in which they are served.
@@ -112,17 +111,17 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._free_slots = list(range(limits.slots - 1, -1, -1))
-        self._tokens_since_round = 0  # sum of the chunk lengths since the last round
+        self._tokens_since_round = 0  # sum of the buckets of the chunks since the last round
         self._failed_admission: _FailedAdmission | None = None
 
     @property
     def prefill_budget(self) -> int:
-        """The most prompt tokens to prefill between two rounds while any request may emit."""
+        """The largest number of prompt tokens to prefill between two rounds while any request can decode."""
         budget = self.limits.prefill_budget
         return self.limits.prefill_buckets[-1] if budget is None else budget
 
     def check(self, request: Request) -> None:
-        """Refuse a request that could never be admitted.
+        """Raise an error for a request that could never be admitted.
 
         Raises:
             ValueError: the request needs more pages than the pool has.
@@ -141,8 +140,8 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """Plan the next dispatch; None if nothing can be dispatched until results are read.
 
-        Prefills come first, up to the budget, to run rounds with as many rows as possible. A request is admitted when
-        all running requests are prefilled, because only then it is known which pages the new request can share.
+        Prefill chunks come first, up to the budget, so that rounds have many rows. A request is admitted when all
+        running requests are prefilled, because only then it is known which pages it can share.
         """
         request = next((request for request in self.running if not request.is_prefilled), None) or self._admit()
         if request is None or not self._is_in_budget(request):
@@ -155,14 +154,14 @@ class Scheduler:
         return self._plan_prefill(request)
 
     def on_output_read(self, plan: Plan) -> None:
-        """Update the in-flight counts of a plan's requests after its result was read."""
+        """Reduce the in-flight counts of a plan's requests after the plan's result was read."""
         for request in plan.requests:
             request.state.steps_in_flight -= 1
             if isinstance(plan, RoundPlan):
                 request.state.rounds_in_flight -= self.limits.rounds
 
     def drop_in_flight(self) -> None:
-        """Reset the schedule after steps in flight were discarded and the rows in all pages lost."""
+        """Reset the schedule after the steps in flight and the contents of all pages were lost."""
         for request in [*self.running, *self.waiting]:
             request.state.steps_in_flight = request.state.rounds_in_flight = 0
         self.pages.clear()
@@ -170,8 +169,8 @@ class Scheduler:
     def finish(self, request: Request) -> None:
         """Remove a running or waiting request; its slot and pages are free at once.
 
-        This is safe while steps with this request still run: the device runs steps in order and makes an ended row
-        inactive itself, and the next owner of a page writes the page in a later step.
+        Steps with this request may still run. The device runs steps in order, so the next owner of a page writes the
+        page after these steps.
         """
         if request in self.running:
             self._release(request)
@@ -179,13 +178,10 @@ class Scheduler:
             self.waiting.remove(request)
 
     def cache_prefix(self, request: Request, rows: int) -> None:
-        """Put the full pages of a running request's first rows into the prefix cache.
+        """Put the full pages of a running request's first ``rows`` cache rows into the prefix cache.
 
-        The rows must be committed in both the target's and the draft's pool, or a dispatched step must commit them: the
+        These rows must be committed in the target's and the draft's pool, or a dispatched step must commit them. The
         device runs steps in order, so later steps may read the rows.
-
-        Args:
-            rows: number of such rows.
         """
         state, count = request.state, rows // self.pages.page_size
         if not self.limits.prefix_cache or state.slot is None or count <= state.num_shared_pages:
@@ -200,7 +196,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def _admit(self) -> Request | None:
-        """Give the first waiting request a slot and pages, shared pages for its cached prefix; None if impossible."""
+        """Admit the first waiting request and return it; None if there is none, or no slot, or too few pages."""
         if not self.waiting or not self._free_slots:
             return None
         request = self.waiting[0]
@@ -231,28 +227,28 @@ class Scheduler:
         return request
 
     def _cached_pages(self, request: Request) -> list[int]:
-        """Pages in the prefix cache that contain the rows of a request's first tokens."""
-        if not self.limits.prefix_cache or request.scores_prompt:  # cached pages have no logits
+        """Return the pages in the prefix cache that contain the rows of a request's first tokens."""
+        if not self.limits.prefix_cache or request.scores_prompt:  # cached pages do not contain logits
             return []
         count = request.state.prefill_len // self.pages.page_size
         self._extend_digests(request, count)
         return self.pages.match(request.state.page_digests[:count])
 
     def _extend_digests(self, request: Request, count: int) -> None:
-        """Compute the missing digests among those of a request's first ``count`` pages."""
+        """Compute the missing ones of the digests of a request's first ``count`` pages."""
         digests, size = request.state.page_digests, self.pages.page_size
         tokens = request.tokens_between(len(digests) * size, count * size)
         digests += page_digests(tokens, size, digests[-1] if digests else b"")
 
     def _is_in_budget(self, request: Request) -> bool:
-        """Whether the budget allows a chunk of the request before the next round; it always allows one chunk."""
+        """Whether the budget allows a chunk of the request before the next round; it always allows the first chunk."""
         since = self._tokens_since_round
         return since == 0 or since + self._prefill_bucket(request) <= self.prefill_budget
 
     def _prefill_bucket(self, request: Request) -> int:
-        """Chunk length of the program for a request's next chunk.
+        """Return the compiled number of tokens to use for a request's next chunk.
 
-        While other requests could decode, only lengths within the budget are used, or the smallest if none is.
+        While other requests can decode, the number is within the budget; if no number is, it is the smallest.
         """
         most = request.state.max_chunk or self.limits.prefill_buckets[-1]
         sizes = tuple(size for size in self.limits.prefill_buckets if size <= most)
@@ -284,12 +280,12 @@ class Scheduler:
         )
 
     def _plan_round(self) -> RoundPlan | None:
-        """Plan a dispatch of rounds for all requests that may emit and have pages; None if there is no such request."""
+        """Plan rounds for all requests that may emit tokens and get enough pages; None if no request does."""
         ready: list[Request] = []
         for request in list(self.running):
             state = request.state
             if state.slot is None or not request.is_prefilled or not self._may_emit(request):
-                continue  # no slot: the request was preempted in this loop
+                continue  # without a slot the request was preempted in this loop
             if self._reserve_or_preempt(request):
                 state.steps_in_flight += 1
                 state.rounds_in_flight += self.limits.rounds
@@ -303,14 +299,14 @@ class Scheduler:
         return RoundPlan(ready, bucket, new_pages)
 
     def _page_table_updates(self, request: Request) -> list[tuple[int, int, int]]:
-        """(slot, column, page) of a request's pages missing in the device's page table; marks these pages as synced."""
+        """Return (slot, column, page) of a request's pages that the device's page table lacks; mark them as synced."""
         state, pages = request.state, self.pages.pages_of(request.id)
         assert state.slot is not None
         first, state.num_synced_pages = state.num_synced_pages, len(pages)
         return [(state.slot, column, pages[column]) for column in range(first, len(pages))]
 
     def _reserve_or_preempt(self, request: Request) -> bool:
-        """Reserve pages for a request's next rounds, preempting later requests if needed; False if impossible."""
+        """Reserve pages for a request's next rounds, if needed by preempting later requests; False if impossible."""
         if self.pages.grow(request.id, self._rows_to_reserve(request)):
             return True
         self._reclaim_unused()
@@ -324,7 +320,7 @@ class Scheduler:
         return True
 
     def _reserve_ahead(self, ready: list[Request]) -> None:
-        """Pre-allocate up to half of the free pages for all ready requests, unless a request waits for pages."""
+        """Give all ready requests extra pages, up to half of the free pages, unless a request waits for pages."""
         if self.waiting and self._free_slots:
             return
         extra = min(self.limits.pages_ahead, self.pages.num_free // (2 * len(ready)))
@@ -341,11 +337,11 @@ class Scheduler:
             request.state.num_synced_pages = min(request.state.num_synced_pages, num_pages)
 
     def _rows_to_reserve(self, request: Request) -> int:
-        """Number of cache rows that a request may have written after the rounds in flight and the next dispatch."""
+        """Return how many cache rows a request may need after the rounds in flight and the next dispatch."""
         return self._rows_after(request, request.state.rounds_in_flight + self.limits.rounds)
 
     def _rows_after(self, request: Request, rounds: int) -> int:
-        """Number of cache rows that a request may have written after ``rounds`` more rounds, scratch rows included."""
+        """Return how many cache rows a request may need after ``rounds`` more rounds, scratch rows included."""
         rows = request.rows_committed + rounds * self.limits.round_tokens
         return min(rows, request.rows_needed) + self.limits.scratch_rows
 
@@ -358,18 +354,18 @@ class Scheduler:
         request.state.slot = None
 
     def _may_emit(self, request: Request) -> bool:
-        """Whether a request may emit more tokens after the rounds in flight, each of which emits at least one."""
+        """Whether a request may still emit tokens after the rounds in flight, if each of them emits one token."""
         num_tokens = max(len(request.token_ids), 1)  # the prefill's token may not have been read yet
         return num_tokens + request.state.rounds_in_flight < request.max_new_tokens
 
 
 @dataclass(frozen=True)
 class _FailedAdmission:
-    """A failed admission for lack of pages, remembered because another try takes time in proportion to the prompt.
+    """A record of an admission that failed for lack of pages, kept because another try would cost time.
 
     Attributes:
         request: the request that was not admitted.
-        num_given_back: ``PagePool.num_given_back`` at that time.
+        num_given_back: ``PagePool.num_given_back`` when the admission failed.
         missing: digest of the request's first page that was not in the prefix cache; None: all pages were.
     """
 

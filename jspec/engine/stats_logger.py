@@ -1,4 +1,4 @@
-"""Messages of a running engine: a line of statistics at intervals, and one warning about low acceptance."""
+"""Messages of a running engine: log lines with statistics, and a warning about low acceptance."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from jspec.engine.prometheus import Gauges
 
 logger = logging.getLogger(__name__)
 
-MIN_ROUNDS = 64  # drafted rounds before which no warning is given
-LOW = 1.2  # mean acceptance length below which the warning is given
+MIN_ROUNDS = 64  # least number of rounds with a draft before a warning
+LOW = 1.2  # mean acceptance length in tokens per round below which the warning is given
 
 
 class LowAcceptanceWarner:
-    """Counts the accepted draft tokens of all drafted rounds, and warns once if their number is low.
+    """Counts the draft tokens that rounds accept, and warns once if their number is low.
 
-    Draft tokens that a round accepted after the end of a request are counted too. There is no warning for a drafter
-    without `Drafter.advice`.
+    Draft tokens accepted after the end of a request are counted too. A drafter without `Drafter.advice` causes no
+    warning.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -33,15 +33,15 @@ class LowAcceptanceWarner:
         self._num_accepted = 0
 
     def count(self, report: Int[np.ndarray, "rounds rows columns"]) -> None:
-        """Count the rounds of a step's drafted rows; warn if acceptance is low after `MIN_ROUNDS` rounds.
+        """Count the rounds of a step; warn if acceptance is low after `MIN_ROUNDS` rounds.
 
         Args:
-            report: rows of `StepOutput.report` that had a draft.
+            report: the rows of `StepOutput.report` that had a draft.
         """
         if self._advice is None:
             return
         fields = StepResult.read(report)
-        is_round = fields.counts > 0  # else the row had ended in an earlier round
+        is_round = fields.counts > 0  # False if the request had ended in an earlier round
         self._num_rounds += int(is_round.sum())
         self._num_accepted += int(fields.accept_len[is_round].sum())
         mean = 1 + self._num_accepted / max(self._num_rounds, 1)
@@ -51,12 +51,12 @@ class LowAcceptanceWarner:
         warnings.warn(
             f"mean acceptance length {mean:.2f} after {self._num_rounds} rounds: the drafts hardly help; {advice}",
             LowAcceptanceWarning,
-            stacklevel=4,  # the caller of Engine.generate, which calls step, which calls this
+            stacklevel=4,  # blame the caller of Engine.generate, which calls step, which calls count
         )
 
 
 class StatsLogger:
-    """Logs one line of statistics per interval, as long as the engine is stepped.
+    """Logs one line of statistics per interval while the engine is stepped.
 
     Args:
         interval: seconds between lines; None: no lines.
@@ -71,7 +71,7 @@ class StatsLogger:
         return self._interval is not None and time.perf_counter() - self._last_time >= self._interval
 
     def write(self, metrics: Metrics, gauges: Gauges) -> None:
-        """Log the load and the changes of the counters since the last line."""
+        """Log the current load, and how much the counters have changed since the last line."""
         now, last = time.perf_counter(), self._last_metrics
         num_rounds = metrics.num_drafts - last.num_drafts
         num_accepted = metrics.num_accepted_tokens - last.num_accepted_tokens

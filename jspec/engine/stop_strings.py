@@ -1,4 +1,4 @@
-"""Stop strings: texts that end a request; the output is cut before the first one. Host only."""
+"""Finds stop strings (texts that end a request) in the output. Runs on the host."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 class StopStringMatcher:
     """Finds the first stop string in a text that arrives in pieces; a match may span several pieces.
 
-    The match that ends first counts, because the text can be cut there without waiting for more; of several matches
-    that end at the same character, the stop string that is listed first counts, as in vLLM. Text that may be part of a
+    The match that ends first counts, because the text can be cut there without waiting for more text. If several
+    matches end at one character, the stop string that is listed first counts, as in vLLM. Text that may be part of a
     match is held back; all other text is returned at once.
 
     Attributes:
-        found: the stop string that was found, after which no text is returned; None: none was found yet.
+        found: the stop string that was found; None: no match yet. After a match no more text is returned.
 
     Source: Knuth, Morris, Pratt, "Fast pattern matching in strings" (1977).
     """
@@ -21,8 +21,8 @@ class StopStringMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self.found: str | None = None
         self._stops = [(stop, _borders(stop)) for stop in stops]
-        self._matched = [0] * len(stops)  # per stop string: length of its longest prefix that ends the text
-        self._held = ""  # end of the text that is held back, as long as the longest such prefix
+        self._matched = [0] * len(stops)  # for each stop string: length of its longest prefix with which the text ends
+        self._held = ""  # the held-back end of the text; its length is max(self._matched)
 
     def __bool__(self) -> bool:
         """Whether any stop strings were given."""
@@ -33,7 +33,7 @@ class StopStringMatcher:
 
         Args:
             text: the next piece.
-            may_end: whether a match that ends in this piece counts.
+            may_end: whether to count a match that ends in this piece.
         """
         if self.found is not None:
             return ""
@@ -50,12 +50,12 @@ class StopStringMatcher:
         return held[:size]
 
     def finish(self) -> str:
-        """Return the text that was held back; call this when the text has ended."""
+        """Return the held-back text; call this when the text has ended."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, character: str, may_end: bool) -> bool:
-        """Add one character to all partial matches; return whether a match that counts ends with this character."""
+        """Add one character to all partial matches; return whether the character completes a match that counts."""
         for index, (stop, borders) in enumerate(self._stops):
             size = self._matched[index]
             while size and stop[size] != character:
@@ -71,7 +71,7 @@ class StopStringMatcher:
 
 
 def _borders(stop: str) -> list[int]:
-    """Border lengths: entry n is the length of the longest proper prefix of ``stop[:n]`` that is also its suffix."""
+    """Return for each n the length of the longest proper prefix of ``stop[:n]`` that is also a suffix of it."""
     borders, size = [0, 0], 0
     for character in stop[1:]:
         while size and stop[size] != character:

@@ -1,4 +1,4 @@
-"""Conversion between text and token ids: one interface for byte models and Hugging Face tokenizers."""
+"""Tokenizers that convert between text and token ids: one for bytes, and one for files of Hugging Face."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 
 
 class Tokenizer(Protocol):
-    """The tokenizer methods that the engine calls.
+    """The interface of a tokenizer, with the methods that the engine calls.
 
     Attributes:
         vocab_size: number of ids, added tokens included.
         hidden_ids: ids that `decode` leaves out (special tokens).
-        byte_ids: ids of single bytes, whose runs are decoded as a whole: a run becomes text if all of it is UTF-8, else
-            one replacement character per byte. Empty if bytes are decoded one by one.
+        byte_ids: ids of single bytes that are decoded in runs. A run becomes text if all of it is UTF-8, else one
+            replacement character per byte. Empty if the tokenizer decodes bytes one by one.
     """
 
     vocab_size: int
@@ -28,15 +28,15 @@ class Tokenizer(Protocol):
     byte_ids: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, including the special tokens that the tokenizer adds."""
+        """Convert a text to token ids, including the special tokens that the tokenizer adds."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the given token ids; special tokens are left out."""
+        """Convert token ids to text; special tokens are left out."""
         ...
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, up to the beginning of the assistant's answer.
+        """Format a conversation with the chat template; return its token ids up to the assistant's next answer.
 
         Args:
             messages: mappings with "role" and "content".
@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_bytes(self) -> list[bytes | None]:
-        """The UTF-8 bytes that each token id adds to a text; None for ids without text.
+        """Return the UTF-8 bytes that each token id adds to a text, by token id; None for ids without text.
 
         Raises:
             ValueError: the bytes of a token depend on the tokens around it.
@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """One token per byte, ids 0 to 255. Invalid UTF-8 and larger ids decode to replacement characters."""
+    """A tokenizer with one token per byte. Ids above 255 and invalid UTF-8 are decoded to replacement characters."""
 
     vocab_size = 256
     hidden_ids: frozenset[int] = frozenset()
@@ -66,7 +66,7 @@ class ByteTokenizer:
         return list(text.encode("utf-8"))
 
     def decode(self, ids: Sequence[int]) -> str:
-        invalid = 0xFF  # never part of UTF-8
+        invalid = 0xFF  # no UTF-8 text contains this byte
         return bytes(token if token < 256 else invalid for token in ids).decode("utf-8", errors="replace")
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -85,7 +85,7 @@ class HFTokenizer:
         self._folder = folder
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # transformers raises many kinds, some of them bare
+        except Exception as error:  # transformers raises errors of many classes, also Exception itself
             raise ValueError(
                 f"{folder}: expected tokenizer files that transformers can read, got "
                 f"{type(error).__name__}: {error}; mend the folder, or pass tokenizer=None for ids in and out"
@@ -98,7 +98,7 @@ class HFTokenizer:
         return list(self._tokenizer.encode(text, verbose=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        # Without clean-up of blanks before punctuation, which would change text that was streamed already.
+        # Removing blanks before punctuation would change text that was streamed already.
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -126,7 +126,7 @@ class HFTokenizer:
         return [None if i in self.hidden_ids else text for i, text in enumerate(texts)]
 
     def _vocabulary_kind(self) -> str:
-        """Kind of the vocabulary: "ByteLevel" (one letter per byte) or "SentencePiece" (plain text except blanks).
+        """Return the vocabulary's kind: "ByteLevel" (one letter per byte) or "SentencePiece" (text with marked blanks).
 
         Raises:
             ValueError: the vocabulary is of another kind.
@@ -146,7 +146,7 @@ class HFTokenizer:
         )
 
     def _byte_ids(self) -> frozenset[int]:
-        """Ids of the byte tokens <0x00> to <0xFF>; empty if the tokenizer does not fall back to bytes."""
+        """Return the ids of the byte tokens <0x00> to <0xFF>; empty if the tokenizer does not use byte tokens."""
         vocab = self._tokenizer.get_vocab()
         ids = {byte: vocab.get(f"<0x{byte:02X}>") for byte in range(256)}
         letter = ids[ord("A")]
@@ -156,7 +156,7 @@ class HFTokenizer:
 
 
 def _byte_level_letters() -> list[str]:
-    """The letter that byte-level BPE writes for each byte: the byte itself if printable, else one from U+0100 on."""
+    """Return the letter of each byte in byte-level BPE: the byte itself if printable, else a letter from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

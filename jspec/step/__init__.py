@@ -1,1 +1,1 @@
-"""The compiled device programs: a decoding step and a prefill chunk."""
+"""The programs that are compiled for the device, mainly the decoding step and the prefill of a prompt chunk."""

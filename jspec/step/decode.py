@@ -1,7 +1,7 @@
-"""One speculative decoding step as one compiled program, in four stages: draft, verify, accept, commit.
+"""The decode step as one program. Each round of it has four stages: draft, verify, accept and commit.
 
-By-products: log-probabilities and the report. `jspec.step.program` documents the state and its invariants;
-`jspec.step.prefill` computes prompts.
+A round also computes log-probabilities, if requested, and a report for the host. `jspec.step.program` documents the
+state and its invariants. `jspec.step.prefill` computes prompts.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from pallas_kernels.state.scatter_rows import scatter_rows
 def spec_step(
     program: Program, params: Params, state: SlotState, slots: Int[Array, "batch"]
 ) -> tuple[SlotState, StepOutput]:
-    """Run `program.rounds` draft-verify rounds for a bucket of slots.
+    """Run `program.rounds` rounds for a batch of slots.
 
     Args:
-        state: donated.
-        slots: slot of each bucket row; S for padding rows.
+        state: the slot state; its buffers are donated.
+        slots: slot of each batch row; a padding row has the number of slots.
     """
     if program.rounds == 1:
         state, *results = spec_round(program, params, state, slots)
@@ -61,12 +61,12 @@ def spec_step(
 
 
 def output_of_one(results: Sequence[Any]) -> StepOutput:
-    """Make the output of a step of a single round from the results of `verify_and_commit`, the state excluded."""
+    """Make the output of a step with one round from the results of `verify_and_commit` except the state."""
     return _output_of([jax.tree.map(lambda x: x[None], result) for result in results])
 
 
 def _output_of(results: Sequence[Any]) -> StepOutput:
-    """Make the output of a step from reports, traces and log-probabilities, each with a rounds axis."""
+    """Make a step's output from report, trace and log-probabilities, whose first axis is rounds."""
     report, trace, scores = results
     return StepOutput(report=report, trace=trace, logprobs=scores)
 
@@ -74,10 +74,11 @@ def _output_of(results: Sequence[Any]) -> StepOutput:
 def spec_round(
     program: Program, params: Params, state: SlotState, slots: Int[Array, "batch"]
 ) -> tuple[SlotState, Int[Array, "batch columns"], Trace | None, LogProbs | None]:
-    """Run one round: the four stages in order, and its by-products.
+    """Run the four stages of one round, and return its results.
 
     Returns:
-        The new state, the packed report, and the trace and the log-probabilities (None if the program has none).
+        The new state, the packed report, the trace and the log-probabilities. The last two are None if the program does
+        not return them.
     """
     view = view_of(state, slots, program)
     draft, draft_state = draft_stage(program, params, state, view)
@@ -87,14 +88,14 @@ def spec_round(
 def verify_and_commit(
     program: Program, params: Params, state: SlotState, view: SlotView, draft: Draft
 ) -> tuple[SlotState, Int[Array, "batch columns"], Trace | None, LogProbs | None]:
-    """Run the stages of a round that follow the draft stage: verify, accept, commit and report.
+    """Run the stages of a round after the draft stage (verify, accept and commit), and return its results.
 
     Args:
         state: the state after the draft stage.
         draft: the result of the draft stage.
 
     Returns:
-        As `spec_round`.
+        The results of `spec_round`.
     """
     out, target = verify_stage(program, params, state, view, draft)
     verdict = accept_stage(program, out, view, draft)
@@ -109,9 +110,9 @@ def verify_and_commit(
 
 
 def draft_stage(program: Program, params: Params, state: SlotState, view: SlotView) -> tuple[Draft, Any]:
-    """Draft a tree and mark nodes deeper than the row's draft cap as invalid.
+    """Draft a tree, and mark nodes as invalid if they are deeper than their request allows.
 
-    A tree of depth 0 drafts nothing; the drafter then only writes its pending rows.
+    If the tree has depth 0, the drafter only writes its pending rows.
     """
     with jax.named_scope("draft"):
         if program.drafter.tree.depth == 0:
@@ -125,7 +126,7 @@ def draft_stage(program: Program, params: Params, state: SlotState, view: SlotVi
 def verify_stage(
     program: Program, params: Params, state: SlotState, view: SlotView, draft: Draft
 ) -> tuple[TargetOut, kv_cache.KVCache]:
-    """Run the target on the root and all drafted nodes; each node attends to committed rows and its own ancestors."""
+    """Run the target on the root and all draft nodes; each node attends to committed rows and its own ancestors."""
     with jax.named_scope("verify"):
         tree, fixed = program.drafter.tree, view.deterministic
         batch = TokenBatch(
@@ -143,14 +144,14 @@ def verify_stage(
 
 
 def accept_stage(program: Program, out: TargetOut, view: SlotView, draft: Draft) -> Verdict:
-    """Apply the accept rule and truncate the result at stop ids and length limits."""
+    """Apply the accept rule, and cut the emitted tokens at stop ids and length limits."""
     with jax.named_scope("accept"):
         assert out.product is not None
         return verify.accept(out.product, draft, ancestors(draft.parents), view, program.drafter.tree)
 
 
 def logprobs_stage(program: Program, out: TargetOut, view: SlotView, draft: Draft, verdict: Verdict) -> LogProbs | None:
-    """Compute the log-probabilities of the emitted tokens, if the program returns them."""
+    """Compute the log-probabilities of the emitted tokens; None if the program does not return any."""
     if program.logprobs is None:
         return None
     with jax.named_scope("logprobs"):
@@ -166,7 +167,7 @@ def commit_stage(
     verdict: Verdict,
     out: TargetOut,
 ) -> SlotState:
-    """Move the accepted cache rows into place, pass the features to the drafter, and update each slot's state."""
+    """Move the accepted cache rows into place, pass features to the drafter, and update the state of each slot."""
     with jax.named_scope("commit"):
         tree = program.drafter.tree
         target = kv_cache.commit(state.target, tree, view, verdict)
@@ -193,7 +194,7 @@ def commit_stage(
 
 
 def report_stage(view: SlotView, draft: Draft, verdict: Verdict) -> Int[Array, "batch columns"]:
-    """Pack the part of the result that the host reads after every round."""
+    """Pack the integers that the host reads after every round: tokens, counts and flags of each row."""
     with jax.named_scope("report"):
         num_drafted = jnp.where(view.active, jnp.sum(draft.valid[:, 1:], axis=1, dtype=jnp.int32), 0)
         return pack_result(verdict, num_drafted)

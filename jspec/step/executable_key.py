@@ -1,4 +1,4 @@
-"""The key of a compiled program: its kind and its shapes."""
+"""The key by which an engine finds a compiled program."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ Kind = Literal["round", "draft", "verify", "prefill", "update_page_table", "cont
 
 @dataclass(frozen=True)
 class ExecutableKey:
-    """Identifies one executable of an engine.
+    """A key that identifies one executable (compiled program) of an engine.
 
     Attributes:
-        kind: "round" is the fused decode step, "draft" and "verify" are the two halves of the split step, "prefill" is
-            one chunk of a prompt. The other kinds are helpers with one executable each.
-        size: batch rows of a step's bucket, or tokens of a prefill bucket.
-        depth: depth at which a step cuts the drafter's tree.
+        kind: "round" is a decode step in one program, "draft" and "verify" are a decode step in two programs, and
+            "prefill" is one chunk of a prompt. The other kinds are helpers with one executable each.
+        size: number of batch rows of a decode step, or number of tokens of a prefill chunk.
+        depth: depth to which a decode step drafts; the drafter's tree is cut there.
         logprobs: whether the program returns log-probabilities of the emitted tokens.
         prompt_logprobs: whether a prefill returns log-probabilities of its prompt tokens.
-        traced: whether a step returns its drafts.
+        traced: whether a decode step returns its drafts.
         masked: whether the program takes token masks from the host.
     """
 
@@ -33,12 +33,12 @@ class ExecutableKey:
 
     @classmethod
     def round(cls, rows: int, depth: int, *, logprobs: bool = False, traced: bool = False) -> ExecutableKey:
-        """Key of a fused step; with log-probabilities the step also returns its drafts, which requests may want."""
+        """Make the key of a decode step in one program. A step with log-probabilities also returns its drafts."""
         return cls("round", rows, depth, logprobs=logprobs, traced=traced or logprobs)
 
     @classmethod
     def split(cls, rows: int, depth: int, *, logprobs: bool = False) -> tuple[ExecutableKey, ExecutableKey]:
-        """Keys of the draft step and the verify step of a split step; the verify step always returns its drafts."""
+        """Make the keys of a decode step in two programs, draft and verify; "verify" always returns the drafts."""
         return cls("draft", rows, depth), cls("verify", rows, depth, logprobs=logprobs, traced=True, masked=True)
 
     def covers(self, other: ExecutableKey) -> bool:
@@ -50,7 +50,7 @@ class ExecutableKey:
         )
 
     def name(self, full_depth: int) -> str:
-        """Name of the executable in logs, `Engine.compile_seconds` and `Engine.lower_seconds`.
+        """Return the executable's name for logs, `Engine.compile_seconds` and `Engine.lower_seconds`.
 
         Args:
             full_depth: depth of the drafter's whole tree.

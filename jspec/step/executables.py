@@ -1,4 +1,4 @@
-"""All compiled programs of an engine, by key: decode steps per bucket and draft depth, prefills per bucket, helpers.
+"""Compiles all programs of an engine and stores them by key.
 
 The engine says which programs to compile and when (`jspec.engine.program_choice`).
 """
@@ -32,25 +32,27 @@ from pallas_kernels.dispatch import describe, resolve
 
 logger = logging.getLogger(__name__)
 
-PREFILL_HEAD = PrefillInput._fields.index("seed") + 2 + MAX_STOP_IDS  # int32 words before the page row and tokens
-PENDING_ROWS_HEAD = 3  # int32 words before the page row: slot, root, committed rows
+PREFILL_HEAD = PrefillInput._fields.index("seed") + 2 + MAX_STOP_IDS  # int32 values before page row and tokens
+PENDING_ROWS_HEAD = 3  # number of int32 values before the page row: slot, root, committed rows
 
 Check = Callable[[Sequence[Any]], None]
 
 
 class Executables:
-    """Compiles and holds the executables of an engine. Calling an executable never traces or compiles.
+    """Compiles and stores the executables of an engine. A call of an executable never traces or compiles.
 
     Args:
         program: the settings that all executables share.
-        state: the engine's state; only its shapes are used.
-        depths: the depths at which steps cut the drafter's tree, ascending.
+        params: the weights; only their shapes are used.
+        state: the slot state; only its shapes are used.
+        config: the engine's options.
+        depths: draft depths for which decode steps are compiled, ascending.
 
     Attributes:
         compiled: the executables by key.
-        page_updates: number of entries that one call of the executable "update_page_table" takes.
-        seconds: seconds to compile each executable, by name.
-        lower_seconds: seconds to trace and lower each executable, by name.
+        page_updates: number of page table entries that one call of "update_page_table" writes.
+        seconds: compilation time of each executable in seconds, by name.
+        lower_seconds: time in seconds for tracing and lowering each executable, by name.
     """
 
     def __init__(
@@ -135,9 +137,9 @@ class Executables:
         return lowered
 
     def _call(self, key: ExecutableKey) -> tuple[Callable[..., Any], int, tuple[Any, ...]]:
-        """The function to compile, the index of the donated argument, and the shapes of the arguments.
+        """Return the function to compile, the index of the donated argument, and the shapes of all arguments.
 
-        A step donates the whole state; a helper donates only the part of the state that the helper edits.
+        A step donates the whole state; a helper donates only the part of the state that it changes.
         """
         state, vocab = self._shapes, self._params.target.config.vocab_size
         match key.kind:

@@ -1,6 +1,6 @@
-"""Device memory of an engine: planned before anything is allocated, measured after everything is compiled.
+"""Plans the device memory of an engine before anything is allocated, and measures it after compilation.
 
-The plan also sets the number of pages, unless the user gives one or the device does not report its memory.
+The plan also sets the number of cache pages, unless the user gives one or the device does not report its memory.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from jspec.core.records import KVCache, SlotState
 from jspec.models.kv_cache import MAX_POOL_ELEMENTS, PoolShape
 from jspec.step.program import Params, Program, init_state
 
-# Cap on the automatic pool size with a prefix cache, as a multiple of the pages that all slots can use at once.
+# With a prefix cache, the automatic number of pages is at most this multiple of what all slots can use at once.
 PREFIX_CACHE_FACTOR = 4
 UNITS = {"": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of a device, in bytes.
+    """The memory of a device in bytes.
 
     Attributes:
-        limit: bytes that the allocator may use.
-        in_use: bytes that this process has allocated.
-        is_reported: False if the device does not report its memory; then ``limit`` is the machine's memory.
+        limit: number of bytes that the allocator may use.
+        in_use: number of bytes that this process has allocated.
+        is_reported: whether the device reports its memory; if False, ``limit`` is the memory of the machine.
     """
 
     limit: int
@@ -48,26 +48,26 @@ def device_memory() -> DeviceMemory:
 
 
 def tree_bytes(tree: object) -> int:
-    """Total bytes of all arrays (or array shapes) in a pytree."""
+    """Return the total size in bytes of all arrays (or array shapes) in a pytree."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Device memory of an engine, in bytes, by use.
+    """The device memory that an engine uses for each purpose, in bytes.
 
     Attributes:
         target_weights: the target's weights, including those that the drafter shares.
-        draft_weights: the drafter's other weights.
+        draft_weights: the drafter's own weights.
         target_pool: the target's keys and values, for ``pages`` pages.
         draft_pool: the drafter's keys and values, for ``pages`` pages.
-        features: other state of the drafter: pending features, features kept by page, token histories.
+        features: the drafter's other state, such as features of pending tokens and of pages, and token histories.
         slots: page table, controls and grammar tables, and the token history if the state has one.
         workspace: temporary memory of the largest program while it runs: logits, noise, activations.
-        other: arrays that this process already had on the device.
-        pages: pages in each pool.
-        limit: upper limit of the total, ``memory_fraction`` of ``device``.
-        device: the memory of the device.
+        other: other arrays of this process on the device.
+        pages: number of pages in each pool.
+        limit: largest total allowed, which is ``memory_fraction`` of ``device``.
+        device: memory of the device that the allocator may use.
         is_measured: whether ``workspace`` comes from the compiled programs; otherwise it is an estimate.
     """
 
@@ -86,12 +86,12 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Total bytes in use while the engine runs."""
+        """The total number of bytes in use while the engine runs."""
         return self.target_weights + self.draft_weights + self.state + self.workspace + self.other
 
     @property
     def state(self) -> int:
-        """Bytes of the engine's state: pools, features and slots."""
+        """The number of bytes of the engine's state: pools, features and slots."""
         return self.target_pool + self.draft_pool + self.features + self.slots
 
     def __str__(self) -> str:
@@ -111,14 +111,14 @@ class MemoryPlan:
 
 
 def size(count: int) -> str:
-    """Text of a number of bytes, with a readable unit."""
+    """Write a number of bytes as text with a readable unit."""
     name, unit = next(((n, u) for n, u in reversed(UNITS.items()) if count >= u), ("bytes", 1))
     return f"{count / unit:.2f} {name}" if unit > 1 else f"{count} bytes"
 
 
 @dataclass(frozen=True)
 class MemoryPlanner:
-    """Plans an engine's memory on a device, before the engine exists."""
+    """Plans the memory of an engine on a device before the engine is made."""
 
     program: Program
     params: Params
@@ -126,7 +126,7 @@ class MemoryPlanner:
     device: DeviceMemory
 
     def plan(self, pool: PoolShape) -> MemoryPlan:
-        """Plan the memory of an engine with the given pools."""
+        """Plan the memory of an engine whose KV pools have the given shapes."""
         target = {id(leaf): leaf for leaf in jax.tree.leaves(self.params.target)}
         draft = {id(leaf): leaf for leaf in jax.tree.leaves(self.params.draft) if id(leaf) not in target}
         weights = tree_bytes(target), tree_bytes(draft)
@@ -147,11 +147,11 @@ class MemoryPlanner:
         )
 
     def _workspace(self, pool: PoolShape) -> int:
-        """Estimate the temporary memory of the largest program.
+        """Estimate the temporary memory of the largest program, in bytes.
 
-        Counted are: for each token of a forward pass, two copies of the token's output of every matrix product in a
-        layer; for each draft node, three copies of the node's logits (raw, with noise, and after top-k, top-p and
-        min-p), and a fourth, edited copy if the program applies controls.
+        The estimate counts two copies of each token's outputs of all matrix products in one layer. For each draft node
+        it also counts three copies of the logits: raw, with noise, and after top-k, top-p and min-p. If the program
+        applies controls, it counts a fourth copy for the edited logits.
         """
         assert self.config.prefill_buckets is not None
         own, tree = self.params.target.config, self.program.drafter.tree
@@ -163,7 +163,7 @@ class MemoryPlanner:
         return max(pool.slots * max(tree.nodes, tree.k) * node, self.config.prefill_buckets[-1] * token + node)
 
     def pages_that_fit(self, pool: PoolShape, limit: int) -> int:
-        """Largest number of pages whose plan fits into ``limit`` bytes; less than 2 if no number fits."""
+        """Return the largest number of pages whose plan fits into ``limit`` bytes; less than 2 if no number fits."""
         two, three = (self.plan(replace(pool, pages=pages)).total for pages in (2, 3))
         state = jax.eval_shape(lambda p: init_state(self.program, p, replace(pool, pages=1)), self.params)
         caches = jax.tree.leaves(_caches((state.target, state.draft)))
@@ -171,9 +171,9 @@ class MemoryPlanner:
         return min(2 + (limit - two) // (three - two), addressable)
 
     def fewest_pages(self, pool: PoolShape) -> int:
-        """Smallest acceptable number of pages: enough for one request of ``max_len``, or the number that the user gave.
+        """Return the smallest acceptable number of pages: the user's, or enough for one request of ``max_len`` tokens.
 
-        If the device does not report its memory, enough for a request of ``max_len`` in every slot.
+        If the device does not report its memory, the pages must suffice for such a request in every slot.
         """
         if self.config.pages is not None:
             return self.config.pages
@@ -186,18 +186,18 @@ class MemoryPlanner:
         return self.config.pages is None and self.device.is_reported
 
     def suggest_smaller(self, pool: PoolShape, limit: int, *, is_started: bool = True) -> str:
-        """Name settings to lower, and their largest values; each one alone brings the plan's total within the limit.
+        """Name settings to lower and their largest values; each one alone makes the plan fit into the limit.
 
         Args:
-            limit: bytes that the plan may use.
-            is_started: whether the engine was planned before, and ran out of memory for something outside the plan.
+            limit: number of bytes that the plan may use.
+            is_started: whether the engine had a plan that fitted and then ran out of memory.
         """
 
         def fits(other: PoolShape) -> bool:
             return self.fewest_pages(other) <= self.pages_that_fit(other, limit)
 
         found = []
-        if not (is_started and self.is_auto_sized):  # else the next start fills the freed memory with pages
+        if not (is_started and self.is_auto_sized):  # else the next engine fills freed memory with pages
             largest = {
                 "max_len": _largest(pool.max_len - 1, lambda value: fits(replace(pool, max_len=value))),
                 "slots": _largest(pool.slots - 1, lambda value: fits(replace(pool, slots=value))),
@@ -210,7 +210,7 @@ class MemoryPlanner:
         return ", or ".join(found)
 
     def refuse(self, plan: MemoryPlan, pool: PoolShape) -> NoReturn:
-        """Raise an error that names the memory needed, the memory available and smaller settings that fit."""
+        """Raise an error that names the needed memory, the available memory and smaller settings that fit."""
         raise ValueError(
             f"out of memory: max_len={pool.max_len}, slots={pool.slots} and {pool.pages} pages need "
             f"{size(plan.total)}, available are {size(plan.limit)}, {self.config.memory_fraction:.0%} of the device's "
@@ -221,14 +221,15 @@ class MemoryPlanner:
 def fit(planner: MemoryPlanner, pool: PoolShape) -> tuple[PoolShape, MemoryPlan]:
     """Choose the number of pages and plan the memory.
 
-    If the user gives no number and the device reports its memory, the pools get as many pages as fit, up to what all
-    slots can use (`PREFIX_CACHE_FACTOR` times that with a prefix cache). Otherwise the given pools are kept.
+    If the user gives no number and the device reports its memory, the pools get as many pages as fit, up to the number
+    that all slots can use. With a prefix cache the bound is `PREFIX_CACHE_FACTOR` times as high. Otherwise the given
+    pools are kept.
 
     Args:
-        pool: pools with pages for every slot to reach ``max_len``, or with the number that the user gave.
+        pool: pools with the number of pages that the user gave, or else with ``max_len`` rows for every slot.
 
     Raises:
-        ValueError: the pools, or the pages of a single request of ``max_len``, do not fit.
+        ValueError: the given pools, or the pages of one request of ``max_len`` tokens, do not fit.
     """
     if planner.is_auto_sized:
         plan = planner.plan(replace(pool, pages=2))
@@ -242,7 +243,7 @@ def fit(planner: MemoryPlanner, pool: PoolShape) -> tuple[PoolShape, MemoryPlan]
 
 
 def measured(planner: MemoryPlanner, pool: PoolShape, programs: Iterable[Any]) -> MemoryPlan:
-    """Plan with a measured workspace: the largest temporary memory of any of the compiled programs.
+    """Make a plan with a measured workspace, which is the largest temporary memory of any compiled program.
 
     Args:
         programs: the compiled programs.
@@ -267,10 +268,10 @@ def measured(planner: MemoryPlanner, pool: PoolShape, programs: Iterable[Any]) -
 
 @contextmanager
 def explain_oom(planner: MemoryPlanner, pool: PoolShape) -> Iterator[None]:
-    """Context in which running out of device memory raises an error that names settings to lower, and how far.
+    """Replace an out-of-memory error in this context by one that names settings to lower and their largest values.
 
     Raises:
-        ValueError: memory ran out although the plan fits; the device's error is attached as the cause.
+        ValueError: device memory ran out although the plan fits; the device's error is the cause.
     """
     try:
         yield
@@ -280,7 +281,7 @@ def explain_oom(planner: MemoryPlanner, pool: PoolShape) -> Iterator[None]:
         plan, asked = planner.plan(pool), _bytes_asked(str(error))
         missing = plan.state // 10 if asked is None else asked
         named = size(missing) + (" or more" if asked is not None else ", for instance, as the device does not say")
-        share, most = "", 1000 * (plan.total - missing) // plan.device  # thousandths
+        share, most = "", 1000 * (plan.total - missing) // plan.device  # in thousandths of the device's memory
         if planner.is_auto_sized and most > 0:
             share = f", or lower memory_fraction={planner.config.memory_fraction:g} to at most {most / 1000}"
         raise ValueError(
@@ -290,19 +291,19 @@ def explain_oom(planner: MemoryPlanner, pool: PoolShape) -> Iterator[None]:
 
 
 def _bytes_asked(message: str) -> int | None:
-    """The size of the failed allocation, read from the allocator's message; None if the message has none."""
+    """Read the size of the failed allocation, in bytes, from the allocator's message; None if it has no size."""
     found = re.search(r"alloca\w+ ([\d.]+) ?(bytes|[KMGT]iB)", message)
     return None if found is None else int(float(found[1]) * UNITS[found[2]])
 
 
 def _caches(tree: object) -> list[object]:
-    """List the KV pools in a state."""
+    """Return the KV pools in a state."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, KVCache))
     return [leaf for leaf in leaves if isinstance(leaf, KVCache)]
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest value from 1 to ``most`` that fits; 0 if none fits. If a value fits, all smaller values must fit."""
+    """Find the largest value from 1 to ``most`` that fits, or 0. If a value fits, all smaller values must fit."""
     low = 0
     while low < most:
         middle = (low + most + 1) // 2

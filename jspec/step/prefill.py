@@ -1,4 +1,4 @@
-"""Prefill of one prompt chunk as one compiled program, and the pending draft rows of a request that has ended."""
+"""Programs that run one chunk of a prompt, and that write the missing draft cache rows of an ended request."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def prefill_step(
     packed: Int[Array, "packed"],
     masks: UInt32[Array, "1 1 words"] | None = None,
 ) -> tuple[SlotState, StepOutput]:
-    """Run one chunk of one prompt; the last chunk samples the first token, which becomes the root.
+    """Run one chunk of one prompt; the last chunk samples the first token, which becomes the root of the next round.
 
     Args:
-        state: donated.
-        packed: a packed `PrefillInput`; its number of tokens is the program's bucket.
-        masks: mask of the first token, if the host follows the request's grammar (`jspec.step.split_decode`).
+        state: the slot state; its buffers are donated.
+        packed: a packed `PrefillInput`, whose number of tokens is fixed for the program.
+        masks: mask of the first token, if the host masks the request's grammar (`jspec.step.split_decode`).
     """
     chunk = PrefillInput.unpack(packed, pages=state.page_table.shape[1])
     state = _admit(state, chunk)
-    # The slot becomes active in its last chunk, and the view of an inactive slot would be empty.
+    # The slot becomes active only in its last chunk, but the view of an inactive slot would be empty.
     view = view_of(replace(state, active=state.active.at[chunk.slot].set(True)), chunk.slot[None], program)
     view = replace(view, masks=masks)
     offsets = jnp.arange(chunk.tokens.shape[0])
@@ -87,7 +87,7 @@ def prefill_step(
 
 @jax.named_scope("admit")
 def _admit(state: SlotState, chunk: PrefillInput) -> SlotState:
-    """Write a request's length, pages and sampling parameters into its slot; every chunk does this again."""
+    """Write a request's length, pages and sampling parameters into its slot; every chunk repeats this."""
     row: Sampling = jax.tree.map(lambda x: x[0], chunk.sampling())
     used = state.controls
     return replace(
@@ -104,7 +104,7 @@ def _admit(state: SlotState, chunk: PrefillInput) -> SlotState:
 def _first_token(
     program: Program, state: SlotState, chunk: PrefillInput, view: SlotView, out: TargetOut
 ) -> tuple[SlotState, StepOutput]:
-    """Sample the token after the chunk unless ``chunk.root`` gives it; after the last chunk it is the new root."""
+    """Sample the token after the chunk, or take it from ``chunk.root``; the last chunk's token becomes the root."""
     length = chunk.start + chunk.count
     newest = chunk.tokens[chunk.count - 1]
     of_newest = replace(view, root=newest[None], lengths=length[None] - 1)
@@ -140,11 +140,11 @@ def write_pending_rows_step(
 ) -> SlotState:
     """Write the missing draft cache rows of a request that has just ended.
 
-    No later round would write these rows, and without them the request's last page could not enter the prefix cache.
+    The next round would have written these rows. Without them the request's last page could not enter the prefix cache.
 
     Args:
-        state: donated.
-        packed: int32 vector of slot, root, number of committed rows, then the slot's row of the page table.
+        state: the slot state; its buffers are donated.
+        packed: int32 vector of slot, root, number of committed rows, and the slot's row of the page table.
     """
     slot, root, length = packed[:3]
     running = replace(

@@ -1,6 +1,6 @@
-"""The static description of a compiled step, the weights, and the slot state that a step reads and writes.
+"""The settings and weights of a compiled step, and the slot state that the step reads and writes.
 
-One slot's rows in the KV caches at the start of a step (N: nodes of the draft, the root included):
+A slot has these rows in the KV caches during a step (N: number of nodes of the draft, including the root):
 
     0                         lengths   lengths + 1             lengths + N     lengths + scratch_rows
     |  committed              |  root   |  drafted nodes        |  scratch      |
@@ -8,23 +8,24 @@ One slot's rows in the KV caches at the start of a step (N: nodes of the draft, 
     |  steps, read by all     |  read through the ancestor      |  drafters of  |
     |  queries of the slot    |  mask                           |  wide trees   |
 
-Target cache and draft cache share the page table, so a row has the same page and offset in both; only the draft cache
-uses scratch. After the step, the accepted nodes are committed rows and the rest is overwritten by the next step.
+Target cache and draft cache share the page table, so a row has the same page and offset in both caches. Only the draft
+cache uses scratch rows. After the step, the accepted nodes are committed rows; the next step overwrites all other rows.
 
 Invariants:
-1. ``root`` is the newest sampled token. Its KV is not in the cache yet.
+1. ``root`` is the newest sampled token. Its keys and values are not in the cache yet.
 2. Rows ``[0, lengths[s])`` of slot s are committed. Later rows are never read by a later step, so a rejected node needs
    no clean-up.
-3. Verify writes the root and the nodes at rows ``[lengths, lengths + N)``. Commit adds the number of emitted tokens
-   to lengths, ``1 + accept_len`` unless the row ends. In a chain the accepted rows are in place already; in a tree
-   commit moves them.
-4. The draft KV cache is missing the tokens accepted in the last step; the next step writes them first, even if it
-   drafts nothing. The draft state has the shapes of the drafter's whole tree, also in a step that cuts the tree.
-5. Stop ids and length limits are checked on the device, so that a step can be dispatched before earlier results are
-   read. A slot that has ended is inactive in all following steps: its row has length 0 and an empty page table, reads
-   nothing, writes nothing and emits nothing.
+3. Verify writes the root and the nodes at rows ``[lengths, lengths + N)``. Commit adds the number of emitted tokens to
+   ``lengths``; this number is ``1 + accept_len`` unless the request ends. In a chain the accepted rows are in place
+   already; in a tree commit moves them.
+4. The draft cache lacks the tokens accepted in the last step. The next step writes them first, even if it drafts
+   nothing. The draft state has the shapes of the drafter's whole tree, even in a step that cuts the tree.
+5. The device checks stop ids and length limits, so that a step can be dispatched before earlier results are read. A
+   slot that has ended is inactive in all following steps: its row has length 0 and an empty page table, reads nothing,
+   writes nothing and emits nothing.
 6. Emitted tokens have the target's distribution for any drafter.
-7. A padding row of a bucket has slot index S: gathers fill it with zeros, scatters drop it.
+7. A padding row of a batch has the number of slots as its slot index, so gathers fill it with zeros and scatters drop
+   it.
 """
 
 from __future__ import annotations
@@ -50,22 +51,22 @@ from pallas_kernels.state.gather_rows import gather_rows
 
 @dataclass(frozen=True)
 class Program:
-    """Everything that a compiled step depends on besides the shapes of its arguments.
+    """The settings that a compiled step depends on besides the shapes of its arguments.
 
     Attributes:
         drafter: the draft method, with its tree.
         feature_layers: indices of the target's hidden states that the drafter reads.
         accept: the accept rule, or its name.
-        implementation: kernel implementation, as `pallas_kernels.dispatch` names it.
-        rounds: draft-verify rounds in one dispatch.
+        implementation: kernel implementation, by its name in `pallas_kernels.dispatch`.
+        rounds: number of rounds in one dispatch.
         trace: whether the result contains the drafts.
         controls: whether the step can apply `jspec.sampling.penalties`.
-        grammar_cells: cells of one grammar table of `jspec.sampling.grammar_mask`; 0: no grammars.
+        grammar_cells: number of cells of one grammar table of `jspec.sampling.grammar_mask`; 0: no grammars.
         processor: the user's logits processor; needs ``controls``.
         processor_args: number of values that a request may pass to the processor.
         logprobs: mode of `jspec.sampling.logprobs` for emitted tokens; None: no log-probabilities.
         prompt_logprobs: whether a prefill returns the log-probabilities of its prompt tokens.
-        deterministic: whether a token's logits are the same bits in every program.
+        deterministic: whether every program computes a token's logits with the same bits.
     """
 
     drafter: Drafter
@@ -84,11 +85,11 @@ class Program:
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """XLA options of this program.
+        """The XLA options of this program.
 
-        For a tree, independent launches of its CUDA graph may run concurrently. A chain gains nothing from this,
-        because such a graph starts later. XLA may skip a rounding if that saves a conversion, except in a deterministic
-        program.
+        If the draft is a tree, independent kernels of the CUDA graph may run concurrently. A chain gains nothing from
+        this, because a concurrent graph starts later. XLA may skip a rounding to save a conversion, except in a
+        deterministic program.
         """
         options: dict[str, Any] = {"xla_allow_excess_precision": False} if self.deterministic else {}
         if not self.drafter.tree.is_chain and jax.default_backend() != "tpu":  # the TPU compiler has no such option
@@ -98,14 +99,14 @@ class Program:
 
 @struct.dataclass
 class Params:
-    """The weights of target and draft; never donated."""
+    """The weights of target and drafter, whose buffers are never donated."""
 
     target: Model
     draft: Any
 
 
 def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> SlotView:
-    """Gather a bucket's rows of the state. Padding rows and rows that have ended are inactive, with all fields zero."""
+    """Gather the state of a batch of slots; rows that have ended and padding rows are inactive, with zero fields."""
     with jax.named_scope("view"):
         names = ("root", "lengths", "active", "remaining", "page_table", "sampling")
         fields = {name: getattr(state, name) for name in names}
@@ -125,16 +126,16 @@ def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> S
 
 
 def token_history(state: SlotState, page_table: Int[Array, "batch pages"]) -> Int[Array, "batch positions"]:
-    """Gather the token of every cache row, by position, for the slots whose page tables are given."""
+    """Gather the tokens of all cache rows by position, for each row of a page table."""
     assert state.token_history is not None
     return state.token_history[page_table].reshape(page_table.shape[0], -1)
 
 
 def init_state(program: Program, params: Params, pool: kv_cache.PoolShape) -> SlotState:
-    """Make empty slots and zeroed pools."""
+    """Make the initial slot state, with empty slots and zeroed pools."""
 
     def fill(value: float, dtype: jnp.dtype = jnp.int32, *inner: int) -> Array:
-        return jnp.full((pool.slots, *inner), value, dtype)  # a new array for each field, as each is donated separately
+        return jnp.full((pool.slots, *inner), value, dtype)  # a new array per field, because each is donated
 
     config, cells = params.target.config, program.grammar_cells
     return SlotState(
@@ -155,5 +156,5 @@ def init_state(program: Program, params: Params, pool: kv_cache.PoolShape) -> Sl
 
 
 def _needs_token_history(program: Program, pool: kv_cache.PoolShape) -> bool:
-    """Whether a logits processor reads the tokens, or the drafter reads tokens of pages that another request filled."""
+    """Whether a logits processor reads tokens, or a drafter reads the tokens of pages that another request filled."""
     return program.processor is not None or (pool.prefix_cache and program.drafter.reads_text)

@@ -1,9 +1,9 @@
-"""The decode step split in two, for grammars that only the host can follow: draft step, host masks, verify step.
+"""The decode step as two programs, for grammars whose token masks only the host can compute.
 
-Between the two launches the device waits: the draft goes to the host, the host computes which tokens may follow each
-node, and the masks go back. Everything else equals the fused step of `jspec.step.decode`, so the output equals masked
-decoding token by token. A bucket runs in two launches only if one of its requests has such a grammar; the masks of
-its other rows allow every token.
+The first program drafts. Then the draft goes to the host, the host computes which tokens may follow each node, and the
+masks go back to the device. The second program verifies the draft. In all else the two programs equal the single
+program of `jspec.step.decode`, so the output equals masked decoding token by token. A batch runs as two programs only
+if one of its requests has such a grammar. The masks of all other rows allow every token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jspec.step.decode import draft_stage, output_of_one, verify_and_commit
 from jspec.step.program import Params, Program, view_of
 
 Step = Callable[[Params, SlotState, Any], tuple[SlotState, StepOutput]]
-# Takes tokens, parents and valid [nodes] of one row's draft as numpy arrays; returns masks [nodes, words] uint32.
+# Takes the fields tokens, parents and valid of one row's draft, [nodes] each; returns masks [nodes, words] uint32.
 DraftMasks = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -33,8 +33,8 @@ def draft_step(
     """Run the draft stage of a round.
 
     Args:
-        state: donated.
-        slots: slot of each bucket row; S for padding rows.
+        state: the slot state; its buffers are donated.
+        slots: slot of each batch row; a padding row has the number of slots.
     """
     draft, draft_state = draft_stage(program, params, state, view_of(state, slots, program))
     return replace(state, draft=draft_state), draft
@@ -51,9 +51,9 @@ def verify_step(
     """Run the stages of a round that follow the draft stage, with token masks from the host.
 
     Args:
-        state: donated.
-        draft: the result of `draft_step` for the same slots.
-        masks: tokens that may follow each node, as bits (`jspec.core.bitmask`).
+        state: the slot state; its buffers are donated.
+        draft: the draft that `draft_step` returned for ``slots``.
+        masks: tokens that may follow each node, one bit per token (`jspec.core.bitmask`).
     """
     view = replace(view_of(state, slots, program), masks=masks)
     state, *results = verify_and_commit(program, params, state, view, draft)
@@ -61,13 +61,13 @@ def verify_step(
 
 
 def split_step(draft: Any, verify: Any, mask_functions: Sequence[DraftMasks | None]) -> Step:
-    """Combine the two compiled steps of a bucket into one call with the signature of the fused step.
+    """Combine a compiled draft step and verify step into one function that is called like `spec_step`.
 
     Args:
         draft: the compiled `draft_step`.
         verify: the compiled `verify_step`.
-        mask_functions: functions that compute the masks of a row's nodes, for the first rows of the bucket; None: the
-            masks of the row allow every token.
+        mask_functions: for each of the first batch rows, the function that computes its masks. The masks of later rows,
+            and of rows with None, allow every token.
     """
 
     def step(params: Params, state: SlotState, slots: Array) -> tuple[SlotState, StepOutput]:
@@ -84,15 +84,15 @@ def split_step(draft: Any, verify: Any, mask_functions: Sequence[DraftMasks | No
 
 
 def masked_prefill(prefill: Any, first_mask: Callable[[], np.ndarray]) -> Step:
-    """Wrap a compiled masked prefill into a call with the signature of the usual prefill.
+    """Make a function that passes a mask to a compiled prefill, and is called like a prefill without masks.
 
     Args:
-        prefill: compiled `jspec.step.prefill.prefill_step` with masks.
-        first_mask: returns the mask of the output's first token, [1, words] uint32.
+        prefill: the compiled `jspec.step.prefill.prefill_step` with masks.
+        first_mask: function that returns the mask of the output's first token, [1, words] uint32.
     """
     return lambda params, state, packed: prefill(params, state, packed, jax.device_put(first_mask()[None]))
 
 
 def mask_shape(rows: int, nodes: int, vocab_size: int) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a bucket's masks."""
+    """Return shape and dtype of a batch's token masks, with one mask for each node of each row."""
     return jax.ShapeDtypeStruct((rows, nodes, words_of(vocab_size)), jnp.uint32)

@@ -183,6 +183,7 @@ def test_engine_step_after_an_interrupt_reads_results_before_computing_masks(mon
 
 def test_submit_releases_the_engine_lock_while_compiling_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, free = lettered.chain(), []
+    monkeypatch.setattr(engine.core.runner.programs, "compiled", {})
     compiled = engine.core.runner.programs.compile
 
     def watched(*arguments: Any) -> None:
