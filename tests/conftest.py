@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -40,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Hypothesis tries the same examples in every run; --hypothesis-profile=default draws others.
     hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
     hypothesis.settings.load_profile("repeatable")
+    # Compiled programs are kept for this run alone; its workers share them.
+    os.environ.setdefault("XDG_CACHE_HOME", tempfile.mkdtemp(prefix="jspec-tests-"))
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
     if config.getoption("--typecheck"):
         from jaxtyping import install_import_hook
