@@ -1,4 +1,4 @@
-"""Token masks packed into 32-bit words: token t is bit ``t % 32`` of word ``t // 32``; a set bit allows the token."""
+"""The packed format of token masks: bit ``t % 32`` of 32-bit word ``t // 32`` is set if token t is allowed."""
 
 from __future__ import annotations
 
