@@ -60,7 +60,7 @@ def _fixed_pallas(q, k_pool, v_pool, page_table, lengths, paths, *, start, scale
     for first in range(0, q.shape[1], MOST_QUERIES):
         own = slice(first, first + MOST_QUERIES)
         part, path = q[:, own], None if paths is None else paths[:, own]
-        committed = lengths if path is not None else lengths + first  # earlier calls wrote these rows
+        committed = lengths if path is not None else lengths + first  # rows of earlier calls count as committed
         tiles = fixed_tiles(part, k_pool, page_table, path, start=start, wide=wide)
         options = {"tiles": tiles, "scale": scale, "quantize_output": False, "interpret": interpret}
         outputs.append(_run(part, k_pool, v_pool, page_table, committed, path, **options))
