@@ -42,15 +42,15 @@ class AcceptRule(abc.ABC):
 
     @abc.abstractmethod
     def check(self, tree: Tree) -> None:
-        """Check that the rule can verify drafts with the shape of the drafter's tree.
+        """Check that the rule can verify drafts of this tree's shape.
 
         Raises:
-            ValueError: the rule cannot verify such drafts.
+            ValueError: the rule cannot verify drafts of this shape.
         """
 
     @abc.abstractmethod
     def decide(self, logits: Any, draft: Draft, ancestor_mask: AncestorMask, view: SlotView) -> tuple[Any, Any]:
-        """Choose the last accepted node of each row, and the token that follows it.
+        """Choose the last accepted node of each row, and the token that follows this node.
 
         Args:
             logits: the target's logits after every node, edited by penalties and grammar; `PartialSums` of shape

@@ -1,4 +1,4 @@
-"""Ancestors and depths of the nodes of a draft tree."""
+"""Computes ancestor masks, node depths and paths of draft trees."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ class EngineConfig:
         slots: number of requests that may run at once.
         max_len: largest number of tokens of a request, prompt included.
         page_size: number of cache rows per page; a cache row holds the keys and values of one token.
-        pages: number of pages per pool, the null page included. None: if the device does not report its memory, enough
-            for every slot to reach ``max_len``. If it does, as many as fit into memory: at least enough for one request
-            of ``max_len``; at most enough for every slot, or with ``prefix_cache`` four times enough for every slot.
+        pages: number of pages per pool, the null page included. None: enough for every slot to reach ``max_len``; but
+            if the device reports its memory, as many as fit. Then the limits are one request of ``max_len`` tokens, and
+            ``slots`` such requests (with ``prefix_cache``, four times as many).
         memory_fraction: share of the device's memory that weights, pools, programs and the process's other arrays may
             use together.
         kv_dtype, draft_kv_dtype: dtypes of the target's and the drafter's pools; None: the weights' dtype.

@@ -68,7 +68,7 @@ class Sampling:
 
 @struct.dataclass
 class Controls:
-    """Penalties, bad words, bias and grammar state of each slot (`jspec.sampling.penalties`).
+    """The penalties, bad words, logit bias and grammar state of each slot (`jspec.sampling.penalties`).
 
     If a slot's ``used`` is False, its other fields are undefined, except ``prompt_size`` and ``processor_args``.
     """
@@ -232,7 +232,7 @@ class LogProbs:
 
 @struct.dataclass
 class StepOutput:
-    """The part of a dispatch's result that is copied to the host while the next dispatch runs; never donated."""
+    """The part of a dispatch's result that is copied to the host while the next dispatch runs."""
 
     report: Int[Array, "rounds batch columns"]  # packed tokens and counts (`pack_result`)
     trace: Trace | None
@@ -260,7 +260,7 @@ class StepResult(NamedTuple):
 
     @classmethod
     def read(cls, report: np.ndarray) -> StepResult:
-        """Split a report into arrays over all rounds and rows."""
+        """Split a report into one result with arrays over all rounds and rows."""
         return cls(report[..., :-4], *(report[..., column] for column in range(-4, 0)))
 
     @classmethod
@@ -276,7 +276,7 @@ class StepResult(NamedTuple):
 
 
 def pack_result(verdict: Verdict, num_drafted: Int[Array, "batch"]) -> Int[Array, "batch columns"]:
-    """Pack a round's result into one int32 array, which one copy brings to the host; `StepResult.read` splits it."""
+    """Pack a round's result into one int32 array, for one copy to the host; `StepResult.read` splits the array."""
     tail = jnp.stack([verdict.counts, verdict.accept_len, num_drafted, verdict.ended.astype(jnp.int32)], axis=-1)
     return jnp.concatenate([verdict.tokens, tail], axis=-1)
 

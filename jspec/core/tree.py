@@ -34,7 +34,7 @@ class TreeLevel(NamedTuple):
 
     @property
     def num_parents(self) -> int:
-        """Number of nodes in the level above that have children."""
+        """Number of nodes with children in the level above."""
         return max(self.fed_parents) + 1
 
 
@@ -209,7 +209,7 @@ class Tree:
 
     @cached_property
     def fed(self) -> tuple[int, ...]:
-        """The nodes with children of a static tree, in ascending order; the drafter runs on these nodes."""
+        """Nodes of a static tree that have children, in ascending order; the drafter is fed with these nodes."""
         return tuple(sorted(set(self.parents[1:])))
 
     @property

@@ -65,7 +65,7 @@ def project(
 
 
 def _rows(batch: TokenBatch, config: GQA) -> tuple[Array, ...]:
-    """Return kernel arguments from the batch: positions, rotary frequencies, page table, first rows and validity."""
+    """Return the batch's positions, rotary frequencies, page table, first rows and validity, in the kernels' order."""
     inv_freq = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
     return batch.positions, inv_freq, batch.page_table, batch.first_row, batch.valid
 
@@ -83,8 +83,7 @@ def project_and_attend(
 ) -> tuple[Inputs, Array, Array]:
     """Run `project`, then `attend`.
 
-    One kernel does both if queries attend only to committed rows and to rows of the batch, without a window, and if
-    ``batch.deterministic`` is False.
+    One kernel does both if ``batch`` has no ``base`` and no ``window``, and if ``batch.deterministic`` is False.
 
     Args:
         qkv, k_pool, v_pool, batch, config, dtype: arguments of `project`.

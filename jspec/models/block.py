@@ -70,7 +70,7 @@ def attention_part(
     start: int = 0,
     attends: bool = True,
 ) -> tuple[Any, Array, Array]:
-    """Write the batch's keys and values into the pools, and attend.
+    """Write the batch's keys and values into the pools, and attend to the visible cache rows.
 
     Args:
         layer: weights of the layer.
@@ -135,7 +135,7 @@ def mlp_part(
 def _bias_and_norm_heads(
     parts: PartialSums, layer: LayerWeights, config: LayerConfig, dtype: jnp.dtype, eps: float
 ) -> PartialSums:
-    """Add the bias to the fused QKV projection, and norm every query and key head, as the layer's config demands."""
+    """Add the bias to the fused QKV projection, and norm every query and key head, if the layer's config says so."""
     attention = config.attention
     if not attention.bias and not attention.qk_norm:
         return parts

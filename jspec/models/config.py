@@ -119,7 +119,7 @@ class GQA:
         return self.kv_heads * self.head_dim
 
     def check(self) -> None:
-        """Check sizes and options.
+        """Check the sizes and options of the attention.
 
         Raises:
             ValueError: a size is impossible.

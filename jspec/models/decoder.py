@@ -74,7 +74,7 @@ class Model:
 
 @struct.dataclass
 class TargetOut:
-    """The result of a forward pass."""
+    """The logits and the features that a forward pass returns."""
 
     # The output head's product [1, batch, rows, vocab]; `logits` multiplies it by the scales of a quantised head.
     product: PartialSums | None

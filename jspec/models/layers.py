@@ -66,7 +66,7 @@ def logits_of(
 
 
 def head_product(x: Array, head: Weight, implementation: str, *, deterministic: bool) -> PartialSums:
-    """Multiply hidden states by the output head, without the scales of a quantised head: [1, batch, tokens, vocab]."""
+    """Return hidden states times output head [1, batch, tokens, vocab]; scales of a quantised head are not applied."""
     if deterministic:
         return deterministic_matmul(x, head, jnp.float32, is_whole=True, implementation=implementation)
     return matmul_unscaled(x, head, jnp.float32)

@@ -24,7 +24,7 @@ NO_STATE = -1  # grammar state of a row without a grammar, and after a token tha
 
 
 def unused(tables: int, cells: int, vocab: int) -> Grammars:
-    """Make empty grammar tables, for an engine without requests.
+    """Make empty grammar tables for a new engine.
 
     Args:
         tables: number of tables.
@@ -94,7 +94,7 @@ def states(view: SlotView, path: Int[Array, "batch nodes depth"]) -> Int[Array, 
 def apply_grammars(
     logits: Float[Array, "batch nodes vocab"], view: SlotView, path: Int[Array, "batch nodes depth"]
 ) -> Float[Array, "batch nodes vocab"]:
-    """Set the logits of all tokens that the grammar does not allow after a node to -inf.
+    """Set the logit of each token to -inf at the nodes after which the grammar does not allow the token.
 
     Args:
         path: token ids on the path to each node (`jspec.sampling.penalties.node_paths`).
@@ -117,7 +117,7 @@ def apply_grammars(
 
 
 def apply_host_masks(logits: Float[Array, "batch nodes vocab"], view: SlotView) -> Float[Array, "batch nodes vocab"]:
-    """Set the logits of all tokens that the masks from the host (``view.masks``) do not allow to -inf."""
+    """Set the logit of each token to -inf at the nodes where the host's masks (``view.masks``) ban the token."""
     assert view.masks is not None
     is_allowed = _or_stop_ids(_from_bits(view.masks, logits.shape[-1]), logits, view)
     return jnp.where(is_allowed, logits, -jnp.inf)

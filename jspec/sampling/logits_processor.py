@@ -25,7 +25,7 @@ from jspec.core.tree import Tree
 
 @struct.dataclass
 class LogitsContext:
-    """The tokens before each logit, passed to a logits processor as its second argument, after the logits.
+    """The second argument of a logits processor, which holds the tokens before each row of logits.
 
     The logits are [batch, nodes, vocab]. The context of node n in row b is the first ``size[b]`` tokens of ``text[b]``,
     then the tokens of ``path[b, n]``. Programs differ in the number of nodes and in the depth, and the processor is
@@ -49,7 +49,7 @@ class LogitsContext:
         return (self.size - self.prompt_size)[:, None] + self.depth
 
     def newest(self, count: int) -> Int[Array, "batch nodes count"]:
-        """Return the last ``count`` tokens of each node's context, the newest last; padded with -1 at the front."""
+        """Return the last ``count`` tokens of each node's context, oldest first; shorter contexts begin with -1."""
         back = jnp.arange(count - 1, -1, -1)
         place = self.size[:, None, None] + self.depth[..., None] - 1 - back
         nodes, path_place = self.path.shape[1], place - self.size[:, None, None]

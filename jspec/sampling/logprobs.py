@@ -55,7 +55,7 @@ def of_round(
 ) -> LogProbs:
     """Compute the log-probabilities of a round's tokens, [batch, depth + 1].
 
-    Each log-probability is read from the logits after the token's preceding node.
+    The log-probability of a token comes from the logits of the node before the token.
 
     Args:
         mode: "raw_logprobs" or "processed_logprobs".

@@ -41,7 +41,7 @@ IN_PROMPT, GENERATED = (
 
 
 def unused(slots: int, vocab: int, args: int = 0) -> Controls:
-    """Make controls that no request uses, for a new engine; no two fields share an array.
+    """Make the unused controls of a new engine; no two fields share an array.
 
     Args:
         slots: number of slots.
@@ -180,7 +180,10 @@ def decide_with_penalties(
 
 
 def apply_penalties_at_root(logits: Float[Array, "batch 1 vocab"], view: SlotView) -> Float[Array, "batch 1 vocab"]:
-    """Call `apply_penalties` on the root's logits in a conditional, whose result is small enough to be copied."""
+    """Call `apply_penalties` on the root's logits if any row uses controls.
+
+    The call is in a conditional, which copies its result. This takes little time, because the root's logits are small.
+    """
     if view.controls is None:
         return logits
     no_path = jnp.zeros((*logits.shape[:2], 0), jnp.int32)
@@ -243,7 +246,7 @@ def _ban_bad_words(
     path: Int[Array, "batch nodes depth"],
     depth: Int[Array, "batch nodes"],
 ) -> Float[Array, "batch nodes vocab"]:
-    """Set the logit of a bad word's last token to -inf at each node after which only this token is missing."""
+    """Set the logit of a bad word's last token to -inf at nodes whose newest tokens are the word's other tokens."""
     batch, nodes, _ = path.shape
     history = jnp.concatenate([jnp.broadcast_to(row.recent[:, None], (batch, nodes, LOOK_BACK)), path], axis=-1)
     newest = jnp.take_along_axis(history, depth[..., None] + jnp.arange(LOOK_BACK), axis=-1)

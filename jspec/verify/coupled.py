@@ -31,7 +31,7 @@ class Coupled(AcceptRule):
     is_draft_independent = True
 
     def check(self, tree: Tree) -> None:
-        """Accept every tree."""
+        """Allow every tree."""
 
     def decide(
         self, logits: PartialSums, draft: Draft, ancestor_mask: AncestorMask, view: SlotView

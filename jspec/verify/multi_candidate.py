@@ -45,7 +45,7 @@ class MultiCandidate(SampledRule):
     draft_sampling = DraftSampling.MOST_LIKELY
 
     def check(self, tree: Tree) -> None:
-        """Accept every tree."""
+        """Allow every tree."""
 
     def decide_sampled(
         self, logits: Float[Array, "batch nodes vocab"], draft: Draft, ancestor_mask: AncestorMask, view: SlotView
@@ -77,7 +77,7 @@ def multi_candidate_accept(
 
 
 def _without_children(probs: Float[Array, "batch nodes vocab"], draft: Draft) -> Float[Array, "batch nodes vocab"]:
-    """Return the probabilities after every node with the tokens of the node's children set to 0, not normalised."""
+    """Set the probabilities of the tokens of each node's children to 0, without normalising the rest."""
     row, nodes = jnp.arange(probs.shape[0])[:, None], probs.shape[1]
     parent = jnp.where(candidates(draft), draft.parents, nodes)
     return probs.at[row, parent, draft.tokens].set(0.0, mode="drop")

@@ -105,7 +105,7 @@ def rejection_accept(
 def try_token(p: Float[Array, "batch vocab"], q: Float[Array, "batch vocab"], token: Int[Array, "batch"]) -> Trial:
     """Test a token drawn from the draft's probabilities q against the target's probabilities p.
 
-    If q is all zeros, the draft had only this token left, and q counts as a point mass on it. If the residual
+    If q is all zeros, the draft had only this token left, and q counts as a point mass on this token. If the residual
     max(p - q, 0) is all zeros (p equals q up to rounding), the token is accepted.
     """
     is_token = jnp.arange(p.shape[-1]) == token[:, None]

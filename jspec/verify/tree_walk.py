@@ -12,7 +12,7 @@ from jspec.core.records import AncestorMask, Draft
 
 
 class AcceptResult(NamedTuple):
-    """The result of an accept function, from which the token after the last accepted node is drawn later."""
+    """The result of an accept function: the last accepted node, and the probabilities of the token after it."""
 
     last_node: Int[Array, "batch"]  # the last accepted node
     residual_probs: Float[Array, "batch vocab"]  # probabilities of the token after the last accepted node

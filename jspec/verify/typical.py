@@ -51,7 +51,7 @@ class Typical(SampledRule):
                 raise ValueError(f"Typical: {option}: expected a number > 0, got {value!r}")
 
     def check(self, tree: Tree) -> None:
-        """Warn that the rule is lossy, and accept every tree."""
+        """Allow every tree, and warn that the rule is lossy."""
         warnings.warn(
             'accept="typical" does not keep the target\'s distribution; every other rule does',
             UserWarning,
@@ -61,8 +61,9 @@ class Typical(SampledRule):
     def decide_sampled(
         self, logits: Float[Array, "batch nodes vocab"], draft: Draft, ancestor_mask: AncestorMask, view: SlotView
     ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-        """Accept the longest path whose tokens all have the required probability; among equally long, the likeliest.
+        """Accept the longest path whose tokens all have the required probability.
 
+        Among equally long paths, the most likely path is accepted.
         Greedy rows accept only the target's argmax.
 
         Args:

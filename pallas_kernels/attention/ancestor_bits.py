@@ -14,7 +14,7 @@ def num_words(n: int) -> int:
 
 
 def own_bits(rows: Int[np.ndarray, " n"], size: int) -> UInt32[np.ndarray, "n W"]:
-    """Returns one packed mask of `size` bits for each entry of `rows`; only the bit with this number is set."""
+    """Returns one packed mask of `size` bits for each entry r of `rows`, in which only bit r is set."""
     bits = np.zeros((len(rows), num_words(size)), np.uint32)
     bits[np.arange(len(rows)), rows // WORD] = np.uint32(1) << (rows % WORD).astype(np.uint32)
     return bits

@@ -53,7 +53,7 @@ def _kernel(
     heads,  # query heads
     dtype,  # of the queries: the model's dtype
 ):
-    """Does the work of one Pallas program: writes the new rows in the tiles of its split, then attends (`attend`)."""
+    """Writes the new rows in the tiles of one split, then attends to the split, in one Pallas program (`attend`)."""
     mask_ref, cos_sin_ref, pool_row_ref, *out_refs, k_ref, v_ref = refs if tiles.words else (None, *refs)
     kv_head, sequence, half = pl.program_id(1), pl.program_id(2), cos_sin_ref.shape[-1]
     split, (_, kv_heads, page, dim), tokens = pl.program_id(0) % tiles.splits, k_ref.shape, qkv_ref.shape[2]

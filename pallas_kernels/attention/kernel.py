@@ -47,7 +47,7 @@ def attend_kernel(
     tiles,
     arithmetic,
 ):
-    """Does the work of one Pallas program: attends (`attend`) for queries in `q_ref` that are rotated already."""
+    """Attends to one split for queries that are rotated already, in one Pallas program (`attend`)."""
     batch, (mask_ref, *out_refs) = pl.program_id(2), refs if tiles.words or tiles.depths else (None, *refs)
 
     def load_queries(query, head, layout):
@@ -104,7 +104,7 @@ class ContextReader:
     arithmetic: Arithmetic
 
     def first_row(self, index):
-        """Returns the first row of tile number `index` of the split; tiles are dealt to the splits in turn."""
+        """Returns the first row of tile number `index` of the split; the splits take the context's tiles in turn."""
         return (index * self.tiles.splits + self.grid.split) * self.tiles.tile
 
     def tile_rows(self, index):
@@ -203,7 +203,7 @@ def attend(
     pairs=1,
     parts=1,
 ):
-    """Does the work of one Pallas program: attends to one split of the context, for one block of one KV head's queries.
+    """Attends to one split of the context for one block of queries of a KV head, in one Pallas program.
 
     A block has `tiles.packed` packed rows, which are pairs of a query and a query head of the KV head's group.
 

@@ -92,7 +92,7 @@ def _append_kernel(
     k_pool_ref,  # [pages, KH, page, D]
     v_pool_ref,
 ):
-    """Does the work of one Pallas program: writes all KV heads of one new row."""
+    """Writes all KV heads of one new row, in one Pallas program."""
     token, sequence = pl.program_id(0), pl.program_id(1)
     _, kv_heads, page, dim = k_pool_ref.shape
     row, valid = first_row_ref[sequence] + token, valid_ref[sequence, token]
@@ -116,7 +116,7 @@ def _move_kernel(
     # static parameters
     interpret,
 ):
-    """Does the work of one Pallas program: moves all rows of one KV head of one sequence in one layer.
+    """Moves all rows of one KV head of one sequence in one layer, in one Pallas program.
 
     The old values are read through the output references, which alias the inputs.
     """
@@ -185,7 +185,7 @@ def _unsupported(k_pool: Array, moved: int) -> str | None:
 
 
 def _check_alike(k: Array, v: Array, expected: tuple[int, ...], what: str) -> None:
-    """Raises ValueError unless both arrays have the expected shape and equal dtypes; the message calls them `what`."""
+    """Raises ValueError unless k and v have the expected shape and equal dtypes; `what` names them in the message."""
     if k.shape != expected or v.shape != expected or k.dtype != v.dtype:
         got = f"{k.shape} {k.dtype} and {v.shape} {v.dtype}"
         raise ValueError(f"{what} must be alike, of shape {expected}, got {got}")

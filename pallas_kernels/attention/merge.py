@@ -26,7 +26,7 @@ def merge_kernel(
     *,
     tiles,
 ):
-    """Does the work of one Pallas program: merges the splits of one head of one query.
+    """Merges the splits of one head of one query, in one Pallas program.
 
     Each split has weight 2**log_sum_exp. Splits without rows that the query sees were not written, and are skipped.
     """
@@ -68,7 +68,7 @@ def merge_and_quantize_kernel(
     tiles,
     dtype,  # the model's dtype, to which the attention is rounded before it is quantised
 ):
-    """Does the work of one Pallas program: merges the splits of one query, and quantises all its heads as one row."""
+    """Merges the splits of all heads of one query, and quantises the heads as one row, in one Pallas program."""
     query, batch, (heads, dim) = pl.program_id(0), pl.program_id(1), values_ref.shape[2:]
     head, channel = jnp.arange(pl.next_power_of_2(heads)), jnp.arange(pl.next_power_of_2(dim))[None, :]
     is_head, is_written = head < heads, _is_written(tiles, query, lengths_ref[batch])

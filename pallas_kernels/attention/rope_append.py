@@ -122,7 +122,7 @@ def _kernel(
     # static parameters
     heads,  # query heads
 ):
-    """Does the work of one Pallas program: rotates and writes one KV head of one row, and rotates its query heads.
+    """Rotates and writes one KV head of one row, and rotates the head's group of queries, in one Pallas program.
 
     No load depends on the result of another load, so all loads are in flight at once.
     """
@@ -157,8 +157,8 @@ def _kernel(
 def kernel_inputs(qkv, positions, inv_freq, page_table, first_row, valid, page):
     """Returns the inputs of a kernel that writes new rows: projection, cosines and sines, pool rows, scales if any.
 
-    A pool row is the number of a row in the whole pool, page number * page size + row in the page. It is -1 for a row
-    that is not written.
+    A pool row is the number of a row in the whole pool: page number * page size + row in the page. Rows that are not
+    written have pool row -1.
     """
     qkv, scales = split_scales(qkv)
     rows = first_row[:, None] + jnp.arange(valid.shape[1], dtype=jnp.int32)

@@ -44,7 +44,7 @@ class Tiles(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Number of packed rows per query."""
+        """Number of packed rows per query: the whole block if queries have paths, else one per query head."""
         return self.packed if self.depths else self.group
 
 

@@ -52,7 +52,7 @@ def _kernel(
     inner,  # values of k per loop iteration
     precision,  # precision of the matrix products
 ):
-    """Does the work of one Pallas program: multiplies `ROWS` rows of x by `ROWS` rows of the weight, over a part of k.
+    """Multiplies `ROWS` rows of x by `ROWS` rows of the weight, over a part of k, in one Pallas program.
 
     The weight is the first operand of the tensor-core product.
     """

@@ -50,7 +50,7 @@ def _kernel(
     # static parameters
     tiles,
 ):
-    """Does the work of one Pallas program (CTA): computes every `programs`-th work item.
+    """Computes every n-th work item in one of n = `programs` Pallas programs (CTAs).
 
     A work item is one output tile, summed over one part of k. The loads for the next work item start while the current
     work item is computed.
@@ -121,7 +121,7 @@ class _Cta:
         return jax.lax.rem(k_slice, self.tiles.stages)
 
     def load(self, k_slice):
-        """Issues the loads of a slice of k (the tile's weights and all rows of x) into the slice's slot."""
+        """Starts to load a slice of k (the tile's weights and all rows of x) into the slice's slot."""
         tiles = self.tiles
         slot, (column, part) = self.slot_of(k_slice), self.place_of(jax.lax.div(k_slice, self.item_slices))
         slice_in_k = part * self.item_slices + jax.lax.rem(k_slice, self.item_slices)
@@ -170,7 +170,7 @@ class _Cta:
         return [accumulator[...] for accumulator in accumulators]
 
     def load_scales(self):
-        """Issues loads into shared memory of the scales of all rows, and of the columns of all work items."""
+        """Starts to load the scales of all rows, and of the columns of all work items, into shared memory."""
         tiles, (row_scales, column_scales, scales_arrived) = self.tiles, self.scales_memory
         for first in range(0, tiles.height, HEIGHT):
             rows = self.row_scale_ref.at[pl.ds(0 * self.index + first, HEIGHT)]
@@ -230,7 +230,7 @@ class _Cta:
         return last.at[pl.ds(0, math.prod(tiles.store_shape))].reshape(tiles.store_shape)
 
     def store(self, sums, item):
-        """Scales the sums of a work item, multiplies silu(gate) by up if there are both, and stores the results."""
+        """Scales the sums of a work item, multiplies silu(gate) by up if the weight has both, and stores the result."""
         tiles, (column, part) = self.tiles, self.place_of(item)
         for index in range((tiles.transposed or tiles.columns) // tiles.store):
             first = index * tiles.store

@@ -131,5 +131,5 @@ def choose_tiles(
 
 
 def _imbalance(items: int, multiprocessors: int) -> float:
-    """Returns the time of equal work items, divided by their time if no multiprocessor were ever idle."""
+    """Returns the time of `items` equal work items, divided by their time if no multiprocessor were ever idle."""
     return math.ceil(items / multiprocessors) * multiprocessors / items

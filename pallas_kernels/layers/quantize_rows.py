@@ -57,7 +57,7 @@ def _kernel(
     *,
     is_gated,
 ):
-    """Does the work of one Pallas program: quantises one row; padding columns are zero and not written."""
+    """Quantises one row in one Pallas program; padding columns are zero and not written."""
     row, inner = pl.program_id(0), values_ref.shape[1]
     column = jnp.arange(pl.next_power_of_2(inner))
     inside = column < inner

@@ -49,7 +49,7 @@ class Quantized:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedActivation:
-    """Activations [*rows, inner], equal to values * scale[..., None], quantised for a weight of "fp8_dynamic"."""
+    """Activations [*rows, inner] quantised for a weight of "fp8_dynamic", equal to values * scale[..., None]."""
 
     values: Float[Array, "*rows inner"]  # float8_e4m3fn
     scale: Float[Array, "*rows"]  # float32
@@ -147,7 +147,7 @@ def matmul_unscaled(
 ) -> PartialSums:
     """Returns the product of `matmul` as one partial sum [1, *rows, out]; the arguments are those of `matmul`.
 
-    For a weight of "fp8_dynamic" the result is a `Scaled`, whose scales are applied by the kernel that reads it.
+    For a weight of "fp8_dynamic" the result is a `Scaled`; the kernel that reads the `Scaled` applies the scales.
     """
     f = factors(x, weight, is_gated=is_gated, implementation=implementation)
     dtype = dtype or x.dtype

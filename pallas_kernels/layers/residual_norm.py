@@ -60,7 +60,7 @@ def _kernel(
     norms,  # number of weights
     quantize_output,
 ):
-    """Does the work of one Pallas program: adds and normalises one row; padding columns are zero and not written."""
+    """Adds and normalises one row in one Pallas program; padding columns are zero and not written."""
     per_norm = 1 + quantize_output  # number of output arrays per norm
     weight_refs, scale_refs = refs[:norms], refs[norms : -1 - per_norm * norms]
     total_ref, *norm_refs = refs[-1 - per_norm * norms :]

@@ -37,7 +37,7 @@ def in_row_blocks(function: Callable[..., Any], *rows: Any, size: int = ROWS) ->
 
 
 def in_row_blocks_off_gpu(function: Callable[..., Any], *rows: Any, implementation: str) -> Any:
-    """Returns function(*rows), computed by `in_row_blocks`, but by one call of the function on an NVIDIA GPU.
+    """Returns function(*rows), computed by one call on an NVIDIA GPU, and by `in_row_blocks` elsewhere.
 
     On a GPU, a loop would not fit into the step's CUDA graph. So the function may compute sums only in kernels of this
     package; without other sums, a row's result does not depend on the number of rows.

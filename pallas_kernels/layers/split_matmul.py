@@ -112,7 +112,7 @@ def _kernel(
     tile,  # columns of an output tile
     inner,  # values of k per loop iteration
 ):
-    """Does the work of one Pallas program: computes one output tile, summed over one part of k.
+    """Computes one output tile, summed over one part of k, in one Pallas program.
 
     The weight is the first operand of the tensor-core product, because the first operand can have more rows than the
     second.

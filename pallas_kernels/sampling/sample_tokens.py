@@ -165,7 +165,7 @@ def _survey_kernel(
     inputs,  # function that selects `_Inputs` from `refs`
     purpose,
 ):
-    """Does the work of one Pallas program: stores the best token of one slice of a row, or the slice's `Survey`."""
+    """Stores the best token of one slice of a row, or the slice's `Survey`, in one Pallas program."""
     row, index = _Row(inputs(refs), pl.program_id(0), purpose), pl.program_id(1)
     *survey_refs, token_ref = refs[-4:]
     survey = Survey(*survey_refs)
@@ -198,7 +198,7 @@ def _choose_kernel(
     purpose,
     interpret,
 ):
-    """Does the work of one Pallas program: chooses the token of one row."""
+    """Chooses the token of one row, in one Pallas program."""
     row = _Row(inputs(refs), pl.program_id(0), purpose)
     survey, (token_ref, chosen_ref, groups_ref, kept_ref) = Survey(*refs[-7:-4]), refs[-4:]
 

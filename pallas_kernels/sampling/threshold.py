@@ -131,7 +131,7 @@ def _survey_kernel(
     # outputs
     *survey_refs,  # as in `Survey`
 ):
-    """Does the work of one Pallas program: stores the `Survey` of one slice, if the row has top-k, top-p or min-p."""
+    """Stores the `Survey` of one slice in one Pallas program, if the slice's row has top-k, top-p or min-p."""
     row, index, (rows, vocab) = pl.program_id(0), pl.program_id(1), logits_ref.shape
     temperature, *limits = controls_of(row, rows, (temperature_ref, top_k_ref, top_p_ref, min_p_ref))
 
@@ -198,7 +198,9 @@ class BestGroups(NamedTuple):
 
 
 def row_threshold(read, row, vocab, controls, survey, groups_ref, *, interpret):
-    """Finds the threshold of a row, from its best token groups or, if needed, from the whole row, inside a kernel.
+    """Finds the smallest logit that a row keeps, inside a kernel.
+
+    The search covers the row's best token groups or, if these may lack a token to keep, the whole row.
 
     Args:
         read: function (columns, mask) that loads logits of the row, and returns -inf where the mask is false.
@@ -265,7 +267,7 @@ def _threshold_kernel(
     *,
     interpret,
 ):
-    """Does the work of one Pallas program: finds the threshold of one row."""
+    """Finds the threshold of one row, in one Pallas program."""
     row, (rows, vocab) = pl.program_id(0), logits_ref.shape
     controls = controls_of(row, rows, (temperature_ref, top_k_ref, top_p_ref, min_p_ref))
     survey = Survey(best_ref, top_ref, mass_ref)
@@ -285,7 +287,8 @@ def _threshold_kernel(
 def _weights_of_row(read, vocab, top, temperature):
     """Returns two functions that read a whole row.
 
-    They take an `ordered` integer, and return the number and the probability of the row's tokens at or above it.
+    Both functions take an `ordered` integer. One returns the number, and the other the total probability, of the row's
+    tokens at or above this integer.
 
     Args:
         read, vocab: as in `row_threshold`.

@@ -84,7 +84,7 @@ def _block_kernel(
     vocab,
     k,
 ):
-    """Does the work of one Pallas program: finds the k largest logits and the log-sum-exp of one block of one row."""
+    """Finds the k largest logits and the log-sum-exp of one block of one row, in one Pallas program."""
     block, row = pl.program_id(0), pl.program_id(1)
     column = block * BLOCK + jnp.arange(BLOCK)
     values = pltriton.load(logits_ref.at[row, column], mask=column < vocab, other=-jnp.inf)
@@ -108,7 +108,7 @@ def _merge_kernel(
     blocks,
     k,
 ):
-    """Does the work of one Pallas program: merges all blocks of one row."""
+    """Merges all blocks of one row, in one Pallas program."""
     *base_ref, log_probs_ref, chosen_ref = refs
     row = pl.program_id(0)
     place = jnp.arange(pl.next_power_of_2(blocks * k))
@@ -204,7 +204,7 @@ def _top_kernel(
     k,
     group,
 ):
-    """Does the work of one Pallas program: finds the k largest values of one row, in descending order."""
+    """Finds the k largest values of one row, in descending order, in one Pallas program."""
     row, place = pl.program_id(0), jnp.arange(pl.next_power_of_2(size))
     values = pltriton.load(values_ref.at[row, place], mask=place < size, other=-jnp.inf)
 
@@ -266,7 +266,7 @@ def _in_order_kernel(
     size,
     k,
 ):
-    """Does the work of one Pallas program: finds the indices of the k largest values of one row, in ascending order."""
+    """Finds the indices of the k largest values of one row, in ascending order, in one Pallas program."""
     row, place = pl.program_id(0), jnp.arange(pl.next_power_of_2(size))
     values = pltriton.load(values_ref.at[row, place], mask=place < size, other=-jnp.inf)
     order = jnp.where(place < size, _order(values), jnp.uint32(0))
@@ -301,7 +301,7 @@ def top_in_order(
 ) -> Int32[Array, "rows k"]:
     """Returns the indices of the k largest values of each row in ascending order, with one kernel instead of two sorts.
 
-    Among equal values, those with the smaller indices are chosen.
+    Among equal values, the values with the smallest indices are chosen.
 
     Args:
         values: float32 [rows, size].

@@ -29,7 +29,7 @@ def _kernel(
     exists_ref,  # [slots] bool
     *refs,  # the arrays [slots, width]; outputs: the gathered rows of each array [batch, width]
 ):
-    """Does the work of one Pallas program: gathers one row of every array."""
+    """Gathers one row of every array, in one Pallas program."""
     index, slots = pl.program_id(0), exists_ref.shape[0]
     row = rows_ref[index]
     exists = (row < slots) & exists_ref[jnp.minimum(row, slots - 1)]

@@ -30,7 +30,7 @@ def _kernel(
     rows_ref,  # [batch] int32
     *refs,  # new rows [batch, n], the arrays [slots, width], n <= width; outputs: the arrays, which alias the inputs
 ):
-    """Does the work of one Pallas program: writes one block of `BLOCK` values of one row, in every array."""
+    """Writes one block of `BLOCK` values of one row of every array, in one Pallas program."""
     index, start = pl.program_id(0), pl.program_id(1) * BLOCK
     row, inputs = rows_ref[index], refs[: len(refs) // 3]
     for source, target in zip(inputs, refs[-len(inputs) :], strict=True):

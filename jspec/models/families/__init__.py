@@ -59,7 +59,7 @@ def family_of(model_type: str) -> Family:
     """Return the family that is registered under a `model_type`.
 
     Raises:
-        NotImplementedError: no family is registered under it; the message names the registered values.
+        NotImplementedError: no family has this `model_type`; the message names the registered values.
     """
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
