@@ -1,4 +1,4 @@
-"""The packed format of token masks: bit ``t % 32`` of 32-bit word ``t // 32`` is set if token t is allowed."""
+"""Packed token masks, in which bit ``t % 32`` of 32-bit word ``t // 32`` is set if token t is allowed."""
 
 from __future__ import annotations
 

@@ -23,10 +23,10 @@ from pallas_kernels.layers.quantized import Inputs, PartialSums, QuantizedActiva
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """Return the rotary frequency of each pair of channels in radians per position, float32 [head_dim / 2].
 
-    Kind "llama3" scales the frequencies by their wavelengths (in positions), as Llama 3.1 does:
-    - above ``original_max_position / low_freq_factor``, the frequency is divided by ``factor``;
-    - below ``original_max_position / high_freq_factor``, the frequency is kept;
-    - between these two limits, the frequency is interpolated.
+    Kind "llama3" changes each frequency by its wavelength in positions, as Llama 3.1 does:
+    - wavelengths above ``original_max_position / low_freq_factor``: the frequency is divided by ``factor``;
+    - wavelengths below ``original_max_position / high_freq_factor``: the frequency is kept;
+    - wavelengths between these two limits: the frequency is interpolated.
 
     Source: RoFormer (arXiv:2104.09864) section 3.4.2.
     """

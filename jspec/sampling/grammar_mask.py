@@ -1,4 +1,4 @@
-"""Grammars on the device: follows grammar states along a draft tree, and sets logits of disallowed tokens to -inf.
+"""Follows grammar states along a draft tree on the device, and sets the logits of disallowed tokens to -inf.
 
 `jspec.engine.grammar.token_table` makes the tables. The grammar state of a draft node follows from the state of its
 parent. A token that violates a grammar leads to `NO_STATE`, after which every token is allowed. This does no harm,

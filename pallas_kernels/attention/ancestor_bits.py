@@ -1,4 +1,4 @@
-"""Packs ancestor masks of draft trees into bits: node n sees node j if bit j % 32 of word j // 32 of row n is set."""
+"""Packs ancestor masks of draft trees: bit j % 32 of word j // 32 of row n is set if node n sees node j."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -59,7 +59,7 @@ def choose_tiles(
     window: int | None,
     wide: bool,
 ) -> Tiles:
-    """Chooses sizes so that each multiprocessor runs about two large programs or four small programs.
+    """Chooses tile sizes so that each multiprocessor runs about two large programs or four small programs.
 
     A large program has four warps, and a small program has two. A program with eight warps counts as two large
     programs. If the queries alone give enough programs to fill the GPU, contexts are not split. Otherwise each context
