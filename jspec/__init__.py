@@ -1,4 +1,4 @@
-"""Lossless speculative decoding in JAX: draft, verify, accept and commit in one compiled program."""
+"""Lossless speculative decoding in JAX: one compiled program drafts, verifies, accepts and commits tokens."""
 
 from jspec import plot, testing
 from jspec.core.tree import Tree

@@ -1,4 +1,4 @@
-"""The command line: ``jspec COMMAND`` is ``python -m jspec COMMAND``."""
+"""The command line of jspec, run as ``jspec COMMAND`` or ``python -m jspec COMMAND``."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: command-line arguments without the program's name; None: the arguments of the process.
 
     Returns:
-        The exit status: 0 on success; 2 if arguments or files are wrong, after an error message of one line. A command
-        may define further values.
+        The exit status: 0 on success; 2 if arguments or files are wrong, with a one-line error message on stderr. A
+        command may define further values.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["convert"]:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The argument parser of all commands except `convert`, which has a parser of its own."""
+    """Make the argument parser for all commands except `convert`, which has its own parser."""
     parser = Parser(prog="jspec", description="Lossless speculative decoding in JAX.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="plain and speculative decoding of the embedded models").set_defaults(run=_demo)

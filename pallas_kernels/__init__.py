@@ -1,4 +1,4 @@
-"""GPU kernels for operations that XLA compiles to slower code, each with a reference in jax.numpy."""
+"""GPU kernels for operations that XLA compiles to slower code. Each kernel has a reference in jax.numpy."""
 
 from pallas_kernels.attention.ancestor_bits import ancestor_bits, causal_bits
 from pallas_kernels.attention.append_attention import append_attention

@@ -18,18 +18,18 @@ def dispatch(
 ) -> Any:
     """Returns the result of the kernel or of the reference for `arguments`.
 
-    The platform is known when the program is lowered, not when it is traced: a program compiled for a GPU on a CPU-only
-    machine holds the kernel, and only the chosen branch reaches the compiler.
+    The choice is made when the program is lowered for a platform, not when it is traced. So a program that is compiled
+    for a GPU on a machine without a GPU contains the kernel. Only the chosen function is compiled.
 
     Args:
         implementation: "auto": the kernel on an NVIDIA GPU if it supports the call, else the reference;
             "pallas": the kernel, interpreted on a CPU; "reference": the reference.
-        unsupported: text that names the limit of the kernel which this call exceeds; None: the kernel supports it.
+        unsupported: text that says which limit of the kernel this call exceeds; None: the kernel supports the call.
         kernel: function (*arguments, interpret=bool).
-        reference: function (*arguments) with the same result.
+        reference: function (*arguments) that computes what the kernel computes.
 
     Raises:
-        ValueError: unknown implementation.
+        ValueError: the implementation is unknown.
         NotImplementedError: implementation is "pallas" and the kernel does not support the call.
     """
     if implementation not in ("auto", "pallas", "reference"):
@@ -46,9 +46,9 @@ def dispatch(
 
 
 def resolve(implementation: str, device: jax.Device) -> str:
-    """Returns `implementation`, but "reference" instead of "auto" for a device that is not an NVIDIA GPU.
+    """Returns `implementation`, but replaces "auto" by "reference" for a device that is not an NVIDIA GPU.
 
-    So kernels that would not run there are not traced.
+    So kernels that would not run on the device are not traced.
     """
     return "reference" if implementation == "auto" and not _capability(device) else implementation
 
@@ -56,13 +56,13 @@ def resolve(implementation: str, device: jax.Device) -> str:
 def _capability(device: jax.Device) -> str:
     """Returns the compute capability of an NVIDIA GPU, like "9.0"; "" for any other device."""
     capability = str(getattr(device, "compute_capability", ""))
-    return capability if capability.replace(".", "").isdecimal() else ""  # an AMD GPU has a name here, like "gfx90a"
+    return capability if capability.replace(".", "").isdecimal() else ""  # for an AMD GPU this is a name, like "gfx90a"
 
 
 def describe(implementation: str, device: jax.Device) -> str:
-    """Describes in words which implementation `dispatch` runs on a device, and why.
+    """Returns a text that says which implementation `dispatch` runs on a device, and why.
 
-    With "auto", calls that a kernel does not support run the reference on every device.
+    With "auto", a call that a kernel does not support runs the reference on every device.
     """
     capability = _capability(device)
     name = device.device_kind + (f", compute capability {capability}" if capability else "")

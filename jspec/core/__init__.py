@@ -1,1 +1,1 @@
-"""Records, draft trees and options that all other packages share."""
+"""Records, draft trees and engine options that the other packages of jspec share."""

@@ -1,6 +1,6 @@
-"""The interface of an accept rule: how drafts are sampled for it, which trees it fits, which tokens it accepts.
+"""The interface of an accept rule, which decides which draft tokens are accepted.
 
-The rules themselves are in `jspec.verify`, one per file.
+The accept rules are in `jspec.verify`, one per file.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 class DraftSampling(enum.Enum):
-    """How a drafter chooses the children of a node from its logits."""
+    """The ways in which a drafter can choose a node's children from the node's draft logits."""
 
-    TARGET_NOISE = enum.auto()  # the tokens with the largest sum of logit and the target's noise at that position
-    OWN_DISTRIBUTION = enum.auto()  # tokens drawn from the draft's processed probabilities without replacement
-    MOST_LIKELY = enum.auto()  # the tokens with the largest logits
+    TARGET_NOISE = enum.auto()  # take the tokens with the largest sum of draft logit and target's noise
+    OWN_DISTRIBUTION = enum.auto()  # draw tokens from the draft's processed probabilities, without replacement
+    MOST_LIKELY = enum.auto()  # take the tokens with the largest draft logits
 
 
 @dataclass(frozen=True)
 class AcceptRule(abc.ABC):
-    """An accept rule with its options; hashable, because compiled programs depend on the rule.
+    """An accept rule with its options. It is hashable, because compiled programs depend on it.
 
     Attributes:
-        name: the text that `EngineConfig.accept` takes for the rule with its default options.
-        draft_sampling: how a draft is sampled under this rule.
+        name: name of the rule in `EngineConfig.accept`, which selects the rule with default options.
+        draft_sampling: how the drafter chooses draft tokens under this rule.
         is_lossless: whether the emitted tokens have the target's distribution.
-        is_draft_independent: whether the tokens emitted with a seed are the same for every draft.
+        is_draft_independent: whether a seed gives the same emitted tokens for every draft.
     """
 
     name: ClassVar[str]
@@ -42,20 +42,23 @@ class AcceptRule(abc.ABC):
 
     @abc.abstractmethod
     def check(self, tree: Tree) -> None:
-        """Check that the rule fits the drafter's tree.
+        """Check that the rule can verify drafts of this tree's shape.
 
         Raises:
-            ValueError: the rule does not fit the tree.
+            ValueError: the rule cannot verify drafts of this shape.
         """
 
     @abc.abstractmethod
     def decide(self, logits: Any, draft: Draft, ancestor_mask: AncestorMask, view: SlotView) -> tuple[Any, Any]:
-        """Choose the last accepted node of each row, and the token that follows it.
+        """Choose the last accepted node of each row, and the token that follows this node.
 
         Args:
-            logits: the target's edited logits at every node, as `PartialSums` [1, batch, nodes, vocab].
+            logits: the target's logits after every node, edited by penalties and grammar; `PartialSums` of shape
+                [1, batch, nodes, vocab].
+            draft: the drafted trees, one per row.
             ancestor_mask: ancestors of each node (`jspec.core.ancestors.ancestors`).
+            view: state and sampling parameters of each row.
 
         Returns:
-            The last accepted node [batch] and the token that follows it [batch], both int32.
+            The last accepted node [batch] and the token that follows this node [batch], both int32.
         """

@@ -1,4 +1,4 @@
-"""Ancestors and depths of the nodes of a draft tree."""
+"""Computes ancestor masks, node depths and paths of draft trees."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from pallas_kernels.attention.ancestor_bits import WORD, ancestor_bits
 
 
 def ancestors(parents: Int[Array | np.ndarray, "batch nodes"]) -> AncestorMask:
-    """The ancestor mask of a tree: ``[b, n, m]`` is True when m is n or an ancestor of n.
+    """Return the ancestor mask of each row's tree, bool [batch, nodes, nodes].
+
+    Element ``[b, n, m]`` is True if node m is node n itself or an ancestor of node n in the tree of row b.
 
     Args:
-        parents: parent of each node, ``parents[i] < i``; -1 for the root and for padding nodes, whose only ancestor is
-            the node itself. For a numpy array the mask is a numpy array too, computed while the program is traced.
+        parents: parent of each node, ``parents[b, i] < i``; -1 for the root and for padding nodes. If this is a numpy
+            array, the mask is a numpy array too, computed while the program is traced.
     """
     if isinstance(parents, np.ndarray):
         rows, nodes = parents.shape
@@ -29,7 +31,7 @@ def ancestors(parents: Int[Array | np.ndarray, "batch nodes"]) -> AncestorMask:
 
 
 def depths(ancestor_mask: AncestorMask) -> Int[Array, "batch nodes"]:
-    """Depth of each node in its tree; 0 for the root and for padding nodes."""
+    """Return the depth of each node in its tree; 0 for the root and for padding nodes."""
     return jnp.asarray(_depths(ancestor_mask))
 
 
@@ -38,12 +40,13 @@ def _depths(ancestor_mask: AncestorMask) -> Int[Array | np.ndarray, "batch nodes
 
 
 def by_depth(ancestor_mask: AncestorMask, depth: int) -> Int[Array, "batch nodes depth1"]:
-    """The path to each node: its ancestors from the root down, the node itself, then -1.
+    """Return the path to each node: its ancestors from the root down, then the node itself, then -1.
 
-    The path of a padding node contains only the node itself.
+    The path of a padding node contains only the padding node.
 
     Args:
-        depth: depth of the tree (D); a path has ``depth + 1`` entries.
+        ancestor_mask: ancestors of each node, as `ancestors` returns them.
+        depth: depth of the tree; a path has ``depth + 1`` entries.
     """
     step, node_depth = np.arange(depth + 1)[:, None], _depths(ancestor_mask)
     is_at_depth = ancestor_mask[:, :, None] & (node_depth[:, None] == step)[:, None]

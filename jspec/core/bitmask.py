@@ -1,4 +1,4 @@
-"""Token masks packed into 32-bit words: token t is bit ``t % 32`` of word ``t // 32``; a set bit allows the token."""
+"""Packed token masks, in which bit ``t % 32`` of 32-bit word ``t // 32`` is set if token t is allowed."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ EVERYTHING = np.uint32(2**WORD - 1)  # a mask word that allows all 32 tokens
 
 
 def words_of(vocab_size: int) -> int:
-    """Number of 32-bit words in a token mask over the vocabulary."""
+    """Return the number of 32-bit words in a packed token mask over ``vocab`` tokens."""
     return -(-vocab_size // WORD)

@@ -1,4 +1,4 @@
-"""The engine's options: one frozen record, checked when built."""
+"""The options of an engine, as a frozen record whose constructor checks their values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUANTIZE = ("int8", "fp8", "fp8_dynamic")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 PREFILL_BUCKETS = (128, 512, 2048)
 TYPICAL_OPTIONS = {"typical_threshold": 0.09, "typical_alpha": 0.3}
-MAX_LOGPROBS = 20  # most tokens that log-probabilities are reported for per position; vLLM's default limit
+MAX_LOGPROBS = 20  # largest number of tokens per position whose log-probabilities are reported; vLLM's default limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,52 +29,54 @@ class EngineConfig:
     Attributes, cache and memory:
         slots: number of requests that may run at once.
         max_len: largest number of tokens of a request, prompt included.
-        page_size: cache rows per page; a row holds the keys and values of one token.
-        pages: pages per pool, the null page included. None: enough for every slot to reach ``max_len``; if the device
-            reports its memory, as many as fit, at least enough for one request of ``max_len`` and at most enough for
-            every slot, or four times that with ``prefix_cache``.
+        page_size: number of cache rows per page; a cache row holds the keys and values of one token.
+        pages: number of pages per pool, the null page included. None: enough for every slot to reach ``max_len``; but
+            if the device reports its memory, as many as fit. Then the limits are one request of ``max_len`` tokens, and
+            ``slots`` such requests (with ``prefix_cache``, four times as many).
         memory_fraction: share of the device's memory that weights, pools, programs and the process's other arrays may
             use together.
         kv_dtype, draft_kv_dtype: dtypes of the target's and the drafter's pools; None: the weights' dtype.
-        prefix_cache: share pages between requests, live or ended, that begin with the same tokens; changes no output.
+        prefix_cache: share pages between requests that begin with the same tokens, even after a request has ended;
+            changes no output.
 
     Attributes, schedule:
         buckets: batch sizes of the compiled decode programs, ascending, ending at ``slots``; None: 1, 2, 4, ...
             ``slots`` with ``compile_ahead``, else 1 and ``slots``.
         prefill_buckets: chunk lengths of the compiled prefill programs in tokens, ascending; a longer prompt is
             prefilled in several chunks.
-        prefill_budget: most prompt tokens to prefill between two decode steps while a running request may emit, with
-            chunks counted at their program's length; None: the largest of ``prefill_buckets``.
-        rounds_per_dispatch: draft-verify rounds that the device runs per dispatch.
-        overlap: dispatch the next program before the result of the last one is read; changes no output.
+        prefill_budget: largest number of prompt tokens to prefill between two decode steps while a running request
+            waits for tokens; a chunk counts with its padding. None: the largest of ``prefill_buckets``.
+        rounds_per_dispatch: number of rounds (draft and verify once) that the device runs per dispatch.
+        overlap: dispatch the next program before the last program's result is read; changes no output.
 
     Attributes, draft and accept rule:
-        accept: the accept rule, by name or as an object of `jspec.verify`; only "typical" changes the distribution.
+        accept: the accept rule, by name or as an object of `jspec.verify`; only "typical" changes the distribution of
+            the emitted tokens.
         typical_threshold, typical_alpha: options of accept="typical" (`jspec.verify.Typical`).
         draft_window: number of newest tokens that the drafter attends to; None: the drafter's own setting.
-        adaptive: choose the draft depth before every dispatch by measured acceptance and cost; needs accept="coupled",
-            under which the tokens emitted with a seed do not depend on the depth.
-        draft_depths: draft depths that ``adaptive`` chooses from, ascending from 0 to the tree's depth, each compiled
-            for every bucket; None: the tree's depth halved down to 1, and 0.
+        adaptive: before every dispatch, choose the draft depth from measured acceptance and cost. This needs
+            accept="coupled", because under this rule the emitted tokens do not depend on the draft depth.
+        draft_depths: draft depths that ``adaptive`` chooses from, ascending, from 0 to the tree's depth. One program is
+            compiled for each depth and bucket. None: 0, the tree's depth, and its repeated halves down to 1.
 
     Attributes, requests:
-        controls: serve requests with penalties, logit_bias, bad_words, allowed_token_ids, min_tokens or a grammar;
-            costs 8 bytes per slot and vocabulary token, and time only in steps with such a request.
-        grammar_cells: largest number of cells (states x token classes) of a grammar table; an engine with a tokenizer
-            has one table per slot, with 2 bytes per cell and 2 bytes per vocabulary token; 0: no grammar tables.
+        controls: allow requests with penalties, logit_bias, bad_words, allowed_token_ids, min_tokens or a grammar. This
+            takes 8 bytes of memory per slot and vocabulary token, and takes time only in steps with such a request.
+        grammar_cells: largest number of cells (states x token classes) of a grammar table; 0: no grammar tables. An
+            engine with a tokenizer has one table per slot, with 2 bytes per cell and 2 bytes per vocabulary token.
         processor_args: number of values that a request may pass to the engine's ``logits_processor``.
         logprobs_mode: kind of log-probabilities reported for emitted tokens: "raw_logprobs" (the model's own) or
             "processed_logprobs" (after penalties, temperature, top-k, top-p and min-p; for greedy requests after
-            penalties only). Those of prompt tokens are always raw.
-        seed: seed of the engine, from which requests without a seed draw their own.
+            penalties only). Log-probabilities of prompt tokens are always raw.
+        seed: seed of the engine, from which it draws a seed for each request that has none.
 
     Attributes, computation:
         implementation: kernel implementation, "pallas" or "reference"; "auto" chooses Pallas on a GPU.
         quantize: quantisation of the target's matrix products: "int8", "fp8" or "fp8_dynamic"
             (`jspec.models.quantize`); None: weights as loaded. The drafter has an option of its own.
-        deterministic: a request's tokens at temperature 0, or with a seed under "coupled", are bit for bit the same for
-            every drafter, tree, bucket, batch, slot, page size and chunking, at some cost in time; needs weights that
-            are not quantised.
+        deterministic: emit exactly the same tokens for every drafter, tree, bucket, batch, slot, page size and
+            chunking, at temperature 0 or with a seed under "coupled". This takes more time, and needs weights that are
+            not quantised.
         compile_ahead: compile the programs of all buckets before the first request, so that no request waits for a
             compilation unless it is the first with log-probabilities, a trace or a host grammar; False: compile a
             program when a request first needs it. None: True on a GPU or TPU, False on a CPU.
@@ -83,7 +85,7 @@ class EngineConfig:
         log_interval: seconds between log lines while requests run; None: no lines.
 
     Raises:
-        ValueError: an option with an impossible value, or options that do not fit together.
+        ValueError: an option has an impossible value, or options contradict each other.
     """
 
     slots: int = 8
@@ -136,7 +138,7 @@ class EngineConfig:
 
     @property
     def accept_options(self) -> dict[str, float]:
-        """Options to pass to `jspec.verify.resolve` with the name in ``accept``: those of "typical", else none."""
+        """Keyword arguments for `jspec.verify.resolve` beside ``accept``; empty unless ``accept`` is "typical"."""
         is_typical = self.accept == "typical"
         return dict(threshold=self.typical_threshold, alpha=self.typical_alpha) if is_typical else {}
 
@@ -180,7 +182,7 @@ class EngineConfig:
         object.__setattr__(self, "prefill_buckets", _ascending("prefill_buckets", tokens))
 
 
-Check = tuple[str, Callable[[Any], bool]]  # the expected value in words, and the test of a value
+Check = tuple[str, Callable[[Any], bool]]  # the expected value in words, and a function that tests a value
 
 
 def _one_of(*allowed: object) -> Check:

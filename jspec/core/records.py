@@ -1,12 +1,14 @@
-"""Device-side records: state kept between steps, and the values passed inside one.
+"""Records of arrays on the device: the state kept between steps, and the values passed inside one step.
 
-Shape letters: S slots, B rows of the step's bucket, T tokens per row, N draft nodes with the root,
-D tree depth, V vocabulary, F feature width, P pages per slot, R rounds (draft-verify steps) per dispatch.
+Letters in the comments: S slots, T tokens per row, V tokens of the vocabulary, P pages per slot. Axes named "batch" are
+the rows of the step's bucket; "nodes" are the nodes of a draft tree with its root; "rounds" are the rounds of one
+dispatch (each round drafts and verifies once).
 
-All records are frozen pytrees; a step takes the old state and returns the new one. A padding row of a bucket
-has slot index S: gathers fill it with zeros (which makes it inactive and of length 0), scatters drop it.
+All records are frozen pytrees; a step takes the old state and returns a new state. A padding row of a bucket has slot
+index S, which is one past the last slot. A gather fills this row with zeros, so the row is inactive and has length 0. A
+scatter drops the row.
 
-The cache rows of a slot, with a diagram, and the invariants between the records: `jspec.step.program`.
+`jspec.step.program` shows the cache rows of a slot in a diagram, and lists the invariants between the records.
 """
 
 from __future__ import annotations
@@ -22,14 +24,17 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jspec.core.accept_rule import AcceptRule
 
-MAX_STOP_IDS = 8  # stop ids per row
-NO_TOKEN = -1  # padding before the first token and after a path's last one; in a bad word: matches any token
-UNLIMITED = 2**30  # a token count above any that occurs
+MAX_STOP_IDS = 8  # largest number of stop ids per row
+NO_TOKEN = -1  # padding before a text's first token and after a path's last token; in a bad word it matches any token
+UNLIMITED = 2**30  # a number of tokens that no request reaches
 
 
 @struct.dataclass
 class KVCache:
-    """One K and one V pool per layer, each ``[pages, kv_heads, page_size, head_dim]``; page 0 is the null page."""
+    """A paged KV cache: one pool of keys and one of values per layer, [pages, kv_heads, page_size, head_dim].
+
+    Page 0 is the null page, which no request owns.
+    """
 
     k: list[Array]
     v: list[Array]
@@ -37,19 +42,19 @@ class KVCache:
 
 @struct.dataclass
 class Sampling:
-    """Sampling parameters of each row. Rows are slots in `SlotState`, bucket rows in `SlotView`."""
+    """Sampling parameters of each row. The rows are slots in `SlotState`, and rows of the bucket in `SlotView`."""
 
-    temperature: Float[Array, "rows"]  # temperature; 0: greedy
+    temperature: Float[Array, "rows"]  # divisor of the logits; 0: greedy
     top_k: Int[Array, "rows"]  # number of most likely tokens kept; 0: off
     top_p: Float[Array, "rows"]  # probability mass kept; 1: off
-    min_p: Float[Array, "rows"]  # least probability relative to the most likely token's; 0: off
+    min_p: Float[Array, "rows"]  # smallest probability kept, divided by the most likely token's probability; 0: off
     seed: UInt32[Array, "rows 2"]  # 64-bit seed, high word first
     stop_ids: Int[Array, "rows 8"]  # token ids that end the row; -1 where unused
     draft_cap: Int[Array, "rows"]  # largest number of draft tokens accepted per step
 
     @classmethod
     def greedy(cls, rows: int) -> Sampling:
-        """Parameters of ``rows`` greedy rows without stop ids and draft caps; no two fields share an array."""
+        """Make the parameters of ``rows`` greedy rows without stop ids or draft caps; no two fields share an array."""
         return cls(
             temperature=jnp.zeros(rows, jnp.float32),
             top_k=jnp.zeros(rows, jnp.int32),
@@ -63,30 +68,30 @@ class Sampling:
 
 @struct.dataclass
 class Controls:
-    """Penalties, bad words, bias and grammar state of each slot (`jspec.sampling.penalties`).
+    """The penalties, bad words, logit bias and grammar state of each slot (`jspec.sampling.penalties`).
 
     If a slot's ``used`` is False, its other fields are undefined, except ``prompt_size`` and ``processor_args``.
     """
 
-    used: Bool[Array, "slots"]  # whether the slot's request uses penalties, bad words, a bias or a grammar
+    used: Bool[Array, "slots"]  # whether the slot's request has penalties, bad words, a bias or a grammar
     repetition: Float[Array, "slots"]  # repetition penalty; 1: off
     presence: Float[Array, "slots"]  # presence penalty; 0: off
     frequency: Float[Array, "slots"]  # frequency penalty; 0: off
     may_end_at: Int[Array, "slots"]  # first token position at which a stop id is allowed
     recent: Int[Array, "slots look_back"]  # newest tokens, the root last; -1 before the prompt's first token
-    bad_beginnings: Int[Array, "slots words look_back"]  # bad words without last token, right-aligned; -1: any token
+    bad_beginnings: Int[Array, "slots words look_back"]  # bad words without their last tokens, padded with -1 on left
     bad_ends: Int[Array, "slots words"]  # last token of each bad word; V where unused
     bias: Float[Array, "slots vocab"]  # bias added to the logits; -inf: banned for the whole request
-    counts: Int[Array, "slots vocab"]  # 2 x (occurrences in the output, root included) + 1 if in the prompt
+    counts: Int[Array, "slots vocab"]  # 2 x (occurrences in the output with the root) + (1 if in the prompt, else 0)
     table: Int[Array, "slots"]  # index into `Grammars`; undefined where ``grammar_state`` is -1
     grammar_state: Int[Array, "slots"]  # grammar state after the root; -1: no grammar
-    prompt_size: Int[Array, "slots"]  # prompt tokens; kept for a user's logits processor
+    prompt_size: Int[Array, "slots"]  # number of prompt tokens, for a user's logits processor
     processor_args: Float[Array, "slots args"]  # values that the request passes to the logits processor
 
 
 @struct.dataclass
 class Grammars:
-    """Transition tables (`jspec.engine.grammar.token_table.Grammar`), shared by the slots; all int16."""
+    """The transition tables of grammars (`jspec.engine.grammar.token_table.Grammar`); all arrays are int16."""
 
     class_of: Int[Array, "tables vocab"]  # token class of each token
     next: Int[Array, "tables cells"]  # next state for (state, class), at state * classes + class; -1: not allowed
@@ -95,13 +100,13 @@ class Grammars:
 
 @struct.dataclass
 class SlotState:
-    """State of every slot between steps. Donated to every step."""
+    """The state of every slot between steps; its arrays are donated to every step."""
 
-    root: Int[Array, "slots"]  # newest sampled token; its KV is not in the cache yet
-    lengths: Int[Array, "slots"]  # committed rows, which is the root's position
-    active: Bool[Array, "slots"]  # whether the slot has a root and has not ended
-    remaining: Int[Array, "slots"]  # tokens that may still be emitted
-    page_table: Int[Array, "slots pages"]  # page of each block of rows; 0 after the slot's last page
+    root: Int[Array, "slots"]  # newest sampled token; its keys and values are not in the cache yet
+    lengths: Int[Array, "slots"]  # number of committed cache rows, which equals the root's position
+    active: Bool[Array, "slots"]  # whether the slot's request has a root and has not ended
+    remaining: Int[Array, "slots"]  # number of tokens that may still be emitted
+    page_table: Int[Array, "slots pages"]  # page number of each block of cache rows; 0 after the slot's last page
     sampling: Sampling
     target: KVCache
     draft: Any  # the drafter's own pytree
@@ -112,7 +117,7 @@ class SlotState:
 
 @struct.dataclass
 class SlotView:
-    """The rows of `SlotState` for a step's bucket, gathered once at the start of the step; contains no KV pool."""
+    """The state of the slots in a step's batch, gathered from `SlotState` when the step starts, without KV pools."""
 
     slots: Int[Array, "batch"]  # slot index of each row; S for padding rows
     root: Int[Array, "batch"]
@@ -125,39 +130,41 @@ class SlotView:
     all_greedy: bool = struct.field(pytree_node=False)  # whether this branch of the program handles only greedy rows
     implementation: str = struct.field(pytree_node=False)  # kernel implementation
     deterministic: bool = struct.field(pytree_node=False, default=False)  # a row's bits do not depend on other rows
-    token_history: Int[Array, "batch positions"] | None = None  # token of each row; for a prefill or a processor
-    controls: Controls | None = None  # controls of all slots, not gathered: a row has vocabulary-sized fields
+    token_history: Int[Array, "batch positions"] | None = None  # token at each position, for prefill or a processor
+    controls: Controls | None = None  # controls of all slots; not gathered, because they are as wide as the vocabulary
     grammars: Grammars | None = None
-    masks: UInt32[Array, "batch nodes words"] | None = None  # host's bit mask of the tokens allowed after each node
+    masks: UInt32[Array, "batch nodes words"] | None = None  # packed masks from the host: tokens allowed after a node
     processor: Any = struct.field(pytree_node=False, default=None)  # user's `jspec.sampling.logits_processor`
 
 
 @struct.dataclass
 class TokenBatch:
-    """Tokens for one forward pass, and the cache rows they are written to.
+    """Tokens for one forward pass, and the cache rows that receive the tokens' keys and values.
 
-    Token t of sequence b is written at cache row ``first_row[b] + t``. The token attends to all rows before
-    ``first_row[b]`` and to the new rows whose bit is set in ``bits`` (None: causal, new rows up to t).
-    A level of a draft tree also attends to rows of earlier levels: then bit 0 is row ``base[b]``.
-    With a ``window``, rows up to ``base[b] - window`` are hidden; for causal queries the window slides: query t sees
-    rows from ``base[b] - window + 1 + t``.
+    Token t of sequence b has cache row ``first_row[b] + t``. It attends to all cache rows before ``base[b]``, and to
+    the new rows whose bit is set in ``bits``; bit 0 means row ``base[b]``. If ``bits`` is None, attention is causal:
+    token t attends to the new rows up to its own. ``base`` differs from ``first_row`` for a level of a draft tree,
+    whose new rows include the rows of earlier levels.
+
+    With a ``window``, tokens do not attend to rows up to ``base[b] - window``. Without ``bits`` the window slides: the
+    first visible row of token t is ``base[b] - window + 1 + t``.
     """
 
     tokens: Int[Array, "batch tokens"]
     positions: Int[Array, "batch tokens"]
-    valid: Bool[Array, "batch tokens"]  # whether the token's KV is written
+    valid: Bool[Array, "batch tokens"]  # whether the token's keys and values are written
     first_row: Int[Array, "batch"]  # cache row of each sequence's first token
     page_table: Int[Array, "batch pages"]
     bits: UInt32[Array, "batch tokens words"] | None  # visible new rows of each token, one bit per row
     implementation: str = struct.field(pytree_node=False)
     base: Int[Array, "batch"] | None = None  # cache row of bit 0; None: first_row
-    new_rows: int | None = struct.field(pytree_node=False, default=None)  # rows that bits cover; None: one per token
+    new_rows: int | None = struct.field(pytree_node=False, default=None)  # number of bits; None: one per token
     window: int | None = struct.field(pytree_node=False, default=None)  # number of newest rows attended to; None: all
     deterministic: bool = struct.field(pytree_node=False, default=False)  # a row's bits do not depend on other rows
-    paths: Int[Array, "batch tokens depths"] | None = None  # visible nodes by depth, for deterministic trees
+    paths: Int[Array, "batch tokens depths"] | None = None  # visible node at each depth, for deterministic attention
 
     def pad(self, more: int) -> TokenBatch:
-        """This batch with ``more`` padding tokens per sequence, which are neither written nor attended to."""
+        """Return this batch with ``more`` padding tokens per sequence, which are neither written nor attended to."""
 
         def fill(field: Array) -> Array:
             return jnp.pad(field, [(0, 0), (0, more)] + [(0, 0)] * (field.ndim - 2))
@@ -170,42 +177,42 @@ class TokenBatch:
         )
 
 
-# ``[b, n, m]``: whether node m is n or an ancestor of n (`jspec.core.ancestors.ancestors`); numpy for static trees.
+# ``[b, n, m]`` is True if node m is n or an ancestor of n (`jspec.core.ancestors.ancestors`); numpy for static trees.
 AncestorMask = Bool[Array | np.ndarray, "batch nodes nodes"]
 
 
 @struct.dataclass
 class Draft:
-    """A drafted tree. Node 0 is the root; a padding node has no children and is never accepted.
+    """A batch of drafted trees. Node 0 is the root; a padding node has no children and is never accepted.
 
-    ``probs[b, n]`` are the probabilities, after temperature and filters, from which the CHILDREN of node n were drawn,
-    over the draft vocabulary. If ``probs`` is None, the draft is a deterministic function of the committed tokens (and,
-    under "coupled", of the target's noise).
+    The children of node n were drawn from ``probs[b, n]``, probabilities over the draft vocabulary after temperature,
+    top-k, top-p and min-p. If ``probs`` is None, nothing was drawn: the committed tokens determine the draft (under
+    "coupled", together with the target's noise).
     """
 
     tokens: Int[Array, "batch nodes"]  # target-vocabulary id of each node
     parents: Int[Array | np.ndarray, "batch nodes"]  # parent of each node, -1 for root and padding; numpy if static
-    scores: Float[Array, "batch nodes"]  # cumulative draft log-probability (natural, untempered); root 0
-    valid: Bool[Array, "batch nodes"]  # whether a node may be accepted; a valid node's ancestors are valid
+    scores: Float[Array, "batch nodes"]  # natural log-probability of the path to the node, at temperature 1; root: 0
+    valid: Bool[Array, "batch nodes"]  # whether a node may be accepted; all ancestors of a valid node are valid
     probs: Float[Array, "batch nodes draft_vocab"] | None  # draft probabilities of each node's children
-    vocab_map: Int[Array, "draft_vocab"] | None  # target id of each draft id; None: the same ids
+    vocab_map: Int[Array, "draft_vocab"] | None  # target-vocabulary id of each draft-vocabulary id; None: equal ids
 
 
 @struct.dataclass
 class Verdict:
     """The result of verifying a draft: accepted nodes and emitted tokens of each row."""
 
-    accept_len: Int[Array, "batch"]  # number of accepted draft tokens, before the cut
-    path: Int[Array, "batch depth1"]  # accepted nodes, the root first; -1 after accept_len
-    tokens: Int[Array, "batch depth1"]  # accepted tokens, then the bonus token, then -1
-    counts: Int[Array, "batch"]  # number of emitted tokens, after the cut at stop ids and at `remaining`
+    accept_len: Int[Array, "batch"]  # number of accepted draft tokens, even if the row ends at an earlier token
+    path: Int[Array, "batch depth1"]  # the root and the accepted nodes, in order of depth; then -1
+    tokens: Int[Array, "batch depth1"]  # accepted tokens, then the target's bonus token, then -1
+    counts: Int[Array, "batch"]  # number of emitted tokens; the row ends at a stop id or after `remaining` tokens
     ended: Bool[Array, "batch"]  # whether the row emits its last token
     grammar_state: Int[Array, "batch"] | None = None  # grammar state after the bonus token; -1: no grammar
 
 
 @struct.dataclass
 class Trace:
-    """The drafts of a dispatch, for plots and tests; part of a program's output only if requested."""
+    """The drafts of a dispatch, for plots and tests; a program returns them only if requested."""
 
     tokens: Int[Array, "rounds batch nodes"]  # as in `Draft`
     parents: Int[Array, "rounds batch nodes"]  # as in `Draft`, -1 for invalid nodes too
@@ -215,7 +222,7 @@ class Trace:
 
 @struct.dataclass
 class LogProbs:
-    """Natural log-probabilities at each output position; part of a program's output only if requested."""
+    """Natural log-probabilities at each output position; a program returns them only if requested."""
 
     chosen: Float[Array, "*places"]  # log-probability of the emitted token
     ranks: Int[Array, "*places"]  # rank of the emitted token, 1 for the most likely
@@ -225,7 +232,7 @@ class LogProbs:
 
 @struct.dataclass
 class StepOutput:
-    """The result of a dispatch that is copied to the host while the next dispatch runs; small and never donated."""
+    """The part of a dispatch's result that is copied to the host while the next dispatch runs."""
 
     report: Int[Array, "rounds batch columns"]  # packed tokens and counts (`pack_result`)
     trace: Trace | None
@@ -234,31 +241,33 @@ class StepOutput:
 
 
 class StepResult(NamedTuple):
-    """A `StepOutput.report` split into its fields on the host.
+    """The fields of a `StepOutput.report`, split on the host.
 
-    The fields are arrays ``[rounds, batch]``, tokens ``[rounds, batch, depth + 1]``, if made by `read`. The results of
-    `rounds` are of one row and one round each: their fields are ints and a list of tokens, and `depth` is unavailable.
+    `read` makes one result with arrays [rounds, batch]; its ``tokens`` are [rounds, batch, depth + 1]. `rounds` makes
+    one result for each round of one row; its fields are ints, and its ``tokens`` are a list of ints.
     """
 
     tokens: Any  # emitted tokens, -1 after the last
     counts: Any  # number of emitted tokens
-    accept_len: Any  # number of accepted draft tokens, before the cut
+    accept_len: Any  # number of accepted draft tokens, even if the row ends at an earlier token
     num_drafted: Any  # number of valid draft nodes, the root excluded
     ended: Any  # whether the row has ended
 
     @property
     def depth(self) -> int:
-        """Depth of the drafted trees; only for results of `read`."""
+        """Depth of the drafted trees; available only in results of `read`."""
         return self.tokens.shape[-1] - 1
 
     @classmethod
     def read(cls, report: np.ndarray) -> StepResult:
-        """Split a report into arrays over all rounds and rows."""
+        """Split a report into one result with arrays over all rounds and rows."""
         return cls(report[..., :-4], *(report[..., column] for column in range(-4, 0)))
 
     @classmethod
     def rounds(cls, report: np.ndarray) -> list[StepResult]:
-        """Split one row of a report into a result per round; plain ints save the host a third of its time at 64 rows.
+        """Split one row of a report into one result per round.
+
+        The fields are plain ints, which saves a third of the host's time in batches of 64 rows.
 
         Args:
             report: one row of a report, [rounds, columns].
@@ -267,24 +276,27 @@ class StepResult(NamedTuple):
 
 
 def pack_result(verdict: Verdict, num_drafted: Int[Array, "batch"]) -> Int[Array, "batch columns"]:
-    """Pack a round's result into one int32 array, for a single copy to the host; `StepResult.read` splits the array."""
+    """Pack a round's result into one int32 array, for one copy to the host; `StepResult.read` splits the array."""
     tail = jnp.stack([verdict.counts, verdict.accept_len, num_drafted, verdict.ended.astype(jnp.int32)], axis=-1)
     return jnp.concatenate([verdict.tokens, tail], axis=-1)
 
 
 class PrefillInput(NamedTuple):
-    """One chunk of one prompt: numpy on the host, sent to the device as one int32 vector. Scalars are int32."""
+    """One chunk of one prompt, made of numpy values and sent to the device as one int32 vector.
+
+    Fields without a dtype in their comment are int32 scalars.
+    """
 
     slot: Any  # slot index
     start: Any  # position of the chunk's first token
     count: Any  # number of tokens in the chunk
     last: Any  # 1 if this is the prompt's last chunk
-    write: Any  # 1: write the cache rows; 0: they are in the cache already, and other requests may be reading them
-    root: Any  # token after the chunk, if known; -1: sample the token
-    remaining: Any  # number of tokens the request may still emit, the root included
+    write: Any  # 1: write the chunk's cache rows; 0: the cache has these rows, and other requests may be reading them
+    root: Any  # token after the chunk, if known; -1: sample this token
+    remaining: Any  # number of tokens that the request may still emit, the root included
     top_k: Any  # as in `Sampling`
     draft_cap: Any  # as in `Sampling`
-    controlled: Any  # 1: the slot's `Controls` hold this request's penalties
+    controlled: Any  # 1: the slot's `Controls` belong to this request; 0: the request has no controls
     temperature: Any  # float32
     top_p: Any  # float32
     min_p: Any  # float32
@@ -301,9 +313,10 @@ class PrefillInput(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: Int[Array, "packed"], *, pages: int) -> PrefillInput:
-        """Split a packed vector into its fields, on the device; the inverse of `pack`.
+        """Split a packed vector into its fields on the device; this is the inverse of `pack`.
 
         Args:
+            packed: vector that `pack` returned.
             pages: number of pages per slot (P).
         """
         count = cls._fields.index("seed")
@@ -320,6 +333,6 @@ class PrefillInput(NamedTuple):
         )
 
     def sampling(self) -> Sampling:
-        """The chunk's sampling parameters as a record of one row."""
+        """Return the chunk's sampling parameters as a `Sampling` record with one row."""
         names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop_ids", "draft_cap")
         return Sampling(**{name: jnp.asarray(getattr(self, name))[None] for name in names})

@@ -1,11 +1,11 @@
-"""Shapes of draft trees, known when a program is traced.
+"""Shapes of draft trees, which are known when a program is traced.
 
-A chain is the tree whose parents are ``i - 1``; plain decoding is the tree of one node, the root. Node 0 is always the
-root, and ``parents[i] < i``.
+Node 0 of a tree is the root, and the parent of node i > 0 is a node below i. In a chain, the parent of node i is node
+i - 1. Plain decoding uses a tree with the root alone.
 
-A static tree names its nodes by paths of ranks: node (2, 0) is the best child of the root's third best child. A dynamic
-tree (EAGLE-2, arXiv:2406.16858) has a fixed number of nodes; in every step the drafter's scores decide which candidates
-become nodes.
+The nodes of a static tree are named by paths of ranks: node (2, 0) is the best child of the root's third best child. A
+dynamic tree (EAGLE-2, arXiv:2406.16858) has a fixed number of nodes; in every step the drafter's scores decide which
+candidates become nodes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-MAX_ROWS = 256  # cache rows that one step may write: the number of bits in an ancestor mask's words
+MAX_ROWS = 256  # largest number of cache rows that one step may write: an ancestor mask has one bit per row
 
 TREE_FORMS = "chain:LENGTH, topk:NODES,DEPTH,K or static:0,1,0.0,0.1 (paths, ranks joined by dots)"
 
@@ -24,29 +24,30 @@ Path = tuple[int, ...]
 
 
 class TreeLevel(NamedTuple):
-    """The nodes of one level of a static tree; ``parents`` and ``fed_parents`` are empty for the root's level."""
+    """The nodes at one depth of a static tree; ``parents`` and ``fed_parents`` are empty for the root's level."""
 
     nodes: list[int]  # node ids
     ranks: list[int]  # rank of each node among its parent's candidates
     parents: list[int]  # index of each node's parent in the level above
-    fed_parents: list[int]  # index of each node's parent among those nodes of the level above that have children
-    with_children: list[int]  # indices in this level of the nodes with children
+    fed_parents: list[int]  # index of each node's parent among the nodes with children in the level above
+    with_children: list[int]  # indices of the nodes with children within this level
 
     @property
     def num_parents(self) -> int:
-        """Number of nodes in the level above that have children."""
+        """Number of nodes with children in the level above."""
         return max(self.fed_parents) + 1
 
 
 @dataclass(frozen=True)
 class Tree:
-    """The static shape of a drafter's tree; made by `chain`, `static` or `topk`.
+    """The shape of a drafter's tree; `chain`, `static` and `topk` make one.
 
     Attributes:
-        nodes: number of nodes, the root included (N); the target's forward pass has that many tokens per row.
-        depth: depth of the deepest node (D), the root being at depth 0; a step emits at most ``depth + 1`` tokens.
-        paths: path of each node but the root, sorted by length, then by values; None for a dynamic tree.
-        k: children per node, and nodes per level that are fed to the drafter, in a dynamic tree; 0 for a static tree.
+        nodes: number of nodes, the root included; the target's forward pass has one token per node in each row.
+        depth: depth of the deepest node; the root has depth 0. A step emits at most ``depth + 1`` tokens per row.
+        paths: path of each node except the root, sorted by length, then by values; None for a dynamic tree.
+        k: in a dynamic tree, the number of children per node, and of nodes per level that the drafter expands; 0 for a
+            static tree.
     """
 
     nodes: int
@@ -63,10 +64,10 @@ class Tree:
 
     @classmethod
     def chain(cls, length: int) -> Tree:
-        """Make a chain of ``length`` draft tokens after the root.
+        """Make a chain with ``length`` draft nodes after the root.
 
         Raises:
-            ValueError: length < 1 (for plain decoding use ``drafter=None``).
+            ValueError: length is below 1 (for plain decoding use ``drafter=None``).
         """
         if not isinstance(length, int) or length < 1:
             raise ValueError(f"Tree.chain: expected length >= 1, got {length!r}; for plain decoding pass drafter=None")
@@ -74,13 +75,15 @@ class Tree:
 
     @classmethod
     def static(cls, paths: Iterable[Sequence[int]]) -> Tree:
-        """Make the tree with a node for each path; a path lists the ranks from the root down, 0 for the best child.
+        """Make a static tree that has one node for each path.
 
         Args:
-            paths: paths in any order.
+            paths: paths in any order. A path lists the ranks of the nodes from the root down; the best child has
+                rank 0.
 
         Raises:
-            ValueError: there are no paths, or a path is repeated or empty, has a negative rank, or has no parent path.
+            ValueError: there are no paths; a path is repeated or empty, or has a negative rank; or a node's parent is
+                missing.
         """
         try:
             given = [tuple(operator.index(rank) for rank in path) for path in paths]
@@ -97,15 +100,17 @@ class Tree:
 
     @classmethod
     def topk(cls, nodes: int, depth: int, k: int) -> Tree:
-        """Make EAGLE-2's dynamic tree: of ``k + (depth - 1) * k * k`` candidates the best ``nodes - 1`` are verified.
+        """Make a dynamic tree as in EAGLE-2 (arXiv:2406.16858).
+
+        The drafter scores ``k + (depth - 1) * k * k`` candidates; the best ``nodes - 1`` of them become nodes.
 
         Args:
-            nodes: number of nodes, the root included (the authors' total_token).
-            depth: depth of the deepest level (the authors' depth + 1).
-            k: children per node, and nodes per level that are fed to the drafter.
+            nodes: number of nodes, the root included (total_token in the authors' code).
+            depth: depth of the deepest level (depth + 1 in the authors' code).
+            k: number of children per node, and of nodes per level that the drafter expands.
 
         Raises:
-            ValueError: sizes below 1, or fewer candidates than nodes.
+            ValueError: a size is below 1, or there are fewer candidates than nodes.
         """
         if not all(isinstance(size, int) for size in (nodes, depth, k)) or min(nodes - 1, depth, k) < 1:
             raise ValueError(f"Tree.topk: expected nodes >= 2, depth >= 1, k >= 1, got {nodes!r}, {depth!r}, {k!r}")
@@ -119,10 +124,10 @@ class Tree:
 
     @classmethod
     def parse(cls, text: str) -> Tree:
-        """Make the tree that a text describes: ``chain:4``, ``topk:60,8,10`` (nodes, depth, k), ``static:0,1,0.0``.
+        """Make the tree that a text describes: ``chain:4``, ``topk:60,8,10`` (nodes, depth, k) or ``static:0,1,0.0``.
 
         Raises:
-            ValueError: the text has another form.
+            ValueError: the text has none of these three forms.
         """
         kind, _, sizes = text.partition(":")
         try:
@@ -139,7 +144,9 @@ class Tree:
         raise ValueError(f"tree: expected {TREE_FORMS}, got {text!r}")
 
     def cut(self, depth: int) -> Tree:
-        """Return this tree without the nodes below a depth; a dynamic tree keeps nodes in proportion to the depth.
+        """Return this tree cut to a smaller depth.
+
+        A static tree loses its deeper nodes. The number of nodes of a dynamic tree shrinks in proportion to the depth.
 
         Raises:
             ValueError: the depth is outside ``[0, self.depth]``.
@@ -157,7 +164,7 @@ class Tree:
         return Tree(nodes=len(paths) + 1, depth=depth, paths=paths)
 
     def __str__(self) -> str:
-        """The text that `parse` reads; "none" for the tree of the root alone."""
+        """Return the text that `parse` reads to make this tree; "none" for the tree with the root alone."""
         if self.paths is None:
             return f"topk:{self.nodes},{self.depth},{self.k}"
         if self.is_chain and not any(self.ranks):
@@ -166,12 +173,12 @@ class Tree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether the parent of every node i is ``i - 1``; then accepted cache rows need no move."""
+        """Whether the parent of every node i is node i - 1; accepted cache rows of a chain are not moved."""
         return self.paths is not None and self.nodes == self.depth + 1
 
     @cached_property
     def parents(self) -> tuple[int, ...]:
-        """Parent of each node of a static tree, -1 for the root."""
+        """Parent of each node of a static tree; -1 for the root."""
         index = {(): 0} | {path: node for node, path in enumerate(self._static_paths, 1)}
         return (-1, *(index[path[:-1]] for path in self._static_paths))
 
@@ -182,7 +189,7 @@ class Tree:
 
     @cached_property
     def levels(self) -> tuple[TreeLevel, ...]:
-        """The levels of a static tree, from the root down."""
+        """The levels of a static tree, from the root's level down."""
         depths = [0, *(len(path) for path in self._static_paths)]
         levels: list[TreeLevel] = []
         for depth in range(self.depth + 1):
@@ -202,22 +209,22 @@ class Tree:
 
     @cached_property
     def fed(self) -> tuple[int, ...]:
-        """Nodes of a static tree that are fed to a drafter: those with children, level by level."""
+        """Nodes of a static tree that have children, in ascending order; the drafter is fed with these nodes."""
         return tuple(sorted(set(self.parents[1:])))
 
     @property
     def branching(self) -> int:
-        """Number of child candidates to draft per node: ``k``, or the largest rank in a static tree + 1."""
+        """Number of candidates to draft as children of each node; in a static tree, the largest rank + 1."""
         return self.k if self.paths is None else max(self.ranks) + 1
 
     @property
     def draft_rows(self) -> int:
-        """Number of cache rows that a draft model writes for this tree, the root's included."""
+        """Number of cache rows that a draft model writes for this tree, including the root's row."""
         return 1 + self.k * (self.depth - 1) if self.paths is None else max(len(self.fed), 1)
 
     @property
     def scratch_rows(self) -> int:
-        """Number of cache rows that a step may write after the committed rows, in the target's or the draft's pool."""
+        """Number of cache rows that a step may write after the committed rows, in any pool of target or drafter."""
         return max(self.nodes, self.draft_rows)
 
     @property

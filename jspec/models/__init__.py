@@ -1,1 +1,1 @@
-"""The decoder and the configs that describe it."""
+"""The decoder of targets and draft models, with its configs, weights and KV cache."""

@@ -1,6 +1,6 @@
 """Attention over the paged KV cache, for targets, draft models and draft heads.
 
-Four operations: split the fused QKV projection, rotate queries and keys, write keys and values, attend.
+Attention splits the fused QKV projection, rotates queries and keys, writes keys and values to the cache, and attends.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from pallas_kernels.layers.quantized import Inputs, PartialSums, QuantizedActiva
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Rotary frequency of each pair of channels in radians per position, float32 [head_dim / 2].
+    """Return the rotary frequency of each pair of channels in radians per position, float32 [head_dim / 2].
 
-    Kind "llama3" scales low frequencies as the release of Llama 3.1 does, by wavelength in positions: frequencies with
-    wavelengths above ``original_max_position / low_freq_factor`` are divided by ``factor``, frequencies with
-    wavelengths below ``original_max_position / high_freq_factor`` are kept, frequencies between are interpolated.
+    Kind "llama3" changes each frequency by its wavelength in positions, as Llama 3.1 does:
+    - wavelengths above ``original_max_position / low_freq_factor``: the frequency is divided by ``factor``;
+    - wavelengths below ``original_max_position / high_freq_factor``: the frequency is kept;
+    - wavelengths between these two limits: the frequency is interpolated.
 
     Source: RoFormer (arXiv:2104.09864) section 3.4.2.
     """
     inv_freq = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.kind == "llama3":
-        periods = rope.original_max_position * inv_freq / (2 * math.pi)  # in the original context
+        periods = rope.original_max_position * inv_freq / (2 * math.pi)  # rotations per original context
         kept = (periods - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         kept = np.clip(kept, 0.0, 1.0)
         inv_freq = kept * inv_freq + (1 - kept) * inv_freq / rope.factor
@@ -64,7 +65,7 @@ def project(
 
 
 def _rows(batch: TokenBatch, config: GQA) -> tuple[Array, ...]:
-    """The batch's arguments of the kernels: positions, rotary frequencies, page table, first row and validity."""
+    """Return the batch's positions, rotary frequencies, page table, first rows and validity, in the kernels' order."""
     inv_freq = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
     return batch.positions, inv_freq, batch.page_table, batch.first_row, batch.valid
 
@@ -80,7 +81,9 @@ def project_and_attend(
     start: int = 0,
     quantize_output: bool = False,
 ) -> tuple[Inputs, Array, Array]:
-    """Run `project`, then `attend`; in one kernel if queries attend only to committed rows and rows of the batch.
+    """Run `project`, then `attend`.
+
+    One kernel does both if ``batch`` has no ``base`` and no ``window``, and if ``batch.deterministic`` is False.
 
     Args:
         qkv, k_pool, v_pool, batch, config, dtype: arguments of `project`.
@@ -118,7 +121,7 @@ def attend(
         k_pool, v_pool: key and value pools of the layer, [pages, kv_heads, page_size, head_dim].
         batch: page table, first rows and ancestor mask of the tokens.
         start: first cache row that exists; 1 for EAGLE heads, which have no row 0.
-        quantize_output: return a `QuantizedActivation`, for an output projection with dynamic activations.
+        quantize_output: return a `QuantizedActivation`, for an output projection that quantises its inputs.
 
     Returns:
         The attended values with their heads concatenated, [batch, tokens, heads * head_dim].

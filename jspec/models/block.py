@@ -1,11 +1,11 @@
-"""One decoder layer, for targets, draft models and EAGLE heads: the only code that computes a `LayerConfig`.
+"""The computation of one decoder layer, for targets, draft models and EAGLE heads.
 
-A layer is computed by two functions. `attention_part` goes from the fused QKV projection to the attended values.
-`mlp_part` goes from the attended values to the residual stream and to the normed input of the next layer: one kernel
-computes the last residual sum and that norm. The norm before a layer's attention is therefore computed by the layer
-before it.
+Two functions compute a layer. `attention_part` takes the fused QKV projection and returns the attended values.
+`mlp_part` takes the attended values, and returns the residual stream and the normed input of the next layer. One kernel
+computes the last residual sum together with this norm. Therefore each layer computes the norm before the next layer's
+attention.
 
-Layers are a list, never a stacked array under a scan: a scan copies each layer's weights and cache on a GPU.
+Layers are kept in a list. A scan over stacked layers would copy each layer's weights and cache on a GPU.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from pallas_kernels.layers.quantized import Inputs, PartialSums, Weight, has_dyn
 from pallas_kernels.layers.residual_norm import add_rms_norm
 from pallas_kernels.layers.split_matmul import split_matmul
 
-# The weight of a norm, and the one linear weight that multiplies the norm's output; None: the output has other uses.
+# The weight of a norm, and the linear weight that multiplies the norm's output; None: the output has other uses too.
 Norm = tuple[Float[Array, "hidden"], Weight | None]
 
 
 @struct.dataclass
 class LayerWeights:
-    """Weights of one decoder layer; linear weights are [out, in].
+    """The weights of one decoder layer; linear weights are [out, in].
 
-    The fused QKV projection reads ``inputs`` channels: the hidden size, or twice that in layer 0 of an EAGLE-3 head.
+    ``inputs`` is the number of input channels of the fused QKV projection. It equals the hidden size, except in layer 0
+    of an EAGLE-3 head, where it is twice the hidden size.
     """
 
     qkv: Weight  # fused QKV projection [(heads + 2 kv_heads) * head_dim, inputs]
@@ -49,7 +50,10 @@ class LayerWeights:
 
 
 def product(batch: TokenBatch) -> Any:
-    """The function (activations, weight) -> partial sums of their product, batch-invariant if the batch asks for it."""
+    """Return the function (activations, weight) -> partial sums of their product.
+
+    If ``batch.deterministic`` is True, the bits of a row's product do not depend on the number of rows.
+    """
     multiply = deterministic_matmul if batch.deterministic else split_matmul
     return partial(multiply, implementation=batch.implementation)
 
@@ -66,7 +70,7 @@ def attention_part(
     start: int = 0,
     attends: bool = True,
 ) -> tuple[Any, Array, Array]:
-    """Write the batch's keys and values into the pools, and attend.
+    """Write the batch's keys and values into the pools, and attend to the visible cache rows.
 
     Args:
         layer: weights of the layer.
@@ -76,7 +80,7 @@ def attention_part(
         batch: positions, cache rows and mask of the tokens.
         dtype: dtype of the model.
         eps: epsilon of the norms.
-        start: first cache row that exists; 1 for EAGLE heads.
+        start: first cache row that exists; 1 for EAGLE heads, which have no row 0.
         attends: False: return the rotated queries [batch, tokens, heads, head_dim] instead of the attended values.
 
     Returns:
@@ -100,19 +104,20 @@ def mlp_part(
     implementation: str,
     deterministic: bool = False,
 ) -> tuple[Any, ...]:
-    """Run a layer's attention output projection and feed-forward, and the norms that are applied to the layer's output.
+    """Run a layer's attention output projection, its feed-forward, and the norms that read the layer's output.
 
     Args:
         layer: weights of the layer.
         attended: attended values, as `attention_part` returns them.
         residual: residual stream before the layer's attention [batch, tokens, hidden].
-        norms: norms of the layer's output, one for each operation that reads the output next.
+        norms: one norm for each operation that reads the layer's output.
         eps: epsilon of the norms.
         implementation: kernel implementation (`pallas_kernels.dispatch`).
         deterministic: use products whose result does not depend on the batch size.
 
     Returns:
-        The residual stream after the layer, and its normed value for each norm; without norms twice the stream.
+        The residual stream after the layer, then its normed value for each norm. If there are no norms, the residual
+        stream twice.
     """
     fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic}
     multiply = deterministic_matmul if deterministic else split_matmul

@@ -1,4 +1,4 @@
-"""Configs of decoders as frozen, hashable records with one `LayerConfig` per layer, and the checks of their values."""
+"""The configs of decoders, as frozen, hashable records that check their values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NORMS = ("pre",)
 
 
 def positive(where: str, record: Any, names: Iterable[str]) -> None:
-    """Raises ValueError if one of the named attributes of a record is not above 0.
+    """Raise ValueError if one of the named attributes of a record is not above 0.
 
     Args:
         where: beginning of the error message.
@@ -30,7 +30,7 @@ def _positive(where: str, values: Mapping[str, float]) -> None:
 
 
 def require(where: str, config: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises ValueError, with all missing keys, if a required key of a config is absent or null.
+    """Raise ValueError if required keys of a config are absent or null; the message names them.
 
     Args:
         where: beginning of the error message.
@@ -43,7 +43,7 @@ def require(where: str, config: Mapping[str, Any], names: Iterable[str]) -> None
 
 
 def unsupported(name: str, got: Any, expected: str) -> NotImplementedError:
-    """The error for a checkpoint option whose value jspec does not support.
+    """Return the error to raise if jspec does not support the value of a checkpoint's option.
 
     Args:
         name: name of the option.
@@ -55,11 +55,11 @@ def unsupported(name: str, got: Any, expected: str) -> NotImplementedError:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding, with the frequency scaling of Llama 3.1 if the kind is "llama3".
+    """A rotary position embedding; kind "llama3" scales its frequencies as Llama 3.1 does.
 
     Attributes:
         theta: rotary base.
-        kind: "default" or "llama3"; the fields below apply to "llama3" alone.
+        kind: "default" or "llama3"; only "llama3" uses the fields below.
         factor: divisor of low frequencies.
         low_freq_factor, high_freq_factor: limits of the interpolated frequencies, in rotations per
             ``original_max_position``.
@@ -88,7 +88,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class GQA:
-    """Grouped-query attention (arXiv:2305.13245).
+    """The config of grouped-query attention (arXiv:2305.13245).
 
     Attributes:
         heads: number of query heads.
@@ -110,16 +110,16 @@ class GQA:
 
     @property
     def q_size(self) -> int:
-        """Number of channels of all query heads together."""
+        """Number of channels of all query heads in total."""
         return self.heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Number of channels of all key heads together, which is also that of all value heads."""
+        """Number of channels of all key heads in total; all value heads have as many."""
         return self.kv_heads * self.head_dim
 
     def check(self) -> None:
-        """Checks sizes and options.
+        """Check the sizes and options of the attention.
 
         Raises:
             ValueError: a size is impossible.
@@ -140,7 +140,7 @@ class GQA:
 
 @dataclass(frozen=True)
 class Dense:
-    """A gated feed-forward (arXiv:2002.05202).
+    """The config of a gated feed-forward (arXiv:2002.05202).
 
     Attributes:
         width: number of intermediate channels.
@@ -151,7 +151,7 @@ class Dense:
     activation: str = "silu"
 
     def check(self) -> None:
-        """Checks width and activation.
+        """Check the width and the activation.
 
         Raises:
             ValueError: the width is not positive.
@@ -164,7 +164,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """A decoder layer.
+    """The config of a decoder layer.
 
     Attributes:
         attention: config of the attention.
@@ -177,7 +177,7 @@ class LayerConfig:
     norms: str = "pre"
 
     def check(self) -> None:
-        """Checks the sizes and options of the layer.
+        """Check the sizes and options of the layer.
 
         Raises:
             ValueError: a size is impossible.
@@ -256,7 +256,7 @@ class DecoderConfig:
         qk_norm: bool = False,
         **others: Any,
     ) -> Self:
-        """The config of a decoder whose layers are all alike.
+        """Make the config of a decoder whose layers are all alike.
 
         Args:
             num_layers: number of layers.
@@ -268,7 +268,7 @@ class DecoderConfig:
         return cls(layers=(LayerConfig(attention, Dense(intermediate_size)),) * num_layers, **others)
 
     def sizes(self) -> dict[str, Any]:
-        """The arguments of `of_sizes` that make this config.
+        """Return the arguments of `of_sizes` that make this config.
 
         Raises:
             NotImplementedError: the layers of the config differ.
@@ -292,16 +292,16 @@ class DecoderConfig:
         return sizes
 
     def resized(self, **changes: Any) -> Self:
-        """A copy of the config with some arguments of `of_sizes` replaced."""
+        """Return a copy of the config with the given arguments of `of_sizes` replaced."""
         return type(self).of_sizes(**{**self.sizes(), **changes})
 
     def to_json(self) -> dict[str, Any]:
-        """The arguments of `of_sizes` as JSON values, for `from_json`."""
+        """Return the arguments of `of_sizes` as JSON values, which `from_json` reads."""
         return self.sizes() | {"rope": dataclasses.asdict(self.rope)}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Builds a config from the JSON values that `to_json` returned."""
+        """Make a config from the JSON values that `to_json` returned."""
         return cls.of_sizes(**{**fields, "rope": Rope(**fields["rope"])})
 
 

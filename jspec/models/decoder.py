@@ -1,7 +1,7 @@
-"""The decoder of targets and draft models: a forward pass over a pytree of weights, its layers unrolled.
+"""The decoder of targets and draft models: its weights and its forward pass.
 
-The layers are those of `jspec.models.block`. Linear weights are stored ``[out, in]``, as in the checkpoints; Q, K and V
-are fused into one weight, gate and up into another.
+`jspec.models.block` computes one layer; the loop over layers is unrolled. Linear weights are stored as [out, in], as in
+checkpoints. The query, key and value projections are fused into one weight, and so are the gate and up projections.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pallas_kernels.layers.residual_norm import add_rms_norm
 
 @struct.dataclass
 class Layer(LayerWeights):
-    """Weights of one layer of a target or a draft model."""
+    """The weights of one layer of a target or a draft model."""
 
     attn_norm: Float[Array, "hidden"] = struct.field(kw_only=True)  # norm before the attention
 
@@ -44,7 +44,7 @@ class Model:
 
     @classmethod
     def from_weights(cls, config: ModelConfig, weights: Mapping[str, Any]) -> Model:
-        """Build a model from the weights that `jspec.models.load.load` returns, a tree of arrays."""
+        """Make a model from its config and the tree of weights that `jspec.models.load.load` returns."""
         layers = [Layer(**layer) for layer in weights["layers"]]
         return cls(
             embed=weights["embed"],
@@ -74,15 +74,15 @@ class Model:
 
 @struct.dataclass
 class TargetOut:
-    """The result of a forward pass."""
+    """The logits and the features that a forward pass returns."""
 
-    # The output head's product [1, batch, rows, vocab]; `logits` applies the scales of a quantised head to it.
+    # The output head's product [1, batch, rows, vocab]; `logits` multiplies it by the scales of a quantised head.
     product: PartialSums | None
     features: Float[Array, "batch tokens features"] | None  # the requested hidden states, concatenated
 
     @property
     def logits(self) -> Float[Array, "batch rows vocab"]:
-        """The logits of the requested tokens, float32."""
+        """The logits of the requested tokens in float32."""
         assert self.product is not None, "the forward pass was taken with_logits=False"
         return reduce_partials(self.product, jnp.float32)
 
@@ -102,13 +102,14 @@ def forward(
         model: weights and config.
         cache: the model's KV cache; rows before ``batch.first_row`` are committed.
         batch: tokens with their positions and cache rows.
-        feature_layers: indices of the requested hidden states. State 0 is the embedding, state k is the input of
-            layer k, state L is the output of the last of L layers, state L + 1 is the output of the final norm.
+        feature_layers: indices of the requested hidden states. State 0 is the embedding, and state k is the input of
+            layer k. In a model of L layers, state L is the last layer's output, and state L + 1 the final norm's.
         logit_rows: index within ``batch.tokens`` of each token whose logits are requested; None: all tokens.
         with_logits: False: skip the output head.
 
     Returns:
-        The logits and the features (the requested states, concatenated in the order of ``feature_layers``); the cache.
+        The logits and the features in a `TargetOut`, and the updated cache. The features are the requested hidden
+        states, concatenated in the order of ``feature_layers``.
     """
     sequences, tokens = batch.tokens.shape
     if not batch.deterministic:

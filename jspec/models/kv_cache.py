@@ -1,4 +1,7 @@
-"""The paged KV cache on the device: allocated once, written by every forward pass, committed by a length per slot."""
+"""The paged KV cache on the device, with its page table and token history.
+
+Every forward pass writes new cache rows. A slot's length says how many of its cache rows are committed.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +23,26 @@ MAX_POOL_ELEMENTS = 2**31
 
 @dataclass(frozen=True)
 class PoolShape:
-    """The sizes of the KV cache's pools; target and drafter use the same page numbers."""
+    """The sizes of the KV cache's pools; a page has the same number in the target's and the drafter's pools."""
 
     slots: int  # number of slots
-    pages: int  # number of pages, with the null page
-    page_size: int  # rows per page
+    pages: int  # number of pages per pool, the null page included
+    page_size: int  # number of cache rows per page
     max_len: int  # largest number of tokens per slot
     dtype: str  # dtype of the target's pools
     draft_dtype: str  # dtype of the drafter's pools
-    prefix_cache: bool = False  # whether drafters store, per page, the state for requests that reuse the page
+    prefix_cache: bool = False  # whether drafters store a state for each page, for requests that reuse the page
 
     @classmethod
     def of(cls, config: EngineConfig, tree: Tree, dtype: str) -> PoolShape:
-        """The pool sizes of an engine; if ``config.pages`` is None, enough pages for every slot to reach ``max_len``.
+        """Return the pool sizes of an engine.
+
+        If ``config.pages`` is None, there are enough pages for every slot to reach ``max_len``.
 
         Args:
-            config: config of the engine.
-            tree: draft tree, whose scratch rows need pages too.
-            dtype: dtype of the weights; the pools' default.
+            config: options of the engine.
+            tree: draft tree; its scratch rows need pages too.
+            dtype: dtype of the weights, which is the default dtype of the pools.
         """
         shape = cls(
             slots=config.slots,
@@ -53,12 +58,12 @@ class PoolShape:
         return shape
 
     def width(self, tree: Tree) -> int:
-        """Number of columns of the page table: pages per slot for ``max_len`` rows and a round's scratch rows."""
+        """Return the number of page table columns: pages per slot for ``max_len`` rows and a round's scratch rows."""
         return math.ceil((self.max_len + tree.scratch_rows) / self.page_size)
 
 
 def create(layers: Sequence[LayerConfig], pool: PoolShape, dtype: str) -> KVCache:
-    """A KV cache of zeros, with one key pool and one value pool per layer.
+    """Make a KV cache of zeros, with one key pool and one value pool per layer.
 
     Raises:
         ValueError: a pool would reach 2**31 elements; index arithmetic is verified only below that size.
@@ -77,12 +82,12 @@ def places(
     valid: Bool[Array, "batch rows"],
     shape: tuple[int, ...],
 ) -> tuple[Int[Array, "batch rows"], Int[Array, "batch rows"]]:
-    """The page of each cache row, and the row's index within that page.
+    """Look up the page number of each cache row, and the index of the cache row within its page.
 
     Args:
         page_table: page numbers of each batch row's pages.
         rows: cache rows, counted from the beginning of each batch row's text.
-        valid: False for cache rows to drop; their page is ``pages``, which does not exist.
+        valid: False for cache rows to drop; they get page number ``pages``, which does not exist.
         shape: shape of the paged array, ``[pages, page_size, ...]``.
     """
     pages, page_size = shape[:2]
@@ -94,7 +99,7 @@ def places(
 def update_page_table(
     page_table: Int[Array, "slots pages"], updates: Int[Array, "updates 3"]
 ) -> Int[Array, "slots pages"]:
-    """The page table with each update (slot, column, page) written; updates of slots that do not exist are dropped."""
+    """Write updates (slot, column, page) into the page table; updates of slots that do not exist are dropped."""
     slot, column, page = updates.T
     return page_table.at[slot, column].set(page, mode="drop")
 
@@ -113,7 +118,7 @@ def write_token_history(
         page_table: page numbers of each batch row's pages.
         first_row: cache row of the first new token.
         tokens: new tokens.
-        count: number of new tokens to write; later ones are dropped.
+        count: number of new tokens to write in each batch row; later tokens are dropped.
 
     Returns:
         The updated ``text``.
@@ -126,17 +131,17 @@ def write_token_history(
 def commit(
     cache: KVCache, tree: Tree, view: SlotView, verdict: Verdict, rows: Int[Array, "batch nodes"] | None = None
 ) -> KVCache:
-    """Move the cache rows of the accepted path next to each other, directly after the committed rows.
+    """Move the cache rows of the accepted path directly after the committed rows, in the order of the path.
 
-    The row of node ``path[d]`` is moved to row d, counted from the root's. The nodes of a chain are written to their
-    final rows, so a chain's cache is returned unchanged.
+    Cache rows are counted here from the root's row: the row of node ``path[d]`` is moved to row d. The nodes of a chain
+    are in their final rows already, so the cache of a chain is returned unchanged.
 
     Args:
-        cache: the KV cache, of the target or of a draft model.
+        cache: the KV cache of the target or of a draft model.
         tree: draft tree.
         view: the slots of the batch.
         verdict: accepted path of each batch row.
-        rows: cache row of each node, counted from the root's; -1: the node has no row; None: node n has row n.
+        rows: cache row of each node; -1: the node has no cache row; None: node n has cache row n.
     """
     if tree.is_chain:
         return cache

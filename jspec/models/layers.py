@@ -1,4 +1,4 @@
-"""The parts of a decoder besides attention: norm, feed-forward, output head."""
+"""The norm, the feed-forward and the output head of a decoder."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from pallas_kernels.layers.split_matmul import split_matmul
 def rms_norm(
     x: Float[Array, "... hidden"], weight: Float[Array, "*states hidden"], eps: float
 ) -> Float[Array, "... hidden"]:
-    """Root-mean-square norm (arXiv:1910.07467) in float32; the weight multiplies in the dtype of ``x``."""
+    """Apply a root-mean-square norm (arXiv:1910.07467) in float32, then multiply by the weight in x's dtype."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return wide.astype(x.dtype) * weight
 
 
 def mlp(x: Inputs, gate_up: Weight, down: Weight, implementation: str, *, deterministic: bool = False) -> PartialSums:
-    """SiLU-gated feed-forward (arXiv:2002.05202).
+    """Apply a SiLU-gated feed-forward (arXiv:2002.05202).
 
     Args:
         x: normed input [batch, tokens, hidden].
@@ -45,7 +45,7 @@ def mlp(x: Inputs, gate_up: Weight, down: Weight, implementation: str, *, determ
     if deterministic:
         (gate_and_up,) = deterministic_matmul(x, gate_up, is_whole=True, implementation=implementation)
         return deterministic_matmul(gate_and_up, down, is_gated=True, implementation=implementation)
-    if has_dynamic_activations(down) and tiles_for(x, gate_up) is None:  # the quantising kernel computes silu too
+    if has_dynamic_activations(down) and tiles_for(x, gate_up) is None:  # the kernel that quantises computes silu too
         gate_and_up = matmul(x, gate_up, implementation=implementation)
         return split_matmul(gate_and_up, down, is_gated=True, implementation=implementation)
     return split_matmul(gated_matmul(x, gate_up, implementation=implementation), down, implementation=implementation)
@@ -54,7 +54,7 @@ def mlp(x: Inputs, gate_up: Weight, down: Weight, implementation: str, *, determ
 def logits_of(
     x: Float[Array, "... hidden"], head: Weight, implementation: str = "auto", *, deterministic: bool = False
 ) -> Float[Array, "... vocab"]:
-    """The logits ``x @ head.T``, accumulated and returned in float32.
+    """Return the logits ``x @ head.T``, summed and returned in float32.
 
     Args:
         x: hidden states.
@@ -66,7 +66,7 @@ def logits_of(
 
 
 def head_product(x: Array, head: Weight, implementation: str, *, deterministic: bool) -> PartialSums:
-    """The product of hidden states and output head [1, batch, tokens, vocab]: logits without the head's scales."""
+    """Return hidden states times output head [1, batch, tokens, vocab]; scales of a quantised head are not applied."""
     if deterministic:
         return deterministic_matmul(x, head, jnp.float32, is_whole=True, implementation=implementation)
     return matmul_unscaled(x, head, jnp.float32)

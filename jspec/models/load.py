@@ -1,6 +1,6 @@
-"""Loads models from a Hugging Face folder, a folder written by `python -m convert`, or the hub.
+"""Loads models from a Hugging Face folder, from a folder written by `python -m convert`, or from the hub.
 
-`load` reads targets and draft models. Heads are read by `jspec.draft`, which passes their formats to `read_checkpoint`.
+`load` reads targets and draft models. To read heads, `jspec.draft` passes the heads' formats to `read_checkpoint`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Format:
     """The functions that read one kind of checkpoint.
 
     Attributes:
-        from_hf: function of a Hugging Face folder's parsed config.json and tensors that returns the config record and
-            the rows of the weight map.
-        from_json: function of a converted folder's parsed config that returns the config record.
-        override: function that applies the caller's overrides to the config record of a converted folder.
+        from_hf: function that takes a Hugging Face folder's parsed config.json and tensors, and returns the config
+            record and the rows of the weight map.
+        from_json: function that takes a converted folder's parsed config, and returns the config record.
+        override: function that takes the config record of a converted folder, and applies the caller's options to it.
     """
 
     from_hf: Callable[[Mapping[str, Any], Source], tuple[Any, list[Row]]]
@@ -40,7 +40,7 @@ class Format:
     override: Callable[[Any], Any] = lambda config: config
 
 
-FormatOf = Callable[[str], Format]  # kind of checkpoint -> format of that kind
+FormatOf = Callable[[str], Format]  # function that takes a kind of checkpoint and returns this kind's format
 
 
 def load(
@@ -51,15 +51,15 @@ def load(
     quantize: str | None = None,
     placement: Placement | None = None,
 ) -> Checkpoint:
-    """Loads a target or a draft model.
+    """Load a target or a draft model.
 
     Args:
-        path: existing folder, else hub id ("owner/name").
+        path: folder, or if no such folder exists, hub id ("owner/name").
         dtype: dtype of the weights, "float32", "bfloat16" or "float16"; None: float32 on CPU, bfloat16 elsewhere.
         rope_theta: rotary base; None: as in config.json.
         quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
             None: as stored.
-        placement: sharding of each parameter, by name; None: the default device.
+        placement: sharding of each parameter, by parameter name; None: the default device.
 
     Returns:
         The checkpoint, with its weights on the devices.
@@ -67,17 +67,17 @@ def load(
     Raises:
         FileNotFoundError: the folder or a file in it is missing, and the hub has no such model.
         ValueError: an argument is wrong, or the files are damaged or contradict each other.
-        NotImplementedError: the model's family or an option of it is not supported.
+        NotImplementedError: the model's family, or an option of the model, is not supported.
     """
     format_of = partial(target_format, rope_theta=rope_theta)
     return read_checkpoint(path, format_of, kind="target", dtype=dtype, quantize=quantize, placement=placement)
 
 
 def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
-    """The format of targets and draft models.
+    """Return the format of targets and draft models.
 
     Args:
-        kind: "target", the kind of both.
+        kind: "target", which is the kind of targets and of draft models.
         rope_theta: rotary base; None: as in the checkpoint.
     """
     assert kind == "target", kind
@@ -90,7 +90,7 @@ def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
         return config if rope_theta is None else config.resized(rope=replace(config.rope, theta=rope_theta))
 
     def from_json(fields: Mapping[str, Any]) -> ModelConfig:
-        families.family_of(fields["family"])  # an unknown family is refused by name
+        families.family_of(fields["family"])  # raises an error that names an unknown family
         return ModelConfig.from_json(fields)
 
     return Format(from_hf, from_json, override)
@@ -105,7 +105,7 @@ def read_checkpoint(
     quantize: str | None = None,
     placement: Placement | None = None,
 ) -> Checkpoint:
-    """Loads a checkpoint of any kind from a Hugging Face folder, a converted folder or the hub.
+    """Load a checkpoint of any kind from a Hugging Face folder, a converted folder or the hub.
 
     Args:
         path, dtype, quantize, placement: arguments of `load`.
@@ -116,7 +116,7 @@ def read_checkpoint(
         The checkpoint, with its weights on the devices.
 
     Raises:
-        ValueError: the checkpoint is of another kind; and all errors of `load`.
+        ValueError: the checkpoint is not of the required kind. `load` lists the other errors.
     """
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if dtype not in orbax.DTYPES:
@@ -134,19 +134,19 @@ def read_checkpoint(
     for batch in plan.batches(dtype):
         placed = {name: jax.device_put(array, placement(name) if placement else None) for name, array in batch.items()}
         placed = placed if quantize is None else quantize_parameters(placed, quantize)
-        arrays |= jax.block_until_ready(placed)  # otherwise host copies of several batches are alive at once
+        arrays |= jax.block_until_ready(placed)  # otherwise the host holds copies of several batches at once
         del batch, placed
     return Checkpoint(plan.kind, plan.config, orbax.unflatten(arrays), folder)
 
 
 def read_header(path: str | Path, format_of: FormatOf) -> Header:
-    """Reads the kind, config and parameter shapes of a checkpoint, but no weights.
+    """Read the kind, config and parameter shapes of a checkpoint, but no weights.
 
     Args:
-        path: existing folder, else hub id ("owner/name").
+        path: folder, or if no such folder exists, hub id ("owner/name").
         format_of: function that returns the format of the checkpoint's kind.
 
-    Raises: the errors of `load`.
+    Raises: the errors that `load` raises.
     """
     folder = find(path)
     if orbax.is_checkpoint(folder):
@@ -157,7 +157,9 @@ def read_header(path: str | Path, format_of: FormatOf) -> Header:
 
 
 def read_plan(folder: str | Path, format_of: FormatOf, *, kind: str | None = None) -> Plan:
-    """The plan for reading a Hugging Face folder: kind, config and weight map; errors as `convert.plan.plan_folder`.
+    """Plan how a Hugging Face folder is read: find its kind, its config and its weight map.
+
+    Raises the errors of `convert.plan.plan_folder`.
 
     Args:
         folder: folder with config.json and weights.
@@ -168,7 +170,7 @@ def read_plan(folder: str | Path, format_of: FormatOf, *, kind: str | None = Non
 
 
 def _read_manifest(folder: Path, format_of: FormatOf, kind: str | None) -> Header:
-    """The header of a converted folder, with its config as a record that has the caller's overrides."""
+    """Read the header of a converted folder, and apply the caller's options to its config record."""
     found = orbax.read_header(folder)
     check_kind(folder, found.kind, kind)
     with orbax.named_damage(folder):

@@ -1,7 +1,7 @@
-"""Declarations of a model's parameters: shape, logical axes, and how random weights are drawn.
+"""Declarations of a model's parameters: their shapes, the names of their axes, and how random values are drawn.
 
-Parameters are named as in a converted folder, "layers.3.qkv". Weight maps, random weights and abstract weights all take
-their shapes from these declarations. The axes name the dimensions; a mesh axis can be assigned to each name.
+Parameters are named as in a converted folder, for example "layers.3.qkv". Weight maps, random weights and abstract
+weights take their shapes from these declarations. To shard a model, a mesh axis is assigned to the name of an axis.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ class ParamSpec:
 
     Attributes:
         shape: shape of the parameter; linear weights are [out, in].
-        axes: logical name of each dimension.
-        init: random values: "normal" (standard deviation 1 / sqrt(in)), "ones", "zeros" or "range" (0, 1, 2, ...).
+        axes: name of each axis.
+        init: values of random weights: "normal" (standard deviation 1 / sqrt(in)), "ones", "zeros" or "range"
+            (0, 1, 2, ...).
         dtype: dtype of the parameter; None: the dtype of the model.
-        parts: sizes along axis 0 of the checkpoint's tensors that are concatenated to a fused parameter, in order;
-            (): one tensor.
+        parts: for a parameter that is fused from several checkpoint tensors along axis 0, the sizes of these tensors
+            along axis 0, in order; (): the parameter is one tensor.
     """
 
     shape: Shape
@@ -44,7 +45,7 @@ class ParamSpec:
         assert not self.parts or sum(self.parts) == self.shape[0], self
 
     def part_shapes(self) -> list[Shape]:
-        """The shapes of the checkpoint's tensors that are concatenated to the parameter."""
+        """Shapes of the checkpoint's tensors that are concatenated to this parameter."""
         return [(rows, *self.shape[1:]) for rows in self.parts or self.shape[:1]]
 
 
@@ -52,12 +53,12 @@ Params = Mapping[str, ParamSpec]  # parameter name -> declaration
 
 
 def norm(size: int, axis: str = "hidden") -> ParamSpec:
-    """The `ParamSpec` of the weight of a norm over ``size`` channels."""
+    """Declare the weight of a norm over ``size`` channels."""
     return ParamSpec((size,), (axis,), init="ones")
 
 
 def layer_params(layer: LayerConfig, hidden: int, inputs: int) -> dict[str, ParamSpec]:
-    """The `ParamSpec` of each parameter of a decoder layer, by field name of `jspec.models.block.LayerWeights`.
+    """Declare the parameters of a decoder layer, by field name of `jspec.models.block.LayerWeights`.
 
     Args:
         layer: config of the layer.
@@ -80,7 +81,7 @@ def layer_params(layer: LayerConfig, hidden: int, inputs: int) -> dict[str, Para
 
 
 def model_params(config: ModelConfig) -> dict[str, ParamSpec]:
-    """The `ParamSpec` of each parameter of a target or a draft model, by name."""
+    """Declare the parameters of a target or a draft model, by parameter name."""
     vocab = ParamSpec((config.vocab_size, config.hidden_size), ("vocab", "hidden"))
     params = {"embed": vocab}
     for index, layer in enumerate(config.layers):
@@ -91,12 +92,12 @@ def model_params(config: ModelConfig) -> dict[str, ParamSpec]:
 
 
 def prefixed(prefix: str, params: Params) -> dict[str, ParamSpec]:
-    """The same declarations, with ``prefix.`` before each name."""
+    """Return the declarations with ``prefix.`` before each parameter name."""
     return {f"{prefix}.{name}": spec for name, spec in params.items()}
 
 
 def rows(params: Params, tensors: Mapping[str, Sequence[str]]) -> list[Row]:
-    """The rows of a weight map, one per parameter.
+    """Return the rows of a weight map, one per parameter.
 
     Args:
         params: declarations of the parameters.
@@ -106,7 +107,7 @@ def rows(params: Params, tensors: Mapping[str, Sequence[str]]) -> list[Row]:
 
 
 def abstract_weights(params: Params, dtype: str) -> dict[str, Any]:
-    """The tree of weights as `jax.ShapeDtypeStruct`, for compiling without weights.
+    """Return a tree of `jax.ShapeDtypeStruct`, with which programs are compiled before weights are loaded.
 
     Args:
         params: declarations of the parameters.
@@ -116,14 +117,14 @@ def abstract_weights(params: Params, dtype: str) -> dict[str, Any]:
 
 
 def random_weights(params: Params, dtype: str, seed: int, quantize: str | None = None) -> dict[str, Any]:
-    """A tree of random weights, drawn on the device.
+    """Draw a tree of random weights on the device.
 
     Args:
         params: declarations of the parameters.
         dtype: dtype of the parameters that declare none.
         seed: seed of the random numbers.
-        quantize: how the weight matrices are quantised (`jspec.models.quantize`); None: not at all. Each parameter is
-            quantised before the next is drawn, to save memory.
+        quantize: how the weight matrices are quantised (`jspec.models.quantize`); None: not at all. To save memory,
+            each parameter is quantised before the next parameter is drawn.
     """
     make = jax.jit(_draw, static_argnums=(1, 2))
     keys = jax.random.split(jax.random.key(seed), len(params))

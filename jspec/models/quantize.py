@@ -1,6 +1,7 @@
-"""int8 and fp8 quantisation of linear weights; `pallas_kernels.layers.quantized` defines the products with them.
+"""Quantises linear weights to int8 or float8.
 
-Only the weights named in `NAMES` are quantised. Embeddings, tied output heads, norms and biases keep their dtype.
+`pallas_kernels.layers.quantized` defines the products with quantised weights. Only the weights named in `NAMES` are
+quantised. Embeddings, tied output heads, norms and biases keep their dtype.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import jax
 
 from pallas_kernels.layers.quantized import KINDS, Quantized, quantize
 
-FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability with float8
-NAMES = ("qkv", "o", "gate_up", "down", "fc", "head")  # last part of the names of quantised weights
+FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability of GPUs with float8 products
+NAMES = ("qkv", "o", "gate_up", "down", "fc", "head")  # last parts of the names of weights to quantise
 
 Tree = TypeVar("Tree")
 _quantize = jax.jit(quantize, static_argnames="kind")
 
 
 def check_scope(kind: object, model: str | None) -> None:
-    """Raises ValueError if checkpoints of a kind cannot be quantised as asked.
+    """Raise ValueError if the quantisation is unknown, or if a kind of checkpoint cannot be quantised.
 
     Args:
         kind: kind of quantisation; None: no quantisation.
@@ -34,11 +35,11 @@ def check_scope(kind: object, model: str | None) -> None:
 
 
 def quantize_weights(model: Tree, kind: str) -> Tree:
-    """Quantises the linear weights of a `Model` or an `EagleHead`.
+    """Quantise the linear weights of a `Model` or an `EagleHead`.
 
     Args:
-        model: the model or the head. Its weights are unquantised, of the given kind already, or, for either of the two
-            fp8 kinds, of the other fp8 kind.
+        model: the model or the head. Its weights must be unquantised, or quantised in the given kind. "fp8" weights
+            may also become "fp8_dynamic", and vice versa.
         kind: kind of quantisation, "int8", "fp8" or "fp8_dynamic".
 
     Returns:
@@ -55,12 +56,12 @@ def quantize_weights(model: Tree, kind: str) -> Tree:
 
 
 def quantize_parameters(tree: Tree, kind: str) -> Tree:
-    """Quantises the linear weights (`NAMES`) in any tree of parameters; other leaves stay as they are."""
+    """Quantise the linear weights (`NAMES`) in any tree of parameters; other leaves stay unchanged."""
     return jax.tree_util.tree_map_with_path(partial(_leaf, kind), tree, is_leaf=_is_quantized)
 
 
 def check_device(tree: Any, *cache_dtypes: str) -> None:
-    """Raises ValueError if weights or KV caches are float8 on a GPU without float8.
+    """Raise ValueError if weights or KV caches are float8 on a GPU without float8 products.
 
     Args:
         tree: tree of weights.
@@ -77,7 +78,7 @@ def check_device(tree: Any, *cache_dtypes: str) -> None:
 
 
 def quantized_as(tree: Any) -> str | None:
-    """The kind of quantisation of the first quantised weight in a tree; None: no weight is quantised."""
+    """Return the kind of quantisation of the first quantised weight in a tree; None if no weight is quantised."""
     return next((leaf.kind for leaf in jax.tree.leaves(tree, is_leaf=_is_quantized) if _is_quantized(leaf)), None)
 
 

@@ -1,1 +1,1 @@
-"""From logits to tokens: penalties, grammar masks, logits processors, sampling, log-probabilities."""
+"""Turns logits into tokens: penalties, grammar masks, logits processors, sampling and log-probabilities."""

@@ -1,12 +1,13 @@
-"""Grammars on the device: a state for each node, computed from its parent's, and -inf for disallowed tokens.
+"""Follows grammar states along a draft tree on the device, and sets the logits of disallowed tokens to -inf.
 
-The tables are those of `jspec.engine.grammar.token_table`. A token that violates a grammar leads to `NO_STATE`, after
-which every token is allowed; this has no effect, because the token itself is banned at its parent. For a grammar that
-fits no table the host computes masks (`jspec.engine.grammar.cfg_matcher`).
+`jspec.engine.grammar.token_table` makes the tables. The grammar state of a draft node follows from the state of its
+parent. A token that violates a grammar leads to `NO_STATE`, after which every token is allowed. This does no harm,
+because the violating token has logit -inf at its parent. If a grammar fits into no table, the host computes token masks
+(`jspec.engine.grammar.cfg_matcher`).
 
-Every state can reach the grammar's end, so some token is always allowed unless multi-token bad words ban all of them.
-Then only stop ids are allowed, and a stop id outside a final state tells the host that no token was left. The same
-holds if a host mask leaves no token.
+Every grammar state allows some token, because it can reach the grammar's end. But bad words of several tokens may ban
+all allowed tokens, and a mask from the host may allow none. Then only stop ids are allowed, and a stop id in a state
+that is not final tells the host that no token was left.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jspec.core.bitmask import EVERYTHING, WORD, words_of
 from jspec.core.records import Controls, Grammars, SlotView
 
-NO_STATE = -1  # no grammar, or a violated one
+NO_STATE = -1  # grammar state of a row without a grammar, and after a token that violates the grammar
 
 
 def unused(tables: int, cells: int, vocab: int) -> Grammars:
-    """Make empty grammar tables, for an engine without requests.
+    """Make empty grammar tables for a new engine.
 
     Args:
         tables: number of tables.
@@ -43,7 +44,7 @@ def pack(table: int, class_of: np.ndarray, next_state: np.ndarray, cells: int) -
     Args:
         table: index of the table to fill.
         class_of: token class of each token, int16 [vocab].
-        next_state: next state for each state and token class, int16 [states, classes]; -1: not allowed.
+        next_state: next state for each state and token class, int16 [states, classes]; -1: the token is not allowed.
         cells: number of cells per table.
     """
     padding = np.zeros(cells - next_state.size, np.int16)
@@ -51,12 +52,12 @@ def pack(table: int, class_of: np.ndarray, next_state: np.ndarray, cells: int) -
 
 
 def packed_size(grammars: Grammars) -> int:
-    """Length of the vector that `pack` returns."""
+    """Return the length of the int16 vector that `pack` returns."""
     return 2 + grammars.class_of.shape[1] + grammars.next.shape[1]
 
 
 def load(grammars: Grammars, packed: Int[Array, "packed"]) -> Grammars:
-    """Replace one of the tables (donated) by a packed grammar."""
+    """Replace one of the grammar tables (which are donated) by a grammar that `pack` packed."""
     table, classes = packed[0].astype(jnp.int32), packed[1]
     class_of, next_state = jnp.split(packed[2:], [grammars.class_of.shape[1]])
     return Grammars(
@@ -69,7 +70,7 @@ def load(grammars: Grammars, packed: Int[Array, "packed"]) -> Grammars:
 def follow(
     grammars: Grammars, table: Int[Array, "batch"], state: Int[Array, "batch *more"], token: Int[Array, "batch *more"]
 ) -> Int[Array, "batch *more"]:
-    """The grammar state after each given state and token; a negative token leaves the state unchanged."""
+    """Return the grammar state that follows each given state and token; a negative token leaves the state unchanged."""
     table = table.reshape(-1, *(1,) * (state.ndim - 1))
     column = grammars.class_of[table, jnp.maximum(token, 0)].astype(jnp.int32)
     cell = jnp.maximum(state, 0) * grammars.classes[table].astype(jnp.int32) + column
@@ -78,7 +79,10 @@ def follow(
 
 
 def states(view: SlotView, path: Int[Array, "batch nodes depth"]) -> Int[Array, "batch nodes"]:
-    """Grammar state after each path of tokens from the root; `NO_STATE` without a grammar or after a violation."""
+    """Return the grammar state after each path of tokens from the root.
+
+    It is `NO_STATE` in rows without a grammar, and after a token that violates the grammar.
+    """
     assert view.controls is not None and view.grammars is not None
     row = _rows(view.controls, view)
     state = jnp.broadcast_to(row[1][:, None], path.shape[:2])
@@ -90,7 +94,7 @@ def states(view: SlotView, path: Int[Array, "batch nodes depth"]) -> Int[Array, 
 def apply_grammars(
     logits: Float[Array, "batch nodes vocab"], view: SlotView, path: Int[Array, "batch nodes depth"]
 ) -> Float[Array, "batch nodes vocab"]:
-    """Set the logits of all tokens that the grammar does not allow after a node to -inf.
+    """Set the logit of each token to -inf at the nodes after which the grammar does not allow the token.
 
     Args:
         path: token ids on the path to each node (`jspec.sampling.penalties.node_paths`).
@@ -107,13 +111,13 @@ def apply_grammars(
         return _to_bits(_or_stop_ids(is_allowed, logits, view))
 
     everything = jnp.full((*logits.shape[:2], words_of(vocab)), EVERYTHING)
-    # A conditional copies its result; packed bits make that copy small.
+    # A conditional copies its result; packed bits keep this copy small.
     bits = jax.lax.cond(jnp.any(root_state >= 0), allowed, lambda: everything)
     return jnp.where(_from_bits(bits, vocab), logits, -jnp.inf)
 
 
 def apply_host_masks(logits: Float[Array, "batch nodes vocab"], view: SlotView) -> Float[Array, "batch nodes vocab"]:
-    """Set the logits of all tokens that the host's masks (``view.masks``) do not allow to -inf."""
+    """Set the logit of each token to -inf at the nodes where the host's masks (``view.masks``) ban the token."""
     assert view.masks is not None
     is_allowed = _or_stop_ids(_from_bits(view.masks, logits.shape[-1]), logits, view)
     return jnp.where(is_allowed, logits, -jnp.inf)
@@ -122,14 +126,14 @@ def apply_host_masks(logits: Float[Array, "batch nodes vocab"], view: SlotView) 
 def _or_stop_ids(
     is_allowed: Bool[Array, "batch nodes vocab"], logits: Float[Array, "batch nodes vocab"], view: SlotView
 ) -> Bool[Array, "batch nodes vocab"]:
-    """Return ``is_allowed``, but the row's stop ids instead for each node whose allowed tokens all have logit -inf."""
+    """Return ``is_allowed``; at nodes whose allowed tokens all have logit -inf, allow the row's stop ids instead."""
     has_token = jnp.any(is_allowed & (logits > -jnp.inf), axis=-1, keepdims=True)
     is_stop = jnp.any(jnp.arange(logits.shape[-1]) == view.sampling.stop_ids[..., None], axis=1)
     return jnp.where(has_token, is_allowed, is_stop[:, None])
 
 
 def _rows(controls: Controls, view: SlotView) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-    """Index of each row's grammar table, and the row's grammar state after the root."""
+    """Return the index of each row's grammar table, and the row's grammar state after the root."""
     table, state, used = (
         field.at[view.slots].get(mode="fill", fill_value=0)
         for field in (controls.table, controls.grammar_state, controls.used)

@@ -1,10 +1,11 @@
-"""The user's logits processor, a function that edits logits: its arguments, its call and its checks.
+"""Calls and checks the user's logits processor, a function that edits logits.
 
-The processor is traced into the program. It runs after penalties and grammar and before temperature, at every node of
-a draft as if the node's ancestors and the node itself had been generated. Drafting therefore changes no token and no
-distribution, as long as the processor's result for a node depends only on that node's row of the arguments. Tokens
-banned by controls or a grammar stay banned whatever the processor returns; the processor must leave at least one other
-token. If no token is left that a grammar allows, the request ends with an error.
+The processor is traced into the program. It runs after penalties and grammar, and before temperature. At every draft
+node, the processor sees the node and its ancestors as if they had been generated. Therefore drafting changes no token
+and no distribution, as long as the processor's result for a node depends only on the arguments for this node.
+
+Tokens that controls or a grammar ban stay banned, whatever the processor returns. The processor must leave at least one
+other token. If it leaves no token that the grammar allows, the request ends with an error.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from jspec.core.tree import Tree
 
 @struct.dataclass
 class LogitsContext:
-    """The second argument of a logits processor; the first are the logits ``[batch, nodes, vocab]``.
+    """The second argument of a logits processor, which holds the tokens before each row of logits.
 
-    The context of node n in row b is the first ``size[b]`` tokens of ``text[b]``, then ``path[b, n]``. The number of
-    nodes and the depth differ between programs, and the processor is traced for each program.
+    The logits are [batch, nodes, vocab]. The context of node n in row b is the first ``size[b]`` tokens of ``text[b]``,
+    then the tokens of ``path[b, n]``. Programs differ in the number of nodes and in the depth, and the processor is
+    traced for each program.
     """
 
     text: Int[Array, "batch positions"]  # prompt and generated tokens by position; -1 from ``size`` on
     size: Int[Array, "batch"]  # number of tokens in text
     prompt_size: Int[Array, "batch"]  # number of prompt tokens
-    path: Int[Array, "batch nodes depth"]  # drafted tokens from text to the node's own, then -1
-    args: Float[Array, "batch args"]  # `SamplingParams.processor_args`; 0 where a request gives none
+    path: Int[Array, "batch nodes depth"]  # drafted tokens after the text, up to the node's own token; then -1
+    args: Float[Array, "batch args"]  # `SamplingParams.processor_args`; 0 if the request has none
 
     @property
     def depth(self) -> Int[Array, "batch nodes"]:
@@ -47,7 +49,7 @@ class LogitsContext:
         return (self.size - self.prompt_size)[:, None] + self.depth
 
     def newest(self, count: int) -> Int[Array, "batch nodes count"]:
-        """The last ``count`` tokens of each node's context, the newest last; -1 where the context is shorter."""
+        """Return the last ``count`` tokens of each node's context, oldest first; shorter contexts begin with -1."""
         back = jnp.arange(count - 1, -1, -1)
         place = self.size[:, None, None] + self.depth[..., None] - 1 - back
         nodes, path_place = self.path.shape[1], place - self.size[:, None, None]
@@ -65,7 +67,7 @@ LogitsProcessor = Callable[[Array, LogitsContext], Array]
 def apply(
     logits: Float[Array, "batch nodes vocab"], view: SlotView, path: Int[Array, "batch nodes depth"]
 ) -> Float[Array, "batch nodes vocab"]:
-    """Edit the logits with ``view.processor``; tokens that were banned before stay banned.
+    """Edit the logits with the user's logits processor (``view.processor``); tokens with logit -inf keep it.
 
     Args:
         path: token ids on the path to each node (`jspec.sampling.penalties.node_paths`).
@@ -84,16 +86,16 @@ def apply(
 
 
 def check(processor: LogitsProcessor | None, config: EngineConfig, tree: Tree, vocab: int) -> None:
-    """Trace a logits processor for all shapes that it will be called with, to find its errors early.
+    """Trace a logits processor with all shapes of its later calls, to find its errors early.
 
     Args:
-        processor: the user's function; None: none.
+        processor: the user's function; None: there is no processor.
         tree: the drafter's tree.
         vocab: size of the vocabulary.
 
     Raises:
-        ValueError: the processor is not a function, raises, or returns a value that differs from the logits in shape or
-            dtype; or the engine's options do not fit the processor.
+        ValueError: the processor is not a function, raises an error, or returns a value whose shape or dtype differs
+            from that of the logits; or the engine's options do not fit the processor.
     """
     if processor is None:
         if config.processor_args:

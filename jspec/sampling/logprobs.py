@@ -1,8 +1,8 @@
-"""Log-probabilities of emitted tokens and of prompts, for the programs of batches that ask for them.
+"""Log-probabilities of emitted tokens and of prompt tokens, for batches with a request that asks for them.
 
-Raw log-probabilities are the log-softmax of the model's logits. Processed log-probabilities belong to the
-distribution that a token is drawn from, after `jspec.sampling.penalties`, temperature, top-k, top-p and min-p; for a
-greedy row after the penalties only. Prompt tokens were not drawn, so their log-probabilities are raw.
+Raw log-probabilities are the log-softmax of the model's logits. Processed log-probabilities belong to the distribution
+from which a token is drawn: after penalties (`jspec.sampling.penalties`), temperature, top-k, top-p and min-p. In
+greedy rows they belong to the logits after penalties. Prompt tokens are not drawn, so their log-probabilities are raw.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pallas_kernels.layers.row_blocks import in_row_blocks
 from pallas_kernels.sampling.top_log_probs import top_log_probs
 
 PROCESSED = "processed_logprobs"
-BLOCK = 64  # rows of a chunk whose logits are in memory at once
+BLOCK = 64  # number of a chunk's tokens whose logits are in memory at once
 
 
 def score(logits: Float[Array, "*places vocab"], tokens: Int[Array, "*places"], view: SlotView) -> LogProbs:
-    """Compute the log-probability and rank of each token, and the most likely tokens at its position.
+    """Compute the log-probability and the rank of each token, and the most likely tokens at each position.
 
     Args:
         logits: logits at each position; their log-softmax is reported.
@@ -45,7 +45,7 @@ def _score(flat: Float[Array, "rows vocab"], ids: Int[Array, "rows 1"], *, imple
     top, top_ids = top_log_probs(flat, min(MAX_LOGPROBS, vocab), implementation=implementation)
     picked = jnp.take_along_axis(flat, ids, axis=-1)
     chosen = jnp.minimum(picked - jax.nn.logsumexp(flat, axis=-1, keepdims=True), 0.0)
-    is_chosen = top_ids == ids  # for such a token the value in ``top`` is taken, so both have the same bits
+    is_chosen = top_ids == ids  # take this token's value from ``top``, so that both values have the same bits
     chosen = jnp.where(jnp.any(is_chosen, axis=-1), jnp.sum(jnp.where(is_chosen, top, 0.0), axis=-1), chosen[:, 0])
     return LogProbs(chosen=chosen, ranks=1 + jnp.sum(flat > picked, axis=-1, dtype=jnp.int32), top=top, top_ids=top_ids)
 
@@ -53,7 +53,9 @@ def _score(flat: Float[Array, "rows vocab"], ids: Int[Array, "rows 1"], *, imple
 def of_round(
     mode: str, logits: Float[Array, "batch nodes vocab"], draft: Draft, verdict: Verdict, view: SlotView, tree: Tree
 ) -> LogProbs:
-    """Log-probabilities of a round's tokens, ``[batch, depth + 1]``; each belongs to the logits of the preceding node.
+    """Compute the log-probabilities of a round's tokens, [batch, depth + 1].
+
+    The log-probability of a token comes from the logits of the node before the token.
 
     Args:
         mode: "raw_logprobs" or "processed_logprobs".
@@ -78,7 +80,7 @@ def of_first(
     token: Int[Array, "1 1"],
     view: SlotView,
 ) -> LogProbs:
-    """Log-probabilities of the first token after a prompt.
+    """Compute the log-probabilities of the first token after a prompt.
 
     Args:
         mode: "raw_logprobs" or "processed_logprobs".
@@ -95,7 +97,9 @@ def of_chunk(
     logits_of: Callable[[Float[Array, "block hidden"]], Float[Array, "block vocab"]],
     view: SlotView,
 ) -> LogProbs:
-    """Raw log-probabilities ``[tokens]`` of the token after each token of a chunk, ``chunk.root`` after the last.
+    """Compute the raw log-probabilities [tokens] of the tokens that follow the tokens of a prompt chunk.
+
+    The token after the chunk's last token is ``chunk.root``.
 
     Args:
         normed: hidden states after the target's final norm.
@@ -114,6 +118,9 @@ def of_chunk(
 def without_normed(
     features: Float[Array, "1 tokens features"], hidden: int
 ) -> tuple[Float[Array, "1 tokens others"] | None, Float[Array, "1 tokens hidden"]]:
-    """Split features into the drafter's (None if it reads none) and the target's hidden states after its final norm."""
+    """Split features into the drafter's features and the target's hidden states after the final norm.
+
+    The drafter's features are None if the drafter reads no features.
+    """
     others = features[..., :-hidden]
     return (others if others.shape[-1] else None), features[..., -hidden:]

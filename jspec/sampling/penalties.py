@@ -1,18 +1,17 @@
-"""Edits of the logits that depend on earlier tokens: bias, penalties, bad words, minimum length, allowed tokens.
+"""Edits logits by a request's controls: bias, penalties, bad words, minimum length, allowed tokens and grammar.
 
-They edit the target's raw logits at every node of a draft before the accept rule sees them, as if the node's ancestors
-and the node itself had been generated; drafting therefore changes no token and no distribution. Temperature, top-k,
-top-p and min-p follow in `jspec.sampling.sampler.process`.
+The controls edit the target's raw logits at every draft node, before the accept rule reads them. At each node, the node
+and its ancestors count as generated tokens. Therefore drafting changes no token and no distribution. Temperature,
+top-k, top-p and min-p follow in `jspec.sampling.sampler.process`.
 
-The order is that of transformers' processors: bias, repetition, presence and frequency, bad words, minimum length,
-allowed tokens and grammar (`jspec.sampling.grammar_mask`); then the user's processor
-(`jspec.sampling.logits_processor`).
-A banned token is never allowed again by a later edit. Tokens banned for the whole request (single-token bad words,
-tokens not in allowed_token_ids) are stored as -inf in the logit bias.
+The order of the edits is that of transformers' processors: bias, repetition penalty, presence and frequency penalties,
+bad words, minimum length, allowed tokens and grammar (`jspec.sampling.grammar_mask`). The user's processor
+(`jspec.sampling.logits_processor`) runs last. No edit allows a token that an earlier edit has banned. Tokens banned for
+the whole request (single-token bad words, tokens not in allowed_token_ids) have -inf in the logit bias.
 
-A slot's counts are computed when its request is admitted and updated with every committed token. The at most ``depth``
-tokens on the path to a node are counted where the logits are read. In a step whose rows use no control, only the
-counts of committed tokens are updated, and nothing of vocabulary size is read.
+A slot's token counts are computed when its request is admitted, and updated with every committed token. The tokens on
+the path to a draft node are counted when the node's logits are edited. In a step whose rows use no controls, only the
+counts of committed tokens are updated, and no array as wide as the vocabulary is read.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ from jspec.core.records import NO_TOKEN, AncestorMask, Controls, Draft, SlotView
 from jspec.sampling import grammar_mask, logits_processor
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 
-MAX_BAD_WORDS = 128  # multi-token bad words per request
+MAX_BAD_WORDS = 128  # largest number of bad words of several tokens per request
 MAX_BAD_WORD_TOKENS = 16
-LOOK_BACK = MAX_BAD_WORD_TOKENS - 1  # number of newest tokens that decide whether a bad word's last token is banned
+LOOK_BACK = MAX_BAD_WORD_TOKENS - 1  # number of newest tokens to compare with the beginning of a bad word
 Decision = tuple[Int[Array, "batch"], Int[Array, "batch"]]  # the last accepted node, and the token after it
 IN_PROMPT, GENERATED = (
     1,
     2,
-)  # added to a token's count: once if in the prompt; per occurrence in the output
+)  # added to a token's count: the first once if the prompt has the token, the second per occurrence in the output
 
 
 def unused(slots: int, vocab: int, args: int = 0) -> Controls:
-    """Make the controls of an engine without requests; no two fields share an array.
+    """Make the unused controls of a new engine; no two fields share an array.
 
     Args:
         slots: number of slots.
         vocab: size of the vocabulary.
-        args: number of values that a request may pass to a logits processor.
+        args: number of values that a request may pass to the user's logits processor.
     """
     return Controls(
         used=jnp.zeros(slots, bool),
@@ -72,7 +71,7 @@ def pack(slot: int, row: Mapping[str, np.ndarray]) -> np.ndarray:
 
     Args:
         slot: index of the slot.
-        row: the slot's fields of `Controls` by name, arrays of 4-byte numbers; floats keep their bits.
+        row: the slot's values by field name of `Controls`, as arrays of 4-byte numbers; floats keep their bits.
     """
     fields = [np.ravel(row[field.name]) for field in dataclasses.fields(Controls)]
     assert len(fields) == len(row) and all(field.dtype.itemsize == 4 for field in fields)
@@ -80,12 +79,12 @@ def pack(slot: int, row: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def packed_size(controls: Controls) -> int:
-    """Length of the vector that `pack` returns."""
+    """Return the length of the int32 vector that `pack` returns."""
     return 1 + sum(math.prod(field.shape[1:]) for field in jax.tree.leaves(controls))
 
 
 def admit(controls: Controls, packed: Int[Array, "packed"]) -> Controls:
-    """Replace one slot's entries in the controls (donated) by a packed row."""
+    """Replace one slot's controls by the values that `pack` packed; the old ``controls`` are donated."""
     slot, words = packed[0], packed[1:]
     fields, structure = jax.tree.flatten(controls)
     ends = np.cumsum([math.prod(field.shape[1:]) for field in fields])[:-1]
@@ -108,13 +107,13 @@ def advance(
     count: Int[Array, "batch"],
     grammar_state: Int[Array, "batch"] | None,
 ) -> Controls:
-    """Update token counts, recent tokens and grammar state with the tokens that each slot has emitted.
+    """Update each slot's token counts, recent tokens and grammar state with the tokens that the slot has emitted.
 
     Args:
-        slots: slot of each row.
+        slots: slot index of each row.
         tokens: new tokens of each row.
         count: number of new tokens to count in each row, from the first.
-        grammar_state: grammar state after the last counted token; undefined for a slot that ends with it.
+        grammar_state: grammar state after the last counted token; undefined if the slot's request ends with this token.
     """
     is_committed = jnp.arange(tokens.shape[1]) < count[:, None]
     rows = jnp.where(is_committed, slots[:, None], controls.used.shape[0])
@@ -132,7 +131,7 @@ def advance(
 
 
 def node_paths(draft: Draft, ancestor_mask: AncestorMask, depth: int) -> Int[Array, "batch nodes depth"]:
-    """Token ids on the path from the root (excluded) to each node (included); `NO_TOKEN` after the node.
+    """Return the token ids on the path from the root (excluded) to each node (included), then `NO_TOKEN`.
 
     Args:
         ancestor_mask: ancestors of each node (`jspec.core.ancestors.ancestors`).
@@ -150,15 +149,17 @@ def decide_with_penalties(
     get_paths: Callable[[], Int[Array, "batch nodes depth"]],
     decide: Callable[[PartialSums], Decision],
 ) -> tuple[Decision, Int[Array, "batch"] | None]:
-    """Call ``decide`` with the logits, edited if any row uses controls or the program has a logits processor.
+    """Call ``decide`` with the logits; edit them first if a row uses controls or the program has a logits processor.
 
     Args:
         logits: raw logits after every node, [1, batch, nodes, vocab]; scales may still be unapplied.
-        get_paths: returns the token ids on the path to each node (`node_paths`); called only for edited logits.
-        decide: takes logits in the same form; returns the last accepted node and the token after it.
+        get_paths: function that returns the token ids on the path to each node (`node_paths`); it is called only if
+            the logits are edited.
+        decide: function that takes logits in the form of ``logits``, and returns the last accepted node and the token
+            after this node.
 
     Returns:
-        The result of ``decide``, and each row's grammar state after its token (None without grammars).
+        The result of ``decide``, and each row's grammar state after the returned token (None if no grammar is used).
     """
     if view.controls is None:
         return decide(logits), None
@@ -179,7 +180,10 @@ def decide_with_penalties(
 
 
 def apply_penalties_at_root(logits: Float[Array, "batch 1 vocab"], view: SlotView) -> Float[Array, "batch 1 vocab"]:
-    """Call `apply_penalties` on the root's logits, which are small enough to be returned by a conditional."""
+    """Call `apply_penalties` on the root's logits if any row uses controls.
+
+    The call is in a conditional, which copies its result. This takes little time, because the root's logits are small.
+    """
     if view.controls is None:
         return logits
     no_path = jnp.zeros((*logits.shape[:2], 0), jnp.int32)
@@ -196,11 +200,11 @@ def _is_used(view: SlotView) -> Bool[Array, ""]:
 def apply_penalties(
     logits: Float[Array, "batch nodes vocab"], view: SlotView, path: Int[Array, "batch nodes depth"]
 ) -> Float[Array, "batch nodes vocab"]:
-    """Edit the logits by each row's controls; rows without controls are returned unchanged.
+    """Edit the logits of each row by its controls; rows without controls are returned unchanged.
 
     Args:
         logits: raw logits after every node.
-        path: token ids on the path to each node (`node_paths`), without the root, which the slot's counts include.
+        path: token ids on the path to each node (`node_paths`), without the root; the slot's counts include the root.
     """
     assert view.controls is not None
     row: Controls = jax.tree.map(lambda field: field.at[view.slots].get(mode="fill", fill_value=0), view.controls)
@@ -212,7 +216,7 @@ def apply_penalties(
         is_stop = vocab == view.sampling.stop_ids[:, None, index, None]
         edited = jnp.where(is_early[..., None] & is_stop, -jnp.inf, edited)
     edited = jnp.where(row.used[:, None, None], edited, logits)
-    edited = _ban_bad_words(edited, row, path, depth)  # last and in place: the earlier edits fuse into one pass
+    edited = _ban_bad_words(edited, row, path, depth)  # last, in place: all earlier edits are fused into one pass
     if view.grammars is not None:
         edited = grammar_mask.apply_grammars(edited, view, path)
     if view.masks is not None:
@@ -223,7 +227,7 @@ def apply_penalties(
 def _apply_counts(
     logits: Float[Array, "batch nodes vocab"], row: Controls, path: Int[Array, "batch nodes depth"]
 ) -> Float[Array, "batch nodes vocab"]:
-    """Apply repetition penalties for tokens of prompt and output, then presence and frequency penalties for output."""
+    """Apply repetition penalties to tokens of prompt and output, then presence and frequency penalties to output."""
     vocab = jnp.arange(logits.shape[-1])
     counts = jnp.broadcast_to(row.counts[:, None], logits.shape)
     for index in range(path.shape[-1]):
@@ -242,7 +246,7 @@ def _ban_bad_words(
     path: Int[Array, "batch nodes depth"],
     depth: Int[Array, "batch nodes"],
 ) -> Float[Array, "batch nodes vocab"]:
-    """Set the logit of a bad word's last token to -inf if the newest tokens are the word's other tokens."""
+    """Set the logit of a bad word's last token to -inf at nodes whose newest tokens are the word's other tokens."""
     batch, nodes, _ = path.shape
     history = jnp.concatenate([jnp.broadcast_to(row.recent[:, None], (batch, nodes, LOOK_BACK)), path], axis=-1)
     newest = jnp.take_along_axis(history, depth[..., None] + jnp.arange(LOOK_BACK), axis=-1)

@@ -1,8 +1,8 @@
-"""From logits to tokens: the processed probabilities of each row, and noise that depends on seed and position alone.
+"""Samples tokens: computes processed probabilities, and random numbers that depend on seed and position alone.
 
-The random key of the target's noise is (seed, TOKEN, position); the key of every other draw is (seed, purpose, root
-position, depth). A root position occurs in one step only, while a position may be drafted in several steps, and keys
-that repeat between steps would bias the accept rules.
+The random key of the target's noise consists of the seed, `Purpose.TOKEN` and the token's position. Every other key
+consists of the seed, the purpose, the root's position and the depth. A root has a given position in one step only,
+while a position may be drafted in several steps. Keys that repeat between steps would bias the accept rules.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pallas_kernels.sampling.top_log_probs import top_log_probs
 
 
 class Purpose(enum.IntEnum):
-    """Purpose of a draw; part of its random key."""
+    """The purpose of a random draw, which is part of the draw's random key."""
 
     TOKEN = 0
     DRAFT = 1
@@ -36,11 +36,13 @@ class Purpose(enum.IntEnum):
 
 
 def by_temperature(view: SlotView, run: Callable[[SlotView], Any]) -> Any:
-    """Call ``run`` in one of two branches: a batch with only greedy rows computes no noise and no probabilities.
+    """Call ``run`` in one of two branches of a conditional, for batches with and without sampled rows.
+
+    The branch for batches with only greedy rows computes no noise and no probabilities.
 
     Args:
-        run: function of the view; `SlotView.all_greedy` is True in the greedy branch. Its result must not contain a KV
-            pool: a conditional copies the results of its branches.
+        run: function of the view, in which `SlotView.all_greedy` is True in the greedy branch. The result must not
+            contain a KV pool, because a conditional copies the results of its branches.
     """
     return jax.lax.cond(
         jnp.any(view.sampling.temperature > 0),
@@ -50,7 +52,7 @@ def by_temperature(view: SlotView, run: Callable[[SlotView], Any]) -> Any:
 
 
 def keys(seed: UInt32[Array, "... 2"], purpose: Purpose, *coordinates: Int[Array, "..."]) -> Array:
-    """Random keys, one for each element of the broadcast of seed and coordinates."""
+    """Make random keys, one for each element of the broadcast of seed and coordinates."""
     shape = jnp.broadcast_shapes(seed.shape[:-1], *(c.shape for c in coordinates))
     flat_seed = jnp.broadcast_to(seed, (*shape, 2)).reshape(-1, 2)
     flat_coordinates = [jnp.broadcast_to(c, shape).reshape(-1) for c in coordinates]
@@ -65,14 +67,14 @@ def keys(seed: UInt32[Array, "... 2"], purpose: Purpose, *coordinates: Int[Array
 
 
 def gumbel(key: Array, vocab: int) -> Float[Array, "... vocab"]:
-    """Gumbel noise over a vocabulary for each key: ``argmax(logits + noise)`` is a draw from softmax(logits)."""
+    """Draw Gumbel noise over a vocabulary for each key; ``argmax(logits + noise)`` is a sample from softmax(logits)."""
     draw = jax.vmap(lambda k: jax.random.gumbel(k, (vocab,), jnp.float32, mode="low"))
-    with jax.threefry_partitionable(True):  # as in `sample_tokens`, for any configuration of the process
+    with jax.threefry_partitionable(True):  # draw as `sample_tokens` does, whatever jax's setting is
         return draw(key.reshape(-1)).reshape(*key.shape, vocab)
 
 
 def uniform(key: Array) -> Float[Array, "..."]:
-    """A uniform number in [0, 1) for each key."""
+    """Draw a uniform number in [0, 1) for each key."""
     draw = jax.vmap(lambda k: jax.random.uniform(k, (), jnp.float32))
     return draw(key.reshape(-1)).reshape(key.shape)
 
@@ -82,8 +84,8 @@ def process(
 ) -> Float[Array, "batch nodes vocab"]:
     """Apply temperature, top-k, top-p and min-p to the logits, in this order; excluded tokens get -inf.
 
-    Greedy rows are returned unchanged. As in transformers' warpers, each filter gets the renormalised probabilities of
-    the tokens that the previous filter kept. Tokens as likely as the last kept token are kept too.
+    Greedy rows are returned unchanged. As in transformers, each filter reads the renormalised probabilities of the
+    tokens that the filter before it has kept. Tokens that are as likely as the last kept token are kept too.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     bound = sampling_threshold(rows, *_filters(sampling), implementation=implementation).reshape(logits.shape[:2])
@@ -92,16 +94,16 @@ def process(
 
 
 def _filters(sampling: Sampling) -> tuple[Array, ...]:
-    """Temperature, top-k, top-p and min-p of each row."""
+    """Return the temperature, top-k, top-p and min-p of each row."""
     return sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
 
 
 def target_tokens(logits: PartialSums, view: SlotView, offset: Int[Array, "batch nodes"]) -> Int[Array, "batch nodes"]:
-    """The token that plain decoding would emit after each node: the argmax for greedy rows, else a draw.
+    """Return the token that plain decoding would emit after each node: the argmax in greedy rows, else a sample.
 
     Args:
         logits: logits after every node, edited by `jspec.sampling.penalties`, [1, batch, nodes, vocab]. Scales may
-            still be unapplied: applying them in a separate kernel would read and write the logits once more.
+            still be unapplied, because a separate kernel for them would read and write the logits once more.
         offset: position of the emitted token minus the root's position; 1 for the token right after the root.
     """
     if not view.deterministic:
@@ -110,7 +112,7 @@ def target_tokens(logits: PartialSums, view: SlotView, offset: Int[Array, "batch
     def draw(logits: Array, root: Array, offset: Array, sampling: Sampling) -> Array:
         return _draw(logits[None], root, offset, sampling, None, view.implementation)
 
-    # Each row is computed as a separate batch, so its bits do not depend on the number of rows.
+    # Compute each row as a separate batch, so that a row's bits do not depend on the number of rows.
     rows, each = reduce_partials(logits, jnp.float32).reshape(offset.size, -1), offset.shape[1]
     shared = jax.tree.map(lambda field: jnp.repeat(field, each, axis=0), (view.lengths, view.sampling))
     arguments = rows, shared[0], offset.reshape(-1), shared[1]
@@ -125,10 +127,11 @@ def _draw(
     ids: Array | None,
     implementation: str,
 ) -> Int[Array, "*rows"]:
-    """Draw one token for each row with the target's noise; neighbouring rows share a root and sampling parameters.
+    """Sample one token for each row with the target's noise; neighbouring rows share a root and sampling parameters.
 
     Args:
-        ids: target id of each entry of the vocabulary, which selects its noise; None: the same ids.
+        ids: target-vocabulary id of each column of the logits, which selects the column's noise; None: the column's
+            index.
     """
     place, options = (sampling.seed, root, offset), {"purpose": int(Purpose.TOKEN), "implementation": implementation}
     return sample_tokens(logits, *place, *_filters(sampling), ids, **options)
@@ -137,7 +140,7 @@ def _draw(
 def processed_probs(
     logits: Float[Array, "batch nodes vocab"], sampling: Sampling, implementation: str = "auto"
 ) -> Float[Array, "batch nodes vocab"]:
-    """Probabilities after temperature, top-k, top-p and min-p; greedy rows are one-hot at the argmax."""
+    """Return the probabilities after temperature, top-k, top-p and min-p; greedy rows are one-hot at the argmax."""
     probs = jax.nn.softmax(process(logits, sampling, implementation), axis=-1)
     one_hot = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=probs.dtype)
     return jnp.where(sampling.temperature[:, None, None] > 0, probs, one_hot)
@@ -149,24 +152,27 @@ ChildChooser = Callable[[PartialSums, int, int], tuple[Array, Array | None]]
 def child_chooser(
     view: SlotView, depth: int, vocab_map: Int[Array, "draft_vocab"] | None, target_vocab: int
 ) -> ChildChooser:
-    """Make the function that chooses the children of drafted nodes, as the accept rule's ``draft_sampling`` demands.
+    """Make the function that chooses the children of draft nodes, as the accept rule's ``draft_sampling`` demands.
 
-    TARGET_NOISE: sampled rows add the noise that the target will use at the position; if draft and target have similar
-    distributions, they then mostly choose the same tokens.
-    OWN_DISTRIBUTION: children are drawn from the draft's processed probabilities without replacement, in draw order
+    TARGET_NOISE: the children are the tokens with the largest sum of processed draft logit and noise. The noise is that
+    of the target at the children's position, so draft and target mostly choose equal tokens if their logits are
+    similar.
+    OWN_DISTRIBUTION: the children are drawn from the draft's processed probabilities without replacement, in draw order
     (Gumbel top-k, arXiv:1903.06059).
-    MOST_LIKELY: children are the tokens with the largest logits.
+    MOST_LIKELY: the children are the tokens with the largest draft logits.
+
+    In greedy rows, the children are always the tokens with the largest draft logits.
 
     Args:
         depth: depth of the deepest nodes to choose.
-        vocab_map: target-vocabulary id of each draft-vocabulary id; None: the same ids.
+        vocab_map: target-vocabulary id of each draft-vocabulary id; None: the ids are equal.
         target_vocab: size of the target's vocabulary.
 
     Returns:
-        A function of the parents' logits ``[1, batch, fed, draft_vocab]`` (scales may still be unapplied), the depth of
-        the children (1 for those of the root) and the number ``count`` of children per parent. The function returns the
-        children's draft-vocabulary ids ``[batch, fed, count]``, best first, and the probabilities
-        ``[batch, fed, draft_vocab]`` from which they were drawn (None if they were not drawn).
+        A function with three arguments: the parents' draft logits [1, batch, parents, draft_vocab], whose scales may
+        still be unapplied; the depth of the children (1 for the root's children); the number ``count`` of children per
+        parent. The function returns the children's draft-vocabulary ids [batch, parents, count], best first, and the
+        probabilities [batch, parents, draft_vocab] from which they were drawn (None if nothing was drawn).
     """
     noise = functools.cache(lambda: _target_noise(view, depth, vocab_map, target_vocab))
     draft_sampling = view.accept.draft_sampling
@@ -190,7 +196,7 @@ def child_chooser(
 def _target_noise(
     view: SlotView, depth: int, vocab_map: Array | None, target_vocab: int
 ) -> Float[Array, "batch depth draft_vocab"]:
-    """The target's noise at the positions of all draft levels; one conditional for all, as each costs GPU time."""
+    """Draw the target's noise for all depths of the tree in one conditional; each conditional takes GPU time."""
     positions = view.lengths[:, None] + jnp.arange(1, depth + 1)
     size = target_vocab if vocab_map is None else vocab_map.shape[0]
 
@@ -206,7 +212,7 @@ def _target_noise(
 def _draw_children(
     logits: Float[Array, "batch fed vocab"], view: SlotView, depth: int, count: int
 ) -> tuple[Array, Array]:
-    """Draw children without replacement; return their ids and the probabilities they were drawn from.
+    """Draw children without replacement, and return their ids and the probabilities from which they were drawn.
 
     Greedy rows take the tokens with the largest logits, and have one-hot probabilities.
     """
@@ -221,7 +227,7 @@ def _draw_children(
 
 
 def _largest(scores: Float[Array, "batch fed vocab"], count: int, view: SlotView) -> Int[Array, "batch fed count"]:
-    """Token ids of the ``count`` largest scores, largest first; of equal scores the smaller id first."""
+    """Return the token ids of the ``count`` largest scores, largest first; among equal scores, the smaller id first."""
     if count == 1:
         return jnp.argmax(scores, axis=-1, keepdims=True).astype(jnp.int32)
     rows, fed, vocab = scores.shape
@@ -232,6 +238,6 @@ def _largest(scores: Float[Array, "batch fed vocab"], count: int, view: SlotView
 def log_prob(
     logits: Float[Array, "batch fed vocab"], ids: Int[Array, "batch fed count"]
 ) -> Float[Array, "batch fed count"]:
-    """Natural log-probabilities of the given tokens without temperature, never above 0."""
+    """Return the natural log-probabilities (at most 0) of the given tokens at temperature 1."""
     picked = jnp.take_along_axis(logits, ids, axis=-1)
     return jnp.minimum(picked - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)

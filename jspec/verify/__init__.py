@@ -1,4 +1,4 @@
-"""Accept rules, one per file; `rules.py` finds them by name and applies them."""
+"""The accept rules, one per file; `rules.py` finds a rule by its name and applies it."""
 
 from jspec.core.accept_rule import AcceptRule
 from jspec.verify.block import Block

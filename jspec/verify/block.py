@@ -1,9 +1,11 @@
-"""Block verification of a sampled chain (arXiv:2403.10444, algorithm 2): the whole chain is verified at once.
+"""Block verification, which verifies a sampled chain as a whole (arXiv:2403.10444, algorithm 2).
 
-By the paper's validity theorem the rule keeps the target's joint distribution. By its optimality theorem no other rule
-with this property accepts more tokens of a chain on average. A deterministic draft (a point mass) gains nothing: n
-tokens are accepted with probability p(x1) ... p(xn) and the residual is p without the next token, exactly as in the
-multi-candidate rule, so a draft without ``probs`` uses that rule.
+The paper proves that the rule keeps the target's joint distribution, and that no other lossless rule accepts more
+tokens of a chain on average.
+
+A draft without ``probs`` was not sampled, and each of its tokens is a point mass. For such a draft, block verification
+equals the multi-candidate rule: both accept n tokens with probability p(x1) ... p(xn), and their residual is p without
+the next token. Therefore the multi-candidate rule is used.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from jspec.verify.tree_walk import AcceptResult
 @final
 @dataclass(frozen=True)
 class Block(SampledRule):
-    """Block verification: a chain is verified as a whole. Its tokens are sampled from the draft's own distribution."""
+    """Block verification, which verifies a chain as a whole. The drafter samples tokens from its own distribution."""
 
     name = "block"
     draft_sampling = DraftSampling.OWN_DISTRIBUTION
@@ -51,17 +53,19 @@ def block_accept(
     ancestor_mask: AncestorMask,
     uniforms: Float[Array, "batch nodes"],
 ) -> AcceptResult:
-    """Apply block verification with given uniforms; the chain is accepted up to the last node that passes its test.
+    """Apply block verification with given uniforms, and accept the chain up to the last node that passes its test.
 
-    Node i has token x[i]; p and q are the target's and the draft's probabilities of the next token. The weight of node
-    i is w[i] = min(1, w[i-1] p(x[i]) / q(x[i])), with w[0] = 1. Node i passes with probability m / (m + 1 - w[i]),
-    where m is the mass of the residual max(w[i] p - q, 0) at the node; if no later node passes, the next token is drawn
-    from this residual. The last valid node passes with probability w[i], and the token after it is drawn from p.
+    Node i has token x[i]; p and q are the target's and the draft's probabilities of a node's next token. The weight of
+    node i is w[i] = min(1, w[i-1] p(x[i]) / q(x[i])), with w[0] = 1. The residual at node i is max(w[i] p - q, 0), with
+    sum m. Node i passes with probability m / (m + 1 - w[i]). If node i is the last node that passes, the next token is
+    drawn from its residual. The last valid node passes with probability w[i], and the token after it is drawn from p.
 
-    If w[i] = 1 and the residual has no mass (p equals q up to rounding), the weight of node i + 1 is 1.
+    If w[i] = 1 and m = 0 (p equals q up to rounding), the weight of node i + 1 is 1.
 
     Args:
         target_probs: the target's processed probabilities of the token after every node.
+        draft: the drafted chains.
+        ancestor_mask: ancestors of each node.
         uniforms: a uniform number in [0, 1) for each node.
 
     Source: arXiv:2403.10444, algorithm 2.

@@ -1,7 +1,7 @@
-"""Sample and match ("coupled"): a draft token is accepted if the target draws the same token at its position.
+"""The rule "coupled" (sample and match): accept a draft token if the target draws the same token at its position.
 
-The target's noise depends on seed and position alone, so every drafter and tree emits the same tokens as plain
-decoding with that seed. Greedy decoding is this rule at temperature 0.
+The target's noise depends on seed and position alone. Therefore every drafter and every tree emit the tokens that plain
+decoding emits with the same seed. At temperature 0 the rule is greedy decoding.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pallas_kernels.layers.quantized import PartialSums
 @final
 @dataclass(frozen=True)
 class Coupled(AcceptRule):
-    """Accept a draft token if the target draws the same one; the draft is sampled with the target's noise."""
+    """The rule "coupled", which accepts a draft token if the target draws the same token with the same noise."""
 
     name = "coupled"
     draft_sampling = DraftSampling.TARGET_NOISE
     is_draft_independent = True
 
     def check(self, tree: Tree) -> None:
-        """Accept every tree."""
+        """Allow every tree."""
 
     def decide(
         self, logits: PartialSums, draft: Draft, ancestor_mask: AncestorMask, view: SlotView
@@ -42,11 +42,12 @@ class Coupled(AcceptRule):
 def match_target_tokens(
     logits: PartialSums, draft: Draft, ancestor_mask: AncestorMask, view: SlotView
 ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-    """Accept a node if the target draws the node's token, and every ancestor's token, at that token's position.
+    """Accept a node if the target draws the token of the node and the tokens of all its ancestors.
+
+    One kernel launch samples the target's tokens for greedy and sampled rows.
 
     Args:
-        logits: the target's edited logits at every node, [1, batch, nodes, vocab]. The sampling kernel handles greedy
-            and sampled rows in one launch.
+        logits: the target's edited logits after every node, [1, batch, nodes, vocab].
 
     Returns:
         The deepest accepted node [batch], and the target's token after that node [batch].

@@ -1,10 +1,12 @@
-"""The multi-candidate rule, for deterministic drafts: siblings are tried in order, each as a point mass.
+"""The multi-candidate rule for deterministic drafts, which tries siblings in order, each as a point mass.
 
-A child x is accepted with its target probability after the tokens of the siblings tried before it are removed and the
-rest is normalised. If no child is accepted, the last token is drawn from the target's probabilities without all
-children. Each step is rejection sampling with a point mass for q (arXiv:2211.17192, theorem 1), so token x is emitted
-with probability p(x) whatever the children are. EAGLE uses this rule for its trees (arXiv:2401.15077); for a chain it
-equals rejection sampling.
+Before a child is tried, the tokens of the siblings tried earlier are removed from the target's probabilities, and the
+rest is normalised. The child is accepted with its probability in the result. If no child is accepted, the last token is
+drawn from the target's probabilities without the tokens of all children. Each trial is rejection sampling with a point
+mass as draft distribution (arXiv:2211.17192, theorem 1). Therefore token x is emitted with the target's probability
+p(x), whatever the children are.
+
+EAGLE uses this rule for its trees (arXiv:2401.15077). For a chain the rule equals rejection sampling.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ from jspec.verify.tree_walk import (
 @final
 @dataclass(frozen=True)
 class MultiCandidate(SampledRule):
-    """Try siblings in order, each as a point mass; the drafter proposes its most likely tokens."""
+    """The rule that tries siblings in order, each as a point mass; the drafter proposes its most likely tokens."""
 
     name = "multi_candidate"
     draft_sampling = DraftSampling.MOST_LIKELY
 
     def check(self, tree: Tree) -> None:
-        """Accept every tree."""
+        """Allow every tree."""
 
     def decide_sampled(
         self, logits: Float[Array, "batch nodes vocab"], draft: Draft, ancestor_mask: AncestorMask, view: SlotView
@@ -59,7 +61,7 @@ def multi_candidate_accept(
 ) -> AcceptResult:
     """Apply the multi-candidate rule with given uniforms.
 
-    The rule is lossless for any distribution of the draft's tokens, as long as the uniforms are independent of them.
+    The rule is lossless for any distribution of the draft tokens, as long as the uniforms do not depend on the tokens.
 
     Args:
         target_probs: the target's processed probabilities of the token after every node.
@@ -67,7 +69,7 @@ def multi_candidate_accept(
     """
     residual = _without_children(target_probs, draft)
     accept_probs = _accept_probs(target_probs, draft, jnp.sum(residual, axis=-1))
-    passes = uniforms < accept_probs  # strictly: a uniform may be exactly 0
+    passes = uniforms < accept_probs  # "<", because a uniform may be exactly 0
     is_preceded = jnp.any(jnp.tril(siblings(draft)) & passes[:, None], axis=-1)
     _, last_node = longest_accepted_path(passes & candidates(draft) & ~is_preceded, draft, ancestor_mask)
     last_residual = at_node(residual, last_node)
@@ -75,7 +77,7 @@ def multi_candidate_accept(
 
 
 def _without_children(probs: Float[Array, "batch nodes vocab"], draft: Draft) -> Float[Array, "batch nodes vocab"]:
-    """The probabilities at every node with the tokens of its children set to 0; not normalised."""
+    """Set the probabilities of the tokens of each node's children to 0, without normalising the rest."""
     row, nodes = jnp.arange(probs.shape[0])[:, None], probs.shape[1]
     parent = jnp.where(candidates(draft), draft.parents, nodes)
     return probs.at[row, parent, draft.tokens].set(0.0, mode="drop")
@@ -84,10 +86,11 @@ def _without_children(probs: Float[Array, "batch nodes vocab"], draft: Draft) ->
 def _accept_probs(
     probs: Float[Array, "batch nodes vocab"], draft: Draft, residual_mass: Float[Array, "batch nodes"]
 ) -> Float[Array, "batch nodes"]:
-    """Acceptance probability of each child: its share of the mass of the tokens that are not its earlier siblings.
+    """Return each child's acceptance probability.
 
-    This mass is a sum over the remaining tokens and never 1 minus a sum: rounding cannot make it 0 while a later token
-    still has mass. If the tokens after a child have no mass, the child is accepted.
+    It is the child's probability, divided by the total probability of all tokens except the child's earlier siblings.
+    The total is a sum over these tokens, never 1 minus a sum, so rounding cannot make it 0 while a later token has
+    probability. If all tokens after a child have probability 0, the child is accepted.
     """
     node_probs = child_probs(probs, draft)
     is_later_sibling = jnp.triu(siblings(draft))
@@ -97,22 +100,22 @@ def _accept_probs(
 
 
 class Candidate(NamedTuple):
-    """The result of `multi_candidate`: the accepted path of one tree."""
+    """The accepted path of one tree, as `multi_candidate` returns it."""
 
     accept_len: int  # number of accepted draft tokens
-    path: np.ndarray  # accept_len + 1 node ids, the root first
+    path: np.ndarray  # ids of the root and the accepted nodes, [accept_len + 1], the root first
     bonus_probs: np.ndarray  # [vocab], probabilities of the token after the path
 
 
 def multi_candidate(p: ArrayLike, tokens: ArrayLike, parents: ArrayLike, uniforms: ArrayLike) -> Candidate:
-    """Apply the multi-candidate rule to one tree with recorded uniforms; a host function, not for use inside jit.
+    """Apply the multi-candidate rule to one tree with recorded uniforms, on the host (not inside jit).
 
     Args:
-        p: the target's processed probabilities at every node, [nodes, vocab].
+        p: the target's processed probabilities after every node, [nodes, vocab].
         tokens: token ids [nodes], the root first; siblings are tried in node order.
         parents: parent of each node [nodes], ``parents[i] < i``; -1 for the root and for padding nodes.
-        uniforms: a uniform number for each tried child, in the order of trials; later entries are not read and may be
-            NaN.
+        uniforms: a uniform number for each tried child, in the order of trials; further entries are not read, and may
+            be NaN.
 
     Raises:
         ValueError: the arrays do not describe one tree, or there are fewer uniforms than tried children.
@@ -145,7 +148,7 @@ def multi_candidate(p: ArrayLike, tokens: ArrayLike, parents: ArrayLike, uniform
 
 
 def _trial_index(draft: Draft, ancestor_mask: AncestorMask) -> Int[Array, "batch nodes"]:
-    """Index of each node in the order of trials, if all ancestors of the node are accepted; -1 for the root."""
+    """Return the index of each node in the order of trials if all its ancestors are accepted; -1 for the root."""
     tries = jnp.where(candidates(draft), ranks(draft) + 1, 0)
     return jnp.sum(jnp.where(ancestor_mask, tries[:, None], 0), axis=-1, dtype=jnp.int32) - 1
 

@@ -1,10 +1,10 @@
 """Rejection sampling with the draft's own probabilities, for chains and for siblings drawn without replacement.
 
-A token drawn from the draft's probabilities q is accepted with probability min(1, p/q), where p are the target's
-probabilities. After a rejection p becomes the residual max(p - q, 0), normalised (arXiv:2211.17192, theorem 1;
-arXiv:2302.01318, theorem 1). The next sibling was drawn from q without the rejected token, normalised, and is tried
-against the residual in the same way, so the theorem applies sibling by sibling: recursive rejection sampling without
-replacement (arXiv:2402.14160).
+Let p be the target's probabilities and q the draft's. A token x drawn from q is accepted with probability
+min(1, p(x) / q(x)). After a rejection, p is replaced by the normalised residual max(p - q, 0) (arXiv:2211.17192,
+theorem 1; arXiv:2302.01318, theorem 1). The next sibling was drawn from q without the rejected token, normalised. It is
+tried against the residual with the same formula, so the theorem applies to one sibling after another (recursive
+rejection sampling without replacement, arXiv:2402.14160).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from jspec.verify.tree_walk import AcceptResult
 @final
 @dataclass(frozen=True)
 class Rejection(SampledRule):
-    """Rejection sampling, sibling by sibling; the draft is sampled from its own distribution.
+    """Rejection sampling of one sibling after another. The drafter samples tokens from its own distribution.
 
-    If the draft has no ``probs`` (it was not sampled), the multi-candidate rule is used.
+    The multi-candidate rule is used if the draft has no ``probs``, because such a draft was not sampled.
     """
 
     name = "rejection"
@@ -45,9 +45,9 @@ class Rejection(SampledRule):
 
 
 def check_no_rank_gaps(rule: str, tree: Tree) -> None:
-    """Raise if the sibling ranks of a static tree have a gap.
+    """Raise an error if the sibling ranks of a static tree have a gap.
 
-    Siblings after a gap would not be a sample without replacement.
+    Siblings after a gap are not a sample without replacement.
 
     Args:
         rule: name of the accept rule, for the error message.
@@ -64,7 +64,7 @@ def check_no_rank_gaps(rule: str, tree: Tree) -> None:
 
 
 class Trial(NamedTuple):
-    """The result of trying one sibling against the target's probabilities."""
+    """The result of testing one sibling's token against the target's probabilities."""
 
     accept_prob: Float[Array, "batch"]  # acceptance probability of the sibling, may exceed 1
     residual_p: Float[Array, "batch vocab"]  # the target's probabilities for the next sibling, after a rejection
@@ -79,7 +79,7 @@ def rejection_accept(
 ) -> AcceptResult:
     """Apply rejection sampling with given uniforms.
 
-    One pass over the nodes in order: a node is tried if its parent is the last node accepted so far.
+    The nodes are visited in order. A node is tried if its parent is the last node accepted so far.
 
     Args:
         target_probs: the target's processed probabilities of the token after every node.
@@ -93,7 +93,7 @@ def rejection_accept(
     for node in range(1, target_probs.shape[1]):
         is_tried = draft.valid[:, node] & (draft.parents[:, node] == last_node)
         trial = try_token(p, q, draft.tokens[:, node])
-        accepted = is_tried & (uniforms[:, node] < trial.accept_prob)  # strictly: a uniform may be exactly 0
+        accepted = is_tried & (uniforms[:, node] < trial.accept_prob)  # "<", because a uniform may be exactly 0
         next_q = to_target_vocab(draft.probs[:, node], draft.vocab_map, vocab)
         p = jnp.where(accepted[:, None], target_probs[:, node], jnp.where(is_tried[:, None], trial.residual_p, p))
         q = jnp.where(accepted[:, None], next_q, jnp.where(is_tried[:, None], trial.residual_q, q))
@@ -103,10 +103,10 @@ def rejection_accept(
 
 
 def try_token(p: Float[Array, "batch vocab"], q: Float[Array, "batch vocab"], token: Int[Array, "batch"]) -> Trial:
-    """Try a token drawn from the draft's probabilities q against the target's probabilities p.
+    """Test a token drawn from the draft's probabilities q against the target's probabilities p.
 
-    If q has no mass left, the draft had only this token and it counts as a point mass. If the residual max(p - q, 0)
-    has no mass (p equals q up to rounding), the token is accepted.
+    If q is all zeros, the draft had only this token left, and q counts as a point mass on this token. If the residual
+    max(p - q, 0) is all zeros (p equals q up to rounding), the token is accepted.
     """
     is_token = jnp.arange(p.shape[-1]) == token[:, None]
     q = jnp.where(jnp.any(q > 0, axis=-1, keepdims=True), q, is_token.astype(q.dtype))
@@ -118,7 +118,7 @@ def try_token(p: Float[Array, "batch vocab"], q: Float[Array, "batch vocab"], to
 
 
 def normalised(weights: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
-    """The weights of each row divided by their sum; all zeros stay zeros."""
+    """Divide the weights of each row by their sum; rows of zeros stay zeros."""
     mass = jnp.sum(weights, axis=-1, keepdims=True)
     return weights / jnp.where(mass > 0, mass, 1.0)
 

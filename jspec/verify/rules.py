@@ -1,18 +1,19 @@
-"""The accept rules by name, and the verdict of one round: apply the program's rule, then cut where the row ends.
+"""Finds accept rules by name, applies the engine's rule in each round, and ends rows at stop ids and length limits.
 
-The rule is an option of the engine, fixed before any round: choosing a rule by a round's own draws would be lossy even
-if all rules were lossless. All rules but "typical" emit the target's processed distribution for any draft.
+The rule is an option of the engine and never changes. A choice of the rule that depended on a round's random numbers
+would be lossy, even among lossless rules. All rules except "typical" emit the target's processed distribution for any
+draft.
 
 | rule | file | method |
 |---|---|---|
-| "coupled" | `coupled` | accept a draft token if the target draws the same one (sample and match) |
+| "coupled" | `coupled` | accept a draft token if the target draws the same token (sample and match) |
 | "rejection" | `rejection` | rejection sampling with the draft's probabilities, siblings without replacement |
-| "block" | `block` | a sampled chain is verified as a whole |
-| "multi_candidate" | `multi_candidate` | siblings are tried in order as point masses, for deterministic drafts |
-| "typical" | `typical` | lossy: accept tokens that are likely enough |
+| "block" | `block` | verify a sampled chain as a whole |
+| "multi_candidate" | `multi_candidate` | try siblings in order as point masses, for deterministic drafts |
+| "typical" | `typical` | accept tokens that are likely enough (lossy) |
 
-The accept functions of the sampling rules take their uniforms as arguments and return probabilities, which lets tests
-feed recorded draws and enumerate all outcomes.
+The accept functions take uniforms as arguments and return probabilities, so that tests can pass recorded uniforms and
+enumerate all outcomes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ RULES: dict[str, type[AcceptRule]] = {rule.name: rule for rule in (Coupled, Reje
 
 
 def resolve(accept: str | AcceptRule, **options: float) -> AcceptRule:
-    """Construct the accept rule of a given name; a rule object is returned unchanged.
+    """Make the accept rule with a given name; a rule object is returned unchanged.
 
     Args:
         accept: name of the rule, or a rule.
@@ -57,7 +58,7 @@ def resolve(accept: str | AcceptRule, **options: float) -> AcceptRule:
 
 
 def accept(logits: PartialSums, draft: Draft, ancestor_mask: AncestorMask, view: SlotView, tree: Tree) -> Verdict:
-    """Decide by the program's rule which draft tokens are accepted, and cut the result where the row ends.
+    """Apply the program's accept rule, and end rows at their first stop id or at their length limit.
 
     Args:
         logits: the target's raw logits after every node, [1, batch, nodes, vocab]; scales may still be unapplied.
@@ -81,11 +82,11 @@ def verdict_of(
     view: SlotView,
     tree: Tree,
 ) -> Verdict:
-    """Make the verdict from the last accepted node of each row, cut where the row ends.
+    """Make the verdict from the last accepted node of each row, and end rows at a stop id or their length limit.
 
     Args:
-        last_node: the last accepted node.
-        bonus: the target's token after the last accepted node.
+        last_node: the last accepted node [batch].
+        bonus: the target's token after the last accepted node [batch].
     """
     path, accept_len = (
         at_node(by_depth(ancestor_mask, tree.depth), last_node),

@@ -1,4 +1,4 @@
-"""Base class of the rules that compare probabilities: float32 logits, random numbers of a round, greedy batches."""
+"""The base class of the accept rules that compare probabilities, and the random numbers that these rules use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AcceptFunction = Callable[[Array, Draft, AncestorMask, Array], AcceptResult]
 
 
 class SampledRule(AcceptRule):
-    """An accept rule that compares probabilities; at temperature 0 each such rule matches the target's argmax."""
+    """An accept rule that compares probabilities. In a batch with only greedy rows, it matches the target's argmax."""
 
     def decide(
         self, logits: PartialSums, draft: Draft, ancestor_mask: AncestorMask, view: SlotView
@@ -37,7 +37,7 @@ class SampledRule(AcceptRule):
     def decide_sampled(
         self, logits: Float[Array, "batch nodes vocab"], draft: Draft, ancestor_mask: AncestorMask, view: SlotView
     ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-        """Do what `decide` does, for a batch with at least one sampled row; greedy rows have one-hot probabilities."""
+        """Decide as `decide` does, in a batch with a sampled row; greedy rows have one-hot probabilities."""
 
 
 def draw_and_accept(
@@ -47,12 +47,12 @@ def draw_and_accept(
     ancestor_mask: AncestorMask,
     view: SlotView,
 ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-    """Call an accept function with this round's uniforms, and draw the last token from the probabilities it returns.
+    """Call an accept function with this round's uniforms, and draw the last token from the residual that it returns.
 
-    The random keys contain the root position, which occurs in one round only, so no key is used twice.
+    The random keys contain the root's position. A root has a given position in one round only, so no key is used twice.
 
     Args:
-        accept_function: takes target probabilities, draft, ancestor mask and uniforms.
+        accept_function: function of target probabilities, draft, ancestor mask and uniforms.
         logits: the target's edited logits after every node.
 
     Returns:

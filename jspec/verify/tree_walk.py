@@ -1,4 +1,4 @@
-"""Tree helpers that the accept rules share: candidates, siblings, the longest accepted path."""
+"""Functions of draft trees that the accept rules share, such as siblings and the longest accepted path."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from jspec.core.records import AncestorMask, Draft
 
 
 class AcceptResult(NamedTuple):
-    """The result of an accept function; the token after the last accepted node is drawn later."""
+    """The result of an accept function: the last accepted node, and the probabilities of the token after it."""
 
     last_node: Int[Array, "batch"]  # the last accepted node
     residual_probs: Float[Array, "batch vocab"]  # probabilities of the token after the last accepted node
-    accept_probs: Float[Array, "batch nodes"]  # acceptance probability of tried nodes, may exceed 1; else undefined
+    accept_probs: Float[Array, "batch nodes"]  # acceptance probability of each tried node; it may exceed 1
 
 
 def candidates(draft: Draft) -> Bool[Array, "batch nodes"]:
-    """Whether a rule may accept each node: False for the root, padding nodes and nodes beyond the draft cap."""
+    """Return whether a rule may accept each node; False for the root, padding nodes and nodes beyond the draft cap."""
     return draft.valid & (draft.parents >= 0)
 
 
 def siblings(draft: Draft) -> Bool[Array, "batch nodes nodes"]:
-    """Sibling mask: ``[b, n, m]`` is True if n and m are different candidates (`candidates`) with the same parent."""
+    """Return the sibling mask; ``[b, n, m]`` is True if n and m are different `candidates` with the same parent."""
     is_candidate = candidates(draft)
     same = draft.parents[:, :, None] == draft.parents[:, None]
     other = ~jnp.eye(draft.parents.shape[1], dtype=bool)
@@ -33,12 +33,12 @@ def siblings(draft: Draft) -> Bool[Array, "batch nodes nodes"]:
 
 
 def ranks(draft: Draft) -> Int[Array, "batch nodes"]:
-    """Number of siblings that precede each node in node order; 0 for the root and for padding nodes."""
+    """Return the number of siblings before each node in node order; 0 for the root and for padding nodes."""
     return jnp.sum(jnp.tril(siblings(draft)), axis=-1, dtype=jnp.int32)
 
 
 def child_probs(probs: Float[Array, "batch nodes vocab"], draft: Draft) -> Float[Array, "batch nodes"]:
-    """Probability of each node's token given its parent; undefined for the root.
+    """Return the probability of each node's token after the node's parent; undefined for the root.
 
     Args:
         probs: probabilities of the token after each node.
@@ -66,6 +66,6 @@ def longest_accepted_path(
 
 
 def at_node(rows: Array, node: Int[Array, "batch"]) -> Array:
-    """Gather one node's entry for each batch row: ``rows[b, node[b]]``; ``rows`` is [batch, nodes, ...]."""
+    """Gather the entry ``rows[b, node[b]]`` for each batch row b; ``rows`` is [batch, nodes, ...]."""
     index = node.reshape(-1, *(1,) * (rows.ndim - 1))
     return jnp.take_along_axis(rows, index, axis=1)[:, 0]

@@ -1,7 +1,7 @@
-"""Typical acceptance (Medusa, arXiv:2401.10774): the only lossy rule.
+"""Typical acceptance, the only lossy rule (Medusa, arXiv:2401.10774).
 
-A draft token is accepted if the target finds it plausible; the less certain the target, the lower the threshold:
-p(x) must exceed min(threshold, alpha * exp(-H)), where H is the entropy of p. Nothing is drawn.
+A draft token x is accepted if its target probability p(x) exceeds min(threshold, alpha * exp(-H)), where H is the
+entropy of p. So the less certain the target is, the lower the required probability. The rule draws no random numbers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jspec.sampling import sampler
 from jspec.verify.sampled_rule import SampledRule
 from jspec.verify.tree_walk import at_node, candidates, child_probs, longest_accepted_path
 
-LOG_GUARD = 1e-5  # the authors' guard against log(0); part of the rule, because it moves the threshold
+LOG_GUARD = 1e-5  # added to probabilities before the log, as the authors do; it changes the required probability
 
 
 @final
 @dataclass(frozen=True)
 class Typical(SampledRule):
-    """Typical acceptance: accept tokens above a threshold of probability; the drafter proposes its most likely tokens.
+    """Typical acceptance, which accepts tokens above a probability; the drafter proposes its most likely tokens.
 
     Args:
         threshold: upper limit of the required probability.
@@ -51,7 +51,7 @@ class Typical(SampledRule):
                 raise ValueError(f"Typical: {option}: expected a number > 0, got {value!r}")
 
     def check(self, tree: Tree) -> None:
-        """Warn that the rule is lossy, and accept every tree."""
+        """Allow every tree, and warn that the rule is lossy."""
         warnings.warn(
             'accept="typical" does not keep the target\'s distribution; every other rule does',
             UserWarning,
@@ -61,10 +61,13 @@ class Typical(SampledRule):
     def decide_sampled(
         self, logits: Float[Array, "batch nodes vocab"], draft: Draft, ancestor_mask: AncestorMask, view: SlotView
     ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-        """Accept the longest path of plausible nodes; of equally long paths the most likely one. Greedy rows are exact.
+        """Accept the longest path whose tokens all have the required probability.
+
+        Among equally long paths, the most likely path is accepted.
+        Greedy rows accept only the target's argmax.
 
         Args:
-            logits: the target's edited logits; the rule's p is their softmax after temperature, top-k, top-p and min-p.
+            logits: the target's edited logits; p is their softmax after temperature, top-k, top-p and min-p.
 
         Returns:
             The last accepted node [batch], and the most likely token after that node [batch].

@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache: rotate queries and keys, append keys and values, attend, merge splits."""
+"""Kernels of attention over the paged KV cache, which also rotate queries and write keys and values to the cache."""

@@ -1,4 +1,4 @@
-"""Ancestor masks of draft trees as packed bits: bit j % 32 of word j // 32 of row n is set if node n sees node j."""
+"""Packs ancestor masks of draft trees: bit j % 32 of word j // 32 of row n is set if node n sees node j."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +14,7 @@ def num_words(n: int) -> int:
 
 
 def own_bits(rows: Int[np.ndarray, " n"], size: int) -> UInt32[np.ndarray, "n W"]:
-    """Returns packed masks of `size` bits, one for each of the given rows, in which only bit `row` is set."""
+    """Returns one packed mask of `size` bits for each entry r of `rows`, in which only bit r is set."""
     bits = np.zeros((len(rows), num_words(size)), np.uint32)
     bits[np.arange(len(rows)), rows // WORD] = np.uint32(1) << (rows % WORD).astype(np.uint32)
     return bits
@@ -24,13 +24,13 @@ def ancestor_bits(parents: Int32[Array | np.ndarray, "B N"]) -> UInt32[Array, "B
     """Returns the packed ancestor masks of trees, in which each node sees itself and its ancestors.
 
     Args:
-        parents: index of each node's parent [B, N], smaller than the node's own; -1 for the root and padding nodes.
+        parents: index of each node's parent [B, N], below the node's index; -1 for the root and for padding nodes.
 
     Returns:
         Bit j % 32 of word j // 32 of row n is set iff j == n or j is an ancestor of n.
     """
     batch, nodes = parents.shape
-    # Pointer doubling. An extra last node means "no parent": it sees nothing, and is its own parent.
+    # Pointer doubling. An extra last node stands for "no parent". It sees nothing, and is its own parent.
     ancestors = jnp.where(parents < 0, nodes, parents).astype(jnp.int32)
     ancestors = jnp.pad(ancestors, ((0, 0), (0, 1)), constant_values=nodes)
     own = np.pad(own_bits(np.arange(nodes), nodes), ((0, 1), (0, 0)))
@@ -48,16 +48,16 @@ def causal_bits(n: int) -> UInt32[np.ndarray, "n W"]:
 
 
 def mask_tile(words: list[Array], first: Array, low: Array, high: Array, tile: int) -> Array:
-    """In a kernel: expands packed ancestor bits to the attention mask of one tile of the context.
+    """Expands packed ancestor bits to the attention mask of one tile of the context, inside a kernel.
 
-    New rows are numbered from 0; the committed rows before them have negative numbers. Column c of the tile is row
-    `first` + c. A query sees a row if low <= row < high and the row is committed or its bit is set. The bits are
-    shifted once for 32 columns instead of being looked up for each column.
+    New rows are numbered from 0; the committed rows before the new rows have negative numbers. Column c of the tile is
+    row `first` + c. A query sees a row if low <= row < high, and if the row is committed or its bit is set. Bits are
+    not looked up for each column: one shift serves 32 columns.
 
     Args:
         words: the queries' packed bits, one array [queries] per word.
         first: row number of column 0.
-        low, high: first visible row, and one past the last.
+        low, high: first visible row, and one past the last visible row.
         tile: number of columns.
 
     Returns:
@@ -65,7 +65,7 @@ def mask_tile(words: list[Array], first: Array, low: Array, high: Array, tile: i
     """
 
     def word_at(start):
-        """Returns a word per query: its bits for rows `start` to `start` + 31."""
+        """Returns one word per query, with the query's bits for rows `start` to `start` + 31."""
         index, shift = start // WORD, (start & (WORD - 1)).astype(jnp.uint32)
         word, following = _word(words, index), _word(words, index + 1)
         bits = (word >> shift) | ((following << 1) << (WORD - 1 - shift))
@@ -79,7 +79,7 @@ def mask_tile(words: list[Array], first: Array, low: Array, high: Array, tile: i
 
 
 def _word(words: list[Array], index: Array) -> Array:
-    """Returns word number `index` of each query: all ones before the first word, zero after the last."""
+    """Returns word number `index` of each query; all bits are 1 before the first word, and 0 after the last word."""
     word = jnp.where(index < 0, jnp.full_like(words[0], ALL_ONES), 0)
     for place, own in enumerate(words):
         word = jnp.where(index == place, own, word)
@@ -87,6 +87,6 @@ def _word(words: list[Array], index: Array) -> Array:
 
 
 def _low_ones(count: Array) -> Array:
-    """Returns a word whose lowest `count` bits are ones; `count` may be below 0 or above 32."""
+    """Returns a word whose lowest `count` bits are 1; `count` may be below 0 or above 32."""
     ones = (jnp.uint32(1) << jnp.clip(count, 0, WORD - 1).astype(jnp.uint32)) - 1
     return jnp.where(count >= WORD, ALL_ONES, ones)

@@ -1,10 +1,11 @@
-"""Rotates queries and keys, writes keys and values to their pages and attends, in one kernel instead of two.
+"""Rotates queries and keys, writes keys and values to the cache, and attends, in one kernel instead of two.
 
 `paged_attention` divides a context into splits, and a tile of the context is read only by Pallas programs of one split.
-So a program can write the new rows that lie in its own tiles before it reads them; where several programs hold queries
-of the same split, each of them writes the same values. Every program rotates the queries that it holds. The result is
-that of `rotate_append` followed by `paged_attention`, provided that each page which receives new rows is in the page
-table of one sequence only.
+So each program can write the new rows in its own tiles before it reads them. If several programs work on one split,
+each of them writes the same values. Every program rotates its own queries.
+
+The result equals that of `rotate_append` followed by `paged_attention`, provided that each page with new rows belongs
+to one sequence only.
 """
 
 import functools
@@ -33,7 +34,7 @@ from pallas_kernels.attention.tiling import choose_tiles
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantized import FP8, PartialSums, QuantizedActivation, Scaled
 
-MOST_ROWS = 8  # new rows per sequence for the one kernel: a tree of 60 nodes took 19.5 us in it, 2.9 + 12.5 us in two
+MOST_ROWS = 8  # most new rows per sequence in one kernel; 60 rows took 19.5 us in one kernel, 2.9 + 12.5 us in two
 
 
 def _kernel(
@@ -44,7 +45,7 @@ def _kernel(
     page_table_ref,  # [B, P] int32
     lengths_ref,  # [B] int32, committed rows
     *refs,  # mask_ref [B, T, W] uint32, if there are bits;
-    # cos_sin_ref [2, B, T, D / 2] float32; pool_row_ref [B, T] int32: page * page size + row in the page, or -1;
+    # cos_sin_ref [2, B, T, D / 2] float32; pool_row_ref [B, T] int32: page * page size + row in the page; -1: no row;
     # outputs: as in `attend`, then k_ref and v_ref [pages, KH, page, D]
     # static parameters
     tiles,
@@ -52,14 +53,17 @@ def _kernel(
     heads,  # query heads
     dtype,  # of the queries: the model's dtype
 ):
-    """One Pallas program: writes the new rows that lie in the tiles of its split, then attends (see `attend`)."""
+    """Writes the new rows in the tiles of one split, then attends to the split, in one Pallas program (`attend`)."""
     mask_ref, cos_sin_ref, pool_row_ref, *out_refs, k_ref, v_ref = refs if tiles.words else (None, *refs)
     kv_head, sequence, half = pl.program_id(1), pl.program_id(2), cos_sin_ref.shape[-1]
     split, (_, kv_heads, page, dim), tokens = pl.program_id(0) % tiles.splits, k_ref.shape, qkv_ref.shape[2]
     length = lengths_ref[sequence]
 
     def load_queries(query, head, layout):
-        """Writes the new rows of this program's split, and returns its rotated queries; issues all loads at once."""
+        """Writes the new rows of this program's split, and returns the program's rotated queries.
+
+        All loads are issued before any result is used.
+        """
         channels = layout.channels
 
         def columns(token):
@@ -71,7 +75,7 @@ def _kernel(
             return [half.astype(dtype) for half in halves]
 
         queries = rotated(query[:, None], head[:, None], tiles.packed)
-        # MOST_ROWS new rows are loaded; only rows that lie in tiles of this split are written.
+        # Load MOST_ROWS new rows, and write only the rows in tiles of this split.
         row = jnp.arange(MOST_ROWS)[:, None]
         is_own = (row < tokens) & ((length + row) // tiles.tile % tiles.splits == split)
         token = jnp.minimum(row, tokens - 1)
@@ -121,7 +125,7 @@ def _pallas(
 
 
 def _two_kernels(*arguments, heads, start, dtype, quantize_output, implementation):
-    """Returns the result of `append_attention`, computed by `rotate_append` and then `paged_attention`."""
+    """Returns the result of `append_attention`, computed by `rotate_append` followed by `paged_attention`."""
     *inputs, bits = arguments
     q, *pools = rotate_append(*inputs, heads=heads, dtype=dtype, implementation=implementation)
     page_table, lengths = inputs[5:7]
@@ -150,21 +154,21 @@ def append_attention(
 ) -> tuple[Float[Array, "B T H D"] | QuantizedActivation, Pool, Pool]:
     """Writes keys and values of new rows to the cache from row lengths[b] on, and returns the new rows' attention.
 
-    This takes one kernel if a sequence has up to 8 new rows, the pools have two or four bytes per value, and the
-    projection has no scales to apply; otherwise two kernels.
+    One kernel does this if a sequence has up to 8 new rows, the pools have two or four bytes per value, and the
+    projection has no scales. Otherwise two kernels run.
 
     Args:
         k_pool, v_pool, qkv, positions, inv_freq, valid, heads, dtype: as in `rotate_append`.
-        page_table: page numbers [B, P]; a page that receives new rows must belong to one sequence only.
-        lengths, bits, start, quantize_output: as in `paged_attention`; the new rows are those of the queries.
+        page_table: page numbers [B, P]; a page with new rows must belong to one sequence only.
+        lengths, bits, start, quantize_output: as in `paged_attention`; each query has one new row.
         implementation: as in `paged_attention`.
 
     Returns:
-        The attention in `dtype`, or quantised from `dtype`, and the two pools, in the memory of the old ones if those
-        are donated.
+        The attention [B, T, H, D] in `dtype`, or quantised from `dtype`; and the two new pools, which take the memory
+        of the old pools if the old pools are donated.
 
     Raises:
-        NotImplementedError: "pallas" with a shape or dtype that the kernels do not support.
+        NotImplementedError: implementation is "pallas", and the kernels do not support the shape or dtype.
     """
     check_width(qkv, k_pool, heads)
     tokens = valid.shape[1]

@@ -1,4 +1,4 @@
-"""The kernel of `paged_attention`: attention over one split of a context. `merge` has the kernels that merge splits."""
+"""The attention kernel of `paged_attention`, which attends to one split of a context; `merge` merges the splits."""
 
 import dataclasses
 import functools
@@ -17,19 +17,19 @@ from pallas_kernels.attention.tiling import MMA_ROWS, Tiles, own_tiles
 
 
 class Arithmetic(NamedTuple):
-    """Static parameters of the kernel: how it computes scores and sums."""
+    """Static parameters that say how the kernel computes scores and sums."""
 
     scale: float  # factor of the scores
     dtype: jnp.dtype  # dtype of the operands of the matrix products
     precision: Any  # precision of the matrix products
-    interpret: bool  # interpreted on a CPU: jax operations instead of PTX instructions
+    interpret: bool  # the kernel is interpreted on a CPU, with jax operations instead of PTX instructions
 
 
 class KVRefs(NamedTuple):
-    """References to the KV cache, and to the arrays that define which of its rows a query sees."""
+    """References to the KV cache, and to the arrays that define which cache rows a query sees."""
 
     k: Any  # [pages, KH, page, D] in the pool's dtype, or [pages, KH, page, D / 2] uint16: pairs of float8
-    v: Any  # as k
+    v: Any  # shape and dtype as for k
     page_table: Any  # [B, P] int32
     lengths: Any  # [B] int32, number of committed rows
     mask: Any  # ancestor bits [B, T, W] uint32, or paths [B, T, depths] int32; None: causal
@@ -47,7 +47,7 @@ def attend_kernel(
     tiles,
     arithmetic,
 ):
-    """One Pallas program: attends (see `attend`) for queries that are already rotated, in `q_ref`."""
+    """Attends to one split for queries that are rotated already, in one Pallas program (`attend`)."""
     batch, (mask_ref, *out_refs) = pl.program_id(2), refs if tiles.words or tiles.depths else (None, *refs)
 
     def load_queries(query, head, layout):
@@ -60,7 +60,7 @@ def attend_kernel(
 
 
 class GridIndex(NamedTuple):
-    """Indices of the work of one Pallas program."""
+    """The indices that say which part of the work one Pallas program does."""
 
     batch: Array  # index of the sequence
     kv_head: Array  # index of the KV head
@@ -69,12 +69,13 @@ class GridIndex(NamedTuple):
 
 
 class ChannelLayout:
-    """Assigns the channels of a row to the vectors (arrays in registers) into which a Pallas program loads the row.
+    """The assignment of a row's channels to vectors, the register arrays into which a Pallas program loads the row.
 
     Args:
         elements: number of elements of a row in the pool.
-        pairs: channels per element: 1, or 2 for pairs of float8, whose even and odd channels become separate vectors.
-        parts: number of vectors that a row is loaded into: 1, or 2 for the two halves that a rotation combines.
+        pairs: number of channels per element: 1, or 2 for pairs of float8. Even and odd channels of pairs become
+            separate vectors.
+        parts: number of vectors per row: 1, or 2 for the two halves that a rotation combines.
     """
 
     def __init__(self, elements: int, pairs: int, parts: int):
@@ -85,7 +86,7 @@ class ChannelLayout:
         self.channels = [columns * pairs + half for columns in self.columns for half in range(pairs)]
 
     def load_mask(self, rows: int) -> dict[str, Any]:
-        """Returns the mask options of a load of [rows, width]; empty unless the width is padded to a power of two."""
+        """Returns mask options for a load of [rows, width]; empty unless the width is padded to a power of two."""
         if self.width == self.size:
             return {}
         return {"mask": jnp.broadcast_to(self.is_column, (rows, self.width)), "other": 0}
@@ -93,7 +94,7 @@ class ChannelLayout:
 
 @dataclasses.dataclass
 class ContextReader:
-    """Reads tiles of one split of a sequence's context."""
+    """A reader of the tiles of one split of a sequence's context."""
 
     kv: KVRefs
     grid: GridIndex
@@ -103,18 +104,18 @@ class ContextReader:
     arithmetic: Arithmetic
 
     def first_row(self, index):
-        """Returns the first row of the split's tile number `index`; tiles of a context go to splits round-robin."""
+        """Returns the first row of tile number `index` of the split; the splits take the context's tiles in turn."""
         return (index * self.tiles.splits + self.grid.split) * self.tiles.tile
 
     def tile_rows(self, index):
-        """Returns the row numbers of the split's tile number `index`, [tile]."""
+        """Returns the row numbers of tile number `index` of the split, [tile]."""
         return self.first_row(index) + jnp.arange(self.tiles.tile)
 
     def locate(self, index):
         """Returns the page numbers of a tile's rows and, if queries have paths, the cache rows to read, [tile] each.
 
-        They are loaded one loop iteration ahead: K and V are prefetched only if their addresses do not depend on a load
-        of the same iteration.
+        The loop calls this one iteration ahead, because K and V are prefetched only if their addresses do not depend on
+        a load of the same iteration.
         """
         row, length = self.tile_rows(index), self.rows.length
         if self.tiles.depths:
@@ -132,12 +133,12 @@ class ContextReader:
         Args:
             row: row numbers of the tile [tile].
             page: page numbers of the rows [tile].
-            source: cache rows that hold the keys and values [tile]; they differ from `row` if queries have paths.
+            source: cache rows of the keys and values [tile]; they differ from `row` if queries have paths.
             masked: load only rows that some query sees.
 
         Returns:
-            The keys and the values, each as a list of vectors [tile, width], and bool [tile]: whether some query sees
-            the row.
+            The keys and the values, each as a list of vectors [tile, width]; and whether some query sees each row,
+            bool [tile].
         """
         tiles, dtype, interpret = self.tiles, self.arithmetic.dtype, self.arithmetic.interpret
         is_loaded = (row < self.rows.end) & (row >= self.rows.lowest)
@@ -157,31 +158,31 @@ class ContextReader:
 
 
 class SoftmaxSums(NamedTuple):
-    """Running sums of an online softmax, for each packed row (pair of a query and a query head)."""
+    """The running sums of an online softmax, for each packed row (pair of a query and a query head)."""
 
     values: list[Array]  # weighted sum of values, float32 [packed, width] for each vector
     top: Array  # largest score, float32 [packed]
-    total: Array  # sum of weights, float32 [packed, MMA_ROWS]: the same in every column
+    total: Array  # sum of weights, float32 [packed, MMA_ROWS], equal in all columns
 
 
 def online_softmax_update(
     sums: SoftmaxSums, scores: Array, v: list[Array], factor: float, arithmetic: Arithmetic
 ) -> SoftmaxSums:
-    """Returns the running sums with one tile of the context added.
+    """Returns the running sums after one more tile of the context is added.
 
     Args:
-        sums: the sums of the tiles before.
+        sums: the sums over the earlier tiles.
         scores: float32 [packed, tile].
         v: values of the tile, one array [tile, width] per vector.
-        factor: softmax weights are 2**(factor * score).
+        factor: factor of the scores in the softmax weights 2**(factor * score).
         arithmetic: how the sums are computed.
     """
     acc, top, total = sums
     dtype, precision, interpret = v[0].dtype, arithmetic.precision, arithmetic.interpret
-    ones = jnp.ones((scores.shape[1], MMA_ROWS), dtype)  # a product with ones costs less than a sum over columns
+    ones = jnp.ones((scores.shape[1], MMA_ROWS), dtype)  # a product with ones takes less time than a sum over columns
     new_top = jnp.maximum(top, jnp.max(scores, axis=1))
     base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-    fade = scaled_exp2(top - base, factor, jnp.zeros_like(base), interpret)[:, None]  # exactly 1 if top is unchanged
+    fade = scaled_exp2(top - base, factor, jnp.zeros_like(base), interpret)[:, None]  # exactly 1 where top is unchanged
     offset = jnp.broadcast_to((base * factor)[:, None], scores.shape)
     weights = scaled_exp2(scores, factor, offset, interpret).astype(dtype)
     total, *acc = (
@@ -202,16 +203,16 @@ def attend(
     pairs=1,
     parts=1,
 ):
-    """One Pallas program: attention of one block of queries of one KV head over one split of the context.
+    """Attends to one split of the context for one block of queries of a KV head, in one Pallas program.
 
-    A block is `tiles.packed` packed rows: pairs of a query and a query head of the KV head's group.
+    A block has `tiles.packed` packed rows, which are pairs of a query and a query head of the KV head's group.
 
     Args:
-        load_queries: function (query, head, layout) that returns the block's queries as vectors [packed, width]; it
+        load_queries: function (query, head, layout) that returns the block's queries as vectors [packed, width]. It
             runs before any tile of the cache is read, and may write to the cache.
         kv: references to the cache and the mask.
-        out_refs: the output [B, T, H, D]; or, with several splits, the outputs of the splits [B, T, H, splits, D] and
-            their base-2 log-sum-exps [B, T, H, splits], both float32, written only for splits that have rows to read.
+        out_refs: the output [B, T, H, D]. With several splits, the outputs of the splits [B, T, H, splits, D] and their
+            base-2 log-sum-exps [B, T, H, splits], both float32; only splits with rows to read are written.
         tiles: static sizes of the call.
         arithmetic: how scores and sums are computed.
         pairs, parts: as in `ChannelLayout`.
@@ -234,14 +235,14 @@ def attend(
     def attend_tiles():
         factor = arithmetic.scale * math.log2(math.e)
         ranges = tile_ranges(rows, begin, end, split, tiles)
-        # Each loop gets its own first page numbers: if the loop before handed them on, every iteration would wait for
+        # Each loop loads its own first page numbers. If the loop before passed them on, every iteration would wait for
         # them.
         first_locations = [context.locate(first) for first, _, _ in ranges]
 
-        # Queries. Padding rows load a real row (clamped index), so no mask is needed; their result is not stored.
+        # Queries. Padding rows load a real row (clamped index), so no mask is needed. Their results are not stored.
         loaded_query = jnp.minimum(query, tiles.queries - 1)
         q = load_queries(loaded_query, kv_head * tiles.group + jnp.minimum(member, tiles.group - 1), layout)
-        if q[0].dtype != arithmetic.dtype:  # its range may be smaller: scale first, in float32
+        if q[0].dtype != arithmetic.dtype:  # this dtype's range may be smaller, so scale first, in float32
             q, factor = [half.astype(jnp.float32) * factor for half in q], 1.0
         q = [half.astype(arithmetic.dtype) for half in q]
         words = [pltriton.load(kv.mask.at[batch, loaded_query, w]) for w in range(tiles.words)]
@@ -269,7 +270,7 @@ def attend(
         for (first, stop, masked), location in zip(ranges, first_locations, strict=True):
             sums, _ = jax.lax.fori_loop(first, stop, functools.partial(step, masked=masked), (sums, location))
 
-        # Normalise and store. One division per row: a division costs as much as several multiplications.
+        # Normalise and store. Divide once per row, because a division takes as long as several multiplications.
         total = jnp.max(sums.total, axis=1)
         at = (batch, query[:, None], head[:, None], *([split] if tiles.splits > 1 else []))
         inverse = (1.0 / jnp.where(total == 0, 1.0, total))[:, None]

@@ -1,12 +1,12 @@
-"""Writes to a paged KV cache: appends new rows, and moves the rows of a tree's accepted path to their final place.
+"""Writes to a paged KV cache: appends new rows, and moves the rows of a tree's accepted path to their final places.
 
-Layout: one pool each for K and V, [pages, kv_heads, page, head_dim]; row r of sequence b is at
-pool[page_table[b, r // page], :, r % page]. Page 0 is the null page, which is never read.
-A row is not written if it is not valid, or if it lies beyond the page table.
+K and V have one pool each, [pages, kv_heads, page, head_dim]. Row r of sequence b is at
+pool[page_table[b, r // page], :, r % page]. Page 0 is the null page, which is never read. A row is not written if it is
+not valid, or if the page table has no page for it.
 
 A pool of float8_e4m3fn has no scale; values are clipped to +-448.
 
-One kernel writes both pools in place: donate the pools, and use only the returned ones.
+One kernel writes both pools in place. The caller should donate the pools, and use only the returned pools.
 """
 
 import functools
@@ -20,16 +20,16 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantize_rows import FP8, LARGEST
 
-LAYERS = 8  # layers per kernel that moves rows: its code grows with every layer
+LAYERS = 8  # most layers whose rows one kernel moves, because the kernel's code grows with every layer
 HEAD_DIMS = range(16, 257, 16)  # head_dims that the kernels support; registers are padded to powers of two
 POOL_DTYPES = (*(jnp.dtype(name) for name in ("bfloat16", "float16", "float32")), FP8)
 Pool = Float[Array, "pages KH page D"]
 
 
 def locate(page_table: Array, rows: Array, page: int) -> tuple[Array, Array, Array]:
-    """Looks up rows [B, T] in the page table: returns page numbers, rows in the page, and whether the rows exist.
+    """Looks up the page number of each row [B, T], the row's index in its page, and whether the row exists.
 
-    A row exists if the page table covers it.
+    A row exists if the page table has a page for it.
     """
     exists = (rows >= 0) & (rows < page_table.shape[1] * page)
     rows = jnp.where(exists, rows, 0)
@@ -37,15 +37,15 @@ def locate(page_table: Array, rows: Array, page: int) -> tuple[Array, Array, Arr
 
 
 def cast_to_pool(values: Array, dtype: jnp.dtype) -> Array:
-    """Casts values to a pool's dtype, clipped to +-448 for float8; usable inside and outside of kernels."""
+    """Casts values to a pool's dtype, clipped to +-448 for float8, inside or outside of a kernel."""
     if dtype == FP8:
         values = jnp.clip(values.astype(jnp.float32), -LARGEST[FP8], LARGEST[FP8])
     return values.astype(dtype)
 
 
 def _scatter(pool: Array, values: Array, pages: Array, places: Array, valid: Array) -> Array:
-    """Returns the pool with values [B, T, KH, D] written to the given pages and rows in them, where valid."""
-    pages = jnp.where(valid, pages, pool.shape[0])  # mode="drop" skips a page past the end
+    """Writes values [B, T, KH, D] to the given pages and places within the pages, where valid; returns the pool."""
+    pages = jnp.where(valid, pages, pool.shape[0])  # mode="drop" skips a page number past the end
     return pool.at[pages, :, places].set(cast_to_pool(values, pool.dtype), mode="drop")
 
 
@@ -70,7 +70,10 @@ def _move_layer(k_pool, v_pool, page_table, source_rows, target_rows, valid):
 
 
 def locate_in_kernel(page_table_ref, sequence, row, valid, page):
-    """In a kernel: returns a row's page number, its row in the page, and whether it is valid and in the page table."""
+    """Looks up a row's page number and place in the page, and whether the row is written, inside a kernel.
+
+    A row is written if it is valid and the page table has a page for it.
+    """
     valid &= (row >= 0) & (row < page_table_ref.shape[1] * page)
     row = jnp.where(valid, row, 0)
     return page_table_ref[sequence, row // page], row % page, valid
@@ -89,7 +92,7 @@ def _append_kernel(
     k_pool_ref,  # [pages, KH, page, D]
     v_pool_ref,
 ):
-    """One Pallas program: writes all KV heads of one new row."""
+    """Writes all KV heads of one new row, in one Pallas program."""
     token, sequence = pl.program_id(0), pl.program_id(1)
     _, kv_heads, page, dim = k_pool_ref.shape
     row, valid = first_row_ref[sequence] + token, valid_ref[sequence, token]
@@ -113,16 +116,16 @@ def _move_kernel(
     # static parameters
     interpret,
 ):
-    """One Pallas program: moves all rows of one KV head of one sequence in one layer.
+    """Moves all rows of one KV head of one sequence in one layer, in one Pallas program.
 
-    It reads the old values through the output references, which alias the inputs.
+    The old values are read through the output references, which alias the inputs.
     """
     head, sequence, own_layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     layers = len(pool_refs) // 4
     pools = list(zip(pool_refs[2 * layers : 3 * layers], pool_refs[3 * layers :], strict=True))
     page, dim = pools[0][0].shape[2:]
     tokens = source_ref.shape[1]
-    # Page numbers and rows in the page, of the rows to copy and of the rows to write.
+    # Look up the page numbers and the places in the pages, for the rows to copy and the rows to write.
     token = jnp.arange(pl.next_power_of_2(tokens))
     is_token = token < tokens
     rows = [pltriton.load(ref.at[sequence, token], mask=is_token, other=-1) for ref in (source_ref, target_ref)]
@@ -137,7 +140,7 @@ def _move_kernel(
     def move(pools_of_layer):
         values = [pltriton.load(pool_ref.at[source], mask=mask) for pool_ref in pools_of_layer]
         if not interpret:
-            pltriton.debug_barrier()  # rows may overlap: all threads have read before any thread writes
+            pltriton.debug_barrier()  # rows may overlap, so all threads read before any thread writes
         for pool_ref, moved in zip(pools_of_layer, values, strict=True):
             pltriton.store(pool_ref.at[target], moved, mask=mask)
 
@@ -146,7 +149,7 @@ def _move_kernel(
 
 
 def _in_place(kernel, grid, pools, inputs, name, interpret):
-    """Calls a kernel that writes the pools in place: they are its last inputs, and its outputs alias them."""
+    """Calls a kernel that writes the pools in place: the pools are its last inputs, and its outputs alias the pools."""
     return pl.pallas_call(
         kernel,
         grid=grid,
@@ -173,7 +176,7 @@ def _move_pallas(k_pools, v_pools, page_table, source_rows, target_rows, valid, 
 
 
 def _unsupported(k_pool: Array, moved: int) -> str | None:
-    """Returns a text that names the limit of the kernel which a call exceeds; None if the call is supported."""
+    """Returns a text that says which limit of the kernel a call exceeds; None if the call is supported."""
     if k_pool.dtype not in POOL_DTYPES:
         return f"the pool's dtype must be one of {', '.join(map(str, POOL_DTYPES))}, got {k_pool.dtype}"
     if moved * k_pool.shape[3] > 64 * 256:
@@ -182,7 +185,7 @@ def _unsupported(k_pool: Array, moved: int) -> str | None:
 
 
 def _check_alike(k: Array, v: Array, expected: tuple[int, ...], what: str) -> None:
-    """Raises ValueError unless both arrays have the expected shape and one dtype; `what` names them in the text."""
+    """Raises ValueError unless k and v have the expected shape and equal dtypes; `what` names them in the message."""
     if k.shape != expected or v.shape != expected or k.dtype != v.dtype:
         got = f"{k.shape} {k.dtype} and {v.shape} {v.dtype}"
         raise ValueError(f"{what} must be alike, of shape {expected}, got {got}")
@@ -204,14 +207,14 @@ def append(
 
     Args:
         k_pool, v_pool: pages of keys and values [pages, KH, page, D].
-        k, v: new keys and values [B, T, KH, D] of any float dtype; cast to the pool's.
+        k, v: new keys and values [B, T, KH, D] of any float dtype, which are cast to the pool's dtype.
         page_table: page numbers [B, P].
-        first_row: first row to write, per sequence [B].
-        valid: rows to write [B, T].
+        first_row: first row to write in each sequence [B].
+        valid: whether each row is written [B, T].
         implementation: as in `paged_attention`.
 
     Returns:
-        The pools, in the memory of the old ones if those are donated.
+        The new pools, which take the memory of the old pools if the old pools are donated.
 
     Raises:
         NotImplementedError: implementation is "pallas", and the kernel does not support the pool's dtype.
@@ -236,21 +239,22 @@ def move_rows(
 ) -> tuple[list[Pool], list[Pool]]:
     """Copies cache row source_rows[b, t] of sequence b to row target_rows[b, t] in every layer, where valid[b, t].
 
-    This commits a tree's accepted path. All source rows are read before any target row is written, so they may overlap;
-    the target rows of a sequence must be distinct.
+    This commits a tree's accepted path. All source rows are read before any target row is written, so source and target
+    rows may overlap. The target rows of a sequence must be distinct.
 
     Args:
-        k_pools, v_pools: pools of every layer, of one shape and dtype; one kernel moves rows of up to eight layers.
+        k_pools, v_pools: pools of every layer, all of one shape and dtype; one kernel moves rows of up to eight layers.
         page_table: page numbers [B, P].
         source_rows, target_rows: row numbers [B, T].
-        valid: rows to copy [B, T].
+        valid: whether each row is copied [B, T].
         implementation: as in `paged_attention`.
 
     Returns:
-        The pools, in the memory of the old ones if those are donated.
+        The new pools, which take the memory of the old pools if the old pools are donated.
 
     Raises:
-        NotImplementedError: implementation is "pallas", and the kernel supports fewer rows or not the pools' dtype.
+        NotImplementedError: implementation is "pallas", and the kernel does not support the number of rows or the
+            pools' dtype.
     """
     for k, v in zip(k_pools, v_pools, strict=True):
         _check_alike(k, v, k_pools[0].shape, "K and V pools")

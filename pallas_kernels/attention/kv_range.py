@@ -1,4 +1,4 @@
-"""Which cache rows a Pallas program of the attention kernel reads, and which of these rows each of its queries sees."""
+"""Computes which cache rows a Pallas program of the attention kernel reads, and which of these rows each query sees."""
 
 from typing import NamedTuple
 
@@ -11,14 +11,17 @@ from pallas_kernels.attention.tiling import Tiles, own_tiles
 
 
 class KVRange(NamedTuple):
-    """Which cache rows one Pallas program reads, and which of these its queries see, as row numbers in the sequence."""
+    """The range of cache rows that one Pallas program reads, and limits of the rows that its queries see.
 
-    length: Array  # number of committed rows; new rows follow them
+    Rows are numbered from the beginning of the sequence.
+    """
+
+    length: Array  # number of committed rows, which is the number of the first new row
     first: Array  # first row to read
     end: Array  # one past the last row to read
     lowest: Array | int  # first row that any query sees
-    unmasked_from: Array | int  # first row from which on every query sees every committed row
-    window_start: Array | int  # first row inside query 0's window (causal: query t's starts t rows later); 0: no window
+    unmasked_from: Array | int  # every query sees all committed rows from this row on
+    window_start: Array | int  # first row of query 0's window; causal: query t's window starts t rows later; 0: none
 
 
 def kv_range(length: Array, block: Array, tiles: Tiles) -> KVRange:
@@ -26,11 +29,11 @@ def kv_range(length: Array, block: Array, tiles: Tiles) -> KVRange:
 
     Args:
         length: number of committed rows of the sequence.
-        block: index of the block; a block is `tiles.packed` packed rows (pairs of a query and a head of the group).
+        block: index of the block; a block has `tiles.packed` packed rows (pairs of a query and a head of the group).
         tiles: static sizes of the kernel call.
     """
     new_rows: Array | int = tiles.new
-    if not tiles.words and not tiles.depths:  # causal: no row after the block's last query
+    if not tiles.words and not tiles.depths:  # causal: the block reads no row after its last query's row
         new_rows = jnp.minimum(((block + 1) * tiles.packed - 1) // tiles.group + 1, new_rows)
     first, end = jnp.minimum(tiles.start, length), jnp.minimum(length + new_rows, tiles.capacity)
     if not tiles.window:
@@ -46,19 +49,19 @@ def kv_range(length: Array, block: Array, tiles: Tiles) -> KVRange:
 def tile_ranges(rows: KVRange, begin: Array, end: Array, split: Array, tiles: Tiles) -> list[tuple[Array, Array, bool]]:
     """Divides the tiles of one split of a context into runs that need an attention mask and runs that need none.
 
-    The first tiles need a mask if `start` or a window hides rows, and the last tiles do for the new rows; every query
-    sees all committed rows between.
+    The first tiles need a mask if `start` or a window hides rows. The last tiles need a mask because of the new rows.
+    The tiles between contain only committed rows that every query sees.
 
     Args:
         rows: rows that the Pallas program reads.
-        begin, end: the split's tiles to divide, numbered within the split.
+        begin, end: first tile to divide, and one past the last tile, numbered within the split.
         split: index of the split.
         tiles: static sizes of the kernel call.
 
     Returns:
-        For each run: (its first tile, one past its last tile, whether it needs a mask).
+        For each run, a tuple (first tile, one past the last tile, whether the run needs a mask).
     """
-    if tiles.fixed:  # code without a mask would be compiled to other fused multiply-adds, and round differently
+    if tiles.fixed:  # code without a mask would be compiled to other fused multiply-adds, and would round differently
         return [(begin, end, True)]
     hides_first, open_from = tiles.start or tiles.window, begin
     if hides_first:
@@ -71,7 +74,7 @@ def tile_ranges(rows: KVRange, begin: Array, end: Array, split: Array, tiles: Ti
 def visible_rows(
     row: Array, first: Array, is_loaded: Array, query: Array, words: list[Array], rows: KVRange, tiles: Tiles
 ) -> Array:
-    """Returns the attention mask of one tile: which of its rows each query sees.
+    """Returns the attention mask of one tile, which says which rows of the tile each query sees.
 
     Args:
         row: the tile's row numbers [tile].

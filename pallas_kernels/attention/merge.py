@@ -1,4 +1,4 @@
-"""The second kernel of `paged_attention`: merges the splits of a context, and may quantise the result to float8."""
+"""The kernels of `paged_attention` that merge the splits of a context; one also quantises the result to float8."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.attention.tiling import Tiles, own_tiles
 from pallas_kernels.layers.quantize_rows import FP8, scaled_rows
 
-MERGED = 16  # largest number of splits that a merge kernel reads at once
+MERGED = 16  # largest number of splits that a merging kernel reads at once
 
 
 def merge_kernel(
@@ -26,9 +26,9 @@ def merge_kernel(
     *,
     tiles,
 ):
-    """One Pallas program: merges the splits of one head of one query, each weighted by 2**log_sum_exp.
+    """Merges the splits of one head of one query, in one Pallas program.
 
-    Splits without rows that the query sees were not written, and are left out.
+    Each split has weight 2**log_sum_exp. Splits without rows that the query sees were not written, and are skipped.
     """
     head, query, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     channels = jnp.arange(pl.next_power_of_2(out_ref.shape[-1]))
@@ -68,7 +68,7 @@ def merge_and_quantize_kernel(
     tiles,
     dtype,  # the model's dtype, to which the attention is rounded before it is quantised
 ):
-    """One Pallas program: merges the splits of all heads of one query, and quantises the heads together as one row."""
+    """Merges the splits of all heads of one query, and quantises the heads as one row, in one Pallas program."""
     query, batch, (heads, dim) = pl.program_id(0), pl.program_id(1), values_ref.shape[2:]
     head, channel = jnp.arange(pl.next_power_of_2(heads)), jnp.arange(pl.next_power_of_2(dim))[None, :]
     is_head, is_written = head < heads, _is_written(tiles, query, lengths_ref[batch])
@@ -92,7 +92,7 @@ def merge_and_quantize_kernel(
 
 
 def _is_written(tiles: Tiles, query: Array, length: Array) -> Callable[[Array | int], Array]:
-    """Returns a function of a split's index: whether the attention kernel wrote this query's result for the split."""
+    """Returns a function that tells, for a split's index, whether this query's result for the split was written."""
     new_rows = tiles.new if tiles.words or tiles.depths else query + 1
     first = jnp.minimum(tiles.start, length)
     if tiles.window:

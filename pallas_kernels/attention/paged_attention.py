@@ -1,18 +1,17 @@
-"""Attention of the queries of a few new rows (a tree of draft nodes, a prefill chunk) over a paged KV cache.
+"""Attention over a paged KV cache, for the queries of a few new rows (the nodes of a draft tree, or a prefill chunk).
 
     out[b,t,h] = sum_r softmax_r(scale * q[b,t,h] . K[b,r,h // G]) V[b,r,h // G],      G = H / KH
 
-Query t of sequence b sees row r if r >= start and
-    r < lengths[b]                                       a committed row: every query sees it
-    r = lengths[b] + j and bit j of bits[b,t] is set     one of the M new rows; without bits: j <= t, and M = T
-and, if a window is given, r > lengths[b] - window (with bits) or r > lengths[b] - window + t (without bits).
+Query t of sequence b sees row r if r >= start and one of these is true:
+    r < lengths[b]                                       the row is committed
+    r = lengths[b] + j and bit j of bits[b,t] is set     the row is one of M new rows; without bits: j <= t, and M = T
+If a window is given, r must also be > lengths[b] - window (with bits) or > lengths[b] - window + t (without bits).
 
-Row r of sequence b is at pool[page_table[b, r // page], :, r % page]; pools are [pages, KH, page, D].
-bits[b,t] is ceil(M/32) words; bit j % 32 of word j // 32 is set if query t sees new row j.
+Row r of sequence b is at pool[page_table[b, r // page], :, r % page]; pools are [pages, KH, page, D]. bits[b,t] has
+ceil(M/32) words; bit j % 32 of word j // 32 is set if query t sees new row j.
 
-Deterministic attention returns the same bits for a query in every call in which it sees the same keys and values.
-There a query of a tree has a path instead of bits: row lengths[b] + paths[b,t,d] is the new row that it sees at
-position lengths[b] + d.
+Deterministic attention returns identical outputs for a query, bit for bit, in all calls in which the query sees equal
+keys and values. It takes paths instead of bits: query t sees row lengths[b] + paths[b,t,d] at position lengths[b] + d.
 """
 
 import functools
@@ -36,8 +35,8 @@ from pallas_kernels.attention.tiling import MMA_ROWS, Tiles, choose_tiles, fixed
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantized import FP8, QuantizedActivation, quantize_activation
 
-LEAST_SCALE = 1e-30  # multiplied by log2(e) it is still a normal float32
-MOST_QUERIES = 128  # queries per kernel call of deterministic attention: each takes memory for its splits' outputs
+LEAST_SCALE = 1e-30  # smallest scale; its product with log2(e) is still a normal float32
+MOST_QUERIES = 128  # most queries per kernel call of deterministic attention, to limit the memory for splits' outputs
 
 
 def _reference(*arguments, quantize_output, **options):
@@ -46,7 +45,7 @@ def _reference(*arguments, quantize_output, **options):
 
 
 def _quantize_heads(out: Array, implementation: str) -> QuantizedActivation:
-    """Returns attention [B, T, H, D] quantised to float8, all heads of a query together as one row."""
+    """Quantises attention [B, T, H, D] to float8; all heads of a query form one row."""
     return quantize_activation(out.reshape(*out.shape[:2], -1), implementation=implementation)
 
 
@@ -61,7 +60,7 @@ def _fixed_pallas(q, k_pool, v_pool, page_table, lengths, paths, *, start, scale
     for first in range(0, q.shape[1], MOST_QUERIES):
         own = slice(first, first + MOST_QUERIES)
         part, path = q[:, own], None if paths is None else paths[:, own]
-        committed = lengths if path is not None else lengths + first  # rows of queries in earlier calls are committed
+        committed = lengths if path is not None else lengths + first  # rows of earlier calls count as committed
         tiles = fixed_tiles(part, k_pool, page_table, path, start=start, wide=wide)
         options = {"tiles": tiles, "scale": scale, "quantize_output": False, "interpret": interpret}
         outputs.append(_run(part, k_pool, v_pool, page_table, committed, path, **options))
@@ -75,16 +74,16 @@ def _run(q, k_pool, v_pool, page_table, lengths, mask, *, tiles, scale, quantize
 
 
 def arithmetic(q: Array | jax.ShapeDtypeStruct, k_pool: Array, scale: float, interpret: bool) -> Arithmetic:
-    """Returns how the kernel multiplies and adds for queries and pools of these dtypes.
+    """Chooses how the kernel multiplies and adds, by the dtypes of queries and pools.
 
     Args:
-        q: shape and dtype of the queries.
+        q: the queries, or their shape and dtype.
         k_pool: a pool.
         scale: factor of the scores.
-        interpret: the kernel is interpreted on a CPU.
+        interpret: whether the kernel is interpreted on a CPU.
     """
     dtype = compute_dtype(q, k_pool)
-    # Three TF32 products are as exact as one of float32, and run on tensor cores; a CPU has none.
+    # Three TF32 products are as exact as one float32 product, and run on tensor cores. A CPU has no TF32.
     three_products = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     precision = three_products if dtype == jnp.float32 and not interpret else jax.lax.Precision.HIGHEST
     return Arithmetic(scale, dtype, precision, interpret)
@@ -103,13 +102,13 @@ def run_kernels(
 ) -> list[Any]:
     """Runs an attention kernel and, if contexts are split, the kernel that merges the splits.
 
-    float8 output is quantised inside the merge kernel; if contexts are not split, or have more than 16 splits, by a
-    separate kernel.
+    The merging kernel also quantises float8 output. A separate kernel does this if contexts are not split, or have more
+    than 16 splits.
 
     Args:
         kernel: the attention kernel, a function of references.
-        inputs: the kernel's inputs: an array, the pools of K and V, the page table, the lengths, and others.
-        q: shape and dtype of the queries.
+        inputs: the kernel's inputs, in order: an array, the pools of K and V, the page table, the lengths, and others.
+        q: the queries, or their shape and dtype.
         tiles: static sizes of the call.
         arithmetic: how scores and sums are computed.
         quantize_output: return the attention as a `QuantizedActivation`.
@@ -117,7 +116,8 @@ def run_kernels(
         pools: indices of the inputs that the kernel writes to.
 
     Returns:
-        The attention [B, T, H, D] or a `QuantizedActivation`, then the written inputs in the order of `pools`.
+        The attention, as an array [B, T, H, D] or a `QuantizedActivation`; then the written inputs, in the order of
+        `pools`.
     """
     batch, queries, heads, dim = q.shape
     interpret, lengths = arithmetic.interpret, inputs[4]
@@ -153,7 +153,7 @@ def run_kernels(
 
 
 def _merge_and_quantize(attended, lengths, dtype, *, tiles, interpret):
-    """Runs the kernel that merges the splits in `attended` and quantises the result; `dtype` is the model's."""
+    """Runs the kernel that merges the splits in `attended` and quantises the result; `dtype` is the model's dtype."""
     batch, queries, heads, _, dim = attended[0].shape
     width = pl.next_power_of_2(heads) * pl.next_power_of_2(dim)
     values, scale = pl.pallas_call(
@@ -171,9 +171,9 @@ def _merge_and_quantize(attended, lengths, dtype, *, tiles, interpret):
 
 
 def _pairs(pool: Array) -> Array:
-    """Returns a float8 pool viewed as pairs of channels, uint16 [pages, KH, page, D / 2]; XLA makes no copy for this.
+    """Returns a float8 pool viewed as pairs of channels, uint16 [pages, KH, page, D / 2]; XLA does not copy the pool.
 
-    Pools of other dtypes, and of fewer than 32 channels, are returned as they are.
+    Pools of other dtypes, and pools with fewer than 32 channels, are returned unchanged.
     """
     if pool.dtype != FP8 or pool.shape[-1] < 2 * MMA_ROWS:
         return pool
@@ -181,7 +181,7 @@ def _pairs(pool: Array) -> Array:
 
 
 def unsupported(q: Array | jax.ShapeDtypeStruct, k_pool: Array, bits: Array | None) -> str | None:
-    """Returns a text that names the limit of the kernel which a call exceeds; None if the call is supported."""
+    """Returns a text that says which limit of the kernel a call exceeds; None if the call is supported."""
     dim, page = q.shape[-1], k_pool.shape[2]
     if dim not in HEAD_DIMS:
         return f"head_dim must be a multiple of 16 up to 256, got {dim}"
@@ -242,38 +242,38 @@ def paged_attention(
 ) -> Float[Array, "B T H D"] | QuantizedActivation:
     """Returns the attention of T queries per sequence over the committed rows of the cache and over new rows.
 
-    The new rows are usually those of the queries; their K and V must be in the pools already, from row lengths[b] on.
-    Rows that no query sees may hold any value, even NaN. A padding node of a tree sees its own row, which was never
-    written: its output is arbitrary, and other outputs are not affected. Rows that other queries see must be finite:
-    infinities and NaN in them may be replaced by finite values.
+    The new rows are usually the rows of the queries. Their K and V must be in the pools already, from row lengths[b]
+    on. Rows that no query sees may hold any value, even NaN. A padding node of a tree sees its own row, which was never
+    written; the node's output is arbitrary, and no other output is affected. All other visible rows must be finite;
+    infinities and NaN may be replaced by finite values.
 
     Args:
         q: queries [B, T, H, D].
         k_pool, v_pool: pages of keys and values [pages, KH, page, D].
         page_table: page numbers [B, P], one for every `page` rows; rows past the table's end do not exist.
-        lengths: committed rows of each sequence [B].
+        lengths: number of committed rows of each sequence [B].
         bits: packed ancestor mask [B, T, W] (`ancestor_bits`, `causal_bits`); None: causal (prefill chunks).
-        new_rows: M, the number of new rows; None: T. It exceeds T if some new rows belong to the queries of earlier
-            calls (a tree that is computed level by level).
-        start: cache rows before row `start` are hidden.
+        new_rows: number M of new rows; None: T. M exceeds T if some new rows belong to queries of earlier calls, when a
+            tree is computed level by level.
+        start: first cache row that queries may see.
         window: size of the sliding window in rows; without bits the window moves by one row per query. Pages outside
             every query's window are not read. None: no window.
         scale: factor of the scores, above 1e-30; None: 1 / sqrt(D).
         quantize_output: return a `QuantizedActivation` of rows [B, T, H * D].
-        deterministic: the bits of a query's output depend only on the query and on the keys and values that it sees, in
-            their order.
-        paths: replaces `bits` if `deterministic`: index of the new row that query t sees at each depth; the query's own
-            row is the last, and -1 fills the rest. None: causal.
+        deterministic: make the bits of a query's output depend only on the query, and on the sequence of keys and
+            values that the query sees.
+        paths: replaces `bits` if `deterministic`; index of the new row that each query sees at each depth
+            [B, T, depths]. The query's own row comes last, then -1. None: causal.
         implementation: "auto": the kernel if the program is compiled for an NVIDIA GPU and the kernel supports the
             shape (prefill too), else the reference; "pallas": the kernel, interpreted on a CPU; "reference": the
             reference.
 
     Returns:
-        The attention [B, T, H, D] in q's dtype, or quantised from that dtype; zeros for a query that sees no row.
+        The attention [B, T, H, D] in q's dtype, or quantised from q's dtype; zeros for a query that sees no row.
         Softmax and sums are computed in float32.
 
     Raises:
-        ValueError: shapes do not fit each other, or options exclude each other.
+        ValueError: shapes do not fit each other, or options contradict each other.
         NotImplementedError: implementation is "pallas", and the kernel does not support the shape or dtype.
     """
     new_rows = q.shape[1] if new_rows is None else new_rows

@@ -1,4 +1,4 @@
-"""Arithmetic of the attention kernel in PTX instructions, and the same in jax operations for a CPU (`interpret`)."""
+"""Arithmetic of the attention kernel, in PTX instructions for a GPU and in jax operations for a CPU (`interpret`)."""
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,14 @@ def unpack_fp8(loaded: Array, dtype: jnp.dtype, interpret: bool) -> list[Array]:
     """Converts values loaded from a pool to the dtype of the matrix products.
 
     Args:
-        loaded: values of the pool's dtype, or uint16: pairs of float8_e4m3fn channels. Pools of float8 are read as
-            pairs because the operand V of a tensor core is transposed, and `ldmatrix` transposes elements of two bytes
-            only: single bytes would be read one by one.
+        loaded: values of the pool's dtype, or pairs of float8_e4m3fn channels as uint16. Pools of float8 are read as
+            pairs because the tensor core's operand V is transposed, and `ldmatrix` transposes only elements of two
+            bytes.
         dtype: dtype of the matrix products.
         interpret: use jax operations instead of PTX.
 
     Returns:
-        A list of one array, or for pairs of two arrays: the even channels, then the odd channels.
+        A list with one array; for pairs, a list with the even channels and the odd channels.
     """
     if loaded.dtype != jnp.uint16:
         return [loaded.astype(dtype)]
@@ -28,7 +28,7 @@ def unpack_fp8(loaded: Array, dtype: jnp.dtype, interpret: bool) -> list[Array]:
         halves = [(loaded >> shift).astype(jnp.uint8) for shift in (0, 8)]
         return [jax.lax.bitcast_convert_type(half, FP8).astype(dtype) for half in halves]
     halves = []
-    for byte_selector in ("0x20", "0x31"):  # $1 holds two pairs: their low bytes, then their high bytes
+    for byte_selector in ("0x20", "0x31"):  # $1 holds two pairs; select their low bytes, then their high bytes
         halves += pltriton.elementwise_inline_asm(
             f"{{ .reg .b32 own; .reg .b16 pair; prmt.b32 own, $1, 0, {byte_selector}; cvt.u16.u32 pair, own; "
             "cvt.rn.f16x2.e4m3x2 $0, pair; }",
@@ -43,10 +43,10 @@ def unpack_fp8(loaded: Array, dtype: jnp.dtype, interpret: bool) -> list[Array]:
 def replace_nonfinite(values: Array, interpret: bool) -> Array:
     """Returns the values with infinities and NaN replaced by finite values.
 
-    bfloat16 and float16: an infinity becomes the largest finite value of its sign, NaN the lowest finite value.
-    float32: all three become 0.
+    In bfloat16 and float16, an infinity becomes the largest finite value with the same sign, and NaN becomes the lowest
+    finite value. In float32, infinities and NaN become 0.
     """
-    if values.dtype == jnp.float32:  # TF32 parts of the largest float32 values would overflow
+    if values.dtype == jnp.float32:  # the largest float32 values would overflow when split into TF32 parts
         return jnp.where(jnp.abs(values) < jnp.inf, values, 0)
     if interpret:
         most = jnp.finfo(values.dtype).max
@@ -65,7 +65,10 @@ def replace_nonfinite(values: Array, interpret: bool) -> Array:
 
 
 def scaled_exp2(exponent: Array, factor: float, offset: Array, interpret: bool) -> Array:
-    """Returns 2**(exponent * factor - offset), for a positive factor, in two instructions; 0 if it is below 2**-126."""
+    """Returns 2**(exponent * factor - offset) for a positive factor, or 0 where the power is below 2**-126.
+
+    The result takes two instructions.
+    """
     if interpret:
         return jnp.exp2(exponent * factor - offset)
     bits = np.float32(factor).view(np.uint32)
@@ -82,7 +85,7 @@ def scaled_exp2(exponent: Array, factor: float, offset: Array, interpret: bool) 
 def divmod_u32(row: Array, page: int) -> tuple[Array, Array]:
     """Returns row // page and row % page for non-negative int32 rows.
 
-    The division is unsigned, so that each result takes one instruction if `page` is a power of two.
+    The division is unsigned, because then each result takes only one instruction if `page` is a power of two.
     """
     row = row.astype(jnp.uint32)
     return (row // page).astype(jnp.int32), (row % page).astype(jnp.int32)

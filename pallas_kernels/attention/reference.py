@@ -1,4 +1,4 @@
-"""References of `paged_attention` in jax.numpy: `reference` is ordinary, `fixed_reference` deterministic attention."""
+"""References of `paged_attention` in jax.numpy: `reference`, and `fixed_reference` for deterministic attention."""
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +9,15 @@ from pallas_kernels.attention.ancestor_bits import WORD
 from pallas_kernels.layers.quantized import FP8
 from pallas_kernels.layers.row_blocks import in_row_blocks
 
-FIXED_TILE = 32  # context rows that the deterministic reference adds up at once
+FIXED_TILE = 32  # rows of context that the deterministic reference adds up at once
 
 
 def _visible(
     lengths: Array, bits: Array | None, queries: int, rows: int, start: int | Array, window: int | None
 ) -> Array:
-    """Returns the attention mask, bool [B, T, rows]: whether query t of sequence b sees row r of the context.
+    """Returns the attention mask, bool [B, T, rows]; element [b, t, r] says whether query t of sequence b sees row r.
 
-    Args: as in `paged_attention`; `start` may be an array [B].
+    The arguments are those of `paged_attention`, but `start` may be an array [B].
     """
     row = jnp.arange(rows, dtype=jnp.int32)
     new = row - lengths[:, None]
@@ -36,7 +36,7 @@ def _visible(
 
 
 def _gather(pool: Array, page_table: Array) -> Array:
-    """Returns the pool's rows of every sequence in the order of its page table, [B, KH, P * page, D]."""
+    """Gathers each sequence's rows from a pool, in the order of the page table; returns [B, KH, P * page, D]."""
     batch, columns = page_table.shape
     _, heads, page, dim = pool.shape
     return pool[page_table].transpose(0, 2, 1, 3, 4).reshape(batch, heads, columns * page, dim)
@@ -46,7 +46,7 @@ def _recent(page_table: Array, lengths: Array, page: int, new_rows: int, window:
     """Cuts the page table to the pages of the sliding window and of the new rows.
 
     Returns:
-        The page table's columns that cover them [B, columns], and the row number at which these begin [B].
+        The remaining columns of the page table [B, columns], and the number of their first row [B].
     """
     columns = min(pl.cdiv(window + new_rows - 2, page) + 1, page_table.shape[1])
     first = jnp.clip((lengths - window + 1) // page, 0, page_table.shape[1] - columns)
@@ -64,8 +64,8 @@ def reference(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, 
     keys, values = _gather(k_pool, page_table), _gather(v_pool, page_table).astype(jnp.float32)
     rows = keys.shape[2]
     visible = _visible(lengths, bits, queries, rows, start, window)
-    # 0 * NaN is NaN, so values of rows that no query sees are zeroed. A new row that only its own padding query sees
-    # (bits) may hold any value, so values of new rows that are not finite are zeroed as well.
+    # 0 * NaN is NaN, so set the values of rows that no query sees to 0. A padding query sees its own new row, which may
+    # hold any value, so set infinities and NaN in new rows to 0 too.
     new = jnp.arange(rows) >= lengths[:, None]
     keep = visible.any(1)[:, None, :, None] & (~new[:, None, :, None] | jnp.isfinite(values))
     values = jnp.where(keep, values, 0)
@@ -85,9 +85,9 @@ def reference(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, 
 
 
 def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, *, start, scale):
-    """Returns deterministic attention: each query is computed by itself, over fixed tiles of the rows that it sees.
+    """Returns deterministic attention, computed for each query separately, over fixed tiles of the rows that it sees.
 
-    Args: as in `paged_attention`.
+    The arguments are those of `paged_attention`.
     """
     batch, queries, heads, dim = q.shape
     kv_heads, page = k_pool.shape[1:3]
@@ -133,7 +133,7 @@ def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, *, start, sca
 
 
 def compute_dtype(q: Array | jax.ShapeDtypeStruct, pool: Array) -> jnp.dtype:
-    """Returns the dtype of the operands of both matrix products, of queries with K and of weights with V."""
+    """Returns the dtype of the operands of both matrix products: queries with K, and softmax weights with V."""
     if pool.dtype == FP8:
         return q.dtype if q.dtype == jnp.float32 else jnp.dtype(jnp.float16)
     return jnp.promote_types(q.dtype, pool.dtype)

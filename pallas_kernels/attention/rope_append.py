@@ -1,9 +1,9 @@
-"""One kernel that splits a QKV projection, rotates queries and keys, and writes keys and values to their pages.
+"""Splits a QKV projection, rotates queries and keys, and writes keys and values to the paged cache, in one kernel.
 
-A row of the projection holds heads of width D: queries, then keys, then values. Rotary embedding (arXiv:2104.09864) in
-the halves layout: with angle a_i = position * inv_freq[i], channels i and i + D/2 of a head become
-x_i cos a_i - x_{i+D/2} sin a_i and x_{i+D/2} cos a_i + x_i sin a_i, computed in float32 and rounded to the model's
-dtype. `kv_pages` describes the layout of the pools and the place of a row in them.
+A row of the projection holds heads of width D: first queries, then keys, then values. The rotary embedding
+(arXiv:2104.09864) pairs channel i of a head with channel i + D/2. With angle a_i = position * inv_freq[i], the two
+channels become x_i cos a_i - x_{i+D/2} sin a_i and x_{i+D/2} cos a_i + x_i sin a_i. They are computed in float32 and
+rounded to the model's dtype. `kv_pages` describes the layout of the pools.
 """
 
 import functools
@@ -21,9 +21,9 @@ from pallas_kernels.layers.row_blocks import in_row_blocks
 
 
 def rope_cos_sin(positions, inv_freq):
-    """Returns cosines and sines of the rotary embedding, float32 [2, B, T, D / 2].
+    """Returns the cosines and the sines of the rotary embedding, float32 [2, B, T, D / 2].
 
-    They are the same in all layers, so XLA computes them once per model forward pass.
+    All layers use the same cosines and sines, so XLA computes them once per forward pass of the model.
     """
     angles = positions[..., None].astype(jnp.float32) * inv_freq
     return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
@@ -32,7 +32,7 @@ def rope_cos_sin(positions, inv_freq):
 def rotate(
     x: Float[Array, "B T H D"], positions: Int32[Array, "B T"], inv_freq: Float[Array, " half"]
 ) -> Float[Array, "B T H D"]:
-    """Returns x with every head of every row rotated by the row's position; reference of the kernel's rotation."""
+    """Rotates every head of every row of x by the row's position; this is the reference of the kernel's rotation."""
     cos, sin = rope_cos_sin(positions, inv_freq)[:, :, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -40,7 +40,7 @@ def rotate(
 
 
 def _split_qkv(qkv, positions, inv_freq, *, heads, kv_heads, dtype):
-    """Splits a projection: returns rotated queries [B, T, H, D], rotated keys and values [B, T, KH, D]."""
+    """Splits a projection into rotated queries [B, T, H, D], rotated keys [B, T, KH, D] and values [B, T, KH, D]."""
     by_head = reduce_partials(qkv, dtype).reshape(*positions.shape, heads + 2 * kv_heads, -1)
     q, k, v = jnp.split(by_head, [heads, heads + kv_heads], axis=2)
     return rotate(q, positions, inv_freq), rotate(k, positions, inv_freq), v
@@ -61,10 +61,10 @@ def _reference(
 
 
 def column_loader(qkv_ref, scale_refs, sequence, token, dtype):
-    """For use in a kernel: returns `load(columns, mask)`, which loads these columns of one row of the QKV projection.
+    """Returns a function `load(columns, mask)` for use in a kernel, which loads columns of one row of the projection.
 
-    `load` adds up the partial sums, applies the scales and rounds to `dtype`; its argument `mask` is a dictionary with
-    the load's `mask` and `other`, or empty.
+    `load` adds up the partial sums, applies the scales and rounds to `dtype`. Its argument `mask` is a dictionary with
+    the options `mask` and `other` of the loads, or an empty dictionary.
 
     Args:
         qkv_ref: partial sums [parts, B, T, (H + 2 KH) * D].
@@ -85,7 +85,7 @@ def column_loader(qkv_ref, scale_refs, sequence, token, dtype):
 
 
 def load_cos_sin(cos_sin_ref, sequence, token, channel, mask):
-    """In a kernel: loads the cosines and the sines of rows; returns both as a list.
+    """Loads the cosines and the sines of rows, inside a kernel; returns [cosines, sines].
 
     Args:
         cos_sin_ref: float32 [2, B, T, D / 2], as `rope_cos_sin` returns them.
@@ -97,7 +97,7 @@ def load_cos_sin(cos_sin_ref, sequence, token, channel, mask):
 
 
 def load_rotated(load, start, channels, cos_sin, mask):
-    """In a kernel: loads heads of the projection and rotates them; returns both halves of the heads in float32.
+    """Loads heads of the projection and rotates them, inside a kernel; returns both halves of the heads in float32.
 
     Args:
         load: function that `column_loader` returned.
@@ -122,9 +122,9 @@ def _kernel(
     # static parameters
     heads,  # query heads
 ):
-    """One Pallas program: one KV head of one row, and the query heads of its group.
+    """Rotates and writes one KV head of one row, and rotates the head's group of queries, in one Pallas program.
 
-    No load depends on the result of another, so all loads are in flight at once.
+    No load depends on the result of another load, so all loads are in flight at once.
     """
     *scale_refs, _k_in, _v_in, q_ref, k_ref, v_ref = refs
     token, kv_head, sequence = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -136,7 +136,7 @@ def _kernel(
     cos_sin = load_cos_sin(cos_sin_ref, sequence, token, channel, mask)
     load = column_loader(qkv_ref, scale_refs, sequence, token, q_ref.dtype)
 
-    # Load and rotate: the group's queries [group, D / 2] twice, the key and the value [D / 2] twice.
+    # Load and rotate both halves of the group's queries [group, D / 2], the key [D / 2] and the value [D / 2].
     member = jnp.arange(pl.next_power_of_2(group))[:, None]
     head, is_query = kv_head * group + member, (member < group) & is_channel[None, :]
     query_cos_sin = [part[None, :] for part in cos_sin]
@@ -157,7 +157,8 @@ def _kernel(
 def kernel_inputs(qkv, positions, inv_freq, page_table, first_row, valid, page):
     """Returns the inputs of a kernel that writes new rows: projection, cosines and sines, pool rows, scales if any.
 
-    A pool row is the number of a row in the whole pool: page number * page size + row in the page; -1: not written.
+    A pool row is the number of a row in the whole pool: page number * page size + row in the page. Rows that are not
+    written have pool row -1.
     """
     qkv, scales = split_scales(qkv)
     rows = first_row[:, None] + jnp.arange(valid.shape[1], dtype=jnp.int32)
@@ -182,7 +183,7 @@ def _pallas(k_pool, v_pool, qkv, positions, inv_freq, page_table, first_row, val
 
 
 def _unsupported(k_pool: Array) -> str | None:
-    """Returns a text that names the limit of the kernel which a call exceeds; None if the call is supported."""
+    """Returns a text that says which limit of the kernel a call exceeds; None if the call is supported."""
     if k_pool.shape[3] not in HEAD_DIMS:
         return f"head_dim must be a multiple of 16 up to 256, got {k_pool.shape[3]}"
     if k_pool.dtype not in POOL_DTYPES:
@@ -213,9 +214,9 @@ def rotate_append(
     deterministic: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T H D"], Pool, Pool]:
-    """Splits a QKV projection: rotates queries and keys, writes keys and values to the cache, returns the queries.
+    """Splits a QKV projection, rotates queries and keys, writes keys and values to the cache, and returns the queries.
 
-    Keys and values of row t of sequence b go to cache row first_row[b] + t, where valid[b, t].
+    The key and the value of row t of sequence b are written to cache row first_row[b] + t, where valid[b, t].
 
     Args:
         k_pool, v_pool: pages of keys and values [pages, KH, page, D].
@@ -223,16 +224,17 @@ def rotate_append(
         positions: positions of the rows for the rotary embedding [B, T].
         inv_freq: float32 radians per position [D / 2].
         page_table: page numbers [B, P].
-        first_row: first cache row to write, per sequence [B].
+        first_row: first cache row to write in each sequence [B].
         valid: whether a row is written [B, T].
         heads: number of query heads.
         dtype: the model's dtype, in which the queries are returned.
-        deterministic: the bits of a row's result do not depend on the number of rows. The kernel's never do (XLA
-            computes each cosine and sine by itself); this option affects the reference.
+        deterministic: make the bits of a row's result independent of the number of rows. This option changes only the
+            reference, because the kernel's results never depend on the number of rows.
         implementation: as in `paged_attention`.
 
     Returns:
-        The rotated queries [B, T, heads, D], and the two pools, in the memory of the old ones if those are donated.
+        The rotated queries [B, T, heads, D], and the two new pools, which take the memory of the old pools if the old
+        pools are donated.
 
     Raises:
         NotImplementedError: implementation is "pallas", and the kernel does not support the head_dim or the dtype.

@@ -1,1 +1,1 @@
-"""Matrix products, norms and quantisation of a decoder layer."""
+"""Kernels for the matrix products, the norms and the quantisation of a decoder layer."""

@@ -1,10 +1,10 @@
-"""A batch-invariant matrix product: it sums each row in the same order for any number of rows.
+"""A batch-invariant matrix product, which sums each row in the same order for any number of rows.
 
     parts[s, t, n] = sum_k x[t, k] w[n, k]  over the s-th of S equal parts of k;   the sum over s is x @ w.T
 
-Libraries choose tiles, instructions and the division of the sum over k by the shape of x, so the last bits of a row's
-result change with the number of rows. Here all of these follow from the weight's shape: every Pallas program holds 64
-rows of x, padded if there are fewer, and executes the same instructions.
+Libraries choose tiles, instructions and the division of the sum over k by the shape of x. So the last bits of a row's
+result change with the number of rows. This kernel chooses them by the weight's shape alone. Every Pallas program holds
+64 rows of x, padded if there are fewer, and executes the same instructions.
 """
 
 import functools
@@ -20,7 +20,7 @@ from pallas_kernels.layers.quantize_rows import gated
 from pallas_kernels.layers.row_blocks import in_row_blocks, in_row_blocks_off_gpu
 from pallas_kernels.layers.split_matmul import INNER_BYTES, LEAST_INNER, LEAST_OUT, NARROW_OUT, WIDEST_OUT
 
-ROWS = 64  # rows of x, and of the weight, per Pallas program: Triton uses other instructions at 64 rows than at 16
+ROWS = 64  # rows of x, and rows of the weight, per Pallas program; with 16 rows Triton uses other instructions
 
 
 def fixed_parts(out: int, inner: int, dtype: jnp.dtype) -> int:
@@ -50,9 +50,9 @@ def _kernel(
     rows,  # T
     steps,  # loop iterations per part of k
     inner,  # values of k per loop iteration
-    precision,  # of the matrix products
+    precision,  # precision of the matrix products
 ):
-    """One Pallas program: multiplies `ROWS` rows of x by `ROWS` rows of the weight, over one part of k.
+    """Multiplies `ROWS` rows of x by `ROWS` rows of the weight, over a part of k, in one Pallas program.
 
     The weight is the first operand of the tensor-core product.
     """
@@ -75,7 +75,7 @@ def _kernel(
 def _pallas(x, weight, *, parts, dtype, interpret):
     (rows, inner), out = x.shape, weight.shape[0]
     columns = INNER_BYTES // weight.dtype.itemsize
-    # As in `paged_attention`: three TF32 products are as exact as one of float32; a CPU has no TF32.
+    # Three TF32 products are as exact as one float32 product, and run on tensor cores. A CPU has no TF32.
     wide = x.dtype == jnp.float32 and not interpret
     precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if wide else jax.lax.Precision.HIGHEST
     options = {"rows": rows, "steps": inner // columns // parts, "inner": columns, "precision": precision}
@@ -90,7 +90,7 @@ def _pallas(x, weight, *, parts, dtype, interpret):
 
 
 def unsupported_weight(weight: Array) -> str | None:
-    """Returns a text that names the limit of the kernel which a weight exceeds; None if the weight is supported."""
+    """Returns a text that says which limit of the kernel a weight exceeds; None if the weight is supported."""
     (out, inner), columns = weight.shape, INNER_BYTES // weight.dtype.itemsize
     if out % ROWS or inner % columns:
         return f"the weight must be [multiple of {ROWS}, multiple of {columns}], got {weight.shape}"
@@ -98,7 +98,7 @@ def unsupported_weight(weight: Array) -> str | None:
 
 
 def _unsupported(x: Array, weight: Array) -> str | None:
-    """Returns a text that names the limit of the kernel which a call exceeds; None if the call is supported."""
+    """Returns a text that says which limit of the kernel a call exceeds; None if the call is supported."""
     if reason := unsupported_weight(weight):
         return reason
     if x.dtype != weight.dtype or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
@@ -121,8 +121,8 @@ def deterministic_matmul(
     Args:
         x: activations [*rows, inner].
         weight: [out, inner].
-        dtype: dtype of the result if it is a single partial sum (None: x's dtype); several partial sums are float32.
-        is_gated: x is gate and up side by side [*rows, 2 * inner]; silu(gate) * up is multiplied by the weight.
+        dtype: dtype of a single partial sum; None: x's dtype. Several partial sums are always float32.
+        is_gated: x has gate and up side by side [*rows, 2 * inner]; silu(gate) * up is multiplied by the weight.
         is_whole: return a single partial sum.
         implementation: as in `paged_attention`.
 

@@ -2,8 +2,8 @@
 
     out[t, i] = silu(x[t] . w[i]) * (x[t] . w[I + i])        w = [gate, up], [2 I, K]    (arXiv:2002.05202)
 
-The kernel is that of `hopper_kernel`. It divides the 14336 columns of an 8B model into 128 tiles of 112 columns, 256 of
-56, or 112 of 128, for 132 multiprocessors.
+`hopper_kernel` has the kernel. It divides the 14336 columns of an 8B model into 128 tiles of 112 columns, 256 tiles of
+56 columns, or 112 tiles of 128 columns, for 132 multiprocessors.
 """
 
 import functools
@@ -19,13 +19,13 @@ from pallas_kernels.layers.hopper_tiling import Tiles, choose_tiles
 from pallas_kernels.layers.quantize_rows import gated
 from pallas_kernels.layers.quantized import Inputs, Quantized, Weight, factors, matmul
 
-LEAST_ROWS = 32  # rows of two bytes per value: for fewer XLA is as fast (with float8 it always needs six more launches)
+LEAST_ROWS = 32  # with fewer rows of two bytes per value XLA is as fast; with float8 XLA always needs six more launches
 
 
 def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight) -> Tiles | None:
-    """Returns the tile sizes of the Hopper kernel for x and a weight [2 out, inner]; None: XLA computes the product.
+    """Returns the tile sizes of the Hopper kernel for x and a weight [2 out, inner]; None if XLA computes the product.
 
-    XLA's product rounds gate and up before they are multiplied.
+    XLA rounds gate and up before it multiplies silu(gate) by up.
     """
     multiprocessors, dtype = hopper_kernel.multiprocessors(), jnp.dtype(x.dtype)
     (both, inner), rows = weight.shape, math.prod(x.shape[:-1])
@@ -41,16 +41,17 @@ def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight) -> Tiles | None:
 
 
 def kernel_padding(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype) -> int:
-    """Returns how many padding rows per sequence let the Hopper kernel run.
+    """Returns how many padding rows each sequence needs so that the Hopper kernel can run.
 
     Args:
         sequences: number of sequences.
-        rows: rows per sequence.
+        rows: number of rows per sequence.
         weight: gate above up [2 out, inner].
         dtype: dtype of the activations.
 
     Returns:
-        The number of rows; 0 if the kernel would not run, or would need 8 or more padding rows in all.
+        The number of padding rows per sequence. It is 0 if the kernel would not run even with padding, or if all
+        sequences together would need 8 or more padding rows.
     """
     more = -rows % (8 // math.gcd(sequences, 8))
     if sequences * rows < LEAST_ROWS or sequences * more >= 8:
@@ -67,8 +68,8 @@ def gated_matmul(x: Inputs, weight: Weight, *, implementation: Implementation = 
         x: activations [*rows, inner].
         weight: gate above up [2 out, inner].
         implementation: as in `paged_attention`. The kernel runs on a Hopper GPU with jax 0.11 or later (`tiles_for`),
-            for up to 8 rows or a multiple of 8 up to 320, if the weight is of "fp8_dynamic", or if it has two bytes per
-            value and x has at least 32 rows. Otherwise XLA computes the product.
+            for up to 8 rows or a multiple of 8 up to 320. The weight must be of kind "fp8_dynamic", or have two bytes
+            per value while x has at least 32 rows. Otherwise XLA computes the product.
     """
 
     def reference(x, weight):

@@ -1,19 +1,19 @@
-"""The Hopper kernel: a matrix product of up to some hundreds of rows with a large weight.
+"""The Hopper kernel, which multiplies up to some hundreds of rows by a large weight.
 
     parts[s, t, n] = sum_k x[t, k] w[n, k]  over the s-th of S equal parts of k           (`split_matmul`)
     out[t, i] = silu(x[t] . w[i]) * (x[t] . w[I + i])                                     (`gated_matmul`)
 
-x and w have two bytes per value, or both are float8 with a scale per row, which is applied to the sums.
+x and w either have two bytes per value, or are both float8 with one scale per row. The scales are applied to the sums.
 
-An output tile is `columns` wide and as high as x, so every weight is read once. Each warpgroup holds 64 rows; the TMA
-unit reads rows past the last as zeros and does not write them. For gate and up, the tile's columns of gate and of up
-lie one above the other in shared memory as one operand of a `wgmma`, so both products of an output end up in one
-thread. In a transposed product (`hopper_tiling`), a warpgroup holds 64 columns of gate and 64 of up as two operands,
-and all rows.
+An output tile is `columns` wide and as high as x, so every weight is read once. Each warpgroup holds 64 rows. The TMA
+unit reads rows past the last row as zeros and does not write them. If w has gate and up, the tile's columns of gate and
+of up lie one above the other in shared memory and form one operand of a `wgmma`. So one thread gets both products of an
+output. In a transposed product (`hopper_tiling`), a warpgroup holds all rows of x, and 64 columns of gate and 64 of up
+as two operands.
 
-A CTA (one Pallas program) computes work items one after the other: an item is one output tile, summed over one part of
-k. It loads k slice by slice into a ring of `stages` slots in shared memory. The first warpgroup also issues the loads:
-as soon as all warpgroups have read a slot, it loads a later slice into the slot.
+A CTA (one Pallas program) computes work items one after the other. A work item is one output tile, summed over one part
+of k. The CTA loads k slice by slice into a ring of `stages` slots in shared memory. The first warpgroup also issues the
+loads. As soon as all warpgroups have read a slot, the first warpgroup loads a later slice into the slot.
 """
 
 import functools
@@ -46,13 +46,14 @@ def _kernel(
     w_tiles,  # [stages, halves * columns, inner]
     arrived,  # barriers [stages]: the loads of a slice of k have arrived in the slot
     done,  # barriers [stages]: all warpgroups have read the slot
-    *scales_memory,  # row scales [height], column scales [scale_tiles, halves, 128], both float32; their barrier
+    *scales_memory,  # row scales [height], column scales [scale_tiles, halves, 128], both float32; a barrier for both
     # static parameters
     tiles,
 ):
-    """One Pallas program (CTA): computes every `programs`-th work item; loads for the next item start before it begins.
+    """Computes every n-th work item in one of n = `programs` Pallas programs (CTAs).
 
-    A work item is one output tile, summed over one part of k.
+    A work item is one output tile, summed over one part of k. The loads for the next work item start while the current
+    work item is computed.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -76,7 +77,7 @@ def _kernel(
             pl.when(item == 0)(lambda: plgpu.barrier_wait(scales_memory[-1]))
         cta.store(sums, item)
 
-    # Drain the pipeline: a CTA must not end before all arrivals at its barriers and all stores.
+    # Drain the pipeline: a CTA must not end before all arrivals at its barriers, and all its stores, are complete.
     pl.when(cta.total_slices > 0)(lambda: cta.release(cta.total_slices - 1))
 
     @pl.when(cta.group == 0)
@@ -89,11 +90,11 @@ def _kernel(
 
 
 class _Cta:
-    """In the kernel: the operations of one CTA (Pallas program).
+    """The operations of one CTA (Pallas program) inside the kernel.
 
-    The CTA computes `items` work items, each one output tile summed over one part of k. An item has `item_slices`
-    slices of k. Slices are numbered through all items of the CTA, and slice i uses slot i modulo `stages` of shared
-    memory.
+    The CTA computes `items` work items. A work item is one output tile, summed over one part of k, which has
+    `item_slices` slices. Slices are numbered consecutively over all work items of the CTA. Slice i uses slot i modulo
+    `stages` of shared memory.
     """
 
     def __init__(self, refs, memory, tiles):
@@ -104,8 +105,8 @@ class _Cta:
         self.tiles, self.plgpu = tiles, plgpu
         inner, self.out = self.x_ref.shape[1], self.out_ref.shape[2]
         self.group, self.index = jax.lax.axis_index("group"), jax.lax.axis_index("program")
-        self.own_part = pl.ds(self.group * HEIGHT, HEIGHT)  # of this warpgroup: rows of x; transposed: columns
-        self.all_rows = pl.ds(0 * self.index, tiles.height)  # traced start: the slice may be longer than the array
+        self.own_part = pl.ds(self.group * HEIGHT, HEIGHT)  # rows of x of this warpgroup; transposed: columns
+        self.all_rows = pl.ds(0 * self.index, tiles.height)  # a slice with a traced start may exceed the array
         self.item_slices = inner // tiles.inner // tiles.parts
         self.items = (self.out // tiles.columns * tiles.parts - self.index + tiles.programs - 1) // tiles.programs
         self.total_slices = self.items * self.item_slices
@@ -120,7 +121,7 @@ class _Cta:
         return jax.lax.rem(k_slice, self.tiles.stages)
 
     def load(self, k_slice):
-        """Issues the loads of a slice of k into its slot: the tile's weights (gate and up) and all rows of x."""
+        """Starts to load a slice of k (the tile's weights and all rows of x) into the slice's slot."""
         tiles = self.tiles
         slot, (column, part) = self.slot_of(k_slice), self.place_of(jax.lax.div(k_slice, self.item_slices))
         slice_in_k = part * self.item_slices + jax.lax.rem(k_slice, self.item_slices)
@@ -134,10 +135,10 @@ class _Cta:
     def release(self, k_slice):
         """Marks the slot of a slice of k as read by this warpgroup.
 
-        The first warpgroup then waits until all warpgroups have read the slot, and loads a later slice into it.
+        The first warpgroup then waits until all warpgroups have read the slot, and loads a later slice into the slot.
         """
         slot = self.slot_of(k_slice)
-        self.plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # results stored from the slot have been read
+        self.plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # wait until results stored from the slot have been read
         self.plgpu.barrier_arrive(self.done.at[slot])
 
         @pl.when((self.group == 0) & (k_slice + self.tiles.stages < self.total_slices))
@@ -146,7 +147,7 @@ class _Cta:
             self.load(k_slice + self.tiles.stages)
 
     def operands(self, slot):
-        """Returns the two operands of `wgmma` for each accumulator, in one slot of shared memory."""
+        """Returns the two operands of `wgmma` for each accumulator, as parts of one slot of shared memory."""
         if not self.tiles.transposed:
             return [(self.x_tiles.at[slot, self.own_part], self.w_tiles.at[slot].T)]
         starts = [half * self.tiles.columns + self.group * HEIGHT for half in range(self.tiles.halves)]
@@ -162,14 +163,14 @@ class _Cta:
             self.plgpu.barrier_wait(self.arrived.at[slot])
             for accumulator, pair in zip(accumulators, self.operands(slot), strict=True):
                 self.plgpu.wgmma(accumulator, *pair)
-            self.plgpu.wgmma_wait(len(accumulators))  # all but this slice's products: the slice before can be released
+            self.plgpu.wgmma_wait(len(accumulators))  # wait for the products of earlier slices
             pl.when(k_slice > 0)(lambda: self.release(k_slice - 1))
 
         self.plgpu.wgmma_wait(0)
         return [accumulator[...] for accumulator in accumulators]
 
     def load_scales(self):
-        """Issues the loads of the scales of all rows, and of the columns of all work items, into shared memory."""
+        """Starts to load the scales of all rows, and of the columns of all work items, into shared memory."""
         tiles, (row_scales, column_scales, scales_arrived) = self.tiles, self.scales_memory
         for first in range(0, tiles.height, HEIGHT):
             rows = self.row_scale_ref.at[pl.ds(0 * self.index + first, HEIGHT)]
@@ -181,24 +182,24 @@ class _Cta:
             self.plgpu.copy_gmem_to_smem(columns, target, scales_arrived)
 
     def piece_of(self, first):
-        """Returns the block of an output tile that this warpgroup stores at once.
+        """Returns the position and the size of a block of an output tile, which this warpgroup stores at once.
 
         Args:
             first: first column of the block in the tile; transposed: first row.
 
         Returns:
-            (first row, number of rows), (first column in the tile, number of columns).
+            Two pairs: (first row, number of rows), and (first column in the tile, number of columns).
         """
         own, across = (self.group * HEIGHT, HEIGHT), (first, self.tiles.store)
         return (across, own) if self.tiles.transposed else (own, across)
 
     def scaled(self, sums, item, half, first):
-        """Returns the block of the sums that `piece_of(first)` describes, multiplied by its scales if there are any.
+        """Returns the block of sums that `piece_of(first)` describes, multiplied by its scales if there are any.
 
         Args:
             sums: sums of a work item, as `multiply` returns them.
             item: index of the work item.
-            half: 0: gate, or the only half; 1: up.
+            half: 0 for gate, or if the weight has only one half; 1 for up.
             first: as in `piece_of`.
         """
         tiles = self.tiles
@@ -219,7 +220,7 @@ class _Cta:
         return piece
 
     def store_buffer(self, index, item):
-        """Returns the shared memory from which block number `index` of a work item's results is stored."""
+        """Returns the shared memory that holds block number `index` of a work item's results while it is stored."""
         tiles = self.tiles
         if not tiles.stores_in_x:
             return self.out_tiles.at[self.group, index % STORE_BUFFERS]
@@ -229,14 +230,14 @@ class _Cta:
         return last.at[pl.ds(0, math.prod(tiles.store_shape))].reshape(tiles.store_shape)
 
     def store(self, sums, item):
-        """Scales the sums of a work item, multiplies silu(gate) by up if there are both, and stores the results."""
+        """Scales the sums of a work item, multiplies silu(gate) by up if the weight has both, and stores the result."""
         tiles, (column, part) = self.tiles, self.place_of(item)
         for index in range((tiles.transposed or tiles.columns) // tiles.store):
             first = index * tiles.store
             result = self.scaled(sums, item, 0, first)
             if tiles.halves == 2:
                 result = result / (1 + jnp.exp(-result)) * self.scaled(sums, item, 1, first)
-            if index >= STORE_BUFFERS:  # the first buffers are free: `release` has waited for them since the last item
+            if index >= STORE_BUFFERS:  # the first buffers are free: `release` has waited since the last item
                 self.plgpu.wait_smem_to_gmem(STORE_BUFFERS - 1, wait_read_only=True)
             shared = self.store_buffer(index, item)
             (shared.T if tiles.transposed else shared)[...] = result.astype(self.out_ref.dtype)
@@ -246,15 +247,15 @@ class _Cta:
 
 
 def multiply(x: Array, weight: Array, *scales: Array, tiles: Tiles, dtype: jnp.dtype, interpret: Any = False) -> Array:
-    """Runs the Hopper kernel: returns partial sums of x @ weight.T, or silu(gate) * up, [parts, rows, out].
+    """Runs the Hopper kernel, and returns partial sums of x @ weight.T, or silu(gate) * up, [parts, rows, out].
 
     Args:
         x: activations [rows, inner].
         weight: [halves * out, inner]; two halves are gate and up.
-        scales: float32 scales of the rows of x [rows] and of the weight [halves * out]; none unless both are float8.
+        scales: float32 scales of the rows of x [rows] and of the weight [halves * out] if both are float8, else none.
         tiles: static sizes of the call.
         dtype: dtype of the result.
-        interpret: False, or jax's parameters for interpreting the kernel, with which it detects races.
+        interpret: False, or jax's parameters for interpreting the kernel and detecting races.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
@@ -274,7 +275,7 @@ def multiply(x: Array, weight: Array, *scales: Array, tiles: Tiles, dtype: jnp.d
             return x_tiles, memory(tiles.groups, STORE_BUFFERS, *tiles.store_shape, dtype=dtype)
         if interpret:  # the interpreter does not support refs that share memory, nor `reshape`
             return x_tiles, plgpu.SMEM((tiles.stages, tiles.groups, *tiles.store_shape), dtype)
-        room = HEIGHT * INNER_BYTES // dtype.itemsize  # the results take the beginning of this memory
+        room = HEIGHT * INNER_BYTES // dtype.itemsize  # the results use the beginning of this memory
         return plgpu.RefUnion(x_tiles, plgpu.SMEM((tiles.stages, tiles.groups, room), dtype))
 
     def entry(x_ref, w_ref, *refs):
@@ -303,9 +304,9 @@ def multiply(x: Array, weight: Array, *scales: Array, tiles: Tiles, dtype: jnp.d
 
 
 def choose_compiled(implementation: Implementation, kernel: Callable, reference: Callable, *arguments: Any) -> Any:
-    """Does what `dispatch` does, for the Hopper kernel: a CPU always runs the reference, even with "pallas".
+    """Chooses as `dispatch` does, but a CPU always runs the reference, even with "pallas".
 
-    jax can interpret a Mosaic GPU kernel only with special parameters, and with effects that are not allowed in a
+    jax can interpret a Mosaic GPU kernel only with special parameters and with side effects, which are not allowed in a
     branch of `platform_dependent`.
     """
     compiled: Implementation = "auto" if implementation == "pallas" else implementation
@@ -313,12 +314,12 @@ def choose_compiled(implementation: Implementation, kernel: Callable, reference:
 
 
 def multiprocessors() -> int | None:
-    """Returns the number of multiprocessors of the Hopper GPU (9.0) that the program is traced for.
+    """Returns the number of multiprocessors of the Hopper GPU (compute capability 9.0) that the program is traced for.
 
-    It is None if the program is traced for another device, or if jax is older than 0.11.
+    The result is None if the program is traced for another device, or if jax is older than 0.11.
     """
     if jax.__version_info__ < (0, 11):
-        return None  # earlier versions cannot compile such kernels on a machine without a GPU
+        return None  # jax before 0.11 cannot compile a Mosaic GPU kernel on a machine without a GPU
     if device := jax.sharding.get_abstract_mesh().abstract_device:
         return device.num_cores if re.search(r"\bG?H\d+\b", device.device_kind) else None
     own = jax.local_devices()[0]

@@ -1,14 +1,16 @@
-"""Tile sizes of the Hopper kernel (`hopper_kernel`), which multiplies x by a weight.
-
-`wgmma` multiplies a first operand of 64 rows per warpgroup by a second operand whose size is any multiple of 8. Usually
-the first operand holds rows of x and the second holds weights: the width of an output tile is chosen to make the number
-of tiles just less than a multiple of the number of multiprocessors. If x has far fewer rows than the next multiple of
-64, the product is transposed: the first operand holds weights (64 columns of gate and 64 of up per warpgroup) and the
-second holds all rows of x, so no padding rows are multiplied.
+"""Chooses the tile sizes of the Hopper kernel (`hopper_kernel`), which multiplies x by a weight.
 
 Terms: a CTA is one Pallas program. A part of k is one of the equal ranges of k over which partial sums are returned. A
 work item is one output tile, summed over one part of k; a CTA computes several work items one after the other. The
 kernel loads k in slices of 128 bytes per row.
+
+`wgmma` multiplies a first operand of 64 rows per warpgroup by a second operand whose size is any multiple of 8. Usually
+the first operand holds rows of x and the second operand holds weights. The width of an output tile is then chosen so
+that the number of tiles is just less than a multiple of the number of multiprocessors.
+
+If x has far fewer rows than the next multiple of 64, the product is transposed. The first operand then holds weights
+(64 columns of gate and 64 of up per warpgroup), and the second operand holds all rows of x. So no padding rows are
+multiplied.
 """
 
 import math
@@ -19,21 +21,21 @@ import jax.numpy as jnp
 from pallas_kernels.layers.quantize_rows import FP8
 
 DTYPES = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), FP8}
-INNER_BYTES = 128  # bytes of a row in a slice of k: the widest swizzle
+INNER_BYTES = 128  # bytes of a row in a slice of k; this is the widest swizzle
 STORE_BUFFERS = 2  # buffers per warpgroup: one is written while the TMA unit reads the other
 HEIGHT = 64  # rows of the first operand of `wgmma`, per warpgroup
 SHARED_BYTES = 227 * 1024 - 512  # shared memory of a CTA, without the barriers
 ALIGNMENT = 1024  # alignment in bytes of each array in shared memory; TMA copies need a multiple of 128
-MOST_GROUPS = 5  # warpgroups per CTA: they share a multiprocessor's registers
+MOST_GROUPS = 5  # most warpgroups per CTA, because they share a multiprocessor's registers
 REGISTERS = 512  # registers per thread if a multiprocessor had one warpgroup
 OTHER_REGISTERS = 40  # registers per thread in addition to the accumulators
-LEAST_COLUMNS, MOST_COLUMNS = 48, 128  # columns of gate, and as many of up: together one operand of at most 256
-MOST_TRANSPOSED = 160  # rows of x for whose accumulators (gate and up) a warpgroup has registers
-MOST_IDLE = 1.15  # time relative to an even distribution of the tiles, above which XLA's product is faster
+LEAST_COLUMNS, MOST_COLUMNS = 48, 128  # columns of gate, and as many of up; one operand has both, at most 256 columns
+MOST_TRANSPOSED = 160  # most rows of x whose accumulators (gate and up) fit into a warpgroup's registers
+MOST_IDLE = 1.15  # XLA is faster if the time exceeds that of an even distribution of the tiles by this factor
 
 
 class Tiles(NamedTuple):
-    """Static sizes of one call of the Hopper kernel; the module's docstring defines the terms."""
+    """The static sizes of one call of the Hopper kernel; the module's docstring defines the terms."""
 
     groups: int  # warpgroups per CTA, each for 64 rows of an output tile; transposed: for 64 columns
     columns: int  # columns of an output tile
@@ -41,8 +43,8 @@ class Tiles(NamedTuple):
     stages: int  # slices of k in flight
     store: int  # columns that a warpgroup stores at once; transposed: rows
     programs: int  # number of CTAs
-    parts: int = 1  # parts of k; a partial sum is returned for each
-    halves: int = 1  # 2: the weight has gate and up; 1: it does not
+    parts: int = 1  # parts of k, which is also the number of partial sums
+    halves: int = 1  # 2 if the weight has gate and up, else 1
     scale_tiles: int = 0  # output tiles of a CTA whose scales are kept in shared memory; 0: no scales, or no room
     transposed: int = 0  # number of rows of x if the product is transposed, else 0
 
@@ -53,7 +55,7 @@ class Tiles(NamedTuple):
 
     @property
     def accumulators(self) -> list[tuple[int, int]]:
-        """Shapes of the accumulators of a warpgroup."""
+        """Shapes (rows, columns) of the accumulators of a warpgroup."""
         if self.transposed:
             return [(HEIGHT, self.transposed)] * self.halves
         return [(HEIGHT, self.halves * self.columns)]
@@ -62,13 +64,14 @@ class Tiles(NamedTuple):
     def stores_in_x(self) -> bool:
         """Whether a warpgroup stores a whole result tile at once, from the shared memory of the last slice of x.
 
-        The result is not swizzled there, so its rows must be so narrow that eight of them lie in different banks.
+        The result is not swizzled in this memory, so its rows must be narrow enough that eight rows lie in different
+        memory banks.
         """
         return not self.transposed and self.store == self.columns
 
     @property
     def store_shape(self) -> tuple[int, int]:
-        """Shape of the block of results that a warpgroup stores at once."""
+        """Shape (rows, columns) of the block of results that a warpgroup stores at once."""
         return (self.store, HEIGHT) if self.transposed else (HEIGHT, self.store)
 
 
@@ -82,7 +85,7 @@ def choose_tiles(
         out: number of output columns.
         dtype: dtype of x and of the weight's values.
         multiprocessors: number of multiprocessors of the GPU.
-        parts: number of equal ranges of `inner` whose partial sums are returned; several are returned in float32.
+        parts: number of equal ranges of `inner` whose partial sums are returned; several partial sums are float32.
         halves: 2 if the weight has gate and up, else 1.
 
     Returns:
@@ -92,8 +95,8 @@ def choose_tiles(
     if dtype not in DTYPES or groups > MOST_GROUPS or (rows > 8 and rows % 8) or inner % (slice_size * parts):
         return None
 
-    # Width of an output tile: of the widths that divide `out` and whose accumulators fit into registers, choose the one
-    # that leaves the fewest multiprocessors idle; among equally good ones the widest.
+    # Width of an output tile. A width must divide `out`, and its accumulators must fit into registers. Of these widths,
+    # choose the one that leaves the fewest multiprocessors idle; among equally good widths, choose the widest.
     most = min(REGISTERS // groups // 8 * 8 - OTHER_REGISTERS, MOST_COLUMNS)
     widths = [width for width in range(most, LEAST_COLUMNS - 1, -8) if out % width == 0]
     time = {width: _imbalance(out // width * parts, multiprocessors) for width in widths}
@@ -101,7 +104,7 @@ def choose_tiles(
         return None
     columns, height, transposed = min(widths, key=lambda width: time[width]), groups * HEIGHT, 0
 
-    # Transpose the product (65 to 160 rows) if that lowers waves * rows: padding rows cost as much as others.
+    # Transpose the product (65 to 160 rows) if this lowers waves * rows; a padding row takes as long as any other row.
     can_transpose = halves == 2 and HEIGHT < rows <= MOST_TRANSPOSED and out % MOST_COLUMNS == 0
     if can_transpose and _imbalance(out // MOST_COLUMNS * parts, multiprocessors) * rows < time[columns] * height:
         groups, columns, height, transposed = MOST_COLUMNS // HEIGHT, MOST_COLUMNS, rows, rows
@@ -116,8 +119,8 @@ def choose_tiles(
     scale_bytes = sum(math.ceil(4 * size / ALIGNMENT) * ALIGNMENT for size in sizes)
     room, slice_bytes = SHARED_BYTES - store_bytes, (height + halves * columns) * INNER_BYTES
     stages, fewer = (min(free // slice_bytes, inner // slice_size // parts) for free in (room, room - scale_bytes))
-    # One more slice in flight saves more time than scales in shared memory. But if the scales are not there, the kernel
-    # reads the scales of x in multiples of 64 rows, past the array's end unless the number of rows is such a multiple.
+    # One more slice in flight saves more time than scales in shared memory. But without scales in shared memory, the
+    # kernel reads the scales of x for multiples of 64 rows, which may lie past the array's end.
     if fewer < stages and rows == height:
         scale_tiles = 0
     stages = fewer if scale_tiles else stages
@@ -128,5 +131,5 @@ def choose_tiles(
 
 
 def _imbalance(items: int, multiprocessors: int) -> float:
-    """Returns the time of equal work items relative to an even distribution; 1 if no multiprocessor is ever idle."""
+    """Returns the time of `items` equal work items, divided by their time if no multiprocessor were ever idle."""
     return math.ceil(items / multiprocessors) * multiprocessors / items

@@ -1,9 +1,9 @@
-"""Quantises rows to one byte per value, each row with its own scale; for activations, one kernel does it.
+"""Quantises rows to one byte per value, each row with its own scale. One kernel quantises activations.
 
     scale[t] = max_k |y[t, k]| / largest        values[t, k] = y[t, k] / scale[t], rounded
 
-y is x; or, if x has gate and up side by side, silu(gate) * up rounded to x's dtype. `largest` is the largest value of
-the dtype: 127 for int8, 448 for float8_e4m3fn.
+Usually y is x. If x has gate and up side by side, y is silu(gate) * up, rounded to x's dtype. `largest` is the largest
+value of the dtype: 127 for int8, 448 for float8_e4m3fn.
 """
 
 import functools
@@ -22,7 +22,7 @@ WIDEST = 32768  # columns that a Pallas program can hold in registers
 
 
 def gated(x: Float[Array, "*rows twice"]) -> Float[Array, "*rows inner"]:
-    """Returns silu(gate) * up for x = [gate, up], side by side (arXiv:2002.05202)."""
+    """Returns silu(gate) * up, where x holds gate and up side by side (arXiv:2002.05202)."""
     gate, up = jnp.split(x, 2, axis=-1)
     return jax.nn.silu(gate) * up
 
@@ -57,7 +57,7 @@ def _kernel(
     *,
     is_gated,
 ):
-    """One Pallas program: quantises one row; padding columns are zero and not written."""
+    """Quantises one row in one Pallas program; padding columns are zero and not written."""
     row, inner = pl.program_id(0), values_ref.shape[1]
     column = jnp.arange(pl.next_power_of_2(inner))
     inside = column < inner
@@ -98,7 +98,7 @@ def quantize_rows(
 
     Args:
         x: activations [*rows, inner], or [*rows, 2 * inner] if gated.
-        is_gated: x is gate and up side by side; silu(gate) * up is quantised.
+        is_gated: x has gate and up side by side; silu(gate) * up is quantised.
         implementation: as in `paged_attention`.
 
     Raises:

@@ -1,12 +1,12 @@
-"""Weights of one byte per value with a scale for each output channel, and the matrix products with them.
+"""Weights with one byte per value and a scale for each output channel, and matrix products with such weights.
 
     int8          y = (x @ values.T) * scale              only weights are quantised; scale = max |w| / 127 per row of w
     fp8           y = (x @ values.T) * scale              like int8, to float8_e4m3fn; scale = max |w| / 448
     fp8_dynamic   y = (x8 @ values.T) * scale_x * scale   like fp8, and x to x8; scale_x = max |x| / 448 per row of x
 
-Each row of x is quantised by itself, so its result does not depend on other rows. But quantising can enlarge a
-difference in the last bit of a float32 sum to a relative difference of 1/16: with "fp8_dynamic", decoding keeps the
-probabilities within such roundings, not bit for bit.
+Each row of x is quantised separately, so its result does not depend on other rows. But quantising can turn a difference
+in the last bit of a float32 sum into a relative difference of 1/16. Therefore "fp8_dynamic" keeps the probabilities of
+decoding only up to such rounding errors, not bit for bit.
 """
 
 import math
@@ -22,14 +22,14 @@ from pallas_kernels.layers.quantize_rows import FP8, INT8, gated, quantize_rows,
 
 Kind = Literal["int8", "fp8", "fp8_dynamic"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-FEW_ROWS = 64  # with more rows, rounding a float8 product twice costs less than writing it in float32
-STATIC = {"static": True}  # metadata of a field that is part of the tree's structure
+FEW_ROWS = 64  # with more rows, rounding a float8 product twice takes less time than writing it in float32
+STATIC = {"static": True}  # metadata of a field that belongs to the pytree's structure, not to its leaves
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """A quantised weight [out, inner]: values * scale[:, None]."""
+    """A quantised weight [out, inner], equal to values * scale[:, None]."""
 
     values: Num[Array, "out inner"]  # int8 or float8_e4m3fn
     scale: Float[Array, " out"]  # float32
@@ -49,7 +49,7 @@ class Quantized:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedActivation:
-    """Activations [*rows, inner], quantised for a weight of "fp8_dynamic": values * scale[..., None]."""
+    """Activations [*rows, inner] quantised for a weight of "fp8_dynamic", equal to values * scale[..., None]."""
 
     values: Float[Array, "*rows inner"]  # float8_e4m3fn
     scale: Float[Array, "*rows"]  # float32
@@ -63,7 +63,7 @@ class QuantizedActivation:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Scaled:
-    """A float8 product x @ weight.T as partial sums without scales: sum(values) * row_scale[..., None] * scale."""
+    """A float8 product x @ weight.T, kept as partial sums and scales: sum(values) * row_scale[..., None] * scale."""
 
     values: Float[Array, "parts *rows out"]
     row_scale: Float[Array, "*rows"]
@@ -74,7 +74,7 @@ class Scaled:
         return self.values.shape
 
 
-PartialSums = Float[Array, "parts *rows out"] | Scaled  # to be added up by the kernel that reads them
+PartialSums = Float[Array, "parts *rows out"] | Scaled  # the kernel that reads partial sums adds them up
 Weight = Float[Array, "_ _"] | Quantized  # [out, inner]
 Inputs = Float[Array, "*rows inner"] | QuantizedActivation
 
@@ -90,7 +90,7 @@ def quantize(weight: Float[Array, "out inner"], kind: Kind) -> Quantized:
 
 
 class Factors(NamedTuple):
-    """Operands of a matrix product, and the scales of its float32 result (None: no scale)."""
+    """The operands of a matrix product, and the scales of its float32 result; None: no scale."""
 
     x: Array  # [*rows, inner]
     weight: Array  # [out, inner]; int8 and float8 values are exact in x's dtype
@@ -98,7 +98,7 @@ class Factors(NamedTuple):
     scale: Array | None  # [out]
 
     def scaled(self, sums: Float[Array, "*parts rows out"]) -> Array:
-        """Returns sums of the product x @ weight.T multiplied by the scales, if there are any."""
+        """Multiplies sums of the product x @ weight.T by the scales, if there are any."""
         if self.scale is None:
             return sums
         sums = sums if self.row_scale is None else sums * self.row_scale[..., None]
@@ -106,18 +106,21 @@ class Factors(NamedTuple):
 
 
 def quantize_activation(x: Array, *, is_gated: bool = False, implementation: str = "auto") -> QuantizedActivation:
-    """Returns activations quantised for a weight of "fp8_dynamic"; the arguments are those of `factors`."""
+    """Quantises activations for a weight of "fp8_dynamic"; the arguments are those of `factors`."""
     values, scale = quantize_rows(x, is_gated=is_gated, implementation=implementation)
     return QuantizedActivation(values, scale, x.dtype)
 
 
 def factors(x: Inputs, weight: Weight, *, is_gated: bool = False, implementation: str = "auto") -> Factors:
-    """Returns the operands and the scales of x @ weight.T; for "fp8_dynamic" it quantises x unless x is quantised.
+    """Returns the operands and the scales of x @ weight.T.
+
+    For a weight of "fp8_dynamic", x is quantised first, unless x is quantised already.
 
     Args:
         x: activations [*rows, inner].
-        is_gated: x is gate and up side by side [*rows, 2 * inner]; silu(gate) * up is multiplied by the weight.
-        implementation: how x is quantised, as in `paged_attention`.
+        weight: [out, inner].
+        is_gated: x has gate and up side by side [*rows, 2 * inner]; silu(gate) * up is multiplied by the weight.
+        implementation: implementation that quantises x, as in `paged_attention`.
 
     Raises:
         TypeError: x is quantised, and the weight is not of "fp8_dynamic".
@@ -142,9 +145,9 @@ def matmul_unscaled(
     is_gated: bool = False,
     implementation: str = "auto",
 ) -> PartialSums:
-    """Returns the product of `matmul` as one partial sum [1, *rows, out].
+    """Returns the product of `matmul` as one partial sum [1, *rows, out]; the arguments are those of `matmul`.
 
-    With "fp8_dynamic" it is a `Scaled`: the kernel that reads the result applies the scales. Arguments as in `matmul`.
+    For a weight of "fp8_dynamic" the result is a `Scaled`; the kernel that reads the `Scaled` applies the scales.
     """
     f = factors(x, weight, is_gated=is_gated, implementation=implementation)
     dtype = dtype or x.dtype
@@ -171,8 +174,8 @@ def matmul(
 
     float32 inputs are multiplied in float32 on every device.
 
-    With "fp8_dynamic" and more than 64 rows the product is also rounded to the result's dtype before it is scaled,
-    except to float16, whose largest value is below 448 * 448.
+    With "fp8_dynamic" and more than 64 rows, the product is also rounded to the result's dtype before it is scaled. It
+    is not rounded to float16, whose largest value is below 448 * 448.
 
     Args:
         x: activations [*rows, inner].
@@ -185,21 +188,21 @@ def matmul(
 
 
 def split_scales(parts: PartialSums) -> tuple[Array, tuple[Array, ...]]:
-    """Returns the partial sums, and (row scales, column scales) if they are still to be applied, else ()."""
+    """Returns partial sums without scales, and the scales: (row scales, column scales), or () if there are none."""
     return (parts.values, (parts.row_scale, parts.scale)) if isinstance(parts, Scaled) else (parts, ())
 
 
 def sum_f32(parts: Iterable[Array]) -> Array:
-    """Returns the sum of arrays, added in float32 in their order; usable inside kernels too.
+    """Adds arrays in float32, in their order, inside or outside of a kernel.
 
-    (On a CPU the reduction of jax 0.11.2 is less exact.)
+    On a CPU, this sum is more exact than the reduction of jax 0.11.2.
     """
     first, *others = (part.astype(jnp.float32) for part in parts)
     return sum(others, first)
 
 
 def reduce_partials(parts: PartialSums, dtype: jnp.dtype) -> Float[Array, "*rows out"]:
-    """Returns the sum of partial sums [parts, *rows, out] with their scales applied, rounded once to `dtype`."""
+    """Adds up partial sums [parts, *rows, out], applies their scales, and rounds the result once to `dtype`."""
     values, scales = split_scales(parts)
     total = sum_f32(values)
     return (total * scales[0][..., None] * scales[1] if scales else total).astype(dtype)

@@ -2,9 +2,9 @@
 
     sum = x + delta        normed = sum / sqrt(mean(sum^2) + eps) * weight        for every row of [..., hidden]
 
-delta (the sum of its partial sums) and `sum` are rounded to the model's dtype; the mean is computed in float32; the
+delta is given as partial sums. It and `sum` are rounded to the model's dtype. The mean is computed in float32. The
 quotient is rounded before it is multiplied by the weight. The result may be quantised to float8 for the next matrix
-product, as `quantize_rows` would do. XLA compiles the norm alone to two kernels, whose time for a few rows is all
+product, as `quantize_rows` does. XLA compiles the norm alone to two kernels; for a few rows, their time is nothing but
 launch overhead.
 """
 
@@ -26,7 +26,7 @@ WIDEST = 16384  # columns that a Pallas program can hold in registers
 
 
 def _quotient(total: Array, eps: float, size: int) -> Array:
-    """Returns total / sqrt(mean(total^2) + eps) for rows of `size` columns and any zero padding, in total's dtype."""
+    """Returns total / sqrt(mean(total^2) + eps) in total's dtype, for rows of `size` columns padded with zeros."""
     wide = total.astype(jnp.float32)
     mean = jnp.sum(wide * wide, axis=-1, keepdims=True) / size
     return (wide * jax.lax.rsqrt(mean + eps)).astype(total.dtype)
@@ -60,7 +60,7 @@ def _kernel(
     norms,  # number of weights
     quantize_output,
 ):
-    """One Pallas program: adds and normalises one row; padding columns are zero and not written."""
+    """Adds and normalises one row in one Pallas program; padding columns are zero and not written."""
     per_norm = 1 + quantize_output  # number of output arrays per norm
     weight_refs, scale_refs = refs[:norms], refs[norms : -1 - per_norm * norms]
     total_ref, *norm_refs = refs[-1 - per_norm * norms :]
@@ -91,7 +91,7 @@ def _pallas(x, parts, *weights, eps, quantize_output, interpret):
     same, scale = jax.ShapeDtypeStruct(rows.shape, x.dtype), jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32)
     per_norm = [jax.ShapeDtypeStruct(rows.shape, FP8), scale] if quantize_output else [same]
     out = [same, *per_norm * len(weights)]
-    # Columns per warp: with several partial sums, a thread loads 16 bytes of each.
+    # Columns per warp. With several partial sums, a thread loads 16 bytes of each partial sum.
     columns = 512 if parts.shape[0] == 1 else 512 // parts.dtype.itemsize
     warps = min(max(pl.next_power_of_2(hidden) // columns, 1), 32)
     outputs = pl.pallas_call(
@@ -116,7 +116,7 @@ def add_rms_norm(
     deterministic: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[Any, ...]:
-    """Returns sum = x + delta [*rows, hidden], and the root-mean-square norm of the sum times each of the weights.
+    """Returns the sum x + delta [*rows, hidden], then for each weight the root-mean-square norm of the sum.
 
     Source: arXiv:1910.07467.
 
@@ -124,14 +124,15 @@ def add_rms_norm(
         x: residual stream [*rows, hidden].
         delta: partial sums [parts, *rows, hidden], as `split_matmul` returns them.
         weight: weight of the norm [hidden].
-        others: weights of further norms of the same sum [hidden] each.
-        eps: added to the mean square.
+        others: weights of further norms of the sum, [hidden] each.
+        eps: number that is added to the mean square.
         quantize_output: return the norms as `QuantizedActivation`.
-        deterministic: the bits of a row's result do not depend on the number of rows; the kernel's never do.
+        deterministic: make the bits of a row's result independent of the number of rows. This option changes only the
+            reference, because the kernel's results never depend on the number of rows.
         implementation: as in `paged_attention`.
 
     Raises:
-        NotImplementedError: "pallas" with rows wider than the kernel holds.
+        NotImplementedError: implementation is "pallas", and rows are wider than the kernel supports.
     """
     unsupported = None if x.shape[-1] <= WIDEST else f"rows of at most {WIDEST} columns, got {x.shape[-1]}"
     kernel, reference = (

@@ -2,9 +2,9 @@
 
     parts[s, t, n] = sum_k x[t, k] w[n, k]  over the s-th of S equal parts of k;   the sum over s is x @ w.T
 
-With few rows, the time is that of reading the weight. One Pallas program per output tile would be too few programs for
-that, so the sum over k is divided into parts, each computed by a program of its own. The kernel that reads the result
-(`residual_norm`, `rope_append`) adds up the partial sums, which saves a launch.
+With few rows, reading the weight takes all the time. There are too few output tiles to read it fast with one Pallas
+program per tile. So the sum over k is divided into parts, and different programs compute different parts. The kernel
+that reads the result (`residual_norm`, `rope_append`) adds up the partial sums, which saves a launch.
 """
 
 import functools
@@ -33,31 +33,31 @@ from pallas_kernels.layers.quantized import (
     split_scales,
 )
 
-MOST_ROWS = 64  # rows that the kernel supports; for more, XLA computes each partial sum
+MOST_ROWS = 64  # most rows that the kernel supports; with more rows, XLA computes each partial sum
 OUT_TILE = 128  # rows and columns of an output tile of XLA's product
-TILES = 132  # output tiles that keep the GPU busy: one per multiprocessor
+TILES = 132  # output tiles that keep the GPU busy, one per multiprocessor
 FEW_ROWS = 16  # smallest side of a product on tensor cores
 LEAST_OUT, LEAST_INNER = 1024, 2048  # a smaller weight is read before a second kernel has started
-WIDEST_OUT = 16384  # a wider output has enough tiles without splitting k
+WIDEST_OUT = 16384  # a wider output has enough tiles even if the sum over k is not divided
 INNER_BYTES = 128  # bytes of a weight's row that a loop iteration loads
-NARROW_OUT = 4096  # up to this width the output has few tiles, and four parts of k are faster; above, two
+NARROW_OUT = 4096  # up to this output width, four parts of k are faster; above, two parts are faster
 SPLIT_AGAIN = 2048  # length of a part of k from which XLA may split it again
-MANY_ROWS = 96  # number of rows from which XLA splits only if there are half as many tiles
+MANY_ROWS = 96  # from this number of rows on, XLA splits a part only if there are half as many tiles
 XLA_TILE = 64, 128  # rows and columns of a tile in XLA's decision
 
 
 def parts_of(
     rows: int, out: int, inner: int, dtype: jnp.dtype, weight_bytes: int = 2, *, quantize_output: bool = False
 ) -> int:
-    """Returns how many parts the sum over k of a product is divided into; 1: it is not divided.
+    """Returns the number of parts into which the sum over k of a product is divided; 1 if it is not divided.
 
-    This holds for all kernels but the Hopper kernel (`hopper_tiles`), which always uses two parts.
+    The Hopper kernel (`hopper_tiles`) does not use this number; it always divides the sum into two parts.
 
     Args:
-        rows, out, inner: shapes of x [rows, inner] and of the weight [out, inner].
+        rows, out, inner: sizes in the shapes of x [rows, inner] and of the weight [out, inner].
         dtype: dtype of x.
         weight_bytes: bytes per value of the weight.
-        quantize_output: x is quantised to the weight's dtype.
+        quantize_output: whether x is quantised to the weight's dtype.
     """
     if dtype not in (jnp.bfloat16, jnp.float16) or out > WIDEST_OUT:
         return 1
@@ -76,9 +76,9 @@ def parts_of(
 
 
 def _is_split_again(rows: int, out: int, inner: int, parts: int) -> bool:
-    """Returns whether XLA would divide the sum over each part of k again, and need one more launch to add up.
+    """Returns whether XLA would divide the sum over each part of k again, and add up the results in one more launch.
 
-    The rule is fitted to XLA's choices for the products of Llama-3.1-8B at 72 to 320 rows; for other shapes XLA may
+    The rule is fitted to XLA's choices for the products of Llama-3.1-8B with 72 to 320 rows. For other shapes XLA may
     choose differently.
     """
     height, width = XLA_TILE
@@ -87,7 +87,7 @@ def _is_split_again(rows: int, out: int, inner: int, parts: int) -> bool:
 
 
 def _out_tile(rows: int) -> int:
-    """Returns the number of columns of an output tile of the kernel."""
+    """Returns the number of columns of the kernel's output tile for a given number of rows."""
     return 128 if rows <= FEW_ROWS else 64
 
 
@@ -112,9 +112,10 @@ def _kernel(
     tile,  # columns of an output tile
     inner,  # values of k per loop iteration
 ):
-    """One Pallas program: one output tile, summed over one part of k.
+    """Computes one output tile, summed over one part of k, in one Pallas program.
 
-    The weight is the first operand of the tensor-core product, which can have more rows than the second.
+    The weight is the first operand of the tensor-core product, because the first operand can have more rows than the
+    second.
     """
     *scale_refs, parts_ref = refs[:scales] + refs[-1:]
     block, part = pl.program_id(0), pl.program_id(1)
@@ -146,8 +147,8 @@ def _pallas(x, weight, row_scale, scale, after, *, parts, interpret):
         ),
         grid=(out // tile, parts),
         out_shape=jax.ShapeDtypeStruct((parts, rows, out), jnp.float32),
-        # With weights of one byte, a loop iteration loads twice as many columns of x: six stages would exceed 99 KiB of
-        # shared memory (compute capability 8.9).
+        # With weights of one byte per value, a loop iteration loads twice as many columns of x. Six stages would exceed
+        # the 99 KiB of shared memory of compute capability 8.9.
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=6 if weight.dtype.itemsize > 1 else 5),
         interpret=interpret,
         name="split_matmul",
@@ -159,9 +160,9 @@ def _hopper(x, weight, row_scale, scale, after, *, tiles, interpret):
 
 
 def hopper_tiles(rows: int, weight: Weight) -> Tiles | None:
-    """Returns the tile sizes of the Hopper kernel for a product of `rows` rows; None: that kernel is not used.
+    """Returns the tile sizes of the Hopper kernel for a product of `rows` rows; None if the Hopper kernel is not used.
 
-    It is used for weights of "fp8_dynamic" and 17 to 64 rows, where it is faster.
+    The Hopper kernel is used for weights of "fp8_dynamic" with 17 to 64 rows, because it is faster there.
     """
     multiprocessors = hopper_kernel.multiprocessors()
     if multiprocessors is None or not has_dynamic_activations(weight) or not FEW_ROWS < rows <= MOST_ROWS:
@@ -181,21 +182,20 @@ def split_matmul(
 ) -> PartialSums:
     """Returns x @ weight.T as partial sums [parts, *rows, out], which the caller adds up in float32.
 
-    A single partial sum has x's dtype, several are float32. Exceptions:
-    - With more than 64 rows of bfloat16, several partial sums are bfloat16, because the time to write them matters
-      there. Their rounding errors together are about as large as one rounding of the sum, unless they cancel each
-      other.
-    - With "fp8_dynamic", a single partial sum (float32 up to 64 rows), and partial sums of more than 64 rows, are
-      returned as `Scaled`.
+    A single partial sum has x's dtype. Several partial sums are float32. There are two exceptions:
+    - With more than 64 rows of bfloat16, several partial sums are bfloat16, because they are written faster. Their
+      total rounding error is about that of one rounding of the sum, unless the partial sums cancel each other.
+    - With "fp8_dynamic", the result is a `Scaled` if there is a single partial sum (in float32 up to 64 rows), or if
+      there are more than 64 rows.
 
     Args:
         x: activations [*rows, inner].
         weight: [out, inner].
-        is_gated: x is gate and up side by side [*rows, 2 * inner]; silu(gate) * up is multiplied by the weight.
-        after: an array that the kernel waits for without reading it, to order launches that could run side by side;
-            products by XLA or by the Hopper kernel ignore it.
-        implementation: as in `paged_attention`. XLA computes a product with one partial sum or of more than 64 rows;
-            the Hopper kernel computes some of "fp8_dynamic" on a Hopper GPU (`hopper_tiles`).
+        is_gated: x has gate and up side by side [*rows, 2 * inner]; silu(gate) * up is multiplied by the weight.
+        after: an array that the kernel waits for but does not read, to order launches that could run side by side. XLA
+            and the Hopper kernel ignore it.
+        implementation: as in `paged_attention`. XLA computes a product with one partial sum or with more than 64 rows.
+            The Hopper kernel computes some products of "fp8_dynamic" on a Hopper GPU (`hopper_tiles`).
     """
     (out, inner), shape = weight.shape, x.shape[:-1]
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else 2

@@ -1,1 +1,1 @@
-"""Top-k, sampling thresholds, and sampling of tokens over the vocabulary."""
+"""Kernels that sample tokens, find sampling thresholds, and find the most probable tokens of a vocabulary."""

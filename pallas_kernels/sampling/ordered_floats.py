@@ -1,4 +1,4 @@
-"""Maps floats to integers of the same order, and finds a threshold among such integers by bisection."""
+"""Maps floats to integers that have the same order, and finds a threshold among these integers by bisection."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from jax import Array
 
 
 def ordered(x: Array) -> Array:
-    """Returns float32 values mapped to uint32 integers that have the same order."""
+    """Maps float32 values to uint32 integers that have the same order."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -20,11 +20,11 @@ def float_of(order: Array) -> Array:
 
 
 def largest_bound(weight_above: Callable[[Array], Array], goal: Array, low: Array, high: Array) -> Array:
-    """Returns the largest integer c in [low, high) with weight_above(c) >= goal, found by bisection; else `low`.
+    """Finds by bisection the largest integer c in [low, high) with weight_above(c) >= goal; `low` if there is none.
 
     Args:
-        weight_above: function of an integer that returns the weight (count or probability) of all values at or above
-            it.
+        weight_above: function that takes an integer, and returns the total weight (number or probability) of all values
+            at or above the integer.
         goal: weight to reach.
         low, high: bounds of the search.
     """

@@ -2,15 +2,16 @@
 
     argmax_v l[v] / T + g(key, id v)   over l[v] >= threshold,      g = -log(-log u)      (argmax l where T is 0)
 
-The threshold is that of top-k, top-p and min-p (`sampling_threshold`). A row's key is its seed with a purpose and a
-position folded in, as `jax.random.fold_in` does; u is the uniform number that `jax.random.gumbel(key, [vocab])` uses
-for a token: threefry-2x32 (Salmon et al., SC 2011) of the key and the token's id, in JAX's partitionable form. So the
-noise of a token can be reproduced from seed, position and token id, even for another vocabulary.
+The threshold is the smallest logit that top-k, top-p and min-p keep (`sampling_threshold`). A row's key is its seed, in
+which a purpose and a position are folded as by `jax.random.fold_in`. u is the uniform number of a token in
+`jax.random.gumbel(key, [vocab])`: threefry-2x32 (Salmon et al., SC 2011) of the key and the token's id, in JAX's
+partitionable form. So the noise of a token follows from seed, position and token id, for any vocabulary.
 
-The first kernel reads all logits once, in slices of the vocabulary. For greedy rows (temperature 0), and rows without
-top-k, top-p and min-p, it stores the best token of each slice; for other rows it stores the `Survey` that
-`sampling_threshold` needs. So noise is never stored. In rows with top-k, top-p or min-p, noise is computed only for the
-tokens that the second kernel holds in registers, unless the probabilities are very flat.
+The first kernel reads all logits once, in slices of the vocabulary. In greedy rows (temperature 0), and in rows without
+top-k, top-p and min-p, it stores the best token of each slice. In other rows it stores the `Survey` that
+`sampling_threshold` needs. The second kernel chooses each row's token. Noise is never stored. In rows with top-k, top-p
+or min-p, noise is computed only for the tokens that the second kernel holds in registers, unless the probabilities are
+very flat.
 """
 
 import functools
@@ -42,13 +43,13 @@ from pallas_kernels.sampling.threshold import (
     survey_slice,
 )
 
-AT_ONCE = 1024  # tokens whose noise a Pallas program computes at once; more would need too many registers
+AT_ONCE = 1024  # tokens whose noise a Pallas program computes at once; more tokens would need too many registers
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # constants of threefry-2x32, like PARITY
 PARITY = 0x1BD11BDA
 
 
 def _threefry(first: Array, second: Array, low: Array) -> tuple[Array, Array]:
-    """Returns both words of threefry-2x32, in 20 rounds, of the counter (0, low) under the key (first, second)."""
+    """Returns both words of threefry-2x32 with 20 rounds, for the counter (0, low) and the key (first, second)."""
     words = (first, second, first ^ second ^ jnp.uint32(PARITY))
     x, y = jnp.zeros_like(low + first) + words[0], low + words[1]
     for group in range(5):
@@ -61,13 +62,13 @@ def _threefry(first: Array, second: Array, low: Array) -> tuple[Array, Array]:
 
 
 def _key(seed: Sequence[Array], purpose: int, position: Array) -> tuple[Array, Array]:
-    """Returns the key of a row: its seed with the purpose and then the position folded in."""
+    """Returns the random key of a row: the purpose and then the position are folded into the row's seed."""
     first, second = seed
     return _threefry(*_threefry(first, second, jnp.uint32(purpose)), position.astype(jnp.uint32))
 
 
 def _gumbel(key: Sequence[Array], token: Array) -> Array:
-    """Returns the Gumbel noise of token ids under a key."""
+    """Returns the Gumbel noise of token ids for a random key."""
     first, second = key
     x, y = _threefry(first, second, token.astype(jnp.uint32))
     tiny = jnp.finfo(jnp.float32).tiny
@@ -95,19 +96,19 @@ def _reference(scaled_logits, seed, first, offsets, ids, *controls, purpose):
 
 
 class _Inputs(NamedTuple):
-    """References to the inputs that both kernels have."""
+    """References to the inputs of both kernels; neighbouring rows form groups of equal size."""
 
     logits: Any  # [rows, vocab] float32
     seed: Any  # [groups, 2] uint32
     first: Any  # [groups] int32, first position of each group of rows
     offsets: Any  # [rows] int32, position of the row minus its group's first position
     controls: Sequence[Any]  # temperature, top_k, top_p and min_p, [groups] each
-    scales: Sequence[Any]  # float32 scales of the rows [rows] and of the columns [vocab]; or empty
+    scales: Sequence[Any]  # float32 scales of the rows [rows] and of the columns [vocab]; empty: no scales
     ids: Any  # [vocab] int32; None: a token's id is its column
 
 
 class _Row:
-    """In a kernel: one row's logits, sampling controls (temperature, top-k, top-p, min-p) and key of its noise."""
+    """One row inside a kernel, with its logits, noise key and sampling controls (temperature, top-k, top-p, min-p)."""
 
     def __init__(self, refs, row, purpose):
         self.logits, seed_ref, first_ref, offsets_ref, control_refs, self.scales, self.ids = refs
@@ -119,7 +120,7 @@ class _Row:
         self.temperature, self.is_restricted = self.controls[0], restricts(*self.controls)
 
     def read(self, column, mask):
-        """Loads the row's logits at the given columns, with scales applied; -inf where the mask is false."""
+        """Loads the row's logits at the given columns and applies the scales; -inf where the mask is false."""
         if not self.scales:
             return pltriton.load(self.logits.at[self.row, column], mask=mask, other=-jnp.inf)
         value = pltriton.load(self.logits.at[self.row, column], mask=mask, other=0)
@@ -127,12 +128,12 @@ class _Row:
         return jnp.where(mask, value, -jnp.inf)
 
     def best(self, scores, token):
-        """Returns the largest score, and the first token that has it."""
+        """Returns the largest score, and the first token with this score."""
         top = jnp.max(scores)
         return top, jnp.min(jnp.where(scores == top, token, self.vocab - 1))
 
     def draw(self, count, column_of, threshold):
-        """Samples one of `count` tokens, among those whose logit is at least the threshold.
+        """Samples one of `count` tokens, but only among tokens whose logit is at least the threshold.
 
         Args:
             count: number of tokens to choose from.
@@ -140,7 +141,7 @@ class _Row:
             threshold: smallest logit that may be sampled.
 
         Returns:
-            The largest score (logit / temperature + noise), and the column that has it.
+            The largest score (logit / temperature + noise), and the column with this score.
         """
 
         def step(index, best):
@@ -164,7 +165,7 @@ def _survey_kernel(
     inputs,  # function that selects `_Inputs` from `refs`
     purpose,
 ):
-    """One Pallas program: stores the best token of one slice of a row, or the slice's `Survey`."""
+    """Stores the best token of one slice of a row, or the slice's `Survey`, in one Pallas program."""
     row, index = _Row(inputs(refs), pl.program_id(0), purpose), pl.program_id(1)
     *survey_refs, token_ref = refs[-4:]
     survey = Survey(*survey_refs)
@@ -197,7 +198,7 @@ def _choose_kernel(
     purpose,
     interpret,
 ):
-    """One Pallas program: chooses the token of one row."""
+    """Chooses the token of one row, in one Pallas program."""
     row = _Row(inputs(refs), pl.program_id(0), purpose)
     survey, (token_ref, chosen_ref, groups_ref, kept_ref) = Survey(*refs[-7:-4]), refs[-4:]
 
@@ -268,19 +269,19 @@ def sample_tokens(
     purpose: int = 0,
     implementation: Implementation = "auto",
 ) -> Int32[Array, "*rows"]:
-    """Samples a token for each row, and returns the tokens' columns [*rows]; among equal scores the first token.
+    """Samples a token for each row, and returns the tokens' columns [*rows]; among equal scores, the first column.
 
-    Neighbouring rows form groups of equal size; the rows of a group share seed, first position and sampling controls.
+    Neighbouring rows form groups of equal size. The rows of a group share seed, first position and sampling controls.
 
     Args:
-        logits: a single partial sum [1, *rows, vocab] in float32, possibly with scales still to apply; not divided by
-            the temperature.
+        logits: a single partial sum [1, *rows, vocab] in float32, not divided by the temperature; scales may still be
+            unapplied.
         seed: the two words of a threefry-2x32 key [groups, 2].
         first: first position of each group [groups].
-        offsets: a row's position minus its group's first [*rows].
-        temperature: [groups]; 0: the most probable token, for any values of the other controls.
+        offsets: position of each row minus the first position of its group [*rows].
+        temperature: [groups]; 0: choose the most probable token, and ignore the other controls.
         top_k, top_p, min_p: as in `sampling_threshold`.
-        ids: token id of each column, which selects its noise [vocab]; None: the column's number.
+        ids: token id of each column, which selects the column's noise [vocab]; None: the column's index.
         purpose: number that is folded into the seed before the position.
         implementation: as in `paged_attention`.
 

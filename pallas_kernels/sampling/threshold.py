@@ -1,17 +1,17 @@
 """Finds the smallest logit that top-k, top-p and min-p keep, without sorting the vocabulary.
 
-For a row of logits: top-k keeps the k largest. Top-p renormalises the probabilities of these tokens, and keeps the
-fewest most probable ones whose sum reaches p. Min-p keeps, of those, the tokens at least m times as probable as the
-most probable token. Tokens that tie with the last token kept are kept too, and the most probable token is always kept.
-So all three together are one threshold per row.
+In each row, top-k keeps the tokens with the k largest logits. Top-p renormalises the probabilities of these tokens, and
+keeps the smallest number of most probable tokens whose sum reaches p. Of these tokens, min-p keeps the tokens at least
+m times as probable as the most probable token. Each filter also keeps tokens that tie with its last kept token. The
+most probable token is always kept. So one threshold per row expresses all three filters.
 
-Floats are mapped to unsigned integers of the same order, and the threshold is found by bisection: some 25 evaluations
-of the weight (count or probability) of all tokens at or above a candidate. A first kernel reads each row once and
-stores the largest logit of every group of 32 neighbouring tokens. A second kernel loads the 256 groups with the largest
-such logits into registers. They contain every token that can be kept, unless the probabilities are very flat: then the
-kernel reads the whole row for every candidate.
+Floats are mapped to unsigned integers that have the same order, and bisection finds the threshold. About 25 times, it
+computes the weight (number or probability) of all tokens at or above a candidate. The first kernel reads each row once,
+and stores the largest logit of every token group (32 neighbouring tokens of a row). The second kernel loads the 256
+token groups with the largest stored logits into registers. If the probabilities are very flat, these token groups may
+lack a token that can be kept. The second kernel then reads the whole row for every candidate.
 
-Two kinds of groups: a token group is 32 neighbouring tokens of a row; a group of rows shares its sampling controls.
+A group without the word "token" is a group of neighbouring rows that share their sampling controls.
 """
 
 import functools
@@ -29,7 +29,7 @@ from pallas_kernels.sampling.ordered_floats import float_of, largest_bound, orde
 
 GROUP = 32  # tokens per token group
 MOST = 256  # token groups that a Pallas program holds in registers
-SLICE = 4096  # tokens that a Pallas program of the survey reads: several programs share a row
+SLICE = 4096  # tokens that a Pallas program of the survey kernel reads; several programs share a row
 IN_FLIGHT = 8192  # tokens that a Pallas program loads at once when it reads a whole row
 
 
@@ -39,9 +39,9 @@ def _threshold(top, controls, low, count_above, mass_above):
     Args:
         top: largest logit of each row.
         controls: temperature, top_k, top_p and min_p of each row.
-        low: lower bound of the search, an `ordered` integer: no token below this bound can be kept.
-        count_above, mass_above: functions of an `ordered` integer that return the number, and the total probability
-            (not normalised), of the tokens at or above it.
+        low: lower bound of the search, an `ordered` integer; no token below this bound can be kept.
+        count_above, mass_above: functions that take an `ordered` integer, and return the number, or the total
+            probability (not normalised), of the tokens at or above this integer.
     """
     temperature, top_k, top_p, min_p = controls
     end, nothing = ordered(top) + 1, low + 1
@@ -82,33 +82,33 @@ def restricts(temperature: Array, top_k: Array, top_p: Array, min_p: Array) -> A
 
 
 def controls_of(row, rows, refs):
-    """In a kernel: returns the sampling controls of a row, read from `refs`; all rows of a group share them."""
+    """Reads the sampling controls of a row from `refs`, inside a kernel; all rows of a group share their controls."""
     return [ref[group_of(row, rows, ref)] for ref in refs]
 
 
 def group_of(row, rows, ref):
-    """In a kernel: returns the index of a row's group; `ref` has one entry per group, and groups have equal size."""
+    """Returns the index of a row's group, inside a kernel; `ref` has one entry per group of equal size."""
     return row // (rows // ref.shape[0])
 
 
 class Survey(NamedTuple):
-    """Float32 arrays that the survey kernel stores about each row; in a kernel, references to them."""
+    """The float32 arrays that the survey kernel stores about each row; inside a kernel, references to these arrays."""
 
-    best: Any  # [rows, groups], largest logit of each token group
+    best: Any  # [rows, token groups], largest logit of each token group
     top: Any  # [rows, slices], largest logit of each slice
     mass: Any  # [rows, slices], sum of exp((logit - top) / temperature) over each slice
 
 
 def slice_columns(index):
-    """In a kernel: returns the columns of slice number `index`, [SLICE // GROUP, GROUP]: a row per token group."""
+    """Returns the columns of one slice, [SLICE // GROUP, GROUP], one row per token group, inside a kernel."""
     return index * SLICE + jnp.arange(SLICE // GROUP)[:, None] * GROUP + jnp.arange(GROUP)[None, :]
 
 
 def survey_slice(values, row, index, temperature, survey):
-    """In a kernel: stores in `survey` the results for slice number `index` of a row, with logits `values`.
+    """Stores the results for one slice of a row in `survey`, inside a kernel.
 
     Args:
-        values: logits [SLICE // GROUP, GROUP], a row per token group.
+        values: logits of the slice [SLICE // GROUP, GROUP], one row per token group.
         row, index: indices of the row and of the slice.
         temperature: temperature of the row.
         survey: `Survey` references.
@@ -131,7 +131,7 @@ def _survey_kernel(
     # outputs
     *survey_refs,  # as in `Survey`
 ):
-    """One Pallas program: stores the `Survey` of one slice of a row, if the row has top-k, top-p or min-p."""
+    """Stores the `Survey` of one slice in one Pallas program, if the slice's row has top-k, top-p or min-p."""
     row, index, (rows, vocab) = pl.program_id(0), pl.program_id(1), logits_ref.shape
     temperature, *limits = controls_of(row, rows, (temperature_ref, top_k_ref, top_p_ref, min_p_ref))
 
@@ -143,18 +143,21 @@ def _survey_kernel(
 
 
 def _best_groups(best_ref, groups_ref, row, most, interpret):
-    """In a kernel: writes the numbers of a row's token groups to `groups_ref`, those with the largest logits first.
+    """Finds a row's best token groups (those with the largest logits), inside a kernel.
+
+    The numbers of all token groups are written to `groups_ref`, with the best token groups first.
 
     Args:
-        best_ref: largest logit of each token group [rows, groups].
-        groups_ref: memory for the group numbers [rows, groups, padded].
+        best_ref: largest logit of each token group [rows, token groups].
+        groups_ref: memory for the numbers of token groups [rows, token groups, padded].
         row: index of the row.
-        most: how many groups are wanted.
-        interpret: the kernel is interpreted on a CPU.
+        most: number of token groups to find.
+        interpret: whether the kernel is interpreted on a CPU.
 
     Returns:
-        The number of best groups (at most `most`; fewer if groups tie), and an `ordered` integer that separates them:
-        the largest logit of a best group is at or above it, that of every other group below.
+        The number of best token groups (at most `most`; fewer if token groups tie), and a bound as an `ordered`
+        integer. The largest logit of a best token group is at or above the bound; that of any other token group is
+        below it.
     """
     groups = best_ref.shape[1]
     group = jnp.arange(pl.next_power_of_2(groups))
@@ -166,56 +169,61 @@ def _best_groups(best_ref, groups_ref, row, most, interpret):
 
 
 def put_first(chosen, numbers, ref, row, interpret):
-    """In a kernel: writes `numbers` to a row of `ref`, first those that are chosen; returns how many are chosen.
+    """Writes numbers to a row of `ref`, with the chosen numbers first, inside a kernel.
 
     Args:
-        chosen: bool, for each number.
+        chosen: whether each number is chosen, bool [count].
         numbers: int32 [count].
         ref: memory [rows, count].
         row: index of the row.
-        interpret: the kernel is interpreted on a CPU.
+        interpret: whether the kernel is interpreted on a CPU.
+
+    Returns:
+        How many numbers are chosen.
     """
     place = jnp.arange(chosen.shape[0])
     count, before = jnp.sum(chosen.astype(jnp.int32)), jnp.cumsum(chosen.astype(jnp.int32))
     pltriton.store(ref.at[row, jnp.where(chosen, before - 1, count + place - before)], numbers)
     if not interpret:
-        pltriton.debug_barrier()  # all threads have written before any thread reads
+        pltriton.debug_barrier()  # all threads write before any thread reads
     return count
 
 
 class BestGroups(NamedTuple):
-    """The tokens of a row's best token groups (those with the largest logits), in a Pallas program's registers."""
+    """The tokens of a row's best token groups (those with the largest logits), in registers of a Pallas program."""
 
     logits: Array  # [tokens]; -inf for padding
     column: Array  # [tokens], column of each token in the row
-    has_all: Array  # whether every token that the threshold keeps is one of these tokens
+    has_all: Array  # whether the best token groups contain every token that the threshold keeps
 
 
 def row_threshold(read, row, vocab, controls, survey, groups_ref, *, interpret):
-    """In a kernel: finds the threshold of a row, from its best token groups or, if needed, from the whole row.
+    """Finds the smallest logit that a row keeps, inside a kernel.
+
+    The search covers the row's best token groups or, if these may lack a token to keep, the whole row.
 
     Args:
-        read: function (columns, mask) that loads logits of the row; -inf where the mask is false.
+        read: function (columns, mask) that loads logits of the row, and returns -inf where the mask is false.
         row, vocab: index and length of the row.
         controls: temperature, top_k, top_p and min_p of the row.
         survey: `Survey` references.
-        groups_ref: memory for the numbers of the row's token groups [rows, groups, padded].
-        interpret: the kernel is interpreted on a CPU.
+        groups_ref: memory for the numbers of the row's token groups [rows, token groups, padded].
+        interpret: whether the kernel is interpreted on a CPU.
 
     Returns:
         The threshold, and the row's `BestGroups`.
     """
     temperature, top_k, top_p = controls[:3]
     slices, most = survey.top.shape[1], min(MOST, groups_ref.shape[1])
-    # The row's largest logit and its total probability, not normalised.
+    # Compute the row's largest logit, and the row's total probability, not normalised.
     index = jnp.arange(pl.next_power_of_2(slices))
     tops = pltriton.load(survey.top.at[row, index], mask=index < slices, other=-jnp.inf)
     masses = pltriton.load(survey.mass.at[row, index], mask=index < slices, other=0)
     top = jnp.max(tops)
     total = jnp.sum(masses * jnp.exp((tops - top) / temperature))
-    # The tokens of the best token groups.
+    # Load the tokens of the best token groups.
     count, least = _best_groups(survey.best, groups_ref, row, most, interpret)
-    place = jnp.arange(most * GROUP)  # flat: one reduction is one barrier
+    place = jnp.arange(most * GROUP)  # a flat array, because each reduction of it takes one barrier only
     is_token = place // GROUP < count
     group = pltriton.load(groups_ref.at[row, place // GROUP], mask=is_token, other=0)
     column = group * GROUP + place % GROUP
@@ -230,7 +238,7 @@ def row_threshold(read, row, vocab, controls, survey, groups_ref, *, interpret):
     def mass_above(candidate):
         return jnp.where(candidate == 0, total, jnp.sum(jnp.where(order >= candidate, weights, 0.0)))
 
-    # Bisection among these tokens, or over the whole row.
+    # Search by bisection among the loaded tokens, or over the whole row.
     has_nucleus = (top_p >= 1) | (mass_above(least) >= top_p * total)
     is_enough = jnp.where(top_k > 0, count_above(least) >= top_k.astype(jnp.float32), has_nucleus)
     threshold = jax.lax.cond(
@@ -259,7 +267,7 @@ def _threshold_kernel(
     *,
     interpret,
 ):
-    """One Pallas program: finds the threshold of one row."""
+    """Finds the threshold of one row, in one Pallas program."""
     row, (rows, vocab) = pl.program_id(0), logits_ref.shape
     controls = controls_of(row, rows, (temperature_ref, top_k_ref, top_p_ref, min_p_ref))
     survey = Survey(best_ref, top_ref, mass_ref)
@@ -268,7 +276,7 @@ def _threshold_kernel(
         return pltriton.load(logits_ref.at[row, column], mask=mask, other=-jnp.inf)
 
     is_restricted = restricts(*controls)
-    # -inf for rows without top-k, top-p and min-p; the thresholds of other rows are written below.
+    # Store -inf, which is right for rows without top-k, top-p and min-p. The thresholds of other rows are stored below.
     threshold_ref[row] = jnp.where(is_restricted, controls[2], -jnp.inf)
 
     @pl.when(is_restricted)
@@ -277,7 +285,10 @@ def _threshold_kernel(
 
 
 def _weights_of_row(read, vocab, top, temperature):
-    """Returns two functions of an `ordered` integer: number and probability of a whole row's tokens at or above it.
+    """Returns two functions that read a whole row.
+
+    Both functions take an `ordered` integer. One returns the number, and the other the total probability, of the row's
+    tokens at or above this integer.
 
     Args:
         read, vocab: as in `row_threshold`.
@@ -327,7 +338,7 @@ def _pallas(logits, *controls, interpret):
 
 
 def check_groups(rows: int, controls: Sequence[Array]) -> None:
-    """Raises ValueError unless all controls have the same number of groups, and the rows divide into groups equally."""
+    """Raises ValueError if controls differ in their number of groups, or rows do not divide equally into groups."""
     groups = {control.shape[0] for control in controls}
     if len(groups) > 1 or rows % max(groups):
         raise ValueError(f"controls must be of as many groups each, equal ones of {rows} rows, got {groups}")
@@ -345,8 +356,8 @@ def sampling_threshold(
 ) -> Float[Array, " rows"]:
     """Returns the smallest logit that top-k, top-p and min-p keep in each row.
 
-    It is -inf for rows in which all three are off, and for rows of temperature 0. Neighbouring rows form groups of
-    equal size; the rows of a group share their sampling controls.
+    The result is -inf for rows in which all three filters are off, and for rows of temperature 0. Neighbouring rows
+    form groups of equal size. The rows of a group share their sampling controls.
 
     Args:
         logits: float32 [rows, vocab], not divided by the temperature.

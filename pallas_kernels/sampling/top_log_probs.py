@@ -2,9 +2,9 @@
 
     log p[i] = logits[i] - log sum_j exp(logits[j]);   the k largest, the smaller index first among equals
 
-The first kernel divides a row into blocks and stores the k largest logits and the log-sum-exp of each block; the second
-merges the blocks. Both extract the maximum k times, so the time grows with k. `top` and `top_in_order` find the k
-largest values of short rows in one kernel.
+The first kernel divides a row into blocks, and stores the k largest logits and the log-sum-exp of each block. The
+second kernel merges the blocks. Both kernels extract the maximum k times, so their time grows with k. `top` and
+`top_in_order` find the k largest values of short rows in one kernel.
 """
 
 import functools
@@ -20,14 +20,17 @@ from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.sampling.ordered_floats import float_of, largest_bound, ordered
 
 BLOCK = 1024  # logits that a Pallas program of the first kernel holds
-MOST_KEPT = 4096  # candidates that the second kernel can hold
-OUT = np.int32(2**31 - 1)  # index given to padding and to extracted values: it comes after all other indices
+MOST_KEPT = 4096  # most candidates that the second kernel can hold
+OUT = np.int32(2**31 - 1)  # index of padding and of extracted values; it comes after all other indices
 LEAST, ZERO = np.uint32(0x007FFFFF), np.uint32(0x80000000)  # minus infinity and 0 as `ordered` integers
-MOST = np.uint32(0xFFFFFFFE)  # cap of the `ordered` integers of NaN, which come first: adding 1 must not overflow
+MOST = np.uint32(0xFFFFFFFE)  # largest `ordered` integer used (for NaN, which comes first), so that adding 1 fits
 
 
 def _largest(values, k):
-    """Returns the k largest values of each row and their indices; 0 and -0 are equal (`jax.lax.top_k` puts 0 first)."""
+    """Returns the k largest values of each row and their indices.
+
+    0 and -0 count as equal, while `jax.lax.top_k` puts 0 before -0.
+    """
     places = jax.lax.top_k(jnp.where(values == 0, 0.0, values), k)[1]
     return jnp.take_along_axis(values, places, axis=1), places
 
@@ -39,11 +42,10 @@ def _reference(logits, *base, k):
 
 
 def _take_largest(values, ids, k, store):
-    """In a kernel: extracts the largest value k times, and calls store(rank, value, id) for each.
+    """Extracts the largest value k times, and calls store(rank, value, id) each time, inside a kernel.
 
-    Among equal values the one with the smallest id comes first.
-
-    Values are compared as integers of the same order, whose maximum a warp finds in one instruction.
+    Among equal values, the value with the smallest id comes first. Values are compared as integers that have the same
+    order, because a warp finds the maximum of integers in one instruction.
     """
 
     def step(rank, remaining):
@@ -51,20 +53,20 @@ def _take_largest(values, ids, k, store):
         top = jnp.max(order)
         chosen = jnp.min(jnp.where(order == top, ids, OUT))
         store(rank, float_of(top), chosen)
-        taken = ids == chosen  # its id is replaced too, or it would be found again among values of -inf
+        taken = ids == chosen  # replace its id too, or it would be found again among values of -inf
         return jnp.where(taken, LEAST, order), jnp.where(taken, OUT, ids)
 
     jax.lax.fori_loop(0, k, step, (_order(values), ids))
 
 
 def _order(values):
-    """Returns values mapped to uint32 integers of the same order, like `ordered`, but 0 and -0 are equal."""
+    """Maps values to uint32 integers that have the same order, like `ordered`, but maps 0 and -0 to one integer."""
     order = jnp.minimum(ordered(values), MOST)
     return jnp.where(order == ZERO - 1, ZERO, order)
 
 
 def _log_sum_exp(values):
-    """Returns the log of the sum of exp(values); -inf if all values are -inf."""
+    """Returns the logarithm of the sum of exp(values); -inf if all values are -inf."""
     top = jnp.max(values)
     base = jnp.where(top == -jnp.inf, 0.0, top)
     return base + jnp.log(jnp.sum(jnp.exp(values - base)))
@@ -82,7 +84,7 @@ def _block_kernel(
     vocab,
     k,
 ):
-    """One Pallas program: finds the k largest logits and the log-sum-exp of one block of one row."""
+    """Finds the k largest logits and the log-sum-exp of one block of one row, in one Pallas program."""
     block, row = pl.program_id(0), pl.program_id(1)
     column = block * BLOCK + jnp.arange(BLOCK)
     values = pltriton.load(logits_ref.at[row, column], mask=column < vocab, other=-jnp.inf)
@@ -106,7 +108,7 @@ def _merge_kernel(
     blocks,
     k,
 ):
-    """One Pallas program: merges all blocks of one row."""
+    """Merges all blocks of one row, in one Pallas program."""
     *base_ref, log_probs_ref, chosen_ref = refs
     row = pl.program_id(0)
     place = jnp.arange(pl.next_power_of_2(blocks * k))
@@ -151,7 +153,7 @@ def _pallas(logits, *base, k, interpret):
 
 
 def _unsupported(logits: Array, k: int) -> str | None:
-    """Returns a text that names the limit of the kernel which a call exceeds; None if the call is supported."""
+    """Returns a text that says which limit of the kernels a call exceeds; None if the call is supported."""
     if logits.dtype != jnp.float32:
         return f"logits must be float32, got {logits.dtype}"
     if pl.cdiv(logits.shape[1], BLOCK) * k > MOST_KEPT:
@@ -172,11 +174,12 @@ def top_log_probs(
     Args:
         logits: float32 [rows, vocab]; tokens of -inf come last.
         k: at most the size of the vocabulary.
-        base: a number per row that is added to its log-probabilities [rows], after they are clipped to at most 0.
+        base: number that is added to all log-probabilities of a row, after they are clipped to at most 0 [rows].
         implementation: as in `paged_attention`.
 
     Raises:
-        NotImplementedError: implementation is "pallas", and the kernels support fewer candidates or not the dtype.
+        NotImplementedError: implementation is "pallas", and the kernels do not support the dtype or so many
+            candidates.
     """
     arrays = (logits,) if base is None else (logits, base)
     kernel, reference = functools.partial(_pallas, k=k), functools.partial(_reference, k=k)
@@ -201,7 +204,7 @@ def _top_kernel(
     k,
     group,
 ):
-    """One Pallas program: finds the k largest values of one row, in descending order."""
+    """Finds the k largest values of one row, in descending order, in one Pallas program."""
     row, place = pl.program_id(0), jnp.arange(pl.next_power_of_2(size))
     values = pltriton.load(values_ref.at[row, place], mask=place < size, other=-jnp.inf)
 
@@ -229,7 +232,9 @@ def _top_pallas(values, *, k, group, interpret):
 def top(
     values: Float[Array, "rows size"], k: int, *, group: int = 1, implementation: Implementation = "auto"
 ) -> tuple[Float[Array, "rows k"], Int32[Array, "rows k"], Int32[Array, "rows k"]]:
-    """Returns the k largest values of short rows, like `jax.lax.top_k`: one kernel, not a copy, a sort and two slices.
+    """Returns the k largest values of short rows, like `jax.lax.top_k`, in one kernel.
+
+    XLA needs four operations for this: a copy, a sort and two slices.
 
     Args:
         values: float32 [rows, size].
@@ -261,7 +266,7 @@ def _in_order_kernel(
     size,
     k,
 ):
-    """One Pallas program: finds the indices of the k largest values of one row, in ascending order."""
+    """Finds the indices of the k largest values of one row, in ascending order, in one Pallas program."""
     row, place = pl.program_id(0), jnp.arange(pl.next_power_of_2(size))
     values = pltriton.load(values_ref.at[row, place], mask=place < size, other=-jnp.inf)
     order = jnp.where(place < size, _order(values), jnp.uint32(0))
@@ -269,8 +274,8 @@ def _in_order_kernel(
     def count(chosen):
         return jnp.sum(chosen.astype(jnp.int32))
 
-    # The k-th largest value is found by bisection, and of the values equal to it the first ones are chosen. A running
-    # sum then gives each chosen value its rank.
+    # Find the k-th largest value by bisection. Choose all larger values, and the first ones of the values equal to it.
+    # A running sum then gives each chosen value its rank.
     last = largest_bound(lambda c: count(order >= c), jnp.int32(k), jnp.min(order) & 0, jnp.max(order) + 1)
     above, equal = order > last, order == last
     chosen = above | (equal & (jnp.cumsum(equal.astype(jnp.int32)) <= k - count(above)))
@@ -294,9 +299,9 @@ def _in_order_pallas(values, *, k, interpret):
 def top_in_order(
     values: Float[Array, "rows size"], k: int, *, implementation: Implementation = "auto"
 ) -> Int32[Array, "rows k"]:
-    """Returns the indices of the k largest values of each row, ascending; among equal values the first are chosen.
+    """Returns the indices of the k largest values of each row in ascending order, with one kernel instead of two sorts.
 
-    This takes one kernel instead of two sorts.
+    Among equal values, the values with the smallest indices are chosen.
 
     Args:
         values: float32 [rows, size].
@@ -311,5 +316,5 @@ def top_in_order(
 
 
 def _too_long(values: Array) -> str | None:
-    """Returns the text of an error if rows are longer than a kernel can hold; None if they are not."""
+    """Returns the text of an error if rows are longer than a kernel can hold, else None."""
     return None if values.shape[1] <= MOST_KEPT else f"rows of at most {MOST_KEPT}, got {values.shape[1]}"

@@ -1,1 +1,1 @@
-"""Gathers and scatters rows of the per-slot state of sequences."""
+"""Kernels that gather and scatter rows of arrays with one row per slot."""

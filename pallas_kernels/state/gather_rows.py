@@ -1,6 +1,6 @@
-"""Gathers rows of many small arrays in one kernel: the per-slot state of the sequences in a decoding step.
+"""Gathers rows of many small arrays in one kernel, to read the state of the sequences in a decoding step.
 
-Separate gathers would take one launch each, and XLA would copy arrays that the decoding step writes later.
+Separate gathers would take one launch per array, and XLA would copy arrays that the decoding step writes later.
 """
 
 import functools
@@ -29,7 +29,7 @@ def _kernel(
     exists_ref,  # [slots] bool
     *refs,  # the arrays [slots, width]; outputs: the gathered rows of each array [batch, width]
 ):
-    """One Pallas program: gathers one row of every array."""
+    """Gathers one row of every array, in one Pallas program."""
     index, slots = pl.program_id(0), exists_ref.shape[0]
     row = rows_ref[index]
     exists = (row < slots) & exists_ref[jnp.minimum(row, slots - 1)]

@@ -1,6 +1,6 @@
-"""Writes rows of many small arrays in one kernel: the per-slot state of the sequences after a decoding step.
+"""Writes rows of many small arrays in one kernel, to store the state of the sequences after a decoding step.
 
-Separate scatters would take one launch each, and XLA's scatter of a draft's feature rows takes four times as long as
+Separate scatters would take one launch per array. XLA's scatter of a draft's feature rows takes four times as long as
 writing their bytes.
 """
 
@@ -30,7 +30,7 @@ def _kernel(
     rows_ref,  # [batch] int32
     *refs,  # new rows [batch, n], the arrays [slots, width], n <= width; outputs: the arrays, which alias the inputs
 ):
-    """One Pallas program: writes one block of `BLOCK` values of one row, in every array."""
+    """Writes one block of `BLOCK` values of one row of every array, in one Pallas program."""
     index, start = pl.program_id(0), pl.program_id(1) * BLOCK
     row, inputs = rows_ref[index], refs[: len(refs) // 3]
     for source, target in zip(inputs, refs[-len(inputs) :], strict=True):
@@ -59,14 +59,14 @@ def _pallas(rows, arrays, replacing, *, interpret):
 def scatter_rows(
     arrays: Any, rows: Int32[Array, " batch"], new: Any, *, implementation: Implementation = "auto"
 ) -> Any:
-    """Returns the arrays with rows replaced by new rows, in the memory of the old arrays if those are donated.
+    """Replaces rows of every array by new rows, in the memory of the old arrays if the old arrays are donated.
 
     Args:
         arrays: tree of arrays [slots, ...].
-        rows: numbers of the rows to replace [batch], not negative; those beyond the last slot are dropped, the others
-            must be distinct.
-        new: tree of the same structure and dtypes: new rows [batch, ...], or only their first n entries [batch, n,
-            ...].
+        rows: numbers of the rows to replace [batch], not negative. Row numbers beyond the last slot are dropped; all
+            other row numbers must be distinct.
+        new: tree with the structure and dtypes of `arrays`, of new rows [batch, ...]; or [batch, n, ...], to replace
+            only the first n entries of each row.
         implementation: as in `paged_attention`.
 
     Raises:

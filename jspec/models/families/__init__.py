@@ -1,7 +1,7 @@
-"""Model families, one per file: the reader of a family's config.json and the names of its tensors.
+"""Model families, one per file. A family reads a model's config.json and names the model's tensors.
 
-A file registers its family under the values of `model_type` that the family reads. `family_of` imports all files of
-this folder, so a new file needs no other change.
+Each file registers its family under values of `model_type` in config.json. `family_of` imports all files of this
+folder, so a new family needs only a new file.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from jspec.models.config import ModelConfig, unsupported
 
 
 class Family(Protocol):
-    """The interface of a family: read its config.json, and map its tensors to parameters."""
+    """The interface of a model family, which reads config.json and maps a checkpoint's tensors to parameters."""
 
     def config(self, fields: Mapping[str, Any], *, rope_theta: float | None = None) -> ModelConfig:
-        """Reads the config.json of a model.
+        """Read the config.json of a model.
 
         Args:
             fields: parsed config.json.
@@ -31,7 +31,7 @@ class Family(Protocol):
         """
 
     def weights(self, config: ModelConfig, names: Collection[str]) -> list[Row]:
-        """The rows of the weight map, one per parameter.
+        """Return the rows of the weight map, one per parameter.
 
         Args:
             config: config of the model.
@@ -40,13 +40,13 @@ class Family(Protocol):
 
 
 FAMILIES: dict[str, Family] = {}
-DEFAULT = "llama"  # family of a config.json without a model_type; its reader raises the error that names the key
+DEFAULT = "llama"  # family that reads a config.json without a model_type, and raises the error for the missing key
 
 F = TypeVar("F", bound=type[Family])
 
 
 def register(*model_types: str) -> Callable[[F], F]:
-    """A class decorator that registers a family under the given values of `model_type`."""
+    """Return a class decorator that registers a family under the given values of `model_type`."""
 
     def add(family: F) -> F:
         FAMILIES.update(dict.fromkeys(model_types, family()))
@@ -56,10 +56,10 @@ def register(*model_types: str) -> Callable[[F], F]:
 
 
 def family_of(model_type: str) -> Family:
-    """The family that is registered under a `model_type`.
+    """Return the family that is registered under a `model_type`.
 
     Raises:
-        NotImplementedError: there is none; the message names the registered values.
+        NotImplementedError: no family has this `model_type`; the message names the registered values.
     """
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
@@ -69,5 +69,5 @@ def family_of(model_type: str) -> Family:
 
 
 def read_config(fields: Mapping[str, Any], *, rope_theta: float | None = None) -> ModelConfig:
-    """Reads the config.json of a model of any family; arguments and errors as `Family.config`."""
+    """Read the config.json of a model of any family; `Family.config` documents the arguments and errors."""
     return family_of(fields.get("model_type") or DEFAULT).config(fields, rope_theta=rope_theta)

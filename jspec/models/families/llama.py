@@ -1,4 +1,4 @@
-"""The Llama family: the reader of its config.json and the names of its tensors."""
+"""The Llama family, which reads config.json and names the tensors of Llama checkpoints."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from jspec.models.params import Params, model_params, rows
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps")
 TENSORS = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
-LAYER = {  # tensors that are concatenated along axis 0, by parameter of a layer
+LAYER = {  # for each parameter of a layer, the tensors that are concatenated along axis 0
     "attn_norm": ("input_layernorm.weight",),
     "qkv": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
     "qkv_bias": tuple(f"self_attn.{part}_proj.bias" for part in "qkv"),
@@ -25,15 +25,15 @@ LAYER = {  # tensors that are concatenated along axis 0, by parameter of a layer
 
 @register("llama")
 class Llama:
-    """The family of Llama 2 and 3; base class of families that differ from Llama only in flags of their layers."""
+    """The family of Llama 2 and 3, and base class of families whose layers differ from Llama only in flags."""
 
     def config(self, fields: Mapping[str, Any], *, rope_theta: float | None = None, **flags: bool) -> ModelConfig:
-        """Reads the config.json of a model; errors as `jspec.models.families.Family.config`.
+        """Read the config.json of a model; `jspec.models.families.Family.config` documents the errors.
 
         Args:
             fields: parsed config.json.
             rope_theta: rotary base; None: as in config.json.
-            flags: values of `qkv_bias` and `qk_norm` for all layers, from derived families.
+            flags: values of `qkv_bias` and `qk_norm` for all layers, which derived families pass.
         """
         return ModelConfig.of_sizes(
             **read_sizes(fields, "num_hidden_layers"),
@@ -61,13 +61,13 @@ class Llama:
 def layer_tensors(
     params: Params, to: str, source: str, layer: Mapping[str, Sequence[str]] = LAYER
 ) -> dict[str, list[str]]:
-    """The names of the checkpoint's tensors for each parameter of a layer, by parameter name.
+    """Return the names of the checkpoint's tensors for each parameter of a layer, by parameter name.
 
     Args:
-        params: declarations of the model's parameters; parameters of the layer that are not declared are left out.
+        params: declarations of the model's parameters; parameters without a declaration are left out of the result.
         to: prefix of the layer's parameter names.
         source: prefix of the layer's tensor names.
-        layer: tensor names by parameter name, both without prefix.
+        layer: tensor names by parameter name, all without prefix.
     """
     return {
         f"{to}.{name}": [f"{source}.{tensor}" for tensor in tensors]
@@ -77,11 +77,14 @@ def layer_tensors(
 
 
 def read_sizes(fields: Mapping[str, Any], *required: str) -> dict[str, Any]:
-    """The sizes in a config.json, by argument name of `DecoderConfig.of_sizes`, with the defaults of the Llama format.
+    """Read the sizes in a config.json, with the defaults of the Llama format.
 
     Args:
         fields: parsed config.json, or the part of it that describes the layers.
         required: further keys that must be present.
+
+    Returns:
+        The sizes, by argument name of `DecoderConfig.of_sizes`.
 
     Raises:
         ValueError: keys are missing; the message names them.
@@ -110,16 +113,16 @@ def read_sizes(fields: Mapping[str, Any], *required: str) -> dict[str, Any]:
 
 
 def read_rope(fields: Mapping[str, Any], *, theta: float | None = None) -> Rope:
-    """Reads the rotary embedding in a config.json.
+    """Read the rotary embedding in a config.json.
 
-    Older files have `rope_theta` and `rope_scaling`; transformers 5 writes `rope_parameters` instead.
+    Older config.json files have `rope_theta` and `rope_scaling`; transformers 5 writes `rope_parameters` instead.
 
     Args:
         fields: parsed config.json.
         theta: rotary base; None: as in config.json, or 10000 if the file gives none.
 
     Raises:
-        ValueError: the file has both forms and their values differ.
+        ValueError: `rope_parameters` and the older keys are both present and their values differ.
         NotImplementedError: the rope type is not supported.
     """
     parameters, scaling = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
