@@ -19,8 +19,8 @@ CHECKED_ELSEWHERE = {
 }  # checked by methods of the config or by the drafter
 
 
-def test_engine_config_fields_without_exception_have_a_check() -> None:
-    """Some fields are checked elsewhere."""
+def test_engine_config_fields_not_checked_elsewhere_are_in_the_table_of_checks() -> None:
+    """Methods of the config or the drafter check the others."""
     assert {field.name for field in fields(EngineConfig)} == set(CHECKS) | CHECKED_ELSEWHERE
 
 

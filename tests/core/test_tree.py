@@ -36,14 +36,15 @@ def test_static_tree_levels_contain_the_indices_of_parents_in_the_level_above() 
     assert level.num_parents == 2
 
 
-def test_topk_tree_has_a_draft_cache_row_for_each_node_fed_to_the_drafter() -> None:
+def test_topk_tree_of_any_size_has_a_draft_row_per_fed_node() -> None:
+    """Each node whose token is fed to the drafter needs a row in the draft cache."""
     tree = Tree.topk(60, 8, 10)
     assert (tree.nodes, tree.depth, tree.draft_rows, tree.scratch_rows, tree.is_chain) == (60, 8, 71, 71, False)
     assert Tree.topk(60, 5, 10).scratch_rows == 60
 
 
 @pytest.mark.parametrize("text", ["chain:4", "topk:60,8,10", "static:0,1,0.0,0.2,1.0,0.2.1"])
-def test_tree_parsed_from_its_text_has_the_text(text: str) -> None:
+def test_tree_parsed_from_a_text_is_written_as_that_text(text: str) -> None:
     assert str(Tree.parse(text)) == text
 
 

@@ -67,14 +67,15 @@ def test_head_config_of_every_exporter_has_equal_sizes(config, method, name):
     assert (head.method, head.num_layers, head.norm_eps, head.rope) == (method, 1, 1e-5, Rope(10000.0))
 
 
-def test_head_config_without_draft_vocab_or_target_width_takes_the_heads_own():
+def test_head_config_without_draft_vocab_or_target_width_uses_its_own_sizes():
     head = read(without(HEAD, "draft_vocab_size"))
     assert (head.draft_vocab_size, head.target_hidden_size, head.num_features) == (40, 16, 3)
     assert read({**HEAD, "target_hidden_size": 20, "head_dim": 8}).target_hidden_size == 20
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_head_config_has_the_files_layer_count_except_for_official_eagle3(count):
+def test_head_config_of_each_format_has_the_layer_count_in_the_file(count):
+    """An official EAGLE-3 file states the target's layer count; its head has one layer."""
     assert read({**HEAD, "num_hidden_layers": 40}).num_layers == 1
     assert read({**EAGLE, "num_hidden_layers": count}, "eagle").num_layers == count
     layer = {**LAYER, "num_hidden_layers": count}
@@ -85,7 +86,8 @@ def test_head_config_has_the_files_layer_count_except_for_official_eagle3(count)
     ("file", "override", "theta"),
     [({}, None, 10000.0), ({"rope_theta": 1e6}, None, 1e6), ({"rope_theta": 1e6}, 10000.0, 10000.0)],
 )
-def test_head_config_takes_rope_theta_from_override_then_file_then_default(file, override, theta):
+def test_head_config_with_or_without_override_has_the_documented_rope_theta(file, override, theta):
+    """The override comes first, then the file, then 10000."""
     for config, method in (
         ({**HEAD, **file}, "eagle3"),
         ({**SPECULATORS, "transformer_layer_config": {**LAYER, **file}}, "eagle3"),
@@ -114,7 +116,7 @@ def test_head_config_of_modelopt_keeps_rope_scaling_and_head_dim():
         (without(WRAPPED, "eagle_fc_bias"), False),
     ],
 )
-def test_eagle1_head_config_without_bias_option_has_the_exporters_default(config, biased):
+def test_eagle1_head_config_without_bias_option_has_the_default_of_the_exporter(config, biased):
     assert read(config, "eagle").fc_bias is biased
     assert not read(HEAD).fc_bias
 

@@ -63,7 +63,7 @@ LAYOUTS = ["specforge", "modelopt", "speculators", "speculators, names as ModelO
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_eagle3_head_in_every_exporters_layout_loads_equal_tensors_and_config(golden, tmp_path, layout):
+def test_eagle3_head_in_the_layout_of_every_exporter_loads_equal_tensors(golden, tmp_path, layout):
     folder = golden / "draft_specforge_like"
     tensors, original = stored(folder), json.loads((folder / "config.json").read_text())
     config, written = layouts(original, tensors)[layout]

@@ -49,7 +49,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "tree"), CASES)
-def test_lookup_drafts_of_random_requests_equal_the_oracles(method: str, tree: str) -> None:
+def test_lookup_drafts_of_random_requests_equal_those_of_the_oracle(method: str, tree: str) -> None:
     assert run_random_requests(DRAFTERS[method](TREES[tree])) > 60
 
 
@@ -125,7 +125,7 @@ def no_preference(history: Any, corpus: Any, view: Any) -> Any:
         ("engine", suffix, "search_text", no_preference),
     ],
 )
-def test_lookup_drafts_with_a_faulty_function_differ_from_the_oracles(
+def test_lookup_drafts_with_a_faulty_function_differ_from_those_of_the_oracle(
     method: str, module: Any, name: str, wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = DRAFTERS[method](GAPS)

@@ -329,7 +329,7 @@ def test_adaptive_engine_with_given_costs_mostly_chooses_the_cheaper_depth(price
 
 
 @pytest.mark.parametrize(("draft", "depth"), [(False, 0), (0, 0), (2, 3), (True, 3)])
-def test_adaptive_engine_with_a_request_draft_cap_drafts_no_deeper(draft: bool | int, depth: int) -> None:
+def test_adaptive_engine_with_the_draft_cap_of_a_request_drafts_no_deeper(draft: bool | int, depth: int) -> None:
     policy = Priced(Adaptive((0, 3)), lambda depth: 1.0)
     pair().policy = policy
     (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=40, temperature=0, draft=draft))

@@ -148,7 +148,7 @@ def test_metrics_after_a_request_that_was_never_queued_do_not_count_it(
     assert engine.metrics.finished == before
 
 
-def test_async_streams_in_more_tasks_than_slots_yield_each_tasks_tokens(
+def test_async_streams_in_more_tasks_than_slots_yield_each_task_its_tokens(
     engine: Engine, expected: list[list[int]]
 ) -> None:
     """There are four tasks per slot; some close their stream early, and the event loop is never blocked."""

@@ -69,7 +69,7 @@ def tokens(engine: Engine, prompts: list[list[int]], params: list[SamplingParams
 
 @pytest.mark.once
 @pytest.mark.parametrize("overlap", [True, False])
-def test_engine_emits_equal_tokens_for_any_rounds_per_dispatch_overlap_and_page_size(
+def test_engine_with_any_dispatch_options_and_page_size_emits_equal_tokens(
     either: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
     """Five requests share two slots, so requests run together and one after another."""
@@ -81,7 +81,7 @@ def test_engine_emits_equal_tokens_for_any_rounds_per_dispatch_overlap_and_page_
 
 
 @pytest.mark.parametrize("budget", [1, 16, 64])
-def test_engine_emits_equal_tokens_for_any_prefill_budget(
+def test_engine_with_any_prefill_budget_emits_equal_tokens(
     either: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, budget: int
 ) -> None:
     """A long answer is decoded between prompt chunks of 6 or 16 tokens, or after all prompts are prefilled."""
@@ -102,7 +102,7 @@ def test_engine_with_one_or_three_rounds_per_dispatch_has_equal_acceptance(
         assert a.metrics.num_draft_tokens == b.metrics.num_draft_tokens
 
 
-def test_engine_emits_equal_tokens_for_requests_in_another_order(engine: Engine, expected: list[list[int]]) -> None:
+def test_engine_given_requests_in_another_order_emits_equal_tokens(engine: Engine, expected: list[list[int]]) -> None:
     order = [4, 2, 0, 3, 1]
     assert tokens(engine, [PROMPTS[i] for i in order], [PARAMS[i] for i in order]) == [expected[i] for i in order]
 
@@ -209,7 +209,7 @@ def test_stream_closed_early_releases_all_pages(engine: Engine, expected: list[l
     assert tokens(engine, PROMPTS, PARAMS) == expected
 
 
-def test_stream_read_between_other_requests_steps_loses_no_token(engine: Engine, expected: list[list[int]]) -> None:
+def test_stream_read_between_steps_of_other_requests_loses_no_token(engine: Engine, expected: list[list[int]]) -> None:
     """The stream's request also advances in steps that another caller takes."""
     streams = {i: engine.stream(PROMPTS[i], PARAMS[i]) for i in (0, 4)}
     got: dict[int, list[int]] = {i: list(next(stream).token_ids) for i, stream in streams.items()}

@@ -186,7 +186,7 @@ def test_deterministic_engine_with_quantised_weights_raises() -> None:
         engine(deterministic=1)  # type: ignore[arg-type]
 
 
-def test_by_depth_function_on_a_tree_lists_each_nodes_ancestors_from_the_root() -> None:
+def test_ancestors_by_depth_of_each_tree_node_start_at_the_root() -> None:
     ancestor_mask = ancestors(jnp.asarray([[-1, 0, 0, 1, -1, 3]]))
     wanted = [[0, -1, -1, -1], [0, 1, -1, -1], [0, 2, -1, -1], [0, 1, 3, -1], [4, -1, -1, -1], [0, 1, 3, 5]]
     np.testing.assert_array_equal(by_depth(ancestor_mask, 3)[0], wanted)

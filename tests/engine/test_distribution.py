@@ -41,7 +41,7 @@ def target() -> Model:
 
 
 def deviation(completions: list, expected: np.ndarray) -> float:
-    """Return the z score of Pearson's chi-square test against the exact distribution; cells expecting under 5 are pooled."""
+    """Return the z score of Pearson's chi-square test of the exact distribution; cells expecting under 5 are pooled."""
     cells = np.array([np.ravel_multi_index(c.token_ids, expected.shape) for c in completions])
     counts = np.bincount(cells, minlength=expected.size)
     wanted = expected.ravel() * len(completions)
@@ -155,7 +155,7 @@ QUICK = ("rejection chain",)  # with separate noise for draft, acceptance and re
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in CASES]
 )
-def test_sampled_tokens_under_lossless_accept_rules_have_the_targets_distribution(target, name: str) -> None:
+def test_sampled_tokens_under_lossless_accept_rules_have_the_target_distribution(target, name: str) -> None:
     accept, tree = CASES[name]
     drafter = DraftModel(tiny.model(VOCAB, seed=2), tree) if tree.is_chain else Table(tree)
     engine = make(target, drafter, accept)

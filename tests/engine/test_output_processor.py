@@ -216,9 +216,7 @@ def test_stream_chunks_joined_equal_text_and_tokens_of_the_completion(engine: En
         assert "".join(done.pieces) == done.text[: len("".join(done.pieces))]
 
 
-def test_engine_given_one_prompt_as_text_or_ids_or_in_a_list_returns_equal_text(
-    engine: Engine, plain: list[Completion]
-) -> None:
+def test_engine_given_one_prompt_in_any_form_returns_equal_tokens(engine: Engine, plain: list[Completion]) -> None:
     assert engine.generate([]) == []
     ids = list(PROMPTS[0].encode())
     forms: list[Any] = [PROMPTS[0], ids, tuple(ids), [ids], [PROMPTS[0]]]

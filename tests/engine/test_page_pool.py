@@ -164,7 +164,7 @@ def test_page_pool_state_machine_with_a_broken_pool_fails(
         run_state_machine_as_test(Pages, settings=quick)
 
 
-def test_page_digest_of_a_text_depends_on_all_tokens_up_to_the_page_end() -> None:
+def test_page_digests_of_a_text_with_another_first_token_all_differ() -> None:
     """Digests computed from an earlier digest on equal those of the whole text."""
     text = [1, 2, 3, 4, 5, 6, 7]
     whole = page_digests(text, 2)
@@ -175,7 +175,7 @@ def test_page_digest_of_a_text_depends_on_all_tokens_up_to_the_page_end() -> Non
     assert len(collected) == 400
 
 
-def test_page_pool_that_is_full_evicts_the_oldest_owners_last_pages_first() -> None:
+def test_page_pool_that_is_full_evicts_last_pages_of_the_oldest_owner_first() -> None:
     pool = PagePool(5, 1)
     digests = page_digests([1, 2, 3, 4], 1)
     first, second = pool.reserve(1, 2), pool.reserve(2, 2)

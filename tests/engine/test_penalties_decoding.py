@@ -144,8 +144,8 @@ def test_input_processor_without_controls_raises_naming_the_penalties() -> None:
         admission.requests([1], SamplingParams(presence_penalty=1, min_tokens=1), trace=False)
 
 
-def test_bad_words_of_two_crossed_pairs_raise_nothing() -> None:
-    """Each word bans one token after another one."""
+def test_bad_words_that_ban_every_repetition_make_tokens_alternate() -> None:
+    """Each of the two allowed tokens is banned only after itself."""
     params = SamplingParams(temperature=0, max_tokens=8, allowed_token_ids=[5, 6], bad_words=[[5, 5], [6, 6]])
     (done,) = small.plain().generate([1, 5], params)
     assert done.token_ids == [6, 5] * 4

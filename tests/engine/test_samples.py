@@ -88,7 +88,7 @@ def test_stream_chunks_of_samples_contain_the_sample_index(engine: Engine) -> No
     assert {chunk.index for chunk in chunks[:first_end]} >= {0, 1}  # at the same time, not one after the other
 
 
-def test_request_with_samples_when_aborted_ends_all_of_them(engine: Engine) -> None:
+def test_request_with_samples_that_is_aborted_ends_every_sample(engine: Engine) -> None:
     request = engine.submit(PROMPT, SAMPLED)
     while len(request.token_ids) < 3:
         engine.step()

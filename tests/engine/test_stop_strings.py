@@ -39,7 +39,7 @@ STOPS = st.lists(st.text("ab€", min_size=1, max_size=5), min_size=1, max_size=
 
 @settings(max_examples=400)
 @given(pieces=st.lists(st.text("ab€", max_size=5), max_size=9), stops=STOPS, exempt=st.integers(0, 3))
-def test_stop_string_matcher_cuts_text_in_pieces_as_the_whole_text(
+def test_stop_string_matcher_on_text_in_pieces_cuts_it_like_the_whole_text(
     pieces: list[str], stops: list[str], exempt: int
 ) -> None:
     """The matcher holds text back exactly as long as it may be part of a stop string."""

@@ -134,7 +134,8 @@ def test_detokenizer_given_plain_english_returns_text_with_each_token(request: p
     assert streamed(tokenizer, [], [[token] for token in ids]) == ["Once", " upon", " a", " time", ""]
 
 
-def test_detokenizer_keeps_a_leading_blank_only_after_visible_prompt_text(request: pytest.FixtureRequest) -> None:
+def test_detokenizer_after_visible_prompt_text_keeps_a_leading_blank(request: pytest.FixtureRequest) -> None:
+    """After a prompt without visible text the blank is dropped."""
     tokenizer = load("stories260k", request)
     ids = tokenizer.encode("Once upon")
     after_bos = streamed(tokenizer, ids[:1], [ids[1:]])

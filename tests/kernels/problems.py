@@ -38,7 +38,7 @@ class Case:
     group: int = 4
     dim: int = 16
     lengths: str = "ragged"
-    pool: str | None = None  # dtype of the pools; None: `dtype`
+    pool: str | None = None  # dtype of the pools; None means `dtype`
     window: int | None = None
 
     def __str__(self) -> str:

@@ -162,7 +162,7 @@ def test_append_attention_with_quantize_output_returns_the_attention_quantised(
 
 @pytest.mark.once
 @pytest.mark.parametrize("wrong", ["positions", "lengths", "bits", "inv_freq", "start"])
-def test_append_attention_with_one_changed_argument_exceeds_the_tolerance(wrong: str) -> None:
+def test_append_attention_with_one_changed_argument_has_an_error_above_tolerance(wrong: str) -> None:
     """Negative control: the tolerance detects each changed argument."""
     p, parents = problem(**EXAMPLE)
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1

@@ -40,7 +40,7 @@ def test_deterministic_matmul_of_random_matrices_matches_float64(
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_deterministic_matmul_with_is_gated_multiplies_silu_of_gate_by_up_first(implementation: str) -> None:
+def test_deterministic_matmul_of_gate_and_up_multiplies_silu_of_gate_by_up(implementation: str) -> None:
     x, weight = problem(3, 64, 64, "float32")
     both = jnp.concatenate([x, x[::-1]], axis=1)
     got = deterministic_matmul(both, weight, is_gated=True, implementation=implementation)[0]
@@ -54,7 +54,7 @@ def test_deterministic_matmul_with_is_gated_multiplies_silu_of_gate_by_up_first(
     ("implementation", "out", "inner"),
     [("reference", 300, 1024), ("reference", 48, 16), ("pallas", 128, 256)],
 )
-def test_deterministic_matmul_of_any_number_of_rows_keeps_each_rows_bits(
+def test_deterministic_matmul_of_fewer_rows_keeps_the_bits_of_a_row(
     implementation: str, out: int, inner: int, dtype: str
 ) -> None:
     x, weight = problem(COUNTS[-1], out, inner, dtype)
@@ -66,14 +66,14 @@ def test_deterministic_matmul_of_any_number_of_rows_keeps_each_rows_bits(
             assert same_bits(product(x[own], weight), everything[:, own]), (count, first)
 
 
-def test_ordinary_matmul_of_fewer_rows_changes_a_rows_bits() -> None:
+def test_ordinary_matmul_of_fewer_rows_changes_the_bits_of_a_row() -> None:
     """Negative control of the comparison of bits."""
     x, weight = problem(COUNTS[-1], 300, 1024, "float32")
     product = jax.jit(matmul)
     assert not same_bits(product(x[:1], weight), product(x, weight)[:1])
 
 
-def test_fixed_parts_of_llama_weights_are_one_or_two_or_four() -> None:
+def test_number_of_fixed_parts_of_llama_weights_is_one_two_or_four() -> None:
     llama = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
     parts = {name: fixed_parts(*shape, jnp.dtype("bfloat16")) for name, shape in llama.items()}
     assert parts == {"qkv": 2, "o": 4, "gate_up": 1, "down": 4}
@@ -85,7 +85,7 @@ def test_deterministic_matmul_of_unsupported_weight_raises() -> None:
         deterministic_matmul(x, weight, implementation="pallas")
 
 
-def test_in_row_blocks_function_with_a_partial_last_block_keeps_the_row_order() -> None:
+def test_rows_processed_in_blocks_keep_their_order() -> None:
     rows = jnp.arange(26.0).reshape(13, 2)
     doubled, sums = in_row_blocks(lambda x, y: (2 * x, x.sum(-1) + y), rows, jnp.arange(13.0))
     np.testing.assert_array_equal(doubled, 2 * rows)
@@ -96,9 +96,7 @@ def test_in_row_blocks_function_with_a_partial_last_block_keeps_the_row_order() 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("out", "inner"), [(6144, 4096), (4096, 14336), (28672, 4096)])
-def test_deterministic_matmul_on_gpu_of_any_number_of_rows_keeps_each_rows_bits(
-    out: int, inner: int, dtype: str
-) -> None:
+def test_deterministic_matmul_on_gpu_of_fewer_rows_keeps_the_bits_of_a_row(out: int, inner: int, dtype: str) -> None:
     x, weight = problem(320, out, inner, dtype)
     product = jax.jit(partial(deterministic_matmul, implementation="pallas"))
     everything = product(x, weight)

@@ -203,7 +203,8 @@ def test_paged_attention_on_gpu_with_auto_implementation_runs_the_kernel():
 
 
 @pytest.mark.gpu
-def test_paged_attention_on_gpu_of_pool_above_2_31_elements_reads_the_last_page():
+def test_paged_attention_on_gpu_of_a_huge_pool_reads_its_last_page():
+    """The pool has more than 2**31 elements."""
     page, kv_heads, dim, pages = 16, 8, 128, 2**18 + 3
     pool = jax.jit(lambda: jnp.full((pages, kv_heads, page, dim), jnp.nan, jnp.bfloat16))()
     keys = jax.random.normal(jax.random.key(0), (2, page, kv_heads, dim), jnp.bfloat16)
@@ -282,7 +283,7 @@ def test_paged_attention_with_any_page_size_returns_equal_bits(implementation):
     np.testing.assert_array_equal(outs[0], outs[2])
 
 
-def test_paged_attention_kernel_of_one_sequence_alone_or_in_a_batch_has_equal_bits():
+def test_paged_attention_kernel_on_one_sequence_of_a_batch_has_unchanged_bits():
     """The sequence alone has a wider page table; both calls divide contexts into equally many splits."""
     problem = make_problem(Case())
     q, k_pool, v_pool, page_table, lengths, bits = problem.arrays

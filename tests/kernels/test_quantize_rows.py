@@ -55,7 +55,7 @@ def test_row_quantisation_with_a_scale_per_row_rounds_to_the_nearest_float8(
     assert not np.asarray(values, np.float32)[1, 2].any(), "a row of zeros stays one"
 
 
-def test_row_quantisation_with_one_scale_for_all_rows_exceeds_the_tolerance() -> None:
+def test_row_quantisation_with_one_common_scale_has_an_error_above_tolerance() -> None:
     """Negative control: rows of small values have large relative errors."""
     x = rows(64, "float32")
     wanted = expected(x, is_gated=False)

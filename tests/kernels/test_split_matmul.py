@@ -75,15 +75,15 @@ def test_split_product_of_float16_returns_partial_sums_above_the_largest_float16
 
 
 @pytest.mark.once
-def test_split_product_with_after_returns_the_result_without_after() -> None:
+def test_split_product_told_to_wait_for_an_array_returns_an_unchanged_result() -> None:
     x, weight = problem(5, 1024, 2048, "bfloat16")
     without, awaited = (split_matmul(x, weight, after=after, implementation="pallas") for after in (None, x[..., :8]))
     np.testing.assert_array_equal(without, awaited)
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_split_product_with_after_makes_the_kernel_wait_for_that_array(waits: bool) -> None:
-    """With `after` the array is an operand of the kernel; without (negative control), both products may overlap."""
+def test_split_product_told_to_wait_for_an_array_has_it_as_kernel_operand(waits: bool) -> None:
+    """The argument `after` names the array; without it (negative control) both products may run side by side."""
 
     def both(x: jax.Array, weight: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = x @ head.T

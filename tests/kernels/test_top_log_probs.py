@@ -40,7 +40,7 @@ def test_top_log_probs_of_random_logits_equal_those_by_sorting(
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_top_log_probs_with_a_base_include_it_as_a_summand(implementation: str) -> None:
+def test_top_log_probs_with_a_base_have_the_base_added(implementation: str) -> None:
     logits, base = jnp.asarray(problem(50, ties=False)), jnp.asarray([-1.0, -2.0, 0.0])
     log_probs, _ = top_log_probs(logits, 4, base=base, implementation=implementation)
     np.testing.assert_allclose(log_probs, expected(np.asarray(logits), 4)[0] + np.asarray(base)[:, None], atol=1e-5)

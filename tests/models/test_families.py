@@ -61,7 +61,7 @@ def reference(model: Model, ids: list[int], *, qk_norm: bool = True) -> np.ndarr
     ]
 
 
-def test_model_of_a_family_with_bias_and_head_norms_has_logits_of_the_formulas(folder: Path) -> None:
+def test_model_with_bias_and_head_norms_has_the_logits_of_the_formulas(folder: Path) -> None:
     model, ids = Model.from_pretrained(folder, dtype="float32"), [3, 1, 4, 1, 5, 9, 2, 6]
     assert (model.config.family, model.config.qkv_bias, model.config.qk_norm) == ("biased", True, True)
     got, expected = last_logits(model, ids), reference(model, ids)

@@ -94,7 +94,7 @@ def test_product_with_a_quantised_weight_equals_product_of_rounded_values(kind: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_product_with_a_quantised_weight_of_one_row_equals_that_row_of_many(kind: str) -> None:
+def test_quantised_product_of_one_row_equals_its_row_in_a_product_of_many(kind: str) -> None:
     x, weight = problem(7, 40, 96)
     weight = quantize(weight, kind)
     product = jax.jit(
@@ -220,7 +220,7 @@ def test_convert_command_with_quantize_stores_weights_equal_to_those_when_loadin
 
 @pytest.mark.once
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_target_and_head_with_a_kind_have_quantised_weights(kind: str) -> None:
+def test_random_target_and_head_with_quantize_have_quantised_weights(kind: str) -> None:
     target, head = shapes.random_target("tiny", "float32", kind), shapes.random_head("tiny", "float32", kind)
     assert quantized_as(target) == quantized_as(head) == kind
     assert isinstance(target.head, Quantized)
@@ -252,7 +252,7 @@ def test_quantised_embedded_target_has_nearly_unchanged_probabilities(
 @pytest.mark.parametrize(
     ("kind", "make", "accepted"),
     [
-        pytest.param(  # the same weights
+        pytest.param(  # the draft model has the target's weights
             "int8", partial(DraftModel.from_pretrained, demo.TARGET, tree=Tree.chain(3)), 3.7, marks=pytest.mark.long
         ),
         ("fp8", partial(Eagle3.from_pretrained, demo.HEAD, tree=Tree.topk(12, 4, 3)), 1.5),

@@ -181,7 +181,7 @@ def test_prompt_logprobs_of_n_completions_are_computed_once(expected: list[list[
         assert one.logprobs is not None and [each.token_id for each in one.logprobs] == one.token_ids
 
 
-def test_stream_chunks_contain_the_logprobs_of_each_token(expected: list[list[int]]) -> None:
+def test_stream_chunks_of_a_request_with_logprobs_contain_them_for_each_token(expected: list[list[int]]) -> None:
     params = replace(PARAMS[1], prompt_logprobs=2)
     (done,) = tree().generate(PROMPTS[1], params)
     first, *others = tree().stream(PROMPTS[1], params)

@@ -63,7 +63,9 @@ def test_memory_plan_of_an_engine_equals_the_bytes_it_allocates(caplog: pytest.L
     caches = [(cache.k, cache.v) for cache in (state.target, state.draft.cache)]
     assert (plan.target_pool, plan.draft_pool) == tuple(map(held, caches))
     assert plan.target_weights == held(params.target)
-    assert plan.target_weights + plan.draft_weights == held(params) < memory.tree_bytes(params)  # some are shared
+    assert (
+        plan.target_weights + plan.draft_weights == held(params) < memory.tree_bytes(params)
+    )  # target and drafter share some weights
     rest = [state.draft.features, state.draft.tokens, state.draft.count, state.draft.page_end_features]
     assert plan.features == held(rest)
     assert plan.state == held(state)
@@ -206,7 +208,7 @@ def test_engine_out_of_memory_at_start_raises_naming_settings_that_fit(
     assert fit(replace(planner, config=config), full)[1].total <= plan.total - missing
 
 
-def test_out_of_memory_error_explained_names_the_size_in_the_devices_message() -> None:
+def test_out_of_memory_error_when_explained_names_the_size_the_device_reported() -> None:
     """The messages are a real one and one without a number; other errors stay unchanged."""
     planner, pool = planner_of(device(PLENTY, is_reported=False))
     with pytest.raises(ValueError, match=r"missing are 64\.00 TiB or more"), memory.explain_oom(planner, pool):
@@ -266,7 +268,7 @@ def test_programs_compiled_later_update_the_memory_plan_or_are_refused(monkeypat
     assert engine.memory_plan.workspace > plan.workspace
 
 
-def test_memory_plan_after_compilation_has_the_largest_programs_workspace() -> None:
+def test_memory_plan_after_compilation_has_the_workspace_of_the_largest_program() -> None:
     planner, pool = planner_of(device(PLENTY))
     estimate = planner.plan(pool)
     programs = [program(temp=10, output=500, alias=450), program(temp=70, output=100, alias=100)]

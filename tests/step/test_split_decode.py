@@ -32,7 +32,7 @@ PARAMS = MASKS.params
 expected = MASKS.expected
 
 
-def test_engine_with_the_mask_of_each_nodes_parent_emits_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_with_the_mask_of_the_parent_at_each_node_emits_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: every node gets the mask of its parent."""
     masks = Matcher.masks
     monkeypatch.setattr(Matcher, "masks", lambda *a: masks(*a)[np.maximum(a[2], 0)])
@@ -42,7 +42,7 @@ def test_engine_with_the_mask_of_each_nodes_parent_emits_other_tokens(monkeypatc
 
 
 class Launches:
-    """Counts an engine's launches and the unread results at each launch, by name of the program."""
+    """A counter of an engine's launches, and of the unread results at each launch, by name of the program."""
 
     def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
         self.names: Counter[str] = Counter()

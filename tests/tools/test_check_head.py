@@ -121,7 +121,7 @@ def test_stepwise_replay_of_recorded_texts_has_the_recorded_first_draft_hits(
 
 
 @pytest.mark.long
-def test_settings_of_recorded_head_have_the_recorded_mean_acceptance_lengths(recorded: Recorded) -> None:
+def test_settings_of_the_recorded_head_have_the_recorded_acceptance_lengths(recorded: Recorded) -> None:
     assert recorded.settings.keys() == RECORDED.keys()
     expected = json.loads((recorded.golden / "sensitivity.json").read_text())
     for name, setting in recorded.settings.items():
@@ -133,7 +133,7 @@ def test_settings_of_recorded_head_have_the_recorded_mean_acceptance_lengths(rec
 
 
 @pytest.mark.long
-def test_check_head_report_prefers_agreement_over_acceptance_length(recorded: Recorded) -> None:
+def test_check_head_report_of_two_settings_prefers_agreement_over_length(recorded: Recorded) -> None:
     measured = [recorded.measurement(setting) for setting in recorded.settings.values()]
     own, *others = measured
     feedback = [other for other in others if other.name.startswith("norm_output")]

@@ -41,7 +41,7 @@ def case(name: str, seed: int, **options: float) -> tuple[Tree, list[np.ndarray]
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", SIZES)
-def test_rejection_rule_with_drawn_siblings_emits_the_targets_distribution(name: str, seed: int) -> None:
+def test_rejection_rule_with_drawn_siblings_emits_the_target_distribution(name: str, seed: int) -> None:
     """With seed 0 the root's first child has draft probability 1, so its siblings are the smallest remaining ids."""
     tree, target, draft_probs = case(name, seed)
     if seed == 0:
@@ -51,7 +51,7 @@ def test_rejection_rule_with_drawn_siblings_emits_the_targets_distribution(name:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_block_rule_with_a_drawn_chain_emits_the_targets_distribution(seed: int) -> None:
+def test_block_rule_with_a_drawn_chain_emits_the_target_distribution(seed: int) -> None:
     tree, target, draft_probs = case("chain", seed)
     drafts = sampled_drafts(tree, draft_probs)
     output = emitted(ACCEPT["block"], tree, drafts, target, draft_probs, all_at_once=True)
@@ -59,7 +59,7 @@ def test_block_rule_with_a_drawn_chain_emits_the_targets_distribution(seed: int)
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_multi_candidate_rule_with_any_fixed_draft_emits_the_targets_distribution(name: str) -> None:
+def test_multi_candidate_rule_with_any_fixed_draft_emits_the_target_distribution(name: str) -> None:
     """A rule that is lossless for each fixed draft is lossless for any way of drafting."""
     tree, target, draft_probs = case(name, 7, zeros=0)
     tokens, _ = sampled_drafts(tree, draft_probs)
@@ -70,7 +70,7 @@ def test_multi_candidate_rule_with_any_fixed_draft_emits_the_targets_distributio
 
 @pytest.mark.parametrize("cap", [0, 1, 2])
 @pytest.mark.parametrize("name", ["multi_candidate", "rejection", "block"])
-def test_accept_rules_with_a_capped_draft_emit_the_targets_distribution(name: str, cap: int) -> None:
+def test_accept_rules_with_a_capped_draft_emit_the_target_distribution(name: str, cap: int) -> None:
     """Nodes deeper than the cap are drawn too, and the rules must ignore them."""
     tree, target, draft_probs = case("chain" if name == "block" else "pairs", 5)
     drafts = sampled_drafts(tree, draft_probs)
@@ -219,7 +219,7 @@ def test_accept_rules_with_vocabulary_map_equal_those_with_full_draft_probs() ->
 
 
 @pytest.mark.parametrize("name", ["rejection", "block"])
-def test_accept_rules_with_draft_probs_equal_to_the_targets_accept_every_token(name: str) -> None:
+def test_accept_rules_with_draft_probs_equal_to_target_probs_accept_all_tokens(name: str) -> None:
     """No residual probability is left; even the largest uniform number must lead to no NaN."""
     tree, target, _ = case("chain", 2)
     tokens, _ = sampled_drafts(tree, target[:-1])
@@ -274,7 +274,7 @@ def recorded(golden: Path) -> list[dict[str, np.ndarray]]:
         return [dict(zip(names, row, strict=True)) for row in zip(*(arrays[name] for name in names), strict=True)]
 
 
-def test_multi_candidate_rule_with_recorded_draws_has_the_authors_results(
+def test_multi_candidate_rule_with_recorded_draws_has_the_recorded_results(
     recorded: list[dict[str, np.ndarray]],
 ) -> None:
     for r in recorded:
