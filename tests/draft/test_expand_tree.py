@@ -150,7 +150,7 @@ def test_expanded_tree_mask_bits_of_each_node_mark_its_ancestors(tree: Tree) -> 
 
 @pytest.mark.parametrize("accept", ["rejection", "block"])
 def test_child_chooser_under_rejection_or_block_draws_siblings_without_replacement(accept: str) -> None:
-    """The first draw follows the returned probabilities, the second one these without the first token."""
+    """The first draw follows the returned probabilities; the second draw follows them without the first token."""
     rows = 4000
     logits = jnp.broadcast_to(jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05])), (rows, 1, 4))
     view = view_of_rows([0] * rows, temperature=1.0, accept=accept)

@@ -127,7 +127,7 @@ def wipe(one: Engine) -> None:
 
 
 def resumed(one: Engine, prompt: list[int], pause: int, temperature: float) -> tuple[list[int], list[int]]:
-    """Return accepted tokens per round after ``pause`` rounds, first if these rounds draft, then if they do not."""
+    """Return accepted tokens per round after ``pause`` rounds: of a run in which these draft, and of one in which not."""
     always, paused = Forced([], 3), Forced([], 3)
     generate(one, always, temperature, [prompt])
     accepted = always.accepted(0)
@@ -271,7 +271,7 @@ def decode(policy: Forced) -> tuple[list[int], list[int]]:
 
 
 def after_a_pause(rounds: int) -> tuple[list[int], list[int], list[int]]:
-    """Return tokens, accepted tokens per round after ``rounds`` or more plain rounds, and those if all rounds draft."""
+    """Return tokens, and accepted tokens per round after ``rounds`` or more plain rounds and after drafting rounds."""
     _, accepted = always_drafting()
     ends = np.cumsum(np.array(accepted) + 1)
     first = int(np.searchsorted(ends, rounds))

@@ -84,7 +84,7 @@ def check_every_way(dtype: str, implementation: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_deterministic_forward_in_any_batch_chunk_or_tree_has_equal_logit_bits(dtype: str) -> None:
-    """Compared are single tokens, three rows in chunks on other pages, and nodes of a tree."""
+    """The test feeds single tokens, three rows in chunks on other pages, and nodes of a tree."""
     check_every_way(dtype, "reference")
 
 

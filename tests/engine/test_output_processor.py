@@ -64,7 +64,7 @@ def first_at(ids: list[int], lowest: int, *, inside: Callable[[int], bool]) -> i
 
 
 def flags(*, cap: int) -> list[bool]:
-    """Return whether each token was drafted: the prefill's token, then rounds of ``cap`` drafted tokens and a bonus."""
+    """Return for each token whether it was drafted; each round has ``cap`` drafted tokens and a bonus token."""
     return ([False] + ([True] * cap + [False]) * LONGEST)[:LONGEST]
 
 

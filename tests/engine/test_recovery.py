@@ -130,7 +130,7 @@ def test_interrupt_while_a_request_finishes_ends_that_request_with_an_error(
 def test_interrupt_during_recovery_lets_the_next_step_complete_the_recovery(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second interrupt comes when requests are ended and before the new state exists."""
+    """The second interrupt comes after all requests have ended and before the new state exists."""
     prompt, params = PROMPTS[2] + PROMPTS[3], SamplingParams(max_tokens=12, temperature=0.0)
     expected = engine.generate(prompt, params)[0].token_ids
     running = engine.submit(PROMPTS[3], PARAMS[3])

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.once
 
 
 def first_stop(text: str, stops: Sequence[str], after: int = 0) -> tuple[int, int] | None:
-    """Return the end and the stop string's index of the match that ends first after ``after`` characters."""
+    """Return (end, index of the stop string) of the match that ends first after ``after`` characters."""
     ends = []
     for index, stop in enumerate(stops):
         start = text.find(stop, max(after + 1 - len(stop), 0))

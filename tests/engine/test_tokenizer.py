@@ -100,7 +100,7 @@ def check_pieces(tokenizer: Tokenizer, prompt: Sequence[int], pieces: Sequence[S
 def test_tokenizer_that_encodes_and_decodes_a_text_returns_it(
     name: str, text: str, request: pytest.FixtureRequest
 ) -> None:
-    """Left out are a tokenizer without byte fallback and one that drops a leading blank."""
+    """The test omits a tokenizer without byte fallback and one that drops a leading blank."""
     tokenizer = load(name, request)
     text = unicodedata.normalize("NFC", text) if name == "qwen2.5" else text
     assert tokenizer.decode(tokenizer.encode(text)) == text

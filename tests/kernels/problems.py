@@ -86,7 +86,7 @@ def full_product(**wanted: Any) -> list[Case]:
 
 
 def pairwise_cover(seed: int = 0) -> list[Case]:
-    """Return few cases in which every pair of values of any two factors occurs."""
+    """Return a few cases in which every pair of values of any two factors occurs."""
     return [Case(**case) for case in cover.pairwise(FACTORS, seed=seed)]
 
 

@@ -43,7 +43,7 @@ def exact(quantized: QuantizedActivation | Quantized) -> np.ndarray:
 
 
 def error(got: jax.Array, x: Any, weight: Any) -> float:
-    """Return the largest error relative to 1 + |expected|."""
+    """Return the largest error of a product relative to 1 + |expected value|."""
     right = wanted(x, weight)
     return float((np.abs(np.asarray(got, np.float64) - right) / (1 + np.abs(right))).max())
 

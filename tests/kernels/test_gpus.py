@@ -50,7 +50,7 @@ def pools(dim: int, dtype: Any) -> list[jax.ShapeDtypeStruct]:
 
 
 def attention(rows: int, dim: int, dtype: Any = BF16) -> Case:
-    """Return attention of a plain decoding step (1 row), a chain (5 rows), or a tree of 60 nodes and its root."""
+    """Return the case of attention for a plain decoding step (1 row), a chain (5 rows) or a tree (61 rows)."""
     q, table = shape(1, rows, HEADS, dim), shape(1, 128, dtype=I32)
     bits = () if rows < 32 else (shape(1, rows, 2, dtype=jnp.uint32),)
 
@@ -61,7 +61,7 @@ def attention(rows: int, dim: int, dtype: Any = BF16) -> Case:
 
 
 def deterministic_attention(rows: int, depths: int = 0) -> Case:
-    """Return deterministic attention of a chain, a prefill chunk, or (with `depths`) of a tree with paths."""
+    """Return the case of deterministic attention for a chain, a prefill chunk, or (with `depths`) a tree."""
 
     def attend(*arrays: Any) -> Any:
         own = {"paths": arrays[5]} if depths else {}
@@ -123,7 +123,7 @@ def deterministic_product(rows: int, dtype: Any = BF16) -> Case:
 
 
 def xla_product(kind: str) -> Case:
-    """Return a product whose output is so wide that XLA computes it."""
+    """Return the case of a product whose output is so wide that XLA computes it."""
     weight = Quantized(shape(VOCAB, HIDDEN, dtype=FP8), shape(VOCAB, dtype=F32), dynamic=kind == "fp8_dynamic")
     return matmul, (shape(5, HIDDEN), weight)
 

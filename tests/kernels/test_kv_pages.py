@@ -51,7 +51,7 @@ def make_cache(case: Case, generator: np.random.Generator):
 
 
 def expect_rows(pool, page_table: np.ndarray, targets: np.ndarray, values: np.ndarray, valid: np.ndarray):
-    """Return the pool after writing values[b, t] to row targets[b, t] of sequence b, one by one, where valid."""
+    """Return the pool after writing each valid values[b, t], in order, to row targets[b, t] of sequence b."""
     pool = np.array(pool)
     rows = page_table.shape[1] * pool.shape[2]
     for b, t in np.ndindex(targets.shape):

@@ -150,8 +150,8 @@ def test_h200_deterministic_round_is_one_cuda_graph_of_deterministic_kernels(
     ("quantize", "launches"),
     [pytest.param("fp8", 410, marks=pytest.mark.matrix), pytest.param("fp8_dynamic", 412, marks=pytest.mark.long)],
 )
-def test_h200_round_with_fp8_weights_and_cache_converts_none_in_memory(quantize: str, launches: int) -> None:
-    """The smallest weight, converted to another type, would take 34 MB of temporary memory."""
+def test_h200_round_with_fp8_weights_and_cache_reads_them_unconverted(quantize: str, launches: int) -> None:
+    """A weight converted to another type would take at least 34 MB of temporary memory."""
     program = check(*compile_round(Tree.chain(4), quantize, "float8_e4m3fn"), launches=launches, temp_mib=12)
     rounded = program.count("paged_attention_merge_and_round")  # in every layer, and in each of the draft's passes
     assert rounded == (32 + 4 if quantize == "fp8_dynamic" else 0)

@@ -178,7 +178,7 @@ def random_draft(seed: int, *, rows: int, nodes: int, vocab: int) -> tuple[Draft
 
 @pytest.mark.parametrize("name", ["multi_candidate", "rejection", "block"])
 def test_accept_rules_on_random_trees_equal_plain_python_loops(name: str) -> None:
-    """Compared are the accepted path and the probabilities of the token after it."""
+    """The test compares the accepted path and the probabilities of the token after it."""
     draft, p, q = random_draft(3, rows=400, nodes=10, vocab=6)
     if name == "block":
         chain = jnp.broadcast_to(jnp.arange(-1, 9, dtype=jnp.int32), draft.parents.shape)
