@@ -127,7 +127,7 @@ def wipe(one: Engine) -> None:
 
 
 def resumed(one: Engine, prompt: list[int], pause: int, temperature: float) -> tuple[list[int], list[int]]:
-    """Return accepted tokens per round after ``pause`` rounds: of a run in which these draft, and of one in which not."""
+    """Return accepted tokens per round after ``pause`` rounds, for a run that drafts in these and one that does not."""
     always, paused = Forced([], 3), Forced([], 3)
     generate(one, always, temperature, [prompt])
     accepted = always.accepted(0)

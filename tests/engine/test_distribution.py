@@ -167,9 +167,7 @@ def test_sampled_tokens_under_lossless_accept_rules_have_the_target_distribution
 
 
 @pytest.mark.slow
-def test_distribution_comparison_with_noise_keyed_by_position_alone_fails(
-    target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_distribution_comparison_with_noise_shared_at_a_position_fails(target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: drafting, acceptance and resampling use equal noise at a position."""
     original = sampler.keys
 

@@ -1,4 +1,4 @@
-"""Test that after any operations each page of the pool is free, idle, or owned by as many owners as counted."""
+"""Test that after any operations each page of the pool is free, idle, or has as many owners as the pool counts."""
 
 from __future__ import annotations
 

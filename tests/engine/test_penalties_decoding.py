@@ -56,7 +56,7 @@ def by_processors(prompt: list[int], params: SamplingParams) -> list[int]:
     return output
 
 
-def test_plain_decoding_with_penalties_emits_tokens_of_transformers_processors() -> None:
+def test_plain_decoding_with_penalties_equals_decoding_with_transformers_processors() -> None:
     """In later runs the prompts' pages are cached and the slots were used before."""
     assert plain_tokens() == [by_processors(*each) for each in zip(PROMPTS, ENGINE_PARAMS, strict=True)]
     for order in (range(8), range(7, -1, -1)):

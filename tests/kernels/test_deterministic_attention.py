@@ -149,7 +149,7 @@ def test_deterministic_attention_of_a_query_has_equal_bits_in_every_call(dtype: 
 
 
 def test_ordinary_attention_of_a_query_has_other_bits_in_some_calls() -> None:
-    """Negative control: from jax 0.12 on the call in a chunk has other bits, before it the call with another page size."""
+    """Negative control: in jax 0.12 the call in a chunk has other bits, in jax 0.10 the call with another page size."""
     text = Text("float32", "reference", deterministic=False)
     alone, others = one_by_one(text), in_other_calls(text)
     for name, out in others.items():

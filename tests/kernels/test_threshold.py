@@ -121,7 +121,7 @@ def test_sampling_threshold_with_all_controls_off_is_minus_infinity() -> None:
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_sampling_threshold_with_controls_per_group_applies_them_to_its_rows(implementation: str) -> None:
-    """A group at temperature 0 has no threshold."""
+    """Rows of a group at temperature 0 have the threshold minus infinity."""
     logits = problem()[0][:12]
     controls = [np.array([0.7, 0.0, 1.5, 1.0], np.float32), np.array([5, 5, 0, 0], np.int32)]
     controls += [np.array([1.0, 0.5, 0.9, 1.0], np.float32), np.array([0.0, 0.1, 0.0, 0.3], np.float32)]

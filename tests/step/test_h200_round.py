@@ -137,7 +137,7 @@ def test_h200_round_with_penalties_is_one_cuda_graph_that_updates_in_place(
 def test_h200_deterministic_round_is_one_cuda_graph_of_deterministic_kernels(
     tree: Tree | None, batch: int, launches: int, temp_mib: int
 ) -> None:
-    """XLA would choose its kernels for products, norms and attention by the number of rows."""
+    """XLA's own kernels for products, norms and attention would depend on the number of rows."""
     compiled = compile_round(tree, deterministic=True, batch=batch)
     program = check(*compiled, launches=launches, temp_mib=temp_mib)
     assert program.count("deterministic_matmul") == 4 * 32 + 1

@@ -250,7 +250,7 @@ def test_engine_when_deleted_frees_device_memory_without_garbage_collection() ->
         gc.enable()
 
 
-def test_programs_compiled_later_update_the_memory_plan_or_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_compiled_for_a_later_request_update_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the programs need too much memory, their request is refused before queueing and no program is stored."""
     engine, scored = Engine(small.target(), **OPTIONS), SamplingParams(logprobs=3)
     plan, count, planner = engine.memory_plan, len(engine.core.runner.programs.compiled), engine.core.runner.planner

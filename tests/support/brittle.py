@@ -19,7 +19,7 @@ PATIENCE = 60.0  # seconds after which a thread counts as hanging
 
 
 class BrittleTokenizer(ByteTokenizer):
-    """A byte tokenizer whose `decode` raises for ids for which ``fails`` returns True."""
+    """A byte tokenizer whose `decode` raises if ``fails`` returns True for the ids."""
 
     def __init__(self) -> None:
         self.fails: Callable[[Sequence[int]], bool] = lambda ids: False

@@ -124,7 +124,7 @@ CASES = {case.field: case for case in (TABLE, MASKS)}
 
 
 def check_decoding(engine: Engine, case: Case, order: Sequence[int]) -> None:
-    """Generate the requests numbered in ``order`` and check tokens, texts and log-probabilities."""
+    """Run the requests numbered in ``order`` and check their tokens, texts and log-probabilities."""
     done = engine.generate([PROMPTS[i] for i in order], [case.params[i] for i in order])
     expected = case.expected()
     assert [completion.raise_for_error().token_ids for completion in done] == [expected[i] for i in order]

@@ -19,7 +19,7 @@ CORPUS = 30
 
 
 class LookupRun:
-    """A run that updates a drafter's state as an engine would, and keeps the texts in lists too."""
+    """A run of a drafter that updates its state as an engine would, and also keeps the texts in lists."""
 
     def __init__(self, drafter: NGram | Suffix) -> None:
         self.drafter = drafter
