@@ -1,4 +1,4 @@
-"""Set-up of every test run: the platform, runtime checks of array types, the folder of shared data."""
+"""Set up every test run: the platform, runtime checks of array types, and the folder of shared data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("JSPEC_SHARED", REPOSITORY.parent / "shared"))
 PACKAGES = ["jspec", "pallas_kernels", "convert"]
 DEVICE_MARKS = ("gpu", "h200")
-QUICK_TO_COMPILE = (  # nearly all the time of a run is compilation for the CPU; these flags save a good part of it
+QUICK_TO_COMPILE = (  # compilation for the CPU takes nearly all of a run's time; these flags make it faster
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",
     "--xla_llvm_disable_expensive_passes=true",
@@ -37,7 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not any(mark in wanted for mark in DEVICE_MARKS):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         flags += cpu_flags(is_timed="timing" in wanted)
-    gc.set_threshold(100_000, 20, 50)  # a collection visits everything jax has traced, a twentieth of the run's time
+    gc.set_threshold(
+        100_000, 20, 50
+    )  # garbage collection visits all that jax has traced, which takes a twentieth of the run's time
     # Hypothesis tries the same examples in every run; --hypothesis-profile=default draws others.
     hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
     hypothesis.settings.load_profile("repeatable")
@@ -53,10 +55,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def cpu_flags(*, is_timed: bool) -> list[str]:
-    """XLA flags that switch off slow compiler passes; in timed runs only those passes that crash the compiler."""
+    """Return XLA flags that switch off slow compiler passes; in timed runs, only passes that crash the compiler."""
     flags = [] if is_timed else list(QUICK_TO_COMPILE)
     if metadata.version("jaxlib") == "0.10.2":
-        # Broadcasts of rank 7 and more crash it with these fusions (jax issue 39257).
+        # With these fusions broadcasts of rank 7 and more crash the compiler (jax issue 39257).
         flags.append("--xla_cpu_experimental_ynn_fusion_type=")
         # Fusion emitters take a third of the compiler's time; later versions cannot switch them off.
         flags += [] if is_timed else ["--xla_cpu_use_fusion_emitters=false"]
@@ -64,7 +66,7 @@ def cpu_flags(*, is_timed: bool) -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order files with slow tests first, so two workers that share the files end at about the same time."""
+    """Put files with slow tests first, so that two workers that share the files end at about equal times."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
@@ -91,7 +93,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module")
 def runs_long() -> Iterator[None]:
-    """Compile with more optimisation than `cpu_flags` allows, for files whose engines run longer than they compile."""
+    """Compile with more optimisation than `cpu_flags` allows, where engines run longer than they compile."""
     from jspec.step.program import Program
 
     options: dict[str, Any] = {"xla_backend_optimization_level": 1}
@@ -104,7 +106,7 @@ def runs_long() -> Iterator[None]:
 
 @pytest.fixture
 def compilations() -> Iterator[list[str]]:
-    """Names of the compile events while the test runs: traces, lowerings and backend compilations."""
+    """Return a list that collects the names of jax's traces, lowerings and compilations while the test runs."""
     import jax
 
     seen: list[str] = []
@@ -120,13 +122,13 @@ def compilations() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="session")
 def golden() -> Path:
-    """Recordings of the methods' authors' own code."""
+    """Return the folder with recordings of the drafting methods' own code."""
     return _shared("golden")
 
 
 @pytest.fixture(scope="session")
 def data() -> Path:
-    """Small real models, tokenizers, prompts, text."""
+    """Return the folder with small real models, tokenizers, prompts and text."""
     return _shared("data")
 
 

@@ -1,4 +1,4 @@
-"""The import rule, checked on the sources: a file imports only its own room and rooms on lower floors."""
+"""Test the import rule on the sources: a file imports only its own room and rooms on lower floors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = ("jspec", "pallas_kernels", "convert")
 
-FLOORS = (  # from the lowest; two rooms on one floor do not know each other
+FLOORS = (  # from the lowest floor up; rooms on one floor do not import each other
     ("pallas_kernels",),
     ("jspec.core", "convert"),
     ("jspec.models", "jspec.sampling"),
@@ -23,14 +23,14 @@ FLOORS = (  # from the lowest; two rooms on one floor do not know each other
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 FRONT = "jspec.tools"  # the room of the public names and of the command lines: jspec/*.py and convert/__main__.py
 JAX = {"jax", "flax", "orbax"}
-HOST = "jspec.engine"  # one file of it names jax
+HOST = "jspec.engine"  # only one file of this room imports jax
 HOST_JAX = "jspec.engine.model_runner"
-ALONE = "jspec.engine.grammar.regex_dfa"  # is run as a script in a process of its own
+ALONE = "jspec.engine.grammar.regex_dfa"  # runs as a script in a process of its own
 KERNEL_LIBRARIES = {"jax", "numpy", "jaxtyping"}
 
 
 def room_of(module: str) -> str:
-    """The room of a module of this repository; "" for other modules."""
+    """Return the room of a module of this repository, or "" for other modules."""
     top, *inner = module.split(".")
     if top == "jspec":
         room = f"jspec.{inner[0]}" if inner else FRONT
@@ -41,7 +41,7 @@ def room_of(module: str) -> str:
 
 
 def imported(source: str) -> set[str]:
-    """Modules that a source imports, anywhere in it; names imported from a package count as its modules."""
+    """Return the modules imported anywhere in a source; a name imported from a package counts as a module."""
     modules: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -53,7 +53,7 @@ def imported(source: str) -> set[str]:
 
 
 def is_wrong(module: str, name: str) -> bool:
-    """Whether a module of this repository may not import a name."""
+    """Return whether the rule forbids a module of this repository to import a name."""
     room, other, top = room_of(module), room_of(name), name.split(".")[0]
     if module == ALONE and other:
         return True
@@ -65,7 +65,7 @@ def is_wrong(module: str, name: str) -> bool:
 
 
 def violations(module: str, source: str) -> list[str]:
-    """The imports of a module that the rule forbids, as sentences."""
+    """Return a sentence for each import of a module that the rule forbids."""
     names = sorted(imported(source))
     return [f"{module} imports {name}" for name in names if is_wrong(module, name)]
 
@@ -76,7 +76,7 @@ def sources() -> dict[str, str]:
     return {m.removesuffix(".__init__"): path.read_text() for m, path in zip(modules, files, strict=True)}
 
 
-def test_imports_of_every_file_are_from_the_same_room_or_lower_floors() -> None:
+def test_imports_of_every_file_are_from_its_own_room_or_lower_floors() -> None:
     files = sources()
     assert "jspec.engine.tokenizer" in files
     assert [line for module, source in files.items() for line in violations(module, source)] == []

@@ -1,4 +1,4 @@
-"""Config records: reading a config.json, error messages, JSON."""
+"""Test config records: reading a config.json, error messages, and conversion to and from JSON."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ READERS = [read_config, partial(read_head, method="eagle3"), partial(read_head, 
 SCALED = Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
 
 
-def test_read_config_absent_options_take_llama_defaults():
+def test_model_config_without_optional_fields_has_llama_defaults():
     config = read_config(without(TARGET, "num_key_value_heads"))
     assert (config.num_kv_heads, config.head_dim, config.rope) == (4, 4, Rope(10000.0))
     assert not config.tie_word_embeddings
 
 
-def test_read_config_explicit_head_dim_is_kept():
+def test_model_config_with_explicit_head_dim_keeps_it():
     assert read_config({**TARGET, "head_dim": 32}).head_dim == 32
 
 
@@ -53,11 +53,11 @@ def test_read_config_explicit_head_dim_is_kept():
     ids=["transformers 4", "old type key", "transformers 5", "both"],
 )
 @pytest.mark.parametrize("read", READERS)
-def test_read_config_every_spelling_of_llama3_rope_yields_equal_scaling(spelling, read):
+def test_config_with_any_spelling_of_llama3_rope_has_the_rope_scaling(spelling, read):
     assert read({**TARGET, **spelling}).rope == SCALED
 
 
-def test_read_config_of_a_file_saved_by_transformers_has_the_saved_sizes(tmp_path):
+def test_model_config_of_a_file_saved_by_transformers_has_the_saved_sizes(tmp_path):
     transformers = pytest.importorskip("transformers")
     saved = transformers.LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
@@ -89,14 +89,14 @@ def test_read_config_of_a_file_saved_by_transformers_has_the_saved_sizes(tmp_pat
     ],
 )
 @pytest.mark.parametrize("read", READERS)
-def test_read_config_unsupported_option_raises_naming_the_option(change, named, read):
+def test_config_with_unsupported_option_raises_naming_the_option(change, named, read):
     with pytest.raises(NotImplementedError, match=named) as error:
         read({**TARGET, **change})
     assert "expected" in str(error.value)
 
 
 @pytest.mark.parametrize("read", READERS)
-def test_read_config_missing_keys_raises_naming_all_of_them(read):
+def test_config_with_missing_keys_raises_naming_all_of_them(read):
     with pytest.raises(ValueError, match="hidden_size, rms_norm_eps"):
         read(without(TARGET, "hidden_size", "rms_norm_eps"))
 
@@ -113,12 +113,12 @@ def test_read_config_missing_keys_raises_naming_all_of_them(read):
         ({"rope_scaling": LLAMA3, "rope_parameters": {**LLAMA3, "factor": 4.0}}, "agree"),
     ],
 )
-def test_read_config_impossible_value_raises_naming_the_field(change, named):
+def test_model_config_with_impossible_value_raises_naming_the_field(change, named):
     with pytest.raises(ValueError, match=named):
         read_config({**TARGET, **change})
 
 
-def test_read_config_two_different_rope_bases_raises_unless_overridden():
+def test_model_config_with_two_rope_bases_raises_unless_overridden():
     config = {**TARGET, "rope_theta": 10000.0, "rope_parameters": {"rope_theta": 500000.0}}
     with pytest.raises(ValueError, match="rope_theta"):
         read_config(config)
@@ -136,11 +136,11 @@ def test_read_config_two_different_rope_bases_raises_unless_overridden():
     ],
     ids=["target", "EAGLE-3", "EAGLE-3 with options", "EAGLE-1", "Medusa"],
 )
-def test_config_from_json_inverts_to_json(config):
+def test_config_written_as_json_and_read_back_is_equal(config):
     assert type(config).from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
-# The manifests of folders that were converted before there were records of layers.
+# Folders that were converted before layers had records of their own contain these manifests.
 FLAT = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4,
     "norm_eps": 1e-5,
@@ -161,7 +161,7 @@ FLAT_EAGLE = {
 }  # fmt: skip
 
 
-def test_config_from_json_of_flat_manifest_builds_layer_records() -> None:
+def test_config_read_from_a_flat_manifest_has_layer_records() -> None:
     rope = Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
     layer = LayerConfig(GQA(4, 2, 4, rope=rope), Dense(24))
     model = ModelConfig.from_json(FLAT_MODEL)
@@ -190,7 +190,7 @@ def test_model_config_with_unsupported_layer_option_raises_naming_the_option(lay
         replace(config, layers=(*config.layers, layer))
 
 
-def test_model_config_with_different_layers_is_hashable_and_to_json_raises():
+def test_model_config_with_different_layers_is_hashable_but_not_written_as_json():
     config = ModelConfig.from_json(FLAT_MODEL)
     wide = replace(config.layers[0], mlp=Dense(32))
     mixed = replace(config, layers=(*config.layers, wide))

@@ -1,4 +1,4 @@
-"""Options of the engine: every field is checked, and the table of checks names the field and the allowed values."""
+"""Test that every option of the engine is checked and that errors name the field and its allowed values."""
 
 from __future__ import annotations
 
@@ -11,22 +11,28 @@ from jspec.core.config import CHECKS, EngineConfig
 
 pytestmark = pytest.mark.once
 
-CHECKED_ELSEWHERE = {"buckets", "prefill_buckets", "draft_depths", "draft_window"}  # by methods, or by the drafter
+CHECKED_ELSEWHERE = {
+    "buckets",
+    "prefill_buckets",
+    "draft_depths",
+    "draft_window",
+}  # checked by methods of the config or by the drafter
 
 
-def test_engine_config_every_field_has_a_check() -> None:
+def test_engine_config_fields_not_checked_elsewhere_are_in_the_table_of_checks() -> None:
+    """Methods of the config or the drafter check the others."""
     assert {field.name for field in fields(EngineConfig)} == set(CHECKS) | CHECKED_ELSEWHERE
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_engine_config_impossible_value_raises_naming_field_and_value(name: str) -> None:
+def test_engine_config_with_impossible_value_raises_naming_field_and_value(name: str) -> None:
     value: Any = "never" if name != "memory_fraction" else 1.5
     value = 3 if name == "compile_cache" else value
     with pytest.raises(ValueError, match=rf"^{name}: expected .*, got {value!r}$"):
         EngineConfig(**{name: value})
 
 
-def test_engine_config_default_buckets_cover_slots_and_max_len() -> None:
+def test_engine_config_without_buckets_has_buckets_for_all_slots_and_max_len() -> None:
     config = EngineConfig(slots=6, max_len=600, compile_ahead=True)
     assert config.buckets == (1, 2, 4, 6)
     assert EngineConfig(slots=6, compile_ahead=False).buckets == (1, 6)

@@ -1,4 +1,4 @@
-"""Shapes of trees: valid arguments, the order of nodes, levels and fed nodes."""
+"""Test the shapes of trees: valid arguments, and the order of nodes, levels and nodes fed to the drafter."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jspec import Tree
 BUSHY = [(0,), (1,), (0, 0), (0, 2), (1, 0), (0, 2, 1)]  # with a gap: (0, 1) is missing
 
 
-def test_tree_chain_parent_of_each_node_is_the_previous_node() -> None:
+def test_tree_that_is_a_chain_has_the_previous_node_as_each_parent() -> None:
     tree = Tree.chain(3)
     assert (tree.nodes, tree.depth, tree.is_chain, tree.parents) == (4, 3, True, (-1, 0, 1, 2))
     assert tree == Tree.static([(0, 0), (0,), (0, 0, 0)])
 
 
-def test_tree_static_sorts_paths_by_length_then_by_ranks() -> None:
+def test_static_tree_of_unsorted_paths_sorts_them_by_length_then_ranks() -> None:
     tree = Tree.static(reversed(BUSHY))
     assert tree.paths == tuple(BUSHY)
     assert tree.parents == (-1, 0, 0, 1, 1, 2, 4)
@@ -27,7 +27,7 @@ def test_tree_static_sorts_paths_by_length_then_by_ranks() -> None:
     assert (tree.nodes, tree.depth, tree.is_chain, tree.branching, tree.scratch_rows) == (7, 3, False, 3, 7)
 
 
-def test_tree_levels_contain_indices_of_parents_in_the_level_above() -> None:
+def test_static_tree_levels_contain_the_indices_of_parents_in_the_level_above() -> None:
     level = Tree.static(BUSHY).levels[3]
     assert level.num_parents == 1
     assert (level.parents, level.fed_parents, level.ranks, level.with_children) == ([1], [0], [1], [])
@@ -36,27 +36,28 @@ def test_tree_levels_contain_indices_of_parents_in_the_level_above() -> None:
     assert level.num_parents == 2
 
 
-def test_tree_topk_draft_rows_count_the_fed_nodes_of_all_levels() -> None:
+def test_topk_tree_of_any_size_has_a_draft_row_per_fed_node() -> None:
+    """Each node whose token is fed to the drafter needs a row in the draft cache."""
     tree = Tree.topk(60, 8, 10)
     assert (tree.nodes, tree.depth, tree.draft_rows, tree.scratch_rows, tree.is_chain) == (60, 8, 71, 71, False)
     assert Tree.topk(60, 5, 10).scratch_rows == 60
 
 
 @pytest.mark.parametrize("text", ["chain:4", "topk:60,8,10", "static:0,1,0.0,0.2,1.0,0.2.1"])
-def test_tree_parse_inverts_str(text: str) -> None:
+def test_tree_parsed_from_a_text_is_written_as_that_text(text: str) -> None:
     assert str(Tree.parse(text)) == text
 
 
 @pytest.mark.parametrize(
     "text", ["", "4", "chain", "chain:", "chain:1.2", "star:4", "topk:60,8", "static:", "static:a"]
 )
-def test_tree_parse_invalid_text_raises(text: str) -> None:
+def test_tree_parsed_from_invalid_text_raises(text: str) -> None:
     with pytest.raises(ValueError, match=r"tree: expected chain:LENGTH, topk:NODES,DEPTH,K or static:"):
         Tree.parse(text)
 
 
 @pytest.mark.parametrize("length", [0, -1, 1.5, None])
-def test_tree_chain_invalid_length_raises(length: Any) -> None:
+def test_chain_tree_of_invalid_length_raises(length: Any) -> None:
     with pytest.raises(
         ValueError, match=r"Tree\.chain: expected length >= 1, got .*; for plain decoding pass drafter=None"
     ):
@@ -75,7 +76,7 @@ def test_tree_chain_invalid_length_raises(length: Any) -> None:
         (3, "expected paths of ints"),
     ],
 )
-def test_tree_static_invalid_paths_raise(paths: Any, message: str) -> None:
+def test_static_tree_of_invalid_paths_raises(paths: Any, message: str) -> None:
     with pytest.raises(ValueError, match=rf"Tree\.static: {message}"):
         Tree.static(paths)
 
@@ -90,7 +91,7 @@ def test_tree_static_invalid_paths_raise(paths: Any, message: str) -> None:
         ((8, 2, 2), "8 nodes need 7 candidates; depth 2 and k 2 give 6: take at most 7 nodes"),
     ],
 )
-def test_tree_topk_impossible_sizes_raise(sizes: tuple, message: str) -> None:
+def test_topk_tree_of_impossible_sizes_raises(sizes: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Tree.topk(*sizes)
 

@@ -1,4 +1,4 @@
-"""The draft window: scores against dense attention with a sliding mask, and unchanged output tokens."""
+"""Compare scores under a draft window with dense attention, and output tokens with plain decoding."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(drafter: Drafter | None, **options: Any) -> Completion:
 
 @cache
 def completed(name: str) -> Completion:
-    """Decode with a named drafter; the engine's option sets the window if the drafter has none."""
+    """Decode with a named drafter; if the drafter has no draft window, the engine's option sets it."""
     drafter = DRAFTERS[name]
     return run(drafter, **({} if drafter.draft_window else {"draft_window": WINDOW}))
 
@@ -57,7 +57,7 @@ def plain() -> list[int]:
 
 @cache
 def features() -> np.ndarray:
-    """The target's states 0 and 2 over prompt and completion, concatenated, from one forward pass."""
+    """Return the target's hidden states 0 and 2 at each token of prompt and completion [tokens, 2 * hidden]."""
     tokens = jnp.asarray([PROMPT + plain()])
     c, count = TARGET.config, tokens.shape[1]
     pages = -(-count // 8)
@@ -80,7 +80,7 @@ def normed(x: np.ndarray, weight: Any) -> np.ndarray:
 
 
 def head_pass(head: EagleHead, feature: np.ndarray, tokens: list[int], window: int) -> tuple[np.ndarray, np.ndarray]:
-    """The head's hidden state and log-probabilities after the last (feature, token) pair, with dense attention."""
+    """Return the head's hidden state and log-probabilities at the last token, by dense attention."""
     embedded, hidden = np.asarray(TARGET.embed, np.float64)[tokens], feature
     for index, layer in enumerate(head.layers):
         w = {n: np.asarray(a, np.float64) for n in layer.__dataclass_fields__ if (a := getattr(layer, n)) is not None}
@@ -98,7 +98,7 @@ def log_softmax(row: np.ndarray) -> np.ndarray:
 
 
 def eagle_scores(head: EagleHead, text: list[int], path: list[int], window: int) -> float:
-    """The score of the last token of a path after the text, whose last token is the root."""
+    """Return the score of a path's last token; the path follows the text, whose last token is the root."""
     ids = np.asarray(head.draft_to_target).tolist()
     fused = features()[: len(text) - 1] @ np.asarray(head.fc, np.float64).T
     tokens, score = text[1:], 0.0
@@ -115,7 +115,7 @@ def model_scores(model: Model, text: list[int], path: list[int], window: int) ->
 
 
 def differences(name: str, window: int) -> np.ndarray:
-    """The differences between the engine's scores and those of dense attention, for every drafted node."""
+    """Return the difference between the engine's score and the one by dense attention for each drafted node."""
     drafter, done = DRAFTERS[name], completed(name)
     text, found = [*PROMPT, done.token_ids[0]], []
     for one in done.rounds or []:
@@ -137,8 +137,8 @@ def differences(name: str, window: int) -> np.ndarray:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * name.endswith("dynamic")) for name in DRAFTERS]
 )
-def test_draft_window_scores_equal_those_of_dense_attention_with_sliding_mask(name: str) -> None:
-    """Negative control: a window of one token more or less leads to other scores."""
+def test_draft_scores_with_a_window_equal_dense_attention_with_a_sliding_mask(name: str) -> None:
+    """Negative control: a mask of one token more or less leads to other scores."""
     assert differences(name, WINDOW).max() < 2e-4
     for other in (WINDOW - 1, WINDOW + 1):
         assert np.median(differences(name, other)) > 1e-3
@@ -150,7 +150,7 @@ def test_engine_with_draft_window_emits_tokens_of_plain_decoding(name: str) -> N
 
 
 @pytest.mark.parametrize("window", [0, -1, 3, 2.0, True])
-def test_draft_window_smaller_than_the_tree_or_not_an_int_raises(window: Any) -> None:
+def test_drafter_with_a_window_smaller_than_its_tree_or_not_an_int_raises(window: Any) -> None:
     head, eagle1 = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2)), tiny.eagle1_head(TARGET)
     for make in (
         lambda: Eagle3(head, CHAIN, draft_window=window),
@@ -164,7 +164,7 @@ def test_draft_window_smaller_than_the_tree_or_not_an_int_raises(window: Any) ->
 
 
 @pytest.mark.parametrize("drafter", [None, NGram(CHAIN), Medusa(tiny.medusa_heads(TARGET, heads=3), CHAIN)])
-def test_draft_window_for_a_drafter_without_kv_cache_raises(drafter: Drafter | None) -> None:
+def test_drafter_without_kv_cache_with_a_draft_window_raises(drafter: Drafter | None) -> None:
     with pytest.raises(ValueError, match=r"draft_window: expected a drafter with a window .* leave it out"):
         Engine(TARGET, drafter=drafter, draft_window=8)
 
@@ -173,8 +173,8 @@ LONG, NEW = 16_400, 12
 
 
 @pytest.mark.matrix
-def test_engine_with_drafter_at_16400_tokens_emits_tokens_of_plain_decoding() -> None:
-    """The context is longer than any that heads were trained on; one drafter has a window and one has none."""
+def test_engine_with_a_context_of_16400_tokens_emits_tokens_of_plain_decoding() -> None:
+    """Heads were trained on shorter contexts; one drafter has a draft window and one has none."""
     target = tiny.model(16, layers=1, seed=3)
     prompt = np.random.default_rng(0).integers(0, 16, LONG).tolist()
     head = tiny.eagle_head(target, draft_vocab=12, feature_layers=(0, 1))

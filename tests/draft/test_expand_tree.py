@@ -1,4 +1,4 @@
-"""Expanded trees, against the methods' definitions in plain Python over a model that is a hash table."""
+"""Compare expanded trees with the methods' definitions in plain Python; the model is a hash table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PRIME = 100003
 
 
 def table(kind: str) -> np.ndarray:
-    """Logits [512, vocab]: one row for each of 512 hashes of a text."""
+    """Return logits [512, vocab], one row for each hash of a text."""
     rng = np.random.default_rng(0)
     if kind == "equal":
         return np.zeros((512, VOCAB), np.float32)
@@ -36,7 +36,7 @@ def table(kind: str) -> np.ndarray:
 
 
 def place(text: tuple[int, ...]) -> int:
-    """The hash of a text, which can be updated token by token."""
+    """Return the hash of a text; a further token updates it."""
     value = 7
     for token in text:
         value = (value * 31 + token + 1) % PRIME
@@ -44,7 +44,7 @@ def place(text: tuple[int, ...]) -> int:
 
 
 def run(tree: Tree, logits: np.ndarray, roots: list[int]) -> ExpandedTree:
-    """Expand trees with a model whose state is the hash of each fed node's text."""
+    """Expand a tree per root with a model whose state is the hash of each node's text."""
     view = view_of_rows(roots)
     start = jnp.asarray([[place((root,))] for root in roots])
 
@@ -62,13 +62,13 @@ def log_softmax(row: np.ndarray) -> np.ndarray:
 
 
 def children(text: tuple[int, ...], logits: np.ndarray) -> list[tuple[float, int]]:
-    """All next tokens, most likely first, the smaller id first among equals."""
+    """Return (log-probability, token) of all next tokens, most likely first, smaller ids first among equals."""
     row = log_softmax(logits[place(text) % 512])
     return [(row[token], token) for token in sorted(range(VOCAB), key=lambda token: (-row[token], token))]
 
 
 def dynamic(tree: Tree, logits: np.ndarray, root: int) -> list[tuple[tuple[int, ...], float]]:
-    """EAGLE-2 as its paper defines it: the texts of the chosen nodes with their scores, in candidate order."""
+    """Build a dynamic tree as the EAGLE-2 paper defines it: (text, score) of the chosen nodes in candidate order."""
     beam, candidates = [((root,), 0.0)], []
     for _ in range(tree.depth):
         level = [((*text, t), s + p) for text, s in beam for p, t in children(text, logits)[: tree.k]]
@@ -92,7 +92,7 @@ KINDS = [(tree, kind) for tree in TREES for kind in ("random", "coarse", "equal"
 
 
 @pytest.mark.parametrize(("tree", "kind"), KINDS, ids=str)
-def test_expand_tree_with_random_or_tied_logits_equals_plain_python_definition(tree: Tree, kind: str) -> None:
+def test_expanded_tree_of_random_or_tied_logits_equals_plain_python(tree: Tree, kind: str) -> None:
     logits, roots = table(kind), [3, 5, 11]
     expanded = run(tree, logits, roots)
     for row, root in enumerate(roots):
@@ -118,8 +118,8 @@ def read(expanded: ExpandedTree, row: int) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("tree", TREES, ids=str)
-def test_expand_tree_mask_bits_of_each_node_mark_the_rows_of_ancestors(tree: Tree) -> None:
-    """The bits of every fed level equal the rows of its ancestors; the returned rows equal those fed."""
+def test_expanded_tree_mask_bits_of_each_node_mark_its_ancestors(tree: Tree) -> None:
+    """Each node's bits name the cache rows of its ancestors; the returned row of a node is the row it was fed at."""
     logits, seen, texts_of_row = table("random"), [], {}
 
     def feed(texts: Any, level: Level) -> tuple[jax.Array, Any]:
@@ -149,8 +149,8 @@ def test_expand_tree_mask_bits_of_each_node_mark_the_rows_of_ancestors(tree: Tre
 
 
 @pytest.mark.parametrize("accept", ["rejection", "block"])
-def test_child_chooser_draws_siblings_by_draft_probs_without_replacement(accept: str) -> None:
-    """The first draw has the returned probabilities, the second those without the first token."""
+def test_child_chooser_under_rejection_or_block_draws_siblings_without_replacement(accept: str) -> None:
+    """The first draw follows the returned probabilities; the second draw follows them without the first token."""
     rows = 4000
     logits = jnp.broadcast_to(jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05])), (rows, 1, 4))
     view = view_of_rows([0] * rows, temperature=1.0, accept=accept)
@@ -166,8 +166,8 @@ def test_child_chooser_draws_siblings_by_draft_probs_without_replacement(accept:
     assert (pairs[:, 0] != pairs[:, 1]).all()
 
 
-def test_child_chooser_first_child_under_coupled_is_the_target_token() -> None:
-    """With equal distributions the target's own token is the first child, for every seed."""
+def test_child_chooser_under_coupled_rule_returns_the_target_token_first() -> None:
+    """The draft's and the target's distributions are equal; each row has a seed of its own."""
     rows, vocab = 64, 9
     logits = jax.random.normal(jax.random.key(0), (rows, 1, vocab))
     view = view_of_rows([0] * rows, temperature=1.0)
@@ -180,8 +180,8 @@ def test_child_chooser_first_child_under_coupled_is_the_target_token() -> None:
 
 
 @pytest.mark.parametrize("has_map", [False, True])
-def test_child_chooser_single_child_under_coupled_equals_first_of_three(has_map: bool) -> None:
-    """A kernel that keeps no noise in memory draws a single child; the batch has greedy and sampled rows."""
+def test_child_chooser_for_one_child_returns_the_first_of_three(has_map: bool) -> None:
+    """Another kernel draws a single child; the batch has greedy and sampled rows."""
     rows, fed, vocab = 32, 2, 50
     to_target = jax.random.permutation(jax.random.key(1), 4 * vocab)[:vocab].astype(jnp.int32) if has_map else None
     logits = jax.random.normal(jax.random.key(0), (rows, fed, vocab))
@@ -197,7 +197,7 @@ def test_child_chooser_single_child_under_coupled_equals_first_of_three(has_map:
     assert (np.asarray(one) != another)[1::2].any(), "control: noise of another position"
 
 
-def test_expand_tree_with_vocabulary_map_drafts_target_ids() -> None:
+def test_expanded_tree_with_vocabulary_map_contains_target_ids() -> None:
     to_target = jnp.asarray([3, 6, 7])
     logits = jnp.asarray([[[[0.0, 5.0, 3.0]]]])
 

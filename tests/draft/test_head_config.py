@@ -1,4 +1,4 @@
-"""Reading the config.json of EAGLE heads: meaning, contradictions, unsupported options."""
+"""Test how the config.json of EAGLE heads is read: meaning, contradictions and unsupported options."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def specforge(**options: Any) -> dict[str, Any]:
         (WRAPPED, "eagle", "vllm"),
     ],
 )
-def test_read_head_of_every_exporter_has_equal_sizes(config, method, name):
+def test_head_config_of_every_exporter_has_equal_sizes(config, method, name):
     head = read(config, method)
     assert head.source_format == name
     drafted = 10 if method == "eagle3" else 40
@@ -67,14 +67,15 @@ def test_read_head_of_every_exporter_has_equal_sizes(config, method, name):
     assert (head.method, head.num_layers, head.norm_eps, head.rope) == (method, 1, 1e-5, Rope(10000.0))
 
 
-def test_read_head_draft_vocab_and_target_width_default_to_vocab_size_and_hidden_size():
+def test_head_config_without_draft_vocab_or_target_width_uses_its_own_sizes():
     head = read(without(HEAD, "draft_vocab_size"))
     assert (head.draft_vocab_size, head.target_hidden_size, head.num_features) == (40, 16, 3)
     assert read({**HEAD, "target_hidden_size": 20, "head_dim": 8}).target_hidden_size == 20
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_read_head_takes_layer_count_from_every_file_except_official_eagle3(count):
+def test_head_config_of_each_format_has_the_layer_count_in_the_file(count):
+    """An official EAGLE-3 file states the target's layer count; its head has one layer."""
     assert read({**HEAD, "num_hidden_layers": 40}).num_layers == 1
     assert read({**EAGLE, "num_hidden_layers": count}, "eagle").num_layers == count
     layer = {**LAYER, "num_hidden_layers": count}
@@ -85,7 +86,8 @@ def test_read_head_takes_layer_count_from_every_file_except_official_eagle3(coun
     ("file", "override", "theta"),
     [({}, None, 10000.0), ({"rope_theta": 1e6}, None, 1e6), ({"rope_theta": 1e6}, 10000.0, 10000.0)],
 )
-def test_read_head_rope_theta_comes_from_override_then_file_then_10000(file, override, theta):
+def test_head_config_with_or_without_override_has_the_documented_rope_theta(file, override, theta):
+    """The override comes first, then the file, then 10000."""
     for config, method in (
         ({**HEAD, **file}, "eagle3"),
         ({**SPECULATORS, "transformer_layer_config": {**LAYER, **file}}, "eagle3"),
@@ -94,7 +96,7 @@ def test_read_head_rope_theta_comes_from_override_then_file_then_10000(file, ove
         assert read(config, method, rope_theta=override).rope == Rope(theta)
 
 
-def test_read_head_of_modelopt_keeps_rope_scaling_and_head_dim():
+def test_head_config_of_modelopt_keeps_rope_scaling_and_head_dim():
     scaling = {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
@@ -114,17 +116,17 @@ def test_read_head_of_modelopt_keeps_rope_scaling_and_head_dim():
         (without(WRAPPED, "eagle_fc_bias"), False),
     ],
 )
-def test_read_head_eagle1_fc_bias_default_depends_on_exporter(config, biased):
+def test_eagle1_head_config_without_bias_option_has_the_default_of_the_exporter(config, biased):
     assert read(config, "eagle").fc_bias is biased
     assert not read(HEAD).fc_bias
 
 
-def test_read_head_with_qkv_bias_in_the_file_sets_qkv_bias():
+def test_head_config_of_a_file_with_qkv_bias_has_qkv_bias():
     assert read({**EAGLE, "model_type": "llama", "qkv_bias": True}, "eagle").qkv_bias
     assert not read(EAGLE, "eagle").qkv_bias
 
 
-def test_read_head_qwen3_layer_has_qk_norm():
+def test_head_config_of_a_qwen3_layer_has_qk_norm():
     qwen = {**SPECULATORS, "transformer_layer_config": {**LAYER, "model_type": "qwen3"}}
     assert read(qwen).qk_norm
     assert not read(SPECULATORS).qk_norm
@@ -137,21 +139,21 @@ def test_read_head_qwen3_layer_has_qk_norm():
 
 @pytest.mark.parametrize("flag", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"])
 @pytest.mark.parametrize("value", [True, False])
-def test_read_head_of_speculators_sets_each_norm_flag_from_the_file(flag, value):
+def test_head_config_of_speculators_has_each_norm_flag_of_the_file(flag, value):
     head = read({**SPECULATORS, flag: value})
     assert getattr(head, flag) is value
     assert head == HeadConfig.from_json({**read(SPECULATORS).to_json(), flag: value})
 
 
 @pytest.mark.parametrize("name", ["norm_output", "return_hidden_post_norm"])
-def test_read_head_of_modelopt_accepts_both_names_of_norm_output(name):
+def test_head_config_of_modelopt_reads_both_names_of_norm_output(name):
     assert read(modelopt(**{name: True})).norm_output
     assert not read(modelopt(**{name: False})).norm_output
     assert read({**modelopt(norm_output=True, return_hidden_post_norm=True), "norm_output": True}).norm_output
     assert read(modelopt(norm_before_fc=True)).norm_before_fc
 
 
-def test_read_head_without_fusion_has_one_feature():
+def test_head_config_without_fusion_has_one_feature():
     head = read(modelopt(use_aux_hidden_state=False, **{IDS: []}))
     assert (head.fuse, head.feature_layers, head.num_features) == (False, None, 1)
     eagle = read(EAGLE, "eagle")
@@ -159,7 +161,7 @@ def test_read_head_without_fusion_has_one_feature():
     assert read(modelopt(use_aux_hidden_state=False), feature_layers=(3,)).feature_layers == (3,)
 
 
-def test_read_head_of_specforge_with_norm_output_raises_unless_overridden():
+def test_head_config_of_specforge_with_norm_output_raises_unless_overridden():
     for config in (specforge(norm_output=True), {**HEAD, "norm_output": True}):
         with pytest.raises(ValueError, match=r"norm_output: .*SpecForge.*pass norm_output=True"):
             read(config)
@@ -169,7 +171,7 @@ def test_read_head_of_specforge_with_norm_output_raises_unless_overridden():
     assert not read(specforge()).norm_output
 
 
-def test_read_head_of_speculators_without_norm_before_residual_raises_unless_overridden():
+def test_head_config_of_speculators_with_raw_residual_raises_unless_overridden():
     silent = without(SPECULATORS, "norm_before_residual")
     with pytest.raises(ValueError, match=r"norm_before_residual: .*got none; pass norm_before_residual="):
         read(silent)
@@ -180,7 +182,7 @@ def test_read_head_of_speculators_without_norm_before_residual_raises_unless_ove
 
 
 @pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output"])
-def test_read_head_override_replaces_the_flag_in_the_file(flag):
+def test_head_config_with_an_override_ignores_the_flag_in_the_file(flag):
     assert getattr(read({**SPECULATORS, flag: False}, **{flag: True}), flag)
     assert not getattr(read({**SPECULATORS, flag: True}, **{flag: False}), flag)
 
@@ -203,11 +205,11 @@ def test_read_head_override_replaces_the_flag_in_the_file(flag):
         ({IDS: [1, 15, 28]}, (1, 15, 28)),
     ],
 )
-def test_read_head_auxiliary_layer_ids_become_target_state_indices(file, states):
+def test_head_config_with_auxiliary_layer_ids_has_target_state_indices(file, states):
     assert read({**HEAD, **file}).feature_layers == states
 
 
-def test_read_head_of_speculators_keeps_layer_ids_as_target_state_indices():
+def test_head_config_of_speculators_has_layer_ids_as_target_state_indices():
     assert read({**SPECULATORS, IDS: [1, 15, 28]}).feature_layers == (1, 15, 28)
     assert read({**SPECULATORS, IDS: None}).feature_layers is None
 
@@ -231,7 +233,7 @@ CONTRADICTIONS = {
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_read_head_contradictory_file_raises_naming_the_override_to_pass(case):
+def test_head_config_of_a_contradictory_file_raises_naming_the_override(case):
     config, decision = CONTRADICTIONS[case]
     ((name, value),) = decision.items()
     with pytest.raises(ValueError, match=f"pass {name}="):
@@ -240,12 +242,12 @@ def test_read_head_contradictory_file_raises_naming_the_override_to_pass(case):
     assert (got.rope.theta if name == "rope_theta" else getattr(got, name)) == value
 
 
-def test_read_head_two_norms_before_fc_raises():
+def test_head_config_with_two_norms_before_fc_raises():
     with pytest.raises(ValueError, match="norm_before_fc, fc_norm: expected at most one"):
         read({**SPECULATORS, "norm_before_fc": True, "fc_norm": True})
 
 
-def test_read_head_flag_with_two_different_values_raises():
+def test_head_config_with_two_values_of_a_flag_raises():
     with pytest.raises(ValueError, match=r"fc_norm: expected one value.*correct config\.json"):
         read({**specforge(fc_norm=True), "eagle_config": {"fc_norm": False}})
 
@@ -254,7 +256,7 @@ def test_read_head_flag_with_two_different_values_raises():
 
 
 @pytest.mark.parametrize("layers", [(), (2, 2, 5), (-1, 4, 5)])
-def test_read_head_impossible_feature_layers_raises(layers):
+def test_head_config_with_impossible_feature_layers_raises(layers):
     with pytest.raises(ValueError, match="feature_layers"):
         read(HEAD, feature_layers=layers)
 
@@ -271,13 +273,13 @@ def test_read_head_impossible_feature_layers_raises(layers):
         ({**modelopt(use_aux_hidden_state=False), "target_hidden_size": 20}, "eagle3", "target_hidden_size"),
     ],
 )
-def test_read_head_impossible_or_missing_size_raises_naming_the_field(config, method, named):
+def test_head_config_with_impossible_or_missing_size_raises_naming_the_field(config, method, named):
     with pytest.raises(ValueError, match=named):
         read(config, method)
 
 
 @pytest.mark.parametrize("states", [(1, 2, 3), (1, 2)])
-def test_read_head_without_fusion_but_several_feature_layers_raises(states):
+def test_head_config_without_fusion_but_several_feature_layers_raises(states):
     with pytest.raises(ValueError, match="feature_layers: expected one target state"):
         read(modelopt(use_aux_hidden_state=False), feature_layers=states)
 
@@ -298,7 +300,7 @@ def test_read_head_without_fusion_but_several_feature_layers_raises(states):
     ],
 )
 @pytest.mark.parametrize("nested", [False, True])
-def test_read_head_unsupported_option_raises_naming_the_option(flag, value, nested):
+def test_head_config_with_unsupported_option_raises_naming_the_option(flag, value, nested):
     config = modelopt(**{flag: value}) if nested else {**HEAD, flag: value}
     with pytest.raises(NotImplementedError, match=f"^{flag}: expected"):
         read(config)
@@ -319,12 +321,12 @@ def test_read_head_unsupported_option_raises_naming_the_option(flag, value, nest
         ({"fc_norm": True}, "fc_norm"),
     ],
 )
-def test_read_head_unsupported_eagle1_option_raises_naming_the_option(change, named):
+def test_eagle1_head_config_with_unsupported_option_raises_naming_the_option(change, named):
     with pytest.raises(NotImplementedError, match=named):
         read({**WRAPPED, **change}, "eagle")
     read({**WRAPPED, "truncated_vocab_size": 40}, "eagle")
 
 
-def test_head_config_from_json_unknown_method_raises():
+def test_head_config_from_json_with_unknown_method_raises():
     with pytest.raises(ValueError, match="method: expected one of eagle3, eagle, got 'eagle4'"):
         HeadConfig.from_json({**read(HEAD).to_json(), "method": "eagle4"})

@@ -1,4 +1,4 @@
-"""Files of draft heads: one head in every exporter's layout, the tensors of every option, detection of kinds."""
+"""Test files of draft heads: one head in every exporter's layout, each option's tensors, and detection of kinds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def in_layers(tensors: Tensors) -> Tensors:
 
 
 def wrapped(config: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """A config.json of the speculators format."""
+    """Return the config.json of a head in the speculators format."""
     outer = {"speculators_model_type": "eagle3", "norm_before_residual": False, **options}
     layer = {**without(config, "draft_vocab_size", "architectures", "eagle_config"), "num_hidden_layers": 1}
     return {**outer, "draft_vocab_size": config["draft_vocab_size"], "transformer_layer_config": layer}
@@ -45,7 +45,7 @@ def wrapped(config: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 def layouts(config: dict[str, Any], tensors: Tensors) -> dict[str, tuple[dict[str, Any], Tensors]]:
-    """The golden head, config and tensors, as each exporter writes it."""
+    """Return the recorded head's config and tensors as each exporter writes them."""
     bare, nested = without(tensors, "embed_tokens.weight"), {"use_aux_hidden_state": True, IDS: [1, 3, 4]}
     modelopt = {**nested, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True}
     flags = {"use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1}
@@ -63,7 +63,7 @@ LAYOUTS = ["specforge", "modelopt", "speculators", "speculators, names as ModelO
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_eagle3_head_in_every_exporters_layout_loads_equal_tensors_and_config(golden, tmp_path, layout):
+def test_eagle3_head_in_the_layout_of_every_exporter_loads_equal_tensors(golden, tmp_path, layout):
     folder = golden / "draft_specforge_like"
     tensors, original = stored(folder), json.loads((folder / "config.json").read_text())
     config, written = layouts(original, tensors)[layout]
@@ -78,7 +78,7 @@ def test_eagle3_head_in_every_exporters_layout_loads_equal_tensors_and_config(go
     assert ours == theirs
 
 
-def test_eagle3_golden_head_in_specforge_layout_equals_the_official_head(golden):
+def test_eagle3_recorded_head_in_specforge_layout_equals_the_official_head(golden):
     pytest.importorskip("torch", reason="the official head is a .bin")
     official, other = auto.plan(golden / "draft"), auto.plan(golden / "draft_specforge_like")
     arrays = loaded(other.folder)
@@ -119,7 +119,7 @@ def test_modelopt_head_with_permuted_vocabulary_loads_equal_rows_per_target_id(g
     assert rows_by_target_id(arrays) == rows_by_target_id(expected)
     vocabulary = ("draft_to_target", "head")
     assert_same(without(arrays, *vocabulary), without(expected, *vocabulary))
-    # Negative control: permuting the ids without their rows gives another map.
+    # Negative control: ids permuted without their rows lead to another map.
     wrong = loaded(folders.write(tmp_path / "wrong", config, written | {"d2t": offsets}))
     assert rows_by_target_id(wrong) != rows_by_target_id(expected)
 
@@ -127,7 +127,7 @@ def test_modelopt_head_with_permuted_vocabulary_loads_equal_rows_per_target_id(g
 # ---- tensors of every option
 
 
-def test_eagle3_head_with_all_optional_tensors_loads_them_and_raises_if_one_is_missing(tmp_path):
+def test_eagle3_head_with_optional_tensors_loads_them_or_raises_if_one_lacks(tmp_path):
     config = {**TARGET, "model_type": "qwen3", "num_hidden_layers": 2, "draft_vocab_size": 10, "head_dim": 8}
     options = {"target_hidden_size": 20, "fc_norm": True, "norm_output": True, "qkv_bias": True, IDS: [0, 1, 2, 3]}
     outer = wrapped(config, **options)
@@ -165,7 +165,7 @@ def test_eagle3_head_with_norm_before_fc_loads_the_input_norm(tmp_path):
     assert_same(arrays, expected_head(tensors) | {"input_norm": tensors["input_norm.weight"]})
 
 
-def test_eagle3_head_without_fusion_loads_without_fc_and_raises_if_fc_is_present(tmp_path):
+def test_eagle3_head_without_fusion_loads_but_raises_if_fc_is_present(tmp_path):
     config = {**HEAD, "eagle_config": {"use_aux_hidden_state": False}}
     tensors = folders.head_tensors()
     arrays = loaded(folders.write(tmp_path / "a", config, without(tensors, "fc.weight")))
@@ -212,7 +212,7 @@ def test_eagle1_head_of_each_format_loads_its_tensors(tmp_path, changes, form):
     assert_same(loaded(folder), expected)
 
 
-def test_eagle1_golden_head_loads_the_stored_tensors(golden):
+def test_eagle1_recorded_head_loads_the_stored_tensors(golden):
     tensors = stored(golden / "eagle1" / "draft")
     plan = auto.plan(golden / "eagle1" / "draft")
     expected = {"fc": tensors["fc.weight"], "fc_bias": tensors["fc.bias"], **block(tensors, "layers.0", "layers.0")}
@@ -247,7 +247,7 @@ def test_eagle1_head_with_extra_tensor_raises_naming_the_tensor(tmp_path, name):
         ({}, "model.layers.3.eh_proj.weight", "MTP"),
     ],
 )
-def test_conversion_plan_unsupported_draft_method_raises_naming_the_method(tmp_path, config, extra, named):
+def test_conversion_plan_of_unsupported_draft_method_raises_naming_the_method(tmp_path, config, extra, named):
     tensors = folders.head_tensors() | ({extra: np.zeros(3, np.float32)} if extra else {})
     with pytest.raises(NotImplementedError, match=named):
         auto.plan(folders.write(tmp_path, {**HEAD, **config}, tensors))
@@ -263,7 +263,7 @@ def test_conversion_plan_unsupported_draft_method_raises_naming_the_method(tmp_p
         ("medusa", {"rope_theta": 1e4}),
     ],
 )
-def test_conversion_plan_override_of_a_field_that_the_kind_lacks_raises(tmp_path, kind, given):
+def test_conversion_plan_with_override_of_an_absent_field_raises(tmp_path, kind, given):
     config, tensors = {
         "target": (TARGET, folders.target_tensors()),
         "eagle": (EAGLE, folders.eagle_tensors()),
@@ -279,7 +279,7 @@ def test_conversion_plan_override_of_a_field_that_the_kind_lacks_raises(tmp_path
 
 
 @pytest.mark.parametrize("order", ["ascending", "shuffled"])
-def test_draft_to_target_offsets_become_target_ids_in_any_order(tmp_path, order):
+def test_vocabulary_map_of_offsets_in_any_order_contains_target_ids(tmp_path, order):
     ids = DRAFT_IDS if order == "ascending" else np.random.default_rng(1).permutation(DRAFT_IDS)
     tensors = folders.head_tensors() | folders.vocabulary(ids)
     assert loaded(folders.write(tmp_path, HEAD, tensors))["draft_to_target"].tolist() == ids.tolist()
@@ -325,7 +325,7 @@ def wrong_vocabularies() -> dict[str, tuple[dict[str, np.ndarray], str]]:
 
 
 @pytest.mark.parametrize("case", wrong_vocabularies())
-def test_draft_to_target_invalid_map_raises_naming_the_fault(tmp_path, case):
+def test_vocabulary_map_with_a_fault_raises_naming_it(tmp_path, case):
     change, named = wrong_vocabularies()[case]
     with pytest.raises(ValueError, match=named):
         loaded(folders.write(tmp_path, HEAD, folders.head_tensors() | change))

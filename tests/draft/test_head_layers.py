@@ -1,4 +1,4 @@
-"""The layers of EAGLE heads: caches of several layers, and the precomputed first layer."""
+"""Test the layers of EAGLE heads: caches of several layers, and the precomputed first layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TARGET = tiny.model(16, layers=2)
 
 
 def two_layers() -> EagleHead:
-    """A random head with a second, ordinary layer."""
+    """Return a random head whose second layer has no embedding input."""
     head = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2))
     config = head.config.resized(num_layers=2)
     other = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0,), seed=5).layers[0]
@@ -41,7 +41,7 @@ def two_layers() -> EagleHead:
 
 
 def scores(chunk: int, fill: float) -> list[np.ndarray]:
-    """The draft scores of every round, for prompts in chunks of ``chunk`` tokens and a cache filled with ``fill``."""
+    """Return each round's draft scores, with prompts in chunks of ``chunk`` tokens and caches filled with ``fill``."""
     engine = Engine(
         TARGET,
         drafter=Eagle3(two_layers(), Tree.topk(6, 3, 2)),
@@ -61,7 +61,7 @@ def scores(chunk: int, fill: float) -> list[np.ndarray]:
     return [np.concatenate([one.scores for one in completion.rounds or []]) for completion in done]
 
 
-def test_two_layer_eagle3_scores_depend_neither_on_prefill_chunks_nor_on_old_cache() -> None:
+def test_two_layer_eagle3_with_other_chunks_and_old_cache_has_equal_scores() -> None:
     for one, other in zip(scores(16, 0.0), scores(3, np.nan), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
@@ -69,7 +69,7 @@ def test_two_layer_eagle3_scores_depend_neither_on_prefill_chunks_nor_on_old_cac
 def projected(
     head: EagleHead, tokens: np.ndarray, features: jnp.ndarray, ids: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Residual and projection of (token, feature) pairs.
+    """Compute the residual and the query-key-value projection of (token, feature) pairs.
 
     Args:
         ids: draft ids of the tokens, for `project_draft_tokens`; None: `project_inputs`.
@@ -98,7 +98,9 @@ def projected(
 
 @pytest.mark.parametrize("kind", [None, "int8", "fp8_dynamic"])
 @pytest.mark.parametrize("norm_before_residual", [False, True])
-def test_project_draft_tokens_equals_project_inputs(kind: str | None, norm_before_residual: bool) -> None:
+def test_draft_token_projections_from_the_precomputed_table_equal_computed_ones(
+    kind: str | None, norm_before_residual: bool
+) -> None:
     head = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2))
     head = head.replace(config=replace(head.config, norm_before_residual=norm_before_residual))
     head = head if kind is None else quantize_weights(head, kind)
@@ -120,7 +122,7 @@ def test_project_draft_tokens_equals_project_inputs(kind: str | None, norm_befor
 
 
 def drafts(head: EagleHead, tree: Tree, *, table: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and scores of two rounds of two requests, with or without the precomputed first layer (``table``)."""
+    """Return tokens and scores of two rounds of two requests; ``table``: with the precomputed first layer."""
     drafter = Eagle3(head, tree)
     program = Program(drafter, drafter.feature_layers(TARGET), "coupled", "reference", trace=True)
     bound = drafter.bind(TARGET)
@@ -143,7 +145,9 @@ def drafts(head: EagleHead, tree: Tree, *, table: bool) -> tuple[np.ndarray, np.
 @pytest.mark.long
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 @pytest.mark.parametrize("norm_output", [False, True])
-def test_eagle3_precomputed_first_layer_leaves_drafts_unchanged(norm_output: bool, norm_before_residual: bool) -> None:
+def test_eagle3_with_precomputed_first_layer_drafts_unchanged_tokens(
+    norm_output: bool, norm_before_residual: bool
+) -> None:
     head, rng = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2)), np.random.default_rng(3)
     norms = [jnp.asarray(rng.uniform(0.5, 1.5, head.config.hidden_size), "float32") for _ in range(3)]
     layer = head.layers[0].replace(input_norm=norms[0], hidden_norm=norms[1])
@@ -158,17 +162,17 @@ def test_eagle3_precomputed_first_layer_leaves_drafts_unchanged(norm_output: boo
     assert np.abs(drafts(other, tree, table=True)[1] - scores).max() > 1e-2
 
 
-def test_eagle3_whole_vocabulary_head_is_not_precomputed() -> None:
+def test_eagle3_head_of_the_whole_vocabulary_is_not_precomputed() -> None:
     """Precomputed projections of the whole vocabulary would be larger than the head."""
     head = tiny.eagle_head(TARGET, draft_vocab=16, feature_layers=(0, 2))
     assert Eagle3(head, Tree.chain(2)).bind(TARGET).precomputed is None
 
 
 @pytest.mark.parametrize("norm_output", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_fp8_head_drafts_are_equal_with_and_without_quantisation_in_the_norm_kernel(
+def test_fp8_head_with_quantisation_in_the_norm_kernel_drafts_unchanged_tokens(
     norm_output: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The norm's kernel quantises its output unless the output is fed back; with two layers also between the layers."""
+    """The head has two layers; the norm kernel quantises its output unless the output is fed back as a feature."""
     head = quantize_weights(two_layers(), "fp8_dynamic")
     head = head.replace(config=replace(head.config, norm_output=norm_output))
     tree, seen, in_head = Tree.topk(6, 3, 2), [], []

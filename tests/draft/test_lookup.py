@@ -1,4 +1,4 @@
-"""N-gram and suffix drafting: drafts against the oracle's, matches, programs and lossless decoding."""
+"""Test n-gram and suffix drafting: drafts and matches equal the oracle's, and decoding is lossless."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "tree"), CASES)
-def test_lookup_drafts_of_random_requests_equal_the_oracle(method: str, tree: str) -> None:
+def test_lookup_drafts_of_random_requests_equal_those_of_the_oracle(method: str, tree: str) -> None:
     assert run_random_requests(DRAFTERS[method](TREES[tree])) > 60
 
 
@@ -75,7 +75,7 @@ def other_order(tokens: Any, *, by_count: bool) -> Any:
 
 
 def without_gaps(history: Any, view: Any, batch: Any) -> Any:
-    """Leave the tokens of the slot's previous request after the chunk."""
+    """Keep the tokens of the slot's previous request behind the chunk."""
     slots = jnp.broadcast_to(view.slots[:, None], batch.tokens.shape)
     places = jnp.where(batch.valid, batch.positions, history.shape[1])
     return history.at[slots, places].set(batch.tokens, mode="drop")
@@ -94,7 +94,7 @@ def never_appended(corpus: Any, history: Any, view: Any, batch: Any) -> Any:
 
 
 def texts_joined(corpus: Any, history: Any, view: Any, batch: Any) -> Any:
-    """Append each text without the gap after it."""
+    """Append each text to the corpus without a gap behind it."""
     appended = append_to_corpus(corpus, history, view, batch)
     return jnp.where(jnp.any(appended != corpus), jnp.roll(appended, 1), appended)
 
@@ -125,7 +125,7 @@ def no_preference(history: Any, corpus: Any, view: Any) -> Any:
         ("engine", suffix, "search_text", no_preference),
     ],
 )
-def test_lookup_drafts_with_a_faulty_function_differ_from_the_oracle(
+def test_lookup_drafts_with_a_faulty_function_differ_from_those_of_the_oracle(
     method: str, module: Any, name: str, wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = DRAFTERS[method](GAPS)
@@ -136,7 +136,7 @@ def test_lookup_drafts_with_a_faulty_function_differ_from_the_oracle(
 
 @pytest.mark.parametrize("groups", [None, 8])
 @pytest.mark.parametrize("texts", [1, 3])
-def test_find_ngram_matches_on_random_texts_returns_the_best_match_of_each_group(
+def test_ngram_search_on_random_texts_finds_the_best_match_of_each_group(
     texts: int, groups: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if groups is not None:
@@ -168,12 +168,12 @@ def test_find_ngram_matches_on_random_texts_returns_the_best_match_of_each_group
 
 
 def constants(function: Callable[..., Any], *arguments: Any) -> int:
-    """Number of elements in the constants of a function's program."""
+    """Return the number of elements in the constants of a function's program."""
     return sum(np.size(constant) for constant in jax.make_jaxpr(function)(*arguments).consts)
 
 
 @pytest.mark.parametrize("method", DRAFTERS)
-def test_lookup_draft_program_does_not_contain_the_state_as_a_constant(method: str) -> None:
+def test_lookup_draft_program_with_state_as_argument_has_no_large_constant(method: str) -> None:
     drafter, view = DRAFTERS[method](GAPS), view_of([0], [5], [1], [True])
     state = drafter.init((), POOL)
     assert constants(lambda s: drafter.draft((), s, view_of([0], [5], [1], [True])), state) < 5 * GAPS.nodes

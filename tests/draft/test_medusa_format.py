@@ -1,4 +1,4 @@
-"""Files of Medusa heads in both formats."""
+"""Test files of Medusa heads in both formats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.once
 
 @pytest.mark.parametrize(("heads", "layers"), [(1, 1), (3, 1), (2, 3)])
 @pytest.mark.parametrize("form", ["safetensors", "pt"])
-def test_medusa_head_and_block_counts_come_from_the_tensors(tmp_path, heads, layers, form):
+def test_medusa_heads_with_a_wrong_config_have_the_counts_of_the_tensors(tmp_path, heads, layers, form):
     tensors = folders.medusa_tensors(heads, layers)
     write_medusa(tmp_path, tensors, form)
     expected = {f"heads.{h}.output": tensors[f"{h}.{layers}.weight"] for h in range(heads)}
@@ -40,7 +40,7 @@ def write_medusa(folder: Path, tensors: dict[str, np.ndarray], form: str) -> Non
     torch.save({name: torch.tensor(t) for name, t in tensors.items()}, folder / "medusa_lm_head.pt")
 
 
-def test_medusa_golden_heads_load_the_stored_tensors(golden):
+def test_medusa_heads_of_the_recordings_load_the_stored_tensors(golden):
     tensors, arrays = stored(golden / "medusa" / "heads"), loaded(golden / "medusa" / "heads")
     assert auto.plan(golden / "medusa" / "heads").config == MedusaConfig(256, 64, 3, 1)
     assert len(arrays) == len(tensors) == 9
@@ -50,7 +50,7 @@ def test_medusa_golden_heads_load_the_stored_tensors(golden):
         assert arrays[f"heads.{h}.output"].tobytes() == tensors[f"{h}.1.weight"].tobytes()
 
 
-def test_medusa_blocks_with_shared_storage_load_equal_tensors(tmp_path):
+def test_medusa_blocks_with_shared_memory_load_equal_tensors(tmp_path):
     torch = pytest.importorskip("torch", reason="writes a .pt file")
     state = {name: torch.tensor(t) for name, t in folders.medusa_tensors(1, 2).items()}
     state |= {f"0.1.linear.{part}": state[f"0.0.linear.{part}"] for part in ("weight", "bias")}
@@ -67,7 +67,7 @@ def test_medusa_heads_without_vocabulary_matrix_raise_naming_the_tensor(tmp_path
 
 
 @pytest.mark.parametrize("about", [{"medusa_num_heads": 3}, TARGET], ids=["heads", "target"])
-def test_conversion_plan_folder_with_model_and_medusa_heads_takes_kind_from_config(tmp_path, about):
+def test_conversion_plan_of_model_and_medusa_heads_takes_the_kind_from_config(tmp_path, about):
     folders.write(tmp_path, about, folders.target_tensors())
     save_file(folders.medusa_tensors(), tmp_path / "medusa_lm_head.safetensors")
     assert auto.plan(tmp_path).kind == ("target" if about is TARGET else "medusa")

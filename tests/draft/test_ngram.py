@@ -1,4 +1,4 @@
-"""N-gram drafting: single cases, an engine, options."""
+"""Test n-gram drafting: single cases, an engine, and options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.lookup_runs import POOL, LookupRun
 pytestmark = pytest.mark.once
 
 
-def test_ngram_reused_slot_ignores_tokens_of_the_previous_request() -> None:
+def test_ngram_drafter_in_a_reused_slot_ignores_the_previous_request() -> None:
     run = LookupRun(NGram(Tree.chain(3), max_n=2))
     run.prompt(0, [1, 2, 3, 1, 2, 3, 1, 2], 3)
     assert run.draft([0])[0].tokens.tolist() == [[3, 1, 2, 3]]
@@ -25,7 +25,7 @@ def test_ngram_reused_slot_ignores_tokens_of_the_previous_request() -> None:
     assert run.draft([0])[0].valid.tolist() == [[True, False, False, False]]
 
 
-def test_ngram_chain_that_reaches_the_root_is_extended_only_by_another_match() -> None:
+def test_ngram_chain_that_reaches_the_root_is_extended_only_by_a_second_match() -> None:
     run = LookupRun(NGram(Tree.chain(5), max_n=4))
     run.prompt(0, [7, 8], 7)
     assert run.draft([0])[0].tokens.tolist() == [[7, 8, 7, 0, 0, 0]]
@@ -40,8 +40,8 @@ def engine() -> Engine:
 
 
 @pytest.mark.parametrize("draft", [True, False])
-def test_ngram_repetitive_prompt_has_mean_acceptance_length_above_1_5(draft: bool) -> None:
-    """Decoding the same prompt without drafting is the control."""
+def test_ngram_drafter_on_repetitive_prompt_has_mean_acceptance_length_above_1_5(draft: bool) -> None:
+    """Negative control: the prompt is decoded without drafting."""
     params = SamplingParams(max_tokens=30, temperature=0, draft=draft)
     (done,) = engine().generate([9, 2, 6, 5, 9, 2, 6, 5, 9, 2], params)
     assert (done.metrics.mean_acceptance_length > 1.5) == draft
@@ -56,6 +56,6 @@ def test_ngram_repetitive_prompt_has_mean_acceptance_length_above_1_5(draft: boo
         (lambda: NGram(max_n=2**25).init((), POOL), "lower max_n or max_len"),
     ],
 )
-def test_ngram_invalid_option_raises(make: Callable[[], Any], message: str) -> None:
+def test_ngram_drafter_with_invalid_option_raises(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make()

@@ -1,4 +1,4 @@
-"""Suffix drafting: single cases, the corpus, its program on an H200, options."""
+"""Test suffix drafting: single cases, the corpus, the program for an H200, and options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.lookup_runs import POOL, LookupRun, view_of
 pytestmark = pytest.mark.once
 
 
-def test_suffix_without_a_match_drafts_nothing() -> None:
+def test_suffix_drafter_without_a_match_drafts_no_token() -> None:
     tree = Tree.static([(0,), (2,), (0, 1), (2, 0), (2, 0, 1), (1,), (1, 0), (0, 3)])
     run = LookupRun(Suffix(tree))
     run.prompt(1, [1, 2, 3, 4], 5)
@@ -26,7 +26,8 @@ def test_suffix_without_a_match_drafts_nothing() -> None:
     assert draft.valid.sum() == 1 and draft.parents.tolist() == [[-1] * tree.nodes]
 
 
-def test_suffix_full_corpus_drops_oldest_tokens_and_drafts_stop_at_text_ends() -> None:
+def test_suffix_drafter_with_a_full_corpus_drops_the_oldest_tokens() -> None:
+    """Drafts end where a text of the corpus ends."""
     run = LookupRun(Suffix(Tree.chain(3), max_n=2, min_n=2, scope="engine", corpus_tokens=8))
     for first in (10, 20, 30, 40):
         run.prompt(0, [first, first + 1, first + 2], first + 3)
@@ -38,10 +39,8 @@ def test_suffix_full_corpus_drops_oldest_tokens_and_drafts_stop_at_text_ends() -
 
 
 @pytest.mark.parametrize("grouped", [True, False])
-def test_suffix_program_for_a_large_corpus_has_under_30_kernels_and_one_score_per_position(
-    grouped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The program is one graph and works in place; a full sort, the negative control, needs more kernels and memory."""
+def test_suffix_program_for_a_large_corpus_has_under_30_kernels(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one CUDA graph that updates its state in place; the negative control, a full sort, has more kernels."""
     monkeypatch.setattr(lookup, "GROUPS", lookup.GROUPS if grouped else 2**20)
     drafter, rows = Suffix(Tree.topk(9, 3, 2), scope="engine", corpus_tokens=2**18), [0] * 8
     state = jax.eval_shape(lambda: drafter.init((), POOL))
@@ -63,6 +62,6 @@ def test_suffix_program_for_a_large_corpus_has_under_30_kernels_and_one_score_pe
         (lambda: Suffix(scope="engine", corpus_tokens=2**26).init((), POOL), "lower max_n or corpus_tokens"),
     ],
 )
-def test_suffix_invalid_option_raises(make: Callable[[], Any], message: str) -> None:
+def test_suffix_drafter_with_invalid_option_raises(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make()

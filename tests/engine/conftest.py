@@ -1,4 +1,4 @@
-"""The engine that the tests of API, recovery and statistics share; files with an engine of their own define theirs."""
+"""Fixtures with the engine that the tests of API, recovery and statistics share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support import brittle
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    """The shared engine; after every test no page, slot or request is held, and the engine works."""
+    """Yield the shared engine; after each test check that no page, slot or request is held."""
     brittle.expected()
     yield brittle.engine()
     brittle.check_idle()

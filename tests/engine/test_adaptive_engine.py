@@ -1,4 +1,4 @@
-"""Engines that choose the draft depth: tokens do not depend on the depth, and draft caches stay complete."""
+"""Test engines that choose the draft depth: tokens do not depend on it, and draft caches stay complete."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [2, 7, 1, 8, 2, 8]]
 
 
 class Forced(Policy):
-    """Takes its depths from a list, then a default depth; keeps the results."""
+    """A policy that takes its depths from a list, then a default depth, and keeps the results."""
 
     def __init__(self, depths: Sequence[int], default: int) -> None:
         self._depths, self._default = iter(depths), default
@@ -51,7 +51,7 @@ class Forced(Policy):
         self.readings.append(reading)
 
     def accepted(self, row: int) -> list[int]:
-        """Accepted draft tokens of each round of a row, while it ran."""
+        """Return the number of accepted draft tokens of each round in which a row ran."""
         return [int(n) for reading in self.readings for n in reading.accepted[:, row] if n >= 0]
 
 
@@ -62,7 +62,9 @@ def head(target: Model) -> Any:
 DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
     "eagle3": lambda target: Eagle3(head(target), Tree.topk(12, 3, 4)),
     "medusa": lambda target: Medusa(tiny.medusa_heads(target, 3), STATIC),
-    "draft model": lambda target: DraftModel(target, STATIC),  # the target: right drafts if its cache is complete
+    "draft model": lambda target: DraftModel(
+        target, STATIC
+    ),  # drafts with the target itself, so drafts are right if its cache is complete
     "n-gram": lambda target: NGram(Tree.chain(3)),
     "suffix": lambda target: Suffix(Tree.topk(6, 3, 2), max_n=4, scope="engine", corpus_tokens=64),
 }
@@ -75,7 +77,7 @@ ALL = [pytest.param(name, marks=[pytest.mark.matrix] * (name == "suffix")) for n
 
 @cache
 def engine(name: str) -> Engine:
-    """Two slots; the n-gram drafter's engine runs two rounds per dispatch."""
+    """Return an engine with two slots; with the n-gram drafter it runs two rounds per dispatch."""
     return Engine(
         small.target(),
         drafter=DRAFTERS[name](small.target()),
@@ -125,7 +127,7 @@ def wipe(one: Engine) -> None:
 
 
 def resumed(one: Engine, prompt: list[int], pause: int, temperature: float) -> tuple[list[int], list[int]]:
-    """Accepted tokens per round after the first ``pause`` rounds: once if those rounds draft, once if they do not."""
+    """Return accepted tokens per round after ``pause`` rounds, for a run that drafts in these and one that does not."""
     always, paused = Forced([], 3), Forced([], 3)
     generate(one, always, temperature, [prompt])
     accepted = always.accepted(0)
@@ -146,7 +148,7 @@ def test_drafter_after_plain_rounds_has_the_acceptance_of_always_drafting(name: 
 
 
 @pytest.mark.parametrize("name", ["eagle3", "draft model"])
-def test_shared_pages_written_by_plain_rounds_leave_acceptance_unchanged(name: str) -> None:
+def test_drafter_with_shared_pages_of_plain_rounds_has_unchanged_acceptance(name: str) -> None:
     one = engine(name)
     wipe(one)
     (first,) = generate(one, Fixed(0), 1.0, PROMPTS[:1])
@@ -161,7 +163,7 @@ def test_shared_pages_written_by_plain_rounds_leave_acceptance_unchanged(name: s
 
 
 @pytest.mark.parametrize("name", ["n-gram", pytest.param("suffix", marks=pytest.mark.matrix)])
-def test_lookup_drafter_history_is_written_by_plain_rounds(name: str) -> None:
+def test_lookup_drafter_after_plain_rounds_knows_their_tokens(name: str) -> None:
     (done,) = generate(engine(name), Fixed(0), 1.0, PROMPTS[:1])
     state = engine(name).core.runner.state.draft
     history = np.asarray(state.history)
@@ -170,7 +172,7 @@ def test_lookup_drafter_history_is_written_by_plain_rounds(name: str) -> None:
 
 
 def without_draft_rows(one: Engine) -> Any:
-    """A round of depth 0 that does not write the draft's rows."""
+    """Compile a round of depth 0 that does not write the draft model's cache rows."""
     program, slots = replace(one.core.runner.program, drafter=one.core.runner.program.drafter.cut(0)), one.config.slots
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(program.drafter), "write_pending_rows", lambda self, params, state, view: state)
@@ -180,7 +182,7 @@ def without_draft_rows(one: Engine) -> Any:
 
 
 def rows_of_both_caches(one: Engine) -> tuple[np.ndarray, np.ndarray]:
-    """The first layer's keys of all committed rows of slot 0, for the draft model and for the target."""
+    """Return the first layer's keys of slot 0's committed cache rows, of the draft model and of the target."""
     state = one.core.runner.state
     rows = np.arange(int(state.lengths[0]))
     pages = np.asarray(state.page_table)[0, rows // one.config.page_size]
@@ -191,8 +193,8 @@ def rows_of_both_caches(one: Engine) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
-def test_rounds_of_depth_0_still_write_the_draft_models_cache(spoilt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft model is the target, so both caches have equal rows; ``spoilt`` is the negative control."""
+def test_draft_model_cache_after_rounds_of_depth_0_is_complete(spoilt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model is the target, so both caches have equal rows; the negative control is ``spoilt``."""
     one = engine("draft model")
     wipe(one)
     if spoilt:
@@ -204,8 +206,8 @@ def test_rounds_of_depth_0_still_write_the_draft_models_cache(spoilt: bool, monk
     wipe(one)
 
 
-def test_stopwatch_does_not_count_pauses_of_a_stream_reader() -> None:
-    """The dispatch in flight during the pause is read an hour later."""
+def test_stopwatch_with_a_pausing_stream_reader_does_not_count_the_pauses() -> None:
+    """The result of the dispatch that runs during the pause is read an hour later."""
     policy, passed = Recording(), [0.0]
     drafter = DraftModel(small.target(), Tree.chain(2))
     options: dict[str, Any] = dict(slots=1, max_len=64, prefill_buckets=(8,), prefix_cache=False, controls=False)
@@ -221,7 +223,7 @@ def test_stopwatch_does_not_count_pauses_of_a_stream_reader() -> None:
 
 
 class Recording(Policy):
-    """Always drafts the whole tree and keeps the measured seconds."""
+    """A policy that always drafts the whole tree and keeps the measured seconds."""
 
     def __init__(self) -> None:
         self.heard: list[float | None] = []
@@ -258,7 +260,7 @@ def broken_pair() -> Any:
 
 @cache
 def always_drafting() -> tuple[list[int], list[int]]:
-    """Tokens, and accepted draft tokens of each round."""
+    """Return the tokens, and the number of accepted draft tokens of each round."""
     return decode(Forced([], 3))
 
 
@@ -269,7 +271,7 @@ def decode(policy: Forced) -> tuple[list[int], list[int]]:
 
 
 def after_a_pause(rounds: int) -> tuple[list[int], list[int], list[int]]:
-    """Tokens, accepted tokens per round after at least ``rounds`` plain rounds, and the same if all rounds draft."""
+    """Return tokens, and accepted tokens per round after ``rounds`` or more plain rounds and after drafting rounds."""
     _, accepted = always_drafting()
     ends = np.cumsum(np.array(accepted) + 1)
     first = int(np.searchsorted(ends, rounds))
@@ -290,10 +292,10 @@ def test_eagle3_after_plain_rounds_has_the_acceptance_of_always_drafting(rounds:
 
 @pytest.mark.long
 @pytest.mark.parametrize("rounds", [30, 200])
-def test_eagle3_when_plain_rounds_skip_draft_rows_has_other_acceptance(
+def test_eagle3_after_plain_rounds_without_draft_rows_has_other_acceptance(
     rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control; a head that sees less of a long text may even have more tokens accepted."""
+    """Negative control; acceptance may even rise, because the head sees less of a long text."""
     monkeypatch.setitem(pair().core.runner.programs.compiled, ExecutableKey.round(1, 0), broken_pair())
     tokens, after, always = after_a_pause(rounds)
     assert tokens == always_drafting()[0], "the tokens must be the target's"
@@ -316,8 +318,8 @@ class Priced(Policy):
 
 
 @pytest.mark.parametrize(("price", "depth"), [(0.02, 3), (2.0, 0)])
-def test_adaptive_engine_mostly_chooses_the_cheaper_depth(price: float, depth: int) -> None:
-    """``price`` is the cost of a draft token in plain rounds."""
+def test_adaptive_engine_with_given_costs_mostly_chooses_the_cheaper_depth(price: float, depth: int) -> None:
+    """The unit of ``price``, the cost of drafting one token, is the time of a plain round."""
     policy = Priced(Adaptive((0, 3)), lambda depth: 1 + price * depth)
     pair().policy = policy
     (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=200, temperature=0))
@@ -327,7 +329,7 @@ def test_adaptive_engine_mostly_chooses_the_cheaper_depth(price: float, depth: i
 
 
 @pytest.mark.parametrize(("draft", "depth"), [(False, 0), (0, 0), (2, 3), (True, 3)])
-def test_adaptive_engine_respects_the_draft_cap_of_a_request(draft: bool | int, depth: int) -> None:
+def test_adaptive_engine_with_the_draft_cap_of_a_request_drafts_no_deeper(draft: bool | int, depth: int) -> None:
     policy = Priced(Adaptive((0, 3)), lambda depth: 1.0)
     pair().policy = policy
     (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=40, temperature=0, draft=draft))
@@ -338,7 +340,7 @@ def test_adaptive_engine_respects_the_draft_cap_of_a_request(draft: bool | int, 
     assert done.metrics.num_draft_tokens <= cap * done.metrics.num_drafts
 
 
-def test_adaptive_engine_metrics_count_rounds_by_depth() -> None:
+def test_adaptive_engine_after_a_request_has_metrics_of_rounds_by_depth() -> None:
     pair().policy = Forced([0, 0, 3, 0], 3)
     (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=20, temperature=0))
     assert done.metrics.num_rounds_per_depth == {0: 3, 3: done.metrics.num_drafts - 3}
@@ -361,6 +363,6 @@ def test_adaptive_engine_metrics_count_rounds_by_depth() -> None:
         (dict(adaptive=True, drafter=None), "adaptive: expected a drafter, got none"),
     ],
 )
-def test_adaptive_engine_impossible_options_raise(options: dict[str, Any], message: str) -> None:
+def test_adaptive_engine_with_impossible_options_raises(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(small.target(), **dict(drafter=NGram(Tree.chain(3))) | options)

@@ -1,4 +1,4 @@
-"""An engine shared by threads and asyncio tasks."""
+"""Test an engine that threads and asyncio tasks share."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_engine_shared_by_threads_returns_the_right_tokens_to_each_thread(
     run_together([lambda i=i, use=use: use(i) for i in range(len(PROMPTS)) for use in (generates, streams, submits)])
 
 
-def test_abort_from_another_thread_ends_the_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step waits for the abort once there are tokens."""
+def test_request_aborted_by_another_thread_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the request has tokens, each step waits until it is aborted."""
     request, has_tokens, is_aborted = engine.submit([1, 2], SamplingParams(max_tokens=50)), *make_events(2)
     done: list[Any] = []
     step = engine.step
@@ -59,8 +59,8 @@ def test_abort_from_another_thread_ends_the_request(engine: Engine, monkeypatch:
     assert done[0].finish_reason == "abort" and 0 < len(done[0].token_ids) < 50
 
 
-def test_engine_lock_is_taken_once_for_many_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queueing many requests takes the lock once, aborting live ones once, and aborting ended ones not at all."""
+def test_engine_that_queues_many_requests_takes_its_lock_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aborting many running requests takes the lock once too; aborting ended ones does not take it."""
     taken: list[str] = []
     enter, step = FairLock.__enter__, Engine.step
 
@@ -83,8 +83,8 @@ def test_engine_lock_is_taken_once_for_many_requests(engine: Engine, monkeypatch
     assert len(taken) == 1 + len(PROMPTS) + 1 and engine.metrics.finished["abort"] >= len(PROMPTS)
 
 
-def test_astream_closed_while_the_lock_is_held_does_not_block_the_event_loop(engine: Engine) -> None:
-    """A thread holds the lock until the event loop has gone on, while a stream is closed."""
+def test_async_stream_closed_while_the_lock_is_held_does_not_block_the_loop(engine: Engine) -> None:
+    """A thread holds the engine's lock until the event loop has run another task."""
     is_held, gone_on = make_events(2)
 
     def holds() -> None:
@@ -107,10 +107,10 @@ def test_astream_closed_while_the_lock_is_held_does_not_block_the_event_loop(eng
     asyncio.run(main())
 
 
-def test_astream_cancelled_while_queueing_leaves_no_request_queued(
+def test_async_stream_cancelled_while_queueing_leaves_no_request_queued(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that queues the request continues after the task was cancelled."""
+    """The thread that queues the request goes on after the task was cancelled."""
     is_queueing, go_on = make_events(2)
     queue = Engine._queue
 
@@ -133,11 +133,13 @@ def test_astream_cancelled_while_queueing_leaves_no_request_queued(
 
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "_queue", slow)
-        asyncio.run(main())  # waits for its threads
+        asyncio.run(main())  # waits for the thread that queues the request
     assert not engine.scheduler.has_work
 
 
-def test_metrics_do_not_count_a_request_that_was_never_queued(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_after_a_request_that_was_never_queued_do_not_count_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = engine.metrics.finished
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_check_open", Fault(engine._check_open, 2, RuntimeError("closed meanwhile")))
@@ -146,10 +148,10 @@ def test_metrics_do_not_count_a_request_that_was_never_queued(engine: Engine, mo
     assert engine.metrics.finished == before
 
 
-def test_astream_in_more_tasks_than_slots_yields_the_right_tokens_to_each_task(
+def test_async_streams_in_more_tasks_than_slots_yield_each_task_its_tokens(
     engine: Engine, expected: list[list[int]]
 ) -> None:
-    """There are four times as many tasks as slots; some close their stream early, and the event loop stays free."""
+    """There are four tasks per slot; some close their stream early, and the event loop is never blocked."""
     ticks = 0
 
     async def one(i: int) -> list[int]:
@@ -190,7 +192,7 @@ def test_astream_in_more_tasks_than_slots_yields_the_right_tokens_to_each_task(
     assert ticks > 20
 
 
-def test_astream_empty_prompt_raises_when_called(engine: Engine) -> None:
+def test_async_stream_of_empty_prompt_raises_when_called(engine: Engine) -> None:
     with pytest.raises(ValueError, match="prompt is empty"):
         engine.astream([])
 
@@ -199,7 +201,7 @@ def test_astream_empty_prompt_raises_when_called(engine: Engine) -> None:
 def test_stream_closed_within_a_step_leaves_other_requests_unchanged(
     engine: Engine, expected: list[list[int]], is_later: bool
 ) -> None:
-    """A garbage collector may close a stream while the engine holds its lock, before the stream's row is read."""
+    """As by a garbage collector, the stream is closed while the engine holds its lock."""
     first = engine.submit(PROMPTS[1], PARAMS[1]) if is_later else None
     stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=40))
     next(stream)
@@ -216,7 +218,7 @@ def test_stream_closed_within_a_step_leaves_other_requests_unchanged(
             assert (done.error, done.token_ids) == (None, expected[number])
 
 
-def test_abort_within_a_step_ends_the_request_with_a_result(engine: Engine) -> None:
+def test_request_aborted_within_a_step_ends_with_a_result(engine: Engine) -> None:
     request = engine.submit(PROMPTS[0], SamplingParams(max_tokens=40))
 
     def aborts(ids: Sequence[int]) -> bool:

@@ -1,4 +1,4 @@
-"""Inconsistent options and models raise a clear error before anything is allocated or compiled."""
+"""Test that inconsistent options and models raise a clear error before anything is allocated or compiled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Executables, "__init__", compiled)
 
 
-def test_engine_valid_options_reach_compilation() -> None:
+def test_engine_with_valid_options_starts_to_compile() -> None:
     """Negative control of the fixture that forbids compilation."""
     with pytest.raises(AssertionError, match="it came to compiling"):
         Engine(small.target())
@@ -78,22 +78,22 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=lambda value: str(value)[:40])
-def test_engine_impossible_option_raises_naming_the_option(options: dict[str, Any], message: str) -> None:
+def test_engine_with_impossible_option_raises_naming_the_option(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(small.target(), **options)
 
 
-def test_engine_config_accepts_every_kind_of_quantisation() -> None:
+def test_engine_config_with_each_kind_of_quantisation_raises_nothing() -> None:
     assert QUANTIZE == KINDS
 
 
-def test_engine_unknown_option_raises_naming_the_option() -> None:
+def test_engine_with_unknown_option_raises_naming_the_option() -> None:
     with pytest.raises(TypeError, match="slot_count"):
         Engine(small.target(), slot_count=3)
 
 
 def test_engine_with_too_many_slots_raises_naming_a_number_of_pages_that_fits() -> None:
-    """The number of pages in the message is accepted."""
+    """With the number of pages in the message the engine starts."""
     options: dict[str, Any] = dict(memory_fraction=0.001, slots=8, page_size=16)
     with pytest.raises(ValueError, match="pass pages=") as error:
         Engine(small.target(), max_len=100_000 * 16, **options)
@@ -103,7 +103,7 @@ def test_engine_with_too_many_slots_raises_naming_a_number_of_pages_that_fits() 
 
 
 def eagle3(*, vocab: int = small.VOCAB, hidden: int = 16, layers: tuple[int, ...] = (0, 1)) -> Eagle3:
-    """A head made for a target of these sizes."""
+    """Return an EAGLE-3 drafter whose head is made for a target of these sizes."""
     made_for = tiny.model(vocab, layers=1, hidden=hidden)
     return Eagle3(tiny.eagle_head(made_for, draft_vocab=8, feature_layers=layers), CHAIN)
 
@@ -169,20 +169,20 @@ def test_drafter_without_scores_with_a_dynamic_tree_raises(method: str) -> None:
         make[method]()
 
 
-def test_medusa_tree_deeper_than_the_number_of_heads_raises() -> None:
+def test_medusa_drafter_with_a_tree_deeper_than_its_heads_raises() -> None:
     with pytest.raises(ValueError, match=r"Medusa: chain:3 is 3 deep, there are 2 heads; cut the tree"):
         Medusa(tiny.medusa_heads(small.target(), heads=2), Tree.chain(3))
 
 
 @pytest.mark.parametrize("tree", [Tree.topk(20, 1, 19), Tree.static([(18,), (0,)])])
-def test_drafter_tree_wider_than_the_vocabulary_raises(tree: Tree) -> None:
+def test_drafter_with_a_tree_wider_than_the_vocabulary_raises(tree: Tree) -> None:
     with pytest.raises(ValueError, match=r"DraftModel: .* needs 19 children of a node, the vocabulary has 16"):
         DraftModel(small.target(), tree)
     with pytest.raises(ValueError, match=r"Eagle3: .* needs 19 children of a node, the draft vocabulary has 8"):
         Eagle3(eagle3().head, tree)
 
 
-def test_closed_engine_raises_on_new_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_that_is_closed_raises_on_new_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     with Engine(small.target(), slots=1, max_len=16, buckets=(1,), prefill_buckets=(8,)) as engine:
         late, begun = engine.stream([1]), engine.stream([1], SamplingParams(max_tokens=9))

@@ -1,4 +1,4 @@
-"""The engine's loop: batches, chunks, slots and pages do not change any token."""
+"""Test the engine's loop: batches, chunks, slots and pages change no token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def engine_of_three() -> Engine:
-    """Three rounds per dispatch, and pages of one row."""
+    """Return an engine with three rounds per dispatch and pages of one row."""
     return small.eagle3(rounds=3, page_size=1)
 
 
@@ -42,13 +42,13 @@ def either(request: pytest.FixtureRequest) -> Engine:
 
 @pytest.fixture(scope="module")
 def expected(engine: Engine) -> list[list[int]]:
-    """Tokens of each request alone."""
+    """Return the tokens of each request when it runs alone."""
     return [tokens(engine, [prompt], [p])[0] for prompt, p in zip(PROMPTS, PARAMS, strict=True)]
 
 
 @pytest.fixture(autouse=True)
 def _all_comes_back(engine: Engine, engine_of_three: Engine) -> Iterator[None]:
-    """After every test no page or slot is held."""
+    """Check after each test that no page or slot is held."""
     yield
     for one in (engine, engine_of_three):
         one.scheduler.pages.check()
@@ -57,7 +57,7 @@ def _all_comes_back(engine: Engine, engine_of_three: Engine) -> Iterator[None]:
 
 
 def queue(engine: Engine) -> list[Request]:
-    """Queue all requests; the test calls the steps."""
+    """Queue all requests; the test itself calls `step`."""
     requests = engine._make_requests(PROMPTS, PARAMS, trace=False)
     engine._queue(requests)
     return requests
@@ -69,10 +69,10 @@ def tokens(engine: Engine, prompts: list[list[int]], params: list[SamplingParams
 
 @pytest.mark.once
 @pytest.mark.parametrize("overlap", [True, False])
-def test_engine_emits_equal_tokens_for_any_rounds_per_dispatch_overlap_and_page_size(
+def test_engine_with_any_dispatch_options_and_page_size_emits_equal_tokens(
     either: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    """Five requests share two slots, so each runs together with others and after others."""
+    """Five requests share two slots, so requests run together and one after another."""
     monkeypatch.setattr(either, "config", replace(either.config, overlap=overlap))
     done = either.generate(PROMPTS, PARAMS)
     assert [completion.token_ids for completion in done] == expected
@@ -81,10 +81,10 @@ def test_engine_emits_equal_tokens_for_any_rounds_per_dispatch_overlap_and_page_
 
 
 @pytest.mark.parametrize("budget", [1, 16, 64])
-def test_engine_emits_equal_tokens_for_any_prefill_budget(
+def test_engine_with_any_prefill_budget_emits_equal_tokens(
     either: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, budget: int
 ) -> None:
-    """A long answer is decoded between prompt chunks of 6 or 16 tokens, or after all prompts."""
+    """A long answer is decoded between prompt chunks of 6 or 16 tokens, or after all prompts are prefilled."""
     limits = replace(either.scheduler.limits, prefill_budget=budget)
     monkeypatch.setattr(either.scheduler, "limits", limits)
     order = [4, 2, 1, 0, 3]
@@ -92,7 +92,7 @@ def test_engine_emits_equal_tokens_for_any_prefill_budget(
     assert got == [expected[i] for i in order]
 
 
-def test_engine_acceptance_is_equal_for_one_and_three_rounds_per_dispatch(
+def test_engine_with_one_or_three_rounds_per_dispatch_has_equal_acceptance(
     engine: Engine, engine_of_three: Engine
 ) -> None:
     one, three = (e.generate(PROMPTS, PARAMS) for e in (engine, engine_of_three))
@@ -102,13 +102,13 @@ def test_engine_acceptance_is_equal_for_one_and_three_rounds_per_dispatch(
         assert a.metrics.num_draft_tokens == b.metrics.num_draft_tokens
 
 
-def test_engine_emits_equal_tokens_for_requests_in_another_order(engine: Engine, expected: list[list[int]]) -> None:
+def test_engine_given_requests_in_another_order_emits_equal_tokens(engine: Engine, expected: list[list[int]]) -> None:
     order = [4, 2, 0, 3, 1]
     assert tokens(engine, [PROMPTS[i] for i in order], [PARAMS[i] for i in order]) == [expected[i] for i in order]
 
 
 def test_engine_with_prompts_in_chunks_emits_tokens_of_plain_decoding(either: Engine) -> None:
-    """Chunks of 16 and 6 end at page ends and inside pages; the last one has 1 to 16 tokens."""
+    """Chunks of 16 and 6 tokens end at page ends and inside pages; the last chunk has 1 to 16 tokens."""
     lengths = [1, 15, 16, 17, 31, 32, 33, 37]
     prompts = [np.random.default_rng(n).integers(0, small.VOCAB, n).tolist() for n in lengths]
     greedy = SamplingParams(max_tokens=10, temperature=0)
@@ -134,7 +134,7 @@ def test_page_pool_after_every_step_is_consistent_with_running_requests(either: 
     assert most == 2
 
 
-def test_abort_at_any_step_leaves_other_requests_unchanged(either: Engine, expected: list[list[int]]) -> None:
+def test_request_aborted_at_any_step_leaves_other_requests_unchanged(either: Engine, expected: list[list[int]]) -> None:
     for steps in range(9):
         requests = queue(either)
         for _ in range(steps):
@@ -153,8 +153,8 @@ def test_abort_at_any_step_leaves_other_requests_unchanged(either: Engine, expec
             assert requests[i].token_ids == expected[i]
 
 
-def test_request_waits_while_too_few_pages_are_free(engine_of_three: Engine, expected: list[list[int]]) -> None:
-    """There are so few free pages that two requests do not always fit although two slots are free."""
+def test_request_with_too_few_free_pages_waits(engine_of_three: Engine, expected: list[list[int]]) -> None:
+    """Two slots are free, but there are not always enough free pages for two requests."""
     engine, pages = engine_of_three, engine_of_three.scheduler.pages
     longest = max(len(prompt) + p.max_tokens for prompt, p in zip(PROMPTS, PARAMS, strict=True)) + small.LENGTH + 1
     pages.reserve(-1, pages.num_free - longest)
@@ -167,18 +167,18 @@ def test_request_waits_while_too_few_pages_are_free(engine_of_three: Engine, exp
     pages.release(-1)
 
 
-def test_engine_does_not_retain_ended_requests(either: Engine) -> None:
+def test_engine_after_requests_ended_does_not_retain_them(either: Engine) -> None:
     requests = queue(either)
     while either.scheduler.has_work:
         either.step()
-    either.step()  # reads what is still in flight
+    either.step()  # reads the results of rounds still in flight
     references = [weakref.ref(request) for request in requests]
     del requests
     gc.collect()
     assert all(reference() is None for reference in references)
 
 
-def test_generate_interrupted_releases_slots_and_pages(
+def test_engine_interrupted_while_generating_releases_slots_and_pages(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = iter([engine.step] * 4)
@@ -209,8 +209,8 @@ def test_stream_closed_early_releases_all_pages(engine: Engine, expected: list[l
     assert tokens(engine, PROMPTS, PARAMS) == expected
 
 
-def test_streams_interleaved_with_generate_lose_no_token(engine: Engine, expected: list[list[int]]) -> None:
-    """A request advances while another caller steps; none of its tokens may be lost."""
+def test_stream_read_between_steps_of_other_requests_loses_no_token(engine: Engine, expected: list[list[int]]) -> None:
+    """The stream's request also advances in steps that another caller takes."""
     streams = {i: engine.stream(PROMPTS[i], PARAMS[i]) for i in (0, 4)}
     got: dict[int, list[int]] = {i: list(next(stream).token_ids) for i, stream in streams.items()}
     got[0] += next(streams[0]).token_ids

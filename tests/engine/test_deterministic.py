@@ -1,4 +1,4 @@
-"""deterministic=True: a token's logits have the same bits with any drafter, batch, bucket, page size and chunk."""
+"""Test deterministic=True: a token's logits have equal bits with any drafter, batch, bucket, page size and chunk."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (5, 
 
 @cache
 def model(dtype: str, layers: int = 2) -> Model:
-    """A random target with nearly flat distributions."""
+    """Return a random target with nearly flat distributions."""
     return jax.tree.map(lambda x: x.astype(dtype), tiny.model(VOCAB, layers=layers, hidden=64, sharpness=0.3))
 
 
 class Texts:
-    """The target's forward over rows with equal tokens, with its own pools."""
+    """A runner of the target's forward pass over several rows of equal tokens, with pools of its own."""
 
     def __init__(
         self, dtype: str, *, page: int, rows: int = 1, deterministic: bool = True, implementation: str
@@ -44,7 +44,7 @@ class Texts:
         self.forward = jax.jit(forward, compiler_options=options if deterministic else None)
 
     def feed(self, tokens: Any, first: int, parents: Any = None) -> np.ndarray:
-        """Logits [tokens, V] of the last row; the rows before it hold the same tokens at other positions."""
+        """Return the last row's logits [tokens, vocab]; earlier rows hold equal tokens at other positions."""
         rows, tokens = self.table.shape[0], np.asarray(tokens)
         firsts = np.array([*range(rows - 1), first])
         offsets, paths = np.arange(len(tokens)), None
@@ -65,7 +65,7 @@ class Texts:
         return np.asarray(out.logits)[-1]
 
     def fed_in(self, size: int) -> np.ndarray:
-        """Logits of the whole text in chunks of the given sizes."""
+        """Return the logits of the whole text, fed in chunks of the given sizes."""
         return np.concatenate([self.feed(TOKENS[at : at + size], at) for at in range(0, TEXT, size)])
 
 
@@ -74,7 +74,7 @@ def check_every_way(dtype: str, implementation: str) -> None:
     alone = make(page=16)
     one_by_one = alone.fed_in(1)
     np.testing.assert_array_equal(make(page=4, rows=3).fed_in(6), one_by_one)
-    # Nodes 1, 3 and 5 are the text's next tokens, the others are not; 6 is padding.
+    # Nodes 1, 3 and 5 are the text's next tokens, nodes 2 and 4 are other tokens, and node 6 is padding.
     begun = TEXT - 4
     nodes = np.array([TOKENS[begun], TOKENS[begun + 1], 3, TOKENS[begun + 2], 9, TOKENS[begun + 3], 0])
     logits = alone.feed(nodes, begun, parents=[-1, 0, 0, 1, 2, 3, -1])
@@ -83,8 +83,8 @@ def check_every_way(dtype: str, implementation: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_deterministic_forward_has_equal_logit_bits_for_any_batch_chunk_and_tree(dtype: str) -> None:
-    """Compared are one token at a time, three rows in chunks on other pages, and nodes of a tree."""
+def test_deterministic_forward_in_any_batch_chunk_or_tree_has_equal_logit_bits(dtype: str) -> None:
+    """The test feeds single tokens, three rows in chunks on other pages, and nodes of a tree."""
     check_every_way(dtype, "reference")
 
 
@@ -105,7 +105,7 @@ def test_ordinary_forward_in_another_batch_has_other_logit_bits() -> None:
 
 
 def params(index: int) -> SamplingParams:
-    """Parameters of request 0 (greedy), 1 (seeded, with top-k, top-p and min-p) or 2 (greedy with penalties)."""
+    """Return the parameters of request 0 (greedy), 1 (seeded, with top-k, top-p, min-p) or 2 (greedy, penalised)."""
     own: dict[str, Any] = [
         dict(temperature=0.0),
         dict(temperature=1.0, seed=3, top_k=20, top_p=0.9, min_p=0.01),
@@ -125,7 +125,7 @@ def engine(*, deterministic: bool = True, tree: Tree | None = None, **options: A
 
 
 def seen(completions: list[Completion]) -> list[Any]:
-    """Tokens and log-probabilities of completions, for bitwise comparison."""
+    """Return tokens and log-probabilities of completions for bitwise comparison."""
     return [(done.token_ids, [(one.logprob, one.top) for one in done.logprobs or ()]) for done in completions]
 
 
@@ -155,10 +155,10 @@ def plain_alone() -> list[Any]:
         ),
     ],
 )
-def test_deterministic_engine_with_drafter_returns_tokens_and_logprobs_of_plain_decoding(
+def test_deterministic_engine_with_drafter_has_the_output_bits_of_plain_decoding(
     tree: str, options: dict[str, Any]
 ) -> None:
-    """Greedy, seeded and penalised requests in one batch are compared with each request alone in plain decoding."""
+    """Requests in one batch are greedy, seeded and penalised; in plain decoding each runs alone."""
     drafted = engine(tree=Tree.parse(tree), **options)
     together = at_once(drafted)
     assert seen(together) == plain_alone()
@@ -186,7 +186,7 @@ def test_deterministic_engine_with_quantised_weights_raises() -> None:
         engine(deterministic=1)  # type: ignore[arg-type]
 
 
-def test_by_depth_lists_the_ancestors_of_each_node_from_the_root() -> None:
+def test_ancestors_by_depth_of_each_tree_node_start_at_the_root() -> None:
     ancestor_mask = ancestors(jnp.asarray([[-1, 0, 0, 1, -1, 3]]))
     wanted = [[0, -1, -1, -1], [0, 1, -1, -1], [0, 2, -1, -1], [0, 1, 3, -1], [4, -1, -1, -1], [0, 1, 3, 5]]
     np.testing.assert_array_equal(by_depth(ancestor_mask, 3)[0], wanted)

@@ -1,4 +1,4 @@
-"""A dispatch compiles nothing, does not wait for the device, donates the state and writes no page of others."""
+"""Test that a dispatch compiles nothing, awaits no result, donates the state and writes no page of other requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def engine_of_three() -> Engine:
-    """Three rounds per dispatch, and pages of one row."""
+    """Return an engine with three rounds per dispatch and pages of one row."""
     return small.eagle3(rounds=3, page_size=1)
 
 
@@ -60,10 +60,10 @@ def test_engine_after_warm_up_compiles_nothing(either: Engine, compilations: lis
     assert compilations == []
 
 
-def test_compilation_check_detects_an_eager_operation_in_the_engine_loop(
+def test_check_of_compilations_with_an_eager_operation_in_the_loop_fails(
     engine: Engine, compilations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: one jnp operation on the host side of the loop."""
+    """Negative control: the host's part of the loop calls one jax.numpy function."""
     engine.generate(PROMPT)
     original = engine.core.runner._pack
     monkeypatch.setattr(engine.core.runner, "_pack", lambda plan: np.asarray(jnp.flip(jnp.flip(original(plan)))))
@@ -77,7 +77,7 @@ def test_compilation_check_detects_an_eager_operation_in_the_engine_loop(
 
 @pytest.fixture
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Conversions of device arrays to host values: each waits for the device, and on a GPU copies."""
+    """Return a list that records each conversion of a device array to a host value, which waits for the device."""
     seen: list[str] = []
     value, as_numpy = ArrayImpl._value.fget, ArrayImpl.__array__
 
@@ -94,7 +94,7 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def dispatches(engine: Engine, seen: list[str], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Conversions during each dispatch from now on."""
+    """Return a list that records the number of conversions during each later dispatch."""
     counts: list[int] = []
     original = engine.core._dispatch
 
@@ -108,7 +108,7 @@ def dispatches(engine: Engine, seen: list[str], monkeypatch: pytest.MonkeyPatch)
     return counts
 
 
-def test_dispatch_reads_nothing_from_the_device(
+def test_engine_dispatch_of_any_request_reads_nothing_from_the_device(
     either: Engine, conversions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = dispatches(either, conversions, monkeypatch)
@@ -117,10 +117,10 @@ def test_dispatch_reads_nothing_from_the_device(
     assert sum(counts) == 0
 
 
-def test_dispatch_check_detects_a_device_read(
+def test_check_of_device_reads_with_a_read_in_each_dispatch_fails(
     engine: Engine, conversions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: each dispatch reads a root token."""
+    """Negative control: each dispatch reads the first row's newest token."""
     original = engine.core._dispatch
 
     def reading(plan: Any) -> Any:
@@ -138,11 +138,11 @@ def test_dispatch_check_detects_a_device_read(
 DEVICES = [
     "here",
     pytest.param("gpu", marks=pytest.mark.gpu),
-]  # a CPU shares the host's memory, so only uploads are detected there
+]  # on a CPU, whose memory is the host's, only uploads are detected
 
 
 def guard_dispatches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Make an implicit transfer in a dispatch an error from now on; returns the list of dispatched plans."""
+    """Make each implicit transfer in later dispatches an error; return the list of dispatched plans."""
     plans: list[Any] = []
     original, start_copy = engine.core._dispatch, jax.copy_to_host_async
 
@@ -161,14 +161,16 @@ def guard_dispatches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[An
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_dispatch_makes_no_implicit_transfer(either: Engine, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_dispatch_of_any_request_makes_no_implicit_transfer(
+    either: Engine, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plans = guard_dispatches(either, monkeypatch)
     varied_work(either)
     assert len(plans) > 15
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_transfer_guard_detects_an_implicit_upload_in_a_dispatch(
+def test_check_of_transfers_with_an_implicit_upload_fails(
     engine: Engine, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the packed host array is passed to the executable."""
@@ -181,10 +183,8 @@ def test_transfer_guard_detects_an_implicit_upload_in_a_dispatch(
 
 
 @pytest.mark.gpu
-def test_transfer_guard_detects_an_implicit_download_in_a_dispatch(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control: each dispatch reads the root tokens."""
+def test_check_of_transfers_with_an_implicit_download_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: each dispatch reads the rows' newest tokens."""
     original = engine.core._dispatch
 
     def reading(plan: Any) -> Any:
@@ -197,7 +197,7 @@ def test_transfer_guard_detects_an_implicit_download_in_a_dispatch(
     assert "Disallowed device-to-host transfer" in str(done.error)
 
 
-def test_engine_step_donates_the_state_but_not_the_weights(either: Engine) -> None:
+def test_engine_step_of_a_request_donates_the_state_but_not_the_weights(either: Engine) -> None:
     request = either._make_requests(PROMPT, SamplingParams(max_tokens=8), trace=False)[0]
     either._queue([request])
     while either.scheduler.has_work:
@@ -217,7 +217,7 @@ def test_engine_with_overlap_has_two_dispatches_in_flight(either: Engine, monkey
 
 
 def in_flight_while_reading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Numbers of unread dispatches at each read of a run to max_len."""
+    """Generate up to max_len; return the numbers of unread dispatches that occur when a result is read."""
     depths: set[int] = set()
     original = engine.core._read
 
@@ -238,7 +238,7 @@ def to_the_end(engine: Engine) -> list[int]:
 
 
 def change_pools(state: SlotState, change: Callable[[jax.Array], jax.Array]) -> SlotState:
-    """The state with every page of the target's and the draft's pools changed."""
+    """Return the state after changing every page of the target's and the drafter's pools."""
 
     def pools(cache: KVCache) -> KVCache:
         return jax.tree.map(change, cache)
@@ -247,7 +247,7 @@ def change_pools(state: SlotState, change: Callable[[jax.Array], jax.Array]) -> 
 
 
 def poisoned(state: SlotState, kept: list[int]) -> SlotState:
-    """The state with NaN in every page, the null page and free pages included, and known values in pages ``kept``."""
+    """Return the state with NaN in all pages, also null and free ones, and random values in pages ``kept``."""
 
     def pour(pool: jax.Array) -> jax.Array:
         new = np.full(pool.shape, np.nan, np.float32)
@@ -263,7 +263,7 @@ def pages_of(state: SlotState, pages: list[int]) -> list[np.ndarray]:
 
 
 def test_request_up_to_max_len_writes_no_page_of_other_owners(either: Engine) -> None:
-    """The last draft extends beyond max_len, and rounds that were dispatched ahead run after the end."""
+    """The last draft extends beyond max_len, and rounds dispatched ahead still run after the request's end."""
     expected = to_the_end(either)
     either.scheduler.pages.clear()
     others = either.scheduler.pages.reserve(-1, 30)
@@ -276,8 +276,8 @@ def test_request_up_to_max_len_writes_no_page_of_other_owners(either: Engine) ->
     either.scheduler.pages.release(-1)
 
 
-def test_nan_in_committed_pages_changes_tokens(either: Engine) -> None:
-    """Negative control: the same NaN are written after the prompt's rows."""
+def test_request_with_nan_in_its_committed_pages_emits_other_tokens(either: Engine) -> None:
+    """Negative control: NaN overwrites all pages, including the prompt's cache rows."""
     expected = to_the_end(either)
     either.scheduler.pages.clear()
     stream = either.stream(PROMPT, SamplingParams(max_tokens=2**40, temperature=0))

@@ -1,4 +1,4 @@
-"""Tokens sampled by the engine over several rounds have the target's processed joint distribution."""
+"""Test that the tokens an engine samples over several rounds have the target's joint distribution."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def target() -> Model:
 
 
 def deviation(completions: list, expected: np.ndarray) -> float:
-    """z of Pearson's chi-square against the exact joint distribution; cells that expect fewer than 5 are pooled."""
+    """Return the z score of Pearson's chi-square test of the exact distribution; cells expecting under 5 are pooled."""
     cells = np.array([np.ravel_multi_index(c.token_ids, expected.shape) for c in completions])
     counts = np.bincount(cells, minlength=expected.size)
     wanted = expected.ravel() * len(completions)
@@ -56,7 +56,7 @@ def deviation(completions: list, expected: np.ndarray) -> float:
 
 
 def draw(engine: Engine, count: int, *controls: dict[str, Any]) -> list[list]:
-    """Samples under each of several sets of penalties, mixed in one batch with greedy rows."""
+    """Return samples under each of several sets of penalties, drawn in one batch with greedy rows."""
     params = [SamplingParams(max_tokens=TOKENS, seed=seed, **own) for seed in range(count) for own in controls]
     greedy = [SamplingParams(max_tokens=TOKENS, temperature=0)] * (count // 20)
     done = engine.generate([PROMPT] * (len(params) + len(greedy)), [*params, *greedy])
@@ -67,7 +67,7 @@ def draw(engine: Engine, count: int, *controls: dict[str, Any]) -> list[list]:
 
 @cache
 def expected_probs(name: str, counted: int = TOKENS) -> np.ndarray:
-    """The joint distribution by enumeration of all texts, with logits edited by transformers' processors.
+    """Compute the joint distribution by enumerating all texts, with logits edited by transformers' processors.
 
     Args:
         counted: number of output tokens that the processors see.
@@ -100,9 +100,10 @@ def make(target, drafter, accept: str) -> Engine:
 
 @final
 class Table(StatelessDrafter):
-    """A static tree whose tokens are sampled given their parent's token, from a random table of distributions.
+    """A drafter that samples each token of a static tree given its parent's token from a random table.
 
-    Rules that use draft probabilities get tokens sampled without replacement (Gumbel top-k), others the likeliest.
+    For rules that use draft probabilities, siblings are sampled without replacement (Gumbel top-k); for other rules
+    they are the most likely tokens.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -154,7 +155,7 @@ QUICK = ("rejection chain",)  # with separate noise for draft, acceptance and re
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in CASES]
 )
-def test_lossless_accept_rules_sampled_tokens_have_the_target_distribution(target, name: str) -> None:
+def test_sampled_tokens_under_lossless_accept_rules_have_the_target_distribution(target, name: str) -> None:
     accept, tree = CASES[name]
     drafter = DraftModel(tiny.model(VOCAB, seed=2), tree) if tree.is_chain else Table(tree)
     engine = make(target, drafter, accept)
@@ -166,8 +167,8 @@ def test_lossless_accept_rules_sampled_tokens_have_the_target_distribution(targe
 
 
 @pytest.mark.slow
-def test_distribution_comparison_detects_noise_keyed_by_position_alone(target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: draft, acceptance and residual share the noise of a position."""
+def test_distribution_comparison_with_noise_shared_at_a_position_fails(target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: drafting, acceptance and resampling use equal noise at a position."""
     original = sampler.keys
 
     def by_position(seed, purpose, *place):

@@ -1,4 +1,4 @@
-"""The policy that chooses the draft depth, by a simulated clock and simulated acceptance."""
+"""Test the policy that chooses the draft depth, under a simulated clock and simulated acceptance."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def measured(bucket: int, depth: int) -> float:
 
 
 class SimulatedEngine:
-    """Rounds of a simulated engine whose results are read one dispatch late.
+    """A simulated engine whose results are read one dispatch late.
 
-    Timings are noisy: one in a hundred takes three times as long, and so do all rounds of ``burst``.
+    Times are noisy: one round in a hundred and all rounds of ``burst`` take three times as long.
     """
 
     def __init__(self, policy: Policy, cost: Cost = measured, *, seed: int = 0, burst: range = range(0)) -> None:
@@ -86,9 +86,9 @@ class SimulatedEngine:
 
 
 def fixed_speed(bucket: int, depth: int, share: Sequence[float], cost: Cost = measured) -> float:
-    """Expected speed of a simulated engine that always drafts at one depth."""
+    """Return the expected speed of a simulated engine that always drafts at one depth."""
     tokens = bucket * (1 + np.cumprod(share[:depth]).sum())
-    return tokens / (cost(bucket, depth) * 1.03 * 1.02)  # the means of both noises
+    return tokens / (cost(bucket, depth) * 1.03 * 1.02)  # the mean factors of both kinds of noise
 
 
 def steady(name: str) -> Text:
@@ -98,7 +98,7 @@ def steady(name: str) -> Text:
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_adaptive_policy_on_any_text_has_98_percent_of_the_best_speed(bucket: int, name: str) -> None:
-    """The time of probes is included; some cases are near the point where depth 0 becomes the best."""
+    """The time spent on trying other depths counts; in some cases depth 0 is nearly as fast as the best depth."""
     fixed = {depth: fixed_speed(bucket, depth, TEXTS[name]) for depth in DEPTHS}
     assert SimulatedEngine(Adaptive(DEPTHS)).run(bucket, steady(name)).speed > 0.98 * max(fixed.values())
     if name == "hopeless" or (name, bucket) == ("hard", 64):
@@ -107,7 +107,7 @@ def test_adaptive_policy_on_any_text_has_98_percent_of_the_best_speed(bucket: in
 
 @pytest.mark.parametrize("bucket", [1, 64])
 def test_adaptive_policy_on_a_changing_text_is_faster_than_every_fixed_depth(bucket: int) -> None:
-    """Easy and hopeless stretches of text alternate."""
+    """Stretches of text with high acceptance and with none alternate."""
 
     def text(number: int) -> Sequence[float]:
         return TEXTS["hopeless" if number // 1500 % 2 else "easy"]
@@ -119,38 +119,38 @@ def test_adaptive_policy_on_a_changing_text_is_faster_than_every_fixed_depth(buc
 def test_adaptive_policy_with_expensive_drafts_chooses_depth_0() -> None:
     simulated = SimulatedEngine(Adaptive(DEPTHS), lambda bucket, depth: 1.0 + depth).run(1, steady("usual"))
     assert Counter(simulated.chosen)[0] > 0.98 * ROUNDS
-    assert set(simulated.chosen[: (MIN_SAMPLES + 1) * len(DEPTHS)]) == set(DEPTHS)  # everything is tried at first
+    assert set(simulated.chosen[: (MIN_SAMPLES + 1) * len(DEPTHS)]) == set(DEPTHS)  # at first all depths are tried
 
 
-def test_adaptive_policy_probes_take_about_a_hundredth_of_the_time() -> None:
+def test_adaptive_policy_on_a_long_text_probes_for_a_hundredth_of_the_time() -> None:
     first = (MIN_SAMPLES + 1) * len(DEPTHS)
     simulated = SimulatedEngine(Adaptive(DEPTHS)).run(64, steady("hopeless"), first)
     simulated.seconds_by_depth.clear()
     simulated.run(64, steady("hopeless"), 8000)
     probes = 1 - simulated.seconds_by_depth[0] / sum(simulated.seconds_by_depth.values())
-    assert 0.5 * PROBE_SHARE < probes < 1.15 * PROBE_SHARE  # the mean cost is above the median
+    assert 0.5 * PROBE_SHARE < probes < 1.15 * PROBE_SHARE  # the mean time of a round is above the median
     assert min(Counter(simulated.chosen[-6000:])[depth] for depth in DEPTHS) > 3
 
 
-def test_adaptive_policy_after_a_slow_stretch_of_the_host_chooses_the_best_depth_again() -> None:
+def test_adaptive_policy_after_a_slow_stretch_chooses_the_best_depth_again() -> None:
     simulated = SimulatedEngine(Adaptive(DEPTHS), burst=range(1000, 1020)).run(64, steady("hopeless"), 4000)
     assert Counter(simulated.chosen[-1000:])[0] > 980
 
 
 @pytest.mark.parametrize(("cap", "deepest"), [(0, 0), (1, 1), (2, 2), (3, 4), (4, 4)])
-def test_adaptive_policy_chooses_no_depth_deeper_than_the_draft_caps_need(cap: int, deepest: int) -> None:
+def test_adaptive_policy_with_draft_caps_chooses_no_deeper_depth_than_needed(cap: int, deepest: int) -> None:
     chosen = SimulatedEngine(Adaptive(DEPTHS)).run(8, steady("easy"), 200, caps=[0, cap]).chosen
     assert max(chosen) == deepest and Counter(chosen).most_common(1)[0][0] == deepest
 
 
 def test_adaptive_policy_with_one_drafting_row_of_64_chooses_depth_0() -> None:
-    """One of 64 rows drafts, which does not pay for the slower round of all rows."""
+    """The gain of one row does not make up for the slower round of all 64 rows."""
     assert SimulatedEngine(Adaptive(DEPTHS)).run(64, steady("easy"), 500, caps=[4] + [0] * 63).chosen[-1] == 0
     assert SimulatedEngine(Adaptive(DEPTHS)).run(64, steady("easy"), 500, caps=[4] * 64).chosen[-1] == 4
 
 
-def test_acceptance_shares_equal_hand_computed_ones() -> None:
-    """Eight rows drafted three tokens; an ended row and one capped to 1 tell nothing about deeper positions."""
+def test_acceptance_shares_of_eight_rows_equal_those_computed_by_hand() -> None:
+    """Each row drafted up to three tokens; an ended row does not count, and a row capped to 1 only at position 1."""
     acceptance = Acceptance(3)
     accepted = np.array([[0, 1, 1, 2, 3, 3, -1, 1]])
     acceptance.learn(accepted, np.array([3, 3, 3, 3, 3, 3, 3, 1]), now=1)
@@ -160,7 +160,7 @@ def test_acceptance_shares_equal_hand_computed_ones() -> None:
     assert acceptance.expected[0] == 0
 
 
-def test_acceptance_shares_of_deep_positions_are_unchanged_by_shallow_rounds() -> None:
+def test_acceptance_shares_after_shallow_rounds_are_unchanged_at_deep_positions() -> None:
     acceptance = Acceptance(3)
     for now in range(100):
         acceptance.learn(np.full((1, 4), 3), np.full(4, 3), now=now)
@@ -168,7 +168,7 @@ def test_acceptance_shares_of_deep_positions_are_unchanged_by_shallow_rounds() -
     for now in range(100, 5000):
         acceptance.learn(np.full((1, 4), 0), np.full(4, 1), now=now)
     assert acceptance.shares[1:] == before[1:] and acceptance.shares[0] < 0.01
-    for now in range(5000, 5008):  # few of the old rows still count
+    for now in range(5000, 5008):  # the weight of old rows is small by now
         acceptance.learn(np.full((1, 1), 1), np.full(1, 3), now=now)
     assert acceptance.shares[1] < 0.6
 
@@ -185,38 +185,38 @@ def test_adaptive_policy_without_shared_acceptance_learns_each_depth_separately(
         assert (policy.rate(1, 2, [2]) < before) == shares
 
 
-def test_halvings_of_a_depth_are_the_repeated_halves_and_0() -> None:
+def test_halvings_of_a_depth_are_its_repeated_halves_and_zero() -> None:
     assert [halvings(depth) for depth in (1, 3, 4, 10)] == [(0, 1), (0, 1, 3), (0, 1, 2, 4), (0, 1, 2, 5, 10)]
 
 
-def test_stopwatch_times_overlapping_dispatches_separately() -> None:
+def test_stopwatch_with_overlapping_dispatches_times_each_separately() -> None:
     now = iter([0.0, 1.0, 4.0, 5.0, 9.0, 20.0, 23.0])
     watch = Stopwatch(lambda: next(now))
-    watch.start()  # 0
-    watch.start()  # 1, after it
+    watch.start()  # at 0 s
+    watch.start()  # at 1 s: waits for the first dispatch
     assert watch.stop() == 4.0
-    watch.start()  # 5
-    assert watch.stop() == 5.0  # from 4, when the first was done, to 9
+    watch.start()  # at 5 s
+    assert watch.stop() == 5.0  # from 4 s, when the first dispatch was done, to 9 s
     watch.reset()
-    watch.start()  # 20: the pause does not count
+    watch.start()  # at 20 s: the pause does not count
     assert watch.stop() == 3.0
 
 
 @pytest.mark.parametrize(("away", "seconds"), [(2.0, 12.0), (6.0, None)])
-def test_stopwatch_returns_no_time_after_a_long_absence_of_the_host(away: float, seconds: float | None) -> None:
+def test_stopwatch_after_a_long_absence_of_the_host_returns_no_time(away: float, seconds: float | None) -> None:
     now = iter([0.0, 1.0, 1.0 + away, 12.0, 12.0, 20.0, 21.0, 22.0])
     watch = Stopwatch(lambda: next(now))
     watch.start()
-    watch.leave()  # 1
+    watch.leave()  # at 1 s
     watch.come_back()
     assert watch.stop() == seconds
-    watch.leave()  # 12; nothing is in flight
+    watch.leave()  # at 12 s, when nothing is in flight
     watch.come_back()
-    watch.start()  # 20
+    watch.start()  # at 20 s
     assert watch.stop() == 1.0
 
 
-def test_adaptive_policy_stops_choosing_a_depth_without_results() -> None:
+def test_adaptive_policy_with_a_depth_without_results_stops_choosing_it() -> None:
     """Depth 4 never has a result, as if its program failed every time."""
     policy, chosen = Adaptive(DEPTHS), []
     for _ in range(200):
@@ -224,7 +224,7 @@ def test_adaptive_policy_stops_choosing_a_depth_without_results() -> None:
         if chosen[-1] != 4:
             policy.learn(DispatchResult(1, chosen[-1], [4], np.array([[chosen[-1]]]), 1.0))
     assert chosen[:MAX_TRIES] == [4] * MAX_TRIES and 4 not in chosen[MAX_TRIES:]
-    assert chosen[-50:].count(2) >= 45  # the best of the depths with results
+    assert chosen[-50:].count(2) >= 45  # the best depth among those with results
 
 
 # -- trees
@@ -240,10 +240,10 @@ def test_adaptive_policy_stops_choosing_a_depth_without_results() -> None:
         ("static:0,1,0.0,0.1,0.0.1", 2, "static:0,1,0.0,0.1"),
         ("topk:60,8,10", 4, "topk:31,4,10"),
         ("topk:60,8,10", 1, "topk:9,1,10"),
-        ("topk:9,2,4", 1, "topk:5,1,4"),  # there are no more candidates
+        ("topk:9,2,4", 1, "topk:5,1,4"),  # the tree has no more candidates
     ],
 )
-def test_tree_cut_at_a_depth_has_only_the_levels_up_to_that_depth(tree: str, depth: int, cut: str) -> None:
+def test_tree_cut_at_a_depth_has_only_the_levels_up_to_it(tree: str, depth: int, cut: str) -> None:
     whole = Tree.parse(tree)
     found = whole.cut(depth)
     assert str(found) == cut and found.depth == depth

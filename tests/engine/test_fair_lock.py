@@ -1,4 +1,4 @@
-"""`FairLock`: order, and interrupts at any moment."""
+"""Test the order of threads in `FairLock`, and interrupts at any moment."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def test_fair_lock_under_contention_serves_threads_in_order() -> None:
-    """A thread that releases the lock and asks again is served after the threads that asked in the meantime."""
+    """A thread that releases the lock and asks for it again is served after the threads that asked before."""
     lock, order = FairLock(), []
 
     def asks(number: int) -> None:
-        with lock, lock:  # also from within
+        with lock, lock:  # the holder may take the lock again
             order.append(number)
 
     def first() -> None:
@@ -47,7 +47,7 @@ def test_fair_lock_under_contention_serves_threads_in_order() -> None:
 
 
 class Interrupts:
-    """A lock in which one interrupt occurs, in the thread that made it."""
+    """A lock in which one interrupt occurs, in the thread that created the lock."""
 
     def __init__(self, original: Any, *, on_exit: bool) -> None:
         self.original, self.on_exit, self.thread = original, on_exit, threading.get_ident()

@@ -1,4 +1,4 @@
-"""A checkpoint's generation_config.json, as transformers writes it, becomes sampling parameters."""
+"""Test that a checkpoint's generation_config.json becomes sampling parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.once
 
 
 def written(folder: Path, **fields: Any) -> Path:
-    """A folder with the file that transformers writes for these fields."""
+    """Write a folder with the generation_config.json that transformers saves for these fields."""
     from transformers import GenerationConfig
 
     GenerationConfig(**fields).save_pretrained(folder)
@@ -75,7 +75,7 @@ def test_generation_config_of_real_models_is_greedy(data: Path) -> None:
         (dict(do_sample=True, temperature=-1.0), "SamplingParams.temperature: expected a finite number >= 0"),
     ],
 )
-def test_generation_config_unsupported_option_raises_naming_the_option(
+def test_generation_config_with_unsupported_option_raises_naming_the_option(
     tmp_path: Path, fields: dict[str, Any], named: str
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(fields))
@@ -84,13 +84,13 @@ def test_generation_config_unsupported_option_raises_naming_the_option(
 
 
 @pytest.mark.parametrize("value", [1, 1.0, 0, None])
-def test_generation_config_options_without_effect_are_accepted(tmp_path: Path, value: object) -> None:
+def test_generation_config_with_options_without_effect_raises_nothing(tmp_path: Path, value: object) -> None:
     name = "num_beams" if value == 1 else "no_repeat_ngram_size"
     (tmp_path / "generation_config.json").write_text(json.dumps({name: value}))
     assert SamplingParams.from_generation_config(tmp_path) == SamplingParams(temperature=0)
 
 
-def test_generation_config_missing_or_invalid_file_raises(tmp_path: Path) -> None:
+def test_generation_config_that_is_missing_or_invalid_raises(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"expected a generation_config\.json, found none"):
         SamplingParams.from_generation_config(tmp_path)
     for text, got in (("{", "expected JSON"), ("[]", "expected a JSON object, got list")):

@@ -1,4 +1,4 @@
-"""deterministic=True on a GPU, at 8B: 64 prompts by 256 tokens are equal with and without drafting."""
+"""Test deterministic=True with an 8B model on a GPU: drafting changes none of 256 tokens after 64 prompts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jspec.tools.bench import random_models as shapes
 from jspec.tools.testing import Scripted
 
 SHAPE, DTYPE, PROMPTS, TOKENS = "llama3-8b", "bfloat16", 64, 256
-PULL = 12.0  # length of an embedding; its target row gets a logit near the largest of 128256 normal numbers
-SHARPER = 4.0  # factor of the queries; without it attention is uniform, and after many layers all texts are alike
+PULL = 12.0  # norm of an embedding: the row it points at gets a logit near the largest of 128256 normal numbers
+SHARPER = 4.0  # factor of the queries: with 1, attention is uniform and after many layers all texts look alike
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
 def target() -> Model:
-    """Random weights with peaked distributions: each token's embedding points at one row of the output head."""
+    """Return random weights with peaked distributions: each token's embedding points at one row of the output head."""
     target = shapes.random_target(SHAPE, DTYPE)
     queries = slice(target.config.num_heads * target.config.head_dim)
     layers = [layer.replace(qkv=layer.qkv.at[queries].multiply(SHARPER)) for layer in target.layers]
@@ -43,7 +43,7 @@ def decode(target: Model, drafter: Any, *, deterministic: bool = True, **options
     done = engine.generate(prompts, GREEDY)
     engine.close()
     del engine
-    gc.collect()  # its pools take most of the device
+    gc.collect()  # the engine's pools take most of the device's memory
     return done
 
 
@@ -74,7 +74,7 @@ def test_h200_deterministic_engine_with_eagle3_emits_tokens_of_plain_decoding(
 
 @pytest.mark.h200
 @pytest.mark.parametrize("shift", [0, 1])
-def test_h200_deterministic_engine_with_right_or_wrong_drafts_emits_tokens_of_plain_decoding(
+def test_h200_deterministic_engine_with_right_or_wrong_drafts_emits_plain_tokens(
     shift: int, target: Model, plain: Any
 ) -> None:
     drafter = Scripted(plain, [GREEDY] * PROMPTS, Tree.chain(5), shift=shift)

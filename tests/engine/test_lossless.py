@@ -1,4 +1,4 @@
-"""Losslessness: with any drafter the tokens equal those of plain decoding."""
+"""Test that an engine with any drafter emits the tokens of plain decoding."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from jspec.engine.tokenizer import load_tokenizer
 from jspec.tools.testing import NEAR_TIE, Random, Scripted, differences
 from tests.support import cover, tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runs_long")]  # slow together
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runs_long")]  # together these are slow
 LONGEST_PROMPT = 250
-STATIC = "static:0,1,2,0.0,0.1,1.0,2.0,2.1,2.1.0"  # the last sibling has the deepest path at every level
+STATIC = "static:0,1,2,0.0,0.1,1.0,2.0,2.1,2.1.0"  # at every level the last sibling leads to the deepest path
 DYNAMIC = "topk:12,4,3"
 TREES = ("chain:1", "chain:2", "chain:5", STATIC, DYNAMIC)
 DRAFTERS = ("eagle3", "eagle", "medusa", "small", "ngram", "suffix", "right", "wrong", "random")
@@ -44,7 +44,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "page": (1, 64),  # other tests run with 16, the default
     "buckets": ((20,), (1, 20)),
 }
-ROUNDS = {"chain:2": 3, STATIC: 2}  # rounds per dispatch, by tree
+ROUNDS = {"chain:2": 3, STATIC: 2}  # rounds per dispatch for each tree
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ def pair(name: str, golden: Path, data: Path) -> Pair:
 
 
 def is_long(case: dict[str, Any]) -> bool:
-    """Drafters on the embedded pair, whose head is trained: many long texts."""
+    """Return whether a drafter runs on the embedded pair, whose trained head drafts many long texts."""
     return case["pair"] == "golden" and case["drafter"] not in FAKES
 
 
 def make_drafter(name: str, tree: Tree, pair: Pair, known: list[Completion], params: list[SamplingParams]) -> Drafter:
-    """Fake drafters know the plain output, so they are right or wrong at every token."""
+    """Return a drafter; fake drafters know the plain output, so they are right or wrong at every token."""
     target = pair.target
     makers: dict[str, Callable[[], Drafter]] = {
         "eagle3": lambda: Eagle3(pair.head, tree),
@@ -106,9 +106,9 @@ CONTROLS: dict[str, Any] = dict(  # ids that both vocabularies have
 
 
 def parameters(count: int, tokens: int, temperature: float) -> list[SamplingParams]:
-    """Greedy parameters, or sampled ones with one seed per prompt and every fourth row greedy.
+    """Return greedy parameters, or sampled ones with one seed per prompt and every fourth row greedy.
 
-    Every fifth is cut by rank and probability, every fifth has penalties, bias, bad words and a least length.
+    One request in five has top-k and top-p; another has penalties, bias, bad words and min_tokens.
     """
     return [
         SamplingParams(
@@ -125,7 +125,7 @@ def parameters(count: int, tokens: int, temperature: float) -> list[SamplingPara
 
 @dataclass(frozen=True)
 class Size:
-    """Number and length of prompts and outputs."""
+    """The number of prompts, and the lengths of prompts and outputs."""
 
     prompts: int
     longest: int  # prompt tokens
@@ -141,7 +141,7 @@ LONG = Size(prompts=40, longest=120, tokens=200)
 SHORT = Size(prompts=20, longest=120, tokens=48)
 
 
-Sizes = dict[float, Size]  # by temperature
+Sizes = dict[float, Size]  # for each temperature
 
 
 @cache
@@ -158,7 +158,7 @@ def baseline(name: str, golden: Path, data: Path, size: Size, temperature: float
 
 
 def check(case: dict[str, Any], golden: Path, data: Path, sizes: Sizes) -> None:
-    """Compare every bucket, greedy and sampled: the largest bucket serves all prompts, others a batch of their size."""
+    """Compare each bucket, greedy and sampled: the largest serves all prompts, each other one a batch of its size."""
     one = pair(case["pair"], golden, data)
     expected = {t: baseline(case["pair"], golden, data, size, t) for t, size in sizes.items()}
     params = {t: parameters(size.prompts, size.tokens, t) for t, size in sizes.items()}
@@ -188,7 +188,7 @@ def check(case: dict[str, Any], golden: Path, data: Path, sizes: Sizes) -> None:
 def distinct(
     completions: dict[float, list[Completion]], params: dict[float, list[SamplingParams]]
 ) -> tuple[list[Completion], list[SamplingParams]]:
-    """All prompts; greedy rows that both temperatures share are compared once."""
+    """Return the prompts to compare; greedy rows that both temperatures have are compared once."""
     kept: dict[tuple, tuple[Completion, SamplingParams]] = {}
     for temperature in completions:
         for completion, p in zip(completions[temperature], params[temperature], strict=True):
@@ -204,7 +204,7 @@ def check_acceptance(case: dict[str, Any], engine: Engine) -> None:
     drafter, tree = case["drafter"], case["tree"]
     if drafter == "wrong":
         assert metrics.num_accepted_tokens == 0
-    if drafter == "right":  # the last round of a request is cut at the end of the request
+    if drafter == "right":  # the last round is cut at the request's end
         assert metrics.acceptance_per_position[-1] > 0.9
         assert len(metrics.acceptance_per_position) == Tree.parse(tree).depth
 
@@ -245,7 +245,7 @@ MORE = (  # -m long; the whole product: -m matrix
 
 
 def cases() -> list[Any]:
-    """The first is decoded in both environments."""
+    """Return the cases; only the first runs in both environments."""
     marks = [[], *[[pytest.mark.once]] * (len(COVER) - 1), *[[pytest.mark.long]] * len(MORE)]
     named = [dict(zip(FACTORS, case, strict=True)) for case in COVER + MORE]
     return [pytest.param(case, marks=own, id=cover.label(case)) for case, own in zip(named, marks, strict=True)]
@@ -258,8 +258,8 @@ def test_engine_with_any_drafter_emits_tokens_of_plain_decoding(case: dict[str, 
 
 
 @pytest.mark.once
-def test_draft_model_equal_to_the_target_has_every_draft_accepted_for_200_rounds(golden: Path, data: Path) -> None:
-    """Acceptance stays complete only if the bonus token's draft row is written in every round."""
+def test_draft_model_equal_to_the_target_has_every_draft_accepted(golden: Path, data: Path) -> None:
+    """In 200 rounds acceptance stays complete only if each round writes the bonus token's draft cache row."""
     one = pair("golden", golden, data)
     drafter = DraftModel(one.target, Tree.chain(2))
     engine = Engine(one.target, drafter=drafter, slots=1, max_len=700, prefill_buckets=(64,), page_size=64)
@@ -270,7 +270,7 @@ def test_draft_model_equal_to_the_target_has_every_draft_accepted_for_200_rounds
 
 @pytest.mark.once
 def test_lossless_comparison_with_a_changed_target_fails(golden: Path, data: Path) -> None:
-    """Negative control: a target that differs in one weight fails the comparison."""
+    """Negative control: the target differs in one weight."""
     one = pair("golden", golden, data)
     other = one.target.replace(norm=one.target.norm.at[0].mul(1.5))
     engine = Engine(other, slots=20, max_len=SHORT.max_len, buckets=(20,), prefill_buckets=(SHORT.longest,))

@@ -1,4 +1,4 @@
-"""Losslessness for all combinations of drafters, trees, page sizes, buckets and models, greedy at full length."""
+"""Test losslessness for all combinations of drafters, trees, page sizes, buckets and models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def possible(case: dict[str, Any]) -> bool:
     return case["tree"] != DYNAMIC or case["drafter"] not in STATIC_ONLY
 
 
-# One engine serves all buckets: 100 prompts in the largest, a batch of its size in each of the others.
+# One engine serves all buckets: 100 prompts in the largest one, one full batch in each other one.
 WHOLE = [case for case in cover.product(FACTORS | {"page": (1, 16, 64), "buckets": ((1, 4, 25),)}) if possible(case)]
 
 

@@ -1,4 +1,4 @@
-"""Tokens, text, finish reasons, counters and rounds; all drafts are right, so requests end inside rounds."""
+"""Test tokens, text, finish reasons and counters; all drafts are right, so requests end inside rounds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plain(target: Model) -> list[Completion]:
 
 @pytest.fixture(scope="module")
 def engine(target: Model, plain: list[Completion]) -> Engine:
-    """Every draft token is right, so rounds emit five tokens after the prefill's one."""
+    """Return an engine whose drafts are right: after the prefill's token each round emits five."""
     return make(target, drafter=Scripted(plain, [GREEDY] * len(plain), Tree.chain(LENGTH)))
 
 
@@ -59,12 +59,12 @@ def with_(**changes: Any) -> SamplingParams:
 
 
 def first_at(ids: list[int], lowest: int, *, inside: Callable[[int], bool]) -> int:
-    """The first index >= ``lowest`` whose token did not occur before and that satisfies ``inside``."""
+    """Return the first index >= ``lowest`` that satisfies ``inside`` and whose token did not occur before."""
     return next(i for i in range(lowest, len(ids)) if ids[i] not in ids[:i] and inside(i))
 
 
 def flags(*, cap: int) -> list[bool]:
-    """The prefill's token, then rounds of ``cap`` drafted tokens and the target's own."""
+    """Return for each token whether it was drafted; each round has ``cap`` drafted tokens and a bonus token."""
     return ([False] + ([True] * cap + [False]) * LONGEST)[:LONGEST]
 
 
@@ -79,7 +79,7 @@ def test_rounds_with_right_drafts_accept_every_draft_token(traced: list[Completi
         assert [len(round_.emitted) for round_ in completion.rounds or []] == [5] * 5 + [4]
 
 
-def test_traced_rounds_agree_with_the_tokens_of_the_completion(traced: list[Completion]) -> None:
+def test_traced_rounds_of_a_completion_contain_its_tokens(traced: list[Completion]) -> None:
     for completion in traced:
         rounds = completion.rounds
         assert rounds is not None
@@ -93,7 +93,7 @@ def test_traced_rounds_agree_with_the_tokens_of_the_completion(traced: list[Comp
             assert [r.tokens[node] for node in r.path[1:]][: len(r.emitted)] == r.emitted[: r.accept_len]
 
 
-def test_round_to_text_has_one_line_per_node(traced: list[Completion]) -> None:
+def test_round_text_of_a_traced_round_has_one_line_per_node(traced: list[Completion]) -> None:
     rounds = traced[0].rounds
     assert rounds is not None
     lines = rounds[0].to_text().splitlines()
@@ -102,9 +102,10 @@ def test_round_to_text_has_one_line_per_node(traced: list[Completion]) -> None:
     assert lines[-1] == f"emitted {rounds[0].emitted}"
 
 
-def test_generate_traced_again_compiles_nothing_and_untraced_has_no_rounds(
+def test_engine_that_traces_again_compiles_nothing(
     engine: Engine, traced: list[Completion], compilations: list[str]
 ) -> None:
+    """An untraced completion has no rounds."""
     (again,) = engine.generate(PROMPTS[0], GREEDY, trace=True)
     assert not compilations
     assert [r.to_text() for r in again.rounds or []] == [r.to_text() for r in traced[0].rounds or []]
@@ -112,7 +113,7 @@ def test_generate_traced_again_compiles_nothing_and_untraced_has_no_rounds(
 
 
 @pytest.mark.parametrize(("draft", "cap"), [(False, 0), (0, 0), (1, 1), (3, 3), (LENGTH, 4), (99, 4), (True, 4)])
-def test_draft_cap_changes_the_rounds_but_no_token(
+def test_request_with_a_draft_cap_has_other_rounds_but_equal_tokens(
     engine: Engine, plain: list[Completion], draft: Any, cap: int
 ) -> None:
     (done,) = engine.generate(PROMPTS[0], with_(draft=draft))
@@ -120,12 +121,16 @@ def test_draft_cap_changes_the_rounds_but_no_token(
     rounds = -(-(LONGEST - 1) // (cap + 1))
     assert done.metrics.num_drafts == rounds
     assert done.metrics.num_draft_tokens == rounds * cap
-    known = [[1 + (cap + 1) * r + i < LONGEST for r in range(rounds)] for i in range(cap)]  # the script ends there
+    known = [
+        [1 + (cap + 1) * r + i < LONGEST for r in range(rounds)] for i in range(cap)
+    ]  # the drafter knows no later tokens
     assert done.metrics.num_accepted_per_position == [sum(at) for at in known]
     assert done.from_draft == flags(cap=cap)
 
 
-def test_draft_cap_in_a_mixed_batch_limits_only_that_row(engine: Engine, plain: list[Completion]) -> None:
+def test_request_with_a_draft_cap_in_a_batch_limits_only_its_own_drafts(
+    engine: Engine, plain: list[Completion]
+) -> None:
     done = engine.generate(PROMPTS, [with_(draft=False), with_(), with_(draft=2)])
     assert [completion.token_ids for completion in done] == [completion.token_ids for completion in plain]
     assert [completion.metrics.num_drafts for completion in done] == [29, 6, 10]
@@ -135,7 +140,7 @@ def test_draft_cap_in_a_mixed_batch_limits_only_that_row(engine: Engine, plain: 
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 6, 7])
-def test_max_tokens_inside_a_round_ends_the_request_there(
+def test_request_with_max_tokens_inside_a_round_ends_there(
     engine: Engine, plain: list[Completion], max_tokens: int
 ) -> None:
     (done,) = engine.generate(PROMPTS[0], with_(max_tokens=max_tokens))
@@ -148,8 +153,10 @@ def test_max_tokens_inside_a_round_ends_the_request_there(
 
 
 @pytest.mark.parametrize("place", ["prefill", "inside a round", "bonus token"])
-def test_stop_token_anywhere_in_a_round_ends_the_request(engine: Engine, plain: list[Completion], place: str) -> None:
-    """Tokens 1 to 5 are the first round's, the fifth is its bonus token."""
+def test_request_with_a_stop_token_anywhere_in_a_round_ends_there(
+    engine: Engine, plain: list[Completion], place: str
+) -> None:
+    """The first round emits tokens 1 to 5; the fifth is its bonus token, the target's own."""
     inside = {
         "prefill": lambda i: i == 0,
         "inside a round": lambda i: i % 5 in (2, 3),
@@ -165,10 +172,10 @@ def test_stop_token_anywhere_in_a_round_ends_the_request(engine: Engine, plain: 
         assert done.metrics.num_drafts == -(-end // 5)
 
 
-def test_eos_inside_a_round_ends_the_request(
+def test_request_with_eos_inside_a_round_ends_there(
     engine: Engine, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The EOS token is in the ids but not in the text; with ignore_eos decoding continues and the text contains it."""
+    """The ids contain the EOS token and the text does not; with ignore_eos decoding continues after it."""
     ids = plain[0].token_ids
     end = first_at(ids, 7, inside=lambda i: i % 5 in (2, 3))
     monkeypatch.setattr(engine.input_processor, "eos_ids", (EOS, ids[end]))
@@ -183,7 +190,9 @@ def test_eos_inside_a_round_ends_the_request(
     assert (asked.token_ids, asked.finish_reason, asked.stop_reason) == (ids[: end + 1], "stop", ids[end])
 
 
-def test_stop_token_at_max_tokens_is_the_finish_reason(engine: Engine, plain: list[Completion]) -> None:
+def test_request_with_a_stop_token_at_max_tokens_has_finish_reason_stop(
+    engine: Engine, plain: list[Completion]
+) -> None:
     ids = plain[0].token_ids
     end = first_at(ids, 1, inside=lambda i: i > 1)
     (done,) = engine.generate(PROMPTS[0], with_(max_tokens=end + 1, stop_token_ids=(ids[end],)))
@@ -199,7 +208,7 @@ def test_stream_chunks_joined_equal_text_and_tokens_of_the_completion(engine: En
         assert "".join(chunk.text or "" for chunk in chunks) == expected.text
         assert [t for chunk in chunks for t in chunk.token_ids] == expected.token_ids
         assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
-        assert len(chunks) == 7  # the prefill's token and six rounds
+        assert len(chunks) == 7  # one chunk for the prefill's token and one for each of six rounds
         assert all(len(chunk.from_draft) == len(chunk.token_ids) for chunk in chunks)
         (done,) = engine.generate(prompt, GREEDY)
         assert done.text == expected.text
@@ -207,7 +216,7 @@ def test_stream_chunks_joined_equal_text_and_tokens_of_the_completion(engine: En
         assert "".join(done.pieces) == done.text[: len("".join(done.pieces))]
 
 
-def test_generate_accepts_one_prompt_as_text_or_ids_or_in_a_list(engine: Engine, plain: list[Completion]) -> None:
+def test_engine_given_one_prompt_in_any_form_returns_equal_tokens(engine: Engine, plain: list[Completion]) -> None:
     assert engine.generate([]) == []
     ids = list(PROMPTS[0].encode())
     forms: list[Any] = [PROMPTS[0], ids, tuple(ids), [ids], [PROMPTS[0]]]
@@ -219,14 +228,14 @@ def test_generate_accepts_one_prompt_as_text_or_ids_or_in_a_list(engine: Engine,
     assert [c.token_ids for c in mixed] == [plain[1].token_ids[:2], plain[0].token_ids[:3]]
 
 
-def test_generate_progress_bar_counts_tokens(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_of_a_run_counts_its_tokens(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     engine.generate(PROMPTS[0], GREEDY)
     assert capsys.readouterr().err == ""
     engine.generate(PROMPTS[0], GREEDY, progress=True)
     assert "30/30" in capsys.readouterr().err
 
 
-def test_completion_html_colours_each_drafted_token(traced: list[Completion]) -> None:
+def test_completion_html_of_a_text_colours_each_drafted_token(traced: list[Completion]) -> None:
     page = traced[0]._repr_html_()
     assert page.count("background") == sum(traced[0].from_draft)
 
@@ -234,8 +243,8 @@ def test_completion_html_colours_each_drafted_token(traced: list[Completion]) ->
 # -- counters
 
 
-def test_metrics_of_counted_rounds_equal_hand_computed_ones() -> None:
-    """Rounds of 4 drafts that accept 4, 2 and 0, the last one cut after its first token of 3 accepted ones."""
+def test_metrics_of_three_rounds_equal_those_computed_by_hand() -> None:
+    """Rounds of 4 draft tokens accept 4, 2 and 0; the request ends within the last round."""
     metrics = Metrics(num_tokens=1)
     for accept_len, emitted in ((4, 4), (2, 2), (0, 0), (3, 1)):
         metrics.count_round(depth=4, drafted=4, accept_len=accept_len, emitted_drafts=emitted)
@@ -250,8 +259,8 @@ def test_metrics_of_counted_rounds_equal_hand_computed_ones() -> None:
     assert Metrics().mean_acceptance_length == 1 and Metrics().acceptance_rate == 0
 
 
-def test_process_step_output_of_several_rounds_stops_at_the_ended_round() -> None:
-    """The report's columns are three tokens, count, accept_len, drafted and ended; the third round is after the end."""
+def test_output_processor_given_several_rounds_stops_at_the_ended_one() -> None:
+    """The report's columns are three tokens, count, accept_len, drafted and ended; the request ends in round two."""
     output = OutputState(token_ids=[3], from_draft=[False], pieces=[""])
     request = Request(1, (5,), SamplingParams(), 0, (9,), 10, output=output)
     report = np.asarray([[[4, 6, 7, 3, 2, 2, 0]], [[8, 9, -1, 2, 2, 2, 1]], [[-1, -1, -1, 0, 0, 0, 0]]])
@@ -262,7 +271,7 @@ def test_process_step_output_of_several_rounds_stops_at_the_ended_round() -> Non
     assert (request.metrics.num_drafts, request.metrics.num_accepted_tokens) == (2, 4)
 
 
-def test_engine_metrics_are_the_sum_of_the_metrics_of_the_requests(engine: Engine) -> None:
+def test_engine_metrics_after_several_requests_are_the_sum_of_theirs(engine: Engine) -> None:
     before = engine.metrics
     done = engine.generate(PROMPTS, GREEDY)
     added = sum((completion.metrics for completion in done), before)

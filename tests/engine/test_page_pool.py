@@ -1,4 +1,4 @@
-"""The page pool: every page is free, idle or owned by as many owners as were counted, after any operations."""
+"""Test that after any operations each page of the pool is free, idle, or has as many owners as the pool counts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jspec.engine.page_pool import Digest, PagePool, page_digests
 
 pytestmark = pytest.mark.once
 
-TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=24)  # of only two tokens, because prefixes must repeat
+TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=24)  # only two distinct tokens, so that prefixes repeat
 
 
 class Pages(RuleBasedStateMachine):
-    """Owners reserve, share, grow, cache and release pages; dictionaries are the model."""
+    """A state machine in which owners reserve, share, grow, cache and release pages; dictionaries model the pool."""
 
     @initialize(pages=st.integers(2, 14), page_size=st.integers(1, 4))
     def start(self, pages: int, page_size: int) -> None:
@@ -64,7 +64,7 @@ class Pages(RuleBasedStateMachine):
     @precondition(lambda self: self.owned)
     @rule(data=st.data(), text=TEXTS)
     def keep(self, data: st.DataObject, text: list[int]) -> None:
-        """The owner's rows hold this text; its shared pages must hold the same tokens already."""
+        """Record that an owner's cache rows hold this text; check that its shared pages hold these tokens."""
         owner, size = data.draw(st.sampled_from(sorted(self.owned))), self.pool.page_size
         known = [self.kept[page] for page in self.owned[owner] if page in self.kept]
         text = [*(known[-1] if known else ()), *text]
@@ -90,7 +90,7 @@ class Pages(RuleBasedStateMachine):
         self.kept, self.idle = {}, []
 
     def take(self, owner: int, pages: list[int], had: list[int]) -> None:
-        """New pages are free ones, then idle ones in the order of eviction."""
+        """Take the pages that a reservation must get: free pages first, then idle ones in the order of eviction."""
         new = pages[len(had) :]
         evicted = [page for page in new if page in self.idle]
         assert evicted == self.idle[: len(evicted)], "another page should have gone first"
@@ -126,7 +126,7 @@ class Pages(RuleBasedStateMachine):
         assert len(self.pool._page_of) == len(self.kept) and list(self.pool._idle) == self.idle
 
     def teardown(self) -> None:
-        """No leak: when all owners are gone every page can be reserved."""
+        """Check that without owners every page can be reserved."""
         if hasattr(self, "pool"):
             for owner in list(self.owned):
                 self.release(owner)
@@ -140,7 +140,7 @@ TestPages.settings = settings(max_examples=60, stateful_step_count=20)
 
 
 def forgets_num_owners(self: PagePool, owner: int) -> None:
-    """A page becomes free although it has other owners."""
+    """Free a page although it has other owners."""
     for page in self._owned.pop(owner, []):
         self._num_owners[page] = 0
         (self._idle.update({page: None}) if page in self._digest_of else self._free.append(page))
@@ -154,7 +154,7 @@ def newest_first(self: PagePool) -> int:
 
 
 @pytest.mark.parametrize(("name", "broken"), [("release", forgets_num_owners), ("_evict", newest_first)])
-def test_page_pool_state_machine_detects_a_broken_pool(
+def test_page_pool_state_machine_with_a_broken_pool_fails(
     monkeypatch: pytest.MonkeyPatch, name: str, broken: object
 ) -> None:
     """Negative controls: one method of the pool is wrong."""
@@ -164,8 +164,8 @@ def test_page_pool_state_machine_detects_a_broken_pool(
         run_state_machine_as_test(Pages, settings=quick)
 
 
-def test_page_digest_depends_on_all_tokens_up_to_the_page_end() -> None:
-    """Digests that continue after a given digest equal those of the whole text."""
+def test_page_digests_of_a_text_with_another_first_token_all_differ() -> None:
+    """Digests computed from an earlier digest on equal those of the whole text."""
     text = [1, 2, 3, 4, 5, 6, 7]
     whole = page_digests(text, 2)
     assert len(whole) == 3 and page_digests(text[2:], 2, whole[0]) == whole[1:]
@@ -175,7 +175,7 @@ def test_page_digest_depends_on_all_tokens_up_to_the_page_end() -> None:
     assert len(collected) == 400
 
 
-def test_page_pool_when_full_evicts_last_pages_of_the_oldest_owner_first() -> None:
+def test_page_pool_that_is_full_evicts_last_pages_of_the_oldest_owner_first() -> None:
     pool = PagePool(5, 1)
     digests = page_digests([1, 2, 3, 4], 1)
     first, second = pool.reserve(1, 2), pool.reserve(2, 2)
@@ -188,7 +188,7 @@ def test_page_pool_when_full_evicts_last_pages_of_the_oldest_owner_first() -> No
     assert pool.match(digests) == [] and pool.match(page_digests([7, 8], 1)) == [second[0]]
 
 
-def test_page_pool_is_unchanged_when_the_caller_edits_the_reserved_list() -> None:
+def test_page_pool_whose_returned_list_is_edited_stays_unchanged() -> None:
     pool = PagePool(4, 2)
     pool.reserve(1, 4).clear()
     pool.release(1)
@@ -196,7 +196,7 @@ def test_page_pool_is_unchanged_when_the_caller_edits_the_reserved_list() -> Non
     assert pool.num_used == 0
 
 
-def test_page_pool_check_detects_lost_doubled_and_miscounted_pages() -> None:
+def test_page_pool_check_with_lost_doubled_or_miscounted_pages_fails() -> None:
     """Negative controls of the pool's check."""
     lost, doubled, miscounted = PagePool(5, 1), PagePool(5, 1), PagePool(5, 1)
     lost._free.pop()
@@ -212,6 +212,6 @@ def test_page_pool_check_detects_lost_doubled_and_miscounted_pages() -> None:
 
 
 @pytest.mark.parametrize(("pages", "page_size"), [(1, 16), (0, 16), (4, 0)])
-def test_page_pool_impossible_sizes_raise(pages: int, page_size: int) -> None:
+def test_page_pool_of_impossible_sizes_raises(pages: int, page_size: int) -> None:
     with pytest.raises(ValueError, match=f"pages >= 2 and page_size >= 1, got {pages} and {page_size}"):
         PagePool(pages, page_size)

@@ -1,4 +1,4 @@
-"""Penalties in the engine: plain decoding equals transformers' processors, and drafters equal plain decoding."""
+"""Test penalties in the engine: plain decoding equals transformers' processors, and drafters equal plain decoding."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def plain_tokens() -> list[list[int]]:
 
 
 def by_processors(prompt: list[int], params: SamplingParams) -> list[int]:
-    """Decode token by token: a forward over the whole text, transformers' processors, the project's noise."""
+    """Decode token by token with a pass over the whole text, transformers' processors and the project's noise."""
     output: list[int] = []
     while len(output) < params.max_tokens and not set(output[-1:]) & set(params.stop_token_ids):
         text = np.array([[*prompt, *output]])
@@ -56,15 +56,15 @@ def by_processors(prompt: list[int], params: SamplingParams) -> list[int]:
     return output
 
 
-def test_plain_decoding_with_penalties_emits_tokens_of_transformers_processors() -> None:
-    """In the later runs the prompts' pages are cached and slots were used before."""
+def test_plain_decoding_with_penalties_equals_decoding_with_transformers_processors() -> None:
+    """In later runs the prompts' pages are cached and the slots were used before."""
     assert plain_tokens() == [by_processors(*each) for each in zip(PROMPTS, ENGINE_PARAMS, strict=True)]
     for order in (range(8), range(7, -1, -1)):
         done = small.plain().generate([PROMPTS[i] for i in order], [ENGINE_PARAMS[i] for i in order])
         assert [completion.token_ids for completion in done] == [plain_tokens()[i] for i in order]
 
 
-def test_plain_decoding_without_the_penalties_emits_other_tokens() -> None:
+def test_plain_decoding_without_penalties_emits_other_tokens() -> None:
     """Negative control: the one row that has no penalties keeps its tokens."""
     off = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None, bad_words=())
     off |= dict(allowed_token_ids=None, min_tokens=0)
@@ -80,7 +80,7 @@ def test_chain_drafting_with_penalties_emits_tokens_of_plain_decoding() -> None:
 
 @pytest.mark.long
 def test_dynamic_tree_with_penalties_and_preemption_emits_tokens_of_plain_decoding() -> None:
-    """After a preemption the counts of prompt and output tokens are recomputed."""
+    """After a preemption the engine counts the prompt's and output's tokens again."""
     drafter = DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3))
     engine = Engine(
         small.target(),
@@ -130,7 +130,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "message"), BAD, ids=str)
-def test_engine_impossible_penalties_raise_before_queueing(given: dict, message: str) -> None:
+def test_request_with_impossible_penalties_raises_before_queueing(given: dict, message: str) -> None:
     engine = small.plain()
     with pytest.raises(ValueError, match=message):
         engine.generate([[1], [2]], [SamplingParams(), SamplingParams(**given)])
@@ -144,20 +144,20 @@ def test_input_processor_without_controls_raises_naming_the_penalties() -> None:
         admission.requests([1], SamplingParams(presence_penalty=1, min_tokens=1), trace=False)
 
 
-def test_bad_words_that_exclude_each_other_are_accepted() -> None:
-    """The two words ban different tokens, each after another token."""
+def test_bad_words_that_ban_every_repetition_make_tokens_alternate() -> None:
+    """Each of the two allowed tokens is banned only after itself."""
     params = SamplingParams(temperature=0, max_tokens=8, allowed_token_ids=[5, 6], bad_words=[[5, 5], [6, 6]])
     (done,) = small.plain().generate([1, 5], params)
     assert done.token_ids == [6, 5] * 4
 
 
-def test_bad_words_text_is_banned_with_and_without_leading_blank() -> None:
+def test_bad_words_given_as_text_are_banned_with_and_without_a_leading_blank() -> None:
     params = SamplingParams(bad_words=["ab", " ab", [1]])
     assert bad_words(params, ByteTokenizer()) == (tuple(b"ab"), tuple(b" ab"), (1,))
 
 
 class Blanks:
-    """Prepends a blank to a text, as SentencePiece does, and makes one token per character."""
+    """A tokenizer that prepends a blank to a text, as SentencePiece does, with one token per character."""
 
     hidden_ids = frozenset({0})
 
@@ -170,7 +170,7 @@ def test_bad_words_with_a_sentencepiece_tokenizer_include_the_form_without_blank
     assert words == ((32, 97, 98), (32, 32, 97, 98), (97, 98))
 
 
-def test_sampling_params_numbers_too_large_for_a_float_raise() -> None:
+def test_sampling_params_with_numbers_too_large_for_a_float_raise() -> None:
     assert SamplingParams(max_tokens=2**64).max_tokens == 2**64
     for field in ("temperature", "presence_penalty", "min_tokens"):
         with pytest.raises(ValueError, match=field):

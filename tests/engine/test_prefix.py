@@ -1,4 +1,4 @@
-"""Requests with a common prefix share pages, which changes neither their tokens nor their drafts."""
+"""Test that requests with a common prefix share pages, which changes neither their tokens nor their drafts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support import cover, small, tiny
 pytestmark = pytest.mark.once
 
 PAGE, MAX_LEN, LENGTH = 4, 64, 3
-TOLERANCE = 1e-4  # float32 scores with other chunk sizes
+TOLERANCE = 1e-4  # rounding of float32 scores in chunks of other sizes
 DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "plain": lambda: None,
     "eagle3": lambda: Eagle3(
@@ -36,7 +36,7 @@ GREEDY, SAMPLED = dict(temperature=0.0), dict(temperature=1.0, seed=7)
 
 @cache
 def engine(name: str, *, cached: bool, page_size: int = PAGE) -> Engine:
-    """An engine with two slots; the draft model samples its drafts, which therefore depend on its cache."""
+    """Return an engine with two slots; its draft model samples drafts, which depend on the draft cache."""
     made = Engine(
         small.target(),
         drafter=DRAFTERS[name](),
@@ -55,7 +55,7 @@ def engine(name: str, *, cached: bool, page_size: int = PAGE) -> Engine:
 
 @pytest.fixture(autouse=True)
 def _all_comes_back() -> Iterator[None]:
-    """Check that every test begins and ends with no page held or lost."""
+    """Check before and after each test that no page is held or lost."""
     for one in WITH_CACHE:
         one.scheduler.pages.clear()
     yield
@@ -69,7 +69,7 @@ def prompt(size: int, seed: int = 0) -> list[int]:
 
 
 def chat(one: Engine, controls: dict[str, Any], turns: tuple[tuple[int, int], ...], *, trace: bool = False) -> Any:
-    """A conversation: each turn appends tokens to the text so far and decodes an answer."""
+    """Run a conversation in which each turn appends tokens to the text and decodes an answer."""
     said: list[int] = []
     done: list[Completion] = []
     for turn, (asked, answered) in enumerate(turns):
@@ -96,7 +96,7 @@ TURNS = ((9, 6), (1, 3), (3, 8), (1, 1), (2, 7), (5, 5))
 
 
 @pytest.mark.parametrize(("name", "controls"), cover.checkerboard(DRAFTERS, (GREEDY, SAMPLED), ("greedy", "sampled")))
-def test_prefix_cache_changes_neither_tokens_nor_drafts(name: str, controls: dict[str, Any]) -> None:
+def test_prefix_cache_in_a_conversation_changes_neither_tokens_nor_drafts(name: str, controls: dict[str, Any]) -> None:
     one, other = (chat(engine(name, cached=cached), controls, TURNS) for cached in (True, False))
     assert tokens(one) == tokens(other)
     assert [done.from_draft for done in one] == [done.from_draft for done in other]
@@ -107,8 +107,8 @@ def test_prefix_cache_changes_neither_tokens_nor_drafts(name: str, controls: dic
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_prefix_cache_finds_every_full_page_of_earlier_turns(name: str) -> None:
-    """Found are also pages filled while decoding, including the rows of a request's last round."""
+def test_prefix_cache_in_a_conversation_finds_every_full_page_of_earlier_turns(name: str) -> None:
+    """Pages that were filled while decoding are found too, including those of a request's last round."""
     done = chat(engine(name, cached=True), SAMPLED, TURNS)
     held = 0
     for turn in done:
@@ -127,12 +127,12 @@ def expected_scores() -> list[np.ndarray]:
     return traced(engine("eagle3", cached=False))
 
 
-def test_shared_pages_leave_draft_scores_unchanged(expected_scores: list[np.ndarray]) -> None:
-    """Every node's score equals that without the prefix cache, so the draft rows and features in pages are complete."""
+def test_requests_with_shared_pages_have_unchanged_draft_scores(expected_scores: list[np.ndarray]) -> None:
+    """Equal scores show that shared pages contain all draft cache rows and features."""
     np.testing.assert_allclose(traced(engine("eagle3", cached=True)), expected_scores, atol=TOLERANCE)
 
 
-def test_shared_pages_of_one_row_leave_draft_scores_unchanged(expected_scores: list[np.ndarray]) -> None:
+def test_requests_with_shared_pages_of_one_row_have_unchanged_draft_scores(expected_scores: list[np.ndarray]) -> None:
     one = engine("eagle3", cached=True, page_size=1)
     np.testing.assert_allclose(traced(one), expected_scores, atol=TOLERANCE)
     done = chat(one, GREEDY, TURNS)
@@ -158,10 +158,10 @@ def no_edges(one: Engine, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("spoil", [no_pending_rows, no_edges])
-def test_draft_score_comparison_detects_incomplete_shared_pages(
+def test_draft_score_comparison_with_incomplete_shared_pages_fails(
     expected_scores: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., None]
 ) -> None:
-    """Negative controls: the last draft rows or the features at page ends are missing."""
+    """Negative controls: the last draft cache rows or the features at page ends are missing."""
     one = engine("eagle3", cached=True)
     traced(one, TURNS[:1])  # compiles the programs before one of them is replaced
     one.scheduler.pages.clear()
@@ -171,8 +171,8 @@ def test_draft_score_comparison_detects_incomplete_shared_pages(
 
 
 @pytest.mark.parametrize("size", [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 16, 17, 24, 29])
-def test_prefix_cache_same_prompt_twice_finds_all_full_pages_but_not_the_last_token(size: int) -> None:
-    """Sizes include multiples of the page; chunks of 6 and 16 tokens end inside a page."""
+def test_prefix_cache_on_a_repeated_prompt_finds_all_full_pages(size: int) -> None:
+    """The newest token must be computed, so a full page that ends with it is not used."""
     plain = SamplingParams(max_tokens=6, **GREEDY)
     one = engine("eagle3", cached=True)
     first, second = (one.generate(prompt(size), plain)[0] for _ in range(2))
@@ -182,8 +182,8 @@ def test_prefix_cache_same_prompt_twice_finds_all_full_pages_but_not_the_last_to
     assert cached_tokens([first, second]) == [0, min(size // PAGE * PAGE, size - 1)]
 
 
-def test_prefix_cache_running_requests_with_equal_prompts_share_pages() -> None:
-    """The second of two equal prompts shares the pages of the first, which is still running."""
+def test_running_requests_with_equal_prompts_share_pages() -> None:
+    """The second request starts while the first one is still running."""
     one = engine("eagle3", cached=True)
     params = [SamplingParams(max_tokens=8, seed=seed) for seed in (1, 2)]
     requests = one._make_requests([prompt(16)] * 2, params, trace=False)
@@ -200,10 +200,10 @@ def test_prefix_cache_running_requests_with_equal_prompts_share_pages() -> None:
 
 
 @pytest.mark.parametrize("name", ["eagle3", "draft model"])
-def test_shared_pages_are_not_written_by_a_request_that_finds_them(name: str) -> None:
-    """The rows of a prompt that fills whole pages have the same bits after the prompt was served again.
+def test_request_that_finds_shared_pages_does_not_write_them(name: str) -> None:
+    """The prompt fills whole pages; their bits are unchanged after the prompt was served again.
 
-    The draft's rows are marked first, so a write would show.
+    The drafter's cache rows are overwritten with marks first, so a later write would show.
     """
     one, params = engine(name, cached=True), SamplingParams(max_tokens=1, **GREEDY)
     one.generate(prompt(16), params)
@@ -222,8 +222,8 @@ def test_shared_pages_are_not_written_by_a_request_that_finds_them(name: str) ->
         np.testing.assert_array_equal(old, new)
 
 
-def test_prefix_cache_prompt_with_another_first_token_finds_no_page() -> None:
-    """A page is found only if its own tokens and all tokens before them agree."""
+def test_prompt_with_another_first_token_finds_no_cached_page() -> None:
+    """A page is found only if all tokens up to the page's end are equal."""
     one, params = engine("plain", cached=True), SamplingParams(max_tokens=1, **GREEDY)
     one.generate(prompt(16), params)
     other = [(prompt(16)[0] + 1) % small.VOCAB, *prompt(16)[1:]]
@@ -234,7 +234,7 @@ def test_prefix_cache_prompt_with_another_first_token_finds_no_page() -> None:
 
 
 def test_cached_pages_of_a_full_pool_are_evicted_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thirty prompts fill the pool; afterwards the latest prompt is cached and the oldest is not."""
+    """After thirty prompts the latest prompt is cached and the oldest is not."""
     one, params = engine("plain", cached=True), SamplingParams(max_tokens=4, **GREEDY)
     prompts = [prompt(12, seed=seed) for seed in range(30)]
     expected = engine("plain", cached=False).generate(prompts, params)
@@ -246,7 +246,7 @@ def test_cached_pages_of_a_full_pool_are_evicted_oldest_first(monkeypatch: pytes
     assert (latest.metrics.num_cached_tokens, oldest.metrics.num_cached_tokens) == (11, 0)
 
 
-def test_metrics_count_prefix_cache_hits_and_the_hit_rate() -> None:
+def test_metrics_after_cached_prompts_count_hits_and_the_hit_rate() -> None:
     one = engine("plain", cached=True)
     before = one.metrics
     one.generate([prompt(16), prompt(16)], SamplingParams(max_tokens=2))
@@ -261,8 +261,8 @@ def test_metrics_count_prefix_cache_hits_and_the_hit_rate() -> None:
 
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_preemption_changes_neither_tokens_nor_drafts(name: str, cached: bool) -> None:
-    """Two requests share a pool that fits little more than one, so the later one is preempted repeatedly."""
+def test_requests_preempted_repeatedly_keep_their_tokens_and_drafts(name: str, cached: bool) -> None:
+    """Two requests share a pool that holds little more than one, so the later one is preempted."""
     one = engine(name, cached=cached)
     prompts = [prompt(9, seed=seed) for seed in range(4)]
     params = [
@@ -278,13 +278,13 @@ def test_preemption_changes_neither_tokens_nor_drafts(name: str, cached: bool) -
     assert [turn.metrics.num_preemptions for turn in expected] == [0] * 4
     assert sum(turn.metrics.num_preemptions for turn in done) >= 2 and done[0].metrics.num_preemptions == 0
     assert tokens(done) == tokens(expected)
-    if name != "suffix":  # it drafts from the texts of earlier requests, the first run among them
+    if name != "suffix":  # the drafter also drafts from the texts of the first run
         assert [turn.from_draft for turn in done] == [turn.from_draft for turn in expected]
         assert accepted(done) == accepted(expected)
 
 
-def test_preemption_comparison_detects_a_resampled_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a preempted request samples its newest token again, with the prefill's noise."""
+def test_preemption_comparison_with_a_resampled_newest_token_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a preempted request samples its newest token again with other noise."""
     original = ModelRunner._pack
 
     def forgets_root(self: ModelRunner, plan: Any) -> np.ndarray:
@@ -294,7 +294,7 @@ def test_preemption_comparison_detects_a_resampled_root(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ModelRunner, "_pack", forgets_root)
     with pytest.raises(AssertionError):
-        test_preemption_changes_neither_tokens_nor_drafts("draft model", False)
+        test_requests_preempted_repeatedly_keep_their_tokens_and_drafts("draft model", False)
 
 
 def test_requests_with_a_lower_priority_number_are_served_first() -> None:

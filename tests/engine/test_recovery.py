@@ -1,4 +1,4 @@
-"""Errors and interrupts in a step, a tokenizer or the device: which requests end and which continue."""
+"""Test which requests end and which continue after an error or interrupt in a step, tokenizer or device."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_tokenizer_error_before_queueing_leaves_no_request_queued(engine: Engine
 
 @pytest.mark.parametrize("where", ["round", "prefill", "read"])
 @pytest.mark.parametrize("at", [1, 4])
-def test_step_error_ends_running_requests_and_waiting_ones_are_served(
+def test_step_with_an_error_ends_running_requests_but_not_waiting_ones(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, where: str, at: int
 ) -> None:
-    """Waiting requests are served with a new state, and no page of the old prefix cache is used."""
+    """Waiting requests are served with a new state and without the old prefix cache."""
     error = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
     programs = engine.core.runner.programs
     with monkeypatch.context() as patch:
@@ -88,7 +88,7 @@ def test_step_error_ends_running_requests_and_waiting_ones_are_served(
     assert [one.token_ids for one in engine.generate(PROMPTS, PARAMS)] == expected
 
 
-def test_low_acceptance_warning_as_error_is_raised_to_the_caller(
+def test_low_acceptance_warning_turned_into_an_error_is_raised_to_the_caller(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request, warning = engine.submit(PROMPTS[0], PARAMS[0]), LowAcceptanceWarning("the drafts hardly help")
@@ -108,7 +108,7 @@ def test_interrupt_while_dispatching_is_raised_and_ends_running_requests(
         patch.setattr(engine.core, "_dispatch", Fault(engine.core._dispatch, 3, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPTS, PARAMS)
-    # The stream's step was lost too: an error instead of a gap in the text.
+    # The stream's step was lost too, so the stream ends with an error instead of a gap in its text.
     with pytest.raises(RuntimeError, match="interrupted") as caught:
         list(stream)
     assert isinstance(caught.value.__cause__, KeyboardInterrupt)
@@ -117,7 +117,7 @@ def test_interrupt_while_dispatching_is_raised_and_ends_running_requests(
 def test_interrupt_while_a_request_finishes_ends_that_request_with_an_error(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interrupt is raised to the caller, and the request ends."""
+    """The caller sees the interrupt."""
     request = engine.submit(PROMPTS[0], PARAMS[0])
     with monkeypatch.context() as patch:
         patch.setattr("jspec.engine.request.OutputState.finish_text", Fault(lambda *_: None, 1, KeyboardInterrupt()))
@@ -130,7 +130,7 @@ def test_interrupt_while_a_request_finishes_ends_that_request_with_an_error(
 def test_interrupt_during_recovery_lets_the_next_step_complete_the_recovery(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the second interrupt requests are ended and the prefix cache is empty; the next step makes a new state."""
+    """The second interrupt comes after all requests have ended and before the new state exists."""
     prompt, params = PROMPTS[2] + PROMPTS[3], SamplingParams(max_tokens=12, temperature=0.0)
     expected = engine.generate(prompt, params)[0].token_ids
     running = engine.submit(PROMPTS[3], PARAMS[3])
@@ -154,7 +154,7 @@ def test_interrupt_during_recovery_lets_the_next_step_complete_the_recovery(
 def test_preempted_request_is_served_again_after_a_read_error(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request was preempted while the lost step was in flight."""
+    """The request was preempted while the step with the read error was in flight."""
     pages = engine.scheduler.pages
     pages.clear()
     pages.reserve(-1, (pages.num_free - 11) * pages.page_size)
@@ -179,10 +179,10 @@ def test_preempted_request_is_served_again_after_a_read_error(
     assert done[1].token_ids == engine.generate(prompts[1], params)[0].token_ids
 
 
-def test_reset_state_frees_the_old_buffers_before_allocating_new_ones(
+def test_state_reset_after_an_error_frees_old_buffers_before_allocating(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Buffers are freed even if the failed program did not consume them and the error's frames refer to them."""
+    """Buffers are freed even if the failed program did not consume them and the traceback refers to them."""
     old, programs, is_gone = jax.tree.leaves(engine.core.runner.state), engine.core.runner.programs, []
 
     def refuses(params: Any, state: Any, packed: Any) -> Any:
@@ -220,7 +220,7 @@ def test_interrupt_while_waiting_for_a_result_loses_no_token(
     assert got == expected[3] and engine.result(request).token_ids == expected[0]
 
 
-def test_engine_is_unhealthy_after_reset_state_fails(
+def test_engine_whose_state_reset_fails_is_unhealthy(
     expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = Engine(tiny.model(VOCAB, layers=1), slots=1, max_len=64, buckets=(1,), prefill_buckets=(16,))

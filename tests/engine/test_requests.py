@@ -1,4 +1,4 @@
-"""Invalid input raises an error with the expected value, the given value and a remedy before anything is queued."""
+"""Test that invalid input raises an error, with expected value, given value and remedy, before queueing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def target() -> Model:
 
 @pytest.fixture(scope="module")
 def engine(target: Model) -> Engine:
-    """An engine with seven usable pages of four rows, too few for a request of max_len."""
+    """Return an engine with seven usable pages of four rows, too few for max_len tokens."""
     return Engine(
         target,
         slots=2,
@@ -96,7 +96,7 @@ BAD_REQUESTS: dict[str, tuple[Any, Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_REQUESTS)
-def test_engine_invalid_request_raises_before_queueing(engine: Engine, case: str) -> None:
+def test_engine_given_an_invalid_request_raises_before_queueing(engine: Engine, case: str) -> None:
     prompts, params, error, message = BAD_REQUESTS[case]
     with pytest.raises(error, match=message):
         engine.generate(prompts, params)
@@ -142,13 +142,13 @@ BAD_PARAMS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("field", "value"), BAD_PARAMS, ids=str)
-def test_sampling_params_impossible_value_raises_naming_field_and_value(field: str, value: Any) -> None:
+def test_sampling_params_with_impossible_value_raise_naming_field_and_value(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"SamplingParams\.{field}: expected .*, got ") as error:
         SamplingParams(**{field: value})
     assert repr(value) in str(error.value)
 
 
-def test_sampling_params_unknown_field_raises_naming_the_field() -> None:
+def test_sampling_params_with_unknown_field_raise_naming_it() -> None:
     with pytest.raises(TypeError, match="max_token"):
         SamplingParams(max_token=3)  # type: ignore[call-arg]
 
@@ -170,6 +170,6 @@ def test_sampling_params_unknown_field_raises_naming_the_field() -> None:
     ],
     ids=str,
 )
-def test_engine_accepts_sampling_params_with_extreme_or_numpy_values(engine: Engine, odd: dict[str, Any]) -> None:
+def test_engine_given_sampling_params_with_extreme_or_numpy_values_decodes(engine: Engine, odd: dict[str, Any]) -> None:
     (done,) = engine.generate(np.array([1, 2]), SamplingParams(**({"max_tokens": 3, "ignore_eos": True} | odd)))
     assert len(done.token_ids) == 3 or done.finish_reason == "stop"

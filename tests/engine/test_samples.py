@@ -1,4 +1,4 @@
-"""`n` completions of one prompt: each equals a single request with its seed, and full prompt pages are shared."""
+"""Test `n` completions of a prompt: each equals a single request with its seed, and full prompt pages are shared."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.support import small
 pytestmark = pytest.mark.once
 
 PAGE, N = 16, 5
-PROMPT = np.random.default_rng(0).integers(0, small.VOCAB, 37).tolist()  # two full pages and a third of one
+PROMPT = np.random.default_rng(0).integers(0, small.VOCAB, 37).tolist()  # fills two pages and a third of another
 SAMPLED = SamplingParams(max_tokens=11, temperature=1.0, seed=2**63 + 11, n=N)
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    """An engine with two slots, fewer than the completions."""
+    """Return an engine with fewer slots, two, than completions."""
     return small.eagle3(rounds=1, page_size=PAGE)
 
 
@@ -34,8 +34,8 @@ def alone(engine: Engine, prompt: list[int], seed: int, tokens: int) -> list[int
     return engine.generate(prompt, SamplingParams(max_tokens=tokens, seed=seed))[0].token_ids
 
 
-def test_samples_equal_single_requests_with_the_derived_seeds(engine: Engine) -> None:
-    """Two prompts with samples run in one batch; a request without n has one completion."""
+def test_samples_of_a_seeded_request_equal_single_requests_with_derived_seeds(engine: Engine) -> None:
+    """Two prompts with several samples run in one batch; a request without `n` has one completion."""
     other = SamplingParams(max_tokens=7, seed=3, n=2)
     done, beside = engine.generate([PROMPT, PROMPT[:5]], [SAMPLED, other])
     assert SAMPLED.seed is not None and other.seed is not None
@@ -44,12 +44,14 @@ def test_samples_equal_single_requests_with_the_derived_seeds(engine: Engine) ->
         assert [one.token_ids for one in first.samples] == [alone(engine, prompt, s, params.max_tokens) for s in seeds]
         assert first.samples[0] is first and seeds[0] == params.seed
         assert all(one.prompt_token_ids == prompt and one.samples == [one] for one in first.others)
-    assert len({tuple(one.token_ids) for one in done.samples}) == N  # else all seeds could be equal
+    assert (
+        len({tuple(one.token_ids) for one in done.samples}) == N
+    )  # with equal samples all derived seeds could be equal
     assert engine.generate(PROMPT, SamplingParams(max_tokens=11, seed=SAMPLED.seed))[0].samples[1:] == []
 
 
 def test_samples_after_the_first_find_all_full_prompt_pages_cached(engine: Engine) -> None:
-    """The rest of the prompt, less than a page, is computed for each completion."""
+    """Only the rest of the prompt, less than a page, is computed for each completion."""
     before = engine.metrics
     done = engine.generate(PROMPT, SAMPLED)[0]
     assert [one.metrics.num_cached_tokens for one in done.samples] == [0] + [len(PROMPT) // PAGE * PAGE] * (N - 1)
@@ -57,12 +59,12 @@ def test_samples_after_the_first_find_all_full_prompt_pages_cached(engine: Engin
     assert engine.metrics.num_prompt_tokens - before.num_prompt_tokens == N * len(PROMPT)
 
 
-def test_greedy_samples_are_equal(engine: Engine) -> None:
+def test_samples_of_a_greedy_request_are_equal(engine: Engine) -> None:
     done = engine.generate(PROMPT, SamplingParams(max_tokens=9, temperature=0.0, n=3))[0]
     assert [one.token_ids for one in done.samples] == [done.token_ids] * 3 and len(done.token_ids) == 9
 
 
-def test_samples_without_a_seed_differ(engine: Engine) -> None:
+def test_samples_of_a_request_without_a_seed_differ(engine: Engine) -> None:
     done = engine.generate(PROMPT, SamplingParams(max_tokens=11, n=3))[0]
     assert len({tuple(one.token_ids) for one in done.samples}) == 3
 
@@ -86,7 +88,7 @@ def test_stream_chunks_of_samples_contain_the_sample_index(engine: Engine) -> No
     assert {chunk.index for chunk in chunks[:first_end]} >= {0, 1}  # at the same time, not one after the other
 
 
-def test_abort_ends_every_sample_of_the_request(engine: Engine) -> None:
+def test_request_with_samples_that_is_aborted_ends_every_sample(engine: Engine) -> None:
     request = engine.submit(PROMPT, SAMPLED)
     while len(request.token_ids) < 3:
         engine.step()
@@ -99,20 +101,20 @@ def test_abort_ends_every_sample_of_the_request(engine: Engine) -> None:
     assert engine.pages_in_use == 0 and not engine.scheduler.has_work
 
 
-def test_result_waits_for_every_sample_of_the_request(engine: Engine) -> None:
-    """With two slots the last completions end later than the first."""
+def test_result_of_a_request_with_samples_waits_for_all_of_them(engine: Engine) -> None:
+    """With two slots the last completions end later than the first two."""
     done = engine.result(engine.submit(PROMPT, SAMPLED))
     assert [one.finish_reason for one in done.samples] == ["length"] * N
 
 
-def test_sample_seed_differs_for_every_seed_and_index() -> None:
-    """The seeds also differ from those of requests without a seed."""
+def test_sample_seeds_of_all_seeds_and_indices_differ() -> None:
+    """They also differ from the seeds of requests without a seed."""
     seeds = [sample_seed(seed, index) for seed in (0, 1, 2**32, 2**64 - 1) for index in range(50)]
     drawn = [int(np.random.SeedSequence([0, number]).generate_state(1, np.uint64)[0]) for number in range(50)]
     assert len({*seeds, *drawn}) == len(seeds) + len(drawn) and all(0 <= seed < 2**64 for seed in seeds)
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, True, None])
-def test_sampling_params_impossible_n_raises(n: object) -> None:
+def test_sampling_params_with_impossible_n_raise(n: object) -> None:
     with pytest.raises(ValueError, match=r"SamplingParams.n: expected an int >= 1"):
         SamplingParams(n=n)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Single decisions of the scheduler: order, preemption, buckets, budgets, pages ahead."""
+"""Test single decisions of the scheduler: order, preemption, buckets, budgets, pages reserved ahead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.scheduling import ROUND_TOKENS, SCRATCH, make_request, make_s
 pytestmark = pytest.mark.once
 
 
-def test_scheduler_admits_by_priority_then_arrival() -> None:
+def test_scheduler_with_waiting_requests_admits_by_priority_then_arrival() -> None:
     one = make_scheduler(slots=1)
     for number, priority in enumerate((0, 5, -2, 0, 5)):
         one.add(make_request(number, 1, 1, priority))
@@ -22,8 +22,8 @@ def test_scheduler_admits_by_priority_then_arrival() -> None:
     assert served == [2, 0, 3, 1, 4]
 
 
-def test_scheduler_pages_run_out_preempts_lowest_priority() -> None:
-    """In 7 pages of 4 rows two requests fit until one of them grows."""
+def test_scheduler_without_free_pages_preempts_the_lowest_priority() -> None:
+    """Two requests fit into 7 pages of 4 rows until one of them grows."""
     one = make_scheduler(slots=2, pages=8)
     first, second = make_request(1, 4, 12), make_request(2, 4, 12)
     plans = []
@@ -48,8 +48,8 @@ def test_scheduler_pages_run_out_preempts_lowest_priority() -> None:
     assert (back.start, back.count, back.root, back.emits) == (0, 4 + len(had) - 1, had[-1], False)
 
 
-def test_scheduler_large_request_is_not_overtaken_by_a_later_small_one() -> None:
-    """There are 4 pages of 4 rows; the second request needs all of them, the third only one."""
+def test_scheduler_with_a_waiting_large_request_admits_no_later_small_one() -> None:
+    """The second request needs all of the 4 pages, the third one only one page."""
     one = make_scheduler(slots=3, pages=5)
     first, large, small = make_request(1, 1, 1), make_request(2, 10, 3), make_request(3, 1, 1)
     for r in (first, large, small):
@@ -65,7 +65,7 @@ def test_scheduler_large_request_is_not_overtaken_by_a_later_small_one() -> None
 
 
 @pytest.mark.parametrize(("ready", "bucket"), [(1, 1), (2, 2), (3, 5), (5, 5)])
-def test_scheduler_round_takes_the_smallest_bucket_that_fits(ready: int, bucket: int) -> None:
+def test_scheduler_with_running_requests_plans_the_smallest_bucket_that_fits(ready: int, bucket: int) -> None:
     one = make_scheduler(slots=5, buckets=(1, 2, 5), prefill_budget=100)
     for number in range(ready):
         one.add(make_request(number, 2, 9))
@@ -75,14 +75,14 @@ def test_scheduler_round_takes_the_smallest_bucket_that_fits(ready: int, bucket:
 
 
 def test_scheduler_with_enough_rounds_in_flight_plans_no_round() -> None:
-    """Each round in flight emits at least one token, so three rounds after the prefill suffice for four tokens."""
+    """A round emits at least one token, so the prefill and three rounds suffice for four tokens."""
     one = make_scheduler(slots=1)
     one.add(make_request(1, 2, 4))
     kinds = [type(one.plan()) for _ in range(5)]
     assert kinds == [PrefillPlan, RoundPlan, RoundPlan, RoundPlan, type(None)]
 
 
-def test_scheduler_finish_of_an_ended_or_unknown_request_is_ignored() -> None:
+def test_scheduler_told_to_finish_an_ended_or_unknown_request_ignores_it() -> None:
     one, r = make_scheduler(slots=1), make_request(1, 2, 4)
     one.add(r)
     one.plan()
@@ -93,7 +93,7 @@ def test_scheduler_finish_of_an_ended_or_unknown_request_is_ignored() -> None:
 
 
 def decode(one: Scheduler, plan: Plan | None, tokens: int = 1) -> None:
-    """Report a plan's output at once; every round commits ``tokens`` tokens."""
+    """Report each plan's output at once; each round commits ``tokens`` tokens."""
     assert plan is not None
     one.on_output_read(plan)
     for r in [plan.request] if isinstance(plan, PrefillPlan) else plan.requests:
@@ -104,10 +104,10 @@ def decode(one: Scheduler, plan: Plan | None, tokens: int = 1) -> None:
 
 
 @pytest.mark.parametrize("ahead", [8, 0])
-def test_scheduler_with_pages_ahead_adds_new_pages_in_few_rounds(ahead: int) -> None:
-    """Four requests fill their pages at different times in a pool of exactly their size.
+def test_scheduler_that_reserves_pages_ahead_adds_pages_in_few_rounds(ahead: int) -> None:
+    """Four requests fill their pages at different times; the pool has exactly the pages they need.
 
-    Negative control: without pages ahead nearly every round needs new pages.
+    Negative control: with no page reserved ahead nearly every round needs new pages.
     """
     one = make_scheduler(slots=4, pages=4 * 19 + 1, pages_ahead=ahead, prefill_budget=100)
     for number in range(4):
@@ -122,8 +122,8 @@ def test_scheduler_with_pages_ahead_adds_new_pages_in_few_rounds(ahead: int) -> 
     assert one.pages.num_used == 0
 
 
-def test_scheduler_pages_ahead_are_reclaimed_before_preemption() -> None:
-    """The first request has eight pages more than it needs, and the second one needs them."""
+def test_scheduler_without_free_pages_reclaims_pages_ahead_before_preempting() -> None:
+    """Eight pages are reserved ahead for the first request, and the second one needs them."""
     one = make_scheduler(slots=3, pages=30, pages_ahead=8)
     first = make_request(1, 4, 60)
     one.add(first)
@@ -139,8 +139,8 @@ def test_scheduler_pages_ahead_are_reclaimed_before_preemption() -> None:
     assert second.metrics.num_preemptions == 0
 
 
-def test_scheduler_failed_admission_is_retried_only_after_pages_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that did not fit is tried again only when pages are freed or its next page is cached."""
+def test_scheduler_after_a_failed_admission_retries_only_once_pages_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It also retries when the request's next page has been cached."""
     one, looked = make_scheduler(slots=2, pages=12, prefix_cache=True), []
     shared = Scheduler._cached_pages
     monkeypatch.setattr(Scheduler, "_cached_pages", lambda self, r: [looked.append(r), shared(self, r)][1])
@@ -160,8 +160,8 @@ def test_scheduler_failed_admission_is_retried_only_after_pages_are_freed(monkey
 
 
 @pytest.mark.parametrize("budget", [4, 8, 20])
-def test_scheduler_prompt_tokens_between_rounds_stay_within_the_prefill_budget(budget: int) -> None:
-    """Three prompts arrive at every step, more than the budget."""
+def test_scheduler_with_many_prompts_stays_within_the_prefill_budget(budget: int) -> None:
+    """The budget limits the prompt tokens between two rounds; three prompts arrive at every step."""
     one = make_scheduler(slots=6, pages=400, prefill_budget=budget)
     first = make_request(0, 3, 40)
     one.add(first)
@@ -178,7 +178,7 @@ def test_scheduler_prompt_tokens_between_rounds_stay_within_the_prefill_budget(b
     assert budget // 2 < most <= budget
 
 
-def test_scheduler_lone_prompt_is_prefilled_in_the_largest_chunks() -> None:
+def test_scheduler_with_a_lone_prompt_plans_the_largest_chunks() -> None:
     one = make_scheduler(slots=2, prefill_budget=4)
     one.add(make_request(1, 16, 1))
     plans = [one.plan(), one.plan()]

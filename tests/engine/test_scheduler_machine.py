@@ -1,4 +1,4 @@
-"""The scheduler against a simulated device that emits at random: order, slots, buckets, pages."""
+"""Test the scheduler with a simulated device that emits random tokens: order, slots, buckets, pages."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.once
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests arrive, plans are dispatched and read late, requests end early or are aborted.
+    """A state machine: requests arrive, end early or are aborted; plans are dispatched, and their results read late.
 
-    The simulated device is the token in each row of each page: a step writes its rows when it is dispatched, and checks
-    that the rows it reads are there.
+    The simulated device stores a token in each row of each page. A step writes its rows when it is dispatched, and
+    checks that the rows it reads were written.
     """
 
     @initialize(
@@ -53,12 +53,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             pages_ahead=ahead,
             prefill_budget=budget,
         )
-        self.table: dict[int, dict[int, int]] = {}  # the device's page table: page by slot and column
-        self.since_round = 0  # chunk tokens since the last round
+        self.table: dict[int, dict[int, int]] = {}  # the device's page table: the page of each slot and column
+        self.since_round = 0  # number of prompt tokens in chunks since the last round
         self.live: list[Request] = []
         self.in_flight: deque[tuple[Plan, dict[Request, list[int]]]] = deque()
         self.count = 0
-        self.rows: dict[tuple[int, int], int] = {}  # token by page and row
+        self.rows: dict[tuple[int, int], int] = {}  # the token in each page and row
         self.written: dict[Request, list[int]] = {}  # a request's tokens on the device, unread ones included
 
     @rule(prompt=st.integers(1, 20), limit=st.integers(1, 8), priority=st.integers(-1, 1))
@@ -98,7 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         others = [o for o in self.scheduler.running if o is not r and o.is_prefilled and self.may_emit(o)]
         assert plan.bucket == (4 if left <= 4 or (others and self.budget < 8) else 8)
         assert plan.count == min(left, plan.bucket)
-        is_stuck = others == self.scheduler.running[-1:]  # the one that is preempted first if all need pages
+        is_stuck = others == self.scheduler.running[-1:]  # the request that is preempted first if all need pages
         assert not others or is_stuck or not self.since_round or self.since_round + plan.bucket <= self.budget
         self.since_round += plan.bucket
         assert plan.is_last == (plan.count == left)
@@ -129,7 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return max(len(r.token_ids), 1) + r.state.rounds_in_flight < r.max_new_tokens
 
     def one_round(self, r: Request, tokens: int) -> list[int]:
-        """Write root and draft, commit some of them; an ended row does nothing."""
+        """Write a request's newest token and its draft, and commit some of the draft; skip an ended request."""
         out = self.written[r]
         if len(out) == r.max_new_tokens:
             return []
@@ -142,7 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return new
 
     def place(self, r: Request, row: int) -> tuple[int, int]:
-        """(page, row in the page) of a request's row."""
+        """Return the page and the row in this page of a request's row."""
         assert r.state.slot is not None
         size = self.scheduler.pages.page_size
         page = self.table[r.state.slot][row // size]
@@ -199,7 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert {r.id for r in self.live} == {r.id for r in [*self.scheduler.running, *self.scheduler.waiting]}
 
     def teardown(self) -> None:
-        """No starvation: without new arrivals all requests end, though they may preempt each other."""
+        """Check that without new arrivals all requests end, though they may preempt each other."""
         if not hasattr(self, "live"):
             return
         most = sum(len(r.prompt_token_ids) + 2 * r.max_new_tokens for r in self.live)
@@ -218,7 +218,7 @@ TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=4
 
 
 def caches_too_much(self: Scheduler, request: Request, rows: int) -> None:
-    """Pages are cached one page before they are full."""
+    """Cache each page before it is full."""
     CACHE_PREFIX(self, request, rows + self.pages.page_size if request.token_ids else rows)
 
 
@@ -233,18 +233,18 @@ def preempts_the_first(self: Scheduler, request: Request) -> bool:
 
 
 def reserves_too_little(self: Scheduler, request: Request) -> int:
-    """Reserves pages for the next round only, not for the rounds in flight."""
+    """Reserve pages for the next round only, not for the rounds in flight."""
     return request.rows_committed + SCRATCH
 
 
 def reclaims_too_much(self: Scheduler) -> None:
-    """Frees pages that rounds in flight write."""
+    """Free pages that rounds in flight still write."""
     for request in self.running:
         self.pages.shrink(request.id, request.rows_committed)
 
 
 def updates_once(self: Scheduler, request: Request) -> list[tuple[int, int, int]]:
-    """A page that replaces a freed one is missing from the updates."""
+    """Omit a page that replaces a freed one from the updates."""
     state = request.state
     state.num_synced_pages = max(getattr(state, "most_synced", 0), state.num_synced_pages)
     new = UPDATES(self, request)
@@ -266,7 +266,7 @@ CACHE_PREFIX, UPDATES = Scheduler.cache_prefix, Scheduler._page_table_updates
         ("_is_in_budget", lambda *_: True),
     ],
 )
-def test_scheduler_state_machine_detects_a_broken_scheduler(
+def test_scheduler_state_machine_with_a_broken_scheduler_fails(
     monkeypatch: pytest.MonkeyPatch, name: str, broken: object
 ) -> None:
     """Negative controls: one method of the scheduler is wrong."""

@@ -1,4 +1,4 @@
-"""Requests of all kinds arrive, are aborted and fail while pages are few; each has the tokens of a run alone."""
+"""Test that requests of all kinds, some aborted or failing, emit the tokens of a run alone while pages are few."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.support import small, tiny
 pytestmark = pytest.mark.once
 
 MAX_LEN, PAGE, LENGTH = 48, 4, 3
-FULL = 2000  # requests of the long runs
+FULL = 2000  # number of requests in the long runs
 NESTED = 'start: "a" (start | /[c-f]/)* "b"'
 
 
 class Letters:
-    """One letter per token; fails once when asked to."""
+    """A tokenizer with one letter per token that fails once when asked to."""
 
     vocab_size = small.VOCAB
     hidden_ids: frozenset[int] = frozenset()
@@ -58,7 +58,7 @@ class Submission:
 
 
 def make_submissions(count: int, rng: np.random.Generator) -> Iterator[Submission]:
-    """Submissions whose prompts share prefixes in groups and whose other fields are random."""
+    """Return submissions whose prompts share prefixes in groups and whose other fields are random."""
     bases = rng.integers(0, small.VOCAB, (5, 24)).tolist()
     step = 0
     for index in range(count):
@@ -82,7 +82,7 @@ def make_submissions(count: int, rng: np.random.Generator) -> Iterator[Submissio
 
 
 def some_grammar(rng: np.random.Generator, *, nested: bool) -> dict[str, Any]:
-    """A grammar for one request in ten; the last letter of the vocabulary ends its text.
+    """Return a grammar for one request in ten; the vocabulary's last letter ends its texts.
 
     Args:
         nested: whether every second grammar is recursive, which needs split steps.
@@ -96,14 +96,14 @@ def some_grammar(rng: np.random.Generator, *, nested: bool) -> dict[str, Any]:
 
 
 def some_output(rng: np.random.Generator) -> dict[str, Any]:
-    """A stop string for one request in seven, and n=2 for one in seven."""
+    """Return a stop string for one request in seven, and n=2 for another one in seven."""
     letters = "".join(chr(97 + token) for token in rng.integers(0, small.VOCAB, 3))
     stops = dict(stop=(letters[:1] * 2, letters[1:])) if rng.random() < 0.15 else {}
     return stops | (dict(n=2) if rng.random() < 0.15 else {})
 
 
 def some_controls(rng: np.random.Generator, limit: int) -> dict[str, Any]:
-    """Logit edits for two requests in five."""
+    """Return penalties or other edits of logits for two requests in five."""
     if rng.random() < 0.6:
         return {}
     words = [rng.integers(0, small.VOCAB, size).tolist() for size in (1, 2, 2, 3)]
@@ -133,7 +133,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
 
 @cache
 def engine_with(name: str, rounds: int) -> Engine:
-    """An engine with four slots and pages for little more than two long requests."""
+    """Return an engine with four slots and pages for little more than two long requests."""
     return Engine(
         small.target(),
         drafter=DRAFTERS[name](),
@@ -151,7 +151,7 @@ def engine_with(name: str, rounds: int) -> Engine:
 
 
 def alone(submissions: list[Submission]) -> list[list[list[int]]]:
-    """Tokens of each request alone, by plain decoding without prefix cache."""
+    """Return each request's tokens when it runs alone, by plain decoding without prefix cache."""
     plain = Engine(
         small.target(),
         tokenizer=Letters(),
@@ -167,7 +167,7 @@ def alone(submissions: list[Submission]) -> list[list[list[int]]]:
 
 @pytest.fixture
 def compiled() -> Iterator[list[str]]:
-    """Names of jax's monitoring events while the test runs."""
+    """Return a list that collects the names of jax's monitoring events while the test runs."""
     seen: list[str] = []
 
     def listen(event: str, seconds: float, **_: Any) -> None:
@@ -186,7 +186,7 @@ class Lost:
 
 
 class Faults:
-    """Makes steps fail at random, each stage in turn, and sometimes the tokenizer."""
+    """A source of faults that makes each stage of a step fail in turn, at random times, and sometimes the tokenizer."""
 
     STAGES = ("dispatch", "block", "read", "interrupt")
 

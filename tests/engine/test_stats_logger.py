@@ -1,4 +1,4 @@
-"""Reports of an engine: the text for Prometheus and a log line at intervals."""
+"""Test an engine's reports: the text for Prometheus, and a log line at intervals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.once
 
 
 def samples(text: str) -> dict[str, float]:
-    """Values by metric name and labels except the model's; checks that every family has a TYPE line."""
+    """Return values by metric name and labels, except the model's; check that every metric has a TYPE line."""
     found: dict[str, float] = {}
     kinds: dict[str, str] = {}
     for line in text.splitlines():
@@ -33,7 +33,7 @@ def samples(text: str) -> dict[str, float]:
     return found
 
 
-def test_prometheus_text_of_a_running_engine_equals_the_metrics(engine: Engine) -> None:
+def test_prometheus_text_of_a_running_engine_contains_its_metrics(engine: Engine) -> None:
     stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=40))
     next(stream)
     found, metrics = samples(engine.prometheus('m"1')), engine.metrics
@@ -56,7 +56,8 @@ def test_prometheus_text_of_a_running_engine_equals_the_metrics(engine: Engine) 
     assert samples(engine.prometheus('m"1'))['request_success_total finished_reason="abort"'] >= 1
 
 
-def test_exposition_contains_positions_finish_reasons_and_histogram_buckets() -> None:
+def test_prometheus_text_of_given_metrics_has_positions_reasons_and_buckets() -> None:
+    """These are draft positions, finish reasons and histogram buckets."""
     metrics = Metrics(num_accepted_per_position=[5, 2], finished={"eos": 2, "stop": 1, "error": 1})
     latencies = Latencies(first_token=Histogram((1.0, 2.0)))
     for seconds in (0.5, 1.0, 1.5, 9.0):
@@ -69,7 +70,7 @@ def test_exposition_contains_positions_finish_reasons_and_histogram_buckets() ->
     assert buckets == [2, 3, 4] and found["time_to_first_token_seconds_sum"] == 12.0
 
 
-def test_stats_logger_logs_one_line_after_each_interval(
+def test_stats_logger_after_each_interval_logs_one_line(
     engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, logger="jspec.engine.stats_logger")

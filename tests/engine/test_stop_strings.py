@@ -1,4 +1,4 @@
-"""Stop strings: text is cut before the first one for any tokens, rounds and chunks; the oracle is `str.find`."""
+"""Test that text is cut before the first stop string for any tokens, rounds and chunks, as by `str.find`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.once
 
 
 def first_stop(text: str, stops: Sequence[str], after: int = 0) -> tuple[int, int] | None:
-    """(end, index) of the match that ends first after the first ``after`` characters."""
+    """Return (end, index of the stop string) of the match that ends first after ``after`` characters."""
     ends = []
     for index, stop in enumerate(stops):
         start = text.find(stop, max(after + 1 - len(stop), 0))
@@ -39,10 +39,10 @@ STOPS = st.lists(st.text("ab€", min_size=1, max_size=5), min_size=1, max_size=
 
 @settings(max_examples=400)
 @given(pieces=st.lists(st.text("ab€", max_size=5), max_size=9), stops=STOPS, exempt=st.integers(0, 3))
-def test_stop_string_matcher_cuts_text_in_pieces_as_the_whole_text(
+def test_stop_string_matcher_on_text_in_pieces_cuts_it_like_the_whole_text(
     pieces: list[str], stops: list[str], exempt: int
 ) -> None:
-    """The matcher holds text back exactly while it may be part of a stop string."""
+    """The matcher holds text back exactly as long as it may be part of a stop string."""
     searched, handed = StopStringMatcher(stops), ""
     for index, piece in enumerate(pieces):
         handed += searched.push(piece, may_end=index >= exempt)
@@ -64,10 +64,10 @@ def test_stop_string_matcher_cuts_text_in_pieces_as_the_whole_text(
 @pytest.mark.parametrize(
     ("stops", "text", "expected", "found"),
     [
-        (["abcd", "bc"], "xabcd", "xa", "bc"),  # the first to end, though another one began earlier
-        (["b", "ab"], "xab", "xa", "b"),  # of two that end at the same place the first listed
+        (["abcd", "bc"], "xabcd", "xa", "bc"),  # the first match to end wins, though another one began earlier
+        (["b", "ab"], "xab", "xa", "b"),  # of two matches with equal ends the first listed wins
         (["ab", "b"], "xab", "x", "ab"),
-        (["aab"], "aaab", "a", "aab"),  # begins inside a partial match
+        (["aab"], "aaab", "a", "aab"),  # the match begins inside a partial match
         (["\n\n"], "a\n\n\n", "a", "\n\n"),
     ],
 )
@@ -86,7 +86,7 @@ CHARACTERS = "aé€\U0001f600"  # of one to four bytes
 
 
 def report_of(tokens: Sequence[int], rounds: Sequence[int]) -> np.ndarray:
-    """Reports of rounds with the given numbers of tokens, all but one drafted; the last one ends the request."""
+    """Return reports of rounds with the given numbers of tokens, all but one drafted; the last ends the request."""
     width, start, rows = max(rounds), 0, []
     for count in rounds:
         part = [*tokens[start : start + count], *[-1] * (width - count)]
@@ -97,7 +97,7 @@ def report_of(tokens: Sequence[int], rounds: Sequence[int]) -> np.ndarray:
 
 @st.composite
 def decoded(draw: Any) -> tuple[list[int], list[int], tuple[str, ...], int]:
-    """Tokens, tokens per round, stop strings (most of them from the text) and min_tokens."""
+    """Draw tokens, tokens per round, stop strings (mostly parts of the text) and min_tokens."""
     text = draw(st.text(CHARACTERS, min_size=1, max_size=12))
     tokens = list(text.encode())[draw(st.integers(0, 1)) :] or [97]
     rounds: list[int] = []
@@ -110,7 +110,7 @@ def decoded(draw: Any) -> tuple[list[int], list[int], tuple[str, ...], int]:
 
 @settings(max_examples=300)
 @given(case=decoded())
-def test_process_step_output_with_stop_strings_cuts_at_the_completing_token(
+def test_output_processor_with_stop_strings_cuts_at_the_completing_token(
     case: tuple[list[int], list[int], tuple[str, ...], int],
 ) -> None:
     tokens, rounds, stops, min_tokens = case
@@ -136,7 +136,7 @@ def test_process_step_output_with_stop_strings_cuts_at_the_completing_token(
 
 
 def by_hand(tokens: list[int], stops: Sequence[str], min_tokens: int) -> tuple[str, int, str | None]:
-    """Text, number of tokens and stop string, computed by decoding the whole text at each token."""
+    """Return text, number of tokens and stop string, found by decoding the whole text at each token."""
     text, exempt = "", 0
     for count in range(1, len(tokens) + 1):
         text = bytes(tokens[:count]).decode("utf-8", "replace")
@@ -156,13 +156,13 @@ PARAMS = [SamplingParams(max_tokens=LENGTH, seed=seed, temperature=t) for seed, 
 
 @pytest.fixture(scope="module")
 def three_rounds() -> Engine:
-    """Three rounds per dispatch, and pages of one row."""
+    """Return an engine with three rounds per dispatch and pages of one row."""
     return small.eagle3(rounds=3, page_size=1)
 
 
 @pytest.fixture
 def engine(three_rounds: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """The engine with a tokenizer; after every test no page or slot is held."""
+    """Yield the engine with a tokenizer; check after each test that no page or slot is held."""
     engine = three_rounds
     monkeypatch.setattr(engine.input_processor, "tokenizer", ByteTokenizer())
     yield engine
@@ -179,8 +179,10 @@ def text_of(ids: Sequence[int]) -> str:
     return "".join(map(chr, ids))
 
 
-def test_engine_stop_string_at_any_place_cuts_tokens_and_text_there(engine: Engine, plain: list[list[int]]) -> None:
-    """A request without stop string runs in the same batch; a cut inside a round drops the round's later tokens."""
+def test_engine_given_a_stop_string_at_any_place_cuts_tokens_and_text_there(
+    engine: Engine, plain: list[list[int]]
+) -> None:
+    """A cut inside a round drops the round's later tokens; another request in the batch has no stop string."""
     for start in range(LENGTH - 3):
         stops = [text_of(plain[row][start : start + 1 + row]) for row in (0, 1)]
         params = [replace(PARAMS[row], stop=stops[row]) for row in (0, 1)] + [PARAMS[2]]
@@ -211,8 +213,8 @@ def test_stream_with_stop_strings_never_yields_text_of_a_stop_string(engine: Eng
             assert chunks[-1].finish_reason == ("length" if match is None else "stop")
 
 
-def test_engine_stop_string_frees_slot_and_pages_at_once(engine: Engine, plain: list[list[int]]) -> None:
-    """The request ends while rounds are in flight, and its cached pages are right for other requests."""
+def test_request_ended_by_a_stop_string_frees_slot_and_pages_at_once(engine: Engine, plain: list[list[int]]) -> None:
+    """It ends while rounds are in flight; other requests that use its cached pages get the right tokens."""
     request = engine.submit(PROMPTS[0], replace(PARAMS[0], stop=text_of(plain[0][2:4])))
     while request.finish_reason is None:
         engine.step()
@@ -224,7 +226,7 @@ def test_engine_stop_string_frees_slot_and_pages_at_once(engine: Engine, plain: 
     assert after.token_ids == plain[0][len(done.token_ids) :][:8]
 
 
-def test_engine_stop_string_cuts_each_sample_independently(engine: Engine) -> None:
+def test_samples_with_a_stop_string_are_cut_independently(engine: Engine) -> None:
     params = SamplingParams(max_tokens=LENGTH, seed=5, n=4)
     whole = engine.generate(PROMPTS[1], params)[0].samples
     stop = (whole[0].text or "")[4:6]
@@ -245,10 +247,8 @@ def test_engine_with_min_tokens_ignores_earlier_stop_strings(engine: Engine, pla
     assert done.token_ids == ids[:end]
 
 
-def test_engine_stops_at_the_stop_token_or_stop_string_that_occurs_first(
-    engine: Engine, plain: list[list[int]]
-) -> None:
-    """A stop token has no text that could complete a stop string."""
+def test_engine_given_stop_token_and_stop_string_stops_at_the_first_one(engine: Engine, plain: list[list[int]]) -> None:
+    """A stop token's text cannot complete a stop string."""
     ids = plain[0]
     place = next(i for i in range(4, LENGTH) if ids[i] not in ids[:i])
     for stop, reason in ((text_of(ids[place : place + 1]), ids[place]), (text_of(ids[2:4]), text_of(ids[2:4]))):
@@ -257,17 +257,17 @@ def test_engine_stops_at_the_stop_token_or_stop_string_that_occurs_first(
 
 
 @pytest.mark.parametrize("stop", ["", [""], ["a", ""], 5, [5], {"a": 1}, ("a", None)])
-def test_sampling_params_impossible_stop_raises(stop: Any) -> None:
+def test_sampling_params_with_impossible_stop_raise(stop: Any) -> None:
     with pytest.raises(ValueError, match=r"SamplingParams\.stop: expected a text or a list of texts, none empty, got"):
         SamplingParams(stop=stop)
 
 
-def test_sampling_params_stop_as_text_or_list_becomes_a_tuple() -> None:
+def test_sampling_params_with_stop_as_text_or_list_have_a_tuple() -> None:
     assert SamplingParams(stop="ab").stop == SamplingParams(stop=["ab"]).stop == ("ab",)
     assert SamplingParams(stop=None).stop == SamplingParams().stop == ()  # type: ignore[arg-type]
 
 
-def test_engine_stop_string_without_tokenizer_raises(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_given_a_stop_string_without_tokenizer_raises(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.input_processor, "tokenizer", None)
     with pytest.raises(ValueError, match=r"stop: \('a',\) needs a tokenizer; pass tokenizer= or use stop_token_ids"):
         engine.generate([1], SamplingParams(stop="a"))

@@ -1,4 +1,4 @@
-"""Tokenizers and the incremental detokenizer; the oracle is decoding everything at once."""
+"""Test tokenizers, and compare the incremental detokenizer with decoding all ids at once."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def load(name: str, request: pytest.FixtureRequest) -> Tokenizer:
 
 
 def make_metaspace(folder: Path) -> Path:
-    """A tokenizer as in T5 and some Llama conversions: byte fallback, and a blank before all words but the first."""
+    """Write a tokenizer with byte fallback and blanks before all words but the first, as in T5 and some Llama files."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     words = ["<unk>", "</s>", "▁", "▁a", "▁and", "an", "d", ".", ",", "c", "x", "m", "é"]
@@ -80,7 +80,7 @@ def make_metaspace(folder: Path) -> Path:
 
 
 def whole(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
-    """The text of ids after a prompt, decoded at once."""
+    """Return the text of ids after a prompt, decoded at once."""
     before, everything = tokenizer.decode(prompt), tokenizer.decode([*prompt, *ids])
     return everything[len(os.path.commonprefix([before, everything])) :]  # noqa: RUF071
 
@@ -97,8 +97,10 @@ def check_pieces(tokenizer: Tokenizer, prompt: Sequence[int], pieces: Sequence[S
 
 @pytest.mark.parametrize("name", ["bytes", "stories260k", "qwen2.5", "gpt2"])
 @pytest.mark.parametrize("text", TEXTS)
-def test_tokenizer_decode_inverts_encode(name: str, text: str, request: pytest.FixtureRequest) -> None:
-    """Two tokenizers are left out, one without byte fallback and one that drops a leading blank."""
+def test_tokenizer_that_encodes_and_decodes_a_text_returns_it(
+    name: str, text: str, request: pytest.FixtureRequest
+) -> None:
+    """The test omits a tokenizer without byte fallback and one that drops a leading blank."""
     tokenizer = load(name, request)
     text = unicodedata.normalize("NFC", text) if name == "qwen2.5" else text
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -119,20 +121,21 @@ def test_detokenizer_after_a_long_prompt_equals_decoding_at_once(tokenizer: Toke
     check_pieces(tokenizer, prompt, [[token] for token in ids])
 
 
-def test_detokenizer_pieces_never_end_within_a_character(tokenizer: Tokenizer) -> None:
+def test_detokenizer_given_split_characters_returns_only_whole_ones(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("🎉 naïve 你好，世界 👩‍👩‍👧‍👦")
     pieces = streamed(tokenizer, [], [[token] for token in ids])
     assert all("\ufffd" not in piece for piece in pieces)
 
 
-def test_detokenizer_returns_final_text_with_each_token(request: pytest.FixtureRequest) -> None:
-    """Plain English is never held back."""
+def test_detokenizer_given_plain_english_returns_text_with_each_token(request: pytest.FixtureRequest) -> None:
+    """No text is held back."""
     tokenizer = load("gpt2", request)
     ids = tokenizer.encode("Once upon a time")
     assert streamed(tokenizer, [], [[token] for token in ids]) == ["Once", " upon", " a", " time", ""]
 
 
-def test_detokenizer_keeps_a_leading_blank_only_after_visible_prompt_text(request: pytest.FixtureRequest) -> None:
+def test_detokenizer_after_visible_prompt_text_keeps_a_leading_blank(request: pytest.FixtureRequest) -> None:
+    """After a prompt without visible text the blank is dropped."""
     tokenizer = load("stories260k", request)
     ids = tokenizer.encode("Once upon")
     after_bos = streamed(tokenizer, ids[:1], [ids[1:]])
@@ -142,7 +145,7 @@ def test_detokenizer_keeps_a_leading_blank_only_after_visible_prompt_text(reques
 
 @pytest.mark.parametrize("name", ["stories260k", "tinystories656k", "tokenizers/gpt2"])
 def test_text_decoder_with_a_grammar_keeps_the_leading_blank(data: Path, name: str) -> None:
-    """The grammar counts the first blank after a prompt without text, which is dropped without a grammar."""
+    """After a prompt without text the first blank is part of the grammar's text; without a grammar it is dropped."""
     tokenizer = load_tokenizer(data / name)
     assert tokenizer is not None
     processor = InputProcessor(tokenizer, tokenizer.vocab_size, (), EngineConfig())
@@ -161,7 +164,7 @@ def test_text_decoder_with_a_grammar_keeps_the_leading_blank(data: Path, name: s
 
 
 def test_detokenizer_after_ids_without_text_keeps_the_next_blank(request: pytest.FixtureRequest) -> None:
-    """The ids are beyond the tokenizer's vocabulary, as in models with padded vocabularies."""
+    """The prompt's ids are outside the tokenizer's vocabulary, as in models with padded vocabularies."""
     tokenizer = load("stories260k", request)
     ids = tokenizer.encode("Once")
     padding = [tokenizer.vocab_size + 7] * 30
@@ -187,8 +190,10 @@ def test_detokenizer_of_random_ids_equals_decoding_at_once(
 
 
 @pytest.mark.parametrize("name", ["stories260k", "metaspace"])
-def test_detokenizer_invalid_byte_replaces_the_whole_byte_run(name: str, request: pytest.FixtureRequest) -> None:
-    """A run of byte tokens decodes to text or to replacement characters as a whole, so runs must be held back."""
+def test_detokenizer_given_an_invalid_byte_replaces_the_whole_byte_run(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    """A run of byte tokens decodes as a whole to text or to replacement characters, so it must be held back."""
     tokenizer = load(name, request)
     by_byte = sorted(tokenizer.byte_ids)
     good = [by_byte[byte] for byte in "你".encode()]
@@ -206,10 +211,10 @@ def test_tokens_decoded_one_by_one_differ_from_decoding_at_once(request: pytest.
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2", "stories260k"])
 @pytest.mark.parametrize("kind", ["text", "broken", "hidden"])
-def test_detokenizer_cost_per_token_is_constant_on_long_text(
+def test_detokenizer_on_a_long_text_has_a_constant_cost_per_token(
     name: str, kind: str, request: pytest.FixtureRequest
 ) -> None:
-    """The number of ids decoded per pushed token is bounded for any input."""
+    """The cost is the number of ids that are decoded for each new token."""
     tokenizer = load(name, request)
     broken = {"bytes": 0xFF, "gpt2": 255, "stories260k": max(tokenizer.byte_ids, default=0)}[name]
     ids = {
@@ -234,7 +239,7 @@ def test_detokenizer_cost_per_token_is_constant_on_long_text(
     assert "".join(pieces) == whole(tokenizer, ids, ids)
 
 
-def test_byte_tokenizer_ids_are_the_utf8_bytes() -> None:
+def test_byte_tokenizer_given_a_text_returns_its_utf8_bytes() -> None:
     tokenizer = load_tokenizer("bytes")
     assert tokenizer is not None
     assert tokenizer.encode("aé") == [97, 0xC3, 0xA9]
@@ -244,7 +249,7 @@ def test_byte_tokenizer_ids_are_the_utf8_bytes() -> None:
         tokenizer.chat([{"role": "user", "content": "hi"}])
 
 
-def test_tokenizer_adds_special_tokens_and_hides_them(data: Path) -> None:
+def test_tokenizer_with_special_tokens_adds_and_hides_them(data: Path) -> None:
     tokenizer = load_tokenizer(data / "stories260k")
     assert tokenizer is not None
     assert tokenizer.vocab_size == 512
@@ -253,7 +258,7 @@ def test_tokenizer_adds_special_tokens_and_hides_them(data: Path) -> None:
     assert len(tokenizer.byte_ids) == 256
 
 
-def test_tokenizer_chat_applies_the_chat_template(data: Path) -> None:
+def test_tokenizer_given_chat_messages_applies_the_chat_template(data: Path) -> None:
     tokenizer = load_tokenizer(data / "tokenizers/qwen2.5")
     assert tokenizer is not None
     ids = tokenizer.chat([{"role": "user", "content": "Hi"}])
@@ -264,21 +269,22 @@ def test_tokenizer_chat_applies_the_chat_template(data: Path) -> None:
     assert ids == expected
 
 
-def test_tokenizer_chat_without_template_raises(data: Path) -> None:
+def test_tokenizer_without_chat_template_given_messages_raises(data: Path) -> None:
     tokenizer = load_tokenizer(data / "stories260k")
     assert tokenizer is not None
     with pytest.raises(ValueError, match=r"stories260k.*no chat template"):
         tokenizer.chat([{"role": "user", "content": "Hi"}])
 
 
-def test_load_tokenizer_empty_folder_is_none_and_missing_folder_raises(tmp_path: Path) -> None:
+def test_tokenizer_loaded_from_an_empty_folder_is_none(tmp_path: Path) -> None:
+    """A missing folder raises."""
     assert load_tokenizer(None) is None
     assert load_tokenizer(tmp_path) is None
     with pytest.raises(ValueError, match=r"expected a folder, \"bytes\" or None, got .*absent"):
         load_tokenizer(tmp_path / "absent")
 
 
-def test_load_tokenizer_invalid_files_raise(tmp_path: Path) -> None:
+def test_tokenizer_loaded_from_invalid_files_raises(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{not json")
     with pytest.raises(ValueError, match=r"expected tokenizer files that transformers can read"):
         load_tokenizer(tmp_path)

@@ -17,7 +17,7 @@ UNIQUE = itertools.count()  # numbers for kernel names
 def compile_with_ptxas_output(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> Callable[..., tuple[H200Program, str]]:
-    """Returns a function (jitted function, *arrays) that compiles for an H200 and returns program and ptxas output.
+    """Return a function that compiles `function(*arrays)` for an H200 and returns the program and the output of ptxas.
 
     XLA compiles equal Mosaic GPU kernels once per process, and runs no ptxas the second time. So each kernel gets a
     name that no other test used, which makes it distinct, and the function is traced again instead of taken from

@@ -28,7 +28,7 @@ ROWS = 320  # rows that a sequence can have: more than two of the kernel's split
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Shapes, dtypes and options of one attention problem."""
+    """The shapes, dtypes and options of one attention problem."""
 
     queries: int = 5
     tree: str = "random"
@@ -38,7 +38,7 @@ class Case:
     group: int = 4
     dim: int = 16
     lengths: str = "ragged"
-    pool: str | None = None  # dtype of the pools; None: `dtype`
+    pool: str | None = None  # dtype of the pools; None means `dtype`
     window: int | None = None
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Case:
 
 @dataclasses.dataclass
 class Problem:
-    """Arguments of `paged_attention`, and the expected result."""
+    """The arguments of one call of `paged_attention`, and the expected result."""
 
     q: Any
     k_pool: Any
@@ -65,7 +65,7 @@ class Problem:
 
     @property
     def tolerance(self) -> float:
-        """Largest error that is allowed.
+        """Return the largest allowed error.
 
         bfloat16 rounds the weights (their sum is 1) and the output, each by at most 2**-9 of the largest |V|. float32
         adds up to 320 terms, exponentials of scores up to about 5: some 40 roundings of 2**-24.
@@ -74,24 +74,24 @@ class Problem:
         return largest * (2**-8 if self.q.dtype == jnp.bfloat16 else 40 * 2**-24)
 
     def error(self, out: Any) -> float:
-        """Returns the largest difference from the expected result, without padding queries; infinite if one is NaN."""
+        """Return the largest difference from the expected result over real queries; a NaN counts as infinite."""
         difference = np.abs(np.asarray(out, np.float64) - self.expected)[self.real]
         return float(np.nan_to_num(difference, nan=np.inf).max())
 
 
 def full_product(**wanted: Any) -> list[Case]:
-    """Returns all combinations of the factors' values, with the wanted values of some factors."""
+    """Return a case for each combination of the factors' values; `wanted` replaces the values of some factors."""
     options = {name: (wanted[name],) if name in wanted else values for name, values in FACTORS.items()}
     return [Case(*values) for values in itertools.product(*options.values())]
 
 
 def pairwise_cover(seed: int = 0) -> list[Case]:
-    """Returns few cases in which every pair of values of any two factors occurs."""
+    """Return a few cases in which every pair of values of any two factors occurs."""
     return [Case(**case) for case in cover.pairwise(FACTORS, seed=seed)]
 
 
 def make_tree(kind: str, nodes: int, generator: np.random.Generator) -> np.ndarray:
-    """Returns parents [nodes] of a chain, a random tree, or a random tree with padding nodes at the end and inside."""
+    """Return parents [nodes] of a chain, a random tree, or a random tree with padding nodes at the end and inside."""
     parents = np.arange(-1, nodes - 1)
     if kind in ("random", "padded"):
         parents[1:] = [generator.integers(0, n) for n in range(1, nodes)]
@@ -104,7 +104,7 @@ def make_tree(kind: str, nodes: int, generator: np.random.Generator) -> np.ndarr
 
 
 def make_lengths(kind: str, queries: int) -> np.ndarray:
-    """Returns the committed rows of four sequences [4]."""
+    """Return the numbers of committed cache rows of four sequences [4]."""
     full = ROWS - queries
     return {
         "ragged": np.array([0, 15, 129, full - 1]),
@@ -114,7 +114,7 @@ def make_lengths(kind: str, queries: int) -> np.ndarray:
 
 
 def make_problem(case: Case, *, scale: float | None = None, seed: int = 0) -> Problem:
-    """Returns a problem with random values in rows that real queries see, and NaN in all other rows of the pools."""
+    """Return a problem with random values in rows that real queries see, and NaN in all other rows of the pools."""
     generator = np.random.default_rng(seed)
     lengths = make_lengths(case.lengths, case.queries)
     batch, kv_heads, columns = len(lengths), 2, ROWS // case.page

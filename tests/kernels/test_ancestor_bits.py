@@ -1,4 +1,4 @@
-"""`ancestor_bits` and `causal_bits` against walking up the tree, `mask_tile` against looking up each bit."""
+"""Compare `ancestor_bits` and `causal_bits` with walking up the tree, and `mask_tile` with looking up each bit."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.reference.attention import ancestors
 
 
 def unpack(bits: np.ndarray, nodes: int) -> np.ndarray:
-    """Returns packed bits as bool [..., nodes]: bit j % 32 of word j // 32 becomes entry j."""
+    """Return packed bits as bool [..., nodes]: bit j % 32 of word j // 32 becomes entry j."""
     as_bytes = np.ascontiguousarray(bits).view(np.uint8)
     return np.unpackbits(as_bytes, axis=-1, bitorder="little")[..., :nodes] == 1
 
 
 def seen_by_walking(parents: np.ndarray) -> np.ndarray:
-    """Returns bool [nodes, nodes]: whether a walk from the first node up to the root meets the second node."""
+    """Return bool [nodes, nodes]: whether a walk from the first node up to the root meets the second node."""
     seen = np.zeros((len(parents), len(parents)), bool)
     for node in range(len(parents)):
         seen[node, ancestors(parents, node)] = True
@@ -50,7 +50,7 @@ def test_ancestor_bits_of_drawn_parents_match_walking_up_to_the_root(data, nodes
 
 
 @pytest.mark.parametrize("nodes", [1, 5, 32, 33, 70])
-def test_causal_bits_equal_ancestor_bits_of_a_chain(nodes):
+def test_causal_bits_of_any_size_equal_ancestor_bits_of_a_chain(nodes):
     parents = np.arange(-1, nodes - 1, dtype=np.int32)[None]
     np.testing.assert_array_equal(np.asarray(ancestor_bits(parents))[0], causal_bits(nodes))
     np.testing.assert_array_equal(unpack(causal_bits(nodes), nodes), np.tri(nodes, dtype=bool))
@@ -58,8 +58,8 @@ def test_causal_bits_equal_ancestor_bits_of_a_chain(nodes):
 
 @pytest.mark.parametrize("tile", [16, 32, 64])
 @pytest.mark.parametrize("words", [1, 2, 3])
-def test_mask_tile_matches_looking_up_each_bit(words: int, tile: int) -> None:
-    """Committed rows are visible; rows after the new rows, or outside the bounds, are not."""
+def test_mask_tile_function_with_packed_bits_equals_bits_looked_up_one_by_one(words: int, tile: int) -> None:
+    """Committed cache rows are visible; rows after the new rows and rows outside the bounds are hidden."""
     rng = np.random.default_rng(words * tile)
     seen = rng.integers(0, 2**32, (7, words), dtype=np.uint32)
     bits = (seen[:, :, None] >> np.arange(32, dtype=np.uint32) & 1).reshape(7, -1).astype(bool)

@@ -1,4 +1,4 @@
-"""`append_attention` against rotation by complex numbers and attention row by row, both in float64."""
+"""Compare `append_attention` with rotation by complex numbers and attention row by row, both in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support import cover
 from tests.support.h200 import compile_for_h200
 
 KV_HEADS, CAPACITY = 2, 640
-# No committed row; new rows on both sides of a tile's end; new rows that begin another split; the page table's end.
+# Committed rows: none; new rows cross the end of a tile; new rows begin another split; they reach the table's end.
 LENGTHS = (0, 62, 255, 511, 632)
 FACTORS: dict[str, tuple[Any, ...]] = {
     "tokens": (1, 5, 8),
@@ -51,7 +51,7 @@ def problem(
     start: int,
     lengths: Sequence[int] = LENGTHS,
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """Returns arguments of `append_attention` and the parents of the new rows [batch, tokens].
+    """Return arguments of `append_attention` and the parents of the new rows [batch, tokens].
 
     The pools hold NaN in rows that are hidden or not committed, and in the null page.
     """
@@ -84,7 +84,7 @@ def problem(
 
 
 def errors(found: tuple[Any, ...], p: dict[str, Any], parents: np.ndarray) -> list[float]:
-    """Returns the largest error of the attention and of each pool against float64, divided by the dtype's tolerance.
+    """Return the largest error of the attention and of each pool against float64, divided by the dtype's tolerance.
 
     A NaN counts as an infinite error.
     """
@@ -108,7 +108,7 @@ def errors(found: tuple[Any, ...], p: dict[str, Any], parents: np.ndarray) -> li
 
 @pytest.mark.parametrize("case", cover.thinned(CASES, every=4, name=cover.label, is_halved=True))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_append_attention_output_and_pools_match_float64(case: dict[str, Any], implementation: str) -> None:
+def test_append_attention_of_random_trees_matches_float64(case: dict[str, Any], implementation: str) -> None:
     p, parents = problem(**case)
     assert max(errors(append_attention(**p, implementation=implementation), p, parents)) < 1
 
@@ -118,7 +118,10 @@ FEW = EXAMPLE | {"tokens": 3, "dim": 16, "dtype": "bfloat16"}  # few enough for 
 
 @pytest.fixture
 def tiles_of_200_sequences(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Uses the tiles of 200 sequences, which do not split contexts, for few: 200 would take a CPU half a minute."""
+    """Make `append_attention` use the tiles of 200 sequences, which do not split contexts, for a few sequences.
+
+    A CPU would take half a minute for 200 sequences.
+    """
 
     def tiles_of_many(q: Any, *pools: Any, **options: Any) -> Any:
         tiles = choose_tiles(jax.ShapeDtypeStruct((200, *q.shape[1:]), q.dtype), *pools, **options)
@@ -141,10 +144,10 @@ def test_append_attention_of_unsplit_contexts_matches_float64() -> None:
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas", pytest.param("auto", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("is_split", [False, True])
-def test_append_attention_quantize_output_quantises_the_same_attention(
+def test_append_attention_with_quantize_output_returns_the_attention_quantised(
     is_split: bool, implementation: str, request: pytest.FixtureRequest
 ) -> None:
-    """Split contexts: the merge kernel quantises; others: a separate kernel after the attention kernel does."""
+    """The kernel that merges splits quantises; if contexts are not split, a separate kernel quantises."""
     if not is_split:
         request.getfixturevalue("tiles_of_200_sequences")
     p, _ = problem(**EXAMPLE | {"dtype": "bfloat16"} if is_split else FEW)
@@ -159,7 +162,8 @@ def test_append_attention_quantize_output_quantises_the_same_attention(
 
 @pytest.mark.once
 @pytest.mark.parametrize("wrong", ["positions", "lengths", "bits", "inv_freq", "start"])
-def test_control_append_attention_changed_argument_exceeds_tolerance(wrong: str) -> None:
+def test_append_attention_with_one_changed_argument_has_an_error_above_tolerance(wrong: str) -> None:
+    """Negative control: the tolerance detects each changed argument."""
     p, parents = problem(**EXAMPLE)
     assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
     other = {"bits": None, "inv_freq": p["inv_freq"][::-1], "start": 0}
@@ -168,7 +172,7 @@ def test_control_append_attention_changed_argument_exceeds_tolerance(wrong: str)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas", pytest.param("auto", marks=pytest.mark.gpu)])
-def test_append_attention_invalid_rows_are_not_written(implementation: str) -> None:
+def test_append_attention_with_invalid_rows_does_not_write_them(implementation: str) -> None:
     p, parents = problem(**EXAMPLE)
     valid = np.arange(5) < np.array([0, 1, 3, 5, 4])[:, None]
     p |= {"valid": jnp.asarray(valid)}
@@ -177,7 +181,7 @@ def test_append_attention_invalid_rows_are_not_written(implementation: str) -> N
     assert np.isfinite(np.asarray(found[0])[valid]).all()  # a row sees only its ancestors, which are earlier rows
 
 
-def test_append_attention_wrong_shapes_raise() -> None:
+def test_append_attention_with_wrong_shapes_raises() -> None:
     p, _ = problem(**EXAMPLE)
     with pytest.raises(ValueError, match=r"qkv must be 768 wide, got 760"):
         append_attention(**p | {"qkv": p["qkv"][..., :-8]})
@@ -221,9 +225,10 @@ def compile_attention(batch: int, rows: int, parts: int, start: int, *, quantize
         (64, 3, 2, 1),
     ],
 )
-def test_append_attention_compiled_for_h200_rotates_in_the_attention_kernel_and_writes_in_place(
+def test_append_attention_compiled_for_h200_is_one_kernel_that_writes_in_place(
     batch: int, rows: int, parts: int, start: int
 ) -> None:
+    """The kernel also rotates the keys; split contexts need a second kernel that merges the splits."""
     program = compile_attention(batch, rows, parts, start)
     assert program.count("append_attention") == 1
     assert program.count("paged_attention_merge") == (batch < 32)
@@ -232,7 +237,7 @@ def test_append_attention_compiled_for_h200_rotates_in_the_attention_kernel_and_
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
-def test_append_attention_quantize_output_launches_one_kernel_after_attention(batch: int) -> None:
+def test_append_attention_with_quantize_output_launches_one_more_kernel(batch: int) -> None:
     program = compile_attention(batch, 5, 2, 0, quantize_output=True)
     names = ["paged_attention_merge_and_round"] if batch < 32 else ["quantize_rows"]
     assert [launch.name for launch in program.launches][-2:] == ["append_attention", *names]
@@ -249,9 +254,10 @@ def test_append_attention_on_gpu_matches_float64(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("sequences", "tokens", "packed", "splits"), [(200, 3, 16, 1), (200, 5, 32, 1), (80, 5, 32, 3)]
 )
-def test_append_attention_on_gpu_of_many_sequences_in_two_warp_programs_matches_float64(
+def test_append_attention_on_gpu_of_many_sequences_matches_float64(
     sequences: int, tokens: int, packed: int, splits: int
 ) -> None:
+    """With so many sequences a Pallas program has two warps."""
     p, parents = problem(**FEW | {"tokens": tokens}, lengths=[7 * b % 140 for b in range(sequences)])
     q = jax.ShapeDtypeStruct((sequences, tokens, p["heads"], 16), jnp.bfloat16)
     options = {"new_rows": tokens, "start": 0, "window": None, "wide": False}

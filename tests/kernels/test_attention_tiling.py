@@ -1,4 +1,4 @@
-"""`choose_tiles` of attention at the shapes of an 8B model, for an H200; a program is a Pallas program."""
+"""Test how `choose_tiles` divides attention of an 8B model on an H200; "program" means a Pallas program."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def tiles_for(batch, queries, dim, rows, dtype):
         (48, 5, 128, 1392, 1, 2),
     ],
 )
-def test_choose_tiles_splits_contexts_until_programs_fill_the_gpu(batch, queries, dim, rows, splits, warps):
+def test_attention_tiling_of_few_sequences_splits_contexts_to_fill_the_gpu(batch, queries, dim, rows, splits, warps):
     tiles = tiles_for(batch, queries, dim, rows, jnp.bfloat16)
     assert (tiles.splits, tiles.packed, tiles.warps) == (splits, 32 if queries == 5 else 64, warps)
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(64, jnp.bfloat16), (128, jnp.float8_e4m3fn)])
 @pytest.mark.parametrize(("batch", "splits", "warps"), [(11, 3, 4), (12, 5, 2), (16, 4, 2), (31, 2, 2), (32, 1, 2)])
-def test_choose_tiles_of_short_key_rows_uses_two_warps_from_12_sequences(batch, splits, warps, dim, dtype):
+def test_attention_tiling_of_small_head_dim_uses_two_warps_from_12_sequences(batch, splits, warps, dim, dtype):
     tiles = tiles_for(batch, 5, dim, 1392, dtype)
     assert (tiles.splits, tiles.packed, tiles.warps) == (splits, 32, warps)

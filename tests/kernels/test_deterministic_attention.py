@@ -1,4 +1,4 @@
-"""Deterministic `paged_attention` matches the numpy oracle, and a query's bits do not depend on the call."""
+"""Test that deterministic `paged_attention` matches numpy and gives a query equal bits in every call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTH, NEW, KV_HEADS, DIM = 580, 6, 2, 16  # each of the kernel's splits has mo
 
 
 def paths_of(problem: Problem) -> jax.Array | None:
-    """Returns paths [B, T, depths] with the new rows of each query's ancestor bits; None for causal problems."""
+    """Return paths [B, T, depths] with the new rows of each query's ancestor bits; None for causal problems."""
     if problem.bits is None:
         return None
     bits = np.asarray(problem.bits)[..., None] >> np.arange(32, dtype=np.uint32) & 1
@@ -49,11 +49,11 @@ def check(case: Case, implementation: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_deterministic_attention_matches_float64(case: Case, implementation: str) -> None:
+def test_deterministic_attention_of_random_problems_matches_float64(case: Case, implementation: str) -> None:
     check(case, implementation)
 
 
-def test_deterministic_attention_with_bits_window_or_quantisation_raises() -> None:
+def test_deterministic_attention_with_bits_or_window_or_quantisation_raises() -> None:
     problem = make_problem(Case())
     arrays = problem.arrays[:-1]
     with pytest.raises(ValueError, match="neither bits nor a window"):
@@ -67,7 +67,7 @@ def test_deterministic_attention_with_bits_window_or_quantisation_raises() -> No
 
 
 class Text:
-    """Keys, values and queries of one sequence, for calls with any page size and any other sequences in the batch."""
+    """The keys, values and queries of one sequence, for calls with any page size and batch."""
 
     def __init__(self, dtype: str, implementation: str, *, deterministic: bool = True) -> None:
         rng = np.random.default_rng(0)
@@ -77,7 +77,7 @@ class Text:
         self.attend = jax.jit(partial(paged_attention, implementation=implementation, deterministic=deterministic))
 
     def run(self, length: int, rows: list[int], *, page: int = 16, mates: int = 0, paths: Any = None) -> np.ndarray:
-        """Returns the attention of the text's queries `rows`, whose keys and values follow `length` committed rows.
+        """Return the attention of the text's queries `rows`, whose keys and values follow `length` committed rows.
 
         Args:
             page: rows per page.
@@ -107,12 +107,12 @@ FIRST = 574  # the queries that are compared are rows 574 to 579: tiles of the c
 
 
 def one_by_one(text: Text) -> np.ndarray:
-    """Attention of each compared query in a call of its own."""
+    """Return the attention of the compared queries, each computed by a separate call."""
     return np.concatenate([text.run(row, [row]) for row in range(FIRST, LENGTH)])
 
 
 def in_other_calls(text: Text) -> dict[str, np.ndarray]:
-    """Attention of the compared queries in calls that differ in the number of queries, page size or batch."""
+    """Return the attention of the compared queries by calls that differ in number of queries, page size or batch."""
     chain = list(range(FIRST, LENGTH))
     return {
         "chain": text.run(FIRST, chain),
@@ -133,8 +133,8 @@ def in_other_calls(text: Text) -> dict[str, np.ndarray]:
         pytest.param("float32", "pallas", marks=pytest.mark.matrix),
     ],
 )
-def test_deterministic_attention_query_bits_do_not_depend_on_the_call(dtype: str, implementation: str) -> None:
-    """A query has the same bits alone, in a chain, in a chunk, in a batch, with other page sizes, and in a tree."""
+def test_deterministic_attention_of_a_query_has_equal_bits_in_every_call(dtype: str, implementation: str) -> None:
+    """A query's bits are equal alone, in a chain, in a chunk, in a batch, in a tree, and with other page sizes."""
     text = Text(dtype, implementation)
     alone = one_by_one(text)
     for name, out in in_other_calls(text).items():
@@ -148,8 +148,8 @@ def test_deterministic_attention_query_bits_do_not_depend_on_the_call(dtype: str
     assert (text.run(FIRST, nodes, paths=paths, mates=1)[4] != alone[3]).any(), "control: another ancestor"
 
 
-def test_control_ordinary_attention_query_bits_depend_on_the_call() -> None:
-    """Which of the calls gives other bits differs by version of jax: chunk from jax 0.12, page size before."""
+def test_ordinary_attention_of_a_query_has_other_bits_in_some_calls() -> None:
+    """Negative control: in jax 0.12 the call in a chunk has other bits, in jax 0.10 the call with another page size."""
     text = Text("float32", "reference", deterministic=False)
     alone, others = one_by_one(text), in_other_calls(text)
     for name, out in others.items():
@@ -165,5 +165,5 @@ def test_deterministic_attention_on_gpu_matches_float64(case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_deterministic_attention_on_gpu_query_bits_do_not_depend_on_the_call(dtype: str) -> None:
-    test_deterministic_attention_query_bits_do_not_depend_on_the_call(dtype, "pallas")
+def test_deterministic_attention_on_gpu_of_a_query_has_equal_bits_in_every_call(dtype: str) -> None:
+    test_deterministic_attention_of_a_query_has_equal_bits_in_every_call(dtype, "pallas")

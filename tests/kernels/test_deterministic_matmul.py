@@ -1,4 +1,4 @@
-"""`deterministic_matmul` against float64, and the bits of each row in products of different numbers of rows."""
+"""Compare `deterministic_matmul` with float64, and each row's bits between products of different numbers of rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def same_bits(one: jax.Array, other: jax.Array) -> bool:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize(("rows", "out", "inner", "parts"), [(5, 1024, 2048, 4), (70, 128, 192, 1)])
-def test_deterministic_matmul_matches_float64(
+def test_deterministic_matmul_of_random_matrices_matches_float64(
     rows: int, out: int, inner: int, parts: int, implementation: str, dtype: str
 ) -> None:
     x, weight = problem(rows, out, inner, dtype)
@@ -40,7 +40,7 @@ def test_deterministic_matmul_matches_float64(
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_deterministic_matmul_is_gated_multiplies_silu_of_gate_times_up_by_the_weight(implementation: str) -> None:
+def test_deterministic_matmul_of_gate_and_up_multiplies_silu_of_gate_by_up(implementation: str) -> None:
     x, weight = problem(3, 64, 64, "float32")
     both = jnp.concatenate([x, x[::-1]], axis=1)
     got = deterministic_matmul(both, weight, is_gated=True, implementation=implementation)[0]
@@ -54,7 +54,7 @@ def test_deterministic_matmul_is_gated_multiplies_silu_of_gate_times_up_by_the_w
     ("implementation", "out", "inner"),
     [("reference", 300, 1024), ("reference", 48, 16), ("pallas", 128, 256)],
 )
-def test_deterministic_matmul_row_bits_do_not_depend_on_row_count(
+def test_deterministic_matmul_of_fewer_rows_keeps_the_bits_of_a_row(
     implementation: str, out: int, inner: int, dtype: str
 ) -> None:
     x, weight = problem(COUNTS[-1], out, inner, dtype)
@@ -66,25 +66,26 @@ def test_deterministic_matmul_row_bits_do_not_depend_on_row_count(
             assert same_bits(product(x[own], weight), everything[:, own]), (count, first)
 
 
-def test_control_matmul_row_bits_depend_on_row_count() -> None:
+def test_ordinary_matmul_of_fewer_rows_changes_the_bits_of_a_row() -> None:
+    """Negative control of the comparison of bits."""
     x, weight = problem(COUNTS[-1], 300, 1024, "float32")
     product = jax.jit(matmul)
     assert not same_bits(product(x[:1], weight), product(x, weight)[:1])
 
 
-def test_fixed_parts_of_llama_weights_are_1_2_or_4() -> None:
+def test_number_of_fixed_parts_of_llama_weights_is_one_two_or_four() -> None:
     llama = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
     parts = {name: fixed_parts(*shape, jnp.dtype("bfloat16")) for name, shape in llama.items()}
     assert parts == {"qkv": 2, "o": 4, "gate_up": 1, "down": 4}
 
 
-def test_deterministic_matmul_unsupported_weight_raises() -> None:
+def test_deterministic_matmul_of_unsupported_weight_raises() -> None:
     x, weight = problem(2, 48, 64, "float32")
     with pytest.raises(NotImplementedError, match=r"multiple of 64.*\(48, 64\)"):
         deterministic_matmul(x, weight, implementation="pallas")
 
 
-def test_in_row_blocks_keeps_row_order() -> None:
+def test_rows_processed_in_blocks_keep_their_order() -> None:
     rows = jnp.arange(26.0).reshape(13, 2)
     doubled, sums = in_row_blocks(lambda x, y: (2 * x, x.sum(-1) + y), rows, jnp.arange(13.0))
     np.testing.assert_array_equal(doubled, 2 * rows)
@@ -95,7 +96,7 @@ def test_in_row_blocks_keeps_row_order() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("out", "inner"), [(6144, 4096), (4096, 14336), (28672, 4096)])
-def test_deterministic_matmul_on_gpu_row_bits_do_not_depend_on_row_count(out: int, inner: int, dtype: str) -> None:
+def test_deterministic_matmul_on_gpu_of_fewer_rows_keeps_the_bits_of_a_row(out: int, inner: int, dtype: str) -> None:
     x, weight = problem(320, out, inner, dtype)
     product = jax.jit(partial(deterministic_matmul, implementation="pallas"))
     everything = product(x, weight)

@@ -1,4 +1,4 @@
-"""`dispatch` compiles the implementation that `describe` names, and engines log and trace only that."""
+"""Test that `dispatch` compiles the implementation that `describe` names, and that engines log and trace it alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEVICES = {
 
 
 def chosen(implementation: str, platform: str) -> str:
-    """Returns the words by which `describe` names the branch that a program compiled for the platform holds."""
+    """Return how `describe` names the implementation that a program compiled for the platform contains."""
 
     def kernel(x: jax.Array, *, interpret: bool) -> jax.Array:
         return jnp.sin(x) if interpret else jnp.cos(x)
@@ -53,7 +53,7 @@ def chosen(implementation: str, platform: str) -> str:
         ("pallas", "cpu"),
     ],
 )
-def test_describe_names_the_implementation_that_dispatch_compiles(implementation: str, platform: str) -> None:
+def test_implementation_description_on_each_platform_names_what_is_compiled(implementation: str, platform: str) -> None:
     said = describe(implementation, DEVICES[platform])
     assert said.startswith(f"{chosen(implementation, platform)} {DEVICES[platform].device_kind}")
     assert ("compute capability 9.0" in said) == (platform == "cuda")
@@ -62,7 +62,7 @@ def test_describe_names_the_implementation_that_dispatch_compiles(implementation
     assert (resolve(implementation, DEVICES[platform]) == "reference") == said.startswith("references")
 
 
-def test_executables_log_the_description_of_the_implementation_once(
+def test_executables_when_created_log_the_implementation_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     state: Any = namedtuple("State", "root page_table")(jnp.zeros(2), jnp.zeros((2, 3)))
@@ -74,7 +74,7 @@ def test_executables_log_the_description_of_the_implementation_once(
         assert [record.getMessage() for record in caplog.records] == [describe(implementation, jax.devices()[0])]
 
 
-def test_engine_auto_without_gpu_traces_no_pallas_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_with_auto_implementation_on_cpu_traces_no_pallas_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     if jax.default_backend() == "gpu":
         pytest.skip("on a GPU an engine runs kernels")
     traced: list[str] = []
@@ -91,6 +91,6 @@ def test_engine_auto_without_gpu_traces_no_pallas_kernel(monkeypatch: pytest.Mon
     monkeypatch.setattr(Executables, "compile", only_traced)
     for implementation, some in (("auto", False), ("pallas", True)):
         traced.clear()
-        target = tiny.model(24, layers=1, hidden=64)  # shapes that no other test has traced
+        target = tiny.model(24, layers=1, hidden=64)  # no other test has traced these shapes
         Engine(target, slots=3, max_len=40, buckets=(3,), prefill_buckets=(7,), implementation=implementation).warmup()
         assert bool(traced) == some, traced

@@ -1,4 +1,4 @@
-"""`gated_matmul` by XLA, and the Hopper kernel interpreted and on a GPU, against float64; their launches on an H200."""
+"""Compare `gated_matmul` by XLA and by the Hopper kernel with float64, and check their launches on an H200."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def problem(rows: int, out: int, inner: int, dtype: Any = BF16) -> tuple[jax.Arr
 
 
 def wanted(x: Any, weight: Any) -> np.ndarray:
-    """Returns silu(x @ gate.T) * (x @ up.T) in float64."""
+    """Return silu(x @ gate.T) * (x @ up.T) in float64 [rows, out]."""
     gate, up = np.split(np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T, 2, axis=-1)
     return gate / (1 + np.exp(-gate)) * up
 
 
 def exact(quantized: QuantizedActivation | Quantized) -> np.ndarray:
-    """Returns the float64 values of a quantised matrix."""
+    """Return the float64 values of a quantised matrix."""
     return np.asarray(quantized.values, np.float64) * np.asarray(quantized.scale, np.float64)[:, None]
 
 
 def error(got: jax.Array, x: Any, weight: Any) -> float:
-    """Returns the largest error relative to 1 + |expected|."""
+    """Return the largest error of a product relative to 1 + |expected value|."""
     right = wanted(x, weight)
     return float((np.abs(np.asarray(got, np.float64) - right) / (1 + np.abs(right))).max())
 
@@ -58,11 +58,11 @@ def test_gated_matmul_by_xla_matches_float64(dtype: Any, most: float) -> None:
 
 
 def interpreted(*arrays: jax.Array, tiles: Tiles, dtype: Any = BF16) -> jax.Array:
-    """Returns the added-up result of the Hopper kernel in jax's interpreter; fails if it detects races."""
+    """Run the Hopper kernel in jax's interpreter and return the sum of its parts; fail if races are detected."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # no public function returns the races
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    # So many TMA threads that no two copies look ordered merely because they were in the same queue.
+    # With fewer TMA threads two copies could look ordered only because one queue held both.
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)  # type: ignore[attr-defined]
     got = jax.block_until_ready(multiply(*arrays, tiles=tiles, dtype=dtype, interpret=params))
     assert not gpu_callbacks.get_races().races_found
@@ -83,7 +83,7 @@ def interpreted(*arrays: jax.Array, tiles: Tiles, dtype: Any = BF16) -> jax.Arra
         (72, Tiles(groups=2, columns=56, inner=64, stages=2, store=56, programs=2, halves=2)),  # stored at once
     ],
 )
-def test_hopper_kernel_interpreted_with_gate_and_up_matches_float64(rows: int, tiles: Tiles) -> None:
+def test_hopper_kernel_interpreted_with_gate_and_up_weights_matches_float64(rows: int, tiles: Tiles) -> None:
     """The interpreter also fails if a barrier is passed too early or has arrivals left at the end."""
     out = 4 * tiles.columns if tiles.stores_in_x else 192
     x, weight = problem(rows, out, 320)
@@ -94,7 +94,7 @@ def test_hopper_kernel_interpreted_with_gate_and_up_matches_float64(rows: int, t
     assert error(got, x.at[rows - 1].set(0), weight) > 0.1, "control: last row zero"
 
 
-def test_choose_tiles_of_float8_keeps_scales_in_shared_memory_with_at_least_4_stages() -> None:
+def test_hopper_tiles_of_float8_leave_shared_memory_for_scales_and_4_stages() -> None:
     kept = {rows: choose_tiles(rows, 4096, 14336, FP8, 132, halves=2) for rows in (5, 40, 160, 264, 320)}
     assert [tiles.scale_tiles for tiles in kept.values() if tiles] == [1, 1, 1, 2, 2]
     assert [tiles.stages for tiles in kept.values() if tiles] == [6, 6, 4, 4, 4]
@@ -130,9 +130,7 @@ def test_choose_tiles_of_float8_keeps_scales_in_shared_memory_with_at_least_4_st
         (64, 14340, None),
     ],
 )
-def test_choose_tiles_chooses_a_width_that_leaves_few_multiprocessors_idle(
-    rows: int, out: int, columns: int | None
-) -> None:
+def test_hopper_tiles_of_each_shape_leave_few_multiprocessors_idle(rows: int, out: int, columns: int | None) -> None:
     tiles = choose_tiles(rows, 4096, out, BF16, 132, halves=2)
     assert (tiles and tiles.columns) == columns
     if tiles:
@@ -142,7 +140,7 @@ def test_choose_tiles_chooses_a_width_that_leaves_few_multiprocessors_idle(
 
 
 @pytest.mark.parametrize(("inner", "dtype"), [(4096, F32), (4000, BF16)], ids=str)
-def test_choose_tiles_of_unsupported_inner_size_or_dtype_returns_none(inner: int, dtype: Any) -> None:
+def test_hopper_tiles_of_unsupported_inner_size_or_dtype_are_none(inner: int, dtype: Any) -> None:
     assert choose_tiles(64, inner, 14336, dtype, 132) is None
 
 
@@ -151,7 +149,9 @@ def test_choose_tiles_of_unsupported_inner_size_or_dtype_returns_none(inner: int
     ("rows", "columns", "programs"),
     [pytest.param(40, 96, 3, marks=pytest.mark.long), pytest.param(64, 96, 8, marks=pytest.mark.matrix), (8, 48, 16)],
 )
-def test_hopper_kernel_interpreted_sums_two_parts_to_the_product(rows: int, columns: int, programs: int) -> None:
+def test_hopper_kernel_interpreted_with_two_parts_sums_them_to_the_product(
+    rows: int, columns: int, programs: int
+) -> None:
     x, weight = problem(rows, 192, 512)
     tiles = Tiles(groups=1, columns=columns, inner=64, stages=3, store=16, programs=programs, parts=2)
     right = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
@@ -164,7 +164,7 @@ def test_hopper_kernel_interpreted_sums_two_parts_to_the_product(rows: int, colu
 
 @pytest.mark.once
 @mosaic
-def test_hopper_kernel_interpreted_applies_scales_to_the_sum_of_two_parts() -> None:
+def test_hopper_kernel_interpreted_with_scales_applies_them_to_both_parts() -> None:
     x, weight = problem(40, 192, 1024)
     rows, quantized = quantize_rows(x), quantize(weight, "fp8_dynamic")
     right = exact(QuantizedActivation(*rows, BF16)) @ exact(quantized).T
@@ -209,7 +209,7 @@ def test_hopper_kernel_interpreted_applies_scales_to_the_sum_of_two_parts() -> N
         (48, Tiles(groups=2, columns=128, inner=128, stages=2, store=16, programs=2, halves=2, transposed=48)),
     ],
 )
-def test_hopper_kernel_interpreted_with_gate_and_up_of_fp8_applies_scales(many: int, tiles: Tiles) -> None:
+def test_hopper_kernel_interpreted_with_fp8_gate_and_up_applies_their_scales(many: int, tiles: Tiles) -> None:
     out = 256 if tiles.transposed else 4 * tiles.columns if tiles.stores_in_x else 192
     x, weight = problem(many, out, 640)
     rows, quantized = QuantizedActivation(*quantize_rows(x), BF16), quantize(weight, "fp8_dynamic")
@@ -250,7 +250,7 @@ def test_gated_matmul_compiled_for_h200_is_one_launch_without_spills(
 
 
 @mosaic
-def test_tiles_for_returns_tiles_only_for_supported_dtypes_and_enough_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_kernel_has_tiles_only_for_supported_dtypes_and_enough_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 132)
     out, inner = 132 * 48, 128
     bf16, int8, fp8 = (jnp.zeros((2 * out, inner), dtype) for dtype in (BF16, jnp.int8, FP8))
@@ -273,7 +273,9 @@ def test_tiles_for_returns_tiles_only_for_supported_dtypes_and_enough_rows(monke
 
 
 @mosaic
-def test_kernel_padding_fills_up_to_the_next_supported_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_padding_of_unsupported_row_count_reaches_the_next_supported_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     weight = jnp.zeros((2 * 6144, 1024), BF16)
     wanted = {
         (1, 60): 4,
@@ -295,7 +297,7 @@ def test_kernel_padding_fills_up_to_the_next_supported_row_count(monkeypatch: py
 @mosaic
 @pytest.mark.parametrize(("implementation", "runs_kernel"), [("auto", True), ("pallas", True), ("reference", False)])
 @pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
-def test_gated_matmul_compiled_for_h200_runs_the_kernel_unless_reference_is_chosen(
+def test_gated_matmul_on_h200_runs_the_kernel_unless_reference_is_chosen(
     implementation: Any, runs_kernel: bool, dtype: Any
 ) -> None:
     x, weight = jax.ShapeDtypeStruct((64, 1024), BF16), jax.ShapeDtypeStruct((2 * 6144, 1024), dtype)
@@ -316,7 +318,7 @@ def test_gated_matmul_on_cpu_beside_a_hopper_gpu_matches_float64(monkeypatch: py
 
 @mosaic
 @pytest.mark.parametrize(("gpu", "runs_kernel"), [("A100", False), ("L40", False), ("H100", True), ("B200", False)])
-def test_gated_matmul_runs_the_hopper_kernel_only_on_hopper_gpus(gpu: str, runs_kernel: bool) -> None:
+def test_gated_matmul_on_other_gpus_does_not_run_the_hopper_kernel(gpu: str, runs_kernel: bool) -> None:
     x, weight = jax.ShapeDtypeStruct((64, 1024), BF16), jax.ShapeDtypeStruct((2 * 6144, 1024), BF16)
     launches = compile_for(GPUS[gpu], lambda *arrays: gated_matmul(*arrays), x, weight).launches
     assert ([launch.kind for launch in launches] == ["kCustomCall"]) == runs_kernel
@@ -334,7 +336,7 @@ def test_gated_matmul_on_gpu_matches_float64(rows: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [5, 8, 32, 72, 160, 264, 320])
-def test_gated_matmul_on_gpu_of_fp8_applies_scales(rows: int) -> None:
+def test_gated_matmul_on_gpu_of_fp8_weights_applies_their_scales(rows: int) -> None:
     """The tolerance is large because tensor cores add up products of float8 with some 14 bits."""
     x, weight = problem(rows, 14336, 4096)
     quantized = quantize(weight, "fp8_dynamic")

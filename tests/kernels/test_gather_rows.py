@@ -1,4 +1,4 @@
-"""`gather_rows` against numpy, with NaN in every row that must not be read."""
+"""Compare `gather_rows` with numpy; every row that must not be read holds NaN."""
 
 from __future__ import annotations
 
@@ -44,17 +44,18 @@ def check(width: int, implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("width", [1, 75, 2500])
-def test_gather_rows_matches_numpy(width: int, implementation: str) -> None:
+def test_gather_rows_function_with_empty_slots_equals_numpy(width: int, implementation: str) -> None:
     check(width, implementation)
 
 
-def test_control_gather_rows_as_if_every_slot_held_a_sequence_differs() -> None:
+def test_gather_rows_function_with_empty_slots_marked_full_differs_from_numpy() -> None:
+    """Negative control: the comparison detects rows that are read from an empty slot."""
     arrays = problem(75)
     taken = gather_rows(arrays, ROWS, np.ones(5, bool), implementation="pallas")
     assert np.isnan(taken["one"][1]) and not np.array_equal(taken["words"], expected(arrays["words"]))
 
 
-def test_gather_rows_compiled_for_h200_is_one_launch_without_spills() -> None:
+def test_gather_rows_kernel_compiled_for_h200_is_one_launch_without_spills() -> None:
     shape = jax.ShapeDtypeStruct
     arrays = [shape((64,), jnp.float32), shape((64,), jnp.bool), shape((64, 2048), jnp.int32)]
     program = compile_for_h200(gather_rows, arrays, shape((8,), jnp.int32), shape((64,), jnp.bool), fail_on_spills=True)
@@ -63,5 +64,5 @@ def test_gather_rows_compiled_for_h200_is_one_launch_without_spills() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [1, 75, 2500])
-def test_gather_rows_on_gpu_matches_numpy(width: int) -> None:
+def test_gather_rows_kernel_on_gpu_equals_numpy(width: int) -> None:
     check(width, "pallas")

@@ -1,4 +1,4 @@
-"""Every kernel, compiled for each generation of GPU, fits and spills registers only if it is listed in `SPILLS`."""
+"""Test that each kernel compiles for each generation of GPU, and that only those in `SPILLS` spill registers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def pools(dim: int, dtype: Any) -> list[jax.ShapeDtypeStruct]:
 
 
 def attention(rows: int, dim: int, dtype: Any = BF16) -> Case:
-    """Returns attention of a plain decoding step (1 row), a chain (5 rows), or a tree of 60 nodes and its root."""
+    """Return the case of attention for a plain decoding step (1 row), a chain (5 rows) or a tree (61 rows)."""
     q, table = shape(1, rows, HEADS, dim), shape(1, 128, dtype=I32)
     bits = () if rows < 32 else (shape(1, rows, 2, dtype=jnp.uint32),)
 
@@ -61,7 +61,7 @@ def attention(rows: int, dim: int, dtype: Any = BF16) -> Case:
 
 
 def deterministic_attention(rows: int, depths: int = 0) -> Case:
-    """Returns deterministic attention of a chain, a prefill chunk, or (with `depths`) of a tree with paths."""
+    """Return the case of deterministic attention for a chain, a prefill chunk, or (with `depths`) a tree."""
 
     def attend(*arrays: Any) -> Any:
         own = {"paths": arrays[5]} if depths else {}
@@ -123,7 +123,7 @@ def deterministic_product(rows: int, dtype: Any = BF16) -> Case:
 
 
 def xla_product(kind: str) -> Case:
-    """Returns a product whose output is so wide that XLA computes it."""
+    """Return the case of a product whose output is so wide that XLA computes it."""
     weight = Quantized(shape(VOCAB, HIDDEN, dtype=FP8), shape(VOCAB, dtype=F32), dynamic=kind == "fp8_dynamic")
     return matmul, (shape(5, HIDDEN), weight)
 
@@ -216,7 +216,7 @@ DEFAULT = {
 
 
 def spilling_cases(jax_version: tuple[int, ...]) -> set[tuple[str, str]]:
-    """Returns (GPU, case) of the kernels that spill registers: the list depends on the ptxas that jax installs."""
+    """Return (GPU, case) of each kernel that spills registers; the list depends on the version of ptxas."""
     spilling = {(gpu, f"prefill {dim}") for gpu in ("A100", "L40") for dim in (96, 128)}
     spilling |= {("L40", "attention 61 x 128")}
     if jax_version < (0, 12):
@@ -230,7 +230,7 @@ SPILLS = spilling_cases(jax.__version_info__)
 
 
 def combinations() -> list[Any]:
-    """Returns every case on every GPU that supports its dtypes as test parameters; those not in `DEFAULT` are long."""
+    """Return test parameters for each case on each GPU that supports its dtypes; only `DEFAULT` runs by default."""
     found = [(gpu, name) for gpu in GPUS for name in (*CASES, *(FLOAT8 if GPUS[gpu].has_float8 else ()))]
     default = {(gpu, name) for gpu, names in DEFAULT.items() for name in names}
     assert default <= set(found), default - set(found)
@@ -241,8 +241,8 @@ def combinations() -> list[Any]:
 
 
 @pytest.mark.parametrize(("gpu", "name"), combinations())
-def test_kernel_compiled_for_gpu_spills_only_if_listed(gpu: str, name: str) -> None:
-    """A kernel that spills fits all the same: compilation fails only because the compiler is told to fail on spills."""
+def test_kernel_compiled_for_each_gpu_spills_registers_only_if_listed(gpu: str, name: str) -> None:
+    """A kernel that spills registers still runs; its compilation fails because the test asks for failure on spills."""
     function, arrays = {**CASES, **FLOAT8}[name]
     spills = pytest.raises(jax.errors.JaxRuntimeError, match="discarded due to register spilling")
     with spills if (gpu, name) in SPILLS else nullcontext():
@@ -258,8 +258,8 @@ def test_kernel_of_float8_pools_compiled_for_a100_raises(case: Case) -> None:
 
 
 @pytest.mark.parametrize(("gpu", "fits"), [("A100", True), ("L40", False), ("H100", True)])
-def test_control_kernel_of_144_kib_shared_memory_does_not_compile_for_l40(gpu: str, fits: bool) -> None:
-    """Three tiles of 48 KiB in flight fit into 163 KiB and 227 KiB, but not into the 99 KiB of capability 8.9."""
+def test_kernel_with_144_kib_of_shared_memory_does_not_compile_for_l40(gpu: str, fits: bool) -> None:
+    """Negative control: its three tiles of 48 KiB fit into the other GPUs' 163 or 227 KiB, but not into 99 KiB."""
     rows, inner = 128, 64
 
     def kernel(x_ref: Any, y_ref: Any, out_ref: Any) -> None:
@@ -282,7 +282,7 @@ def test_control_kernel_of_144_kib_shared_memory_does_not_compile_for_l40(gpu: s
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-def test_gpu_description_has_the_figures_of_that_gpu_and_none_of_the_h200(gpu: str) -> None:
+def test_gpu_description_of_each_gpu_has_its_figures_and_none_of_the_h200(gpu: str) -> None:
     device, text = GPUS[gpu], GPUS[gpu].description()
     assert f"shared_memory_per_block_optin: {device.block_shared_kib * 1024}\n" in text
     assert f"  core_count: {device.multiprocessors}\n" in text

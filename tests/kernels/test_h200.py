@@ -1,4 +1,4 @@
-"""Attention kernels compiled for an H200 spill no registers, copy no pool and need only the stated launches."""
+"""Test that attention kernels compiled for an H200 spill no registers, copy no pool and have the stated launches."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ WIDE = pytest.param(jnp.float32, marks=pytest.mark.matrix, id="float32")
 
 
 def more(*cases):
-    """Marks further cases of the same kind, which the default run leaves out."""
+    """Mark cases that only -m matrix runs."""
     return [pytest.param(*case, marks=pytest.mark.matrix) for case in cases]
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.bfloat16, id="bfloat16"), WIDE])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("queries", [1, 5, 60])
-def test_paged_attention_of_split_contexts_is_two_kernels_without_spills_or_copies(queries, dim, dtype):
+def test_paged_attention_of_split_contexts_is_two_kernels_without_copies(queries, dim, dtype):
     program = compile_attention(queries=queries, dim=dim, dtype=dtype)
     assert [launch.name for launch in program.launches] == ["paged_attention", "paged_attention_merge"]
     assert not program.copies()
@@ -69,8 +69,8 @@ def test_paged_attention_of_float8_pools_is_two_kernels_without_copies(queries, 
 
 
 @pytest.mark.parametrize(("queries", "causal"), [(1, True), (2048, True), (60, False), *more((5, True), (10, False))])
-def test_paged_attention_with_window_makes_no_copies(queries, causal):
-    """The queries of a draft: its root, its pending rows, a chunk of the prompt, the levels of a tree."""
+def test_paged_attention_with_a_window_copies_no_pool(queries, causal):
+    """The numbers of queries are those of a draft: one root, a chunk of the prompt, and a tree."""
     program = compile_attention(queries=queries, causal=causal, context=16384, start=1, window=2048)
     assert len(program.launches) == (1 if queries == 2048 else 2)
     assert not program.copies()
@@ -96,14 +96,15 @@ def test_paged_attention_of_every_page_size_is_two_kernels(page, start):
     ],
     ids=["batch", "trees", "long trees", "chunk", "prefill", "prefills"],
 )
-def test_paged_attention_of_enough_queries_to_fill_the_gpu_is_one_kernel(sizes):
+def test_paged_attention_of_many_queries_is_one_kernel(sizes):
+    """The queries fill the GPU, so contexts are not split and nothing is merged."""
     program = compile_attention(**sizes)
     assert [launch.name for launch in program.launches] == ["paged_attention"]
     assert program.temp_bytes < 1024
 
 
-def test_paged_attention_of_long_context_uses_at_most_16_mib_of_temporary_memory():
-    """60 nodes at 128k rows would need 1 GB for partial results if every 128 rows were a split."""
+def test_paged_attention_of_long_context_uses_at_most_16_mib_temporary_memory():
+    """With a split for every 128 cache rows, 60 queries at 128k rows would need 1 GB for partial results."""
     program = compile_attention(queries=60, context=131072)
     assert 1 << 22 < program.temp_bytes <= 1 << 24
 
@@ -121,7 +122,7 @@ def assert_in_place(program: H200Program, pool_bytes: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 60, 2048])
-def test_append_is_one_kernel_that_writes_pools_in_place(tokens):
+def test_cache_append_with_donated_pools_is_one_kernel_that_writes_in_place(tokens):
     k_pool, v_pool, pool_bytes = pools()
     new = shape((2, tokens, KV_HEADS, 128))
     arrays = (new, new, shape((2, 512), jnp.int32), shape((2,), jnp.int32), shape((2, tokens), jnp.bool))
@@ -131,7 +132,8 @@ def test_append_is_one_kernel_that_writes_pools_in_place(tokens):
     assert_in_place(program, pool_bytes, "append_rows")
 
 
-def test_control_append_without_donation_copies_pools():
+def test_cache_append_without_donated_pools_copies_them():
+    """Negative control of the search for copies."""
     k_pool, v_pool, pool_bytes = pools()
     new = shape((2, 5, KV_HEADS, 128))
     arrays = (new, new, shape((2, 512), jnp.int32), shape((2,), jnp.int32), shape((2, 5), jnp.bool))
@@ -140,8 +142,8 @@ def test_control_append_without_donation_copies_pools():
     assert len(program.copies(pool_bytes // 2)) == 2
 
 
-def test_control_kernel_that_spills_registers_raises():
-    """The kernel needs more registers than one warp has."""
+def test_kernel_that_spills_registers_raises_when_compiled():
+    """Negative control: the kernel needs more registers than one warp has."""
 
     def kernel(x_ref, out_ref):
         x = x_ref[...]
@@ -154,7 +156,7 @@ def test_control_kernel_that_spills_registers_raises():
 
 
 @pytest.mark.parametrize("rows", [2, 9, 64])
-def test_move_rows_is_one_kernel_that_writes_pools_in_place(rows):
+def test_cache_row_move_with_donated_pools_is_one_kernel_that_writes_in_place(rows):
     k_pool, v_pool, pool_bytes = pools()
     arrays = (shape((2, 512), jnp.int32), *[shape((2, rows), jnp.int32)] * 2, shape((2, rows), jnp.bool))
     program = compile_for_h200(
@@ -163,8 +165,8 @@ def test_move_rows_is_one_kernel_that_writes_pools_in_place(rows):
     assert_in_place(program, pool_bytes, "move_rows")
 
 
-def test_append_attend_and_move_of_three_layers_are_one_graph_without_copies():
-    """Each layer appends, attends and moves rows in its own pools; the tree mask is built once from the parents."""
+def test_append_and_attention_and_row_move_of_three_layers_are_one_cuda_graph():
+    """Each layer uses pools of its own, none of which is copied; the tree mask is built once for all layers."""
     k_pool, v_pool, pool_bytes = pools()
     layers, nodes = 3, 60
 

@@ -1,4 +1,4 @@
-"""`append` and `move_rows` of a paged cache against loops over rows in numpy."""
+"""Compare `append` and `move_rows` of a paged cache with loops over rows in numpy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CASES = [
 
 
 def make_cache(case: Case, generator: np.random.Generator):
-    """Returns random pools of K and V, a page table of three sequences without page 0, and its rows per sequence."""
+    """Return random pools of K and V, a page table of three sequences, and the number of rows it has per sequence."""
     columns = -(-ROWS // case.page)
     shape = (3 * columns + 1, case.kv_heads, case.page, case.dim)
     pools = [jnp.asarray(generator.standard_normal(shape), case.dtype) for _ in range(2)]
@@ -51,7 +51,7 @@ def make_cache(case: Case, generator: np.random.Generator):
 
 
 def expect_rows(pool, page_table: np.ndarray, targets: np.ndarray, values: np.ndarray, valid: np.ndarray):
-    """Returns the pool after writing values[b, t] to row targets[b, t] of sequence b, one by one, where valid."""
+    """Return the pool after writing each valid values[b, t], in order, to row targets[b, t] of sequence b."""
     pool = np.array(pool)
     rows = page_table.shape[1] * pool.shape[2]
     for b, t in np.ndindex(targets.shape):
@@ -71,7 +71,7 @@ def read_rows(pool, page_table: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def assert_same_but_null(pool, expected: np.ndarray) -> None:
-    """Asserts that all pages but the null page have the expected bits."""
+    """Assert that all pages except page 0, the null page, have the expected bits."""
     pool = np.asarray(pool)
     np.testing.assert_array_equal(pool[1:].view(np.uint8), expected[1:].view(np.uint8))
 
@@ -91,7 +91,7 @@ def check_append(case: Case, implementation: str) -> None:
 
 
 def check_move(case: Case, implementation: str, pairs: int = 1) -> None:
-    """Moves the rows of an accepted path to rows from 7 on; the rows to read and the rows to write overlap.
+    """Move the rows of an accepted path to rows from 7 on; rows that are read overlap those that are written.
 
     Args:
         pairs: number of pairs of layers.
@@ -114,30 +114,30 @@ def check_move(case: Case, implementation: str, pairs: int = 1) -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", cover.thinned(CASES, every=6, name=str))
-def test_append_writes_only_valid_rows(case, implementation):
+def test_cache_append_with_some_invalid_rows_writes_only_the_valid_ones(case, implementation):
     check_append(case, implementation)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", cover.thinned(CASES, every=6, name=str))
-def test_move_rows_of_overlapping_ranges_reads_all_rows_before_writing(case, implementation):
+def test_cache_row_move_of_overlapping_ranges_reads_all_rows_before_writing(case, implementation):
     check_move(case, implementation)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_move_rows_of_more_layers_than_one_kernel_supports_moves_all_layers(implementation):
+def test_cache_row_move_of_more_layers_than_a_kernel_supports_moves_all(implementation):
     check_move(Case(), implementation, pairs=LAYERS // 2 + 1)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_append_and_move_rows_on_gpu_match_numpy(case):
+def test_cache_append_and_row_move_on_gpu_equal_numpy(case):
     check_append(case, "pallas")
     check_move(case, "pallas", pairs=LAYERS // 2 + 1)
 
 
-def test_control_moving_overlapping_rows_one_by_one_differs():
-    """With overlapping ranges the order matters, so the tests above detect a write that comes too early."""
+def test_overlapping_rows_moved_one_by_one_differ_from_rows_moved_together():
+    """Negative control: a row that is written before it is read changes the result."""
     case = Case()
     k_pool, _, page_table, _ = make_cache(case, np.random.default_rng(1))
     sources, targets = np.array([[0, 1, 2]] * 3), np.array([[1, 2, 3]] * 3)
@@ -152,7 +152,7 @@ def test_control_moving_overlapping_rows_one_by_one_differs():
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_append_and_move_rows_without_valid_rows_change_no_page(implementation):
+def test_cache_append_and_row_move_without_valid_rows_change_no_page(implementation):
     k_pool, v_pool, page_table, _ = make_cache(Case(), np.random.default_rng(2))
     rows, none = jnp.zeros((3, 4), jnp.int32), jnp.zeros((3, 4), bool)
     new = jnp.full((3, 4, 2, 16), jnp.nan)
@@ -164,7 +164,7 @@ def test_append_and_move_rows_without_valid_rows_change_no_page(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_append_to_float8_pool_clips_large_values(implementation):
+def test_cache_append_to_float8_pool_clips_large_values(implementation):
     pool = jnp.zeros((2, 1, 4, 16), "float8_e4m3fn")
     values = jnp.tile(jnp.asarray([1e6, -1e6, 449.0, 1.0]), 4)[None, None, None]
     k_pool, _ = append(
@@ -175,7 +175,7 @@ def test_append_to_float8_pool_clips_large_values(implementation):
 
 
 @pytest.mark.parametrize("operation", [append, move_rows], ids=lambda operation: operation.__name__)
-def test_append_and_move_rows_write_donated_pools_in_place(operation):
+def test_cache_append_and_row_move_with_donated_pools_write_in_place(operation):
     k_pool, v_pool, page_table, _ = make_cache(Case(), np.random.default_rng(3))
     new, rows, valid = jnp.ones((3, 4, 2, 16)), jnp.ones((3, 4), jnp.int32), jnp.ones((3, 4), bool)
     before = [pool.unsafe_buffer_pointer() for pool in (k_pool, v_pool)]
@@ -186,14 +186,14 @@ def test_append_and_move_rows_write_donated_pools_in_place(operation):
     assert [pool.unsafe_buffer_pointer() for pool in out] == before
 
 
-def test_move_rows_too_many_rows_raises():
+def test_cache_row_move_of_too_many_rows_raises():
     k_pool, v_pool, page_table, _ = make_cache(Case(dim=128), np.random.default_rng(4))
     rows = jnp.zeros((3, 129), jnp.int32)
     with pytest.raises(NotImplementedError, match="at most 128 rows"):
         move_rows([k_pool], [v_pool], jnp.asarray(page_table), rows, rows, rows == 0, implementation="pallas")
 
 
-def test_append_mismatched_arrays_raise():
+def test_cache_append_of_mismatched_arrays_raises():
     k_pool, v_pool, page_table, _ = make_cache(Case(), np.random.default_rng(5))
     new, rows, valid = jnp.ones((3, 4, 2, 16)), jnp.ones((3, 4), jnp.int32), jnp.ones((3, 4), bool)
     with pytest.raises(ValueError, match="pools must be alike"):

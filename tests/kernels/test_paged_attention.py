@@ -1,4 +1,4 @@
-"""`paged_attention` against the numpy oracle: the reference, the kernel interpreted on a CPU, the kernel on a GPU."""
+"""Compare `paged_attention` with numpy: the reference, the kernel interpreted on a CPU, and the kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check(case: Case, implementation: str) -> None:
 
 @pytest.mark.parametrize("case", cover.thinned(COVER, every=6, name=str, is_halved=True))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_paged_attention_matches_float64(case, implementation):
+def test_paged_attention_of_random_trees_matches_float64(case, implementation):
     check(case, implementation)
 
 
@@ -79,13 +79,13 @@ def test_paged_attention_of_head_dim_between_powers_of_two_matches_float64(case,
 
 @pytest.mark.parametrize("case", cover.thinned(WINDOWS, every=5, name=str, is_halved=True))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_paged_attention_window_hides_older_rows(case, implementation):
-    """Rows outside the window hold NaN."""
+def test_paged_attention_with_a_window_ignores_older_rows(case, implementation):
+    """Cache rows outside the window hold NaN."""
     check(case, implementation)
 
 
 def check_quantized_output(case: Case, implementation: str) -> None:
-    """Asserts that quantised attention is within half a float8 step: 2**-4 of a value, or 2**-10 of the row's scale."""
+    """Assert that quantised attention is off by at most half a float8 step: 2**-4 of a value or 2**-10 of its scale."""
     problem = PROBLEMS(case)
     quantized = paged_attention(
         *problem.arrays, start=case.start, window=case.window, quantize_output=True, implementation=implementation
@@ -103,13 +103,13 @@ def check_quantized_output(case: Case, implementation: str) -> None:
 
 @pytest.mark.parametrize("case", cover.thinned(QUANTIZED_OUTPUT, every=4, name=str))
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_paged_attention_quantize_output_matches_float64(case, implementation):
+def test_paged_attention_with_quantize_output_matches_float64(case, implementation):
     check_quantized_output(case, implementation)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", QUANTIZED_OUTPUT, ids=str)
-def test_paged_attention_quantize_output_on_gpu_matches_float64(case):
+def test_paged_attention_on_gpu_with_quantize_output_matches_float64(case):
     check_quantized_output(case, "pallas")
 
 
@@ -127,10 +127,10 @@ def test_paged_attention_of_large_scores_does_not_overflow(implementation):
 
 
 @pytest.mark.gpu
-def test_paged_attention_on_gpu_with_unchanged_maximum_keeps_the_running_sums():
-    """The first row has the largest score of all 1024 tiles; score * log2(e) has the largest rounding error of any.
+def test_paged_attention_on_gpu_with_constant_maximum_does_not_scale_sums():
+    """The first row's score is the maximum of all 1024 tiles; its product with log2(e) has a large rounding error.
 
-    If each tile scaled the running sums by 2**error, the result would be wrong by 7e-4.
+    If each tile scaled the running sums by 2**(rounding error), the result would be wrong by 7e-4.
     """
     sequences, rows, dim = 264, 65536, 16  # so many sequences that contexts are not split; all have the same pages
     tops = np.arange(65, 88, 0.125)
@@ -151,20 +151,21 @@ def test_paged_attention_on_gpu_with_unchanged_maximum_keeps_the_running_sums():
 
 @pytest.fixture
 def patch(monkeypatch):
-    """Yields a monkeypatch; jax's caches are cleared before and after the test."""
+    """Yield a monkeypatch; clear jax's caches before and after the test."""
     jax.clear_caches()
     yield monkeypatch
     jax.clear_caches()
 
 
 @pytest.mark.once
-def test_paged_attention_quantize_output_in_a_separate_kernel_matches_float64(patch):
+def test_paged_attention_quantised_by_a_separate_kernel_matches_float64(patch):
     patch.setattr(sys.modules[paged_attention.__module__], "MERGED", 2)
     check_quantized_output(QUANTIZED_OUTPUT[0], "pallas")
 
 
 @pytest.mark.once
-def test_control_attention_heads_quantised_separately_fail(patch):
+def test_paged_attention_with_heads_quantised_separately_fails_the_comparison(patch):
+    """Negative control: each head gets a scale of its own instead of one scale per row."""
     case, real = QUANTIZED_OUTPUT[0], merge.scaled_rows
 
     def by_heads(out, dtype, dims):
@@ -195,14 +196,15 @@ def test_paged_attention_on_gpu_matches_float64(case):
 
 
 @pytest.mark.gpu
-def test_paged_attention_auto_on_gpu_runs_the_kernel():
+def test_paged_attention_on_gpu_with_auto_implementation_runs_the_kernel():
     problem = make_problem(Case())
     text = jax.jit(paged_attention).lower(*problem.arrays).as_text()
     assert "triton" in text
 
 
 @pytest.mark.gpu
-def test_paged_attention_on_gpu_of_pool_beyond_2_31_elements_reads_the_right_page():
+def test_paged_attention_on_gpu_of_a_huge_pool_reads_its_last_page():
+    """The pool has more than 2**31 elements."""
     page, kv_heads, dim, pages = 16, 8, 128, 2**18 + 3
     pool = jax.jit(lambda: jnp.full((pages, kv_heads, page, dim), jnp.nan, jnp.bfloat16))()
     keys = jax.random.normal(jax.random.key(0), (2, page, kv_heads, dim), jnp.bfloat16)
@@ -216,7 +218,7 @@ def test_paged_attention_on_gpu_of_pool_beyond_2_31_elements_reads_the_right_pag
 
 
 @pytest.mark.once
-def test_paged_attention_hides_rows_beyond_the_page_table():
+def test_paged_attention_of_rows_beyond_the_page_table_ignores_them():
     """Three of six new rows have no page, so the last three queries see the same rows as the third query."""
     rng = np.random.default_rng(0)
     k, v = (jnp.asarray(rng.normal(size=(4, 1, 10, 16)), jnp.float32) for _ in range(2))
@@ -227,7 +229,7 @@ def test_paged_attention_hides_rows_beyond_the_page_table():
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_paged_attention_scale_is_applied(implementation):
+def test_paged_attention_with_a_scale_multiplies_scores_by_it(implementation):
     problem = make_problem(Case(), scale=0.7)
     out = paged_attention(*problem.arrays, scale=0.7, implementation=implementation)
     assert problem.error(out) <= problem.tolerance
@@ -248,7 +250,7 @@ def test_paged_attention_of_query_that_sees_no_row_returns_zeros(implementation)
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("queries", [17, 60])
 def test_paged_attention_of_the_last_tree_level_sees_rows_of_earlier_levels(queries, implementation):
-    """There are fewer queries than new rows: bits are also set for rows that earlier calls wrote."""
+    """The queries are the last tree level; their bits also name new rows that earlier calls wrote."""
     problem = make_problem(Case(queries=queries, tree="random"))
     q, k_pool, v_pool, page_table, lengths, bits = problem.arrays
     last = slice(queries - 5, None)
@@ -271,7 +273,7 @@ def test_paged_attention_of_page_size_20_matches_float64(implementation):
 
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_paged_attention_bits_do_not_depend_on_page_size(implementation):
+def test_paged_attention_with_any_page_size_returns_equal_bits(implementation):
     """Contexts are divided into splits and tiles by rows, not by pages."""
     outs = []
     for page in FACTORS["page"]:
@@ -281,8 +283,8 @@ def test_paged_attention_bits_do_not_depend_on_page_size(implementation):
     np.testing.assert_array_equal(outs[0], outs[2])
 
 
-def test_paged_attention_kernel_bits_do_not_depend_on_table_width_or_other_sequences():
-    """This holds while the number of splits is the same; for an 8B model that changes from four sequences on."""
+def test_paged_attention_kernel_on_one_sequence_of_a_batch_has_unchanged_bits():
+    """The sequence alone has a wider page table; both calls divide contexts into equally many splits."""
     problem = make_problem(Case())
     q, k_pool, v_pool, page_table, lengths, bits = problem.arrays
     out = paged_attention(*problem.arrays, implementation="pallas")
@@ -293,15 +295,15 @@ def test_paged_attention_kernel_bits_do_not_depend_on_table_width_or_other_seque
 
 
 @pytest.mark.parametrize("tree", ["causal", "random"])
-def test_paged_attention_reference_with_window_gathers_only_pages_of_the_window(tree):
-    """The cost does not grow with the context: no array has as many rows as the page table can address."""
+def test_paged_attention_reference_with_a_window_reads_only_its_pages(tree):
+    """No array has as many rows as the page table addresses, so the cost does not grow with the context."""
     problem = make_problem(Case(tree=tree, page=16))
     run = functools.partial(paged_attention, implementation="reference")
     sizes = {w: str(jax.make_jaxpr(functools.partial(run, window=w))(*problem.arrays)) for w in (20, None)}
     assert f",{ROWS}" in sizes[None] and f",{ROWS}" not in sizes[20] and ",48" in sizes[20]
 
 
-def test_paged_attention_of_invalid_window_or_scale_raises():
+def test_paged_attention_with_invalid_window_or_scale_raises():
     with pytest.raises(ValueError, match="window must be None or at least 1, got 0"):
         paged_attention(*make_problem(Case()).arrays, window=0)
     for scale in (-1.0, 0.0, 1e-40, np.nan, np.inf):
@@ -318,7 +320,8 @@ def test_paged_attention_of_invalid_window_or_scale_raises():
         ({"dtype": "float8_e5m2"}, "dtype must be"),
     ],
 )
-def test_paged_attention_of_unsupported_shape_raises_with_pallas_and_runs_the_reference_with_auto(changed, message):
+def test_paged_attention_of_unsupported_shape_raises_only_with_pallas(changed, message):
+    """With "auto" the reference runs."""
     sizes = {"dim": 16, "page": 16, "queries": 2, "dtype": "float32"} | changed
     q = jnp.zeros((1, sizes["queries"], 2, sizes["dim"]))
     pool = jnp.zeros((4, 1, sizes["page"], sizes["dim"]), sizes["dtype"])
@@ -347,7 +350,7 @@ def test_paged_attention_of_mismatched_arrays_raises(name, bad, message):
         paged_attention(**(arrays | {name: bad}))
 
 
-def test_paged_attention_of_unknown_implementation_raises():
+def test_paged_attention_with_unknown_implementation_raises():
     problem = make_problem(Case(queries=1))
     with pytest.raises(ValueError, match="implementation must be"):
         paged_attention(*problem.arrays, implementation="triton")

@@ -1,4 +1,4 @@
-"""Negative controls of `paged_attention`: with faulty arguments the error exceeds the tolerance of the tests."""
+"""Negative controls of `paged_attention`: faulty arguments lead to errors above the tests' tolerance."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ FAULTS = [_causal_instead_of_tree, _table_off_by_one_page, _one_row_too_few, _he
 @pytest.mark.once
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
 @pytest.mark.parametrize("dtype", FACTORS["dtype"])
-def test_control_attention_of_faulty_arguments_exceeds_tolerance(fault, dtype):
-    """A loose tolerance would miss these faults. All values are finite, since NaN would be too easy to detect."""
+def test_paged_attention_with_faulty_arguments_has_an_error_above_tolerance(fault, dtype):
+    """All values are finite, because NaN would be too easy to detect."""
     problem = make_problem(Case(dtype=dtype, lengths="full", queries=17))
     finite = [jnp.nan_to_num(pool, nan=0.5) for pool in (problem.k_pool, problem.v_pool)]
     arrays = (problem.q, *finite, *problem.arrays[3:])
@@ -51,7 +51,7 @@ def test_control_attention_of_faulty_arguments_exceeds_tolerance(fault, dtype):
 
 
 @pytest.mark.once
-def test_control_attention_from_row_0_instead_of_1_exceeds_tolerance():
+def test_paged_attention_from_row_0_instead_of_1_has_an_error_above_tolerance():
     problem = make_problem(Case(start=1))
     finite = [jnp.nan_to_num(pool, nan=0.5) for pool in (problem.k_pool, problem.v_pool)]
     arrays = (problem.q, *finite, *problem.arrays[3:])
@@ -62,7 +62,7 @@ def test_control_attention_from_row_0_instead_of_1_exceeds_tolerance():
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("tree", ["causal", "random"])
-def test_control_attention_of_window_off_by_one_exceeds_tolerance(tree, implementation):
+def test_paged_attention_with_window_off_by_one_has_an_error_above_tolerance(tree, implementation):
     problem = make_problem(Case(tree=tree, queries=5, window=12, lengths="full"))
     finite = [jnp.nan_to_num(pool, nan=0.5) for pool in (problem.k_pool, problem.v_pool)]
     arrays = (problem.q, *finite, *problem.arrays[3:])

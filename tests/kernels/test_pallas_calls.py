@@ -1,4 +1,4 @@
-"""Every kernel call states the arguments whose default in jax differs by version or is wrong."""
+"""Test that every kernel call states the arguments whose default in jax is wrong or differs by version."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def calls(path: Path, name: str) -> list[ast.Call]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_pallas_calls_state_compiler_params_and_do_not_use_num_programs(path):
+def test_pallas_calls_in_every_file_state_compiler_params(path):
+    """No file uses `backend` or `num_programs`."""
     for call in calls(path, "pallas_call"):
         keywords = {keyword.arg for keyword in call.keywords}
         assert "compiler_params" in keywords  # without it the lowering differs by version of jax
@@ -29,14 +30,14 @@ def test_pallas_calls_state_compiler_params_and_do_not_use_num_programs(path):
     assert not calls(path, "num_programs")  # in jax 0.11 it may be that of another call's grid (jax issue 40847)
 
 
-def test_search_for_pallas_calls_finds_the_packages_own():
+def test_search_for_pallas_calls_in_the_package_finds_at_least_three():
     assert sum(len(calls(path, "pallas_call")) for path in FILES) >= 3
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="from jax 0.11 on lowering needs a device: test_h200.py")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
-def test_kernels_lowered_for_cuda_without_a_gpu_are_triton(dtype):
-    """The kernels are lowered but not compiled: this tests the version of jax that has no CUDA plugin installed."""
+def test_kernels_lowered_for_cuda_without_a_gpu_are_triton_kernels(dtype):
+    """The kernels are lowered but not compiled, so no CUDA plugin is needed."""
     shape, ints = jax.ShapeDtypeStruct, jnp.int32
     pool, new = shape((100, 2, 16, 64), dtype), shape((2, 5, 2, 64), dtype)
     table, lengths, rows = shape((2, 20), ints), shape((2,), ints), shape((2, 5), ints)

@@ -1,4 +1,4 @@
-"""`quantize_rows` against rounding in float64, and its launches on a GPU."""
+"""Compare `quantize_rows` with rounding in float64, and check its launches on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.h200 import compile_for_h200
 
 
 def rows(inner: int, dtype: str) -> jax.Array:
-    """Returns rows [2, 3, inner] whose magnitudes differ by up to a factor of a million; the last row is zero."""
+    """Return rows [2, 3, inner] whose magnitudes differ by up to a factor of a million; the last row is zero."""
     rng = np.random.default_rng(inner)
     x = rng.normal(size=(2, 3, inner)) * 10.0 ** rng.uniform(-3, 3, (2, 3, 1))
     x[1, 2] = 0
@@ -21,7 +21,7 @@ def rows(inner: int, dtype: str) -> jax.Array:
 
 
 def expected(x: jax.Array, is_gated: bool) -> np.ndarray:
-    """Returns the values to quantise, computed in float64; gated values are rounded once to x's dtype."""
+    """Return the float64 values that are to be quantised; gated values are rounded once to the dtype of `x`."""
     wide = np.asarray(x, np.float64)
     if not is_gated:
         return wide
@@ -30,7 +30,7 @@ def expected(x: jax.Array, is_gated: bool) -> np.ndarray:
 
 
 def half_step_error(values: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, wanted: np.ndarray) -> float:
-    """Returns the largest error of quantised rows, in units of half the distance between neighbouring float8 values."""
+    """Return the largest error of quantised rows, in units of half the distance between neighbouring float8 values."""
     scale = np.asarray(scale, np.float64)[..., None]
     got, exact = np.asarray(values, np.float64), wanted / scale
     step = 2.0 ** np.maximum(np.floor(np.log2(np.maximum(np.abs(exact), 2.0**-6))) - 3, -9)
@@ -41,7 +41,7 @@ def half_step_error(values: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, w
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("inner", [64, 200])
-def test_quantize_rows_rounds_to_the_nearest_float8_with_a_scale_per_row(
+def test_row_quantisation_with_a_scale_per_row_rounds_to_the_nearest_float8(
     inner: int, is_gated: bool, dtype: str, implementation: str
 ) -> None:
     x = rows(inner, dtype)
@@ -55,8 +55,8 @@ def test_quantize_rows_rounds_to_the_nearest_float8_with_a_scale_per_row(
     assert not np.asarray(values, np.float32)[1, 2].any(), "a row of zeros stays one"
 
 
-def test_control_quantize_with_one_scale_for_all_rows_exceeds_tolerance() -> None:
-    """With a common scale, rows of small values have large relative errors."""
+def test_row_quantisation_with_one_common_scale_has_an_error_above_tolerance() -> None:
+    """Negative control: rows of small values have large relative errors."""
     x = rows(64, "float32")
     wanted = expected(x, is_gated=False)
     common, own = np.abs(wanted).max() / 448, np.maximum(np.abs(wanted).max(-1), 1e-37) / 448
@@ -64,13 +64,13 @@ def test_control_quantize_with_one_scale_for_all_rows_exceeds_tolerance() -> Non
     assert half_step_error(values * common / own[..., None], own, wanted) > 2
 
 
-def test_quantize_rows_of_too_wide_rows_raises() -> None:
+def test_row_quantisation_of_too_wide_rows_raises() -> None:
     with pytest.raises(NotImplementedError, match="32768 columns, got 40000"):
         quantize_rows(jnp.zeros((1, 40000)), implementation="pallas")
 
 
 @pytest.mark.parametrize(("inner", "is_gated"), [(4096, False), (8192, False), (28672, True)])
-def test_quantize_rows_compiled_for_h200_is_one_launch_without_spills(inner: int, is_gated: bool) -> None:
+def test_row_quantisation_compiled_for_h200_is_one_launch_without_spills(inner: int, is_gated: bool) -> None:
     def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return quantize_rows(x, is_gated=is_gated, implementation="pallas")
 
@@ -80,7 +80,7 @@ def test_quantize_rows_compiled_for_h200_is_one_launch_without_spills(inner: int
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_quantize_rows_on_gpu_matches_float64(is_gated: bool) -> None:
+def test_row_quantisation_on_gpu_matches_float64(is_gated: bool) -> None:
     x = rows(28672, "bfloat16")
     values, scale = quantize_rows(x, is_gated=is_gated, implementation="pallas")
     assert half_step_error(values, scale, expected(x, is_gated)) < 1.3

@@ -1,4 +1,4 @@
-"""`add_rms_norm` against float64; on a GPU, the kernel against the reference."""
+"""Compare `add_rms_norm` with float64, and on a GPU the kernel with the reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def inputs(hidden: int, dtype: str, parts: int = 1) -> tuple[jnp.ndarray, jnp.nd
 
 
 def added(x: jnp.ndarray, delta: jnp.ndarray) -> jnp.ndarray:
-    """Returns x + the sum of the partial sums; that sum, and then the result, are quantized to the model's dtype."""
+    """Return x plus the total of the partial sums; the total and the result are each rounded to the model's dtype."""
     return x + jnp.asarray(np.asarray(delta, np.float64).sum(0), x.dtype)
 
 
@@ -37,7 +37,7 @@ def oracle(x: jnp.ndarray, delta: jnp.ndarray, weight: jnp.ndarray, eps: float =
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("hidden", "parts"), [(64, 1), (96, 2), (4096, 4), (4096, 8)])
-def test_add_rms_norm_matches_float64(hidden: int, parts: int, dtype: str, implementation: str) -> None:
+def test_residual_norm_of_random_rows_matches_float64(hidden: int, parts: int, dtype: str, implementation: str) -> None:
     x, delta, weight = inputs(hidden, dtype, parts)
     total, normed = add_rms_norm(x, delta, weight, eps=EPS, implementation=implementation)
     unit = 2**-8 if dtype == "bfloat16" else 2**-20  # a float32 sum of the partial sums may round the other way
@@ -51,7 +51,7 @@ def test_add_rms_norm_matches_float64(hidden: int, parts: int, dtype: str, imple
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_add_rms_norm_adds_up_bfloat16_partial_sums_in_float32(implementation: str) -> None:
+def test_residual_norm_of_bfloat16_partial_sums_adds_them_in_float32(implementation: str) -> None:
     x, delta, weight = inputs(96, "bfloat16", 8)
     delta = delta.astype(x.dtype)  # a float32 sum of so few values is exact
     total, _ = add_rms_norm(x, delta, weight, eps=EPS, implementation=implementation)
@@ -62,7 +62,9 @@ def test_add_rms_norm_adds_up_bfloat16_partial_sums_in_float32(implementation: s
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize(("hidden", "parts"), [(96, 1), (4096, 4)])
-def test_add_rms_norm_quantize_output_quantises_the_same_norm(hidden: int, parts: int, implementation: str) -> None:
+def test_residual_norm_with_quantize_output_returns_the_norm_quantised(
+    hidden: int, parts: int, implementation: str
+) -> None:
     x, delta, weight = inputs(hidden, "bfloat16", parts)
     total, quantized = add_rms_norm(x, delta, weight, eps=EPS, quantize_output=True, implementation=implementation)
     wanted, normed = add_rms_norm(x, delta, weight, eps=EPS, implementation=implementation)
@@ -77,7 +79,7 @@ def test_add_rms_norm_quantize_output_quantises_the_same_norm(hidden: int, parts
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("quantize_output", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_add_rms_norm_of_several_weights_matches_separate_norms(
+def test_residual_norm_with_two_weights_equals_two_separate_norms(
     quantize_output: bool, deterministic: bool, implementation: str
 ) -> None:
     x, delta, weight = inputs(96, "float32", 2)
@@ -97,7 +99,7 @@ def test_add_rms_norm_of_several_weights_matches_separate_norms(
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_add_rms_norm_of_scaled_delta_applies_row_and_column_scales(parts: int, implementation: str) -> None:
+def test_residual_norm_of_scaled_delta_applies_row_and_column_scales(parts: int, implementation: str) -> None:
     x, delta, weight = inputs(96, "float32", parts)
     row_scale = jnp.arange(1, 1 + x[..., 0].size, dtype=jnp.float32).reshape(x.shape[:-1]) / 8
     scale = jnp.arange(96, dtype=jnp.float32) / 64
@@ -112,13 +114,14 @@ def test_add_rms_norm_of_scaled_delta_applies_row_and_column_scales(parts: int, 
         assert np.abs(np.asarray(call(x, wrong, weight)[0] - call(x, scaled, weight)[0])).max() > 0.1
 
 
-def test_control_add_rms_norm_without_eps_differs() -> None:
+def test_residual_norm_of_small_rows_differs_from_a_norm_without_eps() -> None:
+    """Negative control: the comparison with float64 detects a missing eps."""
     x, delta, weight = inputs(64, "float32")
     _, normed = add_rms_norm(x * 1e-3, delta * 1e-3, weight, eps=EPS)
     assert np.abs(np.asarray(normed) - oracle(x * 1e-3, delta * 1e-3, weight, 0.0)).max() > 0.1
 
 
-def test_add_rms_norm_of_too_wide_rows_raises() -> None:
+def test_residual_norm_of_too_wide_rows_raises() -> None:
     x = jnp.zeros((1, 20000))
     with pytest.raises(NotImplementedError, match="16384 columns"):
         add_rms_norm(x, x[None], jnp.zeros(20000), eps=EPS, implementation="pallas")
@@ -127,7 +130,7 @@ def test_add_rms_norm_of_too_wide_rows_raises() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("hidden", [96, 4096, 8192])
-def test_add_rms_norm_on_gpu_matches_reference(hidden: int, dtype: str) -> None:
+def test_residual_norm_on_gpu_matches_the_reference(hidden: int, dtype: str) -> None:
     arrays = inputs(hidden, dtype, parts=4)
     for got, wanted in zip(
         add_rms_norm(*arrays, eps=EPS, implementation="pallas"),

@@ -1,4 +1,4 @@
-"""`rotate_append` against rotation by complex numbers in float64 and a loop that writes row by row."""
+"""Compare `rotate_append` with rotation by complex numbers in float64 and a loop that writes row by row."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def problem(shape: tuple[int, int, int, int], dtype: str, parts: int = 1, pool: 
 
 
 def oracle(p: dict[str, Any], heads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the expected queries [B, T, heads, D] and pools, in float64."""
+    """Return the expected queries [B, T, heads, D] and pools, in float64."""
     k_pool, v_pool = (np.asarray(p[name], np.float64).copy() for name in ("k_pool", "v_pool"))
     _, kv_heads, page, dim = k_pool.shape
     rounded = jnp.asarray(np.asarray(p["qkv"], np.float64).sum(0), p["dtype"])
@@ -79,7 +79,7 @@ def check(
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rotate_append_queries_and_pools_match_float64(
+def test_rotate_append_kernel_of_random_rows_matches_float64(
     shape: tuple[int, int, int, int], dtype: str, implementation: str
 ) -> None:
     check(shape, dtype, implementation)
@@ -87,12 +87,12 @@ def test_rotate_append_queries_and_pools_match_float64(
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rotate_append_of_four_partial_sums_matches_float64(dtype: str, implementation: str) -> None:
+def test_rotate_append_kernel_of_four_partial_sums_matches_float64(dtype: str, implementation: str) -> None:
     check(SHAPES[1], dtype, implementation, parts=4)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_rotate_append_adds_up_bfloat16_partial_sums_in_float32(implementation: str) -> None:
+def test_rotate_append_kernel_of_bfloat16_partial_sums_adds_them_in_float32(implementation: str) -> None:
     p, heads = problem(SHAPES[1], "bfloat16", 4), SHAPES[1][0]
     p = p | {"qkv": p["qkv"].astype(p["dtype"]), "valid": jnp.ones_like(p["valid"])}
     *_, values = rotate_append(**p, heads=heads, implementation=implementation)  # the V pool: values are not rotated
@@ -104,7 +104,9 @@ def test_rotate_append_adds_up_bfloat16_partial_sums_in_float32(implementation: 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_rotate_append_of_scaled_projection_applies_row_and_column_scales(parts: int, implementation: str) -> None:
+def test_rotate_append_kernel_of_scaled_projection_applies_row_and_column_scales(
+    parts: int, implementation: str
+) -> None:
     p, heads = problem(SHAPES[1], "float32", parts), SHAPES[1][0]
     row_scale = jnp.arange(1, 1 + BATCH * TOKENS, dtype=jnp.float32).reshape(BATCH, TOKENS) / 8
     scale = jnp.arange(p["qkv"].shape[-1], dtype=jnp.float32) / 64
@@ -122,19 +124,20 @@ def test_rotate_append_of_scaled_projection_applies_row_and_column_scales(parts:
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rotate_append_to_float8_pools_matches_float64(dtype: str, implementation: str) -> None:
+def test_rotate_append_kernel_with_float8_pools_matches_float64(dtype: str, implementation: str) -> None:
     check(SHAPES[2], dtype, implementation, pool="float8_e4m3fn")
 
 
 @pytest.mark.parametrize("fault", ["positions", "first_row", "valid"])
-def test_control_rotate_append_of_changed_argument_exceeds_tolerance(fault: str) -> None:
+def test_rotate_append_kernel_with_one_changed_argument_has_a_large_error(fault: str) -> None:
+    """Negative control: the tolerance detects each changed argument."""
     p = problem(SHAPES[0], "float32")
     wrong = p | {fault: ~p[fault] if fault == "valid" else p[fault] + 1}
     got, wanted = rotate_append(**wrong, heads=8), oracle(p, 8)
     assert max(np.abs(np.asarray(a, np.float64) - b).max() for a, b in zip(got, wanted, strict=True)) > 0.1
 
 
-def test_rotate_append_of_wrong_projection_width_raises() -> None:
+def test_rotate_append_kernel_of_wrong_projection_width_raises() -> None:
     p = problem(SHAPES[0], "float32")
     with pytest.raises(ValueError, match="qkv must be 192 wide, got 176"):
         rotate_append(**(p | {"qkv": p["qkv"][..., :176]}), heads=8)
@@ -143,5 +146,5 @@ def test_rotate_append_of_wrong_projection_width_raises() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rotate_append_on_gpu_matches_float64(shape: tuple[int, int, int, int], dtype: str) -> None:
+def test_rotate_append_kernel_on_gpu_matches_float64(shape: tuple[int, int, int, int], dtype: str) -> None:
     check(shape, dtype, "pallas")

@@ -1,4 +1,4 @@
-"""`sample_tokens` against numpy: noise of `jax.random.gumbel`, maximised over the tokens that sorting keeps."""
+"""Compare `sample_tokens` with numpy: the argmax of logits plus Gumbel noise over the tokens that sorting keeps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ draw = partial(sample_tokens, purpose=PURPOSE)
 
 
 def problem(vocab: int = 3000, scale: float = 3.0) -> Problem:
-    """Returns logits, seeds, first positions, offsets and controls; rows of a group share all but logits and offset."""
+    """Return logits, seeds, first positions, offsets and controls; rows of a group differ only in logits and offset."""
     rng = np.random.default_rng(vocab)
     logits = rng.normal(0, scale, (1, ROWS, vocab)).astype(np.float32)
     seed = rng.integers(0, 2**32, (len(CASES), 2), dtype=np.uint32)
@@ -52,17 +52,17 @@ def problem(vocab: int = 3000, scale: float = 3.0) -> Problem:
 
 
 def mapped(vocab: int = 3000, scale: float = 3.0) -> Problem:
-    """Returns a problem with token ids: columns are random tokens of a larger vocabulary, as in draft vocabularies."""
+    """Return a problem whose columns are random tokens of a larger vocabulary, with the ids of these tokens."""
     return *problem(vocab, scale), np.random.default_rng(1).permutation(4 * vocab)[:vocab].astype(np.int32)
 
 
 def expected(
     logits: np.ndarray, seed: np.ndarray, first: np.ndarray, offsets: np.ndarray, *controls: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the expected token of each row, and a margin within which rounding could not change this token.
+    """Return the expected token of each row, and a margin: smaller rounding errors could not change the token.
 
-    The margin is the distance of its score from the next one in a slightly larger nucleus; it is 0 for a token that a
-    slightly smaller nucleus leaves out.
+    The margin is the difference between the token's score and the next one in a slightly larger nucleus. It is 0 if a
+    slightly smaller nucleus leaves the token out.
     """
     tokens, margins = [], []
     *controls, ids = controls if len(controls) == 5 else (*controls, np.arange(logits.shape[2]))
@@ -94,7 +94,7 @@ def check(rows: Problem, implementation: str) -> None:
 @pytest.mark.parametrize("vocab", cover.thinned([3000, 4096, 7], every=3, name=str, is_halved=True))
 @pytest.mark.parametrize("make", [problem, mapped])
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_sample_tokens_matches_noise_of_jax_random(
+def test_token_sampling_of_random_logits_equals_argmax_with_noise_of_jax_random(
     make: Callable[[int], Problem], vocab: int, implementation: str
 ) -> None:
     check(make(vocab), implementation)
@@ -102,12 +102,12 @@ def test_sample_tokens_matches_noise_of_jax_random(
 
 @pytest.mark.once
 @pytest.mark.parametrize("scale", [0.3, 6.0])
-def test_sample_tokens_of_large_vocabulary_matches_noise_of_jax_random(scale: float) -> None:
+def test_token_sampling_of_large_vocabulary_equals_argmax_with_noise_of_jax_random(scale: float) -> None:
     check(mapped(LARGE, scale), "pallas")
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_sample_tokens_without_ids_uses_other_noise(implementation: str) -> None:
+def test_token_sampling_without_token_ids_uses_other_noise(implementation: str) -> None:
     rows = mapped()
     tokens, _ = expected(*rows)
     differs = np.asarray(draw(*rows[:-1], implementation=implementation)) != tokens
@@ -116,7 +116,7 @@ def test_sample_tokens_without_ids_uses_other_noise(implementation: str) -> None
 
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_sample_tokens_of_groups_equals_repeating_the_controls_per_row(implementation: str) -> None:
+def test_token_sampling_with_controls_per_group_equals_controls_repeated_per_row(implementation: str) -> None:
     rows = problem()
     own = [*rows[:3], rows[3], *rows[4:]]
     for place in (1, 2, *range(4, 8)):
@@ -130,7 +130,8 @@ def test_sample_tokens_of_groups_equals_repeating_the_controls_per_row(implement
 
 
 @pytest.mark.parametrize("part", range(1, 8))
-def test_control_sample_tokens_of_changed_argument_samples_other_tokens(part: int) -> None:
+def test_token_sampling_with_one_changed_argument_returns_other_tokens(part: int) -> None:
+    """Negative control: the comparison detects each changed argument."""
     rows = list(problem())
     tokens, margins = expected(*rows)
     others = (
@@ -148,7 +149,7 @@ def test_control_sample_tokens_of_changed_argument_samples_other_tokens(part: in
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_sample_tokens_of_scaled_logits_equals_scaling_them_before(implementation: str) -> None:
+def test_token_sampling_of_scaled_logits_equals_sampling_of_logits_scaled_before(implementation: str) -> None:
     logits, *others = mapped()
     rng = np.random.default_rng(5)
     row_scale, scale = rng.uniform(0.5, 2, ROWS).astype(np.float32), rng.uniform(0.5, 2, 3000).astype(np.float32)
@@ -162,7 +163,10 @@ def test_sample_tokens_of_scaled_logits_equals_scaling_them_before(implementatio
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("temperature", [0.0, 1e-3])
-def test_sample_tokens_of_equal_scores_takes_the_first_token(implementation: str, temperature: float) -> None:
+def test_token_sampling_of_equal_logits_takes_the_first_or_the_larger_noise(
+    implementation: str, temperature: float
+) -> None:
+    """At temperature 0 the first token is taken; above 0 the noise decides."""
     logits = np.zeros((1, 1, 9000), np.float32)
     logits[..., [5, 4101]] = 1
     controls = [jnp.full(1, temperature), jnp.zeros(1, jnp.int32), jnp.ones(1), jnp.zeros(1)]
@@ -176,7 +180,7 @@ def test_sample_tokens_of_equal_scores_takes_the_first_token(implementation: str
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("kept", [0, 3])
-def test_sample_tokens_never_samples_logits_of_minus_infinity(kept: int, implementation: str) -> None:
+def test_token_sampling_with_logits_of_minus_infinity_never_samples_them(kept: int, implementation: str) -> None:
     """Fewer tokens than top-k are finite; if none is finite, the first token is returned, as by argmax."""
     rows = list(problem())
     left = np.array([7, 1999, 2500][:kept], int)
@@ -189,7 +193,7 @@ def test_sample_tokens_never_samples_logits_of_minus_infinity(kept: int, impleme
 @pytest.mark.parametrize(
     ("has_ids", "is_scaled"), [(False, False), pytest.param(True, False, marks=pytest.mark.matrix), (True, True)]
 )
-def test_sample_tokens_compiled_for_h200_is_two_kernels_that_store_no_noise(has_ids: bool, is_scaled: bool) -> None:
+def test_token_sampling_compiled_for_h200_is_two_kernels_that_store_no_noise(has_ids: bool, is_scaled: bool) -> None:
     rows, vocab, shape = 160, 128256, jax.ShapeDtypeStruct
     controls = [shape((rows,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32, jnp.float32)]
     product = shape((1, rows, vocab), jnp.float32)
@@ -205,7 +209,7 @@ def test_sample_tokens_compiled_for_h200_is_two_kernels_that_store_no_noise(has_
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", [problem, mapped])
 @pytest.mark.parametrize(("vocab", "scale"), [(7, 3.0), (3000, 3.0), (LARGE, 0.3), (128256, 1.0), (128256, 3.0)])
-def test_sample_tokens_on_gpu_matches_noise_of_jax_random(
+def test_token_sampling_on_gpu_equals_argmax_with_noise_of_jax_random(
     make: Callable[[int, float], Problem], vocab: int, scale: float
 ) -> None:
     rows = make(vocab, scale)

@@ -1,4 +1,4 @@
-"""`scatter_rows` against numpy."""
+"""Compare `scatter_rows` with numpy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = np.array([3, 5, 0, 7, 5, 4], np.int32)  # three beyond the last slot, two
 
 
 def problem(width: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns arrays and new rows for them; in one array only the first of a row's two entries is replaced."""
+    """Return arrays and new rows for them; in one array the new rows have one entry and the old ones two."""
     rng = np.random.default_rng(width)
 
     def numbers(*shape: int) -> dict[str, Any]:
@@ -48,11 +48,12 @@ def check(width: int, implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("width", [1, 75, 2500])
-def test_scatter_rows_matches_numpy(width: int, implementation: str) -> None:
+def test_scatter_rows_function_with_repeated_rows_equals_numpy(width: int, implementation: str) -> None:
     check(width, implementation)
 
 
-def test_control_scatter_rows_in_reversed_order_differs() -> None:
+def test_scatter_rows_function_with_reversed_rows_differs_from_numpy() -> None:
+    """Negative control of the comparison with numpy."""
     arrays, new = problem(75)
     put = scatter_rows(arrays, ROWS[::-1].copy(), new, implementation="pallas")
     assert not np.array_equal(put["one"], expected(arrays["one"], new["one"]))
@@ -61,17 +62,17 @@ def test_control_scatter_rows_in_reversed_order_differs() -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((5, 4), "float32"), ((4, 2), "float32"), ((5, 2), "int32"), ((5,), "float32")]
 )
-def test_scatter_rows_of_wrong_shape_or_dtype_raises(shape: tuple[int, ...], dtype: str) -> None:
+def test_scatter_rows_function_with_wrong_shape_or_dtype_raises(shape: tuple[int, ...], dtype: str) -> None:
     with pytest.raises(ValueError, match=r"expected \(5, 3\) float32, or fewer in the second dimension, got"):
         scatter_rows([jnp.zeros((6, 3))], jnp.arange(5), [jnp.zeros(shape, dtype)])
 
 
-def test_scatter_rows_of_another_tree_structure_raises() -> None:
+def test_scatter_rows_function_with_another_tree_structure_raises() -> None:
     with pytest.raises(ValueError, match="expected a tree"):
         scatter_rows({"a": jnp.zeros((6, 3))}, jnp.arange(5), {"b": jnp.zeros((5, 3))})
 
 
-def test_scatter_rows_compiled_for_h200_is_one_launch() -> None:
+def test_scatter_rows_kernel_compiled_for_h200_is_one_launch() -> None:
     def shapes(rows: int) -> list[jax.ShapeDtypeStruct]:
         sizes: Any = [((), jnp.int32), ((), jnp.bool), ((5, 4096), jnp.bfloat16)]
         return [jax.ShapeDtypeStruct((rows, *own), dtype) for own, dtype in sizes]
@@ -83,5 +84,5 @@ def test_scatter_rows_compiled_for_h200_is_one_launch() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [1, 75, 2500])
-def test_scatter_rows_on_gpu_matches_numpy(width: int) -> None:
+def test_scatter_rows_kernel_on_gpu_equals_numpy(width: int) -> None:
     check(width, "pallas")

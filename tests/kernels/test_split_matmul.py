@@ -1,4 +1,4 @@
-"""`split_matmul` against float64: its partial sums, their number, and its launches on an H200."""
+"""Compare the partial sums of `split_matmul` with float64, and check their number and the launches on an H200."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ def problem(rows: int, out: int, inner: int, dtype: str) -> tuple[jax.Array, jax
 
 
 def error(parts: jax.Array, x: jax.Array, weight: jax.Array) -> float:
-    """Returns the largest difference between the added-up partial sums and x @ weight.T in float64."""
+    """Return the largest difference between the added-up partial sums and x @ weight.T in float64."""
     wanted = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     return float(np.abs(np.asarray(reduce_partials(parts, jnp.float32), np.float64) - wanted).max())
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize(("rows", "out", "parts"), [(1, 1024, 4), (5, 2048, 4), (60, 1024, 4), (64, 6144, 2)])
-def test_split_matmul_partial_sums_add_up_to_the_product(rows: int, out: int, parts: int, implementation: str) -> None:
+def test_split_product_of_random_matrices_has_partial_sums_of_the_product(
+    rows: int, out: int, parts: int, implementation: str
+) -> None:
     x, weight = problem(rows, out, 2048, "bfloat16")
     got = split_matmul(x, weight, implementation=implementation)
     assert got.shape == (parts, 1, rows, out)
@@ -46,8 +48,8 @@ def test_split_matmul_partial_sums_add_up_to_the_product(rows: int, out: int, pa
 
 
 @pytest.mark.parametrize(("inner", "parts"), [(2048, 2), (4096, 4), (8192, 8)])
-def test_split_matmul_of_many_rows_in_bfloat16_errs_like_one_rounding_of_the_sum(inner: int, parts: int) -> None:
-    """The rounding errors of all partial sums together are as large as those of rounding the sum once."""
+def test_split_product_of_many_bfloat16_rows_has_the_error_of_one_rounding(inner: int, parts: int) -> None:
+    """The rounding errors of all partial sums together are as large as the error of rounding their total once."""
     x, weight = problem(72, 1024, inner, "bfloat16")
     got = split_matmul(x, weight)
     assert (got.shape, got.dtype) == ((parts, 1, 72, 1024), BF16)
@@ -62,8 +64,8 @@ def test_split_matmul_of_many_rows_in_bfloat16_errs_like_one_rounding_of_the_sum
 
 
 @pytest.mark.parametrize("rows", [60, 72])
-def test_split_matmul_of_float16_returns_partial_sums_beyond_float16(rows: int) -> None:
-    """The sums over both halves of k are +2**16 and -2**16: beyond float16, and they cancel each other."""
+def test_split_product_of_float16_returns_partial_sums_above_the_largest_float16(rows: int) -> None:
+    """The partial sums over the two halves of the inner axis are 2**16 and -2**16, which exceed float16 and cancel."""
     sign = jnp.where(jnp.arange(2048) < 1024, 8, -8).astype(jnp.float16)
     x, weight = jnp.broadcast_to(sign, (1, rows, 2048)), jnp.full((1024, 2048), 8, jnp.float16)
     got = split_matmul(x, weight)
@@ -73,15 +75,15 @@ def test_split_matmul_of_float16_returns_partial_sums_beyond_float16(rows: int) 
 
 
 @pytest.mark.once
-def test_split_matmul_after_an_array_returns_the_same_result() -> None:
+def test_split_product_told_to_wait_for_an_array_returns_an_unchanged_result() -> None:
     x, weight = problem(5, 1024, 2048, "bfloat16")
     without, awaited = (split_matmul(x, weight, after=after, implementation="pallas") for after in (None, x[..., :8]))
     np.testing.assert_array_equal(without, awaited)
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_split_matmul_after_an_array_makes_the_kernel_wait_for_it(waits: bool) -> None:
-    """With `after`, the array is an operand of the kernel; without it (control), both products may run side by side."""
+def test_split_product_told_to_wait_for_an_array_has_it_as_kernel_operand(waits: bool) -> None:
+    """The argument `after` names the array; without it (negative control) both products may run side by side."""
 
     def both(x: jax.Array, weight: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = x @ head.T
@@ -107,10 +109,10 @@ def test_split_matmul_after_an_array_makes_the_kernel_wait_for_it(waits: bool) -
         (96, 4096, 14336, BF16, 4),
         (96, 6144, 4096, BF16, 2),
         (136, 4096, 14336, BF16, 2),
-        (80, 4096, 14080, BF16, 4),  # 8 equal parts of k would not be multiples of 64 values
+        (80, 4096, 14080, BF16, 4),  # 8 equal parts of the inner axis would not be multiples of 64 values
         (80, 10240, 8192, BF16, 2),
         (80, 8192, 28672, BF16, 4),
-        (80, 1024, 2048, BF16, 2),  # parts of k are short
+        (80, 1024, 2048, BF16, 2),  # more parts would be too short
         (512, 4096, 4096, BF16, 2),
         (513, 4096, 4096, BF16, 1),  # enough output tiles
         (160, 6144, 4096, BF16, 2),
@@ -118,13 +120,14 @@ def test_split_matmul_after_an_array_makes_the_kernel_wait_for_it(waits: bool) -
         (5, 4096, 11008, BF16, 4),
         (5, 28672, 4096, BF16, 1),  # enough columns
         (5, 4096, 4096, jnp.dtype("float32"), 1),
-        (5, 4096, 4100, BF16, 1),  # k has no equal parts
+        (5, 4096, 4100, BF16, 1),  # the inner axis cannot be divided into equal parts
         (5, 64, 4096, BF16, 1),  # small weight
     ],
 )
-def test_parts_of_divides_k_for_large_weights_and_few_rows(
+def test_number_of_parts_for_large_weights_and_few_rows_is_above_one(
     rows: int, out: int, inner: int, dtype: jnp.dtype, parts: int
 ) -> None:
+    """For small weights, many rows or unequal parts it is one."""
     assert parts_of(rows, out, inner, dtype) == parts
 
 
@@ -132,8 +135,8 @@ def test_parts_of_divides_k_for_large_weights_and_few_rows(
     ("rows", "out", "inner"),
     [(65, 4096, 4096), (72, 4096, 14336), (88, 6144, 4096), (96, 6144, 4096), (128, 4096, 14336), (136, 4096, 4096)],
 )
-def test_split_matmul_of_many_rows_is_one_launch_by_xla(rows: int, out: int, inner: int) -> None:
-    """If XLA divided k again, it would need one more launch to add up, as the control with half as many parts shows."""
+def test_split_product_of_many_rows_is_one_launch_by_xla(rows: int, out: int, inner: int) -> None:
+    """If XLA divided the inner axis again, a second launch would add up its parts; the negative control has one."""
 
     def launches(multiply: Any, x: jax.Array, weight: jax.Array) -> int:
         return len(compile_for_h200(multiply, x, weight).launches)
@@ -148,7 +151,7 @@ def test_split_matmul_of_many_rows_is_one_launch_by_xla(rows: int, out: int, inn
         assert launches(fewer, *arrays) == 2
 
 
-def test_split_matmul_of_small_weight_returns_one_partial_sum_in_x_dtype() -> None:
+def test_split_product_of_small_weight_returns_one_partial_sum_in_x_dtype() -> None:
     x, weight = problem(5, 32, 64, "float32")
     got = split_matmul(x, weight)
     assert (got.shape, got.dtype) == ((1, 1, 5, 32), jnp.float32)
@@ -158,7 +161,7 @@ def test_split_matmul_of_small_weight_returns_one_partial_sum_in_x_dtype() -> No
 
 @pytest.mark.parametrize("rows", [1, 5, 20, 60])
 @pytest.mark.parametrize(("out", "inner"), [(4096, 4096), (4096, 14336), (6144, 4096), (6144, 8192)])
-def test_split_matmul_compiled_for_h200_is_one_launch_without_spills(rows: int, out: int, inner: int) -> None:
+def test_split_product_compiled_for_h200_is_one_launch_without_spills(rows: int, out: int, inner: int) -> None:
     x, weight = jax.ShapeDtypeStruct((1, rows, inner), BF16), jax.ShapeDtypeStruct((out, inner), BF16)
     program = compile_for_h200(
         lambda *arrays: split_matmul(*arrays, implementation="pallas"), x, weight, fail_on_spills=True
@@ -168,9 +171,10 @@ def test_split_matmul_compiled_for_h200_is_one_launch_without_spills(rows: int, 
 
 @mosaic
 @pytest.mark.parametrize(("rows", "hopper"), [(16, 0), (24, 1), (40, 1), (60, 0), (64, 1), (72, 0)])
-def test_split_matmul_of_fp8_runs_the_hopper_kernel_for_multiples_of_8_from_17_to_64_rows(
+def test_split_product_of_fp8_runs_the_hopper_kernel_only_for_some_row_counts(
     rows: int, hopper: int, compile_with_ptxas_output: Any
 ) -> None:
+    """The row counts are the multiples of 8 from 24 to 64."""
     shape = jax.ShapeDtypeStruct
     x = QuantizedActivation(shape((1, rows, 4096), FP8), shape((1, rows), jnp.float32), BF16)
     weight = Quantized(shape((6144, 4096), FP8), shape((6144,), jnp.float32), dynamic=True)
@@ -182,7 +186,7 @@ def test_split_matmul_of_fp8_runs_the_hopper_kernel_for_multiples_of_8_from_17_t
 
 @mosaic
 @pytest.mark.parametrize("implementation", ["reference", "pallas", "auto"])
-def test_split_matmul_on_cpu_beside_a_hopper_gpu_returns_two_partial_sums(
+def test_split_product_on_cpu_beside_a_hopper_gpu_returns_two_partial_sums(
     implementation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 132)
@@ -196,8 +200,8 @@ def test_split_matmul_on_cpu_beside_a_hopper_gpu_returns_two_partial_sums(
 @pytest.mark.parametrize(
     ("rows", "dtype", "parts"), [(72, "bfloat16", 2), (264, "float16", 2), (2120, "float16", 1), (2120, "bfloat16", 1)]
 )
-def test_split_matmul_of_fp8_with_many_rows_returns_scaled_partial_sums(rows: int, dtype: str, parts: int) -> None:
-    """Products of values up to 448 exceed float16."""
+def test_split_product_of_fp8_with_many_rows_returns_scaled_partial_sums(rows: int, dtype: str, parts: int) -> None:
+    """The partial sums are scaled because unscaled ones, of values up to 448, would exceed float16."""
     x, weight = problem(rows, 1024, 2048, dtype)
     x, quantized = jnp.abs(x), quantize(jnp.abs(weight), "fp8_dynamic")
     got = split_matmul(x, quantized)
@@ -217,7 +221,7 @@ def test_split_matmul_of_fp8_with_many_rows_returns_scaled_partial_sums(rows: in
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [24, 40, 64])
-def test_split_matmul_of_fp8_on_hopper_sums_two_parts_to_the_product(rows: int) -> None:
+def test_split_product_of_fp8_on_hopper_has_partial_sums_of_the_product(rows: int) -> None:
     for out, inner in ((6144, 4096), (4096, 14336)):
         x, weight = problem(rows, out, inner, "bfloat16")
         quantized, x8 = quantize(weight, "fp8_dynamic"), quantize_rows(x)
@@ -243,7 +247,7 @@ def test_split_matmul_of_fp8_on_hopper_sums_two_parts_to_the_product(rows: int) 
         (320, 4096, 14336),
     ],
 )
-def test_split_matmul_on_gpu_partial_sums_add_up_to_the_product(rows: int, out: int, inner: int) -> None:
+def test_split_product_on_gpu_has_partial_sums_of_the_product(rows: int, out: int, inner: int) -> None:
     x, weight = problem(rows, out, inner, "bfloat16")
     got = split_matmul(x, weight, implementation="pallas")
     assert error(got, x, weight) < (1e-4 if rows <= MOST_ROWS else 0.03)  # bfloat16 partial sums of up to 4

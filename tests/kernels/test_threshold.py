@@ -1,4 +1,4 @@
-"""`sampling_threshold` against top-k, top-p and min-p by sorting in float64."""
+"""Compare `sampling_threshold` with top-k, top-p and min-p by sorting in float64."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def problem(vocab: int = VOCAB, scale: float = 3.0) -> tuple[np.ndarray, list[np
 
 
 def mismatches(bounds: np.ndarray, logits: np.ndarray, cases: Sequence[tuple] = CONTROLS) -> list[tuple]:
-    """Returns the cases whose thresholds keep other tokens than sorting does.
+    """Return the cases in which threshold and sorting keep different tokens.
 
     With top-p, tokens at the edge of the nucleus may differ if their probabilities add up to at most 1e-5.
     """
@@ -49,21 +49,21 @@ def mismatches(bounds: np.ndarray, logits: np.ndarray, cases: Sequence[tuple] = 
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_sampling_threshold_keeps_the_tokens_that_sorting_keeps(implementation: str) -> None:
+def test_sampling_threshold_of_random_logits_keeps_the_tokens_kept_by_sorting(implementation: str) -> None:
     logits, controls = problem()
     assert not mismatches(np.asarray(sampling_threshold(logits, *controls, implementation=implementation)), logits)
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("scale", [0.5, 6.0])
-def test_sampling_threshold_of_large_vocabulary_keeps_the_tokens_that_sorting_keeps(scale: float) -> None:
+def test_sampling_threshold_of_large_vocabulary_keeps_the_tokens_kept_by_sorting(scale: float) -> None:
     logits, controls = problem(LARGE, scale)
     assert not mismatches(np.asarray(sampling_threshold(logits, *controls, implementation="pallas")), logits)
 
 
 @pytest.mark.once
-def test_sampling_threshold_reads_whole_rows_only_for_flat_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If reading the whole row finds no weight, thresholds of flat rows are wrong and those of other rows are right."""
+def test_sampling_threshold_of_peaked_probabilities_does_not_read_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the reading of whole rows broken, only rows of flat probabilities get wrong thresholds."""
 
     def nothing(*_: Any) -> Any:
         return (lambda _: jnp.float32(0),) * 2
@@ -80,20 +80,21 @@ def test_sampling_threshold_reads_whole_rows_only_for_flat_probabilities(monkeyp
     jax.clear_caches()
 
 
-def test_control_sampling_threshold_without_temperature_differs() -> None:
+def test_sampling_threshold_without_temperature_keeps_other_tokens() -> None:
+    """Negative control of the comparison with sorting."""
     logits, (t, *controls) = problem()
     assert mismatches(np.asarray(sampling_threshold(logits, np.ones_like(t), *controls)), logits)
 
 
-def test_control_sampling_threshold_of_top_p_without_top_k_differs() -> None:
-    """Without renormalising after top-k, top-p keeps other tokens."""
+def test_sampling_threshold_with_top_p_before_top_k_keeps_other_tokens() -> None:
+    """Negative control: top-p is applied to probabilities that are not renormalised after top-k."""
     logits, (t, k, p, m) = problem()
     apart = np.maximum(sampling_threshold(logits, t, k, np.ones_like(p), m), sampling_threshold(logits, t, 0 * k, p, m))
     assert mismatches(np.asarray(apart), logits)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_sampling_threshold_keeps_ties_and_the_most_probable_token(implementation: str) -> None:
+def test_sampling_threshold_of_tied_logits_keeps_all_tied_tokens(implementation: str) -> None:
     logits = jnp.asarray([[2.0, 5.0, 5.0, 5.0, -jnp.inf, 1.0], [0.0] * 6])
     bound = sampling_threshold(
         logits, jnp.ones(2), jnp.asarray([2, 1]), jnp.asarray([1.0, 0.1]), jnp.zeros(2), implementation=implementation
@@ -103,8 +104,8 @@ def test_sampling_threshold_keeps_ties_and_the_most_probable_token(implementatio
 
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_sampling_threshold_gives_logits_of_minus_infinity_no_weight(implementation: str) -> None:
-    """Two thirds of the logits are -inf, so fewer tokens than some top-k are finite: only these set the thresholds."""
+def test_sampling_threshold_with_logits_of_minus_infinity_ignores_them(implementation: str) -> None:
+    """Two thirds of the logits are -inf, so some values of top-k exceed the number of finite logits."""
     logits, controls = problem()
     left = logits[:, ::3]
     logits[:, 1::3] = logits[:, 2::3] = -np.inf
@@ -119,7 +120,8 @@ def test_sampling_threshold_with_all_controls_off_is_minus_infinity() -> None:
 
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_sampling_threshold_applies_controls_by_group_and_ignores_them_at_temperature_0(implementation: str) -> None:
+def test_sampling_threshold_with_controls_per_group_applies_them_to_its_rows(implementation: str) -> None:
+    """Rows of a group at temperature 0 have the threshold minus infinity."""
     logits = problem()[0][:12]
     controls = [np.array([0.7, 0.0, 1.5, 1.0], np.float32), np.array([5, 5, 0, 0], np.int32)]
     controls += [np.array([1.0, 0.5, 0.9, 1.0], np.float32), np.array([0.0, 0.1, 0.0, 0.3], np.float32)]
@@ -150,6 +152,6 @@ def test_sampling_threshold_compiled_for_h200_is_two_kernels() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("vocab", "scale"), [(VOCAB, 3.0), (LARGE, 0.5), (LARGE, 6.0), (128256, 1.0)])
-def test_sampling_threshold_on_gpu_keeps_the_tokens_that_sorting_keeps(vocab: int, scale: float) -> None:
+def test_sampling_threshold_on_gpu_keeps_the_tokens_kept_by_sorting(vocab: int, scale: float) -> None:
     logits, controls = problem(vocab, scale)
     assert not mismatches(np.asarray(sampling_threshold(logits, *controls, implementation="pallas")), logits)

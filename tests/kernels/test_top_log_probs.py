@@ -1,4 +1,4 @@
-"""`top_log_probs`, `top` and `top_in_order` against sorting in float64."""
+"""Compare `top_log_probs`, `top` and `top_in_order` with sorting in float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def problem(vocab: int, ties: bool) -> np.ndarray:
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(("vocab", "k"), [(7, 7), (1024, 1), (1025, 4), (3000, 10), (5000, 24)])
-def test_top_log_probs_matches_sorting(vocab: int, k: int, ties: bool, implementation: str) -> None:
+def test_top_log_probs_of_random_logits_equal_those_by_sorting(
+    vocab: int, k: int, ties: bool, implementation: str
+) -> None:
     logits = problem(vocab, ties)
     log_probs, ids = top_log_probs(jnp.asarray(logits), k, implementation=implementation)
     wanted, wanted_ids = expected(logits, k)
@@ -38,7 +40,7 @@ def test_top_log_probs_matches_sorting(vocab: int, k: int, ties: bool, implement
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_top_log_probs_adds_base_to_log_probs(implementation: str) -> None:
+def test_top_log_probs_with_a_base_have_the_base_added(implementation: str) -> None:
     logits, base = jnp.asarray(problem(50, ties=False)), jnp.asarray([-1.0, -2.0, 0.0])
     log_probs, _ = top_log_probs(logits, 4, base=base, implementation=implementation)
     np.testing.assert_allclose(log_probs, expected(np.asarray(logits), 4)[0] + np.asarray(base)[:, None], atol=1e-5)
@@ -46,7 +48,7 @@ def test_top_log_probs_adds_base_to_log_probs(implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("ties", [False, True])
-def test_top_matches_sorting(ties: bool, implementation: str) -> None:
+def test_top_function_with_random_values_equals_sorting(ties: bool, implementation: str) -> None:
     values = problem(100, ties)
     best, places, groups = top(jnp.asarray(values), 10, group=7, implementation=implementation)
     wanted = np.argsort(-values, axis=1, kind="stable")[:, :10]
@@ -58,7 +60,9 @@ def test_top_matches_sorting(ties: bool, implementation: str) -> None:
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(("size", "k"), [(1, 1), (64, 64), (710, 59), (1030, 1)])
-def test_top_in_order_matches_sorting(size: int, k: int, ties: bool, implementation: str) -> None:
+def test_top_in_order_function_with_random_values_equals_sorting(
+    size: int, k: int, ties: bool, implementation: str
+) -> None:
     values = problem(size, ties)
     values[1] = -np.inf  # all equal
     wanted = np.sort(np.argsort(-values, axis=1, kind="stable")[:, :k], axis=1)
@@ -67,7 +71,7 @@ def test_top_in_order_matches_sorting(size: int, k: int, ties: bool, implementat
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF])
-def test_top_in_order_counts_nan_as_the_largest_value(bits: int, implementation: str) -> None:
+def test_top_in_order_function_with_nan_counts_it_as_the_largest_value(bits: int, implementation: str) -> None:
     values = problem(100, ties=False)
     values[0].view(np.uint32)[7] = bits
     found = top_in_order(jnp.asarray(values), 5, implementation=implementation)
@@ -78,19 +82,20 @@ def test_top_in_order_counts_nan_as_the_largest_value(bits: int, implementation:
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("function", [top, top_in_order])
-def test_top_and_top_in_order_treat_zeros_of_both_signs_as_equal(function: Callable, implementation: str) -> None:
+def test_top_functions_with_zeros_of_both_signs_treat_them_as_equal(function: Callable, implementation: str) -> None:
     found = function(jnp.asarray([[-0.0, -1.0, 0.0]]), 1, implementation=implementation)
     np.testing.assert_array_equal(found[1] if function is top else found, [[0]])
 
 
-def test_control_top_log_probs_with_larger_id_first_among_equals_differs() -> None:
+def test_top_log_probs_with_larger_id_first_among_equals_differ_from_sorting() -> None:
+    """Negative control of the comparison with sorting."""
     logits = problem(3000, ties=True)
     flipped = 2999 - np.asarray(top_log_probs(jnp.asarray(logits[:, ::-1]), 10)[1])
     assert (flipped != expected(logits, 10)[1]).any()
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_top_log_probs_puts_logits_of_minus_infinity_last(implementation: str) -> None:
+def test_top_log_probs_with_logits_of_minus_infinity_put_them_last(implementation: str) -> None:
     logits = np.full((1, 1030), -np.inf, np.float32)
     logits[0, [1028, 5]] = [1.0, 0.0]
     log_probs, ids = top_log_probs(jnp.asarray(logits), 5, implementation=implementation)
@@ -99,7 +104,7 @@ def test_top_log_probs_puts_logits_of_minus_infinity_last(implementation: str) -
     np.testing.assert_allclose(np.exp(log_probs[0, :2]), [1 / (1 + np.exp(-1)), 1 / (1 + np.exp(1))], rtol=1e-5)
 
 
-def test_top_log_probs_and_top_of_too_many_candidates_raise() -> None:
+def test_top_functions_with_too_many_candidates_raise() -> None:
     for function in top, top_in_order:
         with pytest.raises(NotImplementedError, match="rows of at most 4096, got 5000"):
             function(jnp.zeros((1, 5000)), 10, implementation="pallas")
@@ -108,7 +113,7 @@ def test_top_log_probs_and_top_of_too_many_candidates_raise() -> None:
 
 
 @pytest.mark.parametrize(("rows", "vocab", "k"), [(10, 32000, 10), (640, 32000, 10), (1, 128256, 16)])
-def test_top_log_probs_compiled_for_h200_is_two_launches_without_spills(rows: int, vocab: int, k: int) -> None:
+def test_top_log_probs_compiled_for_h200_are_two_launches_without_spills(rows: int, vocab: int, k: int) -> None:
     logits = jax.ShapeDtypeStruct((rows, vocab), jnp.float32)
     program = compile_for_h200(lambda x: top_log_probs(x, k, implementation="pallas"), logits, fail_on_spills=True)
     assert [launch.name for launch in program.launches] == ["top_log_probs", "top_log_probs_merge"]
@@ -117,7 +122,7 @@ def test_top_log_probs_compiled_for_h200_is_two_launches_without_spills(rows: in
 @pytest.mark.gpu
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("size", [100, 710, 3630])
-def test_top_and_top_in_order_on_gpu_match_sorting(size: int, ties: bool) -> None:
+def test_top_functions_on_gpu_equal_sorting(size: int, ties: bool) -> None:
     values = problem(size, ties)
     wanted = np.argsort(-values, axis=1, kind="stable")[:, :59]
     np.testing.assert_array_equal(top(jnp.asarray(values), 59, implementation="pallas")[1], wanted)
@@ -126,7 +131,7 @@ def test_top_and_top_in_order_on_gpu_match_sorting(size: int, ties: bool) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ties", [False, True])
-def test_top_log_probs_on_gpu_matches_sorting(ties: bool) -> None:
+def test_top_log_probs_on_gpu_equal_those_by_sorting(ties: bool) -> None:
     logits = problem(32000, ties)
     log_probs, ids = top_log_probs(jnp.asarray(logits), 10, implementation="pallas")
     wanted, wanted_ids = expected(logits, 10)

@@ -1,4 +1,4 @@
-"""Times attention at the shapes of an 8B model on this device; no test uses this module.
+"""Time attention at the shapes of an 8B model on this device; no test uses this module.
 
 python -c "from tests.kernels.timing import attention_us as us; print(us(batch=1, queries=5, context=1024))"
 """
@@ -27,10 +27,10 @@ def attention_us(
     implementation: str = "auto",
     write: bool = True,
 ) -> dict[str, float]:
-    """Returns the time per layer of append and attention, and the bandwidth of reading the KV cache.
+    """Measure the time per layer of append and attention, and the bandwidth of reading the KV cache.
 
-    One jitted program appends and attends in `layers` pairs of bfloat16 pools, which together should exceed the
-    device's cache (50 MB), as in a model. The time is the median of 5 measurements of 10 calls.
+    One jitted program appends and attends in `layers` pairs of bfloat16 pools. Choose `layers` so that the pools exceed
+    the device's cache (50 MB), as a model's do. The time is the median of 5 measurements of 10 calls.
 
     Returns:
         "us": microseconds per layer; "TB/s": terabytes of keys and values read per second.

@@ -1,4 +1,4 @@
-"""The registry of model families: a family of a few lines loads and computes; unknown families are refused."""
+"""Test the registry of model families: a small new family loads and computes; unknown families are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = {"q": 16, "k": 8, "v": 8}
 
 
 class Biased(Llama):
-    """A family whose layers have biases and head norms."""
+    """A family whose layers have biases and a norm of each query and key head."""
 
     def config(self, fields: Mapping[str, Any], *, rope_theta: float | None = None, **flags: bool) -> ModelConfig:
         return super().config(fields, rope_theta=rope_theta, qkv_bias=True, qk_norm=True)
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def reference(model: Model, ids: list[int], *, qk_norm: bool = True) -> np.ndarray:
-    """Logits of the last token, in float64 from the formulas."""
+    """Compute the logits of the last token from the formulas in float64 [vocab]."""
     c, x = model.config, np.asarray(model.embed, np.float64)[ids][None]
     norm = decoder._norm
     for layer in model.layers:
@@ -61,7 +61,7 @@ def reference(model: Model, ids: list[int], *, qk_norm: bool = True) -> np.ndarr
     ]
 
 
-def test_model_family_with_bias_and_head_norms_has_logits_of_the_formulas(folder: Path) -> None:
+def test_model_with_bias_and_head_norms_has_the_logits_of_the_formulas(folder: Path) -> None:
     model, ids = Model.from_pretrained(folder, dtype="float32"), [3, 1, 4, 1, 5, 9, 2, 6]
     assert (model.config.family, model.config.qkv_bias, model.config.qk_norm) == ("biased", True, True)
     got, expected = last_logits(model, ids), reference(model, ids)
@@ -73,7 +73,7 @@ def test_model_family_with_bias_and_head_norms_has_logits_of_the_formulas(folder
 
 
 @pytest.mark.usefixtures("folder")
-def test_model_family_of_unknown_type_raises_naming_the_known_types() -> None:
+def test_model_of_an_unknown_family_raises_naming_the_known_families() -> None:
     with pytest.raises(NotImplementedError, match="model_type: expected 'llama' or 'biased', got 'gpt2'"):
         families.family_of("gpt2")
     with pytest.raises(NotImplementedError, match="expected 'llama' or 'biased', got 'gpt2'"):

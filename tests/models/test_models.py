@@ -1,4 +1,4 @@
-"""The decoder against transformers, and small real models against their recorded greedy texts."""
+"""Compare the decoder with transformers, and small real models with their recorded greedy texts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jspec.tools.testing import last_logits
 from pallas_kernels import ancestor_bits
 from tests.support import tiny
 
-TOLERANCE = 1e-4  # float32 on both sides, in another order of summation
+TOLERANCE = 1e-4  # both sides use float32 but add up in different orders
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -38,7 +38,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_forward_logits_of_random_llamas_equal_transformers(name: str, tmp_path: Path) -> None:
+def test_decoder_logits_of_random_llamas_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="transformers' models need torch")
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -65,7 +65,7 @@ def test_engine_with_real_models_emits_the_recorded_greedy_tokens(name: str, dat
 
 
 @pytest.mark.parametrize("name", ["stories260k", "tinystories656k"])
-def test_forward_logits_of_real_models_equal_transformers(name: str, data: Path) -> None:
+def test_decoder_logits_of_real_models_equal_those_of_transformers(name: str, data: Path) -> None:
     torch = pytest.importorskip("torch", reason="transformers' models need torch")
     from transformers import AutoModelForCausalLM
 
@@ -77,7 +77,7 @@ def test_forward_logits_of_real_models_equal_transformers(name: str, data: Path)
     np.testing.assert_allclose(last_logits(tiny.load_target(data / name), ids), wanted, atol=TOLERANCE)
 
 
-def test_forward_with_wrong_rope_base_returns_other_logits(data: Path) -> None:
+def test_decoder_with_wrong_rope_base_returns_other_logits(data: Path) -> None:
     """Negative control of the comparisons with transformers."""
     target = tiny.load_target(data / "stories260k")
     case = tiny.greedy_cases(data / "stories260k")[0]
@@ -90,10 +90,10 @@ def test_forward_with_wrong_rope_base_returns_other_logits(data: Path) -> None:
 
 
 @pytest.mark.parametrize("is_tree", [False, True])
-def test_forward_padding_rows_change_no_logits_features_or_caches(
+def test_decoder_with_padding_rows_returns_unchanged_logits_features_and_caches(
     is_tree: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that pad a sequence to a kernel's multiple of eight change no logits, features or caches."""
+    """The rows pad a sequence to a multiple of eight rows, which a kernel needs."""
     model, rng = tiny.model(40), np.random.default_rng(0)
     pool = PoolShape(2, 9, 4, 16, "float32", "float32")
     parents = jnp.asarray([[-1, 0, 0, 1, 2], [-1, 0, 1, 1, 0]], jnp.int32)

@@ -1,4 +1,4 @@
-"""Declared parameters: they equal those in folders, and random and abstract weights have the declared shapes."""
+"""Test declared parameters: folders hold them, and random and abstract weights have their shapes."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ FOLDERS: dict[str, tuple[dict[str, Any], dict[str, np.ndarray]]] = {
 
 
 def declared(folder: Path) -> tuple[Params, dict[str, tuple[int, ...]]]:
-    """The declared parameters of a folder's model, and the shapes of the parameters that the folder holds."""
+    """Return the declared parameters of a folder's model, and the shape of each parameter in the folder."""
     plan = auto.plan(folder)
     params = {"target": model_params, "medusa": medusa_params}.get(plan.kind, head_params)(plan.config)
     return params, {row.parameter: row.shape for row in plan.rows}
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_declared_params_of_a_config_have_the_names_and_shapes_in_the_folder(name: str, tmp_path: Path) -> None:
+def test_declared_params_of_each_kind_have_the_names_and_shapes_in_its_folder(name: str, tmp_path: Path) -> None:
     params, read = declared(folders.write(tmp_path, *FOLDERS[name]))
     assert {parameter: spec.shape for parameter, spec in params.items()} == read
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_random_weights_have_the_abstract_shapes_and_dtypes(name: str, tmp_path: Path) -> None:
+def test_random_weights_of_each_kind_have_the_declared_shapes_and_dtypes(name: str, tmp_path: Path) -> None:
     params, _ = declared(folders.write(tmp_path, *FOLDERS[name]))
     abstract, drawn = abstract_weights(params, "bfloat16"), random_weights(params, "bfloat16", seed=0)
     assert jax.tree.structure(abstract) == jax.tree.structure(drawn)
@@ -62,7 +62,7 @@ def test_random_weights_have_the_abstract_shapes_and_dtypes(name: str, tmp_path:
             assert 0.5 < float(jnp.std(weight.astype("float32"))) * np.sqrt(spec.shape[-1]) < 1.5
 
 
-def test_layer_params_with_bias_and_head_norms_include_those_weights() -> None:
+def test_layer_params_with_bias_and_head_norms_include_these_weights() -> None:
     plain, rich = (_layer(flag) for flag in (False, True))
     assert rich.keys() - plain.keys() == {"qkv_bias", "q_norm", "k_norm"}
     assert rich["qkv_bias"].part_shapes() == [(16,), (8,), (8,)]

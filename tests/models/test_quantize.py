@@ -1,4 +1,4 @@
-"""Quantisation: products, which weights are quantised, loading and conversion, accuracy, losslessness."""
+"""Test quantisation: products, which weights are quantised, loading, conversion, accuracy and losslessness."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from pallas_kernels.layers.quantized import KINDS, Quantized, matmul, quantize, 
 from tests.support import folders, tiny
 from tests.support.h200 import compile_for_h200
 
-# An input halfway between two numbers may go to either: a step of 1/16 of one product among many.
+# An input halfway between two float8 numbers may be rounded to either, which changes one product by 1/16.
 TOLERANCE = {"int8": 1e-6, "fp8": 1e-6, "fp8_dynamic": 1e-3}
 PROMPT = "class Config:\n    def _interpolate"
 
 
 def problem(rows: int, out: int, inner: int, dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
-    """Random x and weight; their rows differ in size by up to a thousand, which exposes a misplaced scale."""
+    """Return random x and weight; their rows differ in size by up to a thousand, so a misplaced scale shows."""
     rng = np.random.default_rng(rows + out)
     x = rng.normal(size=(rows, inner)) * 10.0 ** rng.uniform(-1, 2, (rows, 1))
     weight = rng.normal(size=(out, inner)) * 10.0 ** rng.uniform(-2, 1, (out, 1))
@@ -51,7 +51,7 @@ def dequantized(weight: Quantized) -> np.ndarray:
 
 
 def expected(x: jax.Array, weight: Quantized) -> np.ndarray:
-    """The float64 product of the quantised values; ml_dtypes rounds dynamically quantised inputs."""
+    """Return the float64 product of the quantised values; ml_dtypes rounds inputs that are quantised dynamically."""
     left = np.asarray(x, np.float64)
     if weight.kind == "fp8_dynamic":
         scale = np.abs(left).max(-1, keepdims=True) / 448
@@ -60,7 +60,7 @@ def expected(x: jax.Array, weight: Quantized) -> np.ndarray:
 
 
 def error(got: jax.Array, wanted: np.ndarray, x: jax.Array, weight: jax.Array) -> float:
-    """Largest error relative to the norms of the multiplied rows."""
+    """Return the largest error relative to the norms of the multiplied rows."""
     lengths = [np.linalg.norm(np.asarray(side, np.float64), axis=1) for side in (x, weight)]
     return float((np.abs(np.asarray(got, np.float64) - wanted) / np.outer(*lengths)).max())
 
@@ -69,7 +69,7 @@ def error(got: jax.Array, wanted: np.ndarray, x: jax.Array, weight: jax.Array) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantize_error_is_at_most_half_a_step(kind: str) -> None:
+def test_quantised_weight_of_each_kind_differs_by_at_most_half_a_step(kind: str) -> None:
     _, weight = problem(7, 40, 96)
     got, wide = quantize(weight, kind), np.asarray(weight, np.float64)
     scale = np.abs(wide).max(-1, keepdims=True) / (127 if kind == "int8" else 448)
@@ -81,7 +81,7 @@ def test_quantize_error_is_at_most_half_a_step(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_matmul_of_quantised_weight_equals_product_of_rounded_values(kind: str) -> None:
+def test_product_with_a_quantised_weight_equals_product_of_rounded_values(kind: str) -> None:
     x, weight = problem(7, 40, 96)
     own = quantize(weight, kind)
     got, wanted = matmul(x, own), expected(x, own)
@@ -94,10 +94,12 @@ def test_matmul_of_quantised_weight_equals_product_of_rounded_values(kind: str) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_matmul_of_quantised_weight_each_row_is_independent_of_other_rows(kind: str) -> None:
+def test_quantised_product_of_one_row_equals_its_row_in_a_product_of_many(kind: str) -> None:
     x, weight = problem(7, 40, 96)
     weight = quantize(weight, kind)
-    product = jax.jit(matmul, compiler_options={"xla_backend_optimization_level": 1})  # as users compile
+    product = jax.jit(
+        matmul, compiler_options={"xla_backend_optimization_level": 1}
+    )  # the level that users compile with
     together = product(x, weight)
     for row in range(7):
         np.testing.assert_allclose(product(x[row : row + 1], weight)[0], together[row], rtol=1e-5, atol=1e-6)
@@ -105,7 +107,7 @@ def test_matmul_of_quantised_weight_each_row_is_independent_of_other_rows(kind: 
 
 @pytest.mark.once
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantize_represents_zero_and_the_largest_value_exactly(kind: str) -> None:
+def test_quantised_weight_with_zero_and_largest_values_represents_them_exactly(kind: str) -> None:
     weight = jnp.asarray([[0.0, 0.0], [3.0, -3.0], [1e-20, 0.0]])
     got = matmul(jnp.eye(2), quantize(weight, kind))
     np.testing.assert_allclose(got, weight.T, rtol=1e-6)
@@ -117,7 +119,7 @@ def test_quantize_represents_zero_and_the_largest_value_exactly(kind: str) -> No
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("rows", [1, 20])
 @pytest.mark.parametrize("kind", KINDS)
-def test_split_matmul_of_quantised_weight_equals_product_of_rounded_values(
+def test_split_product_with_a_quantised_weight_equals_product_of_rounded_values(
     kind: str, rows: int, implementation: str
 ) -> None:
     x, weight = problem(rows, 1024, 2048, "bfloat16")
@@ -133,7 +135,7 @@ def test_split_matmul_of_quantised_weight_equals_product_of_rounded_values(
 
 @pytest.mark.parametrize("rows", [1, 5, 60])
 @pytest.mark.parametrize("kind", KINDS)
-def test_split_matmul_of_quantised_weight_compiles_to_one_kernel_without_spills(kind: str, rows: int) -> None:
+def test_split_product_with_a_quantised_weight_is_one_kernel_without_spills(kind: str, rows: int) -> None:
     x = jax.ShapeDtypeStruct((1, rows, 4096), "bfloat16")
     weight = jax.eval_shape(lambda: quantize(jnp.zeros((6144, 4096)), kind))
     program = compile_for_h200(
@@ -146,7 +148,7 @@ def test_split_matmul_of_quantised_weight_compiles_to_one_kernel_without_spills(
 # ---- which weights are quantised
 
 
-def test_quantize_weights_changes_only_linear_weights() -> None:
+def test_quantised_model_or_head_has_only_its_linear_weights_quantised() -> None:
     model = tiny.model(40)
     got = quantize_weights(model, "int8")
     assert quantized_as(model) is None
@@ -167,7 +169,7 @@ def test_quantize_weights_changes_only_linear_weights() -> None:
 
 
 @pytest.mark.once
-def test_quantize_unsupported_kind_or_model_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantisation_of_unsupported_kind_or_model_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.model(40)
     with pytest.raises(
         ValueError, match=r"quantize: expected one of \(None, 'int8', 'fp8', 'fp8_dynamic'\), got 'int4'"
@@ -195,7 +197,7 @@ def _quantized_leaves(model: Model) -> list[jax.Array]:
 @pytest.mark.once
 @pytest.mark.parametrize("batch_bytes", [1, 2**25], ids=["many batches", "one batch"])
 @pytest.mark.parametrize("kind", STORED)
-def test_convert_command_quantize_stores_the_weights_of_quantising_while_loading(
+def test_convert_command_with_quantize_stores_weights_equal_to_those_when_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, batch_bytes: int
 ) -> None:
     """With small batches, one batch holds the embedding alone and nothing to quantise."""
@@ -229,7 +231,7 @@ def test_random_target_and_head_with_quantize_have_quantised_weights(kind: str) 
 
 
 @pytest.mark.long
-def test_quantize_weights_of_the_embedded_target_changes_probabilities_little(
+def test_quantised_embedded_target_has_nearly_unchanged_probabilities(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     target = Model.from_pretrained(demo.TARGET)
@@ -250,7 +252,7 @@ def test_quantize_weights_of_the_embedded_target_changes_probabilities_little(
 @pytest.mark.parametrize(
     ("kind", "make", "accepted"),
     [
-        pytest.param(  # the same weights
+        pytest.param(  # the draft model has the target's weights
             "int8", partial(DraftModel.from_pretrained, demo.TARGET, tree=Tree.chain(3)), 3.7, marks=pytest.mark.long
         ),
         ("fp8", partial(Eagle3.from_pretrained, demo.HEAD, tree=Tree.topk(12, 4, 3)), 1.5),
@@ -276,7 +278,7 @@ def test_engine_with_quantised_target_and_drafter_emits_tokens_of_plain_decoding
 
 @pytest.mark.once
 def test_engine_with_float8_caches_has_mean_acceptance_length_above_1_8() -> None:
-    """The engine stores both pools in float8 and still accepts drafts; tests/kernels check the values."""
+    """The pools of target and drafter are float8; tests/kernels check their values."""
     options = dict(slots=1, max_len=160, prefill_buckets=(64,), tokenizer="bytes", dtype="float32")
     options |= dict(prefix_cache=False, controls=False)
     head = Eagle3.from_pretrained(demo.HEAD, tree=Tree.chain(3))
@@ -292,7 +294,7 @@ def test_engine_with_float8_caches_has_mean_acceptance_length_above_1_8() -> Non
         Engine(tiny.model(40), slots=1, max_len=32, kv_dtype="float8_e5m2")
 
 
-def test_check_device_float8_on_a_gpu_of_compute_capability_below_8_9_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_check_of_float8_on_compute_capability_below_8_9_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     model = quantize_weights(tiny.model(40), "fp8")
     check_device(model, "float8_e4m3fn")  # a CPU reports no compute capability
     for capability, refused in (("8.0", True), ("8.9", False), ("12.0", False)):

@@ -1,1 +1,1 @@
-"""Oracles: the formulas in plain numpy, computed in a different way from the code under test."""
+"""Oracles: the formulas in plain numpy, computed in another way than by the code under test."""

@@ -1,7 +1,7 @@
-"""The accept rules for one tree in numpy float64, as loops written from the papers: the oracle of the accept functions.
+"""The accept rules for one tree in numpy float64, written from the papers as loops.
 
-All take the tree's tokens and parents, ``valid`` of every node and one uniform per node, and return the path from the
-root and the probabilities of the token after it.
+Each function takes the tree's tokens and parents, and a flag ``valid`` and a uniform number per node. It returns the
+accepted path from the root and the probabilities of the token after this path.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def children(parents: np.ndarray, valid: np.ndarray, node: int) -> list[int]:
 def multi_candidate_accept(
     p: np.ndarray, tokens: np.ndarray, parents: np.ndarray, valid: np.ndarray, u: np.ndarray
 ) -> AcceptResult:
-    """EAGLE's rule: a rejected child's token loses its mass, and the rest is renormalised."""
+    """Apply EAGLE's rule: a rejected child's token gets probability 0, and the others are renormalised."""
     path, probs = [0], p[0].astype(np.float64)
     while True:
         for child in children(parents, valid, path[-1]):
@@ -35,7 +35,7 @@ def multi_candidate_accept(
 def rejection_accept(
     p: np.ndarray, q: np.ndarray, tokens: np.ndarray, parents: np.ndarray, valid: np.ndarray, u: np.ndarray
 ) -> AcceptResult:
-    """Recursive rejection sampling without replacement (arXiv:2402.14160)."""
+    """Apply recursive rejection sampling without replacement (arXiv:2402.14160)."""
     path = [0]
     while True:
         target_probs, draft_probs = p[path[-1]].astype(np.float64), q[path[-1]].astype(np.float64)
@@ -54,7 +54,7 @@ def rejection_accept(
 
 
 def block_accept(p: np.ndarray, q: np.ndarray, tokens: np.ndarray, length: int, u: np.ndarray) -> AcceptResult:
-    """Algorithm 2 of arXiv:2403.10444 for a chain of ``length`` tokens."""
+    """Apply algorithm 2 of arXiv:2403.10444 to a chain of ``length`` tokens."""
     accepted, weights = 0, [1.0]
     for i in range(1, length + 1):
         weights.append(min(weights[-1] * p[i - 1, tokens[i]] / q[i - 1, tokens[i]], 1.0))
@@ -77,7 +77,7 @@ def typical_accept(
     valid: np.ndarray,
     options: tuple[float, float],
 ) -> tuple[list[int], int]:
-    """Medusa's typical acceptance (arXiv:2401.10774): the longest, then likeliest path, and the argmax after it."""
+    """Apply Medusa's typical acceptance (arXiv:2401.10774): the longest, then likeliest path, and its argmax."""
     scaled = logits.astype(np.float64) / temperature
     p = np.exp(scaled - scaled.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)

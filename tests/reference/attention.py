@@ -1,16 +1,16 @@
-"""Attention over a paged cache from the formula: one query at a time, in float64, without masks or jax."""
+"""Attention over a paged cache by its formula: one query at a time, in float64, without masks or jax."""
 
 import numpy as np
 
 
 def read_row(pool: np.ndarray, page_table: np.ndarray, sequence: int, row: int) -> np.ndarray:
-    """Row `row` of a sequence [kv_heads, head_dim]."""
+    """Return the cache row `row` of a sequence [kv_heads, head_dim]."""
     page = pool.shape[2]
     return pool[page_table[sequence, row // page], :, row % page]
 
 
 def ancestors(parents: np.ndarray, node: int) -> list[int]:
-    """A node and all its ancestors, by following the parents."""
+    """Return a node and all its ancestors, found by following the parents."""
     path = [node]
     while parents[path[-1]] >= 0:
         path.append(int(parents[path[-1]]))
@@ -18,12 +18,12 @@ def ancestors(parents: np.ndarray, node: int) -> list[int]:
 
 
 def attention(q, k_pool, v_pool, page_table, lengths, new_rows, *, start=0, oldest=None, scale=None) -> np.ndarray:
-    """Softmax attention of every query over the rows it attends to.
+    """Compute the softmax attention of every query over the cache rows it attends to.
 
     Args:
-        q: [B, T, H, D].
-        k_pool, v_pool: [pages, KH, page, D].
-        page_table: [B, P].
+        q: queries [B, T, H, D]: sequences, queries, heads, head_dim.
+        k_pool, v_pool: keys and values [pages, kv_heads, rows of a page, D].
+        page_table: page numbers of each sequence [B, P].
         lengths: committed rows of each sequence [B].
         new_rows: new_rows[b][t] lists the j for which query t of sequence b attends to row lengths[b] + j.
         start: first row that any query attends to.

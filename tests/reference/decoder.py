@@ -1,4 +1,4 @@
-"""A Llama decoder and the sampling options in numpy float64, written from the formulas: the oracle for whole runs."""
+"""A Llama decoder and the sampling options in numpy float64, written from the formulas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jspec.models.decoder import Model
 
 
 def logits(model: Model, tokens: np.ndarray, window: int | None = None) -> np.ndarray:
-    """Logits after every token of whole sequences [batch, tokens, vocab], without a cache.
+    """Compute the logits after every token of whole sequences [batch, tokens, vocab], without a cache.
 
     Args:
         window: number of tokens that each token attends to, itself included; None: all earlier tokens and itself.
@@ -30,7 +30,7 @@ def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def attention(qkv: np.ndarray, c, window: int | None = None) -> np.ndarray:
-    """Causal attention over whole sequences, from fused projections; c is the config of a decoder or a head."""
+    """Compute causal attention over whole sequences from fused projections; c is the config of a decoder or a head."""
     batch, size, _ = qkv.shape
     seen = np.tril(np.ones((size, size), bool)) & ~np.tril(np.ones((size, size), bool), -(window or size))
     heads = qkv.reshape(batch, size, -1, c.head_dim).transpose(0, 2, 1, 3)
@@ -60,7 +60,7 @@ def _softmax(x: np.ndarray) -> np.ndarray:
 def processed_probs(
     row: np.ndarray, *, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> np.ndarray:
-    """The processed probabilities of one row of logits, by sorting."""
+    """Return the probabilities [vocab] of one row of logits after the sampling options, by sorting."""
     if temperature == 0:
         return np.eye(len(row))[row.argmax()]
     probs = _softmax(np.asarray(row, np.float64) / temperature)
@@ -84,7 +84,7 @@ def joint_probs(
     edit: Callable[[np.ndarray, np.ndarray], np.ndarray] = lambda row, _: row,
     **controls: float,
 ) -> np.ndarray:
-    """The joint probabilities of the next ``length`` tokens after a prompt, [vocab] * length.
+    """Return the joint probabilities of the next ``length`` tokens after a prompt: ``length`` axes of size vocab.
 
     Args:
         edit: function of logits [vocab] and the tokens generated before them that returns the edited logits.

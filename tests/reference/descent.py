@@ -1,10 +1,10 @@
-"""Tokens that nested grammars allow, by recursive descent: no automaton, no table, no library."""
+"""The tokens that nested grammars allow, by recursive descent without automaton, table or library."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-# The grammars that the readers below parse, as requests give them.
+# The grammars that the readers below parse, as a request states them.
 LISTS = 'start: "{" (item ("," item)*)? "}"\nitem: start | /[ab]+/\n'
 PAIRS = 'start: pair+\npair: "1" | "{" pair+ "}"\n'
 OBJECTS = {
@@ -16,7 +16,7 @@ OBJECTS = {
 
 
 class Over(Exception):
-    """The text ended but more bytes must follow, so it is a prefix of a text that fits."""
+    """An exception: the text ended but more bytes must follow, so it is a prefix of a text that fits."""
 
 
 class Text:
@@ -30,7 +30,7 @@ class Text:
         return self._place == len(self._text)
 
     def sees(self, letters: bytes) -> bool:
-        """Whether the next byte is one of ``letters``."""
+        """Return whether the next byte is one of ``letters``."""
         if self.is_over:
             raise Over
         return self._text[self._place] in letters
@@ -129,7 +129,7 @@ def objects(text: Text) -> None:
 
 
 def fits(read: Reader, text: bytes) -> tuple[bool, bool]:
-    """Whether a text is a prefix of one that fits, and whether it fits as a whole."""
+    """Return whether a text is a prefix of one that fits, and whether it fits as a whole."""
     rest = Text(text)
     try:
         read(rest)
@@ -141,7 +141,7 @@ def fits(read: Reader, text: bytes) -> tuple[bool, bool]:
 
 
 def allowed(read: Reader, texts: Sequence[bytes | None], text: bytes, ends: Collection[int]) -> set[int]:
-    """The tokens that may follow a text."""
+    """Return the ids of tokens that may follow a text."""
     others = {token for token, piece in enumerate(texts) if piece and token not in ends}
     may_end = set(ends) if fits(read, text)[1] else set()
     return may_end | {token for token in others if fits(read, text + (texts[token] or b""))[0]}

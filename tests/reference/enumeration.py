@@ -1,8 +1,9 @@
-"""Every draft and every outcome of a step with their probabilities: the exact joint distribution that a rule emits.
+"""The exact joint distribution that an accept rule emits, by enumerating every draft and every outcome of a step.
 
-Probabilities are given by prefix: ``probs[d]`` has shape [vocab] * d + [vocab]. An accept function is called as the
-engine calls it, with uniforms of 0 (which accept every token that can be accepted) and 1 (which reject every token that
-can be rejected); the weight of an outcome follows from the function's own acceptance probabilities.
+Probabilities are given by prefix: ``probs[d]`` has d axes for the prefix and one for the next token, all of size vocab.
+An accept function is called as the engine calls it, with uniform numbers of 0, which accept every token of positive
+probability, and 1, which reject every token of probability below 1. The weight of an outcome is computed from the
+function's own acceptance probabilities.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PrefixProbs = list[np.ndarray]
 
 
 def random_probs(rng: np.random.Generator, vocab: int, depth: int, *, zeros: float = 0.2) -> PrefixProbs:
-    """Probabilities for every prefix of up to ``depth`` tokens; some are exactly 0, as after top-k."""
+    """Draw probabilities for every prefix of up to ``depth`` tokens; some are exactly 0, as after top-k."""
     probs = []
     for d in range(depth + 1):
         weights = rng.exponential(size=[vocab] * (d + 1)) ** 2
@@ -33,7 +34,7 @@ def random_probs(rng: np.random.Generator, vocab: int, depth: int, *, zeros: flo
 
 
 def joint(probs: PrefixProbs) -> np.ndarray:
-    """The exact joint probabilities of len(probs) tokens in float64."""
+    """Return the exact joint probabilities of len(probs) tokens in float64."""
     out = np.ones(())
     for next_probs in probs:
         out = out[..., None] * next_probs
@@ -41,12 +42,12 @@ def joint(probs: PrefixProbs) -> np.ndarray:
 
 
 def prefix(tree: Tree, tokens: tuple[int, ...], node: int) -> tuple[int, ...]:
-    """The tokens after the root down to a node."""
+    """Return the tokens on the path from the root to a node, without the root's token."""
     return () if node == 0 else (*prefix(tree, tokens, tree.parents[node]), tokens[node])
 
 
 def sampled_drafts(tree: Tree, probs: PrefixProbs) -> tuple[np.ndarray, np.ndarray]:
-    """Every draft whose siblings are drawn without replacement, and its probability; the root is token 0.
+    """Return every draft whose siblings are drawn without replacement, and its probability; the root is token 0.
 
     If no token has probability left, the smallest remaining id is drawn, as by Gumbel top-k.
     """
@@ -67,7 +68,7 @@ def sampled_drafts(tree: Tree, probs: PrefixProbs) -> tuple[np.ndarray, np.ndarr
 
 
 def most_likely_draft(tree: Tree, probs: PrefixProbs) -> tuple[np.ndarray, np.ndarray]:
-    """The one deterministic draft of the most likely tokens, with weight 1."""
+    """Return the one deterministic draft of the most likely tokens, with weight 1."""
     tokens: tuple[int, ...] = (0,)
     for node in range(1, tree.nodes):
         before = prefix(tree, tokens, tree.parents[node])
@@ -76,7 +77,7 @@ def most_likely_draft(tree: Tree, probs: PrefixProbs) -> tuple[np.ndarray, np.nd
 
 
 def probs_at_nodes(tree: Tree, tokens: np.ndarray, probs: PrefixProbs) -> np.ndarray:
-    """Next-token probabilities at each node of every draft, [drafts, nodes, vocab]; 0 for prefixes beyond ``probs``."""
+    """Return next-token probabilities [drafts, nodes, vocab]; they are 0 for prefixes longer than ``probs`` has."""
     out = np.zeros((*tokens.shape, probs[0].shape[-1]))
     for row, node in np.ndindex(*tokens.shape):
         before = prefix(tree, tuple(tokens[row].tolist()), node)
@@ -86,7 +87,7 @@ def probs_at_nodes(tree: Tree, tokens: np.ndarray, probs: PrefixProbs) -> np.nda
 
 
 def draft_of(tree: Tree, tokens: np.ndarray, probs: np.ndarray | None, valid: np.ndarray | bool = True) -> Draft:
-    """The `Draft` record of tokens [drafts, nodes] of one tree."""
+    """Return the `Draft` record of tokens [drafts, nodes] of one tree."""
     return Draft(
         tokens=jnp.asarray(tokens, jnp.int32),
         parents=jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), tokens.shape),
@@ -107,7 +108,7 @@ def emitted(
     all_at_once: bool = False,
     cap: int | None = None,
 ) -> np.ndarray:
-    """The joint probabilities of depth + 1 tokens: those that the step emits, followed by tokens of the target.
+    """Return the joint probabilities of depth + 1 tokens: those that a step emits, followed by tokens of the target.
 
     Args:
         drafts: every draft and its probability.
@@ -140,7 +141,7 @@ def emitted(
 
 
 def _is_tried(tree: Tree, on_path: np.ndarray) -> np.ndarray:
-    """Nodes that the sibling-by-sibling rules try, given the accepted path: [rows, nodes]."""
+    """Return the nodes that sibling-by-sibling rules try, given the accepted path [rows, nodes]."""
     is_tried = np.zeros_like(on_path)
     for node in range(1, tree.nodes):
         parent = tree.parents[node]
@@ -150,7 +151,7 @@ def _is_tried(tree: Tree, on_path: np.ndarray) -> np.ndarray:
 
 
 def _tail(target: PrefixProbs, before: tuple[int, ...]) -> np.ndarray:
-    """The target's joint probabilities of the tokens that follow a prefix."""
+    """Return the target's joint probabilities of the tokens that follow a prefix."""
     out = np.ones(())
     for probs in target[len(before) :]:
         out = out[..., None] * probs[before]
@@ -158,5 +159,5 @@ def _tail(target: PrefixProbs, before: tuple[int, ...]) -> np.ndarray:
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Total variation distance."""
+    """Return the total variation distance of two distributions."""
     return float(np.abs(a - b).sum() / 2)

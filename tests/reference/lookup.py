@@ -1,4 +1,4 @@
-"""The trees of n-gram and suffix drafting, found by a search over lists of tokens without arrays or tries."""
+"""The trees of n-gram and suffix drafting, found by searching lists of tokens without arrays or tries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Node = tuple[int, int, int]  # parent, token, number of matches through the node
 
 
 def length_at(text: list[int], end: int, query: list[int]) -> int:
-    """Number of query tokens, newest first, that equal the tokens of the text from ``end`` backwards."""
+    """Count the query's tokens, newest first, that equal the text's tokens from ``end`` backwards."""
     length = 0
     while length < len(query) and end >= length and text[end - length] == query[length]:
         length += 1
@@ -21,7 +21,7 @@ def length_at(text: list[int], end: int, query: list[int]) -> int:
 
 
 def tails(texts: list[list[int]], own: int, drafter: NGram | Suffix, count: int) -> list[Tail]:
-    """Continuations of the best matches of the end of ``texts[own]``; texts are ordered from oldest to newest."""
+    """Return what follows the best matches of the end of ``texts[own]``; texts are ordered from oldest to newest."""
     query = texts[own][::-1][: drafter.max_n]
     found = [
         (length, number == own, number, end)
@@ -34,7 +34,7 @@ def tails(texts: list[list[int]], own: int, drafter: NGram | Suffix, count: int)
 
 
 def children(group: list[Tail], *, by_count: bool) -> list[tuple[int, list[Tail]]]:
-    """The distinct next tokens, best first, each with the rest of the matches through it."""
+    """Return the distinct next tokens, best first, each with the continuations of its matches."""
     groups: dict[int, list[Tail]] = {}
     for number, tail in group:
         if tail:
@@ -58,7 +58,7 @@ def static_nodes(group: list[Tail], tree: Tree, *, by_count: bool) -> list[Node]
 
 
 def dynamic_nodes(group: list[Tail], tree: Tree, *, by_count: bool) -> list[Node]:
-    """The prefixes of continuations, with at most k children each, that most matches have in common."""
+    """Return the prefixes that most matches have in common as nodes with at most k children each."""
     all_nodes: list[tuple[tuple[int, int, int], tuple[int, ...]]] = []
 
     def visit(text: tuple[int, ...], passing: list[Tail]) -> None:
@@ -74,7 +74,7 @@ def dynamic_nodes(group: list[Tail], tree: Tree, *, by_count: bool) -> list[Node
 
 
 def expected_nodes(texts: list[list[int]], own: int, drafter: NGram | Suffix) -> tuple[list[Node], list[float]]:
-    """Nodes after the root, and their scores."""
+    """Return the nodes after the root, and their scores."""
     tree, by_count = drafter.tree, isinstance(drafter, Suffix)
     leaves = 0 if tree.paths is None else len(set(tree.paths) - {path[:-1] for path in tree.paths})
     count = max(4 * (leaves + tree.k), tree.depth, -(-(tree.nodes - 1) // tree.depth))

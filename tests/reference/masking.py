@@ -1,4 +1,4 @@
-"""Decoding token by token under masks: the tokens that an engine must emit with any drafter."""
+"""The tokens that an engine must emit under masks with any drafter, decoded token by token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def decoded(
     readers: Mapping[str, Callable[..., bool]] | None = None,
     edit: Callable[[np.ndarray, list[int], list[int]], np.ndarray] = lambda logits, *_: logits,
 ) -> list[int]:
-    """Compute a forward pass over the whole text for every token and sample with the project's noise.
+    """Decode a request: for every token compute a pass over the whole text and sample with the project's noise.
 
     Penalties come from transformers' processors, allowed tokens from the library regex or from recursive descent.
 

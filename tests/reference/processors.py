@@ -1,4 +1,4 @@
-"""Penalties and filters token by token: transformers' processors, and presence and frequency penalty in numpy."""
+"""Penalties and filters of one row of logits: transformers' processors, and presence and frequency penalty in numpy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jspec import SamplingParams
 def edited(
     logits: np.ndarray, prompt: Sequence[int], output: Sequence[int], params: SamplingParams, stops: Sequence[int]
 ) -> np.ndarray:
-    """Edited logits [vocab] after a text, before temperature, in float32."""
+    """Return the logits [vocab] after a text with all penalties and bans, before temperature, in float32."""
     torch = pytest.importorskip("torch")
     from transformers.generation import logits_process as hf
 
@@ -36,13 +36,13 @@ def edited(
 
 
 def penalty(output: Sequence[int], params: SamplingParams, vocab: int) -> np.ndarray:
-    """Presence and frequency penalty of each token, to be subtracted from its logit."""
+    """Return the presence and frequency penalty [vocab] to be subtracted from each token's logit."""
     counts = np.bincount(output, minlength=vocab).astype(np.float32)
     return np.float32(params.frequency_penalty) * counts + np.float32(params.presence_penalty) * (counts > 0)
 
 
 def processed(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Edited logits [vocab] after temperature, top-k, top-p and min-p."""
+    """Return edited logits [vocab] after temperature, top-k, top-p and min-p."""
     torch = pytest.importorskip("torch")
     from transformers.generation import logits_process as hf
 

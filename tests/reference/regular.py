@@ -1,4 +1,4 @@
-"""Tokens that a regular expression allows, by the library regex alone: no automaton, no table."""
+"""The tokens that a regular expression allows, by the library regex without automaton or table."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def _pattern(expression: str) -> object:
 
 
 def matches(expression: str, text: bytes, *, partial: bool = False) -> bool:
-    """Whether UTF-8 bytes match as a whole; with ``partial``, whether they are a prefix of a match."""
+    """Return whether UTF-8 bytes match as a whole; with ``partial``, whether they are a prefix of a match."""
     return _pattern(expression).fullmatch(text, partial=partial) is not None  # type: ignore[attr-defined]
 
 
 def allowed(expression: str, texts: Sequence[bytes | None], text: bytes, ends: Collection[int]) -> set[int]:
-    """The tokens that may follow a text, provided that every prefix of a match can be completed with these tokens."""
+    """Return the tokens that may follow a text; every prefix of a match must have a completion by tokens."""
     if matches(expression, text):
         may_end = set(ends)
     else:

@@ -1,4 +1,4 @@
-"""A user's logits processor at every node, against transformers' processors token by token."""
+"""Compare a user's logits processor at every node with transformers' processors token by token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEQUENCES = {(3, 5): 2.5, (1,): -1.0, (2, 2, 4): 6.0, (7, 1, 9): -np.inf}
 
 
 def edit(logits: jax.Array, context: LogitsContext) -> jax.Array:
-    """Add sequence biases, ban repeated pairs if args[1] > 0, and from `PLACE` on add the bias args[0] to token 6."""
+    """Add sequence biases; ban repeated pairs if args[1] > 0; after `PLACE` tokens add the bias args[0] to token 6."""
     vocab = jnp.arange(logits.shape[-1])
     for sequence, bias in SEQUENCES.items():
         begins = jnp.all(context.newest(len(sequence) - 1) == jnp.asarray(sequence[:-1], jnp.int32), axis=-1)
@@ -49,7 +49,7 @@ def edit(logits: jax.Array, context: LogitsContext) -> jax.Array:
 def by_transformers(
     logits: np.ndarray, prompt: list[int], output: list[int], args: tuple[float, ...] | None
 ) -> np.ndarray:
-    """The same edit of one row of logits by transformers' own classes."""
+    """Edit one row of logits [vocab] as `edit` does, by transformers' own classes."""
     bias, bans_repeats = args or (0.0, 0.0)
     torch = pytest.importorskip("torch")
     from transformers.generation import logits_process as hf
@@ -79,7 +79,7 @@ def compare(seed: int, *, chain: bool, run: Any) -> None:
     texts = [rng.integers(0, 12, rng.integers(3, 30)).tolist() for _ in range(ROWS)]
     prompts = [int(rng.integers(1, len(text))) for text in texts]
     tokens[:, 0] = [text[-1] for text in texts]
-    rows = np.full((ROWS, WIDTH), 3)  # positions after a text hold another text's tokens
+    rows = np.full((ROWS, WIDTH), 3)  # the columns behind a text hold another text's tokens
     for row, text in enumerate(texts):
         rows[row, : len(text) - 1] = text[:-1]
     args = np.array([[2.0, 1.0], [-3.0, 1.0], [0.0, 0.0], [50.0, 1.0]], np.float32)
@@ -113,7 +113,7 @@ def test_logits_processor_on_random_trees_equals_transformers_at_every_node(chai
 
 
 @pytest.mark.parametrize("fault", ["ancestors", "root", "generated"])
-def test_logits_processor_with_wrong_context_differs_from_transformers(
+def test_logits_processor_with_a_wrong_context_differs_from_transformers(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative controls: ancestors, root or the number of generated tokens are wrong in the context."""
@@ -181,7 +181,7 @@ def expected() -> list[list[int]]:
     ],
 )
 def test_engine_with_logits_processor_emits_tokens_of_transformers_decoding(tree: Tree) -> None:
-    """In the second run prompts come from the prefix cache, and the processor must see their tokens too."""
+    """In the second run prompts are in the prefix cache; the processor must still see their tokens."""
     pytest.importorskip("outlines_core")
     for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
         done = engine(tree).generate([PROMPTS[i] for i in order], [PARAMS[i] for i in order])
@@ -190,8 +190,8 @@ def test_engine_with_logits_processor_emits_tokens_of_transformers_decoding(tree
     assert metrics.num_accepted_tokens > 0 and metrics.num_cached_tokens > 0
 
 
-def test_engine_logits_processor_that_bans_all_grammar_tokens_ends_request_with_error() -> None:
-    """No pair of tokens may repeat, and the grammar's two letters have few pairs."""
+def test_request_whose_logits_processor_bans_all_allowed_tokens_ends_with_error() -> None:
+    """The grammar allows two letters, and the processor bans each pair of letters that occurred before."""
     pytest.importorskip("outlines_core")
     one = engine(Tree.chain(3))
     done = one.generate(
@@ -211,12 +211,12 @@ BAD = [
 
 
 @pytest.mark.parametrize(("processor", "message"), BAD)
-def test_engine_invalid_logits_processor_raises(processor: Any, message: str) -> None:
+def test_engine_with_invalid_logits_processor_raises(processor: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"logits_processor: .*{message}|logits_processor: {message}"):
         Engine(small.target(), logits_processor=processor)
 
 
-def test_logits_processor_inconsistent_options_raise() -> None:
+def test_request_with_inconsistent_logits_processor_options_raises() -> None:
     tree = NoDraft().tree
     with pytest.raises(ValueError, match="processor_args: expected 0 without a logits_processor, got 2"):
         logits_processor.check(None, EngineConfig(processor_args=2), tree, 16)
@@ -230,7 +230,7 @@ def test_logits_processor_inconsistent_options_raise() -> None:
         InputProcessor(None, 16, (), EngineConfig()).requests([1], SamplingParams(processor_args=(1.0,)), trace=False)
 
 
-def test_from_pretrained_invalid_logits_processor_raises(data: Path) -> None:
+def test_engine_from_pretrained_with_invalid_logits_processor_raises(data: Path) -> None:
     processor, message = BAD[0]
     with pytest.raises(ValueError, match=message):
         Engine.from_pretrained(data / "stories260k", logits_processor=processor)

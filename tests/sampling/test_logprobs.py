@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens and prompts against one dense pass over the whole text, for several drafters."""
+"""Compare log-probabilities of emitted tokens and of prompts with one dense pass over the whole text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARAMS = [
 
 @cache
 def tree() -> Engine:
-    """An engine with a dynamic tree, processed log-probabilities, chunks of six tokens, and too few pages for all."""
+    """Return an engine with a dynamic tree, processed log-probabilities, and too few pages for all requests at once."""
     return Engine(
         small.target(),
         drafter=DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3)),
@@ -51,7 +51,7 @@ def chain() -> Engine:
 
 
 def rows(target: Model, prompt: Sequence[int], output: Sequence[int], params: SamplingParams, mode: str) -> np.ndarray:
-    """Log-probabilities at each emitted token, [tokens, vocab], by one dense pass over the text."""
+    """Compute the log-probabilities at each emitted token [tokens, vocab] by one dense pass over the text."""
     logits = decoder.logits(target, np.array([[*prompt, *output]]))[0][len(prompt) - 1 : -1]
     if mode == "processed_logprobs":
         texts = [output[:count] for count in range(len(output))]
@@ -70,7 +70,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def check(found: Sequence[TokenLogprob], tokens: Sequence[int], expected: np.ndarray, count: int) -> None:
-    """Check each token's log-probability and rank, and the most likely tokens; near ties may be in either order."""
+    """Check each token's log-probability and rank, and the most likely tokens in any order of near ties."""
     assert [one.token_id for one in found] == list(tokens) and len(expected) == len(tokens)
     for one, row in zip(found, expected, strict=True):
         assert abs(one.logprob - row[one.token_id]) < TOLERANCE
@@ -97,13 +97,13 @@ def check_all(engine: Engine, done: Sequence[Completion]) -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """Tokens without drafting, and without log-probabilities."""
+    """Return the tokens of plain decoding without log-probabilities."""
     params = [replace(one, logprobs=None) for one in PARAMS]
     return [one.token_ids for one in small.plain().generate(PROMPTS, params)]
 
 
-def test_logprobs_programs_are_compiled_on_first_request_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If one program fails to compile, none is kept, and the next request compiles all of them again."""
+def test_logprobs_programs_at_the_first_request_are_all_compiled_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If one program fails to compile, no program is kept, and the next request compiles all of them."""
     engine = tree()
     engine.generate([1, 2], SamplingParams(max_tokens=2))
     assert not any("logprobs" in name for name in engine.compile_seconds)
@@ -122,7 +122,7 @@ def test_logprobs_programs_are_compiled_on_first_request_all_or_none(monkeypatch
 
 @pytest.mark.parametrize("make", [small.plain, chain, tree], ids=["plain", "chain", "tree"])
 def test_logprobs_of_emitted_tokens_equal_one_dense_pass(make: Any, expected: list[list[int]]) -> None:
-    """One row asks for no log-probabilities; the tokens are those of a run without log-probabilities."""
+    """One request asks for no log-probabilities; all tokens equal those of a run without log-probabilities."""
     engine = make()
     done = engine.generate(PROMPTS, PARAMS)
     assert [one.token_ids for one in done] == expected
@@ -131,8 +131,8 @@ def test_logprobs_of_emitted_tokens_equal_one_dense_pass(make: Any, expected: li
         assert engine.metrics.num_accepted_tokens > 0
 
 
-def test_logprobs_raw_and_processed_values_differ(expected: list[list[int]]) -> None:
-    """Negative control: each engine's values fail the other mode's check."""
+def test_logprobs_of_raw_and_processed_mode_differ(expected: list[list[int]]) -> None:
+    """Negative control: each mode's values fail the check of the other mode."""
     for make, mode in ((chain, "processed_logprobs"), (tree, "raw_logprobs")):
         (one,) = make().generate(PROMPTS[1], PARAMS[1])
         assert one.logprobs is not None
@@ -151,10 +151,10 @@ def check_prompt(one: Completion, prompt: Sequence[int], count: int) -> None:
     check(known, prompt[1:], prompt_rows(prompt), count)
 
 
-def test_prompt_logprobs_of_chunked_cached_and_preempted_prompts_equal_one_dense_pass(
+def test_prompt_logprobs_of_chunked_or_cached_or_preempted_prompts_equal_one_pass(
     expected: list[list[int]],
 ) -> None:
-    """Prompt log-probabilities are raw in both modes; in the second pass cached pages are recomputed for scoring."""
+    """Prompt log-probabilities are raw in both modes; in the second run cached pages are computed again."""
     engine = tree()
     params = [replace(one, prompt_logprobs=count) for one, count in zip(PARAMS, (2, 16, 0, 5), strict=True)]
     before = engine.metrics.num_preemptions
@@ -173,7 +173,7 @@ def test_prompt_logprobs_of_chunked_cached_and_preempted_prompts_equal_one_dense
 
 
 def test_prompt_logprobs_of_n_completions_are_computed_once(expected: list[list[int]]) -> None:
-    """The prompt is scored once: the other completions find its pages."""
+    """Only the first completion scores the prompt; the others use its cached pages."""
     done = tree().generate(PROMPTS[1], SamplingParams(max_tokens=4, seed=5, n=3, logprobs=1, prompt_logprobs=1))[0]
     assert [one.metrics.num_cached_tokens > 0 for one in done.samples] == [False, True, True]
     for one in done.samples:
@@ -181,7 +181,7 @@ def test_prompt_logprobs_of_n_completions_are_computed_once(expected: list[list[
         assert one.logprobs is not None and [each.token_id for each in one.logprobs] == one.token_ids
 
 
-def test_stream_chunks_contain_the_logprobs_of_each_token(expected: list[list[int]]) -> None:
+def test_stream_chunks_of_a_request_with_logprobs_contain_them_for_each_token(expected: list[list[int]]) -> None:
     params = replace(PARAMS[1], prompt_logprobs=2)
     (done,) = tree().generate(PROMPTS[1], params)
     first, *others = tree().stream(PROMPTS[1], params)
@@ -191,7 +191,7 @@ def test_stream_chunks_contain_the_logprobs_of_each_token(expected: list[list[in
     assert all(chunk.logprobs is None for chunk in tree().stream(PROMPTS[1], PARAMS[2]))
 
 
-def test_logprobs_with_stop_string_end_with_the_last_kept_token(
+def test_logprobs_of_a_request_with_stop_string_end_at_the_last_kept_token(
     monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]
 ) -> None:
     engine = chain()
@@ -202,14 +202,14 @@ def test_logprobs_with_stop_string_end_with_the_last_kept_token(
     check(done.logprobs, done.token_ids, rows(small.target(), PROMPTS[1], done.token_ids, PARAMS[1], "raw"), 16)
 
 
-def test_logprobs_with_trace_returns_both(expected: list[list[int]]) -> None:
+def test_completion_with_logprobs_and_trace_contains_both(expected: list[list[int]]) -> None:
     (done,) = small.plain().generate(PROMPTS[0], PARAMS[0], trace=True)
     assert done.rounds is not None and [round_.emitted[0] for round_ in done.rounds] == done.token_ids[1:]
     assert done.logprobs is not None and done.token_ids == expected[0]
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-def test_sampling_params_invalid_number_of_logprobs_raises(name: str) -> None:
+def test_sampling_params_with_invalid_number_of_logprobs_raises(name: str) -> None:
     for value in (-1, 21, 1.5, True, "3"):
         with pytest.raises(ValueError, match=rf"SamplingParams\.{name}: expected None or 0 to 20, got "):
             SamplingParams(**{name: value})  # type: ignore[arg-type]
@@ -217,7 +217,7 @@ def test_sampling_params_invalid_number_of_logprobs_raises(name: str) -> None:
         small.plain().generate([1], SamplingParams(**{name: 17}))  # type: ignore[arg-type]
 
 
-def test_engine_config_unknown_logprobs_mode_raises() -> None:
+def test_engine_config_with_unknown_logprobs_mode_raises() -> None:
     with pytest.raises(ValueError, match=r"logprobs_mode: expected one of \('raw_logprobs', 'processed_logprobs'\)"):
         EngineConfig(logprobs_mode="logits")
 

@@ -1,4 +1,4 @@
-"""Penalties and bans at every node of a draft, against transformers' processors token by token on the same logits."""
+"""Compare penalties and bans at every draft node with transformers' processors on equal logits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ALONE: dict[str, dict[str, Any]] = {
 
 
 def random_case(seed: int, *, chain: bool) -> tuple[np.ndarray, Draft, list[Request]]:
-    """Logits, trees (or chains) of few distinct tokens with many repeats, and texts of several lengths."""
+    """Return random logits, drafts of few distinct tokens, and requests with texts of several lengths."""
     rng = np.random.default_rng(seed)
     parents = np.array([[-1, *(node if chain else rng.integers(0, node + 1) for node in range(NODES - 1))]] * ROWS)
     tokens = rng.integers(0, 10, (ROWS, NODES))
@@ -54,7 +54,7 @@ def random_case(seed: int, *, chain: bool) -> tuple[np.ndarray, Draft, list[Requ
         prompt = rng.integers(0, 10, rng.integers(1, 30))
         output = rng.integers(0, 10, rng.integers(1, 12))
         tokens[row, 0] = output[-1]
-        state = RequestState(slot=ROWS - 1 - row)  # rows and slots are not the same
+        state = RequestState(slot=ROWS - 1 - row)  # a row's slot is not its own index
         text = OutputState(token_ids=output.tolist())
         request = Request(row, tuple(prompt.tolist()), SamplingParams(), 0, STOPS, 100, state=state, output=text)
         requests.append(request)
@@ -73,7 +73,7 @@ def admit() -> Any:
 
 
 def view_of(requests: list[Request], params: list[SamplingParams]) -> SlotView:
-    """The view of a bucket whose slots hold the requests' controls, packed and admitted as by an engine."""
+    """Return the view of a batch whose slots hold the requests' controls, packed and admitted as by an engine."""
     state = penalties.unused(ROWS, VOCAB)
     for request, own in zip(requests, params, strict=True):
         if own.controls_used:
@@ -103,7 +103,7 @@ def compiled() -> Any:
 
 
 def context(draft: Draft, row: int, node: int) -> list[int]:
-    """Tokens on the path from the root (excluded) to a node (included)."""
+    """Return the tokens on the path from the root to a node, without the root's token."""
     found, parents = [], np.asarray(draft.parents[row])
     while node > 0:
         found.append(int(draft.tokens[row, node]))
@@ -128,7 +128,7 @@ def compare(seed: int, params: list[SamplingParams], *, chain: bool, run: Any = 
 @pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", ALONE)
 def test_penalties_with_a_single_control_equal_transformers_at_every_node(name: str, chain: bool) -> None:
-    """The batch also has a greedy row, one without controls, and one with several controls."""
+    """Other rows of the batch are greedy, have no controls, or have several controls."""
     others = [SamplingParams(**ALONE[name] | {"temperature": 0}), SamplingParams()]
     every = ALONE["repetition"] | ALONE["frequency"] | ALONE["bad words"] | ALONE["min_tokens"]
     for seed in range(3):
@@ -177,14 +177,14 @@ WRONG: dict[str, Any] = {
 
 
 def only_last(path: jax.Array, *, keep: bool) -> jax.Array:
-    """Paths in which all but each node's own token (keep), or the own token, are replaced by an unused token."""
+    """Replace each path's tokens by an unused token: all but the node's own (``keep``), or only its own."""
     depth = jnp.sum(path != NO_TOKEN, axis=-1, keepdims=True)
     is_own = jnp.arange(DEPTH) == depth - 1
     return jnp.where((path != NO_TOKEN) & (is_own != keep), VOCAB + 1, path)
 
 
 def other_order(logits: jax.Array, row: Any, path: jax.Array) -> jax.Array:
-    """Presence and frequency first, then repetition, each by the right code with the others off."""
+    """Apply the presence and frequency penalty before the repetition penalty, each by the correct code."""
     off = row.replace(repetition=jnp.ones(ROWS))
     penalised = RIGHT_PENALTIES(logits, off, path)
     return RIGHT_PENALTIES(penalised, row.replace(presence=jnp.zeros(ROWS), frequency=jnp.zeros(ROWS)), path)
@@ -198,7 +198,7 @@ RIGHT_PENALTIES = penalties._apply_counts
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_penalties_with_wrong_context_or_order_differ_from_transformers(
+def test_penalties_with_a_wrong_context_or_order_differ_from_transformers(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative controls: tokens are missing from the counts, or the penalties are in another order."""

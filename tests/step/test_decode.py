@@ -1,4 +1,4 @@
-"""The fused round equals its five stages, jitted one by one or not jitted at all."""
+"""Compare the fused round with its five stages, jitted one by one or not jitted at all."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.support import tiny
 
 VOCAB, LENGTH, ROUNDS, PAGE = 8, 2, 4, 4
 PROMPTS = ([3, 1, 4, 1, 5], [2, 7, 6])
-SLOTS = (1, 0, 3)  # of three: out of order, and one padding row
-TOLERANCE = 1e-5  # float32, other fusions
+SLOTS = (1, 0, 3)  # slots of a bucket: 1 and 0 are not in order, 3 marks a padding row
+TOLERANCE = 1e-5  # float32 results of differently fused programs
 DRAFTERS = ("draft model", "eagle3")
 TEMPERATURES = (0.0, 1.0)
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiles in half the time
@@ -39,7 +39,7 @@ class Case:
 
 @cache
 def case(drafter: str) -> Case:
-    """The draft model with the rejection rule, which reads draft probabilities, or EAGLE-3 with the coupled rule."""
+    """Return a case with the draft model and the rejection rule, or with EAGLE-3 and the coupled rule."""
     target = tiny.model(VOCAB, layers=1, sharpness=2.0)
     if drafter == "eagle3":
         head = tiny.eagle_head(target, draft_vocab=6, feature_layers=(0, 1))
@@ -52,7 +52,7 @@ def case(drafter: str) -> Case:
 
 
 def stages(program: Program) -> Callable[..., Any]:
-    """A round made of its stages, each jitted by itself; returns the same report as the fused round."""
+    """Return a function that runs a round's stages, each jitted by itself, and reports as the fused round does."""
     gather_view = jit(lambda state, slots: view_of(state, slots, program))
     draft_stage = jit(partial(decode.draft_stage, program))
     verify_stage = jit(partial(decode.verify_stage, program))
@@ -75,7 +75,7 @@ def stages(program: Program) -> Callable[..., Any]:
 
 @cache
 def prefilled(drafter: str, temperature: float) -> SlotState:
-    """Two of three slots with a prompt; the shorter one ends after three tokens."""
+    """Return a state in which two of three slots hold a prompt; the shorter request ends after three tokens."""
     one = case(drafter)
     state = init_state(one.program, one.params, PoolShape(3, 20, PAGE, 28, "float32", "float32"))
     width = state.page_table.shape[1]
@@ -94,7 +94,7 @@ def prefilled(drafter: str, temperature: float) -> SlotState:
 def run(
     one_round: Callable[..., Any], drafter: str, temperature: float, rounds: int = ROUNDS
 ) -> tuple[StepResult, np.ndarray, SlotState]:
-    """Run several rounds; returns the reports, the draft scores of the active rows, and the last state."""
+    """Run several rounds; return the reports, the draft scores of active rows, and the last state."""
     state, reports, scores = prefilled(drafter, temperature), [], []
     for _ in range(rounds):
         state, report, extra, *_ = one_round(case(drafter).params, state, jnp.asarray(SLOTS))
@@ -119,13 +119,13 @@ def same(one: tuple[StepResult, np.ndarray, SlotState], other: tuple[StepResult,
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("drafter", [pytest.param(DRAFTERS[0], marks=pytest.mark.long), *DRAFTERS[1:]])
-def test_spec_round_equals_the_five_stages_jitted_separately(drafter: str, temperature: float) -> None:
+def test_fused_round_of_each_drafter_equals_its_stages_jitted_separately(drafter: str, temperature: float) -> None:
     same(fused(drafter, temperature), run(case(drafter).staged, drafter, temperature))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("drafter", "temperature"), [("draft model", 0.0), ("eagle3", 1.0)])
-def test_spec_round_without_jit_equals_the_jitted_round(drafter: str, temperature: float) -> None:
+def test_fused_round_without_jit_equals_the_jitted_round(drafter: str, temperature: float) -> None:
     expected = fused(drafter, temperature, rounds=2)
     with jax.disable_jit():
         same(expected, run(partial(decode.spec_round, case(drafter).program), drafter, temperature, rounds=2))
@@ -133,11 +133,11 @@ def test_spec_round_without_jit_equals_the_jitted_round(drafter: str, temperatur
 
 @pytest.mark.once
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_spec_round_cases_include_accepted_and_rejected_drafts_and_an_ended_row(drafter: str) -> None:
+def test_fused_round_cases_include_accepted_and_rejected_drafts_and_an_ended_row(drafter: str) -> None:
     """Some drafts are accepted and some rejected, one row ends, and the padding row emits nothing."""
     reports = [fused(drafter, temperature)[0] for temperature in TEMPERATURES]
     for report in reports:
-        assert report.ended[-1, 0] == 1 and report.counts[-1, 0] == 0  # the slot of three tokens
+        assert report.ended[-1, 0] == 1 and report.counts[-1, 0] == 0  # the request of three tokens
         assert report.counts[:, 1].all()
         assert not report.counts[:, 2].any() and (report.tokens[:, 2] == -1).all()
     accepted = np.concatenate([report.accept_len[report.counts > 0] for report in reports])
@@ -147,8 +147,8 @@ def test_spec_round_cases_include_accepted_and_rejected_drafts_and_an_ended_row(
 
 @pytest.mark.once
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_spec_round_that_drops_the_draft_state_differs_from_the_fused_round(drafter: str) -> None:
-    """Negative control: the round drops the rows that the drafter wrote."""
+def test_fused_round_without_its_draft_state_returns_other_results(drafter: str) -> None:
+    """Negative control: the cache rows that the drafter wrote are dropped."""
     one = case(drafter)
 
     def forgetful(params: Params, state: SlotState, slots: Any) -> tuple[SlotState, Any, Any]:

@@ -1,4 +1,4 @@
-"""Keys of executables: the names that logs and `Engine.compile_seconds` show, and equality."""
+"""Test keys of executables: their names in logs and `Engine.compile_seconds`, and their equality."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_executable_key_name_contains_bucket_depth_and_outputs(name: str) -> None:
+def test_executable_key_of_each_kind_has_bucket_depth_and_outputs_in_its_name(name: str) -> None:
     assert NAMES[name].name(full_depth=3) == name
 
 
-def test_executable_key_of_round_with_logprobs_is_equal_traced_or_untraced() -> None:
+def test_executable_key_of_a_round_with_logprobs_is_equal_traced_or_untraced() -> None:
     """The results of a round with logprobs always contain the drafts, so one program serves both."""
     assert ExecutableKey.round(2, 3, logprobs=True) == ExecutableKey.round(2, 3, logprobs=True, traced=True)

@@ -1,4 +1,4 @@
-"""The EAGLE-3 chain against recordings of the authors' own code, round by round."""
+"""Compare the EAGLE-3 chain with recordings of the authors' own code, round by round."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def engine(golden: Path, drafter: Eagle3) -> Engine:
     return engine_of(golden, drafter)
 
 
-def test_eagle3_chain_rounds_and_acceptance_equal_the_recording(
+def test_eagle3_chain_on_recorded_prompts_has_the_recorded_rounds_and_acceptance(
     golden: Path, engine: Engine, chain: dict[str, np.ndarray]
 ) -> None:
     assert same_rounds(replay(engine, golden, chain), chain) == 477
     assert engine.metrics.mean_acceptance_length == pytest.approx(3.327, abs=5e-4)
 
 
-def test_eagle3_chain_first_draft_logits_equal_the_recording(
+def test_eagle3_chain_on_recorded_prompts_has_the_recorded_first_draft_logits(
     golden: Path, drafter: Eagle3, chain: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Errors in theta, feature layers, norms or concat order change these logits but hardly change acceptance."""
+    """Errors in rope theta, feature layers, norms or order of concatenation change logits but hardly acceptance."""
     seen: list[np.ndarray] = []
     original = eagle.write_pending_rows
 
@@ -75,7 +75,7 @@ def test_eagle3_chain_first_draft_logits_equal_the_recording(
 
 
 def concatenated_the_other_way_round(head: EagleHead) -> EagleHead:
-    """Swap the feature and the embedding."""
+    """Swap feature and embedding in the first layer's input."""
     (layer,), hidden = head.layers, head.config.hidden_size
     return head.replace(layers=[layer.replace(qkv=jnp.roll(layer.qkv, hidden, axis=1))])
 
@@ -103,17 +103,17 @@ MISTAKES: dict[str, Callable[[EagleHead], EagleHead]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_eagle3_chain_scores_of_a_wrong_head_differ_from_the_recording(
+def test_eagle3_chain_with_a_wrong_head_has_other_scores_than_recorded(
     golden: Path, drafter: Eagle3, chain: dict[str, np.ndarray], mistake: str
 ) -> None:
     wrong = Eagle3(MISTAKES[mistake](drafter.head), drafter.tree)
     assert score_error(golden, chain, wrong) > 100 * TOLERANCE
 
 
-def test_eagle3_chain_scores_with_a_gap_in_positions_differ_from_the_recording(
+def test_eagle3_chain_with_a_gap_in_positions_has_other_scores_than_recorded(
     golden: Path, drafter: Eagle3, chain: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first drafted token is one position too far, a mistake that a released engine made."""
+    """Negative control: positions of drafted tokens are one too large, a mistake that a released engine made."""
     original = Level.batch
     assert score_error(golden, chain, drafter) < TOLERANCE
     monkeypatch.setattr(Level, "batch", lambda level, view, at, *more: original(level, view, at + 1, *more))
@@ -121,7 +121,7 @@ def test_eagle3_chain_scores_with_a_gap_in_positions_differ_from_the_recording(
 
 
 def score_error(golden: Path, chain: dict[str, np.ndarray], drafter: Eagle3) -> float:
-    """Largest deviation from the recorded scores in the second prompt's first round, computed without jit."""
+    """Return the largest deviation from the recorded scores in the first round after the second prompt, without jit."""
     target, prompt = tiny.load_target(golden / "target"), 1
     program = Program(drafter, drafter.feature_layers(target), "coupled", "reference")
     params = Params(target=target, draft=drafter.bind(target))
@@ -135,7 +135,7 @@ def score_error(golden: Path, chain: dict[str, np.ndarray], drafter: Eagle3) -> 
     return float(np.abs(np.asarray(draft.scores)[0, 1:] - recorded).max())
 
 
-def test_plain_decoding_equals_the_recorded_greedy_tokens(golden: Path) -> None:
+def test_plain_decoding_of_recorded_prompts_emits_the_recorded_tokens(golden: Path) -> None:
     recorded = recording(golden / "greedy_ar.npz")["greedy"]
     target = tiny.load_target(golden / "target")
     engine = Engine(target, slots=4, max_len=512, buckets=(4,), prefill_buckets=(128,), controls=False)
@@ -144,7 +144,7 @@ def test_plain_decoding_equals_the_recorded_greedy_tokens(golden: Path) -> None:
         assert completion.token_ids == expected.tolist()
 
 
-def test_speculative_decoding_equals_the_recorded_greedy_tokens(golden: Path, engine: Engine) -> None:
+def test_speculative_decoding_of_recorded_prompts_emits_the_recorded_tokens(golden: Path, engine: Engine) -> None:
     recorded = recording(golden / "greedy_ar.npz")["greedy"]
     done = engine.generate(tiny.recorded_prompts(golden), SamplingParams(max_tokens=recorded.shape[1], temperature=0))
     for completion, expected in zip(done, recorded, strict=True):

@@ -1,4 +1,4 @@
-"""Trees of EAGLE-3, EAGLE-1 and Medusa against recordings of their authors' own code, round by round."""
+"""Compare trees of EAGLE-3, EAGLE-1 and Medusa with recordings of their authors' own code, round by round."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _torch() -> None:
 
 
 def choices(golden: Path) -> list[tuple[int, ...]]:
-    """The recorded Medusa tree."""
+    """Return the recorded Medusa tree."""
     return [tuple(rank for rank in path if rank >= 0) for path in recording(golden / STATIC20)["choices"].tolist()]
 
 
@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Callable[[Path], Drafter], int, float]] = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != STATIC20)) for name in CASES])
-def test_tree_drafters_rounds_and_acceptance_equal_the_recording(golden: Path, name: str) -> None:
+def test_tree_drafters_on_recorded_prompts_have_the_recorded_rounds(golden: Path, name: str) -> None:
     make, compared, mean_acceptance_length = CASES[name]
     recorded = recording(golden / name)
     engine = engine_of(golden, make(golden))
@@ -109,7 +109,7 @@ def detail_drafter(golden: Path, folder: str) -> EagleDrafter:
 
 
 @pytest.mark.parametrize("folder", ["", "eagle1"])
-def test_eagle_tree_intermediate_values_of_first_round_equal_the_recording(
+def test_eagle_tree_in_the_first_round_has_the_recorded_intermediate_values(
     golden: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded = recording(golden / folder / "prompt0_detail.npz")
@@ -137,8 +137,8 @@ def test_eagle_tree_intermediate_values_of_first_round_equal_the_recording(
 # -- values that acceptance hardly depends on
 
 
-def test_medusa_head_logits_equal_the_recording(golden: Path) -> None:
-    """The logits are compared after the texts of the first recorded rounds."""
+def test_medusa_heads_after_recorded_texts_have_the_recorded_logits(golden: Path) -> None:
+    """The texts are those of the first recorded rounds."""
     recorded, heads = recording(golden / STATIC20), tiny.load_medusa(golden / "medusa/heads").heads
     target, prompts = tiny.load_target(golden / "target"), tiny.recorded_prompts(golden)
     texts = []
@@ -147,7 +147,7 @@ def test_medusa_head_logits_equal_the_recording(golden: Path) -> None:
         done = int(recorded["prefix_len"][index]) - len(prompts[prompt])
         start = recorded["out_offset"][prompt]
         texts.append(prompts[prompt] + recorded["output"][start : start + done].tolist())
-    padded = np.array(list(itertools.zip_longest(*texts, fillvalue=0))).T  # causal: padding changes nothing
+    padded = np.array(list(itertools.zip_longest(*texts, fillvalue=0))).T  # causal attention ignores padding
     last = target.config.num_layers
     seen = observe(target, padded, (last, last + 1)).states
     ends = (np.arange(len(texts)), np.array([len(text) - 1 for text in texts]))

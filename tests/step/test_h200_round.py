@@ -1,4 +1,4 @@
-"""A whole round of an 8B model compiled for an H200: one CUDA graph, nothing outside it, no pool copied."""
+"""Test that a round of an 8B model on an H200 is one CUDA graph with nothing outside, which copies no pool."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def compile_round(
     batch: int = 1,
     depth: int | None = None,
 ) -> tuple[H200Program, int]:
-    """Compile a round, with the tree cut at ``depth``; return the program and the bytes of its state."""
+    """Compile a round whose tree is cut at ``depth``; return the program and the state's size in bytes."""
     target = Model.from_weights(shapes.TARGETS[SHAPE], shapes.target_shapes(SHAPE, "bfloat16"))
     head = EagleHead.from_weights(shapes.head_config(SHAPE), shapes.head_shapes(SHAPE, "bfloat16"))
     if quantize is not None:
@@ -59,7 +59,7 @@ def compile_round(
 
 
 def check(program: H200Program, state_bytes: int, *, launches: int, temp_mib: int) -> H200Program:
-    """Check that the program is one graph with fewer launches that updates the state in place and copies no pool."""
+    """Check that a program is one CUDA graph that updates the state in place, copies no pool and has few launches."""
     print(len(program.launches), "launches,", program.temp_bytes >> 20, "MiB")
     assert len(program.graphs) == 1
     assert not program.outside_graphs
@@ -76,14 +76,16 @@ def check(program: H200Program, state_bytes: int, *, launches: int, temp_mib: in
     [pytest.param(None, 310, 12, marks=pytest.mark.long), (Tree.chain(4), 375, 12), (Tree.topk(60, 8, 10), 485, 72)],
     ids=str,
 )
-def test_h200_round_is_one_cuda_graph_that_updates_state_in_place(
+def test_h200_round_of_each_drafter_is_one_cuda_graph_that_updates_in_place(
     tree: Tree | None, launches: int, temp_mib: int
 ) -> None:
-    """Temporary memory holds logits (30 MB for 60 nodes) and partial sums; a pool would be 70 MB."""
+    """Temporary memory holds logits (30 MB for 60 nodes) and partial sums; a copied pool would add 70 MB."""
     program = check(*compile_round(tree), launches=launches, temp_mib=temp_mib)
     assert not [launch for launch in program.launches if launch.kind == "kConditional"], "each takes 13 us"
     has_few_rows = tree != Tree.topk(60, 8, 10)
-    drafted = tree.depth if tree == Tree.chain(4) else 0  # tokens; all but the last are fed to the head
+    drafted = (
+        tree.depth if tree == Tree.chain(4) else 0
+    )  # number of drafted tokens; all but the last are fed to the head
     assert program.count("append_attention") == 32 * has_few_rows + max(drafted - 1, 0)
     assert program.count("paged_attention") >= 32 * (1 if has_few_rows else 2)
     assert program.count("sample_tokens") == 2 * (1 + drafted)
@@ -92,8 +94,8 @@ def test_h200_round_is_one_cuda_graph_that_updates_state_in_place(
 
 
 @pytest.mark.matrix
-def test_h200_round_of_depth_0_runs_no_draft_attention() -> None:
-    """The round still writes the pending draft rows."""
+def test_h200_round_of_draft_depth_0_runs_no_draft_attention() -> None:
+    """The round still writes the draft cache rows of newly accepted tokens."""
     program = check(*compile_round(Tree.chain(4), depth=0), launches=320, temp_mib=12)
     assert program.count("append_attention") == 32 and program.count("rotate_append") == 1
     assert program.count("paged_attention") == 32  # merges
@@ -115,7 +117,7 @@ def test_h200_round_with_prefix_cache_adds_at_most_four_launches() -> None:
     [(Tree.chain(4), 395, 12), pytest.param(Tree.topk(60, 8, 10), 515, 96, marks=pytest.mark.matrix)],
     ids=str,
 )
-def test_h200_round_with_controls_is_one_cuda_graph_that_updates_state_in_place(
+def test_h200_round_with_penalties_is_one_cuda_graph_that_updates_in_place(
     tree: Tree, launches: int, temp_mib: int
 ) -> None:
     """Token counts are updated in place; temporary memory also holds the edited and the scaled logits."""
@@ -135,7 +137,7 @@ def test_h200_round_with_controls_is_one_cuda_graph_that_updates_state_in_place(
 def test_h200_deterministic_round_is_one_cuda_graph_of_deterministic_kernels(
     tree: Tree | None, batch: int, launches: int, temp_mib: int
 ) -> None:
-    """XLA would choose its kernels for products, norms and attention by the number of rows."""
+    """XLA's own kernels for products, norms and attention would depend on the number of rows."""
     compiled = compile_round(tree, deterministic=True, batch=batch)
     program = check(*compiled, launches=launches, temp_mib=temp_mib)
     assert program.count("deterministic_matmul") == 4 * 32 + 1
@@ -148,8 +150,8 @@ def test_h200_deterministic_round_is_one_cuda_graph_of_deterministic_kernels(
     ("quantize", "launches"),
     [pytest.param("fp8", 410, marks=pytest.mark.matrix), pytest.param("fp8_dynamic", 412, marks=pytest.mark.long)],
 )
-def test_h200_round_with_fp8_weights_and_cache_reads_them_without_conversion(quantize: str, launches: int) -> None:
-    """No weight is converted to another type in memory: the smallest would take 34 MB."""
+def test_h200_round_with_fp8_weights_and_cache_reads_them_unconverted(quantize: str, launches: int) -> None:
+    """A weight converted to another type would take at least 34 MB of temporary memory."""
     program = check(*compile_round(Tree.chain(4), quantize, "float8_e4m3fn"), launches=launches, temp_mib=12)
     rounded = program.count("paged_attention_merge_and_round")  # in every layer, and in each of the draft's passes
     assert rounded == (32 + 4 if quantize == "fp8_dynamic" else 0)
@@ -157,7 +159,7 @@ def test_h200_round_with_fp8_weights_and_cache_reads_them_without_conversion(qua
 
 @pytest.mark.long
 def test_h200_round_of_32_rows_with_fp8_has_no_separate_scaling_kernels() -> None:
-    """A separate kernel that scales the logits would read and write 82 MB; for a layer's products, 2 to 4 MB each."""
+    """A separate kernel that scales the logits would read and write 82 MB."""
     program, _ = compile_round(Tree.chain(4), "fp8_dynamic", "float8_e4m3fn", batch=32)
     lines = program.compiled.as_text().split("\nENTRY")[1].splitlines()
     logits = [line.split(" = ")[0] for line in lines if " = f32[32,5,128256]" in line or " = f32[160,128256]" in line]

@@ -1,4 +1,4 @@
-"""Device memory: the plan against real allocations, the number of pages, and the errors when memory runs out."""
+"""Test the memory plan against real allocations, the number of pages, and the errors when memory runs out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def eagle3() -> Eagle3:
 
 
 def planner_of(device: DeviceMemory, drafter: Drafter | None = None, **options: Any) -> tuple[MemoryPlanner, PoolShape]:
-    """The planner and pools that an engine creates before it allocates."""
+    """Return the memory planner and the shape of the pools of an engine that has allocated nothing yet."""
     target, config = small.target(), EngineConfig(**OPTIONS | options)
     drafter = NoDraft() if drafter is None else drafter
     layers = drafter.feature_layers(target)
@@ -48,7 +48,7 @@ def device(limit: int, in_use: int = 0, *, is_reported: bool = True) -> DeviceMe
 
 
 def held(tree: Any) -> int:
-    """Bytes of a tree's buffers; a buffer that several arrays share counts once."""
+    """Return the size of a tree's buffers in bytes; a buffer that several arrays share counts once."""
     return sum({leaf.unsafe_buffer_pointer(): leaf.nbytes for leaf in jax.tree.leaves(tree)}.values())
 
 
@@ -56,14 +56,16 @@ def state_of(planner: MemoryPlanner, pool: PoolShape) -> Any:
     return init_state(planner.program, planner.params, pool)
 
 
-def test_memory_plan_sizes_equal_the_bytes_that_the_engine_allocates(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_plan_of_an_engine_equals_the_bytes_it_allocates(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="jspec.engine.model_runner"):
         engine = Engine(small.target(), drafter=eagle3(), compile_ahead=True, **OPTIONS)
     plan, state, params = engine.memory_plan, engine.core.runner.state, engine.core.runner.params
     caches = [(cache.k, cache.v) for cache in (state.target, state.draft.cache)]
     assert (plan.target_pool, plan.draft_pool) == tuple(map(held, caches))
     assert plan.target_weights == held(params.target)
-    assert plan.target_weights + plan.draft_weights == held(params) < memory.tree_bytes(params)  # some are shared
+    assert (
+        plan.target_weights + plan.draft_weights == held(params) < memory.tree_bytes(params)
+    )  # target and drafter share some weights
     rest = [state.draft.features, state.draft.tokens, state.draft.count, state.draft.page_end_features]
     assert plan.features == held(rest)
     assert plan.state == held(state)
@@ -79,8 +81,8 @@ def test_memory_plan_sizes_equal_the_bytes_that_the_engine_allocates(caplog: pyt
 
 
 @pytest.mark.parametrize("drafter", [None, eagle3(), DraftModel(tiny.model(16, layers=2), Tree.topk(6, 3, 2))])
-def test_memory_fit_on_a_device_that_reports_memory_fills_it_with_pages(drafter: Drafter | None) -> None:
-    """The number of pages is exact, measured on allocated arrays, also if other arrays use memory."""
+def test_page_count_on_a_device_that_reports_memory_fills_the_memory(drafter: Drafter | None) -> None:
+    """Allocated arrays give the true sizes; in the second case other arrays use memory too."""
     planner, pool = planner_of(device(PLENTY), drafter)
     base = planner.plan(replace(pool, pages=2))
     page = held(state_of(planner, replace(pool, pages=3))) - held(state_of(planner, replace(pool, pages=2)))
@@ -93,8 +95,8 @@ def test_memory_fit_on_a_device_that_reports_memory_fills_it_with_pages(drafter:
         assert plan.total <= plan.limit < plan.total + page
 
 
-def test_memory_fit_with_plenty_of_memory_stops_at_the_useful_number_of_pages() -> None:
-    """Useful are enough pages for max_len in every slot, and with a prefix cache four times as many."""
+def test_page_count_with_plenty_of_memory_is_the_largest_useful_one() -> None:
+    """It is enough for max_len tokens in every slot, or four times as many pages with a prefix cache."""
     planner, pool = planner_of(device(PLENTY))
     assert fit(planner, pool)[0].pages == 4 * 3 * 26 + 1
     planner, pool = planner_of(device(PLENTY), prefix_cache=False)
@@ -104,7 +106,7 @@ def test_memory_fit_with_plenty_of_memory_stops_at_the_useful_number_of_pages() 
 
 
 def limit_for(planner: MemoryPlanner, pool: PoolShape, pages: int) -> DeviceMemory:
-    """A device on which exactly ``pages`` pages fit."""
+    """Return a device on which exactly ``pages`` pages fit."""
     total = planner.plan(replace(pool, pages=pages)).total
     return replace(planner.device, limit=int(total / 0.9) + 1)
 
@@ -113,13 +115,13 @@ NAMED = re.compile(r"lower (max_len|slots) to at most (\d+)|pass (pages)=(\d+)")
 
 
 def named(message: str) -> dict[str, int]:
-    """The settings that an error names."""
+    """Return the values of settings that an error's text proposes."""
     return {a or c: int(b or d) for a, b, c, d in NAMED.findall(message)}
 
 
 @pytest.mark.parametrize("is_reported", [True, False])
-def test_memory_fit_of_too_large_pools_raises_naming_settings_that_fit(is_reported: bool) -> None:
-    """Each named value fits and one more does not; a device that reports memory needs pages for one request only."""
+def test_page_count_of_too_large_pools_raises_naming_settings_that_fit(is_reported: bool) -> None:
+    """Each named value fits, and a value larger by one does not."""
     planner, pool = planner_of(device(PLENTY, is_reported=is_reported), eagle3())
     planner = replace(planner, device=limit_for(planner, pool, 20))
     with pytest.raises(
@@ -140,13 +142,13 @@ def _options(name: str, value: int) -> dict[str, Any]:
     return {name: value, "buckets": (value,)} if name == "slots" else {name: value}
 
 
-def test_memory_fit_without_room_for_a_page_beside_the_weights_raises() -> None:
+def test_page_count_without_memory_for_a_page_beside_the_weights_raises() -> None:
     with pytest.raises(ValueError, match="not one page is left beside the weights; take quantize="):
         fit(*planner_of(device(1000)))
 
 
-def test_engine_allocates_as_many_pages_as_fit_into_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With enough memory the engine starts to compile; with less it raises before."""
+def test_engine_with_limited_device_memory_allocates_as_many_pages_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With enough memory the engine goes on to compile; with less it raises before compiling."""
     planner, pool = planner_of(device(PLENTY))
     made: list[int] = []
 
@@ -166,7 +168,7 @@ def test_engine_allocates_as_many_pages_as_fit_into_device_memory(monkeypatch: p
 
 
 def out_of_memory() -> None:
-    """Raise the device's own error."""
+    """Raise the error that the device raises when memory runs out."""
     jnp.zeros(2**44).block_until_ready()
 
 
@@ -192,7 +194,9 @@ def test_engine_out_of_memory_at_start_raises_naming_settings_that_fit(
     ) as found:
         Engine(small.target(), drafter=eagle3(), **OPTIONS)
     assert found.value.__cause__ is error
-    assert set(named(str(found.value))) == {"pages"}  # the next start would fill the memory that a lower max_len frees
+    assert set(named(str(found.value))) == {
+        "pages"
+    }  # at the next start pages would fill the memory that a lower max_len frees
     pages, share = (
         named(str(found.value))["pages"],
         re.search(r"memory_fraction=0.9 to at most ([\d.]+)", str(found.value)),
@@ -204,8 +208,8 @@ def test_engine_out_of_memory_at_start_raises_naming_settings_that_fit(
     assert fit(replace(planner, config=config), full)[1].total <= plan.total - missing
 
 
-def test_explain_oom_names_the_size_in_the_devices_message() -> None:
-    """Tried are a real message, one without a number, and other errors, which pass unchanged."""
+def test_out_of_memory_error_when_explained_names_the_size_the_device_reported() -> None:
+    """The messages are a real one and one without a number; other errors stay unchanged."""
     planner, pool = planner_of(device(PLENTY, is_reported=False))
     with pytest.raises(ValueError, match=r"missing are 64\.00 TiB or more"), memory.explain_oom(planner, pool):
         out_of_memory()
@@ -219,7 +223,7 @@ def test_explain_oom_names_the_size_in_the_devices_message() -> None:
 
 
 @pytest.mark.parametrize("stats", [None, {}, {"bytes_limit": 0}, {"bytes_limit": None}, {"bytes_limit": 7}])
-def test_device_memory_is_reported_only_with_a_positive_limit(
+def test_device_memory_with_a_positive_limit_counts_as_reported(
     monkeypatch: pytest.MonkeyPatch, stats: dict[str, Any] | None
 ) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
@@ -228,13 +232,13 @@ def test_device_memory_is_reported_only_with_a_positive_limit(
 
 
 def program(**sizes: int) -> Any:
-    """A compiled program with this memory analysis."""
+    """Return a stand-in for a compiled program with this memory analysis."""
     analysis = SimpleNamespace(**{f"{name}_size_in_bytes": count for name, count in sizes.items()})
     return SimpleNamespace(memory_analysis=lambda: analysis)
 
 
-def test_engine_deleted_frees_device_memory_without_garbage_collection() -> None:
-    """The next engine plans with the free memory, so freeing must not wait for the garbage collector."""
+def test_engine_when_deleted_frees_device_memory_without_garbage_collection() -> None:
+    """The next engine's plan depends on the free memory, so freeing must not wait for garbage collection."""
     engine = Engine(small.target(), **OPTIONS)
     engine.generate([1, 2])
     root = weakref.ref(engine.core.runner.state.root)
@@ -246,8 +250,8 @@ def test_engine_deleted_frees_device_memory_without_garbage_collection() -> None
         gc.enable()
 
 
-def test_programs_compiled_later_update_the_memory_plan_or_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the programs need too much memory, the request is refused before queueing and no new program is stored."""
+def test_programs_compiled_for_a_later_request_update_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the programs need too much memory, their request is refused before queueing and no program is stored."""
     engine, scored = Engine(small.target(), compile_ahead=True, **OPTIONS), SamplingParams(logprobs=3)
     plan, count, planner = engine.memory_plan, len(engine.core.runner.programs.compiled), engine.core.runner.planner
     monkeypatch.setattr(engine.core.runner, "planner", replace(planner, device=device(plan.total + 10)))
@@ -264,7 +268,7 @@ def test_programs_compiled_later_update_the_memory_plan_or_are_refused(monkeypat
     assert engine.memory_plan.workspace > plan.workspace
 
 
-def test_measured_memory_plan_workspace_is_that_of_the_largest_program() -> None:
+def test_memory_plan_after_compilation_has_the_workspace_of_the_largest_program() -> None:
     planner, pool = planner_of(device(PLENTY))
     estimate = planner.plan(pool)
     programs = [program(temp=10, output=500, alias=450), program(temp=70, output=100, alias=100)]
@@ -279,5 +283,5 @@ def test_measured_memory_plan_workspace_is_that_of_the_largest_program() -> None
 @pytest.mark.parametrize(
     ("count", "words"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.50 KiB"), (2**31, "2.00 GiB")]
 )
-def test_memory_size_is_written_in_a_readable_unit(count: int, words: str) -> None:
+def test_memory_size_of_any_magnitude_is_written_in_a_readable_unit(count: int, words: str) -> None:
     assert memory.size(count) == words

@@ -1,4 +1,4 @@
-"""Named scopes: every operation of a step is in the scope of its stage, for readable profiles."""
+"""Test that every operation of a step is in the named scope of its stage, so that profiles are readable."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from jspec.tools.bench import step as rounds
 pytestmark = pytest.mark.once
 
 SHAPE = "tiny"
-STAGES = ["view", "draft", "verify", "accept", "commit", "trace", "report"]  # in their order
-OWN = "broadcast_in_dim"  # the axis of rounds
+STAGES = ["view", "draft", "verify", "accept", "commit", "trace", "report"]  # in the order in which they run
+OWN = "broadcast_in_dim"  # the operation that adds the axis of rounds
 
 
 def build(tree: Tree | None) -> tuple[Program, Params, Any]:
-    """Program, and weights and state as shapes."""
+    """Return a program, and the shapes of its weights and state."""
     target = Model.from_weights(shapes.TARGETS[SHAPE], shapes.target_shapes(SHAPE, "float32"))
     head = EagleHead.from_weights(shapes.head_config(SHAPE), shapes.head_shapes(SHAPE, "float32"))
     program, params, pool = rounds.build(rounds.Case(SHAPE, 1, 64, tree, dtype="float32"), target, head)
@@ -39,13 +39,13 @@ def build(tree: Tree | None) -> tuple[Program, Params, Any]:
 
 
 def lowered_paths(step: Any, params: Params, state: Any, words: int) -> list[str]:
-    """The names of a program's operations and functions, with their scopes."""
+    """Return the names of a program's operations and functions with their scopes."""
     lowered = jax.jit(step).lower(params, state, jax.ShapeDtypeStruct((words,), jnp.int32))
     return re.findall(r'loc\("([^"]*)"', lowered.as_text(debug_info=True))
 
 
 def inside(paths: Sequence[str], prefix: str) -> list[list[str]]:
-    """The names with this prefix, without it, split at the scopes."""
+    """Select names that have a prefix; return each without the prefix, split into scopes."""
     return [path[found.end() :].split("/") for path in paths if (found := re.match(prefix, path))]
 
 
@@ -66,7 +66,7 @@ def has(names: Sequence[list[str]], path: str) -> bool:
 
 
 @pytest.mark.parametrize("tree", [None, Tree.chain(2), Tree.topk(8, 3, 2)], ids=str)
-def test_spec_step_every_operation_is_in_a_stage_scope(tree: Tree | None) -> None:
+def test_spec_step_of_one_round_has_every_operation_in_a_stage_scope(tree: Tree | None) -> None:
     names = round_names(tree)
     assert {name[0] for name in names} == set(STAGES)
     expected = ["verify/layer0", "verify/layer7", "verify/head"]
@@ -82,7 +82,7 @@ def test_spec_step_of_several_rounds_has_every_stage_scope() -> None:
 
 
 @pytest.mark.parametrize("tree", [None, Tree.chain(2)], ids=str)
-def test_prefill_step_every_operation_is_in_a_named_scope(tree: Tree | None) -> None:
+def test_prefill_step_of_a_prompt_has_every_operation_in_a_named_scope(tree: Tree | None) -> None:
     program, params, state = build(tree)
     words = PREFILL_HEAD + state.page_table.shape[1] + 8
     names = inside(lowered_paths(partial(prefill_step, program), params, state, words), r"jit\(prefill_step\)/")

@@ -1,4 +1,4 @@
-"""Split decode steps: when they run, what is compiled for them, and what happens if a mask cannot be computed."""
+"""Test split decode steps: when they run, what is compiled for them, and how a failing mask ends a request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARAMS = MASKS.params
 expected = MASKS.expected
 
 
-def test_engine_with_the_parents_mask_at_every_node_emits_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_with_the_mask_of_the_parent_at_each_node_emits_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: every node gets the mask of its parent."""
     masks = Matcher.masks
     monkeypatch.setattr(Matcher, "masks", lambda *a: masks(*a)[np.maximum(a[2], 0)])
@@ -42,7 +42,7 @@ def test_engine_with_the_parents_mask_at_every_node_emits_other_tokens(monkeypat
 
 
 class Launches:
-    """Counts an engine's launches and the unread results at each launch, by name of the program."""
+    """A counter of an engine's launches, and of the unread results at each launch, by name of the program."""
 
     def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
         self.names: Counter[str] = Counter()
@@ -63,8 +63,8 @@ class Launches:
         return run
 
 
-def test_dispatch_runs_the_split_step_only_with_a_host_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A split step starts with no unread result, while fused steps overlap."""
+def test_engine_without_a_host_grammar_runs_no_split_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A split step starts when no result is unread; fused steps overlap."""
     engine = lettered.chain()
     engine.warmup(logprobs=True, grammar=True)
     seen = Launches(engine, monkeypatch)
@@ -76,7 +76,7 @@ def test_dispatch_runs_the_split_step_only_with_a_host_grammar(monkeypatch: pyte
     assert seen.names["masked prefill"] == 1 and seen.unread["draft"] == 0
     request = engine.submit(PROMPTS[0], PARAMS[0])
     engine.step()
-    assert request.token_ids == expected()[0][:1]  # read in the same step
+    assert request.token_ids == expected()[0][:1]  # its result is read before the next launch
     assert engine.result(request).token_ids == expected()[0]
     seen.names.clear()
     short = replace(PARAMS[6], max_tokens=3)
@@ -122,7 +122,7 @@ def test_grammar_matcher_that_raises_ends_only_that_request(monkeypatch: pytest.
 
 
 class Alternating(Policy):
-    """Chooses the depths in rotation."""
+    """A policy that chooses all draft depths in rotation."""
 
     def __init__(self, depths: tuple[int, ...]) -> None:
         self._next = cycle(depths)
@@ -134,8 +134,8 @@ class Alternating(Policy):
         assert result.seconds is None  # the timing of a split step says nothing about fused steps
 
 
-def test_adaptive_engine_with_a_recursive_schema_runs_split_steps_of_every_depth() -> None:
-    """The engine has no grammar tables, which a recursive schema does not need."""
+def test_adaptive_engine_with_a_recursive_schema_runs_split_steps_of_all_depths() -> None:
+    """A recursive schema needs no grammar tables, so the engine has none."""
     texts = lettered.JSON_TEXTS[: small.VOCAB]
     engine = Engine(
         small.target(),
@@ -181,7 +181,7 @@ def test_engine_step_after_an_interrupt_reads_results_before_computing_masks(mon
     assert engine.result(request).raise_for_error().token_ids == expected()[0]
 
 
-def test_submit_releases_the_engine_lock_while_compiling_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_that_compiles_programs_for_a_request_releases_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, free = lettered.chain(), []
     monkeypatch.setattr(engine.core.runner.programs, "compiled", {})
     compiled = engine.core.runner.programs.compile
@@ -192,12 +192,12 @@ def test_submit_releases_the_engine_lock_while_compiling_programs(monkeypatch: p
 
     monkeypatch.setattr(engine.core.runner.programs, "compile", watched)
     request = engine.submit(PROMPTS[6], PARAMS[6])
-    engine.abort(engine.submit(PROMPTS[4], PARAMS[4]))  # needs no new program, so it does not wait
+    engine.abort(engine.submit(PROMPTS[4], PARAMS[4]))  # this request needs no new program, so it does not wait
     assert free and all(free) and engine.result(request).token_ids == expected()[6]
 
 
-def test_executables_when_out_of_memory_store_no_new_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either all programs that a request needs are stored or none; requests that need fewer are still served."""
+def test_executables_that_run_out_of_memory_store_no_new_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All programs that a request needs are stored, or none; other requests are still served."""
     programs, made = lettered.chain().core.runner.programs, []
     monkeypatch.setattr(programs, "compiled", {})
     monkeypatch.setattr(programs, "_lower", programs._name)
@@ -223,8 +223,8 @@ def test_executables_when_out_of_memory_store_no_new_program(monkeypatch: pytest
     assert programs.compiled.keys() == {plain, scored, *masked}
 
 
-def test_processed_logprobs_with_host_masks_equal_those_of_the_masked_logits() -> None:
-    """Each emitted token is scored with the mask of the accepted node before it, not with that of its own position."""
+def test_processed_logprobs_with_host_masks_are_those_of_the_masked_logits() -> None:
+    """Each emitted token is scored under the mask of the accepted node before it."""
     rng, tree = np.random.default_rng(0), Tree.static([(0,), (1,), (1, 0), (1, 0, 0)])
     logits, parents = rng.normal(0, 3, (2, 5, small.VOCAB)).astype(np.float32), np.array([-1, 0, 0, 2, 3])
     flags = rng.random(logits.shape) < 0.5
@@ -233,7 +233,7 @@ def test_processed_logprobs_with_host_masks_equal_those_of_the_masked_logits() -
     allowed = np.where(flags, logits, -np.inf)
     best = allowed.argmax(-1)
     tokens = np.concatenate([[[1], [1]], best[:, parents[1:]]], axis=1)
-    for row, node in ((0, 1), (1, 1), (1, 3)):  # wrong tokens, which are rejected
+    for row, node in ((0, 1), (1, 1), (1, 3)):  # drafts of wrong tokens, which are rejected
         tokens[row, node] = (tokens[row, node] + 1) % small.VOCAB
     draft = draft_of_rows(tokens, np.broadcast_to(parents, (2, 5)))
     state = penalties.unused(2, small.VOCAB)

@@ -1,4 +1,4 @@
-"""One small engine with a tokenizer that can be made to fail, shared by the tests of the API and of failures."""
+"""One small engine with a tokenizer that can be made to fail, for the tests of the API and of failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE = 60.0  # seconds after which a thread counts as hanging
 
 
 class BrittleTokenizer(ByteTokenizer):
-    """A byte tokenizer whose `decode` raises for ids for which ``fails`` returns True."""
+    """A byte tokenizer whose `decode` raises if ``fails`` returns True for the ids."""
 
     def __init__(self) -> None:
         self.fails: Callable[[Sequence[int]], bool] = lambda ids: False
@@ -45,7 +45,7 @@ class Fault:
 
 @cache
 def engine() -> Engine:
-    """An engine for plain decoding in three slots."""
+    """Return an engine for plain decoding in three slots."""
     return Engine(
         tiny.model(VOCAB, layers=1),
         tokenizer=BrittleTokenizer(),
@@ -60,7 +60,7 @@ def engine() -> Engine:
 
 @cache
 def expected() -> list[list[int]]:
-    """Tokens of each prompt decoded alone."""
+    """Return the tokens of each prompt when it is decoded alone."""
     return [engine().generate(prompt, p)[0].token_ids for prompt, p in zip(PROMPTS, PARAMS, strict=True)]
 
 

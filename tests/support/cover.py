@@ -1,4 +1,4 @@
-"""Selections of few cases from a large product."""
+"""Functions that select a few cases from a large product."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Factors = Mapping[str, tuple[Any, ...]]
 
 
 def pairwise(factors: Factors, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Cases, chosen greedily, in which every two values of two factors occur together at least once."""
+    """Choose cases greedily until each pair of values of two factors occurs in at least one case."""
     cases = product(factors)
     np.random.default_rng(seed).shuffle(cases)
     pairs = [_pairs(case) for case in cases]
@@ -31,12 +31,12 @@ def _pairs(case: dict[str, Any]) -> set[Any]:
 
 
 def product(factors: Factors) -> list[dict[str, Any]]:
-    """All combinations of the factors' values."""
+    """Return all combinations of the factors' values."""
     return [dict(zip(factors, case, strict=True)) for case in itertools.product(*factors.values())]
 
 
 def thinned(cases: Iterable[Any], *, every: int, name: Callable[[Any], str], is_halved: bool = False) -> list[Any]:
-    """Cases as parameters of a test; each ``every``-th one runs in both environments, the others in one.
+    """Return cases as parameters of a test; every ``every``-th case runs in both environments, the others in one.
 
     Args:
         is_halved: whether every second of the other cases is marked long.
@@ -51,7 +51,7 @@ def thinned(cases: Iterable[Any], *, every: int, name: Callable[[Any], str], is_
 
 
 def checkerboard(names: Iterable[str], options: Iterable[Any], labels: Iterable[str] | None = None) -> list[Any]:
-    """All pairs as parameters of a test; by default each name with every second option, the other pairs by -m long.
+    """Return all pairs as parameters of a test; every second pair of a name is marked long.
 
     Args:
         labels: names of the options in the test's id; None: the options themselves.

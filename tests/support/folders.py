@@ -1,4 +1,4 @@
-"""Hugging Face folders with small random weights: their tensors and the parameters that must be loaded from them."""
+"""Hugging Face folders with small random weights, and the parameters that must be loaded from them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TARGET: dict[str, Any] = {
 HEAD: dict[str, Any] = {
     **TARGET,
     "architectures": ["LlamaForCausalLMEagle3"],
-    "num_hidden_layers": 40,  # as in an official head: the target's
+    "num_hidden_layers": 40,  # the target's value, as in an official head
     "draft_vocab_size": 10,
 }
 EAGLE: dict[str, Any] = {**TARGET, "num_hidden_layers": 1}
@@ -40,7 +40,7 @@ DRAFT_IDS = np.array([3, 4, 5, 9, 11, 12, 20, 30, 38, 39])
 
 
 def target_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor names and shapes of an untied Llama, as the file format defines them."""
+    """Return tensor names and shapes of an untied Llama, as the file format defines them."""
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
     for layer in range(config["num_hidden_layers"]):
@@ -75,7 +75,7 @@ def target_tensors(config: Mapping[str, Any] = TARGET, dtype: Any = np.float32) 
 
 
 def eagle_tensors(config: Mapping[str, Any] = EAGLE) -> dict[str, np.ndarray]:
-    """An EAGLE-1 head as its authors save it, without an embedding; further layers have a norm before attention."""
+    """Return the tensors of an EAGLE-1 head as its authors save it, without an embedding."""
     hidden = config["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
     if config.get("bias", True):
@@ -98,7 +98,7 @@ def medusa_tensors(heads: int = 3, layers: int = 1) -> dict[str, np.ndarray]:
 
 
 def head_tensors(dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    """An EAGLE-3 head as its authors save it, without an embedding."""
+    """Return the tensors of an EAGLE-3 head as its authors save it, without an embedding."""
     hidden, drafted = HEAD["hidden_size"], HEAD["draft_vocab_size"]
     shapes = {
         "fc.weight": (hidden, 3 * hidden),
@@ -112,7 +112,7 @@ def head_tensors(dtype: Any = np.float32) -> dict[str, np.ndarray]:
 
 
 def without(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """The tensors or config fields without the named ones."""
+    """Return the tensors or config fields without the named ones."""
     return {name: value for name, value in values.items() if name not in names}
 
 
@@ -150,7 +150,7 @@ BLOCK = {
 
 
 def loaded(folder: Path, dtype: str | None = None, **overrides: Any) -> dict[str, np.ndarray]:
-    """All parameters of a folder, as jspec reads them."""
+    """Return all parameters of a folder as jspec reads them."""
     plan = auto.plan(folder, Overrides(**overrides))
     arrays: dict[str, np.ndarray] = {}
     for batch in plan.batches(plan.dtype(dtype)):
@@ -159,7 +159,7 @@ def loaded(folder: Path, dtype: str | None = None, **overrides: Any) -> dict[str
 
 
 def stored(folder: Path) -> dict[str, np.ndarray]:
-    """All tensors of a folder, read by the library that wrote them."""
+    """Return all tensors of a folder, read by the library that wrote them."""
     tensors = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "numpy") as opened:
@@ -171,7 +171,7 @@ def stored(folder: Path) -> dict[str, np.ndarray]:
 
 
 def block(tensors: Mapping[str, np.ndarray], to: str, source: str) -> dict[str, np.ndarray]:
-    """Attention and feed-forward parameters of a layer: q, k and v rows in this order, gate rows before up rows."""
+    """Return a layer's attention and feed-forward parameters: rows of q, k, v in this order, gate before up rows."""
     return {
         f"{to}.{name}": np.concatenate([tensors[f"{source}.{part}.weight"] for part in parts])
         for name, parts in BLOCK.items()
@@ -179,7 +179,7 @@ def block(tensors: Mapping[str, np.ndarray], to: str, source: str) -> dict[str, 
 
 
 def expected_target(tensors: Mapping[str, np.ndarray], layers: int) -> dict[str, np.ndarray]:
-    """The weight tree of a target, without embedding and output head."""
+    """Return the parameters of a target without embedding and output head."""
     tree = {"norm": tensors["model.norm.weight"]}
     for i in range(layers):
         tree[f"layers.{i}.attn_norm"] = tensors[f"model.layers.{i}.input_layernorm.weight"]
@@ -188,7 +188,7 @@ def expected_target(tensors: Mapping[str, np.ndarray], layers: int) -> dict[str,
 
 
 def expected_head(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The weight tree of an EAGLE-3 head in its authors' names, without an embedding."""
+    """Return the parameters of an EAGLE-3 head from tensors in its authors' names, without an embedding."""
     return {
         "fc": tensors["fc.weight"],
         "layers.0.input_norm": tensors["midlayer.input_layernorm.weight"],
@@ -201,7 +201,7 @@ def expected_head(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def assert_same(got: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Assert that both have the same names with the same bits."""
+    """Assert that two dictionaries have equal names with arrays of equal bits."""
     assert got.keys() == expected.keys()
     for name, array in expected.items():
         assert got[name].dtype == array.dtype, name

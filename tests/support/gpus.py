@@ -1,8 +1,7 @@
-"""GPUs of other generations that programs can be compiled for without one: `tests/support/h200.py` with other
-descriptions.
+"""GPUs of other generations for which programs can be compiled without such a GPU, as in `tests/support/h200.py`.
 
-A description is the one dumped on an H200 with the differing figures replaced. The rates by which XLA estimates costs
-are left out: they do not affect the structure, and speed cannot be tested anyway.
+A GPU's description is the H200's with other figures. It has no rates by which XLA estimates costs: they do not affect
+the structure of programs, and speed cannot be tested without a GPU.
 
 Sources: shared memory and threads of a multiprocessor from the CUDA C++ Programming Guide, "Technical Specifications
 per Compute Capability"; the other figures from XLA's xla/backends/gpu/target_config/specs (a100_sxm_80, h100_sxm,
@@ -28,12 +27,12 @@ KIB = 1024
 
 @dataclasses.dataclass(frozen=True)
 class GPU:
-    """Properties that XLA and Triton use."""
+    """The properties of a GPU that XLA and Triton use."""
 
     name: str
-    capability: str  # as for nvcc: "9.0a" has features of 9.0 only
+    capability: str  # as for nvcc: "9.0a" names features that only 9.0 has
     multiprocessors: int
-    block_shared_kib: int  # that one block may use
+    block_shared_kib: int  # shared memory that one block may use
     shared_kib: int  # of a multiprocessor
     threads: int  # of a multiprocessor
     l2_bytes: int
@@ -46,7 +45,7 @@ class GPU:
         return tuple(map(int, self.capability.rstrip("a").split("."))) >= (8, 9)
 
     def description(self) -> str:
-        """A GpuTargetConfigProto as text."""
+        """Return the GPU's GpuTargetConfigProto as text."""
         major, minor = self.capability.rstrip("a").split(".")
         features = "ACCELERATED_FEATURES" if self.capability.endswith("a") else "NONE"
         fields = {
@@ -86,12 +85,12 @@ GPUS = {"A100": A100, "L40": L40, "H100": H100, "B200": B200}
 
 @functools.cache
 def mesh_of(gpu: GPU) -> Mesh:
-    """A mesh of one such GPU."""
+    """Return a mesh of one GPU of this kind, which is only described."""
     require_plugin()
     topology = topologies.get_topology_desc(gpu.name, "cuda", target_config=gpu.description(), topology="1x1x1")
     return Mesh(np.array(topology.devices), ("x",))
 
 
 def compile_for(gpu: GPU, fn: Callable[..., Any], *args: Any, **options: Any) -> H200Program:
-    """Compile like `compile_for_h200`, for another GPU."""
+    """Compile a function for another GPU as `compile_for_h200` does for an H200."""
     return compile_for_h200(fn, *args, mesh=mesh_of(gpu), **options)

@@ -1,7 +1,7 @@
 """Requests with grammars for the engines of `tests.support.lettered`, and the tokens that the engines must emit.
 
-Two cases: regular expressions, which become tables on the device, and context-free grammars, whose masks the host
-computes.
+There are two cases: regular expressions, which become tables on the device, and context-free grammars, whose masks the
+host computes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Case:
         return [getattr(params, self.field) is not None for params in self.params]
 
     def expected(self) -> list[list[int]]:
-        """The tokens of each request, decoded token by token under masks."""
+        """Return each request's tokens, decoded token by token under masks."""
         return _expected(self.field)
 
 
@@ -95,7 +95,7 @@ def masked(prompt: list[int], params: SamplingParams, seed: int | None = None, *
     return decoded(prompt, params, seed, readers=readers, **options)
 
 
-# After "a" the table's grammar requires "b", as a token or within "ab"; bad words ban both only after "a".
+# After "a" the table's grammar requires the token "b" or "ab"; the bad words ban both after "a".
 TABLE = Case(
     library="outlines_core",
     field="regex",
@@ -124,7 +124,7 @@ CASES = {case.field: case for case in (TABLE, MASKS)}
 
 
 def check_decoding(engine: Engine, case: Case, order: Sequence[int]) -> None:
-    """Generate the requests numbered in ``order`` and check tokens, texts and log-probabilities."""
+    """Run the requests numbered in ``order`` and check their tokens, texts and log-probabilities."""
     done = engine.generate([PROMPTS[i] for i in order], [case.params[i] for i in order])
     expected = case.expected()
     assert [completion.raise_for_error().token_ids for completion in done] == [expected[i] for i in order]

@@ -1,4 +1,4 @@
-"""Programs compiled for an H200 on a machine without one: their launches, graphs, copies and memory.
+"""Programs compiled for an H200 on a machine without one, with their launches, graphs, copies and memory.
 
 The CUDA plugin compiles against `data/h200_target_config.txtpb`, a description dumped on a real H200; nothing
 runs. This works in the test process itself: with JAX_PLATFORMS=cpu (tests/conftest.py sets it) the plugin is
@@ -41,7 +41,7 @@ OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_pa
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One launch: a kernel, a copy, or a graph of them."""
+    """One launch: a kernel, a copy, or a CUDA graph of launches."""
 
     kind: str
     name: str
@@ -50,11 +50,11 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class H200Program:
-    """A compiled program and its properties that are known without running it."""
+    """A compiled program, with the properties that are known without running it."""
 
     compiled: jax.stages.Compiled
-    launches: tuple[Launch, ...]  # without the graphs themselves
-    graphs: tuple[str, ...]  # the command buffers
+    launches: tuple[Launch, ...]  # kernels and copies, without the graphs that hold them
+    graphs: tuple[str, ...]  # XLA's command buffers
 
     @property
     def outside_graphs(self) -> list[Launch]:
@@ -70,15 +70,15 @@ class H200Program:
 
     @property
     def alias_bytes(self) -> int:
-        """Bytes of outputs in the memory of donated inputs."""
+        """Return the size in bytes of outputs that use the memory of donated inputs."""
         return self.memory.alias_size_in_bytes
 
     def count(self, part: str) -> int:
-        """Launches whose name contains `part`."""
+        """Count the launches whose name contains `part`."""
         return sum(part in launch.name for launch in self.launches)
 
     def copies(self, least_bytes: int = 1) -> list[tuple[int, str]]:
-        """Every copy of at least `least_bytes` in the optimised program: (bytes, line)."""
+        """Return (bytes, line) of every copy of at least `least_bytes` in the optimised program."""
         found = []
         for line in (self.compiled.as_text() or "").splitlines():
             if match := re.match(r"\s*(?:ROOT )?%\S+ = (\S+) copy(?:-start)?\(", line):
@@ -96,7 +96,7 @@ def require_plugin() -> None:
 
 @functools.cache
 def h200_mesh(devices: int = 1) -> Mesh:
-    """A mesh of one axis "x" over H200s that are only described."""
+    """Return a mesh of one axis "x" over H200s that are only described."""
     require_plugin()
     topology = topologies.get_topology_desc("h200", "cuda", target_config=TARGET.read_text(), topology=f"1x1x{devices}")
     return Mesh(np.array(topology.devices), ("x",))
@@ -143,7 +143,7 @@ def compile_for_h200(
                 **(options or {}),
             }
         )
-        # The second one, after the passes that make graphs, is written only if they changed anything.
+        # XLA writes the second text, after the passes that make graphs, only if these changed the program.
         dumps = {path.name.split(".")[-2]: path.read_text() for path in Path(dump).glob("*.thunk_seq*.txt")}
     launches, graphs = _launches(dumps.get("thunk_sequence_after_thunk_passes", dumps["thunk_sequence"]))
     return H200Program(compiled, launches, graphs)

@@ -1,4 +1,4 @@
-"""Small pairs to inflate, and the comparison of a larger model with the small one."""
+"""Small pairs of target and head to inflate, and the comparison of a larger model with the small one."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ SIZES = Sizes(
     vocab_size=64,
     draft_vocab_size=16,
 )
-TOLERANCE = 1e-4  # of the largest value
-LLAMA3 = Rope(theta=500.0, kind="llama3", factor=8.0, original_max_position=64)  # scales some of the few channels
+TOLERANCE = 1e-4  # relative to the largest value
+LLAMA3 = Rope(
+    theta=500.0, kind="llama3", factor=8.0, original_max_position=64
+)  # the scaling changes some of the few channels
 # Few layers, to compile quickly; larger in every size.
 DEMO_SIZES = Sizes(96, 208, 9, 9, 3, 32, 300, 100)
 TEXT = (demo.PROMPT * 3).encode()[:96]
 
 
 def target(*, kv_heads: int = 2, rope: Rope = LLAMA3, tied: bool = False) -> Model:
-    """A random target with a large eps, which changes its norms."""
+    """Return a random target with an eps so large that it changes the norms."""
     model = tiny.model(VOCAB, layers=LAYERS)
     own = model.config.resized(
         num_kv_heads=kv_heads, rope=rope, tie_word_embeddings=tied, norm_eps=0.1, max_position=64
@@ -50,7 +52,7 @@ def target(*, kv_heads: int = 2, rope: Rope = LLAMA3, tied: bool = False) -> Mod
 
 
 def head_of(model: Model, **changes: Any) -> EagleHead:
-    """A random EAGLE-3 head at the default states; ``changes`` are fields of its config."""
+    """Return a random EAGLE-3 head that reads the default hidden states; ``changes`` are fields of its config."""
     head = tiny.eagle_head(model, draft_vocab=DRAFTED, feature_layers=grow.default_states(LAYERS))
     return head.replace(config=head.config.resized(norm_eps=0.05, **changes))
 
@@ -60,10 +62,10 @@ def tokens(vocab: int = VOCAB) -> jax.Array:
 
 
 class Match(NamedTuple):
-    """Differences between a larger target and the small one, relative to the largest value."""
+    """The differences between a larger target's values and the small one's, relative to the largest value."""
 
     logits: float
-    margin: float  # from the least logit of a real token down to the largest padded one
+    margin: float  # least logit of a real token minus the largest logit of a padding token
     features: float
 
     @property
@@ -103,7 +105,7 @@ def text_tokens() -> jax.Array:
 
 
 def variant(name: str, model: Model) -> EagleHead:
-    """A variant of an EAGLE-3 head by name, with random values for the additional weights."""
+    """Return a variant of an EAGLE-3 head by name, with random values for its additional weights."""
     rng, hidden = np.random.default_rng(5), model.config.hidden_size
 
     def weight(*shape: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A tokenizer of sixteen tokens for the small models: letters, pieces of several letters, halves of a letter."""
+"""A tokenizer of sixteen tokens for the small models: letters, several letters, and halves of a letter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ END, MARK = 0, 14
 TEXTS: list[bytes | None] = [
     None, b"a", b"b", b"ab", b"ba", b"{", b"}", b"1", b"12", b",", b'"', b"\xc3", b"\xa9", b"c", None, b"aab",
 ]  # fmt: skip
-JSON_TEXTS: list[bytes | None] = [  # two tokens have the same text
+JSON_TEXTS: list[bytes | None] = [  # two tokens have equal texts
     None, b" ", b"{", b"}", b"[", b"]", b'"', b":", b",", b"a",
     b"b", b'{"', b'b"', b'":', b"[{", b"]}", b"ab", b"a", b"1", None,
 ]  # fmt: skip
@@ -57,7 +57,7 @@ def tokenizer() -> Tokenizer:
 
 @cache
 def chain() -> Engine:
-    """An engine with an EAGLE-3 head, three rounds per dispatch, and prompts in chunks of six tokens."""
+    """Return an engine with an EAGLE-3 head, three rounds per dispatch, and prompts in chunks of six tokens."""
     head = tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1))
     return Engine(
         small.target(),
@@ -75,7 +75,7 @@ def chain() -> Engine:
 
 @cache
 def tree() -> Engine:
-    """An engine with a draft model, a dynamic tree, and too few pages for all requests at the same time."""
+    """Return an engine with a draft model, a dynamic tree, and too few pages for all requests at once."""
     return Engine(
         small.target(),
         drafter=DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3)),

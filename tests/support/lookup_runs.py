@@ -1,4 +1,4 @@
-"""Runs of n-gram and suffix drafters without a target, which compare each draft with the oracle's."""
+"""Runs of n-gram and suffix drafters without a target that compare each draft with the oracle's."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CORPUS = 30
 
 
 class LookupRun:
-    """Updates a drafter's state as an engine would, and keeps the same texts in lists."""
+    """A run of a drafter that updates its state as an engine would, and also keeps the texts in lists."""
 
     def __init__(self, drafter: NGram | Suffix) -> None:
         self.drafter = drafter
         self.state = drafter.init((), POOL)
-        self.texts: list[list[int]] = [[] for _ in range(SLOTS)]  # by slot
+        self.texts: list[list[int]] = [[] for _ in range(SLOTS)]  # one entry per slot
         self.lengths, self.roots, self.active = [0] * SLOTS, [0] * SLOTS, [False] * SLOTS
         self.corpus: list[int] = []
         self._prefill = jax.jit(lambda s, v, b: drafter.prefill((), s, v, b, None), donate_argnums=0)
@@ -32,7 +32,7 @@ class LookupRun:
         self._commit = jax.jit(lambda s, v, d, t: drafter.commit((), s, v, d, t, None), donate_argnums=0)
 
     def prompt(self, slot: int, tokens: list[int], root: int) -> None:
-        """Start a new request, in chunks that are padded with tokens."""
+        """Start a new request, with its prompt in chunks that are padded with tokens."""
         if self.texts[slot]:
             self.corpus = (self.corpus + self.texts[slot] + [-1])[-CORPUS:]
         for start in range(0, len(tokens), CHUNK):
@@ -51,7 +51,7 @@ class LookupRun:
         self.active[slot] = True
 
     def draft(self, slots: list[int]) -> tuple[Draft, SlotView]:
-        """Draft for some slots (`SLOTS`: padding) and check every row."""
+        """Draft for some slots and check every row; the slot number `SLOTS` marks a padding row."""
         live = [slot < SLOTS and self.active[slot] for slot in slots]
         lengths = [self.lengths[s] if on else 0 for s, on in zip(slots, live, strict=True)]
         roots = [self.roots[s] if s < SLOTS else 0 for s in slots]
@@ -78,7 +78,7 @@ class LookupRun:
         return expected_nodes(old + self.texts, len(old) + slot, self.drafter)
 
     def step(self, slots: list[int], emitted: list[list[int]]) -> Draft:
-        """Draft and commit; rows that are not active emit tokens too, which must not be kept."""
+        """Draft and commit; inactive rows emit tokens too, which must not be kept."""
         draft, view = self.draft(slots)
         tokens = np.full((len(slots), self.drafter.tree.depth + 1), -1, np.int32)
         for row, (slot, new) in enumerate(zip(slots, emitted, strict=True)):
@@ -121,7 +121,7 @@ def run_random_requests(drafter: NGram | Suffix, *, seed: int = 0, steps: int = 
     """Start, continue, end and replace requests of random tokens from small alphabets, checking every draft.
 
     Returns:
-        Number of drafted tokens.
+        The number of drafted tokens.
     """
     rng, run = np.random.default_rng(seed), LookupRun(drafter)
     drafted = 0

@@ -1,4 +1,4 @@
-"""Recorded rounds of the methods' authors' own code, and their comparison with an engine's rounds."""
+"""Recorded rounds of the drafting methods' own code, and their comparison with an engine's rounds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from jspec import Completion, Drafter, Engine, SamplingParams
 from jspec.engine.request import Round
 from tests.support import tiny
 
-TOLERANCE = 1e-4  # float32 on another summation order; the recordings' own second implementation agrees to 8e-6
-NEAR_TIE = 1e-5  # margin of a choice below which another correct implementation may choose differently
+TOLERANCE = 1e-4  # float32 sums in another order; a second implementation of the recordings' authors differs by 8e-6
+NEAR_TIE = 1e-5  # below this margin another correct implementation may choose differently
 
 
 @cache
@@ -22,21 +22,21 @@ def recording(file: Path) -> dict[str, np.ndarray]:
 
 
 def engine_of(golden: Path, drafter: Drafter) -> Engine:
-    """The recordings' target with a drafter."""
+    """Return an engine with the recordings' target and a drafter."""
     target = tiny.load_target(golden / "target")
     options = dict(slots=4, max_len=512, buckets=(4,), prefill_buckets=(128,), prefix_cache=False, controls=False)
     return Engine(target, drafter=drafter, **options)
 
 
 def replay(engine: Engine, golden: Path, recorded: dict[str, np.ndarray]) -> list[Completion]:
-    """Generate, with trace, as many tokens for each recorded prompt as were recorded."""
+    """Generate as many tokens for each recorded prompt as were recorded, and trace the rounds."""
     lengths = np.diff(recorded["out_offset"]) + 1
     params = [SamplingParams(max_tokens=int(n), temperature=0) for n in lengths]
     return engine.generate(tiny.recorded_prompts(golden), params, trace=True)
 
 
 def same_rounds(completions: list[Completion], recorded: dict[str, np.ndarray]) -> int:
-    """Compare round by round; return the number of rounds compared in full."""
+    """Compare an engine's rounds with recorded ones; return the number of rounds compared in full."""
     compared = 0
     for prompt, completion in enumerate(completions):
         first, last = recorded["iter_offset"][prompt : prompt + 2]
@@ -55,13 +55,13 @@ def same_rounds(completions: list[Completion], recorded: dict[str, np.ndarray]) 
 
 
 def margin(recorded: dict[str, np.ndarray], index: int) -> float:
-    """The smallest margin of a round's choices."""
+    """Return the smallest margin of a round's choices."""
     margins = [recorded[name][index].min() for name in ("rerank_margin", "level_margin") if name in recorded]
     return min([np.inf, *margins])
 
 
 def same_tree(got: Round, recorded: dict[str, np.ndarray], index: int) -> None:
-    """Compare nodes, parents, scores, depths and the accepted path of one round."""
+    """Compare tokens, parents, scores, depths and the accepted path of one round."""
     parents = recorded["parent"] if recorded["parent"].ndim == 1 else recorded["parent"][index]
     np.testing.assert_array_equal(got.tokens, recorded["tree_tokens"][index])
     np.testing.assert_array_equal(got.parents, parents)

@@ -1,4 +1,4 @@
-"""Requests and schedulers without an engine."""
+"""Functions that make requests and schedulers without an engine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ SCRATCH, ROUND_TOKENS = 3, 2
 
 
 def make_request(number: int, prompt: int, max_new_tokens: int, priority: int = 0) -> Request:
-    """A request with a prompt of ``prompt`` tokens."""
+    """Return a request with a prompt of ``prompt`` tokens."""
     return Request(number, (1,) * prompt, SamplingParams(priority=priority), 0, (), max_new_tokens)
 
 
 def make_scheduler(
     *, slots: int, pages: int = 100, page_size: int = 4, rounds: int = 1, **options: object
 ) -> Scheduler:
-    """A scheduler with buckets of one row and of all rows, and of 4 and 8 prompt tokens.
+    """Return a scheduler with buckets of one row and of all rows, and of 4 and 8 prompt tokens.
 
     Args:
         options: other fields of `SchedulerLimits`.

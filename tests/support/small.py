@@ -17,7 +17,7 @@ def target() -> Model:
 
 @cache
 def eagle3(*, rounds: int, page_size: int) -> Engine:
-    """An engine with a random EAGLE-3 head and two slots."""
+    """Return an engine with a random EAGLE-3 head and two slots."""
     head = tiny.eagle_head(target(), draft_vocab=12, feature_layers=(0, 1))
     return Engine(
         target(),
@@ -33,5 +33,5 @@ def eagle3(*, rounds: int, page_size: int) -> Engine:
 
 @cache
 def plain() -> Engine:
-    """An engine without drafter that prefills each prompt in one chunk."""
+    """Return an engine without drafter that prefills each prompt in one chunk."""
     return Engine(target(), slots=8, max_len=MAX_LEN, buckets=(8,), prefill_buckets=(MAX_LEN,))

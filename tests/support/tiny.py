@@ -43,7 +43,7 @@ def config(vocab: int, *, layers: int = 2, hidden: int = 16, **flags: bool) -> M
 def model(
     vocab: int, *, seed: int = 0, layers: int = 2, hidden: int = 16, sharpness: float = 1.0, **flags: bool
 ) -> Model:
-    """A random decoder; a larger sharpness makes its distributions more peaked.
+    """Return a random decoder; a larger sharpness makes its distributions more peaked.
 
     Args:
         flags: `qkv_bias` and `qk_norm` of all layers.
@@ -59,7 +59,7 @@ def model(
     return Model.from_weights(c, unflatten(weights))
 
 
-# The order in which values are drawn; tests depend on the weights that a seed gives.
+# Values are drawn in this order; tests depend on the weights that a seed gives.
 ORDER = (
     *("attn_norm", "qkv", "o", "mlp_norm", "gate_up", "down", "embed", "norm", "head"),
     *("qkv_bias", "q_norm", "k_norm"),
@@ -67,7 +67,7 @@ ORDER = (
 
 
 def layers_first(name: str) -> tuple[bool, int, int]:
-    """Sort key: layers in order, then the other parameters."""
+    """Return a sort key that puts layers in order before the other parameters."""
     prefix, _, kind = name.rpartition(".")
     return not prefix, int(prefix.rpartition(".")[2] or 0), ORDER.index(kind)
 
@@ -77,7 +77,7 @@ def _normal(rng: np.random.Generator, spec: ParamSpec, gain: float = 1.0) -> np.
 
 
 def _draw(rng: np.random.Generator, params: Params, *names: str) -> dict[str, jnp.ndarray]:
-    """Normal values for the named parameters, drawn in this order, and all norms, which are 1."""
+    """Draw normal values for the named parameters in this order, and set all norms to 1."""
     return {name: jnp.asarray(_normal(rng, params[name]), jnp.float32) for name in names} | {
         name: jnp.ones(spec.shape) for name, spec in params.items() if spec.init == "ones"
     }
@@ -87,7 +87,7 @@ HEAD_LAYER = tuple(f"layers.0.{name}" for name in ("qkv", "o", "gate_up", "down"
 
 
 def eagle_head(target: Model, *, draft_vocab: int, feature_layers: tuple[int, ...], seed: int = 1) -> EagleHead:
-    """A random EAGLE-3 head for a target, with a scattered, ascending vocabulary map."""
+    """Return a random EAGLE-3 head for a target, with a vocabulary map of scattered, ascending ids."""
     rng = np.random.default_rng(seed)
     c = head_config(target, draft_vocab=draft_vocab, feature_layers=feature_layers)
     params = head_params(c)
@@ -98,7 +98,7 @@ def eagle_head(target: Model, *, draft_vocab: int, feature_layers: tuple[int, ..
 
 
 def eagle1_head(target: Model, *, seed: int = 1) -> EagleHead:
-    """A random EAGLE-1 head, which uses the target's final norm output, vocabulary and output head."""
+    """Return a random EAGLE-1 head, which uses the target's final norm output, vocabulary and output head."""
     rng = np.random.default_rng(seed)
     c = head_config(target, draft_vocab=target.config.vocab_size, feature_layers=None, method="eagle")
     weights = _draw(rng, head_params(c), "fc")
@@ -107,7 +107,7 @@ def eagle1_head(target: Model, *, seed: int = 1) -> EagleHead:
 
 
 def medusa_heads(target: Model, heads: int, *, seed: int = 1) -> MedusaHeads:
-    """Random Medusa heads of one residual block each."""
+    """Return random Medusa heads of one residual block each."""
     rng, own = np.random.default_rng(seed), target.config
     c = MedusaConfig(
         vocab_size=own.vocab_size, hidden_size=own.hidden_size, num_heads=heads, num_layers=1, source_format="random"
@@ -118,7 +118,7 @@ def medusa_heads(target: Model, heads: int, *, seed: int = 1) -> MedusaHeads:
     for name, spec in params.items():
         if spec.init == "zeros":
             weights[name] = jnp.zeros(spec.shape)
-        else:  # all heads share the first one's block
+        else:  # all heads share the block of the first head
             weights[name] = drawn.get(name, drawn["heads.0.blocks.0.weight"])
     return MedusaHeads.from_weights(c, unflatten(weights))
 
@@ -152,7 +152,7 @@ def load_target(folder: Path) -> Model:
 
 @cache
 def load_head(folder: Path) -> EagleHead:
-    """An EAGLE head of either method."""
+    """Load an EAGLE-1 or EAGLE-3 head."""
     checkpoint = auto.load_checkpoint(folder, dtype="float32")
     return EagleHead.from_weights(checkpoint.config, checkpoint.weights)
 
@@ -164,7 +164,7 @@ def load_medusa(folder: Path) -> MedusaHeads:
 
 
 def prefill_input(ids: list[int], *, page_row: list[int], slot: int = 0, remaining: int = 1000) -> PrefillInput:
-    """The input of a prefill step with a whole prompt as one greedy chunk."""
+    """Return the input of a prefill step with a whole prompt as one greedy chunk."""
     return PrefillInput(
         slot=np.int32(slot),
         start=np.int32(0),
@@ -187,19 +187,19 @@ def prefill_input(ids: list[int], *, page_row: list[int], slot: int = 0, remaini
 
 
 def one_layer(target: Model) -> Model:
-    """The target cut to its first layer: a draft model whose tokens are often rejected."""
+    """Return the target cut to its first layer, a draft model whose tokens are often rejected."""
     return target.replace(layers=target.layers[:1], config=target.config.resized(num_layers=1))
 
 
 def recorded_prompts(golden: Path) -> list[list[int]]:
-    """The sixteen prompts of the recordings."""
+    """Return the sixteen prompts of the recordings."""
     with np.load(golden / "greedy_ar.npz") as arrays:
         flat, offsets = arrays["prompt"], arrays["prompt_offset"]
     return [flat[a:b].tolist() for a, b in itertools.pairwise(offsets)]
 
 
 def text_cuts(data: Path, count: int, *, longest: int, seed: int = 0) -> list[str]:
-    """Cuts of real text of different lengths, each at most ``longest`` characters."""
+    """Return cuts of real text of different lengths, each at most ``longest`` characters."""
     text = "".join((data / "text" / name).read_text()[:200_000] for name in TEXTS)
     rng = np.random.default_rng(seed)
     starts, sizes = rng.integers(0, len(text) - longest, count), rng.integers(1, longest + 1, count)

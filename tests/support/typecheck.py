@@ -1,4 +1,4 @@
-"""The type checker that jaxtyping's import hook applies to the packages' functions in tests."""
+"""The type checker that jaxtyping's import hook applies in tests to the packages' functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bucket's view and its draft made by hand, for tests of one stage."""
+"""Views of a bucket and drafts made by hand, for tests of one stage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jspec.verify import resolve
 def view_of_rows(
     roots: list[int], *, temperature: float = 0.0, accept: str = "coupled", length: int = 5, page_size: int = 64
 ) -> SlotView:
-    """A view of active rows of equal length, with one page and one seed per row."""
+    """Return a view of active rows of equal length, with one page and one seed per row."""
     rows = len(roots)
     controls = Sampling.greedy(rows).replace(
         temperature=jnp.full(rows, temperature, jnp.float32),
@@ -33,7 +33,7 @@ def view_of_rows(
 
 
 def draft_of_rows(tokens: np.ndarray, parents: np.ndarray) -> Draft:
-    """A draft of given tokens and parents, [rows, nodes]: all nodes are valid, and it has no probabilities."""
+    """Return a draft of given tokens and parents [rows, nodes] without probabilities; all nodes are valid."""
     return Draft(
         tokens=jnp.asarray(tokens, jnp.int32),
         parents=jnp.asarray(parents, jnp.int32),

@@ -1,4 +1,4 @@
-"""`jspec info --check`: the recorded numbers for every setting, the advice, and an engine's warning."""
+"""Test `jspec info --check`: the recorded numbers for every setting, the advice, and an engine's warning."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.once
 IDS = "eagle_aux_hidden_state_layer_ids"
 ROUNDED = 6e-4  # rounding error of the recorded means, which have three digits
 CUT = check_head.PROMPT + check_head.MAX_TOKENS
-TOKENS = 96  # the recordings stop after more tokens than this
-RECORDED = {  # our names of the settings, and those in the recordings
+TOKENS = 96  # the recordings contain at least so many tokens
+RECORDED = {  # jspec's name of each setting: its name in the recordings
     OWN: "correct",
     "rope_theta=500000": "draft rope_theta 500000 (target's)",
     "feature_layers=(1, 3, 4)": "aux states 1,3,4 (ids of outputs read as inputs)",
@@ -41,9 +41,9 @@ RECORDED = {  # our names of the settings, and those in the recordings
 
 
 class Recorded:
-    """Recorded prompts with their greedy texts, windows of the built-in text, and replays of settings on both.
+    """The recorded prompts with their greedy texts, windows of the built-in text, and replays of settings on both.
 
-    Both groups of texts have the same shape, so each setting compiles once.
+    Both groups of texts have equal shapes, so each setting compiles once.
     """
 
     def __init__(self, golden: Path) -> None:
@@ -66,7 +66,7 @@ class Recorded:
         return check_head.settings_of(Eagle3(tiny.load_head(head), Tree.chain(5)), self.target)
 
     def rounds(self, setting: Setting, *, stepwise: bool) -> Rounds:
-        """Rounds on the recorded texts, up to the last recorded root."""
+        """Return the rounds on the recorded texts, up to the last recorded root."""
         return self._rounds(setting, self.texts, self.start, self.start + TOKENS, stepwise)
 
     def measurement(self, setting: Setting) -> Measurement:
@@ -108,7 +108,7 @@ def test_replay_of_recorded_texts_has_the_recorded_rounds(recorded: Recorded, ch
         assert rounds.accept_len[own, row].tolist() == chain["accept_len"][first:last].tolist()
 
 
-def test_stepwise_replay_hits_equal_those_of_the_recorded_first_draft_tokens(
+def test_stepwise_replay_of_recorded_texts_has_the_recorded_first_draft_hits(
     recorded: Recorded, chain: dict[str, np.ndarray]
 ) -> None:
     rounds = recorded.rounds(recorded.settings[OWN], stepwise=True)
@@ -121,7 +121,7 @@ def test_stepwise_replay_hits_equal_those_of_the_recorded_first_draft_tokens(
 
 
 @pytest.mark.long
-def test_settings_of_recorded_head_have_the_recorded_mean_acceptance_lengths(recorded: Recorded) -> None:
+def test_settings_of_the_recorded_head_have_the_recorded_acceptance_lengths(recorded: Recorded) -> None:
     assert recorded.settings.keys() == RECORDED.keys()
     expected = json.loads((recorded.golden / "sensitivity.json").read_text())
     for name, setting in recorded.settings.items():
@@ -133,14 +133,16 @@ def test_settings_of_recorded_head_have_the_recorded_mean_acceptance_lengths(rec
 
 
 @pytest.mark.long
-def test_check_head_report_prefers_agreement_over_acceptance_length(recorded: Recorded) -> None:
+def test_check_head_report_of_two_settings_prefers_agreement_over_length(recorded: Recorded) -> None:
     measured = [recorded.measurement(setting) for setting in recorded.settings.values()]
     own, *others = measured
     feedback = [other for other in others if other.name.startswith("norm_output")]
-    assert all(np.array_equal(one.hits, own.hits) for one in feedback)  # it acts after the first draft token
+    assert all(
+        np.array_equal(one.hits, own.hits) for one in feedback
+    )  # this setting matters only after the first draft token
     assert all(one.agreement < own.agreement for one in others if one not in feedback)
     theta = next(one for one in others if one.name.startswith("rope_theta"))
-    assert theta.mean_acceptance_length > own.mean_acceptance_length  # advice by length would be wrong
+    assert theta.mean_acceptance_length > own.mean_acceptance_length  # advice by acceptance length would be wrong
     assert not any(one.beats(own) for one in others)
     text = check_head.report(measured)
     assert [line.split()[-2:] for line in text.splitlines() if "best" in line] == [["file,", "best"]]
@@ -154,7 +156,7 @@ def test_check_head_report_prefers_agreement_over_acceptance_length(recorded: Re
             {"eagle_config": {}, IDS: [1, 3, 4]},
             "feature_layers=(2, 4, 5)",
             True,
-        ),  # the same ids, read as states
+        ),  # the file's layer ids, read as hidden states
         pytest.param({"eagle_config": {}, IDS: [3, 5, 6]}, "feature_layers=(2, 4, 5)", False, marks=pytest.mark.long),
         ({"rope_theta": 500000.0}, "rope_theta=10000", True),
     ],
@@ -175,8 +177,8 @@ def test_check_head_report_of_a_wrong_config_value_names_the_right_setting(
     assert (f"{name} is clearly better than what the file says" in text) == is_clear
 
 
-def test_measurement_beats_another_only_beyond_three_standard_errors() -> None:
-    """At 100 positions exactly one of the two settings is right, so 3 standard errors are 30."""
+def test_measurement_within_three_standard_errors_does_not_beat_another() -> None:
+    """At 100 positions only one of the two settings is right, so three standard errors are 30 hits."""
     hits = np.arange(400) < 200
     own = Measurement(OWN, hits, lengths=np.array([1, 2, 3] * 30))
 
@@ -187,7 +189,7 @@ def test_measurement_beats_another_only_beyond_three_standard_errors() -> None:
 
     assert other(66, 34).beats(own)
     assert not other(65, 35).beats(own)
-    assert not other(34, 66, own.lengths + 9).beats(own)  # long drafts are no excuse for wrong first ones
+    assert not other(34, 66, own.lengths + 9).beats(own)  # longer drafts do not make up for wrong first tokens
     # Equal hits: 90 rounds of variance 2/3 each, so the error of the difference is 0.1217.
     assert other(0, 0, np.array([1, 2, 3] * 18 + [2, 3, 4] * 12)).beats(own)
     assert not other(0, 0, np.array([1, 2, 3] * 20 + [2, 3, 4] * 10)).beats(own)
@@ -210,7 +212,7 @@ def test_settings_of_head_omit_feature_layers_that_the_target_lacks() -> None:
 # -- texts
 
 
-def test_continue_greedily_emits_the_recorded_tokens(recorded: Recorded) -> None:
+def test_greedy_continuation_of_recorded_prompts_emits_the_recorded_tokens(recorded: Recorded) -> None:
     greedy = recordings.recording(recorded.golden / "greedy_ar.npz")["greedy"]
     rows = [row for row, size in enumerate(recorded.start) if size == 64]
     prompts = np.asarray(recorded.texts.tokens)[rows, :64]
@@ -219,7 +221,7 @@ def test_continue_greedily_emits_the_recorded_tokens(recorded: Recorded) -> None
     np.testing.assert_array_equal(texts[:, 64:], greedy[rows, :24])
 
 
-def test_text_windows_are_consecutive_and_start_with_bos() -> None:
+def test_text_windows_of_a_text_are_consecutive_and_start_with_bos() -> None:
     class WithStart(ByteTokenizer):
         def encode(self, text: str) -> list[int]:
             return [1, *super().encode(text)]
@@ -236,7 +238,7 @@ def test_text_windows_are_consecutive_and_start_with_bos() -> None:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target of one layer, and a text over its 40 tokens."""
+    """Return a target of one layer, and a text over its 40 tokens."""
     folder = tmp_path_factory.mktemp("pair")
     config = {**folders.TARGET, "num_hidden_layers": 1}
     folders.write(folder / "target", config, folders.target_tensors(config))
@@ -282,7 +284,7 @@ def test_info_check_of_random_heads_prints_low_agreement(
         (["--text", "nowhere"], "nowhere"),
     ],
 )
-def test_info_check_impossible_arguments_print_one_line_and_exit_2(
+def test_info_check_with_impossible_arguments_prints_one_line_and_exits_with_2(
     pair: tuple[Path, Path], options: list[str], message: str, capsys: pytest.CaptureFixture
 ) -> None:
     target, text = map(str, pair)
@@ -295,7 +297,7 @@ def test_info_check_impossible_arguments_print_one_line_and_exit_2(
 
 
 def step_report(accept_len: int, rows: int) -> np.ndarray:
-    """A report with columns: three tokens, number emitted, accept_len, number drafted, whether the row ended."""
+    """Return a report; its columns are three tokens, number emitted, accept_len, number drafted, and ended."""
     return np.tile(np.array([0, 0, 0, 1, accept_len, 2, 0], np.int32), (1, rows, 1))
 
 
@@ -305,7 +307,7 @@ def watch_of_a_head() -> LowAcceptanceWarner:
     return LowAcceptanceWarner(Eagle3(head, Tree.chain(2)))
 
 
-def test_low_acceptance_warner_warns_once_after_64_rounds_below_the_minimum() -> None:
+def test_low_acceptance_warner_after_64_rounds_below_the_minimum_warns_once() -> None:
     watch = watch_of_a_head()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -318,7 +320,8 @@ def test_low_acceptance_warner_warns_once_after_64_rounds_below_the_minimum() ->
         watch.count(step_report(0, 100))
 
 
-def test_low_acceptance_warner_ignores_ended_rows_and_does_not_warn_at_the_minimum() -> None:
+def test_low_acceptance_warner_at_the_minimum_does_not_warn() -> None:
+    """It ignores ended rows."""
     watch = watch_of_a_head()
     ended = step_report(0, 500)
     ended[..., 3] = 0
@@ -345,7 +348,7 @@ def test_engine_with_random_head_warns_once_of_low_acceptance(request: pytest.Fi
     ) as caught:
         engine.generate(prompts * 2, SamplingParams(max_tokens=40, temperature=0))
     assert len(caught) == 1
-    if not request.config.getoption("--typecheck"):  # runtime type checking adds calls in between
+    if not request.config.getoption("--typecheck"):  # runtime type checking adds frames between the calls
         assert caught[0].filename == __file__
 
 
@@ -359,7 +362,7 @@ def test_engine_with_accepted_drafts_does_not_warn_of_low_acceptance() -> None:
     assert engine.metrics.num_drafts > MIN_ROUNDS
 
 
-def test_drafter_advice_differs_by_method_and_is_none_for_lookup() -> None:
+def test_drafter_advice_of_each_method_differs_and_is_none_for_lookup() -> None:
     target = tiny.model(16, layers=1)
     chain = Tree.chain(2)
     assert "heads were trained for this target" in str(Medusa(tiny.medusa_heads(target, 2), chain).advice)

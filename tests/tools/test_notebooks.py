@@ -1,4 +1,4 @@
-"""Notebooks run from top to bottom, draw or print, define nothing, and are committed with the outputs of one run."""
+"""Test that notebooks run from top to bottom, draw or print, define nothing, and hold the outputs of one run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ pytestmark = pytest.mark.once
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
-GUIDES = {path.stem for path in NOTEBOOKS if path.stem >= "5"}  # print tables; the others draw
-TIMEOUT = 300  # seconds for a cell
+GUIDES = {path.stem for path in NOTEBOOKS if path.stem >= "5"}  # these notebooks print tables; the others draw
+TIMEOUT = 300  # seconds that a cell may take
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 nbformat = pytest.importorskip("nbformat", reason='needs nbformat: pip install "jspec[notebooks]"')
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 
 
-def test_notebooks_include_guides_and_others() -> None:
+def test_notebooks_in_the_folder_include_guides_and_others() -> None:
     assert 0 < len(GUIDES) < len(NOTEBOOKS)
 
 
@@ -32,7 +32,7 @@ LONG = ("1_quickstart", "3_draft_methods", "4_trees_and_acceptance", "7_serving"
     "path",
     [pytest.param(path, marks=[pytest.mark.long] * (path.stem in LONG), id=path.stem) for path in NOTEBOOKS],
 )
-def test_notebook_runs_top_to_bottom_without_errors(path: Path) -> None:
+def test_notebook_run_from_top_to_bottom_raises_nothing(path: Path) -> None:
     nbclient = pytest.importorskip("nbclient", reason='needs nbclient: pip install "jspec[notebooks]"')
     pytest.importorskip("ipykernel", reason='needs ipykernel: pip install "jspec[notebooks]"')
     notebook = read(path)
@@ -44,7 +44,7 @@ def test_notebook_runs_top_to_bottom_without_errors(path: Path) -> None:
 
 
 @each_notebook
-def test_notebook_is_committed_with_outputs_of_one_run(path: Path) -> None:
+def test_notebook_in_the_repository_has_the_outputs_of_one_run(path: Path) -> None:
     notebook = read(path)
     counts = [cell.execution_count for cell in code_cells(notebook)]
     assert counts == list(range(1, len(counts) + 1))
@@ -53,7 +53,7 @@ def test_notebook_is_committed_with_outputs_of_one_run(path: Path) -> None:
 
 
 @each_notebook
-def test_notebook_defines_no_function_and_no_class(path: Path) -> None:
+def test_notebook_in_the_repository_defines_no_function_or_class(path: Path) -> None:
     for cell in code_cells(read(path)):
         found = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, DEFINITIONS)]
         assert not found, f"move this into jspec:\n{cell.source}"
@@ -71,7 +71,7 @@ def check_outputs(notebook: Any, is_guide: bool) -> None:
 
 
 def kernel_environment() -> dict[str, str]:
-    """This process's environment, with the CPU as platform, this repository first, and pictures in the notebook."""
+    """Return an environment in which notebooks run on the CPU, import this repository and contain pictures."""
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
     return environment | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths))}

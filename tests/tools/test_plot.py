@@ -1,4 +1,4 @@
-"""`jspec.plot`: heights, positions and labels of the drawings; labels of large trees do not overlap."""
+"""Test the drawings of `jspec.plot`: heights, positions, and labels that do not overlap."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_completion(rounds: list[Round] | None) -> Completion:
 
 
 def golden_round(golden: Path, iteration: int, name: str = "tree_d7_k10_t60") -> Round:
-    """One iteration recorded from the EAGLE-3 authors' code."""
+    """Return one round recorded from the EAGLE-3 authors' code."""
     with np.load(golden / f"{name}.npz") as file:
         tokens, parents = file["tree_tokens"][iteration], file["parent"][iteration]
         scores = np.concatenate([[0.0], file["sel_scores"][iteration]])
@@ -59,7 +59,7 @@ def labels_of(ax: Any) -> list[str]:
 
 
 def check_apart(ax: Any) -> None:
-    """No two labels of a drawn tree overlap, and labels and legend are inside the figure."""
+    """Check that no two labels of a drawn tree overlap and that labels and legend are inside the figure."""
     figure = ax.get_figure()
     figure.canvas.draw()
     boxes = [text.get_bbox_patch().get_window_extent() for text in ax.texts]
@@ -73,7 +73,7 @@ def check_inside(figure: Any, boxes: list[Any]) -> None:
     assert all(whole.x0 <= b.x0 and b.x1 <= whole.x1 and whole.y0 <= b.y0 and b.y1 <= whole.y1 for b in boxes)
 
 
-def test_plot_rounds_stacks_accepted_draft_tokens_and_target_token() -> None:
+def test_plot_of_rounds_stacks_accepted_draft_tokens_and_the_target_token() -> None:
     first, second = make_round([-1, 0, 1], [0, 1, 2]), make_round([-1, 0, 1], [0])
     cut = make_round([-1, 0, 1], [0, 1, 2], bonus=None)
     ax = plot.rounds(make_completion([first, second, cut]))
@@ -83,29 +83,29 @@ def test_plot_rounds_stacks_accepted_draft_tokens_and_target_token() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 200])
-def test_plot_rounds_legend_fits_into_the_figure(count: int) -> None:
+def test_plot_of_few_or_many_rounds_has_its_legend_inside_the_figure(count: int) -> None:
     ax = plot.rounds(make_completion([make_round([-1, 0, 1], [0, 1, 2])] * count))
     ax.get_figure().canvas.draw()
     check_inside(ax.get_figure(), [ax.get_legend().get_window_extent()])
 
 
-def test_plot_rounds_without_trace_raises() -> None:
+def test_plot_of_rounds_without_trace_raises() -> None:
     with pytest.raises(ValueError, match="trace=True"):
         plot.rounds(make_completion(None))
 
 
-def test_plot_acceptance_bar_heights_are_the_shares_at_each_position() -> None:
+def test_plot_of_acceptance_has_a_bar_for_the_share_at_each_position() -> None:
     metrics = make_completion([make_round([-1, 0, 1], [0, 1, 2]), make_round([-1, 0, 1], [0, 1])]).metrics
     ax = plot.acceptance(metrics)
     assert [bar.get_height() for bar in ax.patches] == [1.0, 0.5]
     assert "2.50" in ax.get_title()
 
 
-def test_plot_acceptance_without_accepted_tokens_has_a_title_that_says_so() -> None:
+def test_plot_of_acceptance_without_accepted_tokens_says_so_in_its_title() -> None:
     assert "no draft token" in plot.acceptance(Metrics()).get_title()
 
 
-def test_plot_methods_stacks_target_token_and_mean_accepted_tokens() -> None:
+def test_plot_of_methods_stacks_target_token_and_mean_accepted_tokens() -> None:
     metrics = {"none": Metrics(num_drafts=9), "some": Metrics(num_drafts=10, num_accepted_tokens=24)}
     ax = plot.methods(metrics)
     assert [[bar.get_width() for bar in bars] for bars in ax.containers] == [[1, 1], [0, pytest.approx(2.4)]]
@@ -116,14 +116,14 @@ def test_plot_methods_stacks_target_token_and_mean_accepted_tokens() -> None:
 
 
 def scored_round(parents: list[int], probs: list[float], path: list[int]) -> Round:
-    """A round whose nodes have these probabilities given their parents."""
+    """Return a round whose nodes have these probabilities given their parents."""
     scores = np.zeros(len(parents))
     for node in range(1, len(parents)):
         scores[node] = scores[max(parents[node], 0)] + np.log(probs[node])
     return Round(np.arange(len(parents)), np.array(parents), scores, path, len(path) - 1, [])
 
 
-def test_plot_calibration_counts_only_children_of_accepted_nodes() -> None:
+def test_plot_of_calibration_counts_only_children_of_accepted_nodes() -> None:
     """Children of rejected nodes were never verified, so nodes 4 and 6 and padding do not count."""
     first = scored_round([-1, 0, 0, 1, 2, -1], [1, 0.9, 0.06, 0.84, 0.5, 0.5], [0, 1])
     second = scored_round([-1, 0, 0, 1, 1, 3, 4], [1, 0.86, 0.08, 0.3, 0.1, 1.0, 0.7], [0, 1, 3, 5])
@@ -134,13 +134,13 @@ def test_plot_calibration_counts_only_children_of_accepted_nodes() -> None:
     assert labels_of(ax) == ["3", "1", "4"]
 
 
-def test_plot_calibration_without_drafts_has_no_points() -> None:
+def test_plot_of_calibration_without_drafts_has_no_points() -> None:
     assert labels_of(plot.calibration([make_round([-1], [0])])) == []
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
-def test_plot_calibration_of_a_calibrated_drafter_is_diagonal(temperature: float) -> None:
-    """Tokens are accepted with exactly their draft probability; negative control: too sharp draft probabilities."""
+def test_plot_of_calibration_of_a_calibrated_drafter_is_diagonal(temperature: float) -> None:
+    """Tokens are accepted with exactly their draft probability. Negative control: too sharp draft probabilities."""
     rng = np.random.default_rng(0)
     rounds = []
     for _ in range(4000):
@@ -151,13 +151,13 @@ def test_plot_calibration_of_a_calibrated_drafter_is_diagonal(temperature: float
     assert (np.abs(predicted - accepted).max() < 0.06) == (temperature == 1.0)
 
 
-def test_plot_tree_labels_every_node_except_padding() -> None:
+def test_plot_of_a_tree_labels_every_node_except_padding() -> None:
     ax = plot.tree(make_round([-1, 0, 0, 1, -1, -1], [0, 1, 3], bonus=120), load_tokenizer("bytes"))
     assert labels_of(ax) == ["a", "b -0.25", "c -0.50", "d -0.75", "x"]
     assert labels_of(plot.tree(make_round([-1, 0], [0], bonus=None))) == ["#97", "#98 -0.25"]
 
 
-def test_plot_tree_columns_are_depths_and_siblings_are_in_order() -> None:
+def test_plot_of_a_tree_has_a_column_per_depth_with_siblings_in_order() -> None:
     ax = plot.tree(make_round([-1, 0, 0, 1, 1, 2], [0, 2, 5], bonus=None))
     places = [text.get_position() for text in ax.texts]
     assert [x for x, _ in places] == [0, 1, 1, 2, 2, 2]
@@ -166,7 +166,7 @@ def test_plot_tree_columns_are_depths_and_siblings_are_in_order() -> None:
     assert [label.get_text() for label in ax.get_xticklabels()] == ["0", "1", "2"]
 
 
-def test_round_to_text_marks_accepted_nodes_and_prints_tokens() -> None:
+def test_round_text_of_a_tree_marks_accepted_nodes_and_contains_tokens() -> None:
     r, tokenizer = make_round([-1, 0, 0, 1], [0, 1, 3], bonus=255), load_tokenizer("bytes")
     assert tokenizer is not None
     r.tokens[1:] = [10, 255, 120]
@@ -175,14 +175,14 @@ def test_round_to_text_marks_accepted_nodes_and_prints_tokens() -> None:
     assert r.to_text().splitlines()[1].split()[:2] == ["*", "10"]
 
 
-def test_plot_tree_colours_the_accepted_path() -> None:
+def test_plot_of_a_tree_colours_the_accepted_path() -> None:
     ax = plot.tree(make_round([-1, 0, 0, 1], [0, 1, 3]))
     faces = [matplotlib.colors.to_hex(text.get_bbox_patch().get_facecolor()).upper() for text in ax.texts]
     assert faces == [plot.TARGET, plot.DRAFT, "#FFFFFF", plot.DRAFT, plot.TARGET]
 
 
 @pytest.mark.parametrize("iteration", [0, 57, 200])
-def test_plot_tree_labels_of_recorded_60_node_trees_do_not_overlap(golden: Path, iteration: int) -> None:
+def test_plot_of_recorded_60_node_trees_has_no_overlapping_labels(golden: Path, iteration: int) -> None:
     check_apart(plot.tree(golden_round(golden, iteration), load_tokenizer("bytes")))
 
 
@@ -197,21 +197,21 @@ def test_plot_tree_labels_of_recorded_60_node_trees_do_not_overlap(golden: Path,
     ],
     ids=["root", "chain", "star", "binary", "bushy"],
 )
-def test_plot_tree_labels_of_extreme_trees_do_not_overlap(parents: list[int]) -> None:
+def test_plot_of_extreme_trees_has_no_overlapping_labels(parents: list[int]) -> None:
     check_apart(plot.tree(make_round(parents, [0])))
 
 
-def test_plot_tree_on_given_axes_is_drawn_there_without_overlaps(golden: Path) -> None:
+def test_plot_of_a_tree_on_given_axes_is_drawn_there_without_overlaps(golden: Path) -> None:
     _, axes = plt.subplots(1, 2, figsize=(12, 8))
     ax = plot.tree(golden_round(golden, 3), load_tokenizer("bytes"), ax=axes[1])
     assert ax is axes[1]
     check_apart(ax)
 
 
-def test_plot_tree_labels_of_blanks_long_and_unprintable_tokens_are_readable(
+def test_plot_of_a_tree_with_blank_or_long_tokens_has_readable_labels(
     data: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """Spaces are visible, long tokens are shortened, and a token that the font lacks is shown by its id."""
+    """Blanks are visible, long tokens are shortened, and a token that the font lacks is shown by its id."""
     tokenizer = load_tokenizer(data / "tokenizers/gpt2")
     assert tokenizer is not None
     texts = [" a", "\n", "$x$", " internationalization", "你"]
@@ -232,7 +232,7 @@ def test_plot_without_matplotlib_raises_naming_the_notebooks_extra(monkeypatch: 
         plot.acceptance(Metrics())
 
 
-def test_plots_saved_to_files_are_not_blank(golden: Path, tmp_path: Path) -> None:
+def test_plots_when_saved_to_files_are_not_blank(golden: Path, tmp_path: Path) -> None:
     rounds = [golden_round(golden, iteration) for iteration in range(24)]
     completion = make_completion(rounds)
     pictures = {

@@ -1,4 +1,4 @@
-"""READMEs and notebooks: their commands parse, and their Python names, options and paths exist."""
+"""Test READMEs and notebooks: commands parse, and Python names, options and paths exist."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 READMES = [
     REPOSITORY / folder / "README.md" for folder in (".", "jspec", "jspec/draft", "jspec/models/families", "tests")
 ]
-LONGEST = 200  # lines of the first README
+LONGEST = 200  # largest number of lines of the first README
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 
 each_document = pytest.mark.parametrize("path", READMES + NOTEBOOKS, ids=lambda path: str(path.relative_to(REPOSITORY)))
 
 
 def text_of(path: Path) -> str:
-    """A README, or the text cells of a notebook."""
+    """Return the text of a README, or of a notebook's text cells."""
     if path.suffix != ".ipynb":
         return path.read_text()
     cells = json.loads(path.read_text())["cells"]
@@ -38,38 +38,38 @@ def text_of(path: Path) -> str:
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """Fenced blocks of a language; "" for those without one."""
+    """Return fenced blocks of a language; the language "" selects blocks without one."""
     return [body for kind, body in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S) if kind == language]
 
 
 def inline_code(text: str) -> list[str]:
-    """Words between backticks and targets of links, outside of fenced blocks."""
+    """Return the words between backticks and the targets of links outside of fenced blocks."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
     return re.findall(r"`([^`\n]+)`", prose) + re.findall(r"\]\(([^)\s]+)\)", prose)
 
 
 def wrong_paths(text: str, folder: Path) -> list[str]:
-    """Paths that exist neither from the README's folder nor from the repository's root."""
+    """Return paths that exist neither from the README's folder nor from the repository's root."""
     words = [word for word in inline_code(text) if re.fullmatch(r"[\w./-]+", word)]
     paths = [word for word in words if "/" in word or re.search(r"\.(py|md|ipynb|json)$", word)]
     return [path for path in paths if not any((base / path).exists() for base in (folder, REPOSITORY))]
 
 
 def commands(text: str) -> list[str]:
-    """Command lines of `jspec`, from fenced blocks and from inline code; lines that end in a backslash are joined."""
+    """Return command lines of `jspec` from fenced blocks and inline code; join lines that end in a backslash."""
     lines = "\n".join(blocks(text, "")).replace("\\\n", " ").splitlines() + inline_code(text)
     found = [re.search(r"(?:^|/| )jspec ([a-z].*)", line) for line in lines]
     return [match[1].strip() for match in found if match]
 
 
 def parses(command: str) -> bool:
-    """Whether the command line accepts a command; without any arguments: whether it exists."""
+    """Return whether the command line accepts a command; of a command without arguments, whether it exists."""
     words = shlex.split(command)
     names = [word for word in words if re.fullmatch("[a-z]+", word)]
     parser = convert._parser() if words[0] == "convert" else make_parser()
     arguments = words[1:] if words[0] == "convert" else words
     if words == names:
-        arguments = [*arguments, "--help"]  # required arguments may be missing
+        arguments = [*arguments, "--help"]  # --help needs no required arguments
     try:
         parser.parse_args(arguments)
     except SystemExit as stop:
@@ -78,7 +78,11 @@ def parses(command: str) -> bool:
 
 
 def resolve(node: ast.expr) -> Any:
-    """The object that `jspec.a.b` names; None for other expressions. Raises AttributeError if there is none."""
+    """Return the object that an expression like `jspec.a.b` names, or None for other expressions.
+
+    Raises:
+        AttributeError: there is no such object.
+    """
     if isinstance(node, ast.Name):
         return jspec if node.id == "jspec" else None
     if isinstance(node, ast.Attribute):
@@ -88,7 +92,7 @@ def resolve(node: ast.expr) -> Any:
 
 
 def wrong_names(source: str) -> list[str]:
-    """Names of jspec that do not exist, and keyword arguments that their function does not take."""
+    """Return names of jspec that do not exist, and keyword arguments that their function does not take."""
     found = []
     for node in ast.walk(ast.parse(source)):
         try:
@@ -126,7 +130,7 @@ def test_python_names_and_options_in_each_document_exist(path: Path) -> None:
     assert [name for block in blocks(text_of(path), "python") for name in wrong_names(block)] == []
 
 
-def test_first_readme_has_every_command_in_at_most_200_lines() -> None:
+def test_first_readme_of_at_most_200_lines_names_every_command() -> None:
     text = text_of(READMES[0])
     assert len(text.splitlines()) <= LONGEST
     assert {command.split()[0] for command in commands(text)} == {"demo", "info", "generate", "convert", "bench"}
@@ -134,13 +138,13 @@ def test_first_readme_has_every_command_in_at_most_200_lines() -> None:
 
 
 @pytest.mark.parametrize("name", ["jspec/engine/nowhere.py", "nowhere.md", "engine/"])
-def test_readme_check_finds_each_missing_path(name: str) -> None:
-    """Negative control; the path `engine/` exists from `jspec/README.md` but not from the first README."""
+def test_readme_check_of_missing_paths_finds_each_one(name: str) -> None:
+    """Negative control; the path `engine/` exists relative to `jspec/README.md` but not to the first README."""
     assert wrong_paths(f"see `{name}` and [this]({name}) and `jspec/core/`", REPOSITORY) == [name, name]
 
 
 @pytest.mark.parametrize("command", ["jspec fly", "jspec bench fly", "jspec info --fly a", "jspec convert a b --fly"])
-def test_readme_check_finds_an_invalid_command(command: str) -> None:
+def test_readme_check_of_an_invalid_command_finds_it(command: str) -> None:
     """Negative control of the test of commands."""
     assert [parses(one) for one in commands(f"`{command}`\n```\n$ .venv/bin/{command}\n```")] == [False, False]
 
@@ -155,6 +159,6 @@ def test_readme_check_finds_an_invalid_command(command: str) -> None:
         "from jspec.draft.base import Draft_er",
     ],
 )
-def test_readme_check_finds_an_invalid_python_line(source: str) -> None:
+def test_readme_check_of_an_invalid_python_line_finds_it(source: str) -> None:
     """Negative control of the test of Python names and options."""
     assert len(wrong_names(source)) == 1

@@ -1,4 +1,4 @@
-"""`check_lossless` passes lossless drafters, the README's example included, and fails others."""
+"""Test that `check_lossless` passes lossless drafters, such as the README's example, and raises for others."""
 
 from __future__ import annotations
 
@@ -41,34 +41,34 @@ def check(plain: Engine, drafter: Drafter, **options: Any) -> dict[float, list]:
 
 
 def repeat(tree: Tree) -> Drafter:
-    """The drafter that `jspec/draft/README.md` shows."""
+    """Return the drafter that `jspec/draft/README.md` shows."""
     names: dict[str, Any] = {}
     exec(blocks((REPOSITORY / "jspec/draft/README.md").read_text(), "python")[0], names)
     return names["Repeat"](tree)
 
 
 def scripted(plain: Engine) -> Scripted:
-    """A drafter that drafts the right token everywhere in the compared runs."""
+    """Return a drafter that drafts the right token everywhere in the compared runs."""
     params = [SamplingParams(max_tokens=TOKENS, temperature=t, seed=1000 + i) for t in (0.0, 1.0) for i in range(4)]
     return Scripted(plain.generate(PROMPTS * 2, params), params, Tree.chain(LENGTH))
 
 
 @pytest.mark.parametrize("name", ["right", "README"])
-def test_check_lossless_of_lossless_drafter_passes(plain: Engine, name: str) -> None:
+def test_lossless_check_of_a_lossless_drafter_raises_nothing(plain: Engine, name: str) -> None:
     tree = Tree.chain(LENGTH)
     drafter = scripted(plain) if name == "right" else repeat(tree)
     assert check(plain, drafter) == {0.0: [], 1.0: []}
 
 
-def test_check_lossless_of_greedy_rows_under_rejection_passes(plain: Engine) -> None:
-    """Under "rejection" sampled rows keep the distribution but not the tokens, so only greedy rows are compared."""
+def test_lossless_check_under_rejection_compares_only_greedy_rows(plain: Engine) -> None:
+    """Under "rejection" sampled rows keep the target's distribution but not the tokens of plain decoding."""
     assert check(plain, Random(Tree.chain(LENGTH)), accept="rejection", temperatures=(0.0,)) == {0.0: []}
 
 
-def test_check_lossless_with_a_rule_that_accepts_every_node_raises(
+def test_lossless_check_of_a_rule_that_accepts_every_node_raises(
     plain: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: every valid node is accepted."""
+    """Negative control: the rule accepts every valid node."""
     original = coupled.longest_accepted_path
 
     def accept_all(matches: Array, draft: Draft, ancestor_mask: Array) -> Any:
@@ -79,8 +79,8 @@ def test_check_lossless_with_a_rule_that_accepts_every_node_raises(
         check(plain, Random(Tree.chain(LENGTH)), temperatures=(0.0,))
 
 
-def test_lossless_differences_contain_position_and_gap_of_a_changed_token(plain: Engine) -> None:
-    """The gap at a changed token is larger than that of a near tie."""
+def test_lossless_differences_of_a_changed_token_contain_position_and_gap(plain: Engine) -> None:
+    """The gap between the two tokens' logits is larger than at a near tie."""
     (one,) = plain.generate(PROMPTS[0], SamplingParams(max_tokens=5, temperature=0))
     changed = list(one.token_ids)
     changed[3] = (changed[3] + 1) % small.VOCAB

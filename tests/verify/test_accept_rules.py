@@ -1,4 +1,4 @@
-"""The accept functions: exact enumeration of their output, loops from the papers, recordings of the authors' code."""
+"""Compare the accept functions with exact enumeration, loops from the papers, and recordings of the authors' code."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ ALMOST_ONE = np.float32(1 - 2**-24)  # the largest uniform
 
 
 def case(name: str, seed: int, **options: float) -> tuple[Tree, list[np.ndarray], list[np.ndarray]]:
-    """A tree with random target and draft probabilities."""
+    """Return a tree with random target and draft probabilities."""
     (tree, vocab), rng = SIZES[name], np.random.default_rng(seed)
     return tree, random_probs(rng, vocab, tree.depth), random_probs(rng, vocab, tree.depth - 1, **options)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", SIZES)
-def test_rejection_accept_with_drawn_siblings_emits_target_joint_distribution(name: str, seed: int) -> None:
-    """With seed 0 the root's first child has probability 1, so its siblings are the smallest remaining ids."""
+def test_rejection_rule_with_drawn_siblings_emits_the_target_distribution(name: str, seed: int) -> None:
+    """With seed 0 the root's first child has draft probability 1, so its siblings are the smallest remaining ids."""
     tree, target, draft_probs = case(name, seed)
     if seed == 0:
         draft_probs[0] = np.eye(len(draft_probs[0]))[-1]
@@ -51,7 +51,7 @@ def test_rejection_accept_with_drawn_siblings_emits_target_joint_distribution(na
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_block_accept_with_drawn_chain_emits_target_joint_distribution(seed: int) -> None:
+def test_block_rule_with_a_drawn_chain_emits_the_target_distribution(seed: int) -> None:
     tree, target, draft_probs = case("chain", seed)
     drafts = sampled_drafts(tree, draft_probs)
     output = emitted(ACCEPT["block"], tree, drafts, target, draft_probs, all_at_once=True)
@@ -59,8 +59,8 @@ def test_block_accept_with_drawn_chain_emits_target_joint_distribution(seed: int
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_multi_candidate_accept_with_any_fixed_draft_emits_target_joint_distribution(name: str) -> None:
-    """The rule is lossless for each fixed draft, therefore for any way of drafting."""
+def test_multi_candidate_rule_with_any_fixed_draft_emits_the_target_distribution(name: str) -> None:
+    """A rule that is lossless for each fixed draft is lossless for any way of drafting."""
     tree, target, draft_probs = case(name, 7, zeros=0)
     tokens, _ = sampled_drafts(tree, draft_probs)
     for row in range(0, len(tokens), 13):
@@ -70,16 +70,16 @@ def test_multi_candidate_accept_with_any_fixed_draft_emits_target_joint_distribu
 
 @pytest.mark.parametrize("cap", [0, 1, 2])
 @pytest.mark.parametrize("name", ["multi_candidate", "rejection", "block"])
-def test_accept_functions_with_capped_draft_emit_target_joint_distribution(name: str, cap: int) -> None:
-    """Nodes beyond the cap were drawn like the others, and the rules must ignore them."""
+def test_accept_rules_with_a_capped_draft_emit_the_target_distribution(name: str, cap: int) -> None:
+    """Nodes deeper than the cap are drawn too, and the rules must ignore them."""
     tree, target, draft_probs = case("chain" if name == "block" else "pairs", 5)
     drafts = sampled_drafts(tree, draft_probs)
     output = emitted(ACCEPT[name], tree, drafts, target, draft_probs, all_at_once=name == "block", cap=cap)
     np.testing.assert_allclose(output, joint(target), atol=1e-6)
 
 
-def test_block_accept_on_random_chains_accepts_as_many_tokens_as_rejection_or_more() -> None:
-    """By the paper's optimality theorem block accepts at least as many on average; in some cases clearly more."""
+def test_block_rule_on_random_chains_accepts_at_least_as_many_tokens_as_rejection() -> None:
+    """The paper's optimality theorem is about the mean number of tokens; in some cases the difference is large."""
     gains = []
     for seed in range(6):
         tree, target, draft_probs = case("chain", seed)
@@ -97,8 +97,8 @@ def test_block_accept_on_random_chains_accepts_as_many_tokens_as_rejection_or_mo
     assert max(gains) > 0.03
 
 
-def test_rejection_accept_with_most_likely_instead_of_drawn_siblings_is_lossy() -> None:
-    """Negative control: a deterministic top-k tree with its softmax as q."""
+def test_rejection_rule_with_most_likely_instead_of_drawn_siblings_is_lossy() -> None:
+    """Negative control: a deterministic top-k tree, with its softmax as the draft probabilities."""
     distances = []
     for seed in range(6):
         tree, target, draft_probs = case("pairs", seed)
@@ -108,12 +108,12 @@ def test_rejection_accept_with_most_likely_instead_of_drawn_siblings_is_lossy() 
 
 
 def sorted_by(probs: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Drafts of a star with siblings sorted by descending probability."""
+    """Return drafts of a root and its children, the children sorted by descending draft probability."""
     order = np.argsort(-probs[tokens[:, 1:]], axis=1, kind="stable")
     return np.concatenate([tokens[:, :1], np.take_along_axis(tokens[:, 1:], order, axis=1)], axis=1)
 
 
-def test_rejection_accept_with_siblings_sorted_by_probability_is_lossy() -> None:
+def test_rejection_rule_with_siblings_sorted_by_probability_is_lossy() -> None:
     """Negative control: the siblings are no longer in the order in which they were drawn."""
     tree, target, draft_probs = case("star", 0)
     tokens, weight = sampled_drafts(tree, draft_probs)
@@ -121,8 +121,8 @@ def test_rejection_accept_with_siblings_sorted_by_probability_is_lossy() -> None
     assert distance(emitted(ACCEPT["rejection"], tree, drafts, target, draft_probs), joint(target)) > 0.05
 
 
-def test_rejection_accept_without_the_least_likely_sibling_is_lossy() -> None:
-    """Negative control: of three drawn siblings only the two most likely are kept, in the order of drawing."""
+def test_rejection_rule_without_the_least_likely_sibling_is_lossy() -> None:
+    """Negative control: only the two most likely of three drawn siblings are kept, in the order of drawing."""
     tree, target, draft_probs = case("star", 0)
     tokens, weight = sampled_drafts(tree, draft_probs)
     worst = np.argmin(draft_probs[0][tokens[:, 1:]], axis=1) + 1
@@ -131,8 +131,8 @@ def test_rejection_accept_without_the_least_likely_sibling_is_lossy() -> None:
     assert distance(output, joint(target)) > 0.05
 
 
-def test_accept_function_chosen_by_the_drafted_token_is_lossy() -> None:
-    """Negative control: the rule is multi-candidate if q exceeds p at the first sibling, else rejection."""
+def test_accept_rule_chosen_by_the_drafted_token_is_lossy() -> None:
+    """Negative control: whether the first sibling is more likely in the draft selects multi-candidate or rejection."""
     tree, target, draft_probs = case("star", 0)
     tokens, weight = sampled_drafts(tree, draft_probs)
     is_overrated = target[0][tokens[:, 1]] < draft_probs[0][tokens[:, 1]]
@@ -141,8 +141,8 @@ def test_accept_function_chosen_by_the_drafted_token_is_lossy() -> None:
     assert distance(output, joint(target)) > 0.02
 
 
-def test_rejection_accept_that_keeps_rejected_tokens_in_draft_probs_is_lossy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the rejected token keeps its mass in q."""
+def test_rejection_rule_with_rejected_tokens_left_in_draft_probs_is_lossy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a rejected token keeps its draft probability."""
     tree, target, draft_probs = case("star", 0)
     right = rejection.try_token
     monkeypatch.setattr(rejection, "try_token", lambda p, q, token: right(p, q, token)._replace(residual_q=q))
@@ -151,7 +151,7 @@ def test_rejection_accept_that_keeps_rejected_tokens_in_draft_probs_is_lossy(mon
 
 
 def random_draft(seed: int, *, rows: int, nodes: int, vocab: int) -> tuple[Draft, np.ndarray, np.ndarray]:
-    """Random trees of distinct siblings with padding at the end and invalid nodes; p and q at all nodes."""
+    """Return random trees with padding and invalid nodes, and target and draft probabilities at all nodes."""
     rng = np.random.default_rng(seed)
     parents, tokens, valid = np.full((rows, nodes), -1), np.zeros((rows, nodes), int), np.ones((rows, nodes), bool)
     for row in range(rows):
@@ -177,8 +177,8 @@ def random_draft(seed: int, *, rows: int, nodes: int, vocab: int) -> tuple[Draft
 
 
 @pytest.mark.parametrize("name", ["multi_candidate", "rejection", "block"])
-def test_accept_functions_on_random_trees_equal_plain_python_loops(name: str) -> None:
-    """The accepted path and the residual probabilities are compared."""
+def test_accept_rules_on_random_trees_equal_plain_python_loops(name: str) -> None:
+    """The test compares the accepted path and the probabilities of the token after it."""
     draft, p, q = random_draft(3, rows=400, nodes=10, vocab=6)
     if name == "block":
         chain = jnp.broadcast_to(jnp.arange(-1, 9, dtype=jnp.int32), draft.parents.shape)
@@ -202,8 +202,8 @@ def test_accept_functions_on_random_trees_equal_plain_python_loops(name: str) ->
     assert len(lengths) > 3, "the cases must reach different depths"
 
 
-def test_accept_functions_with_vocabulary_map_equal_those_with_full_draft_probs() -> None:
-    """The draft's vocabulary is tokens 1, 3 and 4; over the target's vocabulary the others have probability 0."""
+def test_accept_rules_with_vocabulary_map_equal_those_with_full_draft_probs() -> None:
+    """The draft vocabulary is tokens 1, 3 and 4; the full draft probabilities of other tokens are 0."""
     rng, ids = np.random.default_rng(0), np.array([1, 3, 4])
     own = rng.dirichlet(np.ones(3), (64, 4)).astype(np.float32)
     wide = np.zeros((64, 4, 5), np.float32)
@@ -219,8 +219,8 @@ def test_accept_functions_with_vocabulary_map_equal_those_with_full_draft_probs(
 
 
 @pytest.mark.parametrize("name", ["rejection", "block"])
-def test_accept_functions_with_draft_probs_equal_to_target_accept_every_token(name: str) -> None:
-    """No residual mass is left, so every token is accepted without NaN, also with the largest uniform."""
+def test_accept_rules_with_draft_probs_equal_to_target_probs_accept_all_tokens(name: str) -> None:
+    """No residual probability is left; even the largest uniform number must lead to no NaN."""
     tree, target, _ = case("chain", 2)
     tokens, _ = sampled_drafts(tree, target[:-1])
     p = enumeration.probs_at_nodes(tree, tokens, target)
@@ -233,8 +233,8 @@ def test_accept_functions_with_draft_probs_equal_to_target_accept_every_token(na
 
 @pytest.mark.parametrize("draw", [0, ALMOST_ONE])
 @pytest.mark.parametrize("name", ["multi_candidate", "rejection", "block"])
-def test_accept_functions_with_one_hot_target_accept_exactly_the_certain_token(name: str, draw: float) -> None:
-    """A uniform of 0 must not accept a token of probability 0; the largest must not reject one of probability 1."""
+def test_accept_rules_with_a_one_hot_target_accept_exactly_the_certain_token(name: str, draw: float) -> None:
+    """A uniform number of 0 must not accept probability 0; the largest one must not reject probability 1."""
     tree = CHAIN if name == "block" else PAIRS
     rng = np.random.default_rng(0)
     tokens, _ = sampled_drafts(tree, random_probs(rng, 3, tree.depth - 1, zeros=0))
@@ -249,8 +249,8 @@ def test_accept_functions_with_one_hot_target_accept_exactly_the_certain_token(n
     np.testing.assert_allclose(result.residual_probs, p[:, 0], atol=1e-6)
 
 
-def test_multi_candidate_accept_with_all_target_mass_on_children_accepts_one() -> None:
-    """The mass after a child is summed instead of subtracted from 1, so the last child is accepted if no other is."""
+def test_multi_candidate_rule_with_all_target_mass_on_children_accepts_one() -> None:
+    """The remaining mass is summed over children, so no rounding error can reject the last one."""
     rng = np.random.default_rng(0)
     weights = rng.exponential(size=(500, 3)).astype(np.float32) ** 6
     p = np.zeros((500, 4, 5), np.float32)
@@ -274,7 +274,9 @@ def recorded(golden: Path) -> list[dict[str, np.ndarray]]:
         return [dict(zip(names, row, strict=True)) for row in zip(*(arrays[name] for name in names), strict=True)]
 
 
-def test_multi_candidate_with_recorded_draws_equals_the_authors_results(recorded: list[dict[str, np.ndarray]]) -> None:
+def test_multi_candidate_rule_with_recorded_draws_has_the_recorded_results(
+    recorded: list[dict[str, np.ndarray]],
+) -> None:
     for r in recorded:
         result = multi_candidate(softmax(r["node_logits"]), r["tree_tokens"], r["parent"], r["draws"])
         assert result.accept_len == r["accept_len"]
@@ -282,10 +284,10 @@ def test_multi_candidate_with_recorded_draws_equals_the_authors_results(recorded
         np.testing.assert_allclose(result.bonus_probs, r["sample_p"], atol=1e-5)
 
 
-def test_multi_candidate_with_shifted_draws_differs_from_the_authors_results(
+def test_multi_candidate_rule_with_shifted_draws_has_other_results(
     recorded: list[dict[str, np.ndarray]],
 ) -> None:
-    """Negative control: the recordings determine which child used which draw."""
+    """Negative control: the recorded results depend on which child uses which draw."""
     same = 0
     for r in recorded:
         draws = np.append(np.nan_to_num(r["draws"][1:], nan=0.5), [0.5] * 9)
@@ -307,7 +309,7 @@ def test_multi_candidate_with_shifted_draws_differs_from_the_authors_results(
         (dict(p=np.ones((0, 4)), tokens=[], parents=[]), "expected p"),
     ],
 )
-def test_multi_candidate_invalid_arguments_raise(changed: dict, message: str) -> None:
+def test_multi_candidate_rule_with_invalid_arguments_raises(changed: dict, message: str) -> None:
     given = dict(p=np.full((3, 4), 0.25), tokens=[0, 1, 2], parents=[-1, 0, 0], uniforms=[0.9, 0.9])
     assert multi_candidate(**given).accept_len == 0
     with pytest.raises(ValueError, match=message):

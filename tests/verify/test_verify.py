@@ -1,4 +1,4 @@
-"""Accept rules on batches of trees, the cut at the end of a row, and the trees and options that a rule accepts."""
+"""Test accept rules on batches of trees, the cut where a request ends, and the trees and options a rule allows."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ pytestmark = pytest.mark.once
 
 PAIRS = Tree.static([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)])
 CHAIN = Tree.chain(3)
-ROWS, VOCAB = 64, 5  # the same in all tests, so each rule compiles once
+ROWS, VOCAB = 64, 5  # equal in all tests, so each rule compiles once
 
 
 def decide(logits: object, draft: Draft, here: SlotView, tree: Tree) -> Verdict:
-    """The verdict of `verify.accept`, compiled as in a step; numpy arrays."""
+    """Return the verdict of `verify.accept`, compiled as in a step, as numpy arrays."""
     compiled = jax.jit(verify.accept, static_argnames="tree")
     verdict = compiled(jnp.asarray(logits)[None], draft, ancestors(draft.parents), here, tree=tree)
     return jax.tree.map(np.asarray, verdict)
@@ -69,7 +69,7 @@ def random_tree(rng: np.random.Generator, nodes: int, padding: int) -> np.ndarra
 
 @pytest.mark.parametrize("seed", range(20))
 def test_coupled_rule_on_random_trees_equals_plain_python_loop(seed: int) -> None:
-    """The oracle is a loop that finds the deepest path of children that equal the target's argmax."""
+    """The loop follows children whose tokens equal the target's argmax."""
     rng = np.random.default_rng(seed)
     nodes, rows, vocab = 12, 16, 3
     parents = np.stack([random_tree(rng, nodes, rng.integers(0, 4)) for _ in range(rows)])
@@ -113,7 +113,7 @@ def test_coupled_rule_on_random_trees_equals_plain_python_loop(seed: int) -> Non
         assert (np.asarray(verdict.tokens[row, len(emitted) :]) == -1).all()
 
 
-def test_ancestors_of_random_trees_equal_nodes_found_by_following_parents() -> None:
+def test_ancestors_of_nodes_in_random_trees_equal_those_found_by_following_parents() -> None:
     parents = np.stack([random_tree(np.random.default_rng(s), 40, s % 5) for s in range(8)])
     ancestor_mask = np.asarray(ancestors(jnp.asarray(parents, jnp.int32)))
     for row, node in itertools.product(range(8), range(40)):
@@ -124,8 +124,8 @@ def test_ancestors_of_random_trees_equal_nodes_found_by_following_parents() -> N
         assert set(np.flatnonzero(ancestor_mask[row, node])) == climbed
 
 
-def test_ancestors_of_numpy_parents_are_computed_while_tracing() -> None:
-    """The result equals that of traced parents, and no reduction or gather is left in the program."""
+def test_ancestors_of_constant_parents_are_computed_while_tracing() -> None:
+    """The program contains no reduction and no gather; its result equals the one for traced parents."""
     rng = np.random.default_rng(3)
     parents = np.stack([random_tree(rng, 12, padding) for padding in range(4)]).astype(np.int32)
 
@@ -155,7 +155,7 @@ def test_ancestors_of_numpy_parents_are_computed_while_tracing() -> None:
         ([3, 4, -1, -1], (9,), 3, 2, False),
     ],
 )
-def test_cut_ends_row_at_stop_id_or_last_remaining_token(
+def test_accepted_tokens_with_a_stop_id_or_no_tokens_remaining_are_cut_there(
     tokens: list[int], stops: tuple[int, ...], remaining: int, count: int, ended: bool
 ) -> None:
     here = view(1)
@@ -178,7 +178,7 @@ def test_cut_ends_row_at_stop_id_or_last_remaining_token(
 def sampled_view(
     rule: str | verify.AcceptRule, temperature: np.ndarray | float = 1.0, *, one_seed: int | None = None
 ) -> SlotView:
-    """A view of sampled rows, each with its own seed, or all with ``one_seed``."""
+    """Return a view of sampled rows with a seed each, or all with one seed (``one_seed``)."""
     here = view(ROWS, accept=verify.resolve(rule))
     low = jnp.arange(ROWS, dtype=jnp.uint32) if one_seed is None else jnp.full(ROWS, one_seed, jnp.uint32)
     controls = here.sampling.replace(
@@ -189,7 +189,7 @@ def sampled_view(
 
 
 def random_tokens(rng: np.random.Generator, tree: Tree) -> np.ndarray:
-    """Tokens of ROWS drafts; siblings are distinct."""
+    """Return the tokens of ROWS drafts; siblings are distinct."""
     tokens = np.zeros((ROWS, tree.nodes), int)
     for row in tokens:
         for parent in tree.fed:
@@ -225,8 +225,8 @@ def test_coupled_rule_with_any_draft_emits_tokens_of_plain_decoding() -> None:
     ("tree", "rule"),
     [(tree, rule) for tree in (CHAIN, PAIRS) for rule in ACCEPT_RULES if (tree, rule) != (PAIRS, "block")],
 )
-def test_accept_rules_greedy_rows_in_a_mixed_batch_emit_argmax(tree: Tree, rule: str) -> None:
-    """The draft may come from any q: the target's probabilities are one-hot, so only the argmax can be accepted."""
+def test_accept_rules_on_greedy_rows_in_a_mixed_batch_emit_the_argmax(tree: Tree, rule: str) -> None:
+    """The target's probabilities are one-hot at temperature 0, so any draft is accepted only where it is the argmax."""
     rng = np.random.default_rng(5)
     logits = rng.normal(size=(ROWS, tree.nodes, VOCAB)).astype(np.float32)
     draft = enumeration.draft_of(tree, random_tokens(rng, tree), None)
@@ -253,7 +253,7 @@ def test_rejection_and_block_rules_without_draft_probs_equal_multi_candidate(rul
     assert (own.tokens != other.tokens).any()
 
 
-def test_multi_candidate_rule_uses_independent_draws_for_siblings_and_positions() -> None:
+def test_multi_candidate_rule_with_one_seed_draws_independently_per_sibling() -> None:
     """With one seed and roots at different positions, three equally likely tokens are emitted equally often.
 
     If both siblings shared a draw, the second would be emitted with probability 1/2 - 1/3.
@@ -270,7 +270,7 @@ def test_multi_candidate_rule_uses_independent_draws_for_siblings_and_positions(
 
 
 def typical_case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Logits, tokens, valid flags and temperatures; in capped drafts only the first level is valid."""
+    """Return logits, tokens, valid flags and temperatures; in capped drafts only the first level is valid."""
     rng = np.random.default_rng(seed)
     logits = (rng.normal(size=(ROWS, PAIRS.nodes, VOCAB)) * 3).astype(np.float32)
     valid = np.arange(PAIRS.nodes) <= np.where(rng.random(ROWS) < 0.2, 2, 6)[:, None]
@@ -279,7 +279,7 @@ def typical_case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndar
 
 @pytest.mark.parametrize("options", [(0.09, 0.3), (0.3, 0.09), (0.4, 0.9)])
 def test_typical_rule_on_random_trees_equals_plain_python_loop(options: tuple[float, float]) -> None:
-    """Negative control: exchanged options accept different tokens."""
+    """Negative control: with its two options exchanged the rule accepts different tokens."""
     parents, found, exchanged = np.array(PAIRS.parents), set(), 0
     for seed in range(3):
         logits, tokens, valid, temperature = typical_case(seed)
@@ -302,7 +302,8 @@ DEEP_GAP = Tree.static([(0,), (1,), (1, 1)])
 
 @pytest.mark.parametrize("rule", ACCEPT_RULES[:-1])
 @pytest.mark.parametrize("tree", [CHAIN, PAIRS, GAP, DEEP_GAP, Tree.topk(8, 3, 2)], ids=str)
-def test_accept_rule_check_raises_only_for_unsuitable_trees(rule: str, tree: Tree) -> None:
+def test_accept_rule_with_an_unsuitable_tree_raises(rule: str, tree: Tree) -> None:
+    """With suitable trees the check neither raises nor warns."""
     wanted = None
     if rule == "block" and not tree.is_chain:
         wanted = r'accept="block" expects a chain, got .*; use Tree\.chain\(length\) or accept="rejection"'
@@ -317,12 +318,12 @@ def test_accept_rule_check_raises_only_for_unsuitable_trees(rule: str, tree: Tre
                 verify.resolve(rule).check(tree)
 
 
-def test_engine_block_rule_with_branching_tree_raises() -> None:
+def test_engine_with_block_rule_and_branching_tree_raises() -> None:
     with pytest.raises(ValueError, match='accept="block" expects a chain'):
         Engine(small.target(), drafter=Random(PAIRS), accept="block")
 
 
-def test_engine_typical_rule_warns_once_and_greedy_tokens_equal_plain_decoding() -> None:
+def test_engine_with_typical_rule_warns_once_and_greedy_tokens_are_unchanged() -> None:
     with pytest.warns(UserWarning, match='"typical" does not keep the target\'s distribution') as caught:
         engine = Engine(
             small.target(), drafter=Random(PAIRS), accept="typical", slots=2, max_len=small.MAX_LEN, buckets=(2,)
@@ -335,18 +336,18 @@ def test_engine_typical_rule_warns_once_and_greedy_tokens_equal_plain_decoding()
 
 @pytest.mark.parametrize("name", ["typical_threshold", "typical_alpha"])
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), "0.1"])
-def test_engine_config_typical_option_not_positive_raises(name: str, value: object) -> None:
+def test_engine_config_with_typical_option_not_positive_raises(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{name}: expected a number > 0, got {value!r}"):
         EngineConfig(**{name: value})
 
 
 @pytest.mark.parametrize("options", [dict(threshold=0.0), dict(alpha=-1.0), dict(threshold="0.1")])
-def test_typical_rule_option_not_positive_raises(options: dict) -> None:
+def test_typical_rule_with_option_not_positive_raises(options: dict) -> None:
     with pytest.raises(ValueError, match=r"Typical: (threshold|alpha): expected a number > 0, got"):
         verify.Typical(**options)
 
 
-def test_resolve_accepts_rule_names_and_rule_objects() -> None:
+def test_accept_rule_given_by_name_or_object_is_resolved_to_the_object() -> None:
     assert tuple(rules.RULES) == ACCEPT_RULES
     assert [rule.name for rule in map(verify.resolve, ACCEPT_RULES)] == list(ACCEPT_RULES)
     own = verify.Typical(0.2, 0.5)
@@ -368,17 +369,19 @@ def test_resolve_accepts_rule_names_and_rule_objects() -> None:
         (dict(), verify.Coupled()),
     ],
 )
-def test_engine_config_accept_resolves_to_rule_with_the_given_options(options: dict, rule: verify.AcceptRule) -> None:
+def test_engine_config_with_accept_options_has_a_rule_with_these_options(
+    options: dict, rule: verify.AcceptRule
+) -> None:
     config = EngineConfig(**options)
     assert verify.resolve(config.accept, **config.accept_options) == rule
 
 
-def test_engine_config_accept_rule_object_with_a_typical_option_raises() -> None:
+def test_engine_config_with_rule_object_and_typical_option_raises() -> None:
     with pytest.raises(ValueError, match=r"typical_threshold: expected it in the rule"):
         EngineConfig(accept=verify.Typical(), typical_threshold=0.2)
 
 
-def test_engine_with_accept_rule_object_emits_same_tokens_as_with_rule_name() -> None:
+def test_engine_with_a_rule_object_emits_the_tokens_of_the_named_rule() -> None:
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
     options = dict(drafter=Random(CHAIN), slots=2, max_len=small.MAX_LEN, buckets=(2,))
     by_name, by_object = (
