@@ -15,14 +15,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import jax
 from jax.profiler import ProfileData
 
-from jspec.tools.bench.report import Column, columns, table_of
+from jspec.tools.bench.report import Column, table_of
 
 FIELDS = ("clocks.sm", "clocks.max.sm", "power.draw", "clocks_event_reasons.sw_power_cap")
 INTERVAL = 20  # milliseconds between two samples
@@ -34,26 +33,21 @@ T = TypeVar("T")
 class Clock:
     """A GPU's clock and power during some work, medians over the samples."""
 
-    mhz: float  # clock of the multiprocessors, MHz
-    highest: float  # highest clock that the multiprocessors support, MHz
-    watts: float  # power, watts
-    capped: float  # share of the samples in which the power limit lowered the clock
+    mhz: Annotated[float, Column("SM MHz", ".0f")]  # clock of the multiprocessors, MHz
+    highest: Annotated[float, Column("of MHz", ".0f")]  # highest clock that the multiprocessors support, MHz
+    watts: Annotated[float, Column("W", ".0f")]  # power, watts
+    capped: Annotated[float, Column("capped", ".0%")]  # share of the samples in which the power limit lowered the clock
 
 
-def clock_columns(path: str = "clock") -> list[Column]:
-    """Return table columns of the clock in attribute ``path`` of each result; left out where no result has one."""
-    formats = (("SM MHz", "{0.mhz:.0f}/{0.highest:.0f}"), ("W", "{0.watts:.0f}"), ("capped", "{0.capped:.0%}"))
-    return [Column(path, heading, partial(_shown, text)) for heading, text in formats]
-
-
-def _shown(text: str, clock: Clock | None) -> str:
-    return text.format(clock) if clock else ""
+def has_gpu() -> bool:
+    """Return whether JAX computes on a GPU."""
+    return jax.devices()[0].platform == "gpu"
 
 
 def watch_clock(work: Callable[[], object], *, seconds: float = SECONDS) -> Clock | None:
     """Repeat ``work`` for ``seconds`` and return the GPU's clock by `nvidia-smi`; None if that reports nothing."""
     program = shutil.which("nvidia-smi")
-    if program is None or jax.devices()[0].platform != "gpu":
+    if program is None or not has_gpu():
         return None
     own = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
     query = [f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits", f"--id={own}", f"--loop-ms={INTERVAL}"]
@@ -83,20 +77,11 @@ def _parse_clock(lines: list[str]) -> Clock | None:
 class Launch:
     """Number and time of one kernel's launches in a trace."""
 
-    name: str
-    count: float  # number of launches a step
-    microseconds: float | None  # median time of one launch, microseconds
-    milliseconds: float  # time of all launches a step, milliseconds
-    share: float | None = None  # share of the time of all kernels; None in the line of their sum
-
-
-LAUNCH_COLUMNS = (
-    *columns(name="launch"),
-    *columns("g", count="a step"),
-    *columns(".1f", microseconds="median us"),
-    *columns(".3f", milliseconds="ms a step"),
-    *columns(".1%", share="share"),
-)
+    name: Annotated[str, Column("launch")]
+    count: Annotated[float, Column("a step", "g")]  # number of launches a step
+    microseconds: Annotated[float | None, Column("median us", ".1f")]  # median time of one launch, microseconds
+    milliseconds: Annotated[float, Column("ms a step", ".3f")]  # time of all launches a step, milliseconds
+    share: Annotated[float | None, Column("share", ".1%")] = None  # of the time of all kernels; None in the line of all
 
 
 def gpu_events(folder: Path | str) -> list[Any]:
@@ -128,7 +113,7 @@ def launches_by_name(events: Iterable[Any], steps: int) -> list[Launch]:
 def launches_of(folder: Path, steps: int) -> str:
     """Format a table of the kernels' times in the newest trace of a folder, per step."""
     launches = launches_by_name(gpu_events(folder), steps)
-    return table_of(LAUNCH_COLUMNS, launches) or "no launches of a GPU in the trace"
+    return table_of(launches) or "no launches of a GPU in the trace"
 
 
 def time_in_turns(runs: Sequence[Callable[[], T]], repeats: int, *, warm_up: int = 1) -> list[list[T]]:

@@ -25,13 +25,13 @@ class Chip:
         return f"{self.name}, {self.bandwidth / 1e12:.2f} TB/s, {self.matmul_rate / 1e12:.0f} TFLOP/s"
 
 
-H200 = Chip("NVIDIA H200", 4.3e12, 790e12)
-CHIPS = {chip.name: chip for chip in (H200, Chip("NVIDIA H100 80GB HBM3", 3.02e12, 789e12))}
+RATES = (Chip("NVIDIA H200", 4.3e12, 790e12), Chip("NVIDIA H100 80GB HBM3", 3.02e12, 789e12))
+CHIPS = {chip.name: chip for chip in RATES}
 
 
-def chip() -> Chip:
-    """Return the rates of the device that JAX computes on; an H200's if that device is not listed."""
-    return CHIPS.get(jax.devices()[0].device_kind, H200)
+def chip() -> Chip | None:
+    """Return the rates of the device that JAX computes on; None if they are unknown."""
+    return CHIPS.get(jax.devices()[0].device_kind)
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,11 @@ BF16 = Widths()
 
 @dataclass(frozen=True)
 class Cost:
-    """Least bytes and flops of one kernel; `seconds` is the larger of the two times they need."""
+    """Least bytes and flops of one kernel."""
 
     name: str
     bytes: float
     flops: float
-
-    @property
-    def seconds(self) -> float:
-        own = chip()
-        return max(self.bytes / own.bandwidth, self.flops / own.matmul_rate)
 
 
 def matmul(name: str, rows: int, out: int, inner: int, widths: Widths) -> Cost:
@@ -109,6 +104,12 @@ def draft_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Wid
     return costs
 
 
-def seconds(costs: list[Cost]) -> float:
-    """Return the least seconds of kernels that run one after another: the sum of their least times."""
-    return sum(cost.seconds for cost in costs)
+def seconds(costs: list[Cost]) -> float | None:
+    """Return the least seconds of kernels that run one after another; None if the device's rates are unknown.
+
+    A kernel takes at least the longer of two times: its bytes over the bandwidth, its flops over the arithmetic rate.
+    """
+    own = chip()
+    if own is None:
+        return None
+    return sum(max(cost.bytes / own.bandwidth, cost.flops / own.matmul_rate) for cost in costs)
