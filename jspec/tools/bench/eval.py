@@ -27,16 +27,7 @@ from jspec.models.quantize import quantize_weights, quantized_as
 from jspec.step.memory import tree_bytes
 from jspec.tools import check_head
 from jspec.tools.bench.pair import ENGINE_OPTIONS, Pair, engine_options, records
-from jspec.tools.bench.report import (
-    Column,
-    Report,
-    count,
-    file_option,
-    option,
-    scaled,
-    tree_name,
-    with_message,
-)
+from jspec.tools.bench.report import Column, Report, count, file_option, option, scaled, tree_name, with_message
 from jspec.tools.replay import run_texts
 from pallas_kernels.layers.quantized import KINDS
 

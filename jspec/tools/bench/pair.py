@@ -48,17 +48,13 @@ class Pair:
     dtype: str | None  # dtype of the weights; None: float32 on CPU, bfloat16 elsewhere
 
     @classmethod
-    def load(cls, target: str | None, draft: str | None, tokenizer: str | None, dtype: str | None) -> Pair:
-        """Load a target and its tokenizer; without a target the embedded one, with its head and tokenizer."""
+    def of(cls, arguments: argparse.Namespace) -> Pair:
+        """Load what the parsed `OPTIONS` name; without a target, the embedded one with its head and tokenizer."""
+        target, draft, tokenizer = arguments.target, arguments.draft, arguments.tokenizer
         if target is None:
             target, draft, tokenizer = str(demo.TARGET), draft or str(demo.HEAD), tokenizer or "bytes"
-        model, words = check_head.load_target(target, tokenizer, dtype=dtype)
-        return cls(model, words, hub.eos_ids(hub.find(target)), draft, dtype)
-
-    @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Pair:
-        """Load the target and drafter that the parsed command line (`OPTIONS`) names."""
-        return cls.load(arguments.target, arguments.draft, arguments.tokenizer, arguments.dtype)
+        model, words = check_head.load_target(target, tokenizer, dtype=arguments.dtype)
+        return cls(model, words, hub.eos_ids(hub.find(target)), draft, arguments.dtype)
 
     def engine(self, drafter: Drafter | None, **options: Any) -> Engine:
         return Engine(self.target, drafter=drafter, tokenizer=self.tokenizer, eos_ids=self.eos_ids, **options)
