@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec import Engine, SamplingParams, Tree
+from jspec import Engine, Tree
 from jspec.__main__ import main
 from jspec.draft.eagle_head import EagleHead
 from jspec.engine.core import EngineCore
@@ -189,7 +187,6 @@ def test_overlap_command_on_cpu_prints_no_idle_share(
 CASES = [Case("least", 4, context, Tree.chain(1), dtype="float32") for context in (64, 16384)]
 FULL = [Case("least", 64, context, Tree.chain(4), dtype="float32") for context in (1024, 32768)]
 STEPS = 20
-DEVICE = HOST = 0.004  # seconds
 
 
 def max_len(cases: list[Case]) -> int:
@@ -242,65 +239,6 @@ def test_host_time_table_numbers_equal_the_results() -> None:
 def test_host_time_command_tree_that_is_no_chain_is_refused(capsys: pytest.CaptureFixture) -> None:
     assert main(["bench", "step", "--measure", "host", "--tree", "none", "topk:4,2,2"]) == 2
     assert "host: expected chains or none, got none topk:4,2,2" in capsys.readouterr().err
-
-
-class LateResult:
-    """Result of a step that is ready at a given time."""
-
-    def __init__(self, report: np.ndarray, at: float) -> None:
-        self._report, self._at = np.asarray(report), at
-
-    def block_until_ready(self) -> None:
-        time.sleep(max(self._at - time.perf_counter(), 0.0))
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        return self._report
-
-
-@pytest.fixture
-def slow(engines: list[Engine], monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """Engine whose simulated device needs `DEVICE` seconds a step, and whose host needs `HOST` seconds."""
-    engine, free_at = engines[0], 0.0
-    read, programs = engine.core._read, engine.core.runner.programs
-
-    def late(program: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            nonlocal free_at
-            state, output = program(*args)
-            free_at = max(time.perf_counter(), free_at) + DEVICE
-            return state, replace(output, report=LateResult(output.report, free_at))
-
-        return run
-
-    def reads(*args: Any) -> Any:
-        time.sleep(HOST)
-        return read(*args)
-
-    late_steps = {key: late(one) for key, one in programs.compiled.items() if key.kind == "round"}
-    monkeypatch.setattr(programs, "compiled", programs.compiled | late_steps)
-    monkeypatch.setattr(engine.core, "_read", reads)
-    return engine
-
-
-def test_engine_overlap_host_as_slow_as_device_is_over_1_3x_as_fast(slow: Engine) -> None:
-    """Negative control: two runs without overlap take equal times."""
-
-    def seconds(overlap: bool) -> float:
-        slow.config = replace(slow.config, overlap=overlap)
-        request = slow.submit([5] * 8, SamplingParams(max_tokens=max_tokens(CASES[0], STEPS), temperature=0.0))
-        began = time.perf_counter()
-        for _ in range(25):
-            slow.step()
-        slow.abort(request)  # no answer of these programs ends it
-        slow.result(request)
-        slow.step()
-        return time.perf_counter() - began
-
-    config = slow.config
-    times = [[seconds(overlap) for overlap in (True, False, False)] for _ in range(5)]
-    slow.config = config
-    gain, nothing = (statistics.median(line[a] / line[b] for line in times) for a, b in ((1, 0), (1, 2)))
-    assert 0.8 < nothing < 1.25 < 1.3 < gain
 
 
 @pytest.mark.timing
