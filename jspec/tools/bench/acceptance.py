@@ -43,7 +43,7 @@ PLACES = 8  # places of the text that are continued, by context length
 
 @dataclass(frozen=True)
 class Case:
-    """Settings of one compiled engine, which serves all temperatures, or all contexts."""
+    """The settings of one compiled engine; one engine serves all temperatures or all context lengths."""
 
     accept: Annotated[str, Column("accept rule", lambda rule: rule + " (lossy)" * (rule == "typical"))]
     tree: Annotated[Tree, Column("tree", str)]
@@ -54,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Measured acceptance of an engine's draft tokens at one temperature."""
+    """The measured acceptance of an engine's draft tokens at one temperature."""
 
     case: Case
     temperature: Annotated[float, Column("temperature", "g")]
@@ -101,7 +101,7 @@ def measure(
 
 
 def text_places(ids: Sequence[int], contexts: Sequence[int], places: int) -> dict[int, list[list[int]]]:
-    """Return by context length the token ids before each of ``places`` positions, equal for all lengths."""
+    """Return, by context length, the token ids before each of ``places`` positions of a text."""
     longest = max(contexts)
     least = longest + places - 1
     if places < 2 or len(ids) < least:
@@ -151,7 +151,7 @@ def _complete(
 
 
 def standard_error(parts: Sequence[Metrics]) -> float:
-    """Return the standard error of the mean tokens a step, by the jackknife over prompts (steps are dependent)."""
+    """Return the standard error of the mean tokens a step, by the jackknife over prompts."""
     others = [sum((*parts[:i], *parts[i + 1 :]), Metrics()) for i in range(len(parts))]
     without = [one.mean_acceptance_length for one in others]
     return (len(parts) - 1) / len(parts) ** 0.5 * statistics.stdev(without)

@@ -44,7 +44,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Score:
-    """Score and speed of the answers decoded with one draft tree, or without drafting (None)."""
+    """The score and speed of the answers that were decoded with one draft tree."""
 
     tree: Annotated[Tree | None, Column("tree", tree_name)]
     correct: Annotated[float, Column("score", ".2%")]  # share of the questions answered correctly
@@ -68,13 +68,13 @@ def read_problems(path: Path) -> list[Problem]:
 
 
 def prompts_of(problems: Sequence[Problem], shots: int) -> list[str]:
-    """Return a prompt for each question after the first ``shots``, which precede it with their answers."""
+    """Return a prompt for each question but the first ``shots``; these and their answers begin each prompt."""
     examples = "".join(f"{NEXT} {one.question}\nAnswer: {one.answer}\n\n" for one in problems[:shots])
     return [f"{examples}{NEXT} {one.question}\nAnswer:" for one in problems[shots:]]
 
 
 def number_of(answer: str) -> Decimal | None:
-    """Return the number after ``####``, or else the last number of the answer; None if it has no number."""
+    """Return the number after ``####``, else the last number of the answer, else None."""
     answer = answer.split(NEXT)[0]
     _, mark, result = answer.partition("####")
     numbers = NUMBER.findall(result if mark else answer)
@@ -82,7 +82,7 @@ def number_of(answer: str) -> Decimal | None:
 
 
 def share_correct(answers: Sequence[str], problems: Sequence[Problem]) -> float:
-    """Return the share of answers, 0 to 1, whose number equals that of the problem's worked answer."""
+    """Return the share, 0 to 1, of answers that have the same number as the problem's worked answer."""
     pairs = zip(answers, problems, strict=True)
     return sum(number_of(answer) == number_of(own.answer) for answer, own in pairs) / len(problems)
 
@@ -102,7 +102,7 @@ def answer(
 
 
 def run_gsm8k(arguments: argparse.Namespace) -> Report:
-    """Score answers with and without drafting; exit code 1 if they differ in float32, where they must not."""
+    """Score answers with and without drafting; the exit code is 1 if float32 answers differ."""
     shots, asked = arguments.shots, arguments.num_questions
     if arguments.file is None or shots < 0:
         raise ValueError("eval gsm8k: expected --file and --shots of at least 0")
@@ -127,7 +127,7 @@ def run_gsm8k(arguments: argparse.Namespace) -> Report:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Difference between a quantised target's next-token probabilities and the unquantised target's."""
+    """The difference between next-token probabilities of a quantised and the unquantised target."""
 
     kind: Annotated[str, Column("weights")]
     bytes: Annotated[int, Column("MB", scaled(1e-6, ".2f"))]  # bytes of all weights
@@ -138,7 +138,7 @@ class Divergence:
 
 
 def measure_divergence(target: Model, texts: Int[np.ndarray, "rows size"], kinds: Iterable[str]) -> list[Divergence]:
-    """Return one comparison with the unquantised target for each kind of quantisation, on given token ids."""
+    """Compare each kind of quantisation with the unquantised target, on given token ids."""
     if stored := quantized_as(target):
         raise ValueError(f"eval quantization: expected a target as it was trained, got {stored}; give the original")
     results = [divergence(str(target.embed.dtype), target, target, texts)]

@@ -38,7 +38,7 @@ ATTENTION = ("batch", "rows", "context", "heads", "kv_heads", "head_dim", "page_
 
 @dataclass(frozen=True)
 class Result:
-    """Measured time, least time, bytes and flops of one call of a kernel."""
+    """The measured time, least time, bytes and flops of one call of a kernel."""
 
     name: Annotated[str, Column("kernel")]
     settings: Annotated[dict[str, Any], Column("")]  # a column each
@@ -104,14 +104,14 @@ def gemm(name: str, settings: dict[str, Any], *, power: bool = False) -> Result:
 
 
 def calls_for(bytes_read: float) -> int:
-    """Return how many calls, of ``bytes_read`` bytes each, read more than caches hold: 2 to `MOST_CALLS`."""
+    """Return how many calls (2 to `MOST_CALLS`) of ``bytes_read`` bytes read more than the caches hold."""
     return min(max(math.ceil(BEYOND_CACHES / bytes_read), 2), MOST_CALLS)
 
 
 def _timed(
     cost: roofline.Cost, settings: dict[str, Any], run: Callable[..., Any], arguments: tuple[Any, ...], power: bool
 ) -> Result:
-    """Return the times of one kernel, whose calls ``run`` makes, beside its ``cost``."""
+    """Time the program ``run``, which calls one kernel several times; return the times of one call."""
     calls, program = calls_for(cost.bytes), jax.jit(run).lower(*arguments).compile()
     for _ in range(3):
         jax.block_until_ready(program(*arguments))

@@ -49,7 +49,7 @@ class Pair:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Pair:
-        """Load what the parsed `OPTIONS` name; without a target, the embedded one with its head and tokenizer."""
+        """Load the target that the command line names (`OPTIONS`), else the embedded target and its head."""
         target, draft, tokenizer = arguments.target, arguments.draft, arguments.tokenizer
         if target is None:
             target, draft, tokenizer = str(demo.TARGET), draft or str(demo.HEAD), tokenizer or "bytes"
@@ -60,7 +60,7 @@ class Pair:
         return Engine(self.target, drafter=drafter, tokenizer=self.tokenizer, eos_ids=self.eos_ids, **options)
 
     def drafter(self, tree: Tree | None) -> Drafter | None:
-        """Return a new drafter for a draft tree; None, which is plain decoding, if there is no tree."""
+        """Return a new drafter for a draft tree; without a tree return None, which means plain decoding."""
         if tree is None:
             return None
         if self.draft is None:
@@ -90,7 +90,7 @@ def read_prompts(path: Path, count: int | None = None) -> list[str]:
 
 
 def records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each JSON object of a file, after a text for error messages that names its line."""
+    """Yield the place (file and line, for error messages) and the content of each JSON object of a file."""
     lines = [(number, line) for number, line in enumerate(path.read_text("utf-8").split("\n"), 1) if line.strip()]
     if not lines:
         raise ValueError(f"{path}: expected a JSON object a line, got an empty file")

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Clock:
-    """A GPU's clock and power during some work, medians over the samples."""
+    """The medians of a GPU's clock and power during some work."""
 
     mhz: Annotated[float, Column("SM MHz", ".0f")]  # clock of the multiprocessors, MHz
     highest: Annotated[float, Column("of MHz", ".0f")]  # highest clock that the multiprocessors support, MHz
@@ -64,7 +64,7 @@ def watch_clock(work: Callable[[], object], *, seconds: float = SECONDS) -> Cloc
 
 
 def _parse_clock(lines: list[str]) -> Clock | None:
-    """Return medians over complete lines of `nvidia-smi`; a GPU that changes its state may leave out a value."""
+    """Return the medians over the lines of `nvidia-smi` that have all values; None without such a line."""
     number = r"([\d.]+)"
     found = [re.fullmatch(rf"\s*{number}, {number}, {number}, (Active|Not Active)\s*", line) for line in lines]
     if not (rows := [match.groups() for match in found if match]):
@@ -75,7 +75,7 @@ def _parse_clock(lines: list[str]) -> Clock | None:
 
 @dataclass(frozen=True)
 class Launch:
-    """Number and time of one kernel's launches in a trace."""
+    """The number and time of one kernel's launches in a trace."""
 
     name: Annotated[str, Column("launch")]
     count: Annotated[float, Column("a step", "g")]  # number of launches a step
@@ -85,19 +85,19 @@ class Launch:
 
 
 def gpu_events(folder: Path | str) -> list[Any]:
-    """Return events (name, duration) of all GPU streams in a folder's newest trace by `jax.profiler.trace`."""
+    """Return the events of all GPU streams in the newest trace that `jax.profiler.trace` wrote to a folder."""
     newest = max(Path(folder).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
     return stream_events(ProfileData.from_file(str(newest)).planes)
 
 
 def stream_events(planes: Iterable[Any]) -> list[Any]:
-    """Return the events of the GPU streams in a trace's planes, without events of the host."""
+    """Return the events of the GPU streams in a trace's planes, without the host's events."""
     lines = [line for plane in planes if "GPU" in plane.name for line in plane.lines if "stream" in line.name.lower()]
     return [event for line in lines for event in line.events]
 
 
 def launches_by_name(events: Iterable[Any], steps: int) -> list[Launch]:
-    """Return each kernel's launches a step, longest first, and their sum last; empty without events."""
+    """Return each kernel's launches a step, the longest first, and their sum last."""
     nanoseconds = defaultdict(list)
     for event in events:
         nanoseconds[event.name].append(event.duration_ns)
@@ -111,13 +111,13 @@ def launches_by_name(events: Iterable[Any], steps: int) -> list[Launch]:
 
 
 def launches_of(folder: Path, steps: int) -> str:
-    """Format a table of the kernels' times in the newest trace of a folder, per step."""
+    """Format a table of the kernels' times a step in the newest trace of a folder."""
     launches = launches_by_name(gpu_events(folder), steps)
     return table_of(launches) or "no launches of a GPU in the trace"
 
 
 def time_in_turns(runs: Sequence[Callable[[], T]], repeats: int, *, warm_up: int = 1) -> list[list[T]]:
-    """Return the results of each run, one a repeat; each repeat calls all runs, so a slow phase affects all of them.
+    """Call all runs in each repeat, so a slow phase affects all of them; return each run's results.
 
     Every second repeat calls the runs in the opposite order, so a steady drift favours none of them.
     """

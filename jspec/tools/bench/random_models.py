@@ -32,7 +32,7 @@ DRAFT_VOCAB = {"llama3-8b": 32000, "tiny": 128, "least": 16}
 
 
 def default_shape() -> str:
-    """Return the name of the shape that commands measure if none is given: one that the device can run quickly."""
+    """Return the name of the shape that commands measure by default: a small one on a CPU."""
     return "tiny" if jax.default_backend() == "cpu" else "llama3-8b"
 
 
@@ -51,7 +51,7 @@ def head_config(name: str) -> Eagle3Config:
 
 
 def random_target(name: str, dtype: str, quantize: str | None = None, *, seed: int = 0) -> Model:
-    """Return a target of a named shape with random weights, quantised if asked for."""
+    """Return a target of a named shape with random weights, quantised if ``quantize`` names a kind."""
     return Model.from_weights(TARGETS[name], random_weights(model_params(TARGETS[name]), dtype, seed, quantize))
 
 

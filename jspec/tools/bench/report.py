@@ -28,7 +28,7 @@ Option = tuple[tuple[str, ...], dict[str, Any]]  # arguments of `argparse.Argume
 
 
 class Column(NamedTuple):
-    """Heading and format of a table column, in the annotation of a record's field."""
+    """The heading and format of a table column, written into the annotation of a record's field."""
 
     heading: str
     format: str | Callable[[Any], str] = ""  # format specification (None gives an empty cell) or a function
@@ -45,7 +45,7 @@ def scaled(factor: float, spec: str) -> Callable[[float | None], str]:
 
 
 def cells(record: Any) -> dict[str, str]:
-    """Return a record's table cells by heading; a record or mapping in one of its fields has columns of its own."""
+    """Return a record's table cells by heading; records and mappings in its fields add their own cells."""
     found: dict[str, str] = {}
     for name, hint in get_type_hints(type(record), include_extras=True).items() if is_dataclass(record) else ():
         value = getattr(record, name)
@@ -61,7 +61,7 @@ def cells(record: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Report:
-    """Results of a command: the JSON file holds all their fields, the printed table their columns."""
+    """The results of a command; the JSON file holds all their fields, the printed table those with a column."""
 
     headline: str  # printed before the table, followed by the environment
     results: Iterable[Any]  # records; a generator measures one after the other
@@ -112,7 +112,7 @@ class Command:
 
 
 def option(*flags: str, help: str, **settings: Any) -> Option:
-    """Return a command-line option whose help ends with its default; ``help`` itself says what a default None means."""
+    """Return a command-line option and add its default to its help; for a default None, ``help`` states it."""
     if settings.get("action") == "store_true":
         help = f"{help}; default: off"
     elif (default := settings.get("default")) is not None:
@@ -127,7 +127,7 @@ def file_option(flag: str, text: str) -> Option:
 
 
 def with_message(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Return a parser of an option's value whose errors keep their message; argparse hides that of a ValueError."""
+    """Return a parser of an option's value that keeps error messages; argparse hides those of ValueErrors."""
 
     def parse_value(text: str) -> T:
         try:
@@ -172,7 +172,7 @@ TREES = partial(
 
 
 def environment() -> dict[str, str | None]:
-    """Return the device, versions and rates of floors (None: no floors) that every result depends on."""
+    """Return what every result depends on: the device, the versions, and the rates of the floors if known."""
     device, chip = jax.devices()[0], roofline.chip()
     try:
         own = version("jspec")
@@ -190,7 +190,7 @@ def environment_text() -> str:
 
 
 def table_of(results: Iterable[Any]) -> str:
-    """Format a table with a line for each result; columns without a value are left out."""
+    """Format a table with a line for each result; leave out columns without a value."""
     rows = [cells(result) for result in results]
     headings = list(dict.fromkeys(heading for row in rows for heading in row))
     headings = [heading for heading in headings if any(row.get(heading) for row in rows)]

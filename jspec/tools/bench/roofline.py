@@ -15,7 +15,7 @@ from jspec.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Chip:
-    """Highest memory and arithmetic rates measured on a kind of device."""
+    """The highest memory and arithmetic rates that were measured on a kind of device."""
 
     name: str
     bandwidth: float  # bytes a second of a device-to-device copy, reads plus writes
@@ -36,7 +36,7 @@ def chip() -> Chip | None:
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes of one weight and of one cache entry, and the speed of products relative to bf16."""
+    """The bytes of one weight and of one cache entry, and the speed of products relative to bf16."""
 
     weight: int = 2  # bytes of a weight
     cache: int = 2  # bytes of a K or V cache entry
@@ -48,7 +48,7 @@ BF16 = Widths()
 
 @dataclass(frozen=True)
 class Cost:
-    """Least bytes and flops of one kernel."""
+    """The bytes and flops that one kernel needs at least."""
 
     name: str
     bytes: float
@@ -56,25 +56,25 @@ class Cost:
 
 
 def matmul(name: str, rows: int, out: int, inner: int, widths: Widths) -> Cost:
-    """Return the cost of ``rows`` vectors times a weight [out, inner]; their bytes, in L2 cache, do not count."""
+    """Return the cost of ``rows`` vectors times a weight [out, inner]; the vectors' bytes do not count."""
     return Cost(name, out * inner * widths.weight, 2 * rows * out * inner / widths.speed)
 
 
 def attention(c: ModelConfig | HeadConfig, batch: int, nodes: int, context: int, widths: Widths) -> Cost:
-    """Return the cost of attention of ``nodes`` queries a sequence over a context; K and V are read once."""
+    """Return the cost of attention with ``nodes`` queries a sequence; keys and values are read once."""
     numbers = 2 * batch * context * c.num_kv_heads * c.head_dim
     return Cost("attention", numbers * widths.cache, 4 * batch * nodes * c.num_heads * c.head_dim * context)
 
 
 def verify_costs(c: ModelConfig, batch: int, nodes: int, context: int, widths: Widths = BF16) -> list[Cost]:
-    """Return the costs of the kernels of one target forward pass over root and draft nodes of each row."""
+    """Return the costs of the kernels of one target pass over ``nodes`` tree nodes (root included) a row."""
     product = partial(matmul, rows=batch * nodes, widths=widths)
     layer = [*_block(c, product, c.hidden_size), attention(c, batch, nodes, context, widths)]
     return layer * c.num_layers + [product("head", out=c.vocab_size, inner=c.hidden_size)]
 
 
 def block_products(c: ModelConfig | HeadConfig, inputs: int) -> dict[str, tuple[int, int]]:
-    """Return by name the sizes (out, inner) of a layer's products, with ``inputs`` columns in the QKV weight."""
+    """Return the sizes (out, inner) of a layer's products by name; ``inputs`` is the inner size of QKV."""
     return {
         "qkv": ((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, inputs),
         "o": (c.hidden_size, c.num_heads * c.head_dim),

@@ -49,7 +49,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """Number, lengths (tokens) and arrival rate of a load's requests."""
+    """The number, lengths (tokens) and arrival rate of a load's requests."""
 
     num_prompts: int  # number of requests
     input_len: int = 1024  # largest number of tokens of a prompt
@@ -67,7 +67,7 @@ class Load:
                 raise ValueError(f"{name}: expected at least {low} and at most {high}, got {value}")
 
     def arrivals(self, vocab_size: int, text: Sequence[int] | None = None) -> list[Arrival]:
-        """Return requests with random prompts or parts of a text, equal for equal seeds; end tokens do not end them."""
+        """Return requests with random prompts, or parts of a text; equal seeds give equal requests."""
         if text is not None and len(text) < self.input_len:
             raise ValueError(f"text: expected at least {self.input_len} tokens, a prompt's, got {len(text)}")
         rng = np.random.default_rng(self.seed)
@@ -117,7 +117,7 @@ class Served:
 
 
 class Log(NamedTuple):
-    """Requests and step times of one run of a load."""
+    """The requests and step times of one run of a load."""
 
     served: list[Served]  # the requests, in the order in which they ended
     steps: list[float]  # seconds of each step
@@ -125,7 +125,7 @@ class Log(NamedTuple):
 
     @property
     def full_batch_throughput(self) -> float:
-        """Tokens a second while all requests decode: from the last first token to the first end; nan: never."""
+        """The tokens a second while all requests decode; nan if they never do at once."""
         begin = max((one.pieces[0][0] for one in self.served if one.pieces), default=0.0)
         end = min((one.pieces[-1][0] for one in self.served if one.pieces), default=0.0)
         tokens = sum(one.count_at(end) - one.count_at(begin) for one in self.served)
@@ -140,7 +140,7 @@ def serve(
     now: Callable[[], float] = time.perf_counter,
     wait: Callable[[float], None] = time.sleep,
 ) -> Log:
-    """Submit requests in the order of their due times and step the engine until all are answered; return the times.
+    """Submit requests at their due times, step the engine until all are answered, and return the times.
 
     A request that comes during a step is submitted after it, but its time runs from when it was due.
     """
@@ -191,11 +191,11 @@ class Setting:
 
     @property
     def engine(self) -> tuple[Tree | None, bool]:
-        """The tree, and whether programs cut it to a depth; settings with equal values share an engine."""
+        """The tree, and whether the engine's programs can cut it; settings with equal values share an engine."""
         return self.tree, self.depth is not None
 
     def policy(self) -> Policy | None:
-        """Return the policy that chooses a step's draft depth; None if all steps draft the whole tree, or none."""
+        """Return the policy that chooses a step's draft depth; None if steps draft the whole tree or nothing."""
         if self.tree is None or self.depth is None:
             return None
         adaptive = Adaptive(self.depths, shared_acceptance=self.tree.paths is not None)
@@ -203,7 +203,7 @@ class Setting:
 
 
 class Spread(NamedTuple):
-    """Quantiles (interpolated linearly), mean and standard deviation of measured values, in the values' unit."""
+    """The linearly interpolated quantiles, mean and standard deviation of values, in the values' unit."""
 
     count: int  # type: ignore[assignment]
     min: float
@@ -323,7 +323,7 @@ def _run(engine: Engine, setting: Setting, policy: Policy | None, arrivals: Sequ
 
 
 def _warm_up(engine: Engine) -> None:
-    """Run every program once, untimed: steps of each batch bucket, and a prompt for each prefill bucket.
+    """Run each program once, untimed: a step of every batch bucket, a prompt of every prefill bucket.
 
     Prompts repeat one token, so their pages in the prefix cache never match a later prompt.
     """

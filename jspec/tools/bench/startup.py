@@ -40,7 +40,7 @@ SAME = ("max_len", "page_size", "implementation", "kv_dtype")  # options of the 
 
 @dataclass
 class Startup:
-    """Times of one process, seconds; times of programs are keyed by tree and name."""
+    """The times of one process, in seconds; programs are named by tree and program."""
 
     start: str = ""  # "cold" (empty compile cache) or "warm"
     shape: str = ""  # name of a shape in `random_models`
@@ -64,7 +64,7 @@ class Startup:
 
 
 def measure(case: dict[str, Any]) -> Iterator[Startup]:
-    """Start a process twice with one compile cache and yield the times of each start, cold and warm."""
+    """Start a process twice with the same compile cache; yield the times of the cold and the warm start."""
     EngineConfig(**options_of(case))
     with tempfile.TemporaryDirectory() as folder:
         for name in ("cold", "warm"):
@@ -110,7 +110,7 @@ def start(case: dict[str, Any], folder: str, started: float) -> Startup:
 
 
 def text(results: Sequence[Startup]) -> str:
-    """Format seconds of each stage and each program, with a column for the cold and one for the warm start."""
+    """Format the seconds of each stage and program; the cold and the warm start have columns of their own."""
     cold, warm = results
     stages = {**cold.stages, "ready, without the answers": cold.ready}
     other = {**warm.stages, "ready, without the answers": warm.ready}

@@ -42,7 +42,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Case:
-    """Model, batch and settings of one measured step: one line of the table."""
+    """The model, batch and settings of one measured step."""
 
     shape: Annotated[str, Column("shape")]  # name of a shape in `random_models`
     batch: Annotated[int, Column("batch")]  # number of batch rows
@@ -65,7 +65,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Timing:
-    """Measured and least times of a case's step."""
+    """The measured and least times of a case's step."""
 
     case: Case
     milliseconds: Annotated[float, Column("ms", ".3f")]  # median time of a step
@@ -102,14 +102,14 @@ def build(
 def compile_step(
     program: Program, params: Params, state: Any, batch: int, step: Callable[..., Any] = spec_step, inputs: int = 1
 ) -> Any:
-    """Compile a decoding step with ``inputs`` [batch] inputs, slots first; params and state may hold shapes."""
+    """Compile a step that takes params, state and ``inputs`` integer arrays [batch], of which slots is the first."""
     rows = [jax.ShapeDtypeStruct((batch,), jnp.int32)] * inputs
     lowered = jax.jit(partial(step, program), donate_argnums=(1,)).lower(params, state, *rows)
     return lowered.compile(compiler_options=program.compiler_options)
 
 
 class Runner:
-    """A timer of groups of steps, dispatched one after the other without waiting; each call times one group."""
+    """A timer of steps; each call times a group of steps that are dispatched without waiting for results."""
 
     def __init__(self, executable: Any, params: Params, state: SlotState, case: Case) -> None:
         self.executable, self.params, self.state, self.case = executable, params, state, case
@@ -179,7 +179,7 @@ def floor_milliseconds(case: Case) -> float | None:
 
 
 def filled_state(state: SlotState, case: Case) -> SlotState:
-    """Return the state with a request in every slot that is not idle: own pages, random K and V, random root token."""
+    """Return the state with an active request, random keys, values and root token in every slot but the idle ones."""
     width, rng, rows = state.page_table.shape[1], np.random.default_rng(0), case.batch
 
     def fill(part: Any) -> Any:
@@ -217,7 +217,7 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
 
 
 def models_of(cases: Sequence[Case]) -> tuple[Model, EagleHead | None]:
-    """Return a random target and, if a case drafts, head, of the shape, dtype and quantisation of all cases."""
+    """Return a random target, and a random head if a case drafts; all cases have the first one's settings."""
     one, drafts = cases[0], any(case.tree for case in cases)
     head = random_models.random_head(one.shape, one.dtype, one.draft_quantize or one.quantize) if drafts else None
     return random_models.random_target(one.shape, one.dtype, one.quantize), head

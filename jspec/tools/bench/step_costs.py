@@ -47,7 +47,7 @@ TOKEN = 5
 
 
 class Variant(NamedTuple):
-    """Features that a step's program supports, and sampling controls that its rows request."""
+    """The features that a step's program supports, and the sampling controls that its rows request."""
 
     name: str  # name in the table
     controls: bool = False  # program supports controls
@@ -71,7 +71,7 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class VariantTime:
-    """Time of one variant's step, and its difference to the first variant's step."""
+    """The time of one variant's step, and its difference to the first variant's step."""
 
     case: step.Case
     kind: Annotated[Variant, Column("variant", lambda kind: kind.name)]
@@ -144,7 +144,7 @@ def run_controls(arguments: argparse.Namespace) -> Report:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Times of a step with and without the host between steps."""
+    """The times of a step with and without the host between steps."""
 
     case: step.Case
     loop: Annotated[float, Column("loop ms", ".3f")]  # median time of a step with `LOOP` steps a dispatch
@@ -170,7 +170,7 @@ def measure_overlap(case: step.Case, target: Model, head: EagleHead | None, *, o
 
 
 def _engine(case: step.Case, target: Model, head: EagleHead | None, max_len: int, chunk: int, **options: Any) -> Engine:
-    """Return an engine with the case's batch rows, which prefills all prompts, in chunks, before the first step."""
+    """Return an engine that prefills the prompts of all batch rows, in chunks, before the first step."""
     return Engine(
         target,
         drafter=None if case.tree is None or head is None else Eagle3(head, case.tree),
@@ -189,7 +189,7 @@ def _engine(case: step.Case, target: Model, head: EagleHead | None, max_len: int
 
 
 def max_tokens(case: step.Case, steps: int, size: int = 1) -> int:
-    """Return a limit above the tokens that a request emits in some engine steps, of ``size`` decoding steps each."""
+    """Return more tokens than a request emits in ``steps`` engine steps of ``size`` decoding steps each."""
     return (steps + SPARE) * size * (case.tree_depth + 1)
 
 
@@ -241,7 +241,7 @@ def run_overlap(arguments: argparse.Namespace) -> Report:
 
 @dataclass(frozen=True)
 class HostTime:
-    """Host's time of one `Engine.step`, without a device; a block is some steps, timed one by one."""
+    """The host's time of one `Engine.step`, without a device; a block is several steps, timed one by one."""
 
     case: step.Case
     milliseconds: Annotated[float, Column("ms a step", ".3f")]  # CPU time, median over blocks of medians
@@ -251,7 +251,7 @@ class HostTime:
 
 
 class ReadyResult(np.ndarray):
-    """Array in place of a step's result on the device; it is ready at once."""
+    """An array that replaces a step's result on the device and is ready at once."""
 
     def block_until_ready(self) -> ReadyResult:
         return self
@@ -266,7 +266,7 @@ def measure_host(engines: Sequence[Engine], cases: Sequence[step.Case], steps: i
 
 
 def ready_engine(case: step.Case, max_len: int) -> Engine:
-    """Return an engine whose programs compute nothing; each step's ready result accepts half of the chain."""
+    """Return an engine whose programs compute nothing; the ready result of a step accepts half of the chain."""
     target, head = step.models_of([case])
     if head is not None:
         head = replace(head, config=replace(head.config, feature_layers=(0, 1, 2)))  # of a target with one layer
@@ -283,14 +283,14 @@ def ready_engine(case: step.Case, max_len: int) -> Engine:
 
 
 def _answer(rows: int, length: int, accepted: int) -> Callable[..., Any]:
-    """Return a program whose ready result accepts ``accepted`` draft tokens a row; columns as in `StepResult`."""
+    """Return a program whose result, ready at once, accepts ``accepted`` draft tokens a row."""
     line = [TOKEN] * (accepted + 1) + [-1] * (length - accepted) + [accepted + 1, accepted, length, 0]
     output = StepOutput(report=np.array([[line] * rows], np.int32).view(ReadyResult), trace=None)  # type: ignore[arg-type]
     return lambda params, state, packed: (state, output)
 
 
 def run_host(arguments: argparse.Namespace) -> Report:
-    """Measure the host's time of a step with the smallest model, as the device's time does not count."""
+    """Measure the host's time of a step; the model is the smallest, as the device computes nothing."""
     if any(tree and not tree.is_chain for tree in arguments.tree):
         raise ValueError(f"host: expected chains or none, got {' '.join(map(tree_name, arguments.tree))}")
     return Report("host time of a step over programs that return at once", _host_times(arguments))

@@ -39,7 +39,7 @@ RATES: Rates = (0.75, 0.55, 0.42, 0.31)  # published for EAGLE-3 on MT-Bench
 
 
 def rates_of(tree: Tree | None, positions: Sequence[float], length: float | None = None) -> Rates:
-    """Return the acceptance rate of each level of a tree: the first positions, or, if given, those of a mean length.
+    """Return the acceptance rate of each level of a tree, from ``positions`` or from a mean ``length``.
 
     A length of 2.5 tokens a step gives the rates 1, .5, 0, as vLLM's ``synthetic_acceptance_length`` does.
     """
@@ -82,7 +82,7 @@ def synthetic_step(
     slots: Int[Array, "batch"],
     accepted: Int[Array, "batch"],
 ) -> tuple[SlotState, StepOutput]:
-    """Run one step with the stages of `jspec.step.decode.spec_step`, accept rule included, but impose the verdict."""
+    """Run the stages of `jspec.step.decode.spec_step`, and impose a verdict after the accept rule."""
     view = view_of(state, slots, program)
     draft, draft_state = decode.draft_stage(program, params, state, view)
     out, target = decode.verify_stage(program, params, state, view, draft)
@@ -96,7 +96,7 @@ def synthetic_step(
 
 @dataclass(frozen=True)
 class Case:
-    """Settings of one measured throughput: one line of the table."""
+    """The settings of one measured throughput."""
 
     point: step.Case  # model, batch and tree; its context is the rows' first one
     rates: Rates  # share of steps that accept each level of the tree
@@ -114,7 +114,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Measured throughput and times of one case at its stated acceptance."""
+    """The measured throughput and times of one case at its stated acceptance."""
 
     case: Case
     stated_length: Annotated[float, Column("stated", ".2f")]  # mean acceptance length by the rates, tokens a step
@@ -130,7 +130,7 @@ class Throughput:
 
 
 def measure(case: Case, target: Model, head: EagleHead | None) -> Throughput:
-    """Compile a case's step, decode all its tokens `REPEATS` times with equal acceptance, return the throughput."""
+    """Compile a case's step, decode all its tokens `REPEATS` times and return the throughput."""
     program, params, pool = step.build(case.point, target, head, growth=case.tokens)
     state = step.filled_state(init_state(program, params, pool), case.point)
     started = time.perf_counter()
@@ -162,7 +162,7 @@ def measure(case: Case, target: Model, head: EagleHead | None) -> Throughput:
 
 
 def restart(state: SlotState, case: Case) -> SlotState:
-    """Return the state with every row back at the case's context, with all its tokens still to emit."""
+    """Return the state with each row reset: at the case's context, with all tokens still to emit."""
     rows = case.point.batch
     return replace(
         state,
@@ -175,7 +175,7 @@ def restart(state: SlotState, case: Case) -> SlotState:
 def run_steps(
     executable: Any, params: Params, state: SlotState, accepted: Int[np.ndarray, "steps batch"]
 ) -> tuple[SlotState, float, StepResult]:
-    """Run steps dispatched without waiting; return the next state, the seconds of all, and the steps' results."""
+    """Run steps without waiting between them; return the next state, the seconds of all steps, and their results."""
     slots = jnp.arange(accepted.shape[1], dtype=jnp.int32)
     lines = [jnp.asarray(line) for line in accepted]
     jax.block_until_ready((state, slots, lines))

@@ -46,7 +46,7 @@ def write(
     overwrite: bool = False,
     **options: Any,
 ) -> Plan:
-    """Inflate a target and its head and write their folders; all errors are raised before anything is written.
+    """Inflate a target and its head and write their folders; raise all errors before the first file is written.
 
     Args:
         target: folder or hub id, or "demo"; its tokenizer files and config.json are copied.

@@ -34,7 +34,10 @@ Config = ModelConfig | HeadConfig
 
 
 class Factor(NamedTuple):
-    """Growth of one factor of an axis from ``old`` to ``new`` entries; zeros follow all or, if ``spaced``, each."""
+    """The growth of an axis, or of a factor of its size, from ``old`` to ``new`` entries by zeros.
+
+    The zeros follow the last old entry or, if ``spaced``, each old entry.
+    """
 
     old: int
     new: int
@@ -85,7 +88,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Padder:
-    """Functions that pad each kind of weight from the sizes of config ``old`` to those of ``new``."""
+    """A padder of weights, from the sizes of config ``old`` to the sizes of config ``new``."""
 
     old: Any  # config of the small target or head
     new: Any  # config of the large one
@@ -180,7 +183,7 @@ NAMES = tuple(field.name for field in dataclasses.fields(Sizes) if field.name !=
 
 @dataclass(frozen=True)
 class Plan:
-    """Padding of the target's and head's weights, and the order of the new target's layers."""
+    """The padders of the target's and head's weights, and the order of the new target's layers."""
 
     target: Padder
     head: Padder | None
@@ -190,7 +193,7 @@ class Plan:
 def plan(
     target: Model, sizes: Sizes, *, head: EagleHead | None, feature_layers: tuple[int, ...] | None, dtype: str
 ) -> Plan:
-    """Check that a target and head can grow and return the plan; a missing head is None.
+    """Check that a target and its head can grow, and return the plan.
 
     Without a head, the new target's states numbered `default_states` equal the old one's, for a head inflated later.
 
@@ -237,7 +240,7 @@ def _check_sizes(what: str, old: Config, new: Config) -> None:
 
 
 def insert_layers(old: int, new: int, moved: Mapping[int, int]) -> tuple[int | None, ...]:
-    """Return the old index of each of ``new`` layers, None for an inserted one; state i becomes ``moved[i]``."""
+    """Return the old index of each of ``new`` layers, None for an inserted layer; state i becomes ``moved[i]``."""
     # The final norm counts as one more layer: it maps state N to state N + 1.
     layer_at: list[int | None] = []
     fits = True
@@ -255,7 +258,7 @@ def insert_layers(old: int, new: int, moved: Mapping[int, int]) -> tuple[int | N
 
 
 def _check_head(head: EagleHead, target: Model) -> None:
-    """Raise unless the head is the target's and has the weights of EAGLE-3's authors, which alone are padded."""
+    """Raise a ValueError unless the head fits the target and has only the weights of an original EAGLE-3 head."""
     jax.eval_shape(Eagle3(head, Tree.chain(1)).bind, target)  # raises for another target's head
     config = head.config
     assert isinstance(config, Eagle3Config)  # an `Eagle3` drafter was made of it
