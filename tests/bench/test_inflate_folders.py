@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from convert import hub
@@ -17,8 +16,7 @@ from jspec import Eagle3, Model, Tree
 from jspec.__main__ import main
 from jspec.models.quantize import quantize_weights
 from jspec.tools import demo
-from jspec.tools.bench.inflate import convert as inflate
-from jspec.tools.bench.inflate.grow import Sizes
+from jspec.tools.bench.inflate.grow import UNPADDED
 from tests.support import tiny
 from tests.support.inflating import (
     DEMO_SIZES,
@@ -28,10 +26,10 @@ from tests.support.inflating import (
     compare,
     demo_pair,
     head_of,
+    inflate_pair,
     large_pair,
     target,
     text_tokens,
-    variant,
 )
 
 pytestmark = pytest.mark.once
@@ -39,23 +37,20 @@ pytestmark = pytest.mark.once
 
 def refused(**changes: Any) -> Callable[[], Any]:
     """Return a function that inflates a target and its head to other sizes, which must raise."""
-    return lambda: inflate.pair(target(), replace(SIZES, **changes), head=head_of(target()))
+    return lambda: inflate_pair(target(), replace(SIZES, **changes), head=head_of(target()))
 
 
-def refused_head(name: str, **changes: Any) -> Callable[[], Any]:
-    return lambda: inflate.pair(target(), replace(SIZES, **changes), head=variant(name, target()))
+def refused_head(**changes: Any) -> Callable[[], Any]:
+    """Return a function that inflates a head with other fields or, in its config, other flags, which must raise."""
+    fields = {name: changes.pop(name) for name in ("head", "fc") if name in changes}
 
+    def attempt() -> Any:
+        head = head_of(target()).replace(**fields)
+        if "fc" in fields:
+            changes["feature_layers"] = (LAYERS,)
+        return inflate_pair(target(), SIZES, head=head.replace(config=head.config.resized(**changes)))
 
-def wide_features() -> Any:
-    """Inflate a target with a narrower EAGLE-3 head that norms the target's states, which must raise."""
-    small = target()
-    head = variant("fc_norm", small)
-    narrow = head_of(tiny.model(VOCAB, layers=LAYERS, hidden=8))
-    config = replace(narrow.config, target_hidden_size=16, fc_norm=True)
-    embed = jnp.ones((VOCAB, 8))
-    return inflate.pair(
-        small, SIZES, head=narrow.replace(fc=head.fc[:8], fc_norm=head.fc_norm, embed=embed, config=config)
-    )
+    return attempt
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -65,38 +60,33 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "group": (refused(num_heads=3), "num_heads / num_kv_heads: expected at least the small one's 2, got 1"),
     "vocabulary": (refused(vocab_size=39), "vocab_size: expected at least the small one's 40, got 39"),
     "head_dim": (refused(head_dim=6), "head_dim: expected a multiple of 4, .* got 6"),
-    "no channel to spare": (refused(hidden_size=16), "hidden_size: expected more than 16"),
+    "no channel to spare": (refused(hidden_size=16), "hidden_size: expected more than the small model's 16, got 16"),
     "layers": (refused(num_layers=6), "layers: expected room for as many"),
-    "nothing": (refused(head_dim=0), "head_dim: expected at least 1, got 0"),
     "draft vocabulary": (refused(draft_vocab_size=11), "draft_vocab_size: expected 12 to 36 .* got 11"),
     "padded draft tokens": (refused(draft_vocab_size=37), "draft_vocab_size: expected 12 to 36 .* got 37"),
-    "shared output": (refused_head("shared output"), "draft_vocab_size: expected 64 to 64 .* got 16"),
-    "normed residual": (refused_head("norm_before_residual"), "head with norm_before_residual"),
-    "normed output": (refused_head("norm_output"), "head with norm_output"),
-    "normed states": (refused_head("fc_norm"), "head with fc_norm"),
-    "normed features": (refused_head("norm_before_fc"), "head with norm_before_fc"),
-    "one eps": (wide_features, "features that are normed before fc as wide as its own state .8., .* got 16"),
+    **{flag: (refused_head(**{flag: True}), f"head: expected one layer, .* got {flag}; take") for flag in UNPADDED},
+    "two layers": (refused_head(num_layers=2), "got layers besides the first"),
+    "no fc": (refused_head(fc=None, fuse=False), "got no fc"),
+    "shared output": (refused_head(head=None, draft_vocab_size=VOCAB), "got the target's output head"),
     "masked last state": (
-        lambda: inflate.pair(target(), SIZES, head=head_of(target(), feature_layers=(1, 2, LAYERS + 1))),
-        "expected states before the final norm, .* got state 8",
+        lambda: inflate_pair(target(), SIZES, head=head_of(target(), feature_layers=(1, 2, LAYERS + 1))),
+        "got the state after the final norm",
     ),
     "states": (
-        lambda: inflate.pair(target(), SIZES, head=head_of(target()), feature_layers=(1, 6, 9)),
+        lambda: inflate_pair(target(), SIZES, head=head_of(target()), feature_layers=(1, 6, 9)),
         "2 of 7 -> 1 of 12",
     ),
     "number of states": (
-        lambda: inflate.pair(target(), SIZES, feature_layers=(1, 6)),
+        lambda: inflate_pair(target(), SIZES, feature_layers=(1, 6)),
         r"feature_layers: expected a state for each of \(2, 3, 4\), got \(1, 6\)",
     ),
-    "dtype": (lambda: inflate.pair(target(), SIZES, dtype="float16"), "dtype: expected one of float32, bfloat16"),
     "quantised": (
-        lambda: inflate.pair(quantize_weights(target(), "int8"), SIZES),
+        lambda: inflate_pair(quantize_weights(target(), "int8"), SIZES),
         "expected unquantised weights, got int8",
     ),
-    "shape": (lambda: Sizes.of("llama9"), "shape: expected one of llama3-8b, tiny, least, got 'llama9'"),
-    "method": (lambda: inflate.pair(target(), SIZES, head=tiny.eagle1_head(target())), "expected a head of method"),
+    "method": (lambda: inflate_pair(target(), SIZES, head=tiny.eagle1_head(target())), "expected a head of method"),
     "another target's head": (
-        lambda: inflate.pair(target(), SIZES, head=head_of(tiny.model(41, layers=LAYERS))),
+        lambda: inflate_pair(target(), SIZES, head=head_of(tiny.model(41, layers=LAYERS))),
         "the target needs 40, the head has 41",
     ),
 }
@@ -122,27 +112,28 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return out, head
 
 
-def test_inflated_folders_load_with_weights_equal_to_those_in_memory(written: tuple[Path, Path]) -> None:
+def test_inflated_folders_hold_compressed_weights_equal_to_those_in_memory(written: tuple[Path, Path]) -> None:
     model = Model.from_pretrained(written[0], dtype="float32")
     head = Eagle3.from_pretrained(written[1], tree=Tree.chain(2), dtype="float32").head
     assert (model.config, head.config) == tuple(part.config for part in large_pair())
     same = jax.tree.map(lambda a, b: bool((a == b).all()), (model, head), large_pair())
     assert all(jax.tree.leaves(same))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model))  # the padding is zeros, which compress well
+    assert sum(file.stat().st_size for file in (written[0] / "weights").rglob("*")) < 0.8 * size
     assert hub.eos_ids(written[0]) == hub.eos_ids(demo.TARGET) != ()
     match = compare(demo_pair()[0], model, (2, 4, 5), (2, 4, 6), text_tokens())
     assert match.same, match
-
-
-def test_inflated_folder_weights_padded_with_zeros_are_compressed(written: tuple[Path, Path]) -> None:
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(Model.from_pretrained(written[0], dtype="float32")))
-    assert sum(file.stat().st_size for file in (written[0] / "weights").rglob("*")) < 0.8 * weights
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (LARGER_TINY[2:], "expected --shape or every size, got none for intermediate_size, num_layers"),
-        (("--shape", "tiny"), "hidden_size: expected more than 64"),
+        (
+            ("--shape", "tiny"),
+            "hidden_size: expected more than the small model's 64, got 64: a larger vocabulary needs one more channel; "
+            "take a larger shape or --hidden, or --vocab 256",
+        ),
         ((*LARGER_TINY, "--head", "demo"), "expected HEAD and a HEAD_OUT apart from OUT, got demo and None"),
         ((*LARGER_TINY, "--feature-layers", "3,2,5"), "layers: expected room"),
     ],

@@ -112,7 +112,7 @@ def test_trace_kernel_launches_are_counted_by_name_and_summed() -> None:
         Launch("all", 3.0, None, pytest.approx(0.009)),
     ]
     found = profiling.launches_by_name(events, steps=1)
-    printed = table_of(profiling.LAUNCH_COLUMNS, found).splitlines()
+    printed = table_of(found).splitlines()
     assert printed[2].split() == ["product", "1", "9.0", "0.009", "50.0%"]
     assert printed[-1].split() == ["all", "6", "0.018"]
 

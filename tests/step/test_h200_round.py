@@ -9,8 +9,6 @@ import jax
 import pytest
 
 from jspec import Tree
-from jspec.draft.eagle_head import EagleHead
-from jspec.models.decoder import Model
 from jspec.models.quantize import quantize_weights
 from jspec.step.decode import spec_step
 from jspec.step.program import init_state
@@ -34,8 +32,8 @@ def compile_round(
     depth: int | None = None,
 ) -> tuple[H200Program, int]:
     """Compile a round whose tree is cut at ``depth``; return the program and the state's size in bytes."""
-    target = Model.from_weights(shapes.TARGETS[SHAPE], shapes.target_shapes(SHAPE, "bfloat16"))
-    head = EagleHead.from_weights(shapes.head_config(SHAPE), shapes.head_shapes(SHAPE, "bfloat16"))
+    target = jax.eval_shape(partial(shapes.random_target, SHAPE, "bfloat16"))
+    head = jax.eval_shape(partial(shapes.random_head, SHAPE, "bfloat16"))
     if quantize is not None:
         target, head = (jax.eval_shape(partial(quantize_weights, kind=quantize), model) for model in (target, head))
     case = rounds.Case(

@@ -14,8 +14,6 @@ import jax.numpy as jnp
 import pytest
 
 from jspec import Tree
-from jspec.draft.eagle_head import EagleHead
-from jspec.models.decoder import Model
 from jspec.step.decode import spec_step
 from jspec.step.executables import PREFILL_HEAD
 from jspec.step.prefill import prefill_step
@@ -32,8 +30,8 @@ OWN = "broadcast_in_dim"  # the operation that adds the axis of rounds
 
 def build(tree: Tree | None) -> tuple[Program, Params, Any]:
     """Return a program, and the shapes of its weights and state."""
-    target = Model.from_weights(shapes.TARGETS[SHAPE], shapes.target_shapes(SHAPE, "float32"))
-    head = EagleHead.from_weights(shapes.head_config(SHAPE), shapes.head_shapes(SHAPE, "float32"))
+    target = jax.eval_shape(partial(shapes.random_target, SHAPE, "float32"))
+    head = jax.eval_shape(partial(shapes.random_head, SHAPE, "float32"))
     program, params, pool = rounds.build(rounds.Case(SHAPE, 1, 64, tree, dtype="float32"), target, head)
     return program, params, jax.eval_shape(lambda p: init_state(program, p, pool), params)
 

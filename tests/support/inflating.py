@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -10,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from convert import orbax
 from jspec import Model
-from jspec.draft.eagle_head import EagleHead, EagleLayer
+from jspec.draft.eagle_head import EagleHead
 from jspec.models.config import Rope
 from jspec.tools import demo
 from jspec.tools.bench.inflate import convert as inflate
@@ -87,6 +87,26 @@ def compare(small: Model, large: Model, states: tuple[int, ...], new_states: tup
     )
 
 
+def inflate_pair(
+    small: Model,
+    sizes: Sizes,
+    *,
+    head: EagleHead | None = None,
+    feature_layers: tuple[int, ...] | None = None,
+    dtype: str = "float32",
+) -> tuple[Model, EagleHead | None]:
+    """Inflate a target and its head in memory; the arguments are those of `grow.plan`."""
+    made = grow.plan(small, sizes, head=head, feature_layers=feature_layers, dtype=dtype)
+
+    def tree(batches: inflate.Batches) -> dict[str, Any]:
+        return orbax.unflatten({name: array for batch in batches for name, array in batch.items()})
+
+    large = Model.from_weights(made.target.new, tree(inflate.target_batches(small, made)))
+    if head is None or made.head is None:
+        return large, None
+    return large, EagleHead.from_weights(made.head.new, tree(inflate.head_batches(head, made.head, made.target)))
+
+
 @cache
 def demo_pair() -> tuple[Model, EagleHead]:
     return tiny.load_target(demo.TARGET), tiny.load_head(demo.HEAD)
@@ -95,47 +115,10 @@ def demo_pair() -> tuple[Model, EagleHead]:
 @cache
 def large_pair() -> tuple[Model, EagleHead]:
     small, head = demo_pair()
-    large, large_head = inflate.pair(small, DEMO_SIZES, head=head)
+    large, large_head = inflate_pair(small, DEMO_SIZES, head=head)
     assert large_head is not None
     return large, large_head
 
 
 def text_tokens() -> jax.Array:
     return jnp.asarray(np.frombuffer(TEXT, np.uint8).astype(np.int32))[None]
-
-
-def variant(name: str, model: Model) -> EagleHead:
-    """Return a variant of an EAGLE-3 head by name, with random values for its additional weights."""
-    rng, hidden = np.random.default_rng(5), model.config.hidden_size
-
-    def weight(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.uniform(0.5, 1.5, shape), jnp.float32)
-
-    head = head_of(model, **({} if name in ("plain", "two layers", "no fc", "shared output") else {name: True}))
-    layer = head.layers[0]
-    if name == "norm_before_fc":
-        return head.replace(input_norm=weight(3 * hidden))
-    if name == "fc_norm":
-        return head.replace(fc_norm=weight(3, hidden))
-    if name == "fc_bias":
-        return head.replace(fc_bias=weight(hidden))
-    if name == "qkv_bias":
-        return head.replace(layers=[layer.replace(qkv_bias=weight(layer.qkv.shape[0]))])
-    if name == "qk_norm":
-        norms = dict(q_norm=weight(head.config.head_dim), k_norm=weight(head.config.head_dim))
-        return head.replace(layers=[layer.replace(**norms)])
-    if name == "two layers":
-        parts = {k: v for k, v in vars(layer).items() if k not in ("hidden_norm", "qkv")}
-        more = EagleLayer(**parts | {"qkv": layer.qkv[:, :hidden], "input_norm": weight(hidden)})
-        return head.replace(
-            layers=[layer, more], embed=4 * weight(VOCAB, hidden), config=head.config.resized(num_layers=2)
-        )
-    if name == "no fc":
-        return head.replace(fc=None, config=replace(head.config, fuse=False, feature_layers=(LAYERS,)))
-    if name == "shared output":
-        return head.replace(head=None, draft_to_target=None, config=replace(head.config, draft_vocab_size=VOCAB))
-    return head
-
-
-CARRIED = ("plain", "two layers", "no fc", "fc_bias", "qkv_bias", "qk_norm")  # with a larger draft vocabulary
-NORMED = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")

@@ -11,10 +11,10 @@ import argparse
 import statistics
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 from jspec.core.config import ACCEPT_RULES
 from jspec.core.tree import TREE_FORMS, Tree
@@ -26,8 +26,7 @@ from jspec.engine.sampling_params import SamplingParams
 from jspec.models.decoder import Model
 from jspec.tools import demo
 from jspec.tools.bench.pair import Pair
-from jspec.tools.bench.report import Report, int_or_none, option, tree_label
-from jspec.tools.table import table
+from jspec.tools.bench.report import Column, Report, count, file_option, option, with_message
 from pallas_kernels.layers.quantized import KINDS
 
 STATIC = "static:0,1,2,0.0,0.1,1.0,0.0.0,0.0.1,0.1.0,0.0.0.0,0.0.0.1"
@@ -42,25 +41,27 @@ PREFILL = 512
 PLACES = 8  # places of the text that are continued, by context length
 
 
-class Case(NamedTuple):
-    """Settings of one compiled engine, which serves all temperatures, or all contexts."""
+@dataclass(frozen=True)
+class Case:
+    """The settings of one compiled engine; one engine serves all temperatures or all context lengths."""
 
-    accept: str
-    tree: Tree
-    draft_quantize: str | None = None  # quantisation of the head's weights; None: not quantised
-    draft_window: int | None = None  # tokens that the drafter sees; None: all
-    context: int | None = None  # tokens of the prompts; None: `PROMPT_SIZE`
+    accept: Annotated[str, Column("accept rule", lambda rule: rule + " (lossy)" * (rule == "typical"))]
+    tree: Annotated[Tree, Column("tree", str)]
+    draft_quantize: Annotated[str | None, Column("head")] = None  # quantisation of the head's weights; None: no
+    draft_window: Annotated[int | None, Column("window")] = None  # tokens that the drafter sees; None: all
+    context: Annotated[int | None, Column("context")] = None  # tokens of the prompts; None: `PROMPT_SIZE`
 
 
-class Acceptance(NamedTuple):
-    """Measured acceptance of an engine's draft tokens at one temperature."""
+@dataclass(frozen=True)
+class Acceptance:
+    """The measured acceptance of an engine's draft tokens at one temperature."""
 
     case: Case
-    temperature: float
-    length: float  # mean acceptance length, tokens a step
-    error: float  # standard error of `length` over prompts, tokens a step
-    rate: float  # share of the drafted tokens that were emitted
-    rounds: int  # number of steps that `length` averages
+    temperature: Annotated[float, Column("temperature", "g")]
+    length: Annotated[float, Column("tokens a step", ".2f")]  # mean acceptance length
+    error: Annotated[float, Column("±", ".2f")]  # standard error of `length` over prompts, tokens a step
+    rate: Annotated[float, Column("emitted", ".0%")]  # share of the drafted tokens that were emitted
+    rounds: Annotated[int, Column("steps")]  # number of steps that `length` averages
 
 
 def cases(rules: Sequence[str], trees: Sequence[Tree], draft_quantize: str | None = None) -> list[Case]:
@@ -100,14 +101,13 @@ def measure(
 
 
 def text_places(ids: Sequence[int], contexts: Sequence[int], places: int) -> dict[int, list[list[int]]]:
-    """Return by context length the token ids before each of ``places`` positions, equal for all lengths."""
-    longest = max(contexts, default=0)
-    if min(contexts, default=0) < 1 or places < 2:
-        raise ValueError(f"expected context lengths >= 1 and at least 2 places, got {[*contexts]} and {places}")
-    if len(ids) < longest + places - 1:
+    """Return, by context length, the token ids before each of ``places`` positions of a text."""
+    longest = max(contexts)
+    least = longest + places - 1
+    if places < 2 or len(ids) < least:
         raise ValueError(
-            f"expected a text of at least {longest + places - 1} tokens for contexts of {longest}, got {len(ids)}; "
-            "give a longer --text or shorter contexts"
+            f"expected at least 2 places and a text of {least} tokens, got {places} and {len(ids)}; "
+            "give more --places, a longer --text or shorter contexts"
         )
     ends = [longest + (len(ids) - longest) * place // (places - 1) for place in range(places)]
     return {context: [list(ids[end - context : end]) for end in ends] for context in sorted(contexts)}
@@ -131,7 +131,7 @@ def measure_contexts(
         case = Case("coupled", drafter.tree, None, drafter.draft_window)
         with Engine(target, drafter=drafter, prefix_cache=False, **sizes) as engine:
             for context, texts in found.items():
-                yield _complete(engine, case._replace(context=context), texts, 0.0, tokens, 1)
+                yield _complete(engine, replace(case, context=context), texts, 0.0, tokens, 1)
 
 
 def _complete(
@@ -151,28 +151,10 @@ def _complete(
 
 
 def standard_error(parts: Sequence[Metrics]) -> float:
-    """Return the standard error of the mean tokens a step, by the jackknife over prompts (steps are dependent)."""
+    """Return the standard error of the mean tokens a step, by the jackknife over prompts."""
     others = [sum((*parts[:i], *parts[i + 1 :]), Metrics()) for i in range(len(parts))]
     without = [one.mean_acceptance_length for one in others]
     return (len(parts) - 1) / len(parts) ** 0.5 * statistics.stdev(without)
-
-
-def text(results: Sequence[Acceptance]) -> str:
-    """Format a table, a line a case and a column a temperature or context: tokens a step, error, share emitted."""
-    lines: dict[tuple[str, ...], dict[str, str]] = {}
-    for one in results:
-        case, length = one.case, f"{one.length:.2f} ± {one.error:.2f}"
-        if case.context is None:
-            headings = ["tree", "accept rule", "head"]
-            rule = case.accept + " (lossy)" * (case.accept == "typical")
-            names: tuple[str, ...] = (tree_label(case.tree), rule, case.draft_quantize or "float32")
-            cell = {f"temperature {one.temperature:g}": f"{length}  {one.rate:4.0%}"}
-        else:
-            headings, names = ["tree", "draft window"], (str(case.tree), str(case.draft_window or "none"))
-            cell = {f"{case.context} tokens": length}
-        lines.setdefault(names, {}).update(cell)
-    rows = [[*names, *cells.values()] for names, cells in lines.items()]
-    return table([[*headings, *next(iter(lines.values()))], *rows])
 
 
 def run(arguments: argparse.Namespace) -> Report:
@@ -187,18 +169,22 @@ def run(arguments: argparse.Namespace) -> Report:
     else:
         found, sizes = cases(a.accept, a.tree, a.draft_quantize), dict(tokens=a.tokens, samples=a.samples)
         results = (one for case in found for one in measure(case, a.temperature, **sizes))
-    return Report("tokens a step ± standard error, share of drafted tokens emitted", (), results, text)
+    return Report("tokens a step ± standard error, share of drafted tokens emitted", results)
+
+
+def _window(text: str) -> int | None:
+    return None if text == "none" else count(text)
 
 
 OPTIONS = (
-    option("--accept", nargs="+", choices=ACCEPT_RULES, default=ACCEPT_RULES, metavar="RULE"),
-    option("--tree", type=Tree.parse, nargs="+", default=TREES, metavar="TREE", help=TREE_FORMS),
-    option("--temperature", type=float, nargs="+", default=TEMPERATURES),
-    option("--tokens", type=int, default=TOKENS, help="tokens of each completion"),
-    option("--samples", type=int, default=SAMPLES, help="completions a prompt at temperatures above 0"),
-    option("--draft-quantize", choices=KINDS, help="kind for the head's weights; float32 if left out"),
-    option("--context", type=int, nargs="+", metavar="256", help="tokens of prompts: measure by context length"),
-    option("--draft-window", type=int_or_none, nargs="+", default=(None, 128), metavar="W", help="tokens, or none"),
-    option("--places", type=int, default=PLACES, help="with --context: places where the text is continued"),
-    option("--text", type=Path, metavar="FILE", help="with --context: the text; Python source if left out"),
+    option("--accept", nargs="+", choices=ACCEPT_RULES, default=ACCEPT_RULES, metavar="RULE", help="accept rules"),
+    option("--tree", type=with_message(Tree.parse), nargs="+", default=TREES, metavar="TREE", help=TREE_FORMS),
+    option("--temperature", type=float, nargs="+", default=TEMPERATURES, help="temperatures, 0: greedy"),
+    option("--tokens", type=count, default=TOKENS, help="tokens of each completion"),
+    option("--samples", type=count, default=SAMPLES, help="completions a prompt at temperatures above 0"),
+    option("--draft-quantize", choices=KINDS, help="quantise the head's weights; default: no"),
+    option("--context", type=count, nargs="+", metavar="256", help="by tokens of the prompts; default: by rule"),
+    option("--draft-window", type=_window, nargs="+", default=(None, 128), metavar="W", help="tokens, or none"),
+    option("--places", type=count, default=PLACES, help="with --context: places where the text is continued"),
+    file_option("--text", "with --context: text that is continued; default: Python source"),
 )

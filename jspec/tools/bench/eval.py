@@ -10,9 +10,10 @@ import argparse
 import re
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from jspec.models.quantize import quantize_weights, quantized_as
 from jspec.step.memory import tree_bytes
 from jspec.tools import check_head
 from jspec.tools.bench.pair import ENGINE_OPTIONS, Pair, engine_options, records
-from jspec.tools.bench.report import Column, Report, columns, option, scaled, tree_name
+from jspec.tools.bench.report import Column, Report, count, file_option, option, scaled, tree_name, with_message
 from jspec.tools.replay import run_texts
 from pallas_kernels.layers.quantized import KINDS
 
@@ -41,21 +42,14 @@ class Problem(NamedTuple):
     answer: str
 
 
-class Score(NamedTuple):
-    """Score and speed of the answers decoded with one draft tree, or without drafting (None)."""
+@dataclass(frozen=True)
+class Score:
+    """The score and speed of the answers that were decoded with one draft tree."""
 
-    tree: Tree | None
-    correct: float  # share of the questions answered correctly
-    tokens_per_second: float  # tokens of all answers over the seconds of the run
-    length: float  # mean acceptance length, tokens a step
-
-
-SCORE_COLUMNS = (
-    Column("tree", "tree", tree_name),
-    *columns(".2%", correct="score"),
-    *columns(".1f", tokens_per_second="tokens/s"),
-    *columns(".2f", length="tokens a step"),
-)
+    tree: Annotated[Tree | None, Column("tree", tree_name)]
+    correct: Annotated[float, Column("score", ".2%")]  # share of the questions answered correctly
+    tokens_per_second: Annotated[float, Column("tokens/s", ".1f")]  # tokens of all answers over the seconds of the run
+    length: Annotated[float, Column("tokens a step", ".2f")]  # mean acceptance length
 
 
 def read_problems(path: Path) -> list[Problem]:
@@ -74,13 +68,13 @@ def read_problems(path: Path) -> list[Problem]:
 
 
 def prompts_of(problems: Sequence[Problem], shots: int) -> list[str]:
-    """Return a prompt for each question after the first ``shots``, which precede it with their answers."""
+    """Return a prompt for each question but the first ``shots``; these and their answers begin each prompt."""
     examples = "".join(f"{NEXT} {one.question}\nAnswer: {one.answer}\n\n" for one in problems[:shots])
     return [f"{examples}{NEXT} {one.question}\nAnswer:" for one in problems[shots:]]
 
 
 def number_of(answer: str) -> Decimal | None:
-    """Return the number after ``####``, or else the last number of the answer; None if it has no number."""
+    """Return the number after ``####``, else the last number of the answer, else None."""
     answer = answer.split(NEXT)[0]
     _, mark, result = answer.partition("####")
     numbers = NUMBER.findall(result if mark else answer)
@@ -88,7 +82,7 @@ def number_of(answer: str) -> Decimal | None:
 
 
 def share_correct(answers: Sequence[str], problems: Sequence[Problem]) -> float:
-    """Return the share of answers, 0 to 1, whose number equals that of the problem's worked answer."""
+    """Return the share, 0 to 1, of answers that have the same number as the problem's worked answer."""
     pairs = zip(answers, problems, strict=True)
     return sum(number_of(answer) == number_of(own.answer) for answer, own in pairs) / len(problems)
 
@@ -108,14 +102,14 @@ def answer(
 
 
 def run_gsm8k(arguments: argparse.Namespace) -> Report:
-    """Score answers with and without drafting; exit code 1 if they differ in float32, where they must not."""
-    shots, count = arguments.shots, arguments.num_questions
-    if arguments.file is None or shots < 0 or (count is not None and count < 1):
-        raise ValueError("eval gsm8k: expected --file, --shots of at least 0 and --num-questions of at least 1")
+    """Score answers with and without drafting; the exit code is 1 if float32 answers differ."""
+    shots, asked = arguments.shots, arguments.num_questions
+    if arguments.file is None or shots < 0:
+        raise ValueError("eval gsm8k: expected --file and --shots of at least 0")
     problems = read_problems(arguments.file)
-    if len(problems) < (least := shots + (count or 1)):
+    if len(problems) < (least := shots + (asked or 1)):
         raise ValueError(f"{arguments.file}: expected {least} questions, examples included, got {len(problems)}")
-    problems = problems[: None if count is None else shots + count]
+    problems = problems[: None if asked is None else shots + asked]
     pair = Pair.of(arguments)
     pair.drafter(arguments.tree)  # raises before anything runs
     prompts = [pair.tokenizer.encode(prompt) for prompt in prompts_of(problems, shots)]
@@ -128,32 +122,23 @@ def run_gsm8k(arguments: argparse.Namespace) -> Report:
     about = {"questions": len(prompts), "shots": shots, "differing": differing}
     headline = f"gsm8k, {len(prompts)} questions, {shots} examples before each, greedy"
     code = int(differing > 0 and pair.target.embed.dtype == jnp.float32)
-    return Report(headline, SCORE_COLUMNS, scores, f"{differing} of {len(prompts)} texts differ", about, code=code)
+    return Report(headline, scores, f"{differing} of {len(prompts)} texts differ", about, code=code)
 
 
-class Divergence(NamedTuple):
-    """Difference between a quantised target's next-token probabilities and the unquantised target's."""
+@dataclass(frozen=True)
+class Divergence:
+    """The difference between next-token probabilities of a quantised and the unquantised target."""
 
-    kind: str
-    bytes: int  # bytes of all weights
-    divergence: float  # mean Kullback-Leibler divergence of the next-token probabilities, nats
-    worst: float  # the largest of these divergences
-    agreement: float  # share of positions where the most probable token is the same
-    places: int  # number of positions
-
-
-DIVERGENCE_COLUMNS = (
-    *columns(kind="weights"),
-    Column("bytes", "MB", scaled(1e-6, ".2f")),
-    *columns(".5f", divergence="mean KL, nats"),
-    *columns(".4f", worst="largest"),
-    *columns(".1%", agreement="same top token"),
-    *columns(places="positions"),
-)
+    kind: Annotated[str, Column("weights")]
+    bytes: Annotated[int, Column("MB", scaled(1e-6, ".2f"))]  # bytes of all weights
+    divergence: Annotated[float, Column("mean KL, nats", ".5f")]  # mean Kullback-Leibler divergence
+    worst: Annotated[float, Column("largest", ".4f")]  # the largest of these divergences
+    agreement: Annotated[float, Column("same top token", ".1%")]  # share of positions with the same most probable token
+    places: Annotated[int, Column("positions")]  # number of positions
 
 
 def measure_divergence(target: Model, texts: Int[np.ndarray, "rows size"], kinds: Iterable[str]) -> list[Divergence]:
-    """Return one comparison with the unquantised target for each kind of quantisation, on given token ids."""
+    """Compare each kind of quantisation with the unquantised target, on given token ids."""
     if stored := quantized_as(target):
         raise ValueError(f"eval quantization: expected a target as it was trained, got {stored}; give the original")
     results = [divergence(str(target.embed.dtype), target, target, texts)]
@@ -183,7 +168,7 @@ def run_quantization(arguments: argparse.Namespace) -> Report:
     text = check_head.TEXT if arguments.text is None else arguments.text.read_text(encoding="utf-8")
     windows = check_head.windows(text, pair.tokenizer, arguments.size)
     results = measure_divergence(pair.target, windows, arguments.quantize)
-    return Report(f"next-token probabilities over {len(windows)} parts of a text", DIVERGENCE_COLUMNS, results)
+    return Report(f"next-token probabilities over {len(windows)} parts of a text", results)
 
 
 def run(arguments: argparse.Namespace) -> Report:
@@ -191,14 +176,14 @@ def run(arguments: argparse.Namespace) -> Report:
 
 
 OPTIONS = (
-    option("task", choices=("gsm8k", "quantization")),
-    option("--file", type=Path, help="gsm8k: JSON lines with question and answer"),
+    option("task", choices=("gsm8k", "quantization"), help="answers with and without drafting, or probabilities"),
+    file_option("--file", "gsm8k: JSON lines with question and answer; default: none, it must be given"),
     option("--shots", type=int, default=5, help="gsm8k: first questions of the file, with answers, before each"),
-    option("--num-questions", type=int, help="gsm8k: number of the following questions; all if left out"),
-    option("--max-tokens", type=int, default=256, help="gsm8k: tokens of each answer"),
-    option("--tree", type=Tree.parse, default=Tree.chain(4), help=f"gsm8k: {TREE_FORMS}"),
+    option("--num-questions", type=count, help="gsm8k: number of the following questions; default: all"),
+    option("--max-tokens", type=count, default=256, help="gsm8k: tokens of each answer"),
+    option("--tree", type=with_message(Tree.parse), default=Tree.chain(4), help=f"gsm8k: {TREE_FORMS}"),
     *ENGINE_OPTIONS,
     option("--quantize", nargs="+", choices=KINDS, default=KINDS, help="quantization: kinds"),
-    option("--text", type=Path, metavar="FILE", help="quantization: an English and Python text if left out"),
-    option("--size", type=int, default=128, help="quantization: tokens of a part of the text"),
+    file_option("--text", "quantization: text that is read; default: an English and Python text"),
+    option("--size", type=count, default=128, help="quantization: tokens of a part of the text"),
 )

@@ -2,8 +2,7 @@
 
 One program holds many calls, each on its own data, so no call finds its data in a cache or waits for another's result.
 On a GPU the time is the sum of the kernels' times in the device's trace, launch gaps excluded; elsewhere it is the
-host's. With `--power` each kernel also runs for some seconds: the energy of a step's kernels shows how far the power
-limit allows the step to go.
+host's. With `--power` each kernel also runs for some seconds, to measure its energy.
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, get_args
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.config import KV_DTYPES
-from jspec.tools.bench import profiling, random_models, roofline
-from jspec.tools.bench.report import Column, Report, columns, ints, option, scaled
+from jspec.tools.bench import profiling, random_models, roofline, step
+from jspec.tools.bench.report import Column, Report, count, counts, option, scaled
 from pallas_kernels import gated_matmul, paged_attention, split_matmul
-from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.quantized import KINDS, matmul, quantize
 
 BEYOND_CACHES = 256 * 2**20  # bytes that all calls read together at least; an H200's L2 holds 60 MB
@@ -36,47 +34,27 @@ REPEATS = 10
 DISPATCHED = 32  # programs between two looks at the clock, where the device is kept busy
 SPLIT = ("qkv", "o", "down")  # products that the decoder leaves as partial sums
 ATTENTION = ("batch", "rows", "context", "heads", "kv_heads", "head_dim", "page_size", "dtype", "kv", "implementation")
-SETTINGS = (*ATTENTION[:-1], "out", "inner", "quantize", "implementation")
 
 
 @dataclass(frozen=True)
 class Result:
-    """Measured time, least time, bytes and flops of one call of a kernel."""
+    """The measured time, least time, bytes and flops of one call of a kernel."""
 
-    name: str
-    settings: dict[str, Any]
-    bytes: float  # bytes that a call must read and write
-    flops: float  # flops that a call must do
-    floor_seconds: float  # least time of a call by memory bandwidth and arithmetic rate, seconds
-    seconds: float  # measured time of a call, seconds
-    timer: str  # "device" or "host"
-    long_seconds: float | None  # host's time of a call in a long run, seconds; None: not requested, or no NVIDIA GPU
+    name: Annotated[str, Column("kernel")]
+    settings: Annotated[dict[str, Any], Column("")]  # a column each
+    bytes: Annotated[float, Column("MB", scaled(1e-6, ".1f"))]  # bytes that a call must read and write
+    flops: Annotated[float, Column("GFLOP", scaled(1e-9, ".1f"))]  # flops that a call must do
+    # Least time of a call, seconds; None: the device's rates are unknown.
+    floor_seconds: Annotated[float | None, Column("least us", scaled(1e6, ".1f"))]
+    seconds: Annotated[float, Column("us", scaled(1e6, ".1f"))]  # measured time of a call, seconds
+    byte_rate: Annotated[float, Column("TB/s", scaled(1e-12, ".2f"))]  # bytes a second
+    flop_rate: Annotated[float, Column("TFLOP/s", scaled(1e-12, ".1f"))]  # flops a second
+    share: Annotated[float | None, Column("share", ".0%")]  # least time over measured time
+    timer: Annotated[str, Column("timed by")]  # "device" or "host"
+    # Host's time of a call in a long run, seconds; None: not requested, or no NVIDIA GPU.
+    long_seconds: Annotated[float | None, Column("long us", scaled(1e6, ".1f"))]
     clock: profiling.Clock | None  # GPU clock in the long run
-    joules: float | None  # energy of a call in the long run
-
-    share = property(lambda self: self.floor_seconds / self.seconds)
-    byte_rate = property(lambda self: self.bytes / self.seconds)
-    flop_rate = property(lambda self: self.flops / self.seconds)
-
-
-def _setting(name: str) -> Callable[[dict[str, Any]], str]:
-    return lambda settings: str(settings.get(name, ""))
-
-
-COLUMNS = (
-    *columns(name="kernel"),
-    *(Column("settings", name, _setting(name)) for name in SETTINGS),
-    Column("bytes", "MB", scaled(1e-6, ".1f")),
-    Column("floor_seconds", "least us", scaled(1e6, ".1f")),
-    Column("seconds", "us", scaled(1e6, ".1f")),
-    Column("byte_rate", "TB/s", scaled(1e-12, ".2f")),
-    Column("flop_rate", "TFLOP/s", scaled(1e-12, ".1f")),
-    *columns(".0%", share="share"),
-    *columns(timer="timed by"),
-    Column("long_seconds", "long us", scaled(1e6, ".1f")),
-    *profiling.clock_columns(),
-    Column("joules", "mJ", scaled(1e3, ".1f")),
-)
+    joules: Annotated[float | None, Column("mJ", scaled(1e3, ".1f"))]  # energy of a call in the long run
 
 
 def attention(settings: dict[str, Any], *, power: bool = False) -> Result:
@@ -126,33 +104,42 @@ def gemm(name: str, settings: dict[str, Any], *, power: bool = False) -> Result:
 
 
 def calls_for(bytes_read: float) -> int:
-    """Return the number of calls in one timed program, 2 to `MOST_CALLS`: together they read more than caches hold.
-
-    Args:
-        bytes_read: bytes that one call reads.
-    """
+    """Return how many calls (2 to `MOST_CALLS`) of ``bytes_read`` bytes read more than the caches hold."""
     return min(max(math.ceil(BEYOND_CACHES / bytes_read), 2), MOST_CALLS)
 
 
 def _timed(
     cost: roofline.Cost, settings: dict[str, Any], run: Callable[..., Any], arguments: tuple[Any, ...], power: bool
 ) -> Result:
-    """Return the times of one kernel, whose calls ``run`` makes, beside its ``cost``."""
+    """Time the program ``run``, which calls one kernel several times; return the times of one call."""
     calls, program = calls_for(cost.bytes), jax.jit(run).lower(*arguments).compile()
     for _ in range(3):
         jax.block_until_ready(program(*arguments))
-    times: list[float] = []
+    groups: list[float] = []
     busy = partial(_seconds, program, arguments, DISPATCHED)
-    clock = profiling.watch_clock(lambda: times.append(busy())) if power else None
-    long_seconds = statistics.median(times) / DISPATCHED / calls if clock else None
+    clock = profiling.watch_clock(lambda: groups.append(busy())) if power else None
+    long_seconds = statistics.median(groups) / DISPATCHED / calls if clock else None
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            seconds = [_seconds(program, arguments, 1) for _ in range(REPEATS)]
+            times = [_seconds(program, arguments, 1) for _ in range(REPEATS)]
         computed = sum(event.duration_ns for event in profiling.gpu_events(folder)) / 1e9 / REPEATS
-    own, timer = (computed, "device") if computed else (statistics.median(seconds), "host")
-    joules = long_seconds * clock.watts if long_seconds and clock else None
-    times_of_call = (cost.seconds, own / calls, timer, long_seconds, clock, joules)
-    return Result(cost.name, settings, cost.bytes, cost.flops, *times_of_call)
+    seconds, timer = (computed / calls, "device") if computed else (statistics.median(times) / calls, "host")
+    floor = roofline.seconds([cost])
+    return Result(
+        name=cost.name,
+        settings=settings,
+        bytes=cost.bytes,
+        flops=cost.flops,
+        floor_seconds=floor,
+        seconds=seconds,
+        byte_rate=cost.bytes / seconds,
+        flop_rate=cost.flops / seconds,
+        share=None if floor is None else floor / seconds,
+        timer=timer,
+        long_seconds=long_seconds,
+        clock=clock,
+        joules=long_seconds * clock.watts if long_seconds and clock else None,
+    )
 
 
 def _seconds(program: Any, arguments: tuple[Any, ...], dispatched: int) -> float:
@@ -164,11 +151,11 @@ def _seconds(program: Any, arguments: tuple[Any, ...], dispatched: int) -> float
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    return Report("one call, random data", COLUMNS, _results(arguments))
+    return Report("one call, random data", _results(arguments))
 
 
 def _results(a: argparse.Namespace) -> Iterator[Result]:
-    c = random_models.TARGETS[a.shape]
+    c = random_models.TARGETS[a.shape or random_models.default_shape()]
     heads, dims = (a.heads or c.num_heads, a.kv_heads or c.num_kv_heads), a.head_dim or [c.head_dim]
     points = product(a.page_size, dims, a.context, a.batch, a.rows) if "attention" in a.kernel else ()
     for page, dim, context, batch, rows in points:
@@ -180,23 +167,19 @@ def _results(a: argparse.Namespace) -> Iterator[Result]:
         yield gemm(name, dict(rows=rows, out=out, inner=inner) | common, power=a.power)
 
 
-def _sizes(flag: str, default: str, **more: Any) -> Any:
-    return option(flag, type=ints, default=ints(default), metavar=default, **more)
-
-
 OPTIONS = (
-    option("--kernel", nargs="+", choices=("attention", "gemm"), default=("attention", "gemm")),
-    option("--shape", choices=sorted(random_models.TARGETS), default="llama3-8b", help="decoder of the products"),
-    _sizes("--rows", "1,5", help="rows of a product, or new tokens a sequence in attention"),
-    _sizes("--batch", "1,8,32,64", help="sequences in attention"),
-    _sizes("--context", "1024"),
-    _sizes("--page-size", "16"),
-    option("--head-dim", type=ints, metavar="64,128", help="the shape's if left out, as for the next two"),
-    option("--heads", type=int),
-    option("--kv-heads", type=int),
-    option("--dtype", default="bfloat16"),
-    option("--kv-dtype", choices=KV_DTYPES, help="dtype of attention's caches; --dtype if left out"),
-    option("--quantize", choices=KINDS, help="kind for the products' weights"),
-    option("--implementation", choices=get_args(Implementation), default="auto", help="where there is a kernel"),
+    option("--kernel", nargs="+", choices=("attention", "gemm"), default=("attention", "gemm"), help="what is timed"),
+    step.SHAPE,
+    option("--rows", type=counts, default=[1, 5], metavar="1,5", help="rows of a product, new tokens a sequence"),
+    option("--batch", type=counts, default=[1, 8, 32, 64], metavar="1,8", help="sequences in attention"),
+    option("--context", type=counts, default=[1024], metavar="1024", help="committed tokens of a sequence"),
+    option("--page-size", type=counts, default=[16], metavar="16", help="tokens of a cache page"),
+    option("--head-dim", type=counts, metavar="64,128", help="channels of a head; default: the shape's"),
+    option("--heads", type=count, help="query heads; default: the shape's"),
+    option("--kv-heads", type=count, help="key and value heads; default: the shape's"),
+    option("--dtype", default="bfloat16", help="dtype of activations and weights"),
+    option("--kv-dtype", choices=KV_DTYPES, help="dtype of attention's caches; default: --dtype"),
+    option("--quantize", choices=KINDS, help="quantise the products' weights; default: no"),
+    step.IMPLEMENTATION,
     option("--power", action="store_true", help="run each for some seconds too: clock, watts, millijoules"),
 )

@@ -19,22 +19,21 @@ from jspec.engine.api import Engine
 from jspec.engine.tokenizer import Tokenizer
 from jspec.models.decoder import Model
 from jspec.tools import check_head, demo
-from jspec.tools.bench.report import option
+from jspec.tools.bench.report import count, option
 
 PROMPT_FIELDS = "turns (a list of texts, of which the first is taken), prompt (a text) or question (a text)"
-TARGET_OPTIONS = (
-    option("--target", default=demo.TARGET, metavar="PATH", help="folder or hub id; the embedded one if left out"),
-    option("--tokenizer", help='"bytes" for byte-level models; the folder\'s own if left out'),
-    option("--dtype", help="dtype of the weights; float32 on CPU, bfloat16 elsewhere, if left out"),
-)
 OPTIONS = (
-    *TARGET_OPTIONS,
-    option("--draft", metavar="PATH", help="EAGLE head, Medusa heads, draft model, ngram or suffix; the embedded head"),
+    option("--target", metavar="PATH", help="folder or hub id; default: the embedded one"),
+    option("--tokenizer", help='"bytes" for byte-level models; default: the folder\'s own'),
+    option("--dtype", help="dtype of the weights; default: float32 on CPU, bfloat16 elsewhere"),
+    option(
+        "--draft", metavar="PATH", help="EAGLE or Medusa heads, draft model, ngram or suffix; default: embedded head"
+    ),
 )
 ENGINE_OPTIONS = (
-    option("--slots", type=int, default=32, help="requests that run at once"),
-    option("--page-size", type=int, default=16),
-    option("--prefill-budget", type=int, help="prompt tokens between two steps"),
+    option("--slots", type=count, default=32, help="requests that run at once"),
+    option("--page-size", type=count, default=16, help="tokens of a cache page"),
+    option("--prefill-budget", type=count, help="prompt tokens between two steps; default: the engine's"),
 )
 
 
@@ -49,26 +48,19 @@ class Pair:
     dtype: str | None  # dtype of the weights; None: float32 on CPU, bfloat16 elsewhere
 
     @classmethod
-    def load(
-        cls, target: str | Path, draft: str | None = None, *, tokenizer: str | None = None, dtype: str | None = None
-    ) -> Pair:
-        """Load the target and its tokenizer; the embedded target `demo.TARGET` has a default head and tokenizer."""
-        if str(target) == str(demo.TARGET):
-            draft, tokenizer = draft or str(demo.HEAD), tokenizer or "bytes"
-        model, words = check_head.load_target(target, tokenizer, dtype=dtype)
-        return cls(model, words, hub.eos_ids(hub.find(target)), draft, dtype)
-
-    @classmethod
     def of(cls, arguments: argparse.Namespace) -> Pair:
-        """Load the target and drafter that the parsed command line (`OPTIONS`) names."""
-        draft = getattr(arguments, "draft", None)
-        return cls.load(arguments.target, draft, tokenizer=arguments.tokenizer, dtype=arguments.dtype)
+        """Load the target that the command line names (`OPTIONS`), else the embedded target and its head."""
+        target, draft, tokenizer = arguments.target, arguments.draft, arguments.tokenizer
+        if target is None:
+            target, draft, tokenizer = str(demo.TARGET), draft or str(demo.HEAD), tokenizer or "bytes"
+        model, words = check_head.load_target(target, tokenizer, dtype=arguments.dtype)
+        return cls(model, words, hub.eos_ids(hub.find(target)), draft, arguments.dtype)
 
     def engine(self, drafter: Drafter | None, **options: Any) -> Engine:
         return Engine(self.target, drafter=drafter, tokenizer=self.tokenizer, eos_ids=self.eos_ids, **options)
 
     def drafter(self, tree: Tree | None) -> Drafter | None:
-        """Return a new drafter for a draft tree; None, which is plain decoding, if there is no tree."""
+        """Return a new drafter for a draft tree; without a tree return None, which means plain decoding."""
         if tree is None:
             return None
         if self.draft is None:
@@ -98,17 +90,16 @@ def read_prompts(path: Path, count: int | None = None) -> list[str]:
 
 
 def records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each JSON object of a file, after a text for error messages that names its line."""
-    is_empty = True
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if line.strip():
-            where, is_empty = f"{path}, line {number}", False
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where}: expected a JSON object, got {line[:60]!r} ({error})") from None
-            if not isinstance(record, dict):
-                raise ValueError(f"{where}: expected a JSON object, got {line[:60]!r}")
-            yield where, record
-    if is_empty:
+    """Yield the place (file and line, for error messages) and the content of each JSON object of a file."""
+    lines = [(number, line) for number, line in enumerate(path.read_text("utf-8").split("\n"), 1) if line.strip()]
+    if not lines:
         raise ValueError(f"{path}: expected a JSON object a line, got an empty file")
+    for number, line in lines:
+        where = f"{path}, line {number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            record = None
+        if not isinstance(record, dict):
+            raise ValueError(f"{where}: expected a JSON object, got {line[:60]!r}")
+        yield where, record

@@ -15,14 +15,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import jax
 from jax.profiler import ProfileData
 
-from jspec.tools.bench.report import Column, columns, table_of
+from jspec.tools.bench.report import Column, table_of
 
 FIELDS = ("clocks.sm", "clocks.max.sm", "power.draw", "clocks_event_reasons.sw_power_cap")
 INTERVAL = 20  # milliseconds between two samples
@@ -32,28 +31,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Clock:
-    """A GPU's clock and power during some work, medians over the samples."""
+    """The medians of a GPU's clock and power during some work."""
 
-    mhz: float  # clock of the multiprocessors, MHz
-    highest: float  # highest clock that the multiprocessors support, MHz
-    watts: float  # power, watts
-    capped: float  # share of the samples in which the power limit lowered the clock
-
-
-def clock_columns(path: str = "clock") -> list[Column]:
-    """Return table columns of the clock in attribute ``path`` of each result; left out where no result has one."""
-    formats = (("SM MHz", "{0.mhz:.0f}/{0.highest:.0f}"), ("W", "{0.watts:.0f}"), ("capped", "{0.capped:.0%}"))
-    return [Column(path, heading, partial(_shown, text)) for heading, text in formats]
+    mhz: Annotated[float, Column("SM MHz", ".0f")]  # clock of the multiprocessors, MHz
+    highest: Annotated[float, Column("of MHz", ".0f")]  # highest clock that the multiprocessors support, MHz
+    watts: Annotated[float, Column("W", ".0f")]  # power, watts
+    capped: Annotated[float, Column("capped", ".0%")]  # share of the samples in which the power limit lowered the clock
 
 
-def _shown(text: str, clock: Clock | None) -> str:
-    return text.format(clock) if clock else ""
+def has_gpu() -> bool:
+    """Return whether JAX computes on a GPU."""
+    return jax.devices()[0].platform == "gpu"
 
 
 def watch_clock(work: Callable[[], object], *, seconds: float = SECONDS) -> Clock | None:
     """Repeat ``work`` for ``seconds`` and return the GPU's clock by `nvidia-smi`; None if that reports nothing."""
     program = shutil.which("nvidia-smi")
-    if program is None or jax.devices()[0].platform != "gpu":
+    if program is None or not has_gpu():
         return None
     own = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
     query = [f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits", f"--id={own}", f"--loop-ms={INTERVAL}"]
@@ -70,7 +64,7 @@ def watch_clock(work: Callable[[], object], *, seconds: float = SECONDS) -> Cloc
 
 
 def _parse_clock(lines: list[str]) -> Clock | None:
-    """Return medians over complete lines of `nvidia-smi`; a GPU that changes its state may leave out a value."""
+    """Return the medians over the lines of `nvidia-smi` that have all values; None without such a line."""
     number = r"([\d.]+)"
     found = [re.fullmatch(rf"\s*{number}, {number}, {number}, (Active|Not Active)\s*", line) for line in lines]
     if not (rows := [match.groups() for match in found if match]):
@@ -81,38 +75,29 @@ def _parse_clock(lines: list[str]) -> Clock | None:
 
 @dataclass(frozen=True)
 class Launch:
-    """Number and time of one kernel's launches in a trace."""
+    """The number and time of one kernel's launches in a trace."""
 
-    name: str
-    count: float  # number of launches a step
-    microseconds: float | None  # median time of one launch, microseconds
-    milliseconds: float  # time of all launches a step, milliseconds
-    share: float | None = None  # share of the time of all kernels; None in the line of their sum
-
-
-LAUNCH_COLUMNS = (
-    *columns(name="launch"),
-    *columns("g", count="a step"),
-    *columns(".1f", microseconds="median us"),
-    *columns(".3f", milliseconds="ms a step"),
-    *columns(".1%", share="share"),
-)
+    name: Annotated[str, Column("launch")]
+    count: Annotated[float, Column("a step", "g")]  # number of launches a step
+    microseconds: Annotated[float | None, Column("median us", ".1f")]  # median time of one launch, microseconds
+    milliseconds: Annotated[float, Column("ms a step", ".3f")]  # time of all launches a step, milliseconds
+    share: Annotated[float | None, Column("share", ".1%")] = None  # of the time of all kernels; None in the line of all
 
 
 def gpu_events(folder: Path | str) -> list[Any]:
-    """Return events (name, duration) of all GPU streams in a folder's newest trace by `jax.profiler.trace`."""
+    """Return the events of all GPU streams in the newest trace that `jax.profiler.trace` wrote to a folder."""
     newest = max(Path(folder).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
     return stream_events(ProfileData.from_file(str(newest)).planes)
 
 
 def stream_events(planes: Iterable[Any]) -> list[Any]:
-    """Return the events of the GPU streams in a trace's planes, without events of the host."""
+    """Return the events of the GPU streams in a trace's planes, without the host's events."""
     lines = [line for plane in planes if "GPU" in plane.name for line in plane.lines if "stream" in line.name.lower()]
     return [event for line in lines for event in line.events]
 
 
 def launches_by_name(events: Iterable[Any], steps: int) -> list[Launch]:
-    """Return each kernel's launches a step, longest first, and their sum last; empty without events."""
+    """Return each kernel's launches a step, the longest first, and their sum last."""
     nanoseconds = defaultdict(list)
     for event in events:
         nanoseconds[event.name].append(event.duration_ns)
@@ -126,13 +111,13 @@ def launches_by_name(events: Iterable[Any], steps: int) -> list[Launch]:
 
 
 def launches_of(folder: Path, steps: int) -> str:
-    """Format a table of the kernels' times in the newest trace of a folder, per step."""
+    """Format a table of the kernels' times a step in the newest trace of a folder."""
     launches = launches_by_name(gpu_events(folder), steps)
-    return table_of(LAUNCH_COLUMNS, launches) or "no launches of a GPU in the trace"
+    return table_of(launches) or "no launches of a GPU in the trace"
 
 
 def time_in_turns(runs: Sequence[Callable[[], T]], repeats: int, *, warm_up: int = 1) -> list[list[T]]:
-    """Return the results of each run, one a repeat; each repeat calls all runs, so a slow phase affects all of them.
+    """Call all runs in each repeat, so a slow phase affects all of them; return each run's results.
 
     Every second repeat calls the runs in the opposite order, so a steady drift favours none of them.
     """

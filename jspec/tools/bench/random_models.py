@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from jspec.draft.eagle_head import EagleHead, head_params
 from jspec.draft.head_config import Eagle3Config
 from jspec.models.config import ModelConfig, Rope
 from jspec.models.decoder import Model
-from jspec.models.params import abstract_weights, model_params, random_weights
+from jspec.models.params import model_params, random_weights
 
 LLAMA3 = Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_position=8192)
 
@@ -25,12 +27,13 @@ TARGETS = {
     "tiny": _config(512, 64, 192, 8, (4, 2, 16), rope=Rope(), max_position=2048),
     "least": _config(64, 16, 16, 1, (1, 1, 8), rope=Rope(), max_position=65536),  # for measurements of the host
 }
+DEFAULT_SHAPE = "default: tiny on a CPU, llama3-8b elsewhere"  # words of the help
 DRAFT_VOCAB = {"llama3-8b": 32000, "tiny": 128, "least": 16}
 
 
-def target_shapes(name: str, dtype: str) -> Any:
-    """Return a target's weights as shapes and dtypes, without memory for them."""
-    return abstract_weights(model_params(TARGETS[name]), dtype)
+def default_shape() -> str:
+    """Return the name of the shape that commands measure by default: a small one on a CPU."""
+    return "tiny" if jax.default_backend() == "cpu" else "llama3-8b"
 
 
 def head_config(name: str) -> Eagle3Config:
@@ -47,13 +50,8 @@ def head_config(name: str) -> Eagle3Config:
     )
 
 
-def head_shapes(name: str, dtype: str) -> Any:
-    """Return the weights of a target's EAGLE-3 head as shapes and dtypes, without memory for them."""
-    return abstract_weights(head_params(head_config(name)), dtype)
-
-
 def random_target(name: str, dtype: str, quantize: str | None = None, *, seed: int = 0) -> Model:
-    """Return a target of a named shape with random weights, quantised if asked for."""
+    """Return a target of a named shape with random weights, quantised if ``quantize`` names a kind."""
     return Model.from_weights(TARGETS[name], random_weights(model_params(TARGETS[name]), dtype, seed, quantize))
 
 

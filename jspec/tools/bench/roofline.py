@@ -15,7 +15,7 @@ from jspec.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Chip:
-    """Highest memory and arithmetic rates measured on a kind of device."""
+    """The highest memory and arithmetic rates that were measured on a kind of device."""
 
     name: str
     bandwidth: float  # bytes a second of a device-to-device copy, reads plus writes
@@ -25,18 +25,18 @@ class Chip:
         return f"{self.name}, {self.bandwidth / 1e12:.2f} TB/s, {self.matmul_rate / 1e12:.0f} TFLOP/s"
 
 
-H200 = Chip("NVIDIA H200", 4.3e12, 790e12)
-CHIPS = {chip.name: chip for chip in (H200, Chip("NVIDIA H100 80GB HBM3", 3.02e12, 789e12))}
+RATES = (Chip("NVIDIA H200", 4.3e12, 790e12), Chip("NVIDIA H100 80GB HBM3", 3.02e12, 789e12))
+CHIPS = {chip.name: chip for chip in RATES}
 
 
-def chip() -> Chip:
-    """Return the rates of the device that JAX computes on; an H200's if that device is not listed."""
-    return CHIPS.get(jax.devices()[0].device_kind, H200)
+def chip() -> Chip | None:
+    """Return the rates of the device that JAX computes on; None if they are unknown."""
+    return CHIPS.get(jax.devices()[0].device_kind)
 
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes of one weight and of one cache entry, and the speed of products relative to bf16."""
+    """The bytes of one weight and of one cache entry, and the speed of products relative to bf16."""
 
     weight: int = 2  # bytes of a weight
     cache: int = 2  # bytes of a K or V cache entry
@@ -48,38 +48,33 @@ BF16 = Widths()
 
 @dataclass(frozen=True)
 class Cost:
-    """Least bytes and flops of one kernel; `seconds` is the larger of the two times they need."""
+    """The bytes and flops that one kernel needs at least."""
 
     name: str
     bytes: float
     flops: float
 
-    @property
-    def seconds(self) -> float:
-        own = chip()
-        return max(self.bytes / own.bandwidth, self.flops / own.matmul_rate)
-
 
 def matmul(name: str, rows: int, out: int, inner: int, widths: Widths) -> Cost:
-    """Return the cost of ``rows`` vectors times a weight [out, inner]; their bytes, in L2 cache, do not count."""
+    """Return the cost of ``rows`` vectors times a weight [out, inner]; the vectors' bytes do not count."""
     return Cost(name, out * inner * widths.weight, 2 * rows * out * inner / widths.speed)
 
 
 def attention(c: ModelConfig | HeadConfig, batch: int, nodes: int, context: int, widths: Widths) -> Cost:
-    """Return the cost of attention of ``nodes`` queries a sequence over a context; K and V are read once."""
+    """Return the cost of attention with ``nodes`` queries a sequence; keys and values are read once."""
     numbers = 2 * batch * context * c.num_kv_heads * c.head_dim
     return Cost("attention", numbers * widths.cache, 4 * batch * nodes * c.num_heads * c.head_dim * context)
 
 
 def verify_costs(c: ModelConfig, batch: int, nodes: int, context: int, widths: Widths = BF16) -> list[Cost]:
-    """Return the costs of the kernels of one target forward pass over root and draft nodes of each row."""
+    """Return the costs of the kernels of one target pass over ``nodes`` tree nodes (root included) a row."""
     product = partial(matmul, rows=batch * nodes, widths=widths)
     layer = [*_block(c, product, c.hidden_size), attention(c, batch, nodes, context, widths)]
     return layer * c.num_layers + [product("head", out=c.vocab_size, inner=c.hidden_size)]
 
 
 def block_products(c: ModelConfig | HeadConfig, inputs: int) -> dict[str, tuple[int, int]]:
-    """Return by name the sizes (out, inner) of a layer's products, with ``inputs`` columns in the QKV weight."""
+    """Return the sizes (out, inner) of a layer's products by name; ``inputs`` is the inner size of QKV."""
     return {
         "qkv": ((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, inputs),
         "o": (c.hidden_size, c.num_heads * c.head_dim),
@@ -109,6 +104,12 @@ def draft_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Wid
     return costs
 
 
-def seconds(costs: list[Cost]) -> float:
-    """Return the least seconds of kernels that run one after another: the sum of their least times."""
-    return sum(cost.seconds for cost in costs)
+def seconds(costs: list[Cost]) -> float | None:
+    """Return the least seconds of kernels that run one after another; None if the device's rates are unknown.
+
+    A kernel takes at least the longer of two times: its bytes over the bandwidth, its flops over the arithmetic rate.
+    """
+    own = chip()
+    if own is None:
+        return None
+    return sum(max(cost.bytes / own.bandwidth, cost.flops / own.matmul_rate) for cost in costs)

@@ -1,11 +1,9 @@
 """`jspec bench serve`: latencies, throughput and acceptance of an engine under a load, for each configuration.
 
 A configuration is a tree, the depth to which steps draft it, a concurrency, and whether dispatches overlap. The engine
-runs in this process; there is no network. Times of a request begin when it is due (and when the concurrency leaves room
-for it). The inter-token latency is the time between two pieces of an answer; a piece is the output of one step, so with
-drafting it may hold several tokens, and the time per output token says more.
-
-With `--repeats` all configurations serve the load in turns, so a slow phase of the machine affects all of them.
+runs in this process, without a network. The times of a request begin when it is due and the concurrency leaves room for
+it. An answer comes in pieces, each the output of one step: with drafting a piece may hold several tokens. The
+inter-token latency is the time between two pieces.
 """
 
 from __future__ import annotations
@@ -32,11 +30,10 @@ from jspec.engine.request import Completion, Request
 from jspec.engine.sampling_params import SamplingParams
 from jspec.tools.bench.pair import ENGINE_OPTIONS, PROMPT_FIELDS, Pair, engine_options, read_prompts
 from jspec.tools.bench.profiling import time_in_turns
-from jspec.tools.bench.report import TREES, Report, file_option, option, tree_name
+from jspec.tools.bench.report import TREES, Report, count, file_option, option, tree_name
 from jspec.tools.table import table
 
 DRAFTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "mean_acceptance_length", "num_rounds_per_depth")
-METRICS = (*DRAFTS, "prefix_hit_rate", "num_preemptions")
 WARM_UP = 8  # tokens
 NUM_PROMPTS = 500
 AUTO = "auto"
@@ -52,7 +49,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """Number, lengths (tokens) and arrival rate of a load's requests."""
+    """The number, lengths (tokens) and arrival rate of a load's requests."""
 
     num_prompts: int  # number of requests
     input_len: int = 1024  # largest number of tokens of a prompt
@@ -70,7 +67,7 @@ class Load:
                 raise ValueError(f"{name}: expected at least {low} and at most {high}, got {value}")
 
     def arrivals(self, vocab_size: int, text: Sequence[int] | None = None) -> list[Arrival]:
-        """Return requests with random prompts or parts of a text, equal for equal seeds; end tokens do not end them."""
+        """Return requests with random prompts, or parts of a text; equal seeds give equal requests."""
         if text is not None and len(text) < self.input_len:
             raise ValueError(f"text: expected at least {self.input_len} tokens, a prompt's, got {len(text)}")
         rng = np.random.default_rng(self.seed)
@@ -93,8 +90,6 @@ class Load:
         return [Arrival(at, prompt, params) for at, prompt in zip(times, prompts, strict=True)]
 
     def _times(self, rng: np.random.Generator) -> list[float]:
-        if self.rate == math.inf:
-            return [0.0] * self.num_prompts
         return [0.0, *np.cumsum(rng.exponential(1 / self.rate, self.num_prompts - 1)).tolist()]
 
 
@@ -122,7 +117,7 @@ class Served:
 
 
 class Log(NamedTuple):
-    """Requests and step times of one run of a load."""
+    """The requests and step times of one run of a load."""
 
     served: list[Served]  # the requests, in the order in which they ended
     steps: list[float]  # seconds of each step
@@ -130,7 +125,7 @@ class Log(NamedTuple):
 
     @property
     def full_batch_throughput(self) -> float:
-        """Tokens a second while all requests decode: from the last first token to the first end; nan: never."""
+        """The tokens a second while all requests decode; nan if they never do at once."""
         begin = max((one.pieces[0][0] for one in self.served if one.pieces), default=0.0)
         end = min((one.pieces[-1][0] for one in self.served if one.pieces), default=0.0)
         tokens = sum(one.count_at(end) - one.count_at(begin) for one in self.served)
@@ -145,7 +140,7 @@ def serve(
     now: Callable[[], float] = time.perf_counter,
     wait: Callable[[float], None] = time.sleep,
 ) -> Log:
-    """Submit requests in the order of their due times and step the engine until all are answered; return the times.
+    """Submit requests at their due times, step the engine until all are answered, and return the times.
 
     A request that comes during a step is submitted after it, but its time runs from when it was due.
     """
@@ -187,8 +182,6 @@ class Setting:
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise ValueError(f"max_concurrency: expected at least 1, got {self.max_concurrency}")
         if self.depth not in (None, AUTO, *self.depths):
             raise ValueError(f"depth: expected {AUTO} or one of {self.depths} for {self.tree}, got {self.depth}")
 
@@ -198,20 +191,19 @@ class Setting:
 
     @property
     def engine(self) -> tuple[Tree | None, bool]:
-        """The tree, and whether programs cut it to a depth; settings with equal values share an engine."""
+        """The tree, and whether the engine's programs can cut it; settings with equal values share an engine."""
         return self.tree, self.depth is not None
 
     def policy(self) -> Policy | None:
-        """Return the policy that chooses a step's draft depth; None if all steps draft the whole tree, or none."""
+        """Return the policy that chooses a step's draft depth; None if steps draft the whole tree or nothing."""
         if self.tree is None or self.depth is None:
             return None
-        if isinstance(self.depth, int):
-            return Fixed(self.depth)
-        return Adaptive(self.depths, shared_acceptance=self.tree.paths is not None)
+        adaptive = Adaptive(self.depths, shared_acceptance=self.tree.paths is not None)
+        return Fixed(self.depth) if isinstance(self.depth, int) else adaptive
 
 
 class Spread(NamedTuple):
-    """Quantiles (interpolated linearly), mean and standard deviation of measured values, in the values' unit."""
+    """The linearly interpolated quantiles, mean and standard deviation of values, in the values' unit."""
 
     count: int  # type: ignore[assignment]
     min: float
@@ -266,7 +258,7 @@ def figures_of(setting: Setting, log: Log) -> dict[str, Any]:
         "output_throughput": outputs / log.seconds,
         "total_token_throughput": (inputs + outputs) / log.seconds,
         "full_batch_throughput": log.full_batch_throughput,
-        **{name: getattr(metrics, name) for name in METRICS},
+        **{name: getattr(metrics, name) for name in (*DRAFTS, "prefix_hit_rate", "num_preemptions")},
         "acceptance_per_position": shares + [0.0] * ((setting.tree.depth if setting.tree else 0) - len(shares)),
     }
     latencies = product(("ttft", "tpot", "itl"), ("mean", "median", "p99"))
@@ -276,16 +268,14 @@ def figures_of(setting: Setting, log: Log) -> dict[str, Any]:
 
 def text(results: Sequence[dict[str, Any]]) -> str:
     """Format the results of all settings: a line for each measured value, a column for each setting."""
-    rows = [[name, *(_shown(one[name]) for one in results)] for name in results[0] if not name.startswith("acceptance")]
-    for i in range(max(len(one["acceptance_per_position"]) for one in results)):
-        shares = (one["acceptance_per_position"][i:] for one in results)
-        rows.append([f"acceptance at token {i}", *(_shown(share[0]) if share else "" for share in shares)])
-    return table(rows)
+    return table([[name, *(_shown(one[name]) for one in results)] for name in results[0]])
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, Spread):
         return "/".join(f"{one:.3f}" for one in value[1:6])
+    if isinstance(value, list):
+        return "/".join(f"{one:.2f}" for one in value)
     if isinstance(value, dict):  # counts, as shares
         return ", ".join(f"{name}: {value[name] / sum(value.values()):.0%}" for name in sorted(value))
     return f"{value:.2f}" if isinstance(value, float) else str(value)
@@ -333,7 +323,7 @@ def _run(engine: Engine, setting: Setting, policy: Policy | None, arrivals: Sequ
 
 
 def _warm_up(engine: Engine) -> None:
-    """Run every program once, untimed: steps of each batch bucket, and a prompt for each prefill bucket.
+    """Run each program once, untimed: a step of every batch bucket, a prompt of every prefill bucket.
 
     Prompts repeat one token, so their pages in the prefix cache never match a later prompt.
     """
@@ -347,12 +337,10 @@ def _warm_up(engine: Engine) -> None:
 
 def run(arguments: argparse.Namespace) -> Report:
     a = arguments
-    if a.repeats < 1:
-        raise ValueError(f"repeats: expected at least 1, got {a.repeats}")
     names = ("input_len", "output_len", "range_ratio", "rate", "temperature", "seed")
     texts = None if a.prompts is None else read_prompts(a.prompts, a.num_prompts)
-    count = (a.num_prompts or NUM_PROMPTS) if texts is None else len(texts)
-    load = Load(count, **{name: getattr(a, name) for name in names})
+    requests = (a.num_prompts or NUM_PROMPTS) if texts is None else len(texts)
+    load = Load(requests, **{name: getattr(a, name) for name in names})
     grid = product(a.tree, a.depth, a.max_concurrency, a.overlap)
     settings = [Setting(tree, depth if tree else None, most, how == "yes") for tree, depth, most, how in grid]
     pair = Pair.of(a)
@@ -360,37 +348,34 @@ def run(arguments: argparse.Namespace) -> Report:
         source = None if a.text is None else pair.tokenizer.encode(a.text.read_text(encoding="utf-8"))
         arrivals, longest = load.arrivals(pair.target.config.vocab_size, source), load.input_len
     else:
-        arrivals = load.arrivals_of([encode(pair, text, chat=a.chat) for text in texts])
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        encoded = map(pair.tokenizer.chat, chats) if a.chat else map(pair.tokenizer.encode, texts)
+        arrivals = load.arrivals_of([list(tokens) for tokens in encoded])
         longest = max(len(one.prompt) for one in arrivals)
     options = engine_options(a) | {"max_len": longest + load.output_len}
     results = measure(pair, list(dict.fromkeys(settings)), arrivals, a.repeats, **options)
     about = {"load": load, "prompts": a.prompts or a.text or "random tokens", "repeats": a.repeats}
-    return Report(f"{load}, spreads from least to largest with quartiles", (), results, text, about)
+    return Report(f"{load}, spreads from least to largest with quartiles", results, text, about)
 
 
-def encode(pair: Pair, text: str, *, chat: bool) -> list[int]:
-    """Return a prompt's token ids; with ``chat``, as a user's message in the tokenizer's chat template."""
-    return list(pair.tokenizer.chat([{"role": "user", "content": text}]) if chat else pair.tokenizer.encode(text))
-
-
-def _depth(word: str) -> int | str:
-    return word if word == AUTO else int(word)
+def _depth(word: str) -> int | str | None:
+    return word if word == AUTO else None if word == "none" else int(word)
 
 
 OPTIONS = (
-    file_option("--prompts", f"JSON lines with {PROMPT_FIELDS}; answers end as usual"),
-    option("--num-prompts", type=int, help=f"all of --prompts, {NUM_PROMPTS} otherwise, if left out"),
+    file_option("--prompts", f"JSON lines with {PROMPT_FIELDS}, whose answers end as usual; default: random tokens"),
+    option("--num-prompts", type=count, help=f"number of requests; default: all of --prompts, {NUM_PROMPTS} otherwise"),
     option("--chat", action="store_true", help="lay --prompts out by the tokenizer's chat template"),
-    file_option("--text", "prompts are parts of it; random tokens if left out"),
-    option("--rate", type=float, default=math.inf, help="requests a second, Poisson; inf: all at once"),
-    option("--input-len", type=int, default=1024, help="tokens of a prompt at most"),
-    option("--output-len", type=int, default=1024, help="tokens of an answer at most"),
+    file_option("--text", "prompts are parts of it; default: random tokens"),
+    option("--rate", type=float, default=math.inf, help="requests a second, Poisson, inf: all at once"),
+    option("--input-len", type=count, default=1024, help="tokens of a prompt at most"),
+    option("--output-len", type=count, default=1024, help="tokens of an answer at most"),
     option("--range-ratio", type=float, default=0.7, help="lengths are uniform from int(ratio * len) to len"),
-    option("--max-concurrency", type=int, nargs="+", default=(None,), help="requests in the engine at most"),
-    option("--depth", type=_depth, nargs="+", default=(None,), help=f"depth that steps draft, or {AUTO}; the tree's"),
+    option("--max-concurrency", type=count, nargs="+", default=(None,), help="requests in the engine at most"),
+    option("--depth", type=_depth, nargs="+", default=(None,), help=f"drafted depth, {AUTO}, or none: the tree's"),
     option("--overlap", nargs="+", choices=("yes", "no"), default=("yes",), help="dispatch before reading results"),
-    option("--repeats", type=int, default=1, help="times that the load is served, all configurations in turns"),
-    option("--temperature", type=float, default=0.0),
+    option("--repeats", type=count, default=1, help="times that the load is served, all configurations in turns"),
+    option("--temperature", type=float, default=0.0, help="temperature of sampling, 0: greedy"),
     option("--seed", type=int, default=0, help="seed of lengths, prompts and arrivals"),
     TREES(default=(None, Tree.chain(1), Tree.topk(16, 4, 4))),
     *ENGINE_OPTIONS,

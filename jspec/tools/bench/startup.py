@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,8 +26,8 @@ from jspec.draft.eagle import Eagle3
 from jspec.engine.api import Engine
 from jspec.engine.sampling_params import SamplingParams
 from jspec.step.compile_cache import keep_compiled
-from jspec.tools.bench import step
-from jspec.tools.bench.report import Report, ints, option, tree_name, tree_or_none
+from jspec.tools.bench import random_models, step
+from jspec.tools.bench.report import Report, count, counts, option, tree_name, tree_or_none
 from jspec.tools.table import table
 
 ABOUT = "programs are lowered one after the other and compiled side by side: their seconds add up to more than passed"
@@ -41,9 +40,10 @@ SAME = ("max_len", "page_size", "implementation", "kv_dtype")  # options of the 
 
 @dataclass
 class Startup:
-    """Times of one process, seconds; times of programs are keyed by tree and name."""
+    """The times of one process, in seconds; programs are named by tree and program."""
 
     start: str = ""  # "cold" (empty compile cache) or "warm"
+    shape: str = ""  # name of a shape in `random_models`
     ready: float = 0.0  # seconds from the start of the process until the last engine could serve
     stages: dict[str, float] = field(default_factory=dict)  # seconds of each stage, in order
     lower: dict[str, float] = field(default_factory=dict)  # seconds to trace and lower each program
@@ -63,14 +63,12 @@ class Startup:
         self.asked += event == ASKED
 
 
-def measure(case: dict[str, Any], folder: Path | None = None) -> Iterator[Startup]:
-    """Start a process twice with one compile cache and yield the times of each start, cold and warm."""
+def measure(case: dict[str, Any]) -> Iterator[Startup]:
+    """Start a process twice with the same compile cache; yield the times of the cold and the warm start."""
     EngineConfig(**options_of(case))
-    if folder is not None and folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder}: expected a new or an empty folder, so that the first start is cold; name another")
-    with tempfile.TemporaryDirectory() as own:
+    with tempfile.TemporaryDirectory() as folder:
         for name in ("cold", "warm"):
-            spec = json.dumps({"case": case, "folder": str(folder or own), "started": time.time()})
+            spec = json.dumps({"case": case, "folder": folder, "started": time.time()})
             command = [sys.executable, "-m", __name__, spec]  # its log goes to the standard error
             process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
             if process.returncode:
@@ -94,7 +92,8 @@ def start(case: dict[str, Any], folder: str, started: float) -> Startup:
     keep_compiled(folder)  # as `compile_cache` does, but for the programs that make the weights too
     trees = {text: tree_or_none(text) for text in case["trees"]}
     with result.stage("weights"):
-        model = {name: case[name] for name in MODEL}
+        model = {name: case[name] for name in MODEL} | {"shape": case["shape"] or random_models.default_shape()}
+        result.shape = model["shape"]
         target, head = step.models_of([step.Case(batch=1, context=1, tree=tree, **model) for tree in trees.values()])
         jax.block_until_ready((target, head))
     for text, tree in trees.items():
@@ -111,7 +110,7 @@ def start(case: dict[str, Any], folder: str, started: float) -> Startup:
 
 
 def text(results: Sequence[Startup]) -> str:
-    """Format seconds of each stage and each program, with a column for the cold and one for the warm start."""
+    """Format the seconds of each stage and program; the cold and the warm start have columns of their own."""
     cold, warm = results
     stages = {**cold.stages, "ready, without the answers": cold.ready}
     other = {**warm.stages, "ready, without the answers": warm.ready}
@@ -128,8 +127,8 @@ def run(arguments: argparse.Namespace) -> Report:
     sizes = dict(slots=a.batch[-1], buckets=list(a.batch), prefill_buckets=list(a.prefill), draft_kv_dtype=a.kv_dtype)
     options = sizes | {name: getattr(a, name) for name in SAME}
     case = {name: getattr(a, name) for name in MODEL} | {"trees": list(map(tree_name, a.tree)), "options": options}
-    results = list(measure(case, a.cache))  # this process leaves the device to those that it starts
-    return Report(f"random weights of {a.shape}, made on the device", (), results, text, {"case": case})
+    results = list(measure(case))  # this process leaves the device to those that it starts
+    return Report(f"random weights of {results[0].shape}, made on the device", results, text, {"case": case})
 
 
 def main(spec: str) -> None:
@@ -141,11 +140,10 @@ def main(spec: str) -> None:
 
 OPTIONS = (
     *(one for one in step.MODEL_OPTIONS if one[0] != ("--batch",)),
-    option("--batch", type=ints, default=ROWS, metavar="1,8,32,64", help="rows of the compiled steps"),
-    option("--prefill", type=ints, default=PREFILL, metavar="128,512,2048", help="tokens of the compiled prefills"),
-    option("--max-len", type=int, default=2048),
-    option("--page-size", type=int, default=16),
-    option("--cache", type=Path, metavar="DIR", help="new or empty; keeps the compiled programs"),
+    option("--batch", type=counts, default=ROWS, metavar="1,8,32,64", help="rows of the compiled steps"),
+    option("--prefill", type=counts, default=PREFILL, metavar="128,512", help="tokens of the compiled prefills"),
+    option("--max-len", type=count, default=2048, help="tokens of a request, prompt included"),
+    option("--page-size", type=count, default=16, help="tokens of a cache page"),
 )
 
 

@@ -7,16 +7,14 @@ The compiled step runs without an engine, and almost no draft is accepted. `--me
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import time
-import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +22,7 @@ import numpy as np
 
 from jspec.core.config import KV_DTYPES
 from jspec.core.records import KVCache, SlotState
-from jspec.core.tree import Tree
+from jspec.core.tree import ROOT_ONLY, Tree
 from jspec.draft.base import Drafter, NoDraft
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
@@ -33,85 +31,50 @@ from jspec.models.kv_cache import PoolShape
 from jspec.step.decode import spec_step
 from jspec.step.program import Params, Program, init_state
 from jspec.tools.bench import profiling, random_models, roofline
-from jspec.tools.bench.report import PICTURE, TREES, Mark, Report, columns, ints, option, tree_label, tree_name
+from jspec.tools.bench.report import TREES, Column, Report, counts, ints, option, tree_name
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.quantized import KINDS
 
 GROUP = 32  # steps dispatched between two looks at the clock; only the first one finds an idle device
 GROUPS = 12
 WARM_UP = 3
-LONGEST = 90  # characters of a case's name
 
 
 @dataclass(frozen=True)
 class Case:
-    """Model, batch and settings of one measured step: one line of the table."""
+    """The model, batch and settings of one measured step."""
 
-    shape: str  # name of a shape in `random_models`
-    batch: int  # number of batch rows
-    context: int  # committed tokens of a row
-    tree: Tree | None  # tree drafted by an EAGLE-3 head; None: plain decoding
-    page_size: int = 16
-    dtype: str = "bfloat16"
+    shape: Annotated[str, Column("shape")]  # name of a shape in `random_models`
+    batch: Annotated[int, Column("batch")]  # number of batch rows
+    context: Annotated[int, Column("context")]  # committed tokens of a row
+    tree: Annotated[Tree | None, Column("tree", tree_name)]  # tree drafted by an EAGLE-3 head; None: plain decoding
+    page_size: Annotated[int, Column("page")] = 16
+    dtype: Annotated[str, Column("dtype")] = "bfloat16"
     implementation: str = "auto"
     greedy: bool = True
-    quantize: str | None = None  # quantisation of target and head
-    draft_quantize: str | None = None  # quantisation of the head alone; None: as the target
-    kv_dtype: str | None = None  # dtype of both caches; None: `dtype`
-    idle: int = 0  # number of batch rows without a request
-    depth: int | None = None  # depth at which a step cuts the tree, 0: nothing is drafted; None: the tree's own
+    quantize: Annotated[str | None, Column("weights")] = None  # quantisation of target and head
+    draft_quantize: Annotated[str | None, Column("head")] = None  # quantisation of the head alone; None: as the target
+    kv_dtype: Annotated[str | None, Column("cache")] = None  # dtype of both caches; None: `dtype`
+    idle: Annotated[int, Column("idle")] = 0  # number of batch rows without a request
+    # Depth at which a step cuts the tree, 0: nothing is drafted; None: the tree's depth.
+    depth: Annotated[int | None, Column("depth")] = None
     deterministic: bool = False
 
-    @property
-    def name(self) -> str:
-        """Folder name made of all settings that are not the default; a long name ends with its checksum."""
-        own = [(one.name, one.default, getattr(self, one.name)) for one in fields(self)]
-        words = [f"{name}-{value}" for name, default, value in own if value != default]
-        text = re.sub("[^a-z0-9._-]+", "-", "_".join(words).lower())
-        return text if len(text) < LONGEST else f"{text[:LONGEST]}-{zlib.crc32(text.encode()):08x}"
-
-    @property
-    def weights(self) -> str:
-        """Text that names the dtype or quantisation of target and head."""
-        head = f", head {self.draft_quantize}" if self.draft_quantize and self.tree else ""
-        return f"{self.quantize or self.dtype}{head}"
-
-    cache = property(lambda self: self.kv_dtype or self.dtype)
-    tree_text = property(lambda self: tree_name(self.tree))
     tree_depth = property(lambda self: self.tree.depth if self.tree else 0)
-    drafted_depth = property(lambda self: self.drafted.depth if self.drafted else 0)
-
-    @property
-    def drafted(self) -> Tree | None:
-        """The tree cut to the depth that a step drafts; None if it drafts nothing."""
-        tree = self.tree if self.tree is None or self.depth is None else self.tree.cut(self.depth)
-        return tree if tree is not None and tree.depth else None
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Measured and least times of a case's step."""
+    """The measured and least times of a case's step."""
 
     case: Case
-    milliseconds: float  # median time of a step, milliseconds
-    spread: float  # 90th less 10th percentile, milliseconds
-    floor: float  # least time of a step, milliseconds
-    compile_seconds: float  # time to compile the step, seconds
-    tokens: float  # mean number of tokens emitted a step and row
-    clock: profiling.Clock | None = None  # clock of the GPU, during further steps that are not timed
-
-    ratio = property(lambda self: self.milliseconds / self.floor)
-
-
-COLUMNS = (
-    *columns(case__shape="shape", case__dtype="dtype", case__weights="weights", case__cache="cache"),
-    *columns(case__page_size="page", case__batch="batch", case__idle="idle", case__context="context"),
-    *columns(case__tree_text="tree", case__drafted_depth="depth"),
-    *columns(".3f", milliseconds="ms", spread="p90-p10", floor="floor"),
-    *columns(".2f", ratio="ratio"),
-    *profiling.clock_columns(),
-    *columns(".2f", tokens="tokens"),
-    *columns(".1f", compile_seconds="compile s"),
-)
+    milliseconds: Annotated[float, Column("ms", ".3f")]  # median time of a step
+    spread: Annotated[float, Column("p90-p10", ".3f")]  # 90th less 10th percentile, milliseconds
+    floor: Annotated[float | None, Column("floor", ".3f")]  # least time of a step, milliseconds; None: unknown device
+    ratio: Annotated[float | None, Column("ratio", ".2f")]  # measured over least time
+    clock: profiling.Clock | None  # clock of the GPU, during further steps that are not timed
+    tokens: Annotated[float, Column("tokens", ".2f")]  # mean number of tokens emitted a step and row
+    compile_seconds: Annotated[float, Column("compile s", ".1f")]  # time to compile the step, seconds
 
 
 def build(
@@ -136,15 +99,17 @@ def build(
     return program, Params(target=target, draft=drafter.bind(target)), pool
 
 
-def compile_step(program: Program, params: Params, state: Any, batch: int) -> Any:
-    """Compile one decoding step and return its executable; params and state may hold shapes."""
-    slots = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    lowered = jax.jit(partial(spec_step, program), donate_argnums=(1,)).lower(params, state, slots)
+def compile_step(
+    program: Program, params: Params, state: Any, batch: int, step: Callable[..., Any] = spec_step, inputs: int = 1
+) -> Any:
+    """Compile a step that takes params, state and ``inputs`` integer arrays [batch], of which slots is the first."""
+    rows = [jax.ShapeDtypeStruct((batch,), jnp.int32)] * inputs
+    lowered = jax.jit(partial(step, program), donate_argnums=(1,)).lower(params, state, *rows)
     return lowered.compile(compiler_options=program.compiler_options)
 
 
 class Runner:
-    """A timer of groups of steps, dispatched one after the other without waiting; each call times one group."""
+    """A timer of steps; each call times a group of steps that are dispatched without waiting for results."""
 
     def __init__(self, executable: Any, params: Params, state: SlotState, case: Case) -> None:
         self.executable, self.params, self.state, self.case = executable, params, state, case
@@ -183,29 +148,38 @@ def measure(case: Case, target: Model, head: EagleHead | None, *, profile: Path 
     if profile is not None:
         with jax.profiler.trace(str(profile)):
             run()
-    deciles, floor = statistics.quantiles(times, n=10), floor_seconds(case) * 1e3
-    figures = (statistics.median(times), deciles[-1] - deciles[0], floor, compile_seconds, statistics.fmean(emitted))
-    return Timing(case, *figures, clock)
+    middle, deciles, floor = statistics.median(times), statistics.quantiles(times, n=10), floor_milliseconds(case)
+    return Timing(
+        case=case,
+        milliseconds=middle,
+        spread=deciles[-1] - deciles[0],
+        floor=floor,
+        ratio=None if floor is None else middle / floor,
+        clock=clock,
+        tokens=statistics.fmean(emitted),
+        compile_seconds=compile_seconds,
+    )
 
 
-def floor_seconds(case: Case) -> float:
-    """Return the least seconds of a case's step, by the memory and arithmetic rates of `roofline`."""
+def floor_milliseconds(case: Case) -> float | None:
+    """Return the least milliseconds of a case's step; None if the device's rates are unknown."""
 
     def widths(quantize: str | None) -> roofline.Widths:
         cache = jnp.dtype(case.kv_dtype or "bfloat16").itemsize
         return roofline.Widths(1 if quantize else 2, cache, 2 if quantize == "fp8_dynamic" else 1)
 
-    nodes, rows = 1 if case.drafted is None else case.drafted.nodes, case.batch - case.idle
+    tree, rows = case.tree or ROOT_ONLY, case.batch - case.idle
+    tree = tree if case.depth is None else tree.cut(case.depth)
     target, head = random_models.TARGETS[case.shape], random_models.head_config(case.shape)
-    costs = roofline.verify_costs(target, rows, nodes, case.context, widths(case.quantize))
-    if case.drafted is not None:
-        own = widths(case.draft_quantize or case.quantize)
-        costs += roofline.draft_costs(head, rows, case.drafted, case.context, own)
-    return roofline.seconds(costs)
+    costs = roofline.verify_costs(target, rows, tree.nodes, case.context, widths(case.quantize))
+    if tree.depth:
+        costs += roofline.draft_costs(head, rows, tree, case.context, widths(case.draft_quantize or case.quantize))
+    seconds = roofline.seconds(costs)
+    return None if seconds is None else seconds * 1e3
 
 
 def filled_state(state: SlotState, case: Case) -> SlotState:
-    """Return the state with a request in every slot that is not idle: own pages, random K and V, random root token."""
+    """Return the state with an active request, random keys, values and root token in every slot but the idle ones."""
     width, rng, rows = state.page_table.shape[1], np.random.default_rng(0), case.batch
 
     def fill(part: Any) -> Any:
@@ -232,8 +206,9 @@ def filled_state(state: SlotState, case: Case) -> SlotState:
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
     """Return the cases that the parsed command line asks for."""
     given = vars(arguments)
-    names = {"shape", "dtype", "implementation", "quantize", "draft_quantize", "kv_dtype", "depth", "deterministic"}
+    names = {"dtype", "implementation", "quantize", "draft_quantize", "kv_dtype", "depth", "deterministic"}
     common = {name: given[name] for name in names & given.keys()} | {"greedy": not given.get("sampled")}
+    common["shape"] = given["shape"] or random_models.default_shape()
     grid = product(given["page_size"], given["context"], given["batch"], given["tree"], given.get("idle", [0]))
     return [
         Case(context=context, batch=batch, tree=tree, page_size=page, idle=idle, **common)
@@ -242,7 +217,7 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
 
 
 def models_of(cases: Sequence[Case]) -> tuple[Model, EagleHead | None]:
-    """Return a random target and, if a case drafts, head, of the shape, dtype and quantisation of all cases."""
+    """Return a random target, and a random head if a case drafts; all cases have the first one's settings."""
     one, drafts = cases[0], any(case.tree for case in cases)
     head = random_models.random_head(one.shape, one.dtype, one.draft_quantize or one.quantize) if drafts else None
     return random_models.random_target(one.shape, one.dtype, one.quantize), head
@@ -251,43 +226,38 @@ def models_of(cases: Sequence[Case]) -> tuple[Model, EagleHead | None]:
 def run(arguments: argparse.Namespace) -> Report:
     cases, profile = cases_of(arguments), arguments.profile
     target, head = models_of(cases)
+    folders = [profile and profile / str(number) for number in range(1, len(cases) + 1)]
 
     def traces(results: Sequence[Timing]) -> str:
-        folders = [profile / result.case.name for result in results] if profile else []
-        return "\n".join(f"trace: {folder}\n{profiling.launches_of(folder, GROUP)}" for folder in folders)
+        own = folders if profile else []
+        return "\n".join(f"trace: {folder}\n{profiling.launches_of(folder, GROUP)}" for folder in own)
 
-    results = (measure(case, target, head, profile=profile and profile / case.name) for case in cases)
-    headline = "ms a step, drafted by an EAGLE-3 head, random weights, acceptance about 0"
-    return Report(headline, COLUMNS, results, traces, marks=_marks)
-
-
-def _marks(result: Timing) -> list[Mark]:
-    case = result.case
-    panel = f"context {case.context}, page size {case.page_size}" + f", {case.idle} rows idle" * bool(case.idle)
-    return [Mark(panel, tree_label(case.tree), case.batch, result.milliseconds, result.floor)]
+    results = (measure(case, target, head, profile=folder) for case, folder in zip(cases, folders, strict=True))
+    return Report("ms a step, drafted by an EAGLE-3 head, random weights, acceptance about 0", results, traces)
 
 
+SHAPE = option("--shape", choices=sorted(random_models.TARGETS), help=f"model sizes; {random_models.DEFAULT_SHAPE}")
+IMPLEMENTATION = option("--implementation", choices=get_args(Implementation), default="auto", help="of the kernels")
 MODEL_OPTIONS = (
-    option("--shape", choices=sorted(random_models.TARGETS), default="llama3-8b"),
-    option("--batch", type=ints, default=[1], metavar="1,8,32"),
+    SHAPE,
+    option("--batch", type=counts, default=[1], metavar="1,8,32", help="rows of the batch"),
     TREES(default=[None, Tree.chain(4)]),
-    option("--dtype", default="bfloat16"),
-    option("--quantize", choices=KINDS, help="weights of target and head"),
-    option("--draft-quantize", choices=KINDS, help="weights of the head alone; as --quantize if left out"),
-    option("--kv-dtype", choices=KV_DTYPES, help="dtype of both caches; the weights' dtype if left out"),
-    option("--implementation", default="auto"),
+    option("--dtype", default="bfloat16", help="dtype of the weights"),
+    option("--quantize", choices=KINDS, help="quantise target and head; default: no"),
+    option("--draft-quantize", choices=KINDS, help="quantise the head alone; default: as --quantize"),
+    option("--kv-dtype", choices=KV_DTYPES, help="dtype of both caches; default: the weights' dtype"),
+    IMPLEMENTATION,
 )
 POINT_OPTIONS = (
-    option("--context", type=ints, default=[1024], metavar="1024"),
-    option("--page-size", type=ints, default=[16], metavar="16"),
-    PICTURE,
+    option("--context", type=counts, default=[1024], metavar="1024", help="committed tokens of a row"),
+    option("--page-size", type=counts, default=[16], metavar="16", help="tokens of a cache page"),
 )
 OPTIONS = (
     *MODEL_OPTIONS,
     *POINT_OPTIONS,
     option("--idle", type=ints, default=[0], metavar="0,7", help="rows of the batch without a request"),
-    option("--depth", type=int, help="depth at which steps cut their trees; 0: nothing is drafted"),
+    option("--depth", type=int, help="depth at which steps cut their trees, 0: draft nothing; default: the tree's"),
     option("--deterministic", action="store_true", help="steps whose tokens are the same in every program"),
     option("--sampled", action="store_true", help="temperature 1 instead of greedy"),
-    option("--profile", type=Path, metavar="DIR", help="trace steps of each case into DIR/CASE"),
+    option("--profile", type=Path, metavar="DIR", help="trace steps of each table row into DIR/ROW; default: no trace"),
 )

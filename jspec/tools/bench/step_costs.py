@@ -1,33 +1,30 @@
 """`jspec bench step --measure controls|overlap|host`: time that controls and the host add to a step.
 
-Controls: steps of programs with sampling and its controls, timed in turns on the same weights. A cost is the median of
-the differences to the first program, which has none.
+Controls: steps of programs with sampling and its controls are timed in turns, on the same weights. The first program
+has no controls, and a cost is the median of the differences to its steps.
 
-Overlap: the share of time in which the device waits for the host between steps of an engine,
+Overlap: the share of time in which the GPU waits for the host is 1 - loop / engine. "Loop" is the time of a step with
+64 steps in one dispatch, which the host cannot delay; "engine" is that of a step with a dispatch of its own.
 
-    idle = 1 - loop / engine
-
-where loop is the time of a step with 64 steps in one dispatch, which the host cannot delay, and engine is the time
-between two steps of an engine that dispatches and reads every step. Both run on the same weights, at acceptance 0.
-
-Host: the time of `Engine.step` over compiled programs that are replaced by functions with a ready result. The engine
-schedules, dispatches and reads as always. CPU time of the thread hardly depends on other processes; wall time does.
+Host: the time of `Engine.step` over functions that return a ready result, in place of compiled programs. CPU time of
+the thread hardly depends on other processes; wall time does.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from jspec.core.records import Grammars, SlotState, StepOutput
 from jspec.draft.eagle import Eagle3
@@ -38,20 +35,19 @@ from jspec.engine.request import Request
 from jspec.engine.sampling_params import SamplingParams
 from jspec.models.decoder import Model
 from jspec.step.program import Program, init_state
-from jspec.tools.bench import random_models, step
-from jspec.tools.bench.profiling import time_in_turns
-from jspec.tools.bench.report import Report, columns, option
+from jspec.tools.bench import profiling, random_models, step
+from jspec.tools.bench.report import Column, Report, count, option, tree_name
 
 CELLS, STATES = 4096, 16  # entries and states of a grammar's table
 LOOP, LOOPS, LOOP_WARM_UP = 64, 4, 2  # steps of one dispatch; dispatches that are timed, and before these
 STEPS = 200  # steps that are timed, each in a dispatch of its own
 CHUNK = 2048  # tokens of a prefill
-WARM_UP = 5  # steps before those that are timed
+WARM_UP, SPARE = 5, 4  # steps before those that are timed; steps for which a request has tokens left
 TOKEN = 5
 
 
 class Variant(NamedTuple):
-    """Features that a step's program supports, and sampling controls that its rows request."""
+    """The features that a step's program supports, and the sampling controls that its rows request."""
 
     name: str  # name in the table
     controls: bool = False  # program supports controls
@@ -73,20 +69,15 @@ VARIANTS = (
 )
 
 
-class VariantTime(NamedTuple):
-    """Time of one variant's step, and its difference to the first variant's step."""
+@dataclass(frozen=True)
+class VariantTime:
+    """The time of one variant's step, and its difference to the first variant's step."""
 
-    kind: Variant
+    case: step.Case
+    kind: Annotated[Variant, Column("variant", lambda kind: kind.name)]
     batch: int  # number of batch rows
-    milliseconds: float  # median time of a step, milliseconds
-    more: float  # median difference to the first variant's step, milliseconds
-
-
-VARIANT_COLUMNS = (
-    *columns(batch="batch", kind__name="variant"),
-    *columns(".3f", milliseconds="ms"),
-    *columns("+.3f", more="more"),
-)
+    milliseconds: Annotated[float, Column("ms", ".3f")]  # median time of a step
+    more: Annotated[float, Column("more", "+.3f")]  # median difference to the first variant's step, milliseconds
 
 
 def measure_controls(
@@ -102,10 +93,10 @@ def measure_controls(
         if own not in compiled:
             compiled[own] = step.compile_step(own, params, state, case.batch)
         runs.append(step.Runner(compiled[own], params, state, case))
-    times = [[ms for ms, _ in own] for own in time_in_turns(runs, step.GROUPS, warm_up=step.WARM_UP)]
-    more = [[one - first for one, first in zip(own, times[0], strict=True)] for own in times]
-    medians = zip(variants, map(statistics.median, times), map(statistics.median, more), strict=True)
-    return [VariantTime(variant, case.batch, *figures) for variant, *figures in medians]
+    timed = profiling.time_in_turns(runs, step.GROUPS, warm_up=step.WARM_UP)
+    times = np.array([[milliseconds for milliseconds, _ in own] for own in timed])  # variant, group
+    medians = zip(variants, np.median(times, 1).tolist(), np.median(times - times[0], 1).tolist(), strict=True)
+    return [VariantTime(case, variant, case.batch, *figures) for variant, *figures in medians]
 
 
 def _filled(state: SlotState, variant: Variant) -> SlotState:
@@ -148,53 +139,38 @@ def run_controls(arguments: argparse.Namespace) -> Report:
     cases = step.cases_of(arguments)
     target, head = step.models_of(cases)
     results = (one for case in cases for one in measure_controls(case, target, head))
-    return Report(f"steps of {', '.join(case.name for case in cases)}", VARIANT_COLUMNS, results)
+    return Report("ms a step with sampling controls, random weights, acceptance about 0", results)
 
 
-class Overlap(NamedTuple):
-    """Times of a step with and without the host between steps."""
+@dataclass(frozen=True)
+class Overlap:
+    """The times of a step with and without the host between steps."""
 
     case: step.Case
-    loop: float  # median time of a step with `LOOP` steps a dispatch, milliseconds
-    engine: float  # median time of a step with one step a dispatch, milliseconds
-    idle: float  # share of the engine's time in which the device waits; noise can make it negative
-
-
-OVERLAP_COLUMNS = (
-    *columns(case__batch="batch", case__context="context", case__tree_text="tree"),
-    *columns(".3f", loop="loop ms", engine="engine ms"),
-    *columns(".1%", idle="idle"),
-)
+    loop: Annotated[float, Column("loop ms", ".3f")]  # median time of a step with `LOOP` steps a dispatch
+    engine: Annotated[float, Column("engine ms", ".3f")]  # median time of a step with one step a dispatch
+    # Share of the engine's time in which the GPU waits, noise included; None: there is no GPU.
+    idle: Annotated[float | None, Column("idle share", ".1%")]
 
 
 def measure_overlap(case: step.Case, target: Model, head: EagleHead | None, *, overlap: bool = True) -> Overlap:
     """Time steps of an engine with many steps a dispatch, and with one; ``overlap`` is the engine's option."""
     # Attention takes longer as the text grows: both times are taken at the same mean length.
     before = max((LOOP_WARM_UP * 2 + LOOPS) * LOOP - STEPS, 0) // 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LowAcceptanceWarning)  # weights are random
-        loop, engine = (
-            statistics.median(_dispatch_seconds(case, target, head, *counts, overlap)) / counts[0]
-            for counts in ((LOOP, LOOP_WARM_UP, LOOPS), (1, before, STEPS))
-        )
-    return Overlap(case, loop * 1e3, engine * 1e3, 1 - loop / engine)
-
-
-def _dispatch_seconds(
-    case: step.Case, target: Model, head: EagleHead | None, size: int, before: int, count: int, overlap: bool
-) -> list[float]:
-    """Return the seconds of each of ``count`` dispatches of ``size`` steps, after ``before`` untimed dispatches."""
-    tokens = (before + count + 2) * size * (1 + case.tree_depth)  # one dispatch is in flight
-    options = dict(rounds_per_dispatch=size, overlap=overlap, prefix_cache=False)
-    with _engine(case, target, head, case.context + tokens, case.context, **options) as engine:
-        requests = _begin(engine, case, tokens)
-        times = [_step_seconds(engine)[1] for _ in range(before + count)]
-        assert not any(request.finish_reason for request in requests), "every row is active to the end"
-        return times[before:]
+    seconds = []
+    for size, untimed, timed in ((LOOP, LOOP_WARM_UP, LOOPS), (1, before, STEPS)):
+        max_len = case.context + max_tokens(case, untimed + timed, size)
+        options = dict(rounds_per_dispatch=size, overlap=overlap, prefix_cache=False)
+        with warnings.catch_warnings(), _engine(case, target, head, max_len, case.context, **options) as engine:
+            warnings.simplefilter("ignore", LowAcceptanceWarning)  # weights are random
+            wall = time_steps([engine], [case], untimed, timed, size)[1, 0]
+        seconds.append(float(np.median(wall)) / size)
+    loop, own = seconds
+    return Overlap(case, loop * 1e3, own * 1e3, 1 - loop / own if profiling.has_gpu() else None)
 
 
 def _engine(case: step.Case, target: Model, head: EagleHead | None, max_len: int, chunk: int, **options: Any) -> Engine:
-    """Return an engine with the case's batch rows, which prefills all prompts, in chunks, before the first step."""
+    """Return an engine that prefills the prompts of all batch rows, in chunks, before the first step."""
     return Engine(
         target,
         drafter=None if case.tree is None or head is None else Eagle3(head, case.tree),
@@ -212,10 +188,34 @@ def _engine(case: step.Case, target: Model, head: EagleHead | None, max_len: int
     )
 
 
-def _begin(engine: Engine, case: step.Case, max_tokens: int) -> list[Request]:
+def max_tokens(case: step.Case, steps: int, size: int = 1) -> int:
+    """Return more tokens than a request emits in ``steps`` engine steps of ``size`` decoding steps each."""
+    return (steps + SPARE) * size * (case.tree_depth + 1)
+
+
+def time_steps(
+    engines: Sequence[Engine], cases: Sequence[step.Case], untimed: int, timed: int, size: int = 1
+) -> Float[np.ndarray, "clock engine step"]:
+    """Return the seconds of ``timed`` steps of each engine: CPU time of the thread (clock 0), wall time (clock 1).
+
+    The engines alternate step by step, so a slow phase of the machine affects all of them. ``size`` is the number of
+    decoding steps in a step of the engine.
+    """
+    pairs = list(zip(engines, cases, strict=True))
+    requests = [_begin(engine, case, max_tokens(case, untimed + timed, size)) for engine, case in pairs]
+    seconds = np.array([[_step_seconds(engine) for engine in engines] for _ in range(untimed + timed)])
+    assert all(one.finish_reason is None for rows in requests for one in rows), "all rows were active"
+    for engine, rows in zip(engines, requests, strict=True):
+        for request in rows:
+            engine.abort(request)
+            engine.result(request)
+    return seconds[untimed:].T
+
+
+def _begin(engine: Engine, case: step.Case, tokens: int) -> list[Request]:
     """Submit a random prompt for each batch row and return the requests once each has its first token."""
     rng, vocab = np.random.default_rng(case.context), random_models.TARGETS[case.shape].vocab_size
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     prompts = rng.integers(0, vocab, (case.batch, case.context)).tolist()
     requests = [engine.submit(prompt, params) for prompt in prompts]
     while not all(request.token_ids for request in requests):
@@ -234,27 +234,24 @@ def run_overlap(arguments: argparse.Namespace) -> Report:
     cases = step.cases_of(arguments)
     target, head = step.models_of(cases)
     results = (measure_overlap(case, target, head, overlap=not arguments.no_overlap) for case in cases)
-    return Report("the device's waiting for the host, random weights, acceptance about 0", OVERLAP_COLUMNS, results)
+    text = "" if profiling.has_gpu() else "idle share: not measured, as host and device are the same processor"
+    headline = "the device's waiting for the host, random weights, acceptance about 0"
+    return Report(headline, results, text)
 
 
-class HostTime(NamedTuple):
-    """Host's time of one `Engine.step`, without a device."""
+@dataclass(frozen=True)
+class HostTime:
+    """The host's time of one `Engine.step`, without a device; a block is several steps, timed one by one."""
 
     case: step.Case
-    milliseconds: float  # CPU time of the thread, median over blocks of each block's median step, milliseconds
-    spread: float  # largest less smallest block median of CPU time, milliseconds
-    wall: float  # wall time, median over blocks of each block's median step, milliseconds
-    ratio: float  # CPU time over the first case's in the same block, median over blocks
-
-
-HOST_COLUMNS = (
-    *columns(case__batch="rows", case__context="context", case__tree_text="tree"),
-    *columns(".3f", milliseconds="ms a step", spread="max-min", wall="wall ms", ratio="beside the first"),
-)
+    milliseconds: Annotated[float, Column("ms a step", ".3f")]  # CPU time, median over blocks of medians
+    spread: Annotated[float, Column("max-min", ".3f")]  # largest less smallest block median of CPU time, milliseconds
+    wall: Annotated[float, Column("wall ms", ".3f")]  # wall time, median over blocks of a block's median
+    ratio: Annotated[float, Column("beside the first", ".3f")]  # CPU time over the first case's, median over blocks
 
 
 class ReadyResult(np.ndarray):
-    """Array in place of a step's result on the device; it is ready at once."""
+    """An array that replaces a step's result on the device and is ready at once."""
 
     def block_until_ready(self) -> ReadyResult:
         return self
@@ -262,18 +259,14 @@ class ReadyResult(np.ndarray):
 
 def measure_host(engines: Sequence[Engine], cases: Sequence[step.Case], steps: int, blocks: int) -> list[HostTime]:
     """Return the host's time of a step for each case, over ``blocks`` of ``steps`` steps of its `ready_engine`."""
-    cpu, wall = np.array([_block(engines, cases, steps) for _ in range(blocks)]).transpose(1, 2, 0) * 1e3
+    medians = [np.median(time_steps(engines, cases, WARM_UP, steps), axis=-1) for _ in range(blocks)]
+    cpu, wall = np.stack(medians, axis=-1) * 1e3  # each: case, block
     figures = (np.median(cpu, 1), np.ptp(cpu, 1), np.median(wall, 1), np.median(cpu / cpu[0], 1))
     return [HostTime(*line) for line in zip(cases, *(one.tolist() for one in figures), strict=True)]
 
 
-def max_tokens(case: step.Case, steps: int) -> int:
-    """Return a limit above the number of tokens that a request emits in ``steps`` steps."""
-    return (steps + WARM_UP + 8) * (case.tree_depth + 1)
-
-
 def ready_engine(case: step.Case, max_len: int) -> Engine:
-    """Return an engine whose programs compute nothing; each step's ready result accepts half of the chain."""
+    """Return an engine whose programs compute nothing; the ready result of a step accepts half of the chain."""
     target, head = step.models_of([case])
     if head is not None:
         head = replace(head, config=replace(head.config, feature_layers=(0, 1, 2)))  # of a target with one layer
@@ -290,42 +283,23 @@ def ready_engine(case: step.Case, max_len: int) -> Engine:
 
 
 def _answer(rows: int, length: int, accepted: int) -> Callable[..., Any]:
-    """Return a program whose ready result accepts ``accepted`` draft tokens a row; columns as in `StepResult`."""
+    """Return a program whose result, ready at once, accepts ``accepted`` draft tokens a row."""
     line = [TOKEN] * (accepted + 1) + [-1] * (length - accepted) + [accepted + 1, accepted, length, 0]
     output = StepOutput(report=np.array([[line] * rows], np.int32).view(ReadyResult), trace=None)  # type: ignore[arg-type]
     return lambda params, state, packed: (state, output)
 
 
-def _block(engines: Sequence[Engine], cases: Sequence[step.Case], steps: int) -> np.ndarray:
-    """Return the median seconds of a step of each case: CPU time of the thread, and wall time.
-
-    The cases alternate step by step, so a slow phase of the machine affects all of them.
-    """
-    pairs = list(zip(engines, cases, strict=True))
-    requests = [_begin(engine, case, max_tokens(case, steps)) for engine, case in pairs]
-    for engine in [*engines] * WARM_UP:
-        engine.step()
-    seconds = np.array([[_step_seconds(engine) for engine in engines] for _ in range(steps)])
-    assert all(one.finish_reason is None for rows in requests for one in rows), "all rows were active"
-    for engine, rows in zip(engines, requests, strict=True):
-        for request in rows:
-            engine.abort(request)
-            engine.result(request)
-    return np.median(seconds, axis=0).T
-
-
 def run_host(arguments: argparse.Namespace) -> Report:
-    """Measure the host's time of a step with the smallest model, as the device's time does not count."""
-    a = arguments
-    if min(a.steps, a.blocks, *a.batch, *a.context) < 1 or any(tree and not tree.is_chain for tree in a.tree):
-        raise ValueError("host: expected chains or none, and at least 1 row, token of context, step and block")
-    return Report("host time of a step over programs that return at once", HOST_COLUMNS, _host_times(a))
+    """Measure the host's time of a step; the model is the smallest, as the device computes nothing."""
+    if any(tree and not tree.is_chain for tree in arguments.tree):
+        raise ValueError(f"host: expected chains or none, got {' '.join(map(tree_name, arguments.tree))}")
+    return Report("host time of a step over programs that return at once", _host_times(arguments))
 
 
 def _host_times(a: argparse.Namespace) -> Iterator[HostTime]:
-    for rows, tree in ((rows, tree) for rows in a.batch for tree in a.tree):
+    for rows, tree in product(a.batch, a.tree):
         cases = [step.Case("least", rows, context, tree, dtype="float32") for context in a.context]
-        max_len = max(a.context) + max_tokens(cases[0], a.steps)
+        max_len = max(a.context) + max_tokens(cases[0], WARM_UP + a.steps)
         with ExitStack() as stack:
             engines = [stack.enter_context(ready_engine(case, max_len)) for case in cases]
             yield from measure_host(engines, cases, a.steps, a.blocks)
@@ -333,6 +307,6 @@ def _host_times(a: argparse.Namespace) -> Iterator[HostTime]:
 
 OPTIONS = (
     option("--no-overlap", action="store_true", help="overlap: read every result before the next dispatch"),
-    option("--steps", type=int, default=50, help="host: steps of a block"),
-    option("--blocks", type=int, default=5, help="host: blocks of each context"),
+    option("--steps", type=count, default=50, help="host: steps of a block"),
+    option("--blocks", type=count, default=5, help="host: blocks of each context"),
 )

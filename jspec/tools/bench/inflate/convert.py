@@ -24,42 +24,16 @@ from convert import orbax
 from convert.orbax import Checkpoint
 from jspec.draft import auto
 from jspec.draft.eagle_head import EagleHead
-from jspec.draft.head_config import Eagle3Config
-from jspec.models.config import ModelConfig
 from jspec.models.decoder import Model
 from jspec.tools import demo
 from jspec.tools.bench import random_models
 from jspec.tools.bench.inflate.grow import DTYPES, NAMES, Factor, Padder, Plan, Sizes, plan
-from jspec.tools.bench.report import Report, ints, option
+from jspec.tools.bench.report import Report, count, ints, option
 
 DEMO = "demo"  # in place of a folder: the embedded pair
+SIZE_HELP = "size of the written target; default: that of --shape"
+STATES = "default: layers 2, N//2 and N-3 of N if the small one reads these, else the same numbers"
 Batches = Iterator[dict[str, Array]]  # weights by name; one batch is in memory at a time
-
-
-def pair(
-    target: Model,
-    sizes: Sizes,
-    *,
-    head: EagleHead | None = None,
-    feature_layers: tuple[int, ...] | None = None,
-    dtype: str | None = None,
-) -> tuple[Model, EagleHead | None]:
-    """Inflate a target and its EAGLE-3 head in memory, on the default device.
-
-    Args:
-        feature_layers: states of the new target that the new head reads, in the order of the old ones; None: 2, N//2
-            and N-3 of N layers if the old head reads these of the old target, else the old numbers.
-        dtype: dtype of the new weights, "float32" or "bfloat16"; None: the target's.
-
-    Returns:
-        The new target with an untied output head (logits of the small target for its tokens, far lower ones for all
-        other tokens), and the new EAGLE-3 head, None without ``head``.
-    """
-    made = plan(target, sizes, head=head, feature_layers=feature_layers, dtype=dtype or str(target.embed.dtype))
-    large = Model.from_weights(made.target.new, _tree(_target_batches(target, made)))
-    if head is None or made.head is None:
-        return large, None
-    return large, EagleHead.from_weights(made.head.new, _tree(_head_batches(head, made.head, made.target)))
 
 
 def write(
@@ -72,11 +46,12 @@ def write(
     overwrite: bool = False,
     **options: Any,
 ) -> Plan:
-    """Inflate a target and its head and write their folders; all errors are raised before anything is written.
+    """Inflate a target and its head and write their folders; raise all errors before the first file is written.
 
     Args:
         target: folder or hub id, or "demo"; its tokenizer files and config.json are copied.
-        head, head_out: folder or hub id of the EAGLE-3 head and folder to write, both or none.
+        head: folder or hub id of the EAGLE-3 head, or "demo"; None: no head.
+        head_out: folder to write the head to; None if there is no head.
         options: feature layers and dtype, as for `plan`.
     """
     if (head is None) != (head_out is None) or out == head_out:
@@ -88,9 +63,9 @@ def write(
     head_source = None if head is None else _load(head, demo.HEAD, "eagle3")
     small_head = None if head_source is None else EagleHead.from_weights(head_source.config, head_source.weights)
     made = plan(small, sizes, head=small_head, **options)
-    _save(out, source, made.target, _target_batches(small, made), overwrite)
+    _save(out, source, made.target, target_batches(small, made), overwrite)
     if head_out is not None and head_source is not None and small_head is not None and made.head is not None:
-        _save(head_out, head_source, made.head, _head_batches(small_head, made.head, made.target), overwrite)
+        _save(head_out, head_source, made.head, head_batches(small_head, made.head, made.target), overwrite)
     return made
 
 
@@ -98,17 +73,14 @@ def _load(path: str | Path, embedded: Path, kind: str) -> Checkpoint:
     return auto.load_checkpoint(embedded if path == DEMO else path, dtype="float32", kind=kind)
 
 
-def _save(out: str | Path, source: Checkpoint, padder: Padder[Any], batches: Batches, overwrite: bool) -> None:
+def _save(out: str | Path, source: Checkpoint, padder: Padder, batches: Batches, overwrite: bool) -> None:
     on_host = ({name: np.asarray(array) for name, array in batch.items()} for batch in batches)
     files = orbax.companions(source.folder)
     orbax.save(out, source.kind, padder.new, on_host, files=files, overwrite=overwrite, compress=True)
 
 
-def _tree(batches: Batches) -> dict[str, Any]:
-    return orbax.unflatten({name: array for batch in batches for name, array in batch.items()})
-
-
-def _target_batches(model: Model, made: Plan) -> Batches:
+def target_batches(model: Model, made: Plan) -> Batches:
+    """Yield the padded weights of the target by name: embedding, each layer, norm and output head."""
     padder = made.target
 
     def layer(index: int) -> dict[str, Array]:
@@ -123,49 +95,29 @@ def _target_batches(model: Model, made: Plan) -> Batches:
     yield {"norm": padder.last_norm(model.norm), "head": padder.output_head(model.output_head, padder.vocab)}
 
 
-def _head_batches(head: EagleHead, padder: Padder[Eagle3Config], target: Padder[ModelConfig]) -> Batches:
-    hidden, normed = (padder.hidden,), padder.old.qk_norm
+def head_batches(head: EagleHead, padder: Padder, target: Padder) -> Batches:
+    """Yield the padded weights of the head by name: embedding if it has one, layer, and all others."""
     if head.embed is not None:
-        yield {"embed": padder.pad(head.embed, (padder.vocab,), hidden)}
-    yield _fusion(head, padder, target)
-    for index, layer in enumerate(head.layers):
-        made = padder.block(layer, (Factor(2, 2), *hidden) if index == 0 else hidden, normed=normed)
-        for name in ("input_norm", "hidden_norm"):
-            if (norm := getattr(layer, name)) is not None:
-                made[name] = padder.norm(norm)
-        if layer.qkv_bias is not None:
-            made["qkv_bias"] = padder.qkv(layer.qkv_bias, normed=normed)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            made |= padder.head_norms(layer.q_norm, layer.k_norm)
-        yield {f"layers.{index}.{name}": array for name, array in made.items()}
+        yield {"embed": padder.pad(head.embed, (padder.vocab,), (padder.hidden,))}
+    (layer,) = head.layers
+    made = padder.block(layer, (Factor(2, 2), padder.hidden))
+    made |= {name: padder.norm(getattr(layer, name)) for name in ("input_norm", "hidden_norm")}
+    yield {f"layers.0.{name}": array for name, array in made.items()}
+    assert head.fc is not None and head.norm is not None and head.head is not None  # `plan` has checked
+    states = padder.old.num_features
+    fc = padder.pad(head.fc, (padder.hidden,), (Factor(states, states), target.hidden))
+    if padder.mask is not None:  # the feature's mask channel is that of the first state
+        assert target.mask is not None  # padded draft tokens are padded tokens of the target
+        fc = fc.at[padder.mask.channel, target.mask.channel].set(padder.mask.constant / target.mask.constant)
     drafted = Factor(padder.old.draft_vocab_size, padder.new.draft_vocab_size)
     own = jnp.arange(drafted.old) if head.draft_to_target is None else head.draft_to_target
     padded = padder.old.vocab_size + jnp.arange(drafted.new - drafted.old)  # map to padded tokens of the target
-    made = {"draft_to_target": jnp.concatenate([own, padded]).astype(jnp.int32)}
-    if head.norm is not None:
-        made["norm"] = padder.last_norm(head.norm)
-    if head.head is not None:
-        made["head"] = padder.output_head(head.head, drafted)
-    yield made
-
-
-def _fusion(head: EagleHead, padder: Padder[Eagle3Config], target: Padder[ModelConfig]) -> dict[str, Array]:
-    """Return padded weights that fuse target states into a feature; its mask channel is the first state's."""
-    many = padder.old.num_features
-    states = (Factor(many, many), target.hidden)
-    made = {}
-    for name in ("input_norm", "fc_norm"):
-        if (norm := getattr(head, name)) is not None:
-            made[name] = padder.norm(norm, states).reshape(*norm.shape[:-1], -1)
-    if head.fc_bias is not None:
-        made["fc_bias"] = padder.pad(head.fc_bias, (padder.hidden,))
-    if head.fc is not None:
-        made["fc"] = padder.pad(head.fc, (padder.hidden,), states)
-        if padder.mask is not None:
-            assert target.mask is not None  # padded draft tokens are padded tokens of the target
-            ratio = padder.mask.constant / target.mask.constant
-            made["fc"] = made["fc"].at[padder.mask.channel, target.mask.channel].set(ratio)
-    return made
+    yield {
+        "fc": fc,
+        "norm": padder.last_norm(head.norm),
+        "head": padder.output_head(head.head, drafted),
+        "draft_to_target": jnp.concatenate([own, padded]).astype(jnp.int32),
+    }
 
 
 def run(arguments: argparse.Namespace) -> Report:
@@ -182,20 +134,21 @@ def run(arguments: argparse.Namespace) -> Report:
     options = dict(feature_layers=layers, dtype=a.dtype, overwrite=a.overwrite)
     made = write(a.target, a.out, sizes, head=a.head, head_out=a.head_out, **options)
     written = {a.out: made.target.new} | ({} if made.head is None else {a.head_out: made.head.new})
-    return Report("\n".join(f"{folder}: {a.dtype}, {config}" for folder, config in written.items()), (), ())
+    sizes_of = {path: ", ".join(f"{name}={getattr(new, name)}" for name in NAMES) for path, new in written.items()}
+    return Report("\n".join(f"{path}: {a.dtype}, {text}" for path, text in sizes_of.items()), ())
 
 
 OPTIONS = (
     option("target", help=f'folder or hub id of a small model; "{DEMO}": the embedded pair\'s target'),
     option("out", type=Path, help="folder to write"),
-    option("--head", help=f'folder or hub id of its EAGLE-3 head; "{DEMO}": the embedded one'),
-    option("--head-out", type=Path, help="folder to write the head to"),
-    option("--shape", choices=sorted(random_models.TARGETS), help="all sizes; those given beside it replace its own"),
+    option("--head", help=f'folder or hub id of its EAGLE-3 head; "{DEMO}": the embedded one; default: none'),
+    option("--head-out", type=Path, metavar="DIR", help="folder to write the head to; default: none"),
+    option("--shape", choices=sorted(random_models.TARGETS), help="names all sizes; default: every size is an option"),
     *(
-        option(f"--{one.name.removesuffix('_size').replace('_', '-')}", type=int, dest=one.name)
-        for one in fields(Sizes)
+        option(f"--{name.removesuffix('_size').replace('_', '-')}", type=count, dest=name, metavar="N", help=SIZE_HELP)
+        for name in (*NAMES, "draft_vocab_size")
     ),
-    option("--feature-layers", type=ints, metavar="2,16,29", help="states that the written head reads"),
-    option("--dtype", choices=DTYPES, default="bfloat16"),
+    option("--feature-layers", type=ints, metavar="2,16,29", help=f"states that the written head reads; {STATES}"),
+    option("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the written weights"),
     option("--overwrite", action="store_true", help="replace existing converted folders"),
 )

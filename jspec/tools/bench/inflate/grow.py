@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +27,17 @@ from jspec.models.config import ModelConfig
 from jspec.models.decoder import Layer, Model
 from jspec.models.quantize import quantized_as
 from jspec.tools.bench import random_models
-from pallas_kernels.layers.quantized import Quantized
 
 LEVEL = 2.0**20  # padded logits are at most -LEVEL / rms of the small model's last state
 NEGLIGIBLE = 2.0**-26  # share of a norm's mean square, even of a zero state: below float32's rounding
-C = TypeVar("C", ModelConfig, Eagle3Config)
+Config = ModelConfig | HeadConfig
 
 
 class Factor(NamedTuple):
-    """Growth of one factor of an axis from ``old`` to ``new`` entries; zeros follow all or, if ``spaced``, each."""
+    """The growth of an axis, or of a factor of its size, from ``old`` to ``new`` entries by zeros.
+
+    The zeros follow the last old entry or, if ``spaced``, each old entry.
+    """
 
     old: int
     new: int
@@ -72,12 +74,12 @@ class Mask:
     row: float  # weight of the channel in the output head's padded rows; power of two, negative
 
     @classmethod
-    def of(cls, old: ModelConfig | HeadConfig, new: ModelConfig | HeadConfig) -> Mask:
+    def of(cls, old: Config, new: Config) -> Mask:
         """Return the mask channel for growing config ``old`` to ``new``."""
         if new.hidden_size == old.hidden_size:
             raise ValueError(
-                f"hidden_size: expected more than {old.hidden_size}, of which a channel masks the padded vocabulary, "
-                f"got {new.hidden_size}; take a larger one, or keep the vocabulary"
+                f"hidden_size: expected more than the small model's {old.hidden_size}, got {new.hidden_size}: a larger "
+                f"vocabulary needs one more channel; take a larger shape or --hidden, or --vocab {old.vocab_size}"
             )
         largest = math.sqrt(old.hidden_size * old.norm_eps * NEGLIGIBLE)
         row = LEVEL * math.sqrt(old.hidden_size / new.hidden_size)
@@ -85,19 +87,18 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Padder(Generic[C]):
-    """Functions that pad each kind of weight from the sizes of config ``old`` to those of ``new``."""
+class Padder:
+    """A padder of weights, from the sizes of config ``old`` to the sizes of config ``new``."""
 
-    old: C
-    new: C
+    old: Any  # config of the small target or head
+    new: Any  # config of the large one
     dtype: str  # dtype of the new weights
     mask: Mask | None
 
     hidden = property(lambda self: Factor(self.old.hidden_size, self.new.hidden_size))
     vocab = property(lambda self: Factor(self.old.vocab_size, self.new.vocab_size))
 
-    def pad(self, x: Array | Quantized, *axes: Axis, scale: float = 1.0) -> Array:
-        assert not isinstance(x, Quantized)
+    def pad(self, x: Any, *axes: Axis, scale: float = 1.0) -> Array:
         return pad(x, *axes, scale=scale, dtype=self.dtype)
 
     def embedding(self, weight: Array) -> Array:
@@ -105,62 +106,52 @@ class Padder(Generic[C]):
         padded = self.pad(weight, (self.vocab,), (self.hidden,))
         return padded if self.mask is None else padded.at[:, self.mask.channel].set(self.mask.constant)
 
-    def norm(self, weight: Array, axis: Axis | None = None) -> Array:
-        """Return the padded weight of a norm over hidden channels, or over an axis that grows by the same factor."""
-        return self.pad(weight, axis or (self.hidden,), scale=math.sqrt(self.hidden.old / self.hidden.new))
+    def norm(self, weight: Array) -> Array:
+        """Return the padded weight of a norm over hidden channels."""
+        return self.pad(weight, (self.hidden,), scale=math.sqrt(self.hidden.old / self.hidden.new))
 
     def last_norm(self, weight: Array) -> Array:
         """Return the padded weight of the final norm, which scales the mask channel up to 1."""
         padded = self.norm(weight)
         return padded if self.mask is None else padded.at[self.mask.channel].set(1 / self.mask.constant)
 
-    def output_head(self, weight: Array | Quantized, rows: Factor) -> Array:
+    def output_head(self, weight: Any, rows: Factor) -> Array:
         """Return the padded output head, whose rows of padded tokens read the mask channel."""
         padded = self.pad(weight, (rows,), (self.hidden,))
         return padded if self.mask is None else padded.at[rows.old :, self.mask.channel].set(self.mask.row)
 
-    def block(self, layer: Layer | EagleLayer, inputs: Axis, *, normed: bool = False) -> dict[str, Array]:
-        """Return a layer's padded attention (``inputs`` columns) and feed-forward weights; ``normed`` as in `qkv`."""
+    def block(self, layer: Layer | EagleLayer, inputs: Axis) -> dict[str, Array]:
+        """Return a layer's padded attention and feed-forward weights; ``inputs`` is the QKV weight's input axis."""
         inner = Factor(self.old.intermediate_size, self.new.intermediate_size)
         return dict(
-            qkv=self.qkv(layer.qkv, inputs, normed=normed),
+            qkv=self.qkv(layer.qkv, inputs),
             o=self.pad(layer.o, (self.hidden,), self._heads(self._group)),
             mlp_norm=self.norm(layer.mlp_norm),
             gate_up=self.pad(layer.gate_up, (Factor(2, 2), inner), (self.hidden,)),
             down=self.pad(layer.down, (self.hidden,), (inner,)),
         )
 
-    def qkv(self, x: Array | Quantized, *inputs: Axis, normed: bool = False) -> Array:
-        """Return the padded QKV weight or bias; ``normed``: heads are normed, so scale matters only beside eps."""
-        old, scale = self.old, math.sqrt(self.new.head_dim / self.old.head_dim)
+    def qkv(self, weight: Any, inputs: Axis) -> Array:
+        """Return the padded QKV weight, with queries scaled for the larger head size."""
+        old = self.old
         ends = [old.num_heads * old.head_dim, (old.num_heads + old.num_kv_heads) * old.head_dim]
-        assert not isinstance(x, Quantized)
-        q, k, v = jnp.split(x, ends)
-        kept = scale * math.sqrt(self.hidden.old / self.hidden.new)
-        queries = self.pad(q, self._heads(self._group), *inputs, scale=kept if normed else scale)
-        keys = self.pad(k, self._heads(), *inputs, scale=kept if normed else 1.0)
-        return jnp.concatenate([queries, keys, self.pad(v, self._heads(), *inputs)])
-
-    def head_norms(self, q_norm: Array, k_norm: Array) -> dict[str, Array]:
-        """Return padded norm weights of query and key heads; the scales of width and scores cancel for queries."""
-        shrunk = math.sqrt(self.old.head_dim / self.new.head_dim)
-        return dict(q_norm=self.pad(q_norm, self._channels), k_norm=self.pad(k_norm, self._channels, scale=shrunk))
+        q, k, v = jnp.split(weight, ends)
+        queries = self.pad(q, self._heads(self._group), inputs, scale=math.sqrt(self.new.head_dim / old.head_dim))
+        return jnp.concatenate([queries, *(self.pad(part, self._heads(), inputs) for part in (k, v))])
 
     @property
     def _group(self) -> Factor:
         return Factor(self.old.num_heads // self.old.num_kv_heads, self.new.num_heads // self.new.num_kv_heads)
 
-    @property
-    def _channels(self) -> Axis:
-        return Factor(2, 2), Factor(self.old.head_dim // 2, self.new.head_dim // 2, spaced=True)
-
     def _heads(self, *group: Factor) -> Axis:
-        return Factor(self.old.num_kv_heads, self.new.num_kv_heads), *group, *self._channels
+        channels = Factor(2, 2), Factor(self.old.head_dim // 2, self.new.head_dim // 2, spaced=True)
+        return Factor(self.old.num_kv_heads, self.new.num_kv_heads), *group, *channels
 
 
 DTYPES = ("float32", "bfloat16")  # float16 has too few exponents for the padded vocabulary's mask
 WIDTHS = ("hidden_size", "intermediate_size", "num_kv_heads", "vocab_size")
 LEAST_LAYERS = 7  # least number of layers whose default states differ
+UNPADDED = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm", "fc_bias", "qkv_bias", "qk_norm")
 
 
 @dataclass(frozen=True)
@@ -176,18 +167,10 @@ class Sizes:
     vocab_size: int
     draft_vocab_size: int | None = None  # tokens that the head can draft; None: as many as the old head
 
-    def __post_init__(self) -> None:
-        for name, size in dataclasses.asdict(self).items():
-            if size is not None and size < 1:
-                raise ValueError(f"{name}: expected at least 1, got {size}; take a larger one")
-
     @classmethod
     def of(cls, shape: str) -> Sizes:
         """Return the sizes of a named shape in `random_models`, with its head's draft vocabulary."""
-        known = random_models.TARGETS
-        if shape not in known:
-            raise ValueError(f"shape: expected one of {', '.join(known)}, got {shape!r}; pass one of them")
-        own = {name: getattr(known[shape], name) for name in NAMES}
+        own = {name: getattr(random_models.TARGETS[shape], name) for name in NAMES}
         return cls(**own, draft_vocab_size=random_models.DRAFT_VOCAB[shape])
 
     def of_layers(self) -> dict[str, Any]:
@@ -200,49 +183,50 @@ NAMES = tuple(field.name for field in dataclasses.fields(Sizes) if field.name !=
 
 @dataclass(frozen=True)
 class Plan:
-    """Padding of the target's and head's weights, and the order of the new target's layers."""
+    """The padders of the target's and head's weights, and the order of the new target's layers."""
 
-    target: Padder[ModelConfig]
-    head: Padder[Eagle3Config] | None
+    target: Padder
+    head: Padder | None
     layer_at: tuple[int | None, ...]  # old index of each new layer; None: an inserted layer
 
 
 def plan(
     target: Model, sizes: Sizes, *, head: EagleHead | None, feature_layers: tuple[int, ...] | None, dtype: str
 ) -> Plan:
-    """Check that a target and head can grow and return the plan; arguments as for `convert.pair`.
+    """Check that a target and its head can grow, and return the plan.
 
     Without a head, the new target's states numbered `default_states` equal the old one's, for a head inflated later.
+
+    Args:
+        feature_layers: states of the new target that the new head reads, in the order of the old ones; None: 2, N//2
+            and N-3 of N layers if the old head reads these of the old target, else the old numbers.
+        dtype: dtype of the new weights, "float32" or "bfloat16".
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}; pass one of them")
     if kind := quantized_as((target, head)):
         raise ValueError(f"inflate: expected unquantised weights, got {kind}; inflate first, then quantise")
-    if head is not None:
-        jax.eval_shape(Eagle3(head, Tree.chain(1)).bind, target)  # raises for another target's head
     old = target.config
     grown = dict(num_layers=sizes.num_layers, norm_eps=_eps(old, sizes), tie_word_embeddings=False)
     new = old.resized(**sizes.of_layers(), **grown)
     _check_sizes("target", old, new)
     padder = Padder(old, new, dtype, Mask.of(old, new) if new.vocab_size > old.vocab_size else None)
     usual = default_states(old.num_layers) if old.num_layers >= LEAST_LAYERS else ()
+    if head is not None:
+        _check_head(head, target)
     states = usual if head is None else head.config.states_of(old.num_layers)
-    if (wanted := feature_layers) is None:  # the state after the final norm is that of the larger target
-        moved = tuple(new.num_layers + 1 if state == old.num_layers + 1 else state for state in states)
-        wanted = default_states(new.num_layers) if states and states == usual else moved
+    wanted = feature_layers or (default_states(new.num_layers) if states and states == usual else states)
     if len(wanted) != len(states):
         raise ValueError(
             f"feature_layers: expected a state for each of {states}, got {wanted}; pass {len(states)} of them"
         )
     layer_at = insert_layers(old.num_layers, new.num_layers, dict(zip(states, wanted, strict=True)))
-    return Plan(padder, None if head is None else _plan_head(head, padder, sizes, wanted), layer_at)
+    return Plan(padder, None if head is None else _plan_head(head.config, padder, sizes, wanted), layer_at)
 
 
-def _eps(old: ModelConfig | HeadConfig, sizes: Sizes) -> float:
+def _eps(old: Config, sizes: Sizes) -> float:
     return old.norm_eps * old.hidden_size / sizes.hidden_size
 
 
-def _check_sizes(what: str, old: ModelConfig | HeadConfig, new: ModelConfig | HeadConfig) -> None:
+def _check_sizes(what: str, old: Config, new: Config) -> None:
     pairs = [(name, getattr(old, name), getattr(new, name)) for name in WIDTHS]
     pairs.append(("num_heads / num_kv_heads", old.num_heads // old.num_kv_heads, new.num_heads // new.num_kv_heads))
     for name, least, got in pairs:
@@ -256,7 +240,7 @@ def _check_sizes(what: str, old: ModelConfig | HeadConfig, new: ModelConfig | He
 
 
 def insert_layers(old: int, new: int, moved: Mapping[int, int]) -> tuple[int | None, ...]:
-    """Return the old index of each of ``new`` layers, None for an inserted one; state i becomes ``moved[i]``."""
+    """Return the old index of each of ``new`` layers, None for an inserted layer; state i becomes ``moved[i]``."""
     # The final norm counts as one more layer: it maps state N to state N + 1.
     layer_at: list[int | None] = []
     fits = True
@@ -273,45 +257,34 @@ def insert_layers(old: int, new: int, moved: Mapping[int, int]) -> tuple[int | N
     return tuple(layer_at[:-1])
 
 
-def _plan_head(
-    head: EagleHead, target: Padder[ModelConfig], sizes: Sizes, feature_layers: tuple[int, ...]
-) -> Padder[Eagle3Config]:
-    old = head.config
-    assert isinstance(old, Eagle3Config)  # an `Eagle3` drafter was made of it
+def _check_head(head: EagleHead, target: Model) -> None:
+    """Raise a ValueError unless the head fits the target and has only the weights of an original EAGLE-3 head."""
+    jax.eval_shape(Eagle3(head, Tree.chain(1)).bind, target)  # raises for another target's head
+    config = head.config
+    assert isinstance(config, Eagle3Config)  # an `Eagle3` drafter was made of it
+    has = {name: getattr(config, name) for name in UNPADDED} | {
+        "layers besides the first": config.num_layers > 1,
+        "no fc": not config.fuse,
+        "the target's output head": head.head is None,
+        "the state after the final norm": target.config.num_layers + 1 in config.states_of(target.config.num_layers),
+    }
+    if found := [name for name, is_there in has.items() if is_there]:
+        raise ValueError(
+            f"head: expected one layer, an fc of states before the final norm, an output head and no further norms or "
+            f"biases, got {', '.join(found)}; take a head of that form, as EAGLE-3's authors train it"
+        )
+
+
+def _plan_head(old: HeadConfig, target: Padder, sizes: Sizes, feature_layers: tuple[int, ...]) -> Padder:
+    most = old.draft_vocab_size + sizes.vocab_size - old.vocab_size  # padded draft tokens are padded target tokens
+    drafted = sizes.draft_vocab_size or old.draft_vocab_size
+    if not old.draft_vocab_size <= drafted <= most:
+        raise ValueError(
+            f"draft_vocab_size: expected {old.draft_vocab_size} to {most} for {old.draft_vocab_size} draft tokens and "
+            f"a vocabulary of {old.vocab_size} -> {sizes.vocab_size}, got {drafted}; "
+            f"take --draft-vocab {old.draft_vocab_size}"
+        )
     grown = dict(target_hidden_size=sizes.hidden_size, norm_eps=_eps(old, sizes), feature_layers=feature_layers)
-    new = old.resized(**sizes.of_layers(), draft_vocab_size=_draft_vocab(head, sizes), **grown)
+    new = old.resized(**sizes.of_layers(), draft_vocab_size=drafted, **grown)
     _check_sizes("head", old, new)
-    if (old.norm_before_fc or old.fc_norm) and old.target_hidden_size != old.hidden_size:  # eps depends on the width
-        raise ValueError(
-            f"head: expected features that are normed before fc as wide as its own state ({old.hidden_size}), as all "
-            f"norms share one eps, got {old.target_hidden_size}; take a head without norm_before_fc and fc_norm"
-        )
-    if target.mask is not None and target.new.num_layers + 1 in feature_layers:
-        raise ValueError(
-            "feature_layers: expected states before the final norm, which scales up the padded vocabulary's mask, "
-            f"got state {target.old.num_layers + 1} among them; keep the vocabulary of {target.old.vocab_size}"
-        )
-    if new.draft_vocab_size == old.draft_vocab_size:
-        return Padder(old, new, target.dtype, None)
-    wrong = [n for n in ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm") if getattr(old, n)]
-    if wrong:
-        raise ValueError(
-            f"draft_vocab_size: expected {old.draft_vocab_size} for a head with {', '.join(wrong)}, whose normed "
-            "features carry no constant that masks padded draft tokens, got a larger one; pass that"
-        )
-    mask = Mask.of(old, new) if old.fuse else target.mask  # without fc the feature is the target's state
-    return Padder(old, new, target.dtype, mask)
-
-
-def _draft_vocab(head: EagleHead, sizes: Sizes) -> int:
-    """Return the new draft vocabulary's size; its padded tokens map to padded tokens of the target."""
-    config, shared = head.config, head.head is None  # shared: the output head is the target's
-    most = config.draft_vocab_size + sizes.vocab_size - config.vocab_size
-    least = most if shared else config.draft_vocab_size
-    wanted = sizes.draft_vocab_size or (sizes.vocab_size if shared else config.draft_vocab_size)
-    if not least <= wanted <= most:
-        raise ValueError(
-            f"draft_vocab_size: expected {least} to {most} for {config.draft_vocab_size} draft tokens and a vocabulary "
-            f"of {config.vocab_size} -> {sizes.vocab_size}, got {wanted}; pass another"
-        )
-    return wanted
+    return Padder(old, new, target.dtype, Mask.of(old, new) if drafted > old.draft_vocab_size else None)
