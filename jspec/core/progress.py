@@ -8,7 +8,9 @@ from tqdm import tqdm
 
 
 def progress_bar(total: int, what: str, unit: str) -> tqdm:
-    """A progress bar on stderr that vanishes at its end; hidden if stderr is neither a terminal nor a notebook.
+    """Make a progress bar on stderr that vanishes at its end.
+
+    It is hidden if stderr is neither a terminal nor a notebook, or if the environment variable TQDM_DISABLE is 1.
 
     Args:
         total: number of units.
@@ -16,4 +18,5 @@ def progress_bar(total: int, what: str, unit: str) -> tqdm:
         unit: plural noun of the units.
     """
     is_watched = sys.stderr.isatty() or "ipykernel" in sys.modules
-    return tqdm(total=total, desc=f"jspec: {what}", unit=f" {unit}", leave=False, disable=not is_watched)
+    hidden = {} if is_watched else {"disable": True}
+    return tqdm(total=total, desc=f"jspec: {what}", unit=f" {unit}", leave=False, **hidden)

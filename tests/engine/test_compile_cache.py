@@ -12,6 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jspec import Engine
 from jspec.__main__ import main
+from jspec.step.compile_cache import keep_compiled, user_folder
 from jspec.step.executables import Executables
 from tests.support import folders, small
 
@@ -43,10 +44,10 @@ def test_engine_compile_cache_folder_holds_compiled_programs(tmp_path: Path, mon
         raise ValueError("that will do")
 
     monkeypatch.setattr(Executables, "__init__", compiled)
-    for folder, expected in ((None, 0), (tmp_path / "a" / "b", 1), (str(tmp_path / "c"), 1)):
+    for folder, expected in ((False, 0), (tmp_path / "a" / "b", 1), (str(tmp_path / "c"), 1)):
         with pytest.raises(ValueError, match="that will do"):
             Engine(small.target(), compile_cache=folder)
-        own = 0 if folder is None else len(list(Path(folder).glob("jit__lambda*-cache")))
+        own = 0 if folder is False else len(list(Path(folder).glob("jit__lambda*-cache")))
         assert own == expected
 
 
@@ -60,14 +61,55 @@ def test_generate_compile_cache_is_used_before_weights_load(tmp_path: Path, monk
 
     monkeypatch.setattr("jspec.models.load.load", load)
     target = folders.write(tmp_path / "target", folders.TARGET, folders.target_tensors(folders.TARGET))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", None)
     for words in ((), ("--compile-cache", str(tmp_path / "kept"))):
         assert main(["generate", "--target", str(target), *words, "hello"]) == 2
-    assert seen == [None, str(tmp_path / "kept")]
+    assert seen == [str(user_folder()), str(tmp_path / "kept")] and user_folder().is_relative_to(tmp_path)
 
 
 def test_engine_wrong_compile_cache_folder_raises_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"compile_cache: expected None or a folder's path, got 3"):
+    with pytest.raises(ValueError, match=r"compile_cache: expected None, False or a folder's path, got 3"):
         Engine(small.target(), compile_cache=3)
     with pytest.raises(FileExistsError):
         Engine(small.target(), compile_cache=tmp_path / "file")
+
+
+@pytest.mark.usefixtures("restored")
+def test_compile_cache_default_folder_is_private_to_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", None)
+    keep_compiled(None)
+    assert jax.config.values["jax_compilation_cache_dir"] == str(user_folder())
+    assert user_folder().stat().st_mode & 0o077 == 0
+    keep_compiled(tmp_path / "mine")
+    keep_compiled(None)  # a folder that was chosen before stays in use
+    assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "mine")
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+def test_compile_cache_folder_that_others_may_write_to_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: int
+) -> None:
+    """Whoever can write to the folder can run code in this process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", None)
+    user_folder().mkdir(parents=True)
+    user_folder().chmod(mode)
+    keep_compiled(None)
+    assert jax.config.values["jax_compilation_cache_dir"] is None
+    assert "run chmod 700" in caplog.text
+
+
+@pytest.mark.usefixtures("restored")
+def test_compile_cache_without_a_writable_home_is_off_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    jax.config.update("jax_compilation_cache_dir", None)
+    keep_compiled(None)
+    assert jax.config.values["jax_compilation_cache_dir"] is None
+    assert "compiled programs are not kept" in caplog.text

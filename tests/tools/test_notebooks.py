@@ -74,7 +74,11 @@ def kernel_environment() -> dict[str, str]:
     """Return an environment in which notebooks run on the CPU, import this repository and contain pictures."""
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
-    return environment | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return environment | {
+        "JAX_PLATFORMS": "cpu",
+        "TQDM_DISABLE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
 
 
 def read(path: Path) -> Any:

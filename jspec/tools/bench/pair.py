@@ -57,7 +57,14 @@ class Pair:
         return cls(model, words, hub.eos_ids(hub.find(target)), draft, arguments.dtype)
 
     def engine(self, drafter: Drafter | None, **options: Any) -> Engine:
-        return Engine(self.target, drafter=drafter, tokenizer=self.tokenizer, eos_ids=self.eos_ids, **options)
+        return Engine(
+            self.target,
+            drafter=drafter,
+            tokenizer=self.tokenizer,
+            eos_ids=self.eos_ids,
+            compile_ahead=True,  # nothing compiles while times are measured
+            **options,
+        )
 
     def drafter(self, tree: Tree | None) -> Drafter | None:
         """Return a new drafter for a draft tree; without a tree return None, which means plain decoding."""

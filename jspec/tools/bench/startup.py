@@ -100,10 +100,10 @@ def start(case: dict[str, Any], folder: str, started: float) -> Startup:
         with result.stage(f"{text}: engine"):
             drafter = None if tree is None or head is None else Eagle3(head, tree)
             engine = Engine(target, drafter=drafter, **options_of(case))
-        result.lower |= {f"{text}: {name}": seconds for name, seconds in engine.lower_seconds.items()}
-        result.compile |= {f"{text}: {name}": seconds for name, seconds in engine.compile_seconds.items()}
         with answers.stage(f"{text}: first answer"), engine:
             engine.generate(PROMPT, SamplingParams(max_tokens=TOKENS, temperature=0.0))
+        result.lower |= {f"{text}: {name}": seconds for name, seconds in engine.lower_seconds.items()}
+        result.compile |= {f"{text}: {name}": seconds for name, seconds in engine.compile_seconds.items()}
     result.ready = sum(result.stages.values())
     result.stages |= answers.stages
     return result

@@ -184,6 +184,7 @@ def _engine(case: step.Case, target: Model, head: EagleHead | None, max_len: int
         kv_dtype=case.kv_dtype,
         draft_kv_dtype=case.kv_dtype,
         log_interval=None,
+        compile_ahead=True,
         **options,
     )
 

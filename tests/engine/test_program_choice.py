@@ -1,0 +1,106 @@
+"""Programs are compiled when requests first need them, and a larger program serves when its own is not compiled."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from jspec import Engine, SamplingParams
+from jspec.engine.program_choice import Features, LiveRequests, union
+from jspec.engine.request import Request
+from jspec.step.executable_key import ExecutableKey
+from tests.support import lettered, small
+
+pytestmark = pytest.mark.once
+
+OPTIONS: dict[str, Any] = dict(slots=4, max_len=small.MAX_LEN, prefill_buckets=(4, 16))
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
+
+
+def engine(**options: Any) -> Engine:
+    return Engine(small.target(), **OPTIONS | options)
+
+
+def names(one: Engine) -> set[str]:
+    return {name for name in one.compile_seconds if "[" in name}  # without the small helpers
+
+
+def test_engine_on_a_cpu_compiles_only_what_its_requests_need() -> None:
+    one = engine()
+    assert one.config.buckets == (1, 4) and names(one) == set()
+    one.generate([1, 2], GREEDY)
+    assert names(one) == {"prefill[4]", "round[1]"}
+    one.generate([[1, 2], [3] * 9], GREEDY)
+    assert names(one) == {"prefill[4]", "round[1]", "prefill[16]", "round[4]"}
+    one.generate([[1, 2], [4] * 30], [SamplingParams(max_tokens=3, logprobs=2), GREEDY])
+    more = {"prefill[4] with logprobs", "round[4] with logprobs"}
+    assert names(one) == {"prefill[4]", "round[1]", "prefill[16]", "round[4]"} | more
+
+
+def test_engine_that_compiles_ahead_compiles_all_buckets_at_its_start() -> None:
+    one = engine(compile_ahead=True)
+    everything = {"prefill[4]", "prefill[16]", "round[1]", "round[2]", "round[4]"}
+    assert names(one) == everything
+    one.generate([[1, 2], [3] * 9, [5]], GREEDY)
+    assert names(one) == everything
+
+
+def test_engine_warmup_compiles_everything_that_later_requests_need() -> None:
+    one = lettered.chain()
+    one.warmup(logprobs=True, prompt_logprobs=True, trace=True, grammar=True)
+    before = names(one)
+    params = [
+        SamplingParams(max_tokens=2, logprobs=tokens, prompt_logprobs=prompt, regex=regex, seed=0)
+        for tokens, prompt, regex in product((None, 2), (None, 1), (None, "a+"))
+    ]
+    for count in range(1, len(params) + 1):
+        one.generate([[1, 2, 3]] * count, params[:count], trace=count % 2 == 0)
+    assert names(one) == before
+
+
+def test_engine_whose_programs_are_compiled_on_demand_emits_the_tokens_of_one_that_compiles_ahead() -> None:
+    """Prompts of several lengths come in several orders and numbers, so programs of other sizes serve."""
+    on_demand, ahead = engine(), engine(compile_ahead=True)
+    prompts = [[1, 2], [3] * 9, [5, 6, 7] * 5, [8], [2, 9, 4] * 8]
+    for count in (1, 3, 5, 2):
+        params = [SamplingParams(max_tokens=5 + i, seed=i, temperature=i % 2) for i in range(count)]
+        results = [[done.token_ids for done in one.generate(prompts[:count], params)] for one in (on_demand, ahead)]
+        assert results[0] == results[1]
+
+
+def test_preempted_request_is_prefilled_in_chunks_that_are_compiled() -> None:
+    """After a preemption the prompt is longer by its answer; the longer chunk's program is not compiled for it."""
+    one, alone = engine(slots=2, pages=10, page_size=4, prefix_cache=False), engine()
+    prompts, params = [[1, 2, 3], [4, 5]], SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    done = one.generate(prompts, params)
+    assert sum(each.metrics.num_preemptions for each in done) > 0 and "prefill[16]" not in names(one)
+    assert [each.token_ids for each in done] == [alone.generate(prompt, params)[0].token_ids for prompt in prompts]
+
+
+def test_executables_cover_with_the_least_outputs_then_the_fewest_rows() -> None:
+    programs = engine().core.runner.programs
+    sizes = [ExecutableKey.round(rows, 0, logprobs=logprobs) for rows in (2, 4) for logprobs in (False, True)]
+    programs.compiled.update(dict.fromkeys(sizes))
+    assert programs.cover(ExecutableKey.round(1, 0)) == ExecutableKey.round(2, 0)
+    assert programs.cover(ExecutableKey.round(3, 0)) == ExecutableKey.round(4, 0)
+    assert programs.cover(ExecutableKey.round(1, 0, traced=True)) == ExecutableKey.round(2, 0, logprobs=True)
+    for key in (ExecutableKey.round(5, 0), ExecutableKey.round(1, 1), ExecutableKey("prefill", 1)):
+        with pytest.raises(KeyError, match="no compiled program can run"):
+            programs.cover(key)
+
+
+def request_with(number: int, **params: Any) -> Request:
+    return Request(number, (1, 2), SamplingParams(**params), seed=0, stop_ids=(), max_new_tokens=4)
+
+
+def test_live_requests_join_the_features_of_those_that_have_not_ended() -> None:
+    live, scored, plain = LiveRequests(), request_with(0, logprobs=1), request_with(1)
+    live.add(scored)
+    live.add(plain)
+    assert len(live) == 2 and live.features() == Features(logprobs=True)
+    live.discard(scored)
+    live.discard(scored)
+    assert len(live) == 1 and live.features() == Features()
+    assert union([Features(traced=True), Features(masked=True)]) == Features(traced=True, masked=True)
