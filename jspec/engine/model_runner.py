@@ -81,7 +81,9 @@ class ModelRunner:
         logger.info("%s", self.memory_plan)
 
     def compile(self, keys: Sequence[ExecutableKey]) -> None:
-        """Compile the missing ones of some programs; other threads keep stepping meanwhile.
+        """Compile the programs with the given keys, except those that are compiled already.
+
+        Other threads may step the engine meanwhile.
 
         Raises:
             ValueError: the programs do not fit into the device's memory; none is stored then.
@@ -89,7 +91,7 @@ class ModelRunner:
         self.programs.compile(keys, self._update_memory_plan)
 
     def missing_keys(self, new: Sequence[Request], live: LiveRequests) -> list[ExecutableKey]:
-        """Keys of the programs that must be compiled before new requests may be queued beside the live ones."""
+        """Return the keys of the programs to compile before new requests may be queued beside the live requests."""
         return [key for key in self.choice.needed_keys(new, live) if key not in self.programs.compiled]
 
     def dispatch(self, plan: Plan, depth: int, running: Collection[Request]) -> StepOutput:
@@ -113,7 +115,7 @@ class ModelRunner:
         return output
 
     def _prefill_of(self, plan: PrefillPlan) -> tuple[Step, int]:
-        """The compiled program for a chunk of a prompt, and its number of tokens."""
+        """Return the compiled program for a chunk of a prompt, and its number of tokens."""
         key = self.programs.cover(prefill_key(plan))
         prefill = self.programs.compiled[key]
         if key.masked:
@@ -122,7 +124,7 @@ class ModelRunner:
         return prefill, key.size
 
     def _round_of(self, plan: RoundPlan, depth: int) -> tuple[Step, int]:
-        """The compiled program for a round, and its number of batch rows."""
+        """Return the compiled program for a round, and its number of batch rows."""
         *drafts, key = round_keys(plan, depth)
         key = self.programs.cover(key)
         if not drafts:

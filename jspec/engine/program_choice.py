@@ -1,4 +1,4 @@
-"""Which compiled programs a set of requests needs, and which one runs a plan."""
+"""Chooses the programs to compile for requests, and the program that runs a plan."""
 
 from __future__ import annotations
 
@@ -57,11 +57,12 @@ class LiveRequests:
             self._counts[features] -= 1
 
     def features(self) -> Features:
-        """The features that any of the requests wants."""
+        """Return every feature that at least one of the requests wants."""
         return union(features for features, count in self._counts.items() if count > 0)
 
 
 def union(features: Iterable[Features]) -> Features:
+    """Return every feature that at least one of the given records has."""
     return reduce(Features.__or__, features, Features())
 
 
@@ -85,7 +86,12 @@ class ProgramChoice:
         self._edits_all = edits_all
 
     def all_keys(self, features: Features = Features(), *, prompt_logprobs: bool = False) -> list[ExecutableKey]:
-        """Keys of all programs for requests with any of the given features, for all batch sizes and prompt lengths."""
+        """Return the keys of all programs for requests with any of the given features.
+
+        Args:
+            features: the features that requests may want.
+            prompt_logprobs: whether requests may want log-probabilities of their prompts.
+        """
         keys: list[ExecutableKey] = []
         for traced, logprobs, masked in product(*map(_modes, (features.traced, features.logprobs, features.masked))):
             keys += self._round_keys(self._buckets, Features(traced, logprobs, masked))
@@ -94,7 +100,7 @@ class ProgramChoice:
         return list(dict.fromkeys([*keys, *map(ExecutableKey, self._helpers)]))
 
     def needed_keys(self, new: Sequence[Request], live: LiveRequests) -> list[ExecutableKey]:
-        """Keys of the programs that new requests need, beside the live ones that they will share rounds with."""
+        """Return the keys of the programs that new requests need, if they share rounds with the live requests."""
         rows = min(len(new) + len(live), self._buckets[-1])
         buckets = self._buckets if self._compile_ahead else [_smallest(self._buckets, rows)]
         keys = self._round_keys(buckets, union([live.features(), *map(Features.of, new)]))
@@ -110,7 +116,7 @@ class ProgramChoice:
         return [kind for kind in self._helpers if kind in wanted]
 
     def longest_chunk(self, request: Request) -> int:
-        """Longest chunk of a request's prefill, in tokens, for which programs are compiled."""
+        """Return the length in tokens of the longest chunk in which a request's prompt may be prefilled."""
         return self._chunks[-1] if self._compile_ahead else _smallest(self._chunks, len(request.prompt_token_ids))
 
     def _round_keys(self, buckets: Sequence[int], features: Features) -> list[ExecutableKey]:
@@ -128,14 +134,14 @@ class ProgramChoice:
 
 
 def prefill_key(plan: PrefillPlan) -> ExecutableKey:
-    """Key of a prefill; masked if the chunk samples a first token whose grammar the host follows."""
+    """Return the key of a prefill, with a token mask if the host computes the mask of the token that it samples."""
     logprobs, prompt_logprobs = prefill_outputs(plan.request)
     masked = plan.emits and plan.request.matcher is not None
     return ExecutableKey("prefill", plan.bucket, logprobs=logprobs, prompt_logprobs=prompt_logprobs, masked=masked)
 
 
 def round_keys(plan: RoundPlan, depth: int) -> tuple[ExecutableKey, ...]:
-    """Key of a fused step; keys of the draft and the verify step if the host follows the grammar of any request.
+    """Return the keys of a round's programs: two if the host computes token masks for any request, else one.
 
     Args:
         depth: draft depth at which the round cuts the drafter's tree.
@@ -147,12 +153,12 @@ def round_keys(plan: RoundPlan, depth: int) -> tuple[ExecutableKey, ...]:
 
 
 def wants_newest(requests: Sequence[Request]) -> bool:
-    """Whether the host must read the newest tokens before the next round, because it computes masks from them."""
+    """Return whether the next round needs grammar masks that the host computes from the newest tokens."""
     return any(request.matcher is not None and request.is_prefilled for request in requests)
 
 
 def prefill_outputs(request: Request) -> tuple[bool, bool]:
-    """Whether a request's prefills return any log-probabilities, and whether log-probabilities of prompt tokens."""
+    """Return two bools: whether a request's prefill returns log-probabilities, and whether also of prompt tokens."""
     return request.scores_prompt or request.params.logprobs is not None, request.scores_prompt
 
 
@@ -161,5 +167,5 @@ def _modes(is_wanted: bool) -> list[bool]:
 
 
 def _smallest(sizes: Sequence[int], least: int) -> int:
-    """The smallest of ascending sizes that is at least ``least``; the largest size if there is none."""
+    """Return the smallest of ascending sizes that is at least ``least``; the largest size if there is none."""
     return next((size for size in sizes if size >= least), sizes[-1])

@@ -44,7 +44,9 @@ def keep_compiled(folder: str | Path | Literal[False] | None) -> None:
 
 
 def user_folder() -> Path:
-    """Default folder of this user for this jaxlib and this processor, since code for one processor may crash another.
+    """Return the user's default folder for compiled programs.
+
+    Each version of jaxlib and each kind of processor has its own, because code for one processor may crash on another.
 
     Raises:
         RuntimeError: the user has no home folder.
@@ -54,7 +56,7 @@ def user_folder() -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder that only its owner can use: whoever can write to it can run code in this process.
+    """Create a folder that only its owner can write to, because whoever can write to it can run code in this process.
 
     Raises:
         OSError: the folder cannot be created.
@@ -69,7 +71,7 @@ def make_private(folder: Path) -> None:
 
 
 def _processor() -> str:
-    """Short name of the processor and its instruction sets."""
+    """Return a short hash of the processor's name and instruction sets."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     named = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})

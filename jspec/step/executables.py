@@ -74,7 +74,7 @@ class Executables:
 
     @property
     def helpers(self) -> list[Kind]:
-        """Kinds of the small programs that edit parts of this engine's state."""
+        """Return the kinds of the small programs that edit parts of this engine's state."""
         kinds: list[Kind] = ["update_page_table"]
         kinds += ["controls"] if self._shapes.controls is not None else []
         kinds += ["grammar"] if self._shapes.grammars is not None else []
@@ -82,10 +82,12 @@ class Executables:
         return kinds + (["write_pending_rows"] if has_pending_rows else [])
 
     def compile(self, keys: Iterable[ExecutableKey], check: Check = lambda executables: None) -> None:
-        """Compile the missing ones of some programs. Other threads may run programs meanwhile; only the caller waits.
+        """Compile the programs with the given keys, except those that are compiled already.
+
+        Only the caller waits; other threads may run programs meanwhile.
 
         Args:
-            check: called with all executables, the new ones included; if it raises, no new executable is stored.
+            check: function that is called with all executables, old and new; if it raises, no new one is stored.
         """
         with self._compiling:
             missing = [key for key in keys if key not in self.compiled]
@@ -105,7 +107,7 @@ class Executables:
             self.compiled.update(new)
 
     def cover(self, key: ExecutableKey) -> ExecutableKey:
-        """The key itself if its program is compiled; else the compiled program with the least more rows or outputs.
+        """Find the compiled program that can do the work of a program with the fewest additional outputs and rows.
 
         Raises:
             KeyError: no compiled program can do the work.
