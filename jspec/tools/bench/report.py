@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
+from jspec import __version__
 from jspec.core.tree import TREE_FORMS, Tree
 from jspec.tools.bench import roofline
 from jspec.tools.plot import matplotlib_module
@@ -155,11 +155,7 @@ PICTURE = file_option("--picture", "also draw the results there, over the batch;
 def environment() -> dict[str, str]:
     """Return the device, versions and other facts of the environment that every result depends on."""
     device = jax.devices()[0]
-    try:
-        own = version("jspec")
-    except PackageNotFoundError:
-        own = "not installed"
-    names = {"device": device.device_kind, "platform": device.platform, "jax": jax.__version__, "jspec": own}
+    names = {"device": device.device_kind, "platform": device.platform, "jax": jax.__version__, "jspec": __version__}
     return names | {"floors": str(roofline.chip())}
 
 
