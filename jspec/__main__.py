@@ -6,7 +6,7 @@ This file imports nothing slow, so that Ctrl-C is handled while all other module
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jspec.tools import interrupt
 
@@ -22,13 +22,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 on success; 2 if arguments or files are wrong, after an error message of one line. A command
         may define further values.
     """
-    return _run(argv) if argv is not None else interrupt.guard(lambda: _run(sys.argv[1:]))
+    if argv is not None:
+        return _load(argv)()
+    return interrupt.guard(lambda: _load(sys.argv[1:]))
 
 
-def _run(words: Sequence[str]) -> int:
+def _load(words: Sequence[str]) -> Callable[[], int]:
+    """Import the commands; return a function that runs one of them."""
     from jspec.tools import command_line
 
-    return command_line.run(words)
+    return lambda: command_line.run(words)
 
 
 if __name__ == "__main__":

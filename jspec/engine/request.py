@@ -266,6 +266,7 @@ class Chunk:
         index: index of the completion among the ``n`` completions of the prompt.
         logprobs: one record per token of this chunk, if requested.
         prompt_logprobs: one record per prompt token (None for the first), in the first chunk, if requested.
+        pieces: text of each new token, for coloured display; None without a tokenizer.
     """
 
     text: str | None
@@ -275,6 +276,7 @@ class Chunk:
     index: int = 0
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    pieces: list[str] | None = None
 
 
 @dataclass(frozen=True, repr=False)

@@ -17,6 +17,11 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def describe(path: str | Path) -> str:
+    """Describes a checkpoint in lines of text (`inspect`)."""
+    return inspect(path)[0]
+
+
+def inspect(path: str | Path) -> tuple[str, bool]:
     """Describes a checkpoint from its headers, without reading its weights.
 
     Args:
@@ -25,17 +30,21 @@ def describe(path: str | Path) -> str:
     Returns:
         Lines of text: family, sizes and parameters of the model; for a head also its features and its vocabulary. If
         the folder cannot be loaded, the reason.
+        Whether the folder can be loaded.
 
     Raises:
         FileNotFoundError: there is no such folder, and the hub has no such model.
     """
     folder = hub.find(path)
-    origin = "converted by jspec" if orbax.is_checkpoint(folder) else "Hugging Face folder"
+    if orbax.is_checkpoint(folder):
+        origin = "converted by jspec"
+    else:
+        origin = "Hugging Face folder" if (folder / "config.json").is_file() else "no model in this folder"
     try:
-        contents = _contents(auto.read_header(folder))
+        contents, is_loadable = _contents(auto.read_header(folder)), True
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
-        contents = [f"cannot be loaded: {error}"]
-    return "\n".join([f"{folder}: {origin}", *contents, *_companions(folder)])
+        contents, is_loadable = [f"cannot be loaded: {error}"], False
+    return "\n".join([f"{folder}: {origin}", *contents, *_companions(folder)]), is_loadable
 
 
 def _contents(found: Header) -> list[str]:

@@ -15,34 +15,40 @@ STATUS = 130  # 128 + SIGINT, as shells report it
 GRACE = 2.0  # seconds that a command may take to clean up
 
 
-def guard(command: Callable[[], int]) -> int:
-    """Run a command in a process that Ctrl-C ends with one line and exit status 130.
+def guard(load: Callable[[], Callable[[], int]]) -> int:
+    """Load and run a command in a process that Ctrl-C ends with one line and exit status 130.
 
-    Ctrl-C raises KeyboardInterrupt in the command, which may clean up. A library may swallow this exception, and a
-    running compilation delays it. The process therefore ends after `GRACE` seconds, or at the second Ctrl-C, in any
-    case. If the process ignores Ctrl-C, as a shell's background jobs do, it still does.
+    While the command is loaded, Ctrl-C ends the process at once. Later it raises KeyboardInterrupt, so that the command
+    can clean up. A library may swallow this exception, and a running compilation delays it. The process therefore ends
+    after `GRACE` seconds, or at the second Ctrl-C, in any case. If the process ignores Ctrl-C, as a shell's background
+    jobs do, it still does.
 
     Args:
-        command: function that returns the exit status.
+        load: function that imports the command and returns it; the command returns the exit status.
 
     Returns:
         The command's exit status, unless Ctrl-C has ended the process.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return command()
-    pressed = threading.Event()
+        return load()()
+    is_loaded, pressed = threading.Event(), threading.Event()
     threading.Thread(target=_end_after, args=(pressed,), daemon=True).start()
 
     def stop(number: int, frame: Any) -> None:
         if pressed.is_set():
             os._exit(STATUS)
-        os.write(2, b"\njspec: interrupted\n" if sys.stderr.isatty() else b"jspec: interrupted\n")
-        sys.unraisablehook = threading.excepthook = lambda args: None
+        os.write(2, b"\njspec: interrupted\n" if os.isatty(2) else b"jspec: interrupted\n")
+        if not is_loaded.is_set():
+            os._exit(STATUS)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nothing else is printed, by any thread or library
+        sys.unraisablehook = _end_if_swallowed
         pressed.set()
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, stop)
     try:
+        command = load()
+        is_loaded.set()
         status = command()
     except BaseException:
         if not pressed.is_set():
@@ -53,6 +59,12 @@ def guard(command: Callable[[], int]) -> int:
     with contextlib.suppress(OSError):  # a closed pipe
         sys.stdout.flush()
     os._exit(STATUS)
+
+
+def _end_if_swallowed(unraisable: Any) -> None:
+    """End the process if a callback has swallowed the KeyboardInterrupt."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        os._exit(STATUS)
 
 
 def _end_after(pressed: threading.Event) -> None:

@@ -306,4 +306,6 @@ def matplotlib_module(module: str) -> Any:
     try:
         return importlib.import_module(f"matplotlib.{module}")
     except ImportError as error:
-        raise ImportError('jspec.plot needs matplotlib: pip install -e ".[notebooks]" in the folder of jspec') from error
+        raise ImportError(
+            'jspec.plot needs matplotlib: pip install -e ".[notebooks]" in the folder of jspec'
+        ) from error

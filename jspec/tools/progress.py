@@ -86,13 +86,15 @@ def starting(what: str, out: TextIO | None = None) -> Iterator[None]:
         out: stream to write to; None: the standard error.
     """
     display, logger = StartDisplay(what, sys.stderr if out is None else out), logging.getLogger(SOURCE)
-    before = logger.level
+    before = logger.level, logger.propagate
     logger.addHandler(display)
     logger.setLevel(logging.INFO)
+    logger.propagate = False  # a library may have given the root logger a handler, which would print each line again
     display.begin()
     try:
         yield
     finally:
         logger.removeHandler(display)
-        logger.setLevel(before)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
         display.end()

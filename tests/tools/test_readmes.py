@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import jspec
-from jspec.__main__ import make_parser
 from jspec.core.config import EngineConfig
 from jspec.tools import convert
+from jspec.tools.command_line import make_parser
 
 pytestmark = pytest.mark.once
 
