@@ -129,7 +129,14 @@ def test_python_names_and_options_in_each_document_exist(path: Path) -> None:
 def test_first_readme_has_every_command_in_at_most_200_lines() -> None:
     text = text_of(READMES[0])
     assert len(text.splitlines()) <= LONGEST
-    assert {command.split()[0] for command in commands(text)} == {"demo", "info", "generate", "convert", "bench"}
+    assert {command.split()[0] for command in commands(text)} == {
+        "demo",
+        "info",
+        "generate",
+        "chat",
+        "convert",
+        "bench",
+    }
     assert blocks(text, "python")
 
 
