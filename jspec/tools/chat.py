@@ -35,12 +35,13 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError: an option has an impossible value, or the target's tokenizer has no chat template.
     """
     params = generate.sampling(arguments)
-    tokenizer = generate.load_text_tokenizer(arguments)
+    name = arguments.target
+    tokenizer = generate.prepare(arguments)
     try:
         tokenizer.chat([{"role": "user", "content": "Hello"}])
     except ValueError as error:
         raise ValueError(f"{error} (jspec generate), or name a model that was trained for chats") from error
-    with starting(str(arguments.target)):
+    with starting(name):
         engine = generate.make_engine(arguments, tokenizer)
     with engine, interrupt.raised():
         Chat(engine, params, arguments.system).run()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from itertools import groupby
+from operator import itemgetter
 from typing import TextIO
 
 from jspec.engine.request import Chunk
 
-COLOURS = {True: "\033[36m", False: "\033[33m"}  # drafted: cyan; the target's own: yellow
-RESET = "\033[0m"
+COLOUR, RESET = "\033[36m", "\033[0m"  # cyan
 
 
 def has_colours(out: TextIO) -> bool:
@@ -18,14 +18,14 @@ def has_colours(out: TextIO) -> bool:
 
 
 def legend() -> str:
-    """Return the meaning of the two colours, in these colours."""
-    return f"{COLOURS[True]}drafted and accepted{RESET}, {COLOURS[False]}the target's own{RESET}"
+    """Return a line that says which tokens have a colour."""
+    return f"{COLOUR}drafted and accepted{RESET}, the target's own"
 
 
 def painted(chunk: Chunk) -> str:
-    """Return a chunk's text with each token in the colour of its origin; "" without a tokenizer."""
+    """Return a chunk's text with drafted tokens in colour; "" without a tokenizer."""
     pieces, text = chunk.pieces or [], chunk.text or ""
     tokens = zip(chunk.from_draft, pieces, strict=True)
-    groups = ((drafted, "".join(piece for _, piece in group)) for drafted, group in groupby(tokens, lambda one: one[0]))
+    groups = [(drafted, "".join(piece for _, piece in group)) for drafted, group in groupby(tokens, itemgetter(0))]
     tail = text[sum(map(len, pieces)) :]  # text that the engine held back until the end
-    return "".join(f"{COLOURS[drafted]}{part}{RESET}" for drafted, part in groups if part) + tail
+    return "".join(f"{COLOUR}{part}{RESET}" if drafted and part else part for drafted, part in groups) + tail

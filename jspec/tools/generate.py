@@ -108,18 +108,27 @@ def sampling(arguments: argparse.Namespace, **more: object) -> SamplingParams:
     return SamplingParams(**{name: getattr(arguments, name) for name in names}, **more)  # type: ignore[arg-type]
 
 
-def load_text_tokenizer(arguments: argparse.Namespace) -> Tokenizer:
-    """Load the tokenizer of a parsed command line.
+def prepare(arguments: argparse.Namespace) -> Tokenizer:
+    """Check the options of a parsed command line, find its models and load the tokenizer, before anything slow begins.
+
+    Args:
+        arguments: parsed command line with the options of `add_model_arguments`. Names of models become folders: "demo"
+            the embedded ones, hub ids the downloaded copies.
 
     Raises:
-        ValueError: the target's folder has no tokenizer, and --tokenizer is not given.
+        ValueError: options do not fit together, or the target has no tokenizer and --tokenizer is not given.
     """
-    folder = demo.folder(arguments.target, "target")
-    source = demo.tokenizer(folder, arguments.tokenizer)
-    tokenizer = load_tokenizer(hub.find(folder) if source is None else source)
+    draft_options(arguments)
+    target = arguments.target
+    for name in ("target", *PRETRAINED):
+        if path := getattr(arguments, name):
+            kind = "target" if name in ("target", "draft_model") else "head"
+            setattr(arguments, name, hub.find(demo.folder(path, kind)))
+    source = demo.tokenizer(arguments.target, arguments.tokenizer)
+    tokenizer = load_tokenizer(arguments.target if source is None else source)
     if tokenizer is None:
         raise ValueError(
-            f"{arguments.target if source is None else source}: expected a tokenizer for the text "
+            f"{target if source is None else source}: expected a tokenizer for the text "
             f"({', '.join(TOKENIZER_FILES)}), got none; add --tokenizer FOLDER, or --tokenizer bytes if the model's "
             "tokens are bytes"
         )
@@ -130,12 +139,12 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Engine:
     """Load the models of a parsed command line and make an engine for one request at a time.
 
     Args:
-        arguments: parsed command line with the options of `add_model_arguments`.
+        arguments: parsed command line, after `prepare`.
         tokenizer: tokenizer of the target.
     """
     names = ("dtype", "max_len", "accept", "quantize", "kv_dtype", "draft_kv_dtype", "draft_window", "compile_cache")
     return Engine.from_pretrained(
-        demo.folder(arguments.target, "target"),
+        arguments.target,
         drafter=make_drafter(arguments),
         tokenizer=tokenizer,
         slots=1,
@@ -144,27 +153,30 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Engine:
 
 
 def make_drafter(arguments: argparse.Namespace) -> Drafter | None:
-    """Load the drafter that a parsed command line names; None: it names none.
+    """Load the drafter that a parsed command line names; None: it names none."""
+    tree, quantize = draft_options(arguments)
+    for name, load in PRETRAINED.items():
+        if path := getattr(arguments, name):
+            return load(path, tree=tree, dtype=arguments.dtype, **quantize)
+    if arguments.ngram:
+        return NGram(tree)
+    return Suffix(tree) if arguments.suffix else None
+
+
+def draft_options(arguments: argparse.Namespace) -> tuple[Tree, dict[str, str]]:
+    """Return the draft tree of a parsed command line, and the drafter's keyword arguments for quantisation.
 
     Raises:
-        ValueError: an option needs a drafter that is not given.
+        ValueError: the tree is malformed, or an option needs a drafter that is not given.
     """
     tree = Tree.parse(TREE if arguments.tree is None else arguments.tree)
     quantize = {} if arguments.draft_quantize is None else {"quantize": arguments.draft_quantize}
     if quantize and not any(getattr(arguments, name) for name in QUANTIZABLE):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in QUANTIZABLE)
         raise ValueError(f"--draft-quantize: expected one of {names}, got none of them; leave it out")
-    for name, load in PRETRAINED.items():
-        if path := getattr(arguments, name):
-            kind = "target" if name == "draft_model" else "head"
-            return load(demo.folder(path, kind), tree=tree, dtype=arguments.dtype, **quantize)
-    if arguments.ngram:
-        return NGram(tree)
-    if arguments.suffix:
-        return Suffix(tree)
-    if arguments.tree is not None:
+    if arguments.tree is not None and not any(getattr(arguments, name) for name in (*PRETRAINED, "ngram", "suffix")):
         raise ValueError("--tree: expected a drafter that drafts it, got none; name one, --ngram for instance")
-    return None
+    return tree, quantize
 
 
 # -- the command
@@ -198,9 +210,10 @@ def run(arguments: argparse.Namespace) -> int:
         json_schema=_text_or_file(arguments.json_schema),
         regex=arguments.regex,
     )
-    tokenizer = load_text_tokenizer(arguments)
-    prompt = _prompt(arguments, tokenizer)
-    with starting(str(arguments.target)):
+    text, name = _text(arguments), arguments.target
+    tokenizer = prepare(arguments)
+    prompt = _formatted(text, arguments, tokenizer)
+    with starting(name):
         engine = make_engine(arguments, tokenizer)
         chunks = engine.stream(prompt, params) if params.n == 1 else None
     with engine:
@@ -217,18 +230,26 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _prompt(arguments: argparse.Namespace, tokenizer: Tokenizer) -> str | list[int]:
-    """Return the prompt as text, or as the token ids of a chat.
+def _text(arguments: argparse.Namespace) -> str:
+    """Return the text of the prompt.
 
     Raises:
-        ValueError: there is no prompt or more than one, or the tokenizer has no chat template.
+        ValueError: there is no prompt, or there are two.
     """
-    file = arguments.prompt_file
-    if (arguments.prompt is None) == (file is None):
+    text, file = arguments.prompt, arguments.prompt_file
+    if (text is None) == (file is None):
         raise ValueError("generate: expected a prompt or --prompt-file FILE, one of the two")
-    text = arguments.prompt
-    if file is not None:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    if file is None:
+        return text
+    return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+
+
+def _formatted(text: str, arguments: argparse.Namespace, tokenizer: Tokenizer) -> str | list[int]:
+    """Return a text as it is, or with --chat or --system as the token ids of a chat.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
     if not arguments.chat and arguments.system is None:
         return text
     system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]

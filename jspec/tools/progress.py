@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import sys
 import threading
 import time
@@ -74,7 +75,8 @@ class StartDisplay(logging.Handler):
 
     def _tick(self) -> None:
         while not self._ended.wait(TICK):
-            print(f"\r\033[K{self.line()}", end="", file=self._out, flush=True)
+            width = shutil.get_terminal_size().columns - 1  # a longer line would take two, and only one is erased
+            print(f"\r\033[K{self.line()[-width:]}", end="", file=self._out, flush=True)
 
 
 @contextlib.contextmanager

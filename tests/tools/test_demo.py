@@ -65,8 +65,7 @@ def test_demo_on_a_terminal_prints_a_legend_and_colours(monkeypatch: pytest.Monk
     out = Terminal()
     demo._print_completion(SimpleNamespace(stream=lambda prompt, params: chunks), SamplingParams(), out)  # type: ignore[arg-type]
     assert out.getvalue().startswith(colour.legend())
-    cyan, yellow = colour.COLOURS[True], colour.COLOURS[False]
-    assert f"{demo.PROMPT}{cyan}a{colour.RESET}{yellow}b{colour.RESET}{yellow}c{colour.RESET} ...\n" in out.getvalue()
+    assert f"{demo.PROMPT}{colour.COLOUR}a{colour.RESET}bc ...\n" in out.getvalue()
 
 
 def test_info_command_demo_describes_target_and_head(capsys: pytest.CaptureFixture) -> None:

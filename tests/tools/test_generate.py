@@ -53,7 +53,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             seen.append((prompt, params))
             return self._engine.generate(prompt, params)
 
-    monkeypatch.setattr(generate, "load_text_tokenizer", lambda arguments: lettered.tokenizer())
+    monkeypatch.setattr(generate, "prepare", lambda arguments: lettered.tokenizer())
     monkeypatch.setattr(generate, "make_engine", lambda arguments, tokenizer: Asked(lettered.chain()))
     monkeypatch.setattr(lettered.Lettered, "chat", lambda self, messages: self.encode(spoken(messages)))
     return seen
