@@ -145,14 +145,15 @@ def test_interrupted_callback_that_swallows_the_exception_ends_the_process() -> 
     assert seconds < interrupt.GRACE
 
 
-def test_interrupted_load_ends_the_process_without_an_exception() -> None:
-    load = """
+def test_interrupted_load_ends_the_process_without_an_exception(tmp_path: Path) -> None:
+    load = f"""
     try:
         print("ready"); time.sleep(60)
     except KeyboardInterrupt:
-        print("raised", file=sys.stderr)
+        open({str(tmp_path / "raised")!r}, "w").close()
     """
     assert interrupted(GUARDED.format(body="pass", load=load), after="ready")[:2] == (130, "jspec: interrupted\n")
+    assert not (tmp_path / "raised").exists()
 
 
 def test_guard_returns_the_commands_status_and_passes_on_its_errors() -> None:

@@ -58,7 +58,8 @@ def test_start_display_on_a_terminal_rewrites_one_line_and_erases_it(monkeypatch
     assert out.getvalue() == before, "the thread has ended"
 
 
-def test_start_display_restores_the_logger_after_an_error() -> None:
+def test_start_display_restores_the_logger_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LOGGER, "propagate", True)
     before = (LOGGER.level, LOGGER.propagate, list(LOGGER.handlers))
     with contextlib.suppress(ValueError), progress.starting("model", io.StringIO()):
         assert LOGGER.getEffectiveLevel() == logging.INFO
