@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Chat:
-    """A conversation: reads messages, prints answers with drafted tokens in colour, remembers both.
+    """A conversation that reads messages, prints answers with drafted tokens in colour, and remembers both.
 
     Args:
         engine: engine with a tokenizer that has a chat template.
@@ -89,7 +89,7 @@ class Chat:
     def answer(self, message: str) -> None:
         """Print the answer to a message, then its speed, and add both to the conversation.
 
-        An answer that Ctrl-C stops is kept up to there. A message that does not fit is not added.
+        If Ctrl-C stops the answer, its beginning is added. A message too long for the engine is not added.
         """
         assert self._engine.tokenizer is not None
         question = {"role": "user", "content": message}

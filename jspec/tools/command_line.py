@@ -63,7 +63,7 @@ FOREIGN = {  # options of other projects' commands, and what to write for `jspec
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Formats help texts: lines of examples as they are, and the default of each option that has one."""
+    """A help formatter that appends the default of each option to its text."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help, action.default

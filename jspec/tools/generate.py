@@ -1,4 +1,7 @@
-"""`jspec generate`: completes a prompt; and the options of models, drafters and sampling, which `jspec chat` shares."""
+"""`jspec generate`, which completes a prompt.
+
+The options of models, drafters and sampling are also those of `jspec chat`.
+"""
 
 from __future__ import annotations
 
@@ -109,11 +112,11 @@ def sampling(arguments: argparse.Namespace, **more: object) -> SamplingParams:
 
 
 def prepare(arguments: argparse.Namespace) -> Tokenizer:
-    """Check the options of a parsed command line, find its models and load the tokenizer, before anything slow begins.
+    """Check the options of a parsed command line, find its models and load the tokenizer.
 
     Args:
-        arguments: parsed command line with the options of `add_model_arguments`. Names of models become folders: "demo"
-            the embedded ones, hub ids the downloaded copies.
+        arguments: parsed command line with the options of `add_model_arguments`. The folder of each model replaces its
+            name: for "demo" an embedded folder, for a hub id the downloaded copy.
 
     Raises:
         ValueError: options do not fit together, or the target has no tokenizer and --tokenizer is not given.
@@ -183,7 +186,7 @@ def draft_options(arguments: argparse.Namespace) -> tuple[Tree, dict[str, str]]:
 
 
 def speed(before: Metrics, after: Metrics, seconds: float) -> str:
-    """Describe the output between two readings of an engine's metrics.
+    """Return a line with tokens, rounds, mean acceptance length and tokens/s between two readings of the metrics.
 
     Args:
         before, after: `Engine.metrics` at the beginning and at the end.
@@ -201,7 +204,7 @@ def run(arguments: argparse.Namespace) -> int:
         The exit status, 0.
 
     Raises:
-        ValueError: an option has an impossible value, or the prompt needs a tokenizer that there is not.
+        ValueError: an option has an impossible value, or the target has no tokenizer.
     """
     params = sampling(
         arguments,

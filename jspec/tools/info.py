@@ -1,4 +1,4 @@
-"""Describes a checkpoint folder from its headers (`jspec info`)."""
+"""`jspec info`: describe a checkpoint folder from its headers."""
 
 from collections import Counter
 from dataclasses import fields
@@ -17,20 +17,19 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def describe(path: str | Path) -> str:
-    """Describes a checkpoint in lines of text (`inspect`)."""
+    """Return the text of `inspect`."""
     return inspect(path)[0]
 
 
 def inspect(path: str | Path) -> tuple[str, bool]:
-    """Describes a checkpoint from its headers, without reading its weights.
+    """Describe a checkpoint from its headers, without reading its weights.
 
     Args:
         path: Hugging Face folder, converted folder or hub id ("owner/name").
 
     Returns:
-        Lines of text: family, sizes and parameters of the model; for a head also its features and its vocabulary. If
-        the folder cannot be loaded, the reason.
-        Whether the folder can be loaded.
+        A text and whether the folder can be loaded. The text has lines for family, sizes and parameters of the model,
+        for a head also for its features and its vocabulary; if the folder cannot be loaded, it says why.
 
     Raises:
         FileNotFoundError: there is no such folder, and the hub has no such model.
@@ -88,7 +87,7 @@ def _eagle(found: Header, config: HeadConfig) -> list[str]:
 
 
 def _flags(config: HeadConfig) -> str:
-    """The options in which a head's forward pass differs from its method's default, as text."""
+    """List the options in which a head's forward pass differs from its method's default."""
     plain = {field.name: field.default for field in fields(config) if isinstance(field.default, bool)}
     plain |= {"qk_norm": False, "qkv_bias": False}
     plain["fc_bias"] = isinstance(config, EagleConfig)  # EAGLE-1 has that bias, unless the file says otherwise

@@ -16,12 +16,12 @@ GRACE = 2.0  # seconds that a command may take to clean up
 
 
 def guard(load: Callable[[], Callable[[], int]]) -> int:
-    """Load and run a command in a process that Ctrl-C ends with one line and exit status 130.
+    """Load and run a command; Ctrl-C ends the process with one line and exit status 130.
 
-    While the command is loaded, Ctrl-C ends the process at once. Later it raises KeyboardInterrupt, so that the command
-    can clean up. A library may swallow this exception, and a running compilation delays it. The process therefore ends
-    after `GRACE` seconds, or at the second Ctrl-C, in any case. If the process ignores Ctrl-C, as a shell's background
-    jobs do, it still does.
+    While the command is loaded, Ctrl-C ends the process at once. While the command runs, Ctrl-C raises
+    KeyboardInterrupt, so that the command can clean up. A library may swallow this exception, and a compilation delays
+    it. The process therefore always ends `GRACE` seconds after the first Ctrl-C, or at the second. A process that
+    ignores Ctrl-C, as a shell's background jobs do, goes on ignoring it.
 
     Args:
         load: function that imports the command and returns it; the command returns the exit status.
@@ -68,7 +68,7 @@ def _end_if_swallowed(unraisable: Any) -> None:
 
 
 def _end_after(pressed: threading.Event) -> None:
-    """Wait for an event, and end the process `GRACE` seconds later."""
+    """Wait until Ctrl-C is pressed, and end the process `GRACE` seconds later."""
     pressed.wait()
     time.sleep(GRACE)
     os._exit(STATUS)
@@ -76,7 +76,7 @@ def _end_after(pressed: threading.Event) -> None:
 
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
-    """Make Ctrl-C only raise KeyboardInterrupt while the context is open."""
+    """Make Ctrl-C raise KeyboardInterrupt, and nothing else, while the context is open."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Shows on the command line that an engine starts: which phase it is in and how many programs are compiled."""
+"""Shows on the command line how far the start of an engine is."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SOURCE = "jspec.step.executables"  # the logger that reports each compiled progr
 
 
 class StartDisplay(logging.Handler):
-    """Shows the start of an engine from the log records of its compilation.
+    """A log handler that shows how far the start of an engine is.
 
-    On a terminal it is one line, which is rewritten and at last erased; elsewhere a line per log record.
+    On a terminal it rewrites one line and erases it at the end. Elsewhere it prints one line per log record.
 
     Args:
         what: what starts, for example the path of the target.
@@ -43,8 +43,8 @@ class StartDisplay(logging.Handler):
         """Show one log record.
 
         Args:
-            record: a record whose attributes ``done`` and ``total``, where present, count the compiled programs and
-                those to compile.
+            record: log record; its attributes ``done`` and ``total``, if it has them, are the numbers of programs that
+                are compiled and that must be compiled.
         """
         if hasattr(record, "done"):
             self._done, self._total = record.done, getattr(record, "total", 0)
@@ -61,7 +61,7 @@ class StartDisplay(logging.Handler):
             print("\r\033[K", end="", file=self._out, flush=True)
 
     def line(self) -> str:
-        """Describe the start so far in one line."""
+        """Return the line for a terminal: phase, number of compiled programs, seconds."""
         if not self._done:
             phase = "loading"
         elif self._total:

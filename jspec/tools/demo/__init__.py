@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = dict(slots=1, max_len=512, prefill_buckets=(128,), tok
 
 
 def folder(path: str | Path, kind: str) -> str | Path:
-    """Return the embedded folder for the name "demo", and other paths as they are.
+    """Return the embedded folder for the name "demo", and any other path unchanged.
 
     Args:
         path: "demo", a folder or a hub id.
@@ -47,17 +47,17 @@ def folder(path: str | Path, kind: str) -> str | Path:
 
 
 def folders(path: str | Path) -> list[str | Path]:
-    """Return both embedded folders for the name "demo", and another path alone."""
+    """List the folders that a path names: for "demo" both embedded folders, else the path alone."""
     return [TARGET, HEAD] if str(path) == NAME else [path]
 
 
 def tokenizer(target: str | Path, given: str | None) -> str | None:
-    """Return the given tokenizer; for the embedded target, if none is given, that of bytes."""
+    """Return the given name of a tokenizer; if it is None and the target is the embedded one, "bytes"."""
     return "bytes" if given is None and Path(target) == TARGET else given
 
 
 def engine(*, drafted: bool) -> Engine:
-    """An engine with the embedded target, with the embedded EAGLE-3 head as drafter if ``drafted``, else without."""
+    """Make an engine of the embedded target, with the embedded EAGLE-3 head if ``drafted``, else without drafter."""
     drafter = Eagle3.from_pretrained(HEAD, tree=Tree.chain(LENGTH), dtype="float32") if drafted else None
     return Engine.from_pretrained(TARGET, drafter=drafter, **OPTIONS)
 
@@ -105,7 +105,7 @@ def _print_completion(one: Engine, params: SamplingParams, out: TextIO) -> None:
 
 
 def _timed(one: Engine, params: SamplingParams) -> tuple[Completion, float]:
-    """A completion of the prompt, and the tokens/s of the fastest of three runs."""
+    """Complete the prompt three times; return the last completion and the tokens/s of the fastest run."""
     best = float("inf")
     for _ in range(3):
         began = time.perf_counter()
