@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import time
 from contextlib import closing
@@ -43,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{error} (jspec generate), or name a model that was trained for chats") from error
     with starting(name):
         engine = generate.make_engine(arguments, tokenizer)
+    if sys.stdin.isatty() and importlib.util.find_spec("readline"):
+        importlib.import_module("readline")  # `input` then edits lines and remembers them
     with engine, interrupt.raised():
         Chat(engine, params, arguments.system).run()
     return 0

@@ -78,7 +78,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--draft-kv-dtype", metavar="DTYPE", help="dtype of the drafter's cache")
     parser.add_argument("--draft-window", type=int, metavar="W", help="newest tokens that the drafter attends to")
-    parser.add_argument("--max-len", type=int, default=2048, help="largest number of tokens, prompt included")
+    parser.add_argument("--max-len", type=int, help="largest number of tokens, prompt included; default: the engine's")
     parser.add_argument("--tokenizer", help='"bytes" for byte-level models, or a folder; default: the target folder\'s')
     parser.add_argument("--compile-cache", metavar="DIR", help="folder that keeps compiled programs for the next start")
 
@@ -145,12 +145,13 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Engine:
         arguments: parsed command line, after `prepare`.
         tokenizer: tokenizer of the target.
     """
-    names = ("dtype", "max_len", "accept", "quantize", "kv_dtype", "draft_kv_dtype", "draft_window", "compile_cache")
+    names = ("dtype", "accept", "quantize", "kv_dtype", "draft_kv_dtype", "draft_window", "compile_cache")
     return Engine.from_pretrained(
         arguments.target,
         drafter=make_drafter(arguments),
         tokenizer=tokenizer,
         slots=1,
+        **({} if arguments.max_len is None else {"max_len": arguments.max_len}),
         **{name: getattr(arguments, name) for name in names},
     )
 

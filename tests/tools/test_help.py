@@ -11,7 +11,9 @@ import pytest
 
 import jspec
 from jspec.__main__ import main
-from jspec.tools.command_line import EXAMPLES, Parser, make_parser
+from jspec.tools import convert
+from jspec.tools.command_line import make_parser
+from jspec.tools.parser import EXAMPLES, Parser
 
 pytestmark = pytest.mark.once
 
@@ -57,7 +59,9 @@ def test_help_of_each_command_ends_with_two_examples_that_parse(prog: str) -> No
 
 
 def test_examples_belong_to_commands_that_exist() -> None:
-    assert set(EXAMPLES) == set(ALL)
+    assert set(EXAMPLES) == {*ALL, "jspec convert"}
+    for line in EXAMPLES["jspec convert"]:
+        convert._parser().parse_args(shlex.split(line)[1:])
 
 
 def test_help_of_an_option_with_a_percent_sign_and_a_list_prints_both(capsys: pytest.CaptureFixture) -> None:
