@@ -126,7 +126,8 @@ def _torch_load(file: Path) -> Mapping[str, Any]:
         import torch
     except ImportError as error:
         raise ImportError(
-            f"{file} needs torch to be read: pip install 'jspec[convert]', or save it as safetensors"
+            f"{file} needs torch to be read: pip install -e '.[convert]' in the folder of jspec, "
+            "or save it as safetensors"
         ) from error
     others = ValueError(f"{file}: expected tensors by name, got other objects; save the model's state_dict()")
     try:

@@ -1,19 +1,49 @@
-"""Lossless speculative decoding in JAX: one compiled program drafts, verifies, accepts and commits tokens."""
+"""Lossless speculative decoding in JAX: one compiled program drafts, verifies, accepts and commits tokens.
 
-from jspec import plot, testing
-from jspec.core.tree import Tree
-from jspec.draft.base import Drafter
-from jspec.draft.draft_model import DraftModel
-from jspec.draft.eagle import Eagle, Eagle3
-from jspec.draft.medusa import Medusa
-from jspec.draft.ngram import NGram
-from jspec.draft.suffix import Suffix
-from jspec.engine.api import Engine
-from jspec.engine.metrics import Metrics
-from jspec.engine.request import Chunk, Completion, Round, TokenLogprob
-from jspec.engine.sampling_params import SamplingParams
-from jspec.models.decoder import Model
-from jspec.sampling.logits_processor import LogitsContext
+Public names are imported when they are first used, so that the command line can answer before JAX is loaded.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jspec import plot, testing
+    from jspec.core.tree import Tree
+    from jspec.draft.base import Drafter
+    from jspec.draft.draft_model import DraftModel
+    from jspec.draft.eagle import Eagle, Eagle3
+    from jspec.draft.medusa import Medusa
+    from jspec.draft.ngram import NGram
+    from jspec.draft.suffix import Suffix
+    from jspec.engine.api import Engine
+    from jspec.engine.metrics import Metrics
+    from jspec.engine.request import Chunk, Completion, Round, TokenLogprob
+    from jspec.engine.sampling_params import SamplingParams
+    from jspec.models.decoder import Model
+    from jspec.sampling.logits_processor import LogitsContext
+
+__version__ = "0.1.0"
+
+MODULES = {  # the module that defines each public name, except the names of modules
+    "Chunk": "jspec.engine.request",
+    "Completion": "jspec.engine.request",
+    "DraftModel": "jspec.draft.draft_model",
+    "Drafter": "jspec.draft.base",
+    "Eagle": "jspec.draft.eagle",
+    "Eagle3": "jspec.draft.eagle",
+    "Engine": "jspec.engine.api",
+    "LogitsContext": "jspec.sampling.logits_processor",
+    "Medusa": "jspec.draft.medusa",
+    "Metrics": "jspec.engine.metrics",
+    "Model": "jspec.models.decoder",
+    "NGram": "jspec.draft.ngram",
+    "Round": "jspec.engine.request",
+    "SamplingParams": "jspec.engine.sampling_params",
+    "Suffix": "jspec.draft.suffix",
+    "TokenLogprob": "jspec.engine.request",
+    "Tree": "jspec.core.tree",
+}
 
 __all__ = [
     "Chunk",
@@ -33,6 +63,28 @@ __all__ = [
     "Suffix",
     "TokenLogprob",
     "Tree",
+    "__version__",
     "plot",
     "testing",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name or a submodule when it is first used.
+
+    Raises:
+        AttributeError: jspec has no such name.
+    """
+    if name in MODULES:
+        value = getattr(import_module(MODULES[name]), name)
+    elif find_spec(f"jspec.{name}"):
+        value = import_module(f"jspec.{name}")
+    else:
+        raise AttributeError(f"module 'jspec' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, imported or not."""
+    return sorted({*globals(), *__all__})

@@ -120,9 +120,10 @@ def make_chunk(request: Request, start: int) -> Chunk:
     """
     output, reason = request.output, request.finish_reason  # once this is set, the output is complete
     end = len(output.pieces) if reason is None else len(output.token_ids)
-    text = None
+    pieces, text = None, None
     if output.decoder.has_text:
-        text = "".join(output.pieces[start:end]) + (output.tail if reason else "")
+        pieces = output.pieces[start:end]
+        text = "".join(pieces) + (output.tail if reason else "")
     return Chunk(
         text,
         output.token_ids[start:end],
@@ -131,6 +132,7 @@ def make_chunk(request: Request, start: int) -> Chunk:
         request.index,
         output.logprobs[start:end] if request.params.logprobs is not None else None,
         _prompt_logprobs(request) if start == 0 and request.index == 0 else None,
+        pieces,
     )
 
 

@@ -269,6 +269,7 @@ class Chunk:
         index: index of the completion among the ``n`` completions of the prompt.
         logprobs: one record per token of this chunk, if requested.
         prompt_logprobs: one record per prompt token (None for the first token), if requested; only in the first chunk.
+        pieces: text of each new token, for coloured display; None without a tokenizer.
     """
 
     text: str | None
@@ -278,6 +279,7 @@ class Chunk:
     index: int = 0
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    pieces: list[str] | None = None
 
 
 @dataclass(frozen=True, repr=False)

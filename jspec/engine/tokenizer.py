@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -80,11 +81,9 @@ class HFTokenizer:
     """A Hugging Face tokenizer, read from a folder without network access."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
         self._folder = folder
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            self._tokenizer: Any = _auto_tokenizer().from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # transformers raises errors of many classes, also Exception itself
             raise ValueError(
                 f"{folder}: expected tokenizer files that transformers can read, got "
@@ -153,6 +152,21 @@ class HFTokenizer:
         if letter is None or self.decode([letter]) != "A":
             return frozenset()
         return frozenset(i for i in ids.values() if i is not None)
+
+
+def _auto_tokenizer() -> Any:
+    """Import transformers' AutoTokenizer, without the warning that torch is missing: tokenizers do not need torch."""
+    logger, message = logging.getLogger("transformers"), "PyTorch was not found"
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return message not in record.getMessage()
+
+    logger.addFilter(is_shown)
+    try:
+        from transformers import AutoTokenizer
+    finally:
+        logger.removeFilter(is_shown)
+    return AutoTokenizer
 
 
 def _byte_level_letters() -> list[str]:

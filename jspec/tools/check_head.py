@@ -173,7 +173,7 @@ def load_target(
 
 
 def settings_of(drafter: Drafter, target: Model) -> list[Setting]:
-    """The settings to measure: the drafter as loaded; for EAGLE heads also one setting per other value of an option."""
+    """Make the settings to measure: the drafter as loaded; for EAGLE heads also one per other value of an option."""
     layers = drafter.feature_layers(target)
     settings = [Setting(OWN, drafter, layers)]
     if not isinstance(drafter, EagleDrafter):
@@ -187,7 +187,7 @@ def settings_of(drafter: Drafter, target: Model) -> list[Setting]:
 
 
 def _other_layers(layers: tuple[int, ...], last: int) -> list[tuple[int, ...]]:
-    """Other feature layers to try: all indices minus 1, all plus 1, and the reverse order.
+    """List other feature layers to try: all indices minus 1, all plus 1, and the reverse order.
 
     Args:
         layers: indices of the target's hidden states that the head reads.
@@ -199,7 +199,7 @@ def _other_layers(layers: tuple[int, ...], last: int) -> list[tuple[int, ...]]:
 
 
 def _changes(config: HeadConfig, target: Model) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Other values of a head's options: name of each setting, and the changed fields of the head's config."""
+    """Yield the name of each other setting of a head, and the fields of the head's config that it changes."""
     for theta in dict.fromkeys((OFFICIAL_THETA, target.config.rope.theta)):
         if theta != config.rope.theta:
             yield f"rope_theta={theta:g}", {"rope": replace(config.rope, theta=theta)}
@@ -263,7 +263,7 @@ def measure(setting: Setting, run: Replay, material: Material) -> Measurement:
 
 
 def report(measured: Sequence[Measurement]) -> str:
-    """The table of all results and the advice, as text; the first result is the one with the options of the file."""
+    """Format the table of all results and the advice; the first result is that of the options in the file."""
     best = max(measured, key=lambda one: (one.agreement, one.mean_acceptance_length))
     rows = [["setting", "mean acceptance length", "first draft agrees", ""]]
     for one in measured:
@@ -273,7 +273,7 @@ def report(measured: Sequence[Measurement]) -> str:
 
 
 def advice(measured: Sequence[Measurement]) -> str:
-    """One sentence of advice, which recommends another setting only if it is clearly better than the file's.
+    """Write one sentence of advice, which recommends another setting only if it is clearly better than the file's.
 
     Args:
         measured: results of all settings; the first has the options of the file.

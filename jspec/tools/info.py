@@ -1,4 +1,4 @@
-"""Describes a checkpoint folder from its headers (`jspec info`)."""
+"""`jspec info`: describe a checkpoint folder from its headers."""
 
 from collections import Counter
 from dataclasses import fields
@@ -17,25 +17,33 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def describe(path: str | Path) -> str:
-    """Describes a checkpoint from its headers, without reading its weights.
+    """Return the text of `inspect`."""
+    return inspect(path)[0]
+
+
+def inspect(path: str | Path) -> tuple[str, bool]:
+    """Describe a checkpoint from its headers, without reading its weights.
 
     Args:
         path: Hugging Face folder, converted folder or hub id ("owner/name").
 
     Returns:
-        Lines of text: family, sizes and parameters of the model; for a head also its features and its vocabulary. If
-        the folder cannot be loaded, the reason.
+        A text and whether the folder can be loaded. The text has lines for family, sizes and parameters of the model,
+        for a head also for its features and its vocabulary; if the folder cannot be loaded, it says why.
 
     Raises:
         FileNotFoundError: there is no such folder, and the hub has no such model.
     """
     folder = hub.find(path)
-    origin = "converted by jspec" if orbax.is_checkpoint(folder) else "Hugging Face folder"
+    if orbax.is_checkpoint(folder):
+        origin = "converted by jspec"
+    else:
+        origin = "Hugging Face folder" if (folder / "config.json").is_file() else "no model in this folder"
     try:
-        contents = _contents(auto.read_header(folder))
+        contents, is_loadable = _contents(auto.read_header(folder)), True
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
-        contents = [f"cannot be loaded: {error}"]
-    return "\n".join([f"{folder}: {origin}", *contents, *_companions(folder)])
+        contents, is_loadable = [f"cannot be loaded: {error}"], False
+    return "\n".join([f"{folder}: {origin}", *contents, *_companions(folder)]), is_loadable
 
 
 def _contents(found: Header) -> list[str]:
@@ -79,7 +87,7 @@ def _eagle(found: Header, config: HeadConfig) -> list[str]:
 
 
 def _flags(config: HeadConfig) -> str:
-    """The options in which a head's forward pass differs from its method's default, as text."""
+    """List the options in which a head's forward pass differs from its method's default."""
     plain = {field.name: field.default for field in fields(config) if isinstance(field.default, bool)}
     plain |= {"qk_norm": False, "qkv_bias": False}
     plain["fc_bias"] = isinstance(config, EagleConfig)  # EAGLE-1 has that bias, unless the file says otherwise

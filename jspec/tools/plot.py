@@ -128,7 +128,7 @@ class _Bin(NamedTuple):
 
 
 def _calibration(rounds: Sequence[Round], bins: int) -> list[_Bin]:
-    """The non-empty bins of the calibration curve.
+    """Make the non-empty bins of the calibration curve.
 
     Only children of accepted nodes are counted, because other nodes are rejected with their parents.
 
@@ -185,7 +185,7 @@ class _Node:
 
 
 def _nodes(round: Round, tokenizer: Tokenizer | None) -> list[_Node]:
-    """The nodes to draw: root, draft nodes without padding, and the target's token after the path if it was emitted."""
+    """List the nodes to draw: root, draft nodes without padding, and the target's token after the path if emitted."""
     count = 1 + int((round.parents >= 0).sum())
     path = {int(node) for node in round.path}
     nodes = [_Node(_token_text(int(round.tokens[0]), tokenizer), -1, is_target=True)]
@@ -262,7 +262,7 @@ def _draw(ax: Axes, nodes: Sequence[_Node], font_size: float) -> None:
 
 
 def _token_text(token: int, tokenizer: Tokenizer | None) -> str:
-    """The label of a token: its shortened text with visible spaces, or its id if the font lacks a character."""
+    """Return a token's label: its shortened text with visible spaces, or its id if the font lacks a character."""
     text = "" if tokenizer is None else tokenizer.decode([token]).translate(VISIBLE)
     if len(text) > LONGEST:
         text = text[: LONGEST - 1] + "…"
@@ -272,7 +272,7 @@ def _token_text(token: int, tokenizer: Tokenizer | None) -> str:
 
 
 def _new_axes(width: float, height: float) -> Axes:
-    """The axes of a new figure of the given size in inches."""
+    """Make the axes of a new figure of the given size in inches."""
     _, ax = _pyplot().subplots(figsize=(width, height), layout="constrained")
     return ax
 
@@ -283,7 +283,7 @@ def _legend_above(ax: Axes) -> None:
 
 
 def _inches(ax: Axes) -> tuple[float, float]:
-    """The current width and height of axes in inches."""
+    """Return the current width and height of axes in inches."""
     figure: Any = ax.get_figure(root=True)
     extent = ax.get_window_extent().transformed(figure.dpi_scale_trans.inverted())
     return extent.width, extent.height
@@ -306,4 +306,6 @@ def matplotlib_module(module: str) -> Any:
     try:
         return importlib.import_module(f"matplotlib.{module}")
     except ImportError as error:
-        raise ImportError('jspec.plot needs matplotlib: pip install "jspec[notebooks]"') from error
+        raise ImportError(
+            'jspec.plot needs matplotlib: pip install -e ".[notebooks]" in the folder of jspec'
+        ) from error

@@ -1,7 +1,7 @@
 """Measure a drafter's chains on texts for which the target's outputs are known already.
 
-Greedy decoding gives the same text with any drafter. The target therefore runs only once, before all drafters; a draft
-token would be accepted if it equals the text's token. Measuring another drafter does not compile the target again.
+Greedy decoding gives the same text with every drafter. The target therefore runs only once, before all drafters, and is
+not compiled again for another drafter. A draft token would be accepted if it equals the text's token.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def observe(target: Model, tokens: Int[np.ndarray, "rows size"], layers: Sequenc
 def continue_greedily(
     target: Model, prompts: Int[np.ndarray, "rows prompt"], count: int
 ) -> Int[np.ndarray, "rows size"]:
-    """The prompts, each followed by ``count`` tokens of greedy decoding.
+    """Append ``count`` tokens of greedy decoding to each prompt.
 
     Each token is a forward pass over the whole text: for a few short texts this is faster than compiling a step with a
     cache.
@@ -113,7 +113,7 @@ class Replay:
 
 
 def run_texts(target: Model, tokens: Int[Array, "rows size"], layers: Sequence[int] = ()) -> TargetOut:
-    """The target's logits and hidden states at every token of the texts, from one forward pass over all texts.
+    """Compute the target's logits and hidden states at every token of the texts, in one forward pass over all texts.
 
     Args:
         target: the target.

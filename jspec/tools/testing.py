@@ -130,7 +130,7 @@ class Scripted(Drafter):
 
 
 def _prompt_hash(tokens: Any, positions: Any, *, xp: Any) -> Any:
-    """The hash of each token with its position; the sum of these hashes modulo 2**32 is the hash of a prompt.
+    """Hash each token with its position; the sum of these hashes modulo 2**32 is the hash of a prompt.
 
     Args:
         tokens: token ids.
@@ -143,7 +143,7 @@ def _prompt_hash(tokens: Any, positions: Any, *, xp: Any) -> Any:
 
 
 def _run_hash(is_sampled: Any, seed: Any) -> Any:
-    """The number that is added to a prompt's hash, to distinguish greedy requests, and sampled requests by seed.
+    """Return the number that is added to a prompt's hash: one for greedy requests, one per seed for sampled requests.
 
     Args:
         is_sampled: 1 for sampled requests, 0 for greedy ones.
@@ -204,7 +204,7 @@ class Difference:
 def differences(
     target: Model, plain: Sequence[Completion], other: Sequence[Completion], seeds: Any
 ) -> list[Difference]:
-    """The differences between the outputs of plain and of speculative decoding.
+    """Find the differences between the outputs of plain and of speculative decoding.
 
     Args:
         target: the target, which recomputes the logits at each difference.
@@ -235,7 +235,7 @@ def differences(
 
 
 def last_logits(target: Model, ids: Sequence[int]) -> np.ndarray:
-    """The target's logits [vocab] for the token after the text ``ids``, from one forward pass over the whole text."""
+    """Compute the target's logits [vocab] for the token after the text ``ids``, in one pass over the whole text."""
     logits = run_texts(target, jnp.asarray([ids], jnp.int32)).logits
     assert logits is not None
     return np.asarray(logits[0, -1])

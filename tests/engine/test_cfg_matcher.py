@@ -317,5 +317,5 @@ def test_grammar_with_unsupported_options_or_without_stop_id_raises() -> None:
 
 def test_compile_lark_without_llguidance_raises_naming_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    with pytest.raises(ImportError, match=r"pip install 'jspec\[grammar\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[grammar\]'"):
         compile_lark("grammar", descent.LISTS, Vocabularies(lettered.TEXTS, 16), (0,))

@@ -1,31 +1,81 @@
-"""`jspec demo`, and `jspec info` of the embedded head."""
+"""`jspec demo`, and `jspec info` of the embedded pair."""
 
 from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from jspec import SamplingParams
 from jspec.__main__ import main
-from jspec.tools import demo
+from jspec.engine.request import Chunk
+from jspec.tools import colour, demo
+from jspec.tools.command_line import make_parser
+
+pytestmark = pytest.mark.once
 
 
-@pytest.mark.once
-def test_demo_command_prints_that_both_texts_are_equal() -> None:
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def printed() -> str:
     out = io.StringIO()
     assert demo.run(out) == 0
-    lines = out.getvalue().splitlines()
-    assert lines[-1] == "the two texts are equal"
-    assert any("EAGLE-3 chain of 3" in line for line in lines)
-    assert "[" in out.getvalue()
+    return out.getvalue()
 
 
-def test_info_command_of_the_embedded_head_prints_eagle3(capsys: pytest.CaptureFixture) -> None:
-    assert main(["info", str(demo.HEAD)]) == 0
+def test_demo_without_terminal_prints_the_plain_text_and_the_share_of_drafted_tokens(printed: str) -> None:
+    text = printed.split(demo.PROMPT)[1].split(" ...\n")[0]
+    assert len(text.encode()) == demo.TOKENS and "\033" not in printed
+    _, result = printed.split("cut after ")
+    assert result.startswith(f"{demo.TOKENS} tokens, of which ")
+    share = int(result.split("of which ")[1].split("%")[0]) / 100
+    length = float(printed.split(f"EAGLE-3 chain of {demo.LENGTH}")[1].split("\n")[0].split()[-1])
+    assert share == pytest.approx(1 - 1 / length, abs=0.02), "each round adds one token of the target's own"
+
+
+def test_demo_prints_speed_ups_the_verdict_and_what_to_do_next(printed: str) -> None:
+    heading, _, plain, drafted, explanation, _, verdict, _, *following = printed.splitlines()[-12:]
+    assert heading.split() == ["tokens/s", "speed-up", "rounds", "mean", "acceptance", "length"]
+    name, *plain_cells = plain.split()
+    speed, ratio, rounds, length = drafted.strip().removeprefix(f"EAGLE-3 chain of {demo.LENGTH}").split()
+    assert (name, plain_cells[1:]) == ("plain", ["1.0x", str(demo.TOKENS - 1), "1.00"])
+    assert float(ratio.removesuffix("x")) == pytest.approx(float(speed) / float(plain_cells[0]), abs=0.06)
+    assert float(length) == pytest.approx((demo.TOKENS - 1) / int(rounds), abs=0.03)
+    assert explanation == demo.EXPLANATION
+    assert verdict == "identical output: lossless"
+    assert following[0] == "next:" and "notebooks/1_quickstart.ipynb" in following[-1]
+
+
+def test_demo_recommends_commands_that_parse() -> None:
+    commands = [line.split()[1:] for line in demo.NEXT.splitlines() if line.startswith("  jspec ")]
+    assert [words[0] for words in commands] == ["generate", "chat"]
+    for words in commands:
+        make_parser().parse_args(words if words[0] == "chat" else [*words[:5], "prompt"])
+
+
+def test_demo_on_a_terminal_prints_a_legend_and_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    chunks = [Chunk("ab", [97, 98], [True, False], pieces=["a", "b"]), Chunk("c", [99], [False], pieces=["c"])]
+    out = Terminal()
+    demo._print_completion(SimpleNamespace(stream=lambda prompt, params: chunks), SamplingParams(), out)  # type: ignore[arg-type]
+    assert out.getvalue().startswith(colour.legend())
+    assert f"{demo.PROMPT}{colour.COLOUR}a{colour.RESET}bc ...\n" in out.getvalue()
+
+
+def test_info_command_demo_describes_target_and_head(capsys: pytest.CaptureFixture) -> None:
+    assert main(["info", "demo"]) == 0
     out = capsys.readouterr().out
-    assert "EAGLE-3" in out
+    assert "model: llama, 8 layers" in out and "model: EAGLE-3 head" in out
     assert out.splitlines()[-1].startswith("kernels: references on cpu")
+    assert main(["info", str(demo.HEAD)]) == 0
+    head = capsys.readouterr().out
+    assert "EAGLE-3" in head and "llama" not in head
 
 
 def test_info_command_missing_folder_prints_the_folder_and_exits_2(
@@ -33,3 +83,15 @@ def test_info_command_missing_folder_prints_the_folder_and_exits_2(
 ) -> None:
     assert main(["info", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("config", [None, '{"model_type": "unknown"}'], ids=["no model", "unknown model"])
+def test_info_command_of_a_folder_that_cannot_be_loaded_says_why_and_exits_1(
+    config: str | None, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert main(["info", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "cannot be loaded: " in out
+    assert ("no model in this folder" in out) == (config is None)

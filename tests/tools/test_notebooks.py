@@ -17,7 +17,7 @@ GUIDES = {path.stem for path in NOTEBOOKS if path.stem >= "5"}  # these notebook
 TIMEOUT = 300  # seconds that a cell may take
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
-nbformat = pytest.importorskip("nbformat", reason='needs nbformat: pip install "jspec[notebooks]"')
+nbformat = pytest.importorskip("nbformat", reason='needs nbformat: pip install -e ".[notebooks]"')
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 
 
@@ -33,8 +33,8 @@ LONG = ("1_quickstart", "3_draft_methods", "4_trees_and_acceptance", "7_serving"
     [pytest.param(path, marks=[pytest.mark.long] * (path.stem in LONG), id=path.stem) for path in NOTEBOOKS],
 )
 def test_notebook_run_from_top_to_bottom_raises_nothing(path: Path) -> None:
-    nbclient = pytest.importorskip("nbclient", reason='needs nbclient: pip install "jspec[notebooks]"')
-    pytest.importorskip("ipykernel", reason='needs ipykernel: pip install "jspec[notebooks]"')
+    nbclient = pytest.importorskip("nbclient", reason='needs nbclient: pip install -e ".[notebooks]"')
+    pytest.importorskip("ipykernel", reason='needs ipykernel: pip install -e ".[notebooks]"')
     notebook = read(path)
     client = nbclient.NotebookClient(
         notebook, timeout=TIMEOUT, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}

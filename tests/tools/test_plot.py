@@ -228,7 +228,7 @@ def test_plot_without_matplotlib_raises_naming_the_notebooks_extra(monkeypatch: 
         raise ImportError(name)
 
     monkeypatch.setattr(plot.importlib, "import_module", no_matplotlib)
-    with pytest.raises(ImportError, match=r"jspec\[notebooks\]"):
+    with pytest.raises(ImportError, match=r"pip install -e \"\.\[notebooks\]\""):
         plot.acceptance(Metrics())
 
 

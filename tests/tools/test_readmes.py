@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import jspec
-from jspec.__main__ import make_parser
 from jspec.core.config import EngineConfig
 from jspec.tools import convert
+from jspec.tools.command_line import make_parser
 
 pytestmark = pytest.mark.once
 
@@ -133,7 +133,14 @@ def test_python_names_and_options_in_each_document_exist(path: Path) -> None:
 def test_first_readme_of_at_most_200_lines_names_every_command() -> None:
     text = text_of(READMES[0])
     assert len(text.splitlines()) <= LONGEST
-    assert {command.split()[0] for command in commands(text)} == {"demo", "info", "generate", "convert", "bench"}
+    assert {command.split()[0] for command in commands(text)} == {
+        "demo",
+        "info",
+        "generate",
+        "chat",
+        "convert",
+        "bench",
+    }
     assert blocks(text, "python")
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Int, UInt32
 
 from jspec.core.bitmask import EVERYTHING, WORD, words_of
 
-INSTALL = "install llguidance (pip install 'jspec[grammar]')"
+INSTALL = "install llguidance (in the folder of jspec: pip install -e '.[grammar]')"
 TOKENIZERS = 8  # llguidance tokenizers to cache, one for each set of stop ids
 ALL_TOKENIZATIONS = '\n%llguidance {"no_forcing": true}\n'  # else only one tokenisation of a text is allowed
 # JSON whitespace as in the regular expressions of outlines_core: at most one blank between JSON tokens.

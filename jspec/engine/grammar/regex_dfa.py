@@ -23,7 +23,7 @@ from jaxtyping import Bool, Int
 
 NOWHERE = -1
 END = "\U0010ffff"  # a code point that is not and will never be a character
-INSTALL = "install outlines_core (pip install 'jspec[grammar]')"
+INSTALL = "install outlines_core (in the folder of jspec: pip install -e '.[grammar]')"
 SECONDS, GIB = 30.0, 4  # time and memory limits for one automaton
 STDERR_TAIL = 2000  # characters of the process's stderr to show in an error
 

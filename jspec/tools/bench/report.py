@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import jax
 
+from jspec import __version__
 from jspec.core.tree import TREE_FORMS, Tree
 from jspec.tools.bench import roofline
 from jspec.tools.table import table
@@ -174,11 +174,7 @@ TREES = partial(
 def environment() -> dict[str, str | None]:
     """Return what every result depends on: the device, the versions, and the rates of the floors if known."""
     device, chip = jax.devices()[0], roofline.chip()
-    try:
-        own = version("jspec")
-    except PackageNotFoundError:
-        own = "not installed"
-    names = {"device": device.device_kind, "platform": device.platform, "jax": jax.__version__, "jspec": own}
+    names = {"device": device.device_kind, "platform": device.platform, "jax": jax.__version__, "jspec": __version__}
     return names | {"floors": None if chip is None else str(chip)}
 
 

@@ -16,6 +16,8 @@ from jspec.draft.eagle import Eagle3
 from jspec.engine.api import Engine
 from jspec.engine.request import Completion
 from jspec.engine.sampling_params import SamplingParams
+from jspec.tools.colour import has_colours, legend, painted
+from jspec.tools.progress import starting
 from jspec.tools.table import table
 
 FOLDER = Path(__file__).parent
@@ -23,69 +25,87 @@ TARGET, HEAD = FOLDER / "target", FOLDER / "head"
 PROMPT = "class Config:\n    def _interpolate_some(self, parser, option, accum, "
 TOKENS = 160
 LENGTH = 3  # draft tokens per round
+NAME = "demo"  # name of the embedded pair on the command line
+EXPLANATION = "mean acceptance length: tokens per forward pass of the large model; plain decoding has 1.00"
+NEXT = """next:
+  jspec generate --target demo --eagle3 demo "def main("
+  jspec chat --target meta-llama/Llama-3.1-8B-Instruct --eagle3 yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
+  notebooks/1_quickstart.ipynb shows the same from Python"""
 OPTIONS: dict[str, Any] = dict(slots=1, max_len=512, prefill_buckets=(128,), tokenizer="bytes", dtype="float32")
-COLOURS = {True: "\033[36m", False: "\033[33m"}
-RESET = "\033[0m"
+
+
+def folder(path: str | Path, kind: str) -> str | Path:
+    """Return the embedded folder for the name "demo", and any other path unchanged.
+
+    Args:
+        path: "demo", a folder or a hub id.
+        kind: "target" or "head".
+    """
+    if str(path) != NAME:
+        return path
+    return HEAD if kind == "head" else TARGET
+
+
+def folders(path: str | Path) -> list[str | Path]:
+    """List the folders that a path names: for "demo" both embedded folders, else the path alone."""
+    return [TARGET, HEAD] if str(path) == NAME else [path]
+
+
+def tokenizer(target: str | Path, given: str | None) -> str | None:
+    """Return the given name of a tokenizer; if it is None and the target is the embedded one, "bytes"."""
+    return "bytes" if given is None and Path(target) == TARGET else given
 
 
 def engine(*, drafted: bool) -> Engine:
-    """An engine with the embedded target, with the embedded EAGLE-3 head as drafter if ``drafted``, else without."""
+    """Make an engine of the embedded target, with the embedded EAGLE-3 head if ``drafted``, else without drafter."""
     drafter = Eagle3.from_pretrained(HEAD, tree=Tree.chain(LENGTH), dtype="float32") if drafted else None
     return Engine.from_pretrained(TARGET, drafter=drafter, **OPTIONS)
 
 
-def run(out: TextIO = sys.stdout) -> int:
-    """Run `jspec demo`: print a completion with draft tokens in their own colour, then compare it with plain decoding.
+def run(out: TextIO | None = None) -> int:
+    """Run `jspec demo`: print a completion with its drafted tokens in colour, then compare it with plain decoding.
 
     Args:
-        out: stream to print to.
+        out: stream to print to; None: the standard output.
 
     Returns:
         0 if both texts are equal, else 1.
     """
+    out = sys.stdout if out is None else out
     params = SamplingParams(max_tokens=TOKENS, temperature=0)
-    print("compiling (a few seconds) ...", file=out, flush=True)
-    with engine(drafted=True) as speculative, engine(drafted=False) as plain:
-        colour = out.isatty()
-        _legend(out, colour)
-        print(PROMPT, end="", file=out)
-        for chunk in speculative.stream(PROMPT, params):
-            print(_painted(chunk.text or "", chunk.from_draft, colour), end="", file=out, flush=True)
-        print("\n", file=out)
+    with starting("demo"):
+        speculative, plain = engine(drafted=True), engine(drafted=False)
+    with speculative, plain:
+        _print_completion(speculative, params, out)
         results = {
             name: _timed(one, params) for name, one in (("plain", plain), (f"EAGLE-3 chain of {LENGTH}", speculative))
         }
     print(_comparison(results), file=out)
     texts = {completion.text for completion, _ in results.values()}
-    equal = len(texts) == 1
-    print("the two texts are equal" if equal else "THE TWO TEXTS DIFFER", file=out)
-    return 0 if equal else 1
+    is_equal = len(texts) == 1
+    verdict = "identical output: lossless" if is_equal else "THE TWO OUTPUTS DIFFER: please report this"
+    print(f"{EXPLANATION}\n\n{verdict}\n\n{NEXT}", file=out)
+    return 0 if is_equal else 1
 
 
-def _legend(out: TextIO, colour: bool) -> None:
-    if colour:
-        print(f"{COLOURS[True]}drafted and accepted{RESET}, {COLOURS[False]}the target's own{RESET}\n", file=out)
-    else:
-        print("drafted and accepted text is in [brackets]\n", file=out)
-
-
-def _painted(text: str, from_draft: list[bool], colour: bool) -> str:
-    """The text of one round, with the text of draft tokens in colour or, without colours, in brackets.
-
-    Args:
-        text: text of the round, one character per token, draft tokens first.
-        from_draft: whether each token is a draft token.
-        colour: whether to print in colour.
-    """
-    drafted = sum(from_draft)
-    parts = ((True, text[:drafted]), (False, text[drafted:]))
-    if colour:
-        return "".join(f"{COLOURS[kind]}{part}{RESET}" for kind, part in parts if part)
-    return "".join(f"[{part}]" if kind else part for kind, part in parts if part)
+def _print_completion(one: Engine, params: SamplingParams, out: TextIO) -> None:
+    """Print prompt and completion, with drafted tokens in colour on a terminal, and the share of drafted tokens."""
+    colours = has_colours(out)
+    print(f"{legend()}\n" if colours else "A small model continues this code:\n", file=out)
+    print(PROMPT, end="", file=out)
+    drafted = 0
+    for chunk in one.stream(PROMPT, params):
+        drafted += sum(chunk.from_draft)
+        print(painted(chunk) if colours else chunk.text, end="", file=out, flush=True)
+    print(
+        f" ...\n\ncut after {TOKENS} tokens, of which {drafted / TOKENS:.0%} were drafted and accepted "
+        "(a token of this model is one byte)\n",
+        file=out,
+    )
 
 
 def _timed(one: Engine, params: SamplingParams) -> tuple[Completion, float]:
-    """A completion of the prompt, and the tokens/s of the fastest of three runs."""
+    """Complete the prompt three times; return the last completion and the tokens/s of the fastest run."""
     best = float("inf")
     for _ in range(3):
         began = time.perf_counter()
@@ -95,8 +115,10 @@ def _timed(one: Engine, params: SamplingParams) -> tuple[Completion, float]:
 
 
 def _comparison(results: dict[str, tuple[Completion, float]]) -> str:
-    rows = [["", "tokens/s", "rounds", "mean acceptance length"]]
+    """Return the table of speeds and counters; the first result is plain decoding."""
+    rows = [["", "tokens/s", "speed-up", "rounds", "mean acceptance length"]]
+    (_, plain), *_ = results.values()
     for name, (completion, speed) in results.items():
-        metrics = completion.metrics
-        rows.append([name, f"{speed:.0f}", str(metrics.num_drafts), f"{metrics.mean_acceptance_length:.2f}"])
+        metrics, ratio = completion.metrics, f"{speed / plain:.1f}x"
+        rows.append([name, f"{speed:.0f}", ratio, str(metrics.num_drafts), f"{metrics.mean_acceptance_length:.2f}"])
     return table(rows)

@@ -1,0 +1,114 @@
+"""`jspec chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+from contextlib import closing
+from typing import Any, TextIO
+
+from jspec.engine.api import Engine
+from jspec.engine.sampling_params import SamplingParams
+from jspec.tools import generate, interrupt
+from jspec.tools.colour import has_colours, painted
+from jspec.tools.progress import starting
+
+HELP = "/reset: forget the conversation; /exit or Ctrl-D: leave; Ctrl-C: stop the answer"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `jspec chat` on a parser."""
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    generate.add_model_arguments(parser)
+    generate.add_sampling_arguments(parser)
+    parser.set_defaults(run=run, max_tokens=1024)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run `jspec chat` until the user leaves.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        ValueError: an option has an impossible value, or the target's tokenizer has no chat template.
+    """
+    params = generate.sampling(arguments)
+    name = arguments.target
+    tokenizer = generate.prepare(arguments)
+    try:
+        tokenizer.chat([{"role": "user", "content": "Hello"}])
+    except ValueError as error:
+        raise ValueError(f"{error} (jspec generate), or name a model that was trained for chats") from error
+    with starting(name):
+        engine = generate.make_engine(arguments, tokenizer)
+    if sys.stdin.isatty() and importlib.util.find_spec("readline"):
+        importlib.import_module("readline")  # `input` then edits lines and remembers them
+    with engine, interrupt.raised():
+        Chat(engine, params, arguments.system).run()
+    return 0
+
+
+class Chat:
+    """A conversation that reads messages, prints answers with drafted tokens in colour, and remembers both.
+
+    Args:
+        engine: engine with a tokenizer that has a chat template.
+        params: sampling parameters of every answer.
+        system: system message; None: none.
+        out: stream for questions, answers and counters.
+    """
+
+    def __init__(self, engine: Engine, params: SamplingParams, system: str | None, out: TextIO | None = None) -> None:
+        self._engine, self._params = engine, params
+        self._out = sys.stdout if out is None else out
+        self._has_colours = has_colours(self._out)
+        self._start = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list(self._start)
+
+    def run(self) -> None:
+        """Answer messages from the standard input until /exit or its end."""
+        print(HELP, file=self._out)
+        while True:
+            try:
+                message = input("> ").strip()
+            except KeyboardInterrupt:
+                print(f"\n{HELP}", file=self._out)
+                continue
+            except EOFError:
+                print(file=self._out)
+                return
+            if message == "/exit":
+                return
+            if message == "/reset":
+                self.messages = list(self._start)
+            elif message.startswith("/"):
+                print(HELP, file=self._out)
+            elif message:
+                self.answer(message)
+
+    def answer(self, message: str) -> None:
+        """Print the answer to a message, then its speed, and add both to the conversation.
+
+        If Ctrl-C stops the answer, its beginning is added. A message too long for the engine is not added.
+        """
+        assert self._engine.tokenizer is not None
+        question = {"role": "user", "content": message}
+        before, began, text = self._engine.metrics, time.perf_counter(), ""
+        try:
+            chunks: Any = self._engine.stream(self._engine.tokenizer.chat([*self.messages, question]), self._params)
+        except ValueError as error:
+            print(f"{error}; or forget the conversation with /reset", file=self._out)
+            return
+        with closing(chunks):
+            try:
+                for chunk in chunks:
+                    text += chunk.text or ""
+                    print(painted(chunk) if self._has_colours else chunk.text, end="", flush=True, file=self._out)
+            except KeyboardInterrupt:
+                print(" (stopped)", end="", file=self._out)
+        self.messages += [question, {"role": "assistant", "content": text}]
+        speed = generate.speed(before, self._engine.metrics, time.perf_counter() - began)
+        print(f"\n({speed})", file=self._out)

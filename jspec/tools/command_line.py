@@ -1,0 +1,135 @@
+"""The command line: parser of all commands, error messages, and the commands `demo` and `info`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from jspec import __version__
+from jspec.tools import chat, check_head, convert, demo, generate, info
+from jspec.tools.bench import cli as bench
+from jspec.tools.parser import Parser
+from pallas_kernels import dispatch
+
+CHECK_OPTIONS = ("text", "tokenizer", "max_tokens")  # options of `info` that need --check
+FOREIGN = {  # options of other projects' commands, and what to write for `jspec generate` and `jspec chat`
+    "--model": "--target",
+    "--model-path": "--target",
+    "--max-model-len": "--max-len",
+    "--context-length": "--max-len",
+    "--max-new-tokens": "--max-tokens",
+    "--max-length": "--max-tokens",
+    "--num-speculative-tokens": "--tree chain:K",
+    "--speculative-model": "--eagle3, --draft-model or another drafter",
+    "--speculative-config": "--eagle3, --draft-model or another drafter, and --tree chain:K",
+    "--assistant-model": "--draft-model",
+    "--prompt-lookup-num-tokens": "--ngram --tree chain:K",
+    "--num-return-sequences": "--n",
+    "--do-sample": "--temperature 1",
+    "--guided-json": "--json-schema",
+    "--guided-regex": "--regex",
+    "--quantization": "--quantize",
+    "--kv-cache-dtype": "--kv-dtype",
+    "--system-prompt": "--system",
+    "--tensor-parallel-size": "leave it out, jspec runs on one device",
+}
+
+
+def run(words: Sequence[str]) -> int:
+    """Run one command.
+
+    Args:
+        words: command-line arguments without the program's name.
+
+    Returns:
+        The exit status (`jspec.__main__.main`).
+    """
+    if words[:1] == ["convert"]:
+        return convert.main(words[1:])
+    parser = make_parser()
+    _refuse_foreign(parser, words)
+    arguments = parser.parse_args(words)
+    try:
+        return arguments.run(arguments)
+    except (ValueError, OSError, NotImplementedError, ImportError) as error:
+        print(f"jspec: {error}", file=sys.stderr)
+        return 2
+
+
+def _refuse_foreign(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """End with an error if an option of another project's command is given to `generate` or `chat`."""
+    given = words[1 : words.index("--")] if "--" in words else words[1:]
+    for word in given if words[:1] in (["generate"], ["chat"]) else ():
+        name = word.split("=")[0].replace("_", "-")
+        if name in FOREIGN:
+            parser.error(f"{name} is no option of jspec {words[0]}; instead: {FOREIGN[name]}")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands except `convert`, which has a parser of its own."""
+    parser = Parser(prog="jspec", description="Lossless speculative decoding in JAX.")
+    parser.add_argument("--version", action="version", version=f"jspec {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    about = "complete a prompt with a small embedded model, and compare with plain decoding"
+    commands.add_parser("demo", help=about).set_defaults(run=_demo)
+    generate.add_arguments(commands.add_parser("generate", help="complete a prompt"))
+    chat.add_arguments(commands.add_parser("chat", help="chat with a model in the terminal"))
+    bench.add_arguments(commands.add_parser("bench", help="measure"))
+    _info_arguments(commands.add_parser("info", help="describe a checkpoint folder, or measure how well a head fits"))
+    commands.add_parser("convert", help="write an orbax folder; see jspec convert --help", add_help=False)
+    return parser
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    return demo.run()
+
+
+def _info_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", nargs="?", help='folder or hub id to describe, or "demo": the embedded pair')
+    parser.add_argument(
+        "--check",
+        nargs=2,
+        metavar=("HEAD", "TARGET"),
+        help="measure a head on its target, with its own and with other rope thetas, feature layers and norms",
+    )
+    parser.add_argument(
+        "--text", metavar="FILE", type=Path, help="for --check: text like that of the requests, chat template included"
+    )
+    parser.add_argument("--tokenizer", help='for --check: "bytes" for byte-level models; default: the target folder\'s')
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        help=f"for --check: tokens decoded after each of {check_head.PROMPTS} prompts; "
+        f"default: {check_head.MAX_TOKENS}",
+    )
+    parser.set_defaults(run=_info)
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    """Run `jspec info`; the exit status is 1 if a described folder cannot be loaded."""
+    given = {name: value for name in CHECK_OPTIONS if (value := getattr(arguments, name)) is not None}
+    if (arguments.path is None) == (arguments.check is None):
+        raise ValueError("info: expected a folder or --check HEAD TARGET, one of the two")
+    if arguments.check is None:
+        if given:
+            raise ValueError(
+                f"info: expected {', '.join(given)} with --check HEAD TARGET alone; leave it out or add that"
+            )
+        return _describe(demo.folders(arguments.path))
+    head, target = demo.folder(arguments.check[0], "head"), demo.folder(arguments.check[1], "target")
+    if arguments.text is not None:
+        given["text"] = arguments.text.read_text(encoding="utf-8")
+    given["tokenizer"] = demo.tokenizer(target, arguments.tokenizer)
+    print(check_head.check(head, target, **given))
+    return 0
+
+
+def _describe(folders: Sequence[str | Path]) -> int:
+    found = [info.inspect(folder) for folder in folders]
+    print("\n\n".join(text for text, _ in found))
+    print(f"kernels: {dispatch.describe('auto', jax.devices()[0])}")
+    return 0 if all(is_loadable for _, is_loadable in found) else 1

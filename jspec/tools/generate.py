@@ -1,0 +1,267 @@
+"""`jspec generate`, which completes a prompt.
+
+The options of models, drafters and sampling are also those of `jspec chat`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from convert import hub
+from jspec.core.config import ACCEPT_RULES, KV_DTYPES, QUANTIZE
+from jspec.core.tree import TREE_FORMS, Tree
+from jspec.draft.base import Drafter
+from jspec.draft.draft_model import DraftModel
+from jspec.draft.eagle import Eagle, Eagle3
+from jspec.draft.medusa import Medusa
+from jspec.draft.ngram import NGram
+from jspec.draft.suffix import Suffix
+from jspec.engine.api import Engine
+from jspec.engine.metrics import Metrics
+from jspec.engine.sampling_params import SamplingParams
+from jspec.engine.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from jspec.tools import demo
+from jspec.tools.progress import starting
+
+PRETRAINED: dict[str, Callable[..., Drafter]] = {
+    "eagle3": Eagle3.from_pretrained,
+    "eagle": Eagle.from_pretrained,
+    "medusa": Medusa.from_pretrained,
+    "draft_model": DraftModel.from_pretrained,
+}
+QUANTIZABLE = ("eagle3", "eagle", "draft_model")
+TREE = "chain:4"
+
+
+# -- options
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `jspec generate` on a parser."""
+    parser.add_argument("prompt", nargs="?", help="text to complete")
+    parser.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file; -: from the standard input")
+    parser.add_argument("--chat", action="store_true", help="format the prompt by the tokenizer's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="system message of the chat; implies --chat")
+    add_model_arguments(parser)
+    add_sampling_arguments(parser)
+    parser.add_argument("--n", type=int, default=1, help="number of completions")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    parser.add_argument("--json-schema", metavar="SCHEMA", help="JSON schema of the output, as text or @FILE")
+    parser.add_argument("--regex", help="regular expression that the whole output matches")
+    parser.set_defaults(run=run)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of target, drafter and engine on a parser."""
+    parser.add_argument("--target", required=True, metavar="PATH", help='folder, hub id, or "demo": the embedded one')
+    drafters = parser.add_mutually_exclusive_group()
+    drafters.add_argument("--eagle3", metavar="PATH", help='draft with an EAGLE-3 head; "demo": the embedded one')
+    drafters.add_argument("--eagle", metavar="PATH", help="draft with an EAGLE-1 or EAGLE-2 head")
+    drafters.add_argument("--medusa", metavar="PATH", help="draft with Medusa heads")
+    drafters.add_argument("--draft-model", metavar="PATH", help="draft with a smaller model")
+    drafters.add_argument("--ngram", action="store_true", help="draft what followed the newest tokens earlier")
+    drafters.add_argument("--suffix", action="store_true", help="draft what most often followed the newest tokens")
+    parser.add_argument("--tree", help=f"draft tree: {TREE_FORMS}; default: {TREE}")
+    parser.add_argument(
+        "--accept", default=ACCEPT_RULES[0], metavar="RULE", help=f"accept rule: {', '.join(ACCEPT_RULES)}"
+    )
+    parser.add_argument("--dtype", help="dtype of the weights; default: float32 on CPU, bfloat16 elsewhere")
+    kinds, dtypes = ", ".join(QUANTIZE), ", ".join(KV_DTYPES)
+    parser.add_argument("--quantize", metavar="KIND", help=f"quantise the target's weights: {kinds}")
+    parser.add_argument("--draft-quantize", metavar="KIND", help="quantise an EAGLE head or a draft model")
+    parser.add_argument(
+        "--kv-dtype", metavar="DTYPE", help=f"dtype of the target's cache: {dtypes}; default: the weights'"
+    )
+    parser.add_argument("--draft-kv-dtype", metavar="DTYPE", help="dtype of the drafter's cache")
+    parser.add_argument("--draft-window", type=int, metavar="W", help="newest tokens that the drafter attends to")
+    parser.add_argument("--max-len", type=int, help="largest number of tokens, prompt included; default: the engine's")
+    parser.add_argument("--tokenizer", help='"bytes" for byte-level models, or a folder; default: the target folder\'s')
+    parser.add_argument("--compile-cache", metavar="DIR", help="folder that keeps compiled programs for the next start")
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of sampling on a parser."""
+    parser.add_argument("--max-tokens", type=int, default=128, help="largest number of tokens to emit")
+    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens; 0 keeps all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this probability")
+    parser.add_argument("--min-p", type=float, default=0.0, help="keep tokens this many times as likely as the first")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="factor for tokens seen before; 1 is off")
+    parser.add_argument("--seed", type=int, help="seed of the request; with it the output can be repeated")
+
+
+# -- from options to objects
+
+
+def sampling(arguments: argparse.Namespace, **more: object) -> SamplingParams:
+    """Return the sampling parameters of a parsed command line.
+
+    Args:
+        arguments: parsed command line with the options of `add_sampling_arguments`.
+        more: further fields of `SamplingParams`.
+
+    Raises:
+        ValueError: an option has an impossible value.
+    """
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    return SamplingParams(**{name: getattr(arguments, name) for name in names}, **more)  # type: ignore[arg-type]
+
+
+def prepare(arguments: argparse.Namespace) -> Tokenizer:
+    """Check the options of a parsed command line, find its models and load the tokenizer.
+
+    Args:
+        arguments: parsed command line with the options of `add_model_arguments`. The folder of each model replaces its
+            name: for "demo" an embedded folder, for a hub id the downloaded copy.
+
+    Raises:
+        ValueError: options do not fit together, or the target has no tokenizer and --tokenizer is not given.
+    """
+    draft_options(arguments)
+    target = arguments.target
+    for name in ("target", *PRETRAINED):
+        if path := getattr(arguments, name):
+            kind = "target" if name in ("target", "draft_model") else "head"
+            setattr(arguments, name, hub.find(demo.folder(path, kind)))
+    source = demo.tokenizer(arguments.target, arguments.tokenizer)
+    tokenizer = load_tokenizer(arguments.target if source is None else source)
+    if tokenizer is None:
+        raise ValueError(
+            f"{target if source is None else source}: expected a tokenizer for the text "
+            f"({', '.join(TOKENIZER_FILES)}), got none; add --tokenizer FOLDER, or --tokenizer bytes if the model's "
+            "tokens are bytes"
+        )
+    return tokenizer
+
+
+def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Engine:
+    """Load the models of a parsed command line and make an engine for one request at a time.
+
+    Args:
+        arguments: parsed command line, after `prepare`.
+        tokenizer: tokenizer of the target.
+    """
+    names = ("dtype", "accept", "quantize", "kv_dtype", "draft_kv_dtype", "draft_window", "compile_cache")
+    return Engine.from_pretrained(
+        arguments.target,
+        drafter=make_drafter(arguments),
+        tokenizer=tokenizer,
+        slots=1,
+        **({} if arguments.max_len is None else {"max_len": arguments.max_len}),
+        **{name: getattr(arguments, name) for name in names},
+    )
+
+
+def make_drafter(arguments: argparse.Namespace) -> Drafter | None:
+    """Load the drafter that a parsed command line names; None: it names none."""
+    tree, quantize = draft_options(arguments)
+    for name, load in PRETRAINED.items():
+        if path := getattr(arguments, name):
+            return load(path, tree=tree, dtype=arguments.dtype, **quantize)
+    if arguments.ngram:
+        return NGram(tree)
+    return Suffix(tree) if arguments.suffix else None
+
+
+def draft_options(arguments: argparse.Namespace) -> tuple[Tree, dict[str, str]]:
+    """Return the draft tree of a parsed command line, and the drafter's keyword arguments for quantisation.
+
+    Raises:
+        ValueError: the tree is malformed, or an option needs a drafter that is not given.
+    """
+    tree = Tree.parse(TREE if arguments.tree is None else arguments.tree)
+    quantize = {} if arguments.draft_quantize is None else {"quantize": arguments.draft_quantize}
+    if quantize and not any(getattr(arguments, name) for name in QUANTIZABLE):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in QUANTIZABLE)
+        raise ValueError(f"--draft-quantize: expected one of {names}, got none of them; leave it out")
+    if arguments.tree is not None and not any(getattr(arguments, name) for name in (*PRETRAINED, "ngram", "suffix")):
+        raise ValueError("--tree: expected a drafter that drafts it, got none; name one, --ngram for instance")
+    return tree, quantize
+
+
+# -- the command
+
+
+def speed(before: Metrics, after: Metrics, seconds: float) -> str:
+    """Return a line with tokens, rounds, mean acceptance length and tokens/s between two readings of the metrics.
+
+    Args:
+        before, after: `Engine.metrics` at the beginning and at the end.
+        seconds: seconds between the two.
+    """
+    tokens, rounds = after.num_tokens - before.num_tokens, after.num_drafts - before.num_drafts
+    length = 1 + (after.num_accepted_tokens - before.num_accepted_tokens) / max(rounds, 1)
+    return f"{tokens} tokens, {rounds} rounds, mean acceptance length {length:.2f}, {tokens / seconds:.1f} tokens/s"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run `jspec generate`: print the completion, then counters and tokens/s on the standard error.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        ValueError: an option has an impossible value, or the target has no tokenizer.
+    """
+    params = sampling(
+        arguments,
+        n=arguments.n,
+        stop=tuple(arguments.stop or ()),
+        json_schema=_text_or_file(arguments.json_schema),
+        regex=arguments.regex,
+    )
+    text, name = _text(arguments), arguments.target
+    tokenizer = prepare(arguments)
+    prompt = _formatted(text, arguments, tokenizer)
+    with starting(name):
+        engine = make_engine(arguments, tokenizer)
+        chunks = engine.stream(prompt, params) if params.n == 1 else None
+    with engine:
+        before, began = engine.metrics, time.perf_counter()
+        if chunks is not None:
+            for chunk in chunks:
+                print(chunk.text, end="", flush=True)
+            print()
+        else:
+            completions = engine.generate(prompt, params)[0].raise_for_error().samples
+            for number, completion in enumerate(completions, 1):
+                print(f"--- completion {number} of {params.n}\n{completion.text}")
+        print(speed(before, engine.metrics, time.perf_counter() - began), file=sys.stderr)
+    return 0
+
+
+def _text(arguments: argparse.Namespace) -> str:
+    """Return the text of the prompt.
+
+    Raises:
+        ValueError: there is no prompt, or there are two.
+    """
+    text, file = arguments.prompt, arguments.prompt_file
+    if (text is None) == (file is None):
+        raise ValueError("generate: expected a prompt or --prompt-file FILE, one of the two")
+    if file is None:
+        return text
+    return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+
+
+def _formatted(text: str, arguments: argparse.Namespace, tokenizer: Tokenizer) -> str | list[int]:
+    """Return a text as it is, or with --chat or --system as the token ids of a chat.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+    if not arguments.chat and arguments.system is None:
+        return text
+    system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+    return tokenizer.chat([*system, {"role": "user", "content": text}])
+
+
+def _text_or_file(value: str | None) -> str | None:
+    """Return a text, or for ``@FILE`` the content of the file."""
+    if value is None or not value.startswith("@"):
+        return value
+    return Path(value[1:]).read_text(encoding="utf-8")

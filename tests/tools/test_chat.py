@@ -1,0 +1,169 @@
+"""`jspec chat`: the conversation, its commands, Ctrl-C and Ctrl-D."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from jspec import Engine, SamplingParams
+from jspec.__main__ import main
+from jspec.engine.request import Chunk
+from jspec.tools import chat, colour, generate
+from tests.support import lettered
+
+pytestmark = pytest.mark.once
+
+SPEED = r"\(\d+ tokens, \d+ rounds, mean acceptance length \d\.\d\d, [\d.]+ tokens/s\)"
+GREEDY = SamplingParams(max_tokens=5, temperature=0)
+LONG = SamplingParams(max_tokens=20, temperature=0)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """A small engine whose chat template joins the texts of all messages."""
+
+    def template(self: lettered.Lettered, messages: Sequence[dict[str, str]]) -> list[int]:
+        return self.encode("".join(message["content"] for message in messages).replace("Hello", "a"))
+
+    monkeypatch.setattr(lettered.Lettered, "chat", template)
+    return lettered.chain()
+
+
+def say(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
+    """Make `input` return these lines, or raise these errors, and at last the end of the input."""
+    said: Iterator[str | type[BaseException]] = iter([*lines, EOFError])
+
+    def read(prompt: str) -> str:
+        line = next(said)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", read)
+
+
+def completed(engine: Engine, text: str, params: SamplingParams = GREEDY) -> str:
+    (done,) = engine.generate(text, params)
+    assert done.text is not None
+    return done.text
+
+
+def test_chat_answers_the_whole_conversation_until_reset(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = completed(engine, "1ab")
+    second = completed(engine, f"1ab{first}b,")
+    fresh = completed(engine, "1a{")
+    out = io.StringIO()
+    talk = chat.Chat(engine, GREEDY, "1", out)
+    say(monkeypatch, "ab", " b, ", "", "/reset", "a{", "/unknown", "/exit", "never read")
+    talk.run()
+    assert talk.messages == [
+        {"role": "system", "content": "1"},
+        {"role": "user", "content": "a{"},
+        {"role": "assistant", "content": fresh},
+    ]
+    answers = [line for line in out.getvalue().split("\n") if not re.fullmatch(SPEED, line)]
+    assert answers == [chat.HELP, first, second, fresh, chat.HELP, ""]
+
+
+def test_chat_prints_speed_and_acceptance_after_each_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    say(monkeypatch, "ba", "/reset", "b")
+    chat.Chat(engine, LONG, None, out).run()
+    first, second = engine.generate(["ba", "b"], LONG)
+    lines = [line for line in out.getvalue().split("\n") if re.fullmatch(SPEED, line)]
+    assert [line.split(" tokens/s")[0].rsplit(", ", 1)[0] for line in lines] == [
+        f"({len(one.token_ids)} tokens, {one.metrics.num_drafts} rounds, "
+        f"mean acceptance length {one.metrics.mean_acceptance_length:.2f}"
+        for one in (first, second)
+    ]
+    assert first.metrics.mean_acceptance_length > 1, "negative control: some drafts are accepted"
+
+
+def test_chat_ctrl_c_stops_the_answer_and_keeps_its_beginning(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, stream = completed(engine, "ab"), engine.stream
+    stopped: list[bool] = []
+
+    def interrupted(prompt: Any, params: SamplingParams) -> Iterator[Chunk]:
+        try:
+            yield next(stream(prompt, params))
+            raise KeyboardInterrupt
+        finally:
+            stopped.append(True)
+
+    monkeypatch.setattr(engine, "stream", interrupted)
+    out = io.StringIO()
+    talk = chat.Chat(engine, GREEDY, None, out)
+    say(monkeypatch, KeyboardInterrupt, "ab", KeyboardInterrupt)
+    talk.run()
+    answer = talk.messages[-1]["content"]
+    assert whole.startswith(answer) and len(answer) < len(whole)
+    assert f"{answer} (stopped)\n(" in out.getvalue()
+    assert stopped == [True]
+    assert out.getvalue().count(chat.HELP) == 3, "at the start and after each Ctrl-C at the prompt"
+
+
+def test_chat_message_that_does_not_fit_is_refused_and_forgotten(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.StringIO()
+    talk = chat.Chat(engine, GREEDY, None, out)
+    say(monkeypatch, "1" * 60, "ab")
+    talk.run()
+    assert "max_len=48" in out.getvalue() and "/reset" in out.getvalue()
+    assert [message["content"] for message in talk.messages] == ["ab", completed(engine, "ab")]
+
+
+def test_chat_on_a_terminal_colours_drafted_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    (done,) = engine.generate("ba", LONG)
+    tokens = zip(done.pieces or [], done.from_draft, strict=True)
+    drafted = "".join(piece for piece, is_drafted in tokens if is_drafted)
+    assert drafted and len(drafted) < len(done.text or "")
+    out = Terminal()
+    say(monkeypatch, "ba")
+    chat.Chat(engine, LONG, None, out).run()
+    pattern = re.escape(colour.COLOUR) + "(.*?)" + re.escape(colour.RESET)
+    assert "".join(re.findall(pattern, out.getvalue(), re.S)) == drafted
+    assert re.sub(pattern, r"\1", out.getvalue()).startswith(f"{chat.HELP}\n{done.text}\n(")
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = Terminal()
+    say(monkeypatch, "ba")
+    chat.Chat(engine, LONG, None, plain).run()
+    assert "\033" not in plain.getvalue()
+
+
+def test_chat_command_reads_options_and_runs_until_the_end_of_the_input(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    made: list[SamplingParams] = []
+    init: Callable[..., None] = chat.Chat.__init__
+
+    def remember(self: chat.Chat, one: Engine, params: SamplingParams, system: str | None) -> None:
+        made.append(params)
+        init(self, one, params, system)
+
+    monkeypatch.setattr(chat.Chat, "__init__", remember)
+    monkeypatch.setattr(type(engine), "close", lambda self: None)
+    monkeypatch.setattr(generate, "prepare", lambda arguments: lettered.tokenizer())
+    monkeypatch.setattr(generate, "make_engine", lambda arguments, tokenizer: engine)
+    say(monkeypatch, "b")
+    assert main(["chat", "--target", "a", "--system", "a", "--max-tokens", "5", "--temperature", "0"]) == 0
+    assert completed(engine, "ab") in capsys.readouterr().out
+    assert made == [GREEDY]
+
+
+def test_chat_command_without_a_chat_template_names_what_to_do_and_exits_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["chat", "--target", "demo"]) == 2
+    error = capsys.readouterr().err
+    assert "no chat template" in error and "jspec generate" in error and error.count("\n") == 1

@@ -1,0 +1,216 @@
+"""`jspec generate`: where the prompt comes from, and what the options of sampling do."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jspec import Engine, SamplingParams
+from jspec.__main__ import main
+from jspec.core.config import EngineConfig
+from jspec.engine.request import Chunk
+from jspec.step.executables import Executables
+from jspec.tools import command_line, demo, generate
+from tests.support import lettered
+
+pytestmark = pytest.mark.once
+
+LETTERED = "lettered"  # a target for which `asked` returns a small engine
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The prompts and parameters that the commands give to a small engine, which replaces the loaded one."""
+    seen: list[Any] = []
+
+    class Asked:
+        """The small engine, which stays open for other tests."""
+
+        def __init__(self, engine: Engine) -> None:
+            self._engine = engine
+
+        def __enter__(self) -> Asked:
+            return self
+
+        def __exit__(self, *exc: object) -> None:
+            pass
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._engine, name)
+
+        def stream(self, prompt: Any, params: SamplingParams) -> Any:
+            seen.append((prompt, params))
+            return self._engine.stream(prompt, params)
+
+        def generate(self, prompt: Any, params: SamplingParams) -> Any:
+            seen.append((prompt, params))
+            return self._engine.generate(prompt, params)
+
+    monkeypatch.setattr(generate, "prepare", lambda arguments: lettered.tokenizer())
+    monkeypatch.setattr(generate, "make_engine", lambda arguments, tokenizer: Asked(lettered.chain()))
+    monkeypatch.setattr(lettered.Lettered, "chat", lambda self, messages: self.encode(spoken(messages)))
+    return seen
+
+
+def spoken(messages: Sequence[dict[str, str]]) -> str:
+    """A conversation as letters of the small tokenizer: a for the system, b for the user."""
+    return "".join({"system": "a", "user": "b"}[message["role"]] + message["content"] for message in messages)
+
+
+def run(*words: str) -> int:
+    return main(["generate", "--target", LETTERED, "--max-tokens", "6", *words])
+
+
+def test_generate_command_reads_the_prompt_from_argument_file_and_standard_input(
+    asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompt").write_text("ab\n\n1")
+    monkeypatch.setattr("sys.stdin", io.StringIO("ba12"))
+    monkeypatch.setattr(lettered.Lettered, "encode", lambda self, text: [1] * len(text))
+    for words in (("abab",), ("--prompt-file", str(tmp_path / "prompt")), ("--prompt-file", "-")):
+        assert run(*words) == 0
+    assert [prompt for prompt, _ in asked] == ["abab", "ab\n\n1", "ba12"]
+
+
+@pytest.mark.parametrize("words", [(), ("ab", "--prompt-file", "-")], ids=["none", "both"])
+def test_generate_command_without_one_prompt_exits_2(
+    asked: list[Any], words: tuple[str, ...], capsys: pytest.CaptureFixture
+) -> None:
+    assert run(*words) == 2
+    assert "expected a prompt or --prompt-file FILE, one of the two" in capsys.readouterr().err
+    assert asked == []
+
+
+def test_generate_command_chat_and_system_apply_the_chat_template(asked: list[Any]) -> None:
+    assert run("--chat", "12") == 0
+    assert run("--system", "1", "12") == 0
+    assert run("12") == 0
+    encode = lettered.tokenizer().encode
+    assert [prompt for prompt, _ in asked] == [encode("b12"), encode("a1b12"), "12"]
+
+
+def test_generate_command_sampling_options_set_the_requests_parameters(asked: list[Any]) -> None:
+    words = "--temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --seed 7 --stop x --stop }"
+    assert run(*words.split(), "ab") == 0
+    expected = SamplingParams(
+        max_tokens=6,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        seed=7,
+        stop=("x", "}"),
+    )
+    assert asked == [("ab", expected)]
+
+
+def test_generate_command_stop_ends_the_text_before_the_stop_text(
+    asked: list[Any], capsys: pytest.CaptureFixture
+) -> None:
+    assert run("ab") == 0
+    whole = capsys.readouterr().out.rstrip("\n")
+    assert len(whole) > 2
+    assert run("--stop", whole[2], "ab") == 0
+    assert capsys.readouterr().out == whole[: whole.index(whole[2])] + "\n"
+
+
+def test_generate_command_n_prints_the_completions_that_the_engine_makes(
+    asked: list[Any], capsys: pytest.CaptureFixture
+) -> None:
+    assert run("--n", "2", "--temperature", "1", "--seed", "3", "ab") == 0
+    ((prompt, params),) = asked
+    first, second = lettered.chain().generate(prompt, params)[0].samples
+    out = capsys.readouterr().out
+    assert out == f"--- completion 1 of 2\n{first.text}\n--- completion 2 of 2\n{second.text}\n"
+    assert first.text != second.text, "negative control: two different texts"
+
+
+def test_generate_command_grammar_options_constrain_the_output(
+    asked: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    pytest.importorskip("outlines_core", reason="the grammar library is not installed")
+    assert run("--regex", "(12){2}", "a") == 0
+    assert capsys.readouterr().out == "1212\n"
+    schema = {"type": "string", "pattern": "^[ab]$"}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    for given in (json.dumps(schema), f"@{tmp_path / 'schema.json'}"):
+        assert run("--json-schema", given, "a") == 0
+        assert json.loads(capsys.readouterr().out) in ("a", "b")
+
+
+def test_generate_command_schema_file_missing_exits_2(asked: list[Any], capsys: pytest.CaptureFixture) -> None:
+    assert run("--json-schema", "@nowhere.json", "a") == 2
+    assert "nowhere.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_command_without_tokenizer_names_the_option_before_anything_is_compiled(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    compiled: list[object] = []
+    monkeypatch.setattr(Executables, "__init__", lambda *arguments: compiled.append(arguments))
+    words = [command, "--target", str(demo.TARGET.parent / "head")] + (["hi"] if command == "generate" else [])
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "--tokenizer bytes" in error and error.count("\n") == 1
+    assert compiled == []
+
+
+def test_generate_command_demo_names_the_embedded_target_head_and_tokenizer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    built: list[Any] = []
+
+    def compiled(self: Any, program: Any, params: Any, state: Any, config: EngineConfig, depths: Any) -> None:
+        built.append((params.target.config, program.drafter))
+        raise ValueError("stop here")
+
+    monkeypatch.setattr(Executables, "__init__", compiled)
+    assert main(["generate", "--target", "demo", "--eagle3", "demo", "def main("]) == 2
+    assert "stop here" in capsys.readouterr().err
+    ((target, drafter),) = built
+    assert (target.num_layers, target.vocab_size, drafter.tree.depth) == (8, 256, 4)
+    assert demo.tokenizer(demo.TARGET, None) == "bytes"
+    assert demo.tokenizer(demo.TARGET, "folder") == "folder"
+    assert demo.tokenizer("other", None) is None
+    assert (demo.folder("other", "head"), demo.folder("./demo", "head")) == ("other", "./demo")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("name", command_line.FOREIGN)
+def test_command_line_option_of_another_project_names_ours(
+    name: str, command: str, capsys: pytest.CaptureFixture
+) -> None:
+    for words in ([name, "4"], [f"{name}=4"]):
+        with pytest.raises(SystemExit) as stop:
+            main([command, *words, "--", "hello"])
+        error = capsys.readouterr().err
+        assert stop.value.code == 2
+        assert f"{name} is no option of jspec {command}; instead: {command_line.FOREIGN[name]}" in error
+        assert error.count("\n") == 1
+
+
+def test_stream_chunks_have_the_text_of_each_token() -> None:
+    chunks: list[Chunk] = list(lettered.chain().stream("ab{", SamplingParams(max_tokens=12, temperature=0)))
+    assert [len(chunk.pieces or []) for chunk in chunks] == [len(chunk.token_ids) for chunk in chunks]
+    assert all((chunk.text or "").startswith("".join(chunk.pieces or [])) for chunk in chunks)
+    assert "".join(chunk.text or "" for chunk in chunks)
+
+
+def test_tokenizer_import_without_torch_prints_nothing() -> None:
+    """The second line is the negative control: transformers by itself prints that torch is missing."""
+    hidden = "import sys; sys.modules['torch'] = None; "
+    for code, message in (
+        ("from jspec.engine import tokenizer; tokenizer._auto_tokenizer()", ""),
+        ("from transformers import AutoTokenizer", "PyTorch was not found"),
+    ):
+        error = subprocess.run([sys.executable, "-c", hidden + code], capture_output=True, text=True, check=True).stderr
+        assert message in error and bool(message) == bool(error)

@@ -1,0 +1,81 @@
+"""Help texts of every command: options, defaults, examples; and `jspec --version`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator
+from importlib import metadata
+
+import pytest
+
+import jspec
+from jspec.__main__ import main
+from jspec.tools import convert
+from jspec.tools.command_line import make_parser
+from jspec.tools.parser import EXAMPLES, Parser
+
+pytestmark = pytest.mark.once
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """A parser and the parsers of all its subcommands, except `convert`, which prints its own help."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                if name != "convert":
+                    yield from parsers(inner)
+
+
+def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [action for action in parser._actions if not isinstance(action, argparse._SubParsersAction)]
+
+
+ALL = {parser.prog: parser for parser in parsers(make_parser())}
+OURS = [prog for prog in ALL if not prog.startswith("jspec bench ")]
+
+
+@pytest.mark.parametrize("prog", OURS)
+def test_help_of_each_command_describes_every_option(prog: str) -> None:
+    assert [action.option_strings or action.dest for action in options(ALL[prog]) if not action.help] == []
+
+
+@pytest.mark.parametrize("prog", OURS)
+def test_help_of_each_command_says_every_default(prog: str) -> None:
+    text = " ".join(ALL[prog].format_help().split())
+    for action in options(ALL[prog]):
+        if action.nargs != 0 and action.default not in (None, argparse.SUPPRESS):
+            assert f"; default: {action.default}" in text
+
+
+@pytest.mark.parametrize("prog", ALL)
+def test_help_of_each_command_ends_with_two_examples_that_parse(prog: str) -> None:
+    *_, heading, first, second = ALL[prog].format_help().splitlines()
+    assert heading == "examples:"
+    for line in (first, second):
+        assert line.startswith(f"  {prog}")
+        make_parser().parse_args(shlex.split(line.split(" > ")[0])[1:])
+
+
+def test_examples_belong_to_commands_that_exist() -> None:
+    assert set(EXAMPLES) == {*ALL, "jspec convert"}
+    for line in EXAMPLES["jspec convert"]:
+        convert._parser().parse_args(shlex.split(line)[1:])
+
+
+def test_help_of_an_option_with_a_percent_sign_and_a_list_prints_both(capsys: pytest.CaptureFixture) -> None:
+    parser = Parser(prog="p")
+    parser.add_argument("--share", default=["5%", None], help="share")
+    parser.print_help()
+    assert "share; default: 5% none" in capsys.readouterr().out
+
+
+def test_version_option_prints_the_packages_version(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"jspec {jspec.__version__}\n"
+    assert all(part.isdecimal() for part in jspec.__version__.split("."))
+    names = {one.metadata["Name"]: one.version for one in metadata.distributions()}
+    assert names.get("jspec-decode", jspec.__version__) == jspec.__version__

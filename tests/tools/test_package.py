@@ -1,0 +1,137 @@
+"""The package as users get it: the wheel, its metadata and data files, public names, and the hints how to install."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+import jspec
+
+pytestmark = pytest.mark.once
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+PACKAGES = ("jspec", "convert", "pallas_kernels")
+SOURCES = (*PACKAGES, "pyproject.toml", "README.md", "LICENSE")
+TEXTS = ("*.py", "*.md", "*.ipynb", "*.toml")
+INSTALL = re.compile(r"(?:pip3? install|pipx install|uv add|poetry add)(?:\s+-[\w-]+)*\s+[\\\"'`]*jspec")
+
+
+def run(*words: str | Path, folder: Path, **variables: str) -> str:
+    """Run a command without network and without this repository on Python's path; return its standard output."""
+    environment = {**os.environ, "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **variables}
+    environment = {name: value for name, value in environment.items() if name != "PYTHONPATH" or name in variables}
+    done = subprocess.run([str(word) for word in words], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy of the sources with the setuptools of this environment."""
+    pytest.importorskip("setuptools", minversion="77", reason="setuptools 77 builds the wheel; it is not installed")
+    copy = tmp_path_factory.mktemp("copy")
+    for name in SOURCES:
+        source = REPOSITORY / name
+        if source.is_dir():
+            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, copy / name)
+    words = ("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", "out", ".")
+    run(sys.executable, *words, folder=copy)
+    (built,) = (copy / "out").iterdir()
+    return built
+
+
+def metadata(wheel: Path) -> Message:
+    with ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def test_wheel_metadata_has_name_version_licence_python_and_readme(wheel: Path) -> None:
+    found = metadata(wheel)
+    assert (found["Name"], found["Version"]) == ("jspec-decode", jspec.__version__)
+    assert (found["License-Expression"], found["Requires-Python"]) == ("Apache-2.0", ">=3.11")
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert found.get_payload() == (REPOSITORY / "README.md").read_text()
+    required = {re.split(r"[^\w-]", line)[0] for line in found.get_all("Requires-Dist", []) if "extra ==" not in line}
+    assert {"jax", "numpy", "flax", "transformers", "tqdm"} <= required and "torch" not in required
+    own = [line for line in found.get_all("Requires-Dist", []) if line.startswith("jspec")]
+    assert own and all(line.startswith("jspec-decode[") for line in own)
+    assert "Typing :: Typed" in found.get_all("Classifier", [])
+
+
+def test_wheel_holds_every_module_and_data_file_of_the_packages(wheel: Path) -> None:
+    files = (path for package in PACKAGES for path in (REPOSITORY / package).rglob("*") if path.is_file())
+    expected = {
+        str(path.relative_to(REPOSITORY))
+        for path in files
+        if "__pycache__" not in path.parts and path.suffix not in (".md", ".pyc")
+    }
+    with ZipFile(wheel) as archive:
+        inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert inside == expected
+    assert {f"{package}/py.typed" for package in PACKAGES} <= inside
+    assert "jspec/tools/demo/head/model.safetensors" in inside
+
+
+def test_wheel_installed_alone_runs_the_command_and_imports_the_packages(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "installed"
+    run(sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--target", target, wheel, folder=tmp_path)
+    here = dict(folder=tmp_path, PYTHONPATH=str(target))
+    assert run(target / "bin" / "jspec", "--version", **here) == f"jspec {jspec.__version__}\n"  # type: ignore[arg-type]
+    code = (
+        "import jspec, convert, pallas_kernels, importlib.metadata as m; from jspec.tools import demo; "
+        "print(jspec.__file__, convert.__file__, pallas_kernels.__file__, demo.TARGET, m.version('jspec-decode')); "
+        "print(jspec.Model.from_pretrained(demo.TARGET).config.num_layers)"
+    )
+    where, layers = run(sys.executable, "-c", code, **here).splitlines()  # type: ignore[arg-type]
+    *paths, version = where.split()
+    assert all(path.startswith(str(target)) for path in paths), paths
+    assert (version, layers) == (jspec.__version__, "8")
+
+
+def test_public_names_are_those_that_type_checkers_see() -> None:
+    tree = ast.parse(Path(jspec.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert {name: module for name, module in seen.items() if module != "jspec"} == jspec.MODULES
+    assert {*seen, "__version__"} == set(jspec.__all__)
+    for name in jspec.__all__:
+        assert name in dir(jspec) and getattr(jspec, name) is not None
+    with pytest.raises(AttributeError, match="'jspec' has no attribute 'Enginge'"):
+        jspec.Enginge  # noqa: B018
+
+
+def test_import_of_jspec_does_not_import_jax() -> None:
+    code = (
+        "import sys, jspec, jspec.__main__; print('jax' in sys.modules); jspec.Tree; print('jspec.core' in sys.modules)"
+    )
+    assert run(sys.executable, "-c", code, folder=REPOSITORY, PYTHONPATH=str(REPOSITORY)).split() == ["False", "True"]
+
+
+def test_no_text_tells_to_install_jspec_from_an_index() -> None:
+    """Another project owns that name, so the hints name the folder: pip install -e "." with the extra."""
+    folders = (*PACKAGES, "tests", "notebooks")
+    texts = [path for folder in folders for kind in TEXTS for path in (REPOSITORY / folder).rglob(kind)]
+    texts += [REPOSITORY / "README.md", REPOSITORY / "pyproject.toml", REPOSITORY / ".ci" / "run"]
+    assert [str(path) for path in texts if path.exists() and INSTALL.search(" ".join(path.read_text().split()))] == []
+    assert len(texts) > 100
+
+
+@pytest.mark.parametrize("options", ["", "-U ", "-q --upgrade ", "'", '\\"', "--pre '"])
+def test_install_check_finds_the_name_of_the_other_project(options: str) -> None:
+    """Negative control of the test above."""
+    assert INSTALL.search("pip install " + options + "jspec[grammar]")
+    assert not INSTALL.search("pip install -q -e . && .venv/bin/jspec demo")
+    assert not INSTALL.search('pip install -e ".[grammar]"')
