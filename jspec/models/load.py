@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,9 +20,12 @@ from convert.hub import find
 from convert.huggingface import Row, Source
 from convert.orbax import Checkpoint, Header, Placement
 from convert.plan import Plan, plan_folder
+from jspec.core.progress import progress_bar
 from jspec.models import families
 from jspec.models.config import ModelConfig
 from jspec.models.quantize import check_scope, quantize_parameters
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,7 @@ def read_checkpoint(
     if dtype not in orbax.DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(orbax.DTYPES)}, got {dtype!r}; pass one of them")
     folder = find(path)
+    logger.info("loading %s", folder)
     if orbax.is_checkpoint(folder):
         header = _read_manifest(folder, format_of, kind)
         check_scope(quantize, header.kind)
@@ -131,11 +136,15 @@ def read_checkpoint(
     plan = read_plan(folder, format_of, kind=kind)
     check_scope(quantize, plan.kind)
     arrays: dict[str, Any] = {}
-    for batch in plan.batches(dtype):
-        placed = {name: jax.device_put(array, placement(name) if placement else None) for name, array in batch.items()}
-        placed = placed if quantize is None else quantize_parameters(placed, quantize)
-        arrays |= jax.block_until_ready(placed)  # otherwise the host holds copies of several batches at once
-        del batch, placed
+    with progress_bar(len(plan.rows), f"loading {folder.name}", "tensors") as progress:
+        for batch in plan.batches(dtype):
+            placed = {
+                name: jax.device_put(array, placement(name) if placement else None) for name, array in batch.items()
+            }
+            placed = placed if quantize is None else quantize_parameters(placed, quantize)
+            arrays |= jax.block_until_ready(placed)  # otherwise the host holds copies of several batches at once
+            progress.update(len(batch))
+            del batch, placed
     return Checkpoint(plan.kind, plan.config, orbax.unflatten(arrays), folder)
 
 

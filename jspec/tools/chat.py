@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-import time
 from contextlib import closing
 from typing import Any, TextIO
 
@@ -13,7 +12,6 @@ from jspec.engine.api import Engine
 from jspec.engine.sampling_params import SamplingParams
 from jspec.tools import generate, interrupt
 from jspec.tools.colour import has_colours, painted
-from jspec.tools.progress import starting
 
 HELP = "/reset: forget the conversation; /exit or Ctrl-D: leave; Ctrl-C: stop the answer"
 
@@ -36,14 +34,12 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError: an option has an impossible value, or the target's tokenizer has no chat template.
     """
     params = generate.sampling(arguments)
-    name = arguments.target
     tokenizer = generate.prepare(arguments)
     try:
         tokenizer.chat([{"role": "user", "content": "Hello"}])
     except ValueError as error:
         raise ValueError(f"{error} (jspec generate), or name a model that was trained for chats") from error
-    with starting(name):
-        engine = generate.make_engine(arguments, tokenizer)
+    engine = generate.make_engine(arguments, tokenizer)
     if sys.stdin.isatty() and importlib.util.find_spec("readline"):
         importlib.import_module("readline")  # `input` then edits lines and remembers them
     with engine, interrupt.raised():
@@ -96,7 +92,7 @@ class Chat:
         """
         assert self._engine.tokenizer is not None
         question = {"role": "user", "content": message}
-        before, began, text = self._engine.metrics, time.perf_counter(), ""
+        meter, text = generate.SpeedMeter(self._engine), ""
         try:
             chunks: Any = self._engine.stream(self._engine.tokenizer.chat([*self.messages, question]), self._params)
         except ValueError as error:
@@ -104,11 +100,10 @@ class Chat:
             return
         with closing(chunks):
             try:
-                for chunk in chunks:
+                for chunk in meter.watch(chunks):
                     text += chunk.text or ""
                     print(painted(chunk) if self._has_colours else chunk.text, end="", flush=True, file=self._out)
             except KeyboardInterrupt:
                 print(" (stopped)", end="", file=self._out)
         self.messages += [question, {"role": "assistant", "content": text}]
-        speed = generate.speed(before, self._engine.metrics, time.perf_counter() - began)
-        print(f"\n({speed})", file=self._out)
+        print(f"\n({meter.line()})", file=self._out)

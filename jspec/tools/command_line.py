@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ from jspec import __version__
 from jspec.tools import chat, check_head, convert, demo, generate, info
 from jspec.tools.bench import cli as bench
 from jspec.tools.parser import Parser
+from jspec.tools.progress import log_lines
 from pallas_kernels import dispatch
 
 CHECK_OPTIONS = ("text", "tokenizer", "max_tokens")  # options of `info` that need --check
@@ -54,7 +56,8 @@ def run(words: Sequence[str]) -> int:
     _refuse_foreign(parser, words)
     arguments = parser.parse_args(words)
     try:
-        return arguments.run(arguments)
+        with log_lines() if arguments.command in ("demo", "generate", "chat") else nullcontext():
+            return arguments.run(arguments)
     except (ValueError, OSError, NotImplementedError, ImportError) as error:
         print(f"jspec: {error}", file=sys.stderr)
         return 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from convert import hub
@@ -21,11 +21,10 @@ from jspec.draft.medusa import Medusa
 from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
 from jspec.engine.api import Engine
-from jspec.engine.metrics import Metrics
+from jspec.engine.request import Chunk
 from jspec.engine.sampling_params import SamplingParams
 from jspec.engine.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from jspec.tools import demo
-from jspec.tools.progress import starting
 
 PRETRAINED: dict[str, Callable[..., Drafter]] = {
     "eagle3": Eagle3.from_pretrained,
@@ -186,16 +185,29 @@ def draft_options(arguments: argparse.Namespace) -> tuple[Tree, dict[str, str]]:
 # -- the command
 
 
-def speed(before: Metrics, after: Metrics, seconds: float) -> str:
-    """Return a line with tokens, rounds, mean acceptance length and tokens/s between two readings of the metrics.
+class SpeedMeter:
+    """Measures the speed of an answer from its first chunk on, so that loading and compiling do not count."""
 
-    Args:
-        before, after: `Engine.metrics` at the beginning and at the end.
-        seconds: seconds between the two.
-    """
-    tokens, rounds = after.num_tokens - before.num_tokens, after.num_drafts - before.num_drafts
-    length = 1 + (after.num_accepted_tokens - before.num_accepted_tokens) / max(rounds, 1)
-    return f"{tokens} tokens, {rounds} rounds, mean acceptance length {length:.2f}, {tokens / seconds:.1f} tokens/s"
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._before = engine, engine.metrics
+        self._first: tuple[int, float] | None = None  # tokens of the engine, and seconds
+
+    def watch(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+        """Yield the chunks of an answer, and note when the first one comes."""
+        for chunk in chunks:
+            self._first = self._first or (self._engine.metrics.num_tokens, time.perf_counter())
+            yield chunk
+
+    def line(self) -> str:
+        """Return a line with tokens, rounds, mean acceptance length and, after two chunks, tokens/s."""
+        now, before = self._engine.metrics, self._before
+        rounds = now.num_drafts - before.num_drafts
+        length = 1 + (now.num_accepted_tokens - before.num_accepted_tokens) / max(rounds, 1)
+        text = f"{now.num_tokens - before.num_tokens} tokens, {rounds} rounds, mean acceptance length {length:.2f}"
+        tokens, began = self._first or (now.num_tokens, 0.0)
+        if now.num_tokens == tokens:
+            return text
+        return f"{text}, {(now.num_tokens - tokens) / (time.perf_counter() - began):.1f} tokens/s"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -214,23 +226,20 @@ def run(arguments: argparse.Namespace) -> int:
         json_schema=_text_or_file(arguments.json_schema),
         regex=arguments.regex,
     )
-    text, name = _text(arguments), arguments.target
+    text = _text(arguments)
     tokenizer = prepare(arguments)
     prompt = _formatted(text, arguments, tokenizer)
-    with starting(name):
-        engine = make_engine(arguments, tokenizer)
-        chunks = engine.stream(prompt, params) if params.n == 1 else None
-    with engine:
-        before, began = engine.metrics, time.perf_counter()
-        if chunks is not None:
-            for chunk in chunks:
+    with make_engine(arguments, tokenizer) as engine:
+        meter, texts = SpeedMeter(engine), [""] * params.n
+        for chunk in meter.watch(engine.stream(prompt, params)):
+            texts[chunk.index] += chunk.text or ""
+            if params.n == 1:
                 print(chunk.text, end="", flush=True)
+        if params.n == 1:
             print()
         else:
-            completions = engine.generate(prompt, params)[0].raise_for_error().samples
-            for number, completion in enumerate(completions, 1):
-                print(f"--- completion {number} of {params.n}\n{completion.text}")
-        print(speed(before, engine.metrics, time.perf_counter() - began), file=sys.stderr)
+            print("\n".join(f"--- completion {number} of {params.n}\n{text}" for number, text in enumerate(texts, 1)))
+        print(meter.line(), file=sys.stderr)
     return 0
 
 

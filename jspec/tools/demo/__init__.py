@@ -17,7 +17,6 @@ from jspec.engine.api import Engine
 from jspec.engine.request import Completion
 from jspec.engine.sampling_params import SamplingParams
 from jspec.tools.colour import has_colours, legend, painted
-from jspec.tools.progress import starting
 from jspec.tools.table import table
 
 FOLDER = Path(__file__).parent
@@ -32,6 +31,7 @@ NEXT = """next:
   jspec chat --target meta-llama/Llama-3.1-8B-Instruct --eagle3 yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
   notebooks/1_quickstart.ipynb shows the same from Python"""
 OPTIONS: dict[str, Any] = dict(slots=1, max_len=512, prefill_buckets=(128,), tokenizer="bytes", dtype="float32")
+OPTIONS |= dict(controls=False)  # smaller programs, which compile sooner
 
 
 def folder(path: str | Path, kind: str) -> str | Path:
@@ -73,9 +73,7 @@ def run(out: TextIO | None = None) -> int:
     """
     out = sys.stdout if out is None else out
     params = SamplingParams(max_tokens=TOKENS, temperature=0)
-    with starting("demo"):
-        speculative, plain = engine(drafted=True), engine(drafted=False)
-    with speculative, plain:
+    with engine(drafted=True) as speculative, engine(drafted=False) as plain:
         _print_completion(speculative, params, out)
         results = {
             name: _timed(one, params) for name, one in (("plain", plain), (f"EAGLE-3 chain of {LENGTH}", speculative))
