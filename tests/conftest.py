@@ -120,8 +120,8 @@ def compilations() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="session")
 def golden() -> Path:
-    """Recordings of the methods' authors' own code."""
-    return _shared("golden")
+    """The folder with recordings of the methods' authors' own code."""
+    return REPOSITORY / "tests" / "data" / "golden"
 
 
 @pytest.fixture(scope="session")

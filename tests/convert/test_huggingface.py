@@ -10,6 +10,7 @@ import pytest
 
 from convert import huggingface
 from jspec.draft import auto
+from jspec.tools import demo
 from tests.support import folders
 from tests.support.folders import BFLOAT16, EAGLE, HEAD, TARGET, assert_same, expected_target, loaded, stored
 
@@ -20,11 +21,11 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 # ---- arrays
 
 
-def test_conversion_batches_of_golden_sharded_target_equal_the_stored_tensors(golden):
-    tensors = stored(golden / "target")
+def test_conversion_batches_of_the_demo_sharded_target_equal_the_stored_tensors():
+    tensors = stored(demo.TARGET)
     expected = expected_target(tensors, layers=8)
     expected |= {"embed": tensors["model.embed_tokens.weight"], "head": tensors["lm_head.weight"]}
-    assert_same(loaded(golden / "target"), expected)
+    assert_same(loaded(demo.TARGET), expected)
 
 
 @pytest.mark.parametrize(

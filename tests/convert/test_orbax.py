@@ -17,6 +17,7 @@ from jspec.draft.head_config import HeadConfig, Overrides
 from jspec.models import load
 from jspec.models.config import ModelConfig
 from jspec.models.families import read_config
+from jspec.tools import demo
 from jspec.tools.convert import main
 from jspec.tools.info import describe
 from tests.support import folders
@@ -116,10 +117,11 @@ def test_load_checkpoint_of_a_converted_folder_equals_that_of_the_source_folder(
     assert jax.tree.structure(converted.weights) == jax.tree.structure(direct.weights)
 
 
-def test_load_checkpoint_of_converted_golden_models_equals_that_of_the_source_folders(golden, tmp_path):
-    for name in ("target", "draft_specforge_like"):
-        assert main([str(golden / name), str(tmp_path / name)]) == 0
-        direct, converted = auto.load_checkpoint(golden / name), auto.load_checkpoint(tmp_path / name)
+def test_load_checkpoint_of_converted_demo_models_equals_that_of_the_source_folders(tmp_path):
+    for source in (demo.TARGET, demo.HEAD):
+        out = tmp_path / source.name
+        assert main([str(source), str(out)]) == 0
+        direct, converted = auto.load_checkpoint(source), auto.load_checkpoint(out)
         assert_same(orbax.flatten(converted.weights), orbax.flatten(direct.weights))
 
 

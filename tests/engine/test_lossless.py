@@ -27,6 +27,7 @@ from jspec import (
 )
 from jspec.draft.eagle_head import EagleHead
 from jspec.engine.tokenizer import load_tokenizer
+from jspec.tools import demo
 from jspec.tools.testing import NEAR_TIE, Random, Scripted, differences
 from tests.support import cover, tiny
 
@@ -61,8 +62,8 @@ class Pair:
 def pair(name: str, golden: Path, data: Path) -> Pair:
     cuts = tiny.text_cuts(data, 100, longest=LONGEST_PROMPT)
     if name == "golden":
-        target = tiny.load_target(golden / "target")
-        head = tiny.load_head(golden / "draft_specforge_like")
+        target = tiny.load_target(demo.TARGET)
+        head = tiny.load_head(demo.HEAD)
         return Pair(target, head, tiny.one_layer(target), [list(cut.encode())[:LONGEST_PROMPT] for cut in cuts])
     target = tiny.load_target(data / "stories260k")
     tokenizer = load_tokenizer(data / "stories260k")
