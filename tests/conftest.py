@@ -138,7 +138,7 @@ def data() -> Path:
     """The folder of outside data: small published models, tokenizers, prompts and texts."""
     folder = SHARED / "data"
     if not folder.is_dir():
-        pytest.skip("needs outside data: see 'Outside data' in tests/README.md")
+        pytest.skip("needs outside data: see 'Skipped tests' in tests/README.md")
     return folder
 
 

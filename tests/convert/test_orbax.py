@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 
 from convert import hub, orbax
 from jspec.draft import auto
@@ -20,7 +21,7 @@ from jspec.models.families import read_config
 from jspec.tools import demo
 from jspec.tools.convert import main
 from jspec.tools.info import describe
-from tests.support import folders
+from tests.support import folders, tokenizer_folders
 from tests.support.folders import BFLOAT16, DRAFT_IDS, EAGLE, HEAD, TARGET, assert_same
 
 pytestmark = pytest.mark.once
@@ -151,15 +152,15 @@ def test_load_checkpoint_default_dtype_is_float32_on_cpu(target):
     assert {leaf.dtype for leaf in jax.tree.leaves(auto.load_checkpoint(folder).weights)} == {jnp.dtype("float32")}
 
 
-def test_convert_command_copies_tokenizer_and_generation_config(data, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    source, out = data / "tinystories656k", tmp_path / "out"
+def test_convert_command_copies_tokenizer_and_generation_config(target, tmp_path):
+    source, out = tokenizer_folders.write(target, "many_words"), tmp_path / "out"
+    transformers.GenerationConfig(eos_token_id=[2, 3]).save_pretrained(source)
     assert main([str(source), str(out)]) == 0
     text = "Once upon a time there was a dog. "
     before = transformers.AutoTokenizer.from_pretrained(source)
     after = transformers.AutoTokenizer.from_pretrained(out)
     assert before(text).input_ids == after(text).input_ids
-    assert hub.eos_ids(out) == hub.eos_ids(source) == (2,)
+    assert hub.eos_ids(out) == hub.eos_ids(source) == (2, 3)
 
 
 # ---- writing all or nothing
