@@ -6,7 +6,8 @@ import gc
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,14 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"{versions}; platforms: {platforms}; array types {'checked' if checked else 'not checked'}"
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many tests were skipped for each reason."""
+    reports = terminalreporter.stats.get("skipped", [])
+    counts = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    for reason, count in counts.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     marks = {mark.name for mark in item.iter_markers()} & set(DEVICE_MARKS)
     if not marks:
@@ -123,17 +132,27 @@ def compilations() -> Iterator[list[str]]:
 @pytest.fixture(scope="session")
 def golden() -> Path:
     """Return the folder with recordings of the drafting methods' own code."""
-    return _shared("golden")
+    return REPOSITORY / "tests" / "data" / "golden"
 
 
 @pytest.fixture(scope="session")
 def data() -> Path:
     """Return the folder with small real models, tokenizers, prompts and text."""
-    return _shared("data")
-
-
-def _shared(name: str) -> Path:
-    folder = SHARED / name
+    folder = SHARED / "data"
     if not folder.is_dir():
-        pytest.skip(f"no {folder}: set JSPEC_SHARED to the folder that holds {name}/")
+        pytest.skip("needs outside data: see 'Skipped tests' in tests/README.md")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function that returns the folder of a small tokenizer, by its kind in `tokenizer_folders.KINDS`."""
+    from tests.support import tokenizer_folders
+
+    parent = tmp_path_factory.mktemp("tokenizers")
+
+    def folder(kind: str) -> Path:
+        made = parent / kind
+        return made if made.is_dir() else tokenizer_folders.write(made, kind)
+
     return folder

@@ -10,8 +10,9 @@ import pytest
 
 from convert import huggingface
 from jspec.draft import auto
+from jspec.tools import demo
 from tests.support import folders
-from tests.support.folders import BFLOAT16, EAGLE, HEAD, TARGET, assert_same, expected_target, loaded, stored
+from tests.support.folders import BFLOAT16, EAGLE, HEAD, TARGET, assert_same, expected_target, loaded, stored, without
 
 pytestmark = pytest.mark.once
 
@@ -20,20 +21,19 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 # ---- arrays
 
 
-def test_conversion_batches_of_golden_sharded_target_equal_the_stored_tensors(golden):
-    tensors = stored(golden / "target")
+def test_conversion_batches_of_the_demo_sharded_target_equal_the_stored_tensors():
+    tensors = stored(demo.TARGET)
     expected = expected_target(tensors, layers=8)
     expected |= {"embed": tensors["model.embed_tokens.weight"], "head": tensors["lm_head.weight"]}
-    assert_same(loaded(golden / "target"), expected)
+    assert_same(loaded(demo.TARGET), expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "embedding"),
-    [("stories260k", 5, "model.embed_tokens.weight"), ("tinystories656k", 2, "lm_head.weight")],
-)
-def test_conversion_batches_contain_a_tied_embedding_stored_under_either_name(data, name, layers, embedding):
-    tensors = stored(data / name)
-    assert_same(loaded(data / name), expected_target(tensors, layers) | {"embed": tensors[embedding]})
+@pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_conversion_batches_contain_a_tied_embedding_stored_under_either_name(tmp_path, kept):
+    tensors = folders.target_tensors()
+    names = {"model.embed_tokens.weight", "lm_head.weight"}
+    folder = folders.write(tmp_path, {**TARGET, "tie_word_embeddings": True}, without(tensors, *names - {kept}))
+    assert_same(loaded(folder), expected_target(tensors, 3) | {"embed": tensors[kept]})
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=str)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 
 from convert import hub, orbax
 from jspec.draft import auto
@@ -17,9 +18,10 @@ from jspec.draft.head_config import HeadConfig, Overrides
 from jspec.models import load
 from jspec.models.config import ModelConfig
 from jspec.models.families import read_config
+from jspec.tools import demo
 from jspec.tools.convert import main
 from jspec.tools.info import describe
-from tests.support import folders
+from tests.support import folders, tokenizer_folders
 from tests.support.folders import BFLOAT16, DRAFT_IDS, EAGLE, HEAD, TARGET, assert_same
 
 pytestmark = pytest.mark.once
@@ -116,10 +118,11 @@ def test_load_checkpoint_of_a_converted_folder_equals_that_of_the_source_folder(
     assert jax.tree.structure(converted.weights) == jax.tree.structure(direct.weights)
 
 
-def test_load_checkpoint_of_converted_golden_models_equals_that_of_the_source_folders(golden, tmp_path):
-    for name in ("target", "draft_specforge_like"):
-        assert main([str(golden / name), str(tmp_path / name)]) == 0
-        direct, converted = auto.load_checkpoint(golden / name), auto.load_checkpoint(tmp_path / name)
+def test_load_checkpoint_of_converted_demo_models_equals_that_of_the_source_folders(tmp_path):
+    for source in (demo.TARGET, demo.HEAD):
+        out = tmp_path / source.name
+        assert main([str(source), str(out)]) == 0
+        direct, converted = auto.load_checkpoint(source), auto.load_checkpoint(out)
         assert_same(orbax.flatten(converted.weights), orbax.flatten(direct.weights))
 
 
@@ -149,15 +152,15 @@ def test_load_checkpoint_default_dtype_is_float32_on_cpu(target):
     assert {leaf.dtype for leaf in jax.tree.leaves(auto.load_checkpoint(folder).weights)} == {jnp.dtype("float32")}
 
 
-def test_convert_command_copies_tokenizer_and_generation_config(data, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    source, out = data / "tinystories656k", tmp_path / "out"
+def test_convert_command_copies_tokenizer_and_generation_config(target, tmp_path):
+    source, out = tokenizer_folders.write(target, "many_words"), tmp_path / "out"
+    transformers.GenerationConfig(eos_token_id=[2, 3]).save_pretrained(source)
     assert main([str(source), str(out)]) == 0
     text = "Once upon a time there was a dog. "
     before = transformers.AutoTokenizer.from_pretrained(source)
     after = transformers.AutoTokenizer.from_pretrained(out)
     assert before(text).input_ids == after(text).input_ids
-    assert hub.eos_ids(out) == hub.eos_ids(source) == (2,)
+    assert hub.eos_ids(out) == hub.eos_ids(source) == (2, 3)
 
 
 # ---- writing all or nothing

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jspec.draft import auto
+from jspec.tools import demo
 from tests.support import folders
 from tests.support.folders import (
     DRAFT_IDS,
@@ -63,8 +64,8 @@ LAYOUTS = ["specforge", "modelopt", "speculators", "speculators, names as ModelO
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_eagle3_head_in_the_layout_of_every_exporter_loads_equal_tensors(golden, tmp_path, layout):
-    folder = golden / "draft_specforge_like"
+def test_eagle3_head_in_the_layout_of_every_exporter_loads_equal_tensors(tmp_path, layout):
+    folder = demo.HEAD
     tensors, original = stored(folder), json.loads((folder / "config.json").read_text())
     config, written = layouts(original, tensors)[layout]
     folders.write(tmp_path, config, written)
@@ -80,20 +81,20 @@ def test_eagle3_head_in_the_layout_of_every_exporter_loads_equal_tensors(golden,
 
 def test_eagle3_recorded_head_in_specforge_layout_equals_the_official_head(golden):
     pytest.importorskip("torch", reason="the official head is a .bin")
-    official, other = auto.plan(golden / "draft"), auto.plan(golden / "draft_specforge_like")
+    official, other = auto.plan(golden / "draft"), auto.plan(demo.HEAD)
     arrays = loaded(other.folder)
     embedding = arrays.pop("embed")
     assert_same(arrays, loaded(official.folder))
     assert_same(arrays, expected_head(stored(official.folder)))
-    assert embedding.tobytes() == stored(golden / "target")["model.embed_tokens.weight"].tobytes()
+    assert embedding.tobytes() == stored(demo.TARGET)["model.embed_tokens.weight"].tobytes()
     assert official.config.feature_layers is None
     assert other.config.feature_layers == (2, 8 // 2, 8 - 3)
     assert other.config.rope == official.config.rope
 
 
-def test_eagle3_head_with_swapped_norm_tensors_loads_other_tensors(golden, tmp_path):
+def test_eagle3_head_with_swapped_norm_tensors_loads_other_tensors(tmp_path):
     """Negative control: the first layer's two norms have the same shape and differ only in name."""
-    folder = golden / "draft_specforge_like"
+    folder = demo.HEAD
     tensors = stored(folder)
     first, second = "midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"
     swapped = tensors | {first: tensors[second], second: tensors[first]}
@@ -106,8 +107,8 @@ def rows_by_target_id(arrays: dict[str, Any]) -> dict[int, bytes]:
     return {int(i): row.tobytes() for i, row in zip(arrays["draft_to_target"], arrays["head"], strict=True)}
 
 
-def test_modelopt_head_with_permuted_vocabulary_loads_equal_rows_per_target_id(golden, tmp_path):
-    folder = golden / "draft_specforge_like"
+def test_modelopt_head_with_permuted_vocabulary_loads_equal_rows_per_target_id(tmp_path):
+    folder = demo.HEAD
     tensors, config = stored(folder), json.loads((folder / "config.json").read_text())
     ids = np.arange(72) + tensors["d2t"]
     order = np.random.default_rng(5).permutation(72)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jspec import SamplingParams
+from jspec.tools import demo
 
 pytestmark = pytest.mark.once
 
@@ -58,9 +59,8 @@ def test_generation_config_without_do_sample_is_greedy(tmp_path: Path) -> None:
     assert sampled == SamplingParams(temperature=0.5, max_tokens=7, seed=1)
 
 
-def test_generation_config_of_real_models_is_greedy(data: Path) -> None:
-    for name in ("tinystories656k", "stories260k"):
-        assert SamplingParams.from_generation_config(data / name) == SamplingParams(temperature=0)
+def test_generation_config_of_the_demo_target_is_greedy() -> None:
+    assert SamplingParams.from_generation_config(demo.TARGET) == SamplingParams(temperature=0)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,12 @@ from jspec.engine.grammar.token_table import (
 from jspec.engine.tokenizer import ByteTokenizer, load_tokenizer
 from tests.reference import regular
 from tests.support import lettered
+from tests.support.tokenizer_folders import PUBLISHED
 
 pytestmark = pytest.mark.once
 outlines_core = pytest.importorskip("outlines_core")
 
+Folder = Callable[[str], Path]  # of the fixture tokenizer_folder
 SIZE = len(lettered.TEXTS)
 EXPRESSIONS = [
     "a",
@@ -93,15 +95,15 @@ def test_grammar_table_never_allows_ids_beyond_the_tokenizers() -> None:
     assert allowed(grammar, 0) == {0, 1, 2, 3, 4, 13, 15}
 
 
-@pytest.mark.parametrize("name", ["stories260k", "tokenizers/gpt2"])
-def test_grammar_table_allows_the_tokens_that_outlines_allows(data: Path, name: str) -> None:
+@pytest.mark.parametrize("kind", ["sentencepiece", "byte_level"])
+def test_grammar_table_allows_the_tokens_that_outlines_allows(tokenizer_folder: Folder, kind: str) -> None:
     """Along random walks of 40 tokens both allow the same tokens.
 
     If a text may both end and continue, outlines_core omits tokens; these expressions have no such state.
     """
-    tokenizer = load_tokenizer(data / name)
+    tokenizer = load_tokenizer(tokenizer_folder(kind))
     assert tokenizer is not None
-    texts, end = tokenizer.token_bytes(), 2 if "260" in name else 50256
+    texts, end = tokenizer.token_bytes(), max(tokenizer.hidden_ids)
     by_text: dict[bytes, list[int]] = {}
     for token, text in enumerate(texts):
         if text:
@@ -123,24 +125,34 @@ def test_grammar_table_allows_the_tokens_that_outlines_allows(data: Path, name: 
         assert len(sizes) > 5
 
 
-def test_grammar_table_of_a_json_schema_yields_valid_texts(data: Path) -> None:
-    tokenizer = load_tokenizer(data / "tokenizers/gpt2")
+def test_grammar_table_of_a_json_schema_yields_valid_texts(tokenizer_folder: Folder) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder("byte_level"))
     assert tokenizer is not None
-    grammar = compiled(regex_of_schema(json.dumps(SCHEMA)), tokenizer.token_bytes(), stop_ids=(50256,))
+    (end,) = tokenizer.hidden_ids
+    grammar = compiled(regex_of_schema(json.dumps(SCHEMA)), tokenizer.token_bytes(), stop_ids=(end,))
     rng = np.random.default_rng(1)
     for _ in range(20):
         ids: list[int] = []
-        while ids[-1:] != [50256]:
+        while ids[-1:] != [end]:
             ids.append(int(rng.choice(sorted(allowed(grammar, grammar.follow(ids))))))
         value = json.loads(tokenizer.decode(ids))
         assert list(value) == SCHEMA["required"] and set(value["tags"]) <= {"x", "yy"} and len(value["tags"]) <= 2
         assert len(value["name"]) <= 12 and isinstance(value["age"], int) and isinstance(value["ok"], bool)
 
 
-@pytest.mark.parametrize("name", ["stories260k", "tinystories656k", "tokenizers/gpt2", "tokenizers/qwen2.5"])
-def test_token_bytes_equal_the_text_that_decoding_appends(data: Path, name: str) -> None:
+@pytest.mark.parametrize("kind", ["sentencepiece", "many_words", "byte_level", "chat"])
+def test_token_bytes_equal_the_text_that_decoding_appends(tokenizer_folder: Folder, kind: str) -> None:
+    check_token_bytes(tokenizer_folder(kind))
+
+
+@pytest.mark.parametrize("name", PUBLISHED.values())
+def test_token_bytes_of_published_tokenizers_equal_the_text_that_decoding_appends(data: Path, name: str) -> None:
+    check_token_bytes(data / name)
+
+
+def check_token_bytes(folder: Path) -> None:
     """Each token is decoded after another one, which keeps a leading blank; halves of a letter are skipped."""
-    tokenizer = load_tokenizer(data / name)
+    tokenizer = load_tokenizer(folder)
     assert tokenizer is not None
     texts, front = tokenizer.token_bytes(), tokenizer.encode("so")
     before, checked = tokenizer.decode(front), 0

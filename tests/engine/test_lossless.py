@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from jspec import (
     Tree,
 )
 from jspec.draft.eagle_head import EagleHead
-from jspec.engine.tokenizer import load_tokenizer
+from jspec.tools import demo
 from jspec.tools.testing import NEAR_TIE, Random, Scripted, differences
 from tests.support import cover, tiny
 
@@ -38,7 +37,7 @@ TREES = ("chain:1", "chain:2", "chain:5", STATIC, DYNAMIC)
 DRAFTERS = ("eagle3", "eagle", "medusa", "small", "ngram", "suffix", "right", "wrong", "random")
 FAKES = ("right", "wrong", "random")
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "pair": ("golden", "stories"),
+    "pair": ("demo", "random"),
     "drafter": DRAFTERS,
     "tree": TREES,
     "page": (1, 64),  # other tests run with 16, the default
@@ -58,23 +57,20 @@ class Pair:
 
 
 @cache
-def pair(name: str, golden: Path, data: Path) -> Pair:
-    cuts = tiny.text_cuts(data, 100, longest=LONGEST_PROMPT)
-    if name == "golden":
-        target = tiny.load_target(golden / "target")
-        head = tiny.load_head(golden / "draft_specforge_like")
-        return Pair(target, head, tiny.one_layer(target), [list(cut.encode())[:LONGEST_PROMPT] for cut in cuts])
-    target = tiny.load_target(data / "stories260k")
-    tokenizer = load_tokenizer(data / "stories260k")
-    assert tokenizer is not None
-    prompts = [tokenizer.encode(cut)[:LONGEST_PROMPT] for cut in cuts]
+def pair(name: str) -> Pair:
+    """The pair of `jspec demo`, which is trained, or one with random weights; the prompts are bytes of English text."""
+    prompts = [list(cut.encode())[:LONGEST_PROMPT] for cut in tiny.text_cuts(100, longest=LONGEST_PROMPT)]
+    if name == "demo":
+        target = tiny.load_target(demo.TARGET)
+        return Pair(target, tiny.load_head(demo.HEAD), tiny.one_layer(target), prompts)
+    target = tiny.model(512, layers=5, hidden=64, sharpness=4)
     head = tiny.eagle_head(target, draft_vocab=200, feature_layers=(1, 3, 4))
     return Pair(target, head, tiny.model(512, layers=1, seed=3), prompts)
 
 
 def is_long(case: dict[str, Any]) -> bool:
     """Return whether a drafter runs on the embedded pair, whose trained head drafts many long texts."""
-    return case["pair"] == "golden" and case["drafter"] not in FAKES
+    return case["pair"] == "demo" and case["drafter"] not in FAKES
 
 
 def make_drafter(name: str, tree: Tree, pair: Pair, known: list[Completion], params: list[SamplingParams]) -> Drafter:
@@ -145,22 +141,22 @@ Sizes = dict[float, Size]  # for each temperature
 
 
 @cache
-def plain(name: str, golden: Path, data: Path, longest: int) -> Engine:
-    target = pair(name, golden, data).target
+def plain(name: str, longest: int) -> Engine:
+    target = pair(name).target
     return Engine(target, slots=20, max_len=longest + FULL.tokens + 1, buckets=(20,), prefill_buckets=(longest,))
 
 
 @cache
-def baseline(name: str, golden: Path, data: Path, size: Size, temperature: float) -> list[Completion]:
-    prompts = [prompt[: size.longest] for prompt in pair(name, golden, data).prompts[: size.prompts]]
+def baseline(name: str, size: Size, temperature: float) -> list[Completion]:
+    prompts = [prompt[: size.longest] for prompt in pair(name).prompts[: size.prompts]]
     params = parameters(size.prompts, size.tokens, temperature)
-    return plain(name, golden, data, size.longest).generate(prompts, params)
+    return plain(name, size.longest).generate(prompts, params)
 
 
-def check(case: dict[str, Any], golden: Path, data: Path, sizes: Sizes) -> None:
+def check(case: dict[str, Any], sizes: Sizes) -> None:
     """Compare each bucket, greedy and sampled: the largest serves all prompts, each other one a batch of its size."""
-    one = pair(case["pair"], golden, data)
-    expected = {t: baseline(case["pair"], golden, data, size, t) for t, size in sizes.items()}
+    one = pair(case["pair"])
+    expected = {t: baseline(case["pair"], size, t) for t, size in sizes.items()}
     params = {t: parameters(size.prompts, size.tokens, t) for t, size in sizes.items()}
     known, made_with = distinct(expected, params)
     drafter, tree = case["drafter"], case["tree"]
@@ -225,22 +221,22 @@ def same_tokens(
 # Drafters that have a cache, and one that is always wrong. Medusa's tokens are compared in
 # tests/engine/test_adaptive_engine.py too, those of n-gram and suffix in tests/draft/test_lookup.py.
 COVER = (
-    ("stories", "eagle3", DYNAMIC, 64, (20,)),
-    ("stories", "eagle", DYNAMIC, 1, (20,)),
-    ("golden", "small", "chain:2", 1, (20,)),
-    ("stories", "wrong", "chain:1", 64, (1, 20)),
+    ("random", "eagle3", DYNAMIC, 64, (20,)),
+    ("random", "eagle", DYNAMIC, 1, (20,)),
+    ("demo", "small", "chain:2", 1, (20,)),
+    ("random", "wrong", "chain:1", 64, (1, 20)),
 )
 MORE = (  # -m long; the whole product: -m matrix
-    ("stories", "medusa", STATIC, 64, (20,)),
-    ("stories", "ngram", STATIC, 64, (20,)),
-    ("golden", "eagle3", "chain:2", 64, (20,)),
-    ("golden", "suffix", "chain:2", 64, (20,)),
-    ("golden", "right", "chain:5", 1, (1, 20)),
-    ("stories", "eagle3", "chain:5", 1, (20,)),
-    ("stories", "small", STATIC, 1, (1, 20)),
-    ("stories", "suffix", DYNAMIC, 64, (20,)),
-    ("stories", "right", STATIC, 1, (1, 20)),
-    ("stories", "random", "chain:2", 1, (20,)),
+    ("random", "medusa", STATIC, 64, (20,)),
+    ("random", "ngram", STATIC, 64, (20,)),
+    ("demo", "eagle3", "chain:2", 64, (20,)),
+    ("demo", "suffix", "chain:2", 64, (20,)),
+    ("demo", "right", "chain:5", 1, (1, 20)),
+    ("random", "eagle3", "chain:5", 1, (20,)),
+    ("random", "small", STATIC, 1, (1, 20)),
+    ("random", "suffix", DYNAMIC, 64, (20,)),
+    ("random", "right", STATIC, 1, (1, 20)),
+    ("random", "random", "chain:2", 1, (20,)),
 )
 
 
@@ -252,15 +248,15 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("case", cases())
-def test_engine_with_any_drafter_emits_tokens_of_plain_decoding(case: dict[str, Any], golden: Path, data: Path) -> None:
+def test_engine_with_any_drafter_emits_tokens_of_plain_decoding(case: dict[str, Any]) -> None:
     is_default = tuple(case.values()) in COVER
-    check(case, golden, data, {0.0: LONG if is_long(case) and not is_default else SHORT, 1.0: SHORT})
+    check(case, {0.0: LONG if is_long(case) and not is_default else SHORT, 1.0: SHORT})
 
 
 @pytest.mark.once
-def test_draft_model_equal_to_the_target_has_every_draft_accepted(golden: Path, data: Path) -> None:
+def test_draft_model_equal_to_the_target_has_every_draft_accepted() -> None:
     """In 200 rounds acceptance stays complete only if each round writes the bonus token's draft cache row."""
-    one = pair("golden", golden, data)
+    one = pair("demo")
     drafter = DraftModel(one.target, Tree.chain(2))
     engine = Engine(one.target, drafter=drafter, slots=1, max_len=700, prefill_buckets=(64,), page_size=64)
     (done,) = engine.generate(one.prompts[3][:60], SamplingParams(max_tokens=601, temperature=0))
@@ -269,12 +265,12 @@ def test_draft_model_equal_to_the_target_has_every_draft_accepted(golden: Path, 
 
 
 @pytest.mark.once
-def test_lossless_comparison_with_a_changed_target_fails(golden: Path, data: Path) -> None:
+def test_lossless_comparison_with_a_changed_target_fails() -> None:
     """Negative control: the target differs in one weight."""
-    one = pair("golden", golden, data)
+    one = pair("demo")
     other = one.target.replace(norm=one.target.norm.at[0].mul(1.5))
     engine = Engine(other, slots=20, max_len=SHORT.max_len, buckets=(20,), prefill_buckets=(SHORT.longest,))
-    expected = baseline("golden", golden, data, SHORT, 0.0)
+    expected = baseline("demo", SHORT, 0.0)
     done = engine.generate([c.prompt_token_ids for c in expected], parameters(20, 64, 0.0))
     with pytest.raises(AssertionError):
         same_tokens(one.target, expected, done, parameters(20, 64, 0.0))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,17 +19,10 @@ from jspec.core.config import EngineConfig
 from jspec.engine.detokenizer import IncrementalDetokenizer
 from jspec.engine.input_processor import InputProcessor
 from jspec.engine.tokenizer import Tokenizer, load_tokenizer
+from tests.support.tokenizer_folders import KINDS, PUBLISHED
 
 pytestmark = pytest.mark.once
 
-FOLDERS = {
-    "bytes": "bytes",
-    "stories260k": "stories260k",
-    "tinystories656k": "tinystories656k",
-    "qwen2.5": "tokenizers/qwen2.5",
-    "gpt2": "tokenizers/gpt2",
-    "metaspace": "made here: blanks by a Metaspace decoder",
-}
 TEXTS = [
     "Once upon a time, there was a little girl.",
     "  leading blanks\n\n\tand a tab ",
@@ -46,37 +39,31 @@ TEXTS = [
 _loaded: dict[str, Tokenizer] = {}
 
 
-@pytest.fixture(params=list(FOLDERS))
+def each(*kinds: str) -> list[Any]:
+    """The kinds built by `tokenizer_folders`; of the published tokenizers, those of these kinds, marked `long`."""
+    published = [PUBLISHED[kind] for kind in kinds if kind in PUBLISHED]
+    return [*kinds, *(pytest.param(name, marks=pytest.mark.long) for name in published)]
+
+
+EVERY = each("bytes", *KINDS)
+
+
+@pytest.fixture(params=EVERY)
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return load(request.param, request)
 
 
 def load(name: str, request: pytest.FixtureRequest) -> Tokenizer:
+    """A tokenizer by its kind, or a published one by its folder."""
     if name not in _loaded:
-        if name == "metaspace":
-            source = make_metaspace(request.getfixturevalue("tmp_path_factory").mktemp(name))
+        if name in KINDS:
+            source = request.getfixturevalue("tokenizer_folder")(name)
         else:
-            source = name if name == "bytes" else request.getfixturevalue("data") / FOLDERS[name]
+            source = name if name == "bytes" else request.getfixturevalue("data") / name
         loaded = load_tokenizer(source)
         assert loaded is not None
         _loaded[name] = loaded
     return _loaded[name]
-
-
-def make_metaspace(folder: Path) -> Path:
-    """Write a tokenizer with byte fallback and blanks before all words but the first, as in T5 and some Llama files."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
-    words = ["<unk>", "</s>", "▁", "▁a", "▁and", "an", "d", ".", ",", "c", "x", "m", "é"]
-    vocab = {word: i for i, word in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
-    made = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    made.normalizer = normalizers.Replace(" ", "▁")
-    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])
-    made.add_special_tokens(["<unk>", "</s>"])
-    made.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
 
 
 def whole(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
@@ -95,14 +82,14 @@ def check_pieces(tokenizer: Tokenizer, prompt: Sequence[int], pieces: Sequence[S
     assert "".join(streamed(tokenizer, prompt, pieces)) == whole(tokenizer, prompt, ids)
 
 
-@pytest.mark.parametrize("name", ["bytes", "stories260k", "qwen2.5", "gpt2"])
+@pytest.mark.parametrize("name", each("bytes", "sentencepiece", "chat", "byte_level"))
 @pytest.mark.parametrize("text", TEXTS)
 def test_tokenizer_that_encodes_and_decodes_a_text_returns_it(
     name: str, text: str, request: pytest.FixtureRequest
 ) -> None:
     """The test omits a tokenizer without byte fallback and one that drops a leading blank."""
     tokenizer = load(name, request)
-    text = unicodedata.normalize("NFC", text) if name == "qwen2.5" else text
+    text = unicodedata.normalize("NFC", text) if name in ("chat", PUBLISHED["chat"]) else text
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -129,25 +116,23 @@ def test_detokenizer_given_split_characters_returns_only_whole_ones(tokenizer: T
 
 def test_detokenizer_given_plain_english_returns_text_with_each_token(request: pytest.FixtureRequest) -> None:
     """No text is held back."""
-    tokenizer = load("gpt2", request)
+    tokenizer = load("byte_level", request)
     ids = tokenizer.encode("Once upon a time")
     assert streamed(tokenizer, [], [[token] for token in ids]) == ["Once", " upon", " a", " time", ""]
 
 
 def test_detokenizer_after_visible_prompt_text_keeps_a_leading_blank(request: pytest.FixtureRequest) -> None:
-    """After a prompt without visible text the blank is dropped."""
-    tokenizer = load("stories260k", request)
+    tokenizer = load("sentencepiece", request)
     ids = tokenizer.encode("Once upon")
     after_bos = streamed(tokenizer, ids[:1], [ids[1:]])
     after_text = streamed(tokenizer, ids, [ids[1:]])
     assert ("".join(after_bos), "".join(after_text)) == ("Once upon", " Once upon")
 
 
-@pytest.mark.parametrize("name", ["stories260k", "tinystories656k", "tokenizers/gpt2"])
-def test_text_decoder_with_a_grammar_keeps_the_leading_blank(data: Path, name: str) -> None:
+@pytest.mark.parametrize("name", each("sentencepiece", "many_words", "byte_level"))
+def test_text_decoder_with_a_grammar_keeps_the_leading_blank(name: str, request: pytest.FixtureRequest) -> None:
     """After a prompt without text the first blank is part of the grammar's text; without a grammar it is dropped."""
-    tokenizer = load_tokenizer(data / name)
-    assert tokenizer is not None
+    tokenizer = load(name, request)
     processor = InputProcessor(tokenizer, tokenizer.vocab_size, (), EngineConfig())
     spelled, front = tokenizer.token_bytes(), next(iter(tokenizer.hidden_ids))
     blank = next(i for i, text in enumerate(spelled) if text is not None and re.fullmatch(rb" [a-z]+", text))
@@ -159,20 +144,20 @@ def test_text_decoder_with_a_grammar_keeps_the_leading_blank(data: Path, name: s
             texts.append("".join(pieces) + decoder.finish(2))
         expected = 2 * (spelled[blank] or b"").decode()
         assert texts[0] == texts[1] == expected
-        is_lost = prompt == [front] and "gpt2" not in name
+        is_lost = prompt == [front] and name not in ("byte_level", PUBLISHED["byte_level"])
         assert texts[2] == (expected[1:] if is_lost else expected)
 
 
 def test_detokenizer_after_ids_without_text_keeps_the_next_blank(request: pytest.FixtureRequest) -> None:
     """The prompt's ids are outside the tokenizer's vocabulary, as in models with padded vocabularies."""
-    tokenizer = load("stories260k", request)
+    tokenizer = load("sentencepiece", request)
     ids = tokenizer.encode("Once")
     padding = [tokenizer.vocab_size + 7] * 30
     assert "".join(streamed(tokenizer, ids + padding, [ids[1:]])) == " Once"
     assert "".join(streamed(tokenizer, ids, [padding, ids[1:]])) == " Once"
 
 
-@pytest.mark.parametrize("name", list(FOLDERS))
+@pytest.mark.parametrize("name", EVERY)
 @settings(max_examples=60)
 @given(data=st.data())
 def test_detokenizer_of_random_ids_equals_decoding_at_once(
@@ -189,7 +174,7 @@ def test_detokenizer_of_random_ids_equals_decoding_at_once(
     check_pieces(tokenizer, data.draw(prompt), data.draw(pieces))
 
 
-@pytest.mark.parametrize("name", ["stories260k", "metaspace"])
+@pytest.mark.parametrize("name", each("sentencepiece", "metaspace"))
 def test_detokenizer_given_an_invalid_byte_replaces_the_whole_byte_run(
     name: str, request: pytest.FixtureRequest
 ) -> None:
@@ -204,19 +189,19 @@ def test_detokenizer_given_an_invalid_byte_replaces_the_whole_byte_run(
 
 def test_tokens_decoded_one_by_one_differ_from_decoding_at_once(request: pytest.FixtureRequest) -> None:
     """Negative control of the incremental detokenizer."""
-    tokenizer = load("qwen2.5", request)
+    tokenizer = load("chat", request)
     ids = tokenizer.encode("🎉👩‍👩‍👧‍👦")
     assert "".join(tokenizer.decode([token]) for token in ids) != tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("name", ["bytes", "gpt2", "stories260k"])
+@pytest.mark.parametrize("name", each("bytes", "byte_level", "sentencepiece"))
 @pytest.mark.parametrize("kind", ["text", "broken", "hidden"])
 def test_detokenizer_on_a_long_text_has_a_constant_cost_per_token(
     name: str, kind: str, request: pytest.FixtureRequest
 ) -> None:
     """The cost is the number of ids that are decoded for each new token."""
     tokenizer = load(name, request)
-    broken = {"bytes": 0xFF, "gpt2": 255, "stories260k": max(tokenizer.byte_ids, default=0)}[name]
+    broken = tokenizer.token_bytes().index(b"\xff")
     ids = {
         "text": tokenizer.encode("Once upon a time 世界 " * 200)[:2000],
         "broken": [broken] * 2000,
@@ -249,30 +234,29 @@ def test_byte_tokenizer_given_a_text_returns_its_utf8_bytes() -> None:
         tokenizer.chat([{"role": "user", "content": "hi"}])
 
 
-def test_tokenizer_with_special_tokens_adds_and_hides_them(data: Path) -> None:
-    tokenizer = load_tokenizer(data / "stories260k")
-    assert tokenizer is not None
+@pytest.mark.parametrize("name", each("sentencepiece"))
+def test_tokenizer_with_special_tokens_adds_and_hides_them(name: str, request: pytest.FixtureRequest) -> None:
+    tokenizer = load(name, request)
     assert tokenizer.vocab_size == 512
     assert tokenizer.encode("Once")[0] == 1
     assert tokenizer.hidden_ids == {0, 1, 2}
     assert len(tokenizer.byte_ids) == 256
 
 
-def test_tokenizer_given_chat_messages_applies_the_chat_template(data: Path) -> None:
-    tokenizer = load_tokenizer(data / "tokenizers/qwen2.5")
-    assert tokenizer is not None
+QWEN_SYSTEM = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+
+
+@pytest.mark.parametrize("name", each("chat"))
+def test_tokenizer_given_chat_messages_applies_the_chat_template(name: str, request: pytest.FixtureRequest) -> None:
+    tokenizer = load(name, request)
     ids = tokenizer.chat([{"role": "user", "content": "Hi"}])
-    expected = tokenizer.encode(
-        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert ids == expected
+    system = "" if name == "chat" else QWEN_SYSTEM
+    assert ids == tokenizer.encode(f"{system}<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_tokenizer_without_chat_template_given_messages_raises(data: Path) -> None:
-    tokenizer = load_tokenizer(data / "stories260k")
-    assert tokenizer is not None
-    with pytest.raises(ValueError, match=r"stories260k.*no chat template"):
+def test_tokenizer_without_chat_template_given_messages_raises(request: pytest.FixtureRequest) -> None:
+    tokenizer = load("sentencepiece", request)
+    with pytest.raises(ValueError, match=r"sentencepiece.*no chat template"):
         tokenizer.chat([{"role": "user", "content": "Hi"}])
 
 

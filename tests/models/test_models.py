@@ -12,12 +12,12 @@ import pytest
 
 from jspec import Engine, Model, SamplingParams
 from jspec.core.records import TokenBatch
-from jspec.engine.tokenizer import load_tokenizer
 from jspec.models import decoder
 from jspec.models.kv_cache import PoolShape, create
+from jspec.tools import demo
 from jspec.tools.testing import last_logits
 from pallas_kernels import ancestor_bits
-from tests.support import tiny
+from tests.support import recordings, tiny
 
 TOLERANCE = 1e-4  # both sides use float32 but add up in different orders
 LLAMA3 = {
@@ -54,39 +54,53 @@ def test_decoder_logits_of_random_llamas_equal_those_of_transformers(name: str, 
 
 
 @pytest.mark.once
+def test_forward_logits_of_the_demo_target_equal_transformers() -> None:
+    torch = pytest.importorskip("torch", reason="transformers' models need torch")
+    from transformers import AutoModelForCausalLM
+
+    ids = list(b"def __init__(self, name):\n        self.")
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(demo.TARGET)(torch.tensor([ids])).logits[0, -1].numpy()
+    np.testing.assert_allclose(last_logits(tiny.load_target(demo.TARGET), ids), wanted, atol=TOLERANCE)
+
+
+@pytest.fixture
+def recorded(golden: Path) -> dict[str, np.ndarray]:
+    """Prompts, greedy tokens and logits that transformers computes for a Llama with llama3 RoPE scaling."""
+    return recordings.recording(golden / "families" / "llama" / "expect.npz")
+
+
+@pytest.mark.once
+def test_engine_with_llama3_rope_emits_the_greedy_tokens_of_transformers(
+    golden: Path, recorded: dict[str, np.ndarray]
+) -> None:
+    target = tiny.load_target(golden / "families" / "llama")
+    engine = Engine(target, slots=3, max_len=160, buckets=(3,), prefill_buckets=(80,))
+    prompts = [recorded[f"prompt{i}"].tolist() for i in range(3)]
+    done = engine.generate(prompts, SamplingParams(max_tokens=64, temperature=0))
+    for i, completion in enumerate(done):
+        assert completion.token_ids == recorded[f"greedy{i}"].tolist()
+
+
+def test_forward_logits_with_llama3_rope_equal_the_recorded_ones_and_differ_without_it(
+    golden: Path, recorded: dict[str, np.ndarray]
+) -> None:
+    """A plain RoPE is the negative control of the comparisons with transformers."""
+    target, ids = tiny.load_target(golden / "families" / "llama"), recorded["prompt2"].tolist()
+    plain = target.replace(config=target.config.resized(rope=replace(target.config.rope, kind="default")))
+    np.testing.assert_allclose(last_logits(target, ids), recorded["logits2"][-1], atol=TOLERANCE)
+    assert np.abs(last_logits(plain, ids) - recorded["logits2"][-1]).max() > 100 * TOLERANCE
+
+
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["stories260k", "tinystories656k"])
-def test_engine_with_real_models_emits_the_recorded_greedy_tokens(name: str, data: Path) -> None:
+def test_engine_with_published_models_emits_the_greedy_tokens_of_transformers(name: str, data: Path) -> None:
     target, cases = tiny.load_target(data / name), tiny.greedy_cases(data / name)
     engine = Engine(target, slots=4, max_len=256, buckets=(4,), prefill_buckets=(64,))
     params = [SamplingParams(max_tokens=len(case["greedy_ids"]), temperature=0) for case in cases]
     done = engine.generate([case["prompt_ids"] for case in cases], params)
     for completion, case in zip(done, cases, strict=True):
         assert completion.token_ids == case["greedy_ids"]
-
-
-@pytest.mark.parametrize("name", ["stories260k", "tinystories656k"])
-def test_decoder_logits_of_real_models_equal_those_of_transformers(name: str, data: Path) -> None:
-    torch = pytest.importorskip("torch", reason="transformers' models need torch")
-    from transformers import AutoModelForCausalLM
-
-    tokenizer = load_tokenizer(data / name)
-    assert tokenizer is not None
-    ids = tokenizer.encode("Once upon a time, there was a little girl ")
-    with torch.no_grad():
-        wanted = AutoModelForCausalLM.from_pretrained(data / name)(torch.tensor([ids])).logits[0, -1].numpy()
-    np.testing.assert_allclose(last_logits(tiny.load_target(data / name), ids), wanted, atol=TOLERANCE)
-
-
-def test_decoder_with_wrong_rope_base_returns_other_logits(data: Path) -> None:
-    """Negative control of the comparisons with transformers."""
-    target = tiny.load_target(data / "stories260k")
-    case = tiny.greedy_cases(data / "stories260k")[0]
-    other = Model.from_weights(
-        target.config.resized(rope=replace(target.config.rope, theta=500000.0)),
-        dict(embed=target.embed, layers=[vars(layer) for layer in target.layers], norm=target.norm),
-    )
-    difference = last_logits(other, case["prompt_ids"]) - last_logits(target, case["prompt_ids"])
-    assert np.abs(difference).max() > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("is_tree", [False, True])

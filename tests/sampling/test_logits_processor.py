@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from jspec.core.records import Draft
 from jspec.draft.base import NoDraft
 from jspec.engine.input_processor import InputProcessor
 from jspec.sampling import logits_processor, penalties
+from jspec.tools import demo
 from tests.reference.masking import decoded
 from tests.support import lettered, small
 from tests.support.views import draft_of_rows, view_of_rows
@@ -230,7 +230,7 @@ def test_request_with_inconsistent_logits_processor_options_raises() -> None:
         InputProcessor(None, 16, (), EngineConfig()).requests([1], SamplingParams(processor_args=(1.0,)), trace=False)
 
 
-def test_engine_from_pretrained_with_invalid_logits_processor_raises(data: Path) -> None:
+def test_engine_from_pretrained_with_invalid_logits_processor_raises() -> None:
     processor, message = BAD[0]
     with pytest.raises(ValueError, match=message):
-        Engine.from_pretrained(data / "stories260k", logits_processor=processor)
+        Engine.from_pretrained(demo.TARGET, logits_processor=processor)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ import pytest
 
 from jspec import Completion, Drafter, DraftModel, Engine, Model, NGram, SamplingParams, Suffix, TokenLogprob, Tree
 from jspec.core.config import EngineConfig
-from jspec.engine.tokenizer import ByteTokenizer, load_tokenizer
-from jspec.tools.bench import pair as files
+from jspec.engine.tokenizer import ByteTokenizer
+from jspec.tools import demo
 from tests.reference import decoder, processors
 from tests.support import small, tiny
 
@@ -222,7 +221,7 @@ def test_engine_config_with_unknown_logprobs_mode_raises() -> None:
         EngineConfig(logprobs_mode="logits")
 
 
-# -- a real model
+# -- a trained model
 
 LONGEST_PROMPT = 250
 
@@ -234,17 +233,15 @@ LONGEST_PROMPT = 250
         *(pytest.param(name, 80, 64, marks=pytest.mark.matrix) for name in ("none", "ngram", "suffix")),
     ],
 )
-def test_logprobs_of_a_real_model_equal_one_dense_pass(drafter: str, count: int, tokens: int, data: Path) -> None:
-    """The prompts of mt_bench are decoded greedily and sampled alternately."""
+def test_logprobs_of_a_trained_model_equal_one_dense_pass(drafter: str, count: int, tokens: int) -> None:
+    """Prompts of English text are decoded greedily and sampled alternately."""
     drafters: dict[str, Drafter | None] = {
         "none": None,
         "ngram": NGram(Tree.chain(4)),
         "suffix": Suffix(Tree.topk(12, 4, 3)),
     }
-    target, tokenizer = tiny.load_target(data / "stories260k"), load_tokenizer(data / "stories260k")
-    assert tokenizer is not None
-    texts = files.read_prompts(data / "prompts" / "eagle_mt_bench.jsonl", count)
-    prompts = [tokenizer.encode(text)[:LONGEST_PROMPT] for text in texts]
+    target = tiny.load_target(demo.TARGET)
+    prompts = [list(text.encode())[:LONGEST_PROMPT] for text in tiny.text_cuts(count, longest=LONGEST_PROMPT)]
     params = [SamplingParams(max_tokens=tokens, temperature=i % 2, seed=i, logprobs=5) for i in range(count)]
     engine = Engine(
         target,

@@ -23,6 +23,7 @@ from jspec.draft.expand_tree import Level
 from jspec.models.kv_cache import PoolShape
 from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state, view_of
+from jspec.tools import demo
 from jspec.tools.replay import observe
 from tests.support import tiny
 from tests.support.recordings import TOLERANCE, engine_of, recording, replay, same_rounds
@@ -54,7 +55,7 @@ CASES: dict[str, tuple[Callable[[Path], Drafter], int, float]] = {
 def test_tree_drafters_on_recorded_prompts_have_the_recorded_rounds(golden: Path, name: str) -> None:
     make, compared, mean_acceptance_length = CASES[name]
     recorded = recording(golden / name)
-    engine = engine_of(golden, make(golden))
+    engine = engine_of(make(golden))
     assert same_rounds(replay(engine, golden, recorded), recorded) == compared
     assert engine.metrics.mean_acceptance_length == pytest.approx(mean_acceptance_length, abs=5e-4)
 
@@ -70,7 +71,7 @@ class Detail:
         self.candidates: list[tuple[Array, Array]] = []
         children = growing._children
         monkeypatch.setattr(growing, "_children", lambda *args: self._kept(children(*args)))
-        target = tiny.load_target(golden / "target")
+        target = tiny.load_target(demo.TARGET)
         self.program = Program(drafter, drafter.feature_layers(target), "coupled", "reference")
         self.params = Params(target=target, draft=drafter.bind(target))
         ids = tiny.recorded_prompts(golden)[0]
@@ -140,7 +141,7 @@ def test_eagle_tree_in_the_first_round_has_the_recorded_intermediate_values(
 def test_medusa_heads_after_recorded_texts_have_the_recorded_logits(golden: Path) -> None:
     """The texts are those of the first recorded rounds."""
     recorded, heads = recording(golden / STATIC20), tiny.load_medusa(golden / "medusa/heads").heads
-    target, prompts = tiny.load_target(golden / "target"), tiny.recorded_prompts(golden)
+    target, prompts = tiny.load_target(demo.TARGET), tiny.recorded_prompts(golden)
     texts = []
     for index in recorded["logits_iter"][:8]:
         prompt = int(np.searchsorted(recorded["iter_offset"], index, side="right") - 1)

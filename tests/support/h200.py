@@ -91,7 +91,7 @@ class H200Program:
 def require_plugin() -> None:
     """Skip the test if programs for an H200 cannot be compiled."""
     if importlib.util.find_spec(PLUGIN) is None:
-        pytest.skip(f"{PLUGIN} is not installed: no compilation for an H200")
+        pytest.skip(f"needs {PLUGIN} to compile for GPUs: see 'Skipped tests' in tests/README.md")
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import numpy as np
 
 from jspec import Completion, Drafter, Engine, SamplingParams
 from jspec.engine.request import Round
+from jspec.tools import demo
 from tests.support import tiny
 
 TOLERANCE = 1e-4  # float32 sums in another order; a second implementation of the recordings' authors differs by 8e-6
@@ -21,9 +22,9 @@ def recording(file: Path) -> dict[str, np.ndarray]:
         return dict(arrays)
 
 
-def engine_of(golden: Path, drafter: Drafter) -> Engine:
+def engine_of(drafter: Drafter) -> Engine:
     """Return an engine with the recordings' target and a drafter."""
-    target = tiny.load_target(golden / "target")
+    target = tiny.load_target(demo.TARGET)
     options = dict(slots=4, max_len=512, buckets=(4,), prefill_buckets=(128,), prefix_cache=False, controls=False)
     return Engine(target, drafter=drafter, **options)
 

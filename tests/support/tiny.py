@@ -20,6 +20,7 @@ from jspec.models import load
 from jspec.models.config import ModelConfig, Rope
 from jspec.models.decoder import Model
 from jspec.models.params import Params, ParamSpec, model_params
+from jspec.tools import check_head
 
 
 def config(vocab: int, *, layers: int = 2, hidden: int = 16, **flags: bool) -> ModelConfig:
@@ -198,15 +199,17 @@ def recorded_prompts(golden: Path) -> list[list[int]]:
     return [flat[a:b].tolist() for a, b in itertools.pairwise(offsets)]
 
 
-def text_cuts(data: Path, count: int, *, longest: int, seed: int = 0) -> list[str]:
-    """Return cuts of real text of different lengths, each at most ``longest`` characters."""
-    text = "".join((data / "text" / name).read_text()[:200_000] for name in TEXTS)
+def english() -> str:
+    """About 13,000 characters of English and a little Python: files of the project that do not change."""
+    return check_head.TEXT + (Path(__file__).parents[2] / "LICENSE").read_text()
+
+
+def text_cuts(count: int, *, longest: int, seed: int = 0) -> list[str]:
+    """Cuts of `english` of different lengths, each at most ``longest`` characters."""
+    text = english()
     rng = np.random.default_rng(seed)
     starts, sizes = rng.integers(0, len(text) - longest, count), rng.integers(1, longest + 1, count)
     return [text[a : a + n] for a, n in zip(starts.tolist(), sizes.tolist(), strict=True)]
-
-
-TEXTS = ("tinystories_eval_excerpt.txt", "wikitext2_test.txt")
 
 
 def greedy_cases(folder: Path) -> list[dict]:

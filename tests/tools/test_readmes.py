@@ -21,7 +21,8 @@ pytestmark = pytest.mark.once
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 READMES = [
-    REPOSITORY / folder / "README.md" for folder in (".", "jspec", "jspec/draft", "jspec/models/families", "tests")
+    REPOSITORY / folder / "README.md"
+    for folder in (".", "jspec", "jspec/draft", "jspec/models/families", "tests", "tests/data/golden")
 ]
 LONGEST = 200  # largest number of lines of the first README
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
