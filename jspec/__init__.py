@@ -1,6 +1,7 @@
 """Lossless speculative decoding in JAX: one compiled program drafts, verifies, accepts and commits tokens."""
 
 from jspec import plot, testing
+from jspec.core.config import EngineConfig
 from jspec.core.tree import Tree
 from jspec.draft.base import Drafter
 from jspec.draft.draft_model import DraftModel
@@ -23,6 +24,7 @@ __all__ = [
     "Eagle",
     "Eagle3",
     "Engine",
+    "EngineConfig",
     "LogitsContext",
     "Medusa",
     "Metrics",

@@ -191,7 +191,7 @@ def test_astream_in_more_tasks_than_slots_yields_the_right_tokens_to_each_task(
 
 
 def test_astream_empty_prompt_raises_when_called(engine: Engine) -> None:
-    with pytest.raises(ValueError, match="prompt is empty"):
+    with pytest.raises(ValueError, match="prompt: expected at least one token"):
         engine.astream([])
 
 
