@@ -21,6 +21,7 @@ QUANTIZE = ("int8", "fp8", "fp8_dynamic")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 PREFILL_BUCKETS = (128, 512, 2048)
 TYPICAL_OPTIONS = {"typical_threshold": 0.09, "typical_alpha": 0.3}
+MAX_INT = 2**31 - 1  # largest value of an option that counts; the device counts in int32
 MAX_LOGPROBS = 20  # largest number of tokens per position whose log-probabilities are reported; vLLM's default limit
 
 
@@ -194,7 +195,12 @@ def _one_of(*allowed: object) -> Check:
 
 
 def _int_from(least: int) -> Check:
-    return f"an int >= {least}", lambda value: _is_int(value) and value >= least
+    return f"an int from {least} to {MAX_INT}", lambda value: _is_int(value) and least <= value <= MAX_INT
+
+
+def _none_or(check: Check) -> Check:
+    text, is_valid = check
+    return f"None or {text}", lambda value: value is None or is_valid(value)
 
 
 def _is_int(value: object) -> bool:
@@ -235,14 +241,11 @@ CHECKS: dict[str, Check] = {
         "None, False or a folder's path",
         lambda value: value is None or value is False or isinstance(value, (str, Path)),
     ),
-    "seed": _int_from(0),
+    "seed": ("an int >= 0", lambda value: _is_int(value) and value >= 0),
     "grammar_cells": _int_from(0),
     "processor_args": _int_from(0),
-    "prefill_budget": ("None or an int >= 1", lambda value: value is None or (_is_int(value) and value >= 1)),
-    "pages": (
-        "None or an int >= 2 (page 0 is never used)",
-        lambda value: value is None or (_is_int(value) and value >= 2),
-    ),
+    "prefill_budget": _none_or(_int_from(1)),
+    "pages": _none_or(_int_from(2)),  # page 0 is never used
 }
 
 
@@ -250,7 +253,7 @@ def _ascending(name: str, sizes: tuple[int, ...], *, least: int = 1) -> tuple[in
     if not isinstance(sizes, (tuple, list)) or not all(type(size) is int for size in sizes):
         raise ValueError(f"{name}: expected None or a tuple of ints, got {short(sizes)}")
     sizes = tuple(sizes)
-    if not sizes or sizes[0] < least or any(a >= b for a, b in pairwise(sizes)):
+    if not sizes or sizes[0] < least or sizes[-1] > MAX_INT or any(a >= b for a, b in pairwise(sizes)):
         kind = "positive sizes" if least else "sizes from 0"
         raise ValueError(f"{name}: expected ascending {kind}, at least one, got {short(sizes)}")
     return sizes

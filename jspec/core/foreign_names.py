@@ -133,17 +133,17 @@ def check_names(
         if not isinstance(name, str):
             raise TypeError(f"{owner}: expected names of type str, got {short(name)}; write the names in quotes")
         if name not in known:
-            raise TypeError(f"{owner}: expected {_expected(owner, name, known, elsewhere or {})}, got {name:.80}=")
+            raise TypeError(f"{owner}: expected {_expected(name, known, elsewhere or {})}, got {name:.50}=")
 
 
-def _expected(owner: str, name: str, known: list[str], elsewhere: Mapping[str, Iterable[str]]) -> str:
+def _expected(name: str, known: list[str], elsewhere: Mapping[str, Iterable[str]]) -> str:
     place = next((place for place, names in elsewhere.items() if name in names), None)
     if place is not None:
         return f"this argument in {place}, not here"
     if name in FOREIGN_NAMES:
         return FOREIGN_NAMES[name]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return " or ".join(f"{match}=" for match in near) if near else f"an argument that help({owner}) lists"
+    return " or ".join(f"{match}=" for match in near) if near else f"one of {', '.join(known)}"
 
 
 Record = TypeVar("Record", bound=type[Any])

@@ -136,8 +136,11 @@ class Tree:
         """Make the tree that a text describes: ``chain:4``, ``topk:60,8,10`` (nodes, depth, k) or ``static:0,1,0.0``.
 
         Raises:
+            TypeError: the argument is no text.
             ValueError: the text has none of these three forms.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"tree: expected a text, {TREE_FORMS}, got {short(text)}")
         kind, _, sizes = text.partition(":")
         try:
             paths = [tuple(int(rank) for rank in path.split(".")) for path in sizes.split(",")]

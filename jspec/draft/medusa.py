@@ -122,8 +122,8 @@ class Medusa(Drafter):
         self.tree = require_static("Medusa", tree)
         if tree.depth > len(heads.heads):
             raise ValueError(
-                f"Medusa: expected a tree at most {len(heads.heads)} deep, one level a head, got {tree}, which is "
-                f"{tree.depth} deep; cut the tree"
+                f"Medusa: expected a tree at most {len(heads.heads)} deep, because there are {len(heads.heads)} "
+                f"heads, got {tree}, which is {tree.depth} deep; cut the tree"
             )
         if tree.branching > heads.config.vocab_size:
             raise ValueError(

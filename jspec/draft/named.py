@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from jspec.core.shorten import short
@@ -44,7 +43,7 @@ def make_drafter(source: Any, *, dtype: str | None = None) -> Drafter | None:
 
 def _is_place(source: str) -> bool:
     """Whether a text is a folder or has the form of a path or of a hub id; "eagle3" has none of these."""
-    return "\0" not in source and ("/" in source or os.sep in source or Path(source).is_dir())
+    return "\0" not in source and ("/" in source or os.sep in source or os.path.isdir(source))
 
 
 def _remedy(source: Any) -> str:

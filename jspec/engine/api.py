@@ -93,7 +93,7 @@ class Engine(EngineLoop):
         proposes = make_drafter(drafter)
         core = build_core(config, target, proposes, logits_processor, has_tokenizer=tokenizer is not None)
         super().__init__(config, core)
-        self._async_steps = streams.AsyncSteps(self)
+        self._async_steps = streams.AsyncSteps()
         sizes = target.config
         self._model = f"{sizes.family} model of {sizes.num_layers} layers and {sizes.vocab_size} tokens"
 
@@ -197,7 +197,7 @@ class Engine(EngineLoop):
     ) -> list[Completion]:
         """Complete prompts as `generate` does, for use in asyncio tasks; cancelling the task aborts the requests."""
         asked = self._make_requests(prompts, params, sampling_params=sampling_params, trace=trace, keywords=fields)
-        await self._async_steps.finish([sample for request in asked for sample in request.samples])
+        await self._async_steps.finish(self, [sample for request in asked for sample in request.samples])
         return [make_completion(request) for request in asked]
 
     def submit(
@@ -258,7 +258,7 @@ class Engine(EngineLoop):
     ) -> AsyncIterator[Chunk]:
         """Yield the chunks that `stream` yields, for use in asyncio tasks; cancelling the task aborts the request."""
         request = self._make_request(prompt, params, sampling_params=sampling_params, keywords=fields)
-        return self._async_steps.stream(request)
+        return self._async_steps.stream(self, request)
 
     # -- conversations
 

@@ -102,10 +102,10 @@ def _remedy(value: Any) -> str:
         return "; decode it, as in prompt.decode()"
     if isinstance(value, AbstractSet):
         return "; a set has no order, so give a list"
-    if isinstance(value, (list, tuple)) or hasattr(value, "tolist"):
-        return "; give several prompts to generate, or one prompt here"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"; a prompt of one token is [{short(value)}]"
+    if isinstance(value, (str, list, tuple)) or (hasattr(value, "ndim") and value.ndim):
+        return "; give one prompt here, and several to generate"
     return ""
 
 

@@ -163,15 +163,15 @@ def _normalised(params: SamplingParams) -> dict[str, Any]:
     """Return the fields to store in another form than given, such as sequences as tuples and a schema as text."""
     values: dict[str, Any] = {}
     for name in ("stop_token_ids", "allowed_token_ids"):
-        if isinstance(getattr(params, name), (list, set, frozenset, np.ndarray)):
+        if isinstance(getattr(params, name), (list, set, frozenset)) or is_row(getattr(params, name)):
             values[name] = tuple(getattr(params, name))
-    if isinstance(params.processor_args, (list, np.ndarray)):
+    if isinstance(params.processor_args, list) or is_row(params.processor_args):
         values["processor_args"] = tuple(params.processor_args)
     if isinstance(params.stop, (str, list)) or params.stop is None:
         values["stop"] = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
     if isinstance(params.bad_words, (list, tuple)):
         values["bad_words"] = tuple(
-            tuple(word) if isinstance(word, (list, np.ndarray)) else word for word in params.bad_words
+            tuple(word) if isinstance(word, list) or is_row(word) else word for word in params.bad_words
         )
     if isinstance(params.json_schema, Mapping) and is_schema(params.json_schema):
         values["json_schema"] = json.dumps(params.json_schema)
@@ -184,6 +184,11 @@ def _normalised(params: SamplingParams) -> dict[str, Any]:
 def _id_of(key: object) -> object:
     """Return the token id that a text of at most 10 digits gives; any other key as it is."""
     return int(key) if isinstance(key, str) and len(key) <= 10 and key.isascii() and key.isdecimal() else key
+
+
+def is_row(value: object) -> bool:
+    """Whether the value is an array of one axis."""
+    return isinstance(value, np.ndarray) and value.ndim == 1
 
 
 def is_int(value: object) -> bool:

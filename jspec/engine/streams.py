@@ -34,49 +34,48 @@ def stream(loop: EngineLoop, request: Request) -> Iterator[Chunk]:
 class AsyncSteps:
     """Steps an engine's loop in threads, so that asyncio tasks can wait for their requests.
 
-    Args:
-        loop: the engine's loop.
+    The methods get the loop, because a reference to it here would keep the engine alive until a garbage collection.
     """
 
-    def __init__(self, loop: EngineLoop) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
         self._shared: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Future[None]] = WeakKeyDictionary()
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def stream(self, loop: EngineLoop, request: Request) -> AsyncIterator[Chunk]:
         """Yield the chunks that the function `stream` yields; cancelling the task aborts the request."""
         num_sent = dict.fromkeys(request.samples, 0)
         try:
-            await asyncio.to_thread(self._loop._queue, request.samples)
+            await asyncio.to_thread(loop._queue, request.samples)
             while num_sent:
                 while not (updated := _with_new_output(num_sent)):
-                    await self._step()
+                    await self._step(loop)
                 for sample in updated:
                     yield _next_chunk(sample, num_sent)
             _raise_error(request)
         finally:
-            await self._abort(request.samples)
+            await _abort(loop, request.samples)
 
-    async def finish(self, requests: Sequence[Request]) -> None:
+    async def finish(self, loop: EngineLoop, requests: Sequence[Request]) -> None:
         """Queue requests and wait until all have ended; cancelling the task aborts them."""
         try:
-            await asyncio.to_thread(self._loop._queue, requests)
+            await asyncio.to_thread(loop._queue, requests)
             while any(request.finish_reason is None for request in requests):
-                await self._step()
+                await self._step(loop)
         finally:
-            await self._abort(requests)
+            await _abort(loop, requests)
 
-    async def _step(self) -> None:
+    async def _step(self, loop: EngineLoop) -> None:
         """Wait for a step in another thread; all tasks of this event loop that wait meanwhile share the step."""
         event_loop = asyncio.get_running_loop()
         step = self._shared.get(event_loop)
         if step is None or step.done():
-            step = self._shared[event_loop] = event_loop.run_in_executor(None, self._loop.step)
+            step = self._shared[event_loop] = event_loop.run_in_executor(None, loop.step)
         await asyncio.shield(step)
 
-    async def _abort(self, requests: Sequence[Request]) -> None:
-        if any(request.finish_reason is None for request in requests):
-            # An abort waits for the lock; it runs in a thread because the event loop must not wait.
-            await asyncio.shield(asyncio.to_thread(self._loop._abort, requests))
+
+async def _abort(loop: EngineLoop, requests: Sequence[Request]) -> None:
+    """Abort the requests that have not ended yet, in a thread: an abort waits for the lock, an event loop must not."""
+    if any(request.finish_reason is None for request in requests):
+        await asyncio.shield(asyncio.to_thread(loop._abort, requests))
 
 
 def _with_new_output(num_sent: dict[Request, int]) -> list[Request]:

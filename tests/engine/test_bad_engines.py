@@ -43,12 +43,12 @@ def test_deterministic_engine_with_unsupported_weight_shape_on_a_gpu_raises(monk
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    (dict(slots=0), r"slots: expected an int >= 1, got 0"),
-    (dict(slots=2.0), r"slots: expected an int >= 1, got 2\.0"),
+    (dict(slots=0), r"slots: expected an int from 1 to 2147483647, got 0"),
+    (dict(slots=2.0), r"slots: expected an int from 1 to 2147483647, got 2\.0"),
     (dict(eos_ids=(2, 99)), r"eos_ids: expected ids in \[0, 16\), got 99"),
-    (dict(max_len=-5), r"max_len: expected an int >= 1, got -5"),
-    (dict(page_size=0), r"page_size: expected an int >= 1, got 0"),
-    (dict(rounds_per_dispatch=0), r"rounds_per_dispatch: expected an int >= 1, got 0"),
+    (dict(max_len=-5), r"max_len: expected an int from 1 to 2147483647, got -5"),
+    (dict(page_size=0), r"page_size: expected an int from 1 to 2147483647, got 0"),
+    (dict(rounds_per_dispatch=0), r"rounds_per_dispatch: expected an int from 1 to 2147483647, got 0"),
     (dict(buckets=()), r"buckets: expected ascending positive sizes, at least one, got \(\)"),
     (dict(slots=4, buckets=(2, 1, 4)), r"buckets: expected ascending .* got \(2, 1, 4\)"),
     (dict(slots=4, buckets=(1, 1, 4)), r"buckets: expected ascending .* got \(1, 1, 4\)"),
@@ -66,13 +66,16 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     (dict(quantize=True), r"quantize: expected one of .* got True"),
     (dict(memory_fraction=0), r"memory_fraction: expected in \(0, 1\], got 0"),
     (dict(memory_fraction=1.5), r"memory_fraction: expected in \(0, 1\], got 1\.5"),
-    (dict(pages=1), r"pages: expected None or an int >= 2 \(page 0 is never used\), got 1"),
-    (dict(prefill_budget=0), r"prefill_budget: expected None or an int >= 1, got 0"),
+    (dict(pages=1), r"pages: expected None or an int from 2 to 2147483647, got 1"),
+    (dict(prefill_budget=0), r"prefill_budget: expected None or an int from 1 to 2147483647, got 0"),
     (dict(overlap=1), r"overlap: expected a bool, got 1"),
     (dict(controls=None), r"controls: expected a bool, got None"),
     (dict(seed=-1), r"seed: expected an int >= 0, got -1"),
     (dict(tokenizer="no-such-folder"), r"tokenizer: expected a folder, \"bytes\" or None, got 'no-such-folder'"),
-    (dict(slots=10**6, max_len=10**5), r"reaches 2\*\*31 elements; lower pages to at most \d+"),
+    (
+        dict(slots=10**6, max_len=10**5),
+        r"pages: expected a pool below 2\*\*31 elements, got \d+ pages \(slots=.*; lower slots, .* at most \d+",
+    ),
     (dict(pages=10**7, memory_fraction=0.01), r"out of memory: .* To fit, .*pass pages=\d+"),
 ]
 
