@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jspec import plot, testing
+    from jspec.core.config import EngineConfig
     from jspec.core.tree import Tree
     from jspec.draft.base import Drafter
     from jspec.draft.draft_model import DraftModel
@@ -33,6 +34,7 @@ MODULES = {  # the module that defines each public name, except the names of mod
     "Eagle": "jspec.draft.eagle",
     "Eagle3": "jspec.draft.eagle",
     "Engine": "jspec.engine.api",
+    "EngineConfig": "jspec.core.config",
     "LogitsContext": "jspec.sampling.logits_processor",
     "Medusa": "jspec.draft.medusa",
     "Metrics": "jspec.engine.metrics",
@@ -53,6 +55,7 @@ __all__ = [
     "Eagle",
     "Eagle3",
     "Engine",
+    "EngineConfig",
     "LogitsContext",
     "Medusa",
     "Metrics",

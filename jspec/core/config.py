@@ -11,6 +11,8 @@ from typing import Any, Literal
 import jax
 
 from jspec.core.accept_rule import AcceptRule
+from jspec.core.foreign_names import names_checked
+from jspec.core.shorten import short
 
 ACCEPT_RULES = ("coupled", "rejection", "block", "multi_candidate", "typical")
 IMPLEMENTATIONS = ("auto", "pallas", "reference")
@@ -19,9 +21,11 @@ QUANTIZE = ("int8", "fp8", "fp8_dynamic")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 PREFILL_BUCKETS = (128, 512, 2048)
 TYPICAL_OPTIONS = {"typical_threshold": 0.09, "typical_alpha": 0.3}
+MAX_INT = 2**31 - 1  # largest value of an option that counts; the device counts in int32
 MAX_LOGPROBS = 20  # largest number of tokens per position whose log-probabilities are reported; vLLM's default limit
 
 
+@names_checked
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Options of an engine.
@@ -127,7 +131,7 @@ class EngineConfig:
         for name, (expected, is_valid) in CHECKS.items():
             value = getattr(self, name)
             if not is_valid(value):
-                raise ValueError(f"{name}: expected {expected}, got {value!r}")
+                raise ValueError(f"{name}: expected {expected}, got {short(value)}")
         if self.deterministic and self.quantize is not None:
             raise ValueError(f"deterministic: expected quantize=None, got {self.quantize!r}; set one of them only")
         self._check_typical()
@@ -144,9 +148,10 @@ class EngineConfig:
 
     def _check_typical(self) -> None:
         for name, default in TYPICAL_OPTIONS.items():
-            if isinstance(self.accept, AcceptRule) and getattr(self, name) != default:
+            value = getattr(self, name)
+            if isinstance(self.accept, AcceptRule) and value != default:
                 raise ValueError(
-                    f"{name}: expected it in the rule, accept=Typical(threshold, alpha), got {getattr(self, name)!r} "
+                    f"{name}: expected it in the rule, accept=Typical(threshold, alpha), got {value} "
                     f"beside accept={self.accept}; leave it out"
                 )
 
@@ -160,10 +165,10 @@ class EngineConfig:
         if self.draft_depths is None:
             return
         if not self.adaptive:
-            raise ValueError(f"draft_depths: expected None without adaptive=True, got {self.draft_depths!r}")
+            raise ValueError(f"draft_depths: expected None without adaptive=True, got {short(self.draft_depths)}")
         depths = _ascending("draft_depths", self.draft_depths, least=0)
         if depths[0] != 0:
-            raise ValueError(f"draft_depths: the first must be 0, which is no draft, got {depths}")
+            raise ValueError(f"draft_depths: expected 0 first, which is no draft, got {short(depths)}")
         object.__setattr__(self, "draft_depths", depths)
 
     def _set_buckets(self) -> None:
@@ -173,7 +178,7 @@ class EngineConfig:
             rows = (*(1 << i for i in powers), self.slots)
         rows = _ascending("buckets", rows)
         if rows[-1] != self.slots:
-            raise ValueError(f"buckets: the last must be slots={self.slots}, got {rows}")
+            raise ValueError(f"buckets: expected slots={self.slots} last, got {short(rows)}")
         tokens = self.prefill_buckets
         if tokens is None:
             fitting = [size for size in PREFILL_BUCKETS if size < self.max_len]
@@ -186,11 +191,16 @@ Check = tuple[str, Callable[[Any], bool]]  # the expected value in words, and a 
 
 
 def _one_of(*allowed: object) -> Check:
-    return f"one of {allowed}", lambda value: value in allowed
+    return f"one of {allowed}", lambda value: any(type(value) is type(each) and value == each for each in allowed)
 
 
 def _int_from(least: int) -> Check:
-    return f"an int >= {least}", lambda value: _is_int(value) and value >= least
+    return f"an int from {least} to {MAX_INT}", lambda value: _is_int(value) and least <= value <= MAX_INT
+
+
+def _none_or(check: Check) -> Check:
+    text, is_valid = check
+    return f"None or {text}", lambda value: value is None or is_valid(value)
 
 
 def _is_int(value: object) -> bool:
@@ -202,13 +212,16 @@ def _is_number(value: object) -> bool:
 
 
 BOOL: Check = ("a bool", lambda value: isinstance(value, bool))
-POSITIVE: Check = ("a number > 0", lambda value: isinstance(value, (int, float)) and value > 0)
+POSITIVE: Check = ("a number > 0", lambda value: _is_number(value) and value > 0)
 CHECKS: dict[str, Check] = {
     "slots": _int_from(1),
     "max_len": _int_from(1),
     "page_size": _int_from(1),
     "rounds_per_dispatch": _int_from(1),
-    "accept": (f"one of {ACCEPT_RULES}", lambda value: isinstance(value, AcceptRule) or value in ACCEPT_RULES),
+    "accept": (
+        f"one of {ACCEPT_RULES}",
+        lambda value: isinstance(value, AcceptRule) or (isinstance(value, str) and value in ACCEPT_RULES),
+    ),
     "implementation": _one_of(*IMPLEMENTATIONS),
     "logprobs_mode": _one_of(*LOGPROBS_MODES),
     "kv_dtype": _one_of(None, *KV_DTYPES),
@@ -217,7 +230,7 @@ CHECKS: dict[str, Check] = {
     "typical_threshold": POSITIVE,
     "typical_alpha": POSITIVE,
     "log_interval": ("None or seconds >= 0", lambda value: value is None or (_is_number(value) and value >= 0)),
-    "memory_fraction": ("in (0, 1]", lambda value: 0 < value <= 1),
+    "memory_fraction": ("in (0, 1]", lambda value: _is_number(value) and 0 < value <= 1),
     "adaptive": BOOL,
     "overlap": BOOL,
     "prefix_cache": BOOL,
@@ -228,22 +241,19 @@ CHECKS: dict[str, Check] = {
         "None, False or a folder's path",
         lambda value: value is None or value is False or isinstance(value, (str, Path)),
     ),
-    "seed": ("an int >= 0", lambda value: isinstance(value, int) and value >= 0),
+    "seed": ("an int >= 0", lambda value: _is_int(value) and value >= 0),
     "grammar_cells": _int_from(0),
     "processor_args": _int_from(0),
-    "prefill_budget": ("None or an int >= 1", lambda value: value is None or (_is_int(value) and value >= 1)),
-    "pages": (
-        "None or an int >= 2 (page 0 is never used)",
-        lambda value: value is None or (isinstance(value, int) and value >= 2),
-    ),
+    "prefill_budget": _none_or(_int_from(1)),
+    "pages": _none_or(_int_from(2)),  # page 0 is never used
 }
 
 
 def _ascending(name: str, sizes: tuple[int, ...], *, least: int = 1) -> tuple[int, ...]:
     if not isinstance(sizes, (tuple, list)) or not all(type(size) is int for size in sizes):
-        raise ValueError(f"{name}: expected None or a tuple of ints, got {sizes!r}")
+        raise ValueError(f"{name}: expected None or a tuple of ints, got {short(sizes)}")
     sizes = tuple(sizes)
-    if not sizes or sizes[0] < least or any(a >= b for a, b in pairwise(sizes)):
+    if not sizes or sizes[0] < least or sizes[-1] > MAX_INT or any(a >= b for a, b in pairwise(sizes)):
         kind = "positive sizes" if least else "sizes from 0"
-        raise ValueError(f"{name}: expected ascending {kind}, at least one, got {sizes}")
+        raise ValueError(f"{name}: expected ascending {kind}, at least one, got {short(sizes)}")
     return sizes

@@ -14,7 +14,9 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from jspec.core.shorten import short
 
 MAX_ROWS = 256  # largest number of cache rows that one step may write: an ancestor mask has one bit per row
 
@@ -58,8 +60,8 @@ class Tree:
     def __post_init__(self) -> None:
         if self.nodes > MAX_ROWS or self.draft_rows > MAX_ROWS:
             raise ValueError(
-                f"Tree: expected at most {MAX_ROWS} nodes, and as many rows 1 + k * (depth - 1) that drafting writes; "
-                f"got {self.nodes} and {self.draft_rows}; take a smaller tree"
+                f"Tree: expected at most {MAX_ROWS} nodes, and at most {MAX_ROWS} cache rows that drafting writes (for "
+                f"topk 1 + k * (depth - 1)), got {short(self.nodes)} and {short(self.draft_rows)}; take a smaller tree"
             )
 
     @classmethod
@@ -69,8 +71,11 @@ class Tree:
         Raises:
             ValueError: length is below 1 (for plain decoding use ``drafter=None``).
         """
-        if not isinstance(length, int) or length < 1:
-            raise ValueError(f"Tree.chain: expected length >= 1, got {length!r}; for plain decoding pass drafter=None")
+        if not _is_int(length) or not 1 <= length < MAX_ROWS:
+            raise ValueError(
+                f"Tree.chain: expected length >= 1 and at most {MAX_ROWS - 1}, got {short(length)}; for plain decoding "
+                "pass drafter=None"
+            )
         return cls(nodes=length + 1, depth=length, paths=tuple((0,) * n for n in range(1, length + 1)))
 
     @classmethod
@@ -88,13 +93,15 @@ class Tree:
         try:
             given = [tuple(operator.index(rank) for rank in path) for path in paths]
         except TypeError:
-            raise ValueError(f"Tree.static: expected paths of ints such as [(0,), (0, 1)], got {paths!r}") from None
+            raise ValueError(
+                f"Tree.static: expected paths of ints such as [(0,), (0, 1)], got {short(paths)}"
+            ) from None
         known = set(given)
         if not given or len(known) < len(given) or () in known or any(rank < 0 for path in given for rank in path):
-            raise ValueError(f"Tree.static: expected different, non-empty paths of ranks >= 0, got {given}")
+            raise ValueError(f"Tree.static: expected different, non-empty paths of ranks >= 0, got {short(given)}")
         for path in given:
             if len(path) > 1 and path[:-1] not in known:
-                raise ValueError(f"Tree.static: {path} needs its parent {path[:-1]}; add that path")
+                raise ValueError(f"Tree.static: expected the parent {short(path[:-1])} of {short(path)}; add that path")
         ordered = tuple(sorted(given, key=lambda path: (len(path), path)))
         return cls(nodes=len(ordered) + 1, depth=len(ordered[-1]), paths=ordered)
 
@@ -112,13 +119,15 @@ class Tree:
         Raises:
             ValueError: a size is below 1, or there are fewer candidates than nodes.
         """
-        if not all(isinstance(size, int) for size in (nodes, depth, k)) or min(nodes - 1, depth, k) < 1:
-            raise ValueError(f"Tree.topk: expected nodes >= 2, depth >= 1, k >= 1, got {nodes!r}, {depth!r}, {k!r}")
+        if not all(_is_int(size) for size in (nodes, depth, k)) or min(nodes - 1, depth, k) < 1:
+            raise ValueError(
+                f"Tree.topk: expected nodes >= 2, depth >= 1, k >= 1, got {short(nodes)}, {short(depth)}, {short(k)}"
+            )
         candidates = k + (depth - 1) * k * k
         if nodes - 1 > candidates:
             raise ValueError(
-                f"Tree.topk: {nodes} nodes need {nodes - 1} candidates; depth {depth} and k {k} give {candidates}: "
-                f"take at most {candidates + 1} nodes"
+                f"Tree.topk: expected at most {candidates + 1} nodes, because {nodes} nodes need {nodes - 1} "
+                f"candidates; depth {depth} and k {k} give {candidates}"
             )
         return cls(nodes=nodes, depth=depth, paths=None, k=k)
 
@@ -127,8 +136,11 @@ class Tree:
         """Make the tree that a text describes: ``chain:4``, ``topk:60,8,10`` (nodes, depth, k) or ``static:0,1,0.0``.
 
         Raises:
+            TypeError: the argument is no text.
             ValueError: the text has none of these three forms.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"tree: expected a text, {TREE_FORMS}, got {short(text)}")
         kind, _, sizes = text.partition(":")
         try:
             paths = [tuple(int(rank) for rank in path.split(".")) for path in sizes.split(",")]
@@ -141,7 +153,7 @@ class Tree:
             return cls.chain(*plain)
         if kind == "topk" and len(paths) == len(plain) == 3:
             return cls.topk(*plain)
-        raise ValueError(f"tree: expected {TREE_FORMS}, got {text!r}")
+        raise ValueError(f"tree: expected {TREE_FORMS}, got {short(text)}")
 
     def cut(self, depth: int) -> Tree:
         """Return this tree cut to a smaller depth.
@@ -234,4 +246,28 @@ class Tree:
         return self.paths
 
 
+def tree_of(owner: str, tree: Any) -> Tree:
+    """Return a tree, or the tree that a text such as "chain:4" describes.
+
+    Args:
+        owner: name of the drafter, for the error.
+        tree: a `Tree`, or a text that `Tree.parse` reads.
+
+    Raises:
+        TypeError: the value is neither.
+        ValueError: the text describes no tree.
+    """
+    if isinstance(tree, Tree):
+        return tree
+    if isinstance(tree, str):
+        return Tree.parse(tree)
+    remedy = f"; pass Tree.chain({tree})" if _is_int(tree) and 1 <= tree < MAX_ROWS else ""
+    raise TypeError(f'{owner}: tree: expected a Tree or a text such as "chain:4", got {short(tree)}{remedy}')
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 ROOT_ONLY = Tree(nodes=1, depth=0, paths=())
+DEFAULT_TREE = Tree.chain(5)  # of every drafter that is made without a tree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from convert import orbax
 from convert.huggingface import Row, Source
 from convert.orbax import Checkpoint, Header, Placement
 from convert.plan import Plan
-from jspec.core.tree import Tree
+from jspec.core.tree import DEFAULT_TREE, Tree
 from jspec.draft import eagle_formats, medusa
 from jspec.draft.base import Drafter
 from jspec.draft.draft_model import DraftModel
@@ -26,8 +27,6 @@ from jspec.draft.medusa import Medusa, MedusaHeads
 from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.models.load import Format, FormatOf
-
-LENGTH = 4  # number of draft tokens of the default chain
 
 
 def load_checkpoint(
@@ -60,7 +59,11 @@ def load_checkpoint(
 
 
 def load_drafter(
-    path: str | Path, tree: Tree | None = None, *, dtype: str | None = None, length: int = LENGTH
+    path: str | os.PathLike[str],
+    tree: Tree | None = None,
+    *,
+    dtype: str | None = None,
+    length: int = DEFAULT_TREE.depth,
 ) -> Drafter:
     """Load a draft head or a draft model as a drafter.
 
@@ -70,7 +73,7 @@ def load_drafter(
         dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
         length: number of draft tokens of the default chain.
     """
-    found, chain = load_checkpoint(path, dtype=dtype), tree or Tree.chain(length)
+    found, chain = load_checkpoint(os.fspath(path), dtype=dtype), tree or Tree.chain(length)
     match found.kind:
         case "eagle3":
             return Eagle3(EagleHead.from_weights(found.config, found.weights), chain)

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
+from jspec.core.shorten import short
 from jspec.core.tree import ROOT_ONLY, Tree
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
@@ -44,6 +45,9 @@ class Drafter(abc.ABC):
     # Whether accepted tokens enter the draft cache only when `draft` or `write_pending_rows` runs next.
     has_pending_rows: ClassVar[bool] = False
     draft_window: int | None = None  # number of newest tokens that the drafter attends to; None: all
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(getattr(self, 'tree', None))!r})"
 
     @property
     def advice(self) -> str | None:
@@ -210,9 +214,28 @@ def check_window(method: str, draft_window: int | None, tree: Tree) -> int | Non
     if draft_window is not None and not (is_int and draft_window > tree.depth):
         raise ValueError(
             f"{method}: draft_window: expected None or an int >= {tree.depth + 1}, the depth of {tree} + 1, "
-            f"got {draft_window!r}"
+            f"got {short(draft_window)}"
         )
     return draft_window
+
+
+def check_part(method: str, name: str, part: object, expected: type, call: str) -> None:
+    """Check the type of a drafter's model or head.
+
+    Args:
+        method: name of the drafter, for the error.
+        name: name of the argument.
+        part: value of the argument.
+        expected: type of the argument.
+        call: the call that loads a drafter from a path, for the error.
+
+    Raises:
+        TypeError: the value is of another type.
+    """
+    if not isinstance(part, expected):
+        raise TypeError(
+            f"{method}: {name}: expected {expected.__name__}, got {short(part)}; to load a checkpoint call {call}"
+        )
 
 
 def require_static(method: str, tree: Tree) -> Tree:

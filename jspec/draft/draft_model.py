@@ -12,8 +12,8 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from jspec.core.records import Draft, KVCache, SlotView, TokenBatch, Verdict
-from jspec.core.tree import Tree
-from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, active_slots, check_window
+from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
+from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, active_slots, check_part, check_window
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.kv_cache import PoolShape, commit, create
@@ -40,7 +40,7 @@ class DraftModel(Drafter):
 
     Args:
         model: the draft model.
-        tree: draft tree of any kind.
+        tree: draft tree of any kind, or its text such as "chain:4".
         draft_window: number of newest tokens that the model attends to; None: all.
 
     Raises:
@@ -50,7 +50,9 @@ class DraftModel(Drafter):
 
     has_pending_rows = True
 
-    def __init__(self, model: Model, tree: Tree, *, draft_window: int | None = None) -> None:
+    def __init__(self, model: Model, tree: Tree | str = DEFAULT_TREE, *, draft_window: int | None = None) -> None:
+        tree = tree_of("DraftModel", tree)
+        check_part("DraftModel", "model", model, Model, "DraftModel.from_pretrained(path)")
         if tree.branching > model.config.vocab_size:
             raise ValueError(
                 f"DraftModel: {tree} needs {tree.branching} children of a node, the vocabulary has "
@@ -68,7 +70,7 @@ class DraftModel(Drafter):
         cls,
         path: str | Path,
         *,
-        tree: Tree,
+        tree: Tree | str = DEFAULT_TREE,
         dtype: str | None = None,
         quantize: str | None = None,
         draft_window: int | None = None,
@@ -77,7 +79,7 @@ class DraftModel(Drafter):
 
         Args:
             path: Hugging Face folder, converted folder or hub id ("owner/name").
-            tree: draft tree of any kind.
+            tree: draft tree of any kind, or its text such as "chain:4".
             dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
             quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
                 None: as stored.

@@ -22,8 +22,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.records import Draft, KVCache, SlotView, TokenBatch, Verdict
-from jspec.core.tree import Tree
-from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, active_slots, check_window
+from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
+from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, active_slots, check_part, check_window
 from jspec.draft.eagle_formats import head_format
 from jspec.draft.eagle_head import (
     FIRST_ROW,
@@ -63,7 +63,7 @@ class EagleDrafter(Drafter):
 
     Args:
         head: weights and config of the head.
-        tree: draft tree of any kind.
+        tree: draft tree of any kind, or its text such as "chain:4".
         draft_window: number of newest tokens that the head attends to; None: all.
 
     Raises:
@@ -74,8 +74,10 @@ class EagleDrafter(Drafter):
     method: ClassVar[str]
     has_pending_rows = True
 
-    def __init__(self, head: EagleHead, tree: Tree, *, draft_window: int | None = None) -> None:
-        name, config = type(self).__name__, head.config
+    def __init__(self, head: EagleHead, tree: Tree | str = DEFAULT_TREE, *, draft_window: int | None = None) -> None:
+        name = type(self).__name__
+        check_part(name, "head", head, EagleHead, f"{name}.from_pretrained(path)")
+        tree, config = tree_of(name, tree), head.config
         if config.method != self.method:
             raise ValueError(f"{name}: expected a head of method {self.method!r}, got {config.method!r}")
         if tree.branching > config.draft_vocab_size:
@@ -185,7 +187,7 @@ class Eagle3(EagleDrafter):
         cls,
         path: str | Path,
         *,
-        tree: Tree,
+        tree: Tree | str = DEFAULT_TREE,
         dtype: str | None = None,
         rope_theta: float | None = None,
         feature_layers: tuple[int, ...] | None = None,
@@ -198,7 +200,7 @@ class Eagle3(EagleDrafter):
 
         Args:
             path: folder in the format of any known exporter, converted folder, or hub id ("owner/name").
-            tree: draft tree of any kind.
+            tree: draft tree of any kind, or its text such as "chain:4".
             dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
             rope_theta: rotary base; None: as in config.json, or 10000 if the file gives none.
             feature_layers: indices of the target's hidden states that the head reads; they count as in
@@ -229,7 +231,7 @@ class Eagle(EagleDrafter):
         cls,
         path: str | Path,
         *,
-        tree: Tree,
+        tree: Tree | str = DEFAULT_TREE,
         dtype: str | None = None,
         rope_theta: float | None = None,
         quantize: str | None = None,
@@ -239,7 +241,7 @@ class Eagle(EagleDrafter):
 
         Args:
             path: folder in the format of any known exporter, converted folder, or hub id ("owner/name").
-            tree: draft tree of any kind.
+            tree: draft tree of any kind, or its text such as "chain:4".
             dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
             rope_theta: rotary base; None: as in config.json, or 10000 if the file gives none.
             quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);

@@ -21,7 +21,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
-from jspec.core.tree import Tree
+from jspec.core.shorten import short
+from jspec.core.tree import Tree, tree_of
 from jspec.draft.base import Drafter, Params, active_slots
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
@@ -30,7 +31,6 @@ GAP = -1  # value at a position of a text without a token
 UNKNOWN = -2  # value at a position of a query without a token; equals neither a token nor a gap
 GROUPS = 2048  # up to about this length `lax.top_k` is one sort kernel on a GPU, for any k
 MATCHES_PER_BRANCH = 4  # number of matches to keep per branch, to count how often a continuation occurred
-DEFAULT_TREE = Tree.chain(5)
 
 History = Int[Array, "slots positions"]  # token of each slot at each position, or `GAP`
 
@@ -47,7 +47,7 @@ class LookupDrafter(Drafter):
     """Base class of n-gram and suffix drafting, with their options and a history of every slot's tokens.
 
     Args:
-        tree: draft tree of any kind.
+        tree: draft tree of any kind, or its text such as "chain:4".
         max_n: largest length of a match in tokens, including the root (the newest token).
         min_n: smallest length of a match in tokens, including the root.
 
@@ -57,9 +57,9 @@ class LookupDrafter(Drafter):
 
     reads_text = True
 
-    def __init__(self, tree: Tree, *, max_n: int, min_n: int) -> None:
+    def __init__(self, tree: Tree | str, *, max_n: int, min_n: int) -> None:
         _check_lengths(type(self).__name__, max_n, min_n)
-        self.tree = tree
+        self.tree = tree_of(type(self).__name__, tree)
         self.max_n = max_n
         self.min_n = min_n
 
@@ -119,7 +119,7 @@ def _check_lengths(method: str, max_n: object, min_n: object) -> None:
     if type(max_n) is not int or type(min_n) is not int or not 1 <= min_n <= max_n:
         raise ValueError(
             f"{method}: expected ints 1 <= min_n <= max_n, the fewest and the most tokens that are compared, "
-            f"got min_n={min_n!r} and max_n={max_n!r}; change either"
+            f"got min_n={short(min_n)} and max_n={short(max_n)}; change either"
         )
 
 

@@ -22,8 +22,8 @@ from jaxtyping import Array, Float
 from convert.detect import MEDUSA_BLOCK, bare_name
 from convert.huggingface import Row, Source, Tensor, renamed
 from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
-from jspec.core.tree import Tree
-from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, require_static, static_draft
+from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
+from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, check_part, require_static, static_draft
 from jspec.models import load
 from jspec.models.config import positive
 from jspec.models.decoder import Model
@@ -105,7 +105,8 @@ class Medusa(Drafter):
 
     Args:
         heads: weights and config of the heads.
-        tree: chain or static tree, at most as deep as there are heads.
+        tree: chain or static tree, or its text such as "chain:4", at most as deep as there are heads; None: a chain of
+            5 tokens, or of as many as there are heads if fewer.
 
     Raises:
         NotImplementedError: the tree is dynamic.
@@ -113,11 +114,17 @@ class Medusa(Drafter):
             tokens.
     """
 
-    def __init__(self, heads: MedusaHeads, tree: Tree) -> None:
+    def __init__(self, heads: MedusaHeads, tree: Tree | str | None = None) -> None:
+        check_part("Medusa", "heads", heads, MedusaHeads, "Medusa.from_pretrained(path)")
+        default = Tree.chain(min(DEFAULT_TREE.depth, len(heads.heads)))
+        tree = tree_of("Medusa", default if tree is None else tree)
         self.heads = heads
         self.tree = require_static("Medusa", tree)
         if tree.depth > len(heads.heads):
-            raise ValueError(f"Medusa: {tree} is {tree.depth} deep, there are {len(heads.heads)} heads; cut the tree")
+            raise ValueError(
+                f"Medusa: expected a tree at most {len(heads.heads)} deep, because there are {len(heads.heads)} "
+                f"heads, got {tree}, which is {tree.depth} deep; cut the tree"
+            )
         if tree.branching > heads.config.vocab_size:
             raise ValueError(
                 f"Medusa: {tree} needs {tree.branching} children of a node, the vocabulary has "
@@ -125,12 +132,12 @@ class Medusa(Drafter):
             )
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, tree: Tree, dtype: str | None = None) -> Self:
+    def from_pretrained(cls, path: str | Path, *, tree: Tree | str | None = None, dtype: str | None = None) -> Self:
         """Load Medusa heads.
 
         Args:
             path: folder in the format of the Medusa authors, converted folder, or hub id ("owner/name").
-            tree: chain or static tree.
+            tree: as for `Medusa`.
             dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
         """
         checkpoint = load.read_checkpoint(path, head_format, kind="medusa", dtype=dtype)

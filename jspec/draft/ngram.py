@@ -8,9 +8,9 @@ from typing import final
 import jax.numpy as jnp
 
 from jspec.core.records import Draft, SlotView
-from jspec.core.tree import Tree
+from jspec.core.tree import DEFAULT_TREE, Tree
 from jspec.draft.base import Params
-from jspec.draft.lookup import DEFAULT_TREE, LookupDrafter, LookupState, history_rows, newest_tokens, write_roots
+from jspec.draft.lookup import LookupDrafter, LookupState, history_rows, newest_tokens, write_roots
 
 
 @final
@@ -24,7 +24,7 @@ class NGram(LookupDrafter):
     A round reads each row's text once, 4 bytes per position of ``max_len``, and compares ``max_n`` tokens per position.
 
     Args:
-        tree: draft tree of any kind.
+        tree: draft tree of any kind, or its text such as "chain:4".
         max_n: largest length of a match in tokens, including the root.
         min_n: smallest length of a match in tokens, including the root.
 
@@ -35,7 +35,7 @@ class NGram(LookupDrafter):
         match; this class takes the most recent match, and merges several matches into a tree.
     """
 
-    def __init__(self, tree: Tree = DEFAULT_TREE, *, max_n: int = 4, min_n: int = 1) -> None:
+    def __init__(self, tree: Tree | str = DEFAULT_TREE, *, max_n: int = 4, min_n: int = 1) -> None:
         super().__init__(tree, max_n=max_n, min_n=min_n)
 
     def draft(self, params: Params, state: LookupState, view: SlotView) -> tuple[Draft, LookupState]:

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jspec.core.records import Draft, SlotView, TokenBatch
-from jspec.core.tree import Tree
+from jspec.core.shorten import short
+from jspec.core.tree import DEFAULT_TREE, Tree
 from jspec.draft.base import Params
 from jspec.draft.lookup import (
-    DEFAULT_TREE,
     GAP,
     History,
     LookupDrafter,
@@ -52,7 +52,7 @@ class Suffix(LookupDrafter):
     up to 4 more. Each chunk of a prompt shifts the corpus (16 bytes per token). The corpus takes 4 bytes per token.
 
     Args:
-        tree: draft tree of any kind.
+        tree: draft tree of any kind, or its text such as "chain:4".
         max_n: largest length of a match in tokens, including the root (the newest token).
         min_n: smallest length of a match in tokens, including the root.
         corpus_tokens: size of the corpus in tokens, for scope="engine".
@@ -68,7 +68,7 @@ class Suffix(LookupDrafter):
 
     def __init__(
         self,
-        tree: Tree = DEFAULT_TREE,
+        tree: Tree | str = DEFAULT_TREE,
         *,
         max_n: int = 16,
         min_n: int = 1,
@@ -76,11 +76,11 @@ class Suffix(LookupDrafter):
         scope: str = "request",
     ) -> None:
         super().__init__(tree, max_n=max_n, min_n=min_n)
-        if scope not in SCOPES:
-            raise ValueError(f"Suffix: scope: expected one of {SCOPES}, got {scope!r}")
+        if not isinstance(scope, str) or scope not in SCOPES:
+            raise ValueError(f"Suffix: scope: expected one of {SCOPES}, got {short(scope)}")
         if type(corpus_tokens) is not int or corpus_tokens < 1:
             raise ValueError(
-                f'Suffix: corpus_tokens: expected an int >= 1, got {corpus_tokens!r}; scope="request" needs none'
+                f'Suffix: corpus_tokens: expected an int >= 1, got {short(corpus_tokens)}; scope="request" needs none'
             )
         self.corpus_tokens = corpus_tokens
         self.scope = scope

@@ -94,5 +94,5 @@ def _draft_depths(config: EngineConfig, drafter: Drafter) -> tuple[int, ...]:
         raise ValueError("adaptive: expected a drafter, got none; name one or set adaptive=False")
     depths = halvings(depth) if config.draft_depths is None else config.draft_depths
     if depths[-1] != depth:
-        raise ValueError(f"draft_depths: the last must be that of {drafter.tree}, {depth}, got {depths}")
+        raise ValueError(f"draft_depths: expected {depth} last, the depth of {drafter.tree}, got {depths}")
     return depths

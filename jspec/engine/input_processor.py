@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +12,9 @@ import numpy as np
 
 from jspec.core.config import EngineConfig
 from jspec.core.records import MAX_STOP_IDS
+from jspec.core.shorten import short
 from jspec.engine import penalty_input
+from jspec.engine.caller_input import read_params, read_prompt, read_prompts
 from jspec.engine.detokenizer import TextDecoder, visible_context
 from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher
 from jspec.engine.grammar.compiler import GrammarInput
@@ -21,8 +22,6 @@ from jspec.engine.grammar.token_table import Grammar
 from jspec.engine.request import OutputState, Request, TokenLogprob
 from jspec.engine.sampling_params import SamplingParams, sample_seed
 from jspec.engine.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int]
 
 
 @dataclass
@@ -46,30 +45,36 @@ class InputProcessor:
     def __post_init__(self) -> None:
         wrong = [token for token in self.eos_ids if not 0 <= token < self.vocab_size]
         if wrong:
-            raise ValueError(f"eos_ids: expected ids in [0, {self.vocab_size}), got {wrong[0]}")
+            raise ValueError(f"eos_ids: expected ids in [0, {self.vocab_size}), got {short(wrong[0])}")
 
-    def requests(self, prompts: Prompt | Sequence[Prompt], params: Any, *, trace: bool) -> list[Request]:
+    def requests(self, prompts: Any, params: Any = None, *, trace: bool = False, **more: Any) -> list[Request]:
         """Make one request per prompt, in the order of the prompts.
 
         With ``n`` > 1 the returned request makes the first completion; its ``siblings`` make the others.
 
+        Args:
+            prompts: one prompt or several (`jspec.engine.caller_input.read_prompts`).
+            params, more: arguments of `jspec.engine.caller_input.read_params`.
+            trace: whether to record every round.
+
         Raises:
             TypeError, ValueError: a prompt or parameter is wrong; the message names it and the expected values.
         """
-        several = not isinstance(prompts, str) and not (len(prompts) and isinstance(prompts[0], (int, np.integer)))
-        all_prompts: list[Any] = list(prompts) if several else [prompts]
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(all_prompts)
-        if len(params) != len(all_prompts):
-            raise ValueError(f"params: expected one or {len(all_prompts)}, one a prompt, got {len(params)}")
-        return [self._request(p, q, trace) for p, q in zip(all_prompts, params, strict=True)]
+        each = read_prompts(prompts)
+        every = read_params(params, len(each), **more)
+        name = "prompt" if len(each) == 1 else "prompts[{}]"
+        return [self._request(p, q, trace, name.format(i)) for i, (p, q) in enumerate(zip(each, every, strict=True))]
 
-    def _request(self, prompt: Prompt, params: SamplingParams, trace: bool) -> Request:
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params: expected SamplingParams, one or a list of one a prompt, got {params!r}")
-        ids = token_ids(prompt, self.tokenizer, vocab_size=self.vocab_size, max_len=self.config.max_len)
+    def request(self, prompt: Any, params: Any = None, *, trace: bool = False, **more: Any) -> Request:
+        """Make the request of exactly one prompt; arguments and errors are those of `requests`."""
+        (own,) = read_params(params, 1, **more)
+        return self._request(read_prompt(prompt), own, trace, "prompt")
+
+    def _request(self, prompt: str | Sequence[int], params: SamplingParams, trace: bool, name: str) -> Request:
+        ids = self._token_ids(prompt, name)
         stop_ids = self._stop_ids(params)
-        max_new_tokens = min(params.max_tokens, self.config.max_len - len(ids))
+        room = self.config.max_len - len(ids)
+        max_new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         words = self._bad_words(params, stop_ids, max_new_tokens)
         grammar = self._grammars.of(params, stop_ids, words)
         self._check_output(params)
@@ -98,6 +103,43 @@ class InputProcessor:
             )
 
         return sample(0, siblings=tuple(sample(index) for index in range(1, params.n)))
+
+    def _token_ids(self, prompt: str | Sequence[int], name: str) -> tuple[int, ...]:
+        """Convert a prompt to token ids and check them.
+
+        Args:
+            prompt: a text or ints.
+            name: name of the prompt, for the errors.
+
+        Raises:
+            ValueError: a text is given without a tokenizer, or there are no tokens, too many tokens, or ids outside
+                the vocabulary.
+        """
+        ids = tuple(self._encode(prompt, name) if isinstance(prompt, str) else prompt)
+        max_len, vocab_size = self.config.max_len, self.vocab_size
+        if not ids:
+            raise ValueError(f"{name}: expected at least one token, got none; give a BOS token, for instance")
+        if len(ids) >= max_len:
+            raise ValueError(
+                f"{name}: expected fewer tokens than max_len={max_len}, which counts prompt and answer, got "
+                f"{len(ids)}; shorten it or raise max_len"
+            )
+        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"{name}: expected ids in [0, {vocab_size}), got {short(wrong)}; check the tokenizer")
+        return ids
+
+    def _encode(self, text: str, name: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{name}: expected token ids, because this engine has no tokenizer, got {short(text)}; pass tokenizer= "
+                "to the engine or give ids"
+            )
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name}: expected a text that UTF-8 can represent, got an error: {error}") from None
+        return self.tokenizer.encode(text)
 
     def _text_decoder(self, prompt: tuple[int, ...], params: SamplingParams, stop_ids: tuple[int, ...]) -> TextDecoder:
         context: Sequence[int] = prompt
@@ -136,7 +178,10 @@ class InputProcessor:
                 f"{params.processor_args}"
             )
         if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop: {params.stop!r} needs a tokenizer; pass tokenizer= or use stop_token_ids")
+            raise ValueError(
+                "stop: expected none, because this engine has no tokenizer, got "
+                f"{short(params.stop)}; pass tokenizer= to the engine or use stop_token_ids"
+            )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and count > self.vocab_size:
@@ -159,35 +204,6 @@ class InputProcessor:
         if params.seed is not None:
             return int(params.seed)
         return int(np.random.SeedSequence([self.config.seed, number]).generate_state(1, np.uint64)[0])
-
-
-def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int, max_len: int) -> tuple[int, ...]:
-    """Convert a prompt to token ids and check them.
-
-    Raises:
-        TypeError: the prompt is neither a text nor a sequence of ints.
-        ValueError: a text is given without a tokenizer, or there are no tokens, too many tokens, or ids outside the
-            vocabulary.
-    """
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise ValueError("a text prompt needs a tokenizer; pass tokenizer= or give token ids")
-        prompt = tokenizer.encode(prompt)
-    try:
-        ids = tuple(operator.index(token) for token in prompt)
-    except TypeError:
-        raise TypeError(f"prompt: expected a text or a list of int token ids, got {prompt!r}") from None
-    if not ids:
-        raise ValueError("the prompt is empty; give at least one token (a BOS token, for instance)")
-    if len(ids) >= max_len:
-        raise ValueError(
-            f"the prompt has {len(ids)} tokens; max_len={max_len} leaves no room for an answer: "
-            "shorten it or raise max_len"
-        )
-    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        raise ValueError(f"prompt token {wrong}: expected ids in [0, {vocab_size})")
-    return ids
 
 
 def draft_cap(params: SamplingParams, depth: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jspec.core.records import NO_TOKEN
+from jspec.core.shorten import short
 from jspec.engine.grammar.token_table import NOWHERE
 from jspec.engine.request import Request
 from jspec.engine.sampling_params import SamplingParams
@@ -31,7 +32,10 @@ def bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Words:
             words[word] = None
             continue
         if tokenizer is None:
-            raise ValueError(f"bad_words: {word!r} needs a tokenizer; pass tokenizer= or give token ids")
+            raise ValueError(
+                f"bad_words: expected token ids, because this engine has no tokenizer, got {short(word)}; pass "
+                "tokenizer= to the engine or give ids"
+            )
         plain, blank, newline, after_newline = (
             _ids(text, tokenizer) for text in (word, " " + word.lstrip(" "), "\n", "\n" + word)
         )
@@ -39,7 +43,9 @@ def bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Words:
         if after_newline[: len(newline)] == newline:
             spellings.append(after_newline[len(newline) :])
         if not all(spellings):
-            raise ValueError(f"bad_words: {word!r} has no token but special ones; give token ids")
+            raise ValueError(
+                f"bad_words: expected a text with tokens that are not special, got {short(word)}; give token ids"
+            )
         words |= dict.fromkeys(spellings)
     return tuple(words)
 
@@ -70,7 +76,7 @@ def check(
     for name, ids in ids_of.items():
         wrong = next((token for token in ids if token >= vocab_size), None)
         if wrong is not None:
-            raise ValueError(f"{name}: expected ids in [0, {vocab_size}), got {wrong}")
+            raise ValueError(f"{name}: expected ids in [0, {vocab_size}), got {short(wrong)}")
     long_words = [word for word in words if len(word) > 1]
     if len(long_words) > MAX_BAD_WORDS:
         raise ValueError(
@@ -80,10 +86,13 @@ def check(
     longest = max(words, key=len, default=())
     if len(longest) > MAX_BAD_WORD_TOKENS:
         raise ValueError(
-            f"bad_words: expected words of at most {MAX_BAD_WORD_TOKENS} tokens, got one of {len(longest)}: {longest}"
+            f"bad_words: expected words of at most {MAX_BAD_WORD_TOKENS} tokens, got one of {len(longest)}: "
+            f"{short(longest)}"
         )
     if params.min_tokens > max_new_tokens:
-        raise ValueError(f"min_tokens: expected at most {max_new_tokens}, what max_len leaves, got {params.min_tokens}")
+        raise ValueError(
+            f"min_tokens: expected at most {max_new_tokens}, what max_len leaves, got {short(params.min_tokens)}"
+        )
     _check_tokens_left(params, words, stop_ids, vocab_size)
 
 
@@ -101,9 +110,9 @@ def _check_tokens_left(params: SamplingParams, words: Words, stop_ids: Sequence[
         banned = {word[-1] for word in words if len(word) == 1 or text[1 - len(word) :] == word[:-1]}
         if allowed <= banned:
             raise ValueError(
-                f"allowed_token_ids: expected a token that neither bad_words={params.bad_words} nor "
-                f"min_tokens={params.min_tokens} takes out{f' after {text}' if text else ''}, got "
-                f"{params.allowed_token_ids}; allow more or ban less"
+                f"allowed_token_ids: expected a token that neither bad_words={short(params.bad_words)} nor "
+                f"min_tokens={params.min_tokens} takes out{f' after {short(text)}' if text else ''}, got "
+                f"{short(params.allowed_token_ids)}; allow more or ban less"
             )
 
 

@@ -13,17 +13,21 @@ from typing import Any
 import numpy as np
 
 from jspec.core.config import MAX_LOGPROBS
+from jspec.core.foreign_names import names_checked
+from jspec.core.shorten import short
 from jspec.engine.generation_config import recommended
 
 GRAMMARS = ("regex", "json_schema", "grammar")  # fields that constrain the text; at most one may be set
 
 
+@names_checked
 @dataclass(frozen=True)
 class SamplingParams:
     """The parameters of one request: how to sample, what to allow and when to end. Defaults are vLLM's.
 
     Attributes:
-        max_tokens: largest number of tokens to emit (a request also ends when it reaches the engine's ``max_len``).
+        max_tokens: largest number of tokens to emit; None: as many as fit. A request also ends when it reaches the
+            engine's ``max_len``.
         temperature: sampling temperature; 0 is greedy.
         top_k: keep the k most likely tokens; 0 or -1 is off.
         top_p: keep the fewest most likely tokens whose probabilities add up to top_p or more; 1 is off.
@@ -37,7 +41,7 @@ class SamplingParams:
             one multiplied; 1 is off.
         presence_penalty: number to subtract from the logit of each token that occurs in the output; 0 is off.
         frequency_penalty: number to subtract from a token's logit for each occurrence in the output; 0 is off.
-        logit_bias: number to add to the logit, by token id.
+        logit_bias: number to add to the logit, by token id; ids may be texts of digits, as JSON has them.
         bad_words: texts or token id lists. Their last token is banned wherever it would complete the word, even if the
             word begins in the prompt. A text is banned in its tokenisations with and without a leading blank.
         allowed_token_ids: the only tokens that may be emitted; None is off.
@@ -66,7 +70,7 @@ class SamplingParams:
         ValueError: a field has a wrong value; the message names the field, its value and the allowed values.
     """
 
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -98,7 +102,7 @@ class SamplingParams:
         for name, holds, allowed in RULES:
             if not holds(self):
                 expected = allowed if isinstance(allowed, str) else allowed(self)
-                raise ValueError(f"SamplingParams.{name}: expected {expected}, got {getattr(self, name)!r}")
+                raise ValueError(f"SamplingParams.{name}: expected {expected}, got {short(getattr(self, name))}")
         self._check_grammar()
 
     def _check_grammar(self) -> None:
@@ -111,7 +115,7 @@ class SamplingParams:
         if self.grammar_field is not None and name is not None:
             raise ValueError(
                 f"SamplingParams.{name}: expected its default beside {self.grammar_field}, which alone says what the "
-                f"text is and where it ends, got {getattr(self, name)!r}"
+                f"text is and where it ends, got {short(getattr(self, name))}"
             )
 
     @property
@@ -159,21 +163,32 @@ def _normalised(params: SamplingParams) -> dict[str, Any]:
     """Return the fields to store in another form than given, such as sequences as tuples and a schema as text."""
     values: dict[str, Any] = {}
     for name in ("stop_token_ids", "allowed_token_ids"):
-        if isinstance(getattr(params, name), (list, set, frozenset, np.ndarray)):
+        if isinstance(getattr(params, name), (list, set, frozenset)) or is_row(getattr(params, name)):
             values[name] = tuple(getattr(params, name))
-    if isinstance(params.processor_args, (list, np.ndarray)):
+    if isinstance(params.processor_args, list) or is_row(params.processor_args):
         values["processor_args"] = tuple(params.processor_args)
     if isinstance(params.stop, (str, list)) or params.stop is None:
         values["stop"] = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
     if isinstance(params.bad_words, (list, tuple)):
         values["bad_words"] = tuple(
-            tuple(word) if isinstance(word, (list, np.ndarray)) else word for word in params.bad_words
+            tuple(word) if isinstance(word, list) or is_row(word) else word for word in params.bad_words
         )
     if isinstance(params.json_schema, Mapping) and is_schema(params.json_schema):
         values["json_schema"] = json.dumps(params.json_schema)
     if isinstance(params.logit_bias, Mapping):
-        values["logit_bias"] = dict(params.logit_bias)  # a copy, because the caller may change the original later
+        copied = {_id_of(key): bias for key, bias in params.logit_bias.items()}  # keys from JSON are texts
+        values["logit_bias"] = copied if len(copied) == len(params.logit_bias) else dict(params.logit_bias)
     return values
+
+
+def _id_of(key: object) -> object:
+    """Return the token id that a text of at most 10 digits gives; any other key as it is."""
+    return int(key) if isinstance(key, str) and len(key) <= 10 and key.isascii() and key.isdecimal() else key
+
+
+def is_row(value: object) -> bool:
+    """Whether the value is an array of one axis."""
+    return isinstance(value, np.ndarray) and value.ndim == 1
 
 
 def is_int(value: object) -> bool:
@@ -223,7 +238,7 @@ def is_schema(value: object) -> bool:
         return value is None or isinstance(value, str)
     try:
         json.dumps(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return False
     return True
 
@@ -243,7 +258,7 @@ def is_text_or_none(value: object) -> bool:
 
 Rule = tuple[str, Callable[[SamplingParams], bool], str | Callable[[SamplingParams], str]]
 RULES: tuple[Rule, ...] = (  # field, test of its value, description of the allowed values
-    ("max_tokens", lambda p: is_int_from(1, p.max_tokens), "an int >= 1"),
+    ("max_tokens", lambda p: p.max_tokens is None or is_int_from(1, p.max_tokens), "an int >= 1 or None"),
     ("temperature", lambda p: is_finite(p.temperature) and p.temperature >= 0, "a finite number >= 0"),
     ("top_k", lambda p: is_int_from(-1, p.top_k), "an int >= -1 (0 or -1: off)"),
     ("top_p", lambda p: is_finite(p.top_p) and 0 < p.top_p <= 1, "in (0, 1]"),
@@ -264,7 +279,7 @@ RULES: tuple[Rule, ...] = (  # field, test of its value, description of the allo
     ),
     (
         "min_tokens",
-        lambda p: is_int(p.min_tokens) and is_in(p.min_tokens, 0, p.max_tokens),
+        lambda p: is_int_from(0, p.min_tokens) and (p.max_tokens is None or p.min_tokens <= p.max_tokens),
         lambda p: f"an int from 0 to max_tokens={p.max_tokens}",
     ),
     ("regex", lambda p: is_text_or_none(p.regex), "None or a text"),

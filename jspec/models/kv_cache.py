@@ -72,7 +72,11 @@ def create(layers: Sequence[LayerConfig], pool: PoolShape, dtype: str) -> KVCach
     largest = max(shapes, key=math.prod)
     if math.prod(largest) >= MAX_POOL_ELEMENTS:
         most = MAX_POOL_ELEMENTS // math.prod(largest[1:]) - 1
-        raise ValueError(f"a pool of {pool.pages} pages reaches 2**31 elements; lower pages to at most {most}")
+        raise ValueError(
+            f"pages: expected a pool below 2**31 elements, got {pool.pages} pages (slots={pool.slots}, max_len="
+            f"{pool.max_len}, page_size={pool.page_size}); lower slots, max_len or page_size, or set pages to at most "
+            f"{most}"
+        )
     return KVCache(k=[jnp.zeros(shape, dtype) for shape in shapes], v=[jnp.zeros(shape, dtype) for shape in shapes])
 
 

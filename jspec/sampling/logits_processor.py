@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.config import EngineConfig
 from jspec.core.records import NO_TOKEN, SlotView
+from jspec.core.shorten import short
 from jspec.core.tree import Tree
 
 
@@ -106,7 +107,7 @@ def check(processor: LogitsProcessor | None, config: EngineConfig, tree: Tree, v
     if not config.controls:
         raise ValueError("logits_processor: expected controls=True beside it, got False; leave that out")
     if not callable(processor):
-        raise ValueError(f"logits_processor: expected a function (logits, context) -> logits, got {processor!r}")
+        raise ValueError(f"logits_processor: expected a function (logits, context) -> logits, got {short(processor)}")
     for nodes, depth in sorted({(1, 0), (tree.nodes, tree.depth), (tree.depth + 1, tree.depth)}):
         _trace(processor, nodes, depth, vocab, config.processor_args)
 
@@ -120,8 +121,8 @@ def _trace(processor: LogitsProcessor, nodes: int, depth: int, vocab: int, args:
         found: Any = jax.eval_shape(lambda x, named: processor(x, LogitsContext(**named)), logits, shapes)
     except Exception as error:
         raise ValueError(
-            f"logits_processor: it raised {type(error).__name__} when it was traced for logits {logits.shape} and "
-            f"paths of {depth} tokens; it must be made of jax operations on arrays: {error}"
+            f"logits_processor: expected a function of jax operations on arrays, got {type(error).__name__} when it "
+            f"was traced for logits {logits.shape} and paths of {depth} tokens: {error!s:.200}"
         ) from error
     if getattr(found, "shape", None) != logits.shape or getattr(found, "dtype", None) != logits.dtype:
         raise ValueError(

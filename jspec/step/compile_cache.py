@@ -13,6 +13,8 @@ from typing import Literal
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from jspec.core.shorten import short
+
 logger = logging.getLogger(__name__)
 
 
@@ -25,7 +27,7 @@ def keep_compiled(folder: str | Path | Literal[False] | None) -> None:
         folder: the folder; None: the folder that jax is configured with, else `user_folder`; False: change nothing.
 
     Raises:
-        OSError: the given folder cannot be created.
+        ValueError: the given folder cannot be created.
     """
     if folder is False or (folder is None and jax.config.values["jax_compilation_cache_dir"]):
         return
@@ -36,7 +38,13 @@ def keep_compiled(folder: str | Path | Literal[False] | None) -> None:
         except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
             logger.warning("compiled programs are not kept: %s; pass compile_cache=FOLDER, or False", error)
             return
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"compile_cache: expected a folder that exists or can be made, got {short(folder)} ({error!s:.150}); "
+            "choose another folder, or False to keep no programs"
+        ) from error
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # store programs that compile quickly too
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_compilation_cache_dir", str(folder))

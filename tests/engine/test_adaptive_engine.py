@@ -357,9 +357,9 @@ def test_adaptive_engine_after_a_request_has_metrics_of_rounds_by_depth() -> Non
         (dict(adaptive=1), "adaptive: expected a bool, got 1"),
         (dict(adaptive=True, accept="block"), "adaptive: expected accept=\"coupled\", got 'block'"),
         (dict(draft_depths=(0, 3)), "draft_depths: expected None without adaptive=True"),
-        (dict(adaptive=True, draft_depths=(1, 3)), "draft_depths: the first must be 0"),
+        (dict(adaptive=True, draft_depths=(1, 3)), "draft_depths: expected 0 first"),
         (dict(adaptive=True, draft_depths=(0, 3, 2)), "draft_depths: expected ascending sizes from 0"),
-        (dict(adaptive=True, draft_depths=(0, 2)), "draft_depths: the last must be that of chain:3, 3, got"),
+        (dict(adaptive=True, draft_depths=(0, 2)), "draft_depths: expected 3 last, the depth of chain:3, got"),
         (dict(adaptive=True, drafter=None), "adaptive: expected a drafter, got none"),
     ],
 )

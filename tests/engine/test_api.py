@@ -193,7 +193,7 @@ def test_async_streams_in_more_tasks_than_slots_yield_each_task_its_tokens(
 
 
 def test_async_stream_of_empty_prompt_raises_when_called(engine: Engine) -> None:
-    with pytest.raises(ValueError, match="prompt is empty"):
+    with pytest.raises(ValueError, match="prompt: expected at least one token"):
         engine.astream([])
 
 

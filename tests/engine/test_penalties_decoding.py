@@ -107,7 +107,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(logit_bias={16: 1.0}), r"logit_bias: expected ids in \[0, 16\), got 16"),
     (dict(allowed_token_ids=[3, 99]), r"allowed_token_ids: expected ids in \[0, 16\), got 99"),
     (dict(bad_words=[[1, 20]]), r"bad_words: expected ids in \[0, 16\), got 20"),
-    (dict(bad_words=["no"]), r"bad_words: 'no' needs a tokenizer; pass tokenizer= or give token ids"),
+    (
+        dict(bad_words=["no"]),
+        r"bad_words: expected token ids, because this engine has no tokenizer, got .no.; pass tokenizer=",
+    ),
     (dict(bad_words=[[1] * 17]), r"words of at most 16 tokens, got one of 17"),
     (
         dict(bad_words=[[1, i % 16, i // 16] for i in range(129)]),

@@ -269,5 +269,7 @@ def test_sampling_params_with_stop_as_text_or_list_have_a_tuple() -> None:
 
 def test_engine_given_a_stop_string_without_tokenizer_raises(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.input_processor, "tokenizer", None)
-    with pytest.raises(ValueError, match=r"stop: \('a',\) needs a tokenizer; pass tokenizer= or use stop_token_ids"):
+    with pytest.raises(
+        ValueError, match=r"stop: expected none, because this engine has no tokenizer, got \('a',\); pass tokenizer="
+    ):
         engine.generate([1], SamplingParams(stop="a"))

@@ -203,7 +203,10 @@ def test_request_whose_logits_processor_bans_all_allowed_tokens_ends_with_error(
 
 BAD = [
     (3, "expected a function"),
-    (lambda x, context: x + np.asarray(x), "it raised TracerArrayConversionError when it was traced"),
+    (
+        lambda x, context: x + np.asarray(x),
+        "expected a function of jax operations on arrays, got TracerArrayConversionError when it was traced",
+    ),
     (lambda x, context: x[:, 0], r"expected logits of shape \(2, 1, 16\) and type float32 back, got .*\(2, 16\)"),
     (lambda x, context: x.astype(jnp.bfloat16), "type float32 back, got .*bfloat16"),
     (lambda x, context: None, "back, got None"),
@@ -222,7 +225,7 @@ def test_request_with_inconsistent_logits_processor_options_raises() -> None:
         logits_processor.check(None, EngineConfig(processor_args=2), tree, 16)
     with pytest.raises(ValueError, match="logits_processor: expected controls=True beside it"):
         logits_processor.check(edit, EngineConfig(controls=False), tree, 16)
-    with pytest.raises(ValueError, match="processor_args: expected an int >= 0, got -1"):
+    with pytest.raises(ValueError, match="processor_args: expected an int from 0 to 2147483647, got -1"):
         EngineConfig(processor_args=-1)
     with pytest.raises(ValueError, match="processor_args: expected a tuple of finite numbers"):
         SamplingParams(processor_args=(float("nan"),))

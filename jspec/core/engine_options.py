@@ -1,0 +1,43 @@
+"""The options of an engine as keyword arguments, for editors and type checkers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, TypedDict
+
+from jspec.core.accept_rule import AcceptRule
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of `jspec.core.config.EngineConfig`, which describes them; a test compares names and types."""
+
+    slots: int
+    max_len: int
+    page_size: int
+    pages: int | None
+    memory_fraction: float
+    kv_dtype: str | None
+    draft_kv_dtype: str | None
+    prefix_cache: bool
+    buckets: tuple[int, ...] | None
+    prefill_buckets: tuple[int, ...] | None
+    prefill_budget: int | None
+    rounds_per_dispatch: int
+    overlap: bool
+    accept: str | AcceptRule
+    typical_threshold: float
+    typical_alpha: float
+    draft_window: int | None
+    adaptive: bool
+    draft_depths: tuple[int, ...] | None
+    controls: bool
+    grammar_cells: int
+    processor_args: int
+    logprobs_mode: str
+    seed: int
+    implementation: str
+    quantize: str | None
+    deterministic: bool
+    compile_ahead: bool | None
+    compile_cache: str | Path | Literal[False] | None
+    log_interval: float | None

@@ -1,0 +1,164 @@
+"""Errors for unknown keyword arguments, which name jspec's own keyword for those of other libraries."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from functools import wraps
+from typing import Any, TypeVar
+
+from jspec.core.shorten import short
+
+ONE_DEVICE = "no such option, because an engine uses one device for now"
+NO_BEAMS = "no such option, because jspec has no beam search"
+NO_PADDING = "no such option, because batches need no padding"
+DRAFTER = 'drafter=, such as drafter="ngram", drafter="path/of/head" or drafter=jspec.Eagle3.from_pretrained(path)'
+CHAIN = "the tree of the drafter, such as tree=jspec.Tree.chain(4)"
+TOPK = "the tree of the drafter, such as tree=jspec.Tree.topk(nodes=60, depth=8, k=10)"
+GRAMMARS = "json_schema=, regex= or grammar="
+PROMPTS = "the prompts as the first argument"
+
+# Keyword arguments of vLLM, SGLang, transformers and OpenAI, and what jspec expects in their place.
+FOREIGN_NAMES: dict[str, str] = {
+    # engines: memory and schedule
+    "max_model_len": "max_len=",
+    "max_seq_len": "max_len=",
+    "context_length": "max_len=",
+    "max_num_seqs": "slots=",
+    "max_running_requests": "slots=",
+    "batch_size": "slots=",
+    "gpu_memory_utilization": "memory_fraction=",
+    "mem_fraction_static": "memory_fraction=",
+    "block_size": "page_size=",
+    "num_gpu_blocks_override": "pages=",
+    "enable_prefix_caching": "prefix_cache=",
+    "disable_radix_cache": "prefix_cache=False",
+    "kv_cache_dtype": "kv_dtype=",
+    "max_num_batched_tokens": "prefill_budget=",
+    "chunked_prefill_size": "prefill_budget=",
+    "enable_chunked_prefill": "prefill_buckets=, because long prompts always run in chunks",
+    "num_scheduler_steps": "rounds_per_dispatch=",
+    "tensor_parallel_size": ONE_DEVICE,
+    "pipeline_parallel_size": ONE_DEVICE,
+    "data_parallel_size": ONE_DEVICE,
+    "tp_size": ONE_DEVICE,
+    "dp_size": ONE_DEVICE,
+    "device_map": ONE_DEVICE,
+    # engines: weights and computation
+    "torch_dtype": "dtype= of Engine.from_pretrained",
+    "quantization": "quantize=",
+    "quantization_config": "quantize=",
+    "load_in_8bit": 'quantize="int8"',
+    "attention_backend": "implementation=",
+    "attn_implementation": "implementation=",
+    "enforce_eager": "compile_ahead=, because programs are always compiled",
+    "disable_cuda_graph": "compile_ahead=, because programs are always compiled",
+    "trust_remote_code": "no such option, because code from a checkpoint is never run",
+    "random_seed": "seed=",
+    "disable_log_stats": "log_interval=None",
+    "logits_processors": "logits_processor= of Engine",
+    # engines: drafting
+    "speculative_config": DRAFTER,
+    "speculative_algorithm": DRAFTER,
+    "speculative_model": DRAFTER,
+    "speculative_draft_model_path": DRAFTER,
+    "assistant_model": DRAFTER,
+    "draft_model": DRAFTER,
+    "num_speculative_tokens": CHAIN,
+    "num_assistant_tokens": CHAIN,
+    "speculative_num_steps": CHAIN,
+    "speculative_num_draft_tokens": TOPK,
+    "speculative_eagle_topk": TOPK,
+    "prompt_lookup_num_tokens": 'drafter=jspec.NGram("chain:4")',
+    "prompt_lookup_max": "drafter=jspec.NGram(max_n=4)",
+    "prompt_lookup_min": "drafter=jspec.NGram(min_n=1)",
+    # requests
+    "max_new_tokens": "max_tokens=",
+    "max_completion_tokens": "max_tokens=",
+    "max_length": "max_tokens=",
+    "min_new_tokens": "min_tokens=",
+    "min_length": "min_tokens=",
+    "do_sample": "temperature=, 0 for greedy decoding",
+    "num_return_sequences": "n=",
+    "best_of": "n=, and your own choice among Completion.samples",
+    "num_beams": NO_BEAMS,
+    "use_beam_search": NO_BEAMS,
+    "beam_width": NO_BEAMS,
+    "length_penalty": NO_BEAMS,
+    "guided_json": "json_schema=",
+    "guided_regex": "regex=",
+    "guided_grammar": "grammar=",
+    "guided_choice": 'regex=, such as regex="yes|no"',
+    "guided_decoding": GRAMMARS,
+    "structured_outputs": GRAMMARS,
+    "response_format": GRAMMARS,
+    "ebnf": "grammar=",
+    "stop_strings": "stop=",
+    "stop_sequences": "stop=",
+    "stop_words": "stop=",
+    "eos_token_id": "stop_token_ids= of a request, or eos_ids= of the engine",
+    "pad_token_id": NO_PADDING,
+    "attention_mask": NO_PADDING,
+    "padding": NO_PADDING,
+    "return_logprob": "logprobs=",
+    "top_logprobs": "logprobs=",
+    "output_scores": "logprobs=",
+    "sampling_seed": "seed=",
+    "use_tqdm": "progress=",
+    "streamer": "Engine.stream",
+    "prompt": PROMPTS,
+    "inputs": PROMPTS,
+    "input_ids": PROMPTS,
+    "prompt_token_ids": PROMPTS,
+}
+
+
+def check_names(
+    owner: str, given: Iterable[object], valid: Iterable[str], elsewhere: Mapping[str, Iterable[str]] | None = None
+) -> None:
+    """Check the names of keyword arguments.
+
+    Args:
+        owner: function or class that got the arguments, for the error.
+        given: names of the arguments.
+        valid: names that the owner takes.
+        elsewhere: names that other functions or classes take, by their owner.
+
+    Raises:
+        TypeError: a name is unknown. The message says which name to use instead.
+    """
+    known = list(valid)
+    for name in given:
+        if not isinstance(name, str):
+            raise TypeError(f"{owner}: expected names of type str, got {short(name)}; write the names in quotes")
+        if name not in known:
+            raise TypeError(f"{owner}: expected {_expected(name, known, elsewhere or {})}, got {name:.50}=")
+
+
+def _expected(name: str, known: list[str], elsewhere: Mapping[str, Iterable[str]]) -> str:
+    place = next((place for place, names in elsewhere.items() if name in names), None)
+    if place is not None:
+        return f"this argument in {place}, not here"
+    if name in FOREIGN_NAMES:
+        return FOREIGN_NAMES[name]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return " or ".join(f"{match}=" for match in near) if near else f"one of {', '.join(known)}"
+
+
+Record = TypeVar("Record", bound=type[Any])
+
+
+def names_checked(cls: Record) -> Record:
+    """Decorate a dataclass so that its constructor refuses unknown names with the error of `check_names`."""
+    original = cls.__init__
+    names = [field.name for field in fields(cls) if field.init]
+
+    @wraps(original)
+    def constructor(self: Any, *args: Any, **given: Any) -> None:
+        check_names(cls.__name__, given, names)
+        original(self, *args, **given)
+
+    replaced: Callable[..., None] = constructor
+    cls.__init__ = replaced
+    return cls

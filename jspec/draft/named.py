@@ -1,0 +1,63 @@
+"""Makes the drafter that a user names by a method, by a checkpoint or by an object."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jspec.core.shorten import short
+from jspec.draft.auto import load_drafter
+from jspec.draft.base import Drafter
+from jspec.draft.ngram import NGram
+from jspec.draft.suffix import Suffix
+
+WITHOUT_WEIGHTS: Mapping[str, Callable[[], Drafter | None]] = {"none": lambda: None, "ngram": NGram, "suffix": Suffix}
+EXPECTED = 'a Drafter, "ngram", "suffix", a path or hub id (owner/name), or None'
+
+DrafterSource = Drafter | str | os.PathLike[str] | None
+
+
+def make_drafter(source: Any, *, dtype: str | None = None) -> Drafter | None:
+    """Make a drafter.
+
+    Args:
+        source: a drafter; "ngram" or "suffix"; a folder or a hub id ("owner/name") with a draft head or a draft model
+            of any kind, which drafts the default tree; None or "none": no drafter.
+        dtype: dtype of the weights to load; None: float32 on CPU, bfloat16 elsewhere.
+
+    Raises:
+        TypeError, ValueError: the source is something else; the message says what to pass.
+        FileNotFoundError: the folder does not exist.
+    """
+    if source is None or isinstance(source, Drafter):
+        return source
+    if isinstance(source, str) and source in WITHOUT_WEIGHTS:
+        return WITHOUT_WEIGHTS[source]()
+    if isinstance(source, os.PathLike) or (isinstance(source, str) and _is_place(source)):
+        return load_drafter(source, dtype=dtype)
+    raise (ValueError if isinstance(source, str) else TypeError)(
+        f"drafter: expected {EXPECTED}, got {short(source)}{_remedy(source)}"
+    )
+
+
+def _is_place(source: str) -> bool:
+    """Whether a text is a folder or has the form of a path or of a hub id; "eagle3" has none of these."""
+    return "\0" not in source and ("/" in source or os.sep in source or os.path.isdir(source))
+
+
+def _remedy(source: Any) -> str:
+    """Return the call that makes a drafter of a class, an object with weights or the name of a method."""
+    name = getattr(source, "__name__", None) if isinstance(source, type) else None
+    if name is not None and issubclass(source, Drafter):
+        loads = hasattr(source, "from_pretrained")
+        return f"; pass an object: {name}.from_pretrained(path)" if loads else f"; pass an object: {name}()"
+    calls = {
+        "Model": "jspec.DraftModel(model)",
+        "EagleHead": "jspec.Eagle3(head) or jspec.Eagle(head)",
+        "MedusaHeads": "jspec.Medusa(heads)",
+    }
+    call = calls.get(type(source).__name__)
+    if call is not None:
+        return f"; pass {call}"
+    return "; a method with weights needs their path" if isinstance(source, str) else ""

@@ -1,0 +1,198 @@
+"""Reads the prompts, parameters and conversations that callers give, in all accepted forms."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import fields
+from numbers import Number
+from typing import Any, Protocol
+
+from jspec.core.foreign_names import check_names
+from jspec.core.shorten import short
+from jspec.engine.sampling_params import SamplingParams
+
+
+class IdArray(Protocol):
+    """An array of token ids: of numpy, jax or torch."""
+
+    @property
+    def ndim(self) -> int: ...
+
+    def tolist(self) -> Any: ...
+
+
+Message = Mapping[str, Any]
+Conversation = Sequence[Message]
+Prompt = str | Sequence[int] | IdArray | Mapping[str, Any]
+Prompts = Prompt | Iterable[Prompt]
+Params = SamplingParams | Mapping[str, Any]
+
+A_PROMPT = "a text or a list of int token ids"
+PARAMETERS = tuple(field.name for field in fields(SamplingParams))
+PROMPT_KEYS = ("prompt", "prompt_token_ids")  # of a prompt as a dict, as in vLLM
+
+
+def read_prompts(prompts: Any) -> list[str | tuple[int, ...]]:
+    """Read one prompt or several.
+
+    Args:
+        prompts: a text, token ids in a sequence or an array of one axis, a dict with "prompt" or "prompt_token_ids",
+            an iterable of these, or an array of ids ``[prompts, tokens]``.
+
+    Returns:
+        The prompts in order, each a text or a tuple of ids. The ids are ints, not checked further.
+
+    Raises:
+        TypeError, ValueError: a value is of another type; the message names the prompt by its index.
+    """
+    values = _items(prompts)
+    if values is None or (values and _is_number(values[0])):
+        return [read_prompt(prompts if values is None else values, "prompt")]
+    name = "prompt" if len(values) == 1 else "prompts[{}]"
+    return [read_prompt(value, name.format(index)) for index, value in enumerate(values)]
+
+
+def read_prompt(prompt: Any, name: str = "prompt") -> str | tuple[int, ...]:
+    """Read one prompt; the arguments and the result are those of `read_prompts`, and ``name`` is for the errors."""
+    if isinstance(prompt, Mapping):
+        keys = [key for key in PROMPT_KEYS if key in prompt]
+        if len(keys) != 1 or len(prompt) != 1:
+            raise ValueError(
+                f'{name}: expected a dict with "prompt" or "prompt_token_ids" alone, got the keys '
+                f"{short(list(prompt))}; give the text or the token ids"
+            )
+        prompt = prompt[keys[0]]
+        if isinstance(prompt, str) != (keys[0] == "prompt"):
+            raise TypeError(f"{name}: expected a text in prompt or ids in prompt_token_ids, got {short(prompt)}")
+    if isinstance(prompt, str):
+        return prompt
+    values = _items(prompt)
+    if values is None:
+        raise TypeError(f"{name}: expected {A_PROMPT}, got {short(prompt)}{_remedy(prompt)}")
+    return tuple(_token_id(value, prompt, name) for value in values)
+
+
+def _items(value: Any) -> list[Any] | None:
+    """Return the items of an iterable or of an array with axes; None for other values, texts, bytes, dicts and sets."""
+    if isinstance(value, (str, bytes, bytearray, memoryview, Mapping, AbstractSet)) or _is_number(value):
+        return None
+    if hasattr(value, "tolist") and hasattr(value, "ndim"):
+        return list(value.tolist())
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, type) else None
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number of Python or of an array library."""
+    return isinstance(value, Number) or getattr(value, "ndim", None) == 0
+
+
+def _token_id(value: Any, prompt: Any, name: str) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name}: expected int token ids, got {short(value)} in {short(prompt)}{_remedy(value)}") from None
+
+
+def _remedy(value: Any) -> str:
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return "; decode it, as in prompt.decode()"
+    if isinstance(value, AbstractSet):
+        return "; a set has no order, so give a list"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"; a prompt of one token is [{short(value)}]"
+    if isinstance(value, (str, list, tuple)) or (hasattr(value, "ndim") and value.ndim):
+        return "; give one prompt here, and several to generate"
+    return ""
+
+
+def read_ids(name: str, ids: Any) -> tuple[int, ...]:
+    """Read token ids from an iterable or an array; ``name`` is the argument's, for the error.
+
+    Raises:
+        TypeError: the value is something else.
+    """
+    values = _items(ids)
+    if values is None:
+        raise TypeError(f"{name}: expected a list of int token ids, got {short(ids)}")
+    return tuple(_token_id(value, ids, name) for value in values)
+
+
+def read_params(
+    params: Any, count: int, *, sampling_params: Any = None, keywords: Mapping[str, Any] | None = None
+) -> list[SamplingParams]:
+    """Read the parameters of ``count`` prompts.
+
+    Args:
+        params: a `SamplingParams`, a dict of its fields, or an iterable with one of these per prompt; None: defaults.
+        count: number of prompts.
+        sampling_params: another name of ``params``; at most one of them may be given.
+        keywords: fields of one `SamplingParams`, instead of ``params``.
+
+    Raises:
+        TypeError, ValueError: a value is of another type, a field is unknown or wrong, or the number is wrong.
+    """
+    given = [value for value in (params, sampling_params, keywords or None) if value is not None]
+    if len(given) > 1:
+        raise TypeError(
+            "params: expected one of params, sampling_params= and single fields such as max_tokens=, got "
+            f"{len(given)} of them; put all fields into one SamplingParams"
+        )
+    value = given[0] if given else SamplingParams()
+    if isinstance(value, (SamplingParams, Mapping)):
+        return [_one_params(value)] * count
+    values = _items(value)
+    if values is None:
+        raise TypeError(f"params: expected SamplingParams, a dict of its fields or a list of these, got {short(value)}")
+    if len(values) != count:
+        raise ValueError(f"params: expected one or {count}, one a prompt, got {len(values)}")
+    return [_one_params(value) for value in values]
+
+
+def _one_params(value: Any) -> SamplingParams:
+    if isinstance(value, SamplingParams):
+        return value
+    if isinstance(value, Mapping):
+        check_names("SamplingParams", value, PARAMETERS)
+        return SamplingParams(**value)
+    raise TypeError(f"params: expected SamplingParams or a dict of its fields, got {short(value)}")
+
+
+def read_conversations(messages: Any) -> list[list[dict[str, Any]]]:
+    """Read one conversation or several, and check every message.
+
+    Args:
+        messages: a list of messages, which are dicts with the texts "role" and "content", or a list of such lists.
+
+    Raises:
+        TypeError, ValueError: a value is of another type, or there is no message; the message names its index.
+    """
+    several = _message_list(messages, "messages")
+    if isinstance(several[0], Mapping):
+        return [_conversation(several, "messages")]
+    return [_conversation(_message_list(one, f"messages[{i}]"), f"messages[{i}]") for i, one in enumerate(several)]
+
+
+def _message_list(messages: Any, name: str) -> list[Any]:
+    values = _items(messages)
+    if values is None:
+        hint = '[{"role": "user", "content": text}]' if isinstance(messages, str) else "the message in a list"
+        raise TypeError(
+            f'{name}: expected a list of messages {{"role": ..., "content": ...}}, got {short(messages)}; give {hint}'
+        )
+    if not values:
+        raise ValueError(f"{name}: expected at least one message, got none")
+    return values
+
+
+def _conversation(messages: Sequence[Any], name: str) -> list[dict[str, Any]]:
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise TypeError(f'{name}[{index}]: expected a dict {{"role": ..., "content": ...}}, got {short(message)}')
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise TypeError(f"{name}[{index}]: expected a text under {key!r}, got {short(message)}")
+    return [dict(message) for message in messages]

@@ -1,0 +1,159 @@
+"""The loop of an engine behind a lock, with recovery from failed steps, log lines and statistics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jspec.core.config import EngineConfig
+from jspec.engine.core import EngineCore
+from jspec.engine.draft_length import Policy
+from jspec.engine.errors import RESTART, Recovery
+from jspec.engine.fair_lock import FairLock
+from jspec.engine.metrics import Metrics
+from jspec.engine.program_choice import Features
+from jspec.engine.prometheus import exposition
+from jspec.engine.request import Request
+from jspec.engine.scheduler import Scheduler
+from jspec.engine.stats_logger import LowAcceptanceWarner, StatsLogger
+from jspec.step.memory import MemoryPlan
+
+
+class EngineLoop:
+    """Base class of `jspec.engine.api.Engine`, which steps an engine's core for several threads at once.
+
+    Attributes:
+        config: the engine's options.
+        core: the engine's loop with its scheduler and its model runner; it has no lock of its own.
+    """
+
+    def __init__(self, config: EngineConfig, core: EngineCore) -> None:
+        self.config = config
+        self.core = core
+        self._recovery = Recovery(core)
+        self._lock = FairLock()
+        self._abort_after_step: list[Request] = []
+        self._closed = False
+        self._acceptance_warner = LowAcceptanceWarner(core.runner.program.drafter)
+        self._stats_logger = StatsLogger(config.log_interval)
+
+    def step(self) -> None:
+        """Run one step for all requests, which starts a program and reads the results of earlier programs."""
+        with self._lock:
+            self._recovery.resume()
+            with self._recovery:
+                self.core.step(overlap=self.config.overlap)
+            while self._abort_after_step:
+                self.core.finish(self._abort_after_step.pop(), "abort")
+            if self._stats_logger.is_due():
+                self._stats_logger.write(self.metrics, self.core.gauges())
+            for rows in self.core.take_drafted_rows():
+                self._acceptance_warner.count(rows)  # last, because a warning filter may turn the warning into an error
+
+    def _queue(self, requests: Sequence[Request]) -> None:
+        """Add requests to the schedule, except those that were aborted already, once their programs are compiled."""
+        queued_at = time.perf_counter()
+        while True:
+            with self._lock:
+                self._check_open()
+                new = [request for request in requests if request.finish_reason is None]
+                missing = self.core.runner.missing_keys(new, self.core.live)
+                if not missing:
+                    for request in new:
+                        self.core.add(request, queued_at)
+                    return
+            self.core.runner.compile(missing)  # outside of the lock: other threads keep stepping
+
+    def _abort(self, requests: Sequence[Request]) -> None:
+        """Abort the requests that have not ended yet.
+
+        If this thread is inside a step (in a tokenizer's callback, or when the garbage collector closes a stream), the
+        requests end when the step ends.
+        """
+        live = [request for request in requests if request.finish_reason is None]
+        if self._lock.is_mine:
+            self._abort_after_step += live
+        elif live:
+            with self._lock:
+                for request in live:
+                    self.core.finish(request, "abort")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this engine is closed; make a new one")
+        if not self.healthy:
+            raise RuntimeError(RESTART)
+
+    def close(self) -> None:
+        """Abort all requests and free the device memory."""
+        with self._lock:
+            self.core.close()
+            self._closed = True
+
+    def warmup(
+        self, *, logprobs: bool = False, prompt_logprobs: bool = False, trace: bool = False, grammar: bool = False
+    ) -> None:
+        """Compile the programs of all batch sizes and prompt lengths now; other threads keep stepping meanwhile.
+
+        Args:
+            logprobs, prompt_logprobs, trace: compile the programs of requests that ask for these outputs too.
+            grammar: compile the programs of requests whose grammar the host follows too.
+
+        Raises:
+            ValueError: the programs do not fit into the device's memory.
+        """
+        self._check_open()
+        runner = self.core.runner
+        features = Features(traced=trace, logprobs=logprobs, masked=grammar)
+        runner.compile(runner.choice.all_keys(features, prompt_logprobs=prompt_logprobs))
+
+    # -- state
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.core.scheduler
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that chooses the draft depth; it may be replaced when all results of steps have been read."""
+        return self.core.policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self.core.policy = policy
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine can serve; False if the device's state could not be recreated after an error."""
+        return self._recovery.healthy
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """The device memory of weights, KV pools and programs, in bytes; ``str(plan)`` is a readable summary."""
+        return self.core.runner.memory_plan
+
+    @property
+    def compile_seconds(self) -> dict[str, float]:
+        """The time to compile each program, in seconds, by the program's name."""
+        return dict(self.core.runner.programs.seconds)
+
+    @property
+    def lower_seconds(self) -> dict[str, float]:
+        """The time to trace and lower each program before compilation, in seconds, by the program's name."""
+        return dict(self.core.runner.programs.lower_seconds)
+
+    @property
+    def metrics(self) -> Metrics:
+        """The counters of all requests, added up, and the number of pages in use now."""
+        with self._lock:
+            return replace(self.core.metrics(), pages_in_use=self.pages_in_use)
+
+    @property
+    def pages_in_use(self) -> int:
+        return self.scheduler.pages.num_used
+
+    def prometheus(self, model_name: str = "jspec") -> str:
+        """Return counters, gauges and latencies (in seconds) as Prometheus text, under vLLM's metric names."""
+        with self._lock:
+            return exposition(self.metrics, self.core.latencies, self.core.gauges(), model_name)

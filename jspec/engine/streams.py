@@ -1,0 +1,103 @@
+"""Streams of chunks from running requests, for threads and for asyncio tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from weakref import WeakKeyDictionary
+
+from jspec.engine.loop import EngineLoop
+from jspec.engine.output_processor import make_chunk
+from jspec.engine.request import Chunk, Request
+
+
+def stream(loop: EngineLoop, request: Request) -> Iterator[Chunk]:
+    """Queue a request, step the loop and yield the chunks of all completions; closing the iterator aborts them.
+
+    Raises:
+        Exception: the error of a completion that failed, after the last chunk.
+    """
+    num_sent = dict.fromkeys(request.samples, 0)
+    try:
+        loop._queue(request.samples)
+        while num_sent:
+            # Steps of other callers serve this request too, so new output may come without a step here.
+            while not (updated := _with_new_output(num_sent)):
+                loop.step()
+            for sample in updated:
+                yield _next_chunk(sample, num_sent)
+        _raise_error(request)
+    finally:
+        loop._abort(request.samples)
+
+
+class AsyncSteps:
+    """Steps an engine's loop in threads, so that asyncio tasks can wait for their requests.
+
+    The methods get the loop, because a reference to it here would keep the engine alive until a garbage collection.
+    """
+
+    def __init__(self) -> None:
+        self._shared: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Future[None]] = WeakKeyDictionary()
+
+    async def stream(self, loop: EngineLoop, request: Request) -> AsyncIterator[Chunk]:
+        """Yield the chunks that the function `stream` yields; cancelling the task aborts the request."""
+        num_sent = dict.fromkeys(request.samples, 0)
+        try:
+            await asyncio.to_thread(loop._queue, request.samples)
+            while num_sent:
+                while not (updated := _with_new_output(num_sent)):
+                    await self._step(loop)
+                for sample in updated:
+                    yield _next_chunk(sample, num_sent)
+            _raise_error(request)
+        finally:
+            await _abort(loop, request.samples)
+
+    async def finish(self, loop: EngineLoop, requests: Sequence[Request]) -> None:
+        """Queue requests and wait until all have ended; cancelling the task aborts them."""
+        try:
+            await asyncio.to_thread(loop._queue, requests)
+            while any(request.finish_reason is None for request in requests):
+                await self._step(loop)
+        finally:
+            await _abort(loop, requests)
+
+    async def _step(self, loop: EngineLoop) -> None:
+        """Wait for a step in another thread; all tasks of this event loop that wait meanwhile share the step."""
+        event_loop = asyncio.get_running_loop()
+        step = self._shared.get(event_loop)
+        if step is None or step.done():
+            step = self._shared[event_loop] = event_loop.run_in_executor(None, loop.step)
+        await asyncio.shield(step)
+
+
+async def _abort(loop: EngineLoop, requests: Sequence[Request]) -> None:
+    """Abort the requests that have not ended yet, in a thread: an abort waits for the lock, an event loop must not."""
+    if any(request.finish_reason is None for request in requests):
+        await asyncio.shield(asyncio.to_thread(loop._abort, requests))
+
+
+def _with_new_output(num_sent: dict[Request, int]) -> list[Request]:
+    """Return the completions that have ended or have unsent tokens; ``num_sent`` counts the tokens sent so far."""
+    return [
+        sample
+        for sample, count in num_sent.items()
+        if len(sample.output.pieces) > count or sample.finish_reason is not None
+    ]
+
+
+def _next_chunk(sample: Request, num_sent: dict[Request, int]) -> Chunk:
+    """Make a chunk of a completion's unsent tokens, and update ``num_sent``; ended completions are removed from it."""
+    chunk = make_chunk(sample, num_sent[sample])
+    num_sent[sample] += len(chunk.token_ids)
+    if chunk.finish_reason is not None:
+        del num_sent[sample]
+    return chunk
+
+
+def _raise_error(request: Request) -> None:
+    """Raise the error of a request's first failed completion, if any failed."""
+    for sample in request.samples:
+        if sample.error is not None:
+            raise sample.error
