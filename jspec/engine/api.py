@@ -179,7 +179,7 @@ class Engine(EngineLoop):
             with tqdm(total=sum(r.max_new_tokens for r in requests), unit="tok", disable=not progress) as bar:
                 for request in requests:
                     while request.finish_reason is None:
-                        self.step()
+                        self._advance(requests)
                         if progress:
                             self._update_bar(bar, requests)
             return [make_completion(request) for request in asked]
@@ -214,14 +214,19 @@ class Engine(EngineLoop):
             TypeError, ValueError: the prompt or a parameter cannot be served.
         """
         request = self._make_request(prompt, params, sampling_params=sampling_params, keywords=fields)
-        self._queue(request.samples)
+        try:
+            self._queue(request.samples)
+            self._compile_rounds(request.samples)
+        except BaseException:
+            self._abort(request.samples)
+            raise
         return request
 
     def result(self, request: Request) -> Completion:
         """Step the engine until a request from `submit` has ended; return its completion, at every call again."""
         samples = _samples("result", request)
         while any(sample.finish_reason is None for sample in samples):
-            self.step()
+            self._advance(samples)
         return make_completion(request)
 
     def abort(self, request: Request) -> None:

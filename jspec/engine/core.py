@@ -50,7 +50,7 @@ class EngineCore:
 
     # -- the loop
 
-    def step(self, *, overlap: bool) -> None:
+    def step(self, *, overlap: bool) -> bool:
         """Plan and dispatch one step, then read the results of dispatched steps.
 
         Args:
@@ -61,8 +61,10 @@ class EngineCore:
             self._read_down_to(0)  # results that an interrupt left unread
         plan = self._plan_and_dispatch()
         is_ahead = plan is not None and overlap and not self._needs_newest_tokens()
+        has_work = plan is not None or bool(self.in_flight)
         self._read_down_to(1 if is_ahead else 0)
         self.stopwatch.leave()
+        return has_work
 
     def _needs_newest_tokens(self) -> bool:
         """Whether the next dispatch needs grammar masks that the host computes from the newest tokens."""

@@ -19,6 +19,8 @@ from jspec.engine.scheduler import Scheduler
 from jspec.engine.stats_logger import LowAcceptanceWarner, StatsLogger
 from jspec.step.memory import MemoryPlan
 
+IDLE = 0.005  # seconds to wait after a step without work
+
 
 class EngineLoop:
     """Base class of `jspec.engine.api.Engine`, which steps an engine's core for several threads at once.
@@ -38,32 +40,62 @@ class EngineLoop:
         self._acceptance_warner = LowAcceptanceWarner(core.runner.program.drafter)
         self._stats_logger = StatsLogger(config.log_interval)
 
-    def step(self) -> None:
-        """Run one step for all requests, which starts a program and reads the results of earlier programs."""
+    def step(self) -> bool:
+        """Run one step for all requests, which starts a program and reads the results of earlier programs.
+
+        Returns:
+            False if there was nothing to start or to read.
+        """
+        has_work = True
         with self._lock:
             self._recovery.resume()
             with self._recovery:
-                self.core.step(overlap=self.config.overlap)
+                has_work = self.core.step(overlap=self.config.overlap)
             while self._abort_after_step:
                 self.core.finish(self._abort_after_step.pop(), "abort")
             if self._stats_logger.is_due():
                 self._stats_logger.write(self.metrics, self.core.gauges())
             for rows in self.core.take_drafted_rows():
                 self._acceptance_warner.count(rows)  # last, because a warning filter may turn the warning into an error
+        return has_work
 
     def _queue(self, requests: Sequence[Request]) -> None:
-        """Add requests to the schedule, except those that were aborted already, once their programs are compiled."""
-        queued_at = time.perf_counter()
+        """Add requests to the schedule, except those that were aborted already, once their prefills are compiled.
+
+        If programs of their rounds are missing, the requests wait for `_compile_rounds` after their first token.
+        """
+        queued_at, runner = time.perf_counter(), self.core.runner
+        runner.compile(runner.choice.prefill_keys(requests))
+        with self._lock:
+            self._check_open()
+            new = [request for request in requests if request.finish_reason is None]
+            awaits_rounds = bool(runner.missing(runner.choice.round_keys(new, self.core.live)))
+            for request in new:
+                request.state.awaits_rounds = awaits_rounds
+                self.core.add(request, queued_at)
+
+    def _advance(self, requests: Sequence[Request]) -> None:
+        """Run one step, or compile the programs of the requests' rounds if a request has its first token."""
+        if any(map(needs_rounds, requests)):
+            self._compile_rounds(requests)
+        elif not self.step():
+            time.sleep(IDLE)  # another thread compiles the programs of all running requests
+
+    def _compile_rounds(self, requests: Sequence[Request]) -> None:
+        """Compile the programs of the requests' rounds, so that the scheduler may plan the rounds.
+
+        The lock is free during the compilation, so that other threads can step.
+        """
+        runner = self.core.runner
         while True:
             with self._lock:
-                self._check_open()
-                new = [request for request in requests if request.finish_reason is None]
-                missing = self.core.runner.missing_keys(new, self.core.live)
+                waiting = [request for request in requests if request.finish_reason is None]
+                missing = runner.missing(runner.choice.round_keys(waiting, self.core.live))
                 if not missing:
-                    for request in new:
-                        self.core.add(request, queued_at)
+                    for request in waiting:
+                        request.state.awaits_rounds = False
                     return
-            self.core.runner.compile(missing)  # outside of the lock: other threads keep stepping
+            runner.compile(missing)
 
     def _abort(self, requests: Sequence[Request]) -> None:
         """Abort the requests that have not ended yet.
@@ -157,3 +189,8 @@ class EngineLoop:
         """Return counters, gauges and latencies (in seconds) as Prometheus text, under vLLM's metric names."""
         with self._lock:
             return exposition(self.metrics, self.core.latencies, self.core.gauges(), model_name)
+
+
+def needs_rounds(request: Request) -> bool:
+    """Return whether a request has its first token and goes on, but the programs of its rounds are not compiled."""
+    return request.state.awaits_rounds and bool(request.token_ids) and request.finish_reason is None

@@ -19,7 +19,7 @@ from jspec.core.records import MAX_STOP_IDS, PrefillInput, StepOutput
 from jspec.engine.grammar.token_table import TablePool
 from jspec.engine.input_processor import draft_cap
 from jspec.engine.penalty_input import pack_controls
-from jspec.engine.program_choice import LiveRequests, ProgramChoice, prefill_key, round_keys
+from jspec.engine.program_choice import ProgramChoice, prefill_key, round_keys
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan
 from jspec.models.decoder import Model
@@ -90,9 +90,9 @@ class ModelRunner:
         """
         self.programs.compile(keys, self._update_memory_plan)
 
-    def missing_keys(self, new: Sequence[Request], live: LiveRequests) -> list[ExecutableKey]:
-        """Return the keys of the programs to compile before new requests may be queued beside the live requests."""
-        return [key for key in self.choice.needed_keys(new, live) if key not in self.programs.compiled]
+    def missing(self, keys: Sequence[ExecutableKey]) -> list[ExecutableKey]:
+        """Return those of the keys whose programs are not compiled yet."""
+        return [key for key in keys if key not in self.programs.compiled]
 
     def dispatch(self, plan: Plan, depth: int, running: Collection[Request]) -> StepOutput:
         """Start a plan's step and the copy of its result to the host; return the result without waiting for it.

@@ -46,6 +46,9 @@ class LiveRequests:
     def __len__(self) -> int:
         return len(self._features)
 
+    def __contains__(self, request: Request) -> bool:
+        return request.id in self._features
+
     def add(self, request: Request) -> None:
         self._features[request.id] = Features.of(request)
         self._counts[self._features[request.id]] += 1
@@ -99,21 +102,25 @@ class ProgramChoice:
                 keys += self._prefill_keys(self._chunks, logprobs or prompt, prompt, masked)
         return list(dict.fromkeys([*keys, *map(ExecutableKey, self._helpers)]))
 
-    def needed_keys(self, new: Sequence[Request], live: LiveRequests) -> list[ExecutableKey]:
-        """Return the keys of the programs that new requests need, if they share rounds with the live requests."""
-        rows = min(len(new) + len(live), self._buckets[-1])
-        buckets = self._buckets if self._compile_ahead else [_smallest(self._buckets, rows)]
-        keys = self._round_keys(buckets, union([live.features(), *map(Features.of, new)]))
-        for request in new:
+    def prefill_keys(self, requests: Sequence[Request]) -> list[ExecutableKey]:
+        """Return the keys of the programs that compute the requests' first tokens."""
+        keys: list[ExecutableKey] = []
+        for request in requests:
             chunks = self._chunks if self._compile_ahead else [self.longest_chunk(request)]
             keys += self._prefill_keys(chunks, *prefill_outputs(request), request.matcher is not None)
-        return list(dict.fromkeys([*keys, *map(ExecutableKey, self._needed_helpers(new))]))
+        if self._compile_ahead or self._edits_all or any(request.params.controls_used for request in requests):
+            keys += self._helper_keys("controls", "grammar")
+        return list(dict.fromkeys(keys))
 
-    def _needed_helpers(self, new: Sequence[Request]) -> list[Kind]:
-        wanted: set[Kind] = {"update_page_table", "write_pending_rows"}
-        if self._compile_ahead or self._edits_all or any(request.params.controls_used for request in new):
-            wanted |= {"controls", "grammar"}
-        return [kind for kind in self._helpers if kind in wanted]
+    def round_keys(self, requests: Sequence[Request], live: LiveRequests) -> list[ExecutableKey]:
+        """Return the keys of the programs that the requests' rounds need, if the live requests take part in them."""
+        rows = min(len(live) + sum(request not in live for request in requests), self._buckets[-1])
+        buckets = self._buckets if self._compile_ahead else [_smallest(self._buckets, rows)]
+        keys = self._round_keys(buckets, union([live.features(), *map(Features.of, requests)]))
+        return keys + self._helper_keys("update_page_table", "write_pending_rows")
+
+    def _helper_keys(self, *kinds: Kind) -> list[ExecutableKey]:
+        return [ExecutableKey(kind) for kind in self._helpers if kind in kinds]
 
     def longest_chunk(self, request: Request) -> int:
         """Return the length in tokens of the longest chunk in which a request's prompt may be prefilled."""

@@ -95,6 +95,7 @@ class RequestState:
         rounds_in_flight: number of rounds in the steps in flight.
         grammar_position: (number of output tokens read, state of the grammar's automaton after these tokens).
         max_chunk: length of the longest prefill chunk that the scheduler may plan, in tokens; None: any.
+        awaits_rounds: whether the programs of the request's rounds are still to be compiled, so no round may run it.
     """
 
     slot: int | None = None
@@ -109,6 +110,7 @@ class RequestState:
     rounds_in_flight: int = 0
     grammar_position: tuple[int, int] = (0, 0)
     max_chunk: int | None = None
+    awaits_rounds: bool = False
 
     @property
     def is_prefilled(self) -> bool:

@@ -355,6 +355,8 @@ class Scheduler:
 
     def _may_emit(self, request: Request) -> bool:
         """Whether a request may still emit tokens after the rounds in flight, if each of them emits one token."""
+        if request.state.awaits_rounds:
+            return False
         num_tokens = max(len(request.token_ids), 1)  # the prefill's token may not have been read yet
         return num_tokens + request.state.rounds_in_flight < request.max_new_tokens
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from weakref import WeakKeyDictionary
 
-from jspec.engine.loop import EngineLoop
+from jspec.engine.loop import EngineLoop, needs_rounds
 from jspec.engine.output_processor import make_chunk
 from jspec.engine.request import Chunk, Request
 
@@ -23,7 +23,7 @@ def stream(loop: EngineLoop, request: Request) -> Iterator[Chunk]:
         while num_sent:
             # Steps of other callers serve this request too, so new output may come without a step here.
             while not (updated := _with_new_output(num_sent)):
-                loop.step()
+                loop._advance(request.samples)
             for sample in updated:
                 yield _next_chunk(sample, num_sent)
         _raise_error(request)
@@ -47,7 +47,7 @@ class AsyncSteps:
             await asyncio.to_thread(loop._queue, request.samples)
             while num_sent:
                 while not (updated := _with_new_output(num_sent)):
-                    await self._step(loop)
+                    await self._step(loop, request.samples)
                 for sample in updated:
                     yield _next_chunk(sample, num_sent)
             _raise_error(request)
@@ -59,16 +59,22 @@ class AsyncSteps:
         try:
             await asyncio.to_thread(loop._queue, requests)
             while any(request.finish_reason is None for request in requests):
-                await self._step(loop)
+                await self._step(loop, requests)
         finally:
             await _abort(loop, requests)
 
-    async def _step(self, loop: EngineLoop) -> None:
-        """Wait for a step in another thread; all tasks of this event loop that wait meanwhile share the step."""
+    async def _step(self, loop: EngineLoop, requests: Sequence[Request]) -> None:
+        """Wait for a step in another thread; all tasks of this event loop that wait meanwhile share the step.
+
+        If the programs of the requests' rounds are still to be compiled, wait for this compilation instead.
+        """
+        if any(map(needs_rounds, requests)):
+            await asyncio.to_thread(loop._compile_rounds, requests)
+            return
         event_loop = asyncio.get_running_loop()
         step = self._shared.get(event_loop)
         if step is None or step.done():
-            step = self._shared[event_loop] = event_loop.run_in_executor(None, loop.step)
+            step = self._shared[event_loop] = event_loop.run_in_executor(None, loop._advance, ())
         await asyncio.shield(step)
 
 

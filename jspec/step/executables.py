@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -81,7 +81,7 @@ class Executables:
         has_pending_rows = self._program.drafter.has_pending_rows and self._config.prefix_cache
         return kinds + (["write_pending_rows"] if has_pending_rows else [])
 
-    def compile(self, keys: Iterable[ExecutableKey], check: Check = lambda executables: None) -> None:
+    def compile(self, keys: Sequence[ExecutableKey], check: Check = lambda executables: None) -> None:
         """Compile the programs with the given keys, except those that are compiled already.
 
         Only the caller waits; other threads may run programs meanwhile.
@@ -89,6 +89,8 @@ class Executables:
         Args:
             check: function that is called with all executables, old and new; if it raises, no new one is stored.
         """
+        if all(key in self.compiled for key in keys):
+            return  # without waiting for another thread's compilation
         with self._compiling:
             missing = [key for key in keys if key not in self.compiled]
             if not missing:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
@@ -68,6 +70,72 @@ def test_engine_whose_programs_are_compiled_on_demand_emits_the_tokens_of_one_th
         params = [SamplingParams(max_tokens=5 + i, seed=i, temperature=i % 2) for i in range(count)]
         results = [[done.token_ids for done in one.generate(prompts[:count], params)] for one in (on_demand, ahead)]
         assert results[0] == results[1]
+
+
+def test_stream_yields_the_first_token_before_the_rounds_are_compiled() -> None:
+    one = engine()
+    stream = one.stream([1, 2], GREEDY)
+    first = next(stream)
+    assert len(first.token_ids) == 1 and names(one) == {"prefill[4]"}
+    rest = [token for chunk in stream for token in chunk.token_ids]
+    assert [*first.token_ids, *rest] == engine().generate([1, 2], GREEDY)[0].token_ids
+    assert names(one) == {"prefill[4]", "round[1]"}
+
+
+def test_request_of_one_token_compiles_no_round() -> None:
+    one = engine()
+    one.generate([1, 2], SamplingParams(max_tokens=1))
+    assert names(one) == {"prefill[4]"}
+    done = one.generate([[1, 2], [3, 4]], [SamplingParams(max_tokens=1), GREEDY])  # only one of them needs rounds
+    assert [len(each.token_ids) for each in done] == [1, 6] and "round[1]" in names(one)
+    other = engine()
+    request = other.submit([1, 2], GREEDY)  # any thread's steps may serve it, so all its programs are compiled
+    assert names(other) == {"prefill[4]", "round[1]"} and len(other.result(request).token_ids) == 6
+
+
+def test_requests_of_two_threads_wait_for_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both need the same program; a stream of a third thread goes on meanwhile."""
+    one, compiled, running = engine(), threading.Event(), threading.Event()
+    one.generate([7], GREEDY)
+    programs, compile_one = one.core.runner.programs, one.core.runner.programs._compile_one
+    counts: list[str] = []
+
+    def slow(name: str, lowered: Any) -> Any:
+        counts.append(name)
+        assert running.wait(60)  # until the stream has gone on during this compilation
+        compiled.set()
+        return compile_one(name, lowered)
+
+    monkeypatch.setattr(programs, "_compile_one", slow)
+    stream = one.stream([5, 6], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
+    next(stream)
+    with ThreadPoolExecutor() as pool:
+        scored = [pool.submit(one.generate, [token], SamplingParams(max_tokens=3, logprobs=1)) for token in (1, 2)]
+        for _ in range(5):
+            next(stream)
+        assert not compiled.is_set()
+        running.set()
+        assert all(len(done.result()[0].token_ids) == 3 for done in scored)
+    assert sum(len(chunk.token_ids) for chunk in stream) > 0
+    assert len(counts) == len(set(counts))
+
+
+def test_failed_compilation_of_rounds_raises_and_leaves_nothing_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine()
+    programs, compile_one = one.core.runner.programs, one.core.runner.programs._compile_one
+
+    def fails(name: str, lowered: Any) -> Any:
+        if name.startswith("round"):
+            raise RuntimeError("no memory for the compiler")
+        return compile_one(name, lowered)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "_compile_one", fails)
+        for call in (one.generate, one.submit, lambda *arguments: list(one.stream(*arguments))):
+            with pytest.raises(RuntimeError, match="no memory for the compiler"):
+                call([1, 2], GREEDY)
+            assert not one.scheduler.has_work and one.pages_in_use == 0
+    assert len(one.generate([1, 2], GREEDY)[0].token_ids) == 6
 
 
 def test_preempted_request_is_prefilled_in_chunks_that_are_compiled() -> None:

@@ -101,21 +101,23 @@ def expected() -> list[list[int]]:
     return [one.token_ids for one in small.plain().generate(PROMPTS, params)]
 
 
-def test_logprobs_programs_at_the_first_request_are_all_compiled_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If one program fails to compile, no program is kept, and the next request compiles all of them."""
+def test_logprobs_rounds_at_the_first_request_are_all_compiled_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If one round fails to compile, no round is kept, and the next request compiles all of them."""
     engine = tree()
     engine.generate([1, 2], SamplingParams(max_tokens=2))
     assert not any("logprobs" in name for name in engine.compile_seconds)
 
-    def fails(name: str, lowered: Any) -> str:
+    compile_one = engine.core.runner.programs._compile_one
+
+    def fails(name: str, lowered: Any) -> Any:
         if name.startswith("round"):
             raise RuntimeError("RESOURCE_EXHAUSTED")
-        return "a program"
+        return compile_one(name, lowered)
 
     monkeypatch.setattr(engine.core.runner.programs, "_compile_one", fails)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         engine.generate([1, 2], SamplingParams(max_tokens=2, logprobs=1))
-    assert not any(key.logprobs for key in engine.core.runner.programs.compiled)
+    assert not any(key.logprobs for key in engine.core.runner.programs.compiled if key.kind == "round")
     assert not engine.scheduler.has_work
 
 
