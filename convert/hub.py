@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 
-from convert.huggingface import read_json
+from convert.fields import MAX_SIZE, is_int, read_json, short
 
 HUB_FILES = ["*.json", "model*.safetensors", "medusa_lm_head.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
 TORCH_FILES = ["pytorch_model*.bin", "medusa_lm_head.pt"]  # where there are no safetensors
@@ -20,13 +21,16 @@ def find(path: str | Path) -> Path:
 
     Raises:
         FileNotFoundError: there is no such folder, and the hub has no such model.
+        TypeError: the path is neither text nor a path.
     """
-    folder = Path(path)
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise TypeError(f"path: expected a folder or a hub id (owner/name), got {short(path)}; pass one of them")
+    folder = Path(path).expanduser().absolute()
     if folder.is_dir():
         return folder
     if folder.exists():
         raise FileNotFoundError(f"{folder}: expected a folder, got a file; give the folder that holds it")
-    if folder.is_absolute() or len(folder.parts) > 2 or str(path).startswith("."):
+    if Path(path).is_absolute() or len(Path(path).parts) > 2 or str(path).startswith((".", "~")):
         raise FileNotFoundError(
             f"{folder}: expected a folder or a hub id (owner/name), got no such folder; check the path"
         )
@@ -38,15 +42,25 @@ def find(path: str | Path) -> Path:
         if not any(copy.glob("*.safetensors")):
             download(allow_patterns=TORCH_FILES)
     except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"{path}: no such folder here, and the hub gave no such model ({error})") from error
+        reason = short(str(error), 200)
+        raise FileNotFoundError(f"{path}: no such folder here, and the hub gave no such model ({reason})") from error
     return copy
 
 
 def eos_ids(folder: str | Path) -> tuple[int, ...]:
-    """The EOS token ids in a folder's generation_config.json, else in its config.json, else ()."""
+    """The EOS token ids in a folder's generation_config.json, else in its config.json, else ().
+
+    Raises:
+        CheckpointError: a file has something other than an id or a list of ids.
+    """
     for name in ("generation_config.json", "config.json"):
         file = Path(folder) / name
-        ids = read_json(file).get("eos_token_id") if file.is_file() else None
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+        fields = read_json(file) if file.is_file() else None
+        if fields is None or fields.get("eos_token_id") is None:
+            continue
+        ids = fields["eos_token_id"]
+        ids = ids if isinstance(ids, list) else [ids]
+        if not all(is_int(token) and 0 <= token <= MAX_SIZE for token in ids):
+            raise fields.error("eos_token_id", "a token id from 0 or a list of them (pass eos_ids= to replace it)")
+        return tuple(ids)
     return ()

@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from convert.detect import KINDS
+from convert.fields import CheckpointError, cut, listed, read_json, require
 from pallas_kernels.layers.quantized import Quantized
 
 VERSION = 2
@@ -219,21 +222,24 @@ def read_header(folder: Path) -> Header:
     """Reads the kind, config and parameter shapes of a converted folder, but no weights.
 
     Raises:
-        ValueError: the folder is damaged or has another format version.
+        CheckpointError: the folder is damaged or has another format version.
     """
-    with named_damage(folder):
-        manifest = json.loads((folder / MANIFEST).read_text())
-        version = manifest["version"]
+    with _named_damage(folder):
+        manifest = read_json(folder / MANIFEST)
+        version = manifest.integer("version")
     if version != VERSION:
-        raise ValueError(f"{folder}: expected format version {VERSION}, got {version}; convert the model again")
-    with named_damage(folder):
+        raise CheckpointError(folder, f"expected format version {VERSION}, got {version}; convert the model again")
+    with _named_damage(folder):
+        kind, config, wanted = manifest.text("kind"), manifest.object("config"), manifest.object("file_sizes")
+        require(manifest, ("config", "file_sizes"))
+        if kind not in KINDS:
+            raise manifest.error("kind", f"one of {', '.join(KINDS)}")
         sizes = _file_sizes(folder / WEIGHTS)
-        broken = [name for name, size in manifest["file_sizes"].items() if sizes.get(name) != size]
-        if broken:
-            raise ValueError(f"absent or incomplete files in {WEIGHTS}: {', '.join(broken)}")
-        stored = ocp.metadata(folder / WEIGHTS).metadata
+        if broken := [name for name, size in wanted.items() if sizes.get(name) != size]:
+            raise ValueError(f"absent or incomplete files in {WEIGHTS}: {listed(broken)}")
+        stored = ocp.metadata((folder / WEIGHTS).absolute()).metadata
         parameters = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in stored.items()}
-        return Header(manifest["kind"], manifest["config"], parameters, folder)
+        return Header(kind, config, parameters, folder)
 
 
 def read_arrays(
@@ -255,7 +261,7 @@ def read_arrays(
         The parameters, by name.
 
     Raises:
-        ValueError: a value is too large for float16.
+        CheckpointError: the arrays are damaged, or a value is too large for float16.
     """
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     names = list(header.parameters) if names is None else list(names)
@@ -267,23 +273,40 @@ def read_arrays(
         wanted[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if is_kept else dtype, sharding=sharding)
     context = ocp.Context()
     context.pytree.loading.partial_load = True
-    largest = max(4 * leaf.size for leaf in wanted.values())
+    largest = max((4 * leaf.size for leaf in wanted.values()), default=0)
     context.memory.read_concurrent_bytes = READ_AHEAD + largest  # orbax needs more than the bytes of any single array
-    with context:
-        arrays = ocp.load(header.folder / WEIGHTS, wanted)
+    with context, _named_damage(header.folder):
+        arrays = ocp.load((header.folder / WEIGHTS).absolute(), wanted)
     narrowed = [name for name in names if wanted[name].dtype == "float16" != header.parameters[name].dtype]
-    if overflown := [name for name in narrowed if jax.numpy.isinf(arrays[name]).any()]:
-        raise ValueError(
-            f"{header.folder}: expected values within float16's 65504, got larger ones in "
-            f"{', '.join(overflown)}; use bfloat16"
-        )
+    if overflown := [name for name in narrowed if jnp.isinf(arrays[name]).any()]:
+        raise CheckpointError(
+            header.folder, f"expected values within float16's 65504, got larger ones in {listed(overflown)}; use "
+            "bfloat16",
+        )  # fmt: skip
     return arrays
 
 
+@jax.jit
+def _count_not_finite(array: jax.Array) -> jax.Array:
+    return array.size - jnp.isfinite(array.astype(jnp.float32)).sum()
+
+
+def not_finite(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
+    """The number of NaN and infinite values in each array that has any, by name; computed on the devices."""
+    counts = {name: _count_not_finite(x) for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    return {name: int(count) for name, count in jax.device_get(counts).items() if count}
+
+
 @contextlib.contextmanager
-def named_damage(folder: Path) -> Iterator[None]:
-    """A context manager that turns errors of reading a manifest into a ValueError that names the folder."""
+def _named_damage(folder: Path) -> Iterator[None]:
+    """A context manager that turns errors of reading a converted folder into a CheckpointError that names it."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder}: damaged checkpoint ({error}); convert the model again") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # of any class: orbax and tensorstore raise many for damaged files, some of them bare
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        reason = cut(f"{kind}{error}", 250)
+        raise CheckpointError(folder, f"damaged checkpoint ({reason}); convert the model again") from error

@@ -348,7 +348,8 @@ def test_describe_eagle1_and_medusa_heads_prints_format_and_which_target_hidden_
 
 def test_describe_ambiguous_config_prints_the_override_to_pass(tmp_path):
     text = describe(folders.write(tmp_path, {**HEAD, "norm_output": True}, folders.head_tensors()))
-    assert "cannot be loaded: norm_output" in text
+    assert "cannot be loaded: " in text
+    assert "config.json: norm_output: expected" in text
     assert "pass norm_output=True" in text
 
 
