@@ -8,29 +8,31 @@ from pathlib import Path
 
 from convert.fields import MAX_SIZE, is_int, read_json, short
 
-HUB_FILES = ["*.json", "model*.safetensors", "medusa_lm_head.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
+TOKENIZER_FILES = ["*.json", "tokenizer.model", "merges.txt", "vocab.txt", "*.jinja"]
+HUB_FILES = [*TOKENIZER_FILES, "model*.safetensors", "medusa_lm_head.safetensors"]
 TORCH_FILES = ["pytorch_model*.bin", "medusa_lm_head.pt"]  # where there are no safetensors
 SUBFOLDERS = ["*/*"]  # files in subfolders of a repository, which are other formats of the same weights
 
 
-def find(path: str | Path) -> Path:
-    """The folder of a model; downloads the model from the hub if there is no such folder.
+def find(path: str | os.PathLike[str], *, tokenizer: bool = False) -> Path:
+    """The absolute path of a model's folder; downloads the model from the hub if there is no such folder.
 
     Args:
-        path: existing folder, else hub id ("owner/name").
+        path: existing folder, relative or absolute or from the home folder ("~"), else hub id ("owner/name").
+        tokenizer: download the files of the tokenizer only.
 
     Raises:
         FileNotFoundError: there is no such folder, and the hub has no such model.
         TypeError: the path is neither text nor a path.
     """
-    if not isinstance(path, (str, os.PathLike)) or not str(path):
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise TypeError(f"path: expected a folder or a hub id (owner/name), got {short(path)}; pass one of them")
     folder = Path(path).expanduser().absolute()
     if folder.is_dir():
         return folder
     if folder.exists():
         raise FileNotFoundError(f"{folder}: expected a folder, got a file; give the folder that holds it")
-    if Path(path).is_absolute() or len(Path(path).parts) > 2 or str(path).startswith((".", "~")):
+    if not is_id(path):
         raise FileNotFoundError(
             f"{folder}: expected a folder or a hub id (owner/name), got no such folder; check the path"
         )
@@ -38,13 +40,18 @@ def find(path: str | Path) -> Path:
 
     try:
         download = partial(huggingface_hub.snapshot_download, str(path), ignore_patterns=SUBFOLDERS)
-        copy = Path(download(allow_patterns=HUB_FILES))
-        if not any(copy.glob("*.safetensors")):
+        copy = Path(download(allow_patterns=TOKENIZER_FILES if tokenizer else HUB_FILES))
+        if not tokenizer and not any(copy.glob("*.safetensors")):
             download(allow_patterns=TORCH_FILES)
     except (OSError, ValueError) as error:
         reason = short(str(error), 200)
         raise FileNotFoundError(f"{path}: no such folder here, and the hub gave no such model ({reason})") from error
     return copy
+
+
+def is_id(path: str | os.PathLike[str]) -> bool:
+    """Whether a path that is no folder may be a hub id: "owner/name" or "name"."""
+    return not Path(path).is_absolute() and len(Path(path).parts) <= 2 and not os.fspath(path).startswith((".", "~"))
 
 
 def eos_ids(folder: str | Path) -> tuple[int, ...]:

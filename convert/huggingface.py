@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from ml_dtypes import finfo
 
-from convert.fields import CheckpointError, listed
+from convert.fields import CheckpointError, listed, named
 from convert.sources import Shape, Source, Tensor, is_finite
 
 BATCH_BYTES = 32 * 2**20  # least size limit of a batch: smaller batches would only make more files
@@ -130,8 +130,10 @@ def cast(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
     with np.errstate(over="ignore"):
         rounded = values.astype(np.float32).astype(wanted)
     if not is_finite(rounded) and np.isinf(rounded).sum() != np.isinf(values).sum():
-        largest, other = float(finfo(wanted).max), "float32" if dtype == "bfloat16" else "bfloat16"
-        raise CheckpointError(name, f"expected values within {dtype}'s {largest:.9g}, got larger ones; use {other}")
+        remedy = "use bfloat16" if dtype == "float16" else "the file is damaged; download it again"
+        raise CheckpointError(
+            name, f"expected values within {dtype}'s {float(finfo(wanted).max):.9g}, got larger ones; {remedy}"
+        )
     return rounded
 
 
@@ -182,7 +184,8 @@ def batches(source: Source, rows: Iterable[Row], dtype: str) -> Iterator[dict[st
         if size + row.nbytes(dtype) > limit:
             yield batch
             batch, size = {}, 0
-        batch[row.parameter] = row.fill(source, row, row.dtype or dtype)
+        with named(source.folder):
+            batch[row.parameter] = row.fill(source, row, row.dtype or dtype)
         size += row.nbytes(dtype)
     yield batch
     warn_not_finite(source.folder, source.not_finite)

@@ -142,7 +142,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--draft-kv-dtype", metavar="DTYPE", help="dtype of the drafter's cache")
     parser.add_argument("--draft-window", type=int, metavar="W", help="newest tokens that the drafter attends to")
-    parser.add_argument("--max-len", type=int, default=2048)
+    parser.add_argument("--max-len", type=int, help="most tokens with the prompt; default: 2048, or the model's limit")
     parser.add_argument("--tokenizer", help='"bytes" for byte-level models; default: the target folder\'s')
     parser.add_argument("--compile-cache", metavar="DIR", help="folder that keeps compiled programs for the next start")
     parser.set_defaults(run=_generate)
@@ -161,7 +161,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         drafter=_drafter(arguments),
         dtype=arguments.dtype,
         slots=1,
-        max_len=arguments.max_len,
+        **({} if arguments.max_len is None else {"max_len": arguments.max_len}),
         accept=arguments.accept,
         quantize=arguments.quantize,
         kv_dtype=arguments.kv_dtype,

@@ -26,7 +26,7 @@ class EngineConfig:
 
     Attributes, cache and memory:
         slots: number of requests that may run at once.
-        max_len: largest number of tokens of a request, prompt included.
+        max_len: largest number of tokens of a request, prompt included; at most the target's max_position_embeddings.
         page_size: cache rows per page; a row holds the keys and values of one token.
         pages: pages per pool, the null page included. None: enough for every slot to reach ``max_len``; if the device
             reports its memory, as many as fit, at least enough for one request of ``max_len`` and at most enough for

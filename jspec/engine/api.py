@@ -12,10 +12,9 @@ from weakref import WeakKeyDictionary
 
 from tqdm import tqdm
 
-from convert import hub
 from jspec.core.config import EngineConfig
 from jspec.draft.base import Drafter
-from jspec.engine.build import build_core
+from jspec.engine.build import build_core, engine_config, model_options
 from jspec.engine.core import EngineCore
 from jspec.engine.draft_length import Policy
 from jspec.engine.errors import RESTART, Recovery
@@ -28,7 +27,7 @@ from jspec.engine.request import Chunk, Completion, Request
 from jspec.engine.sampling_params import SamplingParams
 from jspec.engine.scheduler import Scheduler
 from jspec.engine.stats_logger import LowAcceptanceWarner, StatsLogger
-from jspec.engine.tokenizer import Tokenizer, load_tokenizer
+from jspec.engine.tokenizer import Tokenizer, check_size, load_tokenizer
 from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.sampling.logits_processor import LogitsProcessor
@@ -46,7 +45,8 @@ class Engine:
     Args:
         target: the model whose distribution the output has.
         drafter: proposes tokens; None: plain decoding with the same programs.
-        tokenizer: a `Tokenizer`, a folder with tokenizer files, or "bytes"; None: prompts and output are token ids.
+        tokenizer: a `Tokenizer`, a tokenizer of transformers, a folder with tokenizer files, a hub id, or "bytes";
+            None: prompts and output are token ids.
         eos_ids: tokens that end a request.
         logits_processor: a pure function of jax arrays, traced into every program: takes logits ``[batch, nodes,
             vocab]`` and a `jspec.sampling.logits_processor.LogitsContext`, and returns logits. It is applied after
@@ -73,9 +73,10 @@ class Engine:
         logits_processor: LogitsProcessor | None = None,
         **options: Any,
     ) -> None:
-        self.config = EngineConfig(**options)
+        self.config = engine_config(options, target.config)
         keep_compiled(self.config.compile_cache)
-        tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        tokenizer = load_tokenizer(tokenizer)
+        check_size(tokenizer, target.config.vocab_size)
         self.input_processor = InputProcessor(tokenizer, target.config.vocab_size, tuple(eos_ids), self.config)
         self.core: EngineCore = build_core(
             self.config, target, drafter, logits_processor, has_tokenizer=tokenizer is not None
@@ -108,17 +109,16 @@ class Engine:
         """
         if isinstance(path, Model):
             return cls(path, drafter=drafter, tokenizer=tokenizer, logits_processor=logits_processor, **options)
-        config = EngineConfig(**{name: value for name, value in options.items() if name != "eos_ids"})
-        keep_compiled(config.compile_cache)
-        checkpoint = load.load(path, dtype=dtype, quantize=options.get("quantize"))
-        options.setdefault("eos_ids", hub.eos_ids(checkpoint.folder))
-        return cls(
-            Model.from_weights(checkpoint.config, checkpoint.weights),
-            drafter=drafter,
-            tokenizer=load_tokenizer(checkpoint.folder) if tokenizer is None else tokenizer,
-            logits_processor=logits_processor,
-            **options,
+        keep_compiled(EngineConfig(**{k: v for k, v in options.items() if k != "eos_ids"}).compile_cache)
+        made: dict[str, Any] = {}  # from the folder, checked before weights are read
+        checkpoint = load.load(
+            path,
+            dtype=dtype,
+            quantize=options.get("quantize"),
+            check=lambda config, folder: made.update(model_options(config, folder, tokenizer, options)),
         )
+        model = Model.from_weights(checkpoint.config, checkpoint.weights)
+        return cls(model, drafter=drafter, logits_processor=logits_processor, **made)
 
     # -- completions
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from convert.fields import named
 from jspec.core.config import MAX_LOGPROBS
 from jspec.engine.generation_config import recommended
 
@@ -128,7 +129,9 @@ class SamplingParams:
                 here, because the engine reads them.
             fields: parameters that override those of the file.
         """
-        return cls(**{**recommended(path), **fields})
+        values = {**recommended(path), **fields}
+        with named(path):
+            return cls(**values)
 
     @cached_property
     def controls_used(self) -> tuple[str, ...]:

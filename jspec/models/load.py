@@ -48,6 +48,7 @@ class Format:
 
 
 FormatOf = Callable[[str], Format]  # kind of checkpoint -> format of that kind
+Check = Callable[[Any, Path], None]  # config of a checkpoint, its folder -> nothing; raises an error
 
 
 def load(
@@ -57,6 +58,7 @@ def load(
     rope_theta: float | None = None,
     quantize: str | None = None,
     placement: Placement | None = None,
+    check: Check | None = None,
 ) -> Checkpoint:
     """Loads a target or a draft model.
 
@@ -68,6 +70,7 @@ def load(
         quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
             None: as stored.
         placement: sharding of each parameter, by name; None: the default device.
+        check: function of the config and the folder that is called before weights are read, and may raise an error.
 
     Returns:
         The checkpoint, with its weights on the devices.
@@ -78,7 +81,8 @@ def load(
         NotImplementedError: the model's family or an option of it is not supported.
     """
     format_of = partial(target_format, rope_theta=rope_theta)
-    return read_checkpoint(path, format_of, kind="target", dtype=dtype, quantize=quantize, placement=placement)
+    options: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "placement": placement, "check": check}
+    return read_checkpoint(path, format_of, kind="target", **options)
 
 
 def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
@@ -132,11 +136,12 @@ def read_checkpoint(
     dtype: str | None = None,
     quantize: str | None = None,
     placement: Placement | None = None,
+    check: Check | None = None,
 ) -> Checkpoint:
     """Loads a checkpoint of any kind from a Hugging Face folder, a converted folder or the hub.
 
     Args:
-        path, dtype, quantize, placement: arguments of `load`.
+        path, dtype, quantize, placement, check: arguments of `load`.
         format_of: function that returns the format of the checkpoint's kind.
         kind: required kind of checkpoint; None: any.
 
@@ -151,6 +156,8 @@ def read_checkpoint(
     if orbax.is_checkpoint(folder):
         header = _read_manifest(folder, format_of, kind)
         check_scope(quantize, header.kind)
+        if check is not None:
+            check(header.config, folder)
         stored = orbax.read_arrays(header, dtype=dtype, placement=placement)
         warn_not_finite(folder, orbax.not_finite(stored))
         weights = orbax.unflatten(stored)
@@ -158,6 +165,8 @@ def read_checkpoint(
         return Checkpoint(header.kind, header.config, weights, folder)
     plan = read_plan(folder, format_of, kind=kind)
     check_scope(quantize, plan.kind)
+    if check is not None:
+        check(plan.config, folder)
     arrays: dict[str, Any] = {}
     for batch in plan.batches(dtype):
         placed = {name: jax.device_put(array, placement(name) if placement else None) for name, array in batch.items()}
