@@ -54,16 +54,15 @@ def _fault(tensor: Any) -> str:
     """What makes a tensor other than dense values on the CPU; "" if it is such a tensor."""
     import torch
 
-    faults = {
-        f"the class {type(tensor).__name__}": type(tensor) not in (torch.Tensor, torch.nn.Parameter),
-        "nested tensors": tensor.is_nested,
-        f"the layout {tensor.layout}": tensor.layout != torch.strided,
-        f"the device {tensor.device}": tensor.device.type != "cpu",
-        f"the dtype {tensor.dtype}": tensor.is_quantized or tensor.is_complex(),
-        "a negated view": not tensor.is_nested and (tensor.is_neg() or tensor.is_conj()),
-        "overlapping rows": 0 in tensor.stride() and tensor.numel() > 1 if tensor.layout == torch.strided else False,
-    }
-    return next((fault for fault, is_there in faults.items() if is_there), "")
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"the class {type(tensor).__name__}"
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return f"the layout {'nested' if tensor.is_nested else tensor.layout}"
+    if tensor.device.type != "cpu":
+        return f"the device {tensor.device}"
+    if tensor.is_quantized or tensor.is_complex():
+        return f"the dtype {tensor.dtype}"
+    return "a negated view" if tensor.is_neg() else ""
 
 
 def _load(file: Path) -> Mapping[str, Any]:

@@ -157,18 +157,14 @@ def _scaled_rope(theta: float, form: Fields, outer: Fields) -> Rope:
     if kind != "llama3":
         return Rope(theta=theta, kind=kind)
     length = "original_max_position_embeddings"
-    lengths = {part.integer(length) for part in (form, outer) if part.get(length) is not None}
-    if len(lengths) > 1:  # versions of transformers differ in which of the two they read
-        raise CheckpointError(
-            outer.place,
-            f"{length}: expected one value, got {sorted(lengths)} in the rope and beside it; delete one",
-        )
-    require(form, ("factor", "low_freq_factor", "high_freq_factor", *(() if lengths else (length,))))
+    require(form, ("factor", "low_freq_factor", "high_freq_factor", length))
+    if outer.get(length) not in (None, form[length]):  # readers differ in which of the two they take
+        raise outer.error(length, f"{short(form[length])}, as in {form.place}")
     return Rope(
         theta=theta,
         kind=kind,
         factor=form.number("factor"),
         low_freq_factor=form.number("low_freq_factor"),
         high_freq_factor=form.number("high_freq_factor"),
-        original_max_position=lengths.pop(),
+        original_max_position=form.integer(length),
     )
