@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +33,11 @@ def find(path: str | os.PathLike[str], *, tokenizer: bool = False) -> Path:
         return folder
     if folder.exists():
         raise FileNotFoundError(f"{folder}: expected a folder, got a file; give the folder that holds it")
+    if old := [left for left in leftovers(folder) if left.suffix == ".old"]:
+        raise FileNotFoundError(
+            f"{folder}: expected a folder, got none: replacing it was interrupted, and its old contents are in "
+            f"{old[0]}; rename that folder to {folder.name}"
+        )
     if not is_id(path):
         raise FileNotFoundError(
             f"{folder}: expected a folder or a hub id (owner/name), got no such folder; check the path"
@@ -47,6 +53,17 @@ def find(path: str | os.PathLike[str], *, tokenizer: bool = False) -> Path:
         reason = short(str(error), 200)
         raise FileNotFoundError(f"{path}: no such folder here, and the hub gave no such model ({reason})") from error
     return copy
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """The hidden folders beside a folder that an interrupted conversion to it has left.
+
+    A name that ends in ".old" is the folder that was to be replaced; the others are incomplete.
+    """
+    if not folder.parent.is_dir():
+        return []
+    temporary = re.compile(rf"\.{re.escape(folder.name)}\.[a-z0-9_]{{8}}(\.old)?")
+    return sorted(path for path in folder.parent.iterdir() if temporary.fullmatch(path.name) and path.is_dir())
 
 
 def is_id(path: str | os.PathLike[str]) -> bool:

@@ -7,9 +7,14 @@ such as "layers.3.qkv", which the converter prints.
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import json
+import logging
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +45,7 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
+WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZED = {"values", "scale"}  # names of the two arrays of a quantised weight
 READ_AHEAD = 2**30  # bytes that a restore may hold on the host in addition to the largest array
@@ -172,8 +178,18 @@ def save(
         work.chmod(0o755)  # mkdtemp makes a folder that only its owner can read
         _move(work, folder)
     except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
+        with _quiet():
+            _remove(work)
         raise
+
+
+def _remove(work: Path) -> None:
+    """Delete a folder into which orbax's threads may write for a moment longer."""
+    for _ in range(50):
+        shutil.rmtree(work, ignore_errors=True)
+        if not work.exists():
+            return
+        time.sleep(0.05)
 
 
 def _move(work: Path, folder: Path) -> None:
@@ -208,9 +224,41 @@ def _write_weights(folder: Path, batches: Iterable[dict[str, np.ndarray]], compr
     context.memory.deepcopy_host_arrays = False
     with context:
         for batch in batches:
-            ocp.partial.save(folder, batch)
+            with _named_failure(folder):
+                ocp.partial.save(folder, batch)
             del batch  # before the next one is read
-        ocp.partial.finalize(folder)
+        with _named_failure(folder):
+            ocp.partial.finalize(folder)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """A context manager in which orbax's threads print no errors: the caller raises one that says what is wrong."""
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        log.setLevel(level)
+
+
+@contextlib.contextmanager
+def _named_failure(folder: Path) -> Iterator[None]:
+    """A context manager that turns errors of writing weights into an OSError that says why and where."""
+    try:
+        with _quiet():
+            yield
+    except MemoryError:
+        raise
+    except Exception as error:  # of any class: orbax and tensorstore raise many, some of them bare
+        free = shutil.disk_usage(folder.parent).free
+        reason = next((text for text in map(os.strerror, WRITE_ERRORS) if text in str(error)), cut(str(error), 200))
+        raise OSError(
+            f"{folder.parent.parent}: expected to write the weights there, got an error ({reason}; {free:,} bytes are "
+            "free); nothing was kept, make room and convert again"
+        ) from error
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
@@ -301,7 +349,8 @@ def not_finite(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
 def _named_damage(folder: Path) -> Iterator[None]:
     """A context manager that turns errors of reading a converted folder into a CheckpointError that names it."""
     try:
-        yield
+        with _quiet():
+            yield
     except MemoryError:
         raise
     except Exception as error:  # of any class: orbax and tensorstore raise many for damaged files, some of them bare

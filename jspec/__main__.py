@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import jax
 
@@ -23,6 +22,7 @@ from jspec.engine.sampling_params import SamplingParams
 from jspec.tools import check_head, convert, demo
 from jspec.tools.bench import cli as bench
 from jspec.tools.info import describe
+from jspec.tools.parser import Parser
 from pallas_kernels import dispatch
 
 PRETRAINED: dict[str, Callable[..., Drafter]] = {
@@ -34,13 +34,6 @@ PRETRAINED: dict[str, Callable[..., Drafter]] = {
 QUANTIZABLE = ("eagle3", "eagle", "draft_model")
 TREE = "chain:4"
 CHECK_OPTIONS = ("text", "tokenizer", "max_tokens")  # options of `info` that need --check
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that prints an error as one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
