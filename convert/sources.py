@@ -197,8 +197,7 @@ def _open_sharded(index: Path, reader: Reader) -> Source:
     shards = fields.object("weight_map")
     if not shards:
         raise fields.error("weight_map", "the file of each tensor")
-    wrong = [name for name, shard in shards.items() if not isinstance(shard, str) or shard != Path(shard).name]
-    if wrong:
+    if wrong := [name for name, shard in shards.items() if not _is_file_name(shard)]:
         raise CheckpointError(index, f"expected a file name for each tensor, got none for {listed(wrong)}; correct it")
     files = {name: index.parent / name for name in sorted(set(shards.values()))}
     if absent := [name for name, file in files.items() if not file.is_file()]:
@@ -211,3 +210,8 @@ def _open_sharded(index: Path, reader: Reader) -> Source:
             "download the index again",
         )  # fmt: skip
     return source
+
+
+def _is_file_name(value: object) -> bool:
+    """Whether a value is the name of a file without a folder."""
+    return isinstance(value, str) and 0 < len(value.encode()) < 256 and value == Path(value).name and "\0" not in value
