@@ -48,7 +48,7 @@ def short(value: object, limit: int = 100) -> str:
 
 def listed(names: Iterable[object]) -> str:
     """The first names of a list, and the number of the others: "a, b, c and 7 more"."""
-    every = [str(name) for name in names]
+    every = [name if isinstance(name, str) and name.isprintable() else repr(name) for name in names]
     rest = len(every) - LISTED
     return ", ".join(cut(name, 80) for name in every[:LISTED]) + (f" and {rest} more" if rest > 0 else "")
 

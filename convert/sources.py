@@ -214,4 +214,6 @@ def _open_sharded(index: Path, reader: Reader) -> Source:
 
 def _is_file_name(value: object) -> bool:
     """Whether a value is the name of a file without a folder."""
-    return isinstance(value, str) and 0 < len(value.encode()) < 256 and value == Path(value).name and "\0" not in value
+    return (
+        isinstance(value, str) and value.isprintable() and value == Path(value).name and 0 < len(value.encode()) < 256
+    )

@@ -151,10 +151,9 @@ def head_format(method: str, overrides: Overrides | None = None) -> Format:
         return config, renamed(head_weights(config, names), names)
 
     def from_json(fields: Fields) -> HeadConfig:
-        config = HeadConfig.from_json(fields)
-        if config.method != method:
+        if fields.text("method") != method:
             raise fields.error("method", f"{method!r}, the kind of the checkpoint")
-        return config
+        return HeadConfig.from_json(fields)
 
     def params(config: HeadConfig, names: Collection[str]) -> Params:
         check_count("num_layers", config.num_layers, names)
