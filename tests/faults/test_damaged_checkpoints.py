@@ -27,7 +27,11 @@ from jspec.tools.convert import main
 from tests.support import folders
 from tests.support.folders import EAGLE, HEAD, TARGET
 
-pytestmark = pytest.mark.once
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.filterwarnings("ignore:.*(nested tensors|Sparse CSR|torch.quantize_per_tensor|TypedStorage)"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # of orbax's threads
+]
 
 QUICK, MANY, PARTS = 100, 10_000, 10
 SECONDS = 30  # per case; a hang takes longer on any machine
