@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import io
 import json
 import logging
@@ -178,16 +179,18 @@ def save(
         work.chmod(0o755)  # mkdtemp makes a folder that only its owner can read
         _move(work, folder)
     except BaseException:
-        with _quiet():
+        with contextlib.redirect_stderr(io.StringIO()):
             _remove(work)
         raise
 
 
 def _remove(work: Path) -> None:
     """Delete a folder into which orbax's threads may write for a moment longer."""
+    gone = 0
     for _ in range(50):
         shutil.rmtree(work, ignore_errors=True)
-        if not work.exists():
+        gone = 0 if work.exists() else gone + 1
+        if gone == 4:
             return
         time.sleep(0.05)
 
@@ -233,22 +236,28 @@ def _write_weights(folder: Path, batches: Iterable[dict[str, np.ndarray]], compr
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """A context manager in which orbax's threads print no errors: the caller raises one that says what is wrong."""
-    log = logging.getLogger("absl")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
+    """A context manager in which orbax and its tasks log no errors: the caller raises one that says what is wrong."""
+    orbax_log, asyncio_log = logging.getLogger("absl"), logging.getLogger("asyncio")
+    level = orbax_log.level
+    orbax_log.setLevel(logging.CRITICAL)
+    asyncio_log.addFilter(_is_of_others)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
+        yield
     finally:
-        log.setLevel(level)
+        orbax_log.setLevel(level)
+        asyncio_log.removeFilter(_is_of_others)
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    """Whether a log record is of other tasks than tensorstore's, whose messages end in a specification of theirs."""
+    return "tensorstore" not in record.getMessage()
 
 
 @contextlib.contextmanager
 def _named_failure(folder: Path) -> Iterator[None]:
     """A context manager that turns errors of writing weights into an OSError that says why and where."""
     try:
-        with _quiet():
+        with _quiet(), contextlib.redirect_stderr(io.StringIO()):  # tensorstore's threads print tracebacks there
             yield
     except MemoryError:
         raise
@@ -348,14 +357,17 @@ def not_finite(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
 @contextlib.contextmanager
 def _named_damage(folder: Path) -> Iterator[None]:
     """A context manager that turns errors of reading a converted folder into a CheckpointError that names it."""
-    try:
-        with _quiet():
+    with _quiet():
+        try:
             yield
-    except MemoryError:
-        raise
-    except Exception as error:  # of any class: orbax and tensorstore raise many for damaged files, some of them bare
-        if "RESOURCE_EXHAUSTED" in str(error):
+        except MemoryError:
             raise
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        reason = cut(f"{kind}{error}", 250)
-        raise CheckpointError(folder, f"damaged checkpoint ({reason}); convert the model again") from error
+        except Exception as error:  # of any class: orbax and tensorstore raise many, some of them bare
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            reason = cut(f"{kind}{error}", 250)
+            # Orbax's tasks print their errors when they are collected; the traceback would keep them until later.
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+            gc.collect()
+            raise CheckpointError(folder, f"damaged checkpoint ({reason}); convert the model again") from error

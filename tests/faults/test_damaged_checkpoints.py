@@ -151,7 +151,8 @@ def damage_text(folder: Path, draw: random.Random) -> None:
 
 def damage_bytes(folder: Path, draw: random.Random) -> None:
     """Cut a file off, or overwrite, remove or insert some of its bytes."""
-    file = draw.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    file = draw.choice(sorted(files, key=lambda path: (path.stat().st_size, str(path))))  # orbax draws names
     content = bytearray(file.read_bytes())
     at, size = draw.randrange(len(content) + 1), draw.choice([1, 1, 1, 8, 100])
     noise = draw.choice([bytes(size), b"\xff" * size, draw.randbytes(size)])
