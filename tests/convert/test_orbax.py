@@ -367,6 +367,12 @@ def test_describe_converted_folder_reads_no_weights(converted):
     assert "cannot be loaded" not in text
 
 
+def test_describe_folder_with_damaged_eos_ids_prints_the_rest_and_the_reason(tmp_path):
+    text = describe(folders.write(tmp_path, {**TARGET, "eos_token_id": 97.5}, folders.target_tensors()))
+    assert "llama, 3 layers, hidden 16" in text
+    assert "EOS ids: cannot be read: " in text and "got 97.5" in text
+
+
 def test_describe_unloadable_folder_prints_the_reason(tmp_path):
     tensors = folders.target_tensors()
     del tensors["model.norm.weight"]

@@ -72,6 +72,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     (dict(controls=None), r"controls: expected a bool, got None"),
     (dict(seed=-1), r"seed: expected an int >= 0, got -1"),
     (dict(tokenizer="./no-such-folder"), r"tokenizer: expected a folder, \"bytes\" or None, got './no-such-folder'"),
+    (dict(tokenizer="bytes"), r"tokenizer: expected ids below 16, the target's vocabulary, got a tokenizer of 256"),
     (dict(max_len=4097), r"max_len: expected at most 4096, the target's max_position_embeddings, got 4097"),
     (dict(slots=10**8, max_len=4096), r"reaches 2\*\*31 elements; lower pages to at most \d+"),
     (dict(pages=10**7, memory_fraction=0.01), r"out of memory: .* To fit, .*pass pages=\d+"),
@@ -118,7 +119,7 @@ def with_default_layers() -> Eagle3:
 BAD_PAIRS: dict[str, tuple[Any, str]] = {
     "draft model of another vocabulary": (
         lambda: DraftModel(tiny.model(15, layers=1), CHAIN),
-        r"DraftModel: expected the target's vocabulary of 16 tokens, got 15; use a draft model that shares",
+        r"DraftModel: expected the target's vocabulary of 16 tokens, got 15; use a draft model of the target's tokenizer and",
     ),
     "head of another vocabulary": (
         lambda: eagle3(vocab=20),
