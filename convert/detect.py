@@ -26,12 +26,12 @@ OTHER_ARCHITECTURES = ("PEagle", "DFlash", "DSpark", "Domino")
 
 
 def bare_name(name: str) -> str:
-    """A tensor name without the prefix `model.`, which some exporters of heads add."""
+    """Removes the prefix `model.`, which some exporters of heads add, from a tensor name."""
     return name.removeprefix("model.")
 
 
 def kind_of(config: Fields, names: Collection[str], families: Iterable[str]) -> str:
-    """The kind of checkpoint in a folder: "target", "eagle3", "eagle" or "medusa".
+    """Returns the kind of checkpoint in a folder: "target", "eagle3", "eagle" or "medusa".
 
     Args:
         config: parsed config.json.

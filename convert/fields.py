@@ -1,4 +1,4 @@
-"""Typed, bounded reading of a checkpoint's JSON files, and the one error of all damaged or odd checkpoints."""
+"""Reads a checkpoint's JSON files with checked types and sizes; defines the error of all damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class CheckpointError(ValueError):
 
 
 def cut(text: str, limit: int = MAX_MESSAGE) -> str:
-    """A text of at most ``limit`` characters, in one line; the middle is left out if it is longer."""
+    """Cuts a text to ``limit`` characters in one line, by leaving out its middle."""
     text = " ".join(text.split()) if "\n" in text else text
     tail = limit // 3
     return text if len(text) <= limit else f"{text[: limit - tail - 5]} ... {text[-tail:]}"
 
 
 def short(value: object, limit: int = 100) -> str:
-    """A value as Python writes it, cut to ``limit`` characters; its size and depth may be anything."""
+    """Writes any value as `repr` does, but with at most ``limit`` characters."""
     brief = reprlib.Repr()
     brief.maxstring = brief.maxother = brief.maxlong = limit
     brief.maxlevel, brief.maxlist, brief.maxtuple, brief.maxset, brief.maxdict = 3, 8, 8, 8, 6
@@ -47,7 +47,7 @@ def short(value: object, limit: int = 100) -> str:
 
 
 def listed(names: Iterable[object]) -> str:
-    """The first names of a list, and the number of the others: "a, b, c and 7 more"."""
+    """Writes the first names of a list and the number of the others: "a, b, c and 7 more"."""
     every = [name if isinstance(name, str) and name.isprintable() else repr(name) for name in names]
     rest = len(every) - LISTED
     return ", ".join(cut(name, 80) for name in every[:LISTED]) + (f" and {rest} more" if rest > 0 else "")
@@ -55,7 +55,10 @@ def listed(names: Iterable[object]) -> str:
 
 @contextlib.contextmanager
 def named(place: str | Path) -> Iterator[None]:
-    """Puts a place before the message of errors that lack it; a ValueError becomes a CheckpointError."""
+    """A context manager that puts a place before the message of errors; a ValueError becomes a CheckpointError.
+
+    Messages that begin with the place stay as they are.
+    """
     try:
         yield
     except (ValueError, NotImplementedError) as error:
@@ -101,7 +104,7 @@ LFS_ADVICE = "expected the file itself, got a git-lfs pointer to it; run `git lf
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects lie within each other more than ``levels`` deep."""
+    """Returns whether lists and objects are nested more than ``levels`` deep."""
     layer = [value]
     for _ in range(levels):
         layer = [child for node in layer for child in _children(node) if isinstance(child, (dict, list))]
@@ -115,7 +118,7 @@ def _children(node: Any) -> Iterable[Any]:
 
 
 class Fields(Mapping[str, Any]):
-    """A JSON object that knows its place and checks the types of its values as they are read.
+    """A JSON object that knows its file and checks the type of each value that is read from it.
 
     The methods that read a value take its name and a default; an absent value and null give the default. Without a
     default they raise CheckpointError, as they do for a value of another type or outside the limits.
@@ -131,7 +134,7 @@ class Fields(Mapping[str, Any]):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Fields:
-        """The values as `Fields`; the place of a plain mapping is "config.json"."""
+        """Wraps a mapping as `Fields` of a "config.json"; returns `Fields` unchanged."""
         return values if isinstance(values, Fields) else cls(values)
 
     def __getitem__(self, name: str) -> Any:
@@ -144,43 +147,48 @@ class Fields(Mapping[str, Any]):
         return len(self._values)
 
     def error(self, name: str, expected: str) -> CheckpointError:
-        """The error for the value under a name, which is not as expected."""
+        """Makes the error for a value that is not as expected.
+
+        Args:
+            name: name of the value.
+            expected: the expected values, in words.
+        """
         got = f"got {short(self[name])}" if name in self else "got none"
         return CheckpointError(self.place, f"{name}: expected {expected}, {got}; correct the file")
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE) -> int:
-        """The integer under a name, from ``least`` to ``most``."""
+        """Reads an integer from ``least`` to ``most``."""
         value = self._given(name, default, "an integer", is_int)
         if not least <= value <= most:
             raise self.error(name, f"an integer from {least} to {most}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """The finite number above 0 under a name."""
+        """Reads a finite number above 0."""
         value = self._given(name, default, "a number", lambda v: is_int(v) or isinstance(v, float))
         if not 0 < value <= sys.float_info.max:
             raise self.error(name, "a finite number above 0")
         return float(value)
 
     def flag(self, name: str, default: bool | None = False) -> bool:
-        """True or false under a name."""
+        """Reads true or false."""
         return self._given(name, default, "true or false", lambda v: isinstance(v, bool))
 
     def text(self, name: str, default: str | None = None) -> str:
-        """The text under a name."""
+        """Reads a text."""
         return self._given(name, default, "a text", lambda v: isinstance(v, str))
 
     def texts(self, name: str) -> list[str]:
-        """The list of texts under a name; [] if there is none."""
+        """Reads a list of texts; returns [] if there is none."""
         return self._given(name, [], "a list of texts", lambda v: _all(v, lambda x: isinstance(x, str)))
 
     def integers(self, name: str) -> list[int]:
-        """The list of integers from 0 under a name; [] if there is none."""
+        """Reads a list of integers from 0; returns [] if there is none."""
         expected = "a list of integers from 0"
         return self._given(name, [], expected, lambda v: _all(v, lambda x: is_int(x) and 0 <= x <= MAX_SIZE))
 
     def object(self, name: str) -> Fields:
-        """The object under a name; an empty one if there is none."""
+        """Reads an object; returns an empty one if there is none."""
         value: Any = self._given(name, {}, "an object", lambda v: isinstance(v, (dict, Fields)))
         return value if isinstance(value, Fields) else Fields(value, f"{self.place}: {name}")
 
@@ -194,7 +202,7 @@ class Fields(Mapping[str, Any]):
 
 
 def is_int(value: object) -> bool:
-    """Whether a value is an integer, which true and false are not."""
+    """Returns whether a value is an integer; true and false are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -203,7 +211,7 @@ def _all(value: object, is_right: Callable[[Any], bool]) -> bool:
 
 
 def require(fields: Fields, names: Iterable[str]) -> None:
-    """Raises CheckpointError, with all missing names, if a required value is absent or null.
+    """Raises CheckpointError that names all required values that are absent or null.
 
     Args:
         fields: a config, or a part of it.

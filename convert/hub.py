@@ -16,7 +16,7 @@ SUBFOLDERS = ["*/*"]  # files in subfolders of a repository, which are other for
 
 
 def find(path: str | os.PathLike[str], *, tokenizer: bool = False) -> Path:
-    """The absolute path of a model's folder; downloads the model from the hub if there is no such folder.
+    """Returns the absolute path of a model's folder; downloads the model from the hub if there is no such folder.
 
     Args:
         path: existing folder, relative or absolute or from the home folder ("~"), else hub id ("owner/name").
@@ -56,9 +56,9 @@ def find(path: str | os.PathLike[str], *, tokenizer: bool = False) -> Path:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """The hidden folders beside a folder that an interrupted conversion to it has left.
+    """Lists the hidden folders that interrupted conversions to a folder have left beside it.
 
-    A name that ends in ".old" is the folder that was to be replaced; the others are incomplete.
+    A folder whose name ends in ".old" has the contents that were to be replaced; the others are incomplete.
     """
     if not folder.parent.is_dir():
         return []
@@ -67,12 +67,12 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def is_id(path: str | os.PathLike[str]) -> bool:
-    """Whether a path that is no folder may be a hub id: "owner/name" or "name"."""
+    """Returns whether a path that is no folder may be a hub id, "owner/name" or "name"."""
     return not Path(path).is_absolute() and len(Path(path).parts) <= 2 and not os.fspath(path).startswith((".", "~"))
 
 
 def eos_ids(folder: str | Path) -> tuple[int, ...]:
-    """The EOS token ids in a folder's generation_config.json, else in its config.json, else ().
+    """Reads the EOS token ids in a folder's generation_config.json, else in its config.json; returns () if none.
 
     Raises:
         CheckpointError: a file has something other than an id or a list of ids.

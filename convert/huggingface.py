@@ -28,7 +28,7 @@ IGNORED = ("rotary_emb.inv_freq",)  # tensors of old checkpoints whose values fo
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a weight map: how one parameter is made of tensors.
+    """A row of a weight map, which says how one parameter is made of tensors.
 
     Attributes:
         parameter: name of the parameter.
@@ -49,7 +49,7 @@ class Row:
 
 
 def stacked(parameter: str, sources: Mapping[str, Shape]) -> Row:
-    """The row of a parameter that is one tensor, or several tensors concatenated along axis 0.
+    """Makes the row of a parameter that is one tensor, or several tensors concatenated along axis 0.
 
     Args:
         parameter: name of the parameter.
@@ -60,7 +60,7 @@ def stacked(parameter: str, sources: Mapping[str, Shape]) -> Row:
 
 
 def side_by_side(parameter: str, sources: Mapping[str, Shape]) -> Row:
-    """The row of a parameter that is several tensors of one shape, stacked along a new axis 0.
+    """Makes the row of a parameter that is several tensors of one shape, stacked along a new axis 0.
 
     Args:
         parameter: name of the parameter.
@@ -81,7 +81,7 @@ def _stack(source: Source, row: Row, dtype: str) -> np.ndarray:
 
 
 def same(parameter: str, sources: Mapping[str, Shape]) -> Row:
-    """The row of a parameter that a file may hold as several tensors with equal values (tied weights).
+    """Makes the row of a parameter that a file may hold as several tensors with equal values (tied weights).
 
     Args:
         parameter: name of the parameter.
@@ -104,7 +104,7 @@ def _first_of_same(source: Source, row: Row, dtype: str) -> np.ndarray:
 
 
 def renamed(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
-    """The rows of a weight map with their tensors renamed.
+    """Renames the tensors in the rows of a weight map.
 
     Args:
         rows: rows of a weight map.
@@ -114,7 +114,7 @@ def renamed(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
 
 
 def cast(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
-    """The values in another dtype, converted by way of float32, which holds float16 and bfloat16 exactly.
+    """Converts values to another dtype by way of float32, which holds float16 and bfloat16 exactly.
 
     Args:
         values: values of the tensor.

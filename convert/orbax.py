@@ -98,7 +98,7 @@ class Header:
 
 
 def flatten(tree: Mapping[str, Any] | list[Any], prefix: str = "") -> dict[str, Any]:
-    """The arrays of a tree of weights, by name: {"layers": [{"o": x}]} becomes {"layers.0.o": x}.
+    """Lists the arrays of a tree of weights by name: {"layers": [{"o": x}]} becomes {"layers.0.o": x}.
 
     Args:
         tree: tree of dicts, lists, arrays and `Quantized` weights.
@@ -113,7 +113,7 @@ def flatten(tree: Mapping[str, Any] | list[Any], prefix: str = "") -> dict[str, 
 
 
 def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of weights from arrays by name, the inverse of `flatten`.
+    """Builds the tree of weights from arrays by name, as the inverse of `flatten`.
 
     Children named 0, 1, ... become a list, a pair of children `values` and `scale` becomes a `Quantized`.
     """
@@ -132,12 +132,12 @@ def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a converted checkpoint, as `save` writes it."""
+    """Returns whether a folder is a converted checkpoint, as `save` writes it."""
     return (folder / MANIFEST).is_file()
 
 
 def companions(folder: Path) -> list[Path]:
-    """The tokenizer and config files of a model's folder, which the converter copies."""
+    """Lists the tokenizer and config files of a model's folder, which the converter copies."""
     return [folder / name for name in COMPANIONS if (folder / name).is_file()]
 
 
@@ -186,7 +186,7 @@ def save(
 
 
 def _remove(work: Path) -> None:
-    """Delete a folder into which orbax's threads may write for a moment longer."""
+    """Deletes a folder into which orbax's threads may still write, until it stays deleted; takes at most 3 seconds."""
     gone = 0
     for _ in range(50):
         shutil.rmtree(work, ignore_errors=True)
@@ -237,7 +237,7 @@ def _write_weights(folder: Path, batches: Iterable[dict[str, np.ndarray]], compr
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """A context manager in which orbax and its tasks log no errors: the caller raises one that says what is wrong."""
+    """A context manager in which orbax and its tasks log no errors, because the caller raises one."""
     orbax_log, asyncio_log = logging.getLogger("absl"), logging.getLogger("asyncio")
     level = orbax_log.level
     orbax_log.setLevel(logging.CRITICAL)
@@ -250,7 +250,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _is_of_others(record: logging.LogRecord) -> bool:
-    """Whether a log record is of other tasks than tensorstore's, whose messages end in a specification of theirs."""
+    """Returns whether a log record has another source than tensorstore, which names itself in its messages."""
     return "tensorstore" not in record.getMessage()
 
 
@@ -272,7 +272,7 @@ def _named_failure(folder: Path) -> Iterator[None]:
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
-    """The size of each file in bytes, by path; finds truncated files, for which orbax raises errors of many classes."""
+    """Returns the size of each file in bytes, by path relative to the folder."""
     return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
@@ -350,7 +350,7 @@ def _count_not_finite(array: jax.Array) -> jax.Array:
 
 
 def not_finite(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
-    """The number of NaN and infinite values in each array that has any, by name; other devices than the CPU count."""
+    """Counts the NaN and infinite values of each array; returns the counts above 0, by name of the array."""
     floats = {name: array for name, array in arrays.items() if jnp.issubdtype(array.dtype, jnp.floating)}
     if jax.default_backend() == "cpu":  # where XLA takes ten times as long as numpy
         floats = {name: array for name, array in floats.items() if not is_finite(np.asarray(array))}

@@ -29,7 +29,7 @@ class Plan:
     source: Source  # tensors of the folder
 
     def dtype(self, wanted: str | None = None) -> str:
-        """The floating-point dtype to convert to.
+        """Returns the floating-point dtype to convert to.
 
         Args:
             wanted: dtype that the caller wants; None: the dtype of all tensors in the folder.
@@ -49,11 +49,11 @@ class Plan:
         return found.pop()
 
     def row_dtype(self, row: Row) -> str:
-        """The dtype of a row's parameter if it is read without conversion."""
+        """Returns the dtype of a row's parameter if it is read without conversion."""
         return row.dtype or self.source.tensors[next(iter(row.sources))].dtype
 
     def batches(self, dtype: str) -> Iterator[dict[str, np.ndarray]]:
-        """All parameters by name, in batches; the caller should drop each batch before taking the next.
+        """Yields all parameters by name, in batches; the caller should drop each batch before taking the next.
 
         Args:
             dtype: dtype of floating-point parameters.

@@ -1,4 +1,4 @@
-"""Opens the weights of a Hugging Face folder: headers first, values piece by piece, in safetensors or torch files."""
+"""Opens the weights of a Hugging Face folder: reads all headers first, then values piece by piece."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def _headers(self, file: Path) -> dict[str, Tensor]:
-        """The headers of the tensors in one file, by name.
+        """Reads the headers of the tensors in one file; returns them by name.
 
         Raises:
             CheckpointError: the file is incomplete.
@@ -68,10 +68,10 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """The rows from start (inclusive) to stop (exclusive) of a tensor, in the dtype of the file."""
+        """Reads the rows from start (inclusive) to stop (exclusive) of a tensor, in the dtype of the file."""
 
     def pieces(self, name: str) -> Iterator[np.ndarray]:
-        """All rows of a tensor in order, in pieces of a few megabytes; counts NaN and infinite values."""
+        """Yields all rows of a tensor in order, in pieces of a few megabytes; counts NaN and infinite values."""
         tensor = self.tensors[name]
         rows, *rest = tensor.shape
         step = max(1, PIECE_BYTES // (4 * int(np.prod(rest))))
@@ -86,9 +86,9 @@ class Source(abc.ABC):
 
 
 def is_finite(values: np.ndarray) -> bool:
-    """Whether no value is NaN or infinite; compares bit patterns, which for bfloat16 is far faster than `np.isfinite`.
+    """Returns whether all values are finite; for bfloat16 far faster than `np.isfinite`.
 
-    Values whose exponent bits are all set are the largest of their sign, as integers.
+    NaN and infinity have all exponent bits set. Read as integers, they are the largest values of their sign.
     """
     exponent = EXPONENT.get(values.dtype.name)
     if exponent is None or not values.size:
@@ -122,7 +122,7 @@ class Safetensors(Source):
 
 
 def incomplete(file: Path, what: str, error: object) -> CheckpointError:
-    """The error for a file of weights that cannot be read.
+    """Makes the error for a file of weights that cannot be read.
 
     Args:
         what: what was expected in the file.
@@ -182,7 +182,7 @@ def open_source(folder: Path, *, heads_first: bool = False) -> Source:
 
 
 def not_found(folder: Path, expected: str) -> FileNotFoundError:
-    """The error for a folder that lacks a file; it names what the folder seems to be instead."""
+    """Makes the error for a folder that lacks a file; its message names what the folder holds instead."""
     if not folder.is_dir():
         return FileNotFoundError(f"{folder}: expected a folder with {expected}, got no such folder; check the path")
     for pattern, (what, advice) in OTHER_FOLDERS.items():
@@ -213,7 +213,7 @@ def _open_sharded(index: Path, reader: Reader) -> Source:
 
 
 def _is_file_name(value: object) -> bool:
-    """Whether a value is the name of a file without a folder."""
+    """Returns whether a value is the name of a file, without a folder."""
     return (
         isinstance(value, str) and value.isprintable() and value == Path(value).name and 0 < len(value.encode()) < 256
     )

@@ -51,7 +51,7 @@ class TorchFiles(Source):
 
 
 def _fault(tensor: Any) -> str:
-    """What makes a tensor other than dense values on the CPU; "" if it is such a tensor."""
+    """Says what is odd about a tensor; returns "" for dense real values on the CPU."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -85,7 +85,7 @@ def _load(file: Path) -> Mapping[str, Any]:
 
 
 def check_torch(file: Path) -> None:
-    """Raises ImportError unless torch is there, in a version that reads the file without running code from it."""
+    """Raises ImportError unless a torch is installed that reads files without running code from them."""
     oldest = ".".join(map(str, OLDEST_TORCH))
     try:
         import torch

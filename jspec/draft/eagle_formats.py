@@ -101,13 +101,13 @@ class Parts:
         return cls("specforge" if specforge else "official", config, config, nested)
 
     def values(self, *names: str) -> list[Any]:
-        """The distinct values that any part of the file has under any of the names."""
+        """Lists the distinct values that any part of the file has under any of the names."""
         parts = (self.outer, self.nested, self.layer)
         given = [part[name] for part in parts for name in names if part.get(name) is not None]
         return [value for index, value in enumerate(given) if value not in given[:index]]
 
     def one(self, *names: str, default: Any = None, remedy: str = "correct config.json") -> Any:
-        """The value that the file has under any of the names.
+        """Reads the value that the file has under any of the names.
 
         Args:
             names: alternative names of one option.
@@ -123,15 +123,15 @@ class Parts:
         return found[0] if found else default
 
     def flag(self, *names: str, default: bool = False, remedy: str = "correct config.json") -> bool:
-        """True or false under any of the names; arguments and errors as `one`."""
+        """Reads true or false under any of the names; arguments and errors as `one`."""
         return self._single(names, remedy).flag(names[0], default)
 
     def integer(self, *names: str, default: int) -> int:
-        """The integer above 0 under any of the names; arguments and errors as `one`."""
+        """Reads the integer above 0 under any of the names; arguments and errors as `one`."""
         return self._single(names).integer(names[0], default)
 
     def _single(self, names: Sequence[str], remedy: str = "correct config.json") -> Fields:
-        """An object that has the one value of an option under the option's first name."""
+        """Makes an object with the one value of an option under the option's first name."""
         return Fields({names[0]: self.one(*names, remedy=remedy)}, self.outer.place)
 
 
@@ -242,7 +242,7 @@ def _norm_output(parts: Parts, override: bool | None) -> bool:
 
 
 def _fc_bias(parts: Parts, method: str) -> bool:
-    """Whether `fc` has a bias.
+    """Reads whether `fc` has a bias.
 
     In the EAGLE-1 authors' code `fc` has a bias unless `bias` is false; in vLLM, only if `eagle_fc_bias` is true.
     """
@@ -252,7 +252,7 @@ def _fc_bias(parts: Parts, method: str) -> bool:
 
 
 def _feature_layers(parts: Parts, fuses: bool) -> tuple[int, ...] | None:
-    """Indices of the target's hidden states that the head reads, ascending, as all exporters concatenate them.
+    """Reads the indices of the target states that the head reads, ascending, as all exporters concatenate them.
 
     The ids in the file are state indices, with one exception: ids in `eagle_config` whose lowest is 1 are layer
     indices, unless one id is the target's number of layers. The output of layer j is state j + 1.
@@ -272,7 +272,7 @@ def _feature_layers(parts: Parts, fuses: bool) -> tuple[int, ...] | None:
 
 
 def head_weights(config: HeadConfig, names: Collection[str]) -> list[Row]:
-    """The rows of the weight map of an EAGLE head, for files of any exporter.
+    """Makes the rows of the weight map of an EAGLE head, for files of any exporter.
 
     Args:
         config: config of the head.

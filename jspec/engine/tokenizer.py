@@ -118,7 +118,7 @@ class HFTokenizer:
             self._check_round_trips()
 
     def _check_round_trips(self) -> None:
-        """Raises CheckpointError if texts lose blanks, as with a tokenizer class over another kind of file."""
+        """Raise CheckpointError if the tokenizer loses blanks, as a class for another kind of file does."""
         for text in ROUND_TRIPS:
             got = self.decode(self._tokenizer.encode(text, add_special_tokens=False)).casefold()
             has_letters = "".join(got.split()) == "".join(text.casefold().split())
@@ -212,7 +212,7 @@ def _named_faults(folder: Path) -> Iterator[None]:
 
 
 def _read_folder(folder: Path) -> Any:
-    """The tokenizer of a folder, by transformers."""
+    """Read the tokenizer of a folder with transformers."""
     files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if large := [file for file in files if file.stat().st_size > MAX_BYTES]:
         raise CheckpointError(large[0], f"expected at most {MAX_BYTES:,} bytes, got more; download it again")
@@ -296,7 +296,7 @@ def check_size(tokenizer: Tokenizer | None, vocab_size: int) -> None:
 
 
 def eos_ids(folder: Path, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
-    """The EOS ids of a model: those of its folder, else the tokenizer's with a warning, else ().
+    """Return the EOS ids of a model: those of its folder, else the tokenizer's with a warning, else ().
 
     Args:
         folder: folder of the model.

@@ -34,7 +34,7 @@ def _positive(where: str, values: Mapping[str, float]) -> None:
 
 
 def unsupported(name: str, got: Any, expected: str) -> NotImplementedError:
-    """The error for a checkpoint option whose value jspec does not support.
+    """Makes the error for a checkpoint option whose value jspec does not support.
 
     Args:
         name: name of the option.
@@ -45,7 +45,7 @@ def unsupported(name: str, got: Any, expected: str) -> NotImplementedError:
 
 
 def stored_arguments(record: type, fields: Fields) -> dict[str, Any]:
-    """The arguments of a config record from the JSON values of a manifest, with their names and types checked.
+    """Reads the arguments of a config record from the JSON values of a manifest, and checks their names and types.
 
     Args:
         record: dataclass; its class method `of_sizes` takes the arguments if it has one.

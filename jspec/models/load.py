@@ -209,7 +209,7 @@ def read_plan(folder: str | Path, format_of: FormatOf, *, kind: str | None = Non
 
 
 def _dtype_name(dtype: Any) -> str:
-    """The name of a dtype, given by name or as jax and numpy write it; None: the device's default.
+    """Returns the name of a dtype that is given by name or as an object of jax or numpy; None: the device's default.
 
     Raises:
         ValueError: the dtype is not supported.
@@ -226,7 +226,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _read_manifest(folder: Path, format_of: FormatOf, kind: str | None) -> Header:
-    """The header of a converted folder, with its config as a record that has the caller's overrides."""
+    """Reads the header of a converted folder, with its config as a record that has the caller's overrides."""
     found = orbax.read_header(folder)
     check_kind(folder, found.kind, kind)
     form = format_of(found.kind)

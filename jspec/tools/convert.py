@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _convert(options: argparse.Namespace) -> tuple[Plan, str]:
-    """Convert as the command line says; returns the plan and the dtype of the weights."""
+    """Convert as the command line says; return the plan and the dtype of the weights."""
     folder = options.dst.expanduser().absolute()
     orbax.check_vacant(folder, options.overwrite)
     for left in hub.leftovers(folder):
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _quantized(planned: Plan, dtype: str, kind: str | None, bar: tqdm) -> Iterator[dict[str, np.ndarray]]:
-    """The plan's batches of parameters, quantised; the bar counts the parameters."""
+    """Yield the plan's batches of parameters, quantised; the bar counts the parameters."""
     check_scope(kind, planned.kind)
     for batch in planned.batches(dtype):
         bar.update(len(batch))
@@ -97,7 +97,7 @@ def _ids(text: str) -> tuple[int, ...]:
 
 
 def _peak_memory() -> int:
-    """The peak memory of this process in bytes."""
+    """Return the peak memory of this process in bytes."""
     status = Path("/proc/self/status")
     if status.is_file():  # ru_maxrss includes the parent process's memory before the fork
         peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
@@ -107,7 +107,7 @@ def _peak_memory() -> int:
 
 
 def _summary(planned: Plan) -> str:
-    """The number of tensors and of their values."""
+    """Say how many tensors and values a plan reads."""
     tensors = [planned.source.tensors[name] for row in planned.rows for name in row.sources]
     values = sum(int(np.prod(tensor.shape)) for tensor in tensors)
     return f"{len(tensors)} tensors with {values:,} values"

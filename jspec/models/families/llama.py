@@ -65,7 +65,7 @@ class Llama:
 def layer_tensors(
     params: Params, to: str, source: str, layer: Mapping[str, Sequence[str]] = LAYER
 ) -> dict[str, list[str]]:
-    """The names of the checkpoint's tensors for each parameter of a layer, by parameter name.
+    """Lists the names of the checkpoint's tensors for each parameter of a layer, by parameter name.
 
     Args:
         params: declarations of the model's parameters; parameters of the layer that are not declared are left out.
@@ -81,7 +81,7 @@ def layer_tensors(
 
 
 def read_sizes(fields: Fields, *required: str) -> dict[str, Any]:
-    """The sizes in a config.json, by argument name of `DecoderConfig.of_sizes`, with the defaults of the Llama format.
+    """Reads the sizes in a config.json, by argument name of `DecoderConfig.of_sizes`, with the Llama format's defaults.
 
     Args:
         fields: parsed config.json, or the part of it that describes the layers.
