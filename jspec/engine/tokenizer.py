@@ -202,9 +202,9 @@ def _named_faults(folder: Path) -> Iterator[None]:
     """A context manager that turns errors of reading a tokenizer into a CheckpointError that names the folder."""
     try:
         yield
-    except (CheckpointError, MemoryError):
-        raise
-    except Exception as error:  # transformers raises many kinds, some of them bare
+    except BaseException as error:  # transformers raises many kinds, some of them bare; tokenizers also panics
+        if isinstance(error, (CheckpointError, MemoryError, KeyboardInterrupt, SystemExit)):
+            raise
         raise CheckpointError(
             folder, f"expected tokenizer files that transformers can read, got {type(error).__name__}: "
             f"{cut(str(error), 120)}; {REMEDY}",

@@ -78,6 +78,19 @@ def test_load_tokenizer_class_of_another_kind_that_loses_blanks_raises(metaspace
         load_tokenizer(metaspace)
 
 
+@pytest.mark.parametrize("prefix", ["x" * 30, 5, [[]]])
+def test_load_tokenizer_damaged_file_raises_even_where_the_library_panics(byte_level: Path, prefix: Any) -> None:
+    """A prefix longer than a merged token ends in a panic of tokenizers, which is no `Exception`."""
+    file = byte_level / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"] |= {"continuing_subword_prefix": prefix, "merges": [["h", "e"]]}
+    file.write_text(json.dumps(content))
+    with pytest.raises(
+        CheckpointError, match=f"{byte_level}: expected tokenizer files that transformers can read, got"
+    ):
+        load_tokenizer(byte_level)
+
+
 def test_load_tokenizer_whose_vocabulary_lacks_letters_is_accepted(tmp_path: Path) -> None:
     """The round trip of a text says nothing about a tokenizer without its letters."""
     from tokenizers import Tokenizer, models

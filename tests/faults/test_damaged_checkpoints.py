@@ -287,7 +287,9 @@ def outcome(folder: Path) -> str:
             found = "told" if told else "loaded"
         except REFUSALS as error:
             found = fault_of_error(error, folder)
-        except Exception as error:
+        except BaseException as error:  # also of tokenizers' panics
+            if isinstance(error, KeyboardInterrupt):
+                raise
             found = f"{type(error).__name__}: {str(error)[:300]}"
     return found if time.perf_counter() - begin < SECONDS else f"took {time.perf_counter() - begin:.0f} s"
 
